@@ -1,0 +1,115 @@
+"""The random-number contract (Philox 4x32-10, version 1) as Triton device functions.
+
+Method: J. Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011, section 3.3.
+
+The key is one int64 seed. One call gives four 32-bit words, each read as two 16-bit draws (low half,
+then high half), so one call serves eight elements; an element is kept iff its draw is at least
+``round(p * 65536)``. Which element reads which draw is a pure function of its place, never of a tile:
+
+* attention weight (b, h, i, j): counter ``((j >> 5) * 4 + ((j >> 1) & 3), i, h, b)``,
+  word ``(j >> 3) & 3``, half ``j & 1``. A call serves pairs of keys eight apart, which is just what one
+  thread of a tensor-core accumulator holds: the tile below needs no exchange between threads.
+* element (r, c) of a (rows, columns) view: counter ``(c >> 3, low32(r), high32(r), 0)``,
+  word ``(c >> 1) & 3``, half ``c & 1``. A call serves eight neighbours: one 128-bit access in 16-bit types.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_seed(seed_ptr):
+    """Read the int64 seed as the key (low, high), two uint32 scalars."""
+    seed = tl.load(seed_ptr)
+    return seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+
+
+@triton.jit
+def philox4x32(key_low, key_high, c0, c1, c2, c3):
+    """Ten rounds of Philox 4x32 on uint32 tensors of one shape; returns the four output words."""
+    for _ in tl.static_range(10):
+        high0 = tl.umulhi(c0, 0xD2511F53)
+        low0 = c0 * 0xD2511F53
+        high1 = tl.umulhi(c2, 0xCD9E8D57)
+        low1 = c2 * 0xCD9E8D57
+        c0 = high1 ^ c1 ^ key_low
+        c1 = low1
+        c2 = high0 ^ c3 ^ key_high
+        c3 = low0
+        key_low = key_low + 0x9E3779B9
+        key_high = key_high + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _draws_to_keep(w0, w1, w2, w3, threshold):
+    """Eight keep bits a call: (R, C) words -> bool (R, C, half, high bit of word, low bit of word)."""
+    threshold = tl.cast(threshold, tl.uint32)
+    low0 = (w0 & 0xFFFF) >= threshold
+    high0 = (w0 >> 16) >= threshold
+    low1 = (w1 & 0xFFFF) >= threshold
+    high1 = (w1 >> 16) >= threshold
+    low2 = (w2 & 0xFFFF) >= threshold
+    high2 = (w2 >> 16) >= threshold
+    low3 = (w3 & 0xFFFF) >= threshold
+    high3 = (w3 >> 16) >= threshold
+    words02 = tl.join(tl.join(low0, high0), tl.join(low2, high2))
+    words13 = tl.join(tl.join(low1, high1), tl.join(low3, high3))
+    return tl.join(words02, words13)
+
+
+@triton.jit
+def attention_keep_tile(
+    key_low, key_high, threshold, batch, head, start_query, start_key, QUERIES: tl.constexpr, KEYS: tl.constexpr
+):
+    """Keep bits of the weights of one (query tile x key tile) of head (batch, head).
+
+    Args:
+        key_low, key_high: uint32 scalars from :func:`load_seed`.
+        threshold: int32 scalar, ``round(p * 65536)``.
+        batch, head: scalars; ``head`` counts query heads.
+        start_query, start_key: first row and first key of the tile; ``start_key % 32 == 0``.
+        QUERIES, KEYS: tile shape; KEYS a power of two of at least 32.
+
+    Returns:
+        bool (QUERIES, KEYS), True = kept.
+    """
+    blank = tl.zeros((QUERIES, KEYS // 8), tl.uint32)
+    query = (start_query + tl.arange(0, QUERIES)).to(tl.uint32)[:, None] + blank
+    call = (start_key // 8 + tl.arange(0, KEYS // 8)).to(tl.uint32)[None, :] + blank
+    w0, w1, w2, w3 = philox4x32(
+        key_low, key_high, call, query, tl.cast(head, tl.uint32) + blank, tl.cast(batch, tl.uint32) + blank
+    )
+    keep = _draws_to_keep(w0, w1, w2, w3, threshold)
+    # key = group * 32 + word * 8 + (call & 3) * 2 + half
+    keep = tl.reshape(keep, (QUERIES, KEYS // 32, 4, 2, 2, 2))
+    keep = tl.permute(keep, (0, 1, 4, 5, 2, 3))
+    return tl.reshape(keep, (QUERIES, KEYS))
+
+
+@triton.jit
+def elementwise_keep_tile(
+    key_low, key_high, threshold, rows, start_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """Keep bits of one (row tile x column tile) of a (rows, columns) view.
+
+    Args:
+        key_low, key_high: uint32 scalars from :func:`load_seed`.
+        threshold: int32 scalar, ``round(p * 65536)``.
+        rows: int64 (ROWS,), the row numbers of the tile (any, in any order).
+        start_column: first column of the tile; ``start_column % 8 == 0``.
+        ROWS, COLUMNS: tile shape; COLUMNS a power of two of at least 8.
+
+    Returns:
+        bool (ROWS, COLUMNS), True = kept.
+    """
+    blank = tl.zeros((ROWS, COLUMNS // 8), tl.uint32)
+    rows = rows.to(tl.int64)
+    row_low = rows.to(tl.uint32)[:, None] + blank
+    row_high = (rows >> 32).to(tl.uint32)[:, None] + blank
+    call = (start_column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.uint32)[None, :] + blank
+    w0, w1, w2, w3 = philox4x32(key_low, key_high, call, row_low, row_high, blank)
+    keep = _draws_to_keep(w0, w1, w2, w3, threshold)
+    # column = call * 8 + word * 2 + half
+    keep = tl.permute(keep, (0, 1, 3, 4, 2))
+    return tl.reshape(keep, (ROWS, COLUMNS))
