@@ -1,0 +1,141 @@
+"""Which kernels a call runs on, and why.
+
+================ ===========================================================================================
+``"auto"``       native on CPU; on CUDA Triton for attention, norm and dropout, the CUDA extension for embedding
+``"native"``     the C++/CUDA extension
+``"triton"``     the Triton kernels: CUDA tensors, or CPU tensors under ``TRITON_INTERPRET=1``
+``"reference"``  plain eager PyTorch, the same numbers, the same dropout mask
+================ ===========================================================================================
+
+Choose with the context manager ``transformer_fast.backend(name)`` or the environment variable
+``TRANSFORMER_FAST_BACKEND``. Only "auto" ever falls back, and it says so once.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .kernels import extension
+
+NAMES = ("auto", "native", "triton", "reference")
+_ON_CUDA = {"attention": "triton", "norm": "triton", "dropout": "triton", "embedding": "native"}
+
+_chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("transformer_fast_backend", default=None)
+
+
+class BackendError(RuntimeError):
+    """The backend that was asked for cannot run this call."""
+
+
+def _checked(name: str, origin: str) -> str:
+    if name not in NAMES:
+        raise ValueError(f"{origin}: expected one of {', '.join(NAMES)}, got {name!r}")
+    return name
+
+
+def current() -> str:
+    """The backend in force: the innermost context manager's, else the environment's, else "auto"."""
+    chosen = _chosen.get()
+    if chosen is not None:
+        return chosen
+    return _checked(os.environ.get("TRANSFORMER_FAST_BACKEND", "auto"), "TRANSFORMER_FAST_BACKEND")
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Run the calls inside on one backend: "auto", "native", "triton" or "reference".
+
+    Raises:
+        ValueError: for another name.
+    """
+    token = _chosen.set(_checked(name, "backend"))
+    try:
+        yield
+    finally:
+        _chosen.reset(token)
+
+
+def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    """The backend a call of ``op`` takes, and the reason as text.
+
+    Args:
+        op: "attention", "norm", "dropout" or "embedding".
+
+    Raises:
+        BackendError: where a backend named explicitly cannot run the call; says what would help.
+    """
+    asked = current()
+    if asked == "reference":
+        return "reference", "asked for"
+    if asked == "auto":
+        return _automatic(op, device, dtype)
+    reason = _obstacle(asked, op, device, dtype)
+    if reason:
+        raise BackendError(f'backend "{asked}" cannot run {op} on {device.type} in {dtype}: {reason}')
+    return asked, "asked for"
+
+
+def resolve(op: str, device: torch.device, dtype: torch.dtype) -> str:
+    """:func:`choose` without the reason; warns once where "auto" had to fall back to the reference."""
+    name, reason = choose(op, device, dtype)
+    if name == "reference" and current() == "auto" and not torch.compiler.is_compiling():
+        _warn_once(f"transformer_fast: {op} on {device.type} in {dtype} runs on the eager reference: {reason}")
+    return name
+
+
+def _automatic(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    if device.type == "cpu":
+        preferred = "native"
+    elif device.type == "cuda":
+        preferred = _ON_CUDA[op]
+    else:
+        return "reference", f"there are no kernels for {device.type} devices"
+    reason = _obstacle(preferred, op, device, dtype)
+    if reason:
+        return "reference", reason
+    return preferred, f"the default on {device.type}"
+
+
+def _obstacle(name: str, op: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a backend cannot run a call, or None."""
+    if name == "native":
+        if not extension.load():
+            return extension.status()
+        if device.type == "cuda" and op != "embedding":
+            return f'the extension has no CUDA {op}; on CUDA it is a Triton kernel (backend "triton")'
+        if device.type == "cuda" and not extension.build_info()["cuda"]:
+            return "the extension was built without CUDA; rebuild it with TRANSFORMER_FAST_CUDA=1"
+        if device.type not in ("cpu", "cuda"):
+            return f"the extension has no kernels for {device.type} devices"
+    elif op == "embedding":
+        return 'embedding has no Triton kernel; it is C++ and CUDA (backend "native")'
+    elif device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "Triton kernels run on a GPU; on CPU tensors only with TRITON_INTERPRET=1 set before the program starts"
+    elif not _triton_imports():
+        return "triton is not installed; run `pip install triton`"
+    if dtype == torch.float64 and device.type == "cuda":
+        return "the GPU kernels take float32, float16 and bfloat16"
+    if dtype == torch.float64 and name == "triton":
+        return "the Triton kernels take float32, float16 and bfloat16"
+    return None
+
+
+@functools.cache
+def _triton_imports() -> bool:
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, stacklevel=4)

@@ -1,0 +1,164 @@
+"""``AttentionMask``: every mask dialect becomes one small normal form.
+
+A mask says which keys a query may attend to. It is kept as up to four parts, and a key is allowed only when every
+part allows it:
+
+=========== ======================= ==========================================================
+part        shape                   key ``j`` is allowed for query ``i`` of head ``h``, batch ``b``
+=========== ======================= ==========================================================
+``keep``    (B|1, H|1, Lq|1, Lk|1)  where ``keep[b, h, i, j]`` is True
+``key_keep`` (B|1, H|1, 1, Lk)      where ``key_keep[b, h, 0, j]`` is True (padding)
+``lengths`` (B,) or (B, Lq)         where ``j < lengths[b]`` or ``j < lengths[b, i]``
+``causal``  an offset               where ``j <= i + causal``
+=========== ======================= ==========================================================
+
+Masks combine with ``&``. Padding, a dense mask and a look-ahead stay apart, so combining them never builds a
+(Lq, Lk) tensor that the caller did not give.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionMask:
+    """Which keys each query may attend to. Make one with a constructor below; combine with ``&``."""
+
+    keep_mask: Tensor | None = None
+    key_keep_mask: Tensor | None = None
+    key_lengths: Tensor | None = None
+    causal_offset: int | None = None
+
+    @classmethod
+    def keep(cls, mask: Tensor) -> AttentionMask:
+        """A keep mask: bool or integer, nonzero = kept, broadcastable to (B, H, Lq, Lk).
+
+        Raises:
+            TypeError: for a float mask, which could also be an additive bias or a blocked mask.
+            ValueError: for more than four dimensions, or none.
+        """
+        mask = _four_dimensions(_boolean(mask, "keep"))
+        if mask.shape[2] == 1:
+            return cls(key_keep_mask=mask)
+        return cls(keep_mask=mask)
+
+    @classmethod
+    def blocked(cls, mask: Tensor) -> AttentionMask:
+        """A blocked mask: nonzero = blocked, broadcastable to (B, H, Lq, Lk).
+
+        Bool, integer, or the float mask of 0s and 1s that TensorFlow's tutorial adds times -1e9.
+        A float is read by value: anything but 0 blocks.
+        """
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"blocked mask: expected a tensor, got {type(mask).__name__}")
+        return cls.keep(mask == 0)
+
+    @classmethod
+    def lengths(cls, lengths: Tensor) -> AttentionMask:
+        """Valid lengths: integer (B,), or (B, Lq) for one length a query; keys at or past the length are blocked."""
+        if not isinstance(lengths, Tensor) or lengths.dtype not in _INTEGERS:
+            what = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
+            raise TypeError(f"lengths: expected an integer tensor of shape (B,) or (B, Lq), got {what}")
+        if lengths.dim() not in (1, 2):
+            raise ValueError(f"lengths: expected shape (B,) or (B, Lq), got {tuple(lengths.shape)}")
+        return cls(key_lengths=lengths)
+
+    @classmethod
+    def causal(cls, offset: int = 0) -> AttentionMask:
+        """The look-ahead mask: query ``i`` sees keys ``j <= i + offset``. A cache of n keys decodes with offset n."""
+        if isinstance(offset, bool) or not isinstance(offset, int):
+            raise TypeError(f"causal offset: expected an int, got {type(offset).__name__}")
+        return cls(causal_offset=offset)
+
+    def __and__(self, other: AttentionMask) -> AttentionMask:
+        """Keys that both masks allow."""
+        if not isinstance(other, AttentionMask):
+            return NotImplemented
+        return AttentionMask(
+            _combine(self.keep_mask, other.keep_mask, torch.logical_and),
+            _combine(self.key_keep_mask, other.key_keep_mask, torch.logical_and),
+            _combine(*_same_rank(self.key_lengths, other.key_lengths), torch.minimum),
+            _combine(self.causal_offset, other.causal_offset, min),
+        )
+
+    def to(self, device: torch.device | str) -> AttentionMask:
+        """The same mask with its tensors on ``device``."""
+        moved = (t if t is None else t.to(device) for t in (self.keep_mask, self.key_keep_mask, self.key_lengths))
+        return AttentionMask(*moved, self.causal_offset)
+
+    def dense(self, Lq: int, Lk: int, device: torch.device | str | None = None) -> Tensor:
+        """The whole mask as one bool keep tensor broadcastable to (B, H, Lq, Lk): for oracles and pictures."""
+        parts = (self.keep_mask, self.key_keep_mask, self.key_lengths, self.causal_offset)
+        device = next((part.device for part in parts if isinstance(part, Tensor)), device)
+        return dense_keep(*parts, Lq, Lk, device)
+
+
+def as_attention_mask(mask: AttentionMask | Tensor | None) -> AttentionMask:
+    """What ``tfast.attention(mask=...)`` accepts: an AttentionMask, a bool or integer keep mask, or None."""
+    if mask is None:
+        return AttentionMask()
+    return mask if isinstance(mask, AttentionMask) else AttentionMask.keep(mask)
+
+
+def dense_keep(
+    keep: Tensor | None,
+    key_keep: Tensor | None,
+    lengths: Tensor | None,
+    causal: int | None,
+    Lq: int,
+    Lk: int,
+    device: torch.device | str | None,
+) -> Tensor:
+    """The normal form as one bool tensor (B|1, H|1, Lq|1, Lk): True where the key is allowed."""
+    j = torch.arange(Lk, device=device)
+    allowed = torch.ones(1, 1, 1, Lk, dtype=torch.bool, device=device)
+    if keep is not None:
+        allowed = allowed & keep
+    if key_keep is not None:
+        allowed = allowed & key_keep
+    if lengths is not None:
+        per_query = lengths.view(lengths.shape[0], 1, -1, 1)
+        allowed = allowed & (j < per_query)
+    if causal is not None:
+        i = torch.arange(Lq, device=device).view(Lq, 1)
+        allowed = allowed & (j <= i + causal)
+    return allowed
+
+
+def _boolean(mask: Tensor, dialect: str) -> Tensor:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{dialect} mask: expected a tensor or an AttentionMask, got {type(mask).__name__}")
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.dtype in _INTEGERS:
+        return mask != 0
+    raise TypeError(
+        f"{dialect} mask: a {mask.dtype} tensor can be read two ways. If it is added to the scores, pass it as bias=; "
+        "if 1.0 means blocked, pass AttentionMask.blocked(mask); if 1.0 means kept, pass mask.bool()."
+    )
+
+
+def _four_dimensions(mask: Tensor) -> Tensor:
+    if not 1 <= mask.dim() <= 4:
+        raise ValueError(
+            f"mask: expected 1 to 4 dimensions broadcastable to (B, H, Lq, Lk), got shape {tuple(mask.shape)}"
+        )
+    return mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
+
+
+def _combine(a, b, both):
+    if a is None or b is None:
+        return b if a is None else a
+    return both(a, b)
+
+
+def _same_rank(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    if a is None or b is None or a.dim() == b.dim():
+        return a, b
+    return (a.unsqueeze(1), b) if a.dim() == 1 else (a, b.unsqueeze(1))
