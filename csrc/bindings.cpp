@@ -1,0 +1,30 @@
+// The Python module transformer_fast._C. Loading it registers every op's kernels in torch.ops.transformer_fast_native.
+//
+// Each op declares its schemas and its CPU kernels in cpu/<op>.cpp (TORCH_LIBRARY_FRAGMENT and TORCH_LIBRARY_IMPL) and its
+// CUDA kernels in cuda/<op>.cu, so an op is added by adding its files. The kernels carry no autograd and trust their inputs:
+// transformer_fast/ops checks those.
+#include <pybind11/pybind11.h>
+
+#include "build_config.h"
+
+namespace py = pybind11;
+
+namespace {
+
+// transformer_fast/kernels/extension.py looks for this text in the file *before* loading it: a module built for another torch
+// or for another CPU can crash while it loads, and then nothing could say why.
+constexpr char kBuild[] = "transformer_fast build: " TRANSFORMER_FAST_BUILD "\n";
+constexpr size_t kPrefix = sizeof("transformer_fast build: ") - 1;
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Registers the native kernels of transformer_fast in torch.ops.transformer_fast_native.";
+  m.def(
+      "build_info",
+      [] {
+        py::str text(kBuild + kPrefix, sizeof(kBuild) - 1 - kPrefix);
+        return py::module_::import("json").attr("loads")(text);
+      },
+      "What this module was built with: torch, cuda, arch_list, native_arch, compiler, vector, cpu_features (dict).");
+}

@@ -1,0 +1,171 @@
+// Vectors of the machine's width in GCC's and Clang's own vector types, for loops over the columns of a row.
+//
+// Arithmetic is in the accumulation type (float for every 16- and 32-bit type, double for double); `load` and `store`
+// convert. Operators, comparisons and `mask ? a : b` come with the vector types. Everything is inline and in an
+// anonymous namespace, so that files compiled for different machines never share a function.
+
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace transformer_fast {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int64_t kVectorBytes = 64;
+#else
+constexpr int64_t kVectorBytes = 32;
+#endif
+
+template <typename T>
+using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+template <typename A>
+constexpr int64_t kLanes = kVectorBytes / static_cast<int64_t>(sizeof(A));
+
+template <typename A>
+struct VectorOf;
+template <>
+struct VectorOf<float> {
+  typedef float Type __attribute__((vector_size(kVectorBytes)));
+  typedef int32_t Integer __attribute__((vector_size(kVectorBytes)));
+  typedef uint16_t Short __attribute__((vector_size(kVectorBytes / 2)));  // as many lanes, 16 bits each
+};
+template <>
+struct VectorOf<double> {
+  typedef double Type __attribute__((vector_size(kVectorBytes)));
+  typedef int64_t Integer __attribute__((vector_size(kVectorBytes)));
+  typedef uint16_t Short __attribute__((vector_size(kVectorBytes / 4)));
+};
+
+template <typename A>
+using Vector = typename VectorOf<A>::Type;
+template <typename A>
+using IntegerVector = typename VectorOf<A>::Integer;
+template <typename A>
+using ShortVector = typename VectorOf<A>::Short;
+
+// How many lanes an access touches: all of them, known at compile time, or the few at the end of a row.
+template <typename A>
+using Full = std::integral_constant<int64_t, kLanes<A>>;
+
+template <typename A>
+inline Vector<A> broadcast(A value) {
+  return Vector<A>{} + value;
+}
+
+inline Vector<float> widen(const float* p) {
+  Vector<float> v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+inline Vector<double> widen(const double* p) {
+  Vector<double> v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+inline Vector<float> widen(const c10::BFloat16* p) {
+  ShortVector<float> bits;
+  std::memcpy(&bits, p, sizeof(bits));
+  return reinterpret_cast<Vector<float>>(__builtin_convertvector(bits, IntegerVector<float>) << 16);
+}
+
+inline Vector<float> widen(const c10::Half* p) {
+#if defined(__AVX512F__)
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__F16C__)
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vector<float> v;
+  for (int64_t i = 0; i < kLanes<float>; ++i) v[i] = static_cast<float>(p[i]);
+  return v;
+#endif
+}
+
+inline void narrow(float* p, Vector<float> v) { std::memcpy(p, &v, sizeof(v)); }
+
+inline void narrow(double* p, Vector<double> v) { std::memcpy(p, &v, sizeof(v)); }
+
+inline void narrow(c10::BFloat16* p, Vector<float> v) {
+  typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
+  const Bits bits = reinterpret_cast<Bits>(v);
+  const Bits nearest_even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const Bits rounded = v == v ? nearest_even : Bits{} + 0x7fc0;  // adding could carry a NaN into infinity
+  const ShortVector<float> result = __builtin_convertvector(rounded, ShortVector<float>);
+  std::memcpy(p, &result, sizeof(result));
+}
+
+inline void narrow(c10::Half* p, Vector<float> v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int64_t i = 0; i < kLanes<float>; ++i) p[i] = static_cast<c10::Half>(v[i]);
+#endif
+}
+
+template <typename T>
+inline Vector<Accumulate<T>> load(const T* p, Full<Accumulate<T>>, Accumulate<T> = 0) {
+  return widen(p);
+}
+
+// Lanes past `count` hold `fill`.
+template <typename T>
+inline Vector<Accumulate<T>> load(const T* p, int64_t count, Accumulate<T> fill = 0) {
+  auto v = broadcast<Accumulate<T>>(fill);
+  for (int64_t i = 0; i < count; ++i) v[i] = static_cast<Accumulate<T>>(p[i]);
+  return v;
+}
+
+template <typename T>
+inline void store(T* p, Vector<Accumulate<T>> v, Full<Accumulate<T>>) {
+  narrow(p, v);
+}
+
+template <typename T>
+inline void store(T* p, Vector<Accumulate<T>> v, int64_t count) {
+  T whole[kLanes<Accumulate<T>>];
+  narrow(whole, v);
+  for (int64_t i = 0; i < count; ++i) p[i] = whole[i];
+}
+
+// body(column, count, slot) over the columns [begin, end). `slot` (0..3) tells neighbours apart, so that a reduction
+// keeps four sums and does not wait for the latency of one.
+template <typename A, typename Body>
+inline void for_columns(int64_t begin, int64_t end, Body&& body) {
+  constexpr int64_t lanes = kLanes<A>;
+  int64_t c = begin;
+  for (; c + 4 * lanes <= end; c += 4 * lanes) {
+    body(c, Full<A>{}, 0);
+    body(c + lanes, Full<A>{}, 1);
+    body(c + 2 * lanes, Full<A>{}, 2);
+    body(c + 3 * lanes, Full<A>{}, 3);
+  }
+  for (; c + lanes <= end; c += lanes) body(c, Full<A>{}, 0);
+  if (c < end) body(c, end - c, 0);
+}
+
+template <typename A>
+inline A sum(const Vector<A> (&slots)[4]) {
+  const Vector<A> v = (slots[0] + slots[1]) + (slots[2] + slots[3]);
+  A lanes[kLanes<A>];
+  std::memcpy(lanes, &v, sizeof(v));
+  for (int64_t half = kLanes<A> / 2; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+}  // namespace
+}  // namespace transformer_fast
