@@ -1,0 +1,158 @@
+"""What greedy and beam search share: checked inputs, the step from a prefix to the next token, evaluation mode.
+
+`Decoding` is the only place where generation touches a model. It runs the encoder once, keeps one row for
+every open hypothesis, and answers one question: given the tokens so far, how likely is each next token? The
+searches tell it which rows live on (`select`), which is all that a key/value cache needs to know as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+Lengths = int | Sequence[int] | Tensor | None
+
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked batch: source ids (B, S), keep mask (B, 1, S) or None, the longest answer (B,), and the marks."""
+
+    src: Tensor
+    src_mask: Tensor | None
+    limits: Tensor
+    bos: int
+    eos: int
+
+
+def check_request(
+    model: nn.Module,
+    src: Tensor,
+    *,
+    src_lengths: Tensor | None,
+    src_mask: Tensor | None,
+    bos: int,
+    eos: int,
+    pad: int | None,
+    max_length: Lengths,
+) -> Request:
+    """Refuse what cannot be decoded, name what was wrong, and bring the rest to one form."""
+    if not isinstance(src, Tensor) or src.dim() != 2 or src.dtype not in _INTEGERS:
+        got = f"{src.dtype} {tuple(src.shape)}" if isinstance(src, Tensor) else type(src).__name__
+        raise ValueError(f"src must be an integer tensor of token ids (batch, length), got {got}")
+    if src.shape[0] > 0 and src.shape[1] == 0:
+        raise ValueError(f"src has {src.shape[0]} sentences but no positions; expected at least one token each")
+    missing = [name for name in ("encoder", "decoder", "out") if not hasattr(model, name)]
+    if missing:
+        raise ValueError(
+            f"model must have encoder, decoder and out, like transformer_fast.Transformer; {type(model).__name__} "
+            f"has no {', '.join(missing)}"
+        )
+    parameter = next(model.parameters(), None)
+    if parameter is not None and parameter.device != src.device:
+        raise ValueError(f"src is on {src.device} but the model is on {parameter.device}; expected one device")
+    vocabulary = getattr(model.out, "out_features", None)
+    for name, token in (("bos", bos), ("eos", eos)):
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise ValueError(f"{name} must be a token id (an int >= 0), got {token!r}")
+        if vocabulary is not None and token >= vocabulary:
+            raise ValueError(f"{name} is token {token}, outside the model's target vocabulary of {vocabulary}")
+    mask = _source_mask(src, src_lengths, src_mask, pad)
+    return Request(src, mask, _limits(src, mask, max_length), bos, eos)
+
+
+def _source_mask(src: Tensor, lengths: Tensor | None, mask: Tensor | None, pad: int | None) -> Tensor | None:
+    batch, width = src.shape
+    if lengths is not None and mask is not None:
+        raise ValueError("give src_lengths or src_mask, not both")
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.shape != (batch, 1, width) or mask.is_floating_point():
+            got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"src_mask must be a bool keep mask of shape {(batch, 1, width)}, got {got}")
+        return mask.to(device=src.device, dtype=torch.bool)
+    if lengths is not None:
+        lengths = torch.as_tensor(lengths, device=src.device)
+        if lengths.shape != (batch,) or lengths.dtype not in _INTEGERS:
+            raise ValueError(
+                f"src_lengths must be {batch} integers, one for each sentence, got {lengths.dtype} "
+                f"{tuple(lengths.shape)}"
+            )
+        if batch and (int(lengths.min()) < 0 or int(lengths.max()) > width):
+            raise ValueError(f"src_lengths must lie in [0, {width}], the width of src, got {lengths.tolist()}")
+        return (torch.arange(width, device=src.device) < lengths[:, None]).unsqueeze(1)
+    return None if pad is None else (src != pad).unsqueeze(1)
+
+
+def _limits(src: Tensor, mask: Tensor | None, max_length: Lengths) -> Tensor:
+    batch, width = src.shape
+    if max_length is None:
+        if mask is None:
+            return torch.full((batch,), 2 * width + 20, device=src.device)
+        return 2 * mask.sum(dim=(1, 2)) + 20
+    limits = torch.as_tensor(max_length, device=src.device)
+    if limits.dtype not in _INTEGERS or limits.shape not in ((), (batch,)) or bool((limits < 1).any()):
+        raise ValueError(f"max_length must be an int >= 1, or {batch} of them, got {max_length!r}")
+    return limits.long().expand(batch)
+
+
+class Decoding:
+    """The open hypotheses of a batch, one a row, and the model that continues them (no cache: every step
+    runs the decoder over the whole prefix; the encoder runs once).
+
+    model: as `transformer_fast.Transformer`. request: from `check_request`; one row for each sentence at first.
+    """
+
+    def __init__(self, model: nn.Module, request: Request) -> None:
+        self._model = model
+        self._memory = model.encoder(request.src, request.src_mask)
+        self._mask = request.src_mask
+        self._causal = torch.ones(1, 0, 0, dtype=torch.bool, device=request.src.device)
+        self._sentence = torch.arange(request.src.shape[0], device=request.src.device)
+        self._row_memory, self._row_mask = self._memory, self._mask
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
+
+        Raises FloatingPointError if the model answers NaN, which no search can rank.
+        """
+        length = tokens.shape[1]
+        if self._causal.shape[-1] < length:
+            # Grown by doubling: a slice of one mask serves every step.
+            grown = torch.ones(2 * length, 2 * length, dtype=torch.bool, device=tokens.device)
+            self._causal = grown.tril().unsqueeze(0)
+        causal = self._causal[:, :length, :length]
+        hidden = self._model.decoder(tokens, self._row_memory, self._row_mask, causal)
+        logits = self._model.out(hidden[:, -1])
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if bool(logits.isnan().any()):
+            raise FloatingPointError(
+                f"the model's logits for token {length} are NaN; its weights are not usable for decoding"
+            )
+        return logits
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order (a row may be named several times: its continuations)."""
+        sentence = self._sentence[rows]
+        if torch.equal(sentence, self._sentence):
+            return
+        self._sentence = sentence
+        self._row_memory = self._memory[sentence]
+        self._row_mask = None if self._mask is None else self._mask[sentence]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inference mode, every module in evaluation mode; each gets its own mode back, also after an error."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for module in training:
+            module.training = True
