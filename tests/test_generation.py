@@ -105,7 +105,7 @@ def slow_beam(model, source, beam, alpha, longest):
     return sorted(finished, key=lambda pair: -pair[1])
 
 
-@pytest.mark.parametrize("alpha", [-0.7, 0.0, 1.0])
+@pytest.mark.parametrize("alpha", [-0.7, 0.0, 1.0, 4.0])
 @pytest.mark.parametrize("beam, n_best", [(1, 1), (2, 1), (3, 3), (5, 1), (5, 2)])
 def test_early_stop_changes_nothing(beam, n_best, alpha):
     """A narrow beam against the definition that never stops early: same winners, for a whole batch at once."""

@@ -1,6 +1,6 @@
 """Decoding: from source ids and a trained model to target ids."""
 
-from transformer_fast.generation.beam import Hypothesis, beam_search
-from transformer_fast.generation.greedy import greedy
+from .beam import Hypothesis, beam_search
+from .greedy import greedy
 
 __all__ = ["Hypothesis", "beam_search", "greedy"]

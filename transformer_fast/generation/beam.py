@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from transformer_fast.generation.decoding import Decoding, Lengths, Request, check_request, evaluating
+from .decoding import Decoding, Lengths, Request, check_request, evaluating
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,6 @@ class Decoding:
         self._mask = request.src_mask
         self._causal = torch.ones(1, 0, 0, dtype=torch.bool, device=request.src.device)
         self._sentence = torch.arange(request.src.shape[0], device=request.src.device)
-        self._row_memory, self._row_mask = self._memory, self._mask
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
@@ -126,7 +125,7 @@ class Decoding:
             grown = torch.ones(2 * length, 2 * length, dtype=torch.bool, device=tokens.device)
             self._causal = grown.tril().unsqueeze(0)
         causal = self._causal[:, :length, :length]
-        hidden = self._model.decoder(tokens, self._row_memory, self._row_mask, causal)
+        hidden = self._model.decoder(tokens, self._memory, self._mask, causal)
         logits = self._model.out(hidden[:, -1])
         logits = logits if logits.dtype == torch.float64 else logits.float()
         if bool(logits.isnan().any()):
@@ -139,10 +138,10 @@ class Decoding:
         """Keep these rows, in this order (a row may be named several times: its continuations)."""
         sentence = self._sentence[rows]
         if torch.equal(sentence, self._sentence):
-            return
+            return  # rows changed places within their sentences: they share its memory
         self._sentence = sentence
-        self._row_memory = self._memory[sentence]
-        self._row_mask = None if self._mask is None else self._mask[sentence]
+        self._memory = self._memory[rows]
+        self._mask = None if self._mask is None else self._mask[rows]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from transformer_fast.generation.decoding import Decoding, Lengths, check_request, evaluating
+from .decoding import Decoding, Lengths, check_request, evaluating
 
 
 def greedy(
