@@ -1,0 +1,26 @@
+"""transformer_fast: the classic masked Transformer, fast, without changing what it computes."""
+
+from . import layers
+from .backends import BackendError, backend
+from .explain import explain
+from .generation import beam_search, greedy
+from .masks import AttentionMask
+from .models import Transformer
+from .ops import attention, embed, layer_norm, positional_table
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AttentionMask",
+    "BackendError",
+    "Transformer",
+    "attention",
+    "backend",
+    "beam_search",
+    "embed",
+    "explain",
+    "greedy",
+    "layer_norm",
+    "layers",
+    "positional_table",
+]

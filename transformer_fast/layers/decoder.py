@@ -1,0 +1,74 @@
+"""The decoder layer as a drop-in module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..masks import AttentionMask
+from ..ops.dropout import dropout as fused_dropout
+from .attention import MultiHeadAttention
+from .feed_forward import FeedForward
+from .norm import active_dropout, make_norm
+
+
+class DecoderLayer(nn.Module):
+    """Masked self-attention, attention to the encoder's outputs, and feed-forward (Vaswani et al., 2017, section 3.1).
+
+    Arguments are those of :class:`~transformer_fast.layers.EncoderLayer`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        dropout: float = 0.1,
+        *,
+        d_ff: int = 2048,
+        norm_first: bool = True,
+        norm: str = "std",
+        attention_dropout: float | None = None,
+        activation_dropout: float | None = None,
+    ) -> None:
+        super().__init__()
+        attention_dropout = dropout if attention_dropout is None else attention_dropout
+        self.norm_first = norm_first
+        self.norm_1 = make_norm(norm, d_model)
+        self.norm_2 = make_norm(norm, d_model)
+        self.norm_3 = make_norm(norm, d_model)
+        self.dropout_1 = nn.Dropout(dropout)
+        self.dropout_2 = nn.Dropout(dropout)
+        self.dropout_3 = nn.Dropout(dropout)
+        self.attn_1 = MultiHeadAttention(heads, d_model, attention_dropout)
+        self.attn_2 = MultiHeadAttention(heads, d_model, attention_dropout)
+        self.ff = FeedForward(d_model, d_ff, dropout if activation_dropout is None else activation_dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        e_outputs: Tensor,
+        src_mask: Tensor | AttentionMask | None,
+        trg_mask: Tensor | AttentionMask | None,
+    ) -> Tensor:
+        """x (B, L_trg, d_model) and e_outputs (B, L_src, d_model) -> (B, L_trg, d_model).
+
+        src_mask: over the encoder's outputs, keep mask (B, 1, L_src) or an AttentionMask; trg_mask: over x, keep
+        mask (B, L_trg, L_trg) or an AttentionMask such as ``AttentionMask.causal()``.
+        """
+        p_1, p_2, p_3 = (active_dropout(d) for d in (self.dropout_1, self.dropout_2, self.dropout_3))
+        if self.norm_first:
+            x2 = self.norm_1(x)
+            x2, x = self.norm_2(self.attn_1(x2, x2, x2, trg_mask), residual=x, dropout_p=p_1)
+            x2, x = self.norm_3(self.attn_2(x2, e_outputs, e_outputs, src_mask), residual=x, dropout_p=p_2)
+            return fused_dropout(self.ff(x2), p_3, residual=x)
+        x, _ = self.norm_1(self.attn_1(x, x, x, trg_mask), residual=x, dropout_p=p_1)
+        x, _ = self.norm_2(self.attn_2(x, e_outputs, e_outputs, src_mask), residual=x, dropout_p=p_2)
+        return self.norm_3(self.ff(x), residual=x, dropout_p=p_3)[0]
+
+
+def subsequentmask(size: int) -> Tensor:
+    """The look-ahead keep mask: bool (1, size, size), True on and below the diagonal.
+
+    :meth:`transformer_fast.AttentionMask.causal` says the same without a tensor.
+    """
+    return torch.ones(1, size, size, dtype=torch.bool).tril()

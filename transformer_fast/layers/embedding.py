@@ -1,0 +1,83 @@
+"""Token embedding and positional encoding as drop-in modules."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.embedding import add_positional, embed, positional_table
+from .norm import active_dropout
+
+
+class Embedder(nn.Module):
+    """Token embedding times ``sqrt(d_model)``.
+
+    Args:
+        vocab: number of token ids.
+        d_model: width.
+        padding_idx: this id's row starts at zero and gets no gradient.
+    """
+
+    def __init__(self, vocab: int, d_model: int, *, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.lut = nn.Embedding(vocab, d_model, padding_idx=padding_idx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """ids (B, L), int -> (B, L, d_model). Raises IndexError for an id outside the vocabulary (on CPU)."""
+        return embed(x, self.lut.weight, scale=math.sqrt(self.d_model), padding_idx=self.lut.padding_idx)
+
+    def with_positions(self, x: Tensor, positions: PositionalEncoder, offset: int = 0) -> Tensor:
+        """``positions(self(x))`` in one pass; the first id stands at position ``offset``."""
+        return embed(
+            x,
+            self.lut.weight,
+            positions.table(offset + x.shape[-1]),
+            scale=math.sqrt(self.d_model),
+            offset=offset,
+            padding_idx=self.lut.padding_idx,
+            dropout_p=active_dropout(positions.dropout),
+        )
+
+
+class PositionalEncoder(nn.Module):
+    """Adds the sinusoidal positional encoding, then dropout (Vaswani et al., 2017, sections 3.5 and 5.4).
+
+    The buffer ``pe`` is (1, max_len, d_model), fp32, and part of the state dict: one computed elsewhere, of any
+    length, is honoured. Positions past it are computed as they are needed.
+
+    Args:
+        d_model: width; may be odd.
+        dropout: probability.
+        max_len: length of the stored table.
+    """
+
+    def __init__(self, d_model: int, dropout: float, max_len: int = 5000) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("pe", positional_table(max_len, d_model).unsqueeze(0))
+        self.register_buffer("_extended", None, persistent=False)
+
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+        """x (B, L, d_model) -> ``dropout(x + pe[:, offset : offset + L])``."""
+        return add_positional(x, self.table(offset + x.shape[-2]), offset, active_dropout(self.dropout))
+
+    def table(self, length: int) -> Tensor:
+        """The encoding of at least ``length`` positions: (>= length, d_model)."""
+        stored = self.pe[0]
+        if length <= stored.shape[0]:
+            return stored
+        if self._extended is None or self._extended.shape[0] < length or self._extended.dtype != stored.dtype:
+            beyond = positional_table(2 * length, stored.shape[1])[stored.shape[0] :]
+            self._extended = torch.cat((stored, beyond.to(stored)))
+        return self._extended
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        loaded = state_dict.get(prefix + "pe")
+        if loaded is not None and loaded.dim() == 3 and loaded.shape[::2] == self.pe.shape[::2]:
+            self.pe = self.pe.new_empty(loaded.shape)
+        self._extended = None
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)

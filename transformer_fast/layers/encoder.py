@@ -1,0 +1,58 @@
+"""The encoder layer as a drop-in module."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..masks import AttentionMask
+from ..ops.dropout import dropout as fused_dropout
+from .attention import MultiHeadAttention
+from .feed_forward import FeedForward
+from .norm import active_dropout, make_norm
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward, each with norm, dropout and residual (Vaswani et al., 2017, section 3.1).
+
+    Dropout, residual addition and the norm that follows run as one op.
+
+    Args:
+        d_model, heads: width and number of heads.
+        dropout: probability, on each sublayer's output.
+        d_ff: inner width of the feed-forward network.
+        norm_first: pre-norm ``x + dropout(sublayer(norm(x)))``; False for post-norm
+            ``norm(x + dropout(sublayer(x)))``.
+        norm: "std" (:class:`~transformer_fast.layers.Norm`) or "layer" (LayerNorm).
+        attention_dropout, activation_dropout: on the attention weights and after the ReLU; ``dropout`` by default.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        dropout: float = 0.1,
+        *,
+        d_ff: int = 2048,
+        norm_first: bool = True,
+        norm: str = "std",
+        attention_dropout: float | None = None,
+        activation_dropout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm_first = norm_first
+        self.norm_1 = make_norm(norm, d_model)
+        self.norm_2 = make_norm(norm, d_model)
+        self.attn = MultiHeadAttention(heads, d_model, dropout if attention_dropout is None else attention_dropout)
+        self.ff = FeedForward(d_model, d_ff, dropout if activation_dropout is None else activation_dropout)
+        self.dropout_1 = nn.Dropout(dropout)
+        self.dropout_2 = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | AttentionMask | None) -> Tensor:
+        """x (B, L, d_model); mask: keep mask (B, 1, L) or (B, L, L), an AttentionMask, or None."""
+        p_1, p_2 = active_dropout(self.dropout_1), active_dropout(self.dropout_2)
+        if self.norm_first:
+            x2 = self.norm_1(x)
+            x2, x = self.norm_2(self.attn(x2, x2, x2, mask), residual=x, dropout_p=p_1)
+            return fused_dropout(self.ff(x2), p_2, residual=x)
+        x, _ = self.norm_1(self.attn(x, x, x, mask), residual=x, dropout_p=p_1)
+        return self.norm_2(self.ff(x), residual=x, dropout_p=p_2)[0]

@@ -1,0 +1,56 @@
+"""The two norms as drop-in modules; both can take the residual addition and the dropout before it along."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.norm import layer_norm
+
+
+class Norm(nn.Module):
+    """``alpha * (x - mean) / (std + eps) + bias`` with the unbiased std over the last dimension.
+
+    Args:
+        d_model: width, at least 2.
+        eps: added to the std.
+
+    Raises:
+        ValueError: for ``d_model`` below 2, where the unbiased std is 0/0.
+    """
+
+    def __init__(self, d_model: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        if d_model < 2:
+            raise ValueError(f"Norm: the unbiased std needs d_model of at least 2, got {d_model}")
+        self.alpha = nn.Parameter(torch.ones(d_model))
+        self.bias = nn.Parameter(torch.zeros(d_model))
+        self.eps = eps
+
+    def forward(
+        self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x (..., d_model) -> its norm; with ``residual``: (norm of s, s), ``s = residual + dropout(x)``, in one pass."""
+        return layer_norm(x, self.alpha, self.bias, self.eps, kind="std", residual=residual, dropout_p=dropout_p)
+
+
+class LayerNorm(nn.LayerNorm):
+    """``nn.LayerNorm`` over the last dimension, with the same two forms of forward as :class:`Norm`."""
+
+    def forward(
+        self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x (..., d_model) -> its norm; with ``residual``: (norm of s, s), ``s = residual + dropout(x)``, in one pass."""
+        return layer_norm(x, self.weight, self.bias, self.eps, residual=residual, dropout_p=dropout_p)
+
+
+def make_norm(kind: str, d_model: int) -> Norm | LayerNorm:
+    """The norm of a layer: "std" (:class:`Norm`) or "layer" (:class:`LayerNorm`)."""
+    if kind not in ("std", "layer"):
+        raise ValueError(f'norm: expected "std" or "layer", got {kind!r}')
+    return Norm(d_model) if kind == "std" else LayerNorm(d_model)
+
+
+def active_dropout(dropout: nn.Dropout) -> float:
+    """The probability a dropout module applies now: its p in training, 0 in evaluation."""
+    return dropout.p if dropout.training else 0.0

@@ -1,0 +1,75 @@
+"""The whole encoder-decoder Transformer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..masks import AttentionMask
+from .decoder import Decoder
+from .encoder import Encoder
+
+
+class Transformer(nn.Module):
+    """The Transformer of "Attention Is All You Need" (Vaswani et al., 2017) on fused kernels.
+
+    Args:
+        src_vocab, trg_vocab: vocabulary sizes.
+        d_model, N, heads: width, layers in each stack, heads (dividing ``d_model``).
+        dropout: probability.
+        tie_weights: True shares one matrix among both embeddings and the output layer (one vocabulary);
+            "decoder" shares the target embedding and the output layer.
+        options: ``d_ff``, ``norm_first``, ``norm``, ``max_len``, ``padding_idx``, ``attention_dropout``,
+            ``activation_dropout``; see :class:`~transformer_fast.layers.Encoder`.
+
+    Raises:
+        ValueError: where ``heads`` does not divide ``d_model``, or vocabularies to be tied differ.
+    """
+
+    def __init__(
+        self,
+        src_vocab: int,
+        trg_vocab: int,
+        d_model: int,
+        N: int,
+        heads: int,
+        dropout: float,
+        *,
+        tie_weights: bool | str = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        if tie_weights not in (False, True, "decoder"):
+            raise ValueError(f'tie_weights: expected False, True or "decoder", got {tie_weights!r}')
+        if tie_weights is True and src_vocab != trg_vocab:
+            raise ValueError(f"tie_weights=True needs one vocabulary, got src_vocab={src_vocab}, trg_vocab={trg_vocab}")
+        self.encoder = Encoder(src_vocab, d_model, N, heads, dropout, **options)
+        self.decoder = Decoder(trg_vocab, d_model, N, heads, dropout, **options)
+        self.out = nn.Linear(d_model, trg_vocab)
+        if tie_weights:
+            self.out.weight = self.decoder.embed.lut.weight
+        if tie_weights is True:
+            self.encoder.embed.lut.weight = self.decoder.embed.lut.weight
+
+    def forward(
+        self,
+        src: Tensor,
+        trg: Tensor,
+        src_mask: Tensor | AttentionMask | None,
+        trg_mask: Tensor | AttentionMask | None,
+    ) -> Tensor:
+        """Logits for every target position.
+
+        Args:
+            src, trg: (B, L_src) and (B, L_trg) token ids.
+            src_mask: which source positions may be seen: keep mask (B, 1, L_src), or e.g.
+                ``AttentionMask.lengths(src_lengths)``.
+            trg_mask: which target positions each target position may see: keep mask (B, L_trg, L_trg), or e.g.
+                ``AttentionMask.causal()``.
+
+        Returns:
+            (B, L_trg, trg_vocab), before softmax.
+        """
+        e_outputs = self.encoder(src, src_mask)
+        return self.out(self.decoder(trg, e_outputs, src_mask, trg_mask))

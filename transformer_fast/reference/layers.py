@@ -1,0 +1,326 @@
+"""The classic Transformer, class by class, in plain eager PyTorch: the oracle of :mod:`transformer_fast.layers`.
+
+Pre-norm by default, as the classic tutorials write it; ``norm_first=False`` gives the paper's post-norm. Class names,
+constructor order, attribute names and forward order are what people's checkpoints and code expect.
+
+Masks are keep masks, ``(B, 1, Lk)`` or ``(B, Lq, Lk)``, 0 or False = blocked; a layer adds the head axis.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..masks import AttentionMask
+from .embedding import positional_table
+from .norm import layer_norm
+
+
+class Embedder(nn.Module):
+    """Token embedding times ``sqrt(d_model)``: ids (B, L) -> (B, L, d_model)."""
+
+    def __init__(self, vocab: int, d_model: int, *, padding_idx: int | None = None) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.lut = nn.Embedding(vocab, d_model, padding_idx=padding_idx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lut(x) * math.sqrt(self.d_model)
+
+
+class PositionalEncoder(nn.Module):
+    """``dropout(x + pe[:, :L])``. Positions past ``max_len`` are computed, never indexed past the table."""
+
+    def __init__(self, d_model: int, dropout: float, max_len: int = 5000) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("pe", positional_table(max_len, d_model).unsqueeze(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        L = x.shape[1]
+        pe = self.pe
+        if pe.shape[1] < L:
+            beyond = positional_table(L, x.shape[2])[pe.shape[1] :]
+            pe = torch.cat((pe, beyond.unsqueeze(0).to(pe)), dim=1)
+        return self.dropout((x + pe[:, :L]).to(x.dtype))
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    d_k: int,
+    mask: Tensor | AttentionMask | None = None,
+    dropout: nn.Module | None = None,
+    verbose: bool = False,
+) -> Tensor:
+    """``dropout(softmax(q k^T / sqrt(d_k))) v`` for q (B, h, Lq, d_k) and k, v (B, h, Lk, d_k); verbose prints the weights."""
+    scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(d_k)
+    if mask is not None:
+        keep = mask.dense(q.shape[2], k.shape[2], q.device) if isinstance(mask, AttentionMask) else mask.unsqueeze(1)
+        scores = scores.float() if scores.dtype in (torch.float16, torch.bfloat16) else scores  # -1e9 overflows fp16
+        scores = scores.masked_fill(keep == 0, -1e9)
+    weights = F.softmax(scores, dim=-1).to(q.dtype)
+    if dropout is not None:
+        weights = dropout(weights)
+    if verbose:
+        print(weights)
+    return torch.matmul(weights, v)
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention (section 3.2.2): forward (q, k, v, mask) with each (B, L, d_model)."""
+
+    def __init__(self, heads: int, d_model: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        if heads < 1 or d_model % heads != 0:
+            raise ValueError(f"MultiHeadAttention: d_model must be a multiple of heads, got d_model={d_model}, heads={heads}")
+        self.d_model = d_model
+        self.d_k = d_model // heads
+        self.h = heads
+        self.q_linear = nn.Linear(d_model, d_model)
+        self.v_linear = nn.Linear(d_model, d_model)
+        self.k_linear = nn.Linear(d_model, d_model)
+        self.dropout = nn.Dropout(dropout)
+        self.out = nn.Linear(d_model, d_model)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMask | None = None, verbose: bool = False
+    ) -> Tensor:
+        B = q.shape[0]
+        q, k, v = (
+            linear(x).view(B, -1, self.h, self.d_k).transpose(1, 2)
+            for linear, x in ((self.q_linear, q), (self.k_linear, k), (self.v_linear, v))
+        )
+        heads = attention(q, k, v, self.d_k, mask, self.dropout, verbose)
+        return self.out(heads.transpose(1, 2).reshape(B, -1, self.d_model))
+
+
+class Norm(nn.Module):
+    """``alpha * (x - mean) / (std + eps) + bias`` with the unbiased std over the last dimension."""
+
+    def __init__(self, d_model: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        if d_model < 2:
+            raise ValueError(f"Norm: the unbiased std needs d_model of at least 2, got {d_model}")
+        self.alpha = nn.Parameter(torch.ones(d_model))
+        self.bias = nn.Parameter(torch.zeros(d_model))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm(x, self.alpha, self.bias, self.eps, std=True)
+
+
+class FeedForward(nn.Module):
+    """``linear_2(dropout(relu(linear_1(x))))`` (section 3.3)."""
+
+    def __init__(self, d_model: int, d_ff: int = 2048, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.linear_1 = nn.Linear(d_model, d_ff)
+        self.dropout = nn.Dropout(dropout)
+        self.linear_2 = nn.Linear(d_ff, d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear_2(self.dropout(F.relu(self.linear_1(x))))
+
+
+def make_norm(kind: str, d_model: int) -> nn.Module:
+    """The norm of a layer: "std" (:class:`Norm`) or "layer" (``nn.LayerNorm``)."""
+    if kind not in ("std", "layer"):
+        raise ValueError(f'norm: expected "std" or "layer", got {kind!r}')
+    return Norm(d_model) if kind == "std" else nn.LayerNorm(d_model)
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention and feed-forward, each with norm, dropout and residual: (x, mask) -> x, (B, L, d_model)."""
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        dropout: float = 0.1,
+        *,
+        d_ff: int = 2048,
+        norm_first: bool = True,
+        norm: str = "std",
+        attention_dropout: float | None = None,
+        activation_dropout: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm_first = norm_first
+        self.norm_1 = make_norm(norm, d_model)
+        self.norm_2 = make_norm(norm, d_model)
+        self.attn = MultiHeadAttention(heads, d_model, dropout if attention_dropout is None else attention_dropout)
+        self.ff = FeedForward(d_model, d_ff, dropout if activation_dropout is None else activation_dropout)
+        self.dropout_1 = nn.Dropout(dropout)
+        self.dropout_2 = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | AttentionMask | None) -> Tensor:
+        if self.norm_first:
+            x2 = self.norm_1(x)
+            x = x + self.dropout_1(self.attn(x2, x2, x2, mask))
+            return x + self.dropout_2(self.ff(self.norm_2(x)))
+        x = self.norm_1(x + self.dropout_1(self.attn(x, x, x, mask)))
+        return self.norm_2(x + self.dropout_2(self.ff(x)))
+
+
+class DecoderLayer(nn.Module):
+    """Masked self-attention, attention to the encoder's outputs, feed-forward: (x, e_outputs, src_mask, trg_mask) -> x."""
+
+    def __init__(
+        self,
+        d_model: int,
+        heads: int,
+        dropout: float = 0.1,
+        *,
+        d_ff: int = 2048,
+        norm_first: bool = True,
+        norm: str = "std",
+        attention_dropout: float | None = None,
+        activation_dropout: float | None = None,
+    ) -> None:
+        super().__init__()
+        attention_dropout = dropout if attention_dropout is None else attention_dropout
+        self.norm_first = norm_first
+        self.norm_1 = make_norm(norm, d_model)
+        self.norm_2 = make_norm(norm, d_model)
+        self.norm_3 = make_norm(norm, d_model)
+        self.dropout_1 = nn.Dropout(dropout)
+        self.dropout_2 = nn.Dropout(dropout)
+        self.dropout_3 = nn.Dropout(dropout)
+        self.attn_1 = MultiHeadAttention(heads, d_model, attention_dropout)
+        self.attn_2 = MultiHeadAttention(heads, d_model, attention_dropout)
+        self.ff = FeedForward(d_model, d_ff, dropout if activation_dropout is None else activation_dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        e_outputs: Tensor,
+        src_mask: Tensor | AttentionMask | None,
+        trg_mask: Tensor | AttentionMask | None,
+    ) -> Tensor:
+        if self.norm_first:
+            x2 = self.norm_1(x)
+            x = x + self.dropout_1(self.attn_1(x2, x2, x2, trg_mask))
+            x = x + self.dropout_2(self.attn_2(self.norm_2(x), e_outputs, e_outputs, src_mask))
+            return x + self.dropout_3(self.ff(self.norm_3(x)))
+        x = self.norm_1(x + self.dropout_1(self.attn_1(x, x, x, trg_mask)))
+        x = self.norm_2(x + self.dropout_2(self.attn_2(x, e_outputs, e_outputs, src_mask)))
+        return self.norm_3(x + self.dropout_3(self.ff(x)))
+
+
+class Encoder(nn.Module):
+    """Embedding, positional encoding, N layers that start as copies of one, and (pre-norm) a last norm."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        N: int,
+        heads: int,
+        dropout: float,
+        *,
+        max_len: int = 5000,
+        padding_idx: int | None = None,
+        norm_first: bool = True,
+        norm: str = "std",
+        **layer_options,
+    ) -> None:
+        super().__init__()
+        self.embed = Embedder(vocab_size, d_model, padding_idx=padding_idx)
+        self.pe = PositionalEncoder(d_model, dropout, max_len)
+        layer = EncoderLayer(d_model, heads, dropout, norm_first=norm_first, norm=norm, **layer_options)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(N))
+        self.norm = make_norm(norm, d_model) if norm_first else nn.Identity()
+
+    def forward(self, src: Tensor, mask: Tensor | AttentionMask | None) -> Tensor:
+        x = self.pe(self.embed(src))
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.norm(x)
+
+
+class Decoder(nn.Module):
+    """As :class:`Encoder`, with decoder layers that also attend to the encoder's outputs."""
+
+    def __init__(
+        self,
+        vocab_size: int,
+        d_model: int,
+        N: int,
+        heads: int,
+        dropout: float,
+        *,
+        max_len: int = 5000,
+        padding_idx: int | None = None,
+        norm_first: bool = True,
+        norm: str = "std",
+        **layer_options,
+    ) -> None:
+        super().__init__()
+        self.embed = Embedder(vocab_size, d_model, padding_idx=padding_idx)
+        self.pe = PositionalEncoder(d_model, dropout, max_len)
+        layer = DecoderLayer(d_model, heads, dropout, norm_first=norm_first, norm=norm, **layer_options)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(N))
+        self.norm = make_norm(norm, d_model) if norm_first else nn.Identity()
+
+    def forward(
+        self,
+        trg: Tensor,
+        e_outputs: Tensor,
+        src_mask: Tensor | AttentionMask | None,
+        trg_mask: Tensor | AttentionMask | None,
+    ) -> Tensor:
+        x = self.pe(self.embed(trg))
+        for layer in self.layers:
+            x = layer(x, e_outputs, src_mask, trg_mask)
+        return self.norm(x)
+
+
+class Transformer(nn.Module):
+    """The encoder-decoder Transformer: (src, trg, src_mask, trg_mask) -> logits (B, L_trg, trg_vocab).
+
+    ``tie_weights=True`` shares one matrix among both embeddings and the output; "decoder" among the last two.
+    """
+
+    def __init__(
+        self,
+        src_vocab: int,
+        trg_vocab: int,
+        d_model: int,
+        N: int,
+        heads: int,
+        dropout: float,
+        *,
+        tie_weights: bool | str = False,
+        **options,
+    ) -> None:
+        super().__init__()
+        self.encoder = Encoder(src_vocab, d_model, N, heads, dropout, **options)
+        self.decoder = Decoder(trg_vocab, d_model, N, heads, dropout, **options)
+        self.out = nn.Linear(d_model, trg_vocab)
+        if tie_weights:
+            self.out.weight = self.decoder.embed.lut.weight
+        if tie_weights is True:
+            if src_vocab != trg_vocab:
+                raise ValueError(f"tie_weights=True needs one vocabulary, got src_vocab={src_vocab}, trg_vocab={trg_vocab}")
+            self.encoder.embed.lut.weight = self.decoder.embed.lut.weight
+
+    def forward(
+        self,
+        src: Tensor,
+        trg: Tensor,
+        src_mask: Tensor | AttentionMask | None,
+        trg_mask: Tensor | AttentionMask | None,
+    ) -> Tensor:
+        e_outputs = self.encoder(src, src_mask)
+        return self.out(self.decoder(trg, e_outputs, src_mask, trg_mask))
+
+
+def subsequentmask(size: int) -> Tensor:
+    """The look-ahead keep mask: bool (1, size, size), True on and below the diagonal."""
+    return torch.ones(1, size, size, dtype=torch.bool).tril()
