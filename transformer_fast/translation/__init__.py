@@ -1,0 +1,34 @@
+"""From two aligned text files to a translator: text, tokenizer, batches, training, checkpoints.
+
+    from transformer_fast.translation import TrainConfig, train, load_trained
+
+    result = train(TrainConfig(source="train.en", target="train.de", save="run", max_time=1200))
+    trained = load_trained("run")
+"""
+
+from .checkpoint import RunFolder
+from .config import TrainConfig, parse_duration
+from .errors import CheckpointError, ConfigError, DataError, DivergedError, TranslationError
+from .model import Trained, build_model, load_trained
+from .text import read_lines, read_parallel
+from .tokenizer import Tokenizer
+from .training import TrainResult, train
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "DivergedError",
+    "RunFolder",
+    "Tokenizer",
+    "TrainConfig",
+    "TrainResult",
+    "Trained",
+    "TranslationError",
+    "build_model",
+    "load_trained",
+    "parse_duration",
+    "read_lines",
+    "read_parallel",
+    "train",
+]

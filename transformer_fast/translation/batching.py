@@ -1,0 +1,191 @@
+"""Batches of about equally long sentences, bounded by tokens and drawn in an order that is a pure function of
+(seed, epoch): to resume in the middle of an epoch, two integers are enough.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from .errors import DataError
+from .text import ParallelText
+from .tokenizer import BOS, EOS, PAD, Tokenizer
+
+ENCODE_CHUNK = 10_000
+
+
+class TokenStore:
+    """Many short id sequences in one flat array: 4 bytes a token instead of a Python list's 36."""
+
+    def __init__(self, sequences: Iterable[Sequence[int]]):
+        flat, ends = array("i"), array("q", [0])
+        for ids in sequences:
+            flat.extend(ids)
+            ends.append(len(flat))
+        self._flat = torch.tensor(flat, dtype=torch.int32)
+        self._ends = ends
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> Tensor:
+        """Sequence `index` as int32 `(length,)`, a view of the store."""
+        return self._flat[self._ends[index] : self._ends[index + 1]]
+
+    def length(self, index: int) -> int:
+        return self._ends[index + 1] - self._ends[index]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B sentence pairs, right padded with `pad`.
+
+    Attributes:
+        source: `(B, S)` int64, each row closed by `eos`.
+        source_lengths: `(B,)` int32, `eos` counted.
+        target_in: `(B, T)` int64, what the decoder reads: `bos` and the sentence.
+        target_out: `(B, T)` int64, what it must predict: the sentence and `eos`.
+        tokens: how many of the `B * T` targets are not padding.
+    """
+
+    source: Tensor
+    source_lengths: Tensor
+    target_in: Tensor
+    target_out: Tensor
+    tokens: int
+
+    def to(self, device: torch.device) -> Batch:
+        if device.type == "cpu":
+            return self
+        tensors = (self.source, self.source_lengths, self.target_in, self.target_out)
+        return Batch(*(t.pin_memory().to(device, non_blocking=True) for t in tensors), self.tokens)
+
+
+class Corpus:
+    """Encoded sentence pairs that are short enough to train on.
+
+    Args:
+        text: aligned sentences.
+        tokenizer: the joint tokenizer.
+        max_length: longest sentence kept, in tokens, `eos` counted. None keeps all.
+
+    Attributes:
+        empty: pairs left out because a side has no token.
+        too_long: pairs left out because a side is longer than `max_length`.
+
+    Raises:
+        DataError: no pair is left.
+    """
+
+    def __init__(self, text: ParallelText, tokenizer: Tokenizer, max_length: int | None = None):
+        self.empty = self.too_long = 0
+        self._sides = self._encode(text, tokenizer, max_length)
+        if not len(self):
+            raise DataError(
+                f"no sentence pair to use out of {len(text):,}: {self.empty:,} have an empty side,"
+                f" {self.too_long:,} are longer than {max_length} tokens"
+            )
+
+    def _encode(self, text: ParallelText, tokenizer: Tokenizer, max_length: int | None) -> tuple[TokenStore, TokenStore]:
+        limit = max_length or float("inf")
+        kept: tuple[list[array], list[array]] = ([], [])
+        for start in range(0, len(text), ENCODE_CHUNK):
+            part = slice(start, start + ENCODE_CHUNK)
+            for left, right in zip(
+                tokenizer.encode(text.source[part]), tokenizer.encode(text.target[part]), strict=True
+            ):
+                if not left or not right:
+                    self.empty += 1
+                elif max(len(left), len(right)) + 1 > limit:
+                    self.too_long += 1
+                else:
+                    kept[0].append(array("i", left))
+                    kept[1].append(array("i", right))
+        return TokenStore(kept[0]), TokenStore(kept[1])
+
+    def __len__(self) -> int:
+        return len(self._sides[0])
+
+    def lengths(self, index: int) -> tuple[int, int]:
+        """Source and target length of pair `index`, each with its `eos` (or `bos`)."""
+        return self._sides[0].length(index) + 1, self._sides[1].length(index) + 1
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The pairs `indices`, padded to the longest of them."""
+        eos, bos = torch.tensor([EOS], dtype=torch.int32), torch.tensor([BOS], dtype=torch.int32)
+        source = [torch.cat((self._sides[0][i], eos)) for i in indices]
+        target = [self._sides[1][i] for i in indices]
+        return Batch(
+            source=_pad(source),
+            source_lengths=torch.tensor([len(s) for s in source], dtype=torch.int32),
+            target_in=_pad([torch.cat((bos, t)) for t in target]),
+            target_out=_pad([torch.cat((t, eos)) for t in target]),
+            tokens=sum(len(t) + 1 for t in target),
+        )
+
+
+def _pad(rows: list[Tensor]) -> Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=PAD).long()
+
+
+def plan_batches(corpus: Corpus, batch_tokens: int, order: Sequence[int]) -> list[list[int]]:
+    """Cut `order`, sorted by length, into batches of at most `batch_tokens` padded tokens on either side.
+
+    The sort is stable, so `order` decides which sentences of equal length meet in a batch.
+    """
+    by_length = sorted(order, key=lambda i: corpus.lengths(i)[::-1])
+    batches: list[list[int]] = []
+    widest = 0
+    for index in by_length:
+        length = max(corpus.lengths(index))
+        widest = max(widest, length)
+        if not batches or (len(batches[-1]) + 1) * widest > batch_tokens:
+            batches.append([])
+            widest = length
+        batches[-1].append(index)
+    return batches
+
+
+class TokenBatches:
+    """An endless stream of training batches whose place is `(epoch, position)`.
+
+    Args:
+        corpus: the encoded pairs.
+        batch_tokens: most padded tokens of a batch, on either side.
+        seed: with the epoch, decides the order of everything.
+    """
+
+    def __init__(self, corpus: Corpus, batch_tokens: int, seed: int):
+        self.corpus, self.batch_tokens, self.seed = corpus, batch_tokens, seed
+        self.epoch = self.position = 0
+        self._plan = self.plan(0)
+
+    def plan(self, epoch: int) -> list[list[int]]:
+        """The batches of one epoch, as lists of pair numbers: every pair exactly once."""
+        # A string seed goes through SHA-512: neighbouring epochs and seeds are unrelated, on every platform.
+        rng = random.Random(f"transformer_fast batches {self.seed} {epoch}")
+        order = list(range(len(self.corpus)))
+        rng.shuffle(order)
+        batches = plan_batches(self.corpus, self.batch_tokens, order)
+        rng.shuffle(batches)
+        return batches
+
+    def __iter__(self) -> TokenBatches:
+        return self
+
+    def __next__(self) -> Batch:
+        if self.position == len(self._plan):
+            self.seek(self.epoch + 1, 0)
+        self.position += 1
+        return self.corpus.batch(self._plan[self.position - 1])
+
+    def seek(self, epoch: int, position: int) -> None:
+        """Continue with batch `position` of `epoch`."""
+        self._plan = self.plan(epoch)
+        self.epoch, self.position = epoch, position

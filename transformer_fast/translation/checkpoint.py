@@ -1,0 +1,231 @@
+"""Checkpoints that survive a power cut: safetensors for numbers, json for the rest, nothing executable.
+
+    RUN/config.json            settings, fingerprint of the data, format       written once
+    RUN/tokenizer.model        the sentencepiece model                         written once
+    RUN/log.jsonl              one json object a report
+    RUN/step-00001000/         one checkpoint, complete by construction
+        model.safetensors      weights
+        optimizer.safetensors  Adam's moments, random number states
+        state.json             step, place in the data, best step so far, sizes and SHA-256 of the two files
+
+A checkpoint is written into `.tmp-step-...`, every file and then the folder is flushed to disk, and one rename
+makes it visible. So a folder named step-... is always whole, whenever the process was killed; what a killed
+writer left behind is swept up at the next start. Which checkpoint is the best one is told by the newest
+checkpoint itself: there is no second file that could disagree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from .errors import CheckpointError
+from .text import PathLike
+
+FORMAT = 1
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+SCRATCH = ".tmp-"
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `RunFolder.load` returns: named groups of tensors ("model", "optimizer") and plain values."""
+
+    step: int
+    tensors: dict[str, Tensors]
+    state: dict[str, Any]
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _write_flushed(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: PathLike, data: bytes) -> None:
+    """Replace the file `path` by `data` so that readers, and a crash, see the old or the new content, never a part."""
+    path = Path(path)
+    scratch = path.with_name(SCRATCH + path.name)
+    _write_flushed(scratch, data)
+    os.replace(scratch, path)
+    _flush_folder(path.parent)
+
+
+def to_json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode("utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A json object of a run folder.
+
+    Raises:
+        CheckpointError: missing, unreadable, not json, or of another format version.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; {path.parent} is not a complete transformer_fast run") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from None
+    if not isinstance(value, dict) or value.get("format") != FORMAT:
+        found = value.get("format") if isinstance(value, dict) else None
+        raise CheckpointError(f"{path} was not written by this version: format is {found!r}, expected {FORMAT}")
+    return value
+
+
+class RunFolder:
+    """The folder of one training run.
+
+    Args:
+        root: the folder; `prepare` creates it.
+    """
+
+    def __init__(self, root: PathLike):
+        self.root = Path(root)
+        self.config, self.tokenizer, self.log = (
+            self.root / name for name in ("config.json", "tokenizer.model", "log.jsonl")
+        )
+
+    def exists(self) -> bool:
+        """Whether a run was started here."""
+        return self.config.exists()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Create the folder, keep other trainings out of it, and sweep up what a killed one left.
+
+        Raises:
+            CheckpointError: the folder cannot be created or written, or another process is training in it.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            lock = open(self.root / ".lock", "wb")
+        except OSError as error:
+            raise CheckpointError(f"cannot write to the folder {self.root}: {error.strerror or error}") from None
+        with lock:
+            try:
+                # The kernel lets go of the lock when the process dies, however it dies.
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise CheckpointError(f"another process is training in {self.root}; choose another folder") from None
+            for left_over in self.root.glob(SCRATCH + "*"):
+                _remove(left_over)
+            yield
+
+    def steps(self) -> list[int]:
+        """Steps that have a checkpoint, ascending."""
+        names = (STEP_FOLDER.fullmatch(path.name) for path in self.root.glob("step-*") if path.is_dir())
+        return sorted(int(name[1]) for name in names if name)
+
+    def path(self, step: int) -> Path:
+        return self.root / f"step-{step:08d}"
+
+    def save(self, step: int, tensors: dict[str, Tensors], state: dict[str, Any]) -> None:
+        """Write the checkpoint of `step`; afterwards it is on disk, or nothing has changed.
+
+        Raises:
+            CheckpointError: the disk is full or the folder cannot be written; names the last good checkpoint.
+        """
+        scratch = self.root / f"{SCRATCH}{self.path(step).name}"
+        try:
+            _remove(scratch)
+            scratch.mkdir()
+            files = {}
+            for group, members in tensors.items():
+                data = safetensors.torch.save({name: t.detach().cpu().contiguous() for name, t in members.items()})
+                _write_flushed(scratch / f"{group}.safetensors", data)
+                files[f"{group}.safetensors"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+            _write_flushed(scratch / "state.json", to_json({**state, "format": FORMAT, "step": step, "files": files}))
+            _flush_folder(scratch)
+            os.rename(scratch, self.path(step))
+            _flush_folder(self.root)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                _remove(scratch)
+            raise CheckpointError(
+                f"cannot write the checkpoint of step {step} to {self.root}: {error.strerror or error}."
+                f" {self._last_good(step)}"
+            ) from error
+
+    def prune(self, keep_last: int, best: int | None) -> None:
+        """Delete all but the newest `keep_last` checkpoints and the best one."""
+        for step in self.steps()[:-keep_last]:
+            if step != best:
+                # Renamed first: a kill half way through the deletion must not leave half a checkpoint.
+                doomed = self.root / f"{SCRATCH}old-{step}"
+                os.rename(self.path(step), doomed)
+                _remove(doomed)
+
+    def load(self, step: int, groups: tuple[str, ...] = ("model", "optimizer")) -> Checkpoint:
+        """Read and verify the checkpoint of `step`, its tensors on the CPU.
+
+        Raises:
+            CheckpointError: a file is missing, cut short or altered, or of another format.
+        """
+        folder = self.path(step)
+        state = read_json(folder / "state.json")
+        tensors = {}
+        for group in groups:
+            path = folder / f"{group}.safetensors"
+            try:
+                data = path.read_bytes()
+                expected = state["files"][path.name]
+                if len(data) != expected["bytes"]:
+                    raise ValueError(f"it has {len(data):,} bytes, expected {expected['bytes']:,}")
+                if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+                    raise ValueError("its SHA-256 differs from the one in state.json")
+                tensors[group] = safetensors.torch.load(data)
+            except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+                raise CheckpointError(f"{path} is damaged: {error}. {self._last_good(step)}") from None
+        return Checkpoint(step, tensors, state)
+
+    def best_step(self) -> int:
+        """The step of the best checkpoint, which is the newest one where nothing was measured.
+
+        Raises:
+            CheckpointError: the folder has no checkpoint.
+        """
+        steps = self.steps()
+        if not steps:
+            raise CheckpointError(f"{self.root} has no checkpoint (no folder step-...); train a model there first")
+        best = read_json(self.path(steps[-1]) / "state.json").get("best_step")
+        return best if best in steps else steps[-1]
+
+    def _last_good(self, bad_step: int) -> str:
+        others = [step for step in self.steps() if step != bad_step]
+        if not others:
+            return "There is no other checkpoint."
+        return f"The checkpoint {self.path(others[-1])} is intact" + (
+            f"; delete {self.path(bad_step)} to go on from there." if self.path(bad_step).exists() else "."
+        )
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

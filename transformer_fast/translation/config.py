@@ -1,0 +1,166 @@
+"""Every setting of a training run, in one frozen dataclass that also makes its own command-line flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ConfigError
+
+UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+DURATION = re.compile(r"(?:\d+(?:\.\d+)?[hms])+")
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds from "90", "90s", "20m", "1.5h" or "1h30m".
+
+    Raises:
+        ConfigError: anything else, or a duration that is not positive and finite.
+    """
+    compact = str(text).strip().lower()
+    try:
+        if DURATION.fullmatch(compact):
+            seconds = sum(float(n) * UNITS[unit] for n, unit in re.findall(r"([\d.]+)([hms])", compact))
+        else:
+            seconds = float(compact)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"cannot read {text!r} as a duration; expected something like 90s, 20m or 1h30m")
+    return seconds
+
+
+def _option(default: Any, text: str, *, free: bool = False, **flag: Any) -> Any:
+    """A field with its help text. `free` marks settings that may change when a run is resumed."""
+    return field(default=default, metadata={"help": text, "free": free, "flag": flag})
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of one training run, validated on construction.
+
+    Raises:
+        ConfigError: names the setting, its value and what was expected.
+    """
+
+    source: str = field(metadata={"help": "source sentences, one a line, plain or .gz", "free": True, "flag": {}})
+    target: str = field(metadata={"help": "their translations, line by line", "free": True, "flag": {}})
+    save: str = field(metadata={"help": "folder of the run: checkpoints, tokenizer, log", "free": True, "flag": {}})
+    valid_source: str | None = _option(None, "held-out source sentences", free=True, type=str)
+    valid_target: str | None = _option(None, "held-out translations", free=True, type=str)
+
+    max_time: float | None = _option(
+        None, "stop after this much training, resumed parts included, e.g. 20m", free=True, type=parse_duration
+    )
+    max_steps: int = _option(100_000, "stop after this many updates", free=True)
+
+    d_model: int = _option(256, "model width")
+    heads: int = _option(4, "attention heads")
+    layers: int = _option(3, "layers of the encoder, and of the decoder")
+    d_ff: int = _option(1024, "width of the feed-forward layers")
+    dropout: float = _option(0.1, "dropout probability")
+    norm: str = _option("layer", "LayerNorm, or the classic Norm with an unbiased std", choices=("layer", "std"))
+    norm_first: bool = _option(True, "pre-norm (recommended) or post-norm")
+    tie_weights: bool = _option(True, "one matrix for both embeddings and the output layer")
+
+    vocab_size: int = _option(8000, "pieces of the joint BPE vocabulary, at most")
+    max_length: int = _option(256, "leave out training pairs longer than this many tokens")
+    batch_tokens: int = _option(4096, "padded tokens of a batch, at most, on either side")
+    accumulate: int = _option(1, "batches whose gradients make one update, weighted by their tokens")
+
+    lr: float = _option(1e-3, "peak learning rate, reached after the warmup")
+    warmup: int = _option(1000, "updates of linear warmup before the inverse square root decay")
+    cooldown: int = _option(0, "last updates of max_steps, during which the rate also falls linearly to zero")
+    label_smoothing: float = _option(0.1, "probability mass spread evenly over the vocabulary")
+    clip: float = _option(1.0, "largest gradient norm; 0 turns clipping off")
+
+    seed: int = _option(0, "decides initial weights, batches and dropout")
+    device: str = _option("auto", "auto, cpu, cuda or cuda:N", free=True)
+    amp: str = _option(
+        "auto", "16-bit arithmetic; auto is bf16 on a GPU that has it, else off", choices=("auto", "off", "bf16", "fp16")
+    )
+    valid_every: int = _option(1000, "updates between validations; each also writes a checkpoint")
+    bleu_sentences: int = _option(1000, "validation sentences translated for BLEU; 0 measures the loss only", free=True)
+    keep_last: int = _option(3, "newest checkpoints kept, beside the best one", free=True)
+    resume: bool = _option(True, "continue the run in the folder, if there is one", free=True)
+
+    def __post_init__(self) -> None:
+        for name in POSITIVE:
+            _require(_is_int(getattr(self, name)) and getattr(self, name) >= 1, self, name, "a whole number >= 1")
+        for name in NOT_NEGATIVE:
+            _require(_is_int(getattr(self, name)) and getattr(self, name) >= 0, self, name, "a whole number >= 0")
+        for name in ("dropout", "label_smoothing"):
+            _require(0 <= getattr(self, name) < 1, self, name, "a probability, 0 <= p < 1")
+        _require(0 < self.lr < math.inf, self, "lr", "a positive learning rate")
+        _require(0 <= self.clip < math.inf, self, "clip", "a gradient norm, or 0 for none")
+        _require(self.max_time is None or 0 < self.max_time < math.inf, self, "max_time", "a positive number of seconds")
+        for name in ("norm", "amp"):
+            choices = type(self).__dataclass_fields__[name].metadata["flag"]["choices"]
+            _require(getattr(self, name) in choices, self, name, f"one of {', '.join(choices)}")
+        _require(bool(re.fullmatch(r"auto|cpu|cuda(:\d+)?", self.device)), self, "device", "auto, cpu, cuda or cuda:N")
+        _require(self.d_model % self.heads == 0, self, "d_model", f"a multiple of heads ({self.heads})")
+        _require(self.batch_tokens >= self.max_length, self, "batch_tokens", f"at least max_length ({self.max_length})")
+        _require(self.cooldown <= self.max_steps, self, "cooldown", f"at most max_steps ({self.max_steps})")
+        if (self.valid_source is None) != (self.valid_target is None):
+            missing = "valid_source" if self.valid_source is None else "valid_target"
+            raise ConfigError(f"{missing} is missing: validation needs both valid_source and valid_target, or neither")
+
+    @classmethod
+    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
+        """Give `parser` one flag for each setting, with defaults and help."""
+        for setting in dataclasses.fields(cls):
+            flag, options = "--" + setting.name.replace("_", "-"), dict(setting.metadata["flag"])
+            if setting.default is dataclasses.MISSING:
+                options["required"] = True
+            else:
+                options["default"] = setting.default
+                if isinstance(setting.default, bool):
+                    options["action"] = argparse.BooleanOptionalAction
+                elif setting.default is not None:
+                    options.setdefault("type", type(setting.default))
+            shown = "" if setting.default in (None, dataclasses.MISSING) else " (default: %(default)s)"
+            parser.add_argument(flag, help=setting.metadata["help"] + shown, **options)
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> TrainConfig:
+        """The settings of a parser that `add_arguments` prepared; other attributes of `args` are ignored."""
+        return cls(**{setting.name: getattr(args, setting.name) for setting in dataclasses.fields(cls)})
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        """The settings of `to_dict`, as a run folder stores them."""
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def differences(self, other: TrainConfig) -> list[str]:
+        """Settings that may not change within a run and do: "dropout is 0.3, the run has 0.1"."""
+        found = []
+        for setting in dataclasses.fields(self):
+            mine, theirs = getattr(self, setting.name), getattr(other, setting.name)
+            # A cooldown hangs on the end of the run, so moving the end would bend the curve already trained.
+            fixed = not setting.metadata["free"] or (setting.name == "max_steps" and other.cooldown)
+            if fixed and mine != theirs:
+                found.append(f"{setting.name} is {mine}, the run has {theirs}")
+        return found
+
+
+POSITIVE = (
+    *("d_model", "heads", "layers", "d_ff", "vocab_size", "max_length", "batch_tokens", "accumulate", "max_steps"),
+    *("warmup", "valid_every", "keep_last"),
+)
+NOT_NEGATIVE = ("cooldown", "bleu_sentences", "seed")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require(holds: bool, config: TrainConfig, name: str, expected: str) -> None:
+    if not holds:
+        raise ConfigError(f"{name} is {getattr(config, name)!r}; expected {expected}")

@@ -1,0 +1,90 @@
+"""How good a model is on held-out text: loss, BLEU and exact matches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import sacrebleu
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..generation import greedy
+from ..masks import AttentionMask
+from .batching import Batch, Corpus, plan_batches
+from .tokenizer import BOS, EOS, PAD, Tokenizer
+
+
+def logits(model: nn.Module, batch: Batch) -> Tensor:
+    """`(B, T, vocab)` scores of the next token. The target is right padded, so looking ahead is all that must be
+    masked there: padding stands after every real token, and what it predicts never enters a loss."""
+    return model(batch.source, batch.target_in, AttentionMask.lengths(batch.source_lengths), AttentionMask.causal(0))
+
+
+def token_loss(scores: Tensor, target: Tensor, smoothing: float = 0.0) -> Tensor:
+    """Sum of the label-smoothed cross-entropy over all targets that are not padding, in nats.
+
+    Args:
+        scores: `(B, T, vocab)` logits, any float dtype; computed in fp32 at least.
+        target: `(B, T)` int64.
+        smoothing: probability mass spread evenly over the vocabulary (Szegedy et al. 2016; the paper, section 5.4).
+    """
+    if scores.dtype in (torch.float16, torch.bfloat16):
+        scores = scores.float()
+    return F.cross_entropy(
+        scores.flatten(0, 1), target.flatten(), ignore_index=PAD, reduction="sum", label_smoothing=smoothing
+    )
+
+
+@torch.no_grad()
+def corpus_loss(model: nn.Module, corpus: Corpus, batch_tokens: int, device: torch.device) -> float:
+    """Mean cross-entropy of a corpus in nats a token, without smoothing and dropout."""
+    was_training = model.training
+    model.eval()
+    total, tokens = 0.0, 0
+    for indices in plan_batches(corpus, batch_tokens, range(len(corpus))):
+        batch = corpus.batch(indices).to(device)
+        total += token_loss(logits(model, batch), batch.target_out).item()
+        tokens += batch.tokens
+    model.train(was_training)
+    return total / tokens
+
+
+def translate_greedily(
+    model: nn.Module, tokenizer: Tokenizer, lines: Sequence[str], device: torch.device, batch_size: int = 128
+) -> list[str]:
+    """The most likely next token, again and again, for each line; order kept. Sorted by length inside, so that
+    a batch ends when its sentences do."""
+    encoded = tokenizer.encode_source(lines)
+    order = sorted(range(len(lines)), key=lambda i: len(encoded[i]))
+    answers: list[list[int]] = [[] for _ in lines]
+    for start in range(0, len(order), batch_size):
+        part = order[start : start + batch_size]
+        rows = [torch.tensor(encoded[i]) for i in part]
+        source = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD).to(device)
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        for i, ids in zip(part, greedy(model, source, src_lengths=lengths, bos=BOS, eos=EOS), strict=True):
+            answers[i] = ids
+    return tokenizer.decode(answers)
+
+
+@dataclass(frozen=True)
+class Bleu:
+    """sacreBLEU of a corpus, 0..100, and the signature that says how it was computed."""
+
+    score: float
+    signature: str
+
+
+def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Bleu:
+    """Detokenised, cased BLEU with one reference (Post 2018, "A Call for Clarity in Reporting BLEU Scores")."""
+    metric = sacrebleu.BLEU()
+    score = metric.corpus_score(list(hypotheses), [list(references)]).score
+    return Bleu(score, str(metric.get_signature()))
+
+
+def exact_share(hypotheses: Sequence[str], references: Sequence[str]) -> float:
+    """Share of lines that equal their reference, 0..1."""
+    pairs = list(zip(hypotheses, references, strict=True))
+    return sum(left == right for left, right in pairs) / len(pairs)

@@ -1,0 +1,174 @@
+"""From settings to a model, and from a run folder back to one."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..models import Transformer
+from .checkpoint import RunFolder, Tensors, read_json
+from .config import TrainConfig
+from .errors import CheckpointError
+from .text import PathLike
+from .tokenizer import PAD, Tokenizer
+
+
+def build_model(config: TrainConfig, vocab: int) -> nn.Module:
+    """A freshly initialised `transformer_fast.Transformer` with one vocabulary of `vocab` pieces for both sides."""
+    model = Transformer(
+        vocab,
+        vocab,
+        config.d_model,
+        config.layers,
+        config.heads,
+        config.dropout,
+        d_ff=config.d_ff,
+        norm_first=config.norm_first,
+        norm=config.norm,
+        tie_weights=config.tie_weights,
+        padding_idx=PAD,
+    )
+    init_weights(model, config.d_model)
+    return model
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, d_model: int) -> None:
+    """Draw new weights: Glorot-uniform matrices (one draw for each of q, k, v, however they are stored), zero
+    biases, and every matrix with a row a token from N(0, 1/d_model), so that embeddings times sqrt(d_model) have
+    unit variance and logits start near zero. Padding rows stay zero. Norms keep their ones and zeros.
+
+    Source: Glorot, Bengio 2010; the embedding scale is that of the paper, section 3.4.
+    """
+    tokens = {id(m.weight): m for m in model.modules() if isinstance(m, nn.Embedding) or hasattr(m, "padding_idx")}
+    output = getattr(model, "out", None)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in tokens or (output is not None and parameter is output.weight):
+            nn.init.normal_(parameter, std=d_model**-0.5)
+            padding = getattr(tokens.get(id(parameter)), "padding_idx", None)
+            if padding is not None:
+                parameter[padding] = 0
+        elif parameter.dim() == 2:
+            stacked = 3 if name.endswith("in_proj_weight") else 1
+            for part in parameter.chunk(stacked):
+                nn.init.xavier_uniform_(part)
+        elif name.endswith("bias") and "norm" not in name:
+            nn.init.zeros_(parameter)
+
+
+def model_tensors(model: nn.Module) -> Tensors:
+    """The state dict without second names of shared tensors: a tied matrix is stored once."""
+    unique: Tensors = {}
+    seen: set[tuple[int, torch.Size]] = set()
+    for name, tensor in model.state_dict().items():
+        key = (tensor.data_ptr(), tensor.shape)
+        if key not in seen:
+            seen.add(key)
+            unique[name] = tensor
+    return unique
+
+
+def load_model_tensors(model: nn.Module, tensors: Tensors) -> None:
+    """Copy `tensors` (from `model_tensors`) into `model`, which ties the same weights.
+
+    Raises:
+        CheckpointError: names or shapes differ.
+    """
+    expected = {name: tensor.shape for name, tensor in model_tensors(model).items()}
+    found = {name: tensor.shape for name, tensor in tensors.items()}
+    if expected != found:
+        differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        name = differing[0]
+        raise CheckpointError(
+            f"the checkpoint is of another model: {len(differing)} tensors differ, the first is {name}:"
+            f" {_shape(found.get(name))} in the checkpoint, {_shape(expected.get(name))} expected"
+        )
+    model.load_state_dict(tensors, strict=False)
+
+
+def _shape(shape: torch.Size | None) -> str:
+    return "absent" if shape is None else f"shape {tuple(shape)}"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model ready to translate: `model` in eval mode on its device, its `tokenizer`, the run's `config` and the
+    `step` of the weights; `scores` holds what validation measured there ("valid_loss", "bleu"), if anything."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    config: TrainConfig
+    step: int
+    scores: dict[str, float]
+
+
+def load_tokenizer(folder: RunFolder, saved: dict) -> Tokenizer:
+    """The tokenizer of a run, checked against its config.json (`saved`).
+
+    Raises:
+        CheckpointError: missing or altered.
+    """
+    try:
+        data = folder.tokenizer.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot read {folder.tokenizer}: {error.strerror or error}") from None
+    if hashlib.sha256(data).hexdigest() != saved.get("tokenizer_sha256"):
+        raise CheckpointError(f"{folder.tokenizer} is damaged: its SHA-256 differs from the one in config.json")
+    return Tokenizer(data)
+
+
+def load_config(folder: RunFolder, saved: dict) -> TrainConfig:
+    """The settings in a run's config.json (`saved`).
+
+    Raises:
+        CheckpointError: they are not settings of this version.
+    """
+    try:
+        return TrainConfig.from_dict(saved["config"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{folder.config} does not hold the settings of a run: {error}") from None
+
+
+def load_trained(folder: PathLike, *, which: str = "best", device: str | torch.device = "cpu") -> Trained:
+    """The model of a run folder; nothing else than the folder is needed.
+
+    Args:
+        folder: what `TrainConfig.save` named.
+        which: "best" by validation (the newest if there was none) or "last".
+        device: where to put the model.
+
+    Raises:
+        CheckpointError: the folder is not a run, has no checkpoint, or a file in it is damaged.
+        ValueError: another `which`.
+    """
+    if which not in ("best", "last"):
+        raise ValueError(f"which is {which!r}; expected 'best' or 'last'")
+    run = RunFolder(folder)
+    saved = read_json(run.config)
+    config, tokenizer = load_config(run, saved), load_tokenizer(run, saved)
+    best = run.best_step()
+    checkpoint = run.load(best if which == "best" else run.steps()[-1], groups=("model",))
+    model = build_model(config, len(tokenizer))
+    load_model_tensors(model, checkpoint.tensors["model"])
+    return Trained(model.to(device).eval(), tokenizer, config, checkpoint.step, checkpoint.state.get("scores") or {})
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """The optimizer's state as flat tensors named "<parameter>:<entry>"."""
+    return {
+        f"{name}:{entry}": torch.as_tensor(value)
+        for name, parameter in model.named_parameters()
+        for entry, value in optimizer.state[parameter].items()
+    }
+
+
+def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
+    """The inverse of `optimizer_tensors`; tensors are moved to their parameter's device."""
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    for key, tensor in tensors.items():
+        name, entry = key.rsplit(":", 1)
+        parameter = parameters[name]
+        optimizer.state[parameter][entry] = tensor.to(parameter.device)

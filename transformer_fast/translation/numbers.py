@@ -1,0 +1,145 @@
+"""A translation task that needs no data: English number names to German ones, 0 to 999,999.
+
+    2041    two thousand forty-one                       zweitausendeinundvierzig
+    101     one hundred one                              einhunderteins
+    121000  one hundred twenty-one thousand              einhunderteinundzwanzigtausend
+
+It is small, yet a real translation: units and tens change places ("forty-one" -> "einundvierzig"), the
+words of one language are one compound in the other, and nearly all of the million sentences are unseen.
+
+Conventions. English: American style, no "and", a hyphen inside 21..99. German (Duden): one word, lower case,
+the long forms "einhundert" and "eintausend" (Duden also allows "hundert" and "tausend"); a final 1 is "eins"
+("einhunderteins"), any other is "ein" ("einundzwanzig", "einhunderteintausend"); "sechzehn", "siebzehn",
+"dreißig", "sechzig" and "siebzig" are irregular.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from pathlib import Path
+
+from .checkpoint import write_atomically
+from .config import TrainConfig
+from .errors import ConfigError
+from .text import PathLike
+
+LIMIT = 1_000_000
+ALWAYS_TRAINED = 100  # 0..99 are the vocabulary of the task; from 100 on, everything is composed of them
+HELD_OUT_SHARE = 10  # one number in ten is never trained on
+
+ENGLISH_UNITS = (
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+    " seventeen eighteen nineteen"
+).split()
+ENGLISH_TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
+GERMAN_UNITS = (
+    "null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn"
+    " siebzehn achtzehn neunzehn"
+).split()
+GERMAN_TENS = "- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split()
+
+
+def _check(number: int) -> None:
+    if not 0 <= number < LIMIT:
+        raise ValueError(f"number {number} is outside 0..{LIMIT - 1:,}")
+
+
+def english(number: int) -> str:
+    """English name of `number`, 0..999,999: `english(2041) == "two thousand forty-one"`."""
+    _check(number)
+    words: list[str] = []
+    thousands, rest = divmod(number, 1000)
+    if thousands:
+        words += [english(thousands), "thousand"]
+    hundreds, rest = divmod(rest, 100)
+    if hundreds:
+        words += [ENGLISH_UNITS[hundreds], "hundred"]
+    tens, unit = divmod(rest, 10)
+    if rest >= 20:
+        words.append(ENGLISH_TENS[tens] + (f"-{ENGLISH_UNITS[unit]}" if unit else ""))
+    elif rest or not words:
+        words.append(ENGLISH_UNITS[rest])
+    return " ".join(words)
+
+
+def german(number: int) -> str:
+    """German name of `number`, 0..999,999: `german(2041) == "zweitausendeinundvierzig"`."""
+    _check(number)
+    stem = _german_stem(number)
+    # Only the very last "ein" of a numeral is inflected: 101 einhunderteins, but 101,000 einhunderteintausend.
+    return stem + "s" if number % 100 == 1 else stem
+
+
+def _german_stem(number: int) -> str:
+    thousands, rest = divmod(number, 1000)
+    word = f"{_german_stem(thousands)}tausend" if thousands else ""
+    hundreds, rest = divmod(rest, 100)
+    if hundreds:
+        word += f"{GERMAN_UNITS[hundreds]}hundert"
+    tens, unit = divmod(rest, 10)
+    if rest >= 20:
+        word += (f"{GERMAN_UNITS[unit]}und" if unit else "") + GERMAN_TENS[tens]
+    elif rest or not word:
+        word += GERMAN_UNITS[rest]
+    return word
+
+
+def is_held_out(number: int, seed: int = 0) -> bool:
+    """Whether `number` may only be used to test.
+
+    A hash decides for each number alone, so training and test never overlap, whatever their sizes. 0..99 are
+    always trained on.
+    """
+    if number < ALWAYS_TRAINED:
+        return False
+    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
+
+
+def sample_numbers(count: int, *, held_out: bool, seed: int = 0) -> list[int]:
+    """`count` different numbers of one side of the split.
+
+    The number of digits is drawn first, 3 to 6, so that short numbers are not drowned by the 900,000 six-digit
+    ones; the training side also holds all of 0..99. Same arguments, same list.
+
+    Raises:
+        ConfigError: more numbers than the split has (a bound of 50,000 held out, 500,000 to train on).
+    """
+    most = 50_000 if held_out else 500_000
+    if not 1 <= count <= most:
+        raise ConfigError(f"cannot draw {count:,} {'held-out' if held_out else 'training'} numbers: expected 1..{most:,}")
+    rng = random.Random(f"transformer_fast numbers {seed} {held_out}")
+    chosen = {} if held_out else dict.fromkeys(range(ALWAYS_TRAINED))
+    digits = (3, 4, 5, 6)
+    while len(chosen) < count:
+        width = rng.choices(digits, weights=(1, 3, 6, 10))[0]
+        number = rng.randrange(10 ** (width - 1), 10**width)
+        if is_held_out(number, seed) == held_out:
+            chosen[number] = None
+    return list(chosen)[:count]
+
+
+def make_numbers_corpus(
+    folder: PathLike, train_size: int = 60_000, held_out: int = 1_000, seed: int = 0
+) -> dict[str, Path]:
+    """Write the task as line-aligned files, the same ones for the same arguments.
+
+    Args:
+        folder: created if missing; receives train.en, train.de, test.en, test.de (UTF-8, one number a line).
+        train_size: training pairs, 1..500,000.
+        held_out: test pairs, 1..50,000, none of which is among the training pairs.
+        seed: decides the split and the samples.
+
+    Returns:
+        The four paths under the keys "train_source", "train_target", "test_source", "test_target".
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths: dict[str, Path] = {}
+    for part, count in (("train", train_size), ("test", held_out)):
+        numbers = sample_numbers(count, held_out=part == "test", seed=seed)
+        for side, suffix, spell in (("source", "en", english), ("target", "de", german)):
+            path = paths[f"{part}_{side}"] = folder / f"{part}.{suffix}"
+            write_atomically(path, "".join(f"{spell(n)}\n" for n in numbers).encode("utf-8"))
+    return paths

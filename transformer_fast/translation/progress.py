@@ -1,0 +1,107 @@
+"""How a training run reports: a bar on a terminal, a line now and then anywhere else."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+from tqdm import tqdm
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands.
+
+    Attributes:
+        step: updates done.
+        fraction: share of the run that is over, 0..1, by `max_steps` or `max_time`, whichever ends it first.
+        seconds: training time so far, resumed parts included.
+        tokens_per_second: target tokens a second since the last report, padding not counted.
+        loss: mean training loss of the last report, nats a token with label smoothing; None before the first.
+    """
+
+    step: int
+    fraction: float
+    seconds: float
+    tokens_per_second: float
+    loss: float | None
+
+    @property
+    def eta(self) -> float:
+        """Seconds left at the pace so far; infinite at the very start."""
+        return self.seconds * (1 - self.fraction) / self.fraction if self.fraction else float("inf")
+
+
+class Progress(Protocol):
+    """What `train` tells the outside world; anything with these three methods will do."""
+
+    def update(self, status: Status) -> None: ...
+
+    def message(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def format_seconds(seconds: float) -> str:
+    """"1:02:03", "4:05", or "?" for an unknown time."""
+    if seconds == float("inf"):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+class TerminalProgress:
+    """A tqdm bar where `stream` is a terminal, else one line every `interval` seconds.
+
+    Args:
+        stream: where to write; standard error by default, so that output can be piped.
+        interval: least seconds between two lines, if there is no bar.
+    """
+
+    def __init__(self, stream: TextIO | None = None, interval: float = 10.0):
+        self._stream = stream or sys.stderr
+        self._interval = interval
+        self._last_line = time.monotonic()
+        self._bar: tqdm | None = None
+        if self._stream.isatty():
+            form = "{desc} |{bar}| {percentage:3.0f}% {postfix}"
+            self._bar = tqdm(total=1.0, file=self._stream, bar_format=form, dynamic_ncols=True, desc="training")
+
+    def update(self, status: Status) -> None:
+        loss = "" if status.loss is None else f"  loss {status.loss:.3f}"
+        text = (
+            f"step {status.step:,}{loss}  {status.tokens_per_second:,.0f} tok/s"
+            f"  {format_seconds(status.seconds)} < {format_seconds(status.eta)}"
+        )
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update(status.fraction - self._bar.n)
+        elif time.monotonic() - self._last_line >= self._interval:
+            self._last_line = time.monotonic()
+            print(f"{100 * status.fraction:3.0f}%  {text}", file=self._stream, flush=True)
+
+    def message(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class Silent:
+    """Reports nothing."""
+
+    def update(self, status: Status) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

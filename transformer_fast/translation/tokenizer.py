@@ -1,0 +1,121 @@
+"""One subword vocabulary for both languages: byte-pair encoding through the sentencepiece library.
+
+Source: Sennrich, Haddow, Birch, "Neural Machine Translation of Rare Words with Subword Units" (2016);
+Kudo, Richardson, "SentencePiece" (2018). A joint vocabulary lets the source embedding, the target embedding
+and the output layer share one matrix (Press, Wolf 2017).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Sequence
+
+import sentencepiece
+
+from .errors import CheckpointError, ConfigError, DataError
+
+PAD, UNK, BOS, EOS = 0, 1, 2, 3
+SPECIALS = 4
+
+
+class Tokenizer:
+    """Text to ids and back. Ids 0..3 are always padding, unknown, begin and end of sentence.
+
+    Args:
+        model: a serialised sentencepiece model, as `Tokenizer.train(...).model` or a `tokenizer.model` file holds it.
+
+    Raises:
+        CheckpointError: `model` is not a sentencepiece model, or one with other special ids.
+    """
+
+    pad, unk, bos, eos = PAD, UNK, BOS, EOS
+
+    def __init__(self, model: bytes):
+        self.model = model
+        self._processor = sentencepiece.SentencePieceProcessor()
+        try:
+            loaded = bool(model) and self._processor.LoadFromSerializedProto(model)
+        except RuntimeError:
+            loaded = False
+        if not loaded:
+            raise CheckpointError("the tokenizer is not a sentencepiece model; the file is damaged or foreign")
+        found = tuple(getattr(self._processor, f"{name}_id")() for name in ("pad", "unk", "bos", "eos"))
+        if found != (PAD, UNK, BOS, EOS):
+            raise CheckpointError(
+                f"the tokenizer has pad, unk, bos, eos = {found}; expected {(PAD, UNK, BOS, EOS)}:"
+                " it was not trained by transformer_fast"
+            )
+
+    @classmethod
+    def train(cls, sentences: Iterable[str], vocab_size: int) -> Tokenizer:
+        """Learn a vocabulary of at most `vocab_size` pieces (specials included) from `sentences`.
+
+        A corpus too small for `vocab_size` pieces gives the largest vocabulary it supports; look at `len()`.
+
+        Raises:
+            ConfigError: `vocab_size` is too small to hold every character of the text once.
+            DataError: there is no text to learn from.
+        """
+        lines = [line for line in sentences if line.strip()]
+        if not lines:
+            raise DataError("no text to learn a vocabulary from: every line is empty")
+        try:
+            return cls(_train_bpe(lines, vocab_size))
+        except RuntimeError as error:
+            needed = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
+            if not needed:
+                raise
+            raise ConfigError(
+                f"vocab_size {vocab_size} is too small for this text: its characters and the {SPECIALS} special pieces"
+                f" need at least {needed[1]}"
+            ) from None
+
+    def __len__(self) -> int:
+        return self._processor.get_piece_size()
+
+    def encode(self, lines: Sequence[str]) -> list[list[int]]:
+        """Ids of each line, without begin and end of sentence."""
+        return self._processor.encode(list(lines), out_type=int)
+
+    def encode_source(self, lines: Sequence[str]) -> list[list[int]]:
+        """Ids of each line as the encoder reads it: closed by `eos`, so that even an empty line has one token."""
+        return [[*ids, EOS] for ids in self.encode(lines)]
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Text of each sequence; it ends at the first `eos`, and padding and `bos` are dropped."""
+        return self._processor.decode([self._body(ids) for ids in sequences])
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The written form of each id, for pictures and logs; a leading U+2581 marks the start of a word."""
+        return [self._processor.id_to_piece(int(i)) for i in ids]
+
+    @staticmethod
+    def _body(ids: Sequence[int]) -> list[int]:
+        body: list[int] = []
+        for token in ids:
+            if token == EOS:
+                break
+            if token not in (PAD, BOS):
+                body.append(int(token))
+        return body
+
+
+def _train_bpe(lines: list[str], vocab_size: int) -> bytes:
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=vocab_size,
+        hard_vocab_limit=False,
+        character_coverage=1.0,
+        pad_id=PAD,
+        unk_id=UNK,
+        bos_id=BOS,
+        eos_id=EOS,
+        max_sentence_length=1 << 20,
+        num_threads=1,
+        minloglevel=2,
+    )
+    return model.getvalue()

@@ -1,0 +1,403 @@
+"""The training loop: everything a run is, in the order in which it happens.
+
+A run is a pure function of its settings, its text and its step. Weights, Adam's moments, random number states, the
+place in the data and the sums of the report under way are all in a checkpoint, so a run that was killed, at any
+moment, continues bit for bit as if never stopped (on the same kind of machine with the same number of threads).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from .batching import Batch, Corpus, TokenBatches
+from .checkpoint import FORMAT, RunFolder, read_json, to_json, write_atomically
+from .config import TrainConfig
+from .errors import CheckpointError, ConfigError, DivergedError
+from .evaluate import corpus_bleu, corpus_loss, logits, token_loss, translate_greedily
+from .model import (
+    build_model,
+    load_config,
+    load_model_tensors,
+    load_optimizer_tensors,
+    load_tokenizer,
+    model_tensors,
+    optimizer_tensors,
+)
+from .optim import build_optimizer, learning_rate
+from .progress import Progress, Status, TerminalProgress
+from .text import ParallelText, read_parallel
+from .tokenizer import Tokenizer
+
+REPORT_EVERY = 20  # updates; a report reads the loss back from the device, which an update does not
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        folder: the run folder.
+        step: updates done.
+        stopped: why it ended: "max_steps", "max_time" or "interrupted".
+        seconds: training time on the clock, resumed parts included.
+        tokens: target tokens trained on, padding not counted.
+        scores: of the last validation: "valid_loss" (nats a token) and "bleu", as far as measured.
+        best_step, best_scores: the best validation, which is the highest BLEU, else the lowest loss.
+    """
+
+    folder: str
+    step: int
+    stopped: str
+    seconds: float
+    tokens: int
+    scores: dict[str, float]
+    best_step: int | None
+    best_scores: dict[str, float]
+
+
+def train(
+    config: TrainConfig,
+    progress: Progress | None = None,
+    *,
+    build: Callable[[TrainConfig, int], nn.Module] = build_model,
+    clock: Callable[[], float] = time.perf_counter,
+) -> TrainResult:
+    """Train a translator, or continue the run in `config.save`.
+
+    Args:
+        config: the settings. `max_time` counts the seconds spent training, validating and saving, over all parts of
+            a resumed run; reading the text and learning the vocabulary are not counted.
+        progress: where reports go; by default a bar on a terminal, else a line every 10 seconds, on standard error.
+        build: makes the model from the settings and the size of the vocabulary.
+        clock: returns seconds; `time.process_time` makes `max_time` a budget of CPU time.
+
+    The first interrupt (Ctrl-C or SIGTERM) ends the run after the current update with a checkpoint. Seeds torch's
+    default generators.
+
+    Raises:
+        ConfigError, DataError: settings or text that cannot work.
+        CheckpointError: the folder cannot be written, or holds a damaged, foreign or differently configured run.
+        DivergedError: the loss is no longer finite.
+    """
+    progress = progress or TerminalProgress()
+    folder = RunFolder(config.save)
+    try:
+        with folder.writing(), _interruptible() as interrupted:
+            return _Run(config, folder, progress, build, clock).run(interrupted)
+    finally:
+        progress.close()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """An event that the first SIGINT or SIGTERM sets; the second one acts as usual."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def request(number: int, frame: Any) -> None:
+        event.set()
+        signal.signal(number, previous[number])
+
+    for number in previous:
+        signal.signal(number, request)
+    try:
+        yield event
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class _Run:
+    def __init__(
+        self,
+        config: TrainConfig,
+        folder: RunFolder,
+        progress: Progress,
+        build: Callable[[TrainConfig, int], nn.Module],
+        clock: Callable[[], float],
+    ):
+        self.config, self.folder, self.progress, self.clock = config, folder, progress, clock
+        self.device = _device(config)
+        self.amp = _amp_dtype(config, self.device)
+        self.text, self.valid, self.tokenizer = self._open()
+        corpus = Corpus(self.text, self.tokenizer, config.max_length)
+        self.batches = TokenBatches(corpus, config.batch_tokens, config.seed)
+        self.valid_corpus = Corpus(self.valid, self.tokenizer) if self.valid else None
+        torch.manual_seed(config.seed)
+        self.model = build(config, len(self.tokenizer)).to(self.device)
+        self.optimizer = build_optimizer(self.model, config)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp == torch.float16)
+        self.step = self.tokens = 0
+        self.seconds_before = 0.0
+        self.scores: dict[str, float] = {}
+        self.best_step: int | None = None
+        self.best_scores: dict[str, float] = {}
+        self.window = torch.zeros(2, dtype=torch.float64, device=self.device)  # sums of loss and gradient norm
+        self.window_tokens = self.window_steps = 0
+        self.last_loss: float | None = None
+        self.saved_step = -1
+        self._describe(corpus)
+        if self.folder.steps():
+            self._restore(self.folder.steps()[-1])
+        self.clock_start = self.clock()
+        self.report_start = (self.clock_start, self.tokens)
+
+    # Setting up
+
+    def _open(self) -> tuple[ParallelText, ParallelText | None, Tokenizer]:
+        """The text and the tokenizer of the run, new or continued."""
+        config, folder = self.config, self.folder
+        continued = folder.exists()
+        if folder.steps() and not continued:
+            raise CheckpointError(f"{folder.root} has checkpoints but no config.json: it is not a complete run")
+        if continued and not config.resume:
+            raise CheckpointError(f"{folder.root} already holds a run; resume it or choose another folder")
+        saved = read_json(folder.config) if continued else {}
+        if continued and (changed := config.differences(load_config(folder, saved))):
+            raise CheckpointError(f"cannot resume the run in {folder.root} with other settings: {'; '.join(changed)}")
+        text = read_parallel(config.source, config.target)
+        valid = read_parallel(config.valid_source, config.valid_target) if config.valid_source else None
+        data = {"train": text.fingerprint, "valid": valid and valid.fingerprint}
+        if continued:
+            if changed := [part for part in data if data[part] != saved.get("data", {}).get(part)]:
+                raise CheckpointError(
+                    f"cannot resume the run in {folder.root}: the {changed[0]} text is not the one it began with"
+                )
+            return text, valid, load_tokenizer(folder, saved)
+        tokenizer = Tokenizer.train((*text.source, *text.target), config.vocab_size)
+        try:
+            write_atomically(folder.tokenizer, tokenizer.model)
+            folder.log.unlink(missing_ok=True)
+            digest = hashlib.sha256(tokenizer.model).hexdigest()
+            # Last: from here on the folder is a run.
+            write_atomically(
+                folder.config,
+                to_json({"format": FORMAT, "config": config.to_dict(), "data": data, "tokenizer_sha256": digest}),
+            )
+        except OSError as error:
+            raise CheckpointError(f"cannot write to the folder {folder.root}: {error.strerror or error}") from None
+        return text, valid, tokenizer
+
+    def _describe(self, corpus: Corpus) -> None:
+        parameters = sum(p.numel() for p in self.model.parameters())
+        skipped = f", {corpus.empty + corpus.too_long:,} left out" if corpus.empty or corpus.too_long else ""
+        self.progress.message(
+            f"{len(corpus):,} sentence pairs{skipped}, {len(self.tokenizer):,} pieces, {parameters:,} parameters,"
+            f" {self.device}{'' if self.amp is None else f' in {self.amp}'.replace('torch.', '')}"
+        )
+
+    # One update
+
+    def run(self, interrupted: threading.Event) -> TrainResult:
+        while not (stopped := self._reason_to_stop(interrupted)):
+            self._update()
+            if self.step % REPORT_EVERY == 0:
+                self._report()
+            if self.step % self.config.valid_every == 0:
+                self._validate()
+                self._save()
+        if self.step != self.saved_step:
+            if stopped != "interrupted":
+                self._validate()
+            self._save()
+        return TrainResult(
+            str(self.folder.root),
+            self.step,
+            stopped,
+            self._seconds(),
+            self.tokens,
+            self.scores,
+            self.best_step,
+            self.best_scores,
+        )
+
+    def _reason_to_stop(self, interrupted: threading.Event) -> str | None:
+        if interrupted.is_set():
+            return "interrupted"
+        if self.step >= self.config.max_steps:
+            return "max_steps"
+        if self.config.max_time is not None and self._seconds() >= self.config.max_time:
+            return "max_time"
+        return None
+
+    def _update(self) -> None:
+        batches = [next(self.batches) for _ in range(self.config.accumulate)]
+        tokens = sum(batch.tokens for batch in batches)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.step + 1, self.config)
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        for batch in batches:
+            # Divided by the tokens of the whole update: every token weighs the same, however the batches split.
+            loss = self._loss(batch) / tokens
+            self.scaler.scale(loss).backward()
+            self.window[0] += loss.detach() * tokens
+        self.scaler.unscale_(self.optimizer)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or math.inf)
+        if not self.scaler.is_enabled():  # the scaler skips updates with infinite gradients by itself
+            self.window[1] += norm
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.step += 1
+        self.tokens += tokens
+        self.window_tokens += tokens
+        self.window_steps += 1
+
+    def _loss(self, batch: Batch) -> torch.Tensor:
+        batch = batch.to(self.device)
+        with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
+            scores = logits(self.model, batch)
+        return token_loss(scores, batch.target_out, self.config.label_smoothing)
+
+    # Reports
+
+    def _seconds(self) -> float:
+        return self.seconds_before + self.clock() - self.clock_start
+
+    def _check_finite(self) -> None:
+        if not bool(self.window.isfinite().all()):
+            raise DivergedError(
+                f"training diverged: loss or gradient is not finite within the last {self.window_steps} updates before"
+                f" step {self.step}; lower lr ({self.config.lr}) or lengthen warmup ({self.config.warmup})."
+                f" Checkpoints so far are intact: {self.folder.steps() or 'none'}"
+            )
+
+    def _report(self) -> None:
+        self._check_finite()
+        loss, norm = self.window.tolist()
+        seconds, now = self._seconds(), self.clock()
+        self.last_loss = loss / self.window_tokens
+        rate = (self.tokens - self.report_start[1]) / max(now - self.report_start[0], 1e-9)
+        self._log(
+            loss=self.last_loss,
+            gradient_norm=norm / self.window_steps,
+            lr=learning_rate(self.step, self.config),
+            tokens_per_second=rate,
+        )
+        fraction = max(self.step / self.config.max_steps, seconds / (self.config.max_time or math.inf))
+        self.progress.update(Status(self.step, min(fraction, 1.0), seconds, rate, self.last_loss))
+        self.window.zero_()
+        self.window_tokens = self.window_steps = 0
+        self.report_start = (now, self.tokens)
+
+    def _log(self, **values: Any) -> None:
+        line = {"step": self.step, "epoch": self.batches.epoch, "tokens": self.tokens, "seconds": self._seconds()}
+        with self._writing_log(), open(self.folder.log, "a", encoding="utf-8") as log:
+            log.write(json.dumps({**line, **values}) + "\n")
+
+    @contextlib.contextmanager
+    def _writing_log(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"cannot write {self.folder.log}: {error.strerror or error}") from error
+
+    def _validate(self) -> None:
+        self._check_finite()
+        if self.valid is None or self.valid_corpus is None:
+            return
+        pause = self.clock()
+        loss = corpus_loss(self.model, self.valid_corpus, self.config.batch_tokens, self.device)
+        self.scores = {"valid_loss": loss}
+        text = f"step {self.step:,}: validation loss {loss:.3f}, perplexity {math.exp(min(loss, 700)):.2f}"
+        if self.config.bleu_sentences:
+            part = slice(self.config.bleu_sentences)
+            lines = translate_greedily(self.model, self.tokenizer, self.valid.source[part], self.device)
+            bleu = corpus_bleu(lines, self.valid.target[part])
+            self.scores["bleu"] = bleu.score
+            text += f", BLEU {bleu.score:.2f} ({bleu.signature})"
+        if self.best_step is None or _quality(self.scores) > _quality(self.best_scores):
+            self.best_step, self.best_scores = self.step, self.scores
+            text += ", the best so far"
+        self._log(**self.scores)
+        self.progress.message(text)
+        self.report_start = (self.report_start[0] + self.clock() - pause, self.report_start[1])
+
+    # Checkpoints
+
+    def _save(self) -> None:
+        self._check_finite()
+        with self._writing_log(), open(self.folder.log, "ab") as log:
+            os.fsync(log.fileno())
+            log_bytes = log.tell()
+        rng = {"rng:cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            rng["rng:cuda"] = torch.cuda.get_rng_state(self.device)
+        state = {
+            "epoch": self.batches.epoch,
+            "position": self.batches.position,
+            "tokens": self.tokens,
+            "seconds": self._seconds(),
+            "window": self.window.tolist(),
+            "window_tokens": self.window_tokens,
+            "window_steps": self.window_steps,
+            "scores": self.scores,
+            "best_step": self.best_step,
+            "best_scores": self.best_scores,
+            "scaler": self.scaler.state_dict(),
+            "log_bytes": log_bytes,
+        }
+        moments = optimizer_tensors(self.model, self.optimizer)
+        self.folder.save(self.step, {"model": model_tensors(self.model), "optimizer": {**moments, **rng}}, state)
+        self.saved_step = self.step
+        self.folder.prune(self.config.keep_last, self.best_step)
+
+    def _restore(self, step: int) -> None:
+        checkpoint = self.folder.load(step)
+        state, tensors = checkpoint.state, dict(checkpoint.tensors["optimizer"])
+        rng = {key: tensors.pop(key) for key in ("rng:cpu", "rng:cuda") if key in tensors}
+        load_model_tensors(self.model, checkpoint.tensors["model"])
+        load_optimizer_tensors(self.model, self.optimizer, tensors)
+        torch.set_rng_state(rng["rng:cpu"])
+        if "rng:cuda" in rng and self.device.type == "cuda":
+            torch.cuda.set_rng_state(rng["rng:cuda"], self.device)
+        self.batches.seek(state["epoch"], state["position"])
+        self.step = self.saved_step = step
+        self.tokens, self.seconds_before = state["tokens"], state["seconds"]
+        self.window.copy_(torch.tensor(state["window"], dtype=torch.float64))
+        self.window_tokens, self.window_steps = state["window_tokens"], state["window_steps"]
+        self.scores, self.best_step, self.best_scores = state["scores"], state["best_step"], state["best_scores"]
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.folder.log.exists() and self.folder.log.stat().st_size > state["log_bytes"]:
+            # What was logged after the checkpoint will happen, and be logged, once more.
+            os.truncate(self.folder.log, state["log_bytes"])
+        self.progress.message(f"resumed {self.folder.root} at step {step:,}")
+
+
+def _quality(scores: dict[str, float]) -> tuple[float, float]:
+    return scores.get("bleu", 0.0), -scores.get("valid_loss", math.inf)
+
+
+def _device(config: TrainConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device is {config.device!r} but torch sees no GPU; expected cpu or auto on this machine")
+    return torch.device(config.device)
+
+
+def _amp_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
+    if device.type == "cpu":
+        if config.amp in ("bf16", "fp16"):
+            raise ConfigError(f"amp is {config.amp!r} but the device is the CPU; expected off or auto there")
+        return None
+    if config.amp == "auto":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
+    return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]
