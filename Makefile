@@ -1,0 +1,62 @@
+# make demo    train a small translator here, check every op against the reference, draw two pictures
+# make test    lint, the whole test suite, every Triton kernel compiled for three GPU architectures
+# make bench   the benchmark suite on this machine
+# make gpu     on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
+# make fmt     format and fix what ruff can
+#
+# Each does its own set-up: a virtual environment in .venv, pinned packages, the extension built in place.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+WORKERS ?= 2
+RESULTS ?= results
+
+SOURCES := setup.py pyproject.toml $(wildcard csrc/* csrc/*/*)
+
+.PHONY: setup demo test lint fmt bench gpu cuda-check clean
+
+setup: $(VENV)/.built
+
+$(VENV)/.installed: requirements.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "transformer_fast needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11"; exit 1; }
+	@command -v $${CXX:-c++} > /dev/null || { echo "transformer_fast needs a C++ compiler (g++), and there is none on PATH"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.installed $(SOURCES)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(BIN)/python -m transformer_fast info --build
+	@touch $@
+
+demo: setup
+	$(BIN)/python -m transformer_fast demo --out demo
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests --ignore tests/interpreter
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/interpreter
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+fmt: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	mkdir -p $(RESULTS)
+	$(BIN)/python -m pytest benchmarks --benchmark-json $(RESULTS)/benchmarks.json
+	$(BIN)/python benchmarks/report.py $(RESULTS)/benchmarks.json --out $(RESULTS)
+
+gpu:
+	TRANSFORMER_FAST_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
+	$(PYTHON) benchmarks/gpu.py --out $(RESULTS)
+
+cuda-check: setup
+	$(BIN)/python tools/cuda_check.py
+
+clean:
+	rm -rf $(VENV) .venv-cuda build *.egg-info transformer_fast/_C*.so $(RESULTS) demo

@@ -1,0 +1,89 @@
+"""What every kernel's test needs: the gate, poisoned memory, and mask parts of every dialect."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+
+def assert_as_exact_as_eager(
+    actual: Tensor, eager: Tensor, exact: Tensor, *, ulps: float = 4.0, what: str = "result"
+) -> None:
+    """The gate of every kernel: no further from the fp64 truth than twice eager PyTorch in the same dtype.
+
+    Args:
+        actual: what the kernel computed.
+        eager: what the reference computed in the kernel's own dtype.
+        exact: what the reference computed in fp64.
+        ulps: allowance, in units of the last place of the largest exact value; for sums over many rows pass
+            ``4 * rows ** 0.5``.
+    """
+    assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"
+    assert torch.equal(actual.isfinite(), exact.isfinite()), f"{what}: finite elsewhere than the reference"
+    finite = exact.isfinite()
+    if not finite.any():
+        return
+    exact = exact.double()[finite]
+    error = (actual.double()[finite] - exact).abs().max().item()
+    eager_error = (eager.double()[finite] - exact).abs().nan_to_num(0.0).max().item()
+    allowed = 2 * eager_error + ulps * torch.finfo(actual.dtype).eps * max(exact.abs().max().item(), 1e-30)
+    assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e} (eager: {eager_error:.3e})"
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Every tensor that PyTorch leaves uninitialised, in Python or in C++, starts as NaN."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic)
+        torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+@contextlib.contextmanager
+def fixed_seed(value: int) -> Iterator[Tensor]:
+    """Every dropout mask drawn inside comes from this one seed, so that the oracle can be given the same."""
+    seeds: dict[torch.device, Tensor] = {}
+
+    def draw(device: torch.device) -> Tensor:
+        return seeds.setdefault(device, torch.tensor([value], dtype=torch.int64, device=device))
+
+    with mock.patch("transformer_fast.ops._library.draw_seed", draw):
+        yield torch.tensor([value], dtype=torch.int64)
+
+
+def mask_parts(B: int, H: int, Lq: int, Lk: int, generator: torch.Generator) -> dict[str, dict]:
+    """One mask of each dialect and one of all together, in the normal form the op takes, by name."""
+
+    def bools(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator) > 0.4
+
+    lengths = torch.randint(0, Lk + 1, (B,), generator=generator, dtype=torch.int32)
+    per_query = torch.randint(0, Lk + 1, (B, Lq), generator=generator, dtype=torch.int32)
+    return {
+        "none": {},
+        "dense": {"keep": bools(B, H, Lq, Lk)},
+        "dense shared by heads": {"keep": bools(B, 1, Lq, Lk)},
+        "dense shared by all": {"keep": bools(1, 1, Lq, Lk)},
+        "rows": {"keep": bools(B, 1, Lq, 1)},
+        "padding": {"key_keep": bools(B, 1, 1, Lk)},
+        "lengths": {"lengths": lengths},
+        "lengths per query": {"lengths": per_query},
+        "causal": {"causal": 0},
+        "causal with offset": {"causal": Lk - Lq},
+        "causal, first rows empty": {"causal": -2},
+        "all": {
+            "keep": bools(B, 1, Lq, Lk),
+            "key_keep": bools(B, 1, 1, Lk),
+            "lengths": lengths,
+            "causal": max(0, Lk - Lq),
+        },
+    }
