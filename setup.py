@@ -1,7 +1,8 @@
 """Builds the C++/CUDA extension ``transformer_fast._C`` (everything else is in pyproject.toml).
 
 Environment:
-    TRANSFORMER_FAST_CUDA         auto (default): with CUDA where nvcc and a CUDA build of torch are found; 0: never; 1: or fail.
+    TRANSFORMER_FAST_CUDA         auto (default): with CUDA where nvcc and a CUDA build of torch are found; 0: never;
+                                  1: or fail.
     TRANSFORMER_FAST_NATIVE_ARCH  1: CPU kernels for this machine's vector unit (default of an in-place or editable
                                   build); 0: for any x86-64 with AVX2 and FMA (default of a wheel).
     TORCH_CUDA_ARCH_LIST          GPU architectures; default "8.0;9.0+PTX". No GPU is looked for.
@@ -24,7 +25,7 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"transformer_fast builds against the torch it will run with, and there is none here ({error}).\n"
-        "Run `pip install torch` first, then `pip install --no-build-isolation -e .` (or `make setup`, which does both)."
+        "Run `pip install torch`, then `pip install --no-build-isolation -e .` (or `make setup`, which does both)."
     ) from error
 from setuptools import setup
 
@@ -141,6 +142,7 @@ def extension() -> cpp_extension.Extension:
     with_cuda = want_cuda()
     sources = ["csrc/bindings.cpp", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc/cpu").glob("*.cpp"))]
     cxx = ["-O3", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-g0"]
+    cxx.append("-Wno-maybe-uninitialized")  # GCC 12 raises it inside its own AVX-512 headers (GCC bug 105593)
     link = []
     if sys.platform == "linux":
         # Compiled, but deliberately not linked with OpenMP: the symbols then come from the runtime libtorch_cpu itself

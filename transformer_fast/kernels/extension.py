@@ -1,8 +1,8 @@
 """Loads the C++/CUDA extension ``transformer_fast._C``, or says why it cannot and what to run.
 
 Nothing here raises: a package whose extension is missing, broken, built for another torch or for another CPU still
-imports, and :func:`status` tells which it is. The text the build left in the file is read *before* the file is loaded, since
-a module built for another torch can crash the interpreter instead of failing.
+imports, and :func:`status` tells which it is. The text the build left in the file is read *before* the file is
+loaded, since a module built for another torch can crash the interpreter instead of failing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def status() -> str:
 def build_info() -> dict[str, Any]:
     """What the extension was built with; empty if it is not loaded.
 
-    Keys: ``torch``, ``cuda`` (None for a CPU build), ``arch_list`` (None for a CPU build), ``native_arch``, ``compiler``,
-    ``vector`` ("avx512", "avx2" or "baseline"), ``cpu_features``.
+    Keys: ``torch``, ``cuda`` and ``arch_list`` (None for a CPU build), ``native_arch``, ``compiler``, ``vector``
+    ("avx512", "avx2" or "baseline"), ``cpu_features``.
     """
     return dict(_outcome()[2])
 

@@ -1,0 +1,62 @@
+// What the CPU and the CUDA kernels of the embedding share: the sizes of a call, and the checks that keep a wrong call from
+// reading out of bounds. Messages for people are the door's (transformer_fast/ops/embedding.py).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+namespace transformer_fast {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// A (..., length, d) result seen as (rows, d); row r stands at position r % length.
+struct Rows {
+  int64_t count, length, d;
+
+  Rows(at::IntArrayRef leading, int64_t columns) : count(1), length(leading.empty() ? 1 : leading.back()), d(columns) {
+    for (const int64_t size : leading) count *= size;
+  }
+
+  bool empty() const {
+    return count == 0 || d == 0;
+  }
+};
+
+inline void check_ids(const at::Tensor& ids) {
+  TORCH_CHECK_TYPE(
+      ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt,
+      "ids: expected int64 or int32, got ", ids.scalar_type());
+  TORCH_CHECK_VALUE(ids.dim() >= 1, "ids: expected (..., length), got a scalar");
+}
+
+inline void check_table(const at::Tensor& x, const at::Tensor& table, const Rows& rows, int64_t offset) {
+  TORCH_CHECK_VALUE(
+      table.dim() == 2 && table.size(1) == rows.d && offset >= 0 && table.size(0) >= offset + rows.length,
+      "table: expected at least (", offset + rows.length, ", ", rows.d, "), got ", table.sizes());
+  TORCH_CHECK_VALUE(table.device() == x.device(), "table: expected on ", x.device(), ", got ", table.device());
+  TORCH_CHECK_TYPE(
+      table.scalar_type() == x.scalar_type() || table.scalar_type() == at::kFloat,
+      "table: expected float32 or ", x.scalar_type(), ", got ", table.scalar_type());
+}
+
+inline void check_dropout(const at::Tensor& x, double p, const OptionalTensor& seed) {
+  TORCH_CHECK_VALUE(p >= 0 && p <= 1, "dropout_p: expected in [0, 1], got ", p);
+  TORCH_CHECK_VALUE(
+      p == 0 || (seed && seed->scalar_type() == at::kLong && seed->numel() == 1 && seed->device() == x.device()),
+      "seed: expected one int64 on ", x.device(), " where dropout_p > 0");
+}
+
+inline void check_grad(const at::Tensor& grad, const at::Tensor& ids, int64_t vocabulary) {
+  check_ids(ids);
+  TORCH_CHECK_VALUE(
+      grad.dim() == ids.dim() + 1 && grad.sizes().slice(0, ids.dim()) == ids.sizes(),
+      "grad: expected ", ids.sizes(), " and one more dimension, got ", grad.sizes());
+  TORCH_CHECK_VALUE(grad.device() == ids.device(), "ids: expected on ", grad.device(), ", got ", ids.device());
+  TORCH_CHECK_VALUE(vocabulary >= 0, "num_embeddings: expected >= 0, got ", vocabulary);
+}
+
+}  // namespace transformer_fast
