@@ -1,0 +1,77 @@
+"""AttentionMask: every dialect means the same, and masks combine without growing."""
+
+import pytest
+import torch
+
+from transformer_fast import AttentionMask
+
+B, H, LQ, LK = 3, 2, 5, 7
+
+
+def full(mask: AttentionMask) -> torch.Tensor:
+    return mask.dense(LQ, LK).expand(B, H, LQ, LK)
+
+
+def test_every_dialect_of_one_padding_says_the_same():
+    lengths = torch.tensor([7, 4, 0])
+    keep = torch.arange(LK) < lengths[:, None]
+    dialects = [
+        AttentionMask.lengths(lengths),
+        AttentionMask.lengths(lengths[:, None].expand(B, LQ)),
+        AttentionMask.keep(keep[:, None, None, :]),
+        AttentionMask.keep(keep[:, None, None, :].int()),
+        AttentionMask.keep(keep[:, None, None, :].expand(B, 1, LQ, LK)),
+        AttentionMask.blocked(~keep[:, None, None, :]),
+        AttentionMask.blocked((~keep[:, None, None, :]).float()),
+    ]
+    expected = keep[:, None, None, :].expand(B, H, LQ, LK)
+    for mask in dialects:
+        assert torch.equal(full(mask), expected)
+
+
+@pytest.mark.parametrize("offset", [-3, 0, 2, 100])
+def test_causal_offset(offset):
+    i, j = torch.arange(LQ)[:, None], torch.arange(LK)
+    assert torch.equal(full(AttentionMask.causal(offset)), (j <= i + offset).expand(B, H, LQ, LK))
+
+
+def test_and_is_the_intersection_of_every_pair():
+    generator = torch.Generator().manual_seed(1)
+
+    def bools(*shape):
+        return torch.rand(shape, generator=generator) > 0.4
+
+    masks = [
+        AttentionMask.keep(bools(B, H, LQ, LK)),
+        AttentionMask.keep(bools(1, 1, LQ, LK)),
+        AttentionMask.keep(bools(B, 1, 1, LK)),
+        AttentionMask.keep(bools(1, H, 1, LK)),
+        AttentionMask.lengths(torch.tensor([3, 7, 0])),
+        AttentionMask.lengths(torch.randint(0, LK, (B, LQ), generator=generator)),
+        AttentionMask.causal(),
+        AttentionMask.causal(2),
+    ]
+    for a in masks:
+        for b in masks:
+            assert torch.equal(full(a & b), full(a) & full(b))
+
+
+def test_padding_and_dense_stay_apart():
+    """Combining a (1, 1, Lq, Lk) mask with padding must not build one (Lq, Lk) mask for each sentence."""
+    mask = AttentionMask.keep(torch.ones(1, 1, LQ, LK).bool()) & AttentionMask.keep(torch.ones(B, 1, 1, LK).bool())
+    assert mask.keep_mask.shape == (1, 1, LQ, LK)
+    assert mask.key_keep_mask.shape == (B, 1, 1, LK)
+
+
+def test_to_moves_every_part():
+    mask = AttentionMask.keep(torch.ones(1, 1, LQ, LK).bool()) & AttentionMask.lengths(torch.tensor([1, 2, 3]))
+    moved = (mask & AttentionMask.keep(torch.ones(LK).bool())).to("meta")
+    parts = (moved.keep_mask, moved.key_keep_mask, moved.key_lengths)
+    assert [part.device.type for part in parts] == ["meta"] * 3
+
+
+def test_lower_ranks_align_on_the_right_as_broadcasting_does():
+    row = torch.tensor([True] * 3 + [False] * 4)
+    assert torch.equal(full(AttentionMask.keep(row)), row.expand(B, H, LQ, LK))
+    square = torch.rand(LQ, LK) > 0.5
+    assert torch.equal(full(AttentionMask.keep(square)), square.expand(B, H, LQ, LK))
