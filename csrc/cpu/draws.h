@@ -1,13 +1,13 @@
-// Dropout on the CPU: the 16-bit draws of a stretch of one row, by the elementwise contract (see ../philox.h).
+// Dropout on the CPU: the 16-bit draws of a stretch of one row, by the elementwise contract of philox.h.
 //
 // The draws go through a small buffer that stays in the first-level cache: making them (64-bit integer lanes) and
 // using them (lanes of the element's type) are then two plain loops, and no kernel knows how a counter is laid out.
 
 #pragma once
 
+#include "philox.h"
 #include "vec.h"
 
-#include <cmath>
 #include <cstdint>
 
 namespace transformer_fast {
@@ -18,7 +18,7 @@ constexpr int64_t kCounters = kVectorBytes / 8;
 
 // Columns handled at a time, and the room their draws take: whole vectors are written, so a few more than asked for.
 constexpr int64_t kDrawColumns = 1024;
-constexpr int64_t kDrawRoom = kDrawColumns + 16 * kCounters;
+constexpr int64_t kDrawRoom = kDrawColumns + 2 * kCounters * kDrawsPerCall;
 
 // The low 32 bits of every lane times a 32-bit constant.
 inline CounterVector multiply(CounterVector v, uint32_t constant) {
@@ -57,16 +57,16 @@ inline void draw_batch(uint64_t seed, uint64_t row, uint64_t first_call, uint16_
   }
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
 #pragma GCC unroll 10
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     for (int u = 0; u < 2; ++u) {
-      const CounterVector product0 = multiply(c0[u], 0xD2511F53), product1 = multiply(c2[u], 0xCD9E8D57);
+      const CounterVector product0 = multiply(c0[u], kPhiloxM0), product1 = multiply(c2[u], kPhiloxM1);
       c0[u] = (product1 >> 32) ^ c1[u] ^ static_cast<uint64_t>(key0);
       c1[u] = product1;
       c2[u] = (product0 >> 32) ^ c3[u] ^ static_cast<uint64_t>(key1);
       c3[u] = product0;
     }
-    key0 += 0x9E3779B9;
-    key1 += 0xBB67AE85;
+    key0 += kPhiloxW0;
+    key1 += kPhiloxW1;
   }
   for (int u = 0; u < 2; ++u) {
     CounterVector low, high;
@@ -76,36 +76,27 @@ inline void draw_batch(uint64_t seed, uint64_t row, uint64_t first_call, uint16_
   }
 }
 
-// One dropout call's numbers: an element is kept when its draw reaches the threshold, and is multiplied by `scale`.
+// The mask of one dropout call, and what it does to a vector of elements.
 struct Dropout {
   uint64_t seed = 0;
-  int64_t threshold = 0;
-  double scale = 1;
+  DropoutRate rate{0};
 
   Dropout() = default;
-  Dropout(double p, int64_t seed_value)
-      : seed(static_cast<uint64_t>(seed_value)),
-        threshold(static_cast<int64_t>(std::nearbyint(p * 65536))),
-        scale(p < 1 ? 1 / (1 - p) : 0) {}
+  Dropout(double p, int64_t seed_value) : seed(static_cast<uint64_t>(seed_value)), rate(p) {}
 
   // Draws of columns [column, column + count) of one row; column % 8 == 0, count <= kDrawColumns, draws[kDrawRoom].
   void draw(int64_t row, int64_t column, int64_t count, uint16_t* draws) const {
-    for (int64_t c = 0; c < count; c += 16 * kCounters)
-      draw_batch(seed, static_cast<uint64_t>(row), static_cast<uint64_t>(column + c) / 8, draws + c);
+    for (int64_t c = 0; c < count; c += 2 * kCounters * kDrawsPerCall)
+      draw_batch(seed, static_cast<uint64_t>(row), static_cast<uint64_t>(column + c) / kDrawsPerCall, draws + c);
   }
 
   template <typename A>
   Vector<A> apply(Vector<A> v, const uint16_t* draws) const {
     ShortVector<A> bits;
     std::memcpy(&bits, draws, sizeof(bits));
-    const auto keep = __builtin_convertvector(bits, IntegerVector<A>) >= threshold_lane<A>();
-    return keep ? v * static_cast<A>(scale) : Vector<A>{};
-  }
-
- private:
-  template <typename A>
-  auto threshold_lane() const {
-    return static_cast<std::conditional_t<std::is_same_v<A, double>, int64_t, int32_t>>(threshold);
+    const auto threshold = IntegerVector<A>{} + static_cast<IntegerLane<A>>(rate.threshold);
+    const auto keep = __builtin_convertvector(bits, IntegerVector<A>) >= threshold;
+    return keep ? v * static_cast<A>(rate.scale) : Vector<A>{};
   }
 };
 

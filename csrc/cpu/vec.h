@@ -52,6 +52,8 @@ using Vector = typename VectorOf<A>::Type;
 template <typename A>
 using IntegerVector = typename VectorOf<A>::Integer;
 template <typename A>
+using IntegerLane = std::conditional_t<std::is_same_v<A, double>, int64_t, int32_t>;
+template <typename A>
 using ShortVector = typename VectorOf<A>::Short;
 
 // How many lanes an access touches: all of them, known at compile time, or the few at the end of a row.

@@ -1,0 +1,306 @@
+// LayerNorm and Norm over the last dimension, optionally of residual + dropout(x), forward and backward.
+//
+//   layer: y = (x - mean) / sqrt(var + eps) * weight + bias     (variance over d)
+//   std:   y = (x - mean) / (std + eps) * weight + bias         (variance over d - 1)
+//
+// A row fits in a cache near the core, so the statistics take two plain passes over it: as accurate as Welford's
+// method and free of its divisions. Weight gradients are summed in a fixed number of chunks of rows that depends on the
+// shape alone: the result is the same, bit by bit, on any number of threads.
+
+#include "draws.h"
+#include "vec.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <tuple>
+
+namespace transformer_fast {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kGrain = 16384;     // elements below which a second thread costs more than it brings
+constexpr int64_t kTileRows = 4;      // rows that share one read and write of the weight gradients
+constexpr int64_t kMostChunks = 64;   // partial sums of the weight gradients
+constexpr int64_t kChunkElements = 8192;
+
+// (rows, d) with unit stride along the columns; a view wherever the strides allow one.
+Tensor as_rows(const Tensor& x) {
+  const int64_t d = x.size(-1);
+  const Tensor dense = d == 1 || x.stride(-1) == 1 ? x : x.contiguous();
+  return dense.dim() == 2 ? dense : dense.reshape({x.numel() / d, d});
+}
+
+OptionalTensor as_rows(const OptionalTensor& x) { return x ? OptionalTensor(as_rows(*x)) : OptionalTensor(); }
+
+// Weights take part in the accumulation type, whatever the activations are.
+Tensor as_accumulate(const OptionalTensor& weight, at::ScalarType type) {
+  return weight ? weight->to(type).contiguous() : Tensor();
+}
+
+template <typename T>
+struct Matrix {
+  T* data = nullptr;
+  int64_t stride = 0;
+
+  Matrix() = default;
+  explicit Matrix(const Tensor& x)
+      : data(static_cast<T*>(const_cast<void*>(x.const_data_ptr()))), stride(x.stride(0)) {}
+  explicit Matrix(const OptionalTensor& x) : Matrix(x ? Matrix(*x) : Matrix()) {}
+
+  explicit operator bool() const { return data != nullptr; }
+  T* row(int64_t r) const { return data + r * stride; }
+};
+
+template <typename A>
+const A* pointer(const Tensor& x) {
+  return x.defined() ? x.const_data_ptr<A>() : nullptr;
+}
+
+Dropout make_dropout(double p, const OptionalTensor& seed) {
+  return p > 0 ? Dropout(p, *seed->const_data_ptr<int64_t>()) : Dropout();
+}
+
+int64_t grain_rows(int64_t d) { return std::max<int64_t>(1, kGrain / d); }
+
+// ---------------------------------------------------------------------------------------------------- forward
+
+// summed = residual + dropout(x), one row.
+template <typename T>
+void add_row(const T* x, const T* residual, T* summed, int64_t row, int64_t d, bool drop, const Dropout& dropout) {
+  using A = Accumulate<T>;
+  uint16_t draws[kDrawRoom];
+  for (int64_t start = 0; start < d; start += kDrawColumns) {
+    const int64_t end = std::min(d, start + kDrawColumns);
+    if (drop) dropout.draw(row, start, end - start, draws);
+    for_columns<A>(start, end, [&](int64_t c, auto count, int) {
+      auto v = load(x + c, count);
+      if (drop) v = dropout.apply<A>(v, draws + c - start);
+      store(summed + c, load(residual + c, count) + v, count);
+    });
+  }
+}
+
+template <typename T, typename A = Accumulate<T>>
+void normalize_row(const T* x, const A* weight, const A* bias, T* out, int64_t d, A eps, bool std, A& mean, A& rstd) {
+  // Sums start from the first element: large offsets cancel, and a constant row has exactly itself as mean.
+  const A first = static_cast<A>(x[0]);
+  Vector<A> sums[4] = {};
+  for_columns<A>(0, d, [&](int64_t c, auto count, int slot) { sums[slot] += load(x + c, count, first) - first; });
+  mean = first + sum<A>(sums) / d;
+
+  Vector<A> squares[4] = {};
+  for_columns<A>(0, d, [&](int64_t c, auto count, int slot) {
+    const auto centred = load(x + c, count, mean) - mean;
+    squares[slot] += centred * centred;
+  });
+  const A total = sum<A>(squares);
+  rstd = std ? 1 / (std::sqrt(total / (d - 1)) + eps) : 1 / std::sqrt(total / d + eps);
+
+  for_columns<A>(0, d, [&](int64_t c, auto count, int) {
+    auto v = (load(x + c, count) - mean) * rstd;
+    if (weight) v *= load(weight + c, count);
+    if (bias) v += load(bias + c, count);
+    store(out + c, v, count);
+  });
+}
+
+template <typename T, typename A = Accumulate<T>>
+void forward_rows(Matrix<T> x, Matrix<T> residual, const A* weight, const A* bias, Matrix<T> out, Matrix<T> summed,
+                  A* mean, A* rstd, int64_t rows, int64_t d, double eps, bool std, bool drop, Dropout dropout) {
+  at::parallel_for(0, rows, grain_rows(d), [&](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      const T* input = x.row(r);
+      if (residual) {
+        add_row<T>(input, residual.row(r), summed.row(r), r, d, drop, dropout);
+        input = summed.row(r);
+      }
+      normalize_row<T>(input, weight, bias, out.row(r), d, static_cast<A>(eps), std, mean[r], rstd[r]);
+    }
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const OptionalTensor& residual,
+                                                      const OptionalTensor& weight, const OptionalTensor& bias,
+                                                      double eps, bool std, double dropout_p,
+                                                      const OptionalTensor& seed) {
+  const Tensor x_rows = as_rows(x);
+  const OptionalTensor residual_rows = as_rows(residual);
+  const int64_t rows = x_rows.size(0), d = x_rows.size(1);
+  const auto accumulate = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const Tensor out = at::empty(x.sizes(), x.options());
+  const Tensor summed = residual ? at::empty(x.sizes(), x.options()) : at::empty({0}, x.options());
+  const Tensor mean = at::empty({rows}, x.options().dtype(accumulate));
+  const Tensor rstd = at::empty({rows}, x.options().dtype(accumulate));
+  const Tensor weight_ = as_accumulate(weight, accumulate), bias_ = as_accumulate(bias, accumulate);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm", [&] {
+    using A = Accumulate<scalar_t>;
+    const Matrix<scalar_t> summed_rows = residual ? Matrix<scalar_t>(summed.view({rows, d})) : Matrix<scalar_t>();
+    forward_rows<scalar_t>(Matrix<scalar_t>(x_rows), Matrix<scalar_t>(residual_rows), pointer<A>(weight_),
+                           pointer<A>(bias_), Matrix<scalar_t>(out.view({rows, d})), summed_rows,
+                           mean.mutable_data_ptr<A>(), rstd.mutable_data_ptr<A>(), rows, d, eps, std, dropout_p > 0,
+                           make_dropout(dropout_p, seed));
+  });
+  return {out, summed, mean, rstd};
+}
+
+// --------------------------------------------------------------------------------------------------- backward
+
+// With g = dy * weight and h = (x - mean) * rstd, both norms have dx = rstd * (g - average(g) - h * slope).
+//   layer: slope = sum(g h) / d
+//   std:   slope = sum(g h) / sqrt(sum(h h) * (d - 1)), which holds for any eps; 0 for a constant row, where h = 0
+template <typename A>
+struct RowGradient {
+  A mean, rstd, average, slope;
+};
+
+template <typename T, typename A = Accumulate<T>>
+RowGradient<A> row_gradient(const T* dy, const T* x, const A* weight, A mean, A rstd, int64_t d, bool std) {
+  Vector<A> g_sums[4] = {}, gh_sums[4] = {}, hh_sums[4] = {};
+  for_columns<A>(0, d, [&](int64_t c, auto count, int slot) {
+    auto g = load(dy + c, count);
+    if (weight) g *= load(weight + c, count);
+    const auto h = (load(x + c, count, mean) - mean) * rstd;
+    g_sums[slot] += g;
+    gh_sums[slot] += g * h;
+    hh_sums[slot] += h * h;
+  });
+  const A gh = sum<A>(gh_sums), hh = sum<A>(hh_sums);
+  const A slope = !std ? gh / d : hh > 0 ? gh / std::sqrt(hh * (d - 1)) : 0;
+  return {mean, rstd, sum<A>(g_sums) / d, slope};
+}
+
+template <typename T>
+struct Backward {
+  using A = Accumulate<T>;
+  Matrix<T> dy, x, grad_summed;     // in; grad_summed may be absent
+  const A *weight, *mean, *rstd;    // in; weight may be absent
+  Matrix<T> grad_x, grad_residual;  // out; grad_residual only with dropout, where it differs from grad_x
+  int64_t d;
+  bool std, drop, has_weight_grad, has_bias_grad;
+  Dropout dropout;
+
+  // Rows [row, row + kRows): their gradients, and their part of the weight gradients added to dw and db.
+  template <int64_t kRows>
+  void tile(int64_t row, A* dw, A* db) const {
+    RowGradient<A> rows[kRows];
+    for (int64_t i = 0; i < kRows; ++i)
+      rows[i] = row_gradient<T>(dy.row(row + i), x.row(row + i), weight, mean[row + i], rstd[row + i], d, std);
+    uint16_t draws[kRows][kDrawRoom];
+    for (int64_t start = 0; start < d; start += kDrawColumns) {
+      const int64_t end = std::min(d, start + kDrawColumns);
+      if (drop)
+        for (int64_t i = 0; i < kRows; ++i) dropout.draw(row + i, start, end - start, draws[i]);
+      for_columns<A>(start, end, [&](int64_t c, auto count, int) {
+        Vector<A> w_sum{}, b_sum{};
+        const Vector<A> w = weight ? load(weight + c, count) : broadcast<A>(1);
+        for (int64_t i = 0; i < kRows; ++i) {
+          const auto& [mean_i, rstd_i, average, slope] = rows[i];
+          const auto g = load(dy.row(row + i) + c, count);
+          const auto h = (load(x.row(row + i) + c, count) - mean_i) * rstd_i;
+          auto gradient = (g * w - average - h * slope) * rstd_i;
+          if (grad_summed) gradient += load(grad_summed.row(row + i) + c, count);
+          if (drop) {
+            store(grad_residual.row(row + i) + c, gradient, count);
+            gradient = dropout.apply<A>(gradient, draws[i] + c - start);
+          }
+          store(grad_x.row(row + i) + c, gradient, count);
+          w_sum += g * h;
+          b_sum += g;
+        }
+        if (has_weight_grad) store(dw + c, load(dw + c, count) + w_sum, count);
+        if (has_bias_grad) store(db + c, load(db + c, count) + b_sum, count);
+      });
+    }
+  }
+
+  void chunk(int64_t begin, int64_t end, A* dw, A* db) const {
+    if (has_weight_grad) std::fill_n(dw, d, A(0));
+    if (has_bias_grad) std::fill_n(db, d, A(0));
+    int64_t r = begin;
+    for (; r + kTileRows <= end; r += kTileRows) tile<kTileRows>(r, dw, db);
+    for (; r < end; ++r) tile<1>(r, dw, db);
+  }
+};
+
+int64_t chunk_rows(int64_t rows, int64_t d) {
+  const int64_t wanted = std::max((rows + kMostChunks - 1) / kMostChunks, kChunkElements / d);
+  return (std::max<int64_t>(wanted, 1) + kTileRows - 1) / kTileRows * kTileRows;
+}
+
+// Sums (chunks, 2, d) partials into the two weight gradients, in the order of the chunks.
+template <typename A>
+std::tuple<Tensor, Tensor> sum_partials(const Tensor& partials, at::ScalarType type, bool has_weight, bool has_bias) {
+  const int64_t chunks = partials.size(0), d = partials.size(2);
+  const Tensor sums = chunks == 0 ? at::zeros({2, d}, partials.options()) : at::empty({2, d}, partials.options());
+  const A* from = partials.const_data_ptr<A>();
+  A* to = sums.mutable_data_ptr<A>();
+  at::parallel_for(0, chunks == 0 ? 0 : 2 * d, std::max<int64_t>(kGrain / std::max<int64_t>(chunks, 1), 64),
+                   [&](int64_t begin, int64_t end) {
+                     std::copy(from + begin, from + end, to + begin);
+                     for (int64_t k = 1; k < chunks; ++k)
+                       for (int64_t c = begin; c < end; ++c) to[c] += from[k * 2 * d + c];
+                   });
+  const Tensor none = at::empty({0}, partials.options().dtype(type));
+  return {has_weight ? sums[0].to(type) : none, has_bias ? sums[1].to(type) : none};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
+    const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x, const OptionalTensor& weight,
+    const Tensor& mean, const Tensor& rstd, double eps, bool std, double dropout_p, const OptionalTensor& seed,
+    bool has_residual, bool has_bias) {
+  const Tensor dy_rows = as_rows(grad_out), x_rows = as_rows(x);
+  const OptionalTensor grad_summed_rows = as_rows(grad_summed);
+  const int64_t rows = x_rows.size(0), d = x_rows.size(1);
+  const bool drop = dropout_p > 0, has_weight = weight.has_value();
+  const auto accumulate = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto weight_type = has_weight ? weight->scalar_type() : x.scalar_type();
+  const Tensor grad_x = at::empty(x.sizes(), x.options());
+  const Tensor grad_residual = drop ? at::empty(x.sizes(), x.options()) : at::empty({0}, x.options());
+  const Tensor weight_ = as_accumulate(weight, accumulate);
+  const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
+  const Tensor partials = at::empty({chunks, 2, d}, mean.options());
+  std::tuple<Tensor, Tensor> weight_gradients;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm_backward", [&] {
+    using A = Accumulate<scalar_t>;
+    using M = Matrix<scalar_t>;
+    const Backward<scalar_t> backward{M(dy_rows), M(x_rows), M(grad_summed_rows), pointer<A>(weight_),
+                                      mean.const_data_ptr<A>(), rstd.const_data_ptr<A>(), M(grad_x.view({rows, d})),
+                                      drop ? M(grad_residual.view({rows, d})) : M(), d, std, drop, has_weight,
+                                      has_bias, make_dropout(dropout_p, seed)};
+    A* partial = partials.mutable_data_ptr<A>();
+    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t k = begin; k < end; ++k)
+        backward.chunk(k * per_chunk, std::min(rows, (k + 1) * per_chunk), partial + 2 * k * d,
+                       partial + (2 * k + 1) * d);
+    });
+    weight_gradients = sum_partials<A>(partials, weight_type, has_weight, has_bias);
+  });
+  return {grad_x, grad_residual, std::get<0>(weight_gradients), std::get<1>(weight_gradients)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
+  m.def(
+      "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool std, float dropout_p, "
+      "Tensor? seed) -> (Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
+      "float eps, bool std, float dropout_p, Tensor? seed, bool has_residual, bool has_bias) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
+  m.impl("layer_norm", layer_norm);
+  m.impl("layer_norm_backward", layer_norm_backward);
+}
+
+}  // namespace transformer_fast
