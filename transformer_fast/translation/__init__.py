@@ -1,9 +1,9 @@
 """From two aligned text files to a translator: text, tokenizer, batches, training, checkpoints.
 
-    from transformer_fast.translation import TrainConfig, train, load_trained
+from transformer_fast.translation import TrainConfig, train, load_trained
 
-    result = train(TrainConfig(source="train.en", target="train.de", save="run", max_time=1200))
-    trained = load_trained("run")
+result = train(TrainConfig(source="train.en", target="train.de", save="run", max_time=1200))
+trained = load_trained("run")
 """
 
 from .checkpoint import RunFolder

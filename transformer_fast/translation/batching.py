@@ -92,7 +92,9 @@ class Corpus:
                 f" {self.too_long:,} are longer than {max_length} tokens"
             )
 
-    def _encode(self, text: ParallelText, tokenizer: Tokenizer, max_length: int | None) -> tuple[TokenStore, TokenStore]:
+    def _encode(
+        self, text: ParallelText, tokenizer: Tokenizer, max_length: int | None
+    ) -> tuple[TokenStore, TokenStore]:
         limit = max_length or float("inf")
         kept: tuple[list[array], list[array]] = ([], [])
         for start in range(0, len(text), ENCODE_CHUNK):

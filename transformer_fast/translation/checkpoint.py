@@ -123,7 +123,7 @@ class RunFolder:
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            lock = open(self.root / ".lock", "wb")
+            lock = open(self.root / ".lock", "wb")  # noqa: SIM115 - closed by the with below
         except OSError as error:
             raise CheckpointError(f"cannot write to the folder {self.root}: {error.strerror or error}") from None
         with lock:

@@ -81,7 +81,9 @@ class TrainConfig:
     seed: int = _option(0, "decides initial weights, batches and dropout")
     device: str = _option("auto", "auto, cpu, cuda or cuda:N", free=True)
     amp: str = _option(
-        "auto", "16-bit arithmetic; auto is bf16 on a GPU that has it, else off", choices=("auto", "off", "bf16", "fp16")
+        "auto",
+        "16-bit arithmetic; auto is bf16 on a GPU that has it, else off",
+        choices=("auto", "off", "bf16", "fp16"),
     )
     valid_every: int = _option(1000, "updates between validations; each also writes a checkpoint")
     bleu_sentences: int = _option(1000, "validation sentences translated for BLEU; 0 measures the loss only", free=True)
@@ -97,7 +99,9 @@ class TrainConfig:
             _require(0 <= getattr(self, name) < 1, self, name, "a probability, 0 <= p < 1")
         _require(0 < self.lr < math.inf, self, "lr", "a positive learning rate")
         _require(0 <= self.clip < math.inf, self, "clip", "a gradient norm, or 0 for none")
-        _require(self.max_time is None or 0 < self.max_time < math.inf, self, "max_time", "a positive number of seconds")
+        _require(
+            self.max_time is None or 0 < self.max_time < math.inf, self, "max_time", "a positive number of seconds"
+        )
         for name in ("norm", "amp"):
             choices = type(self).__dataclass_fields__[name].metadata["flag"]["choices"]
             _require(getattr(self, name) in choices, self, name, f"one of {', '.join(choices)}")

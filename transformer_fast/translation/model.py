@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -38,8 +39,8 @@ def build_model(config: TrainConfig, vocab: int) -> nn.Module:
 @torch.no_grad()
 def init_weights(model: nn.Module, d_model: int) -> None:
     """Draw new weights: Glorot-uniform matrices (one draw for each of q, k, v, however they are stored), zero
-    biases, and every matrix with a row a token from N(0, 1/d_model), so that embeddings times sqrt(d_model) have
-    unit variance and logits start near zero. Padding rows stay zero. Norms keep their ones and zeros.
+    biases, and every matrix with a row a token from N(0, 1/d_model), so that embeddings times sqrt(d_model), and the
+    first logits, have about unit variance. Padding rows stay zero. Norms keep their ones and zeros.
 
     Source: Glorot, Bengio 2010; the embedding scale is that of the paper, section 3.4.
     """
@@ -132,13 +133,20 @@ def load_config(folder: RunFolder, saved: dict) -> TrainConfig:
         raise CheckpointError(f"{folder.config} does not hold the settings of a run: {error}") from None
 
 
-def load_trained(folder: PathLike, *, which: str = "best", device: str | torch.device = "cpu") -> Trained:
+def load_trained(
+    folder: PathLike,
+    *,
+    which: str = "best",
+    device: str | torch.device = "cpu",
+    build: Callable[[TrainConfig, int], nn.Module] = build_model,
+) -> Trained:
     """The model of a run folder; nothing else than the folder is needed.
 
     Args:
         folder: what `TrainConfig.save` named.
         which: "best" by validation (the newest if there was none) or "last".
         device: where to put the model.
+        build: what the run was trained with, if it was given to `train`.
 
     Raises:
         CheckpointError: the folder is not a run, has no checkpoint, or a file in it is damaged.
@@ -151,7 +159,7 @@ def load_trained(folder: PathLike, *, which: str = "best", device: str | torch.d
     config, tokenizer = load_config(run, saved), load_tokenizer(run, saved)
     best = run.best_step()
     checkpoint = run.load(best if which == "best" else run.steps()[-1], groups=("model",))
-    model = build_model(config, len(tokenizer))
+    model = build(config, len(tokenizer))
     load_model_tensors(model, checkpoint.tensors["model"])
     return Trained(model.to(device).eval(), tokenizer, config, checkpoint.step, checkpoint.state.get("scores") or {})
 

@@ -20,7 +20,6 @@ import random
 from pathlib import Path
 
 from .checkpoint import write_atomically
-from .config import TrainConfig
 from .errors import ConfigError
 from .text import PathLike
 
@@ -28,16 +27,21 @@ LIMIT = 1_000_000
 ALWAYS_TRAINED = 100  # 0..99 are the vocabulary of the task; from 100 on, everything is composed of them
 HELD_OUT_SHARE = 10  # one number in ten is never trained on
 
-ENGLISH_UNITS = (
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+ENGLISH_UNITS = _words(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
     " seventeen eighteen nineteen"
-).split()
-ENGLISH_TENS = "- - twenty thirty forty fifty sixty seventy eighty ninety".split()
-GERMAN_UNITS = (
+)
+ENGLISH_TENS = _words("- - twenty thirty forty fifty sixty seventy eighty ninety")
+GERMAN_UNITS = _words(
     "null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn"
     " siebzehn achtzehn neunzehn"
-).split()
-GERMAN_TENS = "- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig".split()
+)
+GERMAN_TENS = _words("- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig")
 
 
 def _check(number: int) -> None:
@@ -108,7 +112,9 @@ def sample_numbers(count: int, *, held_out: bool, seed: int = 0) -> list[int]:
     """
     most = 50_000 if held_out else 500_000
     if not 1 <= count <= most:
-        raise ConfigError(f"cannot draw {count:,} {'held-out' if held_out else 'training'} numbers: expected 1..{most:,}")
+        raise ConfigError(
+            f"cannot draw {count:,} {'held-out' if held_out else 'training'} numbers: expected 1..{most:,}"
+        )
     rng = random.Random(f"transformer_fast numbers {seed} {held_out}")
     chosen = {} if held_out else dict.fromkeys(range(ALWAYS_TRAINED))
     digits = (3, 4, 5, 6)

@@ -45,7 +45,7 @@ class Progress(Protocol):
 
 
 def format_seconds(seconds: float) -> str:
-    """"1:02:03", "4:05", or "?" for an unknown time."""
+    """`seconds` as 1:02:03 or 4:05, and an unknown (infinite) time as ?."""
     if seconds == float("inf"):
         return "?"
     minutes, rest = divmod(round(seconds), 60)

@@ -8,38 +8,33 @@ moment, continues bit for bit as if never stopped (on the same kind of machine w
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import math
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from .batching import Batch, Corpus, TokenBatches
-from .checkpoint import FORMAT, RunFolder, read_json, to_json, write_atomically
+from .checkpoint import RunFolder
 from .config import TrainConfig
-from .errors import CheckpointError, ConfigError, DivergedError
+from .environment import amp_dtype, choose_device, interruptible, open_run
+from .errors import CheckpointError, DivergedError
 from .evaluate import corpus_bleu, corpus_loss, logits, token_loss, translate_greedily
 from .model import (
     build_model,
-    load_config,
     load_model_tensors,
     load_optimizer_tensors,
-    load_tokenizer,
     model_tensors,
     optimizer_tensors,
 )
 from .optim import build_optimizer, learning_rate
 from .progress import Progress, Status, TerminalProgress
-from .text import ParallelText, read_parallel
-from .tokenizer import Tokenizer
 
 REPORT_EVERY = 20  # updates; a report reads the loss back from the device, which an update does not
 
@@ -95,32 +90,10 @@ def train(
     progress = progress or TerminalProgress()
     folder = RunFolder(config.save)
     try:
-        with folder.writing(), _interruptible() as interrupted:
+        with folder.writing(), interruptible() as interrupted:
             return _Run(config, folder, progress, build, clock).run(interrupted)
     finally:
         progress.close()
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[threading.Event]:
-    """An event that the first SIGINT or SIGTERM sets; the second one acts as usual."""
-    event = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield event
-        return
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def request(number: int, frame: Any) -> None:
-        event.set()
-        signal.signal(number, previous[number])
-
-    for number in previous:
-        signal.signal(number, request)
-    try:
-        yield event
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 class _Run:
@@ -133,10 +106,10 @@ class _Run:
         clock: Callable[[], float],
     ):
         self.config, self.folder, self.progress, self.clock = config, folder, progress, clock
-        self.device = _device(config)
-        self.amp = _amp_dtype(config, self.device)
-        self.text, self.valid, self.tokenizer = self._open()
-        corpus = Corpus(self.text, self.tokenizer, config.max_length)
+        self.device = choose_device(config)
+        self.amp = amp_dtype(config, self.device)
+        text, self.valid, self.tokenizer = open_run(config, folder)
+        corpus = Corpus(text, self.tokenizer, config.max_length)
         self.batches = TokenBatches(corpus, config.batch_tokens, config.seed)
         self.valid_corpus = Corpus(self.valid, self.tokenizer) if self.valid else None
         torch.manual_seed(config.seed)
@@ -157,42 +130,6 @@ class _Run:
             self._restore(self.folder.steps()[-1])
         self.clock_start = self.clock()
         self.report_start = (self.clock_start, self.tokens)
-
-    # Setting up
-
-    def _open(self) -> tuple[ParallelText, ParallelText | None, Tokenizer]:
-        """The text and the tokenizer of the run, new or continued."""
-        config, folder = self.config, self.folder
-        continued = folder.exists()
-        if folder.steps() and not continued:
-            raise CheckpointError(f"{folder.root} has checkpoints but no config.json: it is not a complete run")
-        if continued and not config.resume:
-            raise CheckpointError(f"{folder.root} already holds a run; resume it or choose another folder")
-        saved = read_json(folder.config) if continued else {}
-        if continued and (changed := config.differences(load_config(folder, saved))):
-            raise CheckpointError(f"cannot resume the run in {folder.root} with other settings: {'; '.join(changed)}")
-        text = read_parallel(config.source, config.target)
-        valid = read_parallel(config.valid_source, config.valid_target) if config.valid_source else None
-        data = {"train": text.fingerprint, "valid": valid and valid.fingerprint}
-        if continued:
-            if changed := [part for part in data if data[part] != saved.get("data", {}).get(part)]:
-                raise CheckpointError(
-                    f"cannot resume the run in {folder.root}: the {changed[0]} text is not the one it began with"
-                )
-            return text, valid, load_tokenizer(folder, saved)
-        tokenizer = Tokenizer.train((*text.source, *text.target), config.vocab_size)
-        try:
-            write_atomically(folder.tokenizer, tokenizer.model)
-            folder.log.unlink(missing_ok=True)
-            digest = hashlib.sha256(tokenizer.model).hexdigest()
-            # Last: from here on the folder is a run.
-            write_atomically(
-                folder.config,
-                to_json({"format": FORMAT, "config": config.to_dict(), "data": data, "tokenizer_sha256": digest}),
-            )
-        except OSError as error:
-            raise CheckpointError(f"cannot write to the folder {folder.root}: {error.strerror or error}") from None
-        return text, valid, tokenizer
 
     def _describe(self, corpus: Corpus) -> None:
         parameters = sum(p.numel() for p in self.model.parameters())
@@ -383,21 +320,3 @@ class _Run:
 
 def _quality(scores: dict[str, float]) -> tuple[float, float]:
     return scores.get("bleu", 0.0), -scores.get("valid_loss", math.inf)
-
-
-def _device(config: TrainConfig) -> torch.device:
-    if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"device is {config.device!r} but torch sees no GPU; expected cpu or auto on this machine")
-    return torch.device(config.device)
-
-
-def _amp_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
-    if device.type == "cpu":
-        if config.amp in ("bf16", "fp16"):
-            raise ConfigError(f"amp is {config.amp!r} but the device is the CPU; expected off or auto there")
-        return None
-    if config.amp == "auto":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
-    return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]

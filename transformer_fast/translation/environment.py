@@ -1,0 +1,98 @@
+"""What a run takes from its surroundings: a device, an arithmetic, the user's interrupt, and its folder and text."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .checkpoint import FORMAT, RunFolder, read_json, to_json, write_atomically
+from .config import TrainConfig
+from .errors import CheckpointError, ConfigError
+from .model import load_config, load_tokenizer
+from .text import ParallelText, read_parallel
+from .tokenizer import Tokenizer
+
+
+def choose_device(config: TrainConfig) -> torch.device:
+    if config.device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ConfigError(f"device is {config.device!r} but torch sees no GPU; expected cpu or auto on this machine")
+    return torch.device(config.device)
+
+
+def amp_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
+    if device.type == "cpu":
+        if config.amp in ("bf16", "fp16"):
+            raise ConfigError(f"amp is {config.amp!r} but the device is the CPU; expected off or auto there")
+        return None
+    if config.amp == "auto":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
+    return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """An event that the first SIGINT or SIGTERM sets; the second one acts as usual."""
+    event = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield event
+        return
+    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def request(number: int, frame: Any) -> None:
+        event.set()
+        signal.signal(number, previous[number])
+
+    for number in previous:
+        signal.signal(number, request)
+    try:
+        yield event
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def open_run(config: TrainConfig, folder: RunFolder) -> tuple[ParallelText, ParallelText | None, Tokenizer]:
+    """Training text, validation text and tokenizer of the run in `folder`, which starts here or is continued.
+
+    Raises:
+        ConfigError, DataError: see `TrainConfig` and `read_parallel`.
+        CheckpointError: the folder cannot be written, or holds a run that these settings do not continue.
+    """
+    continued = folder.exists()
+    if folder.steps() and not continued:
+        raise CheckpointError(f"{folder.root} has checkpoints but no config.json: it is not a complete run")
+    if continued and not config.resume:
+        raise CheckpointError(f"{folder.root} already holds a run; resume it or choose another folder")
+    saved = read_json(folder.config) if continued else {}
+    if continued and (changed := config.differences(load_config(folder, saved))):
+        raise CheckpointError(f"cannot resume the run in {folder.root} with other settings: {'; '.join(changed)}")
+    text = read_parallel(config.source, config.target)
+    valid = read_parallel(config.valid_source, config.valid_target) if config.valid_source else None
+    data = {"train": text.fingerprint, "valid": valid and valid.fingerprint}
+    if continued:
+        if changed := [part for part in data if data[part] != saved.get("data", {}).get(part)]:
+            raise CheckpointError(
+                f"cannot resume the run in {folder.root}: the {changed[0]} text is not the one it began with"
+            )
+        return text, valid, load_tokenizer(folder, saved)
+    tokenizer = Tokenizer.train((*text.source, *text.target), config.vocab_size)
+    try:
+        write_atomically(folder.tokenizer, tokenizer.model)
+        folder.log.unlink(missing_ok=True)
+        digest = hashlib.sha256(tokenizer.model).hexdigest()
+        # Last: from here on the folder is a run.
+        write_atomically(
+            folder.config,
+            to_json({"format": FORMAT, "config": config.to_dict(), "data": data, "tokenizer_sha256": digest}),
+        )
+    except OSError as error:
+        raise CheckpointError(f"cannot write to the folder {folder.root}: {error.strerror or error}") from None
+    return text, valid, tokenizer
