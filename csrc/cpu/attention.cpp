@@ -1,0 +1,90 @@
+// torch.ops.transformer_fast_native.attention_forward / attention_backward on the CPU: from tensors to a problem.
+// Inputs were checked by transformer_fast/ops/attention.py, which also documents shapes and masks.
+#include "attention.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Dispatch.h>
+#include <torch/library.h>
+
+#include <optional>
+#include <tuple>
+
+namespace transformer_fast {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+template <typename T>
+View<T> view(const Tensor& tensor) {
+  View<T> result;
+  result.data = static_cast<T*>(tensor.data_ptr());
+  for (int dim = 0; dim < 4; ++dim) result.stride[dim] = tensor.size(dim) == 1 ? 0 : tensor.stride(dim);
+  return result;
+}
+
+template <typename T>
+View<T> view(const OptionalTensor& tensor) {
+  return tensor ? view<T>(*tensor) : View<T>{};
+}
+
+// The bias in the arithmetic's dtype; what is broadcast stays one copy.
+OptionalTensor converted_bias(const OptionalTensor& bias, at::ScalarType dtype) {
+  if (!bias || bias->scalar_type() == dtype) return bias;
+  Tensor small = *bias;
+  for (int dim = 0; dim < 4; ++dim)
+    if (small.stride(dim) == 0 && small.size(dim) > 1) small = small.narrow(dim, 0, 1);
+  return small.to(dtype);
+}
+
+// Calls body(problem) with a problem of the right types. Keeps `bias` alive while it runs.
+template <typename Body>
+void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& keep,
+                  const OptionalTensor& key_keep, const OptionalTensor& lengths, const OptionalTensor& bias,
+                  std::optional<int64_t> causal, double scale, double dropout_p, const OptionalTensor& seed,
+                  bool zero_empty_rows, Body body) {
+  const OptionalTensor per_query =
+      lengths ? OptionalTensor(lengths->dim() == 1 ? lengths->view({-1, 1, 1, 1}) : lengths->unsqueeze(1).unsqueeze(-1))
+              : std::nullopt;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention", [&] {
+    using A = Accumulate<scalar_t>;
+    const OptionalTensor wide_bias = converted_bias(bias, c10::CppTypeToScalarType<A>::value);
+    body(AttentionProblem<scalar_t, A>{
+        q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3),
+        view<const scalar_t>(q), view<const scalar_t>(k), view<const scalar_t>(v),
+        view<const bool>(keep), view<const bool>(key_keep), view<const A>(wide_bias), view<const int32_t>(per_query),
+        causal.has_value(), causal.value_or(0), static_cast<A>(scale),
+        dropout_p, seed ? *seed->const_data_ptr<int64_t>() : 0, zero_empty_rows});
+  });
+}
+
+Tensor empty_statistics(const Tensor& q) {
+  return at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+}
+
+std::tuple<Tensor, Tensor> attention_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& keep, const OptionalTensor& key_keep,
+    const OptionalTensor& lengths, const OptionalTensor& bias, std::optional<int64_t> causal, double scale,
+    double dropout_p, const OptionalTensor& seed, bool zero_empty_rows) {
+  Tensor out = at::empty_like(q), logsumexp = empty_statistics(q);
+  with_problem(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
+               [&](const auto& problem) {
+                 using Problem = std::decay_t<decltype(problem)>;
+                 attention_forward_cpu(problem, view<typename Problem::Element>(out),
+                                       logsumexp.mutable_data_ptr<typename Problem::Arithmetic>());
+               });
+  return {out, logsumexp};
+}
+
+TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
+  m.def(
+      "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, "
+      "int? causal, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows) -> (Tensor out, Tensor logsumexp)");
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
+  m.impl("attention_forward", &attention_forward);
+}
+
+}  // namespace
+}  // namespace transformer_fast

@@ -1,0 +1,240 @@
+// Masked attention on the CPU: what the forward and the backward kernel share.
+//
+// The unit of work is a tile of scores, up to kKeyTile keys by kQueryTile queries, kept TRANSPOSED: a row is a key and the
+// vector lanes are neighbouring queries. So the softmax runs down the rows with no sum across lanes, a key's mask is one
+// number a row, a query's limit one lane, and one Philox call of the dropout contract fills eight rows of a lane.
+#pragma once
+
+#include "draws.h"
+#include "matrix.h"
+
+#include <ATen/Parallel.h>
+
+#include <atomic>
+#include <cmath>
+#include <limits>
+#include <memory>
+#include <new>
+#include <optional>
+#include <tuple>
+
+namespace transformer_fast {
+
+constexpr int64_t kQueryTile = 64;
+constexpr int64_t kKeyTile = 128;  // a multiple of 32, the keys of four Philox calls
+
+// A 4-D tensor (batch, head, row, column); a size of 1 has stride 0.
+template <typename T>
+struct View {
+  T* data = nullptr;
+  int64_t stride[4] = {0, 0, 0, 0};
+
+  T* at(int64_t b, int64_t h, int64_t row) const { return data + b * stride[0] + h * stride[1] + row * stride[2]; }
+  int64_t row_stride() const { return stride[2]; }
+  int64_t column_stride() const { return stride[3]; }
+};
+
+// A call. T is the tensors' dtype, A that of the arithmetic.
+template <typename T, typename A>
+struct AttentionProblem {
+  using Element = T;
+  using Arithmetic = A;
+  int64_t B, H, Hkv, Lq, Lk, D;
+  View<const T> q, k, v;
+  View<const bool> keep, key_keep;
+  View<const A> bias;
+  View<const int32_t> lengths;  // (B, 1, Lq|1, 1)
+  bool causal;
+  int64_t causal_offset;
+  A scale;
+  double dropout_p;
+  int64_t seed;
+  bool zero_empty_rows;
+};
+
+template <typename T, typename A>
+void attention_forward_cpu(const AttentionProblem<T, A>& problem, View<T> out, A* logsumexp);
+
+template <typename T, typename A>
+struct AttentionGradients {
+  View<const T> grad_out, out;
+  const A* logsumexp;
+  View<T> grad_q, grad_k, grad_v;
+};
+
+template <typename T, typename A>
+void attention_backward_cpu(const AttentionProblem<T, A>& problem, const AttentionGradients<T, A>& gradients);
+
+namespace {
+
+template <typename A>
+constexpr A kBlocked = -std::numeric_limits<A>::infinity();
+
+// exp(x) to about one ulp for x <= 0 and a little above; 0 where the true value is below the smallest normal number.
+// exp(x) = 2^n exp(r), |r| <= ln(2) / 2. Adding `shift` leaves n in the low bits of the sum.
+inline Vector<float> exponential(Vector<float> x) {
+  constexpr float shift = 12582912.0f;  // 1.5 * 2^23
+  x = x < -88.0f ? broadcast(-88.0f) : x;
+  const Vector<float> shifted = x * 1.44269504f + shift, n = shifted - shift;
+  const Vector<float> r = (x - n * 0.693359375f) + n * 2.12194440e-4f;  // ln(2), its high part exact
+  // Minimax for the relative error (4e-9), with the terms 1 + r exact.
+  Vector<float> p = r * 0x1.6a2352p-10f + 0x1.123a6cp-7f;
+  p = p * r + 0x1.5558f4p-5f;
+  p = p * r + 0x1.555490p-3f;
+  p = p * r + 0x1.fffffcp-2f;
+  p = p * (r * r) + r + 1.0f;
+  return p * reinterpret_cast<Vector<float>>((reinterpret_cast<IntegerVector<float>>(shifted) << 23) + (127 << 23));
+}
+
+inline Vector<double> exponential(Vector<double> x) {
+  constexpr double shift = 6755399441055744.0;  // 1.5 * 2^52
+  x = x < -709.4 ? broadcast(-709.4) : x;
+  const Vector<double> shifted = x * 1.4426950408889634 + shift, n = shifted - shift;
+  const Vector<double> r = (x - n * 0x1.62e42fee00000p-1) - n * 0x1.a39ef35793c76p-33;
+  constexpr double factorial[] = {1,     1,      2,       6,        24,        120,       720,
+                                  5040., 40320., 362880., 3628800., 39916800., 479001600., 6227020800.};
+  Vector<double> p = broadcast(1 / factorial[13]);
+  for (int i = 12; i >= 0; --i) p = p * r + 1 / factorial[i];
+  const auto exponent = (reinterpret_cast<IntegerVector<double>>(shifted) << 52) + (int64_t{1023} << 52);
+  return p * reinterpret_cast<Vector<double>>(exponent);
+}
+
+// Memory of one thread, kept from call to call and only ever grown.
+template <typename A>
+class Workspace {
+ public:
+  // `sizes` buffers, each on its own cache lines.
+  template <std::size_t n>
+  void divide(const int64_t (&sizes)[n], A* (&buffers)[n]) {
+    int64_t total = 0;
+    for (const int64_t size : sizes) total += round_up(size, kAlign);
+    if (total > size_) {
+      storage_.reset(new (std::align_val_t(64)) A[total]);
+      size_ = total;
+    }
+    A* next = storage_.get();
+    for (std::size_t i = 0; i < n; next += round_up(sizes[i], kAlign), ++i) buffers[i] = next;
+  }
+
+  static Workspace& of_this_thread() {
+    static thread_local Workspace workspace;
+    return workspace;
+  }
+
+ private:
+  static constexpr int64_t kAlign = 64 / sizeof(A);
+  struct Free {
+    void operator()(A* p) const { ::operator delete[](p, std::align_val_t(64)); }
+  };
+  std::unique_ptr<A[], Free> storage_;
+  int64_t size_ = 0;
+};
+
+// Runs task(i) for every i, each once, on whichever thread is free: ragged batches make tasks of very different sizes.
+// `work` is the number of multiplications in all; a little is not worth waking threads for.
+template <typename Task>
+void for_tasks(int64_t tasks, double work, Task task) {
+  constexpr double kWorthAThread = 1e5;
+  const int64_t threads = std::min<int64_t>({tasks, at::get_num_threads(), static_cast<int64_t>(work / kWorthAThread)});
+  if (threads <= 1) {
+    for (int64_t i = 0; i < tasks; ++i) task(i);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) task(i);
+  });
+}
+
+// Which weights of a tile dropout keeps, eight rows at a time (the contract is in reference/dropout.py).
+template <typename A>
+struct TileDropout {
+  Dropout dropout;
+  uint32_t head, batch;
+
+  // Words of the call for the lanes of queries first .. first + kLanes - 1.
+  void draw(int64_t call, int64_t first, IntegerVector<A> (&words)[4]) const {
+    constexpr int parts = sizeof(CounterVector) / (8 * kLanes<A>) == 1 ? 1 : 2;  // counters have 64-bit lanes
+    CounterVector c[4][parts];
+    for (int u = 0; u < parts; ++u) {
+      c[0][u] = CounterVector{} + static_cast<uint64_t>(call);
+      c[1][u] = CounterVector{};
+      for (int64_t lane = 0; lane < kCounters; ++lane) c[1][u][lane] = static_cast<uint64_t>(first + lane * parts + u);
+      c[2][u] = CounterVector{} + static_cast<uint64_t>(head);
+      c[3][u] = CounterVector{} + static_cast<uint64_t>(batch);
+    }
+    uint32_t key0 = static_cast<uint32_t>(dropout.seed), key1 = static_cast<uint32_t>(dropout.seed >> 32);
+#pragma GCC unroll 10
+    for (int round = 0; round < kPhiloxRounds; ++round) {
+      for (int u = 0; u < parts; ++u) {
+        const CounterVector product0 = multiply(c[0][u], kPhiloxM0), product1 = multiply(c[2][u], kPhiloxM1);
+        c[0][u] = (product1 >> 32) ^ c[1][u] ^ static_cast<uint64_t>(key0);
+        c[1][u] = product1;
+        c[2][u] = (product0 >> 32) ^ c[3][u] ^ static_cast<uint64_t>(key1);
+        c[3][u] = product0;
+      }
+      key0 += kPhiloxW0;
+      key1 += kPhiloxW1;
+    }
+    for (int w = 0; w < 4; ++w)
+      words[w] = reinterpret_cast<IntegerVector<A>>(
+          parts == 1 ? c[w][0] : (c[w][0] & 0xffffffff) | (c[w][parts - 1] << 32));
+  }
+
+  // body(row, kept) over the rows of a tile whose first key is first_key, a multiple of 32; kept: all ones or zeros.
+  template <typename Body>
+  void for_rows(int64_t rows, int64_t first_key, int64_t first_query, Body body) const {
+    const IntegerLane<A> threshold = dropout.rate.threshold;
+    IntegerVector<A> words[4];
+    for (int64_t group = 0; group < rows; group += 32)
+      for (int64_t pair = 0; pair < 4 && group + 2 * pair < rows; ++pair) {
+        draw((first_key + group) / 32 * 4 + pair, first_query, words);
+        for (int w = 0; w < 4; ++w)
+          for (int half = 0; half < 2; ++half) {
+            const int64_t row = group + 8 * w + 2 * pair + half;
+            if (row < rows) body(row, ((words[w] >> (16 * half)) & 0xffff) >= threshold);
+          }
+      }
+  }
+};
+
+// (queries, D) of a tensor as (D, lanes), times a factor: the operand of a product whose vectors run along the queries.
+template <typename T, typename A>
+inline void load_lanes(const T* source, int64_t stride, int64_t queries, int64_t D, A factor, A* lanes) {
+  transpose_rows<A>(
+      queries, D,
+      [&](int64_t i, int64_t d, int64_t count) { return load_some(source + i * stride + d, count) * factor; }, lanes,
+      round_up(queries, kLanes<A>));
+}
+
+// A tile as the broadcast operand of a product: that one may lie anywhere and have any width.
+template <typename T, typename A>
+inline Matrix<A> load_factors(const T* source, int64_t stride, int64_t rows, int64_t D, A* scratch) {
+  if constexpr (std::is_same_v<T, A>) return {source, stride};
+  const Rows<A> converted = load_rows(source, stride, rows, D, scratch);
+  return {converted.data, converted.stride};
+}
+
+// What stands in for `kept` where nothing is dropped.
+struct AllKept {};
+
+template <typename A>
+inline Vector<A> where_kept(AllKept, Vector<A> v) {
+  return v;
+}
+
+template <typename A>
+inline Vector<A> where_kept(IntegerVector<A> kept, Vector<A> v) {
+  return kept ? v : Vector<A>{};
+}
+
+template <typename A, typename Body>
+inline void for_rows(const TileDropout<A>* dropout, int64_t rows, int64_t first_key, int64_t first_query, Body body) {
+  if (dropout != nullptr)
+    dropout->for_rows(rows, first_key, first_query, body);
+  else
+    for (int64_t row = 0; row < rows; ++row) body(row, AllKept{});
+}
+
+}  // namespace
+}  // namespace transformer_fast

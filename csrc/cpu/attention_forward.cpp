@@ -1,0 +1,145 @@
+// Attention forward on the CPU: softmax over tiles of keys with a running maximum (Milakov and Gimelshein, "Online
+// normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022), one block of queries at a time.
+#include "attention_mask.h"
+
+namespace transformer_fast {
+namespace {
+
+template <typename T, typename A>
+class ForwardBlock {
+ public:
+  static constexpr int64_t kW = kLanes<A>;
+
+  ForwardBlock(const AttentionProblem<T, A>& problem, int64_t b, int64_t h, int64_t first_query)
+      : problem_(problem), b_(b), h_(h), kv_head_(h / (problem.H / problem.Hkv)), first_query_(first_query),
+        queries_(std::min(kQueryTile, problem.Lq - first_query)), lanes_(round_up(queries_, kW)),
+        width_(round_up(problem.D, kW)) {
+    const int64_t keys = std::min(kKeyTile, problem.Lk);
+    const int64_t sizes[] = {problem.D * lanes_, keys * lanes_, queries_ * width_, keys * width_, keys, keys * lanes_};
+    A* buffers[std::size(sizes)];
+    Workspace<A>::of_this_thread().divide(sizes, buffers);
+    std::tie(query_lanes_, scores_, sum_, staged_, key_addend_, pair_addend_) =
+        std::tie(buffers[0], buffers[1], buffers[2], buffers[3], buffers[4], buffers[5]);
+    if (problem.dropout_p > 0)
+      dropout_ = {Dropout(problem.dropout_p, problem.seed), static_cast<uint32_t>(h), static_cast<uint32_t>(b)};
+  }
+
+  void run(View<T> out, A* logsumexp) {
+    std::fill(sum_, sum_ + queries_ * width_, A(0));
+    std::fill(maximum_, maximum_ + lanes_, kBlocked<A>);
+    std::fill(total_, total_ + lanes_, A(0));
+    load_lanes(problem_.q.at(b_, h_, first_query_), problem_.q.row_stride(), queries_, problem_.D, problem_.scale,
+               query_lanes_);
+    BlockMask<T, A> mask(problem_, b_, h_, first_query_, queries_, key_addend_, pair_addend_);
+    for (int64_t first = 0; first < mask.keys(); first += kKeyTile)
+      if (const int64_t keys = mask.load(first, std::min(kKeyTile, mask.keys() - first)); keys > 0)
+        add_tile(mask, first, keys);
+    for (int64_t i = 0; i < queries_; ++i)
+      logsumexp[i] = total_[i] == 0 ? kBlocked<A> : maximum_[i] + std::log(total_[i]);
+    if (!problem_.zero_empty_rows) add_empty_rows();
+    write(out);
+  }
+
+ private:
+  void add_tile(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys) {
+    const auto& p = problem_;
+    const Matrix<A> k = load_factors(p.k.at(b_, kv_head_, first_key), p.k.row_stride(), keys, p.D, staged_);
+    multiply(keys, lanes_, p.D, k, Rows<A>{query_lanes_, lanes_, true}, scores_, lanes_);
+    mask.apply(keys, scores_);
+    A shrink[kQueryTile];
+    for (int64_t lane = 0; lane < lanes_; lane += kW) softmax_lanes(first_key, keys, lane, shrink + lane);
+    if (first_key > 0)
+      for (int64_t i = 0; i < queries_; ++i)
+        if (shrink[i] != 1)
+          for (int64_t d = 0; d < width_; ++d) sum_[i * width_ + d] *= shrink[i];
+    add_values(first_key, keys, false);
+  }
+
+  // Scores to weights relative to the new maximum, for one vector of queries; `shrink`: by how much that lowers the
+  // weights of the tiles before.
+  void softmax_lanes(int64_t first_key, int64_t keys, int64_t lane, A* shrink) {
+    A* scores = scores_ + lane;
+    const Vector<A> before = widen(maximum_ + lane);
+    Vector<A> maximum = before;
+    for (int64_t row = 0; row < keys; ++row) {
+      const Vector<A> score = widen(scores + row * lanes_);
+      maximum = score > maximum ? score : maximum;
+    }
+    const Vector<A> origin = maximum == kBlocked<A> ? Vector<A>{} : maximum;  // -inf - -inf would be NaN
+    Vector<A> totals[2] = {};
+    for_rows(dropout(), keys, first_key, first_query_ + lane, [&](int64_t row, auto kept) {
+      A* score = scores + row * lanes_;
+      const Vector<A> weight = exponential(widen(score) - origin);
+      totals[row & 1] += weight;
+      narrow(score, where_kept<A>(kept, weight));
+    });
+    const Vector<A> factor = exponential(before - origin);
+    narrow(shrink, factor);
+    narrow(maximum_ + lane, maximum);
+    narrow(total_ + lane, widen(total_ + lane) * factor + (totals[0] + totals[1]));
+  }
+
+  // Rows with no allowed key: weight 1 on every key. A NaN or Inf value is blocked like all others and must not show.
+  void add_empty_rows() {
+    if (std::all_of(total_, total_ + queries_, [](A total) { return total != 0; })) return;
+    for (int64_t first = 0; first < problem_.Lk; first += kKeyTile) {
+      const int64_t keys = std::min(kKeyTile, problem_.Lk - first);
+      for (int64_t lane = 0; lane < lanes_; lane += kW) {
+        const Vector<A> weight = widen(total_ + lane) == 0 ? broadcast(A(1)) : Vector<A>{};
+        for_rows(dropout(), keys, first, first_query_ + lane, [&](int64_t row, auto kept) {
+          narrow(scores_ + row * lanes_ + lane, where_kept<A>(kept, weight));
+        });
+      }
+      add_values(first, keys, true);
+    }
+    for (int64_t i = 0; i < queries_; ++i)
+      if (total_[i] == 0) total_[i] = static_cast<A>(problem_.Lk);
+  }
+
+  void add_values(int64_t first_key, int64_t keys, bool replace_non_finite) {
+    const auto& v = problem_.v;
+    Rows<A> values = load_rows(v.at(b_, kv_head_, first_key), v.row_stride(), keys, problem_.D, staged_);
+    if (!values.finite && replace_non_finite) {
+      std::transform(values.data, values.data + keys * width_, staged_, [](A a) { return std::isfinite(a) ? a : A(0); });
+      values = {staged_, width_, true};
+    }
+    multiply_add(queries_, width_, keys, Matrix<A>{scores_, lanes_}.transposed(), values, sum_, width_);
+  }
+
+  void write(View<T> out) const {
+    const A rescale = dropout_ ? static_cast<A>(dropout_->dropout.rate.scale) : A(1);
+    for (int64_t i = 0; i < queries_; ++i) {
+      const A factor = total_[i] == 0 ? A(0) : rescale / total_[i];
+      T* row = out.at(b_, h_, first_query_ + i);
+      for (int64_t d = 0; d < problem_.D; d += kW)
+        store_some(row + d, widen(sum_ + i * width_ + d) * factor, std::min(kW, problem_.D - d));
+    }
+  }
+
+  const TileDropout<A>* dropout() const { return dropout_ ? &*dropout_ : nullptr; }
+
+  const AttentionProblem<T, A>& problem_;
+  int64_t b_, h_, kv_head_, first_query_, queries_, lanes_, width_;
+  A *query_lanes_, *scores_, *sum_, *staged_, *key_addend_, *pair_addend_;
+  A maximum_[kQueryTile], total_[kQueryTile];
+  std::optional<TileDropout<A>> dropout_;
+};
+
+}  // namespace
+
+template <typename T, typename A>
+void attention_forward_cpu(const AttentionProblem<T, A>& problem, View<T> out, A* logsumexp) {
+  const int64_t blocks = (problem.Lq + kQueryTile - 1) / kQueryTile;
+  const int64_t B = problem.B, H = problem.H, Lq = problem.Lq;
+  for_tasks(B * H * blocks, double(B * H * Lq) * double(problem.Lk * problem.D), [&](int64_t task) {
+    const int64_t head = task / blocks, first_query = task % blocks * kQueryTile;
+    ForwardBlock<T, A>(problem, head / H, head % H, first_query).run(out, logsumexp + head * Lq + first_query);
+  });
+}
+
+template void attention_forward_cpu(const AttentionProblem<float, float>&, View<float>, float*);
+template void attention_forward_cpu(const AttentionProblem<double, double>&, View<double>, double*);
+template void attention_forward_cpu(const AttentionProblem<c10::Half, float>&, View<c10::Half>, float*);
+template void attention_forward_cpu(const AttentionProblem<c10::BFloat16, float>&, View<c10::BFloat16>, float*);
+
+}  // namespace transformer_fast
