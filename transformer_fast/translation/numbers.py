@@ -18,8 +18,10 @@ from __future__ import annotations
 import hashlib
 import random
 from pathlib import Path
+from typing import Any
 
 from .checkpoint import write_atomically
+from .config import TrainConfig
 from .errors import ConfigError
 from .text import PathLike
 
@@ -108,9 +110,9 @@ def sample_numbers(count: int, *, held_out: bool, seed: int = 0) -> list[int]:
     ones; the training side also holds all of 0..99. Same arguments, same list.
 
     Raises:
-        ConfigError: more numbers than the split has (a bound of 50,000 held out, 500,000 to train on).
+        ConfigError: more than the split is known to have: 20,000 held out, 200,000 to train on.
     """
-    most = 50_000 if held_out else 500_000
+    most = 20_000 if held_out else 200_000
     if not 1 <= count <= most:
         raise ConfigError(
             f"cannot draw {count:,} {'held-out' if held_out else 'training'} numbers: expected 1..{most:,}"
@@ -133,8 +135,8 @@ def make_numbers_corpus(
 
     Args:
         folder: created if missing; receives train.en, train.de, test.en, test.de (UTF-8, one number a line).
-        train_size: training pairs, 1..500,000.
-        held_out: test pairs, 1..50,000, none of which is among the training pairs.
+        train_size: training pairs, 1..200,000.
+        held_out: test pairs, 1..20,000, none of which is among the training pairs.
         seed: decides the split and the samples.
 
     Returns:
@@ -149,3 +151,35 @@ def make_numbers_corpus(
             path = paths[f"{part}_{side}"] = folder / f"{part}.{suffix}"
             write_atomically(path, "".join(f"{spell(n)}\n" for n in numbers).encode("utf-8"))
     return paths
+
+
+def numbers_config(folder: PathLike, save: PathLike, **changes: Any) -> TrainConfig:
+    """The recipe for this task on two CPU cores.
+
+    Args:
+        folder: where `make_numbers_corpus` wrote; save: the folder of the run.
+        changes: settings to use instead of the recipe's.
+    """
+    folder = Path(folder)
+    recipe = {
+        "source": str(folder / "train.en"),
+        "target": str(folder / "train.de"),
+        "valid_source": str(folder / "test.en"),
+        "valid_target": str(folder / "test.de"),
+        "save": str(save),
+        "d_model": 128,
+        "heads": 4,
+        "layers": 2,
+        "d_ff": 512,
+        "dropout": 0.1,
+        "vocab_size": 200,
+        "max_length": 100,
+        "batch_tokens": 4096,
+        "lr": 2e-3,
+        "warmup": 200,
+        "max_steps": 1000,
+        "valid_every": 500,
+        "bleu_sentences": 0,
+        "keep_last": 1,
+    }
+    return TrainConfig(**{**recipe, **changes})

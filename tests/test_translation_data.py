@@ -1,0 +1,418 @@
+"""From files to batches: reading, the joint vocabulary, token-bounded batches, and the numbers task."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import sentencepiece
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from transformer_fast.translation import ConfigError, DataError, Tokenizer, read_lines, read_parallel
+from transformer_fast.translation.batching import Corpus, TokenBatches, TokenStore
+from transformer_fast.translation.errors import CheckpointError
+from transformer_fast.translation.numbers import (
+    english,
+    german,
+    is_held_out,
+    make_numbers_corpus,
+    numbers_config,
+    sample_numbers,
+)
+from transformer_fast.translation.text import ParallelText
+from transformer_fast.translation.tokenizer import BOS, EOS, PAD, UNK
+
+# Numbers
+
+SPELLINGS = [
+    (0, "zero", "null"),
+    (1, "one", "eins"),
+    (11, "eleven", "elf"),
+    (12, "twelve", "zwölf"),
+    (16, "sixteen", "sechzehn"),
+    (17, "seventeen", "siebzehn"),
+    (20, "twenty", "zwanzig"),
+    (21, "twenty-one", "einundzwanzig"),
+    (30, "thirty", "dreißig"),
+    (66, "sixty-six", "sechsundsechzig"),
+    (77, "seventy-seven", "siebenundsiebzig"),
+    (100, "one hundred", "einhundert"),
+    (101, "one hundred one", "einhunderteins"),
+    (111, "one hundred eleven", "einhundertelf"),
+    (1000, "one thousand", "eintausend"),
+    (1001, "one thousand one", "eintausendeins"),
+    (2041, "two thousand forty-one", "zweitausendeinundvierzig"),
+    (21000, "twenty-one thousand", "einundzwanzigtausend"),
+    (101000, "one hundred one thousand", "einhunderteintausend"),
+    (201101, "two hundred one thousand one hundred one", "zweihunderteintausendeinhunderteins"),
+    (
+        999999,
+        "nine hundred ninety-nine thousand nine hundred ninety-nine",
+        "neunhundertneunundneunzigtausendneunhundertneunundneunzig",
+    ),
+]
+
+
+@pytest.mark.parametrize(("number", "in_english", "in_german"), SPELLINGS)
+def test_spelling(number: int, in_english: str, in_german: str) -> None:
+    assert english(number) == in_english
+    assert german(number) == in_german
+
+
+def values(words: str, first: int, step: int) -> dict[str, int]:
+    return {word: first + step * place for place, word in enumerate(words.split())}
+
+
+ENGLISH_VALUES = {
+    **values("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen", 0, 1),
+    **values("fifteen sixteen seventeen eighteen nineteen", 15, 1),
+    **values("twenty thirty forty fifty sixty seventy eighty ninety", 20, 10),
+}
+
+
+def read_english(words: str) -> int:
+    """What an English reader understands, left to right; shares nothing with the generator."""
+    total = current = 0
+    for word in re.split("[ -]", words):
+        if word == "thousand":
+            total, current = 1000 * current, 0
+        elif word == "hundred":
+            current *= 100
+        else:
+            current += ENGLISH_VALUES[word]
+    return total + current
+
+
+UNITS = {"eins": 1, **values("ein zwei drei vier fünf sechs sieben acht neun", 1, 1)}
+TEENS = values("zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn siebzehn achtzehn neunzehn", 10, 1)
+TENS = values("zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig", 20, 10)
+BELOW_1000 = re.compile(
+    "(?:(?P<hundreds>{u})hundert)?(?:(?P<teen>{t})|(?:(?P<ones>{u})und)?(?P<tens>{z})|(?P<unit>{u}))?".format(
+        u="|".join(sorted(UNITS, key=len, reverse=True)), t="|".join(TEENS), z="|".join(TENS)
+    )
+)
+
+
+def read_german(word: str) -> int:
+    """A reader by regular expression; an inflected or uninflected 1 in the wrong place is an error."""
+    if word == "null":
+        return 0
+    head, thousand, tail = word.rpartition("tausend")
+    assert not head.endswith("eins")
+    assert not re.search("einsund|einshundert", word)
+    assert not tail.endswith("ein")
+    return 1000 * read_below_1000(head) + read_below_1000(tail) if thousand else read_below_1000(tail)
+
+
+def read_below_1000(word: str) -> int:
+    match = BELOW_1000.fullmatch(word)
+    assert match, word
+    part = {name: text or "" for name, text in match.groupdict().items()}
+    return (
+        100 * UNITS.get(part["hundreds"], 0)
+        + TEENS.get(part["teen"], 0)
+        + UNITS.get(part["ones"], 0)
+        + TENS.get(part["tens"], 0)
+        + UNITS.get(part["unit"], 0)
+    )
+
+
+@given(st.integers(0, 999_999))
+@settings(max_examples=500, deadline=None)
+def test_both_languages_read_back(number: int) -> None:
+    assert read_english(english(number)) == number
+    assert read_german(german(number)) == number
+
+
+def test_first_thousands_read_back_and_differ() -> None:
+    numbers = [*range(3000), *range(99_000, 102_000)]
+    assert [read_english(english(n)) for n in numbers] == numbers
+    assert [read_german(german(n)) for n in numbers] == numbers
+
+
+@pytest.mark.parametrize("number", [-1, 1_000_000])
+def test_numbers_out_of_range(number: int) -> None:
+    for spell in (english, german):
+        with pytest.raises(ValueError, match=f"number {number} is outside 0..999,999"):
+            spell(number)
+
+
+def test_split_never_overlaps() -> None:
+    train, test = sample_numbers(20_000, held_out=False, seed=3), sample_numbers(2_000, held_out=True, seed=3)
+    assert len(set(train)) == 20_000
+    assert len(set(test)) == 2_000
+    assert not set(train) & set(test)
+    assert set(range(100)) <= set(train)
+    assert all(is_held_out(n, 3) for n in test)
+    for digits in (3, 4, 5, 6):
+        assert sum(10 ** (digits - 1) <= n < 10**digits for n in train) > 500
+        assert sum(10 ** (digits - 1) <= n < 10**digits for n in test) > 50
+
+
+def test_sample_is_deterministic_and_follows_the_seed() -> None:
+    assert sample_numbers(500, held_out=True, seed=1) == sample_numbers(500, held_out=True, seed=1)
+    assert sample_numbers(500, held_out=True, seed=1) != sample_numbers(500, held_out=True, seed=2)
+
+
+@pytest.mark.parametrize(("count", "held_out"), [(0, True), (20_001, True), (200_001, False)])
+def test_sample_size_is_bounded(count: int, held_out: bool) -> None:
+    with pytest.raises(ConfigError, match=r"expected 1\.\."):
+        sample_numbers(count, held_out=held_out)
+
+
+def test_largest_test_sample_exists() -> None:
+    assert len(sample_numbers(20_000, held_out=True)) == 20_000
+
+
+def test_numbers_corpus(tmp_path: Path) -> None:
+    paths = make_numbers_corpus(tmp_path / "corpus", train_size=300, held_out=50, seed=1)
+    train = read_parallel(paths["train_source"], paths["train_target"])
+    test = read_parallel(paths["test_source"], paths["test_target"])
+    assert (len(train), len(test)) == (300, 50)
+    for text in (train, test):
+        assert [read_english(s) for s in text.source] == [read_german(t) for t in text.target]
+    assert not set(train.source) & set(test.source)
+    before = {name: path.read_bytes() for name, path in paths.items()}
+    assert make_numbers_corpus(tmp_path / "corpus", train_size=300, held_out=50, seed=1) == paths
+    assert {name: path.read_bytes() for name, path in paths.items()} == before
+
+
+def test_numbers_config_is_a_recipe_for_the_corpus(tmp_path: Path) -> None:
+    paths = make_numbers_corpus(tmp_path, train_size=200, held_out=20)
+    config = numbers_config(tmp_path, tmp_path / "run", max_steps=7)
+    assert (config.source, config.valid_target) == (str(paths["train_source"]), str(paths["test_target"]))
+    assert config.max_steps == 7
+
+
+# Files
+
+
+def write(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
+    text = "a\u2028b\r\n\x0cc\x85d\n\nlast"
+    assert read_lines(write(tmp_path / "t", text.encode())) == ["a\u2028b", "\x0cc\x85d", "", "last"]
+
+
+def test_final_line_feed_adds_no_line(tmp_path: Path) -> None:
+    assert read_lines(write(tmp_path / "t", b"a\nb\n")) == ["a", "b"]
+    assert read_lines(write(tmp_path / "u", b"a\n\n")) == ["a", ""]
+
+
+def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
+    assert read_lines(write(tmp_path / "t", b"\xef\xbb\xbfa\nb")) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["t.gz", "t.txt"])
+def test_gzip_is_recognised_by_content(tmp_path: Path, name: str) -> None:
+    assert read_lines(write(tmp_path / name, gzip.compress("ä\nö\n".encode()))) == ["ä", "ö"]
+
+
+BAD_FILES = {
+    "empty": (b"", "t.gz is empty; expected one sentence a line"),
+    "only blank lines": (gzip.compress(b"\n \n\n"), "is empty; expected one sentence a line"),
+    "not gzip": (b"plain text\n", "ends in .gz but is not a gzip file"),
+    "cut gzip": (gzip.compress(b"some text\n" * 50)[:-12], "damaged or truncated gzip"),
+    "altered gzip": (gzip.compress(b"some text\n")[:-8] + bytes(8), "damaged or truncated gzip"),
+    "invalid UTF-8": (
+        gzip.compress(b"good\nb\xff" + b"ad\n"),
+        r"t.gz, line 2: not valid UTF-8 \(byte 0xff at column 2\)",
+    ),
+    "UTF-16": (gzip.compress("text\n".encode("utf-16")), "line 1: not valid UTF-8"),
+    "cut character": (gzip.compress("x\nä".encode()[:-1]), "line 2: not valid UTF-8"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file(tmp_path: Path, case: str) -> None:
+    data, message = BAD_FILES[case]
+    with pytest.raises(DataError, match=message):
+        read_lines(write(tmp_path / "t.gz", data))
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"nowhere\.txt does not exist"):
+        read_lines(tmp_path / "nowhere.txt")
+    with pytest.raises(DataError, match="is a folder"):
+        read_lines(tmp_path)
+
+
+def test_unequal_line_counts_are_both_named(tmp_path: Path) -> None:
+    left, right = write(tmp_path / "l", b"x\n" * 1200), write(tmp_path / "r", b"y\n" * 3)
+    with pytest.raises(DataError, match=r"not aligned: .*l has 1,200 lines, .*r has 3"):
+        read_parallel(left, right)
+
+
+def test_fingerprint_follows_the_text_not_the_file(tmp_path: Path) -> None:
+    plain = read_parallel(write(tmp_path / "a", b"x\ny\n"), write(tmp_path / "b", b"u\nv\n"))
+    packed = read_parallel(write(tmp_path / "c", gzip.compress(b"x\ny\n")), write(tmp_path / "d", b"u\nv"))
+    moved = read_parallel(write(tmp_path / "e", b"x\ny\n"), write(tmp_path / "f", b"u\nw\n"))
+    assert plain.fingerprint == packed.fingerprint != moved.fingerprint
+
+
+# Vocabulary
+
+
+@pytest.fixture(scope="module")
+def numbers() -> ParallelText:
+    sample = sample_numbers(1500, held_out=False)
+    return ParallelText([english(n) for n in sample], [german(n) for n in sample], "")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(numbers: ParallelText) -> Tokenizer:
+    return Tokenizer.train((*numbers.source, *numbers.target), 120)
+
+
+def test_vocabulary_has_the_asked_size_and_fixed_specials(tokenizer: Tokenizer) -> None:
+    assert len(tokenizer) == 120
+    assert (tokenizer.pad, tokenizer.unk, tokenizer.bos, tokenizer.eos) == (PAD, UNK, BOS, EOS) == (0, 1, 2, 3)
+    assert tokenizer.pieces([PAD, UNK, BOS, EOS]) == ["<pad>", "<unk>", "<s>", "</s>"]
+
+
+def test_text_comes_back(tokenizer: Tokenizer, numbers: ParallelText) -> None:
+    for side in (numbers.source, numbers.target):
+        ids = tokenizer.encode(side)
+        assert all(token > EOS for row in ids for token in row)
+        assert tokenizer.decode(ids) == side
+
+
+def test_source_ends_with_eos_and_decode_stops_there(tokenizer: Tokenizer) -> None:
+    (plain,), (closed,) = tokenizer.encode(["forty-one"]), tokenizer.encode_source(["forty-one"])
+    assert closed == [*plain, EOS]
+    assert tokenizer.encode_source([""]) == [[EOS]]
+    assert tokenizer.decode([[BOS, *plain, EOS, *plain, PAD]]) == ["forty-one"]
+
+
+def test_model_bytes_are_the_whole_tokenizer(tokenizer: Tokenizer) -> None:
+    again = Tokenizer(tokenizer.model)
+    assert again.encode(["two thousand forty-one"]) == tokenizer.encode(["two thousand forty-one"])
+
+
+def test_training_is_deterministic(tokenizer: Tokenizer, numbers: ParallelText) -> None:
+    assert Tokenizer.train((*numbers.source, *numbers.target), 120).model == tokenizer.model
+
+
+def test_small_text_gives_the_vocabulary_it_supports() -> None:
+    small = Tokenizer.train(["hello world", "hallo welt"], 8000)
+    assert 4 + 9 < len(small) < 8000
+    assert small.decode(small.encode(["hello world"])) == ["hello world"]
+
+
+def test_unknown_character_is_unk(tokenizer: Tokenizer) -> None:
+    assert UNK in tokenizer.encode(["你"])[0]
+
+
+def test_too_small_a_vocabulary_names_what_is_needed() -> None:
+    with pytest.raises(ConfigError, match=r"vocab_size 6 is too small .* need at least 14"):
+        Tokenizer.train(["hello world", "hallo welt"], 6)
+    assert len(Tokenizer.train(["hello world", "hallo welt"], 14)) == 14
+
+
+def test_no_text_to_learn_from() -> None:
+    with pytest.raises(DataError, match="every line is empty"):
+        Tokenizer.train(["", "  "], 100)
+
+
+@pytest.mark.parametrize("data", [b"", b"not a model" * 10])
+def test_bytes_that_are_no_tokenizer(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="not a sentencepiece model"):
+        Tokenizer(data)
+
+
+def test_foreign_tokenizer_is_refused(tmp_path: Path) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["hello world"] * 5),
+        model_prefix=str(tmp_path / "foreign"),
+        vocab_size=15,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    with pytest.raises(CheckpointError, match=r"pad, unk, bos, eos = \(-1, 0, 1, 2\); expected \(0, 1, 2, 3\)"):
+        Tokenizer((tmp_path / "foreign.model").read_bytes())
+
+
+# Batches
+
+
+@pytest.fixture(scope="module")
+def corpus(numbers: ParallelText, tokenizer: Tokenizer) -> Corpus:
+    return Corpus(numbers, tokenizer)
+
+
+def test_token_store_keeps_every_sequence() -> None:
+    rows = [[5, 6, 7], [], [70_000]]
+    store = TokenStore(rows)
+    assert len(store) == 3
+    assert [store[i].tolist() for i in range(3)] == rows
+    assert [store.length(i) for i in range(3)] == [3, 0, 1]
+
+
+@pytest.mark.parametrize("budget", [60, 500, 100_000])
+def test_an_epoch_has_every_pair_once_within_the_budget(corpus: Corpus, budget: int) -> None:
+    plan = TokenBatches(corpus, budget, seed=5).plan(2)
+    assert sorted(itertools.chain.from_iterable(plan)) == list(range(len(corpus)))
+    for indices in plan:
+        batch = corpus.batch(indices)
+        assert max(batch.source.numel(), batch.target_in.numel()) <= budget
+
+
+def test_batches_hold_little_padding(corpus: Corpus) -> None:
+    batches = [corpus.batch(indices) for indices in TokenBatches(corpus, 1000, seed=0).plan(0)]
+    assert sum(b.tokens for b in batches) > 0.9 * sum(b.target_out.numel() for b in batches)
+
+
+def test_plan_is_a_function_of_seed_and_epoch(corpus: Corpus) -> None:
+    first, second = (TokenBatches(corpus, 300, seed=7) for _ in range(2))
+    assert first.plan(3) == second.plan(3)
+    assert first.plan(3) != first.plan(4)
+    assert first.plan(3) != TokenBatches(corpus, 300, seed=8).plan(3)
+    assert {frozenset(b) for b in first.plan(3)} != {frozenset(b) for b in first.plan(4)}
+
+
+def test_seek_continues_the_stream(corpus: Corpus) -> None:
+    stream = TokenBatches(corpus, 400, seed=1)
+    per_epoch = len(stream.plan(0))
+    places, batches = [], []
+    for batch in itertools.islice(stream, 2 * per_epoch + 3):
+        places.append((stream.epoch, stream.position))
+        batches.append(batch)
+    assert places[-1] == (2, 3)
+    for at in (0, per_epoch - 1, per_epoch, per_epoch + 5):
+        resumed = TokenBatches(corpus, 400, seed=1)
+        resumed.seek(*places[at])
+        following = next(resumed)
+        assert torch.equal(following.source, batches[at + 1].source)
+        assert torch.equal(following.target_out, batches[at + 1].target_out)
+
+
+def test_batch_layout(corpus: Corpus, tokenizer: Tokenizer, numbers: ParallelText) -> None:
+    indices = [3, 1400, 17]
+    batch = corpus.batch(indices)
+    assert batch.source.dtype == batch.target_in.dtype == batch.target_out.dtype == torch.int64
+    for row, index in enumerate(indices):
+        (source,), (target,) = (tokenizer.encode([side[index]]) for side in (numbers.source, numbers.target))
+        for tensor, ids in (
+            (batch.source, [*source, EOS]),
+            (batch.target_in, [BOS, *target]),
+            (batch.target_out, [*target, EOS]),
+        ):
+            assert tensor[row].tolist() == ids + [PAD] * (tensor.shape[1] - len(ids))
+        assert batch.source_lengths[row] == len(source) + 1
+    assert batch.tokens == int((batch.target_out != PAD).sum())
+
+
+def test_empty_and_long_pairs_are_left_out_and_counted(tokenizer: Tokenizer) -> None:
+    text = ParallelText(["one", "", "two", "six" * 9], ["eins", "zwei", "", "dreihundert"], "")
+    corpus = Corpus(text, tokenizer, max_length=8)
+    assert (len(corpus), corpus.empty, corpus.too_long) == (1, 2, 1)
+    with pytest.raises(DataError, match="no sentence pair to use out of 1: 1 have an empty side"):
+        Corpus(ParallelText([""], ["x"], ""), tokenizer)
