@@ -13,7 +13,6 @@ Choose with the context manager ``transformer_fast.backend(name)`` or the enviro
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import os
 import warnings
@@ -27,7 +26,8 @@ from .kernels import extension
 NAMES = ("auto", "native", "triton", "reference")
 _ON_CUDA = {"attention": "triton", "norm": "triton", "dropout": "triton", "embedding": "native"}
 
-_chosen: contextvars.ContextVar[str | None] = contextvars.ContextVar("transformer_fast_backend", default=None)
+# A plain global, as torch's own backend flags are, so that torch.compile guards on it.
+_chosen: str | None = None
 
 
 class BackendError(RuntimeError):
@@ -42,24 +42,27 @@ def _checked(name: str, origin: str) -> str:
 
 def current() -> str:
     """The backend in force: the innermost context manager's, else the environment's, else "auto"."""
-    chosen = _chosen.get()
-    if chosen is not None:
-        return chosen
+    return _from_environment() if _chosen is None else _chosen
+
+
+@torch.compiler.assume_constant_result
+def _from_environment() -> str:
     return _checked(os.environ.get("TRANSFORMER_FAST_BACKEND", "auto"), "TRANSFORMER_FAST_BACKEND")
 
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Run the calls inside on one backend: "auto", "native", "triton" or "reference".
+    """Run the calls inside on one backend: "auto", "native", "triton" or "reference". Holds for all threads.
 
     Raises:
         ValueError: for another name.
     """
-    token = _chosen.set(_checked(name, "backend"))
+    global _chosen
+    before, _chosen = _chosen, _checked(name, "backend")
     try:
         yield
     finally:
-        _chosen.reset(token)
+        _chosen = before
 
 
 def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
@@ -71,7 +74,11 @@ def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]
     Raises:
         BackendError: where a backend named explicitly cannot run the call; says what would help.
     """
-    asked = current()
+    return _choose(current(), op, device, dtype)
+
+
+@torch.compiler.assume_constant_result
+def _choose(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     if asked == "reference":
         return "reference", "asked for"
     if asked == "auto":

@@ -1,0 +1,76 @@
+"""Choosing a backend: by context manager, by environment, and what happens where it cannot run."""
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import transformer_fast as tfast
+from transformer_fast import backends
+
+
+def test_the_context_manager_nests_and_restores():
+    assert backends.current() == "auto"
+    with tfast.backend("reference"):
+        assert backends.current() == "reference"
+        with tfast.backend("native"):
+            assert backends.current() == "native"
+        assert backends.current() == "reference"
+    assert backends.current() == "auto"
+
+
+def test_the_environment_is_read_and_the_context_manager_wins(monkeypatch):
+    monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", "reference")
+    assert backends.current() == "reference"
+    with tfast.backend("auto"):
+        assert backends.current() == "auto"
+    monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", "fast")
+    with pytest.raises(ValueError, match="TRANSFORMER_FAST_BACKEND: expected one of auto, native, triton, reference"):
+        backends.current()
+
+
+def test_every_op_is_native_on_cpu():
+    for op in ("attention", "norm", "dropout", "embedding"):
+        assert backends.choose(op, torch.device("cpu"), torch.float32) == ("native", "the default on cpu")
+
+
+@pytest.mark.parametrize("op", ["attention", "norm", "dropout", "embedding"])
+def test_triton_on_cpu_tensors_is_an_error_that_says_what_to_do(op, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with tfast.backend("triton"), pytest.raises(tfast.BackendError, match="TRITON_INTERPRET=1|no Triton kernel"):
+        backends.choose(op, torch.device("cpu"), torch.float32)
+
+
+def test_auto_falls_back_with_one_warning(monkeypatch):
+    monkeypatch.setattr(backends.extension, "load", lambda: False)
+    monkeypatch.setattr(backends.extension, "status", lambda: "the extension is missing: run `make setup`")
+    backends._warn_once.cache_clear()
+    q = torch.randn(1, 1, 2, 4)
+    with pytest.warns(UserWarning, match="eager reference: the extension is missing: run `make setup`"):
+        tfast.attention(q, q, q)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tfast.attention(q, q, q)
+    assert "run `make setup`" in tfast.explain(q, q, q)
+    with tfast.backend("native"), pytest.raises(tfast.BackendError, match="run `make setup`"):
+        tfast.attention(q, q, q)
+
+
+def test_other_devices_take_the_reference():
+    assert backends.choose("norm", torch.device("meta"), torch.float32)[0] == "reference"
+
+
+def test_importing_the_package_loads_no_heavy_extra():
+    """Neither Triton nor what only training and pictures need."""
+    code = (
+        "import sys, transformer_fast; "
+        "heavy = {'triton', 'matplotlib', 'sentencepiece', 'sacrebleu', 'safetensors', 'tqdm'}; "
+        "loaded = heavy & set(sys.modules); "
+        "assert not loaded, loaded"
+    )
+    before = "import sys, torch; print(*sys.modules)"
+    torchs = subprocess.run([sys.executable, "-c", before], capture_output=True, text=True, check=True).stdout.split()
+    code = code.replace("heavy & set", f"(heavy - {set(torchs) & {'triton', 'tqdm'} or set()!r}) & set")
+    subprocess.run([sys.executable, "-c", code], check=True)
