@@ -39,7 +39,7 @@ def test_every_op_is_native_on_cpu():
 @pytest.mark.parametrize("op", ["attention", "norm", "dropout", "embedding"])
 def test_triton_on_cpu_tensors_is_an_error_that_says_what_to_do(op, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with tfast.backend("triton"), pytest.raises(tfast.BackendError, match="TRITON_INTERPRET=1|no Triton kernel"):
+    with tfast.backend("triton"), pytest.raises(tfast.BackendError, match=r"TRITON_INTERPRET=1|no Triton kernel"):
         backends.choose(op, torch.device("cpu"), torch.float32)
 
 

@@ -176,4 +176,6 @@ def test_tied_weights_collect_one_gradient():
     ids = torch.randint(0, 11, (2, 5))
     for model in (fast, slow):
         model(ids, ids, None, layers.subsequentmask(5)).square().sum().backward()
-    assert torch.allclose(fast.out.weight.grad, slow.out.weight.grad, rtol=1e-4, atol=1e-4 * slow.out.weight.grad.abs().max())
+    assert torch.allclose(
+        fast.out.weight.grad, slow.out.weight.grad, rtol=1e-4, atol=1e-4 * slow.out.weight.grad.abs().max()
+    )

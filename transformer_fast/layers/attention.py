@@ -68,7 +68,9 @@ class MultiHeadAttention(nn.Module):
     def __init__(self, heads: int, d_model: int, dropout: float = 0.1) -> None:
         super().__init__()
         if heads < 1 or d_model % heads != 0:
-            raise ValueError(f"MultiHeadAttention: d_model must be a multiple of heads, got d_model={d_model}, heads={heads}")
+            raise ValueError(
+                f"MultiHeadAttention: d_model must be a multiple of heads, got d_model={d_model}, heads={heads}"
+            )
         self.d_model = d_model
         self.d_k = d_model // heads
         self.h = heads

@@ -43,7 +43,7 @@ class Transformer(nn.Module):
         if tie_weights not in (False, True, "decoder"):
             raise ValueError(f'tie_weights: expected False, True or "decoder", got {tie_weights!r}')
         if tie_weights is True and src_vocab != trg_vocab:
-            raise ValueError(f"tie_weights=True needs one vocabulary, got src_vocab={src_vocab}, trg_vocab={trg_vocab}")
+            raise ValueError(f"tie_weights=True needs one vocabulary, got {src_vocab} and {trg_vocab}")
         self.encoder = Encoder(src_vocab, d_model, N, heads, dropout, **options)
         self.decoder = Decoder(trg_vocab, d_model, N, heads, dropout, **options)
         self.out = nn.Linear(d_model, trg_vocab)

@@ -179,14 +179,18 @@ def _check_mask(mask: AttentionMask, bias: Tensor | None, q: Tensor, full: tuple
             continue
         if name == "bias" and not (isinstance(t, Tensor) and t.is_floating_point()):
             what = t.dtype if isinstance(t, Tensor) else type(t).__name__
-            raise TypeError(f"attention: bias must be a float tensor added to the scores, got {what}; a mask goes in mask=")
+            raise TypeError(
+                f"attention: bias must be a float tensor added to the scores, got {what}; a mask goes in mask="
+            )
         if t.dim() != 4 or any(size not in (1, limit) for size, limit in zip(t.shape, full)):
             raise ValueError(
                 f"attention: {name} of shape {tuple(t.shape)} does not broadcast to (B, H, Lq, Lk) = {full}. "
                 "A (B, Lk) padding mask must be given as (B, 1, 1, Lk)."
             )
     lengths = mask.key_lengths
-    if lengths is not None and (lengths.shape[0] not in (1, B) or lengths.dim() == 2 and lengths.shape[1] not in (1, Lq)):
+    if lengths is not None and (
+        lengths.shape[0] not in (1, B) or (lengths.dim() == 2 and lengths.shape[1] not in (1, Lq))
+    ):
         raise ValueError(
             f"attention: lengths of shape {tuple(lengths.shape)} fit neither (B,) = ({B},) nor (B, Lq) = ({B}, {Lq})"
         )

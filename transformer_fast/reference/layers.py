@@ -58,7 +58,10 @@ def attention(
     dropout: nn.Module | None = None,
     verbose: bool = False,
 ) -> Tensor:
-    """``dropout(softmax(q k^T / sqrt(d_k))) v`` for q (B, h, Lq, d_k) and k, v (B, h, Lk, d_k); verbose prints the weights."""
+    """``dropout(softmax(q k^T / sqrt(d_k))) v`` for q (B, h, Lq, d_k) and k, v (B, h, Lk, d_k).
+
+    ``verbose`` prints the weights.
+    """
     scores = torch.matmul(q, k.transpose(-2, -1)) / math.sqrt(d_k)
     if mask is not None:
         keep = mask.dense(q.shape[2], k.shape[2], q.device) if isinstance(mask, AttentionMask) else mask.unsqueeze(1)
@@ -78,7 +81,9 @@ class MultiHeadAttention(nn.Module):
     def __init__(self, heads: int, d_model: int, dropout: float = 0.1) -> None:
         super().__init__()
         if heads < 1 or d_model % heads != 0:
-            raise ValueError(f"MultiHeadAttention: d_model must be a multiple of heads, got d_model={d_model}, heads={heads}")
+            raise ValueError(
+                f"MultiHeadAttention: d_model must be a multiple of heads, got d_model={d_model}, heads={heads}"
+            )
         self.d_model = d_model
         self.d_k = d_model // heads
         self.h = heads
@@ -169,7 +174,10 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Masked self-attention, attention to the encoder's outputs, feed-forward: (x, e_outputs, src_mask, trg_mask) -> x."""
+    """Masked self-attention, attention to the encoder's outputs, feed-forward.
+
+    (x, e_outputs, src_mask, trg_mask) -> x.
+    """
 
     def __init__(
         self,
@@ -300,14 +308,14 @@ class Transformer(nn.Module):
         **options,
     ) -> None:
         super().__init__()
+        if tie_weights is True and src_vocab != trg_vocab:
+            raise ValueError(f"tie_weights=True needs one vocabulary, got {src_vocab} and {trg_vocab}")
         self.encoder = Encoder(src_vocab, d_model, N, heads, dropout, **options)
         self.decoder = Decoder(trg_vocab, d_model, N, heads, dropout, **options)
         self.out = nn.Linear(d_model, trg_vocab)
         if tie_weights:
             self.out.weight = self.decoder.embed.lut.weight
         if tie_weights is True:
-            if src_vocab != trg_vocab:
-                raise ValueError(f"tie_weights=True needs one vocabulary, got src_vocab={src_vocab}, trg_vocab={trg_vocab}")
             self.encoder.embed.lut.weight = self.decoder.embed.lut.weight
 
     def forward(

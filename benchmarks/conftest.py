@@ -1,0 +1,85 @@
+"""The ``versus`` fixture: one case of one benchmark, ours beside its peers, recorded by pytest-benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from harness import Call, Comparison, Inputs, ceilings, compare
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seconds", type=float, default=0.5, help="about how long each way of each case is timed")
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest) -> str:
+    """CUDA where there is one, else CPU: one of them a run, so that neither disturbs the other."""
+    if (request.param == "cuda") != torch.cuda.is_available():
+        pytest.skip("benchmarks run on CUDA where there is one, else on CPU")
+    return request.param
+
+
+@pytest.fixture
+def versus(benchmark: Any, request: pytest.FixtureRequest, device: str) -> Callable[..., Comparison]:
+    """Compare ours with peers and record it: times, ratios, bytes, operations and shares of the ceilings."""
+
+    def run(
+        make_inputs: Callable[[], Inputs],
+        calls: dict[str, Call],
+        *,
+        check: Callable[[Inputs], None] | None = None,
+        bytes_moved: float = 0.0,
+        operations: float = 0.0,
+    ) -> Comparison:
+        result = compare(make_inputs, calls, check=check, seconds=request.config.getoption("--seconds"), device=device)
+        inputs = make_inputs()
+        benchmark.pedantic(calls["ours"], args=(inputs,), rounds=5, warmup_rounds=1)
+        ours = result.device["ours"].median if "ours" in result.device else result.wall["ours"].median
+        limits = ceilings(device)
+        benchmark.extra_info.update(
+            device=device,
+            times={name: dataclasses.asdict(timing) for name, timing in result.device.items()},
+            wall={name: dataclasses.asdict(timing) for name, timing in result.wall.items()},
+            ratios={name: timing.median / ours for name, timing in result.device.items() if name != "ours"},
+            refused=result.refused,
+            peak_memory=result.peak_memory,
+            bytes=bytes_moved,
+            operations=operations,
+            share_of_copy=bytes_moved / ours / limits["copy"],
+            share_of_matmul=operations / ours / limits["matmul"],
+        )
+        return result
+
+    return run
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    """Device, driver, versions, threads, ceilings and commit go into the record."""
+    cuda = torch.cuda.is_available()
+    machine_info.update(
+        torch=torch.__version__,
+        python=platform.python_version(),
+        threads=torch.get_num_threads(),
+        gpu=torch.cuda.get_device_name(0) if cuda else None,
+        driver=_output("nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"),
+        ceilings=ceilings("cuda" if cuda else "cpu"),
+        commit=_output("git", "rev-parse", "--short", "HEAD"),
+    )
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None

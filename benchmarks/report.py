@@ -1,0 +1,104 @@
+"""Turns the JSON of ``pytest benchmarks --benchmark-json`` into one table (Markdown) and one picture for each file.
+
+python benchmarks/report.py results/benchmarks.json --out results
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("json", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    arguments = parser.parse_args()
+    record = json.loads(arguments.json.read_text())
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    text = machine(record["machine_info"]) + "\n"
+    for name, cases in grouped(record["benchmarks"]).items():
+        text += f"\n## {name}\n\n{table(cases)}\n"
+        draw(name, cases, arguments.out / f"{name}.png")
+    (arguments.out / "benchmarks.md").write_text(text)
+    print(text)
+
+
+def machine(info: dict[str, Any]) -> str:
+    """One line: on what all this was measured."""
+    limits = info["ceilings"]
+    where = info["gpu"] or f"{info['cpu'].get('brand_raw', 'CPU')}, {info['threads']} threads"
+    return (
+        f"{where}; torch {info['torch']}; commit {info['commit']}; copy {limits['copy'] / 1e9:.0f} GB/s, "
+        f"matmul {limits['matmul'] / 1e12:.2f} TFLOP/s measured in this run."
+        + (f" Driver, SM clock, memory clock: {info['driver']}." if info["gpu"] else "")
+    )
+
+
+def grouped(benchmarks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Cases by op: bench_norm.py -> norm."""
+    groups = defaultdict(list)
+    for case in benchmarks:
+        if "times" in case["extra_info"]:
+            groups[Path(case["fullname"].split("::")[0]).stem.removeprefix("bench_")].append(case)
+    return dict(groups)
+
+
+def table(cases: list[dict[str, Any]]) -> str:
+    """A row a case: our time and its share of the ceilings, then how many times faster ours is than each peer."""
+    peers = list(dict.fromkeys(peer for case in cases for peer in [*case["extra_info"]["ratios"], *refused(case)]))
+    head = ["case", "ours", "copy", "matmul", *(f"x {peer}" for peer in peers)]
+    rows = [head, ["---"] * len(head)]
+    for case in cases:
+        info = case["extra_info"]
+        cells = [f"{info['ratios'][p]:.2f}" if p in info["ratios"] else refused(case).get(p, "") for p in peers]
+        shares = [f"{info[k]:.0%}" if info[k] else "" for k in ("share_of_copy", "share_of_matmul")]
+        rows.append([title(case), duration(info), *shares, *cells])
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
+
+
+def refused(case: dict[str, Any]) -> dict[str, str]:
+    return dict.fromkeys(case["extra_info"]["refused"], "refused")
+
+
+def title(case: dict[str, Any]) -> str:
+    return case["name"].removeprefix("test_").replace("-cpu", "").replace("-cuda", "").replace("|", "/")
+
+
+def duration(info: dict[str, Any]) -> str:
+    times = info["times"] or info["wall"]
+    return f"{times['ours']['median'] * 1e6:.1f} us"
+
+
+def draw(name: str, cases: list[dict[str, Any]], path: Path) -> None:
+    """Bars of the ratios, a group a case; the line at 1 is ours."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    peers = list(dict.fromkeys(peer for case in cases for peer in case["extra_info"]["ratios"]))
+    if not peers:
+        return
+    height = 0.8 / len(peers)
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.22 * len(cases) * max(1, len(peers))), layout="constrained")
+    for index, peer in enumerate(peers):
+        pairs = [(y, c["extra_info"]["ratios"].get(peer)) for y, c in enumerate(cases)]
+        pairs = [(y, ratio) for y, ratio in pairs if ratio is not None]
+        axes.barh([y + index * height for y, _ in pairs], [r for _, r in pairs], height=height * 0.9, label=peer)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_yticks([y + 0.4 - height / 2 for y in range(len(cases))], [title(case) for case in cases], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("time of the peer / time of ours (right of the line: ours is faster)")
+    axes.set_title(f"{name}: transformer_fast against its peers")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
