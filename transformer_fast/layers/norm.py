@@ -30,7 +30,7 @@ class Norm(nn.Module):
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (..., d_model) -> its norm; with ``residual`` (norm of s, s), s = ``residual + dropout(x)``, in one pass."""
+        """x (..., d_model) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(x)`` in one pass."""
         return layer_norm(x, self.alpha, self.bias, self.eps, kind="std", residual=residual, dropout_p=dropout_p)
 
 
@@ -40,7 +40,7 @@ class LayerNorm(nn.LayerNorm):
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (..., d_model) -> its norm; with ``residual`` (norm of s, s), s = ``residual + dropout(x)``, in one pass."""
+        """x (..., d_model) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(x)`` in one pass."""
         return layer_norm(x, self.weight, self.bias, self.eps, residual=residual, dropout_p=dropout_p)
 
 
