@@ -1,0 +1,206 @@
+"""The norm op: the door (argument checks), the op and its backward, and which kernel runs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import backends, reference
+from . import _direct, _library
+
+KINDS = ("layer", "std")
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    kind: str = "layer",
+    residual: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Normalise the last dimension, in one pass together with the residual and the dropout before it.
+
+    ``kind="layer"`` is LayerNorm (Ba, Kiros and Hinton, "Layer Normalization", 2016):
+    ``weight * (x - mean) / sqrt(var + eps) + bias`` with the biased variance. ``kind="std"`` is the Norm of the
+    classic Transformer texts: ``weight * (x - mean) / (std + eps) + bias`` with the unbiased standard deviation and
+    eps outside the root. A constant row gives ``bias``, and finite gradients.
+
+    Args:
+        x: (..., d); float32, float16, bfloat16 (float64 on CPU). The statistics are float32 (float64 for float64).
+        weight, bias: (d,) or None, any float dtype: float32 weights go with 16-bit activations.
+        eps: added to the variance ("layer") or to the standard deviation ("std").
+        residual: (..., d), the shape of ``x``. When given, ``residual + dropout(x)`` is normed, in the dtype of
+            ``residual``.
+        dropout_p: probability of dropping an element of ``x`` before it is added to ``residual``; kept ones are
+            scaled by ``1 / (1 - p)``. ``torch.manual_seed`` governs it. Every backend draws the same mask.
+
+    Returns:
+        The norm (..., d) in the dtype of ``x``; with ``residual`` the pair (norm, ``residual + dropout(x)``) in the
+        dtype of ``residual``. Autocast changes neither: 16-bit rows are already accumulated in float32.
+
+    Raises:
+        TypeError: for non-tensors and non-float dtypes.
+        ValueError: for shapes, devices or options that do not fit; the message names them.
+    """
+    _check(x, weight, bias, kind, residual, dropout_p)
+    std = kind == "std"
+    seed = _library.draw_seed(x.device) if dropout_p > 0.0 else None
+    if residual is not None and x.dtype != residual.dtype:
+        x = x.to(residual.dtype)
+    backend = backends.resolve("norm", x.device, x.dtype)
+    if backend == "reference":
+        return reference.norm.layer_norm(
+            x, weight, bias, eps, std=std, residual=residual, dropout_p=dropout_p, seed=seed
+        )
+    call = _autograd if _direct.is_plain(x, residual, weight, bias) else _op
+    out, summed, _, _ = call(x, residual, weight, bias, eps, std, dropout_p, seed, backend)
+    return out if residual is None else (out, summed)
+
+
+def _check(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, residual: Tensor | None, dropout_p: float
+) -> None:
+    if kind not in KINDS:
+        raise ValueError(f'layer_norm: kind must be "layer" or "std", got {kind!r}')
+    for name, t in (("x", x), ("weight", weight), ("bias", bias), ("residual", residual)):
+        if t is None and name != "x":
+            continue
+        if not isinstance(t, Tensor):
+            raise TypeError(f"layer_norm: {name} must be a tensor, got {type(t).__name__}")
+        if not t.is_floating_point():
+            raise TypeError(f"layer_norm: {name} must be a float tensor, got {t.dtype}")
+        if t.device != x.device:
+            raise ValueError(f"layer_norm: x is on {x.device} but {name} on {t.device}")
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"layer_norm: x must be (..., d) with d of at least 1, got shape {tuple(x.shape)}")
+    d = x.shape[-1]
+    if kind == "std" and d == 1:
+        raise ValueError(
+            'layer_norm: kind="std" needs d of at least 2 (the unbiased deviation of one number is 0 / 0), got x '
+            f"{tuple(x.shape)}"
+        )
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.shape != (d,):
+            raise ValueError(f"layer_norm: {name} must be (d,) = ({d},) for x {tuple(x.shape)}, got {tuple(t.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(
+            "layer_norm: residual must have the shape of x, got residual "
+            f"{tuple(residual.shape)} and x {tuple(x.shape)}"
+        )
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"layer_norm: dropout_p must lie in [0, 1], got {dropout_p}")
+    if dropout_p > 0.0 and residual is None:
+        raise ValueError(
+            f"layer_norm: dropout_p = {dropout_p} needs a residual (dropout acts on x in residual + dropout(x))"
+        )
+
+
+def _layer_norm(x, residual, weight, bias, eps, std, dropout_p, seed, backend):
+    if backend == "native":
+        return torch.ops.transformer_fast_native.layer_norm(x, residual, weight, bias, eps, std, dropout_p, seed)
+    from ..kernels.norm import norm_forward
+
+    return norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed)
+
+
+def _layer_norm_backward(grad_out, grad_summed, x, weight, mean, rstd, eps, std, dropout_p, seed, *tail):
+    has_residual, has_bias, backend = tail
+    if backend == "native":
+        return torch.ops.transformer_fast_native.layer_norm_backward(
+            grad_out, grad_summed, x, weight, mean, rstd, eps, std, dropout_p, seed, has_residual, has_bias
+        )
+    from ..kernels.norm import norm_backward
+
+    return norm_backward(grad_out, grad_summed, x, weight, mean, rstd, std, dropout_p, seed, has_bias)
+
+
+def _fake(x, residual, weight, bias, eps, std, dropout_p, seed, backend):
+    statistics = x.new_empty(
+        (math.prod(x.shape[:-1]),), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
+    )
+    summed = x.new_empty(x.shape if residual is not None else (0,))
+    return x.new_empty(x.shape), summed, statistics, torch.empty_like(statistics)
+
+
+def _fake_backward(grad_out, grad_summed, x, weight, mean, rstd, eps, std, dropout_p, seed, *tail):
+    _, has_bias, _ = tail
+    d = x.shape[-1]
+    like_weight = x if weight is None else weight
+    return (
+        x.new_empty(x.shape),
+        x.new_empty(x.shape if dropout_p > 0.0 else (0,)),
+        like_weight.new_empty((d if weight is not None else 0,)),
+        like_weight.new_empty((d if has_bias else 0,)),
+    )
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps, std, dropout_p, seed, backend):
+        out, summed, mean, rstd = _direct.run(
+            _op, _layer_norm, 4, x, residual, weight, bias, eps, std, dropout_p, seed, backend
+        )
+        ctx.save_for_backward(x if residual is None else summed, weight, mean, rstd, seed)
+        ctx.options = eps, std, dropout_p
+        ctx.tail = residual is not None, bias is not None, backend
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        if residual is None:
+            ctx.mark_non_differentiable(summed, mean, rstd)
+        else:
+            ctx.mark_non_differentiable(mean, rstd)
+        ctx.set_materialize_grads(False)
+        return out, summed, mean, rstd
+
+    @staticmethod
+    def backward(ctx, grad_out, grad_summed, *_):
+        x, weight, mean, rstd, seed = ctx.saved_tensors
+        eps, std, dropout_p = ctx.options
+        if grad_out is None:  # only the sum was used
+            if grad_summed is None:
+                return (None,) * 9
+            grad_out = torch.zeros_like(x)
+        args = grad_out, grad_summed, x, weight, mean, rstd, eps, std, dropout_p, seed, *ctx.tail
+        # With create_graph the op itself must run: it is what says that there is no second derivative.
+        grads = (
+            _op_backward(*args)
+            if torch.is_grad_enabled()
+            else _direct.run(_op_backward, _layer_norm_backward, 6, *args)
+        )
+        grad_x, grad_residual, grad_weight, grad_bias = grads
+        has_residual, has_bias, _ = ctx.tail
+        if has_residual and dropout_p == 0.0:
+            grad_residual = grad_x
+        return (
+            grad_x,
+            grad_residual if has_residual else None,
+            grad_weight if weight is not None else None,
+            grad_bias.to(ctx.bias_dtype) if has_bias else None,
+            *(None,) * 5,
+        )
+
+
+def _autograd(*args):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:4]):
+        return _LayerNorm.apply(*args)
+    return _direct.run(_op, _layer_norm, 4, *args)
+
+
+_op = _library.register(
+    "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool std, float dropout_p, "
+    "Tensor? seed, str backend) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)",
+    implementation=_layer_norm,
+    fake=_fake,
+    autograd=_autograd,
+)
+_op_backward = _library.register(
+    "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
+    "float eps, bool std, float dropout_p, Tensor? seed, bool has_residual, bool has_bias, str backend) "
+    "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
+    implementation=_layer_norm_backward,
+    fake=_fake_backward,
+)
