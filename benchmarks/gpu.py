@@ -1,8 +1,8 @@
 """Everything worth knowing about a GPU machine, in one go: what ``make gpu`` runs after the build.
 
-The test suite on CUDA, the parity table, the benchmarks and their report. A step that fails or takes too long is reported and
-the next one runs, so that one visit to a machine always brings back all it can. Logs and JSON land in one folder; a
-short table is printed last.
+The test suite on CUDA, the parity table, the benchmarks and their report. A step that fails or takes too long is
+reported and the next one runs, so that one visit to a machine always brings back all it can. Logs and JSON land in one
+folder; a short table is printed last.
 
     python benchmarks/gpu.py --out results
 """
