@@ -1,0 +1,63 @@
+"""Tile tables: which tile sizes, warps and pipeline stages a kernel runs with. Data, apart from the kernels.
+
+Fixed, so that no call ever waits for tuning and a new length never compiles; assign to an entry to override it, e.g.
+``configs.ATTENTION["forward", "sm90", 16, 64, "long"] = AttentionConfig(128, 128, 8, 2)``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ARCHITECTURES = {"sm80": 80, "sm90": 90, "sm100": 100}
+"""Architecture classes and the compute capability each is tuned and checked for."""
+
+LONG = 512
+"""Sequences of more keys than this use the "long" entry of a table."""
+
+
+def architecture(capability: tuple[int, int]) -> str:
+    """The architecture class of a CUDA compute capability.
+
+    Consumer parts (8.6, 8.9, 12.x) have 99 KB of shared memory and no newer matrix unit that Triton uses well:
+    they take the sm80 entries, which are kept below 99 KB for d <= 128.
+    """
+    return {9: "sm90", 10: "sm100"}.get(capability[0], "sm80")
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """Tile of one attention kernel.
+
+    Args:
+        block_queries: query rows a tile, a power of two of at least 16.
+        block_keys: keys a tile, a power of two of at least 32 (the dropout contract draws 32 keys at a time).
+        num_warps: warps a program.
+        num_stages: depth of the software pipeline over the inner loop.
+    """
+
+    block_queries: int
+    block_keys: int
+    num_warps: int
+    num_stages: int
+
+
+def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
+    """(kernel, architecture class, bits of the type, padded head size, "short" | "long") -> config."""
+    table = {}
+    for arch in ARCHITECTURES:
+        for d in (16, 32, 64, 128, 256):
+            for size in ("short", "long"):
+                table["forward", arch, 16, d, size] = AttentionConfig(64, 64, 4, 2)
+                table["grad_q", arch, 16, d, size] = AttentionConfig(64, 64, 4, 2)
+                table["grad_kv", arch, 16, d, size] = AttentionConfig(64, 64, 4, 2)
+                for kernel in ("forward", "grad_q", "grad_kv"):
+                    table[kernel, arch, 32, d, size] = AttentionConfig(32, 32, 4, 1)
+    return table
+
+
+ATTENTION = _attention_table()
+
+
+def attention_config(kernel: str, arch: str, bits: int, block_d: int, keys: int) -> AttentionConfig:
+    """The config of an attention kernel ("forward", "grad_q", "grad_kv") for these sizes."""
+    return ATTENTION[kernel, arch, bits, block_d, "long" if keys > LONG else "short"]

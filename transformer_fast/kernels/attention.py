@@ -1,0 +1,223 @@
+"""Masked attention, forward: one pass over the keys with an online softmax.
+
+Method: M. Milakov and N. Gimelshein, "Online normalizer calculation for softmax", 2018; tiled as in T. Dao,
+"FlashAttention-2", 2023, section 3.1. A program computes one tile of queries of one head. It runs the tiles of
+keys that all its queries see without mask code, then the tiles that some see, and never touches the rest.
+
+Two things are rare and are not paid for in those loops: rows with no key (their weight is 1/Lk on *every* key), and NaN
+or Inf in V at a key that some rows of a tile block (0 * NaN is NaN inside a matrix product). Both show in the result,
+and then the program repeats its tile once, carefully.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..configs import attention_config
+from .attention_tiles import (
+    LN2,
+    LOG2E,
+    any_true,
+    at_head,
+    empty_like_heads,
+    exponential,
+    jit,
+    key_limits,
+    load_rows,
+    mask_arguments,
+    mask_scores,
+    positive_scale,
+    store_rows,
+    tensor_arguments,
+)
+from .launching import Launch, architecture_of, run, widen_bf16_if_interpreted
+from .philox import attention_keep_tile, load_seed
+
+
+CAREFUL_KEYS = tl.constexpr(32)
+
+
+@jit
+def _forward_kernel(
+    q, k, v, out, logsumexp, keep, key_keep, lengths, bias, seed,
+    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
+    out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
+    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_key,
+    key_keep_batch: tl.int64, key_keep_head: tl.int64, key_keep_key,
+    lengths_batch: tl.int64, lengths_query: tl.int64,
+    bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
+    heads, group, queries, keys, causal_offset, threshold, rescale, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
+):  # fmt: skip
+    BIASED: tl.constexpr = bias is not None
+    DENSE: tl.constexpr = (keep is not None) or (key_keep is not None) or (bias is not None)
+    # Last query tile first: under a causal mask it has the most keys, and long programs should start early.
+    tiles = tl.cdiv(queries, BLOCK_QUERIES)
+    start_query = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_QUERIES
+    batch = tl.program_id(0) // tiles // heads
+    head = tl.program_id(0) // tiles % heads
+
+    q = at_head(q, batch, head, q_batch, q_head, UNIT)
+    k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
+    v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
+    out = at_head(out, batch, head, out_batch, out_head, UNIT)
+    keep = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
+    key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
+    bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
+    if seed is not None:
+        key_low, key_high = load_seed(seed)
+
+    # Rows past the last query repeat it: they need no mask of their own, and are not stored.
+    rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
+    limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
+    last_key = tl.maximum(tl.max(limit, 0), 0)
+    full_keys = 0 if DENSE else tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS * BLOCK_KEYS
+
+    q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT, True)
+    peak = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_QUERIES,), tl.float32)
+    acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
+
+    # First the tiles that every row sees, then those that need the mask.
+    for MASKED in tl.static_range(1 if DENSE else 0, 2):
+        begin = full_keys if MASKED else 0
+        end = last_key if MASKED else full_keys
+        for start in tl.range(begin, end, BLOCK_KEYS):
+            k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT, MASKED)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            if MASKED:
+                scores, allowed = mask_scores(
+                    scores, scale, rows, start, limit, keep, keep_query, keep_key, key_keep, key_keep_key,
+                    bias, bias_query, bias_key, BLOCK_KEYS, MASK_UNIT,
+                )  # fmt: skip
+                scores = tl.where(allowed, scores, float("-inf"))
+            new_peak = tl.max(scores, 1) if BIASED else tl.max(scores, 1) * (scale * LOG2E)
+            new_peak = tl.maximum(peak, new_peak)
+            # A row that has seen no key yet keeps -inf, which must not be subtracted from itself.
+            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
+            weights = exponential(scores, shift[:, None], scale, BIASED)
+            decay = tl.math.exp2((peak - shift) * LOG2E) if BIASED else tl.math.exp2(peak - shift)
+            total = total * decay + tl.sum(weights, 1)
+            if seed is not None:
+                kept = attention_keep_tile(
+                    key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, BLOCK_KEYS
+                )
+                weights = tl.where(kept, weights, 0.0)
+            v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT, MASKED)
+            acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
+            peak = new_peak
+
+    # Usually not one step: the careful repeat is a loop without steps rather than a branch.
+    empty = total == 0.0
+    careful_end = tl.where(any_true((acc - acc) != 0.0), last_key, 0)
+    if not ZERO_EMPTY_ROWS:
+        careful_end = tl.where(any_true(empty), keys, careful_end)
+    if careful_end > 0:
+        acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
+    shift = tl.where(empty, 0.0, peak)
+    for start in tl.range(0, careful_end, CAREFUL_KEYS, num_stages=1):
+        v_tile = load_rows(v, start, keys, v_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT, True)
+        sound = (v_tile - v_tile) == 0.0
+        k_tile = load_rows(k, start, last_key, k_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT, True)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        scores, allowed = mask_scores(
+            scores, scale, rows, start, limit, keep, keep_query, keep_key, key_keep, key_keep_key,
+            bias, bias_query, bias_key, CAREFUL_KEYS, MASK_UNIT,
+        )  # fmt: skip
+        weights = tl.where(allowed, exponential(scores, shift[:, None], scale, BIASED), 0.0)
+        if not ZERO_EMPTY_ROWS:
+            weights = tl.where(empty[:, None], 1.0, weights)
+        if seed is not None:
+            kept = attention_keep_tile(
+                key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, CAREFUL_KEYS
+            )
+            weights = tl.where(kept, weights, 0.0)
+        acc = tl.dot(weights.to(v_tile.dtype), tl.where(sound, v_tile, 0.0), acc, input_precision="ieee")
+        seen = tl.where(allowed, 1.0, 0.0).to(v_tile.dtype)
+        reached = tl.dot(seen, tl.where(sound, 0.0, 1.0).to(v_tile.dtype), input_precision="ieee") > 0.0
+        acc += tl.where(reached, float("nan"), 0.0)
+
+    divisor = tl.where(empty, keys.to(tl.float32), total)
+    logsum = (peak if BIASED else peak * LN2) + tl.log(divisor)
+    logsum = tl.where(empty, float("-inf"), logsum)
+    store_rows(
+        out, acc * (rescale / divisor)[:, None], start_query, queries, out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT
+    )
+    row = start_query + tl.arange(0, BLOCK_QUERIES)
+    logsumexp += (tl.program_id(0) // tiles).to(tl.int64) * queries
+    tl.store(logsumexp + row, logsum, mask=row < queries)
+
+
+def tile_launch(name: str, kernel, q: Tensor, k: Tensor, arch: str, arguments: dict[str, object]) -> Launch:
+    """Launch of an attention kernel with its tile from the table; "grad_kv" has programs for keys, others for queries."""
+    block_d = max(16, triton.next_power_of_2(q.shape[-1]))
+    config = attention_config(name, arch, q.element_size() * 8, block_d, k.shape[2])
+    over, block = (k, config.block_keys) if name == "grad_kv" else (q, config.block_queries)
+    return Launch(
+        name=f"attention {name} {str(q.dtype)[6:]} d{block_d} {config}",
+        kernel=kernel,
+        grid=triton.cdiv(over.shape[2], block) * over.shape[0] * over.shape[1],
+        arguments=arguments | {"BLOCK_QUERIES": config.block_queries, "BLOCK_KEYS": config.block_keys},
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+def forward_launch(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, arch: str, mask: dict[str, object]
+) -> Launch:
+    """The forward launch for these tensors; `mask` is :func:`attention_forward`'s keyword arguments."""
+    arguments = tensor_arguments(q=q, k=k, v=v, out=out) | mask_arguments(q, k, **mask) | {"logsumexp": logsumexp}
+    return tile_launch("forward", _forward_kernel, q, k, arch, arguments)
+
+
+@widen_bf16_if_interpreted(results=1)
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    keep: Tensor | None,
+    key_keep: Tensor | None,
+    lengths: Tensor | None,
+    bias: Tensor | None,
+    causal: int | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    zero_empty_rows: bool,
+) -> tuple[Tensor, Tensor]:
+    """Masked attention by Triton.
+
+    Args:
+        q: (B, H, Lq, D), fp32, fp16 or bf16; D from 1 to 256; last stride 1.
+        k, v: (B, Hkv, Lk, D) of q's dtype; ``Hkv`` divides ``H``; last stride 1.
+        keep: bool, broadcastable to (B, H, Lq, Lk), any strides; True = visible.
+        key_keep: bool (B|1, H|1, 1, Lk), a second mask on keys alone.
+        lengths: int32 (B,) or (B, Lq): keys at or past it are blocked; 0 <= length <= Lk.
+        bias: any float, broadcastable to (B, H, Lq, Lk), added to the scaled scores; -inf blocks.
+        causal: query i sees keys j <= i + causal; None for no such bound.
+        scale: multiplies q k^T.
+        dropout_p, seed: dropout on the weights, drawn by :mod:`.philox`; seed int64 (1,) on q's device, or None.
+        zero_empty_rows: a row without keys is 0 rather than the mean of v.
+
+    Returns:
+        out (B, H, Lq, D) in q's dtype and logsumexp (B, H, Lq) fp32, -inf for a row without keys.
+    """
+    B, H, Lq, _ = q.shape
+    Lk = k.shape[2]
+    out = empty_like_heads(q)
+    logsumexp = torch.empty((B, H, Lq), dtype=torch.float32, device=q.device)
+    if out.numel() == 0 or Lk == 0:
+        return out.zero_(), logsumexp.fill_(float("-inf"))
+    q, scale, _ = positive_scale(q, scale)
+    mask = {
+        "keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": bias, "causal": causal, "scale": scale,
+        "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero_empty_rows,
+    }  # fmt: skip
+    run([forward_launch(q, k, v, out, logsumexp, architecture_of(q), mask)], q)
+    return out, logsumexp

@@ -1,0 +1,324 @@
+"""Masked attention, backward: weights are computed again from the logsumexp, tile by tile.
+
+Method: T. Dao, "FlashAttention-2", 2023, section 3.1.2, as three kernels: delta (one number a row), the gradient of q (a
+program a tile of queries, looping over keys) and the gradients of k and v (a program a tile of keys, looping over the
+query heads of its group and their queries). Every sum has one owner and one order: two runs agree bit for bit.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention import tile_launch
+from .attention_tiles import (
+    LOG2E,
+    any_true,
+    at_head,
+    empty_like_heads,
+    exponential,
+    jit,
+    key_limits,
+    load_rows,
+    mask_arguments,
+    mask_scores,
+    positive_scale,
+    store_rows,
+    tensor_arguments,
+)
+from .launching import Launch, architecture_of, run, widen_bf16_if_interpreted
+from .philox import attention_keep_tile, load_seed
+
+DELTA_ROWS = 32
+SCAN_ROWS = tl.constexpr(1024)
+
+
+@jit
+def _delta_kernel(
+    grad_out, out, delta,
+    grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
+    out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
+    heads, queries,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """delta = sum over d of grad_out * out: what each row's softmax gradient is centred by."""
+    tiles = tl.cdiv(queries, ROWS)
+    start = tl.program_id(0) % tiles * ROWS
+    pair = tl.program_id(0) // tiles
+    grad_out = at_head(grad_out, pair // heads, pair % heads, grad_out_batch, grad_out_head, UNIT)
+    out = at_head(out, pair // heads, pair % heads, out_batch, out_head, UNIT)
+    grad_tile = load_rows(grad_out, start, queries, grad_out_row, ROWS, HEAD_DIM, BLOCK_D, UNIT, True)
+    out_tile = load_rows(out, start, queries, out_row, ROWS, HEAD_DIM, BLOCK_D, UNIT, True)
+    row = start + tl.arange(0, ROWS)
+    sums = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+    tl.store(delta + pair.to(tl.int64) * queries + row, sums, mask=row < queries)
+
+
+@jit
+def _grad_q_kernel(
+    grad_out, q, k, v, logsumexp, delta, grad_q, keep, key_keep, lengths, bias, seed,
+    grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
+    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
+    grad_q_batch: tl.int64, grad_q_head: tl.int64, grad_q_row: tl.int64,
+    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_key,
+    key_keep_batch: tl.int64, key_keep_head: tl.int64, key_keep_key,
+    lengths_batch: tl.int64, lengths_query: tl.int64,
+    bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
+    heads, group, queries, keys, causal_offset, threshold, rescale, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
+):  # fmt: skip
+    BIASED: tl.constexpr = bias is not None
+    DENSE: tl.constexpr = (keep is not None) or (key_keep is not None) or (bias is not None)
+    tiles = tl.cdiv(queries, BLOCK_QUERIES)
+    start_query = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_QUERIES
+    batch = tl.program_id(0) // tiles // heads
+    head = tl.program_id(0) // tiles % heads
+
+    grad_out = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
+    q = at_head(q, batch, head, q_batch, q_head, UNIT)
+    k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
+    v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
+    grad_q = at_head(grad_q, batch, head, grad_q_batch, grad_q_head, UNIT)
+    keep = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
+    key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
+    bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
+    if seed is not None:
+        key_low, key_high = load_seed(seed)
+
+    rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
+    limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
+    last_key = tl.maximum(tl.max(limit, 0), 0)
+    full_keys = 0 if DENSE else tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS * BLOCK_KEYS
+
+    first_row = (tl.program_id(0) // tiles).to(tl.int64) * queries
+    shift = tl.load(logsumexp + first_row + rows) * (1.0 if BIASED else LOG2E)
+    centre = tl.load(delta + first_row + rows)
+    q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT, True)
+    grad_tile = load_rows(grad_out, start_query, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT, True)
+    acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
+
+    # Tiles that every row sees, then those that need the mask; last, only where a NaN or Inf came out, all of them
+    # again with such keys read as zeros: where they are allowed, the scores bring the NaN anyway.
+    for PHASE in tl.static_range(1 if DENSE else 0, 3):
+        MASKED: tl.constexpr = PHASE > 0
+        begin = full_keys if PHASE == 1 else 0
+        end = full_keys if PHASE == 0 else last_key
+        if PHASE == 2:
+            broken = any_true((acc - acc) != 0.0)
+            end = tl.where(broken, last_key, 0)
+            if broken:
+                acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
+        for start in tl.range(begin, end, BLOCK_KEYS, num_stages=1 if PHASE == 2 else None):
+            k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT, MASKED)
+            v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT, MASKED)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            if MASKED:
+                scores, allowed = mask_scores(
+                    scores, scale, rows, start, limit, keep, keep_query, keep_key, key_keep, key_keep_key,
+                    bias, bias_query, bias_key, BLOCK_KEYS, MASK_UNIT,
+                )  # fmt: skip
+            weights = exponential(scores, shift[:, None], scale, BIASED)
+            grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+            if seed is not None:
+                kept = attention_keep_tile(
+                    key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, BLOCK_KEYS
+                )
+                grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
+            grad_scores = weights * (grad_weights - centre[:, None])
+            if MASKED:
+                grad_scores = tl.where(allowed, grad_scores, 0.0)
+            if PHASE == 2:
+                k_tile = tl.where((k_tile - k_tile) == 0.0, k_tile, 0.0)
+            acc = tl.dot(grad_scores.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
+
+    store_rows(grad_q, acc * scale, start_query, queries, grad_q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
+
+
+@jit
+def _grad_kv_kernel(
+    grad_out, q, k, v, logsumexp, delta, grad_k, grad_v, keep, key_keep, lengths, bias, seed,
+    grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
+    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
+    grad_k_batch: tl.int64, grad_k_head: tl.int64, grad_k_row: tl.int64,
+    grad_v_batch: tl.int64, grad_v_head: tl.int64, grad_v_row: tl.int64,
+    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_key,
+    key_keep_batch: tl.int64, key_keep_head: tl.int64, key_keep_key,
+    lengths_batch: tl.int64, lengths_query: tl.int64,
+    bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
+    heads, group, queries, keys, causal_offset, threshold, rescale, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
+):  # fmt: skip
+    BIASED: tl.constexpr = bias is not None
+    DENSE: tl.constexpr = (keep is not None) or (key_keep is not None) or (bias is not None)
+    # First key tile first: under a causal mask it has the most queries.
+    tiles = tl.cdiv(keys, BLOCK_KEYS)
+    start_key = tl.program_id(0) % tiles * BLOCK_KEYS
+    batch = tl.program_id(0) // tiles // (heads // group)
+    kv_head = tl.program_id(0) // tiles % (heads // group)
+    if seed is not None:
+        key_low, key_high = load_seed(seed)
+
+    # Which queries see none of this tile's keys, by bounds alone, and from which on they see all of them.
+    end_key = start_key + BLOCK_KEYS
+    length = keys
+    uniform_length = True
+    if lengths is not None:
+        uniform_length = lengths_query == 0
+        length = tl.where(uniform_length, tl.load(lengths + batch.to(tl.int64) * lengths_batch), keys)
+    first = tl.minimum(tl.maximum(start_key - causal_offset, 0), queries) // BLOCK_QUERIES * BLOCK_QUERIES
+    first = tl.where(start_key < length, first, queries)
+    full = tl.cdiv(tl.maximum(end_key - 1 - causal_offset, 0), BLOCK_QUERIES) * BLOCK_QUERIES
+    full = tl.where(uniform_length & (end_key <= length), tl.minimum(full, queries), queries)
+    # Where a row without keys may be among those first ones: it gives every value its share.
+    scan = first if DENSE or lengths is not None else tl.minimum(first, tl.maximum(-causal_offset, 0))
+
+    k = at_head(k, batch, kv_head, k_batch, k_head, UNIT)
+    v = at_head(v, batch, kv_head, v_batch, v_head, UNIT)
+    k_tile = load_rows(k, start_key, keys, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT, True)
+    v_tile = load_rows(v, start_key, keys, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT, True)
+    k_acc = tl.zeros((BLOCK_KEYS, BLOCK_D), tl.float32)
+    v_acc = tl.zeros((BLOCK_KEYS, BLOCK_D), tl.float32)
+
+    for member in tl.range(0, group):
+        head = kv_head * group + member
+        q_base = at_head(q, batch, head, q_batch, q_head, UNIT)
+        grad_base = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
+        keep_base = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
+        key_keep_base = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
+        bias_base = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
+        first_row = (batch * heads + head).to(tl.int64) * queries
+        begin_masked = first
+        if not ZERO_EMPTY_ROWS:
+            for start in tl.range(0, scan, SCAN_ROWS):
+                row = start + tl.arange(0, SCAN_ROWS)
+                logsum = tl.load(logsumexp + first_row + row, mask=row < scan, other=0.0)
+                begin_masked = tl.where(any_true(logsum == float("-inf")), 0, begin_masked)
+
+        for MASKED in tl.static_range(1, -1 if not DENSE else 0, -1):
+            begin = begin_masked if MASKED else full
+            end = full if MASKED else queries
+            if DENSE:
+                end = queries
+            for start in tl.range(begin, end, BLOCK_QUERIES):
+                row = start + tl.arange(0, BLOCK_QUERIES)
+                # Rows past the last query weigh nothing: exp(0 - inf).
+                logsum = tl.load(logsumexp + first_row + row, mask=row < queries, other=float("inf"))
+                centre = tl.load(delta + first_row + row, mask=row < queries, other=0.0)
+                q_tile = load_rows(q_base, start, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT, True)
+                scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+                if MASKED:
+                    rows = tl.minimum(row, queries - 1)
+                    limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
+                    scores, allowed = mask_scores(
+                        scores, scale, rows, start_key, limit, keep_base, keep_query, keep_key, key_keep_base,
+                        key_keep_key, bias_base, bias_query, bias_key, BLOCK_KEYS, MASK_UNIT,
+                    )  # fmt: skip
+                weights = exponential(scores, (logsum * (1.0 if BIASED else LOG2E))[:, None], scale, BIASED)
+                grad_tile = load_rows(
+                    grad_base, start, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT, True
+                )
+                grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+                if MASKED:
+                    weights = tl.where(allowed, weights, 0.0)
+                share = weights
+                if MASKED and not ZERO_EMPTY_ROWS:
+                    share = tl.where((logsum == float("-inf"))[:, None], 1.0 / keys.to(tl.float32), share)
+                if seed is not None:
+                    kept = attention_keep_tile(
+                        key_low, key_high, threshold, batch, head, start, start_key, BLOCK_QUERIES, BLOCK_KEYS
+                    )
+                    share = tl.where(kept, share, 0.0)
+                    grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
+                v_acc = tl.dot(tl.trans(share.to(q_tile.dtype)), grad_tile, v_acc, input_precision="ieee")
+                grad_scores = weights * (grad_weights - centre[:, None])
+                if MASKED:
+                    grad_scores = tl.where(allowed, grad_scores, 0.0)
+                k_acc = tl.dot(tl.trans(grad_scores.to(q_tile.dtype)), q_tile, k_acc, input_precision="ieee")
+
+    grad_k = at_head(grad_k, batch, kv_head, grad_k_batch, grad_k_head, UNIT)
+    grad_v = at_head(grad_v, batch, kv_head, grad_v_batch, grad_v_head, UNIT)
+    store_rows(grad_k, k_acc * scale, start_key, keys, grad_k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+    store_rows(grad_v, v_acc * rescale, start_key, keys, grad_v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+
+
+def backward_launches(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
+    gradients: tuple[Tensor, Tensor, Tensor], arch: str, mask: dict[str, object],
+) -> list[Launch]:  # fmt: skip
+    """The three launches that fill `gradients`; `mask` is :func:`attention_backward`'s keyword arguments."""
+    grad_q, grad_k, grad_v = gradients
+    B, H, Lq, D = q.shape
+    delta = torch.empty_like(logsumexp)
+    masking = mask_arguments(q, k, **mask)
+    rows = {"logsumexp": logsumexp, "delta": delta}
+    inputs = {"grad_out": grad_out, "q": q, "k": k, "v": v}
+    sizes = {name: masking[name] for name in ("heads", "queries", "HEAD_DIM", "BLOCK_D")}
+    return [
+        Launch(
+            name=f"attention delta {str(q.dtype)[6:]} d{masking['BLOCK_D']}",
+            kernel=_delta_kernel,
+            grid=triton.cdiv(Lq, DELTA_ROWS) * B * H,
+            arguments=tensor_arguments(grad_out=grad_out, out=out) | sizes | {"delta": delta, "ROWS": DELTA_ROWS},
+            num_warps=4,
+            num_stages=1,
+        ),
+        tile_launch(
+            "grad_q", _grad_q_kernel, q, k, arch, tensor_arguments(**inputs, grad_q=grad_q) | masking | rows
+        ),
+        tile_launch(
+            "grad_kv", _grad_kv_kernel, q, k, arch,
+            tensor_arguments(**inputs, grad_k=grad_k, grad_v=grad_v) | masking | rows,
+        ),
+    ]  # fmt: skip
+
+
+@widen_bf16_if_interpreted(results=3)
+def attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    keep: Tensor | None,
+    key_keep: Tensor | None,
+    lengths: Tensor | None,
+    bias: Tensor | None,
+    causal: int | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    zero_empty_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`~.attention.attention_forward` by Triton.
+
+    Args:
+        grad_out: (B, H, Lq, D), the gradient of out; any strides.
+        q, k, v and the rest: as given to the forward launcher.
+        out, logsumexp: as it returned them.
+
+    Returns:
+        Gradients of q (B, H, Lq, D), k and v (B, Hkv, Lk, D), in their dtypes. Bitwise equal from run to run.
+    """
+    B, H, Lq, D = q.shape
+    Hkv, Lk = k.shape[1:3]
+    grad_q, grad_k, grad_v = empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
+    if q.numel() == 0 or k.numel() == 0:
+        return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
+    if grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()
+    q, scale, sign = positive_scale(q, scale)
+    mask = {
+        "keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": bias, "causal": causal, "scale": scale,
+        "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero_empty_rows,
+    }  # fmt: skip
+    gradients = (grad_q, grad_k, grad_v)
+    run(backward_launches(grad_out, q, k, v, out, logsumexp, gradients, architecture_of(q), mask), q)
+    return grad_q if sign == 1.0 else grad_q * sign, grad_k, grad_v
