@@ -1,8 +1,8 @@
 // The Python module transformer_fast._C. Loading it registers every op's kernels in torch.ops.transformer_fast_native.
 //
-// Each op declares its schemas and its CPU kernels in cpu/<op>.cpp (TORCH_LIBRARY_FRAGMENT and TORCH_LIBRARY_IMPL) and its
-// CUDA kernels in cuda/<op>.cu, so an op is added by adding its files. The kernels carry no autograd and trust their inputs:
-// transformer_fast/ops checks those.
+// Each op declares its schemas and its CPU kernels in cpu/<op>.cpp (TORCH_LIBRARY_FRAGMENT and TORCH_LIBRARY_IMPL) and
+// its CUDA kernels in cuda/<op>.cu, so an op is added by adding its files. The kernels carry no autograd and trust what
+// they are given: transformer_fast/ops checks it.
 #include <pybind11/pybind11.h>
 
 #include "build_config.h"
@@ -11,8 +11,8 @@ namespace py = pybind11;
 
 namespace {
 
-// transformer_fast/kernels/extension.py looks for this text in the file *before* loading it: a module built for another torch
-// or for another CPU can crash while it loads, and then nothing could say why.
+// transformer_fast/kernels/extension.py looks for this text in the file *before* loading it: a module built for another
+// torch or for another CPU can crash while it loads, and then nothing could say why.
 constexpr char kBuild[] = "transformer_fast build: " TRANSFORMER_FAST_BUILD "\n";
 constexpr size_t kPrefix = sizeof("transformer_fast build: ") - 1;
 

@@ -1,9 +1,9 @@
-// The random-number contract, version 1: the dropout mask is a pure function of (seed, position), equal bit for bit in the
-// reference (reference/dropout.py), in Triton (kernels/philox.py) and here, on the host and on the device.
+// The random-number contract, version 1: the dropout mask is a pure function of (seed, position), equal bit for bit in
+// the reference (reference/dropout.py), in Triton (kernels/philox.py) and here, on the host and on the device.
 //
 // Philox 4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 // The key is the 64-bit seed. One call gives four 32-bit words, each word two 16-bit draws (low half first).
-// An element is kept iff its draw >= threshold, threshold = round(p * 65536); kept values are multiplied by 1 / (1 - p).
+// An element is kept iff its draw >= threshold = round(p * 65536); kept values are multiplied by 1 / (1 - p).
 //
 // Elementwise dropout of a (rows, d) view, row r, column c:
 //   counter = (c >> 3, low half of r, high half of r, 0), word (c >> 1) & 3, half c & 1

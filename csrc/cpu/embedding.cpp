@@ -1,9 +1,6 @@
-// Embedding on the CPU: gather * scale + positional encoding + dropout in one pass over each row, and its gradient.
-//
-// Every row of a result is written by one thread in an order that the number of threads does not change, so all of this is
-// repeatable bit for bit.
-#include "../embedding.h"
-#include "draws.h"
+// Embedding on the CPU: gather * scale + positional encoding + dropout in one pass over each row, and the sinusoidal
+// table. The weight's gradient is in embedding_backward.cpp.
+#include "embedding_common.h"
 #include "vec.h"
 
 #include <ATen/Dispatch.h>
@@ -18,46 +15,6 @@
 
 namespace transformer_fast {
 namespace {
-
-constexpr int64_t kGrainElements = 16384;  // less is not worth waking a thread for
-
-int64_t grain(int64_t d) {
-  return std::max<int64_t>(1, kGrainElements / std::max<int64_t>(1, d));
-}
-
-// ids of either width, in row order.
-class Ids {
- public:
-  Ids(const at::Tensor& ids, int64_t vocabulary)
-      : shape_(ids.sizes()),
-        vocabulary_(vocabulary),
-        wide_(ids.scalar_type() == at::kLong ? ids.const_data_ptr<int64_t>() : nullptr),
-        narrow_(wide_ ? nullptr : ids.const_data_ptr<int32_t>()) {}
-
-  int64_t operator[](int64_t row) const {
-    return wide_ ? wide_[row] : narrow_[row];
-  }
-
-  bool valid(int64_t id) const {
-    return id >= 0 && id < vocabulary_;
-  }
-
-  [[noreturn]] void raise(int64_t row) const {
-    std::string place;
-    int64_t rest = row;
-    for (size_t dim = shape_.size(); dim-- > 0; rest /= shape_[dim])
-      place = std::to_string(rest % shape_[dim]) + (place.empty() ? "" : ", ") + place;
-    TORCH_CHECK_INDEX(
-        false, "ids[", place, "] is ", (*this)[row], ", but the vocabulary has ", vocabulary_,
-        " rows: expected 0 <= id < ", vocabulary_);
-  }
-
- private:
-  at::IntArrayRef shape_;
-  int64_t vocabulary_;
-  const int64_t* wide_;
-  const int32_t* narrow_;
-};
 
 // Where the rows of a matrix start, and how far apart its columns are.
 template <typename T>
@@ -77,11 +34,7 @@ struct Matrix {
   }
 };
 
-Dropout dropout_of(double p, const OptionalTensor& seed) {
-  return p > 0 ? Dropout(p, *seed->const_data_ptr<int64_t>()) : Dropout();
-}
-
-// out[r] = dropout(source[source_row(r)] * scale + table[offset + r % length]); a negative source row is left unwritten.
+// out[r] = dropout(source[source_row(r)] * scale + table[offset + r % length]); where source_row is negative, nothing.
 template <typename T, typename Table, typename SourceRow>
 void encode(
     T* out, const Rows& rows, const Matrix<T>& source, const SourceRow& source_row, double scale,
@@ -123,9 +76,9 @@ void encode_with(
   if (!table) {
     encode<T, A, SourceRow>(y, rows, from, source_row, scale, nullptr, offset, p, dropout);
   } else if (std::is_same_v<T, A> || table->scalar_type() != source.scalar_type()) {
-    const at::Tensor converted = table->to(c10::CppTypeToScalarType<A>::value);
-    const Matrix<A> matrix(converted);
-    encode<T, A, SourceRow>(y, rows, from, source_row, scale, &matrix, offset, p, dropout);
+    const at::Tensor used = table->narrow(0, offset, rows.length).to(c10::CppTypeToScalarType<A>::value);
+    const Matrix<A> matrix(used);
+    encode<T, A, SourceRow>(y, rows, from, source_row, scale, &matrix, 0, p, dropout);
   } else {
     const Matrix<T> matrix(*table);
     encode<T, T, SourceRow>(y, rows, from, source_row, scale, &matrix, offset, p, dropout);
@@ -133,13 +86,9 @@ void encode_with(
 }
 
 at::Tensor embed(
-    const at::Tensor& ids, const at::Tensor& weight, const OptionalTensor& table, double scale, int64_t offset, double p,
-    const OptionalTensor& seed) {
-  check_ids(ids);
-  TORCH_CHECK_VALUE(weight.dim() == 2, "weight: expected (vocabulary, d), got ", weight.sizes());
-  const Rows rows(ids.sizes(), weight.size(1));
-  if (table) check_table(weight, *table, rows, offset);
-  check_dropout(weight, p, seed);
+    const at::Tensor& ids, const at::Tensor& weight, const OptionalTensor& table, double scale, int64_t offset,
+    double p, const OptionalTensor& seed) {
+  const Rows rows = check_embed(ids, weight, table, offset, p, seed);
   auto shape = ids.sizes().vec();
   shape.push_back(rows.d);
   at::Tensor out = at::empty(shape, weight.options());
@@ -164,10 +113,7 @@ at::Tensor embed(
 
 at::Tensor add_positional(
     const at::Tensor& x, const OptionalTensor& table, int64_t offset, double p, const OptionalTensor& seed) {
-  TORCH_CHECK_VALUE(x.dim() >= 2, "x: expected (..., length, d), got ", x.sizes());
-  const Rows rows(x.sizes().slice(0, x.dim() - 1), x.size(-1));
-  if (table) check_table(x, *table, rows, offset);
-  check_dropout(x, p, seed);
+  const Rows rows = check_add_positional(x, table, offset, p, seed);
   at::Tensor out = at::empty(x.sizes(), x.options());
   if (rows.empty()) return out;
 
@@ -179,148 +125,10 @@ at::Tensor add_positional(
   return out;
 }
 
-// The rows of grad in order of their ids (a counting sort, stable): those of id v are order[starts[v]] .. order[starts[v + 1] - 1].
-// padding_idx has none.
-struct RowsById {
-  std::vector<int64_t> starts, order;
-
-  RowsById(const Ids& ids, int64_t count, int64_t vocabulary, int64_t padding_idx)
-      : starts(vocabulary + 1), order(count) {
-    for (const auto r : c10::irange(count)) {
-      const int64_t id = ids[r];
-      if (!ids.valid(id)) ids.raise(r);
-      if (id != padding_idx) ++starts[id + 1];
-    }
-    for (const auto v : c10::irange(vocabulary)) starts[v + 1] += starts[v];
-    std::vector<int64_t> next(starts.begin(), starts.end() - 1);
-    for (const auto r : c10::irange(count))
-      if (ids[r] != padding_idx) order[next[ids[r]]++] = r;
-  }
-};
-
-// A row of the weight's gradient is the sum of at most kSegment rows of grad, or else of the sums of such segments: one id that
-// fills the batch then still occupies every thread, and the order of summation depends on the batch alone.
-constexpr int64_t kSegment = 256;
-
-template <typename T>
-class WeightGradient {
-  using A = Accumulate<T>;
-
- public:
-  WeightGradient(const T* grad, int64_t d, const RowsById& by_id, double scale, double p, const Dropout& dropout)
-      : grad_(grad), d_(d), by_id_(by_id), scale_(static_cast<A>(scale)), p_(p), dropout_(dropout) {}
-
-  void write(T* out, int64_t vocabulary) const {
-    // Along this axis each id has length 1 + its number of rows, so equal stretches are about equal work.
-    const auto& starts = by_id_.starts;
-    const int64_t length = vocabulary + starts.back();
-    at::parallel_for(0, length, grain(d_), [&](int64_t begin, int64_t end) {
-      for (int64_t v = id_at(begin); v < vocabulary && starts[v] + v < end; ++v) {
-        const int64_t count = starts[v + 1] - starts[v];
-        if (count == 0)
-          std::fill_n(out + v * d_, d_, T(0));
-        else if (count <= kSegment)
-          sum_rows(out + v * d_, starts[v], count, scale_);
-      }
-    });
-    for (const auto v : heavy_ids(vocabulary)) write_heavy(out + v * d_, starts[v], starts[v + 1] - starts[v]);
-  }
-
- private:
-  // The first id that begins at or after a place on the axis of write().
-  int64_t id_at(int64_t place) const {
-    int64_t low = 0, high = static_cast<int64_t>(by_id_.starts.size()) - 1;
-    while (low < high) {
-      const int64_t middle = low + (high - low) / 2;
-      if (by_id_.starts[middle] + middle < place)
-        low = middle + 1;
-      else
-        high = middle;
-    }
-    return low;
-  }
-
-  std::vector<int64_t> heavy_ids(int64_t vocabulary) const {
-    std::vector<int64_t> ids;
-    if (by_id_.starts.back() > kSegment)
-      for (const auto v : c10::irange(vocabulary))
-        if (by_id_.starts[v + 1] - by_id_.starts[v] > kSegment) ids.push_back(v);
-    return ids;
-  }
-
-  void write_heavy(T* out, int64_t first, int64_t count) const {
-    const int64_t segments = (count + kSegment - 1) / kSegment;
-    std::vector<A> partial(segments * d_);
-    at::parallel_for(0, segments, 1, [&](int64_t begin, int64_t end) {
-      for (const auto s : c10::irange(begin, end))
-        sum_rows(&partial[s * d_], first + s * kSegment, std::min(kSegment, count - s * kSegment), A(1));
-    });
-    at::parallel_for(0, d_, std::max<int64_t>(64, kGrainElements / segments), [&](int64_t begin, int64_t end) {
-      for_columns<A>(begin, end, [&](int64_t c, auto lanes, int) {
-        Vector<A> total{};
-        for (const auto s : c10::irange(segments)) total += load(&partial[s * d_ + c], lanes);
-        store(out + c, total * scale_, lanes);
-      });
-    });
-  }
-
-  // out = scale * sum of dropout'(grad row) over by_id.order[first .. first + count)
-  template <typename Out>
-  void sum_rows(Out* out, int64_t first, int64_t count, A scale) const {
-    alignas(64) A total[kDrawColumns];
-    alignas(64) uint16_t draws[kDrawRoom];
-    for (int64_t start = 0; start < d_; start += kDrawColumns) {
-      const int64_t columns = std::min(kDrawColumns, d_ - start);
-      std::fill_n(total, columns, A(0));
-      for (const auto i : c10::irange(first, first + count)) {
-        const int64_t row = by_id_.order[i];
-        const T* g = grad_ + row * d_ + start;
-        if (p_ > 0) dropout_.draw(row, start, columns, draws);
-        for_columns<A>(0, columns, [&](int64_t c, auto lanes, int) {
-          Vector<A> v = load(g + c, lanes);
-          if (p_ > 0) v = dropout_.template apply<A>(v, draws + c);
-          store(total + c, load(total + c, lanes) + v, lanes);
-        });
-      }
-      for_columns<A>(0, columns, [&](int64_t c, auto lanes, int) {
-        store(out + start + c, load(total + c, lanes) * scale, lanes);
-      });
-    }
-  }
-
-  const T* grad_;
-  int64_t d_;
-  const RowsById& by_id_;
-  A scale_;
-  double p_;
-  const Dropout& dropout_;
-};
-
-at::Tensor embed_backward(
-    const at::Tensor& grad_out, const at::Tensor& ids, int64_t vocabulary, double scale, std::optional<int64_t> padding_idx,
-    double p, const OptionalTensor& seed, bool /* deterministic: always */) {
-  check_grad(grad_out, ids, vocabulary);
-  check_dropout(grad_out, p, seed);
-  const at::Tensor grad = grad_out.contiguous(), dense = ids.contiguous();
-  const int64_t d = grad.size(-1);
-  at::Tensor out = at::empty({vocabulary, d}, grad.options());
-  if (out.numel() == 0) return out;
-
-  const RowsById by_id(Ids(dense, vocabulary), dense.numel(), vocabulary, padding_idx.value_or(-1));
-  const Dropout dropout = dropout_of(p, seed);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "embed_backward", [&] {
-    const WeightGradient<scalar_t> gradient(grad.const_data_ptr<scalar_t>(), d, by_id, scale, p, dropout);
-    gradient.write(out.mutable_data_ptr<scalar_t>(), vocabulary);
-  });
-  return out;
-}
-
-// table[r] = the encoding of position start + r. Sines and cosines are taken only of every kStep-th position and of the steps
-// 0 .. kStep - 1; the rest follow by the addition theorem in fp64, whose error (a few 1e-16) vanishes in fp32.
-void fill_positional_table(const at::Tensor& table, int64_t start) {
-  TORCH_CHECK_VALUE(
-      table.dim() == 2 && table.scalar_type() == at::kFloat && table.is_contiguous() && start >= 0,
-      "table: expected contiguous float32 (length, d) and start >= 0");
+// table[r] = the encoding of position r. Sines and cosines are taken only of every kStep-th position and of the
+// steps 0 .. kStep - 1; the rest follow by the addition theorem in fp64, whose error (a few 1e-16) vanishes in fp32.
+void fill_positional_table(const at::Tensor& table) {
+  check_positional_table(table);
   constexpr int64_t kStep = 32;
   const int64_t length = table.size(0), d = table.size(1), pairs = (d + 1) / 2;
   float* out = table.mutable_data_ptr<float>();
@@ -338,14 +146,15 @@ void fill_positional_table(const at::Tensor& table, int64_t start) {
     std::vector<double> base_sin(pairs), base_cos(pairs);
     for (const auto block : c10::irange(begin, end)) {
       for (const auto i : c10::irange(pairs)) {
-        const double angle = static_cast<double>(start + block * kStep) * frequency[i];
+        const double angle = static_cast<double>(block * kStep) * frequency[i];
         base_sin[i] = std::sin(angle);
         base_cos[i] = std::cos(angle);
       }
       for (const auto s : c10::irange(std::min(kStep, length - block * kStep))) {
         float* row = out + (block * kStep + s) * d;
         const double *sin_s = &step_sin[s * pairs], *cos_s = &step_cos[s * pairs];
-        for (const auto i : c10::irange(pairs)) row[2 * i] = static_cast<float>(base_sin[i] * cos_s[i] + base_cos[i] * sin_s[i]);
+        for (const auto i : c10::irange(pairs))
+          row[2 * i] = static_cast<float>(base_sin[i] * cos_s[i] + base_cos[i] * sin_s[i]);
         for (const auto i : c10::irange(d / 2))
           row[2 * i + 1] = static_cast<float>(base_cos[i] * cos_s[i] - base_sin[i] * sin_s[i]);
       }
@@ -357,17 +166,18 @@ void fill_positional_table(const at::Tensor& table, int64_t start) {
 }  // namespace transformer_fast
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
-  m.def("embed(Tensor ids, Tensor weight, Tensor? table, float scale, int offset, float dropout_p, Tensor? seed) -> Tensor");
+  m.def(
+      "embed(Tensor ids, Tensor weight, Tensor? table, float scale, int offset, float dropout_p, Tensor? seed) "
+      "-> Tensor");
   m.def(
       "embed_backward(Tensor grad_out, Tensor ids, int num_embeddings, float scale, int? padding_idx, float dropout_p, "
       "Tensor? seed, bool deterministic) -> Tensor");
   m.def("add_positional(Tensor x, Tensor? table, int offset, float dropout_p, Tensor? seed) -> Tensor");
-  m.def("fill_positional_table(Tensor(a!) table, int start) -> ()");
+  m.def("fill_positional_table(Tensor(a!) table) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
   m.impl("embed", TORCH_FN(transformer_fast::embed));
-  m.impl("embed_backward", TORCH_FN(transformer_fast::embed_backward));
   m.impl("add_positional", TORCH_FN(transformer_fast::add_positional));
   m.impl("fill_positional_table", TORCH_FN(transformer_fast::fill_positional_table));
 }

@@ -1,0 +1,215 @@
+// The gradient of the embedding's weight on the GPU, two ways.
+//
+// Sorted (deterministic): the ids are sorted on the device and the order is cut into stretches. A thread walks one for
+// eight columns and writes every id that begins and ends there; ids that cross into other stretches leave partial sums,
+// which a second kernel adds in a fixed order. No atomics, no host synchronisation, and an id that fills the batch is
+// still spread over the GPU.
+// Atomic: one pass in batch order with fp32 atomics; no sort, but not repeatable bit for bit.
+#include "rows.cuh"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sort.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+namespace transformer_fast {
+namespace {
+
+// What is common to the kernels: grad (rows, d) contiguous, and which ids count.
+template <typename T>
+struct Gradient {
+  const T* grad;
+  int64_t rows, d, vocabulary, padding_idx;
+  float scale;
+  DeviceDropout dropout;
+
+  __device__ __forceinline__ bool counts(int64_t id) const {
+    return id >= 0 && id < vocabulary && id != padding_idx;
+  }
+
+  // dropout'(grad) of one row, eight columns.
+  template <bool kWide>
+  __device__ __forceinline__ void load(int64_t row, int64_t column, int count, float (&x)[kPiece]) const {
+    load_piece<kWide>(grad + row * d + column, 1, count, x);
+    dropout.apply(row, column, x);
+  }
+};
+
+// The rows of grad in order of their ids, cut into stretches of `tokens`.
+struct Sorted {
+  DeviceIds ids;
+  const int64_t* row;
+  int64_t tokens, stretches;
+};
+
+// partial is (stretches, 2, d): of the id that came in from the stretch before, and of the one that begins here and
+// goes on into the next.
+template <bool kWide, typename T>
+__global__ void __launch_bounds__(kThreads) stretch_kernel(
+    T* __restrict__ out, float* __restrict__ partial, const Gradient<T> g, const Sorted sorted) {
+  constexpr int kAhead = 4;  // rows loaded before they are summed, to have their latencies overlap
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  for (int64_t s = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; s < sorted.stretches; s += step) {
+    const int64_t begin = s * sorted.tokens, end = min(begin + sorted.tokens, g.rows);
+    const int64_t before = begin > 0 ? sorted.ids[begin - 1] : -1, after = end < g.rows ? sorted.ids[end] : -1;
+    const bool came_in = begin > 0 && before == sorted.ids[begin];
+    for (int64_t c = static_cast<int64_t>(threadIdx.x) * kPiece; c < g.d; c += blockDim.x * kPiece) {
+      const int count = columns_left(c, g.d);
+      float sum[kPiece] = {};
+      bool first_id = true;
+      for (int64_t i = begin; i < end; i += kAhead) {
+        float x[kAhead][kPiece];
+        int64_t id[kAhead + 1];
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+          id[a] = i + a < end ? sorted.ids[i + a] : -1;
+          if (g.counts(id[a])) g.template load<kWide>(sorted.row[i + a], c, count, x[a]);
+        }
+        id[kAhead] = i + kAhead < end ? sorted.ids[i + kAhead] : -1;
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a) {
+          if (i + a >= end) continue;
+          if (g.counts(id[a])) {
+#pragma unroll
+            for (int j = 0; j < kPiece; ++j) sum[j] += x[a][j];
+          }
+          const bool last = i + a + 1 == end;
+          if (!last && id[a + 1] == id[a]) continue;
+          if (g.counts(id[a])) {
+            const bool comes_in = first_id && came_in, goes_on = last && end < g.rows && after == id[a];
+            if (comes_in || goes_on) {
+              store_piece<false>(partial + (2 * s + (comes_in ? 0 : 1)) * g.d + c, count, sum);
+            } else {
+#pragma unroll
+              for (int j = 0; j < kPiece; ++j) sum[j] *= g.scale;
+              store_piece<kWide>(out + id[a] * g.d + c, count, sum);
+            }
+          }
+          first_id = false;
+#pragma unroll
+          for (int j = 0; j < kPiece; ++j) sum[j] = 0.f;
+        }
+      }
+    }
+  }
+}
+
+// One block for each id that begins in a stretch and goes on: adds its partial sums, blockDim.y of them at a time.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) join_kernel(
+    T* __restrict__ out, const float* __restrict__ partial, const Gradient<T> g, const Sorted sorted) {
+  __shared__ float sums[kThreads];
+  for (int64_t s = blockIdx.x; s < sorted.stretches - 1; s += gridDim.x) {
+    const int64_t begin = s * sorted.tokens, end = begin + sorted.tokens, id = sorted.ids[end];
+    const bool goes_on = id == sorted.ids[end - 1] && g.counts(id);
+    const bool begins_here = begin == 0 || sorted.ids[begin - 1] != id;
+    if (!goes_on || !begins_here) continue;
+    int64_t last = s + 1, beyond = sorted.stretches;  // the last stretch that this id reaches: its first token tells
+    while (beyond - last > 1) {
+      const int64_t middle = last + (beyond - last) / 2;
+      if (sorted.ids[middle * sorted.tokens] == id)
+        last = middle;
+      else
+        beyond = middle;
+    }
+    for (int64_t c0 = 0; c0 < g.d; c0 += blockDim.x) {
+      const int64_t c = c0 + threadIdx.x;
+      float sum = 0.f;
+      if (c < g.d)
+        for (int64_t k = s + threadIdx.y; k <= last; k += blockDim.y)
+          sum += partial[(2 * k + (k == s ? 1 : 0)) * g.d + c];
+      sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
+      __syncthreads();
+      if (threadIdx.y == 0 && c < g.d) {
+        for (unsigned y = 1; y < blockDim.y; ++y) sum += sums[y * blockDim.x + threadIdx.x];
+        out[id * g.d + c] = static_cast<T>(sum * g.scale);
+      }
+      __syncthreads();
+    }
+  }
+}
+
+template <bool kWide, typename T>
+__global__ void __launch_bounds__(kThreads) atomic_kernel(
+    float* __restrict__ out, const Gradient<T> g, const DeviceIds ids) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
+  for (int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; r < g.rows; r += step) {
+    const int64_t id = ids[r];
+    if (!g.counts(id)) continue;
+    for (int64_t c = static_cast<int64_t>(threadIdx.x) * kPiece; c < g.d; c += blockDim.x * kPiece) {
+      const int count = columns_left(c, g.d);
+      float x[kPiece];
+      g.template load<kWide>(r, c, count, x);
+#pragma unroll
+      for (int i = 0; i < kPiece; ++i)
+        if (i < count) atomicAdd(out + id * g.d + c + i, x[i] * g.scale);
+    }
+  }
+}
+
+// Longer stretches for longer batches, so that joining the sums of one hot id stays cheap beside making them. From the
+// number of rows alone: the order of summation must not depend on the GPU.
+int64_t tokens_per_stretch(int64_t rows) {
+  int64_t tokens = 32;
+  while (16 * tokens * tokens < rows) tokens *= 2;
+  return tokens;
+}
+
+template <typename T>
+at::Tensor sorted_gradient(const Gradient<T>& g, const at::Tensor& ids, const at::TensorOptions& options) {
+  const at::Tensor out = at::zeros({g.vocabulary, g.d}, options);
+  const auto [ordered, row] = at::sort(ids.view(-1), /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const int64_t tokens = tokens_per_stretch(g.rows), stretches = (g.rows + tokens - 1) / tokens;
+  const Sorted sorted{DeviceIds(ordered), row.template const_data_ptr<int64_t>(), tokens, stretches};
+  const at::Tensor partial = at::empty({stretches, 2, g.d}, options.dtype(at::kFloat));
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  T* y = out.template mutable_data_ptr<T>();
+  const bool wide = wide_rows(g.grad, g.d, 1, sizeof(T)) && wide_rows(y, g.d, 1, sizeof(T));
+
+  const dim3 block = block_shape(g.d);
+  const auto kernel = wide ? stretch_kernel<true, T> : stretch_kernel<false, T>;
+  kernel<<<grid_size(stretches, block), block, 0, stream>>>(y, partial.mutable_data_ptr<float>(), g, sorted);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  if (stretches > 1) {
+    const dim3 join_block(32, kThreads / 32);
+    join_kernel<T><<<grid_size(stretches - 1, dim3(1, 1)), join_block, 0, stream>>>(
+        y, partial.const_data_ptr<float>(), g, sorted);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+  return out;
+}
+
+template <typename T>
+at::Tensor atomic_gradient(const Gradient<T>& g, const at::Tensor& ids, const at::TensorOptions& options) {
+  const at::Tensor sum = at::zeros({g.vocabulary, g.d}, options.dtype(at::kFloat));
+  const dim3 block = block_shape(g.d);
+  const auto kernel = wide_rows(g.grad, g.d, 1, sizeof(T)) ? atomic_kernel<true, T> : atomic_kernel<false, T>;
+  kernel<<<grid_size(g.rows, block), block, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      sum.mutable_data_ptr<float>(), g, DeviceIds(ids));
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return sum.to(options.dtype());
+}
+
+at::Tensor embed_backward(
+    const at::Tensor& grad_out, const at::Tensor& ids, int64_t vocabulary, double scale,
+    std::optional<int64_t> padding_idx, double p, const OptionalTensor& seed, bool deterministic) {
+  check_backward(grad_out, ids, vocabulary, p, seed);
+  const c10::cuda::CUDAGuard guard(grad_out.device());
+  const at::Tensor grad = grad_out.contiguous(), dense = ids.contiguous();
+  if (grad.numel() == 0) return at::zeros({vocabulary, grad.size(-1)}, grad.options());
+  return for_element_type(grad.scalar_type(), [&](auto element) {
+    using T = decltype(element);
+    const Gradient<T> g{grad.const_data_ptr<T>(),     dense.numel(),
+                        grad.size(-1),                vocabulary,
+                        padding_idx.value_or(-1),     static_cast<float>(scale),
+                        DeviceDropout(p, seed)};
+    return deterministic ? sorted_gradient(g, dense, grad.options()) : atomic_gradient(g, dense, grad.options());
+  });
+}
+
+}  // namespace
+}  // namespace transformer_fast
+
+TORCH_LIBRARY_IMPL(transformer_fast_native, CUDA, m) {
+  m.impl("embed_backward", TORCH_FN(transformer_fast::embed_backward));
+}

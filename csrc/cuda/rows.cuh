@@ -1,0 +1,139 @@
+// Rows of d elements in pieces of eight columns, one piece a thread: what one Philox call serves, and one or two
+// accesses of 128 bits.
+#pragma once
+
+#include "../embedding.h"
+#include "../philox.h"
+
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <limits>
+
+namespace transformer_fast {
+
+constexpr int kThreads = 256;
+constexpr int kPiece = kDrawsPerCall;
+
+template <typename T>
+struct alignas(16) Part {
+  T element[16 / sizeof(T)];
+};
+
+// Eight columns at p as floats; the first `count` of them at the end of a row. kWide: p is 16-byte aligned and columns
+// are neighbours.
+template <bool kWide, typename T>
+__device__ __forceinline__ void load_piece(const T* p, int64_t column_stride, int count, float (&x)[kPiece]) {
+  constexpr int kPart = 16 / sizeof(T);
+  if (kWide && count == kPiece) {
+#pragma unroll
+    for (int i = 0; i < kPiece; i += kPart) {
+      const Part<T> part = *reinterpret_cast<const Part<T>*>(p + i);
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) x[i + j] = static_cast<float>(part.element[j]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) x[i] = i < count ? static_cast<float>(p[i * column_stride]) : 0.f;
+  }
+}
+
+template <bool kWide, typename T>
+__device__ __forceinline__ void store_piece(T* p, int count, const float (&x)[kPiece]) {
+  constexpr int kPart = 16 / sizeof(T);
+  if (kWide && count == kPiece) {
+#pragma unroll
+    for (int i = 0; i < kPiece; i += kPart) {
+      Part<T> part;
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) part.element[j] = static_cast<T>(x[i + j]);
+      *reinterpret_cast<Part<T>*>(p + i) = part;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i)
+      if (i < count) p[i] = static_cast<T>(x[i]);
+  }
+}
+
+__device__ __forceinline__ int columns_left(int64_t column, int64_t d) {
+  return d - column < kPiece ? static_cast<int>(d - column) : kPiece;
+}
+
+// Dropout as a kernel takes it. The seed stays on the device, so that a replayed CUDA graph reads a fresh one; null: no
+// dropout.
+struct DeviceDropout {
+  const int64_t* seed = nullptr;
+  uint32_t threshold = 0;
+  float scale = 1.f;
+
+  DeviceDropout(double p, const OptionalTensor& seed_tensor) {
+    if (p == 0) return;
+    const DropoutRate rate(p);
+    seed = seed_tensor->const_data_ptr<int64_t>();
+    threshold = rate.threshold;
+    scale = static_cast<float>(rate.scale);
+  }
+
+  __device__ __forceinline__ void apply(int64_t row, int64_t column, float (&x)[kPiece]) const {
+    if (seed == nullptr) return;
+    const PhiloxWords words = philox_elementwise(static_cast<uint64_t>(*seed), row, column / kPiece);
+#pragma unroll
+    for (int i = 0; i < kPiece; ++i) x[i] = words.draw(i) >= threshold ? x[i] * scale : 0.f;
+  }
+};
+
+// Contiguous token ids of either width; default: none.
+struct DeviceIds {
+  const int64_t* wide = nullptr;
+  const int32_t* narrow = nullptr;
+
+  DeviceIds() = default;
+  explicit DeviceIds(const at::Tensor& ids) {
+    if (ids.scalar_type() == at::kLong)
+      wide = ids.const_data_ptr<int64_t>();
+    else
+      narrow = ids.const_data_ptr<int32_t>();
+  }
+
+  __device__ __forceinline__ int64_t operator[](int64_t i) const {
+    return wide ? wide[i] : narrow[i];
+  }
+};
+
+// x threads along the columns of a row (whole warps where the row is that wide), y rows a block.
+inline dim3 block_shape(int64_t d) {
+  const int64_t pieces = (d + kPiece - 1) / kPiece;
+  int64_t x = 1;
+  while (x < pieces && x < 32) x *= 2;
+  if (pieces > 32) x = std::min<int64_t>((pieces + 31) / 32 * 32, kThreads);
+  return dim3(static_cast<unsigned>(x), static_cast<unsigned>(kThreads / x));
+}
+
+// Blocks for `rows` rows; kernels stride over what is left beyond the largest grid.
+inline unsigned grid_size(int64_t rows, const dim3& block) {
+  return static_cast<unsigned>(std::min<int64_t>((rows + block.y - 1) / block.y, std::numeric_limits<int32_t>::max()));
+}
+
+// Calls body with a value of the element type.
+template <typename Body>
+auto for_element_type(at::ScalarType type, const Body& body) {
+  switch (type) {
+    case at::kFloat:
+      return body(float());
+    case at::kHalf:
+      return body(at::Half());
+    case at::kBFloat16:
+      return body(at::BFloat16());
+    default:
+      TORCH_CHECK_TYPE(false, "the CUDA kernels take float32, float16 and bfloat16, got ", type);
+  }
+}
+
+// Whether every row can be read and written 128 bits at a time.
+inline bool wide_rows(const void* data, int64_t row_stride, int64_t column_stride, size_t element_size) {
+  return column_stride == 1 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_stride * element_size % 16 == 0;
+}
+
+}  // namespace transformer_fast

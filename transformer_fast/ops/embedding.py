@@ -1,0 +1,281 @@
+"""The embedding op: the door (argument checks), the op and its backward, and which kernel runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import backends, reference
+from . import _direct, _library
+
+
+def embed(
+    ids: Tensor,
+    weight: Tensor,
+    table: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    offset: int = 0,
+    padding_idx: int | None = None,
+    dropout_p: float = 0.0,
+) -> Tensor:
+    """``dropout(weight[ids] * scale + table[offset : offset + L])`` in one pass (Vaswani et al., "Attention Is All
+    You Need", 2017, sections 3.4, 3.5 and 5.4), with no mask and no intermediate stored for the backward.
+
+    Args:
+        ids: (..., L) int64 or int32, each in [0, vocabulary).
+        weight: (vocabulary, d); float32, float16, bfloat16 (float64 on CPU), at any strides.
+        table: (at least offset + L, d) positional encoding, float32 or the dtype of ``weight``; None for none. It
+            may require a gradient (a learned one).
+        scale: multiplies the looked-up rows, sqrt(d) in the paper.
+        offset: position of the first id, for decoding step by step.
+        padding_idx: this row of ``weight`` is read like any other but gets no gradient, as in ``nn.Embedding``.
+        dropout_p: probability of dropping an element of the sum, in [0, 1]; kept ones are scaled by ``1 / (1 - p)``.
+            ``torch.manual_seed`` governs it. Every backend draws the same mask. Pass 0 outside training.
+
+    Returns:
+        (..., L, d), contiguous, in the dtype of ``weight``, autocast or not (as ``nn.Embedding``); sums are made in
+        float32. Gradients are the same bit for bit on every run, on a GPU too.
+
+    Raises:
+        TypeError: for non-tensors and for dtypes that do not fit.
+        ValueError: for shapes, devices or options that do not fit; the message names them.
+        IndexError: on CPU, for an id outside the vocabulary; names the id and its place. On a GPU, where looking
+            would stall it, the output row of such an id is NaN and it contributes no gradient.
+    """
+    _check_ids_and_weight(ids, weight)
+    if table is not None:
+        _check_table("embed", table, "weight", weight, offset, ids.shape[-1])
+    _check_options("embed", offset, dropout_p)
+    if padding_idx is not None:
+        vocabulary = weight.shape[0]
+        if not -vocabulary <= padding_idx < vocabulary:
+            raise ValueError(
+                f"embed: padding_idx must lie in [{-vocabulary}, {vocabulary}) for weight {tuple(weight.shape)}, "
+                f"got {padding_idx}"
+            )
+        padding_idx %= vocabulary
+    seed = _library.draw_seed(weight.device) if dropout_p > 0.0 else None
+    backend = backends.resolve("embedding", weight.device, weight.dtype)
+    if backend == "reference":
+        return reference.embedding.embed(
+            ids, weight, table, scale=scale, offset=offset, padding_idx=padding_idx, dropout_p=dropout_p, seed=seed
+        )
+    call = _embed_autograd if _direct.is_plain(ids, weight, table) else _op_embed
+    return call(ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend)
+
+
+def add_positional(x: Tensor, table: Tensor, offset: int = 0, dropout_p: float = 0.0) -> Tensor:
+    """``dropout(x + table[offset : offset + L])`` in one pass.
+
+    Args:
+        x: (..., L, d); float32, float16, bfloat16 (float64 on CPU).
+        table: (at least offset + L, d), float32 or the dtype of ``x``; it may require a gradient.
+        offset, dropout_p: as for :func:`embed`.
+
+    Returns:
+        (..., L, d), contiguous, in the dtype of ``x``.
+
+    Raises:
+        TypeError, ValueError: as for :func:`embed`.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"add_positional: x must be a tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"add_positional: x must be a float tensor, got {x.dtype}")
+    if x.dim() < 2:
+        raise ValueError(f"add_positional: x must be (..., length, d), got shape {tuple(x.shape)}")
+    _check_table("add_positional", table, "x", x, offset, x.shape[-2])
+    _check_options("add_positional", offset, dropout_p)
+    seed = _library.draw_seed(x.device) if dropout_p > 0.0 else None
+    backend = backends.resolve("embedding", x.device, x.dtype)
+    if backend == "reference":
+        return reference.embedding.add_positional(x, table, offset, dropout_p, seed)
+    call = _add_autograd if _direct.is_plain(x, table) else _op_add
+    return call(x, table, offset, dropout_p, seed, backend)
+
+
+def positional_table(length: int, d_model: int) -> Tensor:
+    """The sinusoidal positional encoding (Vaswani et al., 2017, section 3.5).
+
+    ``PE[pos, 2i] = sin(pos / 10000**(2i / d_model))`` and ``PE[pos, 2i + 1]`` the cosine, computed in fp64.
+
+    Returns:
+        (length, d_model) float32 on torch's default device; an odd ``d_model`` lacks the last cosine.
+
+    Raises:
+        ValueError: for a negative ``length`` or a ``d_model`` below 1.
+    """
+    if length < 0 or d_model < 1:
+        raise ValueError(f"positional_table: expected length >= 0 and d_model >= 1, got {length} and {d_model}")
+    table = torch.empty(length, d_model, dtype=torch.float32)
+    if table.is_meta:
+        return table
+    # It is made once for a model: where something traces, the plain PyTorch formula serves as well.
+    if not _direct.is_plain(table) or backends.resolve("embedding", table.device, table.dtype) == "reference":
+        return reference.embedding.positional_table(length, d_model)
+    torch.ops.transformer_fast_native.fill_positional_table(table)
+    return table
+
+
+def _check_ids_and_weight(ids: Tensor, weight: Tensor) -> None:
+    for name, t in (("ids", ids), ("weight", weight)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"embed: {name} must be a tensor, got {type(t).__name__}")
+    if ids.dtype != torch.int64 and ids.dtype != torch.int32:
+        raise TypeError(f"embed: ids must be int64 or int32, got {ids.dtype}")
+    if not weight.is_floating_point():
+        raise TypeError(f"embed: weight must be a float tensor, got {weight.dtype}")
+    if ids.dim() == 0:
+        raise ValueError("embed: ids must be (..., length), got a tensor without dimensions")
+    if weight.dim() != 2:
+        raise ValueError(f"embed: weight must be (vocabulary, d), got shape {tuple(weight.shape)}")
+    if ids.device != weight.device:
+        raise ValueError(f"embed: weight is on {weight.device} but ids on {ids.device}")
+
+
+def _check_table(op: str, table: Tensor, name: str, x: Tensor, offset: int, length: int) -> None:
+    if not isinstance(table, Tensor):
+        raise TypeError(f"{op}: table must be a tensor, got {type(table).__name__}")
+    if table.dtype != torch.float32 and table.dtype != x.dtype:
+        raise TypeError(f"{op}: table must be float32 or the dtype of {name}, {x.dtype}; got {table.dtype}")
+    if table.dim() != 2 or table.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"{op}: table must be (positions, d) with the d = {x.shape[-1]} of {name}, got shape {tuple(table.shape)}"
+        )
+    if table.device != x.device:
+        raise ValueError(f"{op}: {name} is on {x.device} but table on {table.device}")
+    if table.shape[0] < offset + length:
+        raise ValueError(
+            f"{op}: table is too short: offset {offset} + length {length} needs {offset + length} positions, "
+            f"it has {table.shape[0]}"
+        )
+
+
+def _check_options(op: str, offset: int, dropout_p: float) -> None:
+    if offset < 0:
+        raise ValueError(f"{op}: offset must be at least 0, got {offset}")
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"{op}: dropout_p must lie in [0, 1], got {dropout_p}")
+
+
+def _embed(ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend):
+    return torch.ops.transformer_fast_native.embed(ids, weight, table, scale, offset, dropout_p, seed)
+
+
+def _embed_backward(grad_out, ids, num_embeddings, scale, padding_idx, dropout_p, seed, deterministic, backend):
+    return torch.ops.transformer_fast_native.embed_backward(
+        grad_out, ids, num_embeddings, scale, padding_idx, dropout_p, seed, deterministic
+    )
+
+
+def _add(x, table, offset, dropout_p, seed, backend):
+    return torch.ops.transformer_fast_native.add_positional(x, table, offset, dropout_p, seed)
+
+
+def _fake_embed(ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend):
+    return weight.new_empty((*ids.shape, weight.shape[1]))
+
+
+def _fake_embed_backward(grad_out, ids, num_embeddings, scale, padding_idx, dropout_p, seed, deterministic, backend):
+    return grad_out.new_empty((num_embeddings, grad_out.shape[-1]))
+
+
+def _fake_add(x, table, offset, dropout_p, seed, backend):
+    return x.new_empty(x.shape)
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend):
+        out = _direct.run(
+            _op_embed, _embed, 3, ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend
+        )
+        ctx.save_for_backward(ids, seed)
+        ctx.vocabulary = weight.shape[0]
+        ctx.options = scale, padding_idx, dropout_p
+        ctx.table = None if table is None else (table.shape, table.dtype, offset)
+        ctx.backend = backend
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        ids, seed = ctx.saved_tensors
+        scale, padding_idx, dropout_p = ctx.options
+        grad_weight = grad_table = None
+        if ctx.needs_input_grad[1]:
+            # Deterministic always: sorting the ids costs less than the atomics of a frequent one, and the same seed
+            # then gives the same training run.
+            args = grad_out, ids, ctx.vocabulary, scale, padding_idx, dropout_p, seed, True, ctx.backend
+            # With create_graph the op itself must run: it is what says that there is no second derivative.
+            grad_weight = (
+                _op_embed_backward(*args)
+                if torch.is_grad_enabled()
+                else _direct.run(_op_embed_backward, _embed_backward, 2, *args)
+            )
+        if ctx.needs_input_grad[2]:
+            grad_table = _table_gradient(_dropped(grad_out, dropout_p, seed, ctx.backend), *ctx.table)
+        return None, grad_weight, grad_table, None, None, None, None, None, None
+
+
+class _AddPositional(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, table, offset, dropout_p, seed, backend):
+        out = _direct.run(_op_add, _add, 2, x, table, offset, dropout_p, seed, backend)
+        ctx.save_for_backward(seed)
+        ctx.options = dropout_p, backend
+        ctx.table = None if table is None else (table.shape, table.dtype, offset)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        dropout_p, backend = ctx.options
+        grad_x = _dropped(grad_out, dropout_p, *ctx.saved_tensors, backend)
+        grad_table = _table_gradient(grad_x, *ctx.table) if ctx.needs_input_grad[1] else None
+        return grad_x if ctx.needs_input_grad[0] else None, grad_table, None, None, None, None
+
+
+def _dropped(grad, dropout_p, seed, backend):
+    """The forward's mask applied to a gradient: the same op without a table, so it can be differentiated again."""
+    return _op_add(grad, None, 0, dropout_p, seed, backend) if dropout_p > 0.0 else grad
+
+
+def _table_gradient(grad, shape, dtype, offset):
+    """The gradient of a (positions, d) table: of each position used, the sum over everything that stood there."""
+    length, d = grad.shape[-2:]
+    by_position = grad.reshape(-1, length, d).sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+    below = shape[0] - offset - length
+    return torch.nn.functional.pad(by_position, (0, 0, offset, below)).to(dtype)
+
+
+def _embed_autograd(ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend):
+    if torch.is_grad_enabled() and (weight.requires_grad or (table is not None and table.requires_grad)):
+        return _Embed.apply(ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend)
+    return _direct.run(_op_embed, _embed, 3, ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend)
+
+
+def _add_autograd(x, table, offset, dropout_p, seed, backend):
+    if torch.is_grad_enabled() and (x.requires_grad or (table is not None and table.requires_grad)):
+        return _AddPositional.apply(x, table, offset, dropout_p, seed, backend)
+    return _direct.run(_op_add, _add, 2, x, table, offset, dropout_p, seed, backend)
+
+
+_op_embed = _library.register(
+    "embed(Tensor ids, Tensor weight, Tensor? table, float scale, SymInt offset, int? padding_idx, float dropout_p, "
+    "Tensor? seed, str backend) -> Tensor",
+    implementation=_embed,
+    fake=_fake_embed,
+    autograd=_embed_autograd,
+)
+_op_embed_backward = _library.register(
+    "embed_backward(Tensor grad_out, Tensor ids, SymInt num_embeddings, float scale, int? padding_idx, "
+    "float dropout_p, Tensor? seed, bool deterministic, str backend) -> Tensor",
+    implementation=_embed_backward,
+    fake=_fake_embed_backward,
+)
+_op_add = _library.register(
+    "add_positional(Tensor x, Tensor? table, SymInt offset, float dropout_p, Tensor? seed, str backend) -> Tensor",
+    implementation=_add,
+    fake=_fake_add,
+    autograd=_add_autograd,
+)
