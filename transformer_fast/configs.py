@@ -61,3 +61,51 @@ ATTENTION = _attention_table()
 def attention_config(kernel: str, arch: str, bits: int, block_d: int, keys: int) -> AttentionConfig:
     """The config of an attention kernel ("forward", "grad_q", "grad_kv") for these sizes."""
     return ATTENTION[kernel, arch, bits, block_d, "long" if keys > LONG else "short"]
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """Tile of one norm kernel.
+
+    Args:
+        block_rows, block_columns: tile, powers of two; block_columns at least 8 (the dropout contract draws 8 at a time).
+        num_warps: warps a program.
+        num_stages: depth of the software pipeline over the rows or columns.
+        programs_per_multiprocessor: how many programs share the rows of the backward, and so the fp32 partial sums.
+    """
+
+    block_rows: int
+    block_columns: int
+    num_warps: int
+    num_stages: int = 1
+    programs_per_multiprocessor: int = 4
+
+
+def _norm_table() -> dict[tuple[str, int], NormConfig]:
+    """(kernel, padded width) -> config; width 0 holds what serves any width, in blocks of columns.
+
+    About 16 elements a thread: enough 128-bit loads in flight, few enough registers for several programs.
+    """
+    table = {
+        ("forward", 0): NormConfig(1, 4096, 8),
+        ("backward", 0): NormConfig(1, 4096, 8),
+        ("stripes", 0): NormConfig(8, 256, 4),
+        ("sum", 0): NormConfig(32, 64, 4),
+    }
+    for exponent in range(6, 15):
+        columns = 2**exponent
+        rows = max(1, 2048 // columns)
+        warps = max(4, columns // 512)
+        table["forward", columns] = NormConfig(rows, columns, warps)
+        if columns <= 8192:
+            table["backward", columns] = NormConfig(rows, columns, warps, 1, max(1, 16 // warps))
+    return table
+
+
+NORM = _norm_table()
+
+
+def norm_config(kernel: str, d: int) -> NormConfig:
+    """The config of a norm kernel ("forward", "backward", "stripes", "sum") for rows of d columns."""
+    columns = max(64, 1 << (d - 1).bit_length())
+    return NORM.get((kernel, columns)) or NORM[kernel, 0]

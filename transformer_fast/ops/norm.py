@@ -114,7 +114,7 @@ def _layer_norm_backward(grad_out, grad_summed, x, weight, mean, rstd, eps, std,
         return torch.ops.transformer_fast_native.layer_norm_backward(
             grad_out, grad_summed, x, weight, mean, rstd, eps, std, dropout_p, seed, has_residual, has_bias
         )
-    from ..kernels.norm import norm_backward
+    from ..kernels.norm_backward import norm_backward
 
     return norm_backward(grad_out, grad_summed, x, weight, mean, rstd, std, dropout_p, seed, has_bias)
 

@@ -1,0 +1,235 @@
+"""LayerNorm and Norm over the last dimension, forward: residual + dropout + norm in one pass.
+
+    layer: y = (x - mean) / sqrt(var + eps) * weight + bias     (variance over d)
+    std:   y = (x - mean) / (std + eps) * weight + bias         (variance over d - 1)
+
+A program holds a tile of whole rows in registers, reads them once and writes them once. Rows wider than a tile are walked
+in blocks of columns by one program each. Statistics are fp32 in two passes (mean, then squares of the centred row).
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..configs import NORM, norm_config
+from .launching import Launch, run
+from .philox import elementwise_keep_tile, load_seed
+
+
+@triton.jit
+def load_tile(base, rows, columns, inside, stride):
+    """An fp32 tile of a matrix with unit column stride; 0 outside."""
+    return tl.load(base + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _summed_tile(
+    x, residual, summed, rows, start, columns, inside, x_stride, residual_stride, d,
+    key_low, key_high, threshold, rescale, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """The rows to be normed: x, or residual + dropout(x), which is also stored, and rounded as stored."""
+    tile = load_tile(x, rows, columns, inside, x_stride)
+    if residual is not None:
+        if DROPOUT:
+            keep = elementwise_keep_tile(key_low, key_high, threshold, rows, start, tile.shape[0], tile.shape[1])
+            tile = tl.where(keep, tile * rescale, 0.0)
+        tile += load_tile(residual, rows, columns, inside, residual_stride)
+        rounded = tile.to(summed.dtype.element_ty)
+        tl.store(summed + rows[:, None] * d + columns[None, :], rounded, mask=inside)
+        tile = rounded.to(tl.float32)
+    return tile
+
+
+@triton.jit
+def _mean(tile, inside, count):
+    """Mean of each row, and once more of what is left: a constant row gets exactly itself, a large offset cancels."""
+    mean = tl.sum(tile, 1) / count
+    return mean + tl.sum(tl.where(inside, tile - mean[:, None], 0.0), 1) / count
+
+
+@triton.jit
+def _scale(squares, d, eps, STD: tl.constexpr):
+    """The factor of a row from the sum of its centred squares."""
+    if STD:
+        return 1.0 / (tl.sqrt(squares / (d - 1)) + eps)
+    else:
+        return 1.0 / tl.sqrt(squares / d + eps)
+
+
+@triton.jit
+def _store_normed(out, centred, rstd, weight, bias, rows, columns, inside, d):
+    normed = centred * rstd[:, None]
+    if weight is not None:
+        normed *= tl.load(weight + columns, mask=columns < d, other=0.0).to(tl.float32)[None, :]
+    if bias is not None:
+        normed += tl.load(bias + columns, mask=columns < d, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + rows[:, None] * d + columns[None, :], normed.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n_rows", "threshold"])
+def _forward_kernel(
+    x, residual, weight, bias, out, summed, mean_out, rstd_out, seed,
+    n_rows, d, x_stride, residual_stride, eps, threshold, rescale,
+    STD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows of up to BLOCK_COLUMNS columns: everything stays in registers."""
+    DROPOUT: tl.constexpr = seed is not None
+    key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = tl.arange(0, BLOCK_COLUMNS)
+    inside = (rows < n_rows)[:, None] & (columns < d)[None, :]
+    tile = _summed_tile(
+        x, residual, summed, rows, 0, columns, inside, x_stride, residual_stride, d,
+        key_low, key_high, threshold, rescale, DROPOUT,
+    )  # fmt: skip
+    mean = _mean(tile, inside, d)
+    centred = tl.where(inside, tile - mean[:, None], 0.0)
+    rstd = _scale(tl.sum(centred * centred, 1), d, eps, STD)
+    tl.store(mean_out + rows, mean, mask=rows < n_rows)
+    tl.store(rstd_out + rows, rstd, mask=rows < n_rows)
+    _store_normed(out, centred, rstd, weight, bias, rows, columns, inside, d)
+
+
+@triton.jit(do_not_specialize=["threshold"])
+def _forward_wide_kernel(
+    x, residual, weight, bias, out, summed, mean_out, rstd_out, seed,
+    d, x_stride, residual_stride, eps, threshold, rescale,
+    STD: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One row of any width: three walks over its columns, of which the last two find it in a cache."""
+    DROPOUT: tl.constexpr = seed is not None
+    key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    # Sums start from the mean of the first block, so that a constant row sums to exactly zero.
+    shift = tl.zeros((1,), tl.float32)
+    sums = tl.zeros((1, BLOCK_COLUMNS), tl.float32)
+    for start in range(0, d, BLOCK_COLUMNS):
+        columns = start + tl.arange(0, BLOCK_COLUMNS)
+        inside = (columns < d)[None, :]
+        tile = _summed_tile(
+            x, residual, summed, rows, start, columns, inside, x_stride, residual_stride, d,
+            key_low, key_high, threshold, rescale, DROPOUT,
+        )  # fmt: skip
+        if start == 0:
+            shift = _mean(tile, inside, BLOCK_COLUMNS)
+        sums += tl.where(inside, tile - shift[:, None], 0.0)
+    mean = shift + tl.sum(sums, 1) / d
+
+    source = x if residual is None else summed
+    stride = x_stride if residual is None else d
+    if residual is not None:
+        tl.debug_barrier()  # the walks below read what other threads of this program stored
+    squares = tl.zeros((1, BLOCK_COLUMNS), tl.float32)
+    for start in range(0, d, BLOCK_COLUMNS):
+        columns = start + tl.arange(0, BLOCK_COLUMNS)
+        inside = (columns < d)[None, :]
+        centred = tl.where(inside, load_tile(source, rows, columns, inside, stride) - mean[:, None], 0.0)
+        squares += centred * centred
+    rstd = _scale(tl.sum(squares, 1), d, eps, STD)
+    tl.store(mean_out + rows, mean)
+    tl.store(rstd_out + rows, rstd)
+
+    for start in range(0, d, BLOCK_COLUMNS):
+        columns = start + tl.arange(0, BLOCK_COLUMNS)
+        inside = (columns < d)[None, :]
+        centred = load_tile(source, rows, columns, inside, stride) - mean[:, None]
+        _store_normed(out, centred, rstd, weight, bias, rows, columns, inside, d)
+
+
+def as_rows(x: Tensor | None) -> Tensor | None:
+    """(rows, d) with unit stride along d; a view wherever the strides allow one."""
+    if x is None:
+        return None
+    d = x.shape[-1]
+    x = x if d == 1 or x.stride(-1) == 1 else x.contiguous()
+    return x if x.dim() == 2 else x.reshape(x.numel() // d, d)
+
+
+def dropout_arguments(p: float, seed: Tensor | None) -> dict[str, object]:
+    """Kernel arguments that say what is dropped."""
+    return {
+        "seed": seed if p > 0.0 else None,
+        "threshold": round(p * 65536),
+        "rescale": 1.0 / (1.0 - p) if p < 1.0 else 0.0,
+    }
+
+
+def forward_launch(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    summed: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    eps: float,
+    std: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> Launch:
+    """The launch that norms the (rows, d) matrix x into out."""
+    n_rows, d = x.shape
+    config = norm_config("forward", d)
+    arguments = {
+        "x": x, "residual": residual, "weight": weight, "bias": bias, "out": out, "summed": summed,
+        "mean_out": mean, "rstd_out": rstd, "d": d, "x_stride": x.stride(0),
+        "residual_stride": 0 if residual is None else residual.stride(0),
+        "eps": eps, "STD": std, "BLOCK_COLUMNS": config.block_columns, **dropout_arguments(dropout_p, seed),
+    }  # fmt: skip
+    name = f"norm forward {config.block_rows}x{config.block_columns} {x.dtype}"
+    if d > config.block_columns:
+        return Launch(f"{name} wide", _forward_wide_kernel, n_rows, arguments, config.num_warps, config.num_stages)
+    arguments |= {"n_rows": n_rows, "BLOCK_ROWS": config.block_rows}
+    grid = triton.cdiv(n_rows, config.block_rows)
+    return Launch(name, _forward_kernel, grid, arguments, config.num_warps, config.num_stages)
+
+
+def norm_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    std: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Norm of x, or of residual + dropout(x), by Triton.
+
+    Args:
+        x: (..., d), fp32, fp16 or bf16; any strides.
+        residual: x's shape and dtype, or None (then dropout_p is 0).
+        weight, bias: (d,), any float dtype, or None.
+        eps, std: as in the formulas above; ``std=True`` needs d > 1.
+        dropout_p, seed: dropout of x, drawn by :mod:`.philox`; seed int64 (1,) on x's device, or None.
+
+    Returns:
+        out (..., d); residual + dropout(x) (..., d), or (0,) without a residual; mean and the factor applied, (rows,) fp32.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    summed = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
+    n_rows = x.numel() // x.shape[-1]
+    mean, rstd = torch.empty((2, n_rows), dtype=torch.float32, device=x.device)
+    if n_rows > 0:
+        rows = as_rows(x), as_rows(residual), _contiguous(weight), _contiguous(bias)
+        run([forward_launch(*rows, out, summed, mean, rstd, eps, std, dropout_p, seed)], on=x)
+    return out, summed, mean, rstd
+
+
+def _contiguous(vector: Tensor | None) -> Tensor | None:
+    return None if vector is None else vector.contiguous()
+
+
+def compile_cases(arch: str) -> Iterator[Launch]:
+    """A launch for every forward config, with everything a launch can do switched on; the widest in fp32 too."""
+    widths = sorted(config.block_columns for (kernel, _), config in NORM.items() if kernel == "forward")
+    for d, dtype in [*((d, torch.bfloat16) for d in (*widths, 65536)), (widths[-1], torch.float32)]:
+        x = torch.empty((1024, d), dtype=dtype, device="meta")
+        vector = torch.empty((d,), dtype=torch.float32, device="meta")
+        statistics = torch.empty((1024,), dtype=torch.float32, device="meta")
+        seed = torch.empty((1,), dtype=torch.int64, device="meta")
+        yield forward_launch(x, x, vector, vector, x, x, statistics, statistics, 1e-6, True, 0.1, seed)

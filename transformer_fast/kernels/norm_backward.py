@@ -1,0 +1,299 @@
+"""LayerNorm and Norm, backward: one pass over the gradient and the rows, weight gradients summed on the way.
+
+With g = dy * weight and h = (x - mean) * rstd both norms have dx = rstd * (g - average(g) - h * slope):
+
+    layer: slope = sum(g h) / d
+    std:   slope = sum(g h) / sqrt(sum(h h) * (d - 1)), which holds for any eps; 0 for a constant row, where h = 0
+
+A bounded number of programs walks the rows; each keeps its part of the weight gradients in registers and stores it once
+as a row of an fp32 buffer, which a last kernel sums in a fixed order. No atomics: two runs agree bit for bit.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..configs import NORM, norm_config
+from .launching import Launch, run
+from .norm import as_rows, dropout_arguments, load_tile
+from .philox import elementwise_keep_tile, load_seed
+
+
+@triton.jit
+def _slope(gh, hh, d, STD: tl.constexpr):
+    if STD:
+        return tl.where(hh > 0.0, gh / tl.sqrt(tl.where(hh > 0.0, hh * (d - 1), 1.0)), 0.0)
+    else:
+        return gh / d
+
+
+@triton.jit
+def _store_gradients(
+    gradient, grad_summed, grad_x, grad_residual, rows, start, columns, inside, grad_summed_stride, d,
+    key_low, key_high, threshold, rescale, DROPOUT: tl.constexpr,
+):  # fmt: skip
+    """Add the gradient that came by the residual path, and send the total to the residual and through the dropout."""
+    offsets = rows[:, None] * d + columns[None, :]
+    if grad_summed is not None:
+        gradient += load_tile(grad_summed, rows, columns, inside, grad_summed_stride)
+    if DROPOUT:
+        tl.store(grad_residual + offsets, gradient.to(grad_residual.dtype.element_ty), mask=inside)
+        keep = elementwise_keep_tile(key_low, key_high, threshold, rows, start, gradient.shape[0], gradient.shape[1])
+        gradient = tl.where(keep, gradient * rescale, 0.0)
+    tl.store(grad_x + offsets, gradient.to(grad_x.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n_rows", "threshold"])
+def _backward_kernel(
+    dy, grad_summed, x, weight, mean, rstd, grad_x, grad_residual, partials, seed,
+    n_rows, d, dy_stride, grad_summed_stride, x_stride, threshold, rescale,
+    STD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Every program takes every num_programs-th tile of rows; partials is (2, programs, d), or None."""
+    DROPOUT: tl.constexpr = seed is not None
+    key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)
+    columns = tl.arange(0, BLOCK_COLUMNS)
+    if weight is not None:
+        w = tl.load(weight + columns, mask=columns < d, other=0.0).to(tl.float32)[None, :]
+    weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for tile in range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0)):
+        rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        inside = (rows < n_rows)[:, None] & (columns < d)[None, :]
+        dy_tile = load_tile(dy, rows, columns, inside, dy_stride)
+        x_tile = load_tile(x, rows, columns, inside, x_stride)
+        row_mean = tl.load(mean + rows, mask=rows < n_rows, other=0.0)
+        row_rstd = tl.load(rstd + rows, mask=rows < n_rows, other=0.0)
+        h = tl.where(inside, (x_tile - row_mean[:, None]) * row_rstd[:, None], 0.0)
+        g = dy_tile * w if weight is not None else dy_tile
+        slope = _slope(tl.sum(g * h, 1), tl.sum(h * h, 1), d, STD)
+        gradient = (g - (tl.sum(g, 1) / d)[:, None] - h * slope[:, None]) * row_rstd[:, None]
+        _store_gradients(
+            gradient, grad_summed, grad_x, grad_residual, rows, 0, columns, inside, grad_summed_stride, d,
+            key_low, key_high, threshold, rescale, DROPOUT,
+        )  # fmt: skip
+        if partials is not None:
+            weight_sum += dy_tile * h
+            bias_sum += dy_tile
+    if partials is not None:
+        partials += tl.program_id(0).to(tl.int64) * d + columns
+        tl.store(partials, tl.sum(weight_sum, 0), mask=columns < d)
+        tl.store(partials + tl.num_programs(0).to(tl.int64) * d, tl.sum(bias_sum, 0), mask=columns < d)
+
+
+@triton.jit(do_not_specialize=["threshold"])
+def _backward_wide_kernel(
+    dy, grad_summed, x, weight, mean, rstd, grad_x, grad_residual, seed,
+    d, dy_stride, grad_summed_stride, x_stride, threshold, rescale, STD: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """One row of any width, without the weight gradients: two walks over its columns, the second out of a cache."""
+    DROPOUT: tl.constexpr = seed is not None
+    key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)
+    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    row_mean = tl.load(mean + rows)[:, None]
+    row_rstd = tl.load(rstd + rows)[:, None]
+    g_sum = tl.zeros((1, BLOCK_COLUMNS), tl.float32)
+    gh_sum = tl.zeros((1, BLOCK_COLUMNS), tl.float32)
+    hh_sum = tl.zeros((1, BLOCK_COLUMNS), tl.float32)
+    for start in range(0, d, BLOCK_COLUMNS):
+        g, h, _, _ = _wide_tile(dy, x, weight, rows, row_mean, row_rstd, start, dy_stride, x_stride, d, BLOCK_COLUMNS)
+        g_sum += g
+        gh_sum += g * h
+        hh_sum += h * h
+    average = (tl.sum(g_sum, 1) / d)[:, None]
+    slope = _slope(tl.sum(gh_sum, 1), tl.sum(hh_sum, 1), d, STD)[:, None]
+    for start in range(0, d, BLOCK_COLUMNS):
+        g, h, columns, inside = _wide_tile(
+            dy, x, weight, rows, row_mean, row_rstd, start, dy_stride, x_stride, d, BLOCK_COLUMNS
+        )
+        _store_gradients(
+            (g - average - h * slope) * row_rstd, grad_summed, grad_x, grad_residual, rows, start, columns, inside,
+            grad_summed_stride, d, key_low, key_high, threshold, rescale, DROPOUT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _wide_tile(
+    dy, x, weight, rows, row_mean, row_rstd, start, dy_stride, x_stride, d, BLOCK_COLUMNS: tl.constexpr
+):  # fmt: skip
+    columns = start + tl.arange(0, BLOCK_COLUMNS)
+    inside = (columns < d)[None, :]
+    g = load_tile(dy, rows, columns, inside, dy_stride)
+    if weight is not None:
+        g *= tl.load(weight + columns, mask=columns < d, other=0.0).to(tl.float32)[None, :]
+    h = tl.where(inside, (load_tile(x, rows, columns, inside, x_stride) - row_mean) * row_rstd, 0.0)
+    return g, h, columns, inside
+
+
+@triton.jit(do_not_specialize=["n_rows", "programs"])
+def _wide_weights_kernel(
+    dy, x, mean, rstd, partials, n_rows, d, dy_stride, x_stride, programs,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Partial weight gradients of wide rows: a program keeps a stripe of columns and takes every programs-th tile."""
+    stripe = tl.program_id(0) // programs
+    program = tl.program_id(0) % programs
+    columns = stripe * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for tile in range(program, tl.cdiv(n_rows, BLOCK_ROWS), programs):
+        rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        inside = (rows < n_rows)[:, None] & (columns < d)[None, :]
+        dy_tile = load_tile(dy, rows, columns, inside, dy_stride)
+        row_mean = tl.load(mean + rows, mask=rows < n_rows, other=0.0)[:, None]
+        row_rstd = tl.load(rstd + rows, mask=rows < n_rows, other=0.0)[:, None]
+        weight_sum += dy_tile * (load_tile(x, rows, columns, inside, x_stride) - row_mean) * row_rstd
+        bias_sum += dy_tile
+    partials += tl.cast(program, tl.int64) * d + columns
+    tl.store(partials, tl.sum(weight_sum, 0), mask=columns < d)
+    tl.store(partials + tl.cast(programs, tl.int64) * d, tl.sum(bias_sum, 0), mask=columns < d)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def _sum_partials_kernel(
+    partials, grad_weight, grad_bias, programs, d, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
+):  # fmt: skip
+    """(2, programs, d) fp32 partials summed into the two gradients, in their own dtype."""
+    columns = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+    weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for start in range(0, programs, BLOCK_ROWS):
+        rows = tl.cast(start, tl.int64) + tl.arange(0, BLOCK_ROWS)
+        inside = (rows < programs)[:, None] & (columns < d)[None, :]
+        if grad_weight is not None:
+            weight_sum += load_tile(partials, rows, columns, inside, d)
+        if grad_bias is not None:
+            bias_sum += load_tile(partials, rows + programs, columns, inside, d)
+    if grad_weight is not None:
+        tl.store(grad_weight + columns, tl.sum(weight_sum, 0).to(grad_weight.dtype.element_ty), mask=columns < d)
+    if grad_bias is not None:
+        tl.store(grad_bias + columns, tl.sum(bias_sum, 0).to(grad_bias.dtype.element_ty), mask=columns < d)
+
+
+def backward_launches(
+    dy: Tensor,
+    grad_summed: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    grad_x: Tensor,
+    grad_residual: Tensor | None,
+    grad_weight: Tensor | None,
+    grad_bias: Tensor | None,
+    std: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+    multiprocessors: int,
+) -> list[Launch]:
+    """The launches that fill the four gradients of (rows, d) matrices, in order."""
+    n_rows, d = x.shape
+    config = norm_config("backward", d)
+    wide = d > config.block_columns
+    stripes = norm_config("stripes", d)
+    per_program = stripes.block_rows if wide else config.block_rows
+    most = multiprocessors * (stripes if wide else config).programs_per_multiprocessor
+    programs = min(triton.cdiv(n_rows, per_program), most)
+    matrices = {"dy": dy, "dy_stride": dy.stride(0), "x": x, "x_stride": x.stride(0), "mean": mean, "rstd": rstd, "d": d}
+    partials = None
+    if grad_weight is not None or grad_bias is not None:
+        partials = torch.empty((2, programs, d), dtype=torch.float32, device=x.device)
+    arguments = {
+        **matrices, **dropout_arguments(dropout_p, seed), "weight": weight, "grad_summed": grad_summed,
+        "grad_summed_stride": 0 if grad_summed is None else grad_summed.stride(0), "grad_x": grad_x,
+        "grad_residual": grad_residual, "STD": std, "BLOCK_COLUMNS": config.block_columns,
+    }  # fmt: skip
+    name = f"norm backward {config.block_rows}x{config.block_columns} {x.dtype}"
+    if not wide:
+        arguments |= {"n_rows": n_rows, "partials": partials, "BLOCK_ROWS": config.block_rows}
+        launches = [Launch(name, _backward_kernel, programs, arguments, config.num_warps, config.num_stages)]
+    else:
+        launches = [
+            Launch(f"{name} wide", _backward_wide_kernel, n_rows, arguments, config.num_warps, config.num_stages)
+        ]
+    if partials is None:
+        return launches
+    if wide:
+        shape = {"BLOCK_ROWS": stripes.block_rows, "BLOCK_COLUMNS": stripes.block_columns}
+        arguments = {**matrices, "partials": partials, "n_rows": n_rows, "programs": programs, **shape}
+        grid = triton.cdiv(d, stripes.block_columns) * programs
+        name = f"norm weight gradients {x.dtype} wide"
+        launches.append(
+            Launch(name, _wide_weights_kernel, grid, arguments, stripes.num_warps, stripes.num_stages)
+        )
+    last = norm_config("sum", d)
+    arguments = {
+        "partials": partials, "grad_weight": grad_weight, "grad_bias": grad_bias, "programs": programs, "d": d,
+        "BLOCK_ROWS": last.block_rows, "BLOCK_COLUMNS": last.block_columns,
+    }  # fmt: skip
+    grid = triton.cdiv(d, last.block_columns)
+    launches.append(
+        Launch("norm sum of partials", _sum_partials_kernel, grid, arguments, last.num_warps, last.num_stages)
+    )
+    return launches
+
+
+def norm_backward(
+    dy: Tensor,
+    grad_summed: Tensor | None,
+    x: Tensor,
+    weight: Tensor | None,
+    mean: Tensor,
+    rstd: Tensor,
+    std: bool,
+    dropout_p: float,
+    seed: Tensor | None,
+    has_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of :func:`.norm.norm_forward`, by Triton.
+
+    Args:
+        dy: (..., d), gradient of the norm; any strides.
+        grad_summed: gradient of residual + dropout(x), or None.
+        x: (..., d), the rows that were normed: x, or residual + dropout(x).
+        weight: (d,) or None.
+        mean, rstd: (rows,) fp32, from the forward.
+        std, dropout_p, seed: those of the forward.
+        has_bias: whether to compute the gradient of a bias.
+
+    Returns:
+        grad_x (..., d); grad_residual (..., d), or (0,) without dropout, where it equals grad_x; grad_weight and
+        grad_bias (d,) in weight's dtype (x's without a weight), or (0,).
+    """
+    d = x.shape[-1]
+    dtype = x.dtype if weight is None else weight.dtype
+    grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    grad_residual = torch.empty(x.shape if dropout_p > 0.0 else (0,), dtype=x.dtype, device=x.device)
+    fill = torch.empty if x.numel() > 0 else torch.zeros
+    grad_weight = fill((d if weight is not None else 0,), dtype=dtype, device=x.device)
+    grad_bias = fill((d if has_bias else 0,), dtype=dtype, device=x.device)
+    if x.numel() > 0:
+        multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
+        launches = backward_launches(
+            as_rows(dy), as_rows(grad_summed), as_rows(x), None if weight is None else weight.contiguous(), mean, rstd,
+            grad_x, grad_residual, grad_weight if weight is not None else None, grad_bias if has_bias else None,
+            std, dropout_p, seed, multiprocessors,
+        )  # fmt: skip
+        run(launches, on=x)
+    return grad_x, grad_residual, grad_weight, grad_bias
+
+
+def compile_cases(arch: str) -> Iterator[Launch]:
+    """The launches of every backward config, with everything switched on; the widest in fp32 too."""
+    widths = sorted(config.block_columns for (kernel, _), config in NORM.items() if kernel == "backward")
+    names = set()
+    for d, dtype in [*((d, torch.bfloat16) for d in (*widths, 65536)), (widths[-1], torch.float32)]:
+        x = torch.empty((1024, d), dtype=dtype, device="meta")
+        vector = torch.empty((d,), dtype=torch.float32, device="meta")
+        statistics = torch.empty((1024,), dtype=torch.float32, device="meta")
+        seed = torch.empty((1,), dtype=torch.int64, device="meta")
+        launches = backward_launches(
+            x, x, x, vector, statistics, statistics, x, x, vector, vector, True, 0.1, seed, 132
+        )
+        for launch in launches:
+            if launch.name not in names:
+                names.add(launch.name)
+                yield launch
