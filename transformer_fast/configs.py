@@ -109,3 +109,22 @@ def norm_config(kernel: str, d: int) -> NormConfig:
     """The config of a norm kernel ("forward", "backward", "stripes", "sum") for rows of d columns."""
     columns = max(64, 1 << (d - 1).bit_length())
     return NORM.get((kernel, columns)) or NORM[kernel, 0]
+
+
+@dataclass(frozen=True)
+class DropoutConfig:
+    """Tile of a dropout kernel: block_columns at least 8 (the contract draws 8 at a time); 16 elements a thread."""
+
+    block_rows: int
+    block_columns: int
+    num_warps: int = 4
+    num_stages: int = 1
+
+
+DROPOUT = {64: DropoutConfig(32, 64), 512: DropoutConfig(4, 512), 2048: DropoutConfig(1, 2048)}
+"""Widest row -> tile. Wider rows are cut into blocks of the last one's columns."""
+
+
+def dropout_config(d: int) -> DropoutConfig:
+    """The config of the dropout kernels for rows of d columns."""
+    return next((config for widest, config in DROPOUT.items() if d <= widest), DROPOUT[2048])

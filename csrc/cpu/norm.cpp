@@ -235,21 +235,20 @@ int64_t chunk_rows(int64_t rows, int64_t d) {
   return (std::max<int64_t>(wanted, 1) + kTileRows - 1) / kTileRows * kTileRows;
 }
 
-// Sums (chunks, 2, d) partials into the two weight gradients, in the order of the chunks.
+// One weight gradient: the sum of its (chunks, d) partials, in the order of the chunks.
 template <typename A>
-std::tuple<Tensor, Tensor> sum_partials(const Tensor& partials, at::ScalarType type, bool has_weight, bool has_bias) {
-  const int64_t chunks = partials.size(0), d = partials.size(2);
-  const Tensor sums = chunks == 0 ? at::zeros({2, d}, partials.options()) : at::empty({2, d}, partials.options());
+Tensor sum_partials(const Tensor& partials, at::ScalarType type) {
+  const int64_t chunks = partials.size(0), d = partials.size(1), stride = partials.stride(0);
+  const Tensor sums = at::empty({d}, partials.options());
   const A* from = partials.const_data_ptr<A>();
   A* to = sums.mutable_data_ptr<A>();
-  at::parallel_for(0, chunks == 0 ? 0 : 2 * d, std::max<int64_t>(kGrain / std::max<int64_t>(chunks, 1), 64),
-                   [&](int64_t begin, int64_t end) {
-                     std::copy(from + begin, from + end, to + begin);
-                     for (int64_t k = 1; k < chunks; ++k)
-                       for (int64_t c = begin; c < end; ++c) to[c] += from[k * 2 * d + c];
-                   });
-  const Tensor none = at::empty({0}, partials.options().dtype(type));
-  return {has_weight ? sums[0].to(type) : none, has_bias ? sums[1].to(type) : none};
+  const int64_t grain = std::max<int64_t>(kGrain / std::max<int64_t>(chunks, 1), 64);
+  at::parallel_for(0, d, grain, [&](int64_t begin, int64_t end) {
+    std::fill(to + begin, to + end, A(0));
+    for (int64_t k = 0; k < chunks; ++k)
+      for (int64_t c = begin; c < end; ++c) to[c] += from[k * stride + c];
+  });
+  return sums.to(type);
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
@@ -267,7 +266,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
   const Tensor weight_ = as_accumulate(weight, accumulate);
   const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
   const Tensor partials = at::empty({chunks, 2, d}, mean.options());
-  std::tuple<Tensor, Tensor> weight_gradients;
+  Tensor grad_weight = at::empty({0}, x.options().dtype(weight_type)), grad_bias = at::empty_like(grad_weight);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm_backward", [&] {
     using A = Accumulate<scalar_t>;
     using M = Matrix<scalar_t>;
@@ -281,9 +280,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
         backward.chunk(k * per_chunk, std::min(rows, (k + 1) * per_chunk), partial + 2 * k * d,
                        partial + (2 * k + 1) * d);
     });
-    weight_gradients = sum_partials<A>(partials, weight_type, has_weight, has_bias);
+    if (has_weight) grad_weight = sum_partials<A>(partials.select(1, 0), weight_type);
+    if (has_bias) grad_bias = sum_partials<A>(partials.select(1, 1), weight_type);
   });
-  return {grad_x, grad_residual, std::get<0>(weight_gradients), std::get<1>(weight_gradients)};
+  return {grad_x, grad_residual, grad_weight, grad_bias};
 }
 
 }  // namespace

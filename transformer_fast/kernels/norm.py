@@ -213,7 +213,8 @@ def norm_forward(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     summed = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
     n_rows = x.numel() // x.shape[-1]
-    mean, rstd = torch.empty((2, n_rows), dtype=torch.float32, device=x.device)
+    mean = torch.empty((n_rows,), dtype=torch.float32, device=x.device)
+    rstd = torch.empty_like(mean)
     if n_rows > 0:
         rows = as_rows(x), as_rows(residual), _contiguous(weight), _contiguous(bias)
         run([forward_launch(*rows, out, summed, mean, rstd, eps, std, dropout_p, seed)], on=x)
