@@ -68,7 +68,7 @@ class NormConfig:
     """Tile of one norm kernel.
 
     Args:
-        block_rows, block_columns: tile, powers of two; block_columns at least 8 (the dropout contract draws 8 at a time).
+        block_rows, block_columns: tile, powers of two; at least 8 columns (the dropout contract draws 8 at a time).
         num_warps: warps a program.
         num_stages: depth of the software pipeline over the rows or columns.
         programs_per_multiprocessor: how many programs share the rows of the backward, and so the fp32 partial sums.
@@ -84,7 +84,8 @@ class NormConfig:
 def _norm_table() -> dict[tuple[str, int], NormConfig]:
     """(kernel, padded width) -> config; width 0 holds what serves any width, in blocks of columns.
 
-    About 16 elements a thread: enough 128-bit loads in flight, few enough registers for several programs.
+    Forward about 16 elements a thread: enough 128-bit loads in flight, few enough registers for several programs.
+    Backward half of that, since it keeps two sums beside each pair of elements.
     """
     table = {
         ("forward", 0): NormConfig(1, 4096, 8),
@@ -92,13 +93,11 @@ def _norm_table() -> dict[tuple[str, int], NormConfig]:
         ("stripes", 0): NormConfig(8, 256, 4),
         ("sum", 0): NormConfig(32, 64, 4),
     }
-    for exponent in range(6, 15):
-        columns = 2**exponent
-        rows = max(1, 2048 // columns)
-        warps = max(4, columns // 512)
-        table["forward", columns] = NormConfig(rows, columns, warps)
-        if columns <= 8192:
-            table["backward", columns] = NormConfig(rows, columns, warps, 1, max(1, 16 // warps))
+    for columns in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
+        table["forward", columns] = NormConfig(max(1, 2048 // columns), columns, max(4, columns // 512))
+    for columns in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
+        warps = min(16, max(4, columns // 256))
+        table["backward", columns] = NormConfig(max(1, 1024 // columns), columns, warps, 1, max(1, 24 // warps))
     return table
 
 

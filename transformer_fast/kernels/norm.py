@@ -3,8 +3,8 @@
     layer: y = (x - mean) / sqrt(var + eps) * weight + bias     (variance over d)
     std:   y = (x - mean) / (std + eps) * weight + bias         (variance over d - 1)
 
-A program holds a tile of whole rows in registers, reads them once and writes them once. Rows wider than a tile are walked
-in blocks of columns by one program each. Statistics are fp32 in two passes (mean, then squares of the centred row).
+A program holds a tile of whole rows in registers, reads them once and writes them once. Rows wider than a tile are
+walked in blocks of columns by one program each. Statistics are fp32, in two passes: mean, then centred squares.
 """
 
 from collections.abc import Iterator
@@ -208,7 +208,8 @@ def norm_forward(
         dropout_p, seed: dropout of x, drawn by :mod:`.philox`; seed int64 (1,) on x's device, or None.
 
     Returns:
-        out (..., d); residual + dropout(x) (..., d), or (0,) without a residual; mean and the factor applied, (rows,) fp32.
+        out (..., d); residual + dropout(x) (..., d), or (0,) without a residual; mean and the factor applied, (rows,)
+        fp32.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     summed = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
@@ -227,7 +228,7 @@ def _contiguous(vector: Tensor | None) -> Tensor | None:
 
 def compile_cases(arch: str) -> Iterator[Launch]:
     """A launch for every forward config, with everything a launch can do switched on; the widest in fp32 too."""
-    widths = sorted(config.block_columns for (kernel, _), config in NORM.items() if kernel == "forward")
+    widths = sorted(width for kernel, width in NORM if kernel == "forward" and width > 0)
     for d, dtype in [*((d, torch.bfloat16) for d in (*widths, 65536)), (widths[-1], torch.float32)]:
         x = torch.empty((1024, d), dtype=dtype, device="meta")
         vector = torch.empty((d,), dtype=torch.float32, device="meta")

@@ -194,10 +194,15 @@ def backward_launches(
     config = norm_config("backward", d)
     wide = d > config.block_columns
     stripes = norm_config("stripes", d)
-    per_program = stripes.block_rows if wide else config.block_rows
     most = multiprocessors * (stripes if wide else config).programs_per_multiprocessor
-    programs = min(triton.cdiv(n_rows, per_program), most)
-    matrices = {"dy": dy, "dy_stride": dy.stride(0), "x": x, "x_stride": x.stride(0), "mean": mean, "rstd": rstd, "d": d}
+    if wide:
+        n_stripes = triton.cdiv(d, stripes.block_columns)
+        programs = min(triton.cdiv(n_rows, stripes.block_rows), triton.cdiv(most, n_stripes))
+    else:
+        programs = min(triton.cdiv(n_rows, config.block_rows), most)
+    matrices = {
+        "dy": dy, "dy_stride": dy.stride(0), "x": x, "x_stride": x.stride(0), "mean": mean, "rstd": rstd, "d": d
+    }  # fmt: skip
     partials = None
     if grad_weight is not None or grad_bias is not None:
         partials = torch.empty((2, programs, d), dtype=torch.float32, device=x.device)
@@ -219,11 +224,9 @@ def backward_launches(
     if wide:
         shape = {"BLOCK_ROWS": stripes.block_rows, "BLOCK_COLUMNS": stripes.block_columns}
         arguments = {**matrices, "partials": partials, "n_rows": n_rows, "programs": programs, **shape}
-        grid = triton.cdiv(d, stripes.block_columns) * programs
+        grid = n_stripes * programs
         name = f"norm weight gradients {x.dtype} wide"
-        launches.append(
-            Launch(name, _wide_weights_kernel, grid, arguments, stripes.num_warps, stripes.num_stages)
-        )
+        launches.append(Launch(name, _wide_weights_kernel, grid, arguments, stripes.num_warps, stripes.num_stages))
     last = norm_config("sum", d)
     arguments = {
         "partials": partials, "grad_weight": grad_weight, "grad_bias": grad_bias, "programs": programs, "d": d,
@@ -283,7 +286,7 @@ def norm_backward(
 
 def compile_cases(arch: str) -> Iterator[Launch]:
     """The launches of every backward config, with everything switched on; the widest in fp32 too."""
-    widths = sorted(config.block_columns for (kernel, _), config in NORM.items() if kernel == "backward")
+    widths = sorted(width for kernel, width in NORM if kernel == "backward" and width > 0)
     names = set()
     for d, dtype in [*((d, torch.bfloat16) for d in (*widths, 65536)), (widths[-1], torch.float32)]:
         x = torch.empty((1024, d), dtype=dtype, device="meta")
