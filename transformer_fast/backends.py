@@ -16,8 +16,9 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -28,6 +29,12 @@ _ON_CUDA = {"attention": "triton", "norm": "triton", "dropout": "triton", "embed
 
 # A plain global, as torch's own backend flags are, so that torch.compile guards on it.
 _chosen: str | None = None
+
+
+def _constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compiler.assume_constant_result``, which would import the whole compiler to set this one mark."""
+    function._dynamo_marked_constant = True
+    return function
 
 
 class BackendError(RuntimeError):
@@ -45,7 +52,7 @@ def current() -> str:
     return _from_environment() if _chosen is None else _chosen
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def _from_environment() -> str:
     return _checked(os.environ.get("TRANSFORMER_FAST_BACKEND", "auto"), "TRANSFORMER_FAST_BACKEND")
 
@@ -77,7 +84,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]
     return _choose(current(), op, device, dtype)
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_compiled
 def _choose(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
     if asked == "reference":
         return "reference", "asked for"
