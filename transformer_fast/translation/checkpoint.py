@@ -219,9 +219,9 @@ class RunFolder:
         others = [step for step in self.steps() if step != bad_step]
         if not others:
             return "There is no other checkpoint."
-        return f"The checkpoint {self.path(others[-1])} is intact" + (
-            f"; delete {self.path(bad_step)} to go on from there." if self.path(bad_step).exists() else "."
-        )
+        if self.path(bad_step).exists():
+            return f"Delete {self.path(bad_step)} to go on from {self.path(others[-1])}."
+        return f"The checkpoint before it, {self.path(others[-1])}, is untouched."
 
 
 def _remove(path: Path) -> None:

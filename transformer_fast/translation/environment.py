@@ -86,7 +86,6 @@ def open_run(config: TrainConfig, folder: RunFolder) -> tuple[ParallelText, Para
     tokenizer = Tokenizer.train((*text.source, *text.target), config.vocab_size)
     try:
         write_atomically(folder.tokenizer, tokenizer.model)
-        folder.log.unlink(missing_ok=True)
         digest = hashlib.sha256(tokenizer.model).hexdigest()
         # Last: from here on the folder is a run.
         write_atomically(

@@ -128,6 +128,8 @@ class _Run:
         self._describe(corpus)
         if self.folder.steps():
             self._restore(self.folder.steps()[-1])
+        else:
+            self._cut_log(0)
         self.clock_start = self.clock()
         self.report_start = (self.clock_start, self.tokens)
 
@@ -312,10 +314,15 @@ class _Run:
         self.scores, self.best_step, self.best_scores = state["scores"], state["best_step"], state["best_scores"]
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        if self.folder.log.exists() and self.folder.log.stat().st_size > state["log_bytes"]:
-            # What was logged after the checkpoint will happen, and be logged, once more.
-            os.truncate(self.folder.log, state["log_bytes"])
+        self._cut_log(state["log_bytes"])
+        self.folder.prune(self.config.keep_last, self.best_step)
         self.progress.message(f"resumed {self.folder.root} at step {step:,}")
+
+    def _cut_log(self, size: int) -> None:
+        """Drop what was logged after the checkpoint; it will happen, and be logged, once more."""
+        with self._writing_log():
+            if self.folder.log.exists() and self.folder.log.stat().st_size > size:
+                os.truncate(self.folder.log, size)
 
 
 def _quality(scores: dict[str, float]) -> tuple[float, float]:
