@@ -3,7 +3,8 @@
 ================ ===========================================================================================
 ``"auto"``       native on CPU; on CUDA Triton for attention, norm and dropout, the CUDA extension for embedding
 ``"native"``     the C++/CUDA extension
-``"triton"``     the Triton kernels: CUDA tensors, or CPU tensors under ``TRITON_INTERPRET=1``
+``"triton"``     the Triton kernels: CUDA tensors, or CPU tensors under ``TRITON_INTERPRET=1``; embedding, which has no
+                 Triton kernel, runs on the extension
 ``"reference"``  plain eager PyTorch, the same numbers, the same dropout mask
 ================ ===========================================================================================
 
@@ -90,10 +91,14 @@ def _choose(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> tu
         return "reference", "asked for"
     if asked == "auto":
         return _automatic(op, device, dtype)
+    if asked == "triton" and op == "embedding":
+        asked, granted = "native", "embedding has no Triton kernel; the extension computes it"
+    else:
+        granted = "asked for"
     reason = _obstacle(asked, op, device, dtype)
     if reason:
         raise BackendError(f'backend "{asked}" cannot run {op} on {device.type} in {dtype}: {reason}')
-    return asked, "asked for"
+    return asked, granted
 
 
 def resolve(op: str, device: torch.device, dtype: torch.dtype) -> str:
@@ -128,8 +133,6 @@ def _obstacle(name: str, op: str, device: torch.device, dtype: torch.dtype) -> s
             return "the extension was built without CUDA; rebuild it with TRANSFORMER_FAST_CUDA=1"
         if device.type not in ("cpu", "cuda"):
             return f"the extension has no kernels for {device.type} devices"
-    elif op == "embedding":
-        return 'embedding has no Triton kernel; it is C++ and CUDA (backend "native")'
     elif device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "Triton kernels run on a GPU; on CPU tensors only with TRITON_INTERPRET=1 set before the program starts"
     elif not _triton_imports():

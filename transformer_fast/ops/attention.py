@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..masks import AttentionMask, as_attention_mask
-from . import _library
+from . import _direct, _library
 
 MASK_SCHEMA = (
     "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, int? causal, float scale, "
@@ -74,7 +74,9 @@ def attention(
         key_keep = key_keep.expand(-1, -1, -1, Lk)
     lengths = mask.key_lengths
     if lengths is not None:
-        lengths = _clamped(lengths, Lk).expand(B, *lengths.shape[1:])
+        lengths = _int32_lengths(lengths, Lk)
+        if lengths.shape[0] != B:
+            lengths = lengths.expand(B, *lengths.shape[1:])
     parts = (mask.keep_mask, key_keep, lengths, bias, mask.causal_offset, scale, float(dropout_p), seed)
     zero_empty_rows = empty_rows == "zero"
 
@@ -84,12 +86,12 @@ def attention(
     if backend == "reference":
         return reference.attention.attention(q, k, v, **_named(parts), empty_rows=empty_rows)[0]
     q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous() for t in (q, k, v))
-    if v.shape[-1] == D:
-        return _op(q, k, v, *parts, zero_empty_rows, backend)[0]
-    # Zero columns change neither the scores nor the other columns of the output.
     Dv = v.shape[-1]
-    q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-    return _op(q, k, v, *parts, zero_empty_rows, backend)[0][..., :Dv]
+    if Dv != D:  # zero columns change neither the scores nor the other columns of the output
+        q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
+    call = _autograd if _direct.is_plain(q, k, v, *parts[:4]) and not _autocast(q) else _op
+    out = call(q, k, v, *parts, zero_empty_rows, backend)[0]
+    return out if Dv == out.shape[-1] else out[..., :Dv]
 
 
 def _resolve(q: Tensor, v: Tensor, bias: Tensor | None) -> str:
@@ -131,13 +133,15 @@ def _with_weights(q: Tensor, k: Tensor, v: Tensor, parts: tuple, empty_rows: str
     return out, weights
 
 
-def _clamped(lengths: Tensor, Lk: int) -> Tensor:
+def _int32_lengths(lengths: Tensor, Lk: int) -> Tensor:
     """int32 lengths in [0, Lk]. On CPU others are an error; on a GPU, where looking would wait for it, they are cut."""
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and lengths.numel() > 0:
-        low, high = (int(t) for t in torch.aminmax(lengths))
+    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+        return lengths.clamp(0, Lk).to(torch.int32)
+    if lengths.numel() > 0:
+        low, high = (t.item() for t in torch.aminmax(lengths))
         if low < 0 or high > Lk:
             raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {low} to {high}")
-    return lengths.clamp(0, Lk).to(torch.int32)
+    return lengths.to(torch.int32)
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -239,10 +243,10 @@ def _fake_backward(grad_out, q, k, v, *rest):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows, backend):
-        with _library.below_autograd():
-            out, logsumexp = _op(
-                q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows, backend
-            )
+        out, logsumexp = _direct.run(
+            _op, _attention, 7, q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed,
+            zero_empty_rows, backend,
+        )  # fmt: skip
         ctx.save_for_backward(q, k, v, out, logsumexp, keep, key_keep, lengths, bias, seed)
         ctx.options = causal, scale, dropout_p, zero_empty_rows, backend
         ctx.mark_non_differentiable(logsumexp)
@@ -257,18 +261,29 @@ class _Attention(torch.autograd.Function):
         causal, scale, dropout_p, zero_empty_rows, backend = ctx.options
         if grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        grads = _op_backward(
+        args = (
             grad_out, q, k, v, out, logsumexp, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed,
             zero_empty_rows, backend,
         )  # fmt: skip
+        # With create_graph the op itself must run: it is what says that there is no second derivative.
+        if torch.is_grad_enabled():
+            grads = _op_backward(*args)
+        else:
+            grads = _direct.run(_op_backward, _attention_backward, 10, *args)
         return (*grads, *(None,) * 10)
+
+
+def _autograd(*args):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]):
+        return _Attention.apply(*args)
+    return _direct.run(_op, _attention, 7, *args)
 
 
 _op = _library.register(
     f"attention(Tensor q, Tensor k, Tensor v, {MASK_SCHEMA}) -> (Tensor out, Tensor logsumexp)",
     implementation=_attention,
     fake=_fake,
-    autograd=_Attention.apply,
+    autograd=_autograd,
 )
 _op_backward = _library.register(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
