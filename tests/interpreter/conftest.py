@@ -1,0 +1,23 @@
+"""These tests run Triton kernels: on CPU in Triton's interpreter, or on a CUDA device.
+
+    TRITON_INTERPRET=1 pytest tests/interpreter
+
+The variable is read when Triton is imported, so it must be set before the program starts.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """CUDA where there is one; CPU under the interpreter; else the test is skipped."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return torch.device("cpu")
+    pytest.skip("Triton kernels need a CUDA device, or TRITON_INTERPRET=1 set before the program starts")
