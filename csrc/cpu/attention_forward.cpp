@@ -9,13 +9,14 @@ template <typename T, typename A>
 class ForwardBlock {
  public:
   static constexpr int64_t kW = kLanes<A>;
+  static constexpr int64_t kFew = kW / 4;  // up to so many queries (decoding), vectors run along D instead
 
   ForwardBlock(const AttentionProblem<T, A>& problem, int64_t b, int64_t h, int64_t first_query)
       : problem_(problem), b_(b), h_(h), kv_head_(h / (problem.H / problem.Hkv)), first_query_(first_query),
         queries_(std::min(kQueryTile, problem.Lq - first_query)), lanes_(round_up(queries_, kW)),
         width_(round_up(problem.D, kW)) {
     const int64_t keys = std::min(kKeyTile, problem.Lk);
-    const int64_t sizes[] = {problem.D * lanes_, keys * lanes_, queries_ * width_, keys * width_, keys, keys * lanes_};
+    const int64_t sizes[] = {std::max(problem.D * lanes_, queries_ * width_), keys * lanes_, queries_ * width_, keys * width_, keys, keys * lanes_};
     A* buffers[std::size(sizes)];
     Workspace<A>::of_this_thread().divide(sizes, buffers);
     std::tie(query_lanes_, scores_, sum_, staged_, key_addend_, pair_addend_) =
@@ -28,8 +29,7 @@ class ForwardBlock {
     std::fill(sum_, sum_ + queries_ * width_, A(0));
     std::fill(maximum_, maximum_ + lanes_, kBlocked<A>);
     std::fill(total_, total_ + lanes_, A(0));
-    load_lanes(problem_.q.at(b_, h_, first_query_), problem_.q.row_stride(), queries_, problem_.D, problem_.scale,
-               query_lanes_);
+    load_queries();
     BlockMask<T, A> mask(problem_, b_, h_, first_query_, queries_, key_addend_, pair_addend_);
     for (int64_t first = 0; first < mask.keys(); first += kKeyTile)
       if (const int64_t keys = mask.load(first, std::min(kKeyTile, mask.keys() - first)); keys > 0)
@@ -41,10 +41,29 @@ class ForwardBlock {
   }
 
  private:
-  void add_tile(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys) {
+  void load_queries() {
     const auto& p = problem_;
-    const Matrix<A> k = load_factors(p.k.at(b_, kv_head_, first_key), p.k.row_stride(), keys, p.D, staged_);
-    multiply(keys, lanes_, p.D, k, Rows<A>{query_lanes_, lanes_, true}, scores_, lanes_);
+    const T* q = p.q.at(b_, h_, first_query_);
+    if (queries_ > kFew) return load_lanes(q, p.q.row_stride(), queries_, p.D, p.scale, query_lanes_);
+    for (int64_t i = 0; i < queries_; ++i)
+      for (int64_t d = 0; d < width_; d += kW)
+        narrow(query_lanes_ + i * width_ + d,
+               load_some(q + i * p.q.row_stride() + d, std::min(kW, p.D - d)) * p.scale);
+  }
+
+  void compute_scores(int64_t first_key, int64_t keys) {
+    const auto& p = problem_;
+    const T* k = p.k.at(b_, kv_head_, first_key);
+    if (queries_ > kFew)
+      multiply(keys, lanes_, p.D, load_factors(k, p.k.row_stride(), keys, p.D, staged_),
+               Rows<A>{query_lanes_, lanes_, true}, scores_, lanes_);
+    else
+      multiply_few_columns(keys, queries_, width_, load_rows(k, p.k.row_stride(), keys, p.D, staged_),
+                           Rows<A>{query_lanes_, width_, true}, scores_);
+  }
+
+  void add_tile(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys) {
+    compute_scores(first_key, keys);
     mask.apply(keys, scores_);
     A shrink[kQueryTile];
     for (int64_t lane = 0; lane < lanes_; lane += kW) softmax_lanes(first_key, keys, lane, shrink + lane);

@@ -152,6 +152,26 @@ inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, A* out, 
     }
 }
 
+// out (rows, lanes) = a b^T with a (rows, width) and b (columns, width), columns <= lanes: for so few columns that vectors
+// along them would be mostly idle. Vectors run along `width`, which is padded with zeros, and a transposition sums them up.
+template <typename A>
+void multiply_few_columns(int64_t rows, int64_t columns, int64_t width, Rows<A> a, Rows<A> b, A* out) {
+  constexpr int64_t lanes = kLanes<A>;
+  std::fill(out, out + rows * lanes, A(0));
+  for (int64_t m = 0; m < rows; m += lanes)
+    for (int64_t n = 0; n < columns; ++n) {
+      const int64_t count = std::min(lanes, rows - m);
+      Vector<A> sums[lanes] = {};
+      for (int64_t i = 0; i < count; ++i)
+        for (int64_t k = 0; k < width; k += lanes)
+          sums[i] += widen(a.data + (m + i) * a.stride + k) * widen(b.data + n * b.stride + k);
+      transpose<A>(sums);
+      Vector<A> total = sums[0];
+      for (int64_t i = 1; i < lanes; ++i) total += sums[i];
+      for (int64_t i = 0; i < count; ++i) out[(m + i) * lanes + n] = total[i];
+    }
+}
+
 // `count` lanes, the others zero, in a loop that mostly meets whole vectors.
 template <typename T>
 inline Vector<Accumulate<T>> load_some(const T* p, int64_t count) {

@@ -1,0 +1,213 @@
+// Attention backward on the CPU (Dao et al., "FlashAttention", 2022, algorithm 4): weights are computed again from the
+// logsumexp, dropout is drawn again from the seed.
+//
+// A task owns a range of keys of one (batch, kv head) and sums their gradients alone, over all query heads of the group
+// and all query blocks in order; only the gradient of q is shared between ranges, and summed over them in order at the end.
+// The ranges follow from the shapes, so the result does not depend on the number of threads.
+#include "attention_mask.h"
+
+#include <ATen/ATen.h>
+
+namespace transformer_fast {
+namespace {
+
+// Ranges of keys of one (batch, kv head): more than one only where there are too few heads to keep threads busy.
+struct KeyRanges {
+  static constexpr int64_t kEnoughTasks = 16;
+
+  KeyRanges(int64_t heads, int64_t Lk) {
+    const int64_t tiles = (Lk + kKeyTile - 1) / kKeyTile;
+    const int64_t wanted = std::min(tiles, (kEnoughTasks + heads - 1) / heads);
+    length = (tiles + wanted - 1) / wanted * kKeyTile;
+    count = (Lk + length - 1) / length;
+  }
+
+  int64_t length, count;
+};
+
+// Adds the gradients of one key range. `partial_q`: (ranges, B, H, Lq, D) when there are several ranges.
+template <typename T, typename A>
+class KeyRangeBackward {
+ public:
+  static constexpr int64_t kW = kLanes<A>;
+
+  KeyRangeBackward(const AttentionProblem<T, A>& problem, const AttentionGradients<T, A>& gradients, int64_t b,
+                   int64_t kv_head, int64_t first_key, int64_t last_key)
+      : problem_(problem), gradients_(gradients), b_(b), kv_head_(kv_head), first_key_(first_key), last_key_(last_key),
+        width_(round_up(problem.D, kW)), rescale_(static_cast<A>(DropoutRate(problem.dropout_p).scale)) {
+    const int64_t queries = std::min(kQueryTile, problem.Lq), lanes = round_up(queries, kW);
+    const int64_t range = last_key - first_key, keys = std::min(kKeyTile, range);
+    const int64_t sizes[] = {problem.D * lanes, problem.D * lanes, queries * width_, queries * width_, queries * width_,
+                             keys * lanes,      keys * lanes,      keys * width_,    keys * width_,    keys,
+                             keys * lanes,      range * width_,    range * width_};
+    A* buffers[std::size(sizes)];
+    Workspace<A>::of_this_thread().divide(sizes, buffers);
+    A** next = buffers;
+    for (A** buffer : {&query_lanes_, &grad_out_lanes_, &query_rows_, &grad_out_rows_, &grad_q_, &weights_, &grads_,
+                       &key_rows_, &value_rows_, &key_addend_, &pair_addend_, &grad_k_, &grad_v_})
+      *buffer = *next++;
+    std::fill(grad_k_, grad_k_ + range * width_, A(0));
+    std::fill(grad_v_, grad_v_ + range * width_, A(0));
+  }
+
+  void run(A* partial_q) {
+    const auto& p = problem_;
+    const int64_t group = p.H / p.Hkv;
+    for (int64_t h = kv_head_ * group; h < (kv_head_ + 1) * group; ++h)
+      for (int64_t first_query = 0; first_query < p.Lq; first_query += kQueryTile) {
+        add_queries(h, first_query, std::min(kQueryTile, p.Lq - first_query));
+        if (partial_q)
+          write(grad_q_, queries_, p.scale, partial_q + ((b_ * p.H + h) * p.Lq + first_query) * p.D, p.D);
+        else
+          write(grad_q_, queries_, p.scale, gradients_.grad_q.at(b_, h, first_query), gradients_.grad_q.row_stride());
+      }
+    const auto &grad_k = gradients_.grad_k, &grad_v = gradients_.grad_v;
+    write(grad_k_, last_key_ - first_key_, p.scale, grad_k.at(b_, kv_head_, first_key_), grad_k.row_stride());
+    write(grad_v_, last_key_ - first_key_, A(1), grad_v.at(b_, kv_head_, first_key_), grad_v.row_stride());
+  }
+
+ private:
+  void add_queries(int64_t h, int64_t first_query, int64_t queries) {
+    const auto& p = problem_;
+    h_ = h, first_query_ = first_query, queries_ = queries, lanes_ = round_up(queries, kW);
+    std::fill(grad_q_, grad_q_ + queries * width_, A(0));
+    if (p.dropout_p > 0)
+      dropout_ = {Dropout(p.dropout_p, p.seed), static_cast<uint32_t>(h), static_cast<uint32_t>(b_)};
+    const bool uniform = load_statistics();
+
+    BlockMask<T, A> mask(p, b_, h, first_query, queries, key_addend_, pair_addend_);
+    const int64_t end = uniform ? last_key_ : std::min(last_key_, mask.keys());
+    if (first_key_ >= end) return;
+    const T* q = p.q.at(b_, h, first_query);
+    const T* grad_out = gradients_.grad_out.at(b_, h, first_query);
+    load_lanes(q, p.q.row_stride(), queries, p.D, p.scale, query_lanes_);
+    load_lanes(grad_out, gradients_.grad_out.row_stride(), queries, p.D, A(1), grad_out_lanes_);
+    const Rows<A> q_rows = load_rows(q, p.q.row_stride(), queries, p.D, query_rows_);
+    const Rows<A> grad_out_rows =
+        load_rows(grad_out, gradients_.grad_out.row_stride(), queries, p.D, grad_out_rows_);
+    for (int64_t first = first_key_; first < end; first += kKeyTile) {
+      const int64_t keys = std::min(kKeyTile, end - first), visible = mask.load(first, keys);
+      if (uniform || visible > 0) add_tile(mask, first, uniform ? keys : visible, q_rows, grad_out_rows);
+    }
+  }
+
+  // What every key of the block needs to know of a query; whether some query has no allowed key and weighs all alike.
+  bool load_statistics() {
+    const auto& p = problem_;
+    const auto &out = gradients_.out, &grad_out = gradients_.grad_out;
+    bool any = false;
+    std::fill(logsumexp_, logsumexp_ + lanes_, -kBlocked<A>);  // lanes past the last query get weight 0
+    std::fill(delta_, delta_ + lanes_, A(0));
+    std::fill(uniform_, uniform_ + lanes_, A(0));
+    for (int64_t i = 0; i < queries_; ++i) {
+      logsumexp_[i] = gradients_.logsumexp[(b_ * p.H + h_) * p.Lq + first_query_ + i];
+      if (logsumexp_[i] == kBlocked<A> && !p.zero_empty_rows) {
+        uniform_[i] = A(1) / static_cast<A>(p.Lk);
+        any = true;
+      }
+      Vector<A> products{};
+      for (int64_t d = 0; d < p.D; d += kW) {
+        const int64_t count = std::min(kW, p.D - d);
+        products += load_some(out.at(b_, h_, first_query_ + i) + d, count) *
+                    load_some(grad_out.at(b_, h_, first_query_ + i) + d, count);
+      }
+      delta_[i] = lane_sum<A>(products);
+    }
+    return any;
+  }
+
+  void add_tile(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys, Rows<A> q_rows, Rows<A> grad_out_rows) {
+    const auto& p = problem_;
+    const T* k = p.k.at(b_, kv_head_, first_key);
+    const T* v = p.v.at(b_, kv_head_, first_key);
+    const Rows<A> k_rows = load_rows(k, p.k.row_stride(), keys, p.D, key_rows_);
+    multiply(keys, lanes_, p.D, Matrix<A>{k_rows.data, k_rows.stride}, Rows<A>{query_lanes_, lanes_, true}, weights_,
+             lanes_);
+    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, value_rows_),
+             Rows<A>{grad_out_lanes_, lanes_, true}, grads_, lanes_);
+    mask.apply(keys, weights_);
+    for (int64_t lane = 0; lane < lanes_; lane += kW) differentiate_lanes(first_key, keys, lane);
+    const int64_t offset = (first_key - first_key_) * width_;
+    const Matrix<A> weights{weights_, lanes_}, grads{grads_, lanes_};
+    multiply_add(keys, width_, queries_, weights, grad_out_rows, grad_v_ + offset, width_);
+    multiply_add(keys, width_, queries_, grads, q_rows, grad_k_ + offset, width_);
+    multiply_add(queries_, width_, keys, grads.transposed(), k_rows, grad_q_, width_);
+  }
+
+  // Scores to dropped weights, and the gradients of dropped weights to those of scores, for one vector of queries.
+  void differentiate_lanes(int64_t first_key, int64_t keys, int64_t lane) {
+    const Vector<A> logsumexp = widen(logsumexp_ + lane), delta = widen(delta_ + lane), uniform = widen(uniform_ + lane);
+    const A rescale = rescale_;
+    for_rows(dropout_ ? &*dropout_ : nullptr, keys, first_key, first_query_ + lane, [&](int64_t row, auto kept) {
+      A* weight = weights_ + row * lanes_ + lane;
+      A* grad = grads_ + row * lanes_ + lane;
+      const Vector<A> score = widen(weight);
+      const auto blocked = score == kBlocked<A>;  // also keeps a NaN or Inf value of the key out of `grad`
+      const Vector<A> soft = blocked ? Vector<A>{} : exponential(score - logsumexp);
+      narrow(grad, blocked ? Vector<A>{} : soft * (where_kept<A>(kept, widen(grad) * rescale) - delta));
+      narrow(weight, where_kept<A>(kept, (soft + uniform) * rescale));
+    });
+  }
+
+  template <typename U>
+  void write(const A* rows, int64_t count, A factor, U* target, int64_t stride) const {
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t d = 0; d < problem_.D; d += kW)
+        store_some(target + i * stride + d, widen(rows + i * width_ + d) * factor, std::min(kW, problem_.D - d));
+  }
+
+  const AttentionProblem<T, A>& problem_;
+  const AttentionGradients<T, A>& gradients_;
+  int64_t b_, kv_head_, first_key_, last_key_, width_;
+  A rescale_;
+  int64_t h_ = 0, first_query_ = 0, queries_ = 0, lanes_ = 0;
+  A *query_lanes_, *grad_out_lanes_, *query_rows_, *grad_out_rows_, *grad_q_, *weights_, *grads_, *key_rows_, *value_rows_,
+      *key_addend_, *pair_addend_, *grad_k_, *grad_v_;
+  A logsumexp_[kQueryTile], delta_[kQueryTile], uniform_[kQueryTile];
+  std::optional<TileDropout<A>> dropout_;
+};
+
+// grad_q = the sum of the ranges' parts, in order.
+template <typename T, typename A>
+void sum_parts(const AttentionProblem<T, A>& p, const A* parts, int64_t ranges, const View<T>& grad_q) {
+  const int64_t rows = p.B * p.H * p.Lq;
+  for_tasks(p.B * p.H, double(rows) * double(p.D * ranges), [&](int64_t head) {
+    for (int64_t i = 0; i < p.Lq; ++i) {
+      T* target = grad_q.at(head / p.H, head % p.H, i);
+      for (int64_t d = 0; d < p.D; ++d) {
+        A total = 0;
+        for (int64_t range = 0; range < ranges; ++range) total += parts[(range * rows + head * p.Lq + i) * p.D + d];
+        target[d] = static_cast<T>(total);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+template <typename T, typename A>
+void attention_backward_cpu(const AttentionProblem<T, A>& p, const AttentionGradients<T, A>& gradients) {
+  const KeyRanges ranges(p.B * p.Hkv, p.Lk);
+  const int64_t query_elements = p.B * p.H * p.Lq * p.D;
+  at::Tensor parts;
+  A* partial_q = nullptr;
+  if (ranges.count > 1) {
+    parts = at::empty({ranges.count, query_elements}, c10::CppTypeToScalarType<A>::value);
+    partial_q = parts.mutable_data_ptr<A>();
+  }
+  for_tasks(p.B * p.Hkv * ranges.count, 2.5 * double(query_elements) * double(p.Lk), [&](int64_t task) {
+    const int64_t range = task % ranges.count, head = task / ranges.count, first_key = range * ranges.length;
+    KeyRangeBackward<T, A>(p, gradients, head / p.Hkv, head % p.Hkv, first_key,
+                           std::min(p.Lk, first_key + ranges.length))
+        .run(partial_q ? partial_q + range * query_elements : nullptr);
+  });
+  if (partial_q) sum_parts(p, partial_q, ranges.count, gradients.grad_q);
+}
+
+template void attention_backward_cpu(const AttentionProblem<float, float>&, const AttentionGradients<float, float>&);
+template void attention_backward_cpu(const AttentionProblem<double, double>&, const AttentionGradients<double, double>&);
+template void attention_backward_cpu(const AttentionProblem<c10::Half, float>&, const AttentionGradients<c10::Half, float>&);
+template void attention_backward_cpu(const AttentionProblem<c10::BFloat16, float>&,
+                                     const AttentionGradients<c10::BFloat16, float>&);
+
+}  // namespace transformer_fast
