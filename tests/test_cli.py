@@ -1,0 +1,289 @@
+"""The command line, on a model trained for a moment: what comes out, in which order, and how it fails."""
+
+import gzip
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from transformer_fast import cli
+from transformer_fast import demo as demo_module
+from transformer_fast.translation import TrainConfig, load_trained, train
+from transformer_fast.translation.numbers import make_numbers_corpus, numbers_config
+from transformer_fast.translation.progress import Silent
+from transformer_fast.translation.translator import Translator, split_text
+
+TINY = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "batch_tokens": 1024, "max_steps": 20, "warmup": 5}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """data/ (a corpus) and run/ (a model that answers something, if nothing sensible)."""
+    root = tmp_path_factory.mktemp("numbers")
+    make_numbers_corpus(root / "data", train_size=800, held_out=20)
+    train(numbers_config(root / "data", root / "run", vocab_size=60, valid_every=1000, **TINY), Silent())
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    return load_trained(folder / "run")
+
+
+LINES = [
+    "two thousand forty-one",
+    "",
+    "seven",
+    "nine hundred ninety-nine thousand nine hundred ninety-nine",
+    "   ",
+    "seven",
+    "one hundred one",
+]
+
+
+def run(monkeypatch, capsysbinary, arguments, lines=()):
+    """One command in this process: exit code, lines on standard output, text on standard error."""
+    data = "".join(f"{line}\n" for line in lines).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    code = cli.main([str(argument) for argument in arguments])
+    out, err = capsysbinary.readouterr()
+    return code, out.decode().splitlines(), err.decode()
+
+
+# Translating
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_translate_keeps_every_line_in_its_place(folder, trained, monkeypatch, capsysbinary, beam):
+    arguments = ["translate", "--model", folder / "run", "--beam", beam, "--batch-tokens", 100]
+    code, out, err = run(monkeypatch, capsysbinary, arguments, LINES)
+    assert (code, err) == (0, "")
+    alone = Translator(trained.model, trained.tokenizer, beam=beam)
+    assert out == [next(alone.translate([line])) for line in LINES]
+    assert [line == "" for line in out] == [not line.strip() for line in LINES]
+    assert out[2] == out[5] != out[0]
+
+
+def test_translate_reads_and_writes_files(folder, monkeypatch, capsysbinary, tmp_path):
+    plain, zipped, answer = tmp_path / "in.txt", tmp_path / "in.gz", tmp_path / "out.txt"
+    plain.write_bytes("\r\n".join(LINES).encode())  # Windows line ends, and none at the end of the file
+    zipped.write_bytes(gzip.compress(plain.read_bytes()))
+    command = ["translate", "--model", folder / "run", "--beam", 1]
+    _, expected, _ = run(monkeypatch, capsysbinary, command, LINES)
+    for source in (plain, zipped):
+        code, out, _ = run(monkeypatch, capsysbinary, [*command, "--input", source, "--output", answer])
+        assert code == 0 and out == []
+        assert answer.read_text().splitlines() == expected
+
+
+def test_translate_takes_lines_as_they_come(trained):
+    """Memory is bounded by a chunk: no line is read before the chunk ahead of it is answered."""
+    read = []
+
+    def lines():
+        for number in range(10):
+            read.append(number)
+            yield "one"
+
+    answers = Translator(trained.model, trained.tokenizer, beam=1).translate(lines(), chunk_lines=4)
+    assert read == []
+    next(answers)
+    assert len(read) == 4
+    assert len(list(answers)) == 9 and len(read) == 10
+
+
+def test_a_line_may_be_of_any_length(trained):
+    translator = Translator(trained.model, trained.tokenizer, beam=1, longest=20)
+    parts = ["two thousand.", "forty-one!", "seven hundred"] * 4
+    [whole] = translator.translate([" ".join(parts)])
+    pieces = split_text(" ".join(parts), lambda text: len(trained.tokenizer.encode([text])[0]) < 20)
+    assert len(pieces) > 3 and " ".join(pieces) == " ".join(parts)
+    assert whole == " ".join(filter(None, translator.translate(pieces)))
+
+
+def test_split_text_prefers_sentences_then_words_then_anything():
+    assert split_text("One two. Three four five six", lambda text: len(text) < 20) == [
+        "One two.",
+        "Three four five six",
+    ]
+    assert split_text("aaaa bbbb cc dddd", lambda text: len(text) < 10) == ["aaaa bbbb", "cc dddd"]
+    assert split_text("abcdefgh", lambda text: len(text) < 4) == ["ab", "cd", "ef", "gh"]
+    assert split_text("ab", lambda text: False) == ["a", "b"]
+    long = "word " * 5000 + "end. " * 5000
+    assert max(map(len, split_text(long.strip(), lambda text: len(text) < 100))) < 100
+
+
+def test_as_a_program_in_a_pipe(folder):
+    """python -m transformer_fast, with a pipe on either side, and a reader that leaves early."""
+    command = [sys.executable, "-m", "transformer_fast", "translate", "--model", str(folder / "run"), "--beam", "1"]
+    text = "".join(f"{line}\n" for line in LINES)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", len(LINES))
+
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child.stdout.close()
+    _, err = child.communicate(text.encode(), timeout=120)
+    assert child.returncode == 1 and err == b""
+
+
+# The other commands
+
+
+def test_train_from_the_command_line(folder, monkeypatch, capsysbinary, tmp_path):
+    flags = [
+        f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, "max_steps": 3, "vocab_size": 60}.items()
+    ]
+    data, save = folder / "data", tmp_path / "run"
+    command = ["train", "--source", data / "train.en", "--target", data / "train.de", "--save", save, *flags]
+    code, out, _ = run(monkeypatch, capsysbinary, command)
+    assert code == 0 and "3 updates" in out[0] and "max_steps" in out[0]
+    assert load_trained(save).step == 3
+    code, _, err = run(monkeypatch, capsysbinary, [*command, "--d-model=32"])
+    assert code == 2 and "d_model is 32, the run has 16" in err
+
+
+def test_info(monkeypatch, capsysbinary):
+    code, out, _ = run(monkeypatch, capsysbinary, ["info"])
+    text = "\n".join(out)
+    assert code == 0 and torch.__version__ in text and "C++ extension:" in text
+    for op in cli.OPS:
+        assert f"   {op}" in text
+    code, out, _ = run(monkeypatch, capsysbinary, ["info", "--backend", "reference"])
+    assert code == 0 and any("reference: asked for" in line for line in out)
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+def test_info_build_tells_make_whether_the_extension_is_there(monkeypatch, capsysbinary, loaded):
+    monkeypatch.setattr(cli.extension, "load", lambda: loaded)
+    monkeypatch.setattr(cli.extension, "status", lambda: "said so")
+    assert run(monkeypatch, capsysbinary, ["info", "--build"]) == (1 - loaded, ["C++ extension: said so"], "")
+
+
+def test_verify_exit_code(monkeypatch, capsysbinary):
+    from transformer_fast import verification
+
+    row = verification.Parity("op", "case", torch.float32, "output", "native", 1.0, 1.0, 2.0)
+    bad = verification.Parity("op", "case", torch.float32, "output", "native", 3.0, 1.0, 2.0)
+    for rows, expected in (([row, row], 0), ([row, bad], 1)):
+        monkeypatch.setattr(verification, "parity", lambda device, rows=rows: iter(rows))
+        code, out, _ = run(monkeypatch, capsysbinary, ["verify", "--device", "cpu"])
+        assert code == expected
+        assert ("FAIL" in "\n".join(out)) == bool(expected)
+
+
+def test_plot(folder, monkeypatch, capsysbinary, tmp_path):
+    command = ["plot", "--out", tmp_path, "--model", folder / "run", "--text", "forty-one"]
+    code, out, _ = run(monkeypatch, capsysbinary, command)
+    assert code == 0
+    assert [Path(line).name for line in out] == ["positional_encoding.png", "attention.png"]
+    assert all(Path(line).read_bytes()[:4] == b"\x89PNG" for line in out)
+
+
+def test_demo_runs_end_to_end(monkeypatch, capsysbinary, tmp_path):
+    monkeypatch.setattr(demo_module, "TRAINING_PAIRS", 800)
+    monkeypatch.setattr(demo_module, "UNSEEN", 20)
+    monkeypatch.setattr(
+        demo_module, "numbers_config", lambda *a, **k: numbers_config(*a, **{**k, **TINY, "max_steps": 2})
+    )
+    monkeypatch.setattr(demo_module, "speed", lambda device: iter(()))
+    monkeypatch.setattr(demo_module, "parity", lambda device, dtypes: iter(()))
+    code, out, _ = run(monkeypatch, capsysbinary, ["demo", "--out", tmp_path, "--device", "cpu"])
+    text = "\n".join(out)
+    assert code == 1 and "exactly right: 0.0% (0 of 20), below the goal of 98%" in text  # two updates teach nothing
+    assert (tmp_path / "attention.png").exists() and (tmp_path / "positional_encoding.png").exists()
+    assert load_trained(tmp_path / "run").step == 2
+    assert f"translate --model {tmp_path / 'run'}" in text
+
+
+# Errors: one line on standard error, the right exit code, no traceback
+
+WRONG = {
+    "no such model": (["translate", "--model", "{tmp}/none"], 2, "config.json is missing"),
+    "no such input": (["translate", "--model", "{run}", "--input", "{tmp}/none"], 2, "none: No such file"),
+    "input is a folder": (["translate", "--model", "{run}", "--input", "{tmp}"], 2, "Is a directory"),
+    "input not UTF-8": (
+        ["translate", "--model", "{run}", "--input", "{tmp}/latin"],
+        2,
+        "line 2: not valid UTF-8 (byte 0xfc",
+    ),
+    "output in no folder": (["translate", "--model", "{run}", "--output", "{tmp}/no/out"], 2, "No such file"),
+    "output is the input": (
+        ["translate", "--model", "{run}", "--input", "{tmp}/latin", "--output", "{tmp}/latin"],
+        2,
+        "the same file",
+    ),
+    "no beam": (["translate", "--model", "{run}", "--beam", "0"], 2, "beam is 0; expected a whole number >= 1"),
+    "odd penalty": (["translate", "--model", "{run}", "--length-penalty", "nan"], 2, "length_penalty must be a finite"),
+    "no such device": (["verify", "--device", "tpu"], 2, "--device is 'tpu'; expected auto, cpu, cuda or cuda:N"),
+    "no such GPU": (["verify", "--device", "cuda:99"], 2, "but torch sees"),
+    "text without a model": (["plot", "--text", "one"], 2, "--model and --text belong together"),
+    "no such source": (
+        ["train", "--source", "{tmp}/none", "--target", "{tmp}/latin", "--save", "{tmp}/run"],
+        2,
+        "none does not exist",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_errors_are_one_line(case, folder, monkeypatch, capsysbinary, tmp_path):
+    (tmp_path / "latin").write_bytes("eins\nfünf\n".encode("latin-1"))
+    arguments, expected, message = WRONG[case]
+    arguments = [argument.format(tmp=tmp_path, run=folder / "run") for argument in arguments]
+    code, _, err = run(monkeypatch, capsysbinary, arguments, ["one"])
+    assert code == expected and message in err
+    assert len(err.splitlines()) == 1 and err.startswith("transformer_fast: error: ")
+    assert (tmp_path / "latin").stat().st_size == 10  # nothing was overwritten
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["translate"], ["train", "--source", "x"], ["info", "--backend", "gpu"]]
+)
+def test_wrong_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(arguments)
+    assert stopped.value.code == 2 and "usage:" in capsys.readouterr().err
+
+
+BARE = """
+import sys
+sys.modules.update(dict.fromkeys(["sentencepiece", "sacrebleu", "safetensors", "tqdm", "matplotlib"]))
+from transformer_fast import cli, verification
+for arguments in (["info"], ["plot"], ["translate", "--model", "x"], ["train", "--source", "x"]):
+    print(cli.main(arguments), flush=True)
+"""
+
+
+def test_without_the_extras_the_rest_works_and_each_is_named():
+    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[-4:] == ["0", "1", "1", "1"], done.stderr
+    plot, translate, train = done.stderr.splitlines()[-3:]
+    assert plot.endswith("this command needs matplotlib; run: pip install 'transformer_fast[plots]'")
+    for line in (translate, train):
+        assert "this command needs s" in line and line.endswith("run: pip install 'transformer_fast[translation]'")
+
+
+def test_a_bug_keeps_its_traceback_and_debug_shows_every_one(monkeypatch, folder):
+    monkeypatch.setattr(cli, "_version_of", lambda name: {}[name])
+    with pytest.raises(KeyError):
+        cli.main(["info"])
+    monkeypatch.setenv("TRANSFORMER_FAST_DEBUG", "1")
+    with pytest.raises(ValueError, match="belong together"):
+        cli.main(["plot", "--text", "x"])
+
+
+def test_an_interrupt_is_not_an_error(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_version_of", interrupted)
+    assert cli.main(["info"]) == 130 and capsys.readouterr().err == "interrupted\n"
+
+
+def test_recipe_is_a_valid_config(tmp_path):
+    """The demo's flags reach the recipe."""
+    config = numbers_config(tmp_path, tmp_path / "run", device="cpu", max_steps=1500)
+    assert isinstance(config, TrainConfig) and config.max_steps == 1500

@@ -1,0 +1,297 @@
+"""The command line: `python -m transformer_fast`, also `transformer-fast`.
+
+Exit codes: 0 done; 1 it could not be done here (or, for `verify` and `demo`, something failed its check); 2 the
+arguments or the files given are wrong; 130 interrupted. An expected error is one line on standard error; set
+TRANSFORMER_FAST_DEBUG=1 to see where it came from.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from . import __version__, backends
+from .kernels import extension
+
+EXTRAS = {
+    "sentencepiece": "translation",
+    "sacrebleu": "translation",
+    "safetensors": "translation",
+    "tqdm": "translation",
+    "matplotlib": "plots",
+}
+OPS = ("attention", "norm", "dropout", "embedding")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (see the top of this file)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parser(training=argv[:1] == ["train"]).parse_args(argv)
+        with backends.backend(args.backend or backends.current()):
+            return args.run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        # The reader of our output (head, less) has left; nothing more can be said there, not even at exit.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        code = _exit_code(error)
+        if code is None or os.environ.get("TRANSFORMER_FAST_DEBUG") == "1":
+            raise
+        print(f"transformer_fast: error: {_message(error)}", file=sys.stderr)
+        return code
+
+
+def _exit_code(error: Exception) -> int | None:
+    """What an expected error exits with; None for a bug, which keeps its traceback."""
+    if isinstance(error, ModuleNotFoundError):
+        return 1 if _top(error) in EXTRAS else None
+    # The translation package needs its extras to be imported; its errors can only come from it when it was.
+    translation = sys.modules.get("transformer_fast.translation.errors")
+    if translation and isinstance(error, translation.DivergedError):
+        return 1
+    if translation and isinstance(error, translation.TranslationError):
+        return 2
+    wrong_path = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+    if isinstance(error, (ValueError, IndexError, *wrong_path)):
+        return 2
+    if isinstance(error, (OSError, backends.BackendError, FloatingPointError, torch.OutOfMemoryError)):
+        return 1
+    return None
+
+
+def _top(error: ModuleNotFoundError) -> str:
+    return (error.name or "").partition(".")[0]
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        return f"this command needs {_top(error)}; run: pip install 'transformer_fast[{EXTRAS[_top(error)]}]'"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return " ".join(str(error).split())
+
+
+def _parser(*, training: bool) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="transformer-fast", description="The classic Transformer, fast: train it, translate with it, check it."
+    )
+    parser.add_argument("--version", action="version", version=f"transformer_fast {__version__}")
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--backend", choices=backends.NAMES, help="which kernels to run (default: auto)")
+    somewhere = argparse.ArgumentParser(add_help=False, parents=[common])
+    somewhere.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    command = commands.add_parser(
+        "demo", parents=[somewhere], help="train a small translator here, check and time every op, draw two pictures"
+    )
+    command.add_argument("--out", default="demo", help="folder for what it makes (default: %(default)s)")
+    command.add_argument("--max-steps", type=int, help="updates of training (default: the recipe's)")
+    command.set_defaults(run=_demo)
+
+    command = commands.add_parser("train", parents=[common], help="train a translator on two line-aligned files")
+    if training:
+        from .translation import TrainConfig
+
+        TrainConfig.add_arguments(command)
+    command.set_defaults(run=_train)
+
+    command = commands.add_parser("translate", parents=[somewhere], help="translate lines: standard input to output")
+    command.add_argument("--model", required=True, metavar="DIR", help="the folder that `train --save` wrote")
+    command.add_argument("--which", choices=("best", "last"), default="best", help="checkpoint (default: %(default)s)")
+    command.add_argument("--input", metavar="F", help="read this file, plain or .gz, not standard input")
+    command.add_argument("--output", metavar="F", help="write this file, not standard output")
+    command.add_argument("--beam", type=int, default=5, help="hypotheses; 1 is greedy (default: %(default)s)")
+    command.add_argument("--length-penalty", type=float, default=0.6, help="alpha of the GNMT penalty (default: 0.6)")
+    command.add_argument("--batch-tokens", type=int, default=8192, help="source tokens x beam in a batch, at most")
+    command.set_defaults(run=_translate)
+
+    command = commands.add_parser(
+        "verify", parents=[somewhere], help="parity table of every op here; exit code 1 if one fails"
+    )
+    command.set_defaults(run=_verify)
+
+    command = commands.add_parser(
+        "info", parents=[common], help="versions, the extension's build, which backend and why"
+    )
+    command.add_argument("--build", action="store_true", help="only the extension; exit code 1 if it is not there")
+    command.set_defaults(run=_info)
+
+    command = commands.add_parser(
+        "plot", parents=[somewhere], help="draw the positional encoding, and a translation's attention"
+    )
+    command.add_argument("--out", default=".", metavar="DIR", help="folder for the pictures (default: here)")
+    command.add_argument("--model", metavar="DIR", help="a trained model, for the attention")
+    command.add_argument("--text", help="the sentence to translate and draw, with --model")
+    command.set_defaults(run=_plot)
+    return parser
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from .demo import demo
+
+    changes = {} if args.max_steps is None else {"max_steps": args.max_steps}
+    return 0 if demo(args.out, device=_device(args.device), **changes) else 1
+
+
+def _train(args: argparse.Namespace) -> int:
+    from .translation import TrainConfig, train
+
+    result = train(TrainConfig.from_args(args))
+    scores = ", ".join(f"{name} {value:.3f}" for name, value in result.best_scores.items())
+    print(f"{result.step:,} updates, {result.tokens:,} tokens, {result.seconds:.0f} s ({result.stopped})")
+    print(f"{result.folder}" + (f": best at step {result.best_step:,}, {scores}" if scores else ""))
+    return 130 if result.stopped == "interrupted" else 0
+
+
+def _translate(args: argparse.Namespace) -> int:
+    from .translation import load_trained
+    from .translation.translator import CHUNK_LINES, Translator
+
+    if args.input and args.output and Path(args.output).exists() and os.path.samefile(args.input, args.output):
+        raise ValueError(f"--input and --output are the same file, {args.input}; it would be lost")
+    with _open_input(args.input) as source:
+        trained = load_trained(args.model, which=args.which, device=_device(args.device))
+        translator = Translator(
+            trained.model,
+            trained.tokenizer,
+            beam=args.beam,
+            length_penalty=args.length_penalty,
+            batch_tokens=args.batch_tokens,
+            longest=trained.config.max_length,
+        )
+        # Someone typing wants an answer to every line.
+        chunk = 1 if not args.input and source.isatty() else CHUNK_LINES
+        name = args.input or "standard input"
+        with _open_output(args.output) as target:
+            for line in translator.translate(_lines(source, name), chunk_lines=chunk):
+                target.write(line.encode("utf-8") + b"\n")
+                if chunk == 1:
+                    target.flush()
+            target.flush()
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from .verification import describe, parity, print_parity
+
+    device = _device(args.device)
+    print(describe(device))
+    return 0 if all(row.passed for row in print_parity(parity(device))) else 1
+
+
+def _info(args: argparse.Namespace) -> int:
+    if args.build:
+        print(f"C++ extension: {extension.status()}")
+        return 0 if extension.load() else 1
+    print(f"transformer_fast {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    print(f"torch {torch.__version__}, triton {_version_of('triton')}, {torch.get_num_threads()} threads")
+    print(f"C++ extension: {extension.status()}")
+    for name, value in extension.build_info().items():
+        print(f"   {name}: {value}")
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_available():
+        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    else:
+        print("CUDA: torch sees no GPU")
+    for device in devices:
+        what = "cpu" if device.type == "cpu" else f"{device}: {torch.cuda.get_device_name(device)}"
+        print(f"{what} (backend {backends.current()})")
+        for op in OPS:
+            for dtype in (torch.float32, torch.bfloat16):
+                print(f"   {op:10} {str(dtype).removeprefix('torch.'):9} {_choice(op, device, dtype)}")
+    for module, extra in EXTRAS.items():
+        print(f"{module}: {_version_of(module) or f'missing (pip install transformer_fast[{extra}])'}")
+    return 0
+
+
+def _choice(op: str, device: torch.device, dtype: torch.dtype) -> str:
+    try:
+        name, reason = backends.choose(op, device, dtype)
+    except backends.BackendError as error:
+        return f"none: {error}"
+    return f"{name}: {reason}"
+
+
+def _version_of(distribution: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _plot(args: argparse.Namespace) -> int:
+    if (args.model is None) != (args.text is None):
+        raise ValueError("--model and --text belong together: the picture of attention needs both")
+    from .plots import attention_picture, positional_picture
+
+    out = Path(args.out)
+    print(positional_picture(out / "positional_encoding.png"))
+    if args.model:
+        from .translation import load_trained
+        from .translation.translator import Translator
+
+        trained = load_trained(args.model, device=_device(args.device))
+        ids = Translator(trained.model, trained.tokenizer).decode_ids([args.text])[0]
+        print(attention_picture(out / "attention.png", trained.model, trained.tokenizer, args.text, ids))
+    return 0
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device is {name!r}; expected auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device is {name!r}, but torch sees {torch.cuda.device_count()} GPUs on this machine")
+    return device
+
+
+@contextlib.contextmanager
+def _open_input(path: str | None) -> Iterator[IO[bytes]]:
+    if path is None:
+        yield sys.stdin.buffer
+        return
+    with open(path, "rb") as file:
+        zipped = file.peek(2)[:2] == b"\x1f\x8b"
+        yield gzip.GzipFile(fileobj=file) if zipped else file
+
+
+@contextlib.contextmanager
+def _open_output(path: str | None) -> Iterator[IO[bytes]]:
+    if path is None:
+        yield sys.stdout.buffer
+        return
+    with open(path, "wb") as file:
+        yield file
+
+
+def _lines(source: IO[bytes], name: str) -> Iterator[str]:
+    """Lines end at a line feed and nowhere else, as in training."""
+    for number, line in enumerate(source, start=1):
+        try:
+            yield line.rstrip(b"\r\n").decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{name}, line {number}: not valid UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1})"
+            ) from None

@@ -1,0 +1,95 @@
+"""The main job, end to end: make a corpus, train on it, translate what was never seen, check, time and draw.
+
+The task is English number names to German ones ("two thousand forty-one" -> "zweitausendeinundvierzig"): it needs
+no data, yet words must change places and nearly all of the million sentences are unseen.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import torch
+
+from .plots import attention_picture, positional_picture
+from .speed import format_speed, speed
+from .translation import load_trained, read_lines, train
+from .translation.numbers import english, make_numbers_corpus, numbers_config
+from .translation.progress import Progress
+from .translation.translator import Translator
+from .verification import describe, parity, print_parity
+
+TRAINING_PAIRS, UNSEEN = 60_000, 1_000
+GOAL = 0.98
+PICTURED = 152_041  # reorders twice, and has every kind of word
+EXAMPLES = 6
+
+
+def demo(
+    folder: str | os.PathLike[str],
+    *,
+    device: torch.device | str = "cpu",
+    progress: Progress | None = None,
+    **changes: object,
+) -> bool:
+    """Run everything and print it; True if the accuracy reached its goal and every op passed.
+
+    folder: receives the corpus (data/), the run (run/) and the pictures. A run that is already there is used, or
+        continued if it was interrupted.
+    device: where to train, translate and verify. changes: training settings other than the recipe's.
+    Raises KeyboardInterrupt if the training was interrupted; the run can be continued.
+    """
+    folder, device, started = Path(folder), torch.device(device), time.perf_counter()
+    print(f"transformer_fast on {describe(device)}\n")
+
+    print(f"1. train on {TRAINING_PAIRS:,} spelled-out numbers, English to German")
+    corpus = make_numbers_corpus(folder / "data", TRAINING_PAIRS, UNSEEN)
+    run = folder / "run"
+    result = train(numbers_config(folder / "data", run, device=str(device), **changes), progress)
+    if result.stopped == "interrupted":
+        raise KeyboardInterrupt
+    print(f"   {result.step:,} updates, {result.tokens:,} tokens, {result.seconds:.0f} s\n")
+
+    # The last weights, not the best on validation: the unseen numbers must not choose the model they test.
+    trained = load_trained(run, which="last", device=device)
+    translator = Translator(trained.model, trained.tokenizer, beam=1)
+    accurate = _translate(translator, read_lines(corpus["test_source"]), read_lines(corpus["test_target"]))
+
+    print("\n3. every op and the whole model, held to plain PyTorch")
+    print("   error: largest difference to fp64. It may be twice that of plain PyTorch (eager), + 2 ulp.\n")
+    rows = print_parity(parity(device, [torch.float32]), indent="   ")
+    passed = all(row.passed for row in rows)
+
+    print("\n4. speed here, both sides taking turns\n")
+    for line in format_speed(speed(device)):
+        print(f"   {line}", flush=True)
+
+    print("\n5. pictures")
+    source = english(PICTURED)
+    ids = translator.decode_ids([source])[0]
+    print(f"   {attention_picture(folder / 'attention.png', trained.model, trained.tokenizer, source, ids)}")
+    print(f"   {positional_picture(folder / 'positional_encoding.png')}")
+
+    print(f"\n{time.perf_counter() - started:.0f} s in all. The model: {run}. Try it:")
+    print(f'   echo "{source}" | python -m transformer_fast translate --model {run}')
+    return accurate and passed
+
+
+def _translate(translator: Translator, sources: list[str], expected: list[str]) -> bool:
+    print(f"2. translate {len(sources):,} numbers it has never seen")
+    start = time.perf_counter()
+    answers = list(translator.translate(sources))
+    seconds = time.perf_counter() - start
+    wrong = [triple for triple in zip(sources, answers, expected, strict=True) if triple[1] != triple[2]]
+    accuracy = 1 - len(wrong) / len(sources)
+    # Long ones are the interesting ones.
+    shown = sorted(zip(sources, answers, strict=True), key=lambda pair: -len(pair[0]))[:: len(sources) // EXAMPLES]
+    for source, answer in shown:
+        print(f"   {source}\n      -> {answer}")
+    for source, answer, right in wrong[:3]:
+        print(f"   wrong: {source}\n      -> {answer}\n   not -> {right}")
+    verdict = "" if accuracy >= GOAL else f", below the goal of {GOAL:.0%}"
+    print(f"   exactly right: {accuracy:.1%} ({len(sources) - len(wrong):,} of {len(sources):,}){verdict}")
+    print(f"   {len(sources) / seconds:.0f} sentences a second, greedy")
+    return accuracy >= GOAL
