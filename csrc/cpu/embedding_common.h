@@ -16,7 +16,7 @@ class Ids {
       : shape_(ids.sizes()),
         vocabulary_(vocabulary),
         wide_(ids.scalar_type() == at::kLong ? ids.const_data_ptr<int64_t>() : nullptr),
-        narrow_(wide_ ? nullptr : ids.const_data_ptr<int32_t>()) {}
+        narrow_(ids.scalar_type() == at::kInt ? ids.const_data_ptr<int32_t>() : nullptr) {}
 
   int64_t operator[](int64_t row) const {
     return wide_ ? wide_[row] : narrow_[row];

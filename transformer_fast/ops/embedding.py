@@ -61,8 +61,10 @@ def embed(
         return reference.embedding.embed(
             ids, weight, table, scale=scale, offset=offset, padding_idx=padding_idx, dropout_p=dropout_p, seed=seed
         )
-    call = _embed_autograd if _direct.is_plain(ids, weight, table) else _op_embed
-    return call(ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend)
+    args = ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend
+    if not _direct.is_plain(ids, weight, table):
+        return _op_embed(*args)
+    return _Embed.apply(*args) if _needs_gradient(weight, table) else _embed(*args)
 
 
 def add_positional(x: Tensor, table: Tensor, offset: int = 0, dropout_p: float = 0.0) -> Tensor:
@@ -87,12 +89,16 @@ def add_positional(x: Tensor, table: Tensor, offset: int = 0, dropout_p: float =
         raise ValueError(f"add_positional: x must be (..., length, d), got shape {tuple(x.shape)}")
     _check_table("add_positional", table, "x", x, offset, x.shape[-2])
     _check_options("add_positional", offset, dropout_p)
+    if dropout_p == 0.0 and x.dtype == table.dtype:  # one pass in plain PyTorch already
+        return x + table[offset : offset + x.shape[-2]]
     seed = _library.draw_seed(x.device) if dropout_p > 0.0 else None
     backend = backends.resolve("embedding", x.device, x.dtype)
     if backend == "reference":
         return reference.embedding.add_positional(x, table, offset, dropout_p, seed)
-    call = _add_autograd if _direct.is_plain(x, table) else _op_add
-    return call(x, table, offset, dropout_p, seed, backend)
+    args = x, table, offset, dropout_p, seed, backend
+    if not _direct.is_plain(x, table):
+        return _op_add(*args)
+    return _AddPositional.apply(*args) if _needs_gradient(x, table) else _add(*args)
 
 
 def positional_table(length: int, d_model: int) -> Tensor:
@@ -188,9 +194,8 @@ def _fake_add(x, table, offset, dropout_p, seed, backend):
 class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend):
-        out = _direct.run(
-            _op_embed, _embed, 3, ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend
-        )
+        args = ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend
+        out = _direct.run(_op_embed, _embed, 3, *args)
         ctx.save_for_backward(ids, seed)
         ctx.vocabulary = weight.shape[0]
         ctx.options = scale, padding_idx, dropout_p
@@ -248,16 +253,20 @@ def _table_gradient(grad, shape, dtype, offset):
     return torch.nn.functional.pad(by_position, (0, 0, offset, below)).to(dtype)
 
 
-def _embed_autograd(ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend):
-    if torch.is_grad_enabled() and (weight.requires_grad or (table is not None and table.requires_grad)):
-        return _Embed.apply(ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend)
-    return _direct.run(_op_embed, _embed, 3, ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend)
+def _needs_gradient(x, table):
+    return torch.is_grad_enabled() and (x.requires_grad or (table is not None and table.requires_grad))
 
 
-def _add_autograd(x, table, offset, dropout_p, seed, backend):
-    if torch.is_grad_enabled() and (x.requires_grad or (table is not None and table.requires_grad)):
-        return _AddPositional.apply(x, table, offset, dropout_p, seed, backend)
-    return _direct.run(_op_add, _add, 2, x, table, offset, dropout_p, seed, backend)
+def _embed_autograd(*args):
+    if _needs_gradient(args[1], args[2]):
+        return _Embed.apply(*args)
+    return _direct.run(_op_embed, _embed, 3, *args)
+
+
+def _add_autograd(*args):
+    if _needs_gradient(args[0], args[1]):
+        return _AddPositional.apply(*args)
+    return _direct.run(_op_add, _add, 2, *args)
 
 
 _op_embed = _library.register(

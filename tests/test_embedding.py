@@ -1,0 +1,410 @@
+"""The embedding line: forward and gradients against the oracle, exact masks, bad input, repeatability."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from helpers import assert_as_exact_as_eager, fixed_seed, poisoned_memory
+from torch import Tensor
+
+import transformer_fast as tfast
+from transformer_fast import reference
+from transformer_fast.kernels import extension
+from transformer_fast.ops.embedding import add_positional, embed, positional_table
+
+pytestmark = pytest.mark.skipif(not extension.load(), reason=extension.status())
+
+SEED = -0x123456789ABCDEF
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# ids shape, vocabulary, d, offset: narrow and odd widths, one vector and a tail, more than one stretch of 1024 columns
+SHAPES = {
+    "one": ((1, 1), 1, 1, 0),
+    "odd": ((3, 5), 7, 15, 2),
+    "toy": ((4, 9), 11, 20, 0),
+    "vector": ((2, 17), 50, 64, 3),
+    "tail": ((5, 7), 13, 97, 1),
+    "flat": ((33,), 40, 128, 5),
+    "deep": ((2, 3, 4), 9, 40, 0),
+    "wide": ((2, 3), 5, 2053, 1),
+    "many": ((8, 130), 300, 24, 0),
+}
+
+
+def supported(device: torch.device, dtype: torch.dtype) -> None:
+    if device.type == "cuda" and dtype == torch.float64:
+        pytest.skip("the CUDA kernels take no float64; the door uses the reference")
+
+
+def case(shape: tuple[int, ...], vocabulary: int, d: int, offset: int, dtype: torch.dtype, device: torch.device):
+    ids = torch.randint(0, vocabulary, shape, device=device)
+    weight = torch.randn(vocabulary, d, device=device).to(dtype)
+    table = positional_table(offset + shape[-1] + 2, d).to(device)
+    return ids, weight, table
+
+
+def gradients(run: Callable[..., Tensor], *inputs: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """The result, then the gradient of each input."""
+    leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    out = run(*leaves)
+    out.backward(grad.to(out.dtype))
+    return out.detach(), *(leaf.grad for leaf in leaves)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_embed_matches_the_oracle(dtype: torch.dtype, shape: str, dropout_p: float, device: torch.device) -> None:
+    supported(device, dtype)
+    ids, weight, table = case(*SHAPES[shape], dtype, device)
+    offset = SHAPES[shape][3]
+    options = {"scale": 5.5, "offset": offset, "dropout_p": dropout_p}
+    grad = torch.randn(*ids.shape, weight.shape[1], device=device).to(dtype)
+    seed = torch.tensor([SEED], device=device)
+
+    def truth(precision: torch.dtype, table: Tensor) -> tuple[Tensor, ...]:
+        return gradients(
+            lambda w, t: reference.embedding.embed(ids, w, t, **options, seed=seed),
+            weight.to(precision),
+            table,
+            grad=grad,
+        )
+
+    with fixed_seed(SEED), poisoned_memory():
+        ours = gradients(lambda w, t: embed(ids, w, t, **options), weight, table, grad=grad)
+    rows = max(ids.numel() // ids.shape[-1], int(ids.flatten().bincount().max()))
+    eager, exact = truth(dtype, table), truth(torch.float64, table.double())
+    for what, a, e, x in zip(("out", "grad_weight", "grad_table"), ours, eager, exact):
+        assert a.dtype == e.dtype, what
+        assert_as_exact_as_eager(a, e, x, ulps=4.0 if what == "out" else 4.0 * rows**0.5, what=what)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", ["one", "odd", "tail", "flat", "wide"])
+def test_add_positional_matches_the_oracle(dtype: torch.dtype, shape: str, device: torch.device) -> None:
+    supported(device, dtype)
+    leading, _, d, offset = SHAPES[shape]
+    x = torch.randn(*leading, d, device=device).to(dtype)
+    table = positional_table(offset + leading[-1], d).to(device)
+    grad, seed = torch.randn_like(x), torch.tensor([SEED], device=device)
+
+    def truth(precision: torch.dtype, table: Tensor) -> tuple[Tensor, ...]:
+        return gradients(
+            lambda x, t: reference.embedding.add_positional(x, t, offset, 0.25, seed),
+            x.to(precision),
+            table,
+            grad=grad,
+        )
+
+    with fixed_seed(SEED), poisoned_memory():
+        ours = gradients(lambda x, t: add_positional(x, t, offset, 0.25), x, table, grad=grad)
+    eager, exact = truth(dtype, table), truth(torch.float64, table.double())
+    for what, a, e, t in zip(("out", "grad_x", "grad_table"), ours, eager, exact):
+        assert_as_exact_as_eager(a, e, t, ulps=8.0, what=what)
+
+
+@pytest.mark.parametrize("p", [1 / 65536, 0.1, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("d", [1, 7, 8, 31, 512, 1030])
+def test_the_mask_is_the_contract_bit_for_bit(p: float, d: int, device: torch.device) -> None:
+    weight = torch.full((3, d), 2.0, device=device)
+    ids = torch.randint(0, 3, (6, 11), device=device)
+    with fixed_seed(SEED) as seed, poisoned_memory():
+        out = embed(ids, weight, dropout_p=p)
+        added = add_positional(weight[ids], torch.zeros(11, d, device=device), dropout_p=p)
+    keep = reference.dropout.elementwise_keep(seed, p, ids.numel(), d).view(*ids.shape, d).to(device)
+    expected = torch.where(keep, 2.0 * reference.dropout.rescale(p), 0.0)
+    assert torch.equal(out, expected)
+    assert torch.equal(added, expected)
+
+
+def test_the_known_answer_of_philox_comes_out_of_the_kernel(device: torch.device) -> None:
+    # Random123's vector for counter 0, key 0. Row 0, column c of seed 0 is draw c; it is kept up to that threshold.
+    words = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
+    for column, draw in enumerate(part for word in words for part in (word & 0xFFFF, word >> 16)):
+        weight = torch.ones(1, 8, device=device)
+        with fixed_seed(0):
+            kept, dropped = (
+                embed(torch.zeros(1, dtype=torch.long, device=device), weight, dropout_p=threshold / 65536)
+                for threshold in (draw, draw + 1)
+            )
+        assert kept[0, column] > 0 and dropped[0, column] == 0
+
+
+def test_manual_seed_governs_dropout_and_backends_agree(device: torch.device) -> None:
+    ids, weight, table = case((4, 6), 10, 32, 0, torch.float32, device)
+
+    def run(backend: str) -> Tensor:
+        torch.manual_seed(7)
+        with tfast.backend(backend):
+            return embed(ids, weight, table, dropout_p=0.3)
+
+    first = run("auto")
+    assert torch.equal(first, run("auto"))
+    assert torch.equal(first == 0, run("reference") == 0)
+    assert not torch.equal(first, embed(ids, weight, table, dropout_p=0.3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_hot_id_is_exact_and_repeats_for_every_number_of_threads(dtype: torch.dtype) -> None:
+    ids = torch.full((40, 75), 3)
+    ids[5] = torch.arange(75) % 9
+    weight, grad = torch.randn(9, 72, dtype=dtype), torch.randn(40, 75, 72, dtype=dtype)
+    seed = torch.tensor([SEED])
+
+    def run(w: Tensor) -> Tensor:
+        return embed(ids, w, scale=3.0, dropout_p=0.2, padding_idx=1)
+
+    results = []
+    for count in (1, 2, 3, 2):
+        with threads(count), fixed_seed(SEED), poisoned_memory():
+            results.append(gradients(run, weight, grad=grad))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other))
+    eager, exact = (
+        gradients(
+            lambda w: reference.embedding.embed(ids, w, scale=3.0, dropout_p=0.2, padding_idx=1, seed=seed),
+            weight.to(precision),
+            grad=grad,
+        )[1]
+        for precision in (dtype, torch.float64)
+    )
+    assert_as_exact_as_eager(results[0][1], eager, exact, ulps=4 * 3000**0.5, what="grad_weight")
+
+
+def test_a_bigger_batch_uses_threads_without_changing_a_bit() -> None:
+    ids, weight, table = case((16, 64), 5000, 256, 0, torch.float32, torch.device("cpu"))
+    grad = torch.randn(16, 64, 256)
+    results = []
+    for count in (1, 2):
+        with threads(count), fixed_seed(SEED):
+            results.append(gradients(lambda w: embed(ids, w, table, dropout_p=0.1), weight, grad=grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    used = torch.zeros(5000, dtype=torch.bool).index_fill_(0, ids.flatten(), True)
+    assert not results[0][1][~used].any() and results[0][1][used].any(1).all()
+
+
+def test_padding_row_is_read_but_gets_no_gradient(device: torch.device) -> None:
+    ids = torch.tensor([[0, 2, 1, 2], [2, 2, 0, 1]], device=device)
+    weight = torch.randn(3, 12, device=device)
+    for padding_idx in (2, -1):
+        out, grad = gradients(lambda w, i=padding_idx: embed(ids, w, padding_idx=i), weight, grad=torch.ones(2, 4, 12))
+        assert torch.equal(out, weight[ids])
+        assert not grad[2].any() and torch.equal(grad[:2], torch.full((2, 12), 2.0, device=device))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (3, 0), (0,)])
+def test_empty_batches(shape: tuple[int, ...], device: torch.device) -> None:
+    weight, table = torch.randn(4, 6, device=device), torch.randn(9, 6, device=device)
+    ids = torch.zeros(shape, dtype=torch.long, device=device)
+    out, grad, grad_table = gradients(
+        lambda w, t: embed(ids, w, t, dropout_p=0.5), weight, table, grad=torch.ones(*shape, 6, device=device)
+    )
+    assert out.shape == (*shape, 6) and not grad.any() and not grad_table.any()
+    assert add_positional(torch.zeros(*shape, 4, 6, device=device), table, 0, 0.5).shape == (*shape, 4, 6)
+
+
+@pytest.mark.parametrize("d", [21, 64, 1100])
+def test_any_strides_give_the_same_bits(d: int, device: torch.device) -> None:
+    ids, weight, table = case((5, 6), 8, d, 2, torch.float32, device)
+    strided_ids = ids.t().contiguous().t()
+    views = (weight.t().contiguous().t(), weight.repeat_interleave(2, 1)[:, ::2], torch.cat((weight, weight), 1)[:, :d])
+    strided_table = table.t().contiguous().t()
+    upstream = torch.randn(d, device=device).expand(5, 6, d)
+    with fixed_seed(SEED):
+        plain = gradients(lambda w: embed(ids, w, table, offset=2, dropout_p=0.1), weight, grad=upstream.contiguous())
+        for view in views:
+            assert not view.is_contiguous()
+            assert torch.equal(embed(strided_ids, view, strided_table, offset=2, dropout_p=0.1), plain[0])
+        leaf = weight.clone().requires_grad_()
+        embed(ids.int(), leaf, table, offset=2, dropout_p=0.1).backward(upstream)
+        assert torch.equal(leaf.grad, plain[1])
+        x = torch.randn(6, 5, d, device=device)
+        permuted = add_positional(x.transpose(0, 1), table, 1, 0.3)
+        assert torch.equal(permuted, add_positional(x.transpose(0, 1).contiguous(), table, 1, 0.3))
+
+
+def test_decoding_step_by_step_equals_the_whole_sequence(device: torch.device) -> None:
+    ids, weight, table = case((3, 9), 20, 48, 0, torch.float32, device)
+    whole = embed(ids, weight, table, scale=7.0)
+    steps = [embed(ids[:, t : t + 1], weight, table, scale=7.0, offset=t) for t in range(9)]
+    assert torch.equal(whole, torch.cat(steps, 1))
+
+
+def test_offsets_beyond_two_to_the_31_elements() -> None:
+    rows, d = (1 << 31) // 512 + 9, 512
+    weight = torch.empty(rows, d, dtype=torch.float16)  # never touched but for two rows, so it takes no memory
+    weight[0], weight[rows - 1] = 1.0, 3.0
+    out = embed(torch.tensor([rows - 1, 0]), weight, scale=2.0)
+    assert torch.equal(out, torch.tensor([[6.0], [2.0]], dtype=torch.float16).expand(2, d))
+
+
+@pytest.mark.parametrize("length,d", [(1, 1), (1, 8), (31, 2), (33, 7), (5000, 6), (257, 513)])
+def test_positional_table_is_fp64_rounded_once(length: int, d: int) -> None:
+    with poisoned_memory():
+        table = positional_table(length, d)
+    expected = reference.embedding.positional_table(length, d)
+    assert table.dtype == torch.float32 and table.shape == (length, d)
+    # The last place may differ where fp64's own error straddles a rounding boundary.
+    assert (table.double() - expected.double()).abs().max() <= 2.0**-24
+    assert (table != expected).double().mean() < 1e-3
+
+
+def test_positional_table_follows_default_devices_and_allows_none() -> None:
+    assert positional_table(0, 4).shape == (0, 4)
+    with torch.device("meta"):
+        assert positional_table(5, 4).is_meta
+
+
+def test_autocast_changes_nothing(device: torch.device) -> None:
+    ids, weight, table = case((2, 3), 4, 16, 0, torch.float32, device)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert embed(ids, weight, table).dtype == torch.float32
+
+
+def test_gradcheck() -> None:
+    ids = torch.tensor([[0, 2, 2], [1, 2, 0]])
+    weight = torch.randn(3, 11, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(5, 11, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(2, 3, 11, dtype=torch.float64, requires_grad=True)
+    with fixed_seed(SEED):
+        assert torch.autograd.gradcheck(
+            lambda w, t: embed(ids, w, t, scale=2.0, offset=1, dropout_p=0.3), (weight, table)
+        )
+        assert torch.autograd.gradcheck(lambda x, t: add_positional(x, t, 1, 0.3), (x, table))
+        assert torch.autograd.gradgradcheck(lambda x, t: add_positional(x, t, 1, 0.3), (x, table))
+
+
+def test_second_derivative_of_the_lookup_is_refused_clearly() -> None:
+    weight = torch.randn(3, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad((embed(torch.tensor([0, 1]), weight) ** 2).sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_opcheck(dropout_p: float, device: torch.device) -> None:
+    ops, backend = torch.ops.transformer_fast, "native"
+    ids, weight, table = case((2, 5), 7, 12, 1, torch.float32, device)
+    seed = torch.tensor([3], device=device) if dropout_p else None
+    weight.requires_grad_()
+    torch.library.opcheck(ops.embed.default, (ids, weight, table, 2.0, 1, 3, dropout_p, seed, backend))
+    x = torch.randn(2, 5, 12, device=device, requires_grad=True)
+    torch.library.opcheck(ops.add_positional.default, (x, table, 1, dropout_p, seed, backend))
+    torch.library.opcheck(ops.add_positional.default, (x, None, 0, dropout_p, seed, backend))
+    args = (x.detach(), ids, 7, 2.0, 3, dropout_p, seed, True, backend)
+    torch.library.opcheck(ops.embed_backward.default, args)
+
+
+def test_compiles_in_one_graph() -> None:
+    ids, weight, table = case((2, 5), 7, 12, 0, torch.float32, torch.device("cpu"))
+    compiled = torch.compile(lambda i, w, t: embed(i, w, t, scale=2.0), backend="aot_eager", fullgraph=True)
+    grad = torch.randn(2, 5, 12)
+    expected = gradients(lambda w: embed(ids, w, table, scale=2.0), weight, grad=grad)
+    actual = gradients(lambda w: compiled(ids, w, table), weight, grad=grad)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected))
+
+
+@pytest.mark.parametrize("bad", [-1, 7, 2**40])
+def test_an_id_outside_the_vocabulary_is_named_with_its_place(bad: int) -> None:
+    ids = torch.zeros(2, 3, 4, dtype=torch.long)
+    ids[1, 0, 2] = ids[1, 2, 3] = bad
+    expected = rf"ids\[1, 0, 2\] is {bad}, but the vocabulary has 7 rows"
+    with pytest.raises(IndexError, match=expected):
+        embed(ids, torch.randn(7, 5))
+    with pytest.raises(IndexError, match=expected):
+        torch.ops.transformer_fast.embed_backward(torch.zeros(2, 3, 4, 5), ids, 7, 1.0, None, 0.0, None, True, "native")
+
+
+IDS, W, T = torch.zeros(2, 3, dtype=torch.long), torch.zeros(4, 6), torch.zeros(5, 6)
+X = torch.zeros(2, 3, 6)
+BAD_INPUT = {
+    "ids no tensor": (lambda: embed([1, 2], W), TypeError, "ids must be a tensor, got list"),
+    "ids float": (lambda: embed(IDS.float(), W), TypeError, "ids must be int64 or int32, got torch.float32"),
+    "ids int16": (lambda: embed(IDS.short(), W), TypeError, "ids must be int64 or int32, got torch.int16"),
+    "ids scalar": (lambda: embed(torch.tensor(1), W), ValueError, "ids must be .*without dimensions"),
+    "weight int": (lambda: embed(IDS, W.long()), TypeError, "weight must be a float tensor"),
+    "weight 3-D": (lambda: embed(IDS, W[None]), ValueError, r"weight must be \(vocabulary, d\).*\(1, 4, 6\)"),
+    "devices": (lambda: embed(IDS, W.to("meta")), ValueError, "weight is on meta but ids on cpu"),
+    "table device": (lambda: embed(IDS, W, T.to("meta")), ValueError, "weight is on cpu but table on meta"),
+    "table width": (lambda: embed(IDS, W, T[:, :5]), ValueError, r"d = 6 of weight, got shape \(5, 5\)"),
+    "table 3-D": (lambda: embed(IDS, W, T[None]), ValueError, r"got shape \(1, 5, 6\)"),
+    "table short": (
+        lambda: embed(IDS, W, T, offset=3),
+        ValueError,
+        "offset 3 .* length 3 needs 6 positions, it has 5",
+    ),
+    "table dtype": (lambda: embed(IDS, W, T.half()), TypeError, "table must be float32 .*got torch.float16"),
+    "table list": (lambda: embed(IDS, W, [1]), TypeError, "table must be a tensor, got list"),
+    "offset": (lambda: embed(IDS, W, T, offset=-1), ValueError, "offset must be at least 0, got -1"),
+    "p": (lambda: embed(IDS, W, dropout_p=1.5), ValueError, r"dropout_p must lie in \[0, 1\], got 1.5"),
+    "p nan": (lambda: embed(IDS, W, dropout_p=float("nan")), ValueError, "dropout_p must lie"),
+    "padding": (lambda: embed(IDS, W, padding_idx=4), ValueError, r"padding_idx must lie in \[-4, 4\).*got 4"),
+    "x int": (lambda: add_positional(IDS, T), TypeError, "x must be a float tensor"),
+    "x 1-D": (lambda: add_positional(X[0, 0], T), ValueError, r"x must be \(..., length, d\)"),
+    "x list": (lambda: add_positional([1.0], T), TypeError, "x must be a tensor, got list"),
+    "x table short": (lambda: add_positional(X, T, 4), ValueError, "offset 4 .* length 3 needs 7 positions, it has 5"),
+    "x p": (lambda: add_positional(X, T, 0, -0.1), ValueError, "dropout_p must lie"),
+    "length": (lambda: positional_table(-1, 4), ValueError, "length >= 0"),
+    "d_model": (lambda: positional_table(4, 0), ValueError, "d_model >= 1"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_INPUT)
+def test_bad_input_gives_one_clear_error(name: str) -> None:
+    call, error, message = BAD_INPUT[name]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_bad_direct_calls_of_the_native_ops_are_refused_too() -> None:
+    native = torch.ops.transformer_fast_native
+    with pytest.raises(ValueError, match="table: expected at least"):
+        native.embed(IDS, W, T[:2], 1.0, 0, 0.0, None)
+    with pytest.raises(ValueError, match="seed"):
+        native.add_positional(X, None, 0, 0.5, None)
+    with pytest.raises(ValueError, match="grad_out"):
+        native.embed_backward(X[:1], IDS, 4, 1.0, None, 0.0, None, True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+class TestCudaOnly:
+    def test_an_id_outside_the_vocabulary_gives_a_nan_row_and_no_gradient(self) -> None:
+        ids = torch.tensor([0, 5, -1, 2, 2**40], device="cuda")
+        out, grad = gradients(
+            lambda w: embed(ids, w, dropout_p=0.5), torch.ones(3, 40, device="cuda"), grad=torch.ones(5, 40)
+        )
+        assert out[[1, 2, 4]].isnan().all() and not out[[0, 3]].isnan().any()
+        assert not grad.isnan().any() and not grad[1].any()
+
+    def test_the_atomic_gradient_agrees_and_the_sorted_one_repeats(self) -> None:
+        ids = torch.randint(0, 50, (64, 100), device="cuda") ** 2 // 50
+        grad, seed = torch.randn(64, 100, 96, device="cuda"), torch.tensor([SEED], device="cuda")
+        sort, again, atomic = (
+            torch.ops.transformer_fast_native.embed_backward(grad, ids, 50, 2.0, 4, 0.1, seed, deterministic)
+            for deterministic in (True, True, False)
+        )
+        assert torch.equal(sort, again)
+        torch.testing.assert_close(sort, atomic, rtol=1e-5, atol=1e-3)
+
+    def test_graph_replays_draw_fresh_masks(self) -> None:
+        ids, weight, table = case((4, 8), 10, 64, 0, torch.float32, torch.device("cuda"))
+        embed(ids, weight, table, dropout_p=0.5)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = embed(ids, weight, table, dropout_p=0.5)
+        graph.replay()
+        first = out.clone()
+        graph.replay()
+        assert not torch.equal(first, out)
