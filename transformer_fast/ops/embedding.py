@@ -247,9 +247,9 @@ def _dropped(grad, dropout_p, seed, backend):
 
 def _table_gradient(grad, shape, dtype, offset):
     """The gradient of a (positions, d) table: of each position used, the sum over everything that stood there."""
-    length, d = grad.shape[-2:]
-    by_position = grad.reshape(-1, length, d).sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
-    below = shape[0] - offset - length
+    stacked = grad.flatten(0, -3) if grad.dim() > 2 else grad.unsqueeze(0)
+    by_position = stacked.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
+    below = shape[0] - offset - grad.shape[-2]
     return torch.nn.functional.pad(by_position, (0, 0, offset, below)).to(dtype)
 
 
