@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from transformer_fast import Transformer, reference
 from transformer_fast.generation import Hypothesis, beam_search, greedy
 
 BOS, EOS = 0, 1
@@ -213,6 +214,24 @@ def test_eos_as_the_first_token_gives_an_empty_answer():
     assert greedy(model, sources(2), bos=BOS, eos=EOS) == [[], []]
     for [best] in beam_search(model, sources(2), bos=BOS, eos=EOS):
         assert best.tokens == [] and best.finished and best.score == pytest.approx(best.log_prob)
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_the_transformer_decodes_like_its_reference(norm_first):
+    """Real models of both kinds, padding included: same tokens, same scores."""
+    options = {"d_ff": 32, "norm_first": norm_first, "norm": "layer"}
+    eager = reference.layers.Transformer(20, 15, 16, 2, 4, 0.1, **options)
+    with torch.no_grad():  # far from uniform, so that rounding decides nothing
+        eager.out.weight.mul_(8)
+    fast = Transformer(20, 15, 16, 2, 4, 0.1, **options)
+    fast.load_state_dict(eager.state_dict())
+    src, lengths = torch.randint(20, (6, 9)), torch.tensor([9, 1, 4, 7, 2, 9])
+    arguments = {"src_lengths": lengths, "bos": BOS, "eos": EOS, "max_length": 12}
+    assert greedy(fast, src, **arguments) == greedy(eager, src, **arguments)
+    got, expected = (beam_search(model, src, beam=4, n_best=4, **arguments) for model in (fast, eager))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert [h.tokens for h in ours] == [h.tokens for h in theirs]
+        assert [h.log_prob for h in ours] == pytest.approx([h.log_prob for h in theirs], abs=1e-3)
 
 
 def test_impossible_tokens_are_never_chosen_and_dead_ends_end():

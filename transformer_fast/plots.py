@@ -6,9 +6,11 @@ Needs matplotlib (`pip install 'transformer_fast[plots]'`); figures are drawn wi
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure, SubFigure
@@ -19,7 +21,7 @@ from . import ops
 from .translation.tokenizer import Tokenizer
 
 INK, QUIET = "#22252b", "#6b7280"
-WEIGHTS = "magma_r"  # one hue path from paper to ink: more attention is darker
+WEIGHTS = "Blues"  # lightness alone carries the value: nothing is paper, everything is ink
 SIGNED = "RdBu_r"  # white at zero
 CURVES = ("#0b4f8a", "#7fb2e5", "#b3450d", "#f2a65a")  # sine dark and cosine light, a hue for each frequency
 
@@ -74,11 +76,13 @@ def attention_picture(
 
     heads = layers[0].shape[0]
     width, height = max(4.5, 0.42 * len(read)), max(4.0, 0.34 * len(written))
-    figure = _figure(1.5 * width + 1.6, height + 1.8)
+    figure = _figure(1.55 * width + 2.4, height + 2.4)
+    title = f"{source}  \u2192  {tokenizer.decode([translation])[0]}"
+    figure.suptitle(textwrap.fill(title, int(10 * figure.get_figwidth())), color=INK, fontsize=14)
     left, right = figure.subfigures(1, 2, width_ratios=(2, 1))
-    left.suptitle(f"What each piece of the translation reads (layer {number}, mean of {heads} heads)", color=INK)
+    left.suptitle(f"what each piece reads (layer {number}, mean of {heads} heads)", color=QUIET)
     _alignment(left, sharpest.mean(dim=0), read, written)
-    right.suptitle("Every head", color=INK)
+    right.suptitle("every head", color=QUIET)
     _heads(right, layers)
     return _save(figure, path)
 
@@ -95,6 +99,15 @@ def _alignment(figure: SubFigure, weights: Tensor, read: list[str], written: lis
     axes.set_yticks([y + 0.5 for y in range(len(written) - 1)], minor=True)
     axes.grid(which="minor", color="#e5e7eb", linewidth=0.6)
     axes.tick_params(which="minor", length=0)
+    for (row, column), weight in np.ndenumerate(weights.numpy()):
+        if weight >= 0.1:
+            axes.text(
+                *(column, row, f"{weight:.1f}".lstrip("0")),
+                ha="center",
+                va="center",
+                fontsize=9,
+                color="white" if weight > 0.5 else INK,
+            )
     bar = figure.colorbar(image, ax=axes, shrink=0.6, pad=0.02, ticks=[0, 0.5, 1])
     bar.outline.set_visible(False)
     bar.set_label("attention weight", color=QUIET)

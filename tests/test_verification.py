@@ -1,0 +1,114 @@
+"""The parity table passes here, and cannot pass when a kernel is wrong; the speed table times both sides."""
+
+import math
+
+import pytest
+import torch
+
+from transformer_fast import backends, ops, speed, verification
+from transformer_fast.verification import Parity, format_parity, parity, print_parity
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return list(parity("cpu"))
+
+
+def test_every_op_passes_here(rows):
+    failed = list(format_parity(row for row in rows if not row.passed))[1:]
+    assert not failed, "\n".join(failed)
+
+
+def test_the_table_has_every_op_in_every_dtype_forward_and_backward(rows):
+    covered = {(row.op, row.dtype, row.tensor == "output") for row in rows}
+    ops_here = {"attention", "layer_norm", "embed", "add_positional", "dropout", "Transformer"}
+    assert covered == {
+        (op, dtype, output) for op in ops_here for dtype in (torch.float32, torch.bfloat16) for output in (True, False)
+    }
+    assert all(row.eager_error > 0 for row in rows if row.op == "Transformer")
+    # The gate has teeth: in fp32 nothing may be off by more than a few parts in a hundred thousand.
+    assert all(row.gate < 1e-4 for row in rows if row.dtype == torch.float32)
+
+
+def broken(op, change):
+    """The op with something wrong in its result wherever it is not the reference that runs."""
+
+    def run(*args, **options):
+        result = op(*args, **options)
+        if backends.current() == "reference":
+            return result
+        return tuple(change(r) for r in result) if isinstance(result, tuple) else change(result)
+
+    return run
+
+
+class Doubled(torch.autograd.Function):
+    """Right forward, wrong backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+CHANGES = {
+    "a little off": (lambda y: y * (1 + 1e-5), "output"),
+    "a wrong row": (lambda y: y.index_fill(0, torch.tensor(0), 0.5), "output"),
+    "an unwritten row": (lambda y: y.index_fill(0, torch.tensor(0), math.nan), "output"),
+    "wrong backward": (Doubled.apply, "gradient"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("op", ["attention", "layer_norm", "embed"])
+def test_a_wrong_kernel_fails(op, change, monkeypatch):
+    alter, expected = CHANGES[change]
+    monkeypatch.setattr(ops, op, broken(getattr(ops, op), alter))
+    device = torch.device("cpu")
+    cases = [case for case in verification._op_cases(device) if case.op == op]
+    with backends.backend("auto"):
+        rows = [row for case in cases for row in verification._check_case(case, device, torch.float32)]
+    failed = [row for row in rows if not row.passed]
+    assert {row.case for row in failed} == {case.name for case in cases}
+    assert expected in {"output" if row.tensor == "output" else "gradient" for row in failed}
+
+
+def test_a_kernel_that_raises_is_a_line_of_the_table(capsys):
+    label = ("attention", "no mask", torch.float32)
+    value = torch.ones(2), {"q": torch.ones(2)}
+
+    def fast():
+        raise RuntimeError("no kernel image is available\nsecond line")
+
+    [row] = verification._compare(label, "triton", truth=value, eager=value, fast=fast)
+    assert not row.passed and row.note == "RuntimeError: no kernel image is available"
+    print_parity([row])
+    out = capsys.readouterr().out
+    assert "FAIL RuntimeError: no kernel image is available" in out and "0 of 1 passed, 1 FAILED" in out
+
+
+@pytest.mark.parametrize(
+    "error, passed", [(0.0, True), (2.0, True), (2.1, False), (math.inf, False), (math.nan, False)]
+)
+def test_the_gate(error, passed):
+    row = Parity("op", "case", torch.float32, "output", "native", error, 1.0, 2.0)
+    assert row.passed == passed
+    assert ("FAIL" in list(format_parity([row]))[1]) != passed
+
+
+def test_speed_times_both_sides(monkeypatch):
+    for name, value in (("BATCH", 2), ("LENGTH", 8), ("WIDTH", 16), ("HEADS", 2), ("VOCAB", 30)):
+        monkeypatch.setattr(speed, name, value)
+    timings = list(speed.speed("cpu", seconds=0.02))
+    assert [timing.name.split(",")[0] for timing in timings] == [
+        "embed + PE + dropout",
+        "Norm",
+        "attention",
+        "training step",
+    ]
+    assert all(timing.fast > 0 and timing.eager > 0 and timing.calls >= 3 for timing in timings)
+    lines = list(speed.format_speed(iter([speed.Timing("x", 0.001, 0.0025, 3)])))
+    assert lines[1].split() == ["x", "1.000", "2.500", "2.50x"]
