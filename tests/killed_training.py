@@ -113,6 +113,8 @@ def run(job: dict[str, Any]) -> str:
 
 def main() -> None:
     torch.set_num_threads(int(sys.argv[1]))
+    # Imports a good part of torch, once, and computes nothing: threads started here would not survive a fork.
+    torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], fused=True)
     print("ready", flush=True)
     for line in sys.stdin:
         print(run(json.loads(line)), flush=True)

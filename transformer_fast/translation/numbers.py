@@ -27,6 +27,8 @@ from .text import PathLike
 
 LIMIT = 1_000_000
 ALWAYS_TRAINED = 100  # 0..99 are the vocabulary of the task; from 100 on, everything is composed of them
+GROUPS = (range(1), range(1, 10), range(10, 100), range(100, 1000))
+GROUP_WEIGHTS = (1, 2, 3, 6)
 HELD_OUT_SHARE = 10  # one number in ten is never trained on
 
 
@@ -106,8 +108,9 @@ def is_held_out(number: int, seed: int = 0) -> bool:
 def sample_numbers(count: int, *, held_out: bool, seed: int = 0) -> list[int]:
     """`count` different numbers of one side of the split.
 
-    The number of digits is drawn first, 3 to 6, so that short numbers are not drowned by the 900,000 six-digit
-    ones; the training side also holds all of 0..99. Same arguments, same list.
+    The thousands and the rest each get their number of digits first, 0 to 3, so that short and round numbers
+    are not drowned by the long ones: of all numbers below a million, 90 % have six digits. The training side also
+    holds all of 0..99. Same arguments, same list.
 
     Raises:
         ConfigError: more than the split is known to have: 20,000 held out, 200,000 to train on.
@@ -119,17 +122,16 @@ def sample_numbers(count: int, *, held_out: bool, seed: int = 0) -> list[int]:
         )
     rng = random.Random(f"transformer_fast numbers {seed} {held_out}")
     chosen = {} if held_out else dict.fromkeys(range(ALWAYS_TRAINED))
-    digits = (3, 4, 5, 6)
     while len(chosen) < count:
-        width = rng.choices(digits, weights=(1, 3, 6, 10))[0]
-        number = rng.randrange(10 ** (width - 1), 10**width)
-        if is_held_out(number, seed) == held_out:
+        thousands, rest = (rng.choices(GROUPS, GROUP_WEIGHTS)[0] for _ in range(2))
+        number = 1000 * rng.choice(thousands) + rng.choice(rest)
+        if number >= ALWAYS_TRAINED and is_held_out(number, seed) == held_out:
             chosen[number] = None
     return list(chosen)[:count]
 
 
 def make_numbers_corpus(
-    folder: PathLike, train_size: int = 60_000, held_out: int = 1_000, seed: int = 0
+    folder: PathLike, train_size: int = 25_000, held_out: int = 1_000, seed: int = 0
 ) -> dict[str, Path]:
     """Write the task as line-aligned files, the same ones for the same arguments.
 

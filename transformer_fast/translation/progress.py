@@ -67,8 +67,8 @@ class TerminalProgress:
         self._last_line = time.monotonic()
         self._bar: tqdm | None = None
         if self._stream.isatty():
-            form = "{desc} |{bar}| {percentage:3.0f}% {postfix}"
-            self._bar = tqdm(total=1.0, file=self._stream, bar_format=form, dynamic_ncols=True, desc="training")
+            form = "{percentage:3.0f}% |{bar}| {desc}"
+            self._bar = tqdm(total=1.0, file=self._stream, bar_format=form, dynamic_ncols=True)
 
     def update(self, status: Status) -> None:
         loss = "" if status.loss is None else f"  loss {status.loss:.3f}"
@@ -77,7 +77,7 @@ class TerminalProgress:
             f"  {format_seconds(status.seconds)} < {format_seconds(status.eta)}"
         )
         if self._bar is not None:
-            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.set_description_str(text, refresh=False)
             self._bar.update(status.fraction - self._bar.n)
         elif time.monotonic() - self._last_line >= self._interval:
             self._last_line = time.monotonic()

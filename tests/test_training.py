@@ -1,0 +1,450 @@
+"""Settings, schedule, loss, the training loop and what it reports."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from transformer_fast.translation import (
+    ConfigError,
+    DataError,
+    DivergedError,
+    RunFolder,
+    TrainConfig,
+    build_model,
+    environment,
+    load_trained,
+    parse_duration,
+    read_parallel,
+    train,
+    training,
+)
+from transformer_fast.translation.batching import Corpus, TokenBatches
+from transformer_fast.translation.evaluate import (
+    corpus_bleu,
+    corpus_loss,
+    exact_share,
+    logits,
+    token_loss,
+    translate_greedily,
+)
+from transformer_fast.translation.model import init_weights
+from transformer_fast.translation.numbers import make_numbers_corpus
+from transformer_fast.translation.optim import build_optimizer, learning_rate
+from transformer_fast.translation.progress import Silent, Status, TerminalProgress, format_seconds
+from transformer_fast.translation.tokenizer import PAD
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    paths = make_numbers_corpus(tmp_path_factory.mktemp("corpus"), train_size=150, held_out=8)
+    names = {"train_source": "source", "train_target": "target", "test_source": "valid_source"}
+    return {names.get(name, "valid_target"): str(path) for name, path in paths.items()}
+
+
+def settings(corpus: dict[str, str], save: Path, **changes: object) -> TrainConfig:
+    small = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "vocab_size": 60, "batch_tokens": 400}
+    run = {"max_length": 100, "warmup": 4, "max_steps": 6, "valid_every": 100, "bleu_sentences": 0}
+    return TrainConfig(**{**corpus, "save": str(save), "device": "cpu", **small, **run, **changes})
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("20m", 1200), ("1.5h", 5400), ("1h30m", 5400), (" 2H ", 7200), (7, 7), ("0.5", 0.5)],
+)
+def test_duration(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "20 minutes", "-5", "0", "0s", "nan", "inf", "1d", "m20"])
+def test_no_duration(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected something like 90s, 20m or 1h30m"):
+        parse_duration(text)
+
+
+BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
+    ({"d_model": 30, "heads": 4}, r"d_model is 30; expected a multiple of heads \(4\)"),
+    ({"layers": 0}, "layers is 0; expected a whole number >= 1"),
+    ({"d_ff": 2.5}, r"d_ff is 2.5; expected a whole number >= 1"),
+    ({"accumulate": 0}, "accumulate is 0; expected a whole number >= 1"),
+    ({"warmup": True}, "warmup is True; expected a whole number >= 1"),
+    ({"dropout": 1.0}, r"dropout is 1.0; expected a probability, 0 <= p < 1"),
+    ({"label_smoothing": -0.1}, "label_smoothing is -0.1; expected a probability"),
+    ({"lr": 0.0}, "lr is 0.0; expected a positive learning rate"),
+    ({"lr": math.nan}, "lr is nan; expected a positive learning rate"),
+    ({"clip": -1.0}, "clip is -1.0; expected a gradient norm, or 0"),
+    ({"max_time": 0.0}, "max_time is 0.0; expected a positive number of seconds"),
+    ({"max_length": 4097}, r"batch_tokens is 4096; expected at least max_length \(4097\)"),
+    ({"cooldown": 11, "max_steps": 10}, r"cooldown is 11; expected at most max_steps \(10\)"),
+    ({"norm": "rms"}, "norm is 'rms'; expected one of layer, std"),
+    ({"amp": "int8"}, "amp is 'int8'; expected one of auto, off, bf16, fp16"),
+    ({"device": "tpu"}, "device is 'tpu'; expected auto, cpu, cuda or cuda:N"),
+    ({"valid_source": "v.en"}, "valid_target is missing: validation needs both"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_SETTINGS, ids=lambda value: str(value)[:30])
+def test_bad_setting_is_named_with_what_was_expected(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TrainConfig(source="a", target="b", save="c", **changes)
+
+
+def test_flags_give_the_same_settings() -> None:
+    parser = argparse.ArgumentParser()
+    TrainConfig.add_arguments(parser)
+    required = ["--source", "a", "--target", "b", "--save", "c"]
+    assert TrainConfig.from_args(parser.parse_args(required)) == TrainConfig(source="a", target="b", save="c")
+    args = parser.parse_args([*required, "--max-time", "20m", "--no-tie-weights", "--d-model", "64", "--lr", "3e-4"])
+    assert TrainConfig.from_args(args) == TrainConfig(
+        source="a", target="b", save="c", max_time=1200.0, tie_weights=False, d_model=64, lr=3e-4
+    )
+    shown = parser.format_help()
+    for name in TrainConfig.__dataclass_fields__:
+        assert "--" + name.replace("_", "-") in shown
+
+
+def test_settings_survive_json() -> None:
+    config = TrainConfig(source="a", target="b", save="c", max_time=12.5, norm_first=False)
+    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_precision_and_device_that_are_not_there(corpus: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="amp is 'bf16' but the device is the CPU"):
+        train(settings(corpus, tmp_path, amp="bf16"), Silent())
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigError, match="device is 'cuda' but torch sees no GPU"):
+            train(settings(corpus, tmp_path, device="cuda"), Silent())
+
+
+# Schedule, loss, initial weights
+
+
+def test_learning_rate_follows_the_paper() -> None:
+    config = TrainConfig(source="a", target="b", save="c", warmup=4000, lr=512**-0.5 * 4000**-0.5)
+    for step in (1, 17, 3999, 4000, 4001, 100_000):
+        paper = 512**-0.5 * min(step**-0.5, step * 4000**-1.5)
+        assert learning_rate(step, config) == pytest.approx(paper, rel=1e-12)
+
+
+def test_cooldown_ends_at_nearly_zero() -> None:
+    config = TrainConfig(source="a", target="b", save="c", warmup=10, lr=1.0, max_steps=100, cooldown=20)
+    flat = TrainConfig(source="a", target="b", save="c", warmup=10, lr=1.0, max_steps=100)
+    ratios = [learning_rate(step, config) / learning_rate(step, flat) for step in range(79, 101)]
+    assert ratios[:2] == [1.0, 1.0]
+    assert ratios[2:] == pytest.approx([k / 21 for k in range(20, 0, -1)])
+
+
+def test_loss_is_the_smoothed_cross_entropy_of_real_tokens() -> None:
+    scores = torch.randn(3, 5, 11, dtype=torch.float64)
+    target = torch.randint(1, 11, (3, 5))
+    target[0, 3:] = PAD
+    target[2, 1:] = PAD
+    expected = 0.0
+    for row, column in itertools.product(range(3), range(5)):
+        if target[row, column] != PAD:
+            log_p = scores[row, column].log_softmax(0)
+            wanted = torch.full((11,), 0.2 / 11, dtype=torch.float64)
+            wanted[target[row, column]] += 0.8
+            expected -= float((wanted * log_p).sum())
+    assert float(token_loss(scores, target, 0.2)) == pytest.approx(expected, rel=1e-12)
+
+
+def test_loss_of_16_bit_scores_is_computed_in_fp32() -> None:
+    scores, target = torch.randn(2, 3, 50).bfloat16(), torch.randint(1, 50, (2, 3))
+    assert token_loss(scores, target).dtype == torch.float32
+    assert torch.equal(token_loss(scores, target), token_loss(scores.float(), target))
+
+
+def test_initial_weights(corpus: dict[str, str], tmp_path: Path) -> None:
+    model = build_model(settings(corpus, tmp_path, d_model=128), 500)
+    embedding = model.encoder.embed.lut.weight
+    assert embedding is model.decoder.embed.lut.weight is model.out.weight
+    assert float(embedding.detach()[1:].std()) == pytest.approx(128**-0.5, rel=0.02)
+    assert not embedding.detach()[PAD].any()
+    weight = model.encoder.layers[0].attn.q_linear.weight.detach()
+    assert float(weight.abs().max()) == pytest.approx((6 / 256) ** 0.5, rel=0.01)
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            assert parameter.detach().unique().tolist() == [0.0 if name.endswith("bias") else 1.0]
+        elif name.endswith("bias"):
+            assert not parameter.detach().any()
+
+
+def test_stacked_projections_start_like_separate_ones() -> None:
+    attention = nn.MultiheadAttention(128, 4)
+    init_weights(attention, 128)
+    for part in attention.in_proj_weight.detach().chunk(3):
+        assert float(part.abs().max()) == pytest.approx((6 / 256) ** 0.5, rel=0.01)
+
+
+# The loop
+
+
+def test_accumulated_batches_weigh_every_token_alike(corpus: dict[str, str], tmp_path: Path) -> None:
+    """One update of three batches has the gradient of the mean over all their tokens, whatever each one holds."""
+    config = settings(corpus, tmp_path, accumulate=3, dropout=0.0, clip=0.0, batch_tokens=150)
+    folder = RunFolder(config.save)
+    with folder.writing():
+        run = training._Run(config, folder, Silent(), build_model, lambda: 0.0)
+    stream = TokenBatches(run.batches.corpus, config.batch_tokens, config.seed)
+    batches = [next(stream) for _ in range(3)]
+    assert len({batch.tokens for batch in batches}) > 1
+    loss = sum(token_loss(logits(run.model.train(), b), b.target_out, 0.1) for b in batches)
+    loss = loss / sum(b.tokens for b in batches)
+    wanted = torch.autograd.grad(loss, list(run.model.parameters()))
+    run._update()
+    assert run.tokens == sum(b.tokens for b in batches)
+    for parameter, gradient in zip(run.model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_is_clipped(corpus: dict[str, str], tmp_path: Path) -> None:
+    config = settings(corpus, tmp_path, clip=0.01)
+    folder = RunFolder(config.save)
+    with folder.writing():
+        run = training._Run(config, folder, Silent(), build_model, lambda: 0.0)
+    run._update()
+    norm = torch.stack([p.grad.norm() for p in run.model.parameters()]).norm()
+    assert float(norm) == pytest.approx(0.01, rel=1e-3)
+    assert float(run.window[1]) > 0.1
+
+
+def test_it_learns(tmp_path: Path) -> None:
+    """Forty numbers by heart: loss and exact matches both say so, from the saved folder alone."""
+    paths = make_numbers_corpus(tmp_path, train_size=40, held_out=1)
+    config = TrainConfig(
+        source=str(paths["train_source"]),
+        target=str(paths["train_target"]),
+        valid_source=str(paths["train_source"]),
+        valid_target=str(paths["train_target"]),
+        save=str(tmp_path / "run"),
+        d_model=64,
+        heads=2,
+        layers=1,
+        d_ff=128,
+        dropout=0.0,
+        vocab_size=60,
+        max_length=100,
+        batch_tokens=400,
+        lr=5e-3,
+        warmup=20,
+        max_steps=200,
+        valid_every=100,
+        device="cpu",
+    )
+    result = train(config, Silent())
+    trained = load_trained(config.save)
+    text = read_parallel(config.source, config.target)
+    lines = translate_greedily(trained.model, trained.tokenizer, text.source, CPU)
+    assert exact_share(lines, text.target) == 1.0
+    assert result.scores["valid_loss"] < 0.2
+    assert trained.scores == result.best_scores
+
+
+def test_validation_loss_does_not_depend_on_the_batches(corpus: dict[str, str], tmp_path: Path) -> None:
+    config = settings(corpus, tmp_path)
+    folder = RunFolder(config.save)
+    with folder.writing():
+        run = training._Run(config, folder, Silent(), build_model, lambda: 0.0)
+    run.model.train()
+    small, large = (corpus_loss(run.model, run.valid_corpus, budget, CPU) for budget in (40, 4000))
+    assert small == pytest.approx(large, rel=1e-5)
+    assert run.model.training
+    assert small == pytest.approx(math.log(60), rel=0.5)
+
+
+def test_max_time_counts_over_resumes(corpus: dict[str, str], tmp_path: Path) -> None:
+    ticks = itertools.count()
+    config = settings(corpus, tmp_path, max_time=10.0, max_steps=1000)
+    result = train(config, Silent(), clock=lambda: float(next(ticks)))
+    assert result.stopped == "max_time"
+    assert 0 < result.step < 10
+    again = train(config, Silent(), clock=lambda: 0.0)
+    assert (again.step, again.stopped) == (result.step, "max_time")
+    longer = train(
+        settings(corpus, tmp_path, max_time=40.0, max_steps=1000), Silent(), clock=lambda: float(next(ticks))
+    )
+    assert result.step < longer.step < 40
+
+
+class Interrupting(Silent):
+    """Asks the process to stop at the first report."""
+
+    def update(self, status: Status) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_interrupt_saves_and_the_run_goes_on_as_if_never_stopped(
+    corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "REPORT_EVERY", 2)
+    handler = signal.getsignal(signal.SIGTERM)
+    stopped = train(settings(corpus, tmp_path / "a"), Interrupting())
+    assert (stopped.step, stopped.stopped) == (2, "interrupted")
+    assert signal.getsignal(signal.SIGTERM) is handler
+    train(settings(corpus, tmp_path / "a"), Silent())
+    train(settings(corpus, tmp_path / "b"), Silent())
+    weights = [RunFolder(tmp_path / name).path(6).joinpath("model.safetensors").read_bytes() for name in "ab"]
+    assert weights[0] == weights[1]
+
+
+def test_divergence_is_an_error_and_is_never_saved(corpus: dict[str, str], tmp_path: Path) -> None:
+    train(settings(corpus, tmp_path, max_steps=2, valid_every=6), Silent())
+
+    def poisoned(config: TrainConfig, vocab: int) -> nn.Module:
+        model = build_model(config, vocab)
+        calls = itertools.count()
+        model.out.register_forward_hook(lambda *args: args[-1] * (math.nan if next(calls) == 2 else 1.0))
+        return model
+
+    with pytest.raises(DivergedError, match=r"training diverged: .* lower lr \(0.001\) or lengthen warmup \(4\)"):
+        train(settings(corpus, tmp_path, max_steps=6, valid_every=6), Silent(), build=poisoned)
+    assert RunFolder(tmp_path).steps() == [2]
+
+
+def test_best_is_the_highest_bleu_then_the_lowest_loss(
+    corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    losses = iter([3.0, 1.0, 2.0, 2.5, 2.0, 9.0])
+    monkeypatch.setattr(training, "corpus_loss", lambda *args: next(losses))
+    result = train(settings(corpus, tmp_path, valid_every=1, keep_last=1), Silent())
+    assert (result.best_step, result.best_scores) == (2, {"valid_loss": 1.0})
+    assert result.scores == {"valid_loss": 9.0}
+    assert RunFolder(tmp_path).steps() == [2, 6]
+    assert load_trained(tmp_path).step == 2
+    assert training._quality({"bleu": 3.0, "valid_loss": 9.0}) > training._quality({"bleu": 2.0, "valid_loss": 1.0})
+
+
+def test_without_validation_the_newest_is_served(corpus: dict[str, str], tmp_path: Path) -> None:
+    alone = {name: corpus[name] for name in ("source", "target")}
+    result = train(settings(alone, tmp_path, valid_every=2, max_steps=5), Silent())
+    assert (result.scores, result.best_step) == ({}, None)
+    assert load_trained(tmp_path).step == 5
+
+
+def test_log_holds_every_report(corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "REPORT_EVERY", 2)
+    result = train(settings(corpus, tmp_path, valid_every=3, bleu_sentences=3), Silent())
+    lines = [json.loads(line) for line in RunFolder(tmp_path).log.read_text().splitlines()]
+    assert [(line["step"], "loss" in line) for line in lines] == [
+        (2, True),
+        (3, False),
+        (4, True),
+        (6, True),
+        (6, False),
+    ]
+    assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([5e-4, 1e-3, 1e-3 * (4 / 6) ** 0.5])
+    assert lines[-1]["valid_loss"] == result.scores["valid_loss"]
+    assert lines[-1]["tokens"] == result.tokens
+
+
+def test_bad_text_is_refused_before_anything_is_saved(corpus: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "short").write_text("eins\n")
+    with pytest.raises(DataError, match=r"has 150 lines, .*short has 1"):
+        train(settings({**corpus, "target": str(tmp_path / "short")}, tmp_path / "run"), Silent())
+    with pytest.raises(DataError, match="does not exist"):
+        train(settings({**corpus, "valid_source": str(tmp_path / "no")}, tmp_path / "run"), Silent())
+    assert not RunFolder(tmp_path / "run").exists()
+
+
+def test_optimizer_is_that_of_the_paper(corpus: dict[str, str], tmp_path: Path) -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), settings(corpus, tmp_path))
+    (group,) = optimizer.param_groups
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.98), 1e-9, 0)
+
+
+# Scores and reports
+
+
+def test_bleu_has_a_signature() -> None:
+    lines = ["a small house stands on the hill", "the dog runs through the snow"]
+    same, other = corpus_bleu(lines, lines), corpus_bleu(lines[::-1], lines)
+    assert same.score == pytest.approx(100.0)
+    assert other.score < 20
+    assert re.fullmatch(r"nrefs:1\|case:mixed\|eff:no\|tok:13a\|smooth:exp\|version:[\d.]+", same.signature)
+
+
+def test_exact_share() -> None:
+    assert exact_share(["a", "b", "c", "d"], ["a", "x", "c", "d"]) == 0.75
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+STATUS = Status(step=1200, fraction=0.25, seconds=60.0, tokens_per_second=4321.0, loss=2.5)
+
+
+def test_a_line_now_and_then_where_there_is_no_terminal() -> None:
+    quiet, steady = io.StringIO(), io.StringIO()
+    for stream, interval in ((quiet, 3600.0), (steady, 0.0)):
+        progress = TerminalProgress(stream, interval)
+        progress.update(STATUS)
+        progress.update(STATUS)
+        progress.message("validated")
+        progress.close()
+    assert quiet.getvalue() == "validated\n"
+    line = " 25%  step 1,200  loss 2.500  4,321 tok/s  1:00 < 3:00\n"
+    assert steady.getvalue() == line + line + "validated\n"
+
+
+def test_a_bar_on_a_terminal() -> None:
+    stream = Terminal()
+    progress = TerminalProgress(stream)
+    progress.update(STATUS)
+    progress.message("validated")
+    progress.close()
+    assert "validated\n" in stream.getvalue()
+    assert re.search(r" 25% \|[#\d ]+\| step 1,200  loss 2.500  4,321 tok/s  1:00 < 3:00", stream.getvalue())
+
+
+def test_times_are_readable() -> None:
+    assert [format_seconds(s) for s in (0, 61, 3723.4, math.inf)] == ["0:00", "1:01", "1:02:03", "?"]
+    assert Status(0, 0.0, 0.0, 0.0, None).eta == math.inf
+
+
+def test_interrupts_are_left_alone_outside_the_main_thread(corpus: dict[str, str]) -> None:
+    seen: list[bool] = []
+
+    def inside() -> None:
+        with environment.interruptible() as event:
+            seen.append(event.is_set())
+
+    thread = threading.Thread(target=inside)
+    thread.start()
+    thread.join()
+    assert seen == [False]
+
+
+def test_corpus_of_a_run_reports_what_it_left_out(corpus: dict[str, str], tmp_path: Path) -> None:
+    text = read_parallel(corpus["source"], corpus["target"])
+    messages: list[str] = []
+
+    class Listening(Silent):
+        def message(self, text: str) -> None:
+            messages.append(text)
+
+    train(settings(corpus, tmp_path, max_steps=1, max_length=20), Listening())
+    trained = load_trained(tmp_path)
+    kept = Corpus(text, trained.tokenizer, 20)
+    assert kept.too_long > 0
+    assert messages[0].startswith(f"{len(kept):,} sentence pairs, {kept.too_long:,} left out, 60 pieces")
