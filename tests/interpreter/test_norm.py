@@ -94,7 +94,7 @@ def test_matches_the_oracle(rows, d, dtype, std, fused):
 
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("std", [False, True])
-@pytest.mark.parametrize(("rows", "d"), [(1, 65), (3, 128), (7, 150)])
+@pytest.mark.parametrize(("rows", "d"), [(1, 65), (3, 128), (5, 150)])
 def test_rows_wider_than_a_tile_match_the_oracle(rows, d, std, fused, small_tiles):
     residual, p = FUSED[fused]
     compare(*make(rows, d, torch.float32, residual), std, p)
@@ -136,20 +136,20 @@ def test_a_large_offset_costs_no_accuracy(d, small_tiles):
     compare(tensors, grads, True)
 
 
-@pytest.mark.parametrize("d", [48, 96])
+@pytest.mark.parametrize("d", [48, 72])
 def test_any_strides(d, small_tiles):
-    wide = random(6, 2 * d)
-    weight, bias, grad_out = random(d), random(d), random(d, 6).t()
-    for x in (wide[:, :d], wide[:, ::2], wide[:1, :d].expand(6, d)):
-        tensors = x, random(d, 6).t(), weight, bias
+    wide = random(3, 2 * d)
+    weight, bias, grad_out = random(d), random(d), random(d, 3).t()
+    for x in (wide[:, :d], wide[:, ::2], wide[:1, :d].expand(3, d)):
+        tensors = x, random(d, 3).t(), weight, bias
         strided = kernel(tensors, [grad_out, grad_out], 1e-5, True, 0.1)
         dense = kernel([t.contiguous() for t in tensors], [grad_out.contiguous()] * 2, 1e-5, True, 0.1)
         assert all(torch.equal(strided[name], dense[name]) for name in dense)
 
 
-@pytest.mark.parametrize("d", [33, 100])
-def test_two_runs_agree_bit_for_bit(d, small_tiles):
-    tensors, grads = make(70, d, torch.float32, True)
+@pytest.mark.parametrize(("rows", "d"), [(70, 33), (5, 100)])
+def test_two_runs_agree_bit_for_bit(rows, d, small_tiles):
+    tensors, grads = make(rows, d, torch.float32, True)
     first, second = (kernel(tensors, grads, 1e-5, True, 0.3) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 

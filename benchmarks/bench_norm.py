@@ -1,0 +1,89 @@
+"""The norms: alone, and with residual and dropout, against eager, ``F.layer_norm`` and torch.compile of the same code."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import transformer_fast as tfast
+
+SHAPES = {"cpu": [(1, 64), (2048, 512), (4096, 256)], "cuda": [(16_384, 512), (16_384, 1024), (16_384, 4096)]}
+CASES = [(device, shape) for device, shapes in SHAPES.items() for shape in shapes]
+DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+P = 0.1
+
+
+def std_norm(x, weight, bias, eps=1e-6):
+    """The Norm of the classic texts, as they write it."""
+    return weight * (x - x.mean(dim=-1, keepdim=True)) / (x.std(dim=-1, keepdim=True) + eps) + bias
+
+
+def add_norm(x, residual, weight, bias):
+    summed = residual + F.dropout(x, P)
+    return F.layer_norm(summed, summed.shape[-1:], weight, bias), summed
+
+
+def ways(what):
+    """(ours, peers by name): functions of (x, residual, weight, bias)."""
+    if what == "std":
+        return lambda x, r, w, b: tfast.layer_norm(x, w, b, 1e-6, kind="std"), {
+            "eager": lambda x, r, w, b: std_norm(x, w, b),
+            "compiled": lambda x, r, w, b, f=torch.compile(std_norm): f(x, w, b),
+        }
+    if what == "layer":
+        return lambda x, r, w, b: tfast.layer_norm(x, w, b), {
+            "F.layer_norm": lambda x, r, w, b: F.layer_norm(x, x.shape[-1:], w, b)
+        }
+    return lambda x, r, w, b: tfast.layer_norm(x, w, b, residual=r, dropout_p=P), {
+        "eager": add_norm,
+        "compiled": torch.compile(add_norm),
+    }
+
+
+def bytes_moved(what, rows, d, size, backward):
+    """Each matrix read or written once; the weights do not count."""
+    forward = 4 if what == "residual+dropout+layer" else 2
+    back = 5 if what == "residual+dropout+layer" else 3
+    return (forward + (back if backward else 0)) * rows * d * size
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
+@pytest.mark.parametrize("what", ["std", "layer", "residual+dropout+layer"])
+@pytest.mark.parametrize(("on", "shape"), CASES, ids=[f"{device}-{shape[0]}x{shape[1]}" for device, shape in CASES])
+def test_norm(versus, device, on, shape, what, backward):
+    if on != device:
+        pytest.skip(f"a shape for {on}")
+    rows, d = shape
+    dtype = DTYPES[device]
+
+    def make_inputs():
+        x, residual, *grads = (torch.randn(rows, d, device=device, dtype=dtype) for _ in range(4))
+        weight, bias = torch.randn(2, d, device=device, dtype=dtype).unbind()
+        leaves = [t.detach().clone().requires_grad_(backward) for t in (x, residual, weight, bias)]
+        return leaves, grads
+
+    def call(function):
+        def run(inputs):
+            leaves, grads = inputs
+            outputs = function(*leaves)
+            if not backward:
+                return outputs
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            used = leaves if len(outputs) == 2 else [leaves[0], *leaves[2:]]
+            return torch.autograd.grad(outputs, used, grads[: len(outputs)])
+
+        return run
+
+    ours, peers = ways(what)
+
+    def check(inputs):
+        if what == "residual+dropout+layer":  # masks differ by design: torch draws its own
+            return
+        peer = next(iter(peers.values()))
+        tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+        torch.testing.assert_close(ours(*inputs[0]), peer(*inputs[0]), atol=tolerance, rtol=tolerance)
+
+    calls = {"ours": call(ours)} | {name: call(peer) for name, peer in peers.items()}
+    moved = bytes_moved(what, rows, d, dtype.itemsize, backward)
+    versus(make_inputs, calls, check=check, bytes_moved=moved)
