@@ -11,8 +11,8 @@ import torch
 
 from transformer_fast import cli
 from transformer_fast import demo as demo_module
-from transformer_fast.translation import TrainConfig, load_trained, train
-from transformer_fast.translation.numbers import make_numbers_corpus, numbers_config
+from transformer_fast.translation import load_trained, train
+from transformer_fast.translation.numbers import is_held_out, make_numbers_corpus, numbers_config
 from transformer_fast.translation.progress import Silent
 from transformer_fast.translation.translator import Translator, split_text
 
@@ -190,11 +190,12 @@ def test_demo_runs_end_to_end(monkeypatch, capsysbinary, tmp_path):
     )
     monkeypatch.setattr(demo_module, "speed", lambda device: iter(()))
     monkeypatch.setattr(demo_module, "parity", lambda device, dtypes: iter(()))
-    code, out, _ = run(monkeypatch, capsysbinary, ["demo", "--out", tmp_path, "--device", "cpu"])
+    code, out, _ = run(monkeypatch, capsysbinary, ["demo", "--out", tmp_path, "--device", "cpu", "--max-time", "90s"])
     text = "\n".join(out)
     assert code == 1 and "exactly right: 0.0% (0 of 20), below the goal of 98%" in text  # two updates teach nothing
     assert (tmp_path / "attention.png").exists() and (tmp_path / "positional_encoding.png").exists()
-    assert load_trained(tmp_path / "run").step == 2
+    trained = load_trained(tmp_path / "run")
+    assert trained.step == 2 and trained.config.max_time == 90
     assert f"translate --model {tmp_path / 'run'}" in text
 
 
@@ -283,7 +284,5 @@ def test_an_interrupt_is_not_an_error(monkeypatch, capsys):
     assert cli.main(["info"]) == 130 and capsys.readouterr().err == "interrupted\n"
 
 
-def test_recipe_is_a_valid_config(tmp_path):
-    """The demo's flags reach the recipe."""
-    config = numbers_config(tmp_path, tmp_path / "run", device="cpu", max_steps=1500)
-    assert isinstance(config, TrainConfig) and config.max_steps == 1500
+def test_the_picture_of_the_demo_is_of_an_unseen_number():
+    assert is_held_out(demo_module.PICTURED)

@@ -66,7 +66,7 @@ def _exit_code(error: Exception) -> int | None:
     if translation and isinstance(error, translation.TranslationError):
         return 2
     wrong_path = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
-    if isinstance(error, (ValueError, IndexError, *wrong_path)):
+    if isinstance(error, (ValueError, *wrong_path)):
         return 2
     if isinstance(error, (OSError, backends.BackendError, FloatingPointError, torch.OutOfMemoryError)):
         return 1
@@ -101,6 +101,7 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
     )
     command.add_argument("--out", default="demo", help="folder for what it makes (default: %(default)s)")
     command.add_argument("--max-steps", type=int, help="updates of training (default: the recipe's)")
+    command.add_argument("--max-time", default="5m", help="stop training after this long (default: %(default)s)")
     command.set_defaults(run=_demo)
 
     command = commands.add_parser("train", parents=[common], help="train a translator on two line-aligned files")
@@ -143,8 +144,11 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
 
 def _demo(args: argparse.Namespace) -> int:
     from .demo import demo
+    from .translation import parse_duration
 
-    changes = {} if args.max_steps is None else {"max_steps": args.max_steps}
+    changes: dict[str, object] = {"max_time": parse_duration(args.max_time)}
+    if args.max_steps is not None:
+        changes["max_steps"] = args.max_steps
     return 0 if demo(args.out, device=_device(args.device), **changes) else 1
 
 
