@@ -19,7 +19,7 @@ class Status:
         fraction: share of the run that is over, 0..1, by `max_steps` or `max_time`, whichever ends it first.
         seconds: training time so far, resumed parts included.
         tokens_per_second: target tokens a second since the last report, padding not counted.
-        loss: mean training loss of the last report, nats a token with label smoothing; None before the first.
+        loss: mean training loss up to the last report, nats a token, smoothed labels; None before the first.
     """
 
     step: int

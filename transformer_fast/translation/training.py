@@ -36,7 +36,7 @@ from .model import (
 from .optim import build_optimizer, learning_rate
 from .progress import Progress, Status, TerminalProgress
 
-REPORT_EVERY = 20  # updates; a report reads the loss back from the device, which an update does not
+REPORT_EVERY = 20  # updates; a report reads the loss back from the device, which an update does not do
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,7 @@ class _Run:
     def run(self, interrupted: threading.Event) -> TrainResult:
         while not (stopped := self._reason_to_stop(interrupted)):
             self._update()
+            self._show()
             if self.step % REPORT_EVERY == 0:
                 self._report()
             if self.step % self.config.valid_every == 0:
@@ -217,23 +218,28 @@ class _Run:
                 f" Checkpoints so far are intact: {self.folder.steps() or 'none'}"
             )
 
+    def _rate(self) -> float:
+        """Target tokens a second since the last report."""
+        return (self.tokens - self.report_start[1]) / max(self.clock() - self.report_start[0], 1e-9)
+
+    def _show(self) -> None:
+        seconds = self._seconds()
+        fraction = max(self.step / self.config.max_steps, seconds / (self.config.max_time or math.inf))
+        self.progress.update(Status(self.step, min(fraction, 1.0), seconds, self._rate(), self.last_loss))
+
     def _report(self) -> None:
         self._check_finite()
         loss, norm = self.window.tolist()
-        seconds, now = self._seconds(), self.clock()
         self.last_loss = loss / self.window_tokens
-        rate = (self.tokens - self.report_start[1]) / max(now - self.report_start[0], 1e-9)
         self._log(
             loss=self.last_loss,
             gradient_norm=norm / self.window_steps,
             lr=learning_rate(self.step, self.config),
-            tokens_per_second=rate,
+            tokens_per_second=self._rate(),
         )
-        fraction = max(self.step / self.config.max_steps, seconds / (self.config.max_time or math.inf))
-        self.progress.update(Status(self.step, min(fraction, 1.0), seconds, rate, self.last_loss))
         self.window.zero_()
         self.window_tokens = self.window_steps = 0
-        self.report_start = (now, self.tokens)
+        self.report_start = (self.clock(), self.tokens)
 
     def _log(self, **values: Any) -> None:
         line = {"step": self.step, "epoch": self.batches.epoch, "tokens": self.tokens, "seconds": self._seconds()}
