@@ -99,9 +99,11 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
     command = commands.add_parser(
         "demo", parents=[somewhere], help="train a small translator here, check and time every op, draw two pictures"
     )
-    command.add_argument("--out", default="demo", help="folder for what it makes (default: %(default)s)")
-    command.add_argument("--max-steps", type=int, help="updates of training (default: the recipe's)")
-    command.add_argument("--max-time", default="5m", help="stop training after this long (default: %(default)s)")
+    command.add_argument("--out", default="demo", metavar="DIR", help="folder for what it makes (default: %(default)s)")
+    command.add_argument("--max-steps", type=int, metavar="N", help="updates of training (default: the recipe's)")
+    command.add_argument(
+        "--max-time", metavar="T", default="5m", help="stop training after this long (default: %(default)s)"
+    )
     command.set_defaults(run=_demo)
 
     command = commands.add_parser("train", parents=[common], help="train a translator on two line-aligned files")
@@ -116,9 +118,15 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
     command.add_argument("--which", choices=("best", "last"), default="best", help="checkpoint (default: %(default)s)")
     command.add_argument("--input", metavar="F", help="read this file, plain or .gz, not standard input")
     command.add_argument("--output", metavar="F", help="write this file, not standard output")
-    command.add_argument("--beam", type=int, default=5, help="hypotheses; 1 is greedy (default: %(default)s)")
-    command.add_argument("--length-penalty", type=float, default=0.6, help="alpha of the GNMT penalty (default: 0.6)")
-    command.add_argument("--batch-tokens", type=int, default=8192, help="source tokens x beam in a batch, at most")
+    command.add_argument(
+        "--beam", type=int, metavar="N", default=5, help="hypotheses; 1 is greedy (default: %(default)s)"
+    )
+    command.add_argument(
+        "--length-penalty", type=float, metavar="X", default=0.6, help="alpha of the GNMT penalty (default: 0.6)"
+    )
+    command.add_argument(
+        "--batch-tokens", type=int, metavar="N", default=8192, help="source tokens x beam in a batch, at most"
+    )
     command.set_defaults(run=_translate)
 
     command = commands.add_parser(

@@ -107,7 +107,8 @@ class _Search:
         ends = valid & (token == self.request.eos)
         self._record(parent[ends], None, total[ends], length, finished=True)
         self.places -= ends.sum(dim=1)
-        alive = valid & ~ends & ~self._decided(total.masked_fill(~(valid & ~ends), -torch.inf), length)[:, None]
+        alive = valid & ~ends
+        alive &= ~self._decided(total.masked_fill(~alive, -torch.inf), length)[:, None]
         cut = alive & (length >= self.request.limits)[:, None]
         self._record(parent[cut], token[cut], total[cut], length, finished=False)
         alive &= ~cut
