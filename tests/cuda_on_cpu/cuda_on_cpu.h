@@ -1,6 +1,6 @@
-// Just enough of CUDA C++ to run the kernels of csrc/cuda on the CPU, one block after the other: the test compiles the very
-// sources, with their launches rewritten to launch(). Each thread of a block is a fiber, so __syncthreads() works as it should:
-// a thread that reaches it waits until all the others have (or have ended).
+// Just enough of CUDA C++ to run the kernels of csrc/cuda on the CPU, one block after the other: the test compiles the
+// very sources, with their launches rewritten to launch(). Each thread of a block is a fiber, so __syncthreads() works
+// as it should: a thread that reaches it waits until all the others have, or have ended.
 #pragma once
 
 #include <ucontext.h>
