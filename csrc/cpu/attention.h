@@ -219,13 +219,13 @@ inline Matrix<A> load_factors(const T* source, int64_t stride, int64_t rows, int
 struct AllKept {};
 
 template <typename A>
-inline Vector<A> where_kept(AllKept, Vector<A> v) {
+inline Vector<A> where_kept(AllKept, Vector<A> v, Vector<A> = Vector<A>{}) {
   return v;
 }
 
 template <typename A>
-inline Vector<A> where_kept(IntegerVector<A> kept, Vector<A> v) {
-  return kept ? v : Vector<A>{};
+inline Vector<A> where_kept(IntegerVector<A> kept, Vector<A> v, Vector<A> otherwise = Vector<A>{}) {
+  return kept ? v : otherwise;
 }
 
 template <typename A, typename Body>

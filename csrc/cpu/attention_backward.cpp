@@ -85,19 +85,20 @@ class KeyRangeBackward {
     const Rows<A> q_rows = load_rows(q, p.q.row_stride(), queries, p.D, query_rows_);
     const Rows<A> grad_out_rows =
         load_rows(grad_out, gradients_.grad_out.row_stride(), queries, p.D, grad_out_rows_);
+    const bool one_tile = first_key_ == 0 && mask.keys() <= std::min(last_key_, kKeyTile);
+    if (!one_tile) load_delta();
     for (int64_t first = first_key_; first < end; first += kKeyTile) {
       const int64_t keys = std::min(kKeyTile, end - first), visible = mask.load(first, keys);
-      if (uniform || visible > 0) add_tile(mask, first, uniform ? keys : visible, q_rows, grad_out_rows);
+      if (uniform || visible > 0)
+        add_tile(mask, first, uniform ? keys : visible, q_rows, grad_out_rows, one_tile && first == 0);
     }
   }
 
   // What every key of the block needs to know of a query; whether some query has no allowed key and weighs all alike.
   bool load_statistics() {
     const auto& p = problem_;
-    const auto &out = gradients_.out, &grad_out = gradients_.grad_out;
     bool any = false;
     std::fill(logsumexp_, logsumexp_ + lanes_, -kBlocked<A>);  // lanes past the last query get weight 0
-    std::fill(delta_, delta_ + lanes_, A(0));
     std::fill(uniform_, uniform_ + lanes_, A(0));
     for (int64_t i = 0; i < queries_; ++i) {
       logsumexp_[i] = gradients_.logsumexp[(b_ * p.H + h_) * p.Lq + first_query_ + i];
@@ -105,18 +106,27 @@ class KeyRangeBackward {
         uniform_[i] = A(1) / static_cast<A>(p.Lk);
         any = true;
       }
-      Vector<A> products{};
-      for (int64_t d = 0; d < p.D; d += kW) {
-        const int64_t count = std::min(kW, p.D - d);
-        products += load_some(out.at(b_, h_, first_query_ + i) + d, count) *
-                    load_some(grad_out.at(b_, h_, first_query_ + i) + d, count);
-      }
-      delta_[i] = lane_sum<A>(products);
     }
     return any;
   }
 
-  void add_tile(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys, Rows<A> q_rows, Rows<A> grad_out_rows) {
+  // delta, the sum over all keys of weight times its gradient, is also the product of the output and its gradient.
+  void load_delta() {
+    std::fill(delta_, delta_ + lanes_, A(0));
+    for (int64_t i = 0; i < queries_; ++i) {
+      const T* out = gradients_.out.at(b_, h_, first_query_ + i);
+      const T* grad_out = gradients_.grad_out.at(b_, h_, first_query_ + i);
+      Vector<A> products{};
+      for (int64_t d = 0; d < problem_.D; d += kW) {
+        const int64_t count = std::min(kW, problem_.D - d);
+        products += load_some(out + d, count) * load_some(grad_out + d, count);
+      }
+      delta_[i] = lane_sum<A>(products);
+    }
+  }
+
+  void add_tile(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys, Rows<A> q_rows, Rows<A> grad_out_rows,
+                bool sum_delta) {
     const auto& p = problem_;
     const T* k = p.k.at(b_, kv_head_, first_key);
     const T* v = p.v.at(b_, kv_head_, first_key);
@@ -126,7 +136,10 @@ class KeyRangeBackward {
     multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, value_rows_),
              Rows<A>{grad_out_lanes_, lanes_, true}, grads_, lanes_);
     mask.apply(keys, weights_);
-    for (int64_t lane = 0; lane < lanes_; lane += kW) differentiate_lanes(first_key, keys, lane);
+    for (int64_t lane = 0; lane < lanes_; lane += kW) {
+      find_weights(first_key, keys, lane, sum_delta);
+      differentiate(keys, lane);
+    }
     const int64_t offset = (first_key - first_key_) * width_;
     const Matrix<A> weights{weights_, lanes_}, grads{grads_, lanes_};
     multiply_add(keys, width_, queries_, weights, grad_out_rows, grad_v_ + offset, width_);
@@ -134,19 +147,39 @@ class KeyRangeBackward {
     multiply_add(queries_, width_, keys, grads.transposed(), k_rows, grad_q_, width_);
   }
 
-  // Scores to dropped weights, and the gradients of dropped weights to those of scores, for one vector of queries.
-  void differentiate_lanes(int64_t first_key, int64_t keys, int64_t lane) {
-    const Vector<A> logsumexp = widen(logsumexp_ + lane), delta = widen(delta_ + lane), uniform = widen(uniform_ + lane);
+  // Scores to weights, and the gradients of dropped weights to those of weights, for one vector of queries. The sign of a
+  // weight tells whether it was dropped. With `sum_delta`, the tile holds all keys of its queries, and delta is summed here.
+  void find_weights(int64_t first_key, int64_t keys, int64_t lane, bool sum_delta) {
+    const Vector<A> logsumexp = widen(logsumexp_ + lane), uniform = widen(uniform_ + lane);
     const A rescale = rescale_;
+    Vector<A> delta{};
     for_rows(dropout_ ? &*dropout_ : nullptr, keys, first_key, first_query_ + lane, [&](int64_t row, auto kept) {
-      A* weight = weights_ + row * lanes_ + lane;
-      A* grad = grads_ + row * lanes_ + lane;
-      const Vector<A> score = widen(weight);
-      const auto blocked = score == kBlocked<A>;  // also keeps a NaN or Inf value of the key out of `grad`
-      const Vector<A> soft = blocked ? Vector<A>{} : exponential(score - logsumexp);
-      narrow(grad, blocked ? Vector<A>{} : soft * (where_kept<A>(kept, widen(grad) * rescale) - delta));
-      narrow(weight, where_kept<A>(kept, (soft + uniform) * rescale));
+      A* weights = weights_ + row * lanes_ + lane;
+      A* grads = grads_ + row * lanes_ + lane;
+      const Vector<A> score = widen(weights);
+      const auto blocked = score == kBlocked<A>;  // also keeps a NaN or Inf value of the key out of its gradient
+      const Vector<A> weight = blocked ? uniform : exponential(score - logsumexp);
+      const Vector<A> grad = blocked ? Vector<A>{} : where_kept<A>(kept, widen(grads) * rescale);
+      delta += weight * grad;
+      narrow(weights, where_kept<A>(kept, weight, -weight));
+      narrow(grads, grad);
     });
+    if (sum_delta) narrow(delta_ + lane, delta);
+  }
+
+  // Weights to dropped weights, and the gradients of weights to those of scores.
+  void differentiate(int64_t keys, int64_t lane) {
+    const Vector<A> delta = widen(delta_ + lane), uniform = widen(uniform_ + lane);
+    const A rescale = rescale_;
+    for (int64_t row = 0; row < keys; ++row) {
+      A* weights = weights_ + row * lanes_ + lane;
+      A* grads = grads_ + row * lanes_ + lane;
+      const Vector<A> signed_weight = widen(weights);
+      const Vector<A> weight = signed_weight < 0 ? -signed_weight : signed_weight;
+      const Vector<A> grad = weight * (widen(grads) - delta);
+      narrow(grads, (weight == 0) | (uniform > 0) ? Vector<A>{} : grad);
+      narrow(weights, signed_weight < 0 ? Vector<A>{} : signed_weight * rescale);
+    }
   }
 
   template <typename U>

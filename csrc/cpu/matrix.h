@@ -158,18 +158,24 @@ template <typename A>
 void multiply_few_columns(int64_t rows, int64_t columns, int64_t width, Rows<A> a, Rows<A> b, A* out) {
   constexpr int64_t lanes = kLanes<A>;
   std::fill(out, out + rows * lanes, A(0));
-  for (int64_t m = 0; m < rows; m += lanes)
+  for (int64_t m = 0; m < rows; m += lanes) {
+    const int64_t count = std::min(lanes, rows - m);
+    const A* row[lanes];
+    for (int64_t i = 0; i < lanes; ++i) row[i] = a.data + (m + std::min(i, count - 1)) * a.stride;
     for (int64_t n = 0; n < columns; ++n) {
-      const int64_t count = std::min(lanes, rows - m);
       Vector<A> sums[lanes] = {};
-      for (int64_t i = 0; i < count; ++i)
-        for (int64_t k = 0; k < width; k += lanes)
-          sums[i] += widen(a.data + (m + i) * a.stride + k) * widen(b.data + n * b.stride + k);
+      for (int64_t k = 0; k < width; k += lanes) {
+        const Vector<A> column = widen(b.data + n * b.stride + k);
+        for (int64_t i = 0; i < lanes; ++i) sums[i] += widen(row[i] + k) * column;
+      }
       transpose<A>(sums);
       Vector<A> total = sums[0];
       for (int64_t i = 1; i < lanes; ++i) total += sums[i];
-      for (int64_t i = 0; i < count; ++i) out[(m + i) * lanes + n] = total[i];
+      A totals[lanes];
+      narrow(totals, total);
+      for (int64_t i = 0; i < count; ++i) out[(m + i) * lanes + n] = totals[i];
     }
+  }
 }
 
 // `count` lanes, the others zero, in a loop that mostly meets whole vectors.
