@@ -181,8 +181,8 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(flag, required=True)
     parser.add_argument("--cpu-minutes", type=float, default=25.0, help="budget of each model")
     for flag, value in (
-        *(("--d-model", 256), ("--heads", 4), ("--layers", 3), ("--d-ff", 1024), ("--vocab-size", 8000)),
-        *(("--batch-tokens", 2048), ("--warmup", 400), ("--valid-every", 250), ("--seed", 0), ("--beam", 5)),
+        *(("--d-model", 256), ("--heads", 4), ("--layers", 3), ("--d-ff", 1024), ("--vocab-size", 4000)),
+        *(("--batch-tokens", 1024), ("--warmup", 400), ("--valid-every", 500), ("--seed", 0), ("--beam", 5)),
         ("--threads", min(2, os.cpu_count() or 1)),
     ):
         parser.add_argument(flag, type=int, default=value, help="default: %(default)s")

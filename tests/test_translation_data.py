@@ -350,7 +350,9 @@ def corpus(numbers: ParallelText, tokenizer: Tokenizer) -> Corpus:
 
 def test_token_store_keeps_every_sequence() -> None:
     rows = [[5, 6, 7], [], [70_000]]
-    store = TokenStore(rows)
+    store = TokenStore()
+    for row in rows:
+        store.append(row)
     assert len(store) == 3
     assert [store[i].tolist() for i in range(3)] == rows
     assert [store.length(i) for i in range(3)] == [3, 0, 1]

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from array import array
 from collections.abc import Iterable, Sequence
@@ -23,20 +24,22 @@ ENCODE_CHUNK = 10_000
 class TokenStore:
     """Many short id sequences in one flat array: 4 bytes a token instead of a Python list's 36."""
 
-    def __init__(self, sequences: Iterable[Sequence[int]]):
-        flat, ends = array("i"), array("q", [0])
-        for ids in sequences:
-            flat.extend(ids)
-            ends.append(len(flat))
-        self._flat = torch.tensor(flat, dtype=torch.int32)
-        self._ends = ends
+    def __init__(self) -> None:
+        self._ids, self._ends = array("i"), array("q", [0])
+
+    def append(self, ids: Iterable[int]) -> None:
+        self._ids.extend(ids)
+        self._ends.append(len(self._ids))
 
     def __len__(self) -> int:
         return len(self._ends) - 1
 
     def __getitem__(self, index: int) -> Tensor:
-        """Sequence `index` as int32 `(length,)`, a view of the store."""
-        return self._flat[self._ends[index] : self._ends[index + 1]]
+        """Sequence `index` as int32 `(length,)`, a view of the store; nothing can be appended while it lives."""
+        start, length = self._ends[index], self.length(index)
+        if not length:
+            return torch.empty(0, dtype=torch.int32)
+        return torch.frombuffer(self._ids, dtype=torch.int32, offset=start * self._ids.itemsize, count=length)
 
     def length(self, index: int) -> int:
         return self._ends[index + 1] - self._ends[index]
@@ -85,31 +88,26 @@ class Corpus:
 
     def __init__(self, text: ParallelText, tokenizer: Tokenizer, max_length: int | None = None):
         self.empty = self.too_long = 0
-        self._sides = self._encode(text, tokenizer, max_length)
+        self._sides = TokenStore(), TokenStore()
+        self._encode(text, tokenizer, max_length or math.inf)
         if not len(self):
             raise DataError(
                 f"no sentence pair to use out of {len(text):,}: {self.empty:,} have an empty side,"
                 f" {self.too_long:,} are longer than {max_length} tokens"
             )
 
-    def _encode(
-        self, text: ParallelText, tokenizer: Tokenizer, max_length: int | None
-    ) -> tuple[TokenStore, TokenStore]:
-        limit = max_length or float("inf")
-        kept: tuple[list[array], list[array]] = ([], [])
+    def _encode(self, text: ParallelText, tokenizer: Tokenizer, limit: float) -> None:
         for start in range(0, len(text), ENCODE_CHUNK):
             part = slice(start, start + ENCODE_CHUNK)
-            for left, right in zip(
-                tokenizer.encode(text.source[part]), tokenizer.encode(text.target[part]), strict=True
-            ):
-                if not left or not right:
+            sides = tokenizer.encode(text.source[part]), tokenizer.encode(text.target[part])
+            for pair in zip(*sides, strict=True):
+                if not all(pair):
                     self.empty += 1
-                elif max(len(left), len(right)) + 1 > limit:
+                elif max(map(len, pair)) + 1 > limit:
                     self.too_long += 1
                 else:
-                    kept[0].append(array("i", left))
-                    kept[1].append(array("i", right))
-        return TokenStore(kept[0]), TokenStore(kept[1])
+                    for store, ids in zip(self._sides, pair, strict=True):
+                        store.append(ids)
 
     def __len__(self) -> int:
         return len(self._sides[0])
