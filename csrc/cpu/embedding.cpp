@@ -52,6 +52,10 @@ void encode(
         const T* x = source.columns(from, start, count, source_room);
         const Table* t = table ? table->columns(offset + r % rows.length, start, count, table_room) : nullptr;
         T* y = out + r * rows.d + start;
+        if (scale == 1 && !t && p == 0) {  // 16-bit rows need not pass through float
+          std::copy_n(x, count, y);
+          continue;
+        }
         if (p > 0) dropout.draw(r, start, count, draws);
         for_columns<A>(0, count, [&](int64_t c, auto lanes, int) {
           Vector<A> v = load(x + c, lanes) * static_cast<A>(scale);
