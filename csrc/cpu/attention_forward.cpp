@@ -1,5 +1,6 @@
 // Attention forward on the CPU: softmax over tiles of keys with a running maximum (Milakov and Gimelshein, "Online
 // normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022), one block of queries at a time.
+#include "attention_decode.h"
 #include "attention_mask.h"
 
 namespace transformer_fast {
@@ -9,14 +10,13 @@ template <typename T, typename A>
 class ForwardBlock {
  public:
   static constexpr int64_t kW = kLanes<A>;
-  static constexpr int64_t kFew = kW / 4;  // up to so many queries (decoding), vectors run along D instead
 
   ForwardBlock(const AttentionProblem<T, A>& problem, int64_t b, int64_t h, int64_t first_query)
       : problem_(problem), b_(b), h_(h), kv_head_(h / (problem.H / problem.Hkv)), first_query_(first_query),
         queries_(std::min(kQueryTile, problem.Lq - first_query)), lanes_(round_up(queries_, kW)),
         width_(round_up(problem.D, kW)) {
     const int64_t keys = std::min(kKeyTile, problem.Lk);
-    const int64_t sizes[] = {std::max(problem.D * lanes_, queries_ * width_), keys * lanes_, queries_ * width_, keys * width_, keys, keys * lanes_};
+    const int64_t sizes[] = {problem.D * lanes_, keys * lanes_, queries_ * width_, keys * width_, keys, keys * lanes_};
     A* buffers[std::size(sizes)];
     Workspace<A>::of_this_thread().divide(sizes, buffers);
     std::tie(query_lanes_, scores_, sum_, staged_, key_addend_, pair_addend_) =
@@ -29,7 +29,8 @@ class ForwardBlock {
     std::fill(sum_, sum_ + queries_ * width_, A(0));
     std::fill(maximum_, maximum_ + lanes_, kBlocked<A>);
     std::fill(total_, total_ + lanes_, A(0));
-    load_queries();
+    load_lanes(problem_.q.at(b_, h_, first_query_), problem_.q.row_stride(), queries_, problem_.D, problem_.scale,
+               query_lanes_);
     BlockMask<T, A> mask(problem_, b_, h_, first_query_, queries_, key_addend_, pair_addend_);
     for (int64_t first = 0; first < mask.keys(); first += kKeyTile)
       if (const int64_t keys = mask.load(first, std::min(kKeyTile, mask.keys() - first)); keys > 0)
@@ -41,29 +42,11 @@ class ForwardBlock {
   }
 
  private:
-  void load_queries() {
-    const auto& p = problem_;
-    const T* q = p.q.at(b_, h_, first_query_);
-    if (queries_ > kFew) return load_lanes(q, p.q.row_stride(), queries_, p.D, p.scale, query_lanes_);
-    for (int64_t i = 0; i < queries_; ++i)
-      for (int64_t d = 0; d < width_; d += kW)
-        narrow(query_lanes_ + i * width_ + d,
-               load_some(q + i * p.q.row_stride() + d, std::min(kW, p.D - d)) * p.scale);
-  }
-
-  void compute_scores(int64_t first_key, int64_t keys) {
-    const auto& p = problem_;
-    const T* k = p.k.at(b_, kv_head_, first_key);
-    if (queries_ > kFew)
-      multiply(keys, lanes_, p.D, load_factors(k, p.k.row_stride(), keys, p.D, staged_),
-               Rows<A>{query_lanes_, lanes_, true}, scores_, lanes_);
-    else
-      multiply_few_columns(keys, queries_, width_, load_rows(k, p.k.row_stride(), keys, p.D, staged_),
-                           Rows<A>{query_lanes_, width_, true}, scores_);
-  }
-
   void add_tile(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys) {
-    compute_scores(first_key, keys);
+    const auto& k = problem_.k;
+    const Matrix<A> key_rows =
+        load_factors(k.at(b_, kv_head_, first_key), k.row_stride(), keys, problem_.D, staged_);
+    multiply(keys, lanes_, problem_.D, key_rows, Rows<A>{query_lanes_, lanes_, true}, scores_, lanes_);
     mask.apply(keys, scores_);
     A shrink[kQueryTile];
     for (int64_t lane = 0; lane < lanes_; lane += kW) softmax_lanes(first_key, keys, lane, shrink + lane);
@@ -148,6 +131,7 @@ class ForwardBlock {
 
 template <typename T, typename A>
 void attention_forward_cpu(const AttentionProblem<T, A>& problem, View<T> out, A* logsumexp) {
+  if (is_decoding(problem)) return decode(problem, out, logsumexp);
   const int64_t blocks = (problem.Lq + kQueryTile - 1) / kQueryTile;
   const int64_t B = problem.B, H = problem.H, Lq = problem.Lq;
   for_tasks(B * H * blocks, double(B * H * Lq) * double(problem.Lk * problem.D), [&](int64_t task) {

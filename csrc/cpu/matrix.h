@@ -152,32 +152,6 @@ inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, A* out, 
     }
 }
 
-// out (rows, lanes) = a b^T with a (rows, width) and b (columns, width), columns <= lanes: for so few columns that vectors
-// along them would be mostly idle. Vectors run along `width`, which is padded with zeros, and a transposition sums them up.
-template <typename A>
-void multiply_few_columns(int64_t rows, int64_t columns, int64_t width, Rows<A> a, Rows<A> b, A* out) {
-  constexpr int64_t lanes = kLanes<A>;
-  std::fill(out, out + rows * lanes, A(0));
-  for (int64_t m = 0; m < rows; m += lanes) {
-    const int64_t count = std::min(lanes, rows - m);
-    const A* row[lanes];
-    for (int64_t i = 0; i < lanes; ++i) row[i] = a.data + (m + std::min(i, count - 1)) * a.stride;
-    for (int64_t n = 0; n < columns; ++n) {
-      Vector<A> sums[lanes] = {};
-      for (int64_t k = 0; k < width; k += lanes) {
-        const Vector<A> column = widen(b.data + n * b.stride + k);
-        for (int64_t i = 0; i < lanes; ++i) sums[i] += widen(row[i] + k) * column;
-      }
-      transpose<A>(sums);
-      Vector<A> total = sums[0];
-      for (int64_t i = 1; i < lanes; ++i) total += sums[i];
-      A totals[lanes];
-      narrow(totals, total);
-      for (int64_t i = 0; i < count; ++i) out[(m + i) * lanes + n] = totals[i];
-    }
-  }
-}
-
 // `count` lanes, the others zero, in a loop that mostly meets whole vectors.
 template <typename T>
 inline Vector<Accumulate<T>> load_some(const T* p, int64_t count) {
