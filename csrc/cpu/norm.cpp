@@ -27,7 +27,6 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kGrain = 16384;     // elements below which a second thread costs more than it brings
-constexpr int64_t kTileRows = 4;      // rows that share one read and write of the weight gradients
 constexpr int64_t kMostChunks = 64;   // partial sums of the weight gradients
 constexpr int64_t kChunkElements = 8192;
 
@@ -156,13 +155,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const Opt
 // With g = dy * weight and h = (x - mean) * rstd, both norms have dx = rstd * (g - average(g) - h * slope).
 //   layer: slope = sum(g h) / d
 //   std:   slope = sum(g h) / sqrt(sum(h h) * (d - 1)), which holds for any eps; 0 for a constant row, where h = 0
+// As used: dx = rstd * g - shift - (x - mean) * tilt.
 template <typename A>
 struct RowGradient {
-  A mean, rstd, average, slope;
+  A shift, tilt;
 };
 
-template <typename T, typename A = Accumulate<T>>
-RowGradient<A> row_gradient(const T* dy, const T* x, const A* weight, A mean, A rstd, int64_t d, bool std) {
+template <bool kStd, typename T, typename A = Accumulate<T>>
+RowGradient<A> row_gradient(const T* dy, const T* x, const A* weight, A mean, A rstd, int64_t d) {
   Vector<A> g_sums[4] = {}, gh_sums[4] = {}, hh_sums[4] = {};
   for_columns<A>(0, d, [&](int64_t c, auto count, int slot) {
     auto g = load(dy + c, count);
@@ -170,11 +170,16 @@ RowGradient<A> row_gradient(const T* dy, const T* x, const A* weight, A mean, A 
     const auto h = (load(x + c, count, mean) - mean) * rstd;
     g_sums[slot] += g;
     gh_sums[slot] += g * h;
-    hh_sums[slot] += h * h;
+    if constexpr (kStd) hh_sums[slot] += h * h;
   });
-  const A gh = sum<A>(gh_sums), hh = sum<A>(hh_sums);
-  const A slope = !std ? gh / d : hh > 0 ? gh / std::sqrt(hh * (d - 1)) : 0;
-  return {mean, rstd, sum<A>(g_sums) / d, slope};
+  A slope = sum<A>(gh_sums);
+  if constexpr (kStd) {
+    const A hh = sum<A>(hh_sums);
+    slope = hh > 0 ? slope / std::sqrt(hh * (d - 1)) : 0;
+  } else {
+    slope /= d;
+  }
+  return {sum<A>(g_sums) / d * rstd, slope * rstd * rstd};
 }
 
 template <typename T>
@@ -187,36 +192,29 @@ struct Backward {
   bool std, drop, has_weight_grad, has_bias_grad;
   Dropout dropout;
 
-  // Rows [row, row + kRows): their gradients, and their part of the weight gradients added to dw and db.
-  template <int64_t kRows>
-  void tile(int64_t row, A* dw, A* db) const {
-    RowGradient<A> rows[kRows];
-    for (int64_t i = 0; i < kRows; ++i)
-      rows[i] = row_gradient<T>(dy.row(row + i), x.row(row + i), weight, mean[row + i], rstd[row + i], d, std);
-    uint16_t draws[kRows][kDrawRoom];
+  // One row's gradients, and its part of the weight gradients added to dw and db.
+  void row(int64_t r, A* dw, A* db) const {
+    const T *dy_row = dy.row(r), *x_row = x.row(r);
+    const A mean_r = mean[r], rstd_r = rstd[r];
+    const auto [shift, tilt] = std ? row_gradient<true, T>(dy_row, x_row, weight, mean_r, rstd_r, d)
+                                   : row_gradient<false, T>(dy_row, x_row, weight, mean_r, rstd_r, d);
+    uint16_t draws[kDrawRoom];
     for (int64_t start = 0; start < d; start += kDrawColumns) {
       const int64_t end = std::min(d, start + kDrawColumns);
-      if (drop)
-        for (int64_t i = 0; i < kRows; ++i) dropout.draw(row + i, start, end - start, draws[i]);
-      for_columns<A>(start, end, [&](int64_t c, auto count, int) {
-        Vector<A> w_sum{}, b_sum{};
-        const Vector<A> w = weight ? load(weight + c, count) : broadcast<A>(1);
-        for (int64_t i = 0; i < kRows; ++i) {
-          const auto& [mean_i, rstd_i, average, slope] = rows[i];
-          const auto g = load(dy.row(row + i) + c, count);
-          const auto h = (load(x.row(row + i) + c, count) - mean_i) * rstd_i;
-          auto gradient = (g * w - average - h * slope) * rstd_i;
-          if (grad_summed) gradient += load(grad_summed.row(row + i) + c, count);
-          if (drop) {
-            store(grad_residual.row(row + i) + c, gradient, count);
-            gradient = dropout.apply<A>(gradient, draws[i] + c - start);
-          }
-          store(grad_x.row(row + i) + c, gradient, count);
-          w_sum += g * h;
-          b_sum += g;
+      if (drop) dropout.draw(r, start, end - start, draws);
+      for_columns<A>(start, end, [&, shift = shift, tilt = tilt](int64_t c, auto count, int) {
+        const auto g = load(dy_row + c, count);
+        const auto g_scaled = g * rstd_r;
+        const auto centred = load(x_row + c, count) - mean_r;
+        auto gradient = (weight ? g_scaled * load(weight + c, count) : g_scaled) - shift - centred * tilt;
+        if (grad_summed) gradient += load(grad_summed.row(r) + c, count);
+        if (drop) {
+          store(grad_residual.row(r) + c, gradient, count);
+          gradient = dropout.apply<A>(gradient, draws + c - start);
         }
-        if (has_weight_grad) store(dw + c, load(dw + c, count) + w_sum, count);
-        if (has_bias_grad) store(db + c, load(db + c, count) + b_sum, count);
+        store(grad_x.row(r) + c, gradient, count);
+        if (has_weight_grad) store(dw + c, load(dw + c, count) + g_scaled * centred, count);
+        if (has_bias_grad) store(db + c, load(db + c, count) + g, count);
       });
     }
   }
@@ -224,15 +222,12 @@ struct Backward {
   void chunk(int64_t begin, int64_t end, A* dw, A* db) const {
     if (has_weight_grad) std::fill_n(dw, d, A(0));
     if (has_bias_grad) std::fill_n(db, d, A(0));
-    int64_t r = begin;
-    for (; r + kTileRows <= end; r += kTileRows) tile<kTileRows>(r, dw, db);
-    for (; r < end; ++r) tile<1>(r, dw, db);
+    for (int64_t r = begin; r < end; ++r) row(r, dw, db);
   }
 };
 
 int64_t chunk_rows(int64_t rows, int64_t d) {
-  const int64_t wanted = std::max((rows + kMostChunks - 1) / kMostChunks, kChunkElements / d);
-  return (std::max<int64_t>(wanted, 1) + kTileRows - 1) / kTileRows * kTileRows;
+  return std::max({(rows + kMostChunks - 1) / kMostChunks, kChunkElements / d, int64_t{1}});
 }
 
 // One weight gradient: the sum of its (chunks, d) partials, in the order of the chunks.

@@ -167,14 +167,28 @@ inline void for_columns(int64_t begin, int64_t end, Body&& body) {
   if (c < end) body(c, end - c, 0);
 }
 
+template <typename V>
+inline auto halves_added(V v) {
+  typedef std::remove_reference_t<decltype(v[0])> Lane;
+  typedef Lane Half __attribute__((vector_size(sizeof(V) / 2)));
+  Half low, high;
+  std::memcpy(&low, &v, sizeof(low));
+  std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof(low), sizeof(high));
+  return low + high;
+}
+
+template <typename V>
+inline auto lanes_added(V v) {
+  if constexpr (sizeof(V) == 2 * sizeof(v[0])) {
+    return v[0] + v[1];
+  } else {
+    return lanes_added(halves_added(v));
+  }
+}
+
 template <typename A>
 inline A sum(const Vector<A> (&slots)[4]) {
-  const Vector<A> v = (slots[0] + slots[1]) + (slots[2] + slots[3]);
-  A lanes[kLanes<A>];
-  std::memcpy(lanes, &v, sizeof(v));
-  for (int64_t half = kLanes<A> / 2; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
+  return lanes_added((slots[0] + slots[1]) + (slots[2] + slots[3]));
 }
 
 }  // namespace
