@@ -49,7 +49,7 @@ def gradients(run: Callable[..., Tensor], *inputs: Tensor, grad: Tensor) -> tupl
     """The result, then the gradient of each input."""
     leaves = [t.detach().clone().requires_grad_() for t in inputs]
     out = run(*leaves)
-    out.backward(grad.to(out.dtype))
+    out.backward(grad.to(out))
     return out.detach(), *(leaf.grad for leaf in leaves)
 
 
