@@ -2,7 +2,7 @@
 
 Each case runs three times on the same numbers: in fp64 on the reference (the truth), in its own dtype on the
 reference (what plain PyTorch would give), and in its own dtype on the kernels. The kernels pass if their largest
-error is at most twice that of plain PyTorch plus two units in the last place of the largest value, for the output
+error is at most twice that of plain PyTorch plus four units in the last place of the largest value, for the output
 and for every gradient. Dropout is drawn from one seed on all three sides, so it is compared exactly.
 """
 
@@ -28,7 +28,7 @@ Tensors = dict[str, Tensor]
 Runner = Callable[[Tensors], Tensor]
 Measured = tuple[Tensor, Tensors]  # an output, and gradients by name
 
-ULPS = 2
+ULPS = 4
 SEED = 20170612
 
 
@@ -123,7 +123,7 @@ def _op_cases(device: torch.device) -> Iterator[Case]:
 
     x, residual = draw.normal(61, 3, 100, shift=2.0), draw.normal(61, 3, 100)
     weight, bias = draw.normal(100, shift=1.0), draw.normal(100)
-    for kind, eps, name in (("layer", 1e-5, "LayerNorm"), ("std", 1e-6, "Norm, unbiased std")):
+    for kind, eps, name in (("layer", 1e-5, "LayerNorm"), ("std", 1e-6, "Norm (std)")):
         norm = partial(ops.layer_norm, eps=eps, kind=kind)
         plain = {"x": x, "weight": weight, "bias": bias}
         yield Case("layer_norm", name, "norm", plain, lambda t, norm=norm: norm(t["x"], t["weight"], t["bias"]))
@@ -212,8 +212,7 @@ def _check_case(case: Case, device: torch.device, dtype: torch.dtype) -> Iterato
         torch.manual_seed(SEED)
         with backends.backend(backend):
             output = case.run(leaves)
-            upstream = torch.linspace(-1, 1, output.numel(), dtype=torch.float64, device=device)
-            output.backward(upstream.view(output.shape).to(dtype))
+            output.backward(_Draw(device).normal(*output.shape).to(dtype))
         return output.detach(), {name: leaf.grad for name, leaf in leaves.items()}
 
     chosen = backends.choose(case.kernel, device, dtype)[0]
@@ -247,6 +246,9 @@ def _check_transformer(device: torch.device, dtype: torch.dtype) -> Iterator[Par
         options = {"d_ff": 160, "norm": norm, "norm_first": norm_first}
         torch.manual_seed(SEED)
         eager = reference.layers.Transformer(60, 60, 80, 2, 4, 0.1, **options).to(device, dtype)
+        with torch.no_grad():  # embeddings times sqrt(d) shall have unit variance, as the paper means it (section 3.4)
+            for embed in (eager.encoder.embed, eager.decoder.embed):
+                embed.lut.weight.div_(80**0.5)
         fast = Transformer(60, 60, 80, 2, 4, 0.1, **options).to(device, dtype)
         fast.load_state_dict(eager.state_dict())
         truth = reference.layers.Transformer(60, 60, 80, 2, 4, 0.1, **options).to(device, torch.float64)
