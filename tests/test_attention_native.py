@@ -13,6 +13,7 @@ from torch import Tensor
 
 from transformer_fast.kernels import extension
 from transformer_fast.reference.attention import attention as reference
+from transformer_fast.reference.dropout import attention_keep
 
 SEED = torch.tensor([0x1234_5678_9ABC_DEF], dtype=torch.int64)
 MASKS = list(mask_parts(1, 1, 1, 1, torch.Generator()))
@@ -30,7 +31,9 @@ def tail(parts: dict, scale: float, dropout_p: float, empty_rows: str) -> tuple:
     return *named, scale, dropout_p, SEED if dropout_p else None, empty_rows == "zero"
 
 
-def native(q, k, v, grad_out, parts: dict, *, dropout_p: float = 0.0, empty_rows: str = "uniform") -> tuple[Tensor, ...]:
+def native(
+    q, k, v, grad_out, parts: dict, *, dropout_p: float = 0.0, empty_rows: str = "uniform"
+) -> tuple[Tensor, ...]:
     """out, logsumexp and the gradients of q, k, v by the C++ kernels, every byte of them NaN beforehand."""
     options = tail(parts, 1 / math.sqrt(q.shape[-1]), dropout_p, empty_rows)
     ops = torch.ops.transformer_fast_native
@@ -85,8 +88,10 @@ def test_every_mask(mask, dtype, dropout_p):
         check(inputs(2, 4, 2, 70, 150, 24, dtype), parts, dropout_p=dropout_p, empty_rows=empty_rows)
 
 
-@pytest.mark.parametrize("Lq, Lk", [(1, 1), (1, 5), (15, 17), (17, 15), (97, 64), (64, 97), (127, 129), (129, 127), (3, 257),
-                                    (257, 3), (1, 1025), (1025, 66)])  # fmt: skip
+TILE_BREAKERS = [(1, 1), (1, 5), (15, 17), (17, 15), (97, 64), (64, 97), (127, 129), (129, 127), (3, 257), (257, 3)]
+
+
+@pytest.mark.parametrize("Lq, Lk", [*TILE_BREAKERS, (1, 1025), (1025, 66)])
 def test_lengths_that_break_tiles(Lq, Lk):
     check(inputs(1, 2, 1, Lq, Lk, 16), {"causal": Lk - Lq}, dropout_p=0.1)
 
@@ -98,7 +103,9 @@ def test_head_dims(D, dtype):
         check(inputs(1, 2, 1, Lq, 50, D, dtype), {"lengths": torch.tensor([41], dtype=torch.int32)}, dropout_p=0.2)
 
 
-@pytest.mark.parametrize("B, H, Hkv, Lq, Lk", [(0, 2, 2, 3, 4), (2, 2, 1, 0, 4), (2, 2, 1, 3, 0), (1, 6, 2, 5, 5), (1, 5, 1, 5, 5)])
+@pytest.mark.parametrize(
+    "B, H, Hkv, Lq, Lk", [(0, 2, 2, 3, 4), (2, 2, 1, 0, 4), (2, 2, 1, 3, 0), (1, 6, 2, 5, 5), (1, 5, 1, 5, 5)]
+)
 def test_empty_and_grouped(B, H, Hkv, Lq, Lk):
     tensors = inputs(B, H, Hkv, Lq, Lk, 8)
     out, logsumexp, *grads = native(*tensors, {}) if 0 in (B, Lq, Lk) else check(tensors, {})
@@ -125,7 +132,9 @@ def test_strided_inputs_and_masks():
     check([q, k, v, sliced], parts, dropout_p=0.1)
     check([sliced, one_head, one_head, torch.randn(B, L, H, D).transpose(1, 2)], parts)
     transposed = native(q.contiguous().transpose(1, 2).contiguous().transpose(1, 2), k, v, sliced, {})
-    assert transposed[0].transpose(1, 2).is_contiguous(), "a dense q gives its layout to out: merging heads is then a view"
+    assert transposed[0].transpose(1, 2).is_contiguous(), (
+        "a dense q gives its layout to out: merging heads is then a view"
+    )
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -153,8 +162,6 @@ def test_rows_without_keys(dropout_p):
 def test_dropout_drops_exactly_what_the_contract_says():
     # One-hot values and a constant row of scores read the dropped weights off the output.
     B, H, Lq, Lk, p = 2, 3, 37, 70, 0.3
-    from transformer_fast.reference.dropout import attention_keep
-
     q, k = torch.zeros(B, H, Lq, Lk), torch.zeros(B, H, Lk, Lk)
     v = torch.eye(Lk).expand(B, H, Lk, Lk)
     out = torch.ops.transformer_fast_native.attention_forward(q, k, v, *tail({}, 1.0, p, "uniform"))[0]
@@ -179,7 +186,9 @@ def test_what_is_stored_at_blocked_keys_never_shows(bad, how):
     blocked = ~kept.view(1, 1, Lk, 1)
     for dropout_p in (0.0, 0.3):
         clean = native(q, k, v, grad_out, parts, dropout_p=dropout_p)
-        stained = native(q, k.masked_fill(blocked, bad), v.masked_fill(blocked, bad), grad_out, parts, dropout_p=dropout_p)
+        stained = native(
+            q, k.masked_fill(blocked, bad), v.masked_fill(blocked, bad), grad_out, parts, dropout_p=dropout_p
+        )
         for name, a, b in zip(("out", "logsumexp", *RESULTS[1:]), clean, stained):
             assert torch.allclose(a, b, atol=2e-6) and b.isfinite().all(), name
 
@@ -257,7 +266,9 @@ class Native(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        return *torch.ops.transformer_fast_native.attention_backward(grad_out.contiguous(), *ctx.saved_tensors, *ctx.options), None
+        return *torch.ops.transformer_fast_native.attention_backward(
+            grad_out.contiguous(), *ctx.saved_tensors, *ctx.options
+        ), None
 
 
 @pytest.mark.parametrize("empty_rows", ["uniform", "zero"])
