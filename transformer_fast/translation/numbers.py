@@ -156,7 +156,9 @@ def make_numbers_corpus(
 
 
 def numbers_config(folder: PathLike, save: PathLike, **changes: Any) -> TrainConfig:
-    """The recipe for this task on two CPU cores.
+    """The recipe for this task: about 150 s of CPU time, after which nearly every unseen number is exact.
+
+    The cooldown is what takes it from most to all; BLEU says nothing about one-word sentences and is off.
 
     Args:
         folder: where `make_numbers_corpus` wrote; save: the folder of the run.
@@ -173,14 +175,15 @@ def numbers_config(folder: PathLike, save: PathLike, **changes: Any) -> TrainCon
         "heads": 4,
         "layers": 2,
         "d_ff": 512,
-        "dropout": 0.1,
+        "dropout": 0.05,
         "vocab_size": 200,
         "max_length": 100,
-        "batch_tokens": 4096,
+        "batch_tokens": 2048,
         "lr": 2e-3,
-        "warmup": 200,
-        "max_steps": 1000,
-        "valid_every": 500,
+        "warmup": 150,
+        "max_steps": 800,
+        "cooldown": 300,
+        "valid_every": 400,
         "bleu_sentences": 0,
         "keep_last": 1,
     }
