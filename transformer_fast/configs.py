@@ -95,8 +95,8 @@ def _norm_table() -> dict[tuple[str, int], NormConfig]:
     }
     for columns in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
         table["forward", columns] = NormConfig(max(1, 2048 // columns), columns, max(4, columns // 512))
-    for columns in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
-        warps = min(16, max(4, columns // 256))
+    for columns in (64, 128, 256, 512, 1024, 2048, 4096):  # 8192 spills on sm_100
+        warps = max(4, columns // 256)
         table["backward", columns] = NormConfig(max(1, 1024 // columns), columns, warps, 1, max(1, 24 // warps))
     return table
 
