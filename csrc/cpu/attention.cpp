@@ -59,7 +59,8 @@ void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
 }
 
 Tensor empty_statistics(const Tensor& q) {
-  return at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+  const at::ScalarType dtype = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(dtype));
 }
 
 std::tuple<Tensor, Tensor> attention_forward(
@@ -88,9 +89,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
                [&](const auto& problem) {
                  using T = typename std::decay_t<decltype(problem)>::Element;
                  using A = typename std::decay_t<decltype(problem)>::Arithmetic;
-                 attention_backward_cpu(problem, AttentionGradients<T, A>{view<const T>(grad_out), view<const T>(out),
-                                                                          statistics.const_data_ptr<A>(), view<T>(grad_q),
-                                                                          view<T>(grad_k), view<T>(grad_v)});
+                 attention_backward_cpu(
+                     problem, AttentionGradients<T, A>{view<const T>(grad_out), view<const T>(out),
+                                                       statistics.const_data_ptr<A>(), view<T>(grad_q),
+                                                       view<T>(grad_k), view<T>(grad_v)});
                });
   return {grad_q, grad_k, grad_v};
 }
@@ -98,7 +100,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
 TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
   m.def(
       "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, "
-      "int? causal, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows) -> (Tensor out, Tensor logsumexp)");
+      "int? causal, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows) "
+      "-> (Tensor out, Tensor logsumexp)");
   m.def(
       "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? keep, "
       "Tensor? key_keep, Tensor? lengths, Tensor? bias, int? causal, float scale, float dropout_p, Tensor? seed, "

@@ -1,8 +1,8 @@
 // Masked attention on the CPU: what the forward and the backward kernel share.
 //
-// The unit of work is a tile of scores, up to kKeyTile keys by kQueryTile queries, kept TRANSPOSED: a row is a key and the
-// vector lanes are neighbouring queries. So the softmax runs down the rows with no sum across lanes, a key's mask is one
-// number a row, a query's limit one lane, and one Philox call of the dropout contract fills eight rows of a lane.
+// The unit of work is a tile of scores, up to kKeyTile keys by kQueryTile queries, kept TRANSPOSED: a row is a key and
+// the vector lanes are neighbouring queries. So the softmax runs down the rows with no sum across lanes, a key's mask
+// is one number a row, a query's limit one lane, and one Philox call of the dropout contract fills eight rows of it.
 #pragma once
 
 #include "draws.h"
@@ -131,10 +131,10 @@ class Workspace {
 };
 
 // Runs task(i) for every i, each once, on whichever thread is free: ragged batches make tasks of very different sizes.
-// `work` is the number of multiplications in all; a little is not worth waking threads for.
+// `work` counts the multiplications of one product of scores; too few are not worth waking a thread for.
 template <typename Task>
 void for_tasks(int64_t tasks, double work, Task task) {
-  constexpr double kWorthAThread = 1e5;
+  constexpr double kWorthAThread = 2.5e5;  // about 10 us
   const int64_t threads = std::min<int64_t>({tasks, at::get_num_threads(), static_cast<int64_t>(work / kWorthAThread)});
   if (threads <= 1) {
     for (int64_t i = 0; i < tasks; ++i) task(i);

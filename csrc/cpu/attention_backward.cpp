@@ -2,8 +2,8 @@
 // logsumexp, dropout is drawn again from the seed.
 //
 // A task owns a range of keys of one (batch, kv head) and sums their gradients alone, over all query heads of the group
-// and all query blocks in order; only the gradient of q is shared between ranges, and summed over them in order at the end.
-// The ranges follow from the shapes, so the result does not depend on the number of threads.
+// and all query blocks in order; only the gradient of q is shared between ranges, and summed over them in order at the
+// end. The ranges follow from the shapes, so the result does not depend on the number of threads.
 #include "attention_mask.h"
 
 #include <ATen/ATen.h>
@@ -147,8 +147,9 @@ class KeyRangeBackward {
     multiply_add(queries_, width_, keys, grads.transposed(), k_rows, grad_q_, width_);
   }
 
-  // Scores to weights, and the gradients of dropped weights to those of weights, for one vector of queries. The sign of a
-  // weight tells whether it was dropped. With `sum_delta`, the tile holds all keys of its queries, and delta is summed here.
+  // Scores to weights, and the gradients of dropped weights to those of weights, for one vector of queries. The sign
+  // of a weight tells whether it was dropped. With `sum_delta` the tile holds all keys of its queries, and gives delta too:
+  // then a row with one key has a gradient of exactly 0, as in eager.
   void find_weights(int64_t first_key, int64_t keys, int64_t lane, bool sum_delta) {
     const Vector<A> logsumexp = widen(logsumexp_ + lane), uniform = widen(uniform_ + lane);
     const A rescale = rescale_;
@@ -194,8 +195,8 @@ class KeyRangeBackward {
   int64_t b_, kv_head_, first_key_, last_key_, width_;
   A rescale_;
   int64_t h_ = 0, first_query_ = 0, queries_ = 0, lanes_ = 0;
-  A *query_lanes_, *grad_out_lanes_, *query_rows_, *grad_out_rows_, *grad_q_, *weights_, *grads_, *key_rows_, *value_rows_,
-      *key_addend_, *pair_addend_, *grad_k_, *grad_v_;
+  A *query_lanes_, *grad_out_lanes_, *query_rows_, *grad_out_rows_, *grad_q_, *weights_, *grads_, *key_rows_,
+      *value_rows_, *key_addend_, *pair_addend_, *grad_k_, *grad_v_;
   A logsumexp_[kQueryTile], delta_[kQueryTile], uniform_[kQueryTile];
   std::optional<TileDropout<A>> dropout_;
 };
@@ -238,8 +239,10 @@ void attention_backward_cpu(const AttentionProblem<T, A>& p, const AttentionGrad
 }
 
 template void attention_backward_cpu(const AttentionProblem<float, float>&, const AttentionGradients<float, float>&);
-template void attention_backward_cpu(const AttentionProblem<double, double>&, const AttentionGradients<double, double>&);
-template void attention_backward_cpu(const AttentionProblem<c10::Half, float>&, const AttentionGradients<c10::Half, float>&);
+template void attention_backward_cpu(const AttentionProblem<double, double>&,
+                                     const AttentionGradients<double, double>&);
+template void attention_backward_cpu(const AttentionProblem<c10::Half, float>&,
+                                     const AttentionGradients<c10::Half, float>&);
 template void attention_backward_cpu(const AttentionProblem<c10::BFloat16, float>&,
                                      const AttentionGradients<c10::BFloat16, float>&);
 

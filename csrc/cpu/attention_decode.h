@@ -1,5 +1,5 @@
-// Attention of a few queries over many keys, as decoding asks for it. Tiles of queries would leave most lanes idle, so each
-// query is taken by itself, with the vectors along the keys in the softmax and along D in the products. No dropout here.
+// Attention of one or two queries over many keys, as decoding asks for it. A tile of queries would leave most lanes
+// idle, so each query is taken by itself, with vectors along the keys in the softmax and along D in the products.
 #pragma once
 
 #include "attention.h"
@@ -67,7 +67,8 @@ class DecodedQuery {
       Vector<A> products[kW] = {};
       for (int64_t d = 0; d < D; d += kW)
         for (int64_t j = 0; j < kW; ++j)
-          products[j] += load_some(k + (first + std::min(j, last)) * stride + d, std::min(kW, D - d)) * widen(query_ + d);
+          products[j] +=
+              load_some(k + (first + std::min(j, last)) * stride + d, std::min(kW, D - d)) * widen(query_ + d);
       transpose<A>(products);
       Vector<A> scores = products[0];
       for (int64_t j = 1; j < kW; ++j) scores += products[j];
@@ -134,7 +135,8 @@ class DecodedQuery {
 template <typename T, typename A>
 void decode(const AttentionProblem<T, A>& problem, const View<T>& out, A* logsumexp) {
   const int64_t H = problem.H, Lq = problem.Lq, rows = problem.B * H * Lq;
-  for_tasks(rows, double(rows) * double(problem.Lk * problem.D), [&](int64_t row) {
+  constexpr double kBoundByMemory = 4;  // a multiplication takes so much longer than in a tile
+  for_tasks(rows, kBoundByMemory * double(rows) * double(problem.Lk * problem.D), [&](int64_t row) {
     const int64_t b = row / (H * Lq), h = row / Lq % H, i = row % Lq;
     logsumexp[row] = DecodedQuery<T, A>(problem, b, h, i).run(out.at(b, h, i));
   });

@@ -102,7 +102,8 @@ class ForwardBlock {
     const auto& v = problem_.v;
     Rows<A> values = load_rows(v.at(b_, kv_head_, first_key), v.row_stride(), keys, problem_.D, staged_);
     if (!values.finite && replace_non_finite) {
-      std::transform(values.data, values.data + keys * width_, staged_, [](A a) { return std::isfinite(a) ? a : A(0); });
+      std::transform(values.data, values.data + keys * width_, staged_,
+                     [](A value) { return std::isfinite(value) ? value : A(0); });
       values = {staged_, width_, true};
     }
     multiply_add(queries_, width_, keys, Matrix<A>{scores_, lanes_}.transposed(), values, sum_, width_);

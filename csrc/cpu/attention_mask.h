@@ -87,21 +87,27 @@ class BlockMask {
   }
 
   void load_pairs(int64_t keys) {
-    const auto& [keep, bias] = std::tie(problem_.keep, problem_.bias);
+    const auto& keep = problem_.keep;
+    const auto& bias = problem_.bias;
     const bool* kept = keep.data && keep.row_stride() != 0 ? row_of(keep, first_query_) : nullptr;
     const A* added = bias.data && bias.row_stride() != 0 ? row_of(bias, first_query_) : nullptr;
     transpose_rows<A>(
         queries_, keys,
         [&](int64_t i, int64_t j, int64_t count) {
           Vector<A> row{};
-          if (added) row = load_strided(added + i * bias.row_stride() + j * bias.column_stride(), bias.column_stride(), count);
-          if (kept) row = load_kept(kept + i * keep.row_stride() + j * keep.column_stride(), keep.column_stride(), count) ? row : broadcast(kBlocked<A>);
+          if (added) row = load_added(at(added, bias, i, j), bias.column_stride(), count);
+          if (kept) row = load_kept(at(kept, keep, i, j), keep.column_stride(), count) ? row : broadcast(kBlocked<A>);
           return row;
         },
         pair_addend_, lanes_);
   }
 
-  static Vector<A> load_strided(const A* p, int64_t stride, int64_t count) {
+  template <typename U>
+  static const U* at(const U* first, const View<const U>& view, int64_t i, int64_t j) {
+    return first + i * view.row_stride() + j * view.column_stride();
+  }
+
+  static Vector<A> load_added(const A* p, int64_t stride, int64_t count) {
     if (stride == 1) return load_some(p, count);
     Vector<A> v{};
     for (int64_t i = 0; i < count; ++i) v[i] = p[i * stride];
