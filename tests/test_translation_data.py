@@ -186,7 +186,8 @@ def test_numbers_config_is_a_recipe_for_the_corpus(tmp_path: Path) -> None:
     paths = make_numbers_corpus(tmp_path, train_size=200, held_out=20)
     config = numbers_config(tmp_path, tmp_path / "run", max_steps=7)
     assert (config.source, config.valid_target) == (str(paths["train_source"]), str(paths["test_target"]))
-    assert config.max_steps == 7
+    assert (config.max_steps, config.cooldown) == (7, 2)
+    assert numbers_config(tmp_path, tmp_path / "run", dropout=0.2).dropout == 0.2
 
 
 # Files

@@ -162,9 +162,9 @@ def numbers_config(folder: PathLike, save: PathLike, **changes: Any) -> TrainCon
 
     Args:
         folder: where `make_numbers_corpus` wrote; save: the folder of the run.
-        changes: settings to use instead of the recipe's.
+        changes: settings to use instead of the recipe's; the cooldown keeps its share of `max_steps`.
     """
-    folder = Path(folder)
+    folder, steps = Path(folder), changes.get("max_steps", 800)
     recipe = {
         "source": str(folder / "train.en"),
         "target": str(folder / "train.de"),
@@ -181,8 +181,8 @@ def numbers_config(folder: PathLike, save: PathLike, **changes: Any) -> TrainCon
         "batch_tokens": 2048,
         "lr": 2e-3,
         "warmup": 150,
-        "max_steps": 800,
-        "cooldown": 300,
+        "max_steps": steps,
+        "cooldown": 3 * steps // 8,
         "valid_every": 400,
         "bleu_sentences": 0,
         "keep_last": 1,
