@@ -148,8 +148,8 @@ class KeyRangeBackward {
   }
 
   // Scores to weights, and the gradients of dropped weights to those of weights, for one vector of queries. The sign
-  // of a weight tells whether it was dropped. With `sum_delta` the tile holds all keys of its queries, and gives delta too:
-  // then a row with one key has a gradient of exactly 0, as in eager.
+  // of a weight tells whether it was dropped. With `sum_delta` the tile holds all keys of its queries, and gives delta
+  // too: then a row with one key has a gradient of exactly 0, as in eager.
   void find_weights(int64_t first_key, int64_t keys, int64_t lane, bool sum_delta) {
     const Vector<A> logsumexp = widen(logsumexp_ + lane), uniform = widen(uniform_ + lane);
     const A rescale = rescale_;
