@@ -52,6 +52,14 @@ def test_every_mask_matches_the_oracle(mask, dropout_p, empty_rows, dtype, devic
         assert_as_exact_as_eager(a, e, x, what=name, ulps=8)
 
 
+@pytest.mark.parametrize("lengths", [[2], [[2]], [[2], [3], [0]], [[2, 2, 2, 0]]])
+def test_lengths_broadcast(lengths, device):
+    q = torch.randn(3, 2, 4, 8, device=device)
+    lengths = torch.tensor(lengths, device=device)
+    expected = reference(q, q, q, lengths=lengths, scale=8**-0.5)[0]
+    assert torch.allclose(tfast.attention(q, q, q, AttentionMask.lengths(lengths)), expected, atol=1e-5)
+
+
 def test_opcheck():
     op = torch.ops.transformer_fast.attention.default
     seed = torch.tensor([3])

@@ -49,10 +49,18 @@ def test_triton_leaves_embedding_to_the_extension():
     assert name == "native" and "no Triton kernel" in reason
 
 
+@pytest.fixture
+def _forgetful():
+    """What was resolved before the test, or in it, is forgotten."""
+    backends._resolved.cache_clear()
+    yield
+    backends._resolved.cache_clear()
+
+
+@pytest.mark.usefixtures("_forgetful")
 def test_auto_falls_back_with_one_warning(monkeypatch):
     monkeypatch.setattr(backends.extension, "load", lambda: False)
     monkeypatch.setattr(backends.extension, "status", lambda: "the extension is missing: run `make setup`")
-    backends._warn_once.cache_clear()
     q = torch.randn(1, 1, 2, 4)
     with pytest.warns(UserWarning, match="eager reference: the extension is missing: run `make setup`"):
         tfast.attention(q, q, q)

@@ -103,9 +103,17 @@ def _choose(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> tu
 
 def resolve(op: str, device: torch.device, dtype: torch.dtype) -> str:
     """:func:`choose` without the reason; warns once where "auto" had to fall back to the reference."""
-    name, reason = choose(op, device, dtype)
-    if name == "reference" and current() == "auto" and not torch.compiler.is_compiling():
-        _warn_once(f"transformer_fast: {op} on {device.type} in {dtype} runs on the eager reference: {reason}")
+    if torch.compiler.is_compiling():
+        return choose(op, device, dtype)[0]
+    return _resolved(current(), op, device, dtype)
+
+
+@functools.cache
+def _resolved(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> str:
+    name, reason = _choose(asked, op, device, dtype)
+    if name == "reference" and asked == "auto":
+        message = f"transformer_fast: {op} on {device.type} in {dtype} runs on the eager reference: {reason}"
+        warnings.warn(message, stacklevel=4)
     return name
 
 
@@ -151,8 +159,3 @@ def _triton_imports() -> bool:
     except ImportError:
         return False
     return True
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, stacklevel=4)

@@ -58,7 +58,8 @@ def attention(
         TypeError: for non-tensors, non-float or mixed dtypes, or a mask that can be read two ways.
         ValueError: for shapes, lengths, devices or options that do not fit; the message names them.
     """
-    _check_inputs(q, k, v)
+    autocast = isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+    _check_inputs(q, k, v, autocast)
     _check_options(dropout_p, empty_rows, return_weights)
     B, H, Lq, D = q.shape
     Lk = k.shape[2]
@@ -74,31 +75,30 @@ def attention(
         key_keep = key_keep.expand(-1, -1, -1, Lk)
     lengths = mask.key_lengths
     if lengths is not None:
-        lengths = _int32_lengths(lengths, Lk)
-        if lengths.shape[0] != B:
-            lengths = lengths.expand(B, *lengths.shape[1:])
+        lengths = _normal_lengths(lengths, B, Lq, Lk)
     parts = (mask.keep_mask, key_keep, lengths, bias, mask.causal_offset, scale, float(dropout_p), seed)
     zero_empty_rows = empty_rows == "zero"
 
     if return_weights:
         return _with_weights(q, k, v, parts, empty_rows, dropped=return_weights == "dropped")
-    backend = _resolve(q, v, bias)
+    backend = _resolve(q, v, bias, autocast)
     if backend == "reference":
         return reference.attention.attention(q, k, v, **_named(parts), empty_rows=empty_rows)[0]
-    q, k, v = (t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous() for t in (q, k, v))
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     Dv = v.shape[-1]
     if Dv != D:  # zero columns change neither the scores nor the other columns of the output
         q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-    call = _autograd if _direct.is_plain(q, k, v, *parts[:4]) and not _autocast(q) else _op
+    call = _autograd if _direct.is_plain(q, k, v, *parts[:4]) and not autocast else _op
     out = call(q, k, v, *parts, zero_empty_rows, backend)[0]
     return out if Dv == out.shape[-1] else out[..., :Dv]
 
 
-def _resolve(q: Tensor, v: Tensor, bias: Tensor | None) -> str:
+def _resolve(q: Tensor, v: Tensor, bias: Tensor | None, autocast: bool) -> str:
     if bias is not None and bias.requires_grad and torch.is_grad_enabled() and backends.current() == "auto":
         _warn_once_bias()
         return "reference"
-    dtype = torch.get_autocast_dtype(q.device.type) if _autocast(q) and q.dtype != torch.float64 else q.dtype
+    dtype = torch.get_autocast_dtype(q.device.type) if autocast and q.dtype != torch.float64 else q.dtype
     backend = backends.resolve("attention", q.device, dtype)
     if backend == "triton" and max(q.shape[-1], v.shape[-1]) > MAX_TRITON_HEAD_DIM:
         raise ValueError(
@@ -133,18 +133,24 @@ def _with_weights(q: Tensor, k: Tensor, v: Tensor, parts: tuple, empty_rows: str
     return out, weights
 
 
-def _int32_lengths(lengths: Tensor, Lk: int) -> Tensor:
-    """int32 lengths in [0, Lk]. On CPU others are an error; on a GPU, where looking would wait for it, they are cut."""
+def _normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
+    """int32 lengths (B,) or (B, Lq) in [0, Lk]. On CPU others are an error; on a GPU, where looking would wait for it,
+    they are cut."""
+    if lengths.dim() == 2 and lengths.shape[1] != Lq:
+        lengths = lengths.squeeze(1)
+    if lengths.shape[0] != B:
+        lengths = lengths.expand(B, *lengths.shape[1:])
     if lengths.device.type != "cpu" or torch.compiler.is_compiling():
         return lengths.clamp(0, Lk).to(torch.int32)
     if lengths.numel() > 0:
-        low, high = (t.item() for t in torch.aminmax(lengths))
+        # Reading a few numbers in Python is cheaper than two reductions.
+        low, high = (f(lengths.tolist()) for f in (min, max)) if lengths.dim() == 1 else torch.aminmax(lengths)
         if low < 0 or high > Lk:
-            raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {low} to {high}")
-    return lengths.to(torch.int32)
+            raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {int(low)} to {int(high)}")
+    return lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"attention: {name} must be a tensor, got {type(t).__name__}")
@@ -152,19 +158,22 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise ValueError(f"attention: {name} must be (batch, heads, length, head_dim), got shape {tuple(t.shape)}")
         if not t.is_floating_point():
             raise TypeError(f"attention: {name} must be a float tensor, got {t.dtype}")
-    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if not (q.dtype == k.dtype == v.dtype or _autocast(q)):
+    if not (q.dtype == k.dtype == v.dtype or autocast):
         raise TypeError(f"attention: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not (q.device == k.device == v.device):
         raise ValueError(f"attention: q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
-    if not (q.shape[0] == k.shape[0] == v.shape[0]):
-        raise ValueError(f"attention: q, k and v must share the batch size, got {shapes}")
-    if q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
-        raise ValueError(f"attention: q and k must share a head_dim of at least 1, got {shapes}")
-    if k.shape[1:3] != v.shape[1:3]:
-        raise ValueError(f"attention: k and v must share heads and length, got {shapes}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
-        raise ValueError(f"attention: the heads of q must be a multiple of those of k and v, got {shapes}")
+    (B, H, _, D), (Bk, Hk, Lk, Dk), (Bv, Hv, Lv, _) = q.shape, k.shape, v.shape
+    if not B == Bk == Bv:
+        wrong = "q, k and v must share the batch size"
+    elif Dk != D or D == 0:
+        wrong = "q and k must share a head_dim of at least 1"
+    elif Hk != Hv or Lk != Lv:
+        wrong = "k and v must share heads and length"
+    elif Hk == 0 or H % Hk != 0:
+        wrong = "the heads of q must be a multiple of those of k and v"
+    else:
+        return
+    raise ValueError(f"attention: {wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
 
 
 def _check_options(dropout_p: float, empty_rows: str, return_weights: bool | str) -> None:
@@ -201,10 +210,6 @@ def _check_mask(mask: AttentionMask, bias: Tensor | None, q: Tensor, full: tuple
     for t in (mask.keep_mask, mask.key_keep_mask, lengths, bias):
         if t is not None and t.device != q.device:
             raise ValueError(f"attention: q is on {q.device} but the mask or bias on {t.device}")
-
-
-def _autocast(q: Tensor) -> bool:
-    return torch.is_autocast_enabled(q.device.type)
 
 
 def _attention(q, k, v, *tail):
