@@ -6,20 +6,15 @@ would compile it - the same specialisation, asked of Triton's own binder - and t
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia import compiler as nvidia
-from triton.compiler import ASTSource, make_backend
-from triton.runtime.jit import create_function_from_signature
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory a program may use, in bytes, by compute capability (CUDA programming guide, table of limits)."""
@@ -30,48 +25,119 @@ class Compiled:
     """What one kernel x config x architecture needs of a GPU."""
 
     name: str
+    kernel: str
     arch: int
     registers: int
     spill_bytes: int
     shared: int
     warps: int
     wgmma: int
-    dots: int
+    has_16_bit_dot: bool
     seconds: float
 
 
-def compile_case(name: str, kernel, arguments: dict[str, object], options: dict[str, int], arch: int) -> Compiled:
-    """Compile one launch of `kernel` for compute capability `arch` and read its resources."""
+def compile_launch(launch, arch: int) -> Compiled:
+    """Compile a :class:`transformer_fast.kernels.launching.Launch` for compute capability `arch`."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, make_backend
+    from triton.runtime.jit import create_function_from_signature
+
     started = time.perf_counter()
+    kernel = launch.kernel
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
+    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "debug": False}
+    # What JITFunction.run does before it looks into its cache.
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    launch = options | {"debug": False}
-    bound, specialization, _ = bind(**arguments, **launch)
-    parsed, signature, constexprs, attributes = kernel._pack_args(
-        backend, arguments | launch, bound, specialization, None
-    )
-    source = ASTSource(kernel, signature, constexprs, attributes)
+    bound, specialization, _ = bind(**launch.arguments, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, None)
+    source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=parsed.__dict__)
     usage = resource_usage(compiled.asm["cubin"])
     return Compiled(
-        name=name,
+        name=launch.name,
+        kernel=kernel.__name__,
         arch=arch,
         registers=usage["REG"],
         spill_bytes=usage["STACK"] + usage["LOCAL"],
         shared=compiled.metadata.shared,
-        warps=parsed.num_warps,
+        warps=launch.num_warps,
         wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
-        dots=compiled.asm["ttir"].count("tt.dot "),
+        has_16_bit_dot=bool(re.search(r"tt\.dot .*x(b?f16)>", compiled.asm["ttir"])),
         seconds=time.perf_counter() - started,
     )
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
     """REG, STACK, LOCAL, SHARED of the one kernel in a cubin, by the cuobjdump that Triton ships."""
+    from triton.backends.nvidia import compiler as nvidia
+
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text.stdout)}
+
+
+MODULES = ("attention", "attention_backward", "norm", "norm_backward", "dropout")
+"""The kernel modules of transformer_fast.kernels that have Triton kernels."""
+
+
+def cases() -> Iterable[tuple[int, object]]:
+    """(compute capability, launch) of every config of every kernel on every architecture."""
+    from transformer_fast.configs import ARCHITECTURES
+
+    for name, capability in ARCHITECTURES.items():
+        for module in MODULES:
+            kernels = importlib.import_module(f"transformer_fast.kernels.{module}")
+            yield from {launch.name: (capability, launch) for launch in kernels.compile_cases(name)}.values()
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--compile-report", metavar="FILE", help="write the table of compiled Triton kernels to FILE")
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    """Say how many kernels were compiled for how many architectures, and what they need."""
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])]
+    rows = [json.loads(v) for r in reports for key, v in getattr(r, "user_properties", ()) if key == "compiled"]
+    if not rows:
+        return
+    terminalreporter.section("Triton kernels compiled ahead of time")
+    for line in summary(rows):
+        terminalreporter.line(line)
+    if config.getoption("--compile-report"):
+        Path(config.getoption("--compile-report")).write_text(table(rows), encoding="utf-8")
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """One line in all, one an architecture, one for each kernel that spills."""
+    kernels = {row["kernel"] for row in rows}
+    configs = {row["name"] for row in rows}
+    lines = [
+        f"{len(kernels)} kernels, {len(configs)} configs, {len(rows)} compilations in "
+        f"{sum(row['seconds'] for row in rows):.0f} s of one core"
+    ]
+    for arch in sorted({row["arch"] for row in rows}):
+        own = [row for row in rows if row["arch"] == arch]
+        spilling = [row for row in own if row["spill_bytes"]]
+        lines.append(
+            f"sm_{arch}: {len(own)} compiled, at most {max(row['registers'] for row in own)} registers and "
+            f"{max(row['shared'] for row in own) / 1024:.0f} KB of shared memory; "
+            f"{len(spilling)} spill, {sum(row['wgmma'] > 0 for row in own)} use wgmma"
+        )
+    for row in rows:
+        if row["spill_bytes"]:
+            lines.append(f"  spills {row['spill_bytes']} bytes a thread: sm_{row['arch']} {row['name']}")
+    return lines
+
+
+def table(rows: list[dict]) -> str:
+    """A Markdown table of every compilation."""
+    columns = ("arch", "name", "registers", "spill_bytes", "shared", "warps", "wgmma")
+    lines = ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
+    for row in sorted(rows, key=lambda row: (row["name"], row["arch"])):
+        lines.append("| " + " | ".join(str(row[column]) for column in columns) + " |")
+    return "\n".join(lines) + "\n"

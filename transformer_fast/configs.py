@@ -41,26 +41,88 @@ class AttentionConfig:
     num_stages: int
 
 
+# (block_queries, block_keys, num_warps, num_stages) for short, long and dense calls, by kernel, architecture class and
+# padded head size: the largest that compile without spills, with dropout and, for dense, with every mask at once.
+_TILES_16_BIT = {
+    "forward": {
+        "sm80": {
+            32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+            64: ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
+            128: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+        },
+        "sm90": {
+            32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+            64: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+            128: ((64, 32, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        },
+        "sm100": {
+            32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+            64: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
+            128: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+        },
+    },
+    "grad_q": {
+        "sm80": {
+            32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+            64: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+            128: ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)),
+        },
+        "sm90": {
+            32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+            64: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
+            128: ((64, 32, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+        },
+        "sm100": {
+            32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+            64: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
+            128: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+        },
+    },
+    "grad_kv": {
+        "sm80": {
+            32: ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
+            64: ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 1)),
+            128: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
+        },
+        "sm90": {
+            32: ((64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
+            64: ((64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2)),
+            128: ((64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 2)),
+        },
+        "sm100": {
+            32: ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2)),
+            64: ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
+            128: ((32, 32, 4, 2), (32, 32, 4, 2), (64, 32, 8, 1)),
+        },
+    },
+}
+
+
 def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
-    """(kernel, architecture class, bits of the type, padded head size, "short" | "long") -> config."""
+    """(kernel, architecture class, bits of the type, padded head size, "short" | "long" | "dense") -> config."""
     table = {}
-    for arch in ARCHITECTURES:
-        for d in (16, 32, 64, 128, 256):
-            for size in ("short", "long"):
-                table["forward", arch, 16, d, size] = AttentionConfig(64, 64, 4, 2)
-                table["grad_q", arch, 16, d, size] = AttentionConfig(64, 64, 4, 2)
-                table["grad_kv", arch, 16, d, size] = AttentionConfig(64, 64, 4, 2)
-                for kernel in ("forward", "grad_q", "grad_kv"):
-                    table[kernel, arch, 32, d, size] = AttentionConfig(32, 32, 4, 1)
+    for kernel, architectures in _TILES_16_BIT.items():
+        for arch, sizes in architectures.items():
+            for d, tiles in sizes.items():
+                for size, tile in zip(("short", "long", "dense"), tiles, strict=True):
+                    table[kernel, arch, 16, d, size] = AttentionConfig(*tile)
+            for size in ("short", "long", "dense"):
+                table[kernel, arch, 16, 256, size] = AttentionConfig(64, 32, 8, 1)
+                # fp32 products run on the plain cores ("ieee" in the kernels): small tiles hold in registers.
+                for d in (32, 64, 128, 256):
+                    table[kernel, arch, 32, d, size] = AttentionConfig(32, 32, 4 if d <= 64 else 8, 1)
     return table
 
 
 ATTENTION = _attention_table()
 
 
-def attention_config(kernel: str, arch: str, bits: int, block_d: int, keys: int) -> AttentionConfig:
-    """The config of an attention kernel ("forward", "grad_q", "grad_kv") for these sizes."""
-    return ATTENTION[kernel, arch, bits, block_d, "long" if keys > LONG else "short"]
+def attention_config(kernel: str, arch: str, bits: int, block_d: int, keys: int, dense: bool) -> AttentionConfig:
+    """The config of an attention kernel ("forward", "grad_q", "grad_kv") for these sizes.
+
+    "dense" is for masks with a value per (query, key) or key, which take registers; else "short" or "long" by `keys`.
+    """
+    return ATTENTION[kernel, arch, bits, block_d, "dense" if dense else "long" if keys > LONG else "short"]
 
 
 @dataclass(frozen=True)

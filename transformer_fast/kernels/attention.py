@@ -9,6 +9,8 @@ or Inf in V at a key that some rows of a tile block (0 * NaN is NaN inside a mat
 and then the program repeats its tile once, carefully.
 """
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,7 @@ from .attention_tiles import (
     any_true,
     at_head,
     empty_like_heads,
+    example_calls,
     exponential,
     jit,
     key_limits,
@@ -30,10 +33,11 @@ from .attention_tiles import (
     positive_scale,
     store_rows,
     tensor_arguments,
+    within_limits,
+    within_reach,
 )
 from .launching import Launch, architecture_of, run, widen_bf16_if_interpreted
 from .philox import attention_keep_tile, load_seed
-
 
 CAREFUL_KEYS = tl.constexpr(32)
 
@@ -75,41 +79,39 @@ def _forward_kernel(
     rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
     limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
     last_key = tl.maximum(tl.max(limit, 0), 0)
-    full_keys = 0 if DENSE else tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS * BLOCK_KEYS
+    full_keys = tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS * BLOCK_KEYS
 
-    q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT, True)
+    q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     peak = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_QUERIES,), tl.float32)
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
 
-    # First the tiles that every row sees, then those that need the mask.
-    for MASKED in tl.static_range(1 if DENSE else 0, 2):
-        begin = full_keys if MASKED else 0
-        end = last_key if MASKED else full_keys
-        for start in tl.range(begin, end, BLOCK_KEYS):
-            k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT, MASKED)
-            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-            if MASKED:
-                scores, allowed = mask_scores(
-                    scores, scale, rows, start, limit, keep, keep_query, keep_key, key_keep, key_keep_key,
-                    bias, bias_query, bias_key, BLOCK_KEYS, MASK_UNIT,
-                )  # fmt: skip
-                scores = tl.where(allowed, scores, float("-inf"))
-            new_peak = tl.max(scores, 1) if BIASED else tl.max(scores, 1) * (scale * LOG2E)
-            new_peak = tl.maximum(peak, new_peak)
-            # A row that has seen no key yet keeps -inf, which must not be subtracted from itself.
-            shift = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-            weights = exponential(scores, shift[:, None], scale, BIASED)
-            decay = tl.math.exp2((peak - shift) * LOG2E) if BIASED else tl.math.exp2(peak - shift)
-            total = total * decay + tl.sum(weights, 1)
-            if seed is not None:
-                kept = attention_keep_tile(
-                    key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, BLOCK_KEYS
-                )
-                weights = tl.where(kept, weights, 0.0)
-            v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT, MASKED)
-            acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
-            peak = new_peak
+    # Without LICM the compiler computes addresses and Philox keys again: cheaper than the registers to hold them.
+    for start in tl.range(0, last_key, BLOCK_KEYS, disable_licm=True):
+        k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        if DENSE:
+            scores, allowed = mask_scores(
+                scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_key, key_keep,
+                key_keep_key, bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
+            )  # fmt: skip
+            scores = tl.where(allowed, scores, float("-inf"))
+        elif start >= full_keys:
+            scores = tl.where(within_limits(start, limit, BLOCK_KEYS), scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) if BIASED else tl.max(scores, 1) * (scale * LOG2E))
+        # A row that has seen no key yet has peak -inf, which must not be subtracted from itself.
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = exponential(scores, shift[:, None], scale, BIASED)
+        decay = tl.math.exp2((peak - shift) * (LOG2E if BIASED else 1.0))
+        total = total * decay + tl.sum(weights, 1)
+        if seed is not None:
+            kept = attention_keep_tile(
+                key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, BLOCK_KEYS
+            )
+            weights = tl.where(kept, weights, 0.0)
+        v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
 
     # Usually not one step: the careful repeat is a loop without steps rather than a branch.
     empty = total == 0.0
@@ -119,14 +121,14 @@ def _forward_kernel(
     if careful_end > 0:
         acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
     shift = tl.where(empty, 0.0, peak)
-    for start in tl.range(0, careful_end, CAREFUL_KEYS, num_stages=1):
-        v_tile = load_rows(v, start, keys, v_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT, True)
+    for start in tl.range(0, careful_end, CAREFUL_KEYS, num_stages=1, disable_licm=True):
+        v_tile = load_rows(v, start, keys, v_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         sound = (v_tile - v_tile) == 0.0
-        k_tile = load_rows(k, start, last_key, k_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT, True)
+        k_tile = load_rows(k, start, last_key, k_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         scores, allowed = mask_scores(
-            scores, scale, rows, start, limit, keep, keep_query, keep_key, key_keep, key_keep_key,
-            bias, bias_query, bias_key, CAREFUL_KEYS, MASK_UNIT,
+            scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_key, key_keep,
+            key_keep_key, bias, bias_query, bias_key, BLOCK_QUERIES, CAREFUL_KEYS, MASK_UNIT,
         )  # fmt: skip
         weights = tl.where(allowed, exponential(scores, shift[:, None], scale, BIASED), 0.0)
         if not ZERO_EMPTY_ROWS:
@@ -153,12 +155,15 @@ def _forward_kernel(
 
 
 def tile_launch(name: str, kernel, q: Tensor, k: Tensor, arch: str, arguments: dict[str, object]) -> Launch:
-    """Launch of an attention kernel with its tile from the table; "grad_kv" has programs for keys, others for queries."""
-    block_d = max(16, triton.next_power_of_2(q.shape[-1]))
-    config = attention_config(name, arch, q.element_size() * 8, block_d, k.shape[2])
+    """Launch of an attention kernel with its tile from the table; "grad_kv" has a program a tile of keys."""
+    block_d = arguments["BLOCK_D"]
+    dense = any(arguments[part] is not None for part in ("keep", "key_keep", "bias"))
+    config = attention_config(name, arch, q.element_size() * 8, block_d, k.shape[2], dense)
     over, block = (k, config.block_keys) if name == "grad_kv" else (q, config.block_queries)
     return Launch(
-        name=f"attention {name} {str(q.dtype)[6:]} d{block_d} {config}",
+        name=f"attention {name} {str(q.dtype)[6:]} d{block_d} {config.block_queries}x{config.block_keys}"
+        f" {config.num_warps} warps {config.num_stages} stages{' dense' if dense else ''}"
+        f"{'' if arguments['seed'] is None else ' dropout'}",
         kernel=kernel,
         grid=triton.cdiv(over.shape[2], block) * over.shape[0] * over.shape[1],
         arguments=arguments | {"BLOCK_QUERIES": config.block_queries, "BLOCK_KEYS": config.block_keys},
@@ -214,6 +219,7 @@ def attention_forward(
     logsumexp = torch.empty((B, H, Lq), dtype=torch.float32, device=q.device)
     if out.numel() == 0 or Lk == 0:
         return out.zero_(), logsumexp.fill_(float("-inf"))
+    q, k, v = (within_reach(t) for t in (q, k, v))
     q, scale, _ = positive_scale(q, scale)
     mask = {
         "keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": bias, "causal": causal, "scale": scale,
@@ -221,3 +227,9 @@ def attention_forward(
     }  # fmt: skip
     run([forward_launch(q, k, v, out, logsumexp, architecture_of(q), mask)], q)
     return out, logsumexp
+
+
+def compile_cases(arch: str) -> Iterator[Launch]:
+    """A launch for every forward config of an architecture class."""
+    for (q, logsumexp), mask in example_calls():
+        yield forward_launch(q, q, q, q, logsumexp, arch, mask)

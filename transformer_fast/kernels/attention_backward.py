@@ -1,9 +1,11 @@
 """Masked attention, backward: weights are computed again from the logsumexp, tile by tile.
 
-Method: T. Dao, "FlashAttention-2", 2023, section 3.1.2, as three kernels: delta (one number a row), the gradient of q (a
-program a tile of queries, looping over keys) and the gradients of k and v (a program a tile of keys, looping over the
-query heads of its group and their queries). Every sum has one owner and one order: two runs agree bit for bit.
+Method: T. Dao, "FlashAttention-2", 2023, section 3.1.2, as three kernels: delta (one number a row), the gradient of q
+(a program a tile of queries, looping over keys) and the gradients of k and v (a program a tile of keys, looping over
+the query heads of its group and their queries). Every sum has one owner and one order: two runs agree bit for bit.
 """
+
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -16,6 +18,7 @@ from .attention_tiles import (
     any_true,
     at_head,
     empty_like_heads,
+    example_calls,
     exponential,
     jit,
     key_limits,
@@ -25,6 +28,8 @@ from .attention_tiles import (
     positive_scale,
     store_rows,
     tensor_arguments,
+    within_limits,
+    within_reach,
 )
 from .launching import Launch, architecture_of, run, widen_bf16_if_interpreted
 from .philox import attention_keep_tile, load_seed
@@ -47,8 +52,8 @@ def _delta_kernel(
     pair = tl.program_id(0) // tiles
     grad_out = at_head(grad_out, pair // heads, pair % heads, grad_out_batch, grad_out_head, UNIT)
     out = at_head(out, pair // heads, pair % heads, out_batch, out_head, UNIT)
-    grad_tile = load_rows(grad_out, start, queries, grad_out_row, ROWS, HEAD_DIM, BLOCK_D, UNIT, True)
-    out_tile = load_rows(out, start, queries, out_row, ROWS, HEAD_DIM, BLOCK_D, UNIT, True)
+    grad_tile = load_rows(grad_out, start, queries, grad_out_row, ROWS, HEAD_DIM, BLOCK_D, UNIT)
+    out_tile = load_rows(out, start, queries, out_row, ROWS, HEAD_DIM, BLOCK_D, UNIT)
     row = start + tl.arange(0, ROWS)
     sums = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     tl.store(delta + pair.to(tl.int64) * queries + row, sums, mask=row < queries)
@@ -56,7 +61,7 @@ def _delta_kernel(
 
 @jit
 def _grad_q_kernel(
-    grad_out, q, k, v, logsumexp, delta, grad_q, keep, key_keep, lengths, bias, seed,
+    grad_out, q, k, v, logsumexp, delta, sums, grad_q, keep, key_keep, lengths, bias, seed,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -71,6 +76,7 @@ def _grad_q_kernel(
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
     BIASED: tl.constexpr = bias is not None
+    NATURAL: tl.constexpr = sums is not None
     DENSE: tl.constexpr = (keep is not None) or (key_keep is not None) or (bias is not None)
     tiles = tl.cdiv(queries, BLOCK_QUERIES)
     start_query = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_QUERIES
@@ -91,46 +97,86 @@ def _grad_q_kernel(
     rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
     limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
     last_key = tl.maximum(tl.max(limit, 0), 0)
-    full_keys = 0 if DENSE else tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS * BLOCK_KEYS
+    full_keys = tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS * BLOCK_KEYS
 
     first_row = (tl.program_id(0) // tiles).to(tl.int64) * queries
-    shift = tl.load(logsumexp + first_row + rows) * (1.0 if BIASED else LOG2E)
+    shift = tl.load(logsumexp + first_row + rows)
+    shift = tl.where(shift == float("-inf"), 0.0, shift) * (1.0 if NATURAL else LOG2E)
     centre = tl.load(delta + first_row + rows)
-    q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT, True)
-    grad_tile = load_rows(grad_out, start_query, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT, True)
+    q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
+    grad_tile = load_rows(grad_out, start_query, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
 
-    # Tiles that every row sees, then those that need the mask; last, only where a NaN or Inf came out, all of them
-    # again with such keys read as zeros: where they are allowed, the scores bring the NaN anyway.
-    for PHASE in tl.static_range(1 if DENSE else 0, 3):
-        MASKED: tl.constexpr = PHASE > 0
-        begin = full_keys if PHASE == 1 else 0
-        end = full_keys if PHASE == 0 else last_key
-        if PHASE == 2:
+    # A large logsumexp has lost digits (beside a bias of -1e9 on a whole row, even the number of keys): weights from
+    # it do not sum to 1, nor gradients of scores to 0. Where that would show, both sums are taken here first.
+    if NATURAL:
+        too_large = tl.abs(shift) > (16.0 if q.dtype.element_ty == tl.float32 else 1024.0)
+        end = tl.where(any_true(too_large), last_key, 0)
+        row_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
+        gradient_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
+        for start in tl.range(0, end, BLOCK_KEYS, num_stages=1, disable_licm=True):
+            k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+            v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            if not BIASED:
+                scores *= scale
+            grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+            scores, allowed = mask_scores(
+                scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_key, key_keep,
+                key_keep_key, bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
+            )  # fmt: skip
+            weights = tl.where(allowed, exponential(scores, shift[:, None], scale, NATURAL), 0.0)
+            row_sum += tl.sum(weights, 1)
+            if seed is not None:
+                kept = attention_keep_tile(
+                    key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, BLOCK_KEYS
+                )
+                grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
+            gradient_sum += tl.sum(tl.where(allowed, weights * grad_weights, 0.0), 1)
+        summed = row_sum > 0.0
+        row_sum = tl.where(summed, row_sum, 1.0)
+        centre = tl.where(summed, gradient_sum / row_sum, centre)
+        row = start_query + tl.arange(0, BLOCK_QUERIES)
+        tl.store(sums + first_row + row, row_sum, mask=row < queries)
+        tl.store(delta + first_row + row, centre, mask=row < queries)
+
+    # Twice only where a NaN or Inf came out: then with such keys read as zeros. Where they are allowed, the scores
+    # bring the NaN anyway.
+    end = last_key
+    for CAREFUL in tl.static_range(0, 2):
+        if CAREFUL:
             broken = any_true((acc - acc) != 0.0)
             end = tl.where(broken, last_key, 0)
             if broken:
                 acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
-        for start in tl.range(begin, end, BLOCK_KEYS, num_stages=1 if PHASE == 2 else None):
-            k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT, MASKED)
-            v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT, MASKED)
+        for start in tl.range(0, end, BLOCK_KEYS, num_stages=1 if CAREFUL else None, disable_licm=True):
+            k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+            v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-            if MASKED:
-                scores, allowed = mask_scores(
-                    scores, scale, rows, start, limit, keep, keep_query, keep_key, key_keep, key_keep_key,
-                    bias, bias_query, bias_key, BLOCK_KEYS, MASK_UNIT,
-                )  # fmt: skip
-            weights = exponential(scores, shift[:, None], scale, BIASED)
+            if NATURAL and not BIASED:
+                scores *= scale
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+            if DENSE:
+                scores, allowed = mask_scores(
+                    scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_key, key_keep,
+                    key_keep_key, bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
+                )  # fmt: skip
+                scores = tl.where(allowed, scores, float("-inf"))
+                grad_weights = tl.where(allowed, grad_weights, 0.0)
+            elif start >= full_keys:
+                visible = within_limits(start, limit, BLOCK_KEYS)
+                scores = tl.where(visible, scores, float("-inf"))
+                grad_weights = tl.where(visible, grad_weights, 0.0)
+            weights = exponential(scores, shift[:, None], scale, NATURAL)
+            if NATURAL:
+                weights = weights / row_sum[:, None]
             if seed is not None:
                 kept = attention_keep_tile(
                     key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, BLOCK_KEYS
                 )
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             grad_scores = weights * (grad_weights - centre[:, None])
-            if MASKED:
-                grad_scores = tl.where(allowed, grad_scores, 0.0)
-            if PHASE == 2:
+            if CAREFUL:
                 k_tile = tl.where((k_tile - k_tile) == 0.0, k_tile, 0.0)
             acc = tl.dot(grad_scores.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
 
@@ -139,7 +185,7 @@ def _grad_q_kernel(
 
 @jit
 def _grad_kv_kernel(
-    grad_out, q, k, v, logsumexp, delta, grad_k, grad_v, keep, key_keep, lengths, bias, seed,
+    grad_out, q, k, v, logsumexp, delta, sums, grad_k, grad_v, keep, key_keep, lengths, bias, seed,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -155,6 +201,7 @@ def _grad_kv_kernel(
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
     BIASED: tl.constexpr = bias is not None
+    NATURAL: tl.constexpr = sums is not None
     DENSE: tl.constexpr = (keep is not None) or (key_keep is not None) or (bias is not None)
     # First key tile first: under a causal mask it has the most queries.
     tiles = tl.cdiv(keys, BLOCK_KEYS)
@@ -174,18 +221,18 @@ def _grad_kv_kernel(
     first = tl.minimum(tl.maximum(start_key - causal_offset, 0), queries) // BLOCK_QUERIES * BLOCK_QUERIES
     first = tl.where(start_key < length, first, queries)
     full = tl.cdiv(tl.maximum(end_key - 1 - causal_offset, 0), BLOCK_QUERIES) * BLOCK_QUERIES
-    full = tl.where(uniform_length & (end_key <= length), tl.minimum(full, queries), queries)
+    full = tl.where(uniform_length & (end_key <= length), full, queries)
     # Where a row without keys may be among those first ones: it gives every value its share.
     scan = first if DENSE or lengths is not None else tl.minimum(first, tl.maximum(-causal_offset, 0))
 
     k = at_head(k, batch, kv_head, k_batch, k_head, UNIT)
     v = at_head(v, batch, kv_head, v_batch, v_head, UNIT)
-    k_tile = load_rows(k, start_key, keys, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT, True)
-    v_tile = load_rows(v, start_key, keys, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT, True)
+    k_tile = load_rows(k, start_key, keys, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+    v_tile = load_rows(v, start_key, keys, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
     k_acc = tl.zeros((BLOCK_KEYS, BLOCK_D), tl.float32)
     v_acc = tl.zeros((BLOCK_KEYS, BLOCK_D), tl.float32)
 
-    for member in tl.range(0, group):
+    for member in tl.range(0, group, disable_licm=True):
         head = kv_head * group + member
         q_base = at_head(q, batch, head, q_batch, q_head, UNIT)
         grad_base = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
@@ -193,53 +240,62 @@ def _grad_kv_kernel(
         key_keep_base = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
         bias_base = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
         first_row = (batch * heads + head).to(tl.int64) * queries
-        begin_masked = first
+        begin = first
         if not ZERO_EMPTY_ROWS:
             for start in tl.range(0, scan, SCAN_ROWS):
                 row = start + tl.arange(0, SCAN_ROWS)
                 logsum = tl.load(logsumexp + first_row + row, mask=row < scan, other=0.0)
-                begin_masked = tl.where(any_true(logsum == float("-inf")), 0, begin_masked)
+                begin = tl.where(any_true(logsum == float("-inf")), 0, begin)
 
-        for MASKED in tl.static_range(1, -1 if not DENSE else 0, -1):
-            begin = begin_masked if MASKED else full
-            end = full if MASKED else queries
+        for start in tl.range(begin, queries, BLOCK_QUERIES, disable_licm=True):
+            row = start + tl.arange(0, BLOCK_QUERIES)
+            # Rows past the last query weigh nothing: exp(0 - inf).
+            shift = tl.load(logsumexp + first_row + row, mask=row < queries, other=float("inf"))
+            centre = tl.load(delta + first_row + row, mask=row < queries, other=0.0)
+            q_tile = load_rows(q_base, start, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
+            grad_tile = load_rows(grad_base, start, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
+            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+            if NATURAL and not BIASED:
+                scores *= scale
+            grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+            empty = shift == float("-inf")
             if DENSE:
-                end = queries
-            for start in tl.range(begin, end, BLOCK_QUERIES):
-                row = start + tl.arange(0, BLOCK_QUERIES)
-                # Rows past the last query weigh nothing: exp(0 - inf).
-                logsum = tl.load(logsumexp + first_row + row, mask=row < queries, other=float("inf"))
-                centre = tl.load(delta + first_row + row, mask=row < queries, other=0.0)
-                q_tile = load_rows(q_base, start, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT, True)
-                scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-                if MASKED:
-                    rows = tl.minimum(row, queries - 1)
-                    limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
-                    scores, allowed = mask_scores(
-                        scores, scale, rows, start_key, limit, keep_base, keep_query, keep_key, key_keep_base,
-                        key_keep_key, bias_base, bias_query, bias_key, BLOCK_KEYS, MASK_UNIT,
-                    )  # fmt: skip
-                weights = exponential(scores, (logsum * (1.0 if BIASED else LOG2E))[:, None], scale, BIASED)
-                grad_tile = load_rows(
-                    grad_base, start, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT, True
+                limit = key_limits(
+                    tl.minimum(row, queries - 1), batch, lengths, lengths_batch, lengths_query, causal_offset, keys
                 )
-                grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
-                if MASKED:
-                    weights = tl.where(allowed, weights, 0.0)
-                share = weights
-                if MASKED and not ZERO_EMPTY_ROWS:
-                    share = tl.where((logsum == float("-inf"))[:, None], 1.0 / keys.to(tl.float32), share)
-                if seed is not None:
-                    kept = attention_keep_tile(
-                        key_low, key_high, threshold, batch, head, start, start_key, BLOCK_QUERIES, BLOCK_KEYS
-                    )
-                    share = tl.where(kept, share, 0.0)
-                    grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
-                v_acc = tl.dot(tl.trans(share.to(q_tile.dtype)), grad_tile, v_acc, input_precision="ieee")
-                grad_scores = weights * (grad_weights - centre[:, None])
-                if MASKED:
-                    grad_scores = tl.where(allowed, grad_scores, 0.0)
-                k_acc = tl.dot(tl.trans(grad_scores.to(q_tile.dtype)), q_tile, k_acc, input_precision="ieee")
+                scores, allowed = mask_scores(
+                    scores, scale, start, queries, start_key, keys, limit, keep_base, keep_query, keep_key,
+                    key_keep_base, key_keep_key, bias_base, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
+                )  # fmt: skip
+                scores = tl.where(allowed, scores, float("-inf"))
+                grad_weights = tl.where(allowed, grad_weights, 0.0)
+                if not ZERO_EMPTY_ROWS:
+                    scores = tl.where(empty[:, None], 0.0, scores)
+            elif start < full:
+                limit = key_limits(
+                    tl.minimum(row, queries - 1), batch, lengths, lengths_batch, lengths_query, causal_offset, keys
+                )
+                visible = within_limits(start_key, limit, BLOCK_KEYS)
+                scores = tl.where(visible, scores, float("-inf"))
+                grad_weights = tl.where(visible, grad_weights, 0.0)
+                if not ZERO_EMPTY_ROWS:
+                    scores = tl.where(empty[:, None], 0.0, scores)
+            # An empty row: exp(0 - log(keys)) on every key, or exp(-inf - 0).
+            shift = tl.where(empty, 0.0 if ZERO_EMPTY_ROWS else tl.log(keys.to(tl.float32)), shift)
+            centre = tl.where(empty, 0.0, centre)
+            weights = exponential(scores, (shift * (1.0 if NATURAL else LOG2E))[:, None], scale, NATURAL)
+            if NATURAL:
+                weights = weights / tl.load(sums + first_row + row, mask=row < queries, other=1.0)[:, None]
+            share = weights
+            if seed is not None:
+                kept = attention_keep_tile(
+                    key_low, key_high, threshold, batch, head, start, start_key, BLOCK_QUERIES, BLOCK_KEYS
+                )
+                share = tl.where(kept, share, 0.0)
+                grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
+            v_acc = tl.dot(tl.trans(share.to(q_tile.dtype)), grad_tile, v_acc, input_precision="ieee")
+            grad_scores = weights * (grad_weights - centre[:, None])
+            k_acc = tl.dot(tl.trans(grad_scores.to(q_tile.dtype)), q_tile, k_acc, input_precision="ieee")
 
     grad_k = at_head(grad_k, batch, kv_head, grad_k_batch, grad_k_head, UNIT)
     grad_v = at_head(grad_v, batch, kv_head, grad_v_batch, grad_v_head, UNIT)
@@ -253,10 +309,13 @@ def backward_launches(
 ) -> list[Launch]:  # fmt: skip
     """The three launches that fill `gradients`; `mask` is :func:`attention_backward`'s keyword arguments."""
     grad_q, grad_k, grad_v = gradients
-    B, H, Lq, D = q.shape
+    B, H, Lq, _ = q.shape
     delta = torch.empty_like(logsumexp)
     masking = mask_arguments(q, k, **mask)
-    rows = {"logsumexp": logsumexp, "delta": delta}
+    # What 16-bit types cannot show is not corrected.
+    exact = q.dtype == torch.float32 or mask["bias"] is not None
+    sums = torch.empty_like(logsumexp) if exact else None
+    rows = {"logsumexp": logsumexp, "delta": delta, "sums": sums}
     inputs = {"grad_out": grad_out, "q": q, "k": k, "v": v}
     sizes = {name: masking[name] for name in ("heads", "queries", "HEAD_DIM", "BLOCK_D")}
     return [
@@ -307,13 +366,12 @@ def attention_backward(
     Returns:
         Gradients of q (B, H, Lq, D), k and v (B, Hkv, Lk, D), in their dtypes. Bitwise equal from run to run.
     """
-    B, H, Lq, D = q.shape
-    Hkv, Lk = k.shape[1:3]
     grad_q, grad_k, grad_v = empty_like_heads(q), empty_like_heads(k), empty_like_heads(v)
     if q.numel() == 0 or k.numel() == 0:
         return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
+    grad_out, q, k, v = (within_reach(t) for t in (grad_out, q, k, v))
     q, scale, sign = positive_scale(q, scale)
     mask = {
         "keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": bias, "causal": causal, "scale": scale,
@@ -322,3 +380,9 @@ def attention_backward(
     gradients = (grad_q, grad_k, grad_v)
     run(backward_launches(grad_out, q, k, v, out, logsumexp, gradients, architecture_of(q), mask), q)
     return grad_q if sign == 1.0 else grad_q * sign, grad_k, grad_v
+
+
+def compile_cases(arch: str) -> Iterator[Launch]:
+    """The launches of every backward config of an architecture class."""
+    for (q, logsumexp), mask in example_calls():
+        yield from backward_launches(q, q, q, q, q, logsumexp, (q, q, q), arch, mask)

@@ -5,6 +5,8 @@ into one number a query, its limit: key j is visible iff ``j < limit``. So a til
 comparing two integers, and only what has a value per (query, key) - keep masks, additive bias - is read.
 """
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -13,11 +15,18 @@ from torch import Tensor
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# In elements. Rows further apart than this are copied together before a launch, so that offsets within a tile of at
+# most 256 rows fit 32 bits.
+WIDEST_STRIDE = 2**22
+
 # Integers that change from call to call. Not specialising on their values (1, multiples of 16) is what keeps a new
 # length from compiling anything; alignment is told by the constants UNIT and MASK_UNIT instead.
 RUNTIME_INTEGERS = (
-    [f"{name}_{dim}" for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v") for dim in
-     ("batch", "head", "row")]
+    [
+        f"{name}_{dim}"
+        for name in ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
+        for dim in ("batch", "head", "row")
+    ]
     + [f"{name}_{dim}" for name in ("keep", "bias") for dim in ("batch", "head", "query")]
     + ["key_keep_batch", "key_keep_head", "lengths_batch", "lengths_query"]
     + ["heads", "group", "queries", "keys", "causal_offset", "threshold"]
@@ -41,24 +50,18 @@ def at_head(base, batch, head, batch_stride, head_stride, UNIT: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    base, start, end, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    UNIT: tl.constexpr, GUARDED: tl.constexpr,
-):  # fmt: skip
-    """Rows [start, start + ROWS) of a (rows, HEAD_DIM) matrix; zeros at or past `end` (if GUARDED) and HEAD_DIM."""
+    base, start, end, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr
+):
+    """Rows [start, start + ROWS) of a (rows, HEAD_DIM) matrix as (ROWS, BLOCK_D); zeros at or past `end`, HEAD_DIM."""
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_D)
-    # The tile's own offsets do not change from tile to tile; only this scalar does.
+    # One wide scalar a tile; within it 32 bits are enough (see WIDEST_STRIDE) and cost half the registers.
     base += tl.cast(start, tl.int64) * stride * UNIT
-    pointers = base + row.to(tl.int64)[:, None] * stride * UNIT + dim[None, :]
-    if GUARDED:
-        inside = (start + row < end)[:, None]
-        if HEAD_DIM != BLOCK_D:
-            inside = inside & (dim < HEAD_DIM)[None, :]
-        return tl.load(pointers, mask=inside, other=0.0)
-    elif HEAD_DIM != BLOCK_D:
-        return tl.load(pointers, mask=(dim < HEAD_DIM)[None, :], other=0.0)
-    else:
-        return tl.load(pointers)
+    pointers = base + (row[:, None] * (stride.to(tl.int32) * UNIT) + dim[None, :])
+    inside = (start + row < end)[:, None]
+    if HEAD_DIM != BLOCK_D:
+        inside = inside & (dim < HEAD_DIM)[None, :]
+    return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
@@ -66,11 +69,11 @@ def store_rows(
     base, tile, start, end, stride, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    """The inverse of :func:`load_rows`, always guarded."""
+    """The inverse of :func:`load_rows`: what is outside is left alone."""
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_D)
     base += tl.cast(start, tl.int64) * stride * UNIT
-    pointers = base + row.to(tl.int64)[:, None] * stride * UNIT + dim[None, :]
+    pointers = base + (row[:, None] * (stride.to(tl.int32) * UNIT) + dim[None, :])
     inside = (start + row < end)[:, None] & (dim < HEAD_DIM)[None, :]
     tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
 
@@ -86,40 +89,52 @@ def key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset
 
 
 @triton.jit
+def within_limits(start_key, limit, KEYS: tl.constexpr):
+    """Which (query, key) of a tile lie within the queries' limits."""
+    return (start_key + tl.arange(0, KEYS))[None, :] < limit[:, None]
+
+
+@triton.jit
 def mask_scores(
-    scores, scale, rows, start, limit,
+    scores, scale, start_query, queries, start_key, keys, limit,
     keep, keep_query, keep_key, key_keep, key_keep_key, bias, bias_query, bias_key,
-    KEYS: tl.constexpr, MASK_UNIT: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK_UNIT: tl.constexpr,
 ):  # fmt: skip
     """Apply every part of the mask to one tile of raw scores.
 
     Returns (scores, allowed): with a bias, the scores are scaled and the bias is added (see :func:`exponent`).
     """
-    column = start + tl.arange(0, KEYS)
-    allowed = column[None, :] < limit[:, None]
-    wide_rows = rows.to(tl.int64)[:, None] * MASK_UNIT
-    wide_columns = column.to(tl.int64)[None, :]
+    allowed = within_limits(start_key, limit, KEYS)
+    # Past the last query the last one is read again. MASK_UNIT divides the number of keys: saying so in the guard
+    # keeps whole groups of keys together in one access.
+    row = tl.minimum(tl.arange(0, QUERIES), queries - 1 - start_query)[:, None]
+    column = start_key + tl.arange(0, KEYS)
+    inside = column // MASK_UNIT * MASK_UNIT < keys
     if key_keep is not None:
-        visible = column < tl.max(limit, 0)
-        allowed = allowed & (tl.load(key_keep + column.to(tl.int64) * key_keep_key, mask=visible, other=0) != 0)[None, :]
+        allowed = allowed & (tl.load(key_keep + column * key_keep_key, mask=inside, other=0) != 0)[None, :]
+    # Offsets start from the tile's row but from the first key: were they the same for every tile, the compiler
+    # would keep one register for each element of the tile all through the loop.
     if keep is not None:
-        pointers = keep + wide_rows * keep_query + wide_columns * keep_key
-        allowed = allowed & (tl.load(pointers, mask=column[None, :] < limit[:, None], other=0) != 0)
+        offsets = row * (keep_query.to(tl.int32) * MASK_UNIT) + column[None, :] * keep_key
+        base = keep + tl.cast(start_query, tl.int64) * keep_query * MASK_UNIT
+        allowed = allowed & (tl.load(base + offsets, mask=inside[None, :], other=0) != 0)
     if bias is not None:
-        pointers = bias + wide_rows * bias_query + wide_columns * bias_key
-        added = tl.load(pointers, mask=column[None, :] < limit[:, None], other=float("-inf")).to(tl.float32)
+        offsets = row * (bias_query.to(tl.int32) * MASK_UNIT) + column[None, :] * bias_key
+        base = bias + tl.cast(start_query, tl.int64) * bias_query * MASK_UNIT
+        added = tl.load(base + offsets, mask=inside[None, :], other=float("-inf")).to(tl.float32)
         allowed = allowed & (added != float("-inf"))
         scores = scores * scale + added
     return scores, allowed
 
 
 @triton.jit
-def exponential(scores, shift, scale, BIASED: tl.constexpr):
-    """``exp(score - shift)`` in base 2: shift is in base 2 and scores are raw, or, with a bias, both are natural.
+def exponential(scores, shift, scale, NATURAL: tl.constexpr):
+    """``exp(score - shift)``: natural scores and shift, or raw scores (before `scale`) and a shift in base 2.
 
-    (A bias of the type's lowest number is common, and times log2(e) it would overflow.)
+    The second is one operation less. The first is for a bias: its type's lowest number is common, and times log2(e) it
+    would overflow.
     """
-    if BIASED:
+    if NATURAL:
         return tl.math.exp2((scores - shift) * LOG2E)
     else:
         return tl.math.exp2(scores * (scale * LOG2E) - shift)
@@ -139,13 +154,17 @@ def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
     return (q * sign).contiguous(), abs(scale) or 1.0, sign
 
 
-def empty_like_heads(q: Tensor, rows: int | None = None, heads: int | None = None) -> Tensor:
-    """Uninitialised (B, heads, rows, D) with q's memory order where that is a layer's: (B, rows, heads, D)."""
-    B, H, L, D = q.shape
-    heads, rows = heads or H, L if rows is None else rows
-    if not q.is_contiguous() and q.transpose(1, 2).is_contiguous():
-        return torch.empty((B, rows, heads, D), dtype=q.dtype, device=q.device).transpose(1, 2)
-    return torch.empty((B, heads, rows, D), dtype=q.dtype, device=q.device)
+def within_reach(t: Tensor) -> Tensor:
+    """The tensor, or a contiguous copy where offsets within a tile could pass 32 bits (see WIDEST_STRIDE)."""
+    reach = 256 * t.stride(-2) + t.shape[-1] * t.stride(-1)
+    return t.contiguous() if reach > 256 * WIDEST_STRIDE else t
+
+
+def empty_like_heads(t: Tensor) -> Tensor:
+    """Uninitialised, of t's shape (B, H, L, D): contiguous, or in a layer's order (B, L, H, D) where t is in it."""
+    if not t.is_contiguous() and t.transpose(1, 2).is_contiguous():
+        return torch.empty_like(t.transpose(1, 2)).transpose(1, 2)
+    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
 
 
 def tensor_arguments(**tensors: Tensor) -> dict[str, object]:
@@ -174,14 +193,15 @@ def mask_arguments(
     zero_empty_rows: bool,
 ) -> dict[str, object]:
     """Kernel arguments that say what is masked, scaled and dropped. Size-1 dimensions of a mask get stride 0."""
-    B, H, Lq, D = q.shape
+    H, Lq, D = q.shape[1:]
     Hkv, Lk = k.shape[1:3]
+    keep, bias = (None if t is None else within_reach(t) for t in (keep, bias))
 
     def strides(t: Tensor | None) -> list[int]:
         return [0, 0, 0, 0] if t is None else [s if n > 1 else 0 for n, s in zip(t.shape, t.stride(), strict=True)]
 
     keep_strides, key_keep_strides, bias_strides = strides(keep), strides(key_keep), strides(bias)
-    unit = 16 if all(s % 16 == 0 for s in keep_strides[:3] + bias_strides[:3]) else 1
+    unit = 16 if all(n % 16 == 0 for n in (Lk, *keep_strides[:3], *bias_strides[:3])) else 1
     arguments: dict[str, object] = {"MASK_UNIT": unit, "keep": keep, "key_keep": key_keep, "bias": bias}
     for name, values in (("keep", keep_strides), ("bias", bias_strides)):
         for dim, stride in zip(("batch", "head", "query"), values[:3], strict=True):
@@ -205,7 +225,40 @@ def mask_arguments(
         # An offset past the last key lets every query see every key: no mask is the same program as causal.
         "causal_offset": Lk if causal is None else max(-Lq, min(causal, Lk)),
         "HEAD_DIM": D,
-        "BLOCK_D": max(16, triton.next_power_of_2(D)),
+        "BLOCK_D": max(32, triton.next_power_of_2(D)),
         "ZERO_EMPTY_ROWS": zero_empty_rows,
     }
     return arguments
+
+
+def example_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, object]]]:
+    """Calls on meta tensors that between them use every config of an architecture: ((q, logsumexp), mask).
+
+    Each config once, with all that its class allows: no key count or stride of a dense mask is a multiple of 16.
+    """
+
+    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def call(dtype: torch.dtype, D: int, L: int, lengths: bool, dense: bool):
+        mask = {
+            "keep": meta(2, 1, L, L, dtype=torch.bool) if dense else None,
+            "key_keep": meta(2, 1, 1, L, dtype=torch.bool) if dense else None,
+            "lengths": meta(2, dtype=torch.int32) if lengths else None,
+            "bias": meta(1, 4, L, L, dtype=torch.float32) if dense else None,
+            "causal": None,
+            "scale": 1.0,
+            "dropout_p": 0.1 if lengths else 0.0,
+            "seed": meta(1, dtype=torch.int64) if lengths else None,
+            "zero_empty_rows": False,
+        }
+        return (meta(2, 4, L, D, dtype=dtype), meta(2, 4, L, dtype=torch.float32)), mask
+
+    for D in (32, 64, 128):
+        yield call(torch.bfloat16, D, 256, True, False)
+        yield call(torch.bfloat16, D, 1024, True, False)
+        yield call(torch.bfloat16, D, 1023, True, True)
+    yield call(torch.float16, 64, 1024, False, False)
+    yield call(torch.bfloat16, 256, 1023, True, True)
+    for D in (32, 64, 128, 256):
+        yield call(torch.float32, D, 1023, True, True)

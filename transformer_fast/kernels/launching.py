@@ -41,9 +41,7 @@ def run(launches: Iterable[Launch], on: Tensor) -> None:
     """Run launches in order, on the current stream of the device that holds `on`."""
     with torch.cuda.device_of(on) if on.is_cuda else nullcontext():
         for launch in launches:
-            launch.kernel[(launch.grid,)](
-                **launch.arguments, num_warps=launch.num_warps, num_stages=launch.num_stages
-            )
+            launch.kernel[(launch.grid,)](**launch.arguments, num_warps=launch.num_warps, num_stages=launch.num_stages)
 
 
 def widen_bf16_if_interpreted(results: int):
