@@ -6,7 +6,8 @@
 Both train through `transformer_fast.translation.train`: the same tokenizer, the same batches in the same order, the
 same initial distribution, optimizer, schedule, loss and threads; only the model class differs. Each gets the same
 budget of CPU time (`time.process_time`, all threads of the process together), validation and checkpoints included, in
-a process of its own. Then the best checkpoint of each translates the validation set with the same decoder.
+a process of its own: one after the other, or at once (--together, with --threads 1 on two cores). Then the best
+checkpoint of each translates the validation set with the same decoder.
 
 Written to OUT: compare.json, and the two run folders with their learning curves (log.jsonl). A run that was cut
 short goes on where it stopped. The table is printed.
@@ -22,6 +23,7 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import torch
@@ -51,6 +53,7 @@ class TorchTransformer(nn.Module):
         self.scale = math.sqrt(config.d_model)
         self.embed = nn.Embedding(vocab, config.d_model, padding_idx=PAD)
         self.dropout = nn.Dropout(config.dropout)
+        warnings.filterwarnings("ignore", message="enable_nested_tensor is True")  # it is of no use to pre-norm
         self.core = nn.Transformer(
             config.d_model,
             config.heads,
@@ -188,6 +191,9 @@ def arguments() -> argparse.Namespace:
         parser.add_argument(flag, type=int, default=value, help="default: %(default)s")
     for flag, value in (("--dropout", 0.1), ("--lr", 1e-3)):
         parser.add_argument(flag, type=float, default=value, help="default: %(default)s")
+    parser.add_argument(
+        "--together", action="store_true", help="train both at once, so that both meet the same machine"
+    )
     parser.add_argument("--only", choices=MODELS, help="train and measure this one, and print its JSON")
     return parser.parse_args()
 
@@ -207,10 +213,16 @@ def main() -> None:
     if args.only:
         print(json.dumps(run_one(args, args.only)))
         return
-    rows = []
+    processes = []
     for name in MODELS:
         command = [sys.executable, __file__, *sys.argv[1:], "--only", name]
-        rows.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
+        processes.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        if not args.together:
+            processes[-1].wait()
+    printed = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit("one of the two did not finish; run the same command again to continue")
+    rows = [json.loads(text) for text in printed]
     report = {
         "what": "same recipe, batches, initial distribution and CPU time; only the model class differs",
         "recipe": {key: value for key, value in vars(args).items() if key not in ("out", "only")},
