@@ -88,9 +88,7 @@ def attention_keep_tile(
 
 
 @triton.jit
-def elementwise_keep_tile(
-    key_low, key_high, threshold, rows, start_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+def elementwise_keep_tile(key_low, key_high, threshold, rows, start_column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Keep bits of one (row tile x column tile) of a (rows, columns) view.
 
     Args:

@@ -2,6 +2,7 @@
 
 from .decoder import Decoder
 from .encoder import Encoder
+from .stack import Stack
 from .transformer import Transformer
 
-__all__ = ["Decoder", "Encoder", "Transformer"]
+__all__ = ["Decoder", "Encoder", "Stack", "Transformer"]

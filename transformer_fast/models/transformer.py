@@ -21,7 +21,7 @@ class Transformer(nn.Module):
         tie_weights: True shares one matrix among both embeddings and the output layer (one vocabulary);
             "decoder" shares the target embedding and the output layer.
         options: ``d_ff``, ``norm_first``, ``norm``, ``max_len``, ``padding_idx``, ``attention_dropout``,
-            ``activation_dropout``; see :class:`~transformer_fast.layers.Encoder`.
+            ``activation_dropout``; see :class:`~transformer_fast.models.Stack`.
 
     Raises:
         ValueError: where ``heads`` does not divide ``d_model``, or vocabularies to be tied differ.

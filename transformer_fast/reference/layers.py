@@ -221,11 +221,12 @@ class DecoderLayer(nn.Module):
         return self.norm_3(x + self.dropout_3(self.ff(x)))
 
 
-class Encoder(nn.Module):
-    """Embedding, positional encoding, N layers that start as copies of one, and (pre-norm) a last norm."""
+class Stack(nn.Module):
+    """What encoder and decoder share: embedding, positions, N layers that start as copies of one, (pre-norm) a norm."""
 
     def __init__(
         self,
+        layer_type: type[EncoderLayer | DecoderLayer],
         vocab_size: int,
         d_model: int,
         N: int,
@@ -241,9 +242,16 @@ class Encoder(nn.Module):
         super().__init__()
         self.embed = Embedder(vocab_size, d_model, padding_idx=padding_idx)
         self.pe = PositionalEncoder(d_model, dropout, max_len)
-        layer = EncoderLayer(d_model, heads, dropout, norm_first=norm_first, norm=norm, **layer_options)
+        layer = layer_type(d_model, heads, dropout, norm_first=norm_first, norm=norm, **layer_options)
         self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(N))
         self.norm = make_norm(norm, d_model) if norm_first else nn.Identity()
+
+
+class Encoder(Stack):
+    """(src ids, mask) -> (B, L, d_model)."""
+
+    def __init__(self, vocab_size: int, d_model: int, N: int, heads: int, dropout: float, **options) -> None:
+        super().__init__(EncoderLayer, vocab_size, d_model, N, heads, dropout, **options)
 
     def forward(self, src: Tensor, mask: Tensor | AttentionMask | None) -> Tensor:
         x = self.pe(self.embed(src))
@@ -252,29 +260,11 @@ class Encoder(nn.Module):
         return self.norm(x)
 
 
-class Decoder(nn.Module):
-    """As :class:`Encoder`, with decoder layers that also attend to the encoder's outputs."""
+class Decoder(Stack):
+    """(trg ids, e_outputs, src_mask, trg_mask) -> (B, L_trg, d_model)."""
 
-    def __init__(
-        self,
-        vocab_size: int,
-        d_model: int,
-        N: int,
-        heads: int,
-        dropout: float,
-        *,
-        max_len: int = 5000,
-        padding_idx: int | None = None,
-        norm_first: bool = True,
-        norm: str = "std",
-        **layer_options,
-    ) -> None:
-        super().__init__()
-        self.embed = Embedder(vocab_size, d_model, padding_idx=padding_idx)
-        self.pe = PositionalEncoder(d_model, dropout, max_len)
-        layer = DecoderLayer(d_model, heads, dropout, norm_first=norm_first, norm=norm, **layer_options)
-        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(N))
-        self.norm = make_norm(norm, d_model) if norm_first else nn.Identity()
+    def __init__(self, vocab_size: int, d_model: int, N: int, heads: int, dropout: float, **options) -> None:
+        super().__init__(DecoderLayer, vocab_size, d_model, N, heads, dropout, **options)
 
     def forward(
         self,

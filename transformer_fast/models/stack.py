@@ -1,0 +1,48 @@
+"""What encoder and decoder share."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from ..layers.decoder import DecoderLayer
+from ..layers.embedding import Embedder, PositionalEncoder
+from ..layers.encoder import EncoderLayer
+from ..layers.norm import make_norm
+
+
+class Stack(nn.Module):
+    """Embedding with positional encoding, N layers that start as copies of one, and (pre-norm) a last norm.
+
+    Args:
+        layer_type: class of the layers.
+        vocab_size, d_model, N, heads: sizes.
+        dropout: probability, everywhere unless ``layer_options`` say otherwise.
+        max_len: length of the stored positional table; longer inputs extend it.
+        padding_idx: this id's embedding starts at zero and gets no gradient.
+        norm_first, norm, layer_options: see :class:`~transformer_fast.layers.EncoderLayer`.
+    """
+
+    def __init__(
+        self,
+        layer_type: type[EncoderLayer | DecoderLayer],
+        vocab_size: int,
+        d_model: int,
+        N: int,
+        heads: int,
+        dropout: float,
+        *,
+        max_len: int = 5000,
+        padding_idx: int | None = None,
+        norm_first: bool = True,
+        norm: str = "std",
+        **layer_options: Any,
+    ) -> None:
+        super().__init__()
+        self.embed = Embedder(vocab_size, d_model, padding_idx=padding_idx)
+        self.pe = PositionalEncoder(d_model, dropout, max_len)
+        layer = layer_type(d_model, heads, dropout, norm_first=norm_first, norm=norm, **layer_options)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(N))
+        self.norm = make_norm(norm, d_model) if norm_first else nn.Identity()
