@@ -13,7 +13,7 @@ from .stack import Stack
 
 
 class Decoder(Stack):
-    """N decoder layers over embedded ids. Arguments and options are those of :class:`~transformer_fast.models.Stack`."""
+    """N decoder layers over embedded ids. Arguments and options: see :class:`~transformer_fast.models.Stack`."""
 
     def __init__(self, vocab_size: int, d_model: int, N: int, heads: int, dropout: float, **options: Any) -> None:
         super().__init__(DecoderLayer, vocab_size, d_model, N, heads, dropout, **options)
