@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import io
 import itertools
 import json
 import math
@@ -13,7 +11,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,7 +25,6 @@ from transformer_fast.translation import (
     build_model,
     environment,
     load_trained,
-    parse_duration,
     read_parallel,
     train,
     training,
@@ -45,7 +41,7 @@ from transformer_fast.translation.evaluate import (
 from transformer_fast.translation.model import init_weights
 from transformer_fast.translation.numbers import make_numbers_corpus
 from transformer_fast.translation.optim import build_optimizer, learning_rate
-from transformer_fast.translation.progress import Silent, Status, TerminalProgress, format_seconds
+from transformer_fast.translation.progress import Silent, Status
 from transformer_fast.translation.tokenizer import PAD
 
 CPU = torch.device("cpu")
@@ -71,69 +67,6 @@ def settings(corpus: dict[str, str], save: Path, **changes: object) -> TrainConf
     small = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "vocab_size": 60, "batch_tokens": 400}
     run = {"max_length": 100, "warmup": 4, "max_steps": 6, "valid_every": 100, "bleu_sentences": 0}
     return TrainConfig(**{**corpus, "save": str(save), "device": "cpu", **small, **run, **changes})
-
-
-# Settings
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("90", 90), ("90s", 90), ("20m", 1200), ("1.5h", 5400), ("1h30m", 5400), (" 2H ", 7200), (7, 7), ("0.5", 0.5)],
-)
-def test_duration(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "soon", "20 minutes", "-5", "0", "0s", "nan", "inf", "1d", "m20"])
-def test_no_duration(text: str) -> None:
-    with pytest.raises(ConfigError, match="expected something like 90s, 20m or 1h30m"):
-        parse_duration(text)
-
-
-BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
-    ({"d_model": 30, "heads": 4}, r"d_model is 30; expected a multiple of heads \(4\)"),
-    ({"layers": 0}, "layers is 0; expected a whole number >= 1"),
-    ({"d_ff": 2.5}, r"d_ff is 2.5; expected a whole number >= 1"),
-    ({"accumulate": 0}, "accumulate is 0; expected a whole number >= 1"),
-    ({"warmup": True}, "warmup is True; expected a whole number >= 1"),
-    ({"dropout": 1.0}, r"dropout is 1.0; expected a probability, 0 <= p < 1"),
-    ({"label_smoothing": -0.1}, "label_smoothing is -0.1; expected a probability"),
-    ({"lr": 0.0}, "lr is 0.0; expected a positive learning rate"),
-    ({"lr": math.nan}, "lr is nan; expected a positive learning rate"),
-    ({"clip": -1.0}, "clip is -1.0; expected a gradient norm, or 0"),
-    ({"max_time": 0.0}, "max_time is 0.0; expected a positive number of seconds"),
-    ({"max_length": 4097}, r"batch_tokens is 4096; expected at least max_length \(4097\)"),
-    ({"cooldown": 11, "max_steps": 10}, r"cooldown is 11; expected at most max_steps \(10\)"),
-    ({"norm": "rms"}, "norm is 'rms'; expected one of layer, std"),
-    ({"amp": "int8"}, "amp is 'int8'; expected one of auto, off, bf16, fp16"),
-    ({"device": "tpu"}, "device is 'tpu'; expected auto, cpu, cuda or cuda:N"),
-    ({"valid_source": "v.en"}, "valid_target is missing: validation needs both"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), BAD_SETTINGS, ids=lambda value: str(value)[:30])
-def test_bad_setting_is_named_with_what_was_expected(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        TrainConfig(source="a", target="b", save="c", **changes)
-
-
-def test_flags_give_the_same_settings() -> None:
-    parser = argparse.ArgumentParser()
-    TrainConfig.add_arguments(parser)
-    required = ["--source", "a", "--target", "b", "--save", "c"]
-    assert TrainConfig.from_args(parser.parse_args(required)) == TrainConfig(source="a", target="b", save="c")
-    args = parser.parse_args([*required, "--max-time", "20m", "--no-tie-weights", "--d-model", "64", "--lr", "3e-4"])
-    assert TrainConfig.from_args(args) == TrainConfig(
-        source="a", target="b", save="c", max_time=1200.0, tie_weights=False, d_model=64, lr=3e-4
-    )
-    shown = parser.format_help()
-    for name in TrainConfig.__dataclass_fields__:
-        assert "--" + name.replace("_", "-") in shown
-
-
-def test_settings_survive_json() -> None:
-    config = TrainConfig(source="a", target="b", save="c", max_time=12.5, norm_first=False)
-    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
 def test_precision_and_device_that_are_not_there(corpus: dict[str, str], tmp_path: Path) -> None:
@@ -391,42 +324,6 @@ def test_bleu_has_a_signature() -> None:
 
 def test_exact_share() -> None:
     assert exact_share(["a", "b", "c", "d"], ["a", "x", "c", "d"]) == 0.75
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-STATUS = Status(step=1200, fraction=0.25, seconds=60.0, tokens_per_second=4321.0, loss=2.5)
-
-
-def test_a_line_now_and_then_where_there_is_no_terminal() -> None:
-    quiet, steady = io.StringIO(), io.StringIO()
-    for stream, interval in ((quiet, 3600.0), (steady, 0.0)):
-        progress = TerminalProgress(stream, interval)
-        progress.update(STATUS)
-        progress.update(STATUS)
-        progress.message("validated")
-        progress.close()
-    assert quiet.getvalue() == "validated\n"
-    line = " 25%  step 1,200  loss 2.500  4,321 tok/s  1:00 < 3:00\n"
-    assert steady.getvalue() == line + line + "validated\n"
-
-
-def test_a_bar_on_a_terminal() -> None:
-    stream = Terminal()
-    progress = TerminalProgress(stream)
-    progress.update(STATUS)
-    progress.message("validated")
-    progress.close()
-    assert "validated\n" in stream.getvalue()
-    assert re.search(r" 25% \|[#\d ]+\| step 1,200  loss 2.500  4,321 tok/s  1:00 < 3:00", stream.getvalue())
-
-
-def test_times_are_readable() -> None:
-    assert [format_seconds(s) for s in (0, 61, 3723.4, math.inf)] == ["0:00", "1:01", "1:02:03", "?"]
-    assert Status(0, 0.0, 0.0, 0.0, None).eta == math.inf
 
 
 def test_interrupts_are_left_alone_outside_the_main_thread(corpus: dict[str, str]) -> None:
