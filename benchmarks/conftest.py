@@ -67,6 +67,7 @@ def versus(benchmark: Any, request: pytest.FixtureRequest, device: str) -> Calla
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
     """Device, driver, versions, threads, ceilings and commit go into the record."""
     cuda = torch.cuda.is_available()
+    machine_info.pop("node", None)  # the machine's name is nobody's business
     machine_info.update(
         torch=torch.__version__,
         python=platform.python_version(),
