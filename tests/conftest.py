@@ -10,6 +10,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+pytest_plugins = ["triton_compile"]  # says at the end how many Triton kernels were compiled, and what they need
+
 
 @pytest.fixture(params=["cpu", "cuda"])
 def device(request: pytest.FixtureRequest) -> torch.device:

@@ -21,7 +21,7 @@ from .translation.progress import Progress
 from .translation.translator import Translator
 from .verification import describe, parity, print_parity
 
-TRAINING_PAIRS, UNSEEN = 60_000, 1_000
+TRAINING_PAIRS, UNSEEN = 25_000, 1_000
 GOAL = 0.98
 PICTURED = 342_059  # reorders twice, no word stands twice, and it is held out
 EXAMPLES = 6
