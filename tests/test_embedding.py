@@ -376,35 +376,3 @@ def test_bad_direct_calls_of_the_native_ops_are_refused_too() -> None:
         native.add_positional(X, None, 0, 0.5, None)
     with pytest.raises(ValueError, match="grad_out"):
         native.embed_backward(X[:1], IDS, 4, 1.0, None, 0.0, None, True)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-class TestCudaOnly:
-    def test_an_id_outside_the_vocabulary_gives_a_nan_row_and_no_gradient(self) -> None:
-        ids = torch.tensor([0, 5, -1, 2, 2**40], device="cuda")
-        out, grad = gradients(
-            lambda w: embed(ids, w, dropout_p=0.5), torch.ones(3, 40, device="cuda"), grad=torch.ones(5, 40)
-        )
-        assert out[[1, 2, 4]].isnan().all() and not out[[0, 3]].isnan().any()
-        assert not grad.isnan().any() and not grad[1].any()
-
-    def test_the_atomic_gradient_agrees_and_the_sorted_one_repeats(self) -> None:
-        ids = torch.randint(0, 50, (64, 100), device="cuda") ** 2 // 50
-        grad, seed = torch.randn(64, 100, 96, device="cuda"), torch.tensor([SEED], device="cuda")
-        sort, again, atomic = (
-            torch.ops.transformer_fast_native.embed_backward(grad, ids, 50, 2.0, 4, 0.1, seed, deterministic)
-            for deterministic in (True, True, False)
-        )
-        assert torch.equal(sort, again)
-        torch.testing.assert_close(sort, atomic, rtol=1e-5, atol=1e-3)
-
-    def test_graph_replays_draw_fresh_masks(self) -> None:
-        ids, weight, table = case((4, 8), 10, 64, 0, torch.float32, torch.device("cuda"))
-        embed(ids, weight, table, dropout_p=0.5)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = embed(ids, weight, table, dropout_p=0.5)
-        graph.replay()
-        first = out.clone()
-        graph.replay()
-        assert not torch.equal(first, out)
