@@ -65,7 +65,7 @@ _TILES_16_BIT = {
         "sm80": {
             32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
             64: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
-            128: ((64, 32, 4, 2), (64, 32, 4, 2), (64, 32, 8, 2)),
+            128: ((64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 8, 2)),
         },
         "sm90": {
             32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
@@ -97,6 +97,9 @@ _TILES_16_BIT = {
     },
 }
 
+# For every call and architecture: exact fp32 products run outside the matrix units, and hold whole rows in registers.
+_TILES_32_BIT = {32: (32, 32, 4, 1), 64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 32, 8, 1)}
+
 
 def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
     """(kernel, architecture class, bits of the type, padded head size, "short" | "long" | "dense") -> config."""
@@ -108,9 +111,8 @@ def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
                     table[kernel, arch, 16, d, size] = AttentionConfig(*tile)
             for size in ("short", "long", "dense"):
                 table[kernel, arch, 16, 256, size] = AttentionConfig(64, 32, 8, 1)
-                # fp32 products run on the plain cores ("ieee" in the kernels): small tiles hold in registers.
-                for d in (32, 64, 128, 256):
-                    table[kernel, arch, 32, d, size] = AttentionConfig(32, 32, 4 if d <= 64 else 8, 1)
+                for d, tile in _TILES_32_BIT.items():
+                    table[kernel, arch, 32, d, size] = AttentionConfig(*tile)
     return table
 
 

@@ -22,15 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|ov
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DIALECTS = list(mask_parts(1, 1, 1, 1, torch.Generator()))
-NOTHING = {
-    "keep": None,
-    "key_keep": None,
-    "lengths": None,
-    "bias": None,
-    "causal": None,
-    "dropout_p": 0.0,
-    "seed": None,
-}
+PARTS = ("keep", "key_keep", "lengths", "bias", "causal")
 NAMES = ("out", "grad_q", "grad_k", "grad_v")
 
 
