@@ -208,6 +208,11 @@ def print_table(rows: list[dict]) -> None:
     print(rows[0]["bleu_signature"], f"beam {rows[0]['beam']}")
 
 
+def _recorded(value: object) -> object:
+    """A file by its name: where it lay is no part of a result."""
+    return Path(value).name if isinstance(value, str) else value
+
+
 def main() -> None:
     args = arguments()
     if args.only:
@@ -225,7 +230,7 @@ def main() -> None:
     rows = [json.loads(text) for text in printed]
     report = {
         "what": "same recipe, batches, initial distribution and CPU time; only the model class differs",
-        "recipe": {key: value for key, value in vars(args).items() if key not in ("out", "only")},
+        "recipe": {key: _recorded(value) for key, value in vars(args).items() if key not in ("out", "only")},
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "versions": {"torch": torch.__version__, "transformer_fast": transformer_fast.__version__},
         "results": rows,
