@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton_compile import SHARED_LIMIT, cases, compile_launch
 
-SPILL_LIMIT = 4096
+SPILL_LIMIT = 2048
 """Bytes a thread may spill where spilling is allowed at all: fp32, and head sizes above 128."""
 
 CASES = list(cases())

@@ -98,7 +98,7 @@ _TILES_16_BIT = {
 }
 
 # For every call and architecture: exact fp32 products run outside the matrix units, and hold whole rows in registers.
-_TILES_32_BIT = {32: (32, 32, 4, 1), 64: (32, 32, 8, 1), 128: (16, 32, 8, 1), 256: (16, 32, 8, 1)}
+_TILES_32_BIT = {32: (32, 32, 8, 1), 64: (32, 32, 8, 1), 128: (16, 32, 16, 1), 256: (16, 32, 16, 1)}
 
 
 def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:

@@ -81,6 +81,14 @@ def check(q, k, v, grad, call):
         NAMES, (out, *grads), (eager_out, *eager_grads), (exact_out, *exact_grads), strict=True
     ):
         assert ours.dtype == q.dtype
+        if name in ("grad_q", "grad_k") and not exact.any():
+            # One visible key a row: gradients of scores are differences of equal numbers, one of them (through
+            # `out`) rounded to the type. Eager never rounds it, so it is no measure; what cancels is.
+            cancelling = (
+                grad.abs().max() * v.abs().max() * q.shape[-1] * call["scale"] * max(q.abs().max(), k.abs().max())
+            )
+            assert ours.abs().max() <= torch.finfo(q.dtype).eps * cancelling, name
+            continue
         # The gradients of k and v are sums over all queries of all heads of their group.
         rows = q.shape[1] // k.shape[1] * q.shape[2] if name in ("grad_k", "grad_v") else 1
         assert_as_exact_as_eager(ours, eager, exact, ulps=4.0 * rows**0.5, what=name)
@@ -215,7 +223,7 @@ def test_everything_dropped():
     assert (out == 0).all() and all((g == 0).all() for g in grads)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_random_calls(data):
     draw = data.draw
