@@ -69,9 +69,12 @@ def _forward_kernel(
     k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
     v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
     out = at_head(out, batch, head, out_batch, out_head, UNIT)
-    keep = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
-    key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
-    bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
+    if keep is not None:
+        keep = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
+    if key_keep is not None:
+        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
+    if bias is not None:
+        bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
     if seed is not None:
         key_low, key_high = load_seed(seed)
 

@@ -88,9 +88,12 @@ def _grad_q_kernel(
     k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
     v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
     grad_q = at_head(grad_q, batch, head, grad_q_batch, grad_q_head, UNIT)
-    keep = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
-    key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
-    bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
+    if keep is not None:
+        keep = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
+    if key_keep is not None:
+        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
+    if bias is not None:
+        bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
     if seed is not None:
         key_low, key_high = load_seed(seed)
 
@@ -236,9 +239,15 @@ def _grad_kv_kernel(
         head = kv_head * group + member
         q_base = at_head(q, batch, head, q_batch, q_head, UNIT)
         grad_base = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
-        keep_base = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
-        key_keep_base = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
-        bias_base = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
+        keep_base = keep
+        if keep is not None:
+            keep_base = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
+        key_keep_base = key_keep
+        if key_keep is not None:
+            key_keep_base = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
+        bias_base = bias
+        if bias is not None:
+            bias_base = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
         first_row = (batch * heads + head).to(tl.int64) * queries
         begin = first
         if not ZERO_EMPTY_ROWS:

@@ -41,11 +41,8 @@ def jit(function):
 
 @triton.jit
 def at_head(base, batch, head, batch_stride, head_stride, UNIT: tl.constexpr):
-    """Pointer to what belongs to one (batch, head), or None for a tensor that is not there."""
-    if base is None:
-        return base
-    else:
-        return base + (batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride) * UNIT
+    """Pointer to what belongs to one (batch, head)."""
+    return base + (batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride) * UNIT
 
 
 @triton.jit
