@@ -22,7 +22,6 @@ from .attention_tiles import (
     LOG2E,
     any_true,
     at_head,
-    empty_like_heads,
     example_calls,
     exponential,
     jit,
@@ -218,7 +217,7 @@ def attention_forward(
     """
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
-    out = empty_like_heads(q)
+    out = torch.empty_like(q)
     logsumexp = torch.empty((B, H, Lq), dtype=torch.float32, device=q.device)
     if out.numel() == 0 or Lk == 0:
         return out.zero_(), logsumexp.fill_(float("-inf"))

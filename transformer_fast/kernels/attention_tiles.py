@@ -157,13 +157,6 @@ def within_reach(t: Tensor) -> Tensor:
     return t.contiguous() if reach > 256 * WIDEST_STRIDE else t
 
 
-def empty_like_heads(t: Tensor) -> Tensor:
-    """Uninitialised, of t's shape (B, H, L, D): contiguous, or in a layer's order (B, L, H, D) where t is in it."""
-    if not t.is_contiguous() and t.transpose(1, 2).is_contiguous():
-        return torch.empty_like(t.transpose(1, 2)).transpose(1, 2)
-    return torch.empty(t.shape, dtype=t.dtype, device=t.device)
-
-
 def tensor_arguments(**tensors: Tensor) -> dict[str, object]:
     """Kernel arguments of (B, H, L, D) tensors with last stride 1: each tensor and three strides in units of UNIT."""
     unit = 8 if all(stride % 8 == 0 for t in tensors.values() for stride in t.stride()[:3]) else 1
