@@ -65,7 +65,10 @@ def refused(case: dict[str, Any]) -> dict[str, str]:
 
 
 def title(case: dict[str, Any]) -> str:
-    return case["name"].removeprefix("test_").replace("-cpu", "").replace("-cuda", "").replace("|", "/")
+    """What the case is, without the device (all of a run are on one)."""
+    name, _, parameters = case["name"].removeprefix("test_").rstrip("]").partition("[")
+    parts = [part for part in parameters.split("-") if part not in ("cpu", "cuda")]
+    return f"{name}: {'-'.join(parts)}"
 
 
 def duration(info: dict[str, Any]) -> str:
@@ -74,25 +77,31 @@ def duration(info: dict[str, Any]) -> str:
 
 
 def draw(name: str, cases: list[dict[str, Any]], path: Path) -> None:
-    """Bars of the ratios, a group a case; the line at 1 is ours."""
+    """Bars of the ratios, a group a case, on a log scale from the line at 1, which is ours."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     peers = list(dict.fromkeys(peer for case in cases for peer in case["extra_info"]["ratios"]))
     if not peers:
         return
     height = 0.8 / len(peers)
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.22 * len(cases) * max(1, len(peers))), layout="constrained")
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.16 * len(cases) * max(1.5, len(peers))), layout="constrained")
     for index, peer in enumerate(peers):
         pairs = [(y, c["extra_info"]["ratios"].get(peer)) for y, c in enumerate(cases)]
         pairs = [(y, ratio) for y, ratio in pairs if ratio is not None]
-        axes.barh([y + index * height for y, _ in pairs], [r for _, r in pairs], height=height * 0.9, label=peer)
+        places, lengths = [y + index * height for y, _ in pairs], [ratio - 1 for _, ratio in pairs]
+        axes.barh(places, lengths, left=1.0, height=height * 0.9, label=peer)
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_yticks([y + 0.4 - height / 2 for y in range(len(cases))], [title(case) for case in cases], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.margins(y=0.01)
     axes.set_xlabel("time of the peer / time of ours (right of the line: ours is faster)")
     axes.set_title(f"{name}: transformer_fast against its peers")
     axes.legend(fontsize=8)
