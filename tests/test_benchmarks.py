@@ -1,0 +1,31 @@
+"""The benchmark suite runs, records what it promises, and its record becomes a table and a picture."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_one_case_from_measurement_to_table(tmp_path):
+    record = tmp_path / "benchmarks.json"
+    case = [str(ROOT / "benchmarks" / "bench_dropout.py"), "-k", "1x64 and not backward", "--seconds", "0.01"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *case, "--benchmark-json", str(record)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout
+    saved = json.loads(record.read_text())
+    info = saved["benchmarks"][0]["extra_info"]
+    assert info["times"]["ours"]["median"] > 0 and info["ratios"]["F.dropout"] > 0
+    assert info["bytes"] > 0 and info["share_of_copy"] > 0
+    assert saved["machine_info"]["ceilings"]["copy"] > 1e9 and "node" not in saved["machine_info"]
+    report = [sys.executable, "benchmarks/report.py", str(record), "--out", str(tmp_path)]
+    text = subprocess.run(report, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "| case | ours | copy | matmul | x F.dropout |" in text
+    assert (tmp_path / "dropout.png").stat().st_size > 5_000
+
+
+def test_every_op_has_a_benchmark_of_its_name():
+    ops = {path.stem for path in (ROOT / "transformer_fast" / "ops").glob("[a-z]*.py")}
+    benchmarks = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    assert ops and ops <= benchmarks
