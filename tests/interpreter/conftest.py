@@ -13,9 +13,9 @@ import pytest
 import torch
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def device() -> torch.device:
-    """CUDA where there is one; CPU under the interpreter; else the test is skipped."""
+    """CUDA where there is one; CPU under the interpreter; else every test here is skipped."""
     if torch.cuda.is_available():
         return torch.device("cuda")
     if os.environ.get("TRITON_INTERPRET") == "1":
