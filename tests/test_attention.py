@@ -181,3 +181,12 @@ def test_explain_names_the_path_and_the_reason():
     with tfast.backend("reference"):
         assert "backend: reference" in tfast.explain(q, q, q) and "asked for" in tfast.explain(q, q, q)
     assert "weights were asked for" in tfast.explain(q, q, q, return_weights=True)
+
+
+def test_explain_and_the_call_refuse_alike():
+    q, bias = torch.randn(1, 2, 3, 4), torch.zeros(1, 1, 3, 3, requires_grad=True)
+    assert "bias requires a gradient" in tfast.explain(q, q, q, bias=bias)
+    with tfast.backend("native"):
+        for call in (tfast.explain, tfast.attention):
+            with pytest.raises(tfast.BackendError, match="no gradient for bias"):
+                call(q, q, q, bias=bias)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import backends
 from .masks import AttentionMask, as_attention_mask
+from .ops.attention import check_backend, needs_reference
 
 _PATHS = {
     "native": "the C++ kernel of the extension (scores of one tile at a time; nothing of size Lq x Lk is stored)",
@@ -27,16 +27,17 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         A few lines of text.
 
     Raises:
-        BackendError: where the backend that was asked for cannot run the call.
+        BackendError, ValueError: where the backend that was asked for cannot run the call, as the call itself would.
     """
     mask = as_attention_mask(mask)
     bias = options.get("bias")
     if options.get("return_weights"):
         backend, reason = "reference", "weights were asked for, and no kernel stores them"
-    elif bias is not None and bias.requires_grad and torch.is_grad_enabled():
+    elif needs_reference(bias):
         backend, reason = "reference", "the bias requires a gradient"
     else:
         backend, reason = backends.choose("attention", q.device, q.dtype)
+        check_backend(backend, q, v, bias)
     lines = [
         f"attention {tuple(q.shape)} x {tuple(k.shape)} {q.dtype} on {q.device}",
         f"backend: {backend}, {_PATHS[backend]}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from typing import Any
@@ -81,7 +82,7 @@ def attention(
 
     if return_weights:
         return _with_weights(q, k, v, parts, empty_rows, dropped=return_weights == "dropped")
-    backend = _resolve(q, v, bias, autocast)
+    backend = _resolve(q, v, bias)
     if backend == "reference":
         return reference.attention.attention(q, k, v, **_named(parts), empty_rows=empty_rows)[0]
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
@@ -94,34 +95,41 @@ def attention(
     return out if Dv == out.shape[-1] else out[..., :Dv]
 
 
-def _resolve(q: Tensor, v: Tensor, bias: Tensor | None, autocast: bool) -> str:
-    if bias is not None and bias.requires_grad and torch.is_grad_enabled() and backends.current() == "auto":
-        _warn_once_bias()
-        return "reference"
-    dtype = torch.get_autocast_dtype(q.device.type) if autocast and q.dtype != torch.float64 else q.dtype
-    backend = backends.resolve("attention", q.device, dtype)
+def needs_reference(bias: Tensor | None) -> bool:
+    """Whether "auto" must take the reference: no kernel gives a gradient for the bias."""
+    return _wants_gradient(bias) and backends.current() == "auto"
+
+
+def check_backend(backend: str, q: Tensor, v: Tensor, bias: Tensor | None) -> None:
+    """Raise where the kernels of a backend cannot compute what this call asks."""
     if backend == "triton" and max(q.shape[-1], v.shape[-1]) > MAX_TRITON_HEAD_DIM:
         raise ValueError(
             f"attention: the Triton kernels take a head_dim up to {MAX_TRITON_HEAD_DIM}, got q {tuple(q.shape)} and "
             f'v {tuple(v.shape)}; backend("reference") takes any'
         )
-    if backend != "reference" and bias is not None and bias.requires_grad and torch.is_grad_enabled():
+    if backend != "reference" and _wants_gradient(bias):
         raise backends.BackendError(
             f'attention: backend "{backend}" gives no gradient for bias; use "auto" or "reference", or bias.detach()'
         )
+
+
+def _wants_gradient(bias: Tensor | None) -> bool:
+    return bias is not None and bias.requires_grad and torch.is_grad_enabled()
+
+
+def _resolve(q: Tensor, v: Tensor, bias: Tensor | None) -> str:
+    if needs_reference(bias):
+        if not torch.compiler.is_compiling():
+            _warn_once_of_the_bias()
+        return "reference"
+    backend = backends.resolve("attention", q.device, q.dtype)
+    check_backend(backend, q, v, bias)
     return backend
 
 
-_bias_warned = False
-
-
-def _warn_once_bias() -> None:
-    global _bias_warned
-    if not _bias_warned and not torch.compiler.is_compiling():
-        _bias_warned = True
-        warnings.warn(
-            "transformer_fast: attention runs on the eager reference: the bias requires a gradient", stacklevel=4
-        )
+@functools.cache
+def _warn_once_of_the_bias() -> None:
+    warnings.warn("transformer_fast: attention runs on the eager reference: the bias requires a gradient", stacklevel=4)
 
 
 def _with_weights(q: Tensor, k: Tensor, v: Tensor, parts: tuple, empty_rows: str, dropped: bool) -> tuple:
