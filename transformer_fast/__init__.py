@@ -7,6 +7,7 @@ from .generation import beam_search, greedy
 from .masks import AttentionMask
 from .models import Transformer
 from .ops import attention, embed, layer_norm, positional_table
+from .packing import pack, unpack
 
 __version__ = "0.1.0"
 
@@ -22,5 +23,7 @@ __all__ = [
     "greedy",
     "layer_norm",
     "layers",
+    "pack",
     "positional_table",
+    "unpack",
 ]

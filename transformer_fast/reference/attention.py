@@ -47,13 +47,112 @@ def attention(
     A NaN or Inf stored in a key or value reaches just the queries that are allowed to see it.
     """
     B, H, Lq, _ = q.shape
-    Hkv, Lk = k.shape[1:3]
-    k, v = (t.repeat_interleave(H // Hkv, dim=1) for t in (k, v))
-
+    Lk = k.shape[2]
     allowed = dense_keep(keep, key_keep, lengths, causal, Lq, Lk, q.device)
     if bias is not None:
         allowed = allowed & (bias != float("-inf"))
-    allowed = allowed.expand(B, H, Lq, Lk)
+    kept = attention_keep(seed, dropout_p, B, H, Lq, Lk) if dropout_p > 0.0 else None
+    return _attend(q, k, v, allowed.expand(B, H, Lq, Lk), bias, scale, kept, rescale(dropout_p), empty_rows == "zero")
+
+
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: bool = False,
+    scale: float,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
+    zero_empty_rows: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Attention of every sequence of a packed batch to its own keys, one sequence after the other.
+
+    Args:
+        q: (Tq, H, D), the queries of sequence b in rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]``.
+        k, v: (Tk, Hkv, D), likewise by ``cu_seqlens_k``.
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and to Tk.
+        max_q, max_k: at least the lengths of the longest sequences.
+        causal: query i of a sequence sees its keys up to i.
+        scale, dropout_p, seed: as for :func:`attention`; b is the sequence, i and j count inside it, so that a packed
+            batch has the dropout mask of the padded one.
+        zero_empty_rows: accepted as every kernel does; a row is empty only where its sequence has no keys at all,
+            and then it is 0 either way.
+
+    Returns:
+        out (Tq, H, D) in q's dtype and logsumexp (H, Tq), fp32 (fp64 for fp64 input), ``-inf`` for an empty row.
+    """
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    H, B = q.shape[1], len(starts_q) - 1
+    kept = attention_keep(seed, dropout_p, B, H, max_q, max_k) if dropout_p > 0.0 else None
+    outs, logsumexps = [q.new_empty(0, H, v.shape[-1])], []
+    for b in range(B):
+        qs = q[starts_q[b] : starts_q[b + 1]].transpose(0, 1).unsqueeze(0)
+        ks, vs = (t[starts_k[b] : starts_k[b + 1]].transpose(0, 1).unsqueeze(0) for t in (k, v))
+        Lq, Lk = qs.shape[2], ks.shape[2]
+        allowed = dense_keep(None, None, None, 0 if causal else None, Lq, Lk, q.device).expand(1, H, Lq, Lk)
+        own = kept if kept is None else kept[b : b + 1, :, :Lq, :Lk]
+        out, _, logsumexp = _attend(qs, ks, vs, allowed, None, scale, own, rescale(dropout_p), zero_empty_rows)
+        outs.append(out[0].transpose(0, 1))
+        logsumexps.append(logsumexp[0])
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.cat(outs), torch.cat([q.new_empty(H, 0, dtype=wide), *logsumexps], 1)
+
+
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    lengths: Tensor,
+    page_table: Tensor | None = None,
+    causal: bool = True,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the newest queries of every sequence to its cache of keys, the new ones included.
+
+    Args:
+        q: (B, H, Lq, D), the last Lq positions of each sequence.
+        k_cache, v_cache: (B, Hkv, S, D); or, with a page table, (pages, page_size, Hkv, D).
+        lengths: int (B,), keys in the cache; what is stored past them is never read.
+        page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
+            ``page_table[b, j // page_size]``. Entries past the last key may hold anything.
+        causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq``; otherwise all ``lengths[b]``.
+        scale: multiplies ``q k^T``.
+
+    Returns:
+        out (B, H, Lq, D) in q's dtype, 0 for a query without keys; logsumexp (B, H, Lq), fp32 (fp64 for fp64 input),
+        ``-inf`` there.
+    """
+    if page_table is not None:
+        pages = page_table.clamp(0, max(k_cache.shape[0] - 1, 0)).long()
+        # (B, max_pages, page_size, Hkv, D) -> (B, Hkv, S, D)
+        k_cache, v_cache = (t[pages].flatten(1, 2).transpose(1, 2) for t in (k_cache, v_cache))
+    Lq = q.shape[2]
+    visible = lengths.view(-1, 1).expand(-1, Lq)
+    if causal:
+        visible = visible - torch.arange(Lq - 1, -1, -1, device=q.device)
+    out, _, logsumexp = attention(q, k_cache, v_cache, lengths=visible, scale=scale, empty_rows="zero")
+    return out, logsumexp
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    bias: Tensor | None,
+    scale: float,
+    kept: Tensor | None,
+    factor: float,
+    zero_empty_rows: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """:func:`attention` with its mask (``allowed``) and its dropout (``kept``, times ``factor``) as (B, H, Lq, Lk)."""
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     empty = ~allowed.any(-1, keepdim=True)
 
     scores = _scores(q, k) * scale
@@ -64,14 +163,13 @@ def attention(
 
     # A row of equal scores has uniform weights, and the fill cuts it off from q and k.
     weights = torch.softmax(scores.masked_fill(empty, 0.0), -1)
-    if empty_rows == "zero":
+    if zero_empty_rows:
         weights = weights.masked_fill(empty, 0.0)
     weights = weights.to(q.dtype)
 
     dropped = weights
-    if dropout_p > 0.0:
-        kept = attention_keep(seed, dropout_p, B, H, Lq, Lk)
-        dropped = (weights * rescale(dropout_p)).masked_fill(~kept, 0.0)
+    if kept is not None:
+        dropped = (weights * factor).masked_fill(~kept, 0.0)
     return _weighted_sum(dropped, v, allowed), weights, logsumexp
 
 
