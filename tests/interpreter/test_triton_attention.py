@@ -156,6 +156,34 @@ def test_strided_and_expanded():
     assert out.stride() == q.stride() and grad_q.stride() == q.stride()
 
 
+@pytest.mark.parametrize("dialect", ["none", "all"])
+@pytest.mark.parametrize("magnitude", [1.0, 60.0])
+def test_gradient_of_the_logsumexp(dialect, magnitude):
+    """Added to that of the output; the large scores take the way on which fp32 rows are summed again."""
+    B, H, Lq, Lk, D = 2, 4, 37, 70, 16
+    q, k, v, grad = inputs(B, H, 2, Lq, Lk, D, torch.float32)
+    mask = mask_parts(B, H, Lq, Lk, torch.Generator().manual_seed(4))[dialect]
+    call, q = call_of(mask, D), q * magnitude
+    out, logsumexp = attention_forward(q, k, v, **call)
+    grad_logsumexp = random(B, H, 1, seed=5).expand(B, H, Lq).where(logsumexp > -torch.inf, torch.nan)
+    with poisoned_memory():
+        ours = attention_backward(grad, q, k, v, out, logsumexp, **call, grad_logsumexp=grad_logsumexp)
+
+    def by_the_reference(dtype):
+        leaves = [t.cpu().to(dtype).requires_grad_() for t in (q, k, v)]
+        parts = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+        del parts["zero_empty_rows"]
+        out, _, logsumexp = reference(*leaves, **parts, empty_rows="uniform")
+        given = grad_logsumexp.cpu().to(dtype).nan_to_num(0.0)
+        loss = (out * grad.cpu().to(dtype)).sum() + (logsumexp.masked_fill(logsumexp == -torch.inf, 0.0) * given).sum()
+        return torch.autograd.grad(loss, leaves)
+
+    eager, exact = by_the_reference(torch.float32), by_the_reference(torch.float64)
+    for name, *values in zip(NAMES[1:], ours, eager, exact, strict=True):
+        rows = 1 if name == "grad_q" else H // 2 * Lq
+        assert_as_exact_as_eager(values[0].cpu(), *values[1:], ulps=4.0 * rows**0.5, what=name)
+
+
 @pytest.mark.parametrize(("B", "Lq", "Lk"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
 def test_nothing_to_do(B, Lq, Lk):
     q, k, v, grad = inputs(B, 2, 1, Lq, Lk, 8, torch.float32)

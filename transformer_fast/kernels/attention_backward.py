@@ -39,13 +39,14 @@ DELTA_ROWS = 32
 
 @jit
 def _delta_kernel(
-    grad_out, out, delta,
+    grad_out, out, delta, logsumexp, grad_logsumexp,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
     heads, queries,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum over d of grad_out * out: what each row's softmax gradient is centred by."""
+    """delta = sum over d of grad_out * out, less the gradient of the logsumexp: what each row's softmax gradient is
+    centred by."""
     tiles = tl.cdiv(queries, ROWS)
     start = tl.program_id(0) % tiles * ROWS
     pair = tl.program_id(0) // tiles
@@ -55,12 +56,17 @@ def _delta_kernel(
     out_tile = load_rows(out, start, queries, out_row, ROWS, HEAD_DIM, BLOCK_D, UNIT)
     row = start + tl.arange(0, ROWS)
     sums = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
-    tl.store(delta + pair.to(tl.int64) * queries + row, sums, mask=row < queries)
+    first_row = pair.to(tl.int64) * queries
+    if grad_logsumexp is not None:
+        # The logsumexp of an empty row is a constant, whatever gradient comes back to it (NaN, through an exp).
+        logsum = tl.load(logsumexp + first_row + row, mask=row < queries, other=float("-inf"))
+        sums -= tl.load(grad_logsumexp + first_row + row, mask=logsum > float("-inf"), other=0.0)
+    tl.store(delta + first_row + row, sums, mask=row < queries)
 
 
 @jit
 def _grad_q_kernel(
-    grad_out, q, k, v, logsumexp, delta, sums, grad_q, keep, key_keep, lengths, bias, seed,
+    grad_out, q, k, v, logsumexp, grad_logsumexp, delta, sums, grad_q, keep, key_keep, lengths, bias, seed,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -137,7 +143,10 @@ def _grad_q_kernel(
             gradient_sum += tl.sum(tl.where(allowed, weights * grad_weights, 0.0), 1)
         summed = row_sum > 0.0
         row_sum = tl.where(summed, row_sum, 1.0)
-        centre = tl.where(summed, gradient_sum / row_sum, centre)
+        gradient_sum /= row_sum
+        if grad_logsumexp is not None:
+            gradient_sum -= tl.load(grad_logsumexp + first_row + rows)
+        centre = tl.where(summed, gradient_sum, centre)
         row = start_query + tl.arange(0, BLOCK_QUERIES)
         tl.store(sums + first_row + row, row_sum, mask=row < queries)
         tl.store(delta + first_row + row, centre, mask=row < queries)
@@ -187,7 +196,7 @@ def _grad_q_kernel(
 
 def backward_launches(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor], arch: str, mask: dict[str, object],
+    gradients: tuple[Tensor, Tensor, Tensor], arch: str, mask: dict[str, object], grad_logsumexp: Tensor | None = None,
 ) -> list[Launch]:  # fmt: skip
     """The three launches that fill `gradients`; `mask` is :func:`attention_backward`'s keyword arguments."""
     grad_q, grad_k, grad_v = gradients
@@ -200,17 +209,19 @@ def backward_launches(
     rows = {"logsumexp": logsumexp, "delta": delta, "sums": sums}
     inputs = {"grad_out": grad_out, "q": q, "k": k, "v": v}
     sizes = {name: masking[name] for name in ("heads", "queries", "HEAD_DIM", "BLOCK_D")}
+    statistics = {"logsumexp": logsumexp, "grad_logsumexp": grad_logsumexp, "delta": delta}
     return [
         Launch(
             name=f"attention delta {str(q.dtype)[6:]} d{masking['BLOCK_D']}",
             kernel=_delta_kernel,
             grid=triton.cdiv(Lq, DELTA_ROWS) * B * H,
-            arguments=tensor_arguments(grad_out=grad_out, out=out) | sizes | {"delta": delta, "ROWS": DELTA_ROWS},
+            arguments=tensor_arguments(grad_out=grad_out, out=out) | sizes | statistics | {"ROWS": DELTA_ROWS},
             num_warps=4,
             num_stages=1,
         ),
         tile_launch(
-            "grad_q", _grad_q_kernel, q, k, arch, tensor_arguments(**inputs, grad_q=grad_q) | masking | rows
+            "grad_q", _grad_q_kernel, q, k, arch,
+            tensor_arguments(**inputs, grad_q=grad_q) | masking | rows | {"grad_logsumexp": grad_logsumexp},
         ),
         tile_launch(
             "grad_kv", grad_kv_kernel, q, k, arch,
@@ -237,6 +248,7 @@ def attention_backward(
     dropout_p: float,
     seed: Tensor | None,
     zero_empty_rows: bool,
+    grad_logsumexp: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of :func:`~.attention.attention_forward` by Triton.
 
@@ -244,6 +256,7 @@ def attention_backward(
         grad_out: (B, H, Lq, D), the gradient of out; any strides.
         q, k, v and the rest: as given to the forward launcher.
         out, logsumexp: as it returned them.
+        grad_logsumexp: (B, H, Lq) fp32, the gradient of logsumexp, or None. A row without keys takes none.
 
     Returns:
         Gradients of q (B, H, Lq, D), k and v (B, Hkv, Lk, D), in their dtypes. Bitwise equal from run to run.
@@ -260,7 +273,9 @@ def attention_backward(
         "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero_empty_rows,
     }  # fmt: skip
     gradients = (grad_q, grad_k, grad_v)
-    run(backward_launches(grad_out, q, k, v, out, logsumexp, gradients, architecture_of(q), mask), q)
+    if grad_logsumexp is not None:
+        grad_logsumexp = grad_logsumexp.contiguous()
+    run(backward_launches(grad_out, q, k, v, out, logsumexp, gradients, architecture_of(q), mask, grad_logsumexp), q)
     return grad_q if sign == 1.0 else grad_q * sign, grad_k, grad_v
 
 
