@@ -6,7 +6,7 @@ from .explain import explain
 from .generation import beam_search, greedy
 from .masks import AttentionMask
 from .models import Transformer
-from .ops import attention, embed, layer_norm, positional_table
+from .ops import attention, attention_decode, attention_packed, embed, layer_norm, positional_table
 from .packing import pack, unpack
 
 __version__ = "0.1.0"
@@ -16,6 +16,8 @@ __all__ = [
     "BackendError",
     "Transformer",
     "attention",
+    "attention_decode",
+    "attention_packed",
     "backend",
     "beam_search",
     "embed",

@@ -8,18 +8,23 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..masks import AttentionMask
+from ..packing import PackedMask
 from .norm import active_dropout
 
+LayerMask = Tensor | AttentionMask | PackedMask | None
+"""What a layer takes for a mask: a keep mask (B, 1, Lk) or (B, Lq, Lk), bool or int; an AttentionMask; a PackedMask,
+which says that its inputs are packed tokens (T, d_model); or None."""
 
-def layer_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | None:
-    """A layer's mask as an :class:`~transformer_fast.AttentionMask`: keep masks (B, 1, Lk) and (B, Lq, Lk) get their
-    head axis here.
+
+def layer_mask(mask: LayerMask) -> AttentionMask | PackedMask | None:
+    """A layer's mask in normal form: keep masks (B, 1, Lk) and (B, Lq, Lk) become an
+    :class:`~transformer_fast.AttentionMask`, and get their head axis here.
 
     Raises:
         ValueError: for a tensor of another rank; a (B, L) padding mask is named as such.
         TypeError: for a float tensor, which can be read two ways.
     """
-    if mask is None or isinstance(mask, AttentionMask):
+    if mask is None or isinstance(mask, AttentionMask | PackedMask):
         return mask
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask: expected a tensor, an AttentionMask or None, got {type(mask).__name__}")
@@ -34,21 +39,34 @@ def attention(
     k: Tensor,
     v: Tensor,
     d_k: int,
-    mask: Tensor | AttentionMask | None = None,
+    mask: LayerMask = None,
     dropout: nn.Dropout | None = None,
     verbose: bool = False,
 ) -> Tensor:
     """``dropout(softmax(q k^T / sqrt(d_k))) v``.
 
     Args:
-        q: (B, h, Lq, d_k).
-        k, v: (B, h, Lk, d_k).
+        q: (B, h, Lq, d_k); packed (h, Tq, d_k).
+        k, v: (B, h, Lk, d_k); packed (h, Tk, d_k).
         d_k: the scale is ``1 / sqrt(d_k)``.
-        mask: keep mask (B, 1, Lk) or (B, Lq, Lk), bool or int, or an AttentionMask.
+        mask: keep mask (B, 1, Lk) or (B, Lq, Lk), bool or int, or an AttentionMask; a PackedMask where q, k and v are
+            packed.
         dropout: acts on the weights when it is in training mode.
-        verbose: print the weights after dropout.
+        verbose: print the weights after dropout; padded only.
     """
     options = {"scale": 1.0 / math.sqrt(d_k), "dropout_p": active_dropout(dropout) if dropout is not None else 0.0}
+    if isinstance(mask, PackedMask):
+        if verbose:
+            raise ValueError("attention: verbose prints weights (B, h, Lq, Lk), which packed inputs do not have")
+        return ops.attention_packed(
+            *(t.transpose(0, 1) for t in (q, k, v)),
+            mask.queries.cu_seqlens,
+            mask.keys.cu_seqlens,
+            max_q=mask.queries.max_length,
+            max_k=mask.keys.max_length,
+            causal=mask.causal,
+            **options,
+        ).transpose(0, 1)
     if verbose:
         out, weights = ops.attention(q, k, v, layer_mask(mask), return_weights="dropped", **options)
         print(weights)
@@ -80,14 +98,14 @@ class MultiHeadAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(d_model, d_model)
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | AttentionMask | None = None, verbose: bool = False
-    ) -> Tensor:
-        """q (B, Lq, d_model); k, v (B, Lk, d_model); mask as in :func:`attention` -> (B, Lq, d_model)."""
-        B = q.shape[0]
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: LayerMask = None, verbose: bool = False) -> Tensor:
+        """q (B, Lq, d_model); k, v (B, Lk, d_model); mask as in :func:`attention` -> (B, Lq, d_model).
+
+        With a PackedMask q is (Tq, d_model), k and v (Tk, d_model), and the result (Tq, d_model).
+        """
         q, k, v = (
-            linear(x).view(B, x.shape[1], self.h, self.d_k).transpose(1, 2)
+            linear(x).view(*x.shape[:-1], self.h, self.d_k).transpose(-3, -2)
             for linear, x in ((self.q_linear, q), (self.k_linear, k), (self.v_linear, v))
         )
         heads = attention(q, k, v, self.d_k, mask, self.dropout, verbose)
-        return self.out(heads.transpose(1, 2).reshape(B, -1, self.d_model))
+        return self.out(heads.transpose(-3, -2).flatten(-2))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..masks import AttentionMask
 from ..ops.dropout import dropout as fused_dropout
-from .attention import MultiHeadAttention
+from .attention import LayerMask, MultiHeadAttention
 from .feed_forward import FeedForward
 from .norm import active_dropout, make_norm
 
@@ -47,13 +46,14 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         e_outputs: Tensor,
-        src_mask: Tensor | AttentionMask | None,
-        trg_mask: Tensor | AttentionMask | None,
+        src_mask: LayerMask,
+        trg_mask: LayerMask,
     ) -> Tensor:
         """x (B, L_trg, d_model) and e_outputs (B, L_src, d_model) -> (B, L_trg, d_model).
 
         src_mask: over the encoder's outputs, keep mask (B, 1, L_src) or an AttentionMask; trg_mask: over x, keep
-        mask (B, L_trg, L_trg) or an AttentionMask such as ``AttentionMask.causal()``.
+        mask (B, L_trg, L_trg) or an AttentionMask such as ``AttentionMask.causal()``. With a PackedMask for each, x is
+        (T_trg, d_model) and e_outputs (T_src, d_model).
         """
         p_1, p_2, p_3 = (active_dropout(d) for d in (self.dropout_1, self.dropout_2, self.dropout_3))
         if self.norm_first:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.embedding import add_positional, embed, positional_table
+from ..packing import Packing
 from .norm import active_dropout
 
 
@@ -30,12 +31,22 @@ class Embedder(nn.Module):
         """ids (B, L), int -> (B, L, d_model). Raises IndexError for an id outside the vocabulary (on CPU)."""
         return embed(x, self.lut.weight, scale=math.sqrt(self.d_model), padding_idx=self.lut.padding_idx)
 
-    def with_positions(self, x: Tensor, positions: PositionalEncoder, offset: int = 0) -> Tensor:
-        """``positions(self(x))`` in one pass; the first id stands at position ``offset``."""
+    def with_positions(
+        self, x: Tensor, positions: PositionalEncoder, offset: int = 0, *, packing: Packing | None = None
+    ) -> Tensor:
+        """``positions(self(x))`` in one pass; the first id stands at position ``offset``.
+
+        Packed ids (T,) stand where their ``packing`` says, and become (T, d_model).
+        """
+        if packing is None:
+            table = positions.table(offset + x.shape[-1])
+        else:
+            table = positions.table(offset + packing.length).index_select(0, offset + packing.positions)
+            offset = 0
         return embed(
             x,
             self.lut.weight,
-            positions.table(offset + x.shape[-1]),
+            table,
             scale=math.sqrt(self.d_model),
             offset=offset,
             padding_idx=self.lut.padding_idx,

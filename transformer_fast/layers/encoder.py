@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..masks import AttentionMask
 from ..ops.dropout import dropout as fused_dropout
-from .attention import MultiHeadAttention
+from .attention import LayerMask, MultiHeadAttention
 from .feed_forward import FeedForward
 from .norm import active_dropout, make_norm
 
@@ -47,8 +46,11 @@ class EncoderLayer(nn.Module):
         self.dropout_1 = nn.Dropout(dropout)
         self.dropout_2 = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | AttentionMask | None) -> Tensor:
-        """x (B, L, d_model); mask: keep mask (B, 1, L) or (B, L, L), an AttentionMask, or None."""
+    def forward(self, x: Tensor, mask: LayerMask) -> Tensor:
+        """x (B, L, d_model); mask: keep mask (B, 1, L) or (B, L, L), an AttentionMask, or None.
+
+        With a PackedMask x is packed, (T, d_model).
+        """
         p_1, p_2 = active_dropout(self.dropout_1), active_dropout(self.dropout_2)
         if self.norm_first:
             x2 = self.norm_1(x)

@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..layers.attention import layer_mask
+from ..layers.attention import LayerMask, layer_mask
 from ..layers.decoder import DecoderLayer
-from ..masks import AttentionMask
 from .stack import Stack
 
 
@@ -22,12 +21,15 @@ class Decoder(Stack):
         self,
         trg: Tensor,
         e_outputs: Tensor,
-        src_mask: Tensor | AttentionMask | None,
-        trg_mask: Tensor | AttentionMask | None,
+        src_mask: LayerMask,
+        trg_mask: LayerMask,
     ) -> Tensor:
-        """trg (B, L_trg) ids, e_outputs (B, L_src, d_model); masks as in the layer -> (B, L_trg, d_model)."""
+        """trg (B, L_trg) ids, e_outputs (B, L_src, d_model); masks as in the layer -> (B, L_trg, d_model).
+
+        With PackedMasks trg is (T_trg,), e_outputs (T_src, d_model), and the result (T_trg, d_model).
+        """
         src_mask, trg_mask = layer_mask(src_mask), layer_mask(trg_mask)
-        x = self.embed.with_positions(trg, self.pe)
+        x = self.embedded(trg, trg_mask)
         for layer in self.layers:
             x = layer(x, e_outputs, src_mask, trg_mask)
         return self.norm(x)

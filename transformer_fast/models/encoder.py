@@ -6,9 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..layers.attention import layer_mask
+from ..layers.attention import LayerMask, layer_mask
 from ..layers.encoder import EncoderLayer
-from ..masks import AttentionMask
 from .stack import Stack
 
 
@@ -18,10 +17,13 @@ class Encoder(Stack):
     def __init__(self, vocab_size: int, d_model: int, N: int, heads: int, dropout: float, **options: Any) -> None:
         super().__init__(EncoderLayer, vocab_size, d_model, N, heads, dropout, **options)
 
-    def forward(self, src: Tensor, mask: Tensor | AttentionMask | None) -> Tensor:
-        """src (B, L) ids; mask: keep mask (B, 1, L) or (B, L, L), or an AttentionMask -> (B, L, d_model)."""
+    def forward(self, src: Tensor, mask: LayerMask) -> Tensor:
+        """src (B, L) ids; mask: keep mask (B, 1, L) or (B, L, L), or an AttentionMask -> (B, L, d_model).
+
+        With a PackedMask src is packed, (T,), and so is the result, (T, d_model).
+        """
         mask = layer_mask(mask)
-        x = self.embed.with_positions(src, self.pe)
+        x = self.embedded(src, mask)
         for layer in self.layers:
             x = layer(x, mask)
         return self.norm(x)

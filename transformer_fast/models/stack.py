@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..layers.decoder import DecoderLayer
 from ..layers.embedding import Embedder, PositionalEncoder
 from ..layers.encoder import EncoderLayer
 from ..layers.norm import make_norm
+from ..masks import AttentionMask
+from ..packing import PackedMask
 
 
 class Stack(nn.Module):
@@ -46,3 +48,8 @@ class Stack(nn.Module):
         layer = layer_type(d_model, heads, dropout, norm_first=norm_first, norm=norm, **layer_options)
         self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(N))
         self.norm = make_norm(norm, d_model) if norm_first else nn.Identity()
+
+    def embedded(self, ids: Tensor, mask: AttentionMask | PackedMask | None) -> Tensor:
+        """What enters the first layer: ids (B, L) -> (B, L, d_model); packed by the mask, (T,) -> (T, d_model)."""
+        packing = mask.queries if isinstance(mask, PackedMask) else None
+        return self.embed.with_positions(ids, self.pe, packing=packing)

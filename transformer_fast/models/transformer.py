@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..masks import AttentionMask
+from ..packing import take, unpack
 from .decoder import Decoder
 from .encoder import Encoder
+from .packed import packed_masks
 
 
 class Transformer(nn.Module):
@@ -20,6 +22,8 @@ class Transformer(nn.Module):
         dropout: probability.
         tie_weights: True shares one matrix among both embeddings and the output layer (one vocabulary);
             "decoder" shares the target embedding and the output layer.
+        packed: take the padding out of every batch before the first layer, so that no layer works on it (also an
+            attribute, to be changed at will). Same outputs and gradients as without, but zeros at padded targets.
         options: ``d_ff``, ``norm_first``, ``norm``, ``max_len``, ``padding_idx``, ``attention_dropout``,
             ``activation_dropout``; see :class:`~transformer_fast.models.Stack`.
 
@@ -37,6 +41,7 @@ class Transformer(nn.Module):
         dropout: float,
         *,
         tie_weights: bool | str = False,
+        packed: bool = False,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -44,6 +49,7 @@ class Transformer(nn.Module):
             raise ValueError(f'tie_weights: expected False, True or "decoder", got {tie_weights!r}')
         if tie_weights is True and src_vocab != trg_vocab:
             raise ValueError(f"tie_weights=True needs one vocabulary, got {src_vocab} and {trg_vocab}")
+        self.packed = packed
         self.encoder = Encoder(src_vocab, d_model, N, heads, dropout, **options)
         self.decoder = Decoder(trg_vocab, d_model, N, heads, dropout, **options)
         self.out = nn.Linear(d_model, trg_vocab)
@@ -70,6 +76,20 @@ class Transformer(nn.Module):
 
         Returns:
             (B, L_trg, trg_vocab), before softmax.
+
+        With ``packed`` the masks say where the padding is, and must say no more: src_mask a keep mask (B, 1, L_src) or
+        an AttentionMask of padding; trg_mask an AttentionMask of padding and look-ahead, such as
+        ``AttentionMask.lengths(trg_lengths) & AttentionMask.causal()`` (``causal()`` alone: no target is padded), or on
+        CPU a dense keep mask that amounts to that. Logits of padded targets are 0; a target whose source has no tokens
+        gets 0 from the attention to it. On a GPU the host waits once for each mask, unless its lengths are on the CPU.
+
+        Raises:
+            ValueError: with ``packed``, for a mask that is more than padding (and, for the target, look-ahead).
         """
+        if self.packed:
+            own, cross, causal = packed_masks(src, trg, src_mask, trg_mask)
+            e_outputs = self.encoder(take(src, own.queries), own)
+            hidden = self.decoder(take(trg, causal.queries), e_outputs, cross, causal)
+            return unpack(self.out(hidden), causal.queries)
         e_outputs = self.encoder(src, src_mask)
         return self.out(self.decoder(trg, e_outputs, src_mask, trg_mask))

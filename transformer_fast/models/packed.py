@@ -1,0 +1,73 @@
+"""The masks of a padded batch as masks of a packed one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..layers.attention import layer_mask
+from ..masks import AttentionMask
+from ..packing import PackedMask, packing_of
+
+_WHAT_TO_PASS = "pass AttentionMask.lengths(trg_lengths) & AttentionMask.causal()"
+
+
+def packed_masks(
+    src: Tensor, trg: Tensor, src_mask: Tensor | AttentionMask | None, trg_mask: Tensor | AttentionMask | None
+) -> tuple[PackedMask, PackedMask, PackedMask]:
+    """How the batch is packed, worked out once for all layers.
+
+    Args:
+        src, trg: (B, L_src) and (B, L_trg) token ids.
+        src_mask, trg_mask: as for :meth:`transformer_fast.Transformer.forward` with ``packed``.
+
+    Returns:
+        The masks of the encoder, of the decoder's attention to it, and of the decoder's attention to itself.
+
+    Raises:
+        ValueError: for a mask that is more than padding (and, for the target, look-ahead).
+    """
+    source = packing_of(layer_mask(src_mask), *src.shape, src.device)
+    padding, causal = _padding_and_look_ahead(layer_mask(trg_mask), trg.shape[1])
+    target = packing_of(padding, *trg.shape, trg.device)
+    return PackedMask(source, source), PackedMask(target, source), PackedMask(target, target, causal)
+
+
+def _padding_and_look_ahead(mask: AttentionMask | None, length: int) -> tuple[AttentionMask | None, bool]:
+    if mask is None:
+        return None, False
+    if mask.causal_offset not in (None, 0):
+        raise ValueError(
+            f"packed: the target's look-ahead must have offset 0, got {mask.causal_offset}; {_WHAT_TO_PASS}"
+        )
+    padding, causal = (
+        AttentionMask(key_keep_mask=mask.key_keep_mask, key_lengths=mask.key_lengths),
+        mask.causal_offset == 0,
+    )
+    if mask.keep_mask is None:
+        return padding, causal
+    return padding & AttentionMask(key_keep_mask=_padding_of_dense(mask.keep_mask, length)), True
+
+
+def _padding_of_dense(keep: Tensor, length: int) -> Tensor:
+    """The padding (B|1, 1, 1, L) in a dense mask (B|1, 1, L, L) that is padding and look-ahead and nothing else.
+
+    Every token sees itself, so the diagonal tells the tokens; what the rows of padding say does not matter.
+    """
+    if keep.device.type != "cpu":
+        raise ValueError(
+            f"packed: trg_mask is a dense keep mask {tuple(keep.shape)} on {keep.device}; whether it is padding and "
+            f"look-ahead cannot be seen without waiting for the GPU: {_WHAT_TO_PASS}"
+        )
+    if tuple(keep.shape[1:]) != (1, length, length):
+        raise ValueError(
+            f"packed: a dense trg_mask must be (B, L_trg, L_trg) with L_trg = {length}, got shape {tuple(keep.shape)}"
+        )
+    tokens = keep.diagonal(dim1=2, dim2=3).unsqueeze(2)
+    look_ahead = torch.ones(length, length, dtype=torch.bool).tril()
+    if not torch.all((keep == (tokens & look_ahead)) | ~tokens.transpose(2, 3)):
+        raise ValueError(
+            f"packed: the dense trg_mask {tuple(keep.shape)} is not padding and look-ahead alone, so the batch "
+            f"cannot be packed; {_WHAT_TO_PASS}, or use packed=False"
+        )
+    return tokens

@@ -1,0 +1,190 @@
+"""Attention of a few new queries to a long cache: the door (argument checks), the op, and which kernel runs."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import backends, reference
+from . import _direct, _library
+from .attention import check_backend
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    page_table: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of the newest positions of every sequence to its cache of keys and values, for generation.
+
+    The cache is split over its keys and the parts are joined by their logsumexp, so that one long sequence keeps a
+    whole GPU busy (T. Dao, D. Haziza, F. Massa and G. Sizov, "Flash-Decoding for long-context inference", 2023). There
+    is no gradient: nothing is kept for one.
+
+    Args:
+        q: (B, H, Lq, D), the last Lq positions of each sequence; dtypes as for :func:`transformer_fast.attention`.
+        k_cache, v_cache: (B, Hkv, S, D) with ``H % Hkv == 0``; or, with ``page_table``, pages shared by all sequences,
+            (pages, page_size, Hkv, D).
+        lengths: int32 or int64 (B,), keys of each sequence in the cache, *including* those of the new positions. What
+            lies past them is never read.
+        page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
+            ``page_table[b, j // page_size]``. Entries past the last key may hold anything.
+        causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq``, itself the last; False: all keys.
+        scale: multiplies ``q k^T``; ``1 / sqrt(D)`` by default.
+
+    Returns:
+        (B, H, Lq, D) in q's dtype; 0 for a query that sees no key.
+
+    Raises:
+        TypeError: for non-tensors, non-float or mixed dtypes, or lengths or a page table that are not integer.
+        ValueError: for shapes and devices that do not fit. Values of ``lengths`` and of the page table are checked on
+            CPU; on a GPU, where looking would wait for it, they are trusted.
+        RuntimeError: where q or the cache requires a gradient.
+    """
+    autocast = isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+    _check_inputs(q, k_cache, v_cache, page_table, autocast)
+    if not isinstance(causal, bool):
+        raise TypeError(f"attention_decode: causal must be True or False, got {causal!r}")
+    lengths = _check_lengths(lengths, q, k_cache, page_table)
+    _refuse_gradient(q, k_cache, v_cache)
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+
+    backend = backends.resolve("attention", q.device, q.dtype)
+    check_backend(backend, q, v_cache, None)
+    if backend != "reference" and not _has_kernels(backend):
+        backend = "reference"
+    if backend == "reference":
+        options = {"lengths": lengths, "page_table": page_table, "causal": causal, "scale": scale}
+        return reference.attention.attention_decode(q, k_cache, v_cache, **options)[0]
+    if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
+        q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
+    args = (q, k_cache, v_cache, lengths, page_table, causal, scale, backend)
+    return (_op(*args) if autocast else _direct.run(_op, _attention_decode, 5, *args))[0]
+
+
+def _has_kernels(backend: str) -> bool:
+    if backend == "native":
+        return hasattr(torch.ops.transformer_fast_native, "attention_decode")
+    import importlib.util
+
+    return importlib.util.find_spec("transformer_fast.kernels.attention_decode") is not None
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, autocast: bool) -> None:
+    for name, t in (("q", q), ("k_cache", k), ("v_cache", v)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"attention_decode: {name} must be a tensor, got {type(t).__name__}")
+        if t.dim() != 4:
+            raise ValueError(f"attention_decode: {name} must have four dimensions, got shape {tuple(t.shape)}")
+        if not t.is_floating_point():
+            raise TypeError(f"attention_decode: {name} must be a float tensor, got {t.dtype}")
+    if not (q.dtype == k.dtype == v.dtype or autocast):
+        raise TypeError(
+            f"attention_decode: q, k_cache and v_cache must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    if not (q.device == k.device == v.device):
+        raise ValueError(
+            f"attention_decode: q, k_cache and v_cache must be on one device, got {q.device}, {k.device}, {v.device}"
+        )
+    B, H, _, D = q.shape
+    heads = k.shape[1 if page_table is None else 2]
+    layout = "(B, Hkv, S, D)" if page_table is None else "(pages, page_size, Hkv, D), as there is a page table"
+    if k.shape != v.shape:
+        wrong = "k_cache and v_cache must share their shape"
+    elif D == 0 or k.shape[3] != D:
+        wrong = "q and the cache must share a head_dim of at least 1"
+    elif page_table is None and k.shape[0] != B:
+        wrong = f"q and the cache {layout} must share the batch size"
+    elif heads == 0 or H % heads != 0:
+        wrong = f"the heads of q must be a multiple of those of the cache {layout}"
+    else:
+        return
+    raise ValueError(
+        f"attention_decode: {wrong}, got q {tuple(q.shape)}, k_cache {tuple(k.shape)}, v_cache {tuple(v.shape)}"
+    )
+
+
+def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tensor | None) -> Tensor:
+    """int32 lengths (B,), looked at on CPU only, and the page table likewise."""
+    for name, t, dtypes in (("lengths", lengths, _INTEGERS), ("page_table", page_table, (torch.int32,))):
+        if t is None and name == "page_table":
+            continue
+        if not isinstance(t, Tensor) or t.dtype not in dtypes:
+            what = t.dtype if isinstance(t, Tensor) else type(t).__name__
+            raise TypeError(f"attention_decode: {name} must be an int32 tensor, got {what}")
+        if t.device != q.device:
+            raise ValueError(f"attention_decode: q is on {q.device} but {name} on {t.device}")
+    B = q.shape[0]
+    if lengths.shape != (B,):
+        raise ValueError(f"attention_decode: lengths must be (B,) = ({B},), got shape {tuple(lengths.shape)}")
+    if page_table is not None and (page_table.dim() != 2 or page_table.shape[0] != B):
+        raise ValueError(
+            f"attention_decode: page_table must be (B, max_pages) with B = {B}, got shape {tuple(page_table.shape)}"
+        )
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and B > 0:
+        capacity = k_cache.shape[2] if page_table is None else page_table.shape[1] * k_cache.shape[1]
+        host = lengths.tolist()
+        if min(host) < 0 or max(host) > capacity:
+            raise ValueError(
+                f"attention_decode: lengths must lie in [0, {capacity}], the keys the cache can hold, "
+                f"got {min(host)} to {max(host)}"
+            )
+        if page_table is not None:
+            _check_pages(page_table, host, k_cache)
+    return lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)
+
+
+def _check_pages(page_table: Tensor, lengths: list[int], k_cache: Tensor) -> None:
+    pages, page_size = k_cache.shape[:2]
+    used = [row[: -(-n // page_size)] for row, n in zip(page_table.tolist(), lengths, strict=True)]
+    for b, row in enumerate(used):
+        if row and (min(row) < 0 or max(row) >= pages):
+            raise ValueError(
+                f"attention_decode: page_table[{b}] names pages {min(row)} to {max(row)}, but k_cache "
+                f"{tuple(k_cache.shape)} has pages 0 to {pages - 1}"
+            )
+
+
+def _refuse_gradient(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(
+            "attention_decode has no gradient: call it under torch.no_grad(), or use transformer_fast.attention"
+        )
+
+
+def _attention_decode(q, k_cache, v_cache, lengths, page_table, causal, scale, backend):
+    if backend == "native":
+        native = torch.ops.transformer_fast_native.attention_decode
+        return native(q, k_cache, v_cache, lengths, page_table, causal, scale)
+    from ..kernels.attention_decode import attention_decode
+
+    return attention_decode(q, k_cache, v_cache, lengths=lengths, page_table=page_table, causal=causal, scale=scale)
+
+
+def _fake(q, *rest):
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=statistics)
+
+
+def _autograd(q, k_cache, v_cache, *rest):
+    _refuse_gradient(q, k_cache, v_cache)
+    return _direct.run(_op, _attention_decode, 5, q, k_cache, v_cache, *rest)
+
+
+_op = _library.register(
+    "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, bool causal, "
+    "float scale, str backend) -> (Tensor out, Tensor logsumexp)",
+    implementation=_attention_decode,
+    fake=_fake,
+    autograd=_autograd,
+)
+_library.register_autocast(_op, ("q", "k_cache", "v_cache"))

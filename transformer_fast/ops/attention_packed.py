@@ -1,0 +1,237 @@
+"""Attention over packed sequences: the door (argument checks), the op and its backward, and which kernel runs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import backends, reference
+from . import _direct, _library
+from .attention import check_backend
+
+_SCHEMA = (
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, bool causal, float scale, float dropout_p, "
+    "Tensor? seed, bool zero_empty_rows, str backend"
+)
+
+
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    empty_rows: str = "uniform",
+) -> Tensor:
+    """Attention of every sequence of a packed batch to its own keys: ``transformer_fast.attention`` without padding.
+
+    Args:
+        q: (Tq, H, D), the queries of all sequences one after the other; dtypes as for ``attention``.
+        k, v: (Tk, Hkv, D) and (Tk, Hkv, Dv), with ``H % Hkv == 0``.
+        cu_seqlens_q: int32 (B + 1,) on q's device, rising from 0 to Tq: sequence b is rows ``cu_seqlens_q[b]`` to
+            ``cu_seqlens_q[b + 1]``. ``Packing.cu_seqlens`` of :func:`transformer_fast.pack`.
+        cu_seqlens_k: the same for k and v; the same tensor for self-attention.
+        max_q, max_k: lengths of the longest sequences, on the host. Left out, they are looked up, which on a GPU waits
+            for it.
+        causal: query i of a sequence sees its keys up to i.
+        scale, dropout_p: as for ``attention``. Dropout draws the mask that the padded batch would have: b is the
+            sequence, and i and j count inside it.
+        empty_rows: as for ``attention``; here a query is without keys only where its sequence has none at all, and
+            gets 0 either way.
+
+    Returns:
+        (Tq, H, Dv) in q's dtype.
+
+    Raises:
+        TypeError: for non-tensors, non-float or mixed dtypes, or ``cu_seqlens`` that are not int32.
+        ValueError: for shapes, devices or options that do not fit. That ``cu_seqlens`` rise from 0 to the number of
+            tokens is checked on CPU; on a GPU, where looking would wait for it, they are trusted.
+    """
+    autocast = isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+    _check_inputs(q, k, v, autocast)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"attention_packed: dropout_p must lie in [0, 1], got {dropout_p}")
+    if empty_rows not in ("uniform", "zero"):
+        raise ValueError(f'attention_packed: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
+    if not isinstance(causal, bool):
+        raise TypeError(f"attention_packed: causal must be True or False, got {causal!r}")
+    max_q = _check_sequences("q", cu_seqlens_q, q, max_q)
+    max_k = _check_sequences("k", cu_seqlens_k, k, max_k)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            "attention_packed: cu_seqlens_q and cu_seqlens_k must be of one number of sequences, got shapes "
+            f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
+        )
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    seed = _library.draw_seed(q.device) if dropout_p > 0.0 else None
+    parts = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, float(dropout_p), seed, empty_rows == "zero")
+
+    backend = backends.resolve("attention", q.device, q.dtype)
+    check_backend(backend, q, v, None)
+    if backend != "reference" and not _has_kernels(backend):
+        backend = "reference"
+    if backend == "reference":
+        return reference.attention.attention_packed(q, k, v, **_named(parts))[0]
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+    D, Dv = q.shape[-1], v.shape[-1]
+    if Dv != D:  # zero columns change neither the scores nor the other columns of the output
+        q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
+    call = _autograd if _direct.is_plain(q, k, v, cu_seqlens_q, cu_seqlens_k) and not autocast else _op
+    out = call(q, k, v, *parts, backend)[0]
+    return out if Dv == out.shape[-1] else out[..., :Dv]
+
+
+def _has_kernels(backend: str) -> bool:
+    if backend == "native":
+        return hasattr(torch.ops.transformer_fast_native, "attention_packed_forward")
+    from ..kernels import attention
+
+    return hasattr(attention, "attention_packed_forward")
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"attention_packed: {name} must be a tensor, got {type(t).__name__}")
+        if t.dim() != 3:
+            raise ValueError(f"attention_packed: {name} must be (tokens, heads, head_dim), got shape {tuple(t.shape)}")
+        if not t.is_floating_point():
+            raise TypeError(f"attention_packed: {name} must be a float tensor, got {t.dtype}")
+    if not (q.dtype == k.dtype == v.dtype or autocast):
+        raise TypeError(f"attention_packed: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.device == k.device == v.device):
+        raise ValueError(f"attention_packed: q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    (_, H, D), (Tk, Hk, Dk), (Tv, Hv, _) = q.shape, k.shape, v.shape
+    if Dk != D or D == 0:
+        wrong = "q and k must share a head_dim of at least 1"
+    elif Hk != Hv or Tk != Tv:
+        wrong = "k and v must share tokens and heads"
+    elif Hk == 0 or H % Hk != 0:
+        wrong = "the heads of q must be a multiple of those of k and v"
+    else:
+        return
+    raise ValueError(f"attention_packed: {wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+
+
+def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int | None) -> int:
+    """Raise unless the sequences tile the tokens (looked at on CPU only); the length of the longest."""
+    full = f"cu_seqlens_{name}"
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
+        what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"attention_packed: {full} must be an int32 tensor (sequences + 1,), got {what}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+        raise ValueError(f"attention_packed: {full} must be (sequences + 1,), got shape {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.device != tokens.device:
+        raise ValueError(f"attention_packed: {name} is on {tokens.device} but {full} on {cu_seqlens.device}")
+    if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
+        return int(cu_seqlens.diff().amax()) if longest is None else longest
+    starts = cu_seqlens.tolist()
+    # Reading a few numbers in Python is cheaper than a reduction.
+    lengths = [end - start for start, end in itertools.pairwise(starts)]
+    if starts[0] != 0 or starts[-1] != tokens.shape[0] or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"attention_packed: {full} must rise from 0 to {tokens.shape[0]}, the tokens of {name} "
+            f"{tuple(tokens.shape)}, got {starts if len(starts) <= 16 else [*starts[:8], '...', *starts[-8:]]}"
+        )
+    found = max(lengths, default=0)
+    if longest is not None and longest < found:
+        raise ValueError(f"attention_packed: max_{name} is {longest}, but a sequence of {name} has {found} tokens")
+    return found
+
+
+def _attention_packed(q, k, v, *tail):
+    *parts, backend = tail
+    if backend == "native":
+        return torch.ops.transformer_fast_native.attention_packed_forward(q, k, v, *parts)
+    from ..kernels.attention import attention_packed_forward
+
+    return attention_packed_forward(q, k, v, **_named(parts))
+
+
+def _attention_packed_backward(grad_out, q, k, v, out, logsumexp, *tail):
+    *parts, backend = tail
+    inputs = grad_out, q, k, v, out, logsumexp
+    if backend == "native":
+        return torch.ops.transformer_fast_native.attention_packed_backward(*inputs, None, *parts)
+    from ..kernels.attention_backward import attention_packed_backward
+
+    return attention_packed_backward(*inputs, **_named(parts))
+
+
+def _named(parts: Any) -> dict[str, Any]:
+    names = (
+        "cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "causal", "scale", "dropout_p", "seed", "zero_empty_rows",
+    )  # fmt: skip
+    return dict(zip(names, parts, strict=True))
+
+
+def _fake(q, k, v, *tail):
+    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=statistics)
+
+
+def _fake_backward(grad_out, q, k, v, *rest):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+class _AttentionPacked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest):
+        *options, seed, zero_empty_rows, backend = rest
+        out, logsumexp = _direct.run(_op, _attention_packed, 5, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest)
+        ctx.save_for_backward(q, k, v, out, logsumexp, cu_seqlens_q, cu_seqlens_k, seed)
+        ctx.options = options, zero_empty_rows, backend
+        ctx.mark_non_differentiable(logsumexp)
+        ctx.set_materialize_grads(False)
+        return out, logsumexp
+
+    @staticmethod
+    def backward(ctx, grad_out, _):
+        if grad_out is None:
+            return (None,) * 13
+        q, k, v, out, logsumexp, cu_seqlens_q, cu_seqlens_k, seed = ctx.saved_tensors
+        options, zero_empty_rows, backend = ctx.options
+        if grad_out.stride(-1) != 1:
+            grad_out = grad_out.contiguous()
+        args = (
+            grad_out, q, k, v, out, logsumexp, cu_seqlens_q, cu_seqlens_k, *options, seed, zero_empty_rows, backend,
+        )  # fmt: skip
+        # With create_graph the op itself must run: it is what says that there is no second derivative.
+        if torch.is_grad_enabled():
+            grads = _op_backward(*args)
+        else:
+            grads = _direct.run(_op_backward, _attention_packed_backward, 8, *args)
+        return (*grads, *(None,) * 10)
+
+
+def _autograd(*args):
+    if torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]):
+        return _AttentionPacked.apply(*args)
+    return _direct.run(_op, _attention_packed, 5, *args)
+
+
+_op = _library.register(
+    f"attention_packed(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor out, Tensor logsumexp)",
+    implementation=_attention_packed,
+    fake=_fake,
+    autograd=_autograd,
+)
+_op_backward = _library.register(
+    "attention_packed_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
+    f"{_SCHEMA}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+    implementation=_attention_packed_backward,
+    fake=_fake_backward,
+)
+_library.register_autocast(_op, ("q", "k", "v"))
