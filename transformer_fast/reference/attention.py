@@ -86,10 +86,11 @@ def attention_packed(
     Returns:
         out (Tq, H, D) in q's dtype and logsumexp (H, Tq), fp32 (fp64 for fp64 input), ``-inf`` for an empty row.
     """
-    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    # After the last sequence comes one of no tokens, so that there is always one.
+    starts_q, starts_k = [*cu_seqlens_q.tolist(), q.shape[0]], [*cu_seqlens_k.tolist(), k.shape[0]]
     H, B = q.shape[1], len(starts_q) - 1
     kept = attention_keep(seed, dropout_p, B, H, max_q, max_k) if dropout_p > 0.0 else None
-    outs, logsumexps = [q.new_empty(0, H, v.shape[-1])], []
+    outs, logsumexps = [], []
     for b in range(B):
         qs = q[starts_q[b] : starts_q[b + 1]].transpose(0, 1).unsqueeze(0)
         ks, vs = (t[starts_k[b] : starts_k[b + 1]].transpose(0, 1).unsqueeze(0) for t in (k, v))
@@ -99,8 +100,7 @@ def attention_packed(
         out, _, logsumexp = _attend(qs, ks, vs, allowed, None, scale, own, rescale(dropout_p), zero_empty_rows)
         outs.append(out[0].transpose(0, 1))
         logsumexps.append(logsumexp[0])
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.cat(outs), torch.cat([q.new_empty(H, 0, dtype=wide), *logsumexps], 1)
+    return torch.cat(outs), torch.cat(logsumexps, 1)
 
 
 def attention_decode(
@@ -132,11 +132,12 @@ def attention_decode(
         pages = page_table.clamp(0, max(k_cache.shape[0] - 1, 0)).long()
         # (B, max_pages, page_size, Hkv, D) -> (B, Hkv, S, D)
         k_cache, v_cache = (t[pages].flatten(1, 2).transpose(1, 2) for t in (k_cache, v_cache))
-    Lq = q.shape[2]
-    visible = lengths.view(-1, 1).expand(-1, Lq)
+    Lq, S = q.shape[2], k_cache.shape[2]
+    visible = lengths.view(-1, 1, 1, 1)
     if causal:
-        visible = visible - torch.arange(Lq - 1, -1, -1, device=q.device)
-    out, _, logsumexp = attention(q, k_cache, v_cache, lengths=visible, scale=scale, empty_rows="zero")
+        visible = visible - torch.arange(Lq - 1, -1, -1, device=q.device).view(Lq, 1)
+    keep = torch.arange(S, device=q.device) < visible
+    out, _, logsumexp = attention(q, k_cache, v_cache, keep=keep, scale=scale, empty_rows="zero")
     return out, logsumexp
 
 
