@@ -81,7 +81,15 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text.stdout)}
 
 
-MODULES = ("attention", "attention_backward", "norm", "norm_backward", "dropout")
+MODULES = (
+    "attention",
+    "attention_backward",
+    "attention_weights",
+    "attention_grad_bias",
+    "norm",
+    "norm_backward",
+    "dropout",
+)
 """The kernel modules of transformer_fast.kernels that have Triton kernels."""
 
 

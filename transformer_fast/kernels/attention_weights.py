@@ -1,0 +1,213 @@
+"""Attention weights on request, computed again from the logsumexp: ``exp(score - logsumexp)``, tile by tile.
+
+The forward stores one number a row rather than Lq x Lk weights (T. Dao, "FlashAttention-2", 2023, section 3.1.1);
+whoever asks for weights pays one matrix product and the store.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention_tiles import (
+    LOG2E,
+    any_true,
+    at_head,
+    example_calls,
+    exponential,
+    jit,
+    key_limits,
+    load_rows,
+    mask_arguments,
+    mask_scores,
+    tensor_arguments,
+    within_reach,
+)
+from .launching import Launch, run, widen_bf16_if_interpreted
+from .philox import attention_keep_tile, load_seed
+
+# (query rows, keys, warps) a tile by bits of the type and padded head size.
+TILES = {
+    (16, 32): (64, 64, 8), (16, 64): (64, 64, 8), (16, 128): (64, 32, 8), (16, 256): (64, 32, 8),
+    (32, 32): (32, 32, 8), (32, 64): (32, 32, 8), (32, 128): (16, 32, 16), (32, 256): (16, 32, 16),
+}  # fmt: skip
+
+
+@triton.jit
+def summed_rows(
+    q_tile, grad_tile, k, v, shift, batch, head, start_query, queries, keys, limit, last_key, scale, rescale,
+    keep, keep_query, keep_key, key_keep, key_keep_key, bias, bias_query, bias_key, key_low, key_high, threshold,
+    k_row, v_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, DROPOUT: tl.constexpr, WITH_GRADIENTS: tl.constexpr,
+):  # fmt: skip
+    """What `exp(score - shift)` really sums to, a row, and the sum of weight times gradient; (1, 0) where not needed.
+
+    A large logsumexp has lost digits (beside a bias of -1e9 on a whole row, even the number of keys): weights from it
+    do not sum to 1, nor gradients of scores to 0. Only a tile that has such a row walks over the keys.
+    """
+    too_large = tl.abs(shift) > (16.0 if q_tile.dtype == tl.float32 else 1024.0)
+    end = tl.where(any_true(too_large), last_key, 0)
+    weight_sum = tl.zeros((QUERIES,), tl.float32)
+    gradient_sum = tl.zeros((QUERIES,), tl.float32)
+    for start in tl.range(0, end, KEYS, num_stages=1, disable_licm=True):
+        k_tile = load_rows(k, start, last_key, k_row, KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        if bias is None:
+            scores *= scale
+        scores, allowed = mask_scores(
+            scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_key, key_keep,
+            key_keep_key, bias, bias_query, bias_key, QUERIES, KEYS, MASK_UNIT,
+        )  # fmt: skip
+        weights = tl.where(allowed, exponential(scores, shift[:, None], scale, True), 0.0)
+        weight_sum += tl.sum(weights, 1)
+        if WITH_GRADIENTS:
+            v_tile = load_rows(v, start, last_key, v_row, KEYS, HEAD_DIM, BLOCK_D, UNIT)
+            grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
+            if DROPOUT:
+                kept = attention_keep_tile(key_low, key_high, threshold, batch, head, start_query, start, QUERIES, KEYS)
+                grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
+            gradient_sum += tl.sum(tl.where(allowed, weights * grad_weights, 0.0), 1)
+    return weight_sum, gradient_sum
+
+
+@jit
+def _weights_kernel(
+    q, k, logsumexp, out, keep, key_keep, lengths, bias, seed,
+    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
+    out_row: tl.int64,
+    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_key,
+    key_keep_batch: tl.int64, key_keep_head: tl.int64, key_keep_key,
+    lengths_batch: tl.int64, lengths_query: tl.int64,
+    bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
+    heads, group, queries, keys, causal_offset, threshold, rescale, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
+):  # fmt: skip
+    # What 16-bit types cannot show is not corrected.
+    NATURAL: tl.constexpr = (bias is not None) or (q.dtype.element_ty == tl.float32)
+    tiles = tl.cdiv(queries, BLOCK_QUERIES)
+    start_query = tl.program_id(0) % tiles * BLOCK_QUERIES
+    pair = tl.program_id(0) // tiles
+    batch = pair // heads
+    head = pair % heads
+
+    q = at_head(q, batch, head, q_batch, q_head, UNIT)
+    k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
+    if keep is not None:
+        keep = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
+    if key_keep is not None:
+        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
+    if bias is not None:
+        bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
+    key_low, key_high = load_seed(seed) if seed is not None else (0, 0)
+
+    rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
+    limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
+    last_key = tl.maximum(tl.max(limit, 0), 0)
+    q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
+    shift = tl.load(logsumexp + pair.to(tl.int64) * queries + rows)
+    empty = shift == float("-inf")
+    shift = tl.where(empty, 0.0, shift) * (1.0 if NATURAL else LOG2E)
+    divisor = tl.full((BLOCK_QUERIES,), 1.0, tl.float32)
+    if NATURAL:
+        weight_sum, _ = summed_rows(
+            q_tile, q_tile, k, k, shift, batch, head, start_query, queries, keys, limit, last_key, scale, rescale,
+            keep, keep_query, keep_key, key_keep, key_keep_key, bias, bias_query, bias_key, key_low, key_high,
+            threshold, k_row, k_row, HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, False, False,
+        )  # fmt: skip
+        # NaN stays: it is above zero no more than below.
+        divisor = tl.where(weight_sum == 0.0, 1.0, weight_sum)
+    uniform = 0.0 if ZERO_EMPTY_ROWS else 1.0 / keys.to(tl.float32)
+
+    row = tl.arange(0, BLOCK_QUERIES)
+    out += (pair.to(tl.int64) * queries + start_query) * out_row * OUT_UNIT
+    for start in tl.range(0, keys, BLOCK_KEYS, disable_licm=True):
+        k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        if NATURAL and bias is None:
+            scores *= scale
+        scores, allowed = mask_scores(
+            scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_key, key_keep,
+            key_keep_key, bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
+        )  # fmt: skip
+        weights = tl.where(allowed, exponential(scores, shift[:, None], scale, NATURAL) / divisor[:, None], 0.0)
+        weights = tl.where(empty[:, None], uniform, weights)
+        if seed is not None:
+            kept = attention_keep_tile(
+                key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, BLOCK_KEYS
+            )
+            weights = tl.where(kept, weights * rescale, 0.0)
+        column = start + tl.arange(0, BLOCK_KEYS)
+        pointers = out + row[:, None].to(tl.int64) * (out_row * OUT_UNIT) + column[None, :]
+        inside = (start_query + row < queries)[:, None] & (column // OUT_UNIT * OUT_UNIT < keys)[None, :]
+        tl.store(pointers, weights.to(out.dtype.element_ty), mask=inside)
+
+
+def weights_launch(q: Tensor, k: Tensor, logsumexp: Tensor, out: Tensor, mask: dict[str, object]) -> Launch:
+    """The launch that fills `out`; `mask` is :func:`attention_weights`'s keyword arguments."""
+    masking = mask_arguments(q, k, **mask)
+    unit = 16 if k.shape[2] % 16 == 0 else 1
+    rows, keys, warps = TILES[q.element_size() * 8, masking["BLOCK_D"]]
+    return Launch(
+        name=f"attention weights {str(q.dtype)[6:]} d{masking['BLOCK_D']} {rows}x{keys} {warps} warps"
+        f"{' bias' if mask['bias'] is not None else ''}{' dropout' if masking['seed'] is not None else ''}",
+        kernel=_weights_kernel,
+        grid=triton.cdiv(q.shape[2], rows) * q.shape[0] * q.shape[1],
+        arguments=tensor_arguments(q=q, k=k)
+        | masking
+        | {"logsumexp": logsumexp, "out": out, "out_row": k.shape[2] // unit, "OUT_UNIT": unit}
+        | {"BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
+        num_warps=warps,
+        num_stages=1,
+    )
+
+
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    logsumexp: Tensor,
+    *,
+    keep: Tensor | None,
+    key_keep: Tensor | None,
+    lengths: Tensor | None,
+    bias: Tensor | None,
+    causal: int | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    zero_empty_rows: bool,
+) -> Tensor:
+    """The weights of :func:`~.attention.attention_forward` by Triton, after dropout if there is a seed.
+
+    Args:
+        q: (B, H, Lq, D), fp32, fp16 or bf16; last stride 1.
+        k: (B, Hkv, Lk, D) of q's dtype; last stride 1.
+        logsumexp: (B, H, Lq) fp32, as the forward returned it.
+        keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows: those of the forward.
+
+    Returns:
+        (B, H, Lq, Lk) in q's dtype, contiguous. A row without keys is 1/Lk everywhere, or 0 with `zero_empty_rows`.
+    """
+    return _attention_weights(
+        q, k, logsumexp, keep=keep, key_keep=key_keep, lengths=lengths, bias=bias, causal=causal, scale=scale,
+        dropout_p=dropout_p, seed=seed, zero_empty_rows=zero_empty_rows,
+    )[0]  # fmt: skip
+
+
+@widen_bf16_if_interpreted(results=1)
+def _attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor, **mask: object) -> tuple[Tensor]:
+    out = torch.empty((*q.shape[:3], k.shape[2]), dtype=q.dtype, device=q.device)
+    if out.numel() > 0:
+        q, k = within_reach(q), within_reach(k)
+        run([weights_launch(q, k, logsumexp, out, mask)], q)
+    return (out,)
+
+
+def compile_cases(arch: str) -> Iterator[Launch]:
+    """A launch for every config."""
+    for (q, logsumexp), mask in example_calls():
+        out = torch.empty((*q.shape[:3], q.shape[2]), dtype=q.dtype, device="meta")
+        yield weights_launch(q, q, logsumexp, out, mask)
