@@ -140,7 +140,7 @@ def write_build_config(folder: Path, information: dict[str, object]) -> Path:
 
 def extension() -> cpp_extension.Extension:
     with_cuda = want_cuda()
-    sources = ["csrc/bindings.cpp", *sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc/cpu").glob("*.cpp"))]
+    sources = ["csrc/bindings.cpp", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").glob("*/*.cpp")))]
     cxx = ["-O3", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-g0"]
     cxx.append("-Wno-maybe-uninitialized")  # GCC 12 raises it inside its own AVX-512 headers (GCC bug 105593)
     link = []

@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include "build_config.h"
+#include "direct/functions.h"
 
 namespace py = pybind11;
 
@@ -27,4 +28,12 @@ PYBIND11_MODULE(_C, m) {
         return py::module_::import("json").attr("loads")(text);
       },
       "What this module was built with: torch, cuda, arch_list, native_arch, compiler, vector, cpu_features (dict).");
+
+  namespace direct = transformer_fast::direct;
+  m.def("attention", &direct::attention);
+  m.def("dropout", &direct::dropout);
+  m.def("layer_norm", &direct::layer_norm);
+  m.def("embed", &direct::embed);
+  m.def("add_positional", &direct::add_positional);
+  m.def("draw_seed", &direct::draw_seed);
 }

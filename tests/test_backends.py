@@ -1,5 +1,6 @@
 """Choosing a backend: by context manager, by environment, and what happens where it cannot run."""
 
+import os
 import subprocess
 import sys
 import warnings
@@ -21,14 +22,24 @@ def test_the_context_manager_nests_and_restores():
     assert backends.current() == "auto"
 
 
-def test_the_environment_is_read_and_the_context_manager_wins(monkeypatch):
-    monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", "reference")
-    assert backends.current() == "reference"
-    with tfast.backend("auto"):
-        assert backends.current() == "auto"
-    monkeypatch.setenv("TRANSFORMER_FAST_BACKEND", "fast")
-    with pytest.raises(ValueError, match="TRANSFORMER_FAST_BACKEND: expected one of auto, native, triton, reference"):
-        backends.current()
+def in_a_new_process(environment, program):
+    """Exit status and output of a program that starts with this TRANSFORMER_FAST_BACKEND."""
+    program = f"import transformer_fast as tfast\nfrom transformer_fast import backends\n{program}"
+    environment = {**os.environ, "TRANSFORMER_FAST_BACKEND": environment}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    return run.returncode, run.stdout + run.stderr
+
+
+def test_the_environment_is_read_and_the_context_manager_wins():
+    program = "print(backends.current())\nwith tfast.backend('auto'): print(backends.current())"
+    assert in_a_new_process("reference", program) == (0, "reference\nauto\n")
+
+
+def test_a_wrong_environment_imports_and_is_an_error_where_it_is_used():
+    status, output = in_a_new_process("fast", "print('imported')\nbackends.current()")
+    assert status != 0 and output.startswith("imported\n")
+    expected = "TRANSFORMER_FAST_BACKEND: expected one of auto, native, triton, reference, got 'fast'"
+    assert output.endswith(f"ValueError: {expected}\n")
 
 
 def test_every_op_is_native_on_cpu():

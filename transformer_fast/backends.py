@@ -29,7 +29,7 @@ NAMES = ("auto", "native", "triton", "reference")
 _ON_CUDA = {"attention": "triton", "norm": "triton", "dropout": "triton", "embedding": "native"}
 
 # A plain global, as torch's own backend flags are, so that torch.compile guards on it.
-_chosen: str | None = None
+_chosen = os.environ.get("TRANSFORMER_FAST_BACKEND", "auto")
 
 
 def _constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,13 +49,8 @@ def _checked(name: str, origin: str) -> str:
 
 
 def current() -> str:
-    """The backend in force: the innermost context manager's, else the environment's, else "auto"."""
-    return _from_environment() if _chosen is None else _chosen
-
-
-@_constant_when_compiled
-def _from_environment() -> str:
-    return _checked(os.environ.get("TRANSFORMER_FAST_BACKEND", "auto"), "TRANSFORMER_FAST_BACKEND")
+    """The backend in force: the innermost context manager's, else what the environment said at import, else "auto"."""
+    return _chosen if _chosen in NAMES else _checked(_chosen, "TRANSFORMER_FAST_BACKEND")
 
 
 @contextmanager

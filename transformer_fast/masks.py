@@ -99,10 +99,13 @@ class AttentionMask:
         return dense_keep(*parts, Lq, Lk, device)
 
 
+_NO_MASK = AttentionMask()
+
+
 def as_attention_mask(mask: AttentionMask | Tensor | None) -> AttentionMask:
     """What ``tfast.attention(mask=...)`` accepts: an AttentionMask, a bool or integer keep mask, or None."""
     if mask is None:
-        return AttentionMask()
+        return _NO_MASK
     return mask if isinstance(mask, AttentionMask) else AttentionMask.keep(mask)
 
 

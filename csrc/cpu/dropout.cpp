@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty_cpu_dispatch.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -40,7 +41,7 @@ void for_stretches(const Tensor& x, Body&& body) {
 
 Tensor dropout(const Tensor& x, const OptionalTensor& residual, bool relu, double p, const OptionalTensor& seed) {
   const Tensor input = x.contiguous(), added = residual ? residual->contiguous() : Tensor();
-  const Tensor out = at::empty(x.sizes(), x.options());
+  const Tensor out = at::cpu::empty(x.sizes(), x.options());
   if (x.numel() == 0) return out;
   const Dropout dropout = make_dropout(p, seed);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "dropout", [&] {
@@ -66,7 +67,7 @@ Tensor dropout(const Tensor& x, const OptionalTensor& residual, bool relu, doubl
 Tensor dropout_backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
                         const OptionalTensor& seed) {
   const Tensor gradient = grad_out.contiguous(), output = relu ? y->contiguous() : Tensor();
-  const Tensor out = at::empty(grad_out.sizes(), grad_out.options());
+  const Tensor out = at::cpu::empty(grad_out.sizes(), grad_out.options());
   if (grad_out.numel() == 0) return out;
   const Dropout dropout = make_dropout(p, seed);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad_out.scalar_type(), "dropout_backward", [&] {

@@ -7,12 +7,15 @@
 // method and free of its divisions. Weight gradients are summed in a fixed number of chunks of rows that depends on the
 // shape alone: the result is the same, bit by bit, on any number of threads.
 
+#include "norm.h"
+
 #include "draws.h"
 #include "vec.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty_cpu_dispatch.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -54,6 +57,10 @@ struct Matrix {
       : data(static_cast<T*>(const_cast<void*>(x.const_data_ptr()))), stride(x.stride(0)) {}
   explicit Matrix(const OptionalTensor& x) : Matrix(x ? Matrix(*x) : Matrix()) {}
 
+  // A result, which is contiguous, or nothing.
+  Matrix(const Tensor& result, int64_t d)
+      : data(result.defined() ? static_cast<T*>(result.mutable_data_ptr()) : nullptr), stride(d) {}
+
   explicit operator bool() const { return data != nullptr; }
   T* row(int64_t r) const { return data + r * stride; }
 };
@@ -61,6 +68,11 @@ struct Matrix {
 template <typename A>
 const A* pointer(const Tensor& x) {
   return x.defined() ? x.const_data_ptr<A>() : nullptr;
+}
+
+template <typename A>
+A* result_pointer(const Tensor& x) {
+  return x.defined() ? x.mutable_data_ptr<A>() : nullptr;
 }
 
 Dropout make_dropout(double p, const OptionalTensor& seed) {
@@ -121,34 +133,43 @@ void forward_rows(Matrix<T> x, Matrix<T> residual, const A* weight, const A* bia
         add_row<T>(input, residual.row(r), summed.row(r), r, d, drop, dropout);
         input = summed.row(r);
       }
-      normalize_row<T>(input, weight, bias, out.row(r), d, static_cast<A>(eps), std, mean[r], rstd[r]);
+      A mean_r, rstd_r;
+      normalize_row<T>(input, weight, bias, out.row(r), d, static_cast<A>(eps), std, mean_r, rstd_r);
+      if (mean) {
+        mean[r] = mean_r;
+        rstd[r] = rstd_r;
+      }
     }
   });
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const OptionalTensor& residual,
-                                                      const OptionalTensor& weight, const OptionalTensor& bias,
-                                                      double eps, bool std, double dropout_p,
-                                                      const OptionalTensor& seed) {
+}  // namespace
+
+NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                        const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
+                        bool statistics) {
   const Tensor x_rows = as_rows(x);
   const OptionalTensor residual_rows = as_rows(residual);
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
   const auto accumulate = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const Tensor out = at::empty(x.sizes(), x.options());
-  const Tensor summed = residual ? at::empty(x.sizes(), x.options()) : at::empty({0}, x.options());
-  const Tensor mean = at::empty({rows}, x.options().dtype(accumulate));
-  const Tensor rstd = at::empty({rows}, x.options().dtype(accumulate));
+  NormResult result{at::cpu::empty(x.sizes(), x.options())};
+  if (residual) result.summed = at::cpu::empty(x.sizes(), x.options());
+  if (statistics) {
+    result.mean = at::cpu::empty({rows}, x.options().dtype(accumulate));
+    result.rstd = at::cpu::empty({rows}, x.options().dtype(accumulate));
+  }
   const Tensor weight_ = as_accumulate(weight, accumulate), bias_ = as_accumulate(bias, accumulate);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm", [&] {
     using A = Accumulate<scalar_t>;
-    const Matrix<scalar_t> summed_rows = residual ? Matrix<scalar_t>(summed.view({rows, d})) : Matrix<scalar_t>();
-    forward_rows<scalar_t>(Matrix<scalar_t>(x_rows), Matrix<scalar_t>(residual_rows), pointer<A>(weight_),
-                           pointer<A>(bias_), Matrix<scalar_t>(out.view({rows, d})), summed_rows,
-                           mean.mutable_data_ptr<A>(), rstd.mutable_data_ptr<A>(), rows, d, eps, std, dropout_p > 0,
-                           make_dropout(dropout_p, seed));
+    using M = Matrix<scalar_t>;
+    forward_rows<scalar_t>(M(x_rows), M(residual_rows), pointer<A>(weight_), pointer<A>(bias_), M(result.out, d),
+                           M(result.summed, d), result_pointer<A>(result.mean), result_pointer<A>(result.rstd), rows, d,
+                           eps, std, dropout_p > 0, make_dropout(dropout_p, seed));
   });
-  return {out, summed, mean, rstd};
+  return result;
 }
+
+namespace {
 
 // --------------------------------------------------------------------------------------------------- backward
 
@@ -230,55 +251,81 @@ int64_t chunk_rows(int64_t rows, int64_t d) {
   return std::max({(rows + kMostChunks - 1) / kMostChunks, kChunkElements / d, int64_t{1}});
 }
 
-// One weight gradient: the sum of its (chunks, d) partials, in the order of the chunks.
+// One weight gradient: the sum of its partials, d of every chunk, in the order of the chunks.
 template <typename A>
-Tensor sum_partials(const Tensor& partials, at::ScalarType type) {
-  const int64_t chunks = partials.size(0), d = partials.size(1), stride = partials.stride(0);
-  const Tensor sums = at::empty({d}, partials.options());
+Tensor sum_partials(const Tensor& partials, int64_t chunks, at::ScalarType type) {
+  if (chunks == 1) return partials.to(type);
+  const int64_t d = partials.numel() / chunks;
+  const Tensor sums = at::cpu::empty({d}, partials.options());
   const A* from = partials.const_data_ptr<A>();
   A* to = sums.mutable_data_ptr<A>();
   const int64_t grain = std::max<int64_t>(kGrain / std::max<int64_t>(chunks, 1), 64);
   at::parallel_for(0, d, grain, [&](int64_t begin, int64_t end) {
     std::fill(to + begin, to + end, A(0));
     for (int64_t k = 0; k < chunks; ++k)
-      for (int64_t c = begin; c < end; ++c) to[c] += from[k * stride + c];
+      for (int64_t c = begin; c < end; ++c) to[c] += from[k * d + c];
   });
   return sums.to(type);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> layer_norm_backward(
-    const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x, const OptionalTensor& weight,
-    const Tensor& mean, const Tensor& rstd, double eps, bool std, double dropout_p, const OptionalTensor& seed,
-    bool has_residual, bool has_bias) {
+}  // namespace
+
+NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
+                            const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, bool std,
+                            double dropout_p, const OptionalTensor& seed, bool has_bias) {
   const Tensor dy_rows = as_rows(grad_out), x_rows = as_rows(x);
   const OptionalTensor grad_summed_rows = as_rows(grad_summed);
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
   const bool drop = dropout_p > 0, has_weight = weight.has_value();
   const auto accumulate = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const auto weight_type = has_weight ? weight->scalar_type() : x.scalar_type();
-  const Tensor grad_x = at::empty(x.sizes(), x.options());
-  const Tensor grad_residual = drop ? at::empty(x.sizes(), x.options()) : at::empty({0}, x.options());
+  NormGradients gradients{at::cpu::empty(x.sizes(), x.options())};
+  if (drop) gradients.residual = at::cpu::empty(x.sizes(), x.options());
   const Tensor weight_ = as_accumulate(weight, accumulate);
   const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
-  const Tensor partials = at::empty({chunks, 2, d}, mean.options());
-  Tensor grad_weight = at::empty({0}, x.options().dtype(weight_type)), grad_bias = at::empty_like(grad_weight);
+  const Tensor weight_partials = has_weight ? at::cpu::empty({chunks * d}, mean.options()) : Tensor();
+  const Tensor bias_partials = has_bias ? at::cpu::empty({chunks * d}, mean.options()) : Tensor();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm_backward", [&] {
     using A = Accumulate<scalar_t>;
     using M = Matrix<scalar_t>;
-    const Backward<scalar_t> backward{M(dy_rows), M(x_rows), M(grad_summed_rows), pointer<A>(weight_),
-                                      mean.const_data_ptr<A>(), rstd.const_data_ptr<A>(), M(grad_x.view({rows, d})),
-                                      drop ? M(grad_residual.view({rows, d})) : M(), d, std, drop, has_weight,
-                                      has_bias, make_dropout(dropout_p, seed)};
-    A* partial = partials.mutable_data_ptr<A>();
+    const Backward<scalar_t> backward{
+        M(dy_rows), M(x_rows), M(grad_summed_rows), pointer<A>(weight_), mean.const_data_ptr<A>(),
+        rstd.const_data_ptr<A>(), M(gradients.x, d), M(gradients.residual, d), d, std, drop, has_weight, has_bias,
+        make_dropout(dropout_p, seed)};
+    A *dw = result_pointer<A>(weight_partials), *db = result_pointer<A>(bias_partials);
     at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k)
-        backward.chunk(k * per_chunk, std::min(rows, (k + 1) * per_chunk), partial + 2 * k * d,
-                       partial + (2 * k + 1) * d);
+        backward.chunk(k * per_chunk, std::min(rows, (k + 1) * per_chunk), dw ? dw + k * d : dw, db ? db + k * d : db);
     });
-    if (has_weight) grad_weight = sum_partials<A>(partials.select(1, 0), weight_type);
-    if (has_bias) grad_bias = sum_partials<A>(partials.select(1, 1), weight_type);
+    if (has_weight) gradients.weight = sum_partials<A>(weight_partials, chunks, weight_type);
+    if (has_bias) gradients.bias = sum_partials<A>(bias_partials, chunks, weight_type);
   });
-  return {grad_x, grad_residual, grad_weight, grad_bias};
+  return gradients;
+}
+
+namespace {
+
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// An op returns tensors: where there is nothing, an empty one.
+Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
+  return tensor.defined() ? tensor : at::empty({0}, options);
+}
+
+FourTensors layer_norm(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                       const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed) {
+  const auto [out, summed, mean, rstd] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, true);
+  return {out, or_empty(summed, x.options()), mean, rstd};
+}
+
+FourTensors layer_norm_backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
+                                const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, double /* eps */,
+                                bool std, double dropout_p, const OptionalTensor& seed, bool /* has_residual */,
+                                bool has_bias) {
+  const auto gradients = norm_backward(grad_out, grad_summed, x, weight, mean, rstd, std, dropout_p, seed, has_bias);
+  const auto weight_options = x.options().dtype(weight ? weight->scalar_type() : x.scalar_type());
+  return {gradients.x, or_empty(gradients.residual, x.options()), or_empty(gradients.weight, weight_options),
+          or_empty(gradients.bias, weight_options)};
 }
 
 }  // namespace

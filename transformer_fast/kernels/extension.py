@@ -12,8 +12,10 @@ import importlib
 import json
 import mmap
 import platform
+import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,6 +28,11 @@ _MARK = b"transformer_fast build: "
 def load() -> bool:
     """Whether the native kernels (``torch.ops.transformer_fast_native``) are there; loads them on the first call."""
     return _outcome()[0]
+
+
+def module() -> ModuleType | None:
+    """``transformer_fast._C``, or None if it cannot be loaded."""
+    return sys.modules["transformer_fast._C"] if load() else None
 
 
 def status() -> str:

@@ -59,17 +59,25 @@ def attention(
         TypeError: for non-tensors, non-float or mixed dtypes, or a mask that can be read two ways.
         ValueError: for shapes, lengths, devices or options that do not fit; the message names them.
     """
+    mask = as_attention_mask(mask)
+    if causal is not False:
+        mask = mask & AttentionMask.causal(0 if causal is True else causal)
+    seed = _library.draw_seed(q.device) if dropout_p > 0.0 and isinstance(q, Tensor) else None
+    if not return_weights and (direct := _direct.native()):
+        out = direct.attention(
+            q, k, v, mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, mask.causal_offset, scale, dropout_p,
+            seed, empty_rows,
+        )  # fmt: skip
+        if out is not None:
+            return out
+
     autocast = isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
     _check_inputs(q, k, v, autocast)
     _check_options(dropout_p, empty_rows, return_weights)
     B, H, Lq, D = q.shape
     Lk = k.shape[2]
-    mask = as_attention_mask(mask)
-    if causal is not False:
-        mask = mask & AttentionMask.causal(0 if causal is True else causal)
     _check_mask(mask, bias, q, (B, H, Lq, Lk))
     scale = 1.0 / math.sqrt(D) if scale is None else float(scale)
-    seed = _library.draw_seed(q.device) if dropout_p > 0.0 else None
 
     key_keep = mask.key_keep_mask
     if key_keep is not None and key_keep.shape[-1] != Lk:

@@ -29,10 +29,14 @@ def dropout(x: Tensor, p: float, *, residual: Tensor | None = None, relu: bool =
         TypeError: for non-tensors and non-float dtypes.
         ValueError: for shapes, devices or a ``p`` that do not fit; the message names them.
     """
+    seed = _library.draw_seed(x.device) if p > 0.0 and isinstance(x, Tensor) else None
+    if seed is not None and (direct := _direct.native()):
+        result = direct.dropout(x, p, residual, relu, seed)
+        if result is not None:
+            return result
     _check(x, p, residual)
     if p == 0.0 and residual is None and not relu:
         return x
-    seed = _library.draw_seed(x.device) if p > 0.0 else None
     if residual is not None and x.dtype != residual.dtype:
         x = x.to(residual.dtype)
     backend = backends.resolve("dropout", x.device, x.dtype)

@@ -43,6 +43,11 @@ def embed(
         IndexError: on CPU, for an id outside the vocabulary; names the id and its place. On a GPU, where looking
             would stall it, the output row of such an id is NaN and it contributes no gradient.
     """
+    seed = _library.draw_seed(weight.device) if dropout_p > 0.0 and isinstance(weight, Tensor) else None
+    if direct := _direct.native():
+        result = direct.embed(ids, weight, table, scale, offset, padding_idx, dropout_p, seed)
+        if result is not None:
+            return result
     _check_ids_and_weight(ids, weight)
     if table is not None:
         _check_table("embed", table, "weight", weight, offset, ids.shape[-1])
@@ -55,7 +60,6 @@ def embed(
                 f"got {padding_idx}"
             )
         padding_idx %= vocabulary
-    seed = _library.draw_seed(weight.device) if dropout_p > 0.0 else None
     backend = backends.resolve("embedding", weight.device, weight.dtype)
     if backend == "reference":
         return reference.embedding.embed(
@@ -81,6 +85,11 @@ def add_positional(x: Tensor, table: Tensor, offset: int = 0, dropout_p: float =
     Raises:
         TypeError, ValueError: as for :func:`embed`.
     """
+    seed = _library.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
+    if direct := _direct.native():
+        result = direct.add_positional(x, table, offset, dropout_p, seed)
+        if result is not None:
+            return result
     if not isinstance(x, Tensor):
         raise TypeError(f"add_positional: x must be a tensor, got {type(x).__name__}")
     if not x.is_floating_point():
@@ -91,7 +100,6 @@ def add_positional(x: Tensor, table: Tensor, offset: int = 0, dropout_p: float =
     _check_options("add_positional", offset, dropout_p)
     if dropout_p == 0.0 and x.dtype == table.dtype:  # one pass in plain PyTorch already
         return x + table[offset : offset + x.shape[-2]]
-    seed = _library.draw_seed(x.device) if dropout_p > 0.0 else None
     backend = backends.resolve("embedding", x.device, x.dtype)
     if backend == "reference":
         return reference.embedding.add_positional(x, table, offset, dropout_p, seed)

@@ -47,9 +47,13 @@ def layer_norm(
         TypeError: for non-tensors and non-float dtypes.
         ValueError: for shapes, devices or options that do not fit; the message names them.
     """
+    seed = _library.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
+    if direct := _direct.native():
+        result = direct.layer_norm(x, weight, bias, eps, kind, residual, dropout_p, seed)
+        if result is not None:
+            return result
     _check(x, weight, bias, kind, residual, dropout_p)
     std = kind == "std"
-    seed = _library.draw_seed(x.device) if dropout_p > 0.0 else None
     if residual is not None and x.dtype != residual.dtype:
         x = x.to(residual.dtype)
     backend = backends.resolve("norm", x.device, x.dtype)

@@ -1,0 +1,218 @@
+// The short way of a call on the CPU: from its door in transformer_fast/ops straight to the kernel, with the autograd
+// rule in C++. A small tensor is computed in a microsecond; PyTorch's dispatcher and an autograd rule in Python cost ten
+// to fifty.
+//
+// A function here takes what its door was given and *declines*, returning None, whatever is not a valid call of plain
+// CPU tensors in plain eager mode. The door then takes the long way, which says what is wrong, or traces, or wraps.
+#pragma once
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/custom_class.h>
+
+#include <optional>
+#include <tuple>
+
+namespace transformer_fast::direct {
+
+namespace py = pybind11;
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Whether anything in this thread looks at the calls that PyTorch dispatches: a mode, a transform, a tracer.
+inline bool watched() {
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  const c10::DispatchKeySet usual = c10::default_included_set | c10::autocast_dispatch_keyset;
+  const c10::DispatchKeySet left_out = c10::InferenceMode::is_enabled()
+                                           ? c10::default_excluded_set | c10::autograd_dispatch_keyset
+                                           : c10::default_excluded_set;
+  return !usual.has_all(local.included_) || !left_out.has_all(local.excluded_) ||
+         at::impl::torch_function_mode_enabled();
+}
+
+// Whether a tensor is nothing but memory of the CPU: no subclass, no wrapper, no lazy negation, not sparse.
+inline bool is_plain(const Tensor& tensor) {
+  static const c10::DispatchKeySet usual = at::detail::empty_cpu({0}, at::kFloat).key_set();
+  return usual.has_all(tensor.key_set());
+}
+
+// Reads the arguments of a call one by one. After the last, ok() says whether all were as they must be.
+class Arguments {
+ public:
+  Arguments() : ok_(!watched()) {}
+
+  bool ok() const { return ok_; }
+  void require(bool condition) { ok_ = ok_ && condition; }
+
+  Tensor tensor(py::handle argument) {
+    if (!ok_ || !THPVariable_CheckExact(argument.ptr())) return refused();
+    const Tensor& tensor = THPVariable_Unpack(argument.ptr());
+    return is_plain(tensor) ? tensor : refused();
+  }
+
+  // float64, float32, float16 or bfloat16.
+  Tensor floating(py::handle argument) {
+    Tensor result = tensor(argument);
+    if (ok_) require(at::isFloatingType(result.scalar_type()) && at::elementSize(result.scalar_type()) >= 2);
+    return result;
+  }
+
+  OptionalTensor optional_tensor(py::handle argument) {
+    return argument.is_none() ? std::nullopt : OptionalTensor(tensor(argument));
+  }
+
+  OptionalTensor optional_floating(py::handle argument) {
+    return argument.is_none() ? std::nullopt : OptionalTensor(floating(argument));
+  }
+
+  double number(py::handle argument) {
+    if (PyFloat_CheckExact(argument.ptr())) return PyFloat_AS_DOUBLE(argument.ptr());
+    return PyLong_CheckExact(argument.ptr()) ? static_cast<double>(integer(argument)) : refused<double>();
+  }
+
+  double probability(py::handle argument) {
+    const double p = number(argument);
+    require(p >= 0 && p <= 1);
+    return p;
+  }
+
+  int64_t integer(py::handle argument) {
+    if (!PyLong_CheckExact(argument.ptr())) return refused<int64_t>();
+    int overflow = 0;
+    const int64_t value = PyLong_AsLongLongAndOverflow(argument.ptr(), &overflow);
+    require(overflow == 0);
+    return value;
+  }
+
+  std::optional<int64_t> optional_integer(py::handle argument) {
+    return argument.is_none() ? std::nullopt : std::optional<int64_t>(integer(argument));
+  }
+
+  bool boolean(py::handle argument) {
+    require(PyBool_Check(argument.ptr()));
+    return argument.ptr() == Py_True;
+  }
+
+ private:
+  template <typename T = Tensor>
+  T refused() {
+    ok_ = false;
+    return T();
+  }
+
+  bool ok_;
+};
+
+inline bool is_text(py::handle argument, const char* text) {
+  return PyUnicode_Check(argument.ptr()) && PyUnicode_CompareWithASCIIString(argument.ptr(), text) == 0;
+}
+
+inline bool requires_grad(const Tensor& tensor) { return tensor.requires_grad(); }
+inline bool requires_grad(const OptionalTensor& tensor) { return tensor && tensor->requires_grad(); }
+
+template <typename... Tensors>
+bool needs_gradient(const Tensors&... tensors) {
+  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+}
+
+// Between arguments, which may be None, and what autograd saves, which may be undefined.
+inline Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Tensor(); }
+inline OptionalTensor or_none(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
+
+// An op of torch.ops.transformer_fast_native, found once; it carries no autograd and is called without.
+template <typename Signature>
+class Native;
+
+template <typename Result, typename... Args>
+class Native<Result(Args...)> {
+ public:
+  explicit Native(const char* name)
+      : op_(c10::Dispatcher::singleton()
+                .findSchemaOrThrow((std::string("transformer_fast_native::") + name).c_str(), "")
+                .template typed<Result(Args...)>()) {}
+
+  Result operator()(Args... args) const {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return op_.call(std::forward<Args>(args)...);
+  }
+
+ private:
+  c10::TypedOperatorHandle<Result(Args...)> op_;
+};
+
+// What an autograd rule keeps beside its tensors, as one object.
+template <typename Options>
+struct Kept : torch::CustomClassHolder {
+  explicit Kept(Options options) : options(std::move(options)) {}
+  Options options;
+};
+
+template <typename Options>
+void keep(AutogradContext* ctx, Options options) {
+  ctx->saved_data["options"] = c10::IValue::make_capsule(c10::make_intrusive<Kept<Options>>(std::move(options)));
+}
+
+template <typename Options>
+const Options& kept(AutogradContext* ctx) {
+  return static_cast<const Kept<Options>*>(ctx->saved_data["options"].toCapsule().get())->options;
+}
+
+// Op::backward_kernel as an op of its own, for a backward that is itself recorded: it is computed, and raises only when it
+// is differentiated. `inputs` are the defined ones of grads and saved, `outputs` receives all gradients.
+template <typename Op>
+struct Once : torch::autograd::Function<Once<Op>> {
+  static variable_list forward(AutogradContext*, at::TensorList /* inputs */, const variable_list* grads,
+                               const variable_list* saved, const typename Op::Options* options,
+                               variable_list* outputs) {
+    *outputs = Op::backward_kernel(*grads, *saved, *options);
+    return defined(*outputs);
+  }
+
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK(false, "transformer_fast::", Op::kName,
+                "_backward cannot be differentiated again: the fused kernels have no second derivative. Run the forward "
+                "under transformer_fast.backend(\"reference\") to differentiate twice.");
+  }
+
+  static variable_list defined(const variable_list& tensors) {
+    variable_list result;
+    for (const Tensor& tensor : tensors)
+      if (tensor.defined()) result.push_back(tensor);
+    return result;
+  }
+
+  static variable_list call(const variable_list& grads, const variable_list& saved,
+                            const typename Op::Options& options) {
+    variable_list inputs = defined(grads), outputs;
+    for (const Tensor& tensor : defined(saved)) inputs.push_back(tensor);
+    const variable_list recorded = Once::apply(at::TensorList(inputs), &grads, &saved, &options, &outputs);
+    auto next = recorded.begin();
+    for (Tensor& output : outputs)
+      if (output.defined()) output = *next++;
+    return outputs;
+  }
+};
+
+// The gradients of Op, which gives Options, kName and backward_kernel(grads, saved, options) -> variable_list.
+template <typename Op>
+variable_list run_backward(AutogradContext* ctx, const variable_list& grads) {
+  const auto& options = kept<typename Op::Options>(ctx);
+  const variable_list saved = ctx->get_saved_variables();
+  return at::GradMode::is_enabled() ? Once<Op>::call(grads, saved, options)
+                                    : Op::backward_kernel(grads, saved, options);
+}
+
+inline py::object wrap(const Tensor& tensor) {
+  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+}
+
+}  // namespace transformer_fast::direct

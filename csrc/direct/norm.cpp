@@ -1,0 +1,84 @@
+// The short way of transformer_fast.ops.layer_norm.
+#include "functions.h"
+
+#include "../cpu/norm.h"
+#include "call.h"
+
+namespace transformer_fast::direct {
+namespace {
+
+struct LayerNorm : torch::autograd::Function<LayerNorm> {
+  static constexpr const char* kName = "layer_norm";
+
+  struct Options {
+    bool std;
+    double dropout_p;
+    bool has_residual;
+    std::optional<at::ScalarType> bias;
+  };
+
+  static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
+                               const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& seed,
+                               double eps, bool std, double dropout_p) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    auto [out, summed, mean, rstd] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, true);
+    ctx->save_for_backward({residual ? summed : x, or_undefined(weight), mean, rstd, or_undefined(seed)});
+    keep(ctx, Options{std, dropout_p, residual.has_value(), bias ? std::optional(bias->scalar_type()) : std::nullopt});
+    ctx->set_materialize_grads(false);
+    return residual ? variable_list{out, summed} : variable_list{out};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list gradients = run_backward<LayerNorm>(ctx, grads);
+    gradients.resize(8);  // one for each argument of forward
+    return gradients;
+  }
+
+  static variable_list backward_kernel(const variable_list& grads, const variable_list& saved, const Options& options) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor &x = saved[0], &weight = saved[1];
+    const Tensor grad_summed = options.has_residual ? grads[1] : Tensor();
+    if (!grads[0].defined() && !grad_summed.defined()) return {};
+    const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
+    auto gradients = norm_backward(grad_out, or_none(grad_summed), x, or_none(weight), saved[2], saved[3], options.std,
+                                   options.dropout_p, or_none(saved[4]), options.bias.has_value());
+    if (options.has_residual && options.dropout_p == 0) gradients.residual = gradients.x;
+    if (options.bias) gradients.bias = gradients.bias.to(*options.bias);
+    return {gradients.x, gradients.residual, gradients.weight, gradients.bias};
+  }
+};
+
+}  // namespace
+
+py::object layer_norm(py::handle x_, py::handle weight_, py::handle bias_, py::handle eps_, py::handle kind,
+                      py::handle residual_, py::handle dropout_p_, py::handle seed_) {
+  Arguments arguments;
+  const Tensor x = arguments.floating(x_);
+  const OptionalTensor weight = arguments.optional_floating(weight_), bias = arguments.optional_floating(bias_);
+  const OptionalTensor residual = arguments.optional_floating(residual_), seed = arguments.optional_tensor(seed_);
+  const double eps = arguments.number(eps_), dropout_p = arguments.probability(dropout_p_);
+  const bool std = is_text(kind, "std");
+  if (!arguments.ok() || x.dim() == 0) return py::none();
+  const int64_t d = x.size(-1);
+  arguments.require(std ? d > 1 : d > 0 && is_text(kind, "layer"));
+  for (const OptionalTensor* t : {&weight, &bias})
+    if (*t) arguments.require((*t)->dim() == 1 && (*t)->size(0) == d);
+  if (residual) arguments.require(residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type());
+  arguments.require(dropout_p == 0 || (residual && seed));
+  if (!arguments.ok()) return py::none();
+
+  variable_list results;
+  {
+    const py::gil_scoped_release no_gil;
+    if (needs_gradient(x, residual, weight, bias)) {
+      results = LayerNorm::apply(x, residual, weight, bias, seed, eps, std, dropout_p);
+    } else {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      const NormResult result = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, false);
+      results = {result.out, result.summed};
+    }
+  }
+  return residual ? py::make_tuple(wrap(results[0]), wrap(results[1])) : wrap(results[0]);
+}
+
+}  // namespace transformer_fast::direct
