@@ -33,8 +33,11 @@ def test_compiles_within_the_machine(arch, launch, record_property):
     record_property("compiled", json.dumps(asdict(compiled)))
     assert compiled.shared <= SHARED_LIMIT[arch], f"{compiled.shared} bytes of shared memory"
     assert compiled.spill_bytes <= (SPILL_LIMIT if may_spill(compiled.name) else 0), f"{compiled.spill_bytes} spilled"
-    if arch == 90 and compiled.has_16_bit_dot:
+    if arch == 90 and compiled.rows_of_16_bit_dot >= 64:
         assert compiled.wgmma > 0, "a 16-bit matrix product that does not use the tensor core's wgmma"
+    elif arch == 90 and compiled.rows_of_16_bit_dot > 0:
+        assert "decode" in compiled.name, "only decoding has too few rows for a wgmma"
+        assert compiled.mma_sync > 0, "a 16-bit matrix product that does not use the tensor core"
 
 
 def test_names_tell_the_cases_apart():

@@ -32,7 +32,8 @@ class Compiled:
     shared: int
     warps: int
     wgmma: int
-    has_16_bit_dot: bool
+    mma_sync: int
+    rows_of_16_bit_dot: int
     seconds: float
 
 
@@ -64,7 +65,11 @@ def compile_launch(launch, arch: int) -> Compiled:
         shared=compiled.metadata.shared,
         warps=launch.num_warps,
         wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
-        has_16_bit_dot=bool(re.search(r"tt\.dot .*x(b?f16)>", compiled.asm["ttir"])),
+        mma_sync=compiled.asm["ptx"].count("mma.sync"),
+        # Of the first factor of the tallest product: a wgmma takes 64 rows, an mma.sync 16; 0 without such a product.
+        rows_of_16_bit_dot=max(
+            map(int, re.findall(r"tt\.dot .*: tensor<(\d+)x\d+xb?f16>", compiled.asm["ttir"])), default=0
+        ),
         seconds=time.perf_counter() - started,
     )
 
@@ -86,6 +91,7 @@ MODULES = (
     "attention_backward",
     "attention_weights",
     "attention_grad_bias",
+    "attention_decode",
     "norm",
     "norm_backward",
     "dropout",

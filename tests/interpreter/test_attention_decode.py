@@ -1,0 +1,150 @@
+"""The Triton decoding kernel against the fp64 oracle: parts, pages, lengths, and what must never be read."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_calls import DEVICE, DTYPES, random
+from helpers import assert_as_exact_as_eager, poisoned_memory
+
+from transformer_fast.kernels import attention_decode as module
+from transformer_fast.kernels.attention_decode import attention_decode
+from transformer_fast.reference.attention import attention
+
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch, device):
+    """On CPU, tiles of 16 rows and 16 keys and few programs, so that small caches have several parts of several."""
+    if device.type == "cpu":
+        monkeypatch.setattr(module, "TILES", dict.fromkeys(module.TILES, (16, 16, 4, 1)))
+        monkeypatch.setattr(module, "PROGRAMS", 16)
+        monkeypatch.setattr(module, "REDUCED_AT_ONCE", 2)
+
+
+def inputs(H, Hkv, Lq, S, D, lengths, dtype=torch.float32, unused=float("nan")):
+    """q, the two caches, holding `unused` past each sequence's length, and the lengths."""
+    B = len(lengths)
+    q, k, v = random(B, H, Lq, D, dtype=dtype), random(B, Hkv, S, D, dtype=dtype, seed=1), None
+    v = random(B, Hkv, S, D, dtype=dtype, seed=2)
+    for b, length in enumerate(lengths):
+        k[b, :, length:] = unused
+        v[b, :, length:] = unused
+    return q, k, v, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+
+
+def in_pages(k, v, page_size, lengths):
+    """The same caches as pages in any order, among pages of NaN, with entries past the last key that lead nowhere."""
+    B, Hkv, S, D = k.shape
+    per_row = -(-S // page_size)
+    order = torch.randperm(B * per_row + 3, generator=torch.Generator().manual_seed(7))[: B * per_row]
+    table = order.reshape(B, per_row).to(torch.int32)
+    pages = []
+    for t in (k, v):
+        padded = torch.nn.functional.pad(t.cpu(), (0, 0, 0, per_row * page_size - S), value=torch.nan)
+        page = torch.full((B * per_row + 3, page_size, Hkv, D), torch.nan, dtype=t.dtype)
+        page[order] = padded.reshape(B, Hkv, per_row, page_size, D).permute(0, 2, 3, 1, 4).flatten(0, 1)
+        pages.append(page.to(DEVICE))
+    for b, length in enumerate(lengths.tolist()):
+        table[b, -(-length // page_size) :] = 2**30
+    return *pages, table.to(DEVICE)
+
+
+def oracle(q, k, v, lengths, causal, scale, dtype):
+    q, k, v = (t.cpu().to(dtype) for t in (q, k, v))
+    Lq, S = q.shape[2], k.shape[2]
+    ends = lengths.cpu()[:, None] - (torch.arange(Lq - 1, -1, -1) if causal else torch.zeros(Lq, dtype=torch.int64))
+    keep = (torch.arange(S) < ends[..., None])[:, None]
+    out, _, logsumexp = attention(q, k, v, keep=keep, scale=scale, empty_rows="zero")
+    return out, logsumexp
+
+
+def check(q, k, v, lengths, causal=True, scale=0.25, page_size=None):
+    caches = (k, v, None) if page_size is None else in_pages(k, v, page_size, lengths)
+    with poisoned_memory():
+        results = attention_decode(q, *caches[:2], lengths=lengths, page_table=caches[2], causal=causal, scale=scale)
+    eager, exact = (oracle(q, k, v, lengths, causal, scale, dtype) for dtype in (q.dtype, torch.float64))
+    for name, ours, near, true in zip(("out", "logsumexp"), results, eager, exact, strict=True):
+        assert torch.equal(ours.cpu() == -torch.inf, true == -torch.inf)
+        assert_as_exact_as_eager(ours.cpu(), near, true, what=name)
+    assert results[0].dtype == q.dtype and results[1].dtype == torch.float32
+    return results
+
+
+LENGTHS = [0, 3, 16, 61]
+
+
+@pytest.mark.parametrize("page_size", [None, 1, 5, 16, 32])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("Lq", [1, 4])
+def test_lengths_and_pages(Lq, causal, page_size):
+    """Lengths below Lq leave the first queries without keys; unused slots hold NaN."""
+    check(*inputs(4, 2, Lq, 61, 20, LENGTHS), causal=causal, page_size=page_size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("H", "Hkv", "Lq"), [(3, 3, 1), (8, 1, 1), (6, 2, 7), (4, 1, 16), (2, 1, 33)])
+def test_rows_of_a_group_share_tiles(H, Hkv, Lq, dtype):
+    check(*inputs(H, Hkv, Lq, 70, 16, [70, 35], dtype))
+
+
+@pytest.mark.parametrize("D", [1, 8, 40, 96, 256])
+def test_head_sizes(D):
+    check(*inputs(2, 1, 2, 50, D, [50, 33]), page_size=16)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 1000])
+def test_any_number_of_parts(programs, monkeypatch):
+    """One part is written directly, and joined parts say the same."""
+    monkeypatch.setattr(module, "PROGRAMS", programs)
+    check(*inputs(4, 2, 2, 130, 16, [130, 64, 0], torch.float16))
+
+
+@pytest.mark.parametrize("scale", [-0.4, 0.0, 3.0])
+def test_any_scale(scale):
+    check(*inputs(2, 1, 2, 40, 16, [40, 21], unused=0.0), scale=scale)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_a_new_key_reaches_only_the_queries_that_see_it(page_size, value):
+    q, k, v, lengths = inputs(4, 2, 4, 40, 16, [40, 18])
+    clean = check(q, k, v, lengths)[0]
+    for b, length in enumerate(lengths.tolist()):
+        k[b, 0, length - 2] = value
+        v[b, 1, length - 2] = value
+    dirty = check(q, k, v, lengths, page_size=page_size)[0]
+    assert torch.equal(dirty[:, :, :2], clean[:, :, :2]) and not dirty[:, 2:, 2:].isfinite().any()
+
+
+def test_strided_cache_and_queries():
+    lengths = torch.tensor([30, 11], dtype=torch.int32, device=DEVICE)
+    q = random(2, 3, 4, 24).transpose(1, 2)
+    k = random(2, 40, 2, 27, seed=1).transpose(1, 2)[..., 3:]
+    v = random(2, 40, 2, 24, seed=2).transpose(1, 2)
+    out, _ = check(q, k, v, lengths)
+    assert out.stride() == q.stride()
+
+
+def test_lengths_past_the_cache_read_no_further():
+    q, k, v, lengths = inputs(2, 2, 1, 20, 16, [20, 20])
+    clean = check(q, k, v, lengths)[0]
+    wrong = attention_decode(q, k, v, lengths=lengths + 5, page_table=None, causal=True, scale=0.25)[0]
+    assert torch.equal(wrong, clean)
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+def test_two_runs_agree_bit_for_bit(page_size):
+    tensors = inputs(4, 2, 3, 90, 32, [90, 47], torch.float16)
+    for first, second in zip(check(*tensors, page_size=page_size), check(*tensors, page_size=page_size), strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize(("lengths", "Lq", "S"), [([], 1, 4), ([0, 0], 0, 4), ([0, 0], 2, 0), ([0, 0], 2, 9)])
+def test_nothing_to_do(lengths, Lq, S):
+    q, k, v, lengths = inputs(4, 2, Lq, S, 8, lengths)
+    with poisoned_memory():
+        out, logsumexp = attention_decode(q, k, v, lengths=lengths, page_table=None, causal=True, scale=0.25)
+    assert out.shape == q.shape and logsumexp.shape == q.shape[:3]
+    assert (out == 0).all() and (logsumexp == -torch.inf).all()

@@ -1,0 +1,313 @@
+"""Attention of a few new queries to a long cache, split over the keys: parts first, then one reduction.
+
+Method: T. Dao, D. Haziza, F. Massa and G. Sizov, "Flash-Decoding for long-context inference", 2023. All query heads
+that share a key head, times the new positions of each, are the rows of one tile, so that the cache is read once for
+them. How many parts there may be comes from shapes alone, so nothing waits for the device; how many keys a part has
+comes from each sequence's own length, read by the program: programs past its last key exit, the others share equally.
+"""
+
+from collections.abc import Iterator
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention_tiles import LN2, LOG2E, load_rows, tensor_arguments, within_reach
+from .launching import Launch, run, widen_bf16_if_interpreted
+
+# Parts are made until about so many programs run (a few for each multiprocessor), but never more than MOST_PARTS a row.
+PROGRAMS = 512
+MOST_PARTS = 128
+REDUCED_AT_ONCE = 32
+
+# (most rows, keys, warps for each 16 rows, stages) a tile by bits of the type and padded head size.
+TILES = {
+    (16, 32): (32, 64, 4, 3), (16, 64): (32, 64, 4, 3), (16, 128): (32, 64, 4, 3), (16, 256): (32, 32, 4, 3),
+    (32, 32): (16, 64, 4, 2), (32, 64): (16, 64, 4, 2), (32, 128): (16, 32, 4, 2), (32, 256): (16, 32, 8, 2),
+}  # fmt: skip
+
+# No cache length, batch or head count compiles anything new (compare attention_tiles.RUNTIME_INTEGERS).
+RUNTIME_INTEGERS = [f"{name}_{dim}" for name in ("q", "k", "v", "out") for dim in ("batch", "head", "row")] + [
+    "table_batch", "kv_heads", "group", "queries", "capacity", "parts", "rows"
+]  # fmt: skip
+
+
+@triton.jit
+def _keys_of_a_part(length, parts, KEYS: tl.constexpr):
+    return tl.cdiv(tl.cdiv(length, parts), KEYS) * KEYS
+
+
+@triton.jit
+def _load_cache(
+    base, page_table, start, end, page_stride, row_stride, PAGE_SIZE: tl.constexpr, KEYS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Rows [start, start + KEYS) of a cache, zeros from `end` on; PAGE_SIZE 0: a cache without pages."""
+    if PAGE_SIZE == 0:
+        return load_rows(base, start, end, row_stride, KEYS, HEAD_DIM, BLOCK_D, UNIT)
+    elif PAGE_SIZE % KEYS == 0:
+        page = tl.load(page_table + start // PAGE_SIZE).to(tl.int64)
+        first = start % PAGE_SIZE
+        base += page * page_stride * UNIT
+        return load_rows(base, first, end - start + first, row_stride, KEYS, HEAD_DIM, BLOCK_D, UNIT)
+    else:
+        key = start + tl.arange(0, KEYS)
+        dim = tl.arange(0, BLOCK_D)
+        page = tl.load(page_table + key // PAGE_SIZE, mask=key < end, other=0).to(tl.int64)
+        pointers = base + (page * page_stride + (key % PAGE_SIZE) * row_stride)[:, None] * UNIT + dim[None, :]
+        return tl.load(pointers, mask=(key < end)[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+def _part_kernel(
+    q, k, v, out, logsumexp, sums, peaks, totals, lengths, page_table,
+    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
+    out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
+    table_batch: tl.int64, kv_heads, group, queries, capacity, parts, rows: tl.int64, scale,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """One part of the keys of one (sequence, key head), for a tile of the query rows that share it."""
+    tiles = tl.cdiv(group * queries, BLOCK_ROWS)
+    part = tl.program_id(0) % parts
+    tile = tl.program_id(0) // parts % tiles
+    kv_head = tl.program_id(0) // (parts * tiles) % kv_heads
+    batch = (tl.program_id(0) // (parts * tiles) // kv_heads).to(tl.int64)
+
+    length = tl.minimum(tl.load(lengths + batch), capacity)
+    share = _keys_of_a_part(length, parts, BLOCK_KEYS)
+    begin = part * share
+    end = tl.minimum(begin + share, length)
+    # With one part the result is written here, and an empty cache has one too.
+    if sums is not None and begin >= length:
+        return
+
+    row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    inside = row < group * queries
+    head = kv_head * group + row // queries
+    query = row % queries
+    limit = length - (queries - 1 - query) if CAUSAL else length + 0 * query
+    full = length - (queries - 1) if CAUSAL else length
+
+    dim = tl.arange(0, BLOCK_D)
+    q_offsets = batch * q_batch + head.to(tl.int64) * q_head + query.to(tl.int64) * q_row
+    q_inside = inside[:, None] & (dim < HEAD_DIM)[None, :]
+    q_tile = tl.load(q + q_offsets[:, None] * UNIT + dim[None, :], mask=q_inside, other=0.0)
+    k += kv_head.to(tl.int64) * k_head * UNIT
+    v += kv_head.to(tl.int64) * v_head * UNIT
+    if PAGE_SIZE == 0:
+        k += batch * k_batch * UNIT
+        v += batch * v_batch * UNIT
+    else:
+        page_table += batch * table_batch
+
+    peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
+    for start in tl.range(begin, end, BLOCK_KEYS, disable_licm=True):
+        k_tile = _load_cache(k, page_table, start, end, k_batch, k_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        v_tile = _load_cache(v, page_table, start, end, v_batch, v_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * (scale * LOG2E)
+        if start + BLOCK_KEYS > full:
+            visible = (start + tl.arange(0, BLOCK_KEYS))[None, :] < limit[:, None]
+            scores = tl.where(visible, scores, float("-inf"))
+            if CAUSAL:
+                # Some rows see these values and some must not: 0 * NaN inside the product below is NaN.
+                sound = (v_tile - v_tile) == 0.0
+                seen = tl.where(visible, 1.0, 0.0).to(v_tile.dtype)
+                reached = tl.dot(seen, tl.where(sound, 0.0, 1.0).to(v_tile.dtype), input_precision="ieee") > 0.0
+                acc += tl.where(reached, float("nan"), 0.0)
+                v_tile = tl.where(sound, v_tile, 0.0)
+        new_peak = tl.maximum(peak, tl.max(scores, 1))
+        # A row that has seen no key yet has peak -inf, which must not be subtracted from itself.
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.math.exp2(scores - shift[:, None])
+        decay = tl.math.exp2(peak - shift)
+        total = total * decay + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
+        peak = new_peak
+
+    number = (batch * kv_heads * group + head) * queries + query
+    if sums is None:
+        empty = total == 0.0
+        divisor = tl.where(empty, 1.0, total)
+        logsum = tl.where(empty, float("-inf"), peak * LN2 + tl.log(divisor))
+        tl.store(logsumexp + number, logsum, mask=inside)
+        out_offsets = batch * out_batch + head.to(tl.int64) * out_head + query.to(tl.int64) * out_row
+        result = (acc / divisor[:, None]).to(out.dtype.element_ty)
+        tl.store(out + out_offsets[:, None] * UNIT + dim[None, :], result, mask=q_inside)
+    else:
+        number += part * rows
+        tl.store(peaks + number, peak, mask=inside)
+        tl.store(totals + number, total, mask=inside)
+        tl.store(sums + number[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_inside)
+
+
+@triton.jit(do_not_specialize=RUNTIME_INTEGERS)
+def _join_kernel(
+    out, logsumexp, sums, peaks, totals, lengths,
+    out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
+    kv_heads, group, queries, capacity, parts, rows: tl.int64,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    UNIT: tl.constexpr,
+):  # fmt: skip
+    """One row of the output from its parts."""
+    number = tl.program_id(0)
+    query = number % queries
+    head = number // queries % (kv_heads * group)
+    batch = (number // queries // (kv_heads * group)).to(tl.int64)
+    length = tl.minimum(tl.load(lengths + batch), capacity)
+    # At least one part, so that nothing is divided by zero; its loop does not run if the length is zero.
+    used = tl.cdiv(length, tl.maximum(_keys_of_a_part(length, parts, BLOCK_KEYS), 1))
+
+    dim = tl.arange(0, BLOCK_D)
+    peak = float("-inf")
+    total = 0.0
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    for first in tl.range(0, used, BLOCK_PARTS):
+        part = first + tl.arange(0, BLOCK_PARTS)
+        place = part.to(tl.int64) * rows + number
+        inside = part < used
+        peak_tile = tl.load(peaks + place, mask=inside, other=float("-inf"))
+        total_tile = tl.load(totals + place, mask=inside, other=0.0)
+        inside = inside[:, None] & (dim < HEAD_DIM)[None, :]
+        sum_tile = tl.load(sums + place[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
+        new_peak = tl.maximum(peak, tl.max(peak_tile, 0))
+        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        factor = tl.math.exp2(peak_tile - shift)
+        decay = tl.math.exp2(peak - shift)
+        total = total * decay + tl.sum(total_tile * factor, 0)
+        acc = acc * decay + tl.sum(sum_tile * factor[:, None], 0)
+        peak = new_peak
+
+    empty = total == 0.0
+    divisor = tl.where(empty, 1.0, total)
+    tl.store(logsumexp + number, tl.where(empty, float("-inf"), peak * LN2 + tl.log(divisor)))
+    out += (batch * out_batch + head.to(tl.int64) * out_head + query.to(tl.int64) * out_row) * UNIT
+    tl.store(out + dim, (acc / divisor).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+def decode_launches(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, logsumexp: Tensor, lengths: Tensor,
+    page_table: Tensor | None, causal: bool, scale: float,
+) -> list[Launch]:  # fmt: skip
+    """One launch, or two where the keys are split, that fill `out` and `logsumexp`."""
+    page_size = 0
+    capacity = k_cache.shape[2]
+    if page_table is not None:
+        page_size = k_cache.shape[1]
+        capacity = page_size * page_table.shape[1]
+        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
+    k_cache, v_cache = within_reach(k_cache), within_reach(v_cache)
+    B, H, Lq, D = q.shape
+    Hkv = k_cache.shape[1]
+    block_d = max(32, triton.next_power_of_2(D))
+    most_rows, keys, warps, stages = TILES[q.element_size() * 8, block_d]
+    block_rows = min(most_rows, max(16, triton.next_power_of_2(H // Hkv * Lq)))
+    warps *= block_rows // 16
+    programs = B * Hkv * triton.cdiv(H // Hkv * Lq, block_rows)
+    parts = max(1, min(triton.cdiv(PROGRAMS, programs), triton.cdiv(capacity, keys), MOST_PARTS))
+    rows = B * H * Lq
+
+    shared = {
+        "logsumexp": logsumexp, "lengths": lengths, "kv_heads": Hkv, "group": H // Hkv, "queries": Lq,
+        "capacity": capacity, "parts": parts, "rows": rows, "HEAD_DIM": D, "BLOCK_D": block_d, "BLOCK_KEYS": keys,
+        "sums": None, "peaks": None, "totals": None,
+    }  # fmt: skip
+    if parts > 1:
+        shared["sums"] = torch.empty((parts, rows, D), dtype=torch.float32, device=q.device)
+        shared["peaks"], shared["totals"] = torch.empty((2, parts, rows), dtype=torch.float32, device=q.device)
+    kind = f"{str(q.dtype)[6:]} d{block_d}"
+    launches = [
+        Launch(
+            name=f"attention decode {kind} {block_rows}x{keys} {warps} warps {stages} stages"
+            f"{f' pages of {page_size}' if page_size else ''}{' in parts' if parts > 1 else ''}",
+            kernel=_part_kernel,
+            grid=programs * parts,
+            arguments=tensor_arguments(q=q, k=k_cache, v=v_cache, out=out) | shared | {
+                "page_table": page_table, "table_batch": 0 if page_table is None else page_table.stride(0),
+                "scale": scale, "BLOCK_ROWS": block_rows, "PAGE_SIZE": page_size, "CAUSAL": causal and Lq > 1,
+            },
+            num_warps=warps,
+            num_stages=stages,
+        )
+    ]  # fmt: skip
+    if parts > 1:
+        launches.append(
+            Launch(
+                name=f"attention decode join {kind}",
+                kernel=_join_kernel,
+                grid=rows,
+                arguments=tensor_arguments(out=out) | shared | {"BLOCK_PARTS": REDUCED_AT_ONCE},
+                num_warps=4,
+                num_stages=1,
+            )
+        )
+    return launches
+
+
+@widen_bf16_if_interpreted(results=1)
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    lengths: Tensor,
+    page_table: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the newest queries of every sequence to its cache, by Triton; forward only.
+
+    Args:
+        q: (B, H, Lq, D), fp32, fp16 or bf16, the last Lq positions of each sequence; D from 1 to 256; last stride 1.
+        k_cache, v_cache: (B, Hkv, S, D) of q's dtype, ``Hkv`` divides ``H``, any strides with last 1; or, with a page
+            table, (pages, page_size, Hkv, D).
+        lengths: int32 (B,), keys in the cache, those of the new positions included; what lies past them is not read.
+        page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
+            ``page_table[b, j // page_size]``. Entries past the last key may hold anything. A page size compiles once.
+        causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq``; False: all keys.
+        scale: multiplies q k^T.
+
+    Returns:
+        out (B, H, Lq, D) in q's dtype and logsumexp (B, H, Lq) fp32; 0 and -inf for a query without keys. Bitwise equal
+        from run to run.
+    """
+    out = torch.empty_like(q)
+    logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if out.numel() == 0 or k_cache.numel() == 0 or (page_table is not None and page_table.numel() == 0):
+        return out.zero_(), logsumexp.fill_(float("-inf"))
+    if page_table is not None and page_table.stride(1) != 1:
+        page_table = page_table.contiguous()
+    launches = decode_launches(
+        within_reach(q), k_cache, v_cache, out, logsumexp, lengths.contiguous(), page_table, causal, scale
+    )
+    run(launches, q)
+    return out, logsumexp
+
+
+def compile_cases(arch: str) -> Iterator[Launch]:
+    """Both launches of every config; for most also with 32 rows, and with the cache in one piece, in pages as large as
+    a tile, and in smaller ones."""
+
+    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    for bits, block_d in TILES:
+        dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
+        for Lq, page_size in ((1, 0), (1, 64), (4, 16), (8, 0)):
+            if (bits == 32 or block_d == 32) and page_size != 16:
+                continue
+            q, logsumexp = meta(2, 32, Lq, block_d, dtype=dtype), meta(2, 32, Lq, dtype=torch.float32)
+            table = meta(2, 256, dtype=torch.int32) if page_size else None
+            cache = (
+                meta(64, page_size, 8, block_d, dtype=dtype) if page_size else meta(2, 8, 4096, block_d, dtype=dtype)
+            )
+            lengths = meta(2, dtype=torch.int32)
+            yield from decode_launches(q, cache, cache, q, logsumexp, lengths, table, True, 1.0)
+    q, cache = meta(64, 16, 1, 64, dtype=torch.float16), meta(64, 16, 512, 64, dtype=torch.float16)
+    logsumexp, lengths = meta(64, 16, 1, dtype=torch.float32), meta(64, dtype=torch.int32)
+    yield from decode_launches(q, cache, cache, q, logsumexp, lengths, None, True, 1.0)
