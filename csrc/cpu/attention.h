@@ -6,7 +6,7 @@
 #pragma once
 
 #include "draws.h"
-#include "matrix.h"
+#include "operands.h"
 
 #include <ATen/Parallel.h>
 
@@ -197,23 +197,6 @@ struct TileDropout {
       }
   }
 };
-
-// (queries, D) of a tensor as (D, lanes), times a factor: the operand of a product whose vectors run along the queries.
-template <typename T, typename A>
-inline void load_lanes(const T* source, int64_t stride, int64_t queries, int64_t D, A factor, A* lanes) {
-  transpose_rows<A>(
-      queries, D,
-      [&](int64_t i, int64_t d, int64_t count) { return load_some(source + i * stride + d, count) * factor; }, lanes,
-      round_up(queries, kLanes<A>));
-}
-
-// A tile as the broadcast operand of a product: that one may lie anywhere and have any width.
-template <typename T, typename A>
-inline Matrix<A> load_factors(const T* source, int64_t stride, int64_t rows, int64_t D, A* scratch) {
-  if constexpr (std::is_same_v<T, A>) return {source, stride};
-  const Rows<A> converted = load_rows(source, stride, rows, D, scratch);
-  return {converted.data, converted.stride};
-}
 
 // What stands in for `kept` where nothing is dropped.
 struct AllKept {};

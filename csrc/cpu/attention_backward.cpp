@@ -30,6 +30,7 @@ template <typename T, typename A>
 class KeyRangeBackward {
  public:
   static constexpr int64_t kW = kLanes<A>;
+  using E = Operand<T>;
 
   KeyRangeBackward(const AttentionProblem<T, A>& problem, const AttentionGradients<T, A>& gradients, int64_t b,
                    int64_t kv_head, int64_t first_key, int64_t last_key)
@@ -38,13 +39,13 @@ class KeyRangeBackward {
     const int64_t queries = std::min(kQueryTile, problem.Lq), lanes = round_up(queries, kW);
     const int64_t range = last_key - first_key, keys = std::min(kKeyTile, range);
     const int64_t sizes[] = {problem.D * lanes, problem.D * lanes, queries * width_, queries * width_, queries * width_,
-                             keys * lanes,      keys * lanes,      keys * width_,    keys * width_,    keys,
+                             keys * lanes,      keys * lanes,      keys * width_,    keys,
                              keys * lanes,      range * width_,    range * width_};
     A* buffers[std::size(sizes)];
     Workspace<A>::of_this_thread().divide(sizes, buffers);
     A** next = buffers;
     for (A** buffer : {&query_lanes_, &grad_out_lanes_, &query_rows_, &grad_out_rows_, &grad_q_, &weights_, &grads_,
-                       &key_rows_, &value_rows_, &key_addend_, &pair_addend_, &grad_k_, &grad_v_})
+                       &staged_, &key_addend_, &pair_addend_, &grad_k_, &grad_v_})
       *buffer = *next++;
     std::fill(grad_k_, grad_k_ + range * width_, A(0));
     std::fill(grad_v_, grad_v_ + range * width_, A(0));
@@ -80,17 +81,17 @@ class KeyRangeBackward {
     if (first_key_ >= end) return;
     const T* q = p.q.at(b_, h, first_query);
     const T* grad_out = gradients_.grad_out.at(b_, h, first_query);
-    load_lanes(q, p.q.row_stride(), queries, p.D, p.scale, query_lanes_);
-    load_lanes(grad_out, gradients_.grad_out.row_stride(), queries, p.D, A(1), grad_out_lanes_);
-    const Rows<A> q_rows = load_rows(q, p.q.row_stride(), queries, p.D, query_rows_);
-    const Rows<A> grad_out_rows =
-        load_rows(grad_out, gradients_.grad_out.row_stride(), queries, p.D, grad_out_rows_);
+    const int64_t q_stride = p.q.row_stride(), grad_stride = gradients_.grad_out.row_stride();
+    q_ = {load_lanes(q, q_stride, queries, p.D, operand(query_lanes_)),
+          load_rows(q, q_stride, queries, p.D, operand(query_rows_))};
+    grad_out_ = {load_lanes(grad_out, grad_stride, queries, p.D, operand(grad_out_lanes_)),
+                 load_rows(grad_out, grad_stride, queries, p.D, operand(grad_out_rows_))};
     const bool one_tile = first_key_ == 0 && mask.keys() <= std::min(last_key_, kKeyTile);
     if (!one_tile) load_delta();
     for (int64_t first = first_key_; first < end; first += kKeyTile) {
       const int64_t keys = std::min(kKeyTile, end - first), visible = mask.load(first, keys);
       if (uniform || visible > 0)
-        add_tile(mask, first, uniform ? keys : visible, q_rows, grad_out_rows, one_tile && first == 0);
+        add_tile(mask, first, uniform ? keys : visible, one_tile && first == 0);
     }
   }
 
@@ -125,26 +126,28 @@ class KeyRangeBackward {
     }
   }
 
-  void add_tile(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys, Rows<A> q_rows, Rows<A> grad_out_rows,
-                bool sum_delta) {
+  void add_tile(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys, bool sum_delta) {
     const auto& p = problem_;
     const T* k = p.k.at(b_, kv_head_, first_key);
     const T* v = p.v.at(b_, kv_head_, first_key);
-    const Rows<A> k_rows = load_rows(k, p.k.row_stride(), keys, p.D, key_rows_);
-    multiply(keys, lanes_, p.D, Matrix<A>{k_rows.data, k_rows.stride}, Rows<A>{query_lanes_, lanes_, true}, weights_,
+    const int64_t k_stride = p.k.row_stride(), v_stride = p.v.row_stride();
+    multiply(keys, lanes_, p.D, load_factors(k, k_stride, keys, p.D, operand(staged_)), q_.lanes, p.scale, weights_,
              lanes_);
-    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, value_rows_),
-             Rows<A>{grad_out_lanes_, lanes_, true}, grads_, lanes_);
+    multiply(keys, lanes_, p.D, load_factors(v, v_stride, keys, p.D, operand(staged_)), grad_out_.lanes, A(1), grads_,
+             lanes_);
     mask.apply(keys, weights_);
     for (int64_t lane = 0; lane < lanes_; lane += kW) {
       find_weights(first_key, keys, lane, sum_delta);
       differentiate(keys, lane);
     }
     const int64_t offset = (first_key - first_key_) * width_;
-    const Matrix<A> weights{weights_, lanes_}, grads{grads_, lanes_};
-    multiply_add(keys, width_, queries_, weights, grad_out_rows, grad_v_ + offset, width_);
-    multiply_add(keys, width_, queries_, grads, q_rows, grad_k_ + offset, width_);
-    multiply_add(queries_, width_, keys, grads.transposed(), k_rows, grad_q_, width_);
+    multiply_add(keys, width_, queries_, over_queries<E>(weights_, keys, queries_, lanes_, weights_), grad_out_.rows,
+                 grad_v_ + offset, width_);
+    // The weights have done their work, and leave their room.
+    multiply_add(keys, width_, queries_, over_queries<E>(grads_, keys, queries_, lanes_, weights_), q_.rows,
+                 grad_k_ + offset, width_);
+    multiply_add(queries_, width_, keys, over_keys<E>(grads_, keys, lanes_),
+                 load_rows(k, k_stride, keys, p.D, operand(staged_)), grad_q_, width_);
   }
 
   // Scores to weights, and the gradients of dropped weights to those of weights, for one vector of queries. The sign
@@ -183,6 +186,8 @@ class KeyRangeBackward {
     }
   }
 
+  static E* operand(A* buffer) { return reinterpret_cast<E*>(buffer); }
+
   template <typename U>
   void write(const A* rows, int64_t count, A factor, U* target, int64_t stride) const {
     for (int64_t i = 0; i < count; ++i)
@@ -195,8 +200,11 @@ class KeyRangeBackward {
   int64_t b_, kv_head_, first_key_, last_key_, width_;
   A rescale_;
   int64_t h_ = 0, first_query_ = 0, queries_ = 0, lanes_ = 0;
-  A *query_lanes_, *grad_out_lanes_, *query_rows_, *grad_out_rows_, *grad_q_, *weights_, *grads_, *key_rows_,
-      *value_rows_, *key_addend_, *pair_addend_, *grad_k_, *grad_v_;
+  A *query_lanes_, *grad_out_lanes_, *query_rows_, *grad_out_rows_, *grad_q_, *weights_, *grads_, *staged_,
+      *key_addend_, *pair_addend_, *grad_k_, *grad_v_;
+  struct {
+    Rows<E> lanes, rows;  // as the right operand of a product along the queries, and of one over them
+  } q_, grad_out_;
   A logsumexp_[kQueryTile], delta_[kQueryTile], uniform_[kQueryTile];
   std::optional<TileDropout<A>> dropout_;
 };

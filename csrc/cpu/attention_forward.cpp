@@ -10,6 +10,7 @@ template <typename T, typename A>
 class ForwardBlock {
  public:
   static constexpr int64_t kW = kLanes<A>;
+  using E = Operand<T>;
 
   ForwardBlock(const AttentionProblem<T, A>& problem, int64_t b, int64_t h, int64_t first_query)
       : problem_(problem), b_(b), h_(h), kv_head_(h / (problem.H / problem.Hkv)), first_query_(first_query),
@@ -29,8 +30,8 @@ class ForwardBlock {
     std::fill(sum_, sum_ + queries_ * width_, A(0));
     std::fill(maximum_, maximum_ + lanes_, kBlocked<A>);
     std::fill(total_, total_ + lanes_, A(0));
-    load_lanes(problem_.q.at(b_, h_, first_query_), problem_.q.row_stride(), queries_, problem_.D, problem_.scale,
-               query_lanes_);
+    query_operand_ = load_lanes(problem_.q.at(b_, h_, first_query_), problem_.q.row_stride(), queries_, problem_.D,
+                                operand(query_lanes_));
     BlockMask<T, A> mask(problem_, b_, h_, first_query_, queries_, key_addend_, pair_addend_);
     for (int64_t first = 0; first < mask.keys(); first += kKeyTile)
       if (const int64_t keys = mask.load(first, std::min(kKeyTile, mask.keys() - first)); keys > 0)
@@ -44,9 +45,9 @@ class ForwardBlock {
  private:
   void add_tile(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys) {
     const auto& k = problem_.k;
-    const Matrix<A> key_rows =
-        load_factors(k.at(b_, kv_head_, first_key), k.row_stride(), keys, problem_.D, staged_);
-    multiply(keys, lanes_, problem_.D, key_rows, Rows<A>{query_lanes_, lanes_, true}, scores_, lanes_);
+    const Matrix<E> key_rows =
+        load_factors(k.at(b_, kv_head_, first_key), k.row_stride(), keys, problem_.D, operand(staged_));
+    multiply(keys, lanes_, problem_.D, key_rows, query_operand_, problem_.scale, scores_, lanes_);
     mask.apply(keys, scores_);
     A shrink[kQueryTile];
     for (int64_t lane = 0; lane < lanes_; lane += kW) softmax_lanes(first_key, keys, lane, shrink + lane);
@@ -100,13 +101,12 @@ class ForwardBlock {
 
   void add_values(int64_t first_key, int64_t keys, bool replace_non_finite) {
     const auto& v = problem_.v;
-    Rows<A> values = load_rows(v.at(b_, kv_head_, first_key), v.row_stride(), keys, problem_.D, staged_);
+    Rows<E> values = load_rows(v.at(b_, kv_head_, first_key), v.row_stride(), keys, problem_.D, operand(staged_));
     if (!values.finite && replace_non_finite) {
-      std::transform(values.data, values.data + keys * width_, staged_,
-                     [](A value) { return std::isfinite(value) ? value : A(0); });
-      values = {staged_, width_, true};
+      zero_non_finite(values.data, (keys + kSteps<E> - 1) / kSteps<E> * width_, operand(staged_));
+      values = {operand(staged_), width_, true};
     }
-    multiply_add(queries_, width_, keys, Matrix<A>{scores_, lanes_}.transposed(), values, sum_, width_);
+    multiply_add(queries_, width_, keys, over_keys<E>(scores_, keys, lanes_), values, sum_, width_);
   }
 
   void write(View<T> out) const {
@@ -121,9 +121,12 @@ class ForwardBlock {
 
   const TileDropout<A>* dropout() const { return dropout_ ? &*dropout_ : nullptr; }
 
+  static E* operand(A* buffer) { return reinterpret_cast<E*>(buffer); }
+
   const AttentionProblem<T, A>& problem_;
   int64_t b_, h_, kv_head_, first_query_, queries_, lanes_, width_;
   A *query_lanes_, *scores_, *sum_, *staged_, *key_addend_, *pair_addend_;
+  Rows<E> query_operand_;
   A maximum_[kQueryTile], total_[kQueryTile];
   std::optional<TileDropout<A>> dropout_;
 };

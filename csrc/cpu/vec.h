@@ -126,6 +126,71 @@ inline void narrow(c10::Half* p, Vector<float> v) {
 #endif
 }
 
+// `count` lanes, the others zero, in a loop that mostly meets whole vectors.
+template <typename T>
+inline Vector<Accumulate<T>> load_some(const T* p, int64_t count) {
+  if (count == kLanes<Accumulate<T>>) return widen(p);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const uint32_t mask = (1u << count) - 1;
+  if constexpr (std::is_same_v<T, float>) return _mm512_maskz_loadu_ps(mask, p);
+  if constexpr (std::is_same_v<T, double>) return _mm512_maskz_loadu_pd(mask, p);
+  if constexpr (sizeof(T) == 2) {
+    T lanes[kLanes<float>];
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), _mm256_maskz_loadu_epi16(mask, p));
+    return widen(lanes);
+  }
+#endif
+  T lanes[kLanes<Accumulate<T>>] = {};
+  std::memcpy(lanes, p, count * sizeof(T));
+  return widen(lanes);
+}
+
+template <typename T>
+inline void store_some(T* p, Vector<Accumulate<T>> v, int64_t count) {
+  if (count == kLanes<Accumulate<T>>) return narrow(p, v);
+  T lanes[kLanes<Accumulate<T>>];
+  narrow(lanes, v);
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const uint32_t mask = (1u << count) - 1;
+  if constexpr (sizeof(T) == 2)
+    return _mm256_mask_storeu_epi16(p, mask, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes)));
+  if constexpr (std::is_same_v<T, float>) return _mm512_mask_storeu_ps(p, mask, v);
+#endif
+  std::memcpy(p, lanes, count * sizeof(T));
+}
+
+#if defined(__AVX512BF16__)
+// The bits of the first `count` of 32 bfloat16, the others zero.
+inline Vector<float> load_bits(const c10::BFloat16* p, int64_t count) {
+  const uint64_t mask = count >= 32 ? ~uint32_t{0} : (uint64_t{1} << count) - 1;
+  return reinterpret_cast<Vector<float>>(_mm512_maskz_loadu_epi16(static_cast<__mmask32>(mask), p));
+}
+
+// 32 bfloat16: the lanes of `low`, then those of `high`, rounded to nearest even.
+inline Vector<float> packed_halves(Vector<float> low, Vector<float> high) {
+  return reinterpret_cast<Vector<float>>(_mm512_cvtne2ps_pbh(high, low));
+}
+
+typedef uint16_t HalvesVector __attribute__((vector_size(64)));
+
+// 16 pairs of 16-bit elements: element i of `a` beside element i of `b`, for i = first .. first + 15.
+inline Vector<float> halves_interleaved(Vector<float> a, Vector<float> b, uint16_t first) {
+  HalvesVector order;
+  for (uint16_t i = 0; i < 32; ++i) order[i] = first + i / 2 + (i % 2) * 32;
+  return reinterpret_cast<Vector<float>>(_mm512_permutex2var_epi16(
+      reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(order), reinterpret_cast<__m512i>(b)));
+}
+
+// Lane i of `low` and lane i of `high`, rounded, as one pair of bfloat16.
+inline Vector<float> packed_pairs(Vector<float> low, Vector<float> high) {
+  const Vector<float> packed = packed_halves(low, high);
+  HalvesVector order;
+  for (uint16_t i = 0; i < 32; ++i) order[i] = i / 2 + (i % 2) * 16;
+  return reinterpret_cast<Vector<float>>(
+      _mm512_permutexvar_epi16(reinterpret_cast<__m512i>(order), reinterpret_cast<__m512i>(packed)));
+}
+#endif
+
 template <typename T>
 inline Vector<Accumulate<T>> load(const T* p, Full<Accumulate<T>>, Accumulate<T> = 0) {
   return widen(p);

@@ -1,0 +1,184 @@
+// Rows of a tensor, and tiles of scores, as operands of the products of matrix.h.
+#pragma once
+
+#include "matrix.h"
+
+#include <cmath>
+#include <utility>
+
+namespace transformer_fast {
+namespace {
+
+// One step of the transposition: swaps the off-diagonal blocks, kHalf lanes wide, of every block 2 * kHalf wide.
+template <typename A, int kHalf, std::size_t... kLane>
+inline void swap_blocks(Vector<A>* rows, std::index_sequence<kLane...>) {
+  constexpr int lanes = kLanes<A>;
+  for (int r = 0; r < lanes; ++r) {
+    if (r & kHalf) continue;
+    const Vector<A> a = rows[r], b = rows[r + kHalf];
+    rows[r] = __builtin_shuffle(a, b, IntegerVector<A>{(kLane & kHalf ? kLane - kHalf + lanes : kLane)...});
+    rows[r + kHalf] = __builtin_shuffle(a, b, IntegerVector<A>{(kLane & kHalf ? kLane + lanes : kLane + kHalf)...});
+  }
+}
+
+// Transposes a square of kLanes vectors in registers.
+template <typename A, int kHalf = kLanes<A> / 2>
+inline void transpose(Vector<A>* rows) {
+  swap_blocks<A, kHalf>(rows, std::make_index_sequence<kLanes<A>>{});
+  if constexpr (kHalf > 1) transpose<A, kHalf / 2>(rows);
+}
+
+template <typename A>
+inline A lane_sum(Vector<A> v) {
+  const Vector<A> slots[4] = {v};
+  return sum<A>(slots);
+}
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// out[column * out_stride + row] = row_at(row, column, count) for all columns and for rows rounded up to whole vectors;
+// row_at gives `count` lanes of a row, and is not called for rows that do not exist: those become zero.
+template <typename A, typename RowAt>
+inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, A* out, int64_t out_stride) {
+  constexpr int64_t lanes = kLanes<A>;
+  for (int64_t r = 0; r < rows; r += lanes)
+    for (int64_t c = 0; c < columns; c += lanes) {
+      Vector<A> square[lanes];
+      for (int64_t i = 0; i < lanes; ++i)
+        square[i] = r + i < rows ? row_at(r + i, c, std::min(lanes, columns - c)) : Vector<A>{};
+      transpose<A>(square);
+      for (int64_t i = 0; i < std::min(lanes, columns - c); ++i) narrow(out + (c + i) * out_stride + r, square[i]);
+    }
+}
+
+// (queries, D) of a tensor as (D, queries): the right operand of a product whose vectors run along the queries.
+template <typename T>
+inline Rows<Operand<T>> load_lanes(const T* source, int64_t stride, int64_t queries, int64_t D, Operand<T>* lanes) {
+  using A = Accumulate<T>;
+  using E = Operand<T>;
+  const int64_t padded = round_up(queries, kLanes<A>);
+  const auto row_at = [&](int64_t i, int64_t d, int64_t count) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<E, Pair>)
+      return reinterpret_cast<Vector<A>>(load_bits(source + i * stride + 2 * d, std::min(2 * count, D - 2 * d)));
+    else
+#endif
+      return load_some(source + i * stride + d, count);
+  };
+  transpose_rows<A>(queries, (D + kSteps<E> - 1) / kSteps<E>, row_at, reinterpret_cast<A*>(lanes), padded);
+  return {lanes, padded, true};
+}
+
+// A tile's rows as the right operand of a product over the rows: in place where they already lie so.
+template <typename T>
+inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows, int64_t columns,
+                                  Operand<T>* scratch) {
+  using A = Accumulate<T>;
+  using E = Operand<T>;
+  constexpr int64_t lanes = kLanes<A>;
+  const int64_t padded = round_up(columns, lanes);
+  Vector<A> poison{};  // 0, or NaN as soon as an element is not finite
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<E, Pair>) {
+    for (int64_t r = 0; r < rows; r += 2)
+      for (int64_t c = 0; c < columns; c += 2 * lanes) {
+        const int64_t count = std::min(2 * lanes, columns - c);
+        const T* row = source + r * stride + c;
+        const Vector<A> upper = load_bits(row, count), lower = load_bits(row + stride, r + 1 < rows ? count : 0);
+        const Vector<A> pairs[2] = {halves_interleaved(upper, lower, 0), halves_interleaved(upper, lower, 16)};
+        for (int64_t n = 0; n * lanes < count; ++n) {
+          poison = multiply_add(poison, Pair{}, pairs[n]);
+          narrow(reinterpret_cast<A*>(scratch + r / 2 * padded + c + n * lanes), pairs[n]);
+        }
+      }
+    return {scratch, padded, lane_sum<A>(poison) == 0};
+  }
+#endif
+  // Far-apart rows would fight over the same cache lines each time a product passes over them.
+  const bool in_place = std::is_same_v<T, A> && stride == columns && columns == padded;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t c = 0; c < padded; c += lanes) {
+      const Vector<A> v = load_some(source + r * stride + c, std::min(lanes, columns - c));
+      poison += v * A(0);
+      if (!in_place) narrow(reinterpret_cast<A*>(scratch) + r * padded + c, v);
+    }
+  const bool finite = lane_sum<A>(poison) == 0;
+  if constexpr (std::is_same_v<T, A>)
+    if (in_place) return {source, stride, finite};
+  return {scratch, padded, finite};
+}
+
+// A tile's rows as the left operand of a product over D: in place where they can be.
+template <typename T>
+inline Matrix<Operand<T>> load_factors(const T* source, int64_t stride, int64_t rows, int64_t D, Operand<T>* scratch) {
+  using A = Accumulate<T>;
+  if constexpr (std::is_same_v<T, A>) {
+    return {source, stride};
+  } else if constexpr (std::is_same_v<Operand<T>, Pair>) {
+    if (D % 2 == 0 && stride % 2 == 0) return {reinterpret_cast<const Pair*>(source), stride / 2};
+    const int64_t pairs = (D + 1) / 2;
+    for (int64_t r = 0; r < rows; ++r) {
+      scratch[r * pairs + pairs - 1] = Pair{};
+      std::memcpy(scratch + r * pairs, source + r * stride, D * sizeof(T));
+    }
+    return {scratch, pairs};
+  } else {
+    const Rows<A> converted = load_rows(source, stride, rows, D, scratch);
+    return {converted.data, converted.stride};
+  }
+}
+
+// A tile of scores, (keys, lanes) with `lanes` queries, as the left operand of a product over its keys. Pairs are packed
+// in place: those of keys j and j + 1 take the row of key j.
+template <typename E, typename A>
+inline Matrix<E> over_keys(A* tile, int64_t keys, int64_t lanes) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<E, Pair>) {
+    for (int64_t j = 0; j < keys; j += 2)
+      for (int64_t lane = 0; lane < lanes; lane += kLanes<A>) {
+        A* row = tile + j * lanes + lane;
+        narrow(row, packed_pairs(widen(row), j + 1 < keys ? widen(row + lanes) : Vector<A>{}));
+      }
+    return {reinterpret_cast<const Pair*>(tile), 1, 2 * lanes};
+  } else
+#endif
+    return {tile, 1, lanes};
+}
+
+// The same over its queries. Pairs are packed into `packed`, which may be the tile.
+template <typename E, typename A>
+inline Matrix<E> over_queries(const A* tile, int64_t keys, int64_t queries, int64_t lanes, A* packed) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<E, Pair>) {
+    for (int64_t j = 0; j < keys; ++j) {
+      const A* row = tile + j * lanes;
+      for (int64_t lane = 0; lane < lanes; lane += 2 * kLanes<A>) {
+        const bool whole = lane + kLanes<A> < lanes;
+        const Vector<A> upper = whole ? widen(row + lane + kLanes<A>) : Vector<A>{};
+        narrow(packed + j * lanes + lane / 2, packed_halves(widen(row + lane), upper));
+      }
+      // The partner of an odd last query is a row of zeros, but what stands here may be NaN.
+      if (queries % 2 != 0) reinterpret_cast<Pair*>(packed + j * lanes)[queries / 2].element[1] = 0;
+    }
+    return {reinterpret_cast<const Pair*>(packed), lanes, 1};
+  } else
+#endif
+    return {tile, lanes, 1};
+}
+
+// Puts 0 in place of every NaN and Inf among `count` elements.
+template <typename E>
+inline void zero_non_finite(const E* source, int64_t count, E* target) {
+  std::transform(source, source + count, target, [](E element) {
+    if constexpr (std::is_same_v<E, Pair>) {
+      for (auto& half : element.element)
+        if (!std::isfinite(static_cast<float>(half))) half = 0;
+      return element;
+    } else {
+      return std::isfinite(element) ? element : E(0);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace transformer_fast
