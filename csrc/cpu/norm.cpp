@@ -42,10 +42,21 @@ Tensor as_rows(const Tensor& x) {
 
 OptionalTensor as_rows(const OptionalTensor& x) { return x ? OptionalTensor(as_rows(*x)) : OptionalTensor(); }
 
-// Weights take part in the accumulation type, whatever the activations are.
-Tensor as_accumulate(const OptionalTensor& weight, at::ScalarType type) {
-  return weight ? weight->to(type).contiguous() : Tensor();
-}
+// Weights are read in the type of the activations or in that of the arithmetic; any other, or two types, is converted.
+struct Weights {
+  Tensor weight, bias;
+  at::ScalarType type;
+
+  Weights(const OptionalTensor& weight_, const OptionalTensor& bias_, at::ScalarType activations,
+          at::ScalarType arithmetic)
+      : type(arithmetic) {
+    const OptionalTensor& given = weight_ ? weight_ : bias_;
+    if (given && given->scalar_type() == activations && (!bias_ || bias_->scalar_type() == activations))
+      type = activations;
+    if (weight_) weight = weight_->to(type).contiguous();
+    if (bias_) bias = bias_->to(type).contiguous();
+  }
+};
 
 template <typename T>
 struct Matrix {
@@ -99,8 +110,8 @@ void add_row(const T* x, const T* residual, T* summed, int64_t row, int64_t d, b
   }
 }
 
-template <typename T, typename A = Accumulate<T>>
-void normalize_row(const T* x, const A* weight, const A* bias, T* out, int64_t d, A eps, bool std, A& mean, A& rstd) {
+template <typename T, typename W, typename A = Accumulate<T>>
+void normalize_row(const T* x, const W* weight, const W* bias, T* out, int64_t d, A eps, bool std, A& mean, A& rstd) {
   // Sums start from the first element: large offsets cancel, and a constant row has exactly itself as mean.
   const A first = static_cast<A>(x[0]);
   Vector<A> sums[4] = {};
@@ -123,8 +134,8 @@ void normalize_row(const T* x, const A* weight, const A* bias, T* out, int64_t d
   });
 }
 
-template <typename T, typename A = Accumulate<T>>
-void forward_rows(Matrix<T> x, Matrix<T> residual, const A* weight, const A* bias, Matrix<T> out, Matrix<T> summed,
+template <typename T, typename W, typename A = Accumulate<T>>
+void forward_rows(Matrix<T> x, Matrix<T> residual, const W* weight, const W* bias, Matrix<T> out, Matrix<T> summed,
                   A* mean, A* rstd, int64_t rows, int64_t d, double eps, bool std, bool drop, Dropout dropout) {
   at::parallel_for(0, rows, grain_rows(d), [&](int64_t begin, int64_t end) {
     for (int64_t r = begin; r < end; ++r) {
@@ -134,7 +145,7 @@ void forward_rows(Matrix<T> x, Matrix<T> residual, const A* weight, const A* bia
         input = summed.row(r);
       }
       A mean_r, rstd_r;
-      normalize_row<T>(input, weight, bias, out.row(r), d, static_cast<A>(eps), std, mean_r, rstd_r);
+      normalize_row<T, W>(input, weight, bias, out.row(r), d, static_cast<A>(eps), std, mean_r, rstd_r);
       if (mean) {
         mean[r] = mean_r;
         rstd[r] = rstd_r;
@@ -147,24 +158,23 @@ void forward_rows(Matrix<T> x, Matrix<T> residual, const A* weight, const A* bia
 
 NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                         const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
-                        bool statistics) {
+                        void* mean, void* rstd) {
   const Tensor x_rows = as_rows(x);
   const OptionalTensor residual_rows = as_rows(residual);
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
-  const auto accumulate = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  NormResult result{at::cpu::empty(x.sizes(), x.options())};
+  NormResult result{at::cpu::empty(x.sizes(), x.options()), {}};
   if (residual) result.summed = at::cpu::empty(x.sizes(), x.options());
-  if (statistics) {
-    result.mean = at::cpu::empty({rows}, x.options().dtype(accumulate));
-    result.rstd = at::cpu::empty({rows}, x.options().dtype(accumulate));
-  }
-  const Tensor weight_ = as_accumulate(weight, accumulate), bias_ = as_accumulate(bias, accumulate);
+  const Weights weights(weight, bias, x.scalar_type(), statistics_type(x));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm", [&] {
     using A = Accumulate<scalar_t>;
     using M = Matrix<scalar_t>;
-    forward_rows<scalar_t>(M(x_rows), M(residual_rows), pointer<A>(weight_), pointer<A>(bias_), M(result.out, d),
-                           M(result.summed, d), result_pointer<A>(result.mean), result_pointer<A>(result.rstd), rows, d,
-                           eps, std, dropout_p > 0, make_dropout(dropout_p, seed));
+    const auto run = [&](auto weight_type) {
+      using W = decltype(weight_type);
+      forward_rows<scalar_t, W>(M(x_rows), M(residual_rows), pointer<W>(weights.weight), pointer<W>(weights.bias),
+                                M(result.out, d), M(result.summed, d), static_cast<A*>(mean), static_cast<A*>(rstd),
+                                rows, d, eps, std, dropout_p > 0, make_dropout(dropout_p, seed));
+    };
+    weights.type == x.scalar_type() ? run(scalar_t{}) : run(A{});
   });
   return result;
 }
@@ -182,8 +192,8 @@ struct RowGradient {
   A shift, tilt;
 };
 
-template <bool kStd, typename T, typename A = Accumulate<T>>
-RowGradient<A> row_gradient(const T* dy, const T* x, const A* weight, A mean, A rstd, int64_t d) {
+template <bool kStd, typename T, typename W, typename A = Accumulate<T>>
+RowGradient<A> row_gradient(const T* dy, const T* x, const W* weight, A mean, A rstd, int64_t d) {
   Vector<A> g_sums[4] = {}, gh_sums[4] = {}, hh_sums[4] = {};
   for_columns<A>(0, d, [&](int64_t c, auto count, int slot) {
     auto g = load(dy + c, count);
@@ -203,11 +213,12 @@ RowGradient<A> row_gradient(const T* dy, const T* x, const A* weight, A mean, A 
   return {sum<A>(g_sums) / d * rstd, slope * rstd * rstd};
 }
 
-template <typename T>
+template <typename T, typename W>
 struct Backward {
   using A = Accumulate<T>;
   Matrix<T> dy, x, grad_summed;     // in; grad_summed may be absent
-  const A *weight, *mean, *rstd;    // in; weight may be absent
+  const W* weight;                  // in; may be absent
+  const A *mean, *rstd;             // in
   Matrix<T> grad_x, grad_residual;  // out; grad_residual only with dropout, where it differs from grad_x
   int64_t d;
   bool std, drop, has_weight_grad, has_bias_grad;
@@ -217,8 +228,8 @@ struct Backward {
   void row(int64_t r, A* dw, A* db) const {
     const T *dy_row = dy.row(r), *x_row = x.row(r);
     const A mean_r = mean[r], rstd_r = rstd[r];
-    const auto [shift, tilt] = std ? row_gradient<true, T>(dy_row, x_row, weight, mean_r, rstd_r, d)
-                                   : row_gradient<false, T>(dy_row, x_row, weight, mean_r, rstd_r, d);
+    const auto [shift, tilt] = std ? row_gradient<true, T, W>(dy_row, x_row, weight, mean_r, rstd_r, d)
+                                   : row_gradient<false, T, W>(dy_row, x_row, weight, mean_r, rstd_r, d);
     uint16_t draws[kDrawRoom];
     for (int64_t start = 0; start < d; start += kDrawColumns) {
       const int64_t end = std::min(d, start + kDrawColumns);
@@ -252,54 +263,60 @@ int64_t chunk_rows(int64_t rows, int64_t d) {
 }
 
 // One weight gradient: the sum of its partials, d of every chunk, in the order of the chunks.
-template <typename A>
-Tensor sum_partials(const Tensor& partials, int64_t chunks, at::ScalarType type) {
-  if (chunks == 1) return partials.to(type);
-  const int64_t d = partials.numel() / chunks;
-  const Tensor sums = at::cpu::empty({d}, partials.options());
+template <typename W, typename A>
+Tensor sum_partials(const Tensor& partials, int64_t chunks, int64_t d, at::ScalarType type) {
+  if (chunks == 1 && partials.scalar_type() == type) return partials;
+  const Tensor sums = at::cpu::empty({d}, partials.options().dtype(type));
   const A* from = partials.const_data_ptr<A>();
-  A* to = sums.mutable_data_ptr<A>();
+  W* to = sums.mutable_data_ptr<W>();
   const int64_t grain = std::max<int64_t>(kGrain / std::max<int64_t>(chunks, 1), 64);
   at::parallel_for(0, d, grain, [&](int64_t begin, int64_t end) {
-    std::fill(to + begin, to + end, A(0));
-    for (int64_t k = 0; k < chunks; ++k)
-      for (int64_t c = begin; c < end; ++c) to[c] += from[k * d + c];
+    for_columns<A>(begin, end, [&](int64_t c, auto count, int) {
+      Vector<A> total{};
+      for (int64_t k = 0; k < chunks; ++k) total += load(from + k * d + c, count);
+      store(to + c, total, count);
+    });
   });
-  return sums.to(type);
+  return sums;
 }
 
 }  // namespace
 
 NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
-                            const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, bool std,
+                            const OptionalTensor& weight, const void* mean, const void* rstd, bool std,
                             double dropout_p, const OptionalTensor& seed, bool has_bias) {
   const Tensor dy_rows = as_rows(grad_out), x_rows = as_rows(x);
   const OptionalTensor grad_summed_rows = as_rows(grad_summed);
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
   const bool drop = dropout_p > 0, has_weight = weight.has_value();
-  const auto accumulate = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  const auto weight_type = has_weight ? weight->scalar_type() : x.scalar_type();
   NormGradients gradients{at::cpu::empty(x.sizes(), x.options())};
   if (drop) gradients.residual = at::cpu::empty(x.sizes(), x.options());
-  const Tensor weight_ = as_accumulate(weight, accumulate);
+  const Weights weights(weight, {}, x.scalar_type(), statistics_type(x));
+  const auto partial_options = x.options().dtype(statistics_type(x));
   const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
-  const Tensor weight_partials = has_weight ? at::cpu::empty({chunks * d}, mean.options()) : Tensor();
-  const Tensor bias_partials = has_bias ? at::cpu::empty({chunks * d}, mean.options()) : Tensor();
+  const Tensor weight_partials = has_weight ? at::cpu::empty({chunks * d}, partial_options) : Tensor();
+  const Tensor bias_partials = has_bias ? at::cpu::empty({chunks * d}, partial_options) : Tensor();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm_backward", [&] {
     using A = Accumulate<scalar_t>;
     using M = Matrix<scalar_t>;
-    const Backward<scalar_t> backward{
-        M(dy_rows), M(x_rows), M(grad_summed_rows), pointer<A>(weight_), mean.const_data_ptr<A>(),
-        rstd.const_data_ptr<A>(), M(gradients.x, d), M(gradients.residual, d), d, std, drop, has_weight, has_bias,
-        make_dropout(dropout_p, seed)};
-    A *dw = result_pointer<A>(weight_partials), *db = result_pointer<A>(bias_partials);
-    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t k = begin; k < end; ++k)
-        backward.chunk(k * per_chunk, std::min(rows, (k + 1) * per_chunk), dw ? dw + k * d : dw, db ? db + k * d : db);
-    });
-    if (has_weight) gradients.weight = sum_partials<A>(weight_partials, chunks, weight_type);
-    if (has_bias) gradients.bias = sum_partials<A>(bias_partials, chunks, weight_type);
+    const auto run = [&](auto weight_type) {
+      using W = decltype(weight_type);
+      const Backward<scalar_t, W> backward{
+          M(dy_rows), M(x_rows), M(grad_summed_rows), pointer<W>(weights.weight),
+          static_cast<const A*>(mean), static_cast<const A*>(rstd), M(gradients.x, d), M(gradients.residual, d), d, std, drop, has_weight, has_bias,
+          make_dropout(dropout_p, seed)};
+      A *dw = result_pointer<A>(weight_partials), *db = result_pointer<A>(bias_partials);
+      at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t k = begin; k < end; ++k)
+          backward.chunk(k * per_chunk, std::min(rows, (k + 1) * per_chunk), dw ? dw + k * d : dw,
+                         db ? db + k * d : db);
+      });
+      if (has_weight) gradients.weight = sum_partials<W, A>(weight_partials, chunks, d, weights.type);
+      if (has_bias) gradients.bias = sum_partials<W, A>(bias_partials, chunks, d, weights.type);
+    };
+    weights.type == x.scalar_type() ? run(scalar_t{}) : run(A{});
   });
+  if (has_weight) gradients.weight = gradients.weight.to(weight->scalar_type());
   return gradients;
 }
 
@@ -314,7 +331,11 @@ Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
 
 FourTensors layer_norm(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                        const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed) {
-  const auto [out, summed, mean, rstd] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, true);
+  const auto options = x.options().dtype(statistics_type(x));
+  const int64_t rows = x.numel() / x.size(-1);
+  const Tensor mean = at::empty({rows}, options), rstd = at::empty({rows}, options);
+  const auto [out, summed] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, mean.mutable_data_ptr(),
+                                          rstd.mutable_data_ptr());
   return {out, or_empty(summed, x.options()), mean, rstd};
 }
 
@@ -322,10 +343,12 @@ FourTensors layer_norm_backward(const Tensor& grad_out, const OptionalTensor& gr
                                 const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, double /* eps */,
                                 bool std, double dropout_p, const OptionalTensor& seed, bool /* has_residual */,
                                 bool has_bias) {
-  const auto gradients = norm_backward(grad_out, grad_summed, x, weight, mean, rstd, std, dropout_p, seed, has_bias);
+  const Tensor means = mean.contiguous(), rstds = rstd.contiguous();
+  const auto gradients = norm_backward(grad_out, grad_summed, x, weight, means.const_data_ptr(), rstds.const_data_ptr(),
+                                       std, dropout_p, seed, has_bias);
   const auto weight_options = x.options().dtype(weight ? weight->scalar_type() : x.scalar_type());
   return {gradients.x, or_empty(gradients.residual, x.options()), or_empty(gradients.weight, weight_options),
-          or_empty(gradients.bias, weight_options)};
+          or_empty(gradients.bias, weight_options).to(weight_options)};
 }
 
 }  // namespace

@@ -7,14 +7,20 @@
 
 namespace transformer_fast {
 
-// Undefined where there is nothing: `summed` without a residual, the statistics where they are not wanted.
+// The type of the arithmetic, and of mean and rstd: float64 for float64, else float32.
+inline at::ScalarType statistics_type(const at::Tensor& x) {
+  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// `summed` is undefined without a residual.
 struct NormResult {
-  at::Tensor out, summed, mean, rstd;
+  at::Tensor out, summed;
 };
 
+// mean and rstd receive a number for each row, in statistics_type(x), where they are not null.
 NormResult norm_forward(const at::Tensor& x, const std::optional<at::Tensor>& residual,
                         const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps,
-                        bool std, double dropout_p, const std::optional<at::Tensor>& seed, bool statistics);
+                        bool std, double dropout_p, const std::optional<at::Tensor>& seed, void* mean, void* rstd);
 
 // Undefined where there is nothing: `residual` without dropout, where it equals `x`; the weights that are absent.
 struct NormGradients {
@@ -22,8 +28,8 @@ struct NormGradients {
 };
 
 NormGradients norm_backward(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_summed,
-                            const at::Tensor& x, const std::optional<at::Tensor>& weight, const at::Tensor& mean,
-                            const at::Tensor& rstd, bool std, double dropout_p, const std::optional<at::Tensor>& seed,
+                            const at::Tensor& x, const std::optional<at::Tensor>& weight, const void* mean,
+                            const void* rstd, bool std, double dropout_p, const std::optional<at::Tensor>& seed,
                             bool has_bias);
 
 }  // namespace transformer_fast

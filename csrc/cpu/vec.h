@@ -199,9 +199,12 @@ inline Vector<Accumulate<T>> load(const T* p, Full<Accumulate<T>>, Accumulate<T>
 // Lanes past `count` hold `fill`.
 template <typename T>
 inline Vector<Accumulate<T>> load(const T* p, int64_t count, Accumulate<T> fill = 0) {
-  auto v = broadcast<Accumulate<T>>(fill);
-  for (int64_t i = 0; i < count; ++i) v[i] = static_cast<Accumulate<T>>(p[i]);
-  return v;
+  using A = Accumulate<T>;
+  const auto v = load_some(p, count);
+  if (fill == 0) return v;
+  IntegerVector<A> lane;
+  for (int64_t i = 0; i < kLanes<A>; ++i) lane[i] = i;
+  return lane < static_cast<IntegerLane<A>>(count) ? v : broadcast<A>(fill);
 }
 
 template <typename T>
@@ -211,9 +214,7 @@ inline void store(T* p, Vector<Accumulate<T>> v, Full<Accumulate<T>>) {
 
 template <typename T>
 inline void store(T* p, Vector<Accumulate<T>> v, int64_t count) {
-  T whole[kLanes<Accumulate<T>>];
-  narrow(whole, v);
-  for (int64_t i = 0; i < count; ++i) p[i] = whole[i];
+  store_some(p, v, count);
 }
 
 // body(column, count, slot) over the columns [begin, end). `slot` (0..3) tells neighbours apart, so that a reduction

@@ -56,18 +56,26 @@ struct Dropout : torch::autograd::Function<Dropout> {
 
 py::object dropout(py::handle x_, py::handle p_, py::handle residual_, py::handle relu_, py::handle seed_) {
   Arguments arguments;
-  const Tensor x = arguments.floating(x_), seed = arguments.tensor(seed_);
-  const OptionalTensor residual = arguments.optional_floating(residual_);
+  const Tensor x = arguments.floating(x_);
+  const OptionalTensor residual = arguments.optional_floating(residual_), seed = arguments.optional_tensor(seed_);
   const double p = arguments.probability(p_);
   const bool relu = arguments.boolean(relu_);
-  if (!arguments.ok() || x.dim() == 0 || (relu && residual)) return py::none();
+  if (!arguments.ok() || x.dim() == 0 || (p > 0 && !seed)) return py::none();
   if (residual && (residual->sizes() != x.sizes() || residual->scalar_type() != x.scalar_type())) return py::none();
+  if (p == 0 && !relu && !residual) return py::reinterpret_borrow<py::object>(x_);
 
   Tensor out;
   {
     const py::gil_scoped_release no_gil;
-    out = needs_gradient(x, residual) ? Dropout::apply(x, residual, seed, relu, p)
-                                      : kernel()(x, residual, relu, p, seed);
+    if (p == 0) {  // without a mask to draw, plain PyTorch is one or two passes already
+      out = relu ? x.relu() : x;
+      if (residual) out = residual->add(out);
+    } else {
+      // The backward reads the sign of the ReLU off the op's own output, which a residual would hide.
+      const OptionalTensor inside = relu ? std::nullopt : residual;
+      out = needs_gradient(x, inside) ? Dropout::apply(x, inside, *seed, relu, p) : kernel()(x, inside, relu, p, seed);
+      if (relu && residual) out = residual->add(out);
+    }
   }
   return wrap(out);
 }

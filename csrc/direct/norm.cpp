@@ -4,8 +4,18 @@
 #include "../cpu/norm.h"
 #include "call.h"
 
+#include <ATen/ops/empty_cpu_dispatch.h>
+
+#include <utility>
+
 namespace transformer_fast::direct {
 namespace {
+
+// The two rows of (2, rows) statistics.
+std::pair<void*, void*> mean_and_rstd(const Tensor& statistics) {
+  auto* first = static_cast<char*>(statistics.mutable_data_ptr());
+  return {first, first + statistics.nbytes() / 2};
+}
 
 struct LayerNorm : torch::autograd::Function<LayerNorm> {
   static constexpr const char* kName = "layer_norm";
@@ -21,8 +31,10 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
                                const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& seed,
                                double eps, bool std, double dropout_p) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    auto [out, summed, mean, rstd] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, true);
-    ctx->save_for_backward({residual ? summed : x, or_undefined(weight), mean, rstd, or_undefined(seed)});
+    const Tensor statistics = at::cpu::empty({2, x.numel() / x.size(-1)}, x.options().dtype(statistics_type(x)));
+    const auto [mean, rstd] = mean_and_rstd(statistics);
+    auto [out, summed] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, mean, rstd);
+    ctx->save_for_backward({residual ? summed : x, or_undefined(weight), statistics, or_undefined(seed)});
     keep(ctx, Options{std, dropout_p, residual.has_value(), bias ? std::optional(bias->scalar_type()) : std::nullopt});
     ctx->set_materialize_grads(false);
     return residual ? variable_list{out, summed} : variable_list{out};
@@ -40,8 +52,9 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
     const Tensor grad_summed = options.has_residual ? grads[1] : Tensor();
     if (!grads[0].defined() && !grad_summed.defined()) return {};
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
-    auto gradients = norm_backward(grad_out, or_none(grad_summed), x, or_none(weight), saved[2], saved[3], options.std,
-                                   options.dropout_p, or_none(saved[4]), options.bias.has_value());
+    const auto [mean, rstd] = mean_and_rstd(saved[2]);
+    auto gradients = norm_backward(grad_out, or_none(grad_summed), x, or_none(weight), mean, rstd, options.std,
+                                   options.dropout_p, or_none(saved[3]), options.bias.has_value());
     if (options.has_residual && options.dropout_p == 0) gradients.residual = gradients.x;
     if (options.bias) gradients.bias = gradients.bias.to(*options.bias);
     return {gradients.x, gradients.residual, gradients.weight, gradients.bias};
@@ -74,7 +87,8 @@ py::object layer_norm(py::handle x_, py::handle weight_, py::handle bias_, py::h
       results = LayerNorm::apply(x, residual, weight, bias, seed, eps, std, dropout_p);
     } else {
       const at::AutoDispatchBelowADInplaceOrView below;
-      const NormResult result = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, false);
+      const NormResult result =
+          norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, nullptr, nullptr);
       results = {result.out, result.summed};
     }
   }

@@ -30,7 +30,7 @@ def dropout(x: Tensor, p: float, *, residual: Tensor | None = None, relu: bool =
         ValueError: for shapes, devices or a ``p`` that do not fit; the message names them.
     """
     seed = _library.draw_seed(x.device) if p > 0.0 and isinstance(x, Tensor) else None
-    if seed is not None and (direct := _direct.native()):
+    if direct := _direct.native():
         result = direct.dropout(x, p, residual, relu, seed)
         if result is not None:
             return result
