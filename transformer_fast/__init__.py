@@ -1,6 +1,6 @@
 """transformer_fast: the classic masked Transformer, fast, without changing what it computes."""
 
-from . import layers
+from . import dialects, layers
 from .backends import BackendError, backend
 from .explain import explain
 from .generation import beam_search, greedy
@@ -20,6 +20,7 @@ __all__ = [
     "attention_packed",
     "backend",
     "beam_search",
+    "dialects",
     "embed",
     "explain",
     "greedy",

@@ -54,31 +54,30 @@ class Embedder(nn.Module):
         )
 
 
-class PositionalEncoder(nn.Module):
-    """Adds the sinusoidal positional encoding, then dropout (Vaswani et al., 2017, sections 3.5 and 5.4).
+class SinusoidalTable(nn.Module):
+    """The sinusoidal positional encoding (Vaswani et al., 2017, section 3.5) as a buffer of the module.
 
-    The buffer ``pe`` is (1, max_len, d_model), fp32, and part of the state dict: one computed elsewhere, of any
-    length, is honoured. Positions past it are computed as they are needed.
+    The buffer is (1, max_len, d_model), fp32, and part of the state dict: one computed elsewhere, of any length, is
+    honoured. Positions past it are computed as they are needed.
 
     Args:
         d_model: width; may be odd.
-        dropout: probability.
         max_len: length of the stored table.
     """
 
-    def __init__(self, d_model: int, dropout: float, max_len: int = 5000) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(dropout)
-        self.register_buffer("pe", positional_table(max_len, d_model).unsqueeze(0))
-        self.register_buffer("_extended", None, persistent=False)
+    table_name = "pe"
+    """What the buffer is called."""
+    table_is_stored = True
+    """Whether a state dict must have it; where not, one without it leaves the table as it was made."""
 
-    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """x (B, L, d_model) -> ``dropout(x + pe[:, offset : offset + L])``."""
-        return add_positional(x, self.table(offset + x.shape[-2]), offset, active_dropout(self.dropout))
+    def __init__(self, d_model: int, max_len: int) -> None:
+        super().__init__()
+        self.register_buffer(self.table_name, positional_table(max_len, d_model).unsqueeze(0))
+        self.register_buffer("_extended", None, persistent=False)
 
     def table(self, length: int) -> Tensor:
         """The encoding of at least ``length`` positions: (>= length, d_model)."""
-        stored = self.pe[0]
+        stored = getattr(self, self.table_name)[0]
         if length <= stored.shape[0]:
             return stored
         if self._extended is None or self._extended.shape[0] < length or self._extended.dtype != stored.dtype:
@@ -87,8 +86,31 @@ class PositionalEncoder(nn.Module):
         return self._extended
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
-        loaded = state_dict.get(prefix + "pe")
-        if loaded is not None and loaded.dim() == 3 and loaded.shape[::2] == self.pe.shape[::2]:
-            self.pe = self.pe.new_empty(loaded.shape)
+        own = getattr(self, self.table_name)
+        loaded = state_dict.get(prefix + self.table_name)
+        if loaded is None and not self.table_is_stored:
+            state_dict[prefix + self.table_name] = own
+        elif loaded is not None and loaded.dim() == 3 and loaded.shape[::2] == own.shape[::2]:
+            setattr(self, self.table_name, own.new_empty(loaded.shape))
         self._extended = None
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+class PositionalEncoder(SinusoidalTable):
+    """Adds the sinusoidal positional encoding, then dropout (Vaswani et al., 2017, sections 3.5 and 5.4).
+
+    The buffer ``pe`` is described at :class:`SinusoidalTable`.
+
+    Args:
+        d_model: width; may be odd.
+        dropout: probability.
+        max_len: length of the stored table.
+    """
+
+    def __init__(self, d_model: int, dropout: float, max_len: int = 5000) -> None:
+        super().__init__(d_model, max_len)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+        """x (B, L, d_model) -> ``dropout(x + pe[:, offset : offset + L])``."""
+        return add_positional(x, self.table(offset + x.shape[-2]), offset, active_dropout(self.dropout))

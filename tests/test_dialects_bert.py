@@ -1,0 +1,146 @@
+"""The BERT dialect, held to its oracle and to what its text says."""
+
+import math
+
+import pytest
+import torch
+from dialect_parity import Case, check_evaluation, check_training, pair, parametrized
+from helpers import fixed_seed
+from torch import nn
+
+import transformer_fast as tfast
+from transformer_fast import AttentionMask
+from transformer_fast.dialects import bert
+from transformer_fast.reference.dialects import bert as oracle
+from transformer_fast.reference.dropout import attention_keep
+
+IDS = torch.tensor([[4, 7, 2, 9, 0, 0], [5, 5, 1, 8, 3, 2], [6, 0, 0, 0, 0, 0]])
+PADDING = (IDS > 0)[:, None, None]  # (B, 1, 1, L)
+EMPTY = PADDING.clone()
+EMPTY[2] = False
+
+
+def x(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+X, MEMORY = x(3, 6, 16), x(3, 5, 16)
+Q, K, V = x(3, 2, 6, 4), x(3, 2, 5, 4), x(3, 2, 5, 4)
+DENSE = torch.ones(6, 6, dtype=torch.bool).tril()[None, None] & PADDING
+
+CASES = [
+    Case("TokenEmbedding", (11, 16), (IDS,)),
+    Case("BERTEmbedding", (11, 16), (IDS,)),
+    Case("BERTEmbedding", (11, 15, 0.3), (IDS,), options={"max_len": 4}),
+    Case("Attention", (), (Q, K, V)),
+    Case("Attention", (), (Q, Q, Q), (DENSE,)),
+    Case("MultiHeadedAttention", (4, 16), (X, X, X), (PADDING,)),
+    Case("MultiHeadedAttention", (4, 16), (X, X, X), (DENSE.int(),)),
+    Case("MultiHeadedAttention", (4, 16, 0.5), (X, X, X), (EMPTY.expand(3, 4, 6, 6),)),
+    Case("MultiHeadedAttention", (2, 16), (X, MEMORY, MEMORY), (None,)),
+]
+
+
+@parametrized(CASES)
+def test_outputs_and_gradients(case):
+    check_evaluation(bert, oracle, case)
+
+
+@parametrized(CASES)
+def test_training_with_the_same_dropout(case):
+    check_training(bert, oracle, case)
+
+
+def test_weights_are_returned_after_dropout():
+    dropout = nn.Dropout(0.5)
+    attend = bert.Attention()
+    with fixed_seed(5) as seed:
+        out, weights = attend(Q, K, V, None, dropout)
+    kept = attention_keep(seed, 0.5, *weights.shape)
+    assert torch.equal(weights != 0, kept) and kept.any() and not kept.all()
+    assert torch.allclose(out, weights @ V, atol=1e-6)
+    dropout.eval()  # evaluation mode is enough for the weights to sum to 1
+    _, weights = attend(Q, K, V, None, dropout)
+    assert torch.allclose(weights.sum(-1), torch.ones(3, 2, 6))
+    out, none = attend(Q, K, V, None, dropout, need_weights=False)
+    assert none is None and torch.allclose(out, weights @ V, atol=1e-6)
+
+
+def test_inputs_with_fewer_axes():
+    attend, theirs = bert.Attention(), oracle.Attention()
+    for axes in (2, 3, 4):
+        q, k, v = (t[(0,) * (4 - axes)] for t in (Q, K, V))
+        mask = torch.rand((1,) * (axes - 2) + (6, 5)) > 0.3
+        for mine, expected in zip(attend(q, k, v, mask), theirs(q, k, v, mask), strict=True):
+            assert mine.shape == expected.shape and torch.allclose(mine, expected, atol=1e-6)
+    lengths = torch.tensor([5, 1, 3])
+    keep = torch.arange(5) < lengths[:, None, None]
+    mine = attend(Q[:, 0], K[:, 0], V[:, 0], AttentionMask.lengths(lengths))[0]
+    assert torch.allclose(mine, theirs(Q[:, 0], K[:, 0], V[:, 0], keep)[0], atol=1e-6)
+
+
+def test_a_sentence_of_padding_alone_gets_uniform_weights():
+    weights = bert.Attention()(Q, Q, Q, EMPTY)[1]
+    assert torch.allclose(weights[2], torch.full((2, 6, 6), 1 / 6))
+    fast, _ = pair(bert, oracle, Case("MultiHeadedAttention", (4, 16), (X,)))
+    assert fast(X, X, X, EMPTY).isfinite().all()
+
+
+def test_what_stands_in_padding_does_not_matter():
+    fast, _ = pair(bert, oracle, Case("MultiHeadedAttention", (4, 16), (X,)))
+    fast.eval()
+    expected = fast(X, X, X, PADDING)
+    other = X.masked_fill(~PADDING[:, 0, 0, :, None], math.nan)
+    assert torch.equal(fast(X, other, other, PADDING), expected)
+
+
+def test_token_embedding_is_not_scaled_and_its_padding_row_stays_zero():
+    embedding = bert.TokenEmbedding(11)
+    assert isinstance(embedding, nn.Embedding) and embedding.embedding_dim == 512 and embedding.padding_idx == 0
+    out = embedding(IDS)
+    assert torch.equal(out, embedding.weight[IDS]) and torch.all(out[IDS == 0] == 0)
+    out.sum().backward()
+    assert torch.all(embedding.weight.grad[0] == 0)
+    with pytest.raises(IndexError, match="11"):
+        embedding(torch.tensor([[11]]))
+
+
+def test_positional_embedding_returns_the_table_alone():
+    positions, theirs = bert.PositionalEmbedding(16), oracle.PositionalEmbedding(16)
+    assert positions.pe.shape == (1, 512, 16) and list(positions.state_dict()) == ["pe"]
+    assert torch.equal(positions(IDS), positions.pe[:, :6]) and torch.equal(positions(x(3, 6, 16)), positions(IDS))
+    assert torch.allclose(positions(IDS), theirs(IDS), atol=1e-7)
+    assert torch.allclose(positions(torch.zeros(1, 600)), tfast.positional_table(600, 16)[None], atol=1e-7)
+
+
+def test_input_embedding_is_token_plus_position():
+    embedding = bert.BERTEmbedding(11, 16).eval()
+    assert torch.allclose(embedding(IDS), embedding.token(IDS) + embedding.position(IDS), atol=1e-7)
+    assert set(embedding.state_dict()) == {"token.weight", "position.pe"}
+
+
+def test_names():
+    assert set(bert.MultiHeadedAttention(4, 16).state_dict()) == {
+        *(f"linear_layers.{n}.{part}" for n in range(3) for part in ("weight", "bias")),
+        "output_linear.weight",
+        "output_linear.bias",
+    }
+
+
+ATTEND = bert.MultiHeadedAttention(4, 16)
+WRONG = {
+    "the head axis is missing": (lambda: ATTEND(X, X, X, PADDING[:, 0]), ValueError, r"\(3, 1, 6\).*unsqueeze\(1\)"),
+    "a (B, L) mask": (lambda: ATTEND(X, X, X, IDS > 0), ValueError, r"\(3, 6\).*mask\[:, None, None\]"),
+    "a float mask": (lambda: ATTEND(X, X, X, PADDING.float()), TypeError, "two ways.*bias=.*blocked.*kept"),
+    "no tensor": (lambda: ATTEND(X, X, X, [1, 0]), TypeError, "got list"),
+    "a mask of another length": (lambda: ATTEND(X, MEMORY, MEMORY, PADDING), ValueError, "does not broadcast"),
+    "heads do not divide": (lambda: bert.MultiHeadedAttention(5, 16), ValueError, "16 and 5 heads"),
+    "dropout is a number": (lambda: bert.Attention()(Q, K, V, None, 0.1), TypeError, "nn.Dropout or None, got float"),
+    "axes differ": (lambda: bert.Attention()(Q, K[0], V), ValueError, r"\(3, 2, 6, 4\), \(2, 5, 4\)"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "says"), WRONG.values(), ids=WRONG)
+def test_wrong_inputs(call, error, says):
+    with pytest.raises(error, match=says):
+        call()

@@ -1,0 +1,99 @@
+"""What the three dialects share: heads, inputs with fewer axes, and attention with scores of one's own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..masks import AttentionMask
+
+Weights = bool | str
+"""As ``return_weights`` of :func:`transformer_fast.attention`: False, True (before dropout) or "dropped" (after)."""
+
+_ALL = slice(None)
+_ADDED = {2: (None, None), 3: (_ALL, None), 4: ()}
+"""By number of dimensions, the index that adds the missing axes of (B, H, L, d), and the one that takes them away."""
+_TAKEN = {2: (0, 0), 3: (_ALL, 0), 4: ()}
+
+
+def head_width(module: object, width: int, heads: int) -> int:
+    """``width / heads``, or a ValueError that names the module."""
+    if heads < 1 or width % heads != 0:
+        name = type(module).__name__
+        raise ValueError(f"{name}: the width must be a multiple of the number of heads, got {width} and {heads} heads")
+    return width // heads
+
+
+def split_heads(x: Tensor, heads: int) -> Tensor:
+    """(B, L, heads * d) -> (B, heads, L, d), a view."""
+    return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B, heads, L, d) -> (B, L, heads * d)."""
+    return x.transpose(-3, -2).flatten(-2)
+
+
+def with_head_axis(mask: Tensor, axes: int) -> Tensor:
+    """A mask over scores of ``axes`` dimensions as one over (B, H, Lq, Lk): (B, Lq, Lk) gets its head axis."""
+    return mask.unsqueeze(1) if axes == 3 == mask.dim() else mask
+
+
+def attend(
+    where: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: AttentionMask | None,
+    *,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    return_weights: Weights = False,
+) -> tuple[Tensor, Tensor | None]:
+    """:func:`transformer_fast.attention` over inputs (B, H, L, d), (B, L, d) or (L, d).
+
+    Returns the output and the weights, or None for them, with as many dimensions.
+    """
+    axes = query.dim()
+    if axes not in _ADDED or key.dim() != axes or value.dim() != axes:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
+        raise ValueError(f"{where}: query, key and value must all be (B, H, L, d), (B, L, d) or (L, d), got {shapes}")
+    q, k, v = (t[_ADDED[axes]] for t in (query, key, value))
+    result = ops.attention(q, k, v, mask, scale=scale, dropout_p=dropout_p, return_weights=return_weights)
+    out, weights = result if return_weights else (result, None)
+    return out[_TAKEN[axes]], None if weights is None else weights[_TAKEN[axes]]
+
+
+def attend_by_scores(
+    scores: Tensor,
+    value: Tensor,
+    mask: AttentionMask | None,
+    *,
+    dropout_p: float = 0.0,
+    return_weights: Weights = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention with scores (B, Lq, Lk) of one's own over values (B, Lk, d): they are the bias of scores that are 0."""
+    B, Lq, Lk = scores.shape
+    q, k = value.new_zeros(1, 1, 1, 1).expand(B, 1, Lq, 1), value.new_zeros(1, 1, 1, 1).expand(B, 1, Lk, 1)
+    result = ops.attention(
+        q,
+        k,
+        value.unsqueeze(1),
+        mask,
+        bias=scores.unsqueeze(1),
+        scale=1.0,
+        dropout_p=dropout_p,
+        return_weights=return_weights,
+    )
+    out, weights = result if return_weights else (result, None)
+    return out.squeeze(1), None if weights is None else weights.squeeze(1)
+
+
+def additive_scores(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
+    """``v^T tanh(q + k)`` for projected queries (B, Lq, n) and keys (B, Lk, n): scores (B, Lq, Lk).
+
+    Additive attention (Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and
+    translate", 2015, appendix A.1.2). The (B, Lq, Lk, n) features are made, as the score has no cheaper form.
+    """
+    return torch.tanh(query.unsqueeze(2) + key.unsqueeze(1)) @ v

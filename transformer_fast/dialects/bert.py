@@ -1,0 +1,170 @@
+"""The BERT dialect: an encoder's parts, with token + position embedding and weights returned after dropout.
+
+Masks are keep masks that already have their head axis, (B, 1, 1, Lk) or (B, 1, Lq, Lk), bool or integer, 0 or False =
+blocked. Oracle: ``transformer_fast.reference.dialects.bert``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..layers.embedding import SinusoidalTable
+from ..layers.norm import active_dropout
+from ..masks import AttentionMask
+from ..ops.embedding import embed
+from ._common import attend, head_width, merge_heads, split_heads, with_head_axis
+
+__all__ = ["Attention", "BERTEmbedding", "MultiHeadedAttention", "PositionalEmbedding", "TokenEmbedding"]
+
+BertMask = Tensor | AttentionMask | None
+
+
+class TokenEmbedding(nn.Embedding):
+    """``nn.Embedding`` with ``padding_idx=0``: that row is zero and gets no gradient. No factor sqrt(d).
+
+    Args:
+        vocab_size: number of token ids.
+        embed_size: width.
+    """
+
+    def __init__(self, vocab_size: int, embed_size: int = 512) -> None:
+        super().__init__(vocab_size, embed_size, padding_idx=0)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """ids (B, L), int -> (B, L, embed_size). Raises IndexError for an id outside the vocabulary (on CPU)."""
+        return embed(input, self.weight, padding_idx=self.padding_idx)
+
+
+class PositionalEmbedding(SinusoidalTable):
+    """The sinusoidal encoding itself, not added to anything.
+
+    The buffer ``pe`` (1, max_len, d_model) is described at :class:`~transformer_fast.layers.SinusoidalTable`.
+
+    Args:
+        d_model: width; may be odd.
+        max_len: length of the stored table; longer inputs extend it.
+    """
+
+    def __init__(self, d_model: int, max_len: int = 512) -> None:
+        super().__init__(d_model, max_len)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, L) or (B, L, ...) -> ``pe[:, :L]``, (1, L, d_model); only the length of x matters."""
+        length = x.shape[1]
+        return self.table(length)[:length].unsqueeze(0)
+
+
+class BERTEmbedding(nn.Module):
+    """``dropout(token(ids) + position(ids))`` in one pass.
+
+    Args:
+        vocab_size, embed_size: as for :class:`TokenEmbedding`.
+        dropout: probability.
+        max_len: length of the stored positional table.
+    """
+
+    def __init__(self, vocab_size: int, embed_size: int = 512, dropout: float = 0.1, *, max_len: int = 512) -> None:
+        super().__init__()
+        self.token = TokenEmbedding(vocab_size, embed_size)
+        self.position = PositionalEmbedding(embed_size, max_len)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, sequence: Tensor) -> Tensor:
+        """ids (B, L), int -> (B, L, embed_size)."""
+        return embed(
+            sequence,
+            self.token.weight,
+            self.position.table(sequence.shape[-1]),
+            padding_idx=self.token.padding_idx,
+            dropout_p=active_dropout(self.dropout),
+        )
+
+
+class Attention(nn.Module):
+    """``dropout(softmax(query key^T / sqrt(d))) value`` (Vaswani et al., 2017, section 3.2.1). Without parameters."""
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: BertMask = None,
+        dropout: nn.Dropout | None = None,
+        *,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and weights.
+
+        Args:
+            query: (B, h, Lq, d), or fewer axes in front.
+            key, value: (B, h, Lk, d).
+            mask: keep mask with as many dimensions as the scores, broadcastable to (B, h, Lq, Lk), bool or integer; or
+                an AttentionMask.
+            dropout: acts on the weights when it is in training mode.
+            need_weights: False leaves out the product that the weights cost, and returns None for them.
+
+        Returns:
+            out (B, h, Lq, d) and p_attn (B, h, Lq, Lk), after dropout.
+
+        Raises:
+            ValueError: for a mask without its head axis. TypeError: for a float mask, which can be read two ways.
+        """
+        if dropout is not None and not isinstance(dropout, nn.Dropout):
+            raise TypeError(f"Attention: dropout must be an nn.Dropout or None, got {type(dropout).__name__}")
+        return attend(
+            "Attention",
+            query,
+            key,
+            value,
+            _keep("Attention", mask, query.dim()),
+            dropout_p=0.0 if dropout is None else active_dropout(dropout),
+            return_weights="dropped" if need_weights else False,
+        )
+
+
+class MultiHeadedAttention(nn.Module):
+    """Multi-head attention (Vaswani et al., 2017, section 3.2.2).
+
+    Args:
+        h: number of heads; must divide ``d_model``.
+        d_model: width.
+        dropout: probability, on the attention weights.
+    """
+
+    def __init__(self, h: int, d_model: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.d_k = head_width(self, d_model, h)
+        self.h = h
+        self.linear_layers = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(3))
+        self.output_linear = nn.Linear(d_model, d_model)
+        self.attention = Attention()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: BertMask = None) -> Tensor:
+        """query (B, Lq, d_model); key, value (B, Lk, d_model) -> (B, Lq, d_model).
+
+        mask: keep mask (B, 1, 1, Lk) or (B, 1, Lq, Lk) (axes of 1 may be more), or an AttentionMask.
+        """
+        mask = _keep("MultiHeadedAttention", mask, 4)
+        q, k, v = (
+            split_heads(linear(x), self.h) for linear, x in zip(self.linear_layers, (query, key, value), strict=True)
+        )
+        heads, _ = self.attention(q, k, v, mask, self.dropout, need_weights=False)
+        return self.output_linear(merge_heads(heads))
+
+
+def _keep(where: str, mask: BertMask, axes: int) -> AttentionMask | None:
+    if mask is None or isinstance(mask, AttentionMask):
+        return mask
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{where}: mask must be a tensor, an AttentionMask or None, got {type(mask).__name__}")
+    if mask.dim() != axes:
+        hint = ""
+        if axes == 4 and mask.dim() == 3:
+            hint = "; give a (B, 1, Lk) or (B, Lq, Lk) mask its head axis with mask.unsqueeze(1)"
+        elif axes == 4 and mask.dim() == 2:
+            hint = "; give a (B, Lk) padding mask as mask[:, None, None], a (Lq, Lk) mask as mask[None, None]"
+        raise ValueError(
+            f"{where}: expected a keep mask of {axes} dimensions, like the scores, got shape {tuple(mask.shape)}{hint}"
+        )
+    return AttentionMask.keep(with_head_axis(mask, axes))

@@ -1,0 +1,145 @@
+"""Attention modules; each keeps what its weights can be computed from when somebody asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...layers.norm import active_dropout
+from ...masks import AttentionMask
+from ...ops.attention import attention
+from .._common import additive_scores, attend_by_scores, head_width, merge_heads, split_heads
+from .sequences import ValidLens, lengths_mask, masked_softmax
+
+
+class DotProductAttention(nn.Module):
+    """Scaled dot-product attention (Vaswani et al., 2017, section 3.2.1).
+
+    Args:
+        dropout: probability, on the attention weights.
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self._last: tuple[Tensor, Tensor, AttentionMask | None] | None = None
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: ValidLens = None) -> Tensor:
+        """queries (B, Lq, d), keys (B, Lk, d), values (B, Lk, dv), valid_lens (B,) or (B, Lq) -> (B, Lq, dv)."""
+        _three_axes("DotProductAttention", queries, keys, values)
+        mask = lengths_mask("DotProductAttention", valid_lens, *queries.shape[:2])
+        return self.attend(queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), mask).squeeze(1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
+        """The same with heads: q (B, H, Lq, d), k and v (B, H, Lk, d) -> (B, H, Lq, d)."""
+        self._last = None if torch.compiler.is_compiling() else (q.detach(), k.detach(), mask)
+        return attention(q, k, v, mask, dropout_p=active_dropout(self.dropout))
+
+    @property
+    def attention_weights(self) -> Tensor | None:
+        """The weights of the last call, before dropout: (B * heads, Lq, Lk), without gradient; None before a call.
+
+        They are computed when they are asked for, so that a step in which nobody looks at them does not pay.
+        """
+        if self._last is None:
+            return None
+        q, k, mask = self._last
+        with torch.no_grad():
+            return attention(q, k, k, mask, return_weights=True)[1].flatten(0, 1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_last": None}
+
+
+class AdditiveAttention(nn.Module):
+    """Attention with the score ``w_v^T tanh(W_q q + W_k k)`` (Bahdanau, Cho and Bengio, 2015, appendix A.1.2).
+
+    Args:
+        num_hiddens: width of the hidden layer.
+        dropout: probability, on the attention weights.
+        query_size, key_size: widths; taken from the first call where they are not given (``nn.LazyLinear``).
+    """
+
+    def __init__(
+        self, num_hiddens: int, dropout: float, *, query_size: int | None = None, key_size: int | None = None
+    ) -> None:
+        super().__init__()
+        self.W_k = linear(key_size, num_hiddens, bias=False)
+        self.W_q = linear(query_size, num_hiddens, bias=False)
+        self.w_v = nn.Linear(num_hiddens, 1, bias=False)
+        self.dropout = nn.Dropout(dropout)
+        self._last: tuple[Tensor, ValidLens] | None = None
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: ValidLens = None) -> Tensor:
+        """queries (B, Lq, query_size), keys (B, Lk, key_size), values (B, Lk, dv) -> (B, Lq, dv)."""
+        _three_axes("AdditiveAttention", queries, keys, values)
+        mask = lengths_mask("AdditiveAttention", valid_lens, *queries.shape[:2])
+        scores = additive_scores(self.W_q(queries), self.W_k(keys), self.w_v.weight[0])
+        self._last = None if torch.compiler.is_compiling() else (scores.detach(), mask)
+        return attend_by_scores(scores, values, mask, dropout_p=active_dropout(self.dropout))[0]
+
+    @property
+    def attention_weights(self) -> Tensor | None:
+        """The weights (B, Lq, Lk) of the last call, before dropout, computed when asked for; None before a call."""
+        return None if self._last is None else masked_softmax(*self._last)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_last": None}
+
+
+MLPAttention = AdditiveAttention
+
+
+class MultiHeadAttention(nn.Module):
+    """Multi-head attention (Vaswani et al., 2017, section 3.2.2).
+
+    Args:
+        num_hiddens: width of the projections and of the output.
+        num_heads: number of heads; must divide ``num_hiddens``.
+        dropout: probability, on the attention weights.
+        bias: whether the four projections have one.
+        query_size, key_size, value_size: widths of the inputs; taken from the first call where they are not given
+            (``nn.LazyLinear``).
+    """
+
+    def __init__(
+        self,
+        num_hiddens: int,
+        num_heads: int,
+        dropout: float,
+        bias: bool = False,
+        *,
+        query_size: int | None = None,
+        key_size: int | None = None,
+        value_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        head_width(self, num_hiddens, num_heads)
+        self.num_heads = num_heads
+        self.attention = DotProductAttention(dropout)
+        self.W_q = linear(query_size, num_hiddens, bias)
+        self.W_k = linear(key_size, num_hiddens, bias)
+        self.W_v = linear(value_size, num_hiddens, bias)
+        self.W_o = nn.Linear(num_hiddens, num_hiddens, bias=bias)
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: ValidLens = None) -> Tensor:
+        """queries (B, Lq, query_size), keys and values (B, Lk, ...), valid_lens (B,) or (B, Lq) ->
+        (B, Lq, num_hiddens). ``attention.attention_weights`` then has the weights (B * num_heads, Lq, Lk)."""
+        _three_axes("MultiHeadAttention", queries, keys, values)
+        mask = lengths_mask("MultiHeadAttention", valid_lens, *queries.shape[:2])
+        q, k, v = (
+            split_heads(W(X), self.num_heads) for W, X in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))
+        )
+        return self.W_o(merge_heads(self.attention.attend(q, k, v, mask)))
+
+
+def linear(size: int | None, outputs: int, bias: bool = True) -> nn.Linear:
+    return nn.LazyLinear(outputs, bias=bias) if size is None else nn.Linear(size, outputs, bias=bias)
+
+
+def _three_axes(where: str, *inputs: Tensor) -> None:
+    if any(t.dim() != 3 for t in inputs):
+        shapes = ", ".join(str(tuple(t.shape)) for t in inputs)
+        raise ValueError(f"{where}: queries, keys and values must be (batch, length, width), got {shapes}")

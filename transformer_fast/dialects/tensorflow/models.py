@@ -1,0 +1,160 @@
+"""The stacks and the whole model."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+from ...layers.embedding import SinusoidalTable
+from ...layers.norm import active_dropout
+from ...ops.embedding import embed
+from .attention import BlockedMask, blocked_mask
+from .layers import DecoderLayer, EncoderLayer
+
+
+class _Stack(SinusoidalTable):
+    """Embedding * sqrt(d_model) + ``pos_encoding``, then dropout: what both stacks begin with.
+
+    ``pos_encoding`` is a buffer; a state dict may lack it, since the tutorial's checkpoints do.
+    """
+
+    table_name = "pos_encoding"
+    table_is_stored = False
+
+    def __init__(self, d_model: int, vocab_size: int, maximum_position_encoding: int, rate: float) -> None:
+        super().__init__(d_model, maximum_position_encoding)
+        self.d_model = d_model
+        self.embedding = nn.Embedding(vocab_size, d_model)
+        self.dropout = nn.Dropout(rate)
+
+    def embedded(self, ids: Tensor) -> Tensor:
+        """ids (B, L) -> (B, L, d_model), in one pass."""
+        return embed(
+            ids,
+            self.embedding.weight,
+            self.table(ids.shape[-1]),
+            scale=math.sqrt(self.d_model),
+            dropout_p=active_dropout(self.dropout),
+        )
+
+
+class Encoder(_Stack):
+    """``num_layers`` encoder layers over embedded ids.
+
+    Args:
+        num_layers, d_model, num_heads, dff: sizes.
+        input_vocab_size: number of source ids.
+        maximum_position_encoding: length of the stored positional table; longer inputs extend it.
+        rate: dropout probability.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        d_model: int,
+        num_heads: int,
+        dff: int,
+        input_vocab_size: int,
+        maximum_position_encoding: int,
+        rate: float = 0.1,
+    ) -> None:
+        super().__init__(d_model, input_vocab_size, maximum_position_encoding, rate)
+        self.num_layers = num_layers
+        self.enc_layers = nn.ModuleList(EncoderLayer(d_model, num_heads, dff, rate) for _ in range(num_layers))
+
+    def forward(self, x: Tensor, mask: BlockedMask = None) -> Tensor:
+        """ids (B, L_inp); mask such as :func:`create_padding_mask` -> (B, L_inp, d_model)."""
+        mask = blocked_mask("Encoder", mask)
+        x = self.embedded(x)
+        for layer in self.enc_layers:
+            x = layer(x, mask)
+        return x
+
+
+class Decoder(_Stack):
+    """``num_layers`` decoder layers over embedded ids; arguments as for :class:`Encoder`."""
+
+    def __init__(
+        self,
+        num_layers: int,
+        d_model: int,
+        num_heads: int,
+        dff: int,
+        target_vocab_size: int,
+        maximum_position_encoding: int,
+        rate: float = 0.1,
+    ) -> None:
+        super().__init__(d_model, target_vocab_size, maximum_position_encoding, rate)
+        self.num_layers = num_layers
+        self.dec_layers = nn.ModuleList(DecoderLayer(d_model, num_heads, dff, rate) for _ in range(num_layers))
+
+    def forward(
+        self,
+        x: Tensor,
+        enc_output: Tensor,
+        look_ahead_mask: BlockedMask = None,
+        padding_mask: BlockedMask = None,
+        *,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """ids (B, L_tar) and enc_output (B, L_inp, d_model) -> (B, L_tar, d_model) and the weights by name.
+
+        The names are ``decoder_layer1_block1`` (to itself), ``decoder_layer1_block2`` (to the encoder) and so on, each
+        (B, num_heads, L_tar, L_tar or L_inp); None instead of all of them without ``need_weights``.
+        """
+        look_ahead_mask, padding_mask = blocked_mask("Decoder", look_ahead_mask), blocked_mask("Decoder", padding_mask)
+        x = self.embedded(x)
+        attention_weights = {}
+        for number, layer in enumerate(self.dec_layers, start=1):
+            x, block1, block2 = layer(x, enc_output, look_ahead_mask, padding_mask, need_weights=need_weights)
+            attention_weights[f"decoder_layer{number}_block1"] = block1
+            attention_weights[f"decoder_layer{number}_block2"] = block2
+        return x, attention_weights if need_weights else None
+
+
+class Transformer(nn.Module):
+    """The tutorial's encoder-decoder Transformer.
+
+    Args:
+        num_layers, d_model, num_heads, dff: sizes of both stacks.
+        input_vocab_size, target_vocab_size: numbers of ids.
+        pe_input, pe_target: lengths of the stored positional tables.
+        rate: dropout probability.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        d_model: int,
+        num_heads: int,
+        dff: int,
+        input_vocab_size: int,
+        target_vocab_size: int,
+        pe_input: int,
+        pe_target: int,
+        rate: float = 0.1,
+    ) -> None:
+        super().__init__()
+        self.encoder = Encoder(num_layers, d_model, num_heads, dff, input_vocab_size, pe_input, rate)
+        self.decoder = Decoder(num_layers, d_model, num_heads, dff, target_vocab_size, pe_target, rate)
+        self.final_layer = nn.Linear(d_model, target_vocab_size)
+
+    def forward(
+        self,
+        inp: Tensor,
+        tar: Tensor,
+        enc_padding_mask: BlockedMask = None,
+        look_ahead_mask: BlockedMask = None,
+        dec_padding_mask: BlockedMask = None,
+        *,
+        need_weights: bool = True,
+    ) -> tuple[Tensor, dict[str, Tensor] | None]:
+        """inp (B, L_inp) and tar (B, L_tar) ids; masks from :func:`create_masks`, or AttentionMasks.
+
+        Returns logits (B, L_tar, target_vocab_size) and the decoder's weights (see :class:`Decoder`). In training
+        nobody looks at these: ``need_weights=False`` saves their products.
+        """
+        enc_output = self.encoder(inp, enc_padding_mask)
+        x, weights = self.decoder(tar, enc_output, look_ahead_mask, dec_padding_mask, need_weights=need_weights)
+        return self.final_layer(x), weights
