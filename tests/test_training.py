@@ -252,7 +252,7 @@ def test_divergence_is_an_error_and_is_never_saved(corpus: dict[str, str], tmp_p
     def poisoned(config: TrainConfig, vocab: int) -> nn.Module:
         model = build_model(config, vocab)
         calls = itertools.count()
-        model.out.register_forward_hook(lambda *args: args[-1] * (math.nan if next(calls) == 2 else 1.0))
+        model.decoder.register_forward_hook(lambda *args: args[-1] * (math.nan if next(calls) == 2 else 1.0))
         return model
 
     with pytest.raises(DivergedError, match=r"training diverged: .* lower lr \(0.001\) or lengthen warmup \(4\)"):

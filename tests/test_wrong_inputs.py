@@ -128,6 +128,29 @@ NORM_AND_DROPOUT = {
     "unknown norm of a layer": Wrong(lambda: layers.EncoderLayer(8, 2, norm="rms"), ValueError, "\"layer\", got 'rms'"),
 }
 
+LOSS = {
+    "target past the vocabulary": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W, None, torch.full((2, 5), 11)),
+        IndexError,
+        "target 0 of 10 is 11.*0 <= target < 11",
+    ),
+    "target of another shape": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W, None, IDS[:, :4]), ValueError, r"\(2, 5\) for x \(2, 5, 8\).*\(2, 4\)"
+    ),
+    "int32 targets": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W, None, IDS.int()), TypeError, "int64, got torch.int32"
+    ),
+    "weight of another dtype": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W.double(), None, IDS), TypeError, "weight must have the dtype of x"
+    ),
+    "unknown reduction": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W, None, IDS, reduction="none"), ValueError, "\"sum\", got 'none'"
+    ),
+    "smoothing above 1": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W, None, IDS, label_smoothing=2.0), ValueError, r"\[0, 1\], got 2.0"
+    ),
+}
+
 EMBEDDING = {
     "id past the vocabulary": Wrong(
         lambda: tfast.embed(torch.tensor([[1, 11]]), W), IndexError, r"ids\[0, 1\] is 11.*0 <= id < 11"
@@ -163,7 +186,7 @@ MODELS = {
     ),
 }
 
-WRONG = ATTENTION | MASKS | NORM_AND_DROPOUT | EMBEDDING | MODELS
+WRONG = ATTENTION | MASKS | NORM_AND_DROPOUT | LOSS | EMBEDDING | MODELS
 
 
 def triton_on_cpu() -> None:

@@ -95,6 +95,7 @@ MODULES = (
     "norm",
     "norm_backward",
     "dropout",
+    "cross_entropy",
 )
 """The kernel modules of transformer_fast.kernels that have Triton kernels."""
 

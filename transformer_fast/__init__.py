@@ -6,7 +6,15 @@ from .explain import explain
 from .generation import beam_search, greedy
 from .masks import AttentionMask
 from .models import Transformer
-from .ops import attention, attention_decode, attention_packed, embed, layer_norm, positional_table
+from .ops import (
+    attention,
+    attention_decode,
+    attention_packed,
+    embed,
+    layer_norm,
+    linear_cross_entropy,
+    positional_table,
+)
 from .packing import pack, unpack
 
 __version__ = "0.1.0"
@@ -26,6 +34,7 @@ __all__ = [
     "greedy",
     "layer_norm",
     "layers",
+    "linear_cross_entropy",
     "pack",
     "positional_table",
     "unpack",

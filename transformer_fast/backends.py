@@ -26,7 +26,13 @@ import torch
 from .kernels import extension
 
 NAMES = ("auto", "native", "triton", "reference")
-_ON_CUDA = {"attention": "triton", "norm": "triton", "dropout": "triton", "embedding": "native"}
+_ON_CUDA = {
+    "attention": "triton",
+    "norm": "triton",
+    "dropout": "triton",
+    "cross_entropy": "triton",
+    "embedding": "native",
+}
 
 # A plain global, as torch's own backend flags are, so that torch.compile guards on it.
 _chosen = os.environ.get("TRANSFORMER_FAST_BACKEND", "auto")
@@ -72,7 +78,7 @@ def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]
     """The backend a call of ``op`` takes, and the reason as text.
 
     Args:
-        op: "attention", "norm", "dropout" or "embedding".
+        op: "attention", "norm", "dropout", "cross_entropy" or "embedding".
 
     Raises:
         BackendError: where a backend named explicitly cannot run the call; says what would help.

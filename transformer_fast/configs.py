@@ -191,3 +191,16 @@ DROPOUT = {64: DropoutConfig(32, 64), 512: DropoutConfig(4, 512), 2048: DropoutC
 def dropout_config(d: int) -> DropoutConfig:
     """The config of the dropout kernels for rows of d columns."""
     return next((config for widest, config in DROPOUT.items() if d <= widest), DROPOUT[2048])
+
+
+@dataclass(frozen=True)
+class CrossEntropyConfig:
+    """Tile of the cross-entropy kernel: columns of a row at a time, about 8 elements a thread."""
+
+    block_columns: int
+    num_warps: int
+    num_stages: int = 1
+
+
+CROSS_ENTROPY = {1024: CrossEntropyConfig(1024, 4), 65536: CrossEntropyConfig(4096, 8)}
+"""Largest vocabulary -> tile. Larger ones take the last."""

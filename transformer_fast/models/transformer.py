@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..masks import AttentionMask
-from ..packing import take, unpack
+from ..ops import linear_cross_entropy
+from ..packing import Packing, take, unpack
 from .decoder import Decoder
 from .encoder import Encoder
 from .packed import packed_masks
@@ -86,10 +87,50 @@ class Transformer(nn.Module):
         Raises:
             ValueError: with ``packed``, for a mask that is more than padding (and, for the target, look-ahead).
         """
+        hidden, queries = self._hidden(src, trg, src_mask, trg_mask)
+        return self.out(hidden) if queries is None else unpack(self.out(hidden), queries)
+
+    def loss(
+        self,
+        src: Tensor,
+        trg: Tensor,
+        src_mask: Tensor | AttentionMask | None,
+        trg_mask: Tensor | AttentionMask | None,
+        target: Tensor,
+        *,
+        label_smoothing: float = 0.0,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+    ) -> Tensor:
+        """The label-smoothed cross entropy of the logits, which are never built as a whole.
+
+        Args:
+            src, trg, src_mask, trg_mask: as for :meth:`forward`.
+            target: (B, L_trg) int64, the token wanted at each target position; ``ignore_index`` counts nowhere.
+            label_smoothing, ignore_index, reduction: as for :func:`transformer_fast.linear_cross_entropy`.
+
+        Returns:
+            A scalar in float32 (float64 for float64).
+        """
+        hidden, queries = self._hidden(src, trg, src_mask, trg_mask)
+        options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index, "reduction": reduction}
+        target = target if queries is None else take(target, queries)
+        if type(self.out) is not nn.Linear:  # somebody's own output layer
+            logits = self.out(hidden).flatten(0, -2)
+            return nn.functional.cross_entropy(logits.float(), target.flatten(), **options)
+        return linear_cross_entropy(hidden, self.out.weight, self.out.bias, target, **options)
+
+    def _hidden(
+        self,
+        src: Tensor,
+        trg: Tensor,
+        src_mask: Tensor | AttentionMask | None,
+        trg_mask: Tensor | AttentionMask | None,
+    ) -> tuple[Tensor, Packing | None]:
+        """The decoder's outputs; packed, also where they stand in the batch."""
         if self.packed:
             own, cross, causal = packed_masks(src, trg, src_mask, trg_mask)
             e_outputs = self.encoder(take(src, own.queries), own)
-            hidden = self.decoder(take(trg, causal.queries), e_outputs, cross, causal)
-            return unpack(self.out(hidden), causal.queries)
+            return self.decoder(take(trg, causal.queries), e_outputs, cross, causal), causal.queries
         e_outputs = self.encoder(src, src_mask)
-        return self.out(self.decoder(trg, e_outputs, src_mask, trg_mask))
+        return self.decoder(trg, e_outputs, src_mask, trg_mask), None

@@ -3,6 +3,7 @@
 from .attention import attention
 from .attention_decode import attention_decode
 from .attention_packed import attention_packed
+from .cross_entropy import linear_cross_entropy
 from .dropout import dropout
 from .embedding import add_positional, embed, positional_table
 from .norm import layer_norm
@@ -15,5 +16,6 @@ __all__ = [
     "dropout",
     "embed",
     "layer_norm",
+    "linear_cross_entropy",
     "positional_table",
 ]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..kernels import extension
 
@@ -86,9 +87,30 @@ def draw_seed(device: torch.device) -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
-def _no_second_derivative(op: Any) -> Callable[..., Any]:
-    name = op._schema.name
+def refuse_second_derivative(name: str, gradients: tuple[Tensor | None, ...], inputs: tuple[Tensor | None, ...]) -> Any:
+    """The gradients, recorded as functions of the inputs that cannot be differentiated: doing so raises."""
+    return _SecondDerivative.apply(name, len(gradients), *gradients, *inputs)
 
+
+class _SecondDerivative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str, count: int, *tensors: Tensor | None) -> Any:
+        ctx.name = name
+        return tuple(t if t is None else t.view_as(t) for t in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        _raise_no_second_derivative(ctx.name)
+
+
+def _raise_no_second_derivative(name: str) -> None:
+    raise RuntimeError(
+        f"{name} cannot be differentiated again: the fused kernels have no second derivative. "
+        'Run the forward under transformer_fast.backend("reference") to differentiate twice.'
+    )
+
+
+def _no_second_derivative(op: Any) -> Callable[..., Any]:
     class NoSecondDerivative(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:
@@ -97,10 +119,7 @@ def _no_second_derivative(op: Any) -> Callable[..., Any]:
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            raise RuntimeError(
-                f"{name} cannot be differentiated again: the fused kernels have no second derivative. "
-                'Run the forward under transformer_fast.backend("reference") to differentiate twice.'
-            )
+            _raise_no_second_derivative(op._schema.name)
 
     def call(*args: Any) -> Any:
         needs_grad = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..generation import greedy
 from ..masks import AttentionMask
+from ..models import Transformer
 from .batching import Batch, Corpus, plan_batches
 from .tokenizer import BOS, EOS, PAD, Tokenizer
 
@@ -37,6 +38,15 @@ def token_loss(scores: Tensor, target: Tensor, smoothing: float = 0.0) -> Tensor
     )
 
 
+def batch_loss(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> Tensor:
+    """`token_loss` of a batch; a `transformer_fast.Transformer` computes it without ever holding all logits."""
+    if not isinstance(model, Transformer):
+        return token_loss(logits(model, batch), batch.target_out, smoothing)
+    masks = AttentionMask.lengths(batch.source_lengths), AttentionMask.causal(0)
+    inputs = batch.source, batch.target_in, *masks, batch.target_out
+    return model.loss(*inputs, label_smoothing=smoothing, ignore_index=PAD, reduction="sum")
+
+
 @torch.no_grad()
 def corpus_loss(model: nn.Module, corpus: Corpus, batch_tokens: int, device: torch.device) -> float:
     """Mean cross-entropy of a corpus in nats a token, without smoothing and dropout."""
@@ -45,7 +55,7 @@ def corpus_loss(model: nn.Module, corpus: Corpus, batch_tokens: int, device: tor
     total, tokens = 0.0, 0
     for indices in plan_batches(corpus, batch_tokens, range(len(corpus))):
         batch = corpus.batch(indices).to(device)
-        total += token_loss(logits(model, batch), batch.target_out).item()
+        total += batch_loss(model, batch).item()
         tokens += batch.tokens
     model.train(was_training)
     return total / tokens

@@ -25,7 +25,7 @@ from .checkpoint import RunFolder
 from .config import TrainConfig
 from .environment import amp_dtype, choose_device, interruptible, open_run
 from .errors import CheckpointError, DivergedError
-from .evaluate import corpus_bleu, corpus_loss, logits, token_loss, translate_greedily
+from .evaluate import batch_loss, corpus_bleu, corpus_loss, translate_greedily
 from .model import (
     build_model,
     load_model_tensors,
@@ -202,8 +202,7 @@ class _Run:
     def _loss(self, batch: Batch) -> torch.Tensor:
         batch = batch.to(self.device)
         with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
-            scores = logits(self.model, batch)
-        return token_loss(scores, batch.target_out, self.config.label_smoothing)
+            return batch_loss(self.model, batch, self.config.label_smoothing)
 
     # Reports
 
