@@ -1,6 +1,8 @@
 """transformer_fast: the classic masked Transformer, fast, without changing what it computes."""
 
 from . import dialects, layers
+from . import layers
+from .accelerate import accelerate
 from .backends import BackendError, backend
 from .explain import explain
 from .generation import beam_search, greedy
@@ -23,6 +25,7 @@ __all__ = [
     "AttentionMask",
     "BackendError",
     "Transformer",
+    "accelerate",
     "attention",
     "attention_decode",
     "attention_packed",

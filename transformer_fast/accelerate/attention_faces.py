@@ -1,0 +1,318 @@
+"""The faces of attention, and of the layers and stacks around it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import layers, ops
+from ..layers.attention import layer_mask
+from ..layers.norm import active_dropout
+from ..masks import AttentionMask
+from .faces import EmbedderFace, Face, PositionalFace, children, is_dropout, own_parameters, unwatched, width_of
+
+
+def _keep(mask: Tensor | AttentionMask | None) -> Tensor | AttentionMask | None:
+    """A keep mask of any dtype: 0 = blocked."""
+    return mask != 0 if isinstance(mask, Tensor) and mask.dtype != torch.bool else mask
+
+
+def _some_keep(*shape: int) -> Tensor:
+    """A random keep mask with no empty row."""
+    keep = torch.rand(shape) > 0.4
+    keep[..., 0] = True
+    return keep
+
+
+class _Weights:
+    """An attribute in which a module leaves the weights of its last call: here computed when somebody looks.
+
+    They are those before dropout.
+    """
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self
+        recall = module.__dict__.get("_recall")
+        if not isinstance(recall, tuple):
+            return recall
+        q, k, v, mask = recall
+        with torch.no_grad():
+            weights = ops.attention(q, k, v, mask, return_weights=True)[1]
+        return weights.squeeze(1) if getattr(module, "one_head", False) else weights
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__["_recall"] = value
+
+
+def _remember(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> None:
+    if not torch.compiler.is_compiling():
+        module.__dict__["_recall"] = q.detach(), k.detach(), v.detach(), mask
+
+
+class HeadsFace(Face):
+    """Multi-head attention (q, k, v, mask) over keep masks that get their head axis here."""
+
+    linears = ("q_linear", "k_linear", "v_linear", "out")
+    others: frozenset[str] = frozenset({"dropout"})
+    skips: tuple[str, ...] = ("dropout",)
+    head_axis = True
+    heads, head_dim = "h", "d_k"
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        if not children(module) - cls.optional() == set(cls.linears) | cls.others or own_parameters(module):
+            return False
+        sizes = [getattr(module, name, None) for name in (cls.heads, cls.head_dim)]
+        if not all(isinstance(size, int) for size in sizes) or not is_dropout(module.dropout):
+            return False
+        linears = cls.projections(module)
+        return all(isinstance(m, nn.Linear) and m.out_features == math.prod(sizes) for m in linears)
+
+    @classmethod
+    def optional(cls) -> set[str]:
+        """Children that may be there."""
+        return set()
+
+    @classmethod
+    def projections(cls, module: nn.Module) -> tuple[nn.Module, ...]:
+        """The linear layers of queries, keys, values and of the output."""
+        return tuple(getattr(module, name) for name in cls.linears)
+
+    @classmethod
+    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
+        d = cls.projections(module)[0].in_features
+        x, memory, value = torch.randn(2, 5, d), torch.randn(2, 3, d), torch.randn(2, 3, d)
+        yield x, memory, value
+        for mask in (_some_keep(2, 1, 3), _some_keep(2, 5, 3)):
+            yield x, memory, value, mask if cls.head_axis else mask.unsqueeze(1)
+
+    def fast(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *rest: Any) -> Tensor:
+        *linears, out = self.projections(self)
+        by_head = getattr(self, self.heads), getattr(self, self.head_dim)
+        q, k, v = (
+            linear(x).unflatten(-1, by_head).transpose(-3, -2) for linear, x in zip(linears, (query, key, value))
+        )
+        mask = _keep(mask)
+        if self.head_axis:
+            mask = layer_mask(mask)
+        elif isinstance(mask, Tensor):
+            mask = AttentionMask.keep(mask)
+        heads = ops.attention(q, k, v, mask, dropout_p=active_dropout(self.dropout))
+        self.remember(q, k, v, mask)
+        return out(heads.transpose(-3, -2).flatten(-2))
+
+    def remember(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> None:
+        """Nothing, where the module leaves no weights behind."""
+
+
+class ClassicHeadsFace(HeadsFace):
+    """``q_linear``, ``k_linear``, ``v_linear``, ``out``; ``verbose`` prints the weights."""
+
+    def fast(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, verbose: bool = False) -> Tensor:
+        if verbose:
+            return super(Face, self).forward(query, key, value, mask, verbose)
+        return super().fast(query, key, value, mask)
+
+
+class AnnotatedHeadsFace(HeadsFace):
+    """Four ``linears``; the weights of the last call in ``attn``."""
+
+    linears = ("linears",)
+    attn = _Weights()
+    remember = _remember
+
+    @classmethod
+    def projections(cls, module: nn.Module) -> tuple[nn.Module, ...]:
+        return tuple(module.linears) if isinstance(module.linears, nn.ModuleList) and len(module.linears) == 4 else (None,)
+
+
+class BertHeadsFace(HeadsFace):
+    """Three ``linear_layers`` and an ``output_linear``; masks come with their head axis."""
+
+    linears = ("linear_layers", "output_linear")
+    skips = ("dropout", "attention")
+    head_axis = False
+
+    @classmethod
+    def optional(cls) -> set[str]:
+        return {"attention"}
+
+    @classmethod
+    def projections(cls, module: nn.Module) -> tuple[nn.Module, ...]:
+        return *module.linear_layers, module.output_linear
+
+
+class TensorflowHeadsFace(Face):
+    """``wq``, ``wk``, ``wv``, ``dense``: (v, k, q, mask) -> (out, weights), 1.0 = blocked, no dropout."""
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        names = ("wq", "wk", "wv", "dense")
+        if children(module) != set(names) or not isinstance(getattr(module, "num_heads", None), int):
+            return False
+        return all(isinstance(getattr(module, name), nn.Linear) for name in names)
+
+    @classmethod
+    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
+        v, k, q = (torch.randn(2, n, m.in_features) for n, m in ((3, module.wv), (3, module.wk), (5, module.wq)))
+        yield v, k, q, None
+        for shape in ((2, 1, 1, 3), (5, 3)):
+            yield v, k, q, 1.0 - _some_keep(*shape).to(q.dtype)
+
+    def fast(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        by_head = (self.num_heads, -1)
+        q, k, v = (
+            linear(x).unflatten(-1, by_head).transpose(1, 2)
+            for linear, x in ((self.wq, q), (self.wk, k), (self.wv, v))
+        )
+        mask = None if mask is None else AttentionMask.blocked(mask)
+        out, weights = ops.attention(q, k, v, mask, return_weights=True)
+        return self.dense(out.transpose(1, 2).flatten(-2)), weights
+
+
+class D2lAttentionFace(Face):
+    """Scaled dot product of (B, L, d) with valid lengths; the weights of the last call in ``attention_weights``."""
+
+    skips = ("dropout",)
+    one_head = True
+    attention_weights = _Weights()
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        if children(module) != {"dropout"} or own_parameters(module) or module._buffers or not is_dropout(module.dropout):
+            return False
+        names = list(inspect.signature(module.forward).parameters)
+        return len(names) == 4 and names[3] == "valid_lens"
+
+    @classmethod
+    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
+        q, k, v = torch.randn(2, 5, 6), torch.randn(2, 4, 6), torch.randn(2, 4, 7)
+        yield q, k, v, None
+        yield q, k, v, torch.tensor([2, 4])
+        yield q, k, v, torch.tensor([[1, 2, 3, 4, 4], [4, 1, 2, 3, 1]])
+
+    def fast(self, q: Tensor, k: Tensor, v: Tensor, valid_lens: Tensor | None = None) -> Tensor:
+        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+        mask = None if valid_lens is None else AttentionMask.lengths(valid_lens.to(torch.int64))
+        _remember(self, q, k, v, mask)
+        return ops.attention(q, k, v, mask, dropout_p=active_dropout(self.dropout)).squeeze(1)
+
+
+class EncoderLayerFace(Face):
+    """The classic encoder layer, pre-norm; dropout, residual addition and the norm that follows run as one op."""
+
+    skips = ("norm_1", "norm_2", "dropout_1", "dropout_2")
+    attentions = ("attn",)
+    norm_first = True
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        if children(module) != {*cls.skips, *cls.attentions, "ff"} or own_parameters(module):
+            return False
+        if not all(isinstance(getattr(module, name), ClassicHeadsFace) for name in cls.attentions):
+            return False
+        checks = {"norm": width_of, "dropout": is_dropout}
+        return all(checks[name.rpartition("_")[0]](getattr(module, name)) for name in cls.skips)
+
+    @classmethod
+    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
+        x = torch.randn(2, 5, width_of(module.norm_1))
+        yield x, None
+        yield x, _some_keep(2, 1, 5)
+
+    fast = layers.EncoderLayer.forward
+
+
+class PostNormEncoderLayerFace(EncoderLayerFace):
+    """The same, post-norm."""
+
+    norm_first = False
+
+
+class DecoderLayerFace(EncoderLayerFace):
+    """The classic decoder layer, pre-norm."""
+
+    skips = ("norm_1", "norm_2", "norm_3", "dropout_1", "dropout_2", "dropout_3")
+    attentions = ("attn_1", "attn_2")
+
+    @classmethod
+    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
+        d = width_of(module.norm_1)
+        x, memory = torch.randn(2, 5, d), torch.randn(2, 3, d)
+        yield x, memory, None, None
+        yield x, memory, _some_keep(2, 1, 3), torch.ones(1, 5, 5, dtype=torch.bool).tril()
+
+    fast = layers.DecoderLayer.forward
+
+
+class PostNormDecoderLayerFace(DecoderLayerFace):
+    """The same, post-norm."""
+
+    norm_first = False
+
+
+class EncoderFace(Face):
+    """The classic encoder: embedding and positions in one pass, the layers, a norm."""
+
+    skips = ("embed", "pe")
+    layer: type[Face] = EncoderLayerFace
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        if children(module) != {"embed", "pe", "layers", "norm"} or own_parameters(module):
+            return False
+        stack = module.layers if isinstance(module.layers, nn.ModuleList) else ()
+        exact = (isinstance(layer, cls.layer) and len(layer.attentions) == len(cls.layer.attentions) for layer in stack)
+        return isinstance(module.embed, EmbedderFace) and isinstance(module.pe, PositionalFace) and all(exact)
+
+    @classmethod
+    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
+        ids = torch.randint(0, module.embed.lut.weight.shape[0], (2, 5))
+        yield ids, None
+        yield ids, _some_keep(2, 1, 5)
+
+    def fast(self, ids: Tensor, mask: Any) -> Tensor:
+        x, mask = self._embedded(ids), _keep(mask)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.norm(x)
+
+    def _embedded(self, ids: Tensor) -> Tensor:
+        embed, positions = self.embed, self.pe
+        table = getattr(positions, positions.name)[0] if positions.length == 1 else ids.new_empty(0)
+        fused = ids.shape[-1] <= table.shape[0] and table.device == ids.device and unwatched(embed.lut, positions.dropout)
+        if not fused:
+            return positions(embed(ids))
+        return ops.embed(
+            ids,
+            embed.lut.weight,
+            table,
+            scale=math.sqrt(embed.d_model),
+            padding_idx=embed.lut.padding_idx,
+            dropout_p=active_dropout(positions.dropout),
+        )
+
+
+class DecoderFace(EncoderFace):
+    """The classic decoder."""
+
+    layer = DecoderLayerFace
+
+    @classmethod
+    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
+        ids = torch.randint(0, module.embed.lut.weight.shape[0], (2, 5))
+        memory = torch.randn(2, 3, module.embed.lut.weight.shape[1])
+        yield ids, memory, None, None
+        yield ids, memory, _some_keep(2, 1, 3), torch.ones(1, 5, 5, dtype=torch.bool).tril()
+
+    def fast(self, ids: Tensor, e_outputs: Tensor, src_mask: Any, trg_mask: Any) -> Tensor:
+        x, src_mask, trg_mask = self._embedded(ids), _keep(src_mask), _keep(trg_mask)
+        for layer in self.layers:
+            x = layer(x, e_outputs, src_mask, trg_mask)
+        return self.norm(x)

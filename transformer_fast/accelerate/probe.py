@@ -1,0 +1,161 @@
+"""Whether a face computes what a module computes: both are run on random input, in fp64 on the CPU."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import backends
+from ..layers.torch_modules import _HOOKS
+from .faces import Face, fast_class
+
+_ROWS = 16
+
+
+def probe(module: nn.Module, face: type[Face]) -> str | None:
+    """Compare a module with its face: outputs and gradients, in evaluation, and in training with each of its dropouts
+    dropping nothing and everything.
+
+    The module is not touched: a copy with random parameters takes its place (of embeddings only a few rows).
+
+    Returns:
+        None where they agree; else what was wrong.
+    """
+    with _quiet():
+        torch.manual_seed(0)
+        try:
+            trial = _copy(module)
+            calls = [_trainable(call) for call in face.calls(trial)]
+            made = fast_class(face, type(module))
+        except Exception as error:
+            return f"it could not be tried out: {_first_line(error)}"
+        tried = 0
+        for setting in _settings(trial):
+            for call in calls:
+                setting()
+                try:
+                    expected = _run(trial, call)
+                except Exception as error:
+                    if call is calls[0]:
+                        return f"a call of it failed: {_first_line(error)}"
+                    continue
+                trial.__class__, original = made, type(trial)
+                try:
+                    actual = _run(trial, call)
+                except Exception as error:
+                    return f"its structure is that of {face.__name__}, but: {_first_line(error)}"
+                finally:
+                    trial.__class__ = original
+                if not _agree(actual, expected):
+                    return "its names are known, but it computes something else"
+                tried += 1
+        return None if tried else "no call of it succeeded"
+
+
+def signature(module: nn.Module) -> Any:
+    """What decides the outcome of a probe: classes, plain attributes and shapes, not values."""
+    described = []
+    for name, child in module.named_modules():
+        plain = tuple((k, v) for k, v in child.__dict__.items() if isinstance(v, int | float | str | bool))
+        tensors = {**child._parameters, **child._buffers}
+        shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in tensors.items())
+        described.append((name, type(child), plain, shapes))
+    return tuple(described)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The caller's random state, autocast, grad mode and backend stay out of it, and as they were."""
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+        torch.device("cpu"),
+        backends.backend("reference"),
+        _default_dtype(torch.float64),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    memo: dict[int, Any] = {}
+    for child in module.modules():
+        for name in _HOOKS:
+            hooks = getattr(child, name)
+            memo[id(hooks)] = collections.OrderedDict()
+        for parameter in child._parameters.values():
+            if parameter is not None and id(parameter) not in memo:
+                shape = list(parameter.shape)
+                if isinstance(child, nn.Embedding):
+                    shape[0] = min(shape[0], max(_ROWS, 1 + (child.padding_idx or 0)))
+                memo[id(parameter)] = nn.Parameter(0.3 * torch.randn(shape))
+        for tensor in child._buffers.values():
+            if tensor is not None:
+                value = tensor.detach().to("cpu", copy=True)
+                memo[id(tensor)] = value.double() if value.is_floating_point() else value
+    return copy.deepcopy(module, memo)
+
+
+def _settings(trial: nn.Module) -> Iterator[Any]:
+    """In turn: evaluation; training without dropout; training with one dropout that drops everything."""
+    dropouts = [child for child in trial.modules() if type(child) is nn.Dropout]
+
+    def setting(training: bool, everything: nn.Dropout | None = None) -> Any:
+        def apply() -> None:
+            trial.train(training)
+            for dropout in dropouts:
+                dropout.p = float(dropout is everything)
+
+        return apply
+
+    yield setting(False)
+    yield setting(True)
+    for dropout in dropouts:
+        yield setting(True, dropout)
+
+
+def _trainable(call: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in call)
+
+
+def _run(trial: nn.Module, call: tuple[Any, ...]) -> list[Tensor | None]:
+    """Outputs, and the gradients of a random sum of the first one."""
+    out = trial(*call)
+    outs = [out] if isinstance(out, Tensor) else [t for t in out if isinstance(t, Tensor)]
+    trained = [t for t in (*call, *trial.parameters()) if isinstance(t, Tensor) and t.requires_grad]
+    weights = torch.linspace(-1.0, 2.0, outs[0].numel()).view(outs[0].shape)
+    if not outs[0].requires_grad:
+        return outs
+    grads = torch.autograd.grad((outs[0] * weights).sum(), trained, allow_unused=True)
+    return [*outs, *(torch.zeros(()) if grad is None else grad for grad in grads)]
+
+
+def _agree(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    if len(actual) != len(expected):
+        return False
+    for a, b in zip(actual, expected):
+        if a.dim() == 0 or b.dim() == 0:  # no gradient on one side is a gradient of zeros on the other
+            a, b = torch.broadcast_tensors(a, b)
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=1e-6, atol=1e-9):
+            return False
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:120]

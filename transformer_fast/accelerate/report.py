@@ -1,0 +1,66 @@
+"""What ``accelerate`` did to a model."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+from torch import nn
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One module: its path in the model, what it was, what it is now (None: left as it was), and why it was left."""
+
+    path: str
+    was: str
+    now: str | None
+    why: str = ""
+
+
+@dataclasses.dataclass
+class Report:
+    """What ``accelerate`` did: print it for the table, or :meth:`undo` it.
+
+    Attributes:
+        rows: a row for each module that was swapped, and for each that was left and might have been expected not to.
+        plain: how many modules of ``torch.nn`` have nothing to gain (Linear, Dropout, containers), by class name.
+    """
+
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    plain: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    _originals: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = dataclasses.field(
+        default_factory=list, repr=False
+    )
+
+    @property
+    def swapped(self) -> list[Row]:
+        """The modules that run on the fused ops now."""
+        return [row for row in self.rows if row.now is not None]
+
+    @property
+    def left(self) -> list[Row]:
+        """The modules that were left as they were, each with the reason."""
+        return [row for row in self.rows if row.now is None]
+
+    def undo(self) -> None:
+        """Make every module of the model again what it was. Its parameters are those it has now."""
+        for module, original, fast in reversed(self._originals):
+            if type(module) is fast:
+                module.__class__ = original
+                module.__dict__.pop("_recall", None)
+        self._originals.clear()
+
+    def __str__(self) -> str:
+        header = ("module", "was", "is", "why not")
+        table = [header, *((row.path or "(model)", row.was, row.now or "the same", row.why) for row in self.rows)]
+        widths = [max(len(line[column]) for line in table) for column in range(3)]
+        lines = ["  ".join((*(c.ljust(w) for c, w in zip(line, widths)), line[3])).rstrip() for line in table]
+        lines.insert(1, "  ".join("-" * width for width in (*widths, len(header[3]))))
+        done = f"{len(self.swapped)} modules swapped, {len(self.left)} left"
+        if not self.swapped:
+            done = "nothing was changed: no module of this model runs faster on the fused ops"
+            lines = lines if self.rows else []
+        if self.plain:
+            done += "; nothing to gain in " + ", ".join(f"{n} {name}" for name, n in sorted(self.plain.items()))
+        return "\n".join([*lines, done])

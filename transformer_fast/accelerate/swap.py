@@ -1,0 +1,194 @@
+"""Which module becomes what, and the walk over a model that does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import backends
+from ..layers import torch_modules as fast
+from . import attention_faces, faces
+from .faces import Face, fast_class
+from .probe import probe, signature
+from .report import Report, Row
+
+FACES: tuple[type[Face], ...] = (
+    faces.NormFace,
+    faces.BiasedNormFace,
+    faces.AnnotatedNormFace,
+    faces.FeedForwardFace,
+    faces.AnnotatedFeedForwardFace,
+    faces.EmbedderFace,
+    faces.PositionalFace,
+    faces.LengthFirstPositionalFace,
+    faces.D2lPositionalFace,
+    faces.SublayerFace,
+    faces.PostNormSublayerFace,
+    faces.AddNormFace,
+    faces.TokenEmbeddingFace,
+    attention_faces.ClassicHeadsFace,
+    attention_faces.AnnotatedHeadsFace,
+    attention_faces.BertHeadsFace,
+    attention_faces.TensorflowHeadsFace,
+    attention_faces.D2lAttentionFace,
+    attention_faces.EncoderLayerFace,
+    attention_faces.PostNormEncoderLayerFace,
+    attention_faces.DecoderLayerFace,
+    attention_faces.PostNormDecoderLayerFace,
+    attention_faces.EncoderFace,
+    attention_faces.DecoderFace,
+)
+
+
+def _norm_obstacle(module: nn.LayerNorm) -> str:
+    dimensions = len(module.normalized_shape)
+    return "" if dimensions == 1 else f"it normalises {dimensions} dimensions, the kernel the last one"
+
+
+def _embedding_obstacle(module: nn.Embedding) -> str:
+    used = [name for name in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, name)]
+    return f"it uses {', '.join(used)}, which the kernel does not have" if used else ""
+
+
+def _attention_obstacle(module: nn.MultiheadAttention) -> str:
+    if module.bias_k is not None:
+        return "it uses add_bias_kv, which the kernel does not have"
+    return "it uses add_zero_attn, which the kernel does not have" if module.add_zero_attn else ""
+
+
+def _layer_obstacle(module: nn.Module) -> str:
+    attentions = (module._modules.get(name) for name in ("self_attn", "multihead_attn"))
+    others = [type(a).__name__ for a in attentions if a is not None and not isinstance(a, fast.MultiheadAttention)]
+    return f"its attention is {others[0]}, which was left" if others else ""
+
+
+def _stack_obstacle(module: nn.Module) -> str:
+    layer = fast.TransformerEncoderLayer if isinstance(module, nn.TransformerEncoder) else fast.TransformerDecoderLayer
+    if len(module.layers) == 0 or not all(isinstance(m, layer) for m in module.layers):
+        return "not all of its layers were swapped"
+    return "" if len({m.self_attn.num_heads for m in module.layers}) == 1 else "its layers differ in their heads"
+
+
+_TORCH: dict[type[nn.Module], tuple[type[nn.Module], str, Callable[[Any], str]]] = {
+    nn.LayerNorm: (fast.LayerNorm, "norm", _norm_obstacle),
+    nn.Embedding: (fast.Embedding, "embedding", _embedding_obstacle),
+    nn.MultiheadAttention: (fast.MultiheadAttention, "attention", _attention_obstacle),
+    nn.TransformerEncoderLayer: (fast.TransformerEncoderLayer, "attention", _layer_obstacle),
+    nn.TransformerDecoderLayer: (fast.TransformerDecoderLayer, "attention", _layer_obstacle),
+    nn.TransformerEncoder: (fast.TransformerEncoder, "attention", _stack_obstacle),
+    nn.TransformerDecoder: (fast.TransformerDecoder, "attention", _stack_obstacle),
+}
+
+
+def accelerate(model: nn.Module) -> Report:
+    """Put the fused ops into a model, in place.
+
+    Modules of ``torch.nn`` (LayerNorm, Embedding, MultiheadAttention, TransformerEncoder, TransformerDecoder and their
+    layers, and so ``nn.Transformer``) and hand-written ones of the structures people know from the classic texts change
+    their class and nothing else: parameters, buffers, state-dict keys, hooks, mode, dtype, device and optimizers stay,
+    and masks keep the meaning they have at each module. A hand-written module is swapped only where its numbers agree
+    with the fused op's on random input. Call it before the model is compiled or sharded.
+
+    Args:
+        model: any module; it may itself be one of those that are swapped.
+
+    Returns:
+        A report to print: module path, what it was, what it is, why not. ``report.undo()`` takes everything back.
+
+    Raises:
+        TypeError: for anything but a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"accelerate: expected a torch.nn.Module, got {type(model).__name__}")
+    walk = _Walk(model)
+    walk.visit(model, "")
+    walk.report.rows.sort(key=lambda row: walk.order[row.path])
+    return walk.report
+
+
+class _Walk:
+    def __init__(self, model: nn.Module) -> None:
+        self.report = Report()
+        self.order = {path: place for place, (path, _) in enumerate(model.named_modules())}
+        self.seen: set[int] = set()
+        self.probed: dict[Any, str | None] = {}
+        parameter = next(model.parameters(), None)
+        self.default = (torch.device("cpu"), torch.float32) if parameter is None else (parameter.device, parameter.dtype)
+
+    def visit(self, module: nn.Module, path: str) -> None:
+        if id(module) in self.seen:
+            return
+        self.seen.add(id(module))
+        if isinstance(module, torch.jit.ScriptModule):
+            self._leave(path, module, "it is compiled by torch.jit")
+            return
+        for name, child in module._modules.items():
+            if child is not None:
+                self.visit(child, f"{path}.{name}" if path else name)
+        was = type(module)
+        if was.__module__.startswith("transformer_fast.") and not was.__module__.startswith(
+            ("transformer_fast.reference", "transformer_fast.translation")
+        ):
+            self._leave(path, module, "it runs on the fused ops already")
+        elif was in _TORCH:
+            self._torch(path, module)
+        elif was.__module__.startswith("torch.nn.modules"):
+            self.report.plain[was.__name__] += 1
+        else:
+            self._other(path, module)
+
+    def _torch(self, path: str, module: nn.Module) -> None:
+        made, op, obstacle = _TORCH[type(module)]
+        reason = obstacle(module) or self._obstacle(module, op)
+        self._leave(path, module, reason) if reason else self._swap(path, module, made, f"layers.{made.__name__}")
+
+    def _other(self, path: str, module: nn.Module) -> None:
+        family = next((base for base in _TORCH if isinstance(module, base)), None)
+        reason = f"a subclass of nn.{family.__name__} may compute something else" if family else "unknown structure"
+        reason += "; what is inside it was looked at" if module._modules else ""
+        for face in FACES:
+            if not _matches(face, module):
+                continue
+            reason = self._obstacle(module, "attention") or self._probe(module, face)
+            if not reason:
+                self._swap(path, module, fast_class(face, type(module)), f"fused {face.__name__.removesuffix('Face')}")
+                return
+        self._leave(path, module, reason)
+
+    def _probe(self, module: nn.Module, face: type[Face]) -> str | None:
+        key = face, signature(module)
+        if key not in self.probed:
+            self.probed[key] = probe(module, face)
+        return self.probed[key]
+
+    def _obstacle(self, module: nn.Module, op: str) -> str:
+        if "forward" in module.__dict__ or type(module).__call__ is not nn.Module.__call__:
+            return "its forward was replaced"
+        parameter = next(module.parameters(), None)
+        device, dtype = self.default if parameter is None else (parameter.device, parameter.dtype)
+        if device.type == "meta":
+            return "it is on the meta device; accelerate it where it will run"
+        backend, why = backends.choose(op, device, dtype)
+        return f"no kernel here: {why}" if backend == "reference" and backends.current() == "auto" else ""
+
+    def _swap(self, path: str, module: nn.Module, made: type[nn.Module], name: str) -> None:
+        self.report.rows.append(Row(path, _name(type(module)), name))
+        self.report._originals.append((module, type(module), made))
+        module.__class__ = made
+
+    def _leave(self, path: str, module: nn.Module, reason: str) -> None:
+        self.report.rows.append(Row(path, _name(type(module)), None, reason))
+
+
+def _matches(face: type[Face], module: nn.Module) -> bool:
+    try:
+        return face.matches(module)
+    except Exception:  # an attribute of this name that is something else altogether
+        return False
+
+
+def _name(kind: type[nn.Module]) -> str:
+    return f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__

@@ -1,0 +1,88 @@
+"""The masks of ``torch.nn``'s attention modules in normal form."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ..masks import AttentionMask
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TorchMask:
+    """``attn_mask``, ``key_padding_mask`` and ``is_causal`` of one attention, worked out once for a whole stack.
+
+    Attributes:
+        keys: what they block.
+        bias: what they add to the scores: (N|1, heads|1, L|1, S) float, or None.
+        original: the three as they were given, for a module that wants them so.
+    """
+
+    keys: AttentionMask
+    bias: Tensor | None
+    original: tuple[Tensor | None, Tensor | None, bool]
+
+
+def torch_mask(
+    attn_mask: Tensor | TorchMask | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool | None,
+    shape: tuple[int, int, int, int],
+) -> TorchMask:
+    """Masks as ``nn.MultiheadAttention`` takes them: bool True = blocked, float = added to the scores.
+
+    Args:
+        attn_mask: (L, S) or (N * heads, L, S); or a TorchMask, which is returned.
+        key_padding_mask: (N, S), or (S,) for an unbatched input.
+        is_causal: the hint that ``attn_mask`` is the look-ahead mask, which is then not read. On the CPU it is
+            recognised without a hint.
+        shape: (N, heads, L, S).
+
+    Raises:
+        TypeError: for a mask that is neither bool nor float.
+        RuntimeError: for one of another shape.
+    """
+    if isinstance(attn_mask, TorchMask):
+        return attn_mask
+    original = (attn_mask, key_padding_mask, bool(is_causal))
+    N, heads, L, S = shape
+    keys, bias = AttentionMask(), None
+    if attn_mask is not None:
+        _check("attn_mask", attn_mask, ((L, S), (N * heads, L, S)))
+    if is_causal or _is_look_ahead(attn_mask):
+        keys = AttentionMask.causal()
+    elif attn_mask is not None:
+        attn_mask = attn_mask.view(1, 1, L, S) if attn_mask.dim() == 2 else attn_mask.view(N, heads, L, S)
+        if attn_mask.dtype == torch.bool:
+            keys = AttentionMask(keep_mask=~attn_mask)
+        else:
+            bias = attn_mask
+    if key_padding_mask is not None:
+        _check("key_padding_mask", key_padding_mask, ((N, S), (S,)))
+        key_padding_mask = key_padding_mask.view(N, 1, 1, S)
+        if key_padding_mask.dtype == torch.bool:
+            keys = keys & AttentionMask(key_keep_mask=~key_padding_mask)
+        else:
+            bias = key_padding_mask if bias is None else bias + key_padding_mask
+    return TorchMask(keys, bias, original)
+
+
+def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(f"{name}: expected bool (True = blocked) or float (added to the scores), got {mask.dtype}")
+    if tuple(mask.shape) not in shapes:
+        raise RuntimeError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
+
+
+def _is_look_ahead(mask: Tensor | None) -> bool:
+    """Whether a mask is the square look-ahead mask. Looked at where that costs no wait: on the CPU, outside a compiler."""
+    if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+        return False
+    if mask.device.type != "cpu" or torch.compiler.is_compiling() or type(mask) is not Tensor:
+        return False
+    blocked = torch.ones_like(mask, dtype=torch.bool).triu_(1)
+    if mask.dtype != torch.bool:
+        blocked = torch.zeros_like(mask).masked_fill_(blocked, float("-inf"))
+    return torch.equal(mask, blocked)
