@@ -44,7 +44,7 @@ class _Weights:
         q, k, v, mask = recall
         with torch.no_grad():
             weights = ops.attention(q, k, v, mask, return_weights=True)[1]
-        return weights.squeeze(1) if getattr(module, "one_head", False) else weights
+        return weights.squeeze(1) if getattr(module, "face_one_head", False) else weights
 
     def __set__(self, module: nn.Module, value: Any) -> None:
         module.__dict__["_recall"] = value
@@ -58,93 +58,80 @@ def _remember(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Attentio
 class HeadsFace(Face):
     """Multi-head attention (q, k, v, mask) over keep masks that get their head axis here."""
 
-    linears = ("q_linear", "k_linear", "v_linear", "out")
-    others: frozenset[str] = frozenset({"dropout"})
-    skips: tuple[str, ...] = ("dropout",)
-    head_axis = True
-    heads, head_dim = "h", "d_k"
+    face_linears = ("q_linear", "k_linear", "v_linear", "out")
+    face_skips: tuple[str, ...] = ("dropout",)
+    face_head_axis = True
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        if not children(module) - cls.optional() == set(cls.linears) | cls.others or own_parameters(module):
+        if children(module) - {"attention"} != {*cls.face_linears, "dropout"} or own_parameters(module):
             return False
-        sizes = [getattr(module, name, None) for name in (cls.heads, cls.head_dim)]
-        if not all(isinstance(size, int) for size in sizes) or not is_dropout(module.dropout):
-            return False
-        linears = cls.projections(module)
-        return all(isinstance(m, nn.Linear) and m.out_features == math.prod(sizes) for m in linears)
+        linears = cls.face_projections(module)
+        widths = {m.out_features if isinstance(m, nn.Linear) else None for m in linears}
+        return len(linears) == 4 and widths == {module.h * module.d_k} and is_dropout(module.dropout)
 
     @classmethod
-    def optional(cls) -> set[str]:
-        """Children that may be there."""
-        return set()
-
-    @classmethod
-    def projections(cls, module: nn.Module) -> tuple[nn.Module, ...]:
+    def face_projections(cls, module: nn.Module) -> tuple[nn.Module, ...]:
         """The linear layers of queries, keys, values and of the output."""
-        return tuple(getattr(module, name) for name in cls.linears)
+        return tuple(getattr(module, name) for name in cls.face_linears)
 
     @classmethod
     def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        d = cls.projections(module)[0].in_features
+        d = cls.face_projections(module)[0].in_features
         x, memory, value = torch.randn(2, 5, d), torch.randn(2, 3, d), torch.randn(2, 3, d)
         yield x, memory, value
         for mask in (_some_keep(2, 1, 3), _some_keep(2, 5, 3)):
-            yield x, memory, value, mask if cls.head_axis else mask.unsqueeze(1)
+            yield x, memory, value, mask if cls.face_head_axis else mask.unsqueeze(1)
 
-    def fast(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *rest: Any) -> Tensor:
-        *linears, out = self.projections(self)
-        by_head = getattr(self, self.heads), getattr(self, self.head_dim)
+    def face_fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *rest: Any) -> Tensor:
+        *linears, out = self.face_projections(self)
+        by_head = self.h, self.d_k
         q, k, v = (
             linear(x).unflatten(-1, by_head).transpose(-3, -2) for linear, x in zip(linears, (query, key, value))
         )
         mask = _keep(mask)
-        if self.head_axis:
+        if self.face_head_axis:
             mask = layer_mask(mask)
         elif isinstance(mask, Tensor):
             mask = AttentionMask.keep(mask)
         heads = ops.attention(q, k, v, mask, dropout_p=active_dropout(self.dropout))
-        self.remember(q, k, v, mask)
+        self.face_remember(q, k, v, mask)
         return out(heads.transpose(-3, -2).flatten(-2))
 
-    def remember(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> None:
+    def face_remember(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> None:
         """Nothing, where the module leaves no weights behind."""
 
 
 class ClassicHeadsFace(HeadsFace):
     """``q_linear``, ``k_linear``, ``v_linear``, ``out``; ``verbose`` prints the weights."""
 
-    def fast(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, verbose: bool = False) -> Tensor:
+    def face_fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, verbose: bool = False) -> Tensor:
         if verbose:
             return super(Face, self).forward(query, key, value, mask, verbose)
-        return super().fast(query, key, value, mask)
+        return super().face_fused(query, key, value, mask)
 
 
 class AnnotatedHeadsFace(HeadsFace):
     """Four ``linears``; the weights of the last call in ``attn``."""
 
-    linears = ("linears",)
-    attn = _Weights()
-    remember = _remember
+    face_linears = ("linears",)
+    attn, face_leaves = _Weights(), "attn"
+    face_remember = _remember
 
     @classmethod
-    def projections(cls, module: nn.Module) -> tuple[nn.Module, ...]:
-        return tuple(module.linears) if isinstance(module.linears, nn.ModuleList) and len(module.linears) == 4 else (None,)
+    def face_projections(cls, module: nn.Module) -> tuple[nn.Module, ...]:
+        return tuple(module.linears)
 
 
 class BertHeadsFace(HeadsFace):
     """Three ``linear_layers`` and an ``output_linear``; masks come with their head axis."""
 
-    linears = ("linear_layers", "output_linear")
-    skips = ("dropout", "attention")
-    head_axis = False
+    face_linears = ("linear_layers", "output_linear")
+    face_skips = ("dropout", "attention")
+    face_head_axis = False
 
     @classmethod
-    def optional(cls) -> set[str]:
-        return {"attention"}
-
-    @classmethod
-    def projections(cls, module: nn.Module) -> tuple[nn.Module, ...]:
+    def face_projections(cls, module: nn.Module) -> tuple[nn.Module, ...]:
         return *module.linear_layers, module.output_linear
 
 
@@ -165,11 +152,10 @@ class TensorflowHeadsFace(Face):
         for shape in ((2, 1, 1, 3), (5, 3)):
             yield v, k, q, 1.0 - _some_keep(*shape).to(q.dtype)
 
-    def fast(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def face_fused(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         by_head = (self.num_heads, -1)
         q, k, v = (
-            linear(x).unflatten(-1, by_head).transpose(1, 2)
-            for linear, x in ((self.wq, q), (self.wk, k), (self.wv, v))
+            linear(x).unflatten(-1, by_head).transpose(1, 2) for linear, x in ((self.wq, q), (self.wk, k), (self.wv, v))
         )
         mask = None if mask is None else AttentionMask.blocked(mask)
         out, weights = ops.attention(q, k, v, mask, return_weights=True)
@@ -179,16 +165,16 @@ class TensorflowHeadsFace(Face):
 class D2lAttentionFace(Face):
     """Scaled dot product of (B, L, d) with valid lengths; the weights of the last call in ``attention_weights``."""
 
-    skips = ("dropout",)
-    one_head = True
-    attention_weights = _Weights()
+    face_skips = ("dropout",)
+    face_one_head = True
+    attention_weights, face_leaves = _Weights(), "attention_weights"
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        if children(module) != {"dropout"} or own_parameters(module) or module._buffers or not is_dropout(module.dropout):
+        if children(module) != {"dropout"} or own_parameters(module) or module._buffers:
             return False
         names = list(inspect.signature(module.forward).parameters)
-        return len(names) == 4 and names[3] == "valid_lens"
+        return len(names) == 4 and names[3] == "valid_lens" and is_dropout(module.dropout)
 
     @classmethod
     def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
@@ -197,7 +183,7 @@ class D2lAttentionFace(Face):
         yield q, k, v, torch.tensor([2, 4])
         yield q, k, v, torch.tensor([[1, 2, 3, 4, 4], [4, 1, 2, 3, 1]])
 
-    def fast(self, q: Tensor, k: Tensor, v: Tensor, valid_lens: Tensor | None = None) -> Tensor:
+    def face_fused(self, q: Tensor, k: Tensor, v: Tensor, valid_lens: Tensor | None = None) -> Tensor:
         q, k, v = (t.unsqueeze(1) for t in (q, k, v))
         mask = None if valid_lens is None else AttentionMask.lengths(valid_lens.to(torch.int64))
         _remember(self, q, k, v, mask)
@@ -207,18 +193,18 @@ class D2lAttentionFace(Face):
 class EncoderLayerFace(Face):
     """The classic encoder layer, pre-norm; dropout, residual addition and the norm that follows run as one op."""
 
-    skips = ("norm_1", "norm_2", "dropout_1", "dropout_2")
-    attentions = ("attn",)
+    face_skips = ("norm_1", "norm_2", "dropout_1", "dropout_2")
+    face_attentions = ("attn",)
     norm_first = True
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        if children(module) != {*cls.skips, *cls.attentions, "ff"} or own_parameters(module):
+        if children(module) != {*cls.face_skips, *cls.face_attentions, "ff"} or own_parameters(module):
             return False
-        if not all(isinstance(getattr(module, name), ClassicHeadsFace) for name in cls.attentions):
+        if not all(isinstance(getattr(module, name), ClassicHeadsFace) for name in cls.face_attentions):
             return False
         checks = {"norm": width_of, "dropout": is_dropout}
-        return all(checks[name.rpartition("_")[0]](getattr(module, name)) for name in cls.skips)
+        return all(checks[name.rpartition("_")[0]](getattr(module, name)) for name in cls.face_skips)
 
     @classmethod
     def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
@@ -226,7 +212,7 @@ class EncoderLayerFace(Face):
         yield x, None
         yield x, _some_keep(2, 1, 5)
 
-    fast = layers.EncoderLayer.forward
+    face_fused = layers.EncoderLayer.forward
 
 
 class PostNormEncoderLayerFace(EncoderLayerFace):
@@ -238,8 +224,8 @@ class PostNormEncoderLayerFace(EncoderLayerFace):
 class DecoderLayerFace(EncoderLayerFace):
     """The classic decoder layer, pre-norm."""
 
-    skips = ("norm_1", "norm_2", "norm_3", "dropout_1", "dropout_2", "dropout_3")
-    attentions = ("attn_1", "attn_2")
+    face_skips = ("norm_1", "norm_2", "norm_3", "dropout_1", "dropout_2", "dropout_3")
+    face_attentions = ("attn_1", "attn_2")
 
     @classmethod
     def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
@@ -248,7 +234,7 @@ class DecoderLayerFace(EncoderLayerFace):
         yield x, memory, None, None
         yield x, memory, _some_keep(2, 1, 3), torch.ones(1, 5, 5, dtype=torch.bool).tril()
 
-    fast = layers.DecoderLayer.forward
+    face_fused = layers.DecoderLayer.forward
 
 
 class PostNormDecoderLayerFace(DecoderLayerFace):
@@ -260,15 +246,16 @@ class PostNormDecoderLayerFace(DecoderLayerFace):
 class EncoderFace(Face):
     """The classic encoder: embedding and positions in one pass, the layers, a norm."""
 
-    skips = ("embed", "pe")
-    layer: type[Face] = EncoderLayerFace
+    face_skips = ("embed", "pe")
+    face_layer: type[Face] = EncoderLayerFace
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
         if children(module) != {"embed", "pe", "layers", "norm"} or own_parameters(module):
             return False
         stack = module.layers if isinstance(module.layers, nn.ModuleList) else ()
-        exact = (isinstance(layer, cls.layer) and len(layer.attentions) == len(cls.layer.attentions) for layer in stack)
+        attentions = cls.face_layer.face_attentions
+        exact = (isinstance(layer, cls.face_layer) and layer.face_attentions == attentions for layer in stack)
         return isinstance(module.embed, EmbedderFace) and isinstance(module.pe, PositionalFace) and all(exact)
 
     @classmethod
@@ -277,7 +264,7 @@ class EncoderFace(Face):
         yield ids, None
         yield ids, _some_keep(2, 1, 5)
 
-    def fast(self, ids: Tensor, mask: Any) -> Tensor:
+    def face_fused(self, ids: Tensor, mask: Any) -> Tensor:
         x, mask = self._embedded(ids), _keep(mask)
         for layer in self.layers:
             x = layer(x, mask)
@@ -285,13 +272,15 @@ class EncoderFace(Face):
 
     def _embedded(self, ids: Tensor) -> Tensor:
         embed, positions = self.embed, self.pe
-        table = getattr(positions, positions.name)[0] if positions.length == 1 else ids.new_empty(0)
-        fused = ids.shape[-1] <= table.shape[0] and table.device == ids.device and unwatched(embed.lut, positions.dropout)
-        if not fused:
+        table = getattr(positions, positions.face_name)[0] if positions.face_length == 1 else ids.new_empty(0)
+        weight = embed.lut.weight
+        fits = ids.shape[-1] <= table.shape[0] and table.device == ids.device
+        fits = fits and torch.promote_types(table.dtype, weight.dtype) == weight.dtype
+        if not (fits and unwatched(embed.lut, positions.dropout)):
             return positions(embed(ids))
         return ops.embed(
             ids,
-            embed.lut.weight,
+            weight,
             table,
             scale=math.sqrt(embed.d_model),
             padding_idx=embed.lut.padding_idx,
@@ -302,7 +291,7 @@ class EncoderFace(Face):
 class DecoderFace(EncoderFace):
     """The classic decoder."""
 
-    layer = DecoderLayerFace
+    face_layer = DecoderLayerFace
 
     @classmethod
     def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
@@ -311,7 +300,7 @@ class DecoderFace(EncoderFace):
         yield ids, memory, None, None
         yield ids, memory, _some_keep(2, 1, 3), torch.ones(1, 5, 5, dtype=torch.bool).tril()
 
-    def fast(self, ids: Tensor, e_outputs: Tensor, src_mask: Any, trg_mask: Any) -> Tensor:
+    def face_fused(self, ids: Tensor, e_outputs: Tensor, src_mask: Any, trg_mask: Any) -> Tensor:
         x, src_mask, trg_mask = self._embedded(ids), _keep(src_mask), _keep(trg_mask)
         for layer in self.layers:
             x = layer(x, e_outputs, src_mask, trg_mask)

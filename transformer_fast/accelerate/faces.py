@@ -1,9 +1,9 @@
 """Faces: the fused ops behind the modules people write themselves, one face a structure.
 
-A face says by which names it knows a module (``matches``), how the fused ops compute it (``fast``), and which calls
-show that this is what the module computes (``calls``): names do not prove a formula, so ``accelerate`` compares both
-on random input first. The module's class then becomes a subclass of the face and of the class it had, which adds no
-state and keeps every other method.
+A face says by which names it knows a module (``matches``), how the fused ops compute it (``face_fused``), and which
+calls show that this is what the module computes (``calls``): names do not prove a formula, so ``accelerate`` compares
+both on random input first. The module's class then becomes a subclass of the face and of the class it had, which adds
+no state and keeps every other method.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from ..ops.dropout import dropout as fused_dropout
 class Face:
     """The first base of a swapped class; the second is the class that the module had."""
 
-    skips: tuple[str, ...] = ()
-    """Children that ``fast`` computes without calling them. Where one of them has hooks, the module runs as it was."""
-    parameters_of_forward: tuple[tuple[str, Any], ...] | None = None
-    made_of: tuple[type, ...] = ()
+    face_skips: tuple[str, ...] = ()
+    """Children that ``face_fused`` does not call as written. Where one of them has hooks, the module runs as it was."""
+    face_leaves: str | None = None
+    """The attribute in which the module leaves its weights; ``_recall`` says how to compute them when asked for."""
+    face_parameters: tuple[tuple[str, Any], ...] | None = None
+    face_made_of: tuple[type, ...] = ()
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -41,25 +43,25 @@ class Face:
         """Arguments to try the module with; one that the module itself refuses is not tried."""
         raise NotImplementedError
 
-    def fast(self, *args: Any) -> Any:
+    def face_fused(self, *args: Any) -> Any:
         """What the module computes, on the fused ops."""
         raise NotImplementedError
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward: ``fast``, unless hooks would miss it."""
-        ordered = _in_order(self.parameters_of_forward, args, kwargs) if kwargs else args
-        if ordered is None or not unwatched(*self._skipped()):
+        """The module's own forward: ``face_fused``, unless hooks would miss it."""
+        ordered = _in_order(self.face_parameters, args, kwargs) if kwargs else args
+        if ordered is None or not unwatched(*self._face_skipped()):
             return super().forward(*args, **kwargs)
-        return self.fast(*ordered)
+        return self.face_fused(*ordered)
 
-    def _skipped(self) -> list[nn.Module]:
-        return [self._modules[name] for name in self.skips if self._modules.get(name) is not None]
+    def _face_skipped(self) -> list[nn.Module]:
+        return [self._modules[name] for name in self.face_skips if self._modules.get(name) is not None]
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         # The class is made when the program runs, so a pickle says how to make it again.
         _, _, state, *rest = super().__reduce_ex__(protocol)
         state = {key: value for key, value in state.items() if key != "_recall"}
-        return _rebuild, type(self).made_of, state, *rest
+        return _rebuild, type(self).face_made_of, state, *rest
 
 
 @functools.cache
@@ -69,8 +71,8 @@ def fast_class(face: type[Face], original: type[nn.Module]) -> type[nn.Module]:
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
-        "parameters_of_forward": _parameters(original),
-        "made_of": (face, original),
+        "face_parameters": _parameters(original),
+        "face_made_of": (face, original),
     })  # fmt: skip
 
 
@@ -117,78 +119,78 @@ def is_dropout(module: nn.Module) -> bool:
 def width_of(norm: nn.Module) -> int | None:
     """The width of a norm that takes the residual addition along; None for any other module."""
     if isinstance(norm, NormFace):
-        return getattr(norm, norm.gain).shape[0]
+        return getattr(norm, norm.face_gain).shape[0]
     return norm.normalized_shape[0] if isinstance(norm, LayerNorm) and len(norm.normalized_shape) == 1 else None
 
 
 class NormFace(Face):
     """``alpha * (x - mean) / (std + eps) + bias``, the std unbiased."""
 
-    gain, shift, kind = "alpha", "bias", "std"
+    face_gain, face_shift, face_kind = "alpha", "bias", "std"
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        if own_parameters(module) != {cls.gain, cls.shift} or children(module):
+        if own_parameters(module) != {cls.face_gain, cls.face_shift} or children(module):
             return False
-        shapes = {getattr(module, name).shape for name in (cls.gain, cls.shift)}
+        shapes = {getattr(module, name).shape for name in (cls.face_gain, cls.face_shift)}
         return len(shapes) == 1 and len(*shapes) == 1 and isinstance(getattr(module, "eps", None), float)
 
     @classmethod
     def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        yield (torch.randn(2, 5, getattr(module, cls.gain).shape[0]),)
+        yield (torch.randn(2, 5, getattr(module, cls.face_gain).shape[0]),)
 
-    def fast(self, x: Tensor, residual: Tensor | None = None, dropout_p: float = 0.0) -> Any:
-        gain, shift = getattr(self, self.gain), getattr(self, self.shift)
-        return ops.layer_norm(x, gain, shift, self.eps, kind=self.kind, residual=residual, dropout_p=dropout_p)
+    def face_fused(self, x: Tensor, residual: Tensor | None = None, dropout_p: float = 0.0) -> Any:
+        gain, shift = getattr(self, self.face_gain), getattr(self, self.face_shift)
+        return ops.layer_norm(x, gain, shift, self.eps, kind=self.face_kind, residual=residual, dropout_p=dropout_p)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fast(*args, **kwargs) if "residual" in kwargs else super().forward(*args, **kwargs)
+        return self.face_fused(*args, **kwargs) if "residual" in kwargs else super().forward(*args, **kwargs)
 
 
 class BiasedNormFace(NormFace):
     """The same names, and LayerNorm's formula."""
 
-    kind = "layer"
+    face_kind = "layer"
 
 
 class AnnotatedNormFace(NormFace):
     """:class:`NormFace` as ``a_2`` and ``b_2``."""
 
-    gain, shift = "a_2", "b_2"
+    face_gain, face_shift = "a_2", "b_2"
 
 
 class FeedForwardFace(Face):
     """``linear_2(dropout(relu(linear_1(x))))``."""
 
-    first, second = "linear_1", "linear_2"
-    skips = ("dropout",)
+    face_first, face_second = "linear_1", "linear_2"
+    face_skips = ("dropout",)
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        if children(module) != {cls.first, cls.second, "dropout"} or own_parameters(module):
+        if children(module) != {cls.face_first, cls.face_second, "dropout"} or own_parameters(module):
             return False
-        linears = getattr(module, cls.first), getattr(module, cls.second)
+        linears = getattr(module, cls.face_first), getattr(module, cls.face_second)
         return all(isinstance(linear, nn.Linear) for linear in linears) and is_dropout(module.dropout)
 
     @classmethod
     def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        yield (torch.randn(2, 5, getattr(module, cls.first).in_features),)
+        yield (torch.randn(2, 5, getattr(module, cls.face_first).in_features),)
 
-    def fast(self, x: Tensor) -> Tensor:
-        inner = fused_dropout(getattr(self, self.first)(x), active_dropout(self.dropout), relu=True)
-        return getattr(self, self.second)(inner)
+    def face_fused(self, x: Tensor) -> Tensor:
+        inner = fused_dropout(getattr(self, self.face_first)(x), active_dropout(self.dropout), relu=True)
+        return getattr(self, self.face_second)(inner)
 
 
 class AnnotatedFeedForwardFace(FeedForwardFace):
     """:class:`FeedForwardFace` as ``w_1`` and ``w_2``."""
 
-    first, second = "w_1", "w_2"
+    face_first, face_second = "w_1", "w_2"
 
 
 class EmbedderFace(Face):
     """``lut(ids) * sqrt(d_model)``."""
 
-    skips = ("lut",)
+    face_skips = ("lut",)
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -198,62 +200,61 @@ class EmbedderFace(Face):
     def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
         yield (torch.randint(0, module.lut.weight.shape[0], (2, 5)),)
 
-    def fast(self, ids: Tensor) -> Tensor:
+    def face_fused(self, ids: Tensor) -> Tensor:
         return ops.embed(ids, self.lut.weight, scale=math.sqrt(self.d_model), padding_idx=self.lut.padding_idx)
 
 
 class PositionalFace(Face):
     """``dropout(x + pe[:, :L])`` for a table ``pe`` (1, max_len, d), with the batch first."""
 
-    name, length = "pe", 1
-    skips = ("dropout",)
+    face_name, face_length = "pe", 1
+    face_skips = ("dropout",)
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        table = getattr(module, cls.name, None)
+        table = getattr(module, cls.face_name, None)
         if children(module) != {"dropout"} or own_parameters(module) or not isinstance(table, Tensor):
             return False
-        return is_dropout(module.dropout) and table.dim() == 3 and table.shape[1 - cls.length] == 1
+        return is_dropout(module.dropout) and table.dim() == 3 and table.shape[1 - cls.face_length] == 1
 
     @classmethod
     def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        table = getattr(module, cls.name)
-        length = min(5, table.shape[cls.length])
-        yield (torch.randn((2, length) if cls.length == 1 else (length, 2)).unsqueeze(-1) + torch.randn(table.shape[-1]),)
+        table = getattr(module, cls.face_name)
+        length = min(5, table.shape[cls.face_length])
+        yield (torch.randn(*((2, length) if cls.face_length == 1 else (length, 2)), table.shape[-1]),)
 
-    def table(self, x: Tensor) -> Tensor | None:
-        """The table where it serves x (.., d) of this length, dtype and device; None where the module must see to it."""
-        table = getattr(self, self.name).squeeze(1 - self.length)
-        fits = x.dim() == 3 and x.shape[self.length] <= table.shape[0] and x.device == table.device
+    def face_table(self, x: Tensor) -> Tensor | None:
+        """The table where it serves x (.., d) of this length, dtype and device; None where it does not."""
+        table = getattr(self, self.face_name).squeeze(1 - self.face_length)
+        fits = x.dim() == 3 and x.shape[self.face_length] <= table.shape[0] and x.device == table.device
         return table if fits and torch.promote_types(x.dtype, table.dtype) == x.dtype else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and unwatched(self.dropout) and (table := self.table(args[0])) is not None:
-            return self.fast(args[0], table)
-        return super(Face, self).forward(*args, **kwargs)
+        table = self.face_table(*args) if len(args) == 1 and not kwargs and unwatched(self.dropout) else None
+        return super(Face, self).forward(*args, **kwargs) if table is None else self.face_fused(*args, table)
 
-    def fast(self, x: Tensor, table: Tensor) -> Tensor:
-        x = x if self.length == 1 else x.transpose(0, 1)
+    def face_fused(self, x: Tensor, table: Tensor) -> Tensor:
+        x = x if self.face_length == 1 else x.transpose(0, 1)
         out = ops.add_positional(x, table, 0, active_dropout(self.dropout))
-        return out if self.length == 1 else out.transpose(0, 1)
+        return out if self.face_length == 1 else out.transpose(0, 1)
 
 
 class LengthFirstPositionalFace(PositionalFace):
     """The same for a table (max_len, 1, d), with the batch second."""
 
-    length = 0
+    face_length = 0
 
 
 class D2lPositionalFace(PositionalFace):
     """:class:`PositionalFace` as ``P``."""
 
-    name = "P"
+    face_name = "P"
 
 
 class SublayerFace(Face):
     """``x + dropout(sublayer(norm(x)))``."""
 
-    skips = ("dropout",)
+    face_skips = ("dropout",)
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -265,23 +266,23 @@ class SublayerFace(Face):
     def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
         yield torch.randn(2, 5, width_of(module.norm)), lambda x: torch.tanh(x) + 0.5
 
-    def fast(self, x: Tensor, sublayer: Any) -> Tensor:
+    def face_fused(self, x: Tensor, sublayer: Any) -> Tensor:
         return fused_dropout(sublayer(self.norm(x)), active_dropout(self.dropout), residual=x)
 
 
 class PostNormSublayerFace(SublayerFace):
     """``norm(x + dropout(sublayer(x)))``."""
 
-    skips = ("norm", "dropout")
+    face_skips = ("norm", "dropout")
 
-    def fast(self, x: Tensor, sublayer: Any) -> Tensor:
+    def face_fused(self, x: Tensor, sublayer: Any) -> Tensor:
         return self.norm(sublayer(x), residual=x, dropout_p=active_dropout(self.dropout))[0]
 
 
 class AddNormFace(Face):
     """``ln(x + dropout(y))``."""
 
-    skips = ("dropout", "ln")
+    face_skips = ("dropout", "ln")
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
@@ -293,7 +294,7 @@ class AddNormFace(Face):
     def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
         yield torch.randn(2, 5, width_of(module.ln)), torch.randn(2, 5, width_of(module.ln))
 
-    def fast(self, x: Tensor, y: Tensor) -> Tensor:
+    def face_fused(self, x: Tensor, y: Tensor) -> Tensor:
         return self.ln(y, residual=x, dropout_p=active_dropout(self.dropout))[0]
 
 

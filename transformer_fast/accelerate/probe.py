@@ -105,8 +105,8 @@ def _copy(module: nn.Module) -> nn.Module:
                 if isinstance(child, nn.Embedding):
                     shape[0] = min(shape[0], max(_ROWS, 1 + (child.padding_idx or 0)))
                 memo[id(parameter)] = nn.Parameter(0.3 * torch.randn(shape))
-        for tensor in child._buffers.values():
-            if tensor is not None:
+        for tensor in (*child._buffers.values(), *child.__dict__.values()):
+            if isinstance(tensor, Tensor):
                 value = tensor.detach().to("cpu", copy=True)
                 memo[id(tensor)] = value.double() if value.is_floating_point() else value
     return copy.deepcopy(module, memo)
@@ -131,7 +131,10 @@ def _settings(trial: nn.Module) -> Iterator[Any]:
 
 
 def _trainable(call: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in call)
+    # Activations have three dimensions; a float of another rank is a mask.
+    return tuple(
+        a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() and a.dim() == 3 else a for a in call
+    )
 
 
 def _run(trial: nn.Module, call: tuple[Any, ...]) -> list[Tensor | None]:

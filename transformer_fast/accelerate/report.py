@@ -48,7 +48,9 @@ class Report:
         for module, original, fast in reversed(self._originals):
             if type(module) is fast:
                 module.__class__ = original
-                module.__dict__.pop("_recall", None)
+                if leaves := getattr(fast, "face_leaves", None):
+                    left = module.__dict__.pop("_recall", None)
+                    module.__dict__[leaves] = None if isinstance(left, tuple) else left
         self._originals.clear()
 
     def __str__(self) -> str:

@@ -116,7 +116,7 @@ class _Walk:
         self.seen: set[int] = set()
         self.probed: dict[Any, str | None] = {}
         parameter = next(model.parameters(), None)
-        self.default = (torch.device("cpu"), torch.float32) if parameter is None else (parameter.device, parameter.dtype)
+        self.device = torch.device("cpu") if parameter is None else parameter.device
 
     def visit(self, module: nn.Module, path: str) -> None:
         if id(module) in self.seen:
@@ -168,7 +168,7 @@ class _Walk:
         if "forward" in module.__dict__ or type(module).__call__ is not nn.Module.__call__:
             return "its forward was replaced"
         parameter = next(module.parameters(), None)
-        device, dtype = self.default if parameter is None else (parameter.device, parameter.dtype)
+        device, dtype = (self.device, torch.float32) if parameter is None else (parameter.device, parameter.dtype)
         if device.type == "meta":
             return "it is on the meta device; accelerate it where it will run"
         backend, why = backends.choose(op, device, dtype)
@@ -177,6 +177,9 @@ class _Walk:
     def _swap(self, path: str, module: nn.Module, made: type[nn.Module], name: str) -> None:
         self.report.rows.append(Row(path, _name(type(module)), name))
         self.report._originals.append((module, type(module), made))
+        leaves = getattr(made, "face_leaves", None)
+        if leaves in module.__dict__:
+            module.__dict__["_recall"] = module.__dict__.pop(leaves)
         module.__class__ = made
 
     def _leave(self, path: str, module: nn.Module, reason: str) -> None:

@@ -39,11 +39,11 @@ class LayerNorm(_norm.LayerNorm):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x (..., d) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(x)`` in one pass.
 
-        Under autocast the norm of a 16-bit x is float32, as in ``torch.nn``.
+        Under autocast on a GPU the norm of a 16-bit x is float32, as in ``torch.nn``.
         """
         if len(self.normalized_shape) != 1:
             return super(_norm.LayerNorm, self).forward(x)
-        if residual is None and torch.is_autocast_enabled(x.device.type):
+        if residual is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
         return super().forward(x, residual=residual, dropout_p=dropout_p)
 
@@ -219,11 +219,16 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
 
 
 def _attend(
-    attention: nn.Module, x: Tensor, memory: Tensor, mask: Tensor | TorchMask | None, padding: Tensor | None, causal: bool
+    attention: nn.Module,
+    x: Tensor,
+    memory: Tensor,
+    mask: Tensor | TorchMask | None,
+    padding: Tensor | None,
+    causal: bool,
 ) -> Tensor:
-    return attention(
-        x, memory, memory, attn_mask=mask, key_padding_mask=padding, is_causal=causal, need_weights=False
-    )[0]
+    return attention(x, memory, memory, attn_mask=mask, key_padding_mask=padding, is_causal=causal, need_weights=False)[
+        0
+    ]
 
 
 class TransformerEncoder(nn.TransformerEncoder):

@@ -1,0 +1,220 @@
+"""Models as people write them, in plain PyTorch: what accelerate must recognise, and what it must not."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+
+
+def clones(module: nn.Module, n: int) -> nn.ModuleList:
+    return nn.ModuleList(copy.deepcopy(module) for _ in range(n))
+
+
+class AnnotatedNorm(nn.Module):
+    def __init__(self, features: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.a_2 = nn.Parameter(torch.rand(features) + 0.5)
+        self.b_2 = nn.Parameter(torch.rand(features))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.a_2 * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.b_2
+
+
+class AnnotatedAttention(nn.Module):
+    def __init__(self, h: int, d_model: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.d_k, self.h = d_model // h, h
+        self.linears = clones(nn.Linear(d_model, d_model), 4)
+        self.attn = None
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        B = query.shape[0]
+        q, k, v = (
+            linear(x).view(B, -1, self.h, self.d_k).transpose(1, 2)
+            for linear, x in zip(self.linears, (query, key, value))
+        )
+        scores = q @ k.mT / math.sqrt(self.d_k)
+        if mask is not None:
+            scores = scores.masked_fill(mask.unsqueeze(1) == 0, -1e9)
+        self.attn = self.dropout(scores.softmax(-1))
+        return self.linears[-1]((self.attn @ v).transpose(1, 2).reshape(B, -1, self.h * self.d_k))
+
+
+class AnnotatedFeedForward(nn.Module):
+    def __init__(self, d_model: int, d_ff: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.w_1, self.w_2, self.dropout = nn.Linear(d_model, d_ff), nn.Linear(d_ff, d_model), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_2(self.dropout(self.w_1(x).relu()))
+
+
+class Sublayer(nn.Module):
+    def __init__(self, size: int, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.dropout = AnnotatedNorm(size), nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, sublayer) -> Tensor:
+        return x + self.dropout(sublayer(self.norm(x)))
+
+
+class PostSublayer(Sublayer):
+    def forward(self, x: Tensor, sublayer) -> Tensor:
+        return self.norm(x + self.dropout(sublayer(x)))
+
+
+class Embeddings(nn.Module):
+    def __init__(self, d_model: int, vocab: int) -> None:
+        super().__init__()
+        self.lut, self.d_model = nn.Embedding(vocab, d_model), d_model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lut(x) * math.sqrt(self.d_model)
+
+
+class Positions(nn.Module):
+    def __init__(self, d_model: int, dropout: float, max_len: int = 50) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("pe", tfast.positional_table(max_len, d_model).unsqueeze(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x + self.pe[:, : x.size(1)].requires_grad_(False))
+
+
+class PositionsLengthFirst(Positions):
+    def __init__(self, d_model: int, dropout: float, max_len: int = 50) -> None:
+        super().__init__(d_model, dropout, max_len)
+        self.pe = self.pe.transpose(0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x + self.pe[: x.size(0)])
+
+
+class AnnotatedLayer(nn.Module):
+    def __init__(self, d_model: int, heads: int, d_ff: int, dropout: float, decoder: bool) -> None:
+        super().__init__()
+        self.self_attn = AnnotatedAttention(heads, d_model, dropout)
+        self.src_attn = AnnotatedAttention(heads, d_model, dropout) if decoder else None
+        self.feed_forward = AnnotatedFeedForward(d_model, d_ff, dropout)
+        self.sublayer = clones(Sublayer(d_model, dropout), 3 if decoder else 2)
+
+    def forward(self, x: Tensor, mask: Tensor, memory: Tensor | None = None, src_mask: Tensor | None = None) -> Tensor:
+        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, mask))
+        if self.src_attn is not None:
+            x = self.sublayer[1](x, lambda x: self.src_attn(x, memory, memory, mask=src_mask))
+        return self.sublayer[-1](x, self.feed_forward)
+
+
+class Annotated(nn.Module):
+    """An encoder-decoder in the style of the well-known annotated text."""
+
+    def __init__(self, vocab: int, d_model: int, heads: int, d_ff: int, N: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.src_embed = nn.Sequential(Embeddings(d_model, vocab), Positions(d_model, dropout))
+        self.tgt_embed = nn.Sequential(Embeddings(d_model, vocab), Positions(d_model, dropout))
+        self.encoder = clones(AnnotatedLayer(d_model, heads, d_ff, dropout, decoder=False), N)
+        self.decoder = clones(AnnotatedLayer(d_model, heads, d_ff, dropout, decoder=True), N)
+        self.norms = clones(AnnotatedNorm(d_model), 2)
+        self.generator = nn.Linear(d_model, vocab)
+
+    def forward(self, src: Tensor, tgt: Tensor, src_mask: Tensor, tgt_mask: Tensor) -> Tensor:
+        memory, x = self.src_embed(src), self.tgt_embed(tgt)
+        for layer in self.encoder:
+            memory = layer(memory, src_mask)
+        memory = self.norms[0](memory)
+        for layer in self.decoder:
+            x = layer(x, tgt_mask, memory, src_mask)
+        return self.generator(self.norms[1](x))
+
+
+class InvertedAttention(AnnotatedAttention):
+    """The mask of the other libraries: nonzero = blocked."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(query, key, value, None if mask is None else mask == 0)
+
+
+class BertAttention(nn.Module):
+    def __init__(self, h: int, d_model: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.d_k, self.h = d_model // h, h
+        self.linear_layers = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(3))
+        self.output_linear = nn.Linear(d_model, d_model)
+        self.dropout = nn.Dropout(p=dropout)
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+        B = query.shape[0]
+        q, k, v = (
+            linear(x).view(B, -1, self.h, self.d_k).transpose(1, 2)
+            for linear, x in zip(self.linear_layers, (query, key, value))
+        )
+        scores = q @ k.mT / math.sqrt(self.d_k)
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, -1e9)
+        return self.output_linear((self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2))
+
+
+class TokenEmbedding(nn.Embedding):
+    def __init__(self, vocab_size: int, embed_size: int = 512) -> None:
+        super().__init__(vocab_size, embed_size, padding_idx=0)
+
+
+class TensorflowAttention(nn.Module):
+    def __init__(self, d_model: int, num_heads: int) -> None:
+        super().__init__()
+        self.num_heads, self.depth = num_heads, d_model // num_heads
+        self.wq, self.wk, self.wv, self.dense = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def forward(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v = (
+            linear(x).view(x.shape[0], -1, self.num_heads, self.depth).transpose(1, 2)
+            for linear, x in ((self.wq, q), (self.wk, k), (self.wv, v))
+        )
+        scores = q @ k.mT / math.sqrt(self.depth)
+        if mask is not None:
+            scores = scores + mask * -1e9
+        weights = scores.softmax(-1)
+        return self.dense((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+class DotProductAttention(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None = None) -> Tensor:
+        scores = torch.bmm(queries, keys.transpose(1, 2)) / math.sqrt(queries.shape[-1])
+        if valid_lens is not None:
+            lens = valid_lens[:, None, None] if valid_lens.dim() == 1 else valid_lens[:, :, None]
+            scores = scores.masked_fill(torch.arange(keys.shape[1]) >= lens, -1e6)
+        self.attention_weights = F.softmax(scores, dim=-1)
+        return torch.bmm(self.dropout(self.attention_weights), values)
+
+
+class AddNorm(nn.Module):
+    def __init__(self, norm_shape: int, dropout: float) -> None:
+        super().__init__()
+        self.dropout, self.ln = nn.Dropout(dropout), nn.LayerNorm(norm_shape)
+
+    def forward(self, X: Tensor, Y: Tensor) -> Tensor:
+        return self.ln(self.dropout(Y) + X)
+
+
+class D2lPositions(nn.Module):
+    def __init__(self, num_hiddens: int, dropout: float, max_len: int = 50) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.P = tfast.positional_table(max_len, num_hiddens).unsqueeze(0)
+
+    def forward(self, X: Tensor) -> Tensor:
+        X = X + self.P[:, : X.shape[1], :].to(X.device)
+        return self.dropout(X)

@@ -1,0 +1,205 @@
+"""accelerate: what it leaves as it was, what it says, and how it is undone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+from transformer_fast.layers import torch_modules
+
+
+class OtherAttention(nn.MultiheadAttention):
+    def forward(self, query: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return query
+
+
+class Named(nn.Module):
+    """The names of the classic norm, and another formula."""
+
+    def __init__(self, d: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.ones(d))
+        self.bias = nn.Parameter(torch.zeros(d))
+        self.eps = 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.alpha * x / (x.norm(dim=-1, keepdim=True) + self.eps) + self.bias
+
+
+class Broken(Named):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("not today")
+
+
+def reasons(model: nn.Module) -> dict[str, str]:
+    return {row.path: row.why for row in tfast.accelerate(model).left}
+
+
+def test_parameters_optimizer_and_mode_stay() -> None:
+    m = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    m.self_attn.in_proj_weight.requires_grad_(False)
+    before = dict(m.named_parameters())
+    optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
+    tfast.accelerate(m)
+    after = dict(m.named_parameters())
+    assert list(before) == list(after) and all(after[name] is before[name] for name in before)
+    assert not m.training and not m.self_attn.in_proj_weight.requires_grad
+    assert isinstance(m, nn.TransformerEncoderLayer)
+    m.train()(torch.randn(2, 3, 8)).sum().backward()
+    moved = m.linear1.bias.clone()
+    optimizer.step()
+    assert not torch.equal(moved, m.linear1.bias)
+
+
+def test_undo_and_a_second_time() -> None:
+    m = nn.Sequential(nn.Embedding(5, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
+    types = [type(child) for child in m.modules()]
+    report = tfast.accelerate(m)
+    assert len(report.swapped) == 5
+    again = tfast.accelerate(m)
+    assert not again.swapped and {row.why for row in again.left} == {"it runs on the fused ops already"}
+    report.undo()
+    assert [type(child) for child in m.modules()] == types
+    report.undo()  # nothing left to take back
+    assert tfast.accelerate(m).swapped
+
+
+def test_a_model_it_cannot_help_is_left_and_the_report_says_so() -> None:
+    m = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), OtherAttention(4, 2))
+    types = [type(child) for child in m.modules()]
+    report = tfast.accelerate(m)
+    assert not report.swapped and [type(child) for child in m.modules()] == types
+    text = str(report)
+    assert "nothing was changed" in text and "1 Linear" in text
+    assert "OtherAttention" in text and "a subclass of nn.MultiheadAttention" in text
+
+
+def test_the_report_is_a_table() -> None:
+    m = nn.TransformerEncoderLayer(8, 2, 16)
+    lines = str(tfast.accelerate(m)).splitlines()
+    assert lines[0].split() == ["module", "was", "is", "why", "not"]
+    assert lines[2].split() == ["(model)", "nn.TransformerEncoderLayer", "layers.TransformerEncoderLayer"]
+    assert lines[3].split() == ["self_attn", "nn.MultiheadAttention", "layers.MultiheadAttention"]
+    assert lines[-1].startswith("4 modules swapped, 0 left; nothing to gain in 3 Dropout")
+
+
+def test_what_has_no_kernel_is_named_with_the_reason() -> None:
+    m = nn.ModuleDict({
+        "image": nn.LayerNorm((4, 4)),
+        "clipped": nn.Embedding(5, 4, max_norm=1.0),
+        "sparse": nn.Embedding(5, 4, sparse=True),
+        "zero": nn.MultiheadAttention(4, 2, add_zero_attn=True),
+        "biased": nn.MultiheadAttention(4, 2, add_bias_kv=True),
+        "formula": Named(4),
+        "broken": Broken(4),
+        "meta": nn.LayerNorm(4, device="meta"),
+    })  # fmt: skip
+    found = reasons(m)
+    for name, reason in {
+        "image": "2 dimensions", "clipped": "max_norm", "sparse": "sparse", "zero": "add_zero_attn",
+        "biased": "add_bias_kv", "formula": "computes something else", "broken": "not today", "meta": "meta device",
+    }.items():  # fmt: skip
+        assert reason in found[name], found
+
+
+def test_layers_around_another_attention_stay() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    layer.self_attn = OtherAttention(8, 2)
+    m = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    report = tfast.accelerate(m)
+    assert {row.path for row in report.swapped} == {f"layers.{i}.norm{j}" for i in range(2) for j in (1, 2)}
+    assert "OtherAttention" in reasons(m)["layers.0"] and "not all" in reasons(m)[""]
+
+
+def test_a_forward_set_on_the_module_is_respected() -> None:
+    m = nn.LayerNorm(4)
+    m.forward = lambda x: x + 1
+    assert "replaced" in reasons(m)[""]
+
+
+def test_only_modules() -> None:
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+        tfast.accelerate([nn.Linear(2, 2)])
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_every_hook_fires_as_before(norm_first: bool) -> None:
+    x, memory = torch.randn(2, 3, 8), torch.randn(2, 4, 8)
+    for name in ("", "self_attn", "multihead_attn", "norm1", "norm2", "norm3", "dropout", "dropout2", "linear1"):
+        m = nn.TransformerDecoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=norm_first)
+        seen: list[Tensor] = []
+
+        def hook(module: nn.Module, args: tuple, out: object, seen: list = seen) -> None:
+            seen.append(out[0] if isinstance(out, tuple) else out)
+
+        m.get_submodule(name).register_forward_hook(hook)
+        expected = m(x, memory)
+        tfast.accelerate(m)
+        torch.testing.assert_close(m(x, memory), expected)
+        assert len(seen) == 2
+        torch.testing.assert_close(*seen)
+
+
+def test_backward_hooks_fire() -> None:
+    m = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    counts: list[str] = []
+    tfast.accelerate(m)
+    for name in ("norm1", "dropout1", "self_attn"):
+        m.get_submodule(name).register_full_backward_hook(lambda *_, name=name: counts.append(name))
+    m(torch.randn(2, 3, 8, requires_grad=True)).sum().backward()
+    assert sorted(counts) == ["dropout1", "norm1", "self_attn"]
+
+
+def test_shared_modules_and_tied_weights() -> None:
+    norm = nn.LayerNorm(8)
+    m = nn.Sequential(norm, nn.Linear(8, 8), norm)
+    m.table = nn.Embedding(8, 8)
+    m[1].weight = m.table.weight
+    report = tfast.accelerate(m)
+    assert [row.path for row in report.swapped] == ["0", "table"]
+    assert m[0] is m[2] and m[1].weight is m.table.weight
+
+
+def test_copies_and_pickles_stay_fast() -> None:
+    m = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    tfast.accelerate(m)
+    x = torch.randn(2, 3, 8)
+    buffer = io.BytesIO()
+    torch.save(m, buffer)
+    buffer.seek(0)
+    copies = (copy.deepcopy(m), pickle.loads(pickle.dumps(m)), torch.load(buffer, weights_only=False))
+    for twin in copies:
+        assert type(twin) is torch_modules.TransformerEncoderLayer
+        assert torch.equal(twin(x), m(x))
+    plain = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    plain.load_state_dict(m.state_dict())
+    torch.testing.assert_close(plain(x), m(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_types_can_be_changed_after(dtype: torch.dtype) -> None:
+    m = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+    fast = copy.deepcopy(m)
+    tfast.accelerate(fast)
+    x = torch.randn(2, 3, 8, dtype=dtype)
+    out = fast.to(dtype)(x)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out, m.to(dtype)(x), atol=20 * torch.finfo(dtype).eps, rtol=20 * torch.finfo(dtype).eps)
+
+
+def test_weights_come_beside_the_fused_kernel() -> None:
+    m = nn.MultiheadAttention(8, 2, batch_first=True)
+    tfast.accelerate(m)
+    q, k = torch.randn(2, 3, 8), torch.randn(2, 4, 8)
+    out, weights = m(q, k, k, average_attn_weights=False)
+    heads = [F.linear(t, w, b).unflatten(-1, (2, 4)).transpose(1, 2) for t, w, b in zip(
+        (q, k), m.in_proj_weight.chunk(3), m.in_proj_bias.chunk(3))]  # fmt: skip
+    torch.testing.assert_close(weights, (heads[0] @ heads[1].mT / 2).softmax(-1))
+    torch.testing.assert_close(out, m(q, k, k, need_weights=False)[0])

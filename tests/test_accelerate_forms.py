@@ -1,0 +1,242 @@
+"""accelerate on hand-written modules: known by structure, and only where the numbers prove it."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import handwritten as hw
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import fixed_seed
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+from transformer_fast.reference import layers as reference
+
+B, L, S, D = 2, 7, 5, 8
+
+
+def keep(*shape: int) -> Tensor:
+    mask = torch.rand(shape) > 0.5
+    mask[..., 0] = True
+    return mask
+
+
+def x(length: int = L) -> Tensor:
+    return torch.randn(B, length, D, requires_grad=True)
+
+
+def ids() -> Tensor:
+    return torch.randint(0, 11, (B, L))
+
+
+FORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
+    "annotated norm": (lambda: hw.AnnotatedNorm(D), lambda: (x(),)),
+    "annotated attention": (lambda: hw.AnnotatedAttention(2, D), lambda: (x(), x(S), x(S), keep(B, 1, S))),
+    "annotated attention, int": (lambda: hw.AnnotatedAttention(2, D), lambda: (x(), x(), x(), keep(1, L, L).int())),
+    "annotated attention, float": (lambda: hw.AnnotatedAttention(2, D), lambda: (x(), x(), x(), keep(1, L, L).float())),
+    "annotated feed forward": (lambda: hw.AnnotatedFeedForward(D, 12), lambda: (x(),)),
+    "sublayer": (lambda: hw.Sublayer(D, 0.1), lambda: (x(), torch.tanh)),
+    "post-norm sublayer": (lambda: hw.PostSublayer(D, 0.1), lambda: (x(), torch.tanh)),
+    "embeddings": (lambda: hw.Embeddings(D, 11), lambda: (ids(),)),
+    "positions": (lambda: hw.Positions(D, 0.1), lambda: (x(),)),
+    "positions, length first": (lambda: hw.PositionsLengthFirst(D, 0.1), lambda: (x(),)),
+    "bert attention": (lambda: hw.BertAttention(2, D), lambda: (x(), x(S), x(S), keep(B, 1, 1, S))),
+    "bert attention, dense": (lambda: hw.BertAttention(2, D), lambda: (x(), x(), x(), keep(B, 1, L, L))),
+    "bert embedding": (lambda: hw.TokenEmbedding(11, D), lambda: (ids(),)),
+    "tensorflow attention": (
+        lambda: hw.TensorflowAttention(D, 2),
+        lambda: (x(S), x(S), x(), 1.0 - keep(B, 1, 1, S).float()),
+    ),
+    "d2l attention": (lambda: hw.DotProductAttention(0.1), lambda: (x(), x(S), x(S), torch.tensor([2, 4]))),
+    "d2l add and norm": (lambda: hw.AddNorm(D, 0.1), lambda: (x(), x())),
+    "d2l positions": (lambda: hw.D2lPositions(D, 0.1), lambda: (x(),)),
+    "classic encoder layer": (lambda: reference.EncoderLayer(D, 2), lambda: (x(), keep(B, 1, L))),
+    "classic encoder layer, post-norm": (
+        lambda: reference.EncoderLayer(D, 2, norm_first=False, norm="layer"),
+        lambda: (x(), keep(B, 1, L)),
+    ),
+    "classic decoder layer": (lambda: reference.DecoderLayer(D, 2), lambda: (x(), x(S), keep(B, 1, S), keep(1, L, L))),
+    "classic encoder": (lambda: reference.Encoder(11, D, 2, 2, 0.1), lambda: (ids(), keep(B, 1, L))),
+    "classic encoder without a mask": (lambda: reference.Encoder(11, D, 2, 2, 0.1), lambda: (ids(), None)),
+}  # fmt: skip
+
+
+def results(m: nn.Module, args: tuple[Any, ...]) -> list[Tensor]:
+    out = m(*args)
+    outs = list(out) if isinstance(out, tuple) else [out]
+    trained = [t for t in (*args, *m.parameters()) if isinstance(t, Tensor) and t.requires_grad]
+    grads = torch.autograd.grad((outs[0] * torch.linspace(-1, 1, outs[0].numel()).view_as(outs[0])).sum(), trained)
+    return [*outs, *grads]
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_same_numbers(name: str) -> None:
+    make, arguments = FORMS[name]
+    m = make().eval()
+    args = arguments()
+    expected, keys = results(m, args), list(m.state_dict())
+    report = tfast.accelerate(m)
+    assert report.rows[0].path == "" and report.rows[0].now, report
+    assert isinstance(m, type(make())) and list(m.state_dict()) == keys
+    torch.testing.assert_close(results(m, args), expected, atol=2e-5, rtol=2e-5)
+
+    twin = copy.deepcopy(m)
+    buffer = io.BytesIO()
+    torch.save(m, buffer)
+    buffer.seek(0)
+    loaded = torch.load(buffer, weights_only=False)
+    for other in (twin, loaded):
+        assert type(other) is type(m)
+        torch.testing.assert_close(results(other, args), expected, atol=2e-5, rtol=2e-5)
+    report.undo()
+    assert type(m) is type(make())
+    assert all(torch.equal(a, b) for a, b in zip(results(m, args), expected, strict=True))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_dropout_is_where_it_was(name: str) -> None:
+    make, arguments = FORMS[name]
+    m = make()
+    dropouts = [child for child in m.modules() if isinstance(child, nn.Dropout)]
+    args = arguments()
+    fast = copy.deepcopy(m)
+    tfast.accelerate(fast)
+    for dropout in dropouts:
+        dropout.p = 1.0
+    for child in fast.modules():
+        if isinstance(child, nn.Dropout):
+            child.p = 1.0
+    torch.testing.assert_close(fast(*args), m(*args), atol=2e-5, rtol=2e-5)
+
+
+def test_the_dropout_mask_is_the_one_of_our_layers() -> None:
+    """A swapped layer draws what transformer_fast.layers draws: exact with the shared mask."""
+    m = reference.DecoderLayer(D, 2, dropout=0.3)
+    ours = tfast.layers.DecoderLayer(D, 2, dropout=0.3)
+    ours.load_state_dict(m.state_dict())
+    tfast.accelerate(m)
+    args = x(), x(S), keep(B, 1, S), keep(1, L, L)
+    with fixed_seed(11):
+        assert torch.equal(m(*args), ours(*args))
+
+
+def test_keyword_arguments_by_the_module_s_own_names() -> None:
+    m = hw.AnnotatedAttention(2, D).eval()
+    q, k, mask = x(), x(S), keep(B, 1, S)
+    expected = m(q, k, k, mask)
+    tfast.accelerate(m)
+    torch.testing.assert_close(m(value=k, query=q, key=k, mask=mask), expected)
+    torch.testing.assert_close(m(q, k, mask=mask, value=k), expected)
+    for wrong in ({}, {"valu": k}):
+        with pytest.raises(TypeError):
+            m(q, k, **wrong)
+
+
+def test_weights_left_behind_are_computed_when_looked_at() -> None:
+    m = hw.AnnotatedAttention(2, D).eval()
+    lens = hw.DotProductAttention(0.1).eval()
+    args = x(), x(S), x(S)
+    m(*args, keep(B, 1, S))
+    mask = keep(B, 1, S)
+    m(*args, mask), lens(*args, torch.tensor([1, 4]))
+    expected = m.attn, lens.attention_weights
+    tfast.accelerate(m), tfast.accelerate(lens)
+    m(*args, mask), lens(*args, torch.tensor([1, 4]))
+    torch.testing.assert_close((m.attn, lens.attention_weights), expected)
+    m.dropout.register_forward_hook(lambda *_: None)  # the module runs as it was written
+    m(*args, mask)
+    torch.testing.assert_close(m.attn, expected[0])
+
+
+def test_hooks_on_what_the_face_skips() -> None:
+    m = reference.EncoderLayer(D, 2, dropout=0.0)
+    seen: list[str] = []
+    for name in ("norm_2", "dropout_1", "attn", "attn.dropout", "ff.linear_1"):
+        m.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    args = x(), keep(B, 1, L)
+    expected, before = m(*args), list(seen)
+    tfast.accelerate(m)
+    seen.clear()
+    torch.testing.assert_close(m(*args), expected)
+    assert seen == before
+
+
+def test_positions_past_the_table_and_of_other_types_are_the_module_s_own_affair() -> None:
+    m = hw.Positions(D, 0.0, max_len=4)
+    tfast.accelerate(m)
+    assert m(x(3).to(torch.bfloat16)).dtype == torch.float32
+    with pytest.raises(RuntimeError):
+        m(x(5))
+
+
+class DoubledPositions(hw.Positions):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x * D**0.5 + self.pe[:, : x.size(1)])
+
+
+class DroppedBeforeRelu(hw.AnnotatedFeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_2(F.gelu(self.dropout(self.w_1(x))))
+
+
+class DropsElsewhere(hw.Sublayer):
+    def forward(self, x: Tensor, sublayer: Any) -> Tensor:
+        return self.dropout(x + sublayer(self.norm(x)))
+
+
+class Unscaled(hw.Embeddings):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lut(x)
+
+
+@pytest.mark.parametrize("m", [
+    hw.InvertedAttention(2, D), DoubledPositions(D, 0.1), DroppedBeforeRelu(D, 12), DropsElsewhere(D, 0.1),
+    Unscaled(D, 11),
+], ids=lambda m: type(m).__name__)  # fmt: skip
+def test_known_names_with_another_formula_are_left(m: nn.Module) -> None:
+    before, state = type(m), torch.get_rng_state()
+    report = tfast.accelerate(m)
+    assert type(m) is before and report.rows[0].why == "its names are known, but it computes something else", report
+    assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers were used up"
+
+
+def losses(model: nn.Module, call: Callable[[nn.Module], Tensor], steps: int = 10) -> Tensor:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    values = []
+    for _ in range(steps):
+        loss = call(model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        values.append(loss.detach())
+    return torch.stack(values)
+
+
+def test_ten_steps_of_training_give_the_same_losses() -> None:
+    src, tgt = torch.randint(1, 40, (4, 9)), torch.randint(1, 40, (4, 8))
+    blocked = torch.arange(9) >= torch.tensor([9, 7, 4, 2]).unsqueeze(1)
+    look_ahead = nn.Transformer.generate_square_subsequent_mask(8)
+    a, b, target = torch.randn(4, 9, 16), torch.randn(4, 8, 16), torch.randn(4, 8, 16)
+
+    def torch_step(m: nn.Module) -> Tensor:
+        out = m(a, b, tgt_mask=look_ahead, src_key_padding_mask=blocked, memory_key_padding_mask=blocked)
+        return (out - target).square().mean()
+
+    def annotated_step(m: nn.Module) -> Tensor:
+        logits = m(src, tgt, ~blocked.unsqueeze(1), tfast.layers.subsequentmask(8))
+        return F.cross_entropy(logits.flatten(0, 1), tgt.flatten())
+
+    models = (
+        (nn.Transformer(16, 2, 2, 2, 32, dropout=0.0, batch_first=True), torch_step),
+        (hw.Annotated(40, 16, 2, 32, 2, dropout=0.0), annotated_step),
+        (reference.Transformer(40, 40, 16, 2, 2, 0.0), annotated_step),
+    )
+    for model, step in models:
+        fast = copy.deepcopy(model)
+        assert tfast.accelerate(fast).swapped
+        torch.testing.assert_close(losses(fast, step), losses(model, step), atol=1e-4, rtol=0)
