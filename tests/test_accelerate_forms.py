@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast.reference import layers as reference
+from transformer_fast.reference.dialects import bert, d2l, tensorflow
 
 B, L, S, D = 2, 7, 5, 8
 
@@ -123,6 +124,41 @@ def test_the_dropout_mask_is_the_one_of_our_layers() -> None:
     args = x(), x(S), keep(B, 1, S), keep(1, L, L)
     with fixed_seed(11):
         assert torch.equal(m(*args), ours(*args))
+
+
+@pytest.mark.parametrize("name", ["bert", "tensorflow", "d2l encoder", "d2l decoder"])
+def test_the_other_families_as_whole_models(name: str) -> None:
+    m, call = {
+        "bert": (
+            lambda: nn.ModuleList([bert.BERTEmbedding(11, D), bert.MultiHeadedAttention(2, D)]),
+            lambda m: m[1](*[m[0](tokens)] * 3, mask=keep(B, 1, 1, L)),
+        ),
+        "tensorflow": (
+            lambda: tensorflow.Transformer(1, D, 2, 12, 11, 11, 20, 20),
+            lambda m: m(tokens, tokens, *tensorflow.create_masks(tokens, tokens))[0],
+        ),
+        "d2l encoder": (
+            lambda: d2l.TransformerEncoder(11, D, 12, 2, 2, 0.1),
+            lambda m: m(tokens, torch.tensor([3, 7])),
+        ),
+        "d2l decoder": (
+            lambda: d2l.DecoderBlock(D, 12, 2, 0.1, 0),
+            lambda m: m(queries, [memory, torch.tensor([2, 4]), [None]])[0],
+        ),
+    }[name]
+    tokens, queries, memory = ids(), x(), x(S)
+    m = m().eval()
+    results = []
+    for fast in (False, True):
+        torch.manual_seed(2)
+        if fast:
+            assert len(tfast.accelerate(m).swapped) > 1
+        out = call(m)
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(m.parameters()), allow_unused=True)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
 def test_keyword_arguments_by_the_module_s_own_names() -> None:

@@ -38,6 +38,16 @@ def test_one_op_at_a_time():
     assert names["out"].shape == (2, 4, 5, 8) and names["x"].shape == (2, 5, 512)
 
 
+def test_the_twelve_lines_of_accelerate(capsys):
+    example = re.findall(r"```python\n(import copy.*?)```", TEXT, re.DOTALL)[0]
+    assert len(example.splitlines()) <= 12
+    exec(compile(example, "README.md", "exec"), {})
+    shown = capsys.readouterr().out
+    differences = [float(text) for text in re.findall(r"difference of a loss: (\S+)", shown)]
+    assert len(differences) == 2 and max(differences) <= 1e-4
+    assert "layers.TransformerEncoder" in shown and "fused Encoder" in shown
+
+
 @pytest.mark.parametrize("path", re.findall(r"\]\((?!http)([^)#]+)\)", TEXT))
 def test_links_lead_somewhere(path):
     assert (ROOT / path).exists()

@@ -1,7 +1,6 @@
 """transformer_fast: the classic masked Transformer, fast, without changing what it computes."""
 
 from . import dialects, layers
-from . import layers
 from .accelerate import accelerate
 from .backends import BackendError, backend
 from .explain import explain
