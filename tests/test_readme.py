@@ -43,7 +43,7 @@ def test_the_twelve_lines_of_accelerate(capsys):
     assert len([line for line in example.splitlines() if line]) <= 12
     exec(compile(example, "README.md", "exec"), {})
     shown = capsys.readouterr().out
-    differences = [float(text) for text in re.findall(r"difference of a loss: (\S+)", shown)]
+    differences = [float(text) for text in re.findall(r"largest difference: (\S+)", shown)]
     assert len(differences) == 2 and max(differences) <= 1e-4
     assert "layers.TransformerEncoder" in shown and "fused Encoder" in shown
 
