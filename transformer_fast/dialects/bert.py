@@ -38,7 +38,7 @@ class TokenEmbedding(nn.Embedding):
 class PositionalEmbedding(SinusoidalTable):
     """The sinusoidal encoding itself, not added to anything.
 
-    The buffer ``pe`` (1, max_len, d_model) is described at :class:`~transformer_fast.layers.SinusoidalTable`.
+    The buffer ``pe`` (1, max_len, d_model) is described at :class:`~transformer_fast.layers.embedding.SinusoidalTable`.
 
     Args:
         d_model: width; may be odd.
