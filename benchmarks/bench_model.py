@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,8 +14,18 @@ from torch import nn
 import transformer_fast as tfast
 from transformer_fast.reference import layers as reference
 
+
+class Model(NamedTuple):
+    """One side: the module, and what it computes from (source, target, lengths): logits, and the loss of a batch."""
+
+    module: nn.Module
+    forward: Callable | None
+    loss: Callable
+
+
 VOCAB = 8000
-SHAPES = {"base-b8-l48": (512, 6, 8, 2048, 8, 48), "small-b32-l32": (256, 3, 8, 1024, 32, 32)}
+SHAPES = {"base-b16-l64": (512, 6, 8, 2048, 16, 64), "small-b32-l32": (256, 3, 8, 1024, 32, 32)}
+PAD = 0
 
 
 class TorchTransformer(nn.Module):
@@ -50,8 +64,10 @@ def build(shape: str, device: str):
     torchs = TorchTransformer(d_model, N, heads, d_ff, 0.1).to(device)
 
     def make_inputs():
+        """Source, target and the lengths of both; what stands past the length is padding."""
         lengths = torch.randint(L // 4, L + 1, (B,), device=device)
-        return (*(torch.randint(0, VOCAB, (B, L), device=device) for _ in range(2)), lengths)
+        inside = torch.arange(L, device=device) < lengths[:, None]
+        return (*(torch.where(inside, torch.randint(1, VOCAB, (B, L), device=device), PAD) for _ in range(2)), lengths)
 
     def ours(inputs):
         src, trg, lengths = inputs
@@ -62,17 +78,43 @@ def build(shape: str, device: str):
         keep = torch.arange(L, device=device)[None, None] < lengths[:, None, None]
         return slow(src, trg, keep, reference.subsequentmask(L).to(device))
 
-    models = {"ours": (fast, ours), "eager": (slow, eager), "nn.Transformer": (torchs, lambda i: torchs(*i))}
+    def own_loss(model):
+        def loss(inputs):
+            src, trg, lengths = inputs
+            lengths = tfast.AttentionMask.lengths(lengths)
+            masks = lengths, lengths & tfast.AttentionMask.causal()
+            return model.loss(src, trg, *masks, trg, label_smoothing=0.1, ignore_index=PAD)
+
+        return loss
+
+    def loss_of(forward):
+        def loss(inputs):
+            logits = forward(inputs).flatten(0, 1)
+            return F.cross_entropy(logits, inputs[1].flatten(), label_smoothing=0.1, ignore_index=PAD)
+
+        return loss
+
+    packed = copy.copy(fast)  # the same parameters
+    packed.packed = True
+    models = {
+        "ours": Model(fast, ours, own_loss(fast)),
+        "ours packed": Model(packed, None, own_loss(packed)),
+        "eager": Model(slow, eager, loss_of(eager)),
+        "nn.Transformer": Model(torchs, lambda i: torchs(*i), loss_of(lambda i: torchs(*i))),
+    }
     parameters = sum(p.numel() for name, p in fast.named_parameters() if "embed" not in name)
-    return models, make_inputs, 2.0 * parameters * B * L  # products with weights only
+    return models, make_inputs, 2.0 * parameters * B * L  # products with weights only, padding included
 
 
 def same_logits(models):
     def check(inputs):
-        for model, _ in models.values():
-            model.eval()
+        for model in models.values():
+            model.module.eval()
+        ours, eager = models["ours"], models["eager"]
         with torch.inference_mode():
-            torch.testing.assert_close(models["ours"][1](inputs), models["eager"][1](inputs), atol=2e-3, rtol=2e-3)
+            torch.testing.assert_close(ours.forward(inputs), eager.forward(inputs), atol=2e-3, rtol=2e-3)
+            for name in ("ours", "ours packed"):
+                torch.testing.assert_close(models[name].loss(inputs), eager.loss(inputs), atol=2e-3, rtol=2e-3)
 
     return check
 
@@ -87,7 +129,7 @@ def test_inference(versus, shape, device):
 
     versus(
         make_inputs,
-        {name: call(forward) for name, (_, forward) in models.items()},
+        {name: call(model.forward) for name, model in models.items() if model.forward},
         check=check,
         operations=operations,
     )
@@ -95,16 +137,16 @@ def test_inference(versus, shape, device):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_step(versus, shape, device):
-    """Forward, label-smoothed loss and backward, dropout 0.1."""
+    """Forward, label-smoothed loss and backward, dropout 0.1; a batch of which a third is padding."""
     models, make_inputs, operations = build(shape, device)
     check = same_logits(models)
+    models["eager compiled"] = models["eager"]._replace(loss=torch.compile(models["eager"].loss))
 
-    def step(model, forward):
+    def step(model):
         def run(inputs):
-            model.train()
-            logits = forward(inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1), inputs[1].flatten(), label_smoothing=0.1)
-            model.zero_grad(set_to_none=True)
+            model.module.train()
+            loss = model.loss(inputs)
+            model.module.zero_grad(set_to_none=True)
             loss.backward()
             return loss.detach()
 
@@ -112,7 +154,7 @@ def test_training_step(versus, shape, device):
 
     versus(
         make_inputs,
-        {name: step(*both) for name, both in models.items()},
+        {name: step(model) for name, model in models.items()},
         check=check,
         operations=3 * operations,
     )
