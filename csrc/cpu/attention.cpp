@@ -28,6 +28,12 @@ View<T> view(const OptionalTensor& tensor) {
   return tensor ? view<T>(*tensor) : View<T>{};
 }
 
+// Statistics (batch, head, query).
+template <typename T>
+View<T> statistics_view(const Tensor& tensor) {
+  return view<T>(tensor.unsqueeze(-1));
+}
+
 // The bias in the arithmetic's dtype; what is broadcast stays one copy.
 OptionalTensor converted_bias(const OptionalTensor& bias, at::ScalarType dtype) {
   if (!bias || bias->scalar_type() == dtype) return bias;
@@ -70,9 +76,10 @@ std::tuple<Tensor, Tensor> attention_forward(
   Tensor out = at::empty_like(q), logsumexp = empty_statistics(q);
   with_problem(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
                [&](const auto& problem) {
-                 using Problem = std::decay_t<decltype(problem)>;
-                 attention_forward_cpu(problem, view<typename Problem::Element>(out),
-                                       logsumexp.mutable_data_ptr<typename Problem::Arithmetic>());
+                 using T = typename std::decay_t<decltype(problem)>::Element;
+                 using A = typename std::decay_t<decltype(problem)>::Arithmetic;
+                 attention_forward_cpu<T, A>(
+                     AttentionForward<T, A>{problem, view<T>(out), statistics_view<A>(logsumexp)});
                });
   return {out, logsumexp};
 }
@@ -81,18 +88,17 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
     const Tensor& logsumexp, const OptionalTensor& keep, const OptionalTensor& key_keep, const OptionalTensor& lengths,
     const OptionalTensor& bias, std::optional<int64_t> causal, double scale, double dropout_p,
-    const OptionalTensor& seed, bool zero_empty_rows) {
+    const OptionalTensor& seed, bool zero_empty_rows, const OptionalTensor& grad_logsumexp) {
   Tensor grad_q = at::empty_like(q), grad_k = at::empty_like(k), grad_v = at::empty_like(v);
   if (q.numel() == 0 || k.numel() == 0) return {grad_q.zero_(), grad_k.zero_(), grad_v.zero_()};
-  const Tensor statistics = logsumexp.contiguous();
   with_problem(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
                [&](const auto& problem) {
                  using T = typename std::decay_t<decltype(problem)>::Element;
                  using A = typename std::decay_t<decltype(problem)>::Arithmetic;
-                 attention_backward_cpu(
-                     problem, AttentionGradients<T, A>{view<const T>(grad_out), view<const T>(out),
-                                                       statistics.const_data_ptr<A>(), view<T>(grad_q),
-                                                       view<T>(grad_k), view<T>(grad_v)});
+                 attention_backward_cpu<T, A>(AttentionBackward<T, A>{
+                     problem, view<const T>(grad_out), view<const T>(out), statistics_view<const A>(logsumexp),
+                     grad_logsumexp ? statistics_view<const A>(*grad_logsumexp) : View<const A>{}, view<T>(grad_q),
+                     view<T>(grad_k), view<T>(grad_v)});
                });
   return {grad_q, grad_k, grad_v};
 }
@@ -105,7 +111,7 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
   m.def(
       "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? keep, "
       "Tensor? key_keep, Tensor? lengths, Tensor? bias, int? causal, float scale, float dropout_p, Tensor? seed, "
-      "bool zero_empty_rows) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+      "bool zero_empty_rows, Tensor? grad_logsumexp=None) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {

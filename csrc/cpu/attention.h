@@ -10,6 +10,7 @@
 #include "operands.h"
 
 #include <ATen/Parallel.h>
+#include <c10/util/ArrayRef.h>
 
 #include <atomic>
 #include <cmath>
@@ -18,6 +19,7 @@
 #include <new>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 namespace transformer_fast {
 
@@ -51,20 +53,47 @@ struct AttentionProblem {
   double dropout_p;
   int64_t seed;
   bool zero_empty_rows;
+  int64_t first_batch = 0;  // what dropout counts batches from
+  // A paged cache: key j of batch entry b is row j % page_size of page pages[b * pages_stride + j / page_size], and the
+  // first stride of k and v is that of a page. Forward of few queries only.
+  const int32_t* pages = nullptr;
+  int64_t pages_stride = 0, page_size = 0;
+};
+
+// Keys at or past this are blocked for query i of batch entry b by its length and the look-ahead.
+template <typename T, typename A>
+int64_t key_limit(const AttentionProblem<T, A>& problem, int64_t b, int64_t i) {
+  int64_t limit = problem.Lk;
+  if (problem.lengths.data) limit = std::min<int64_t>(limit, *problem.lengths.at(b, 0, i));
+  if (problem.causal) limit = std::min(limit, std::max<int64_t>(0, i + 1 + problem.causal_offset));
+  return limit;
+}
+
+// A padded batch is one of these, a packed one has one for each sequence. Statistics are (batch, head, query).
+template <typename T, typename A>
+struct AttentionForward {
+  using Element = T;
+  using Arithmetic = A;
+  AttentionProblem<T, A> problem;
+  View<T> out;
+  View<A> logsumexp;
 };
 
 template <typename T, typename A>
-void attention_forward_cpu(const AttentionProblem<T, A>& problem, View<T> out, A* logsumexp);
-
-template <typename T, typename A>
-struct AttentionGradients {
+struct AttentionBackward {
+  using Element = T;
+  using Arithmetic = A;
+  AttentionProblem<T, A> problem;
   View<const T> grad_out, out;
-  const A* logsumexp;
+  View<const A> logsumexp, grad_logsumexp;
   View<T> grad_q, grad_k, grad_v;
 };
 
 template <typename T, typename A>
-void attention_backward_cpu(const AttentionProblem<T, A>& problem, const AttentionGradients<T, A>& gradients);
+void attention_forward_cpu(c10::ArrayRef<AttentionForward<T, A>> calls);
+
+template <typename T, typename A>
+void attention_backward_cpu(c10::ArrayRef<AttentionBackward<T, A>> calls);
 
 namespace {
 
@@ -118,23 +147,71 @@ void for_tasks(int64_t tasks, double work, Task task) {
   });
 }
 
+// The same for several calls: task(call, i) for i < tasks_of(call).
+template <typename TasksOf, typename Task>
+void for_tasks(int64_t calls, TasksOf tasks_of, double work, Task task) {
+  if (calls == 1) return for_tasks(tasks_of(0), work, [&](int64_t i) { task(0, i); });
+  std::vector<int64_t> ends(calls);
+  int64_t total = 0;
+  for (int64_t call = 0; call < calls; ++call) ends[call] = total += tasks_of(call);
+  for_tasks(total, work, [&](int64_t i) {
+    const int64_t call = std::upper_bound(ends.begin(), ends.end(), i) - ends.begin();
+    task(call, i - (call > 0 ? ends[call - 1] : 0));
+  });
+}
+
+constexpr int64_t kKeysDrawn = 8 * kCounters;  // by one vector of Philox calls, for one query
+
+// Ranges of keys of one (batch, key head), by shapes alone: more than one only where there are too few heads to keep
+// threads busy.
+struct KeyRanges {
+  static constexpr int64_t kEnoughTasks = 16;
+
+  KeyRanges(int64_t heads, int64_t Lk) {
+    const int64_t tiles = std::max<int64_t>(1, (Lk + kKeyTile - 1) / kKeyTile);
+    const int64_t wanted = std::min(tiles, (kEnoughTasks + heads - 1) / std::max<int64_t>(1, heads));
+    length = (tiles + wanted - 1) / wanted * kKeyTile;
+    count = std::max<int64_t>(1, (Lk + length - 1) / length);
+  }
+
+  int64_t length, count;
+};
+
+template <typename Call>
+int64_t key_heads(c10::ArrayRef<Call> calls) {
+  int64_t heads = 0;
+  for (const Call& call : calls) heads += call.problem.B * call.problem.Hkv;
+  return heads;
+}
+
 // Which weights of a tile dropout keeps, eight rows at a time (the contract is in reference/dropout.py).
 template <typename A>
 struct TileDropout {
   Dropout dropout;
   uint32_t head, batch;
 
-  // Words of the call for the lanes of queries first .. first + kLanes - 1.
-  void draw(int64_t call, int64_t first, IntegerVector<A> (&words)[4]) const {
-    constexpr int parts = sizeof(CounterVector) / (8 * kLanes<A>) == 1 ? 1 : 2;  // counters have 64-bit lanes
-    CounterVector c[4][parts];
-    for (int u = 0; u < parts; ++u) {
-      c[0][u] = CounterVector{} + static_cast<uint64_t>(call);
-      c[1][u] = CounterVector{};
-      for (int64_t lane = 0; lane < kCounters; ++lane) c[1][u][lane] = static_cast<uint64_t>(first + lane * parts + u);
-      c[2][u] = CounterVector{} + static_cast<uint64_t>(head);
-      c[3][u] = CounterVector{} + static_cast<uint64_t>(batch);
-    }
+  template <typename T>
+  TileDropout(const AttentionProblem<T, A>& problem, int64_t b, int64_t h)
+      : dropout(problem.dropout_p, problem.seed), head(static_cast<uint32_t>(h)),
+        batch(static_cast<uint32_t>(problem.first_batch + b)) {}
+
+  // Draws of query i for kKeysDrawn keys from first_key, a multiple of kKeysDrawn.
+  void draw_row(int64_t first_key, int64_t i, uint16_t* draws) const {
+    CounterVector c[4][1] = {{},
+                             {CounterVector{} + static_cast<uint64_t>(i)},
+                             {CounterVector{} + static_cast<uint64_t>(head)},
+                             {CounterVector{} + static_cast<uint64_t>(batch)}};
+    for (int64_t lane = 0; lane < kCounters; ++lane) c[0][0][lane] = static_cast<uint64_t>(first_key / 8 + lane);
+    rounds(c);
+    uint32_t words[4 * kCounters];
+    for (int64_t lane = 0; lane < kCounters; ++lane)  // lane % 4: which pair of keys in each eighth of a group of 32
+      for (int w = 0; w < 4; ++w) words[lane / 4 * 16 + 4 * w + lane % 4] = static_cast<uint32_t>(c[w][0][lane]);
+    std::memcpy(draws, words, sizeof(words));
+  }
+
+  // Philox of `parts` vectors of counters at once, in place.
+  template <int parts>
+  void rounds(CounterVector (&c)[4][parts]) const {
     uint32_t key0 = static_cast<uint32_t>(dropout.seed), key1 = static_cast<uint32_t>(dropout.seed >> 32);
 #pragma GCC unroll 10
     for (int round = 0; round < kPhiloxRounds; ++round) {
@@ -148,6 +225,20 @@ struct TileDropout {
       key0 += kPhiloxW0;
       key1 += kPhiloxW1;
     }
+  }
+
+  // Words of the call for the lanes of queries first .. first + kLanes - 1.
+  void draw(int64_t call, int64_t first, IntegerVector<A> (&words)[4]) const {
+    constexpr int parts = sizeof(CounterVector) / (8 * kLanes<A>) == 1 ? 1 : 2;  // counters have 64-bit lanes
+    CounterVector c[4][parts];
+    for (int u = 0; u < parts; ++u) {
+      c[0][u] = CounterVector{} + static_cast<uint64_t>(call);
+      c[1][u] = CounterVector{};
+      for (int64_t lane = 0; lane < kCounters; ++lane) c[1][u][lane] = static_cast<uint64_t>(first + lane * parts + u);
+      c[2][u] = CounterVector{} + static_cast<uint64_t>(head);
+      c[3][u] = CounterVector{} + static_cast<uint64_t>(batch);
+    }
+    rounds(c);
     for (int w = 0; w < 4; ++w)
       words[w] = reinterpret_cast<IntegerVector<A>>(
           parts == 1 ? c[w][0] : (c[w][0] & 0xffffffff) | (c[w][parts - 1] << 32));

@@ -5,40 +5,27 @@
 // and all query blocks in order; only the gradient of q is shared between ranges, and summed over them in order at the
 // end. The ranges follow from the shapes, so the result does not depend on the number of threads.
 #include "attention_mask.h"
+#include "attention_rows_backward.h"
 
 #include <ATen/ATen.h>
 
 namespace transformer_fast {
 namespace {
 
-// Ranges of keys of one (batch, kv head): more than one only where there are too few heads to keep threads busy.
-struct KeyRanges {
-  static constexpr int64_t kEnoughTasks = 16;
-
-  KeyRanges(int64_t heads, int64_t Lk) {
-    const int64_t tiles = (Lk + kKeyTile - 1) / kKeyTile;
-    const int64_t wanted = std::min(tiles, (kEnoughTasks + heads - 1) / heads);
-    length = (tiles + wanted - 1) / wanted * kKeyTile;
-    count = (Lk + length - 1) / length;
-  }
-
-  int64_t length, count;
-};
-
-// Adds the gradients of one key range. `partial_q`: (ranges, B, H, Lq, D) when there are several ranges.
+// Adds the gradients of one key range.
 template <typename T, typename A>
 class KeyRangeBackward {
  public:
   static constexpr int64_t kW = kLanes<A>;
   using E = Operand<T>;
 
-  KeyRangeBackward(const AttentionProblem<T, A>& problem, const AttentionGradients<T, A>& gradients, int64_t b,
-                   int64_t kv_head, int64_t first_key, int64_t last_key)
-      : problem_(problem), gradients_(gradients), b_(b), kv_head_(kv_head), first_key_(first_key), last_key_(last_key),
-        width_(round_up(problem.D, kW)), rescale_(static_cast<A>(DropoutRate(problem.dropout_p).scale)) {
-    const int64_t queries = std::min(kQueryTile, problem.Lq), lanes = round_up(queries, kW);
+  KeyRangeBackward(const AttentionBackward<T, A>& call, int64_t b, int64_t kv_head, int64_t first_key,
+                   int64_t last_key)
+      : problem_(call.problem), call_(call), b_(b), kv_head_(kv_head), first_key_(first_key), last_key_(last_key),
+        width_(round_up(problem_.D, kW)), rescale_(static_cast<A>(DropoutRate(problem_.dropout_p).scale)) {
+    const int64_t queries = std::min(kQueryTile, problem_.Lq), lanes = round_up(queries, kW);
     const int64_t range = last_key - first_key, keys = std::min(kKeyTile, range);
-    const int64_t sizes[] = {problem.D * lanes, problem.D * lanes, queries * width_, queries * width_, queries * width_,
+    const int64_t sizes[] = {problem_.D * lanes, problem_.D * lanes, queries * width_, queries * width_, queries * width_,
                              keys * lanes,      keys * lanes,      keys * width_,    keys,
                              keys * lanes,      range * width_,    range * width_};
     A* buffers[std::size(sizes)];
@@ -51,6 +38,7 @@ class KeyRangeBackward {
     std::fill(grad_v_, grad_v_ + range * width_, A(0));
   }
 
+  // `partial_q`: (H, Lq, D) of this batch entry, where the gradient of q goes when there are several ranges.
   void run(A* partial_q) {
     const auto& p = problem_;
     const int64_t group = p.H / p.Hkv;
@@ -58,11 +46,11 @@ class KeyRangeBackward {
       for (int64_t first_query = 0; first_query < p.Lq; first_query += kQueryTile) {
         add_queries(h, first_query, std::min(kQueryTile, p.Lq - first_query));
         if (partial_q)
-          write(grad_q_, queries_, p.scale, partial_q + ((b_ * p.H + h) * p.Lq + first_query) * p.D, p.D);
+          write(grad_q_, queries_, p.scale, partial_q + (h * p.Lq + first_query) * p.D, p.D);
         else
-          write(grad_q_, queries_, p.scale, gradients_.grad_q.at(b_, h, first_query), gradients_.grad_q.row_stride());
+          write(grad_q_, queries_, p.scale, call_.grad_q.at(b_, h, first_query), call_.grad_q.row_stride());
       }
-    const auto &grad_k = gradients_.grad_k, &grad_v = gradients_.grad_v;
+    const auto &grad_k = call_.grad_k, &grad_v = call_.grad_v;
     write(grad_k_, last_key_ - first_key_, p.scale, grad_k.at(b_, kv_head_, first_key_), grad_k.row_stride());
     write(grad_v_, last_key_ - first_key_, A(1), grad_v.at(b_, kv_head_, first_key_), grad_v.row_stride());
   }
@@ -72,16 +60,15 @@ class KeyRangeBackward {
     const auto& p = problem_;
     h_ = h, first_query_ = first_query, queries_ = queries, lanes_ = round_up(queries, kW);
     std::fill(grad_q_, grad_q_ + queries * width_, A(0));
-    if (p.dropout_p > 0)
-      dropout_ = {Dropout(p.dropout_p, p.seed), static_cast<uint32_t>(h), static_cast<uint32_t>(b_)};
+    if (p.dropout_p > 0) dropout_.emplace(p, b_, h);
     const bool uniform = load_statistics();
 
     BlockMask<T, A> mask(p, b_, h, first_query, queries, key_addend_, pair_addend_);
     const int64_t end = uniform ? last_key_ : std::min(last_key_, mask.keys());
     if (first_key_ >= end) return;
     const T* q = p.q.at(b_, h, first_query);
-    const T* grad_out = gradients_.grad_out.at(b_, h, first_query);
-    const int64_t q_stride = p.q.row_stride(), grad_stride = gradients_.grad_out.row_stride();
+    const T* grad_out = call_.grad_out.at(b_, h, first_query);
+    const int64_t q_stride = p.q.row_stride(), grad_stride = call_.grad_out.row_stride();
     q_ = {load_lanes(q, q_stride, queries, p.D, operand(query_lanes_)),
           load_rows(q, q_stride, queries, p.D, operand(query_rows_))};
     grad_out_ = {load_lanes(grad_out, grad_stride, queries, p.D, operand(grad_out_lanes_)),
@@ -101,8 +88,10 @@ class KeyRangeBackward {
     bool any = false;
     std::fill(logsumexp_, logsumexp_ + lanes_, -kBlocked<A>);  // lanes past the last query get weight 0
     std::fill(uniform_, uniform_ + lanes_, A(0));
+    std::fill(grad_logsumexp_, grad_logsumexp_ + lanes_, A(0));
     for (int64_t i = 0; i < queries_; ++i) {
-      logsumexp_[i] = gradients_.logsumexp[(b_ * p.H + h_) * p.Lq + first_query_ + i];
+      logsumexp_[i] = *call_.logsumexp.at(b_, h_, first_query_ + i);
+      if (call_.grad_logsumexp.data) grad_logsumexp_[i] = *call_.grad_logsumexp.at(b_, h_, first_query_ + i);
       if (logsumexp_[i] == kBlocked<A> && !p.zero_empty_rows) {
         uniform_[i] = A(1) / static_cast<A>(p.Lk);
         any = true;
@@ -111,18 +100,19 @@ class KeyRangeBackward {
     return any;
   }
 
-  // delta, the sum over all keys of weight times its gradient, is also the product of the output and its gradient.
+  // delta, the sum over all keys of weight times its gradient, is also the product of the output and its gradient. The
+  // logsumexp grows with each score by its weight, so its gradient is taken off.
   void load_delta() {
     std::fill(delta_, delta_ + lanes_, A(0));
     for (int64_t i = 0; i < queries_; ++i) {
-      const T* out = gradients_.out.at(b_, h_, first_query_ + i);
-      const T* grad_out = gradients_.grad_out.at(b_, h_, first_query_ + i);
+      const T* out = call_.out.at(b_, h_, first_query_ + i);
+      const T* grad_out = call_.grad_out.at(b_, h_, first_query_ + i);
       Vector<A> products{};
       for (int64_t d = 0; d < problem_.D; d += kW) {
         const int64_t count = std::min(kW, problem_.D - d);
         products += load_some(out + d, count) * load_some(grad_out + d, count);
       }
-      delta_[i] = lane_sum<A>(products);
+      delta_[i] = lane_sum<A>(products) - grad_logsumexp_[i];
     }
   }
 
@@ -168,7 +158,7 @@ class KeyRangeBackward {
       narrow(weights, where_kept<A>(kept, weight, -weight));
       narrow(grads, grad);
     });
-    if (sum_delta) narrow(delta_ + lane, delta);
+    if (sum_delta) narrow(delta_ + lane, delta - widen(grad_logsumexp_ + lane));
   }
 
   // Weights to dropped weights, and the gradients of weights to those of scores.
@@ -196,7 +186,7 @@ class KeyRangeBackward {
   }
 
   const AttentionProblem<T, A>& problem_;
-  const AttentionGradients<T, A>& gradients_;
+  const AttentionBackward<T, A>& call_;
   int64_t b_, kv_head_, first_key_, last_key_, width_;
   A rescale_;
   int64_t h_ = 0, first_query_ = 0, queries_ = 0, lanes_ = 0;
@@ -205,53 +195,93 @@ class KeyRangeBackward {
   struct {
     Rows<E> lanes, rows;  // as the right operand of a product along the queries, and of one over them
   } q_, grad_out_;
-  A logsumexp_[kQueryTile], delta_[kQueryTile], uniform_[kQueryTile];
+  A logsumexp_[kQueryTile], grad_logsumexp_[kQueryTile], delta_[kQueryTile], uniform_[kQueryTile];
   std::optional<TileDropout<A>> dropout_;
 };
 
-// grad_q = the sum of the ranges' parts, in order.
 template <typename T, typename A>
-void sum_parts(const AttentionProblem<T, A>& p, const A* parts, int64_t ranges, const View<T>& grad_q) {
-  const int64_t rows = p.B * p.H * p.Lq;
-  for_tasks(p.B * p.H, double(rows) * double(p.D * ranges), [&](int64_t head) {
+class Backward {
+ public:
+  explicit Backward(c10::ArrayRef<AttentionBackward<T, A>> calls) : calls_(calls), heads_(key_heads(calls)) {}
+
+  void run() {
+    std::vector<int64_t> starts(calls_.size());
+    int64_t room = 0;
+    double work = 0;
+    for (std::size_t c = 0; c < calls_.size(); ++c) {
+      starts[c] = room;
+      if (const int64_t ranges = ranges_of(c).count; ranges > 1) room += ranges * query_elements(c);
+      work += 2.5 * double(query_elements(c)) * double(calls_[c].problem.Lk);
+    }
+    at::Tensor parts;
+    if (room > 0) parts = at::empty({room}, c10::CppTypeToScalarType<A>::value);
+    A* const storage = room > 0 ? parts.mutable_data_ptr<A>() : nullptr;
+    for_tasks(calls_.size(), [&](int64_t c) { return tasks_of(c); }, work, [&](int64_t c, int64_t task) {
+      const KeyRanges ranges = ranges_of(c);
+      run_range(calls_[c], task / ranges.count, task % ranges.count * ranges.length, ranges.length,
+                ranges.count > 1 ? storage + starts[c] + task % ranges.count * query_elements(c) : nullptr);
+    });
+    if (storage == nullptr) return;
+    for_tasks(calls_.size(), [&](int64_t c) { return ranges_of(c).count > 1 ? calls_[c].problem.B * calls_[c].problem.H : 0; },
+              double(room), [&](int64_t c, int64_t head) { sum_parts(c, head, storage + starts[c]); });
+  }
+
+ private:
+  KeyRanges ranges_of(int64_t c) const { return KeyRanges(heads_, calls_[c].problem.Lk); }
+
+  int64_t query_elements(int64_t c) const {
+    const auto& p = calls_[c].problem;
+    return p.B * p.H * p.Lq * p.D;
+  }
+
+  int64_t tasks_of(int64_t c) const {
+    const auto& p = calls_[c].problem;
+    return p.Lk == 0 ? 0 : p.B * p.Hkv * ranges_of(c).count;
+  }
+
+  static void run_range(const AttentionBackward<T, A>& call, int64_t head, int64_t first_key, int64_t length,
+                        A* partial_q) {
+    const auto& p = call.problem;
+    const int64_t b = head / p.Hkv, kv_head = head % p.Hkv, last_key = std::min(p.Lk, first_key + length);
+    const int64_t group = p.H / p.Hkv, of_batch = p.H * p.Lq * p.D;
+    if (has_few_queries(p))
+      RowsBackward<T, A>(call, b, kv_head)
+          .run(first_key, last_key,
+               partial_q ? partial_q + b * of_batch + kv_head * group * p.Lq * p.D : nullptr);
+    else
+      KeyRangeBackward<T, A>(call, b, kv_head, first_key, last_key)
+          .run(partial_q ? partial_q + b * of_batch : nullptr);
+  }
+
+  // grad_q of one head = the sum of the ranges' parts, in order.
+  void sum_parts(int64_t c, int64_t head, const A* parts) const {
+    const auto& p = calls_[c].problem;
+    const int64_t ranges = ranges_of(c).count;
     for (int64_t i = 0; i < p.Lq; ++i) {
-      T* target = grad_q.at(head / p.H, head % p.H, i);
+      T* target = calls_[c].grad_q.at(head / p.H, head % p.H, i);
+      const A* part = parts + (head * p.Lq + i) * p.D;
       for (int64_t d = 0; d < p.D; ++d) {
         A total = 0;
-        for (int64_t range = 0; range < ranges; ++range) total += parts[(range * rows + head * p.Lq + i) * p.D + d];
+        for (int64_t range = 0; range < ranges; ++range) total += part[range * query_elements(c) + d];
         target[d] = static_cast<T>(total);
       }
     }
-  });
-}
+  }
+
+  c10::ArrayRef<AttentionBackward<T, A>> calls_;
+  int64_t heads_;
+};
 
 }  // namespace
 
 template <typename T, typename A>
-void attention_backward_cpu(const AttentionProblem<T, A>& p, const AttentionGradients<T, A>& gradients) {
-  const KeyRanges ranges(p.B * p.Hkv, p.Lk);
-  const int64_t query_elements = p.B * p.H * p.Lq * p.D;
-  at::Tensor parts;
-  A* partial_q = nullptr;
-  if (ranges.count > 1) {
-    parts = at::empty({ranges.count, query_elements}, c10::CppTypeToScalarType<A>::value);
-    partial_q = parts.mutable_data_ptr<A>();
-  }
-  for_tasks(p.B * p.Hkv * ranges.count, 2.5 * double(query_elements) * double(p.Lk), [&](int64_t task) {
-    const int64_t range = task % ranges.count, head = task / ranges.count, first_key = range * ranges.length;
-    KeyRangeBackward<T, A>(p, gradients, head / p.Hkv, head % p.Hkv, first_key,
-                           std::min(p.Lk, first_key + ranges.length))
-        .run(partial_q ? partial_q + range * query_elements : nullptr);
-  });
-  if (partial_q) sum_parts(p, partial_q, ranges.count, gradients.grad_q);
+void attention_backward_cpu(c10::ArrayRef<AttentionBackward<T, A>> calls) {
+  Backward<T, A>(calls).run();
 }
 
-template void attention_backward_cpu(const AttentionProblem<float, float>&, const AttentionGradients<float, float>&);
-template void attention_backward_cpu(const AttentionProblem<double, double>&,
-                                     const AttentionGradients<double, double>&);
-template void attention_backward_cpu(const AttentionProblem<c10::Half, float>&,
-                                     const AttentionGradients<c10::Half, float>&);
-template void attention_backward_cpu(const AttentionProblem<c10::BFloat16, float>&,
-                                     const AttentionGradients<c10::BFloat16, float>&);
+template void attention_backward_cpu(c10::ArrayRef<AttentionBackward<float, float>>);
+template void attention_backward_cpu(c10::ArrayRef<AttentionBackward<double, double>>);
+template void attention_backward_cpu(c10::ArrayRef<AttentionBackward<c10::Half, float>>);
+template void attention_backward_cpu(c10::ArrayRef<AttentionBackward<c10::BFloat16, float>>);
 
 }  // namespace transformer_fast

@@ -1,7 +1,9 @@
 // Attention forward on the CPU: softmax over tiles of keys with a running maximum (Milakov and Gimelshein, "Online
 // normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022), one block of queries at a time.
-#include "attention_decode.h"
 #include "attention_mask.h"
+#include "attention_rows_forward.h"
+
+#include <ATen/ATen.h>
 
 namespace transformer_fast {
 namespace {
@@ -22,11 +24,10 @@ class ForwardBlock {
     Workspace<A>::of_this_thread().divide(sizes, buffers);
     std::tie(query_lanes_, scores_, sum_, staged_, key_addend_, pair_addend_) =
         std::tie(buffers[0], buffers[1], buffers[2], buffers[3], buffers[4], buffers[5]);
-    if (problem.dropout_p > 0)
-      dropout_ = {Dropout(problem.dropout_p, problem.seed), static_cast<uint32_t>(h), static_cast<uint32_t>(b)};
+    if (problem.dropout_p > 0) dropout_.emplace(problem, b, h);
   }
 
-  void run(View<T> out, A* logsumexp) {
+  void run(View<T> out, View<A> logsumexp) {
     std::fill(sum_, sum_ + queries_ * width_, A(0));
     std::fill(maximum_, maximum_ + lanes_, kBlocked<A>);
     std::fill(total_, total_ + lanes_, A(0));
@@ -37,7 +38,7 @@ class ForwardBlock {
       if (const int64_t keys = mask.load(first, std::min(kKeyTile, mask.keys() - first)); keys > 0)
         add_tile(mask, first, keys);
     for (int64_t i = 0; i < queries_; ++i)
-      logsumexp[i] = total_[i] == 0 ? kBlocked<A> : maximum_[i] + std::log(total_[i]);
+      *logsumexp.at(b_, h_, first_query_ + i) = total_[i] == 0 ? kBlocked<A> : maximum_[i] + std::log(total_[i]);
     if (!problem_.zero_empty_rows) add_empty_rows();
     write(out);
   }
@@ -131,22 +132,85 @@ class ForwardBlock {
   std::optional<TileDropout<A>> dropout_;
 };
 
+template <typename T, typename A>
+class Forward {
+ public:
+  explicit Forward(c10::ArrayRef<AttentionForward<T, A>> calls) : calls_(calls), heads_(key_heads(calls)) {}
+
+  void run() {
+    int64_t room = 0;
+    std::vector<int64_t> starts(calls_.size());
+    double work = 0;
+    for (std::size_t c = 0; c < calls_.size(); ++c) {
+      const auto& p = calls_[c].problem;
+      starts[c] = room;
+      if (const int64_t ranges = ranges_of(c).count; ranges > 1) room += ranges * part_size(c) * p.B * p.Hkv;
+      // Few queries are bound by memory: a multiplication takes so much longer than in a tile.
+      work += (has_few_queries(p) ? 4.0 : 1.0) * double(p.B * p.H * p.Lq) * double(p.Lk * p.D);
+    }
+    at::Tensor parts;
+    if (room > 0) parts = at::empty({room}, c10::CppTypeToScalarType<A>::value);
+    A* const storage = room > 0 ? parts.mutable_data_ptr<A>() : nullptr;
+    for_tasks(calls_.size(), [&](int64_t c) { return tasks_of(c); }, work, [&](int64_t c, int64_t task) {
+      const auto& p = calls_[c].problem;
+      if (!has_few_queries(p)) return run_block(c, task);
+      const KeyRanges ranges = ranges_of(c);
+      const int64_t head = task / ranges.count, first = task % ranges.count * ranges.length;
+      const int64_t slot = task % ranges.count * p.B * p.Hkv + head;
+      RowsForward<T, A>(calls_[c], head / p.Hkv, head % p.Hkv)
+          .run(first, std::min(p.Lk, first + ranges.length),
+               ranges.count > 1 ? storage + starts[c] + slot * part_size(c) : nullptr);
+    });
+    if (storage == nullptr) return;
+    for (std::size_t c = 0; c < calls_.size(); ++c)
+      if (const int64_t ranges = ranges_of(c).count; ranges > 1) {
+        const auto& p = calls_[c].problem;
+        for (int64_t head = 0; head < p.B * p.Hkv; ++head)
+          RowsForward<T, A>(calls_[c], head / p.Hkv, head % p.Hkv)
+              .join(storage + starts[c] + head * part_size(c), ranges, p.B * p.Hkv * part_size(c));
+      }
+  }
+
+ private:
+  KeyRanges ranges_of(int64_t c) const {
+    const auto& p = calls_[c].problem;
+    return KeyRanges(heads_, has_few_queries(p) ? p.Lk : 0);
+  }
+
+  // Of one key head and one range.
+  int64_t part_size(int64_t c) const {
+    const auto& p = calls_[c].problem;
+    return p.H / p.Hkv * p.Lq * RowPart<A>::size(round_up(p.D, kLanes<A>));
+  }
+
+  static int64_t blocks(const AttentionProblem<T, A>& p) { return (p.Lq + kQueryTile - 1) / kQueryTile; }
+
+  int64_t tasks_of(int64_t c) const {
+    const auto& p = calls_[c].problem;
+    if (p.Lq == 0) return 0;
+    return has_few_queries(p) ? p.B * p.Hkv * ranges_of(c).count : p.B * p.H * blocks(p);
+  }
+
+  void run_block(int64_t c, int64_t task) const {
+    const auto& p = calls_[c].problem;
+    const int64_t head = task / blocks(p), first_query = task % blocks(p) * kQueryTile;
+    ForwardBlock<T, A>(p, head / p.H, head % p.H, first_query).run(calls_[c].out, calls_[c].logsumexp);
+  }
+
+  c10::ArrayRef<AttentionForward<T, A>> calls_;
+  int64_t heads_;
+};
+
 }  // namespace
 
 template <typename T, typename A>
-void attention_forward_cpu(const AttentionProblem<T, A>& problem, View<T> out, A* logsumexp) {
-  if (is_decoding(problem)) return decode(problem, out, logsumexp);
-  const int64_t blocks = (problem.Lq + kQueryTile - 1) / kQueryTile;
-  const int64_t B = problem.B, H = problem.H, Lq = problem.Lq;
-  for_tasks(B * H * blocks, double(B * H * Lq) * double(problem.Lk * problem.D), [&](int64_t task) {
-    const int64_t head = task / blocks, first_query = task % blocks * kQueryTile;
-    ForwardBlock<T, A>(problem, head / H, head % H, first_query).run(out, logsumexp + head * Lq + first_query);
-  });
+void attention_forward_cpu(c10::ArrayRef<AttentionForward<T, A>> calls) {
+  Forward<T, A>(calls).run();
 }
 
-template void attention_forward_cpu(const AttentionProblem<float, float>&, View<float>, float*);
-template void attention_forward_cpu(const AttentionProblem<double, double>&, View<double>, double*);
-template void attention_forward_cpu(const AttentionProblem<c10::Half, float>&, View<c10::Half>, float*);
-template void attention_forward_cpu(const AttentionProblem<c10::BFloat16, float>&, View<c10::BFloat16>, float*);
+template void attention_forward_cpu(c10::ArrayRef<AttentionForward<float, float>>);
+template void attention_forward_cpu(c10::ArrayRef<AttentionForward<double, double>>);
+template void attention_forward_cpu(c10::ArrayRef<AttentionForward<c10::Half, float>>);
+template void attention_forward_cpu(c10::ArrayRef<AttentionForward<c10::BFloat16, float>>);
 
 }  // namespace transformer_fast

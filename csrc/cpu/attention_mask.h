@@ -30,9 +30,7 @@ class BlockMask {
         lanes_(round_up(queries, kLanes<A>)), key_addend_(key_addend), pair_addend_(pair_addend) {
     smallest_limit_ = problem.Lk;
     for (int64_t i = 0; i < queries; ++i) {
-      int64_t limit = problem.Lk;
-      if (problem.lengths.data) limit = std::min<int64_t>(limit, *problem.lengths.at(b, 0, first_query + i));
-      if (problem.causal) limit = std::min(limit, std::max<int64_t>(0, first_query + i + 1 + problem.causal_offset));
+      const int64_t limit = key_limit(problem, b, first_query + i);
       limits_[i] = limit;
       smallest_limit_ = std::min(smallest_limit_, limit);
       keys_ = std::max(keys_, limit);

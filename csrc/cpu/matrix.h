@@ -41,6 +41,11 @@ inline Vector<float> multiply_add(Vector<float> sums, Pair factor, Vector<float>
   return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(pairs), reinterpret_cast<__m512bh>(_mm512_set1_epi32(bits)));
 }
 
+template <typename E, std::enable_if_t<std::is_same_v<E, Pair>, int> = 0>
+inline Vector<float> add_products(Vector<float> sums, Vector<float> a, Vector<float> b) {
+  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+
 // As many pairs as there are lanes, bit for bit.
 inline Vector<float> widen(const Pair* p) { return widen(reinterpret_cast<const float*>(p)); }
 #else
@@ -51,6 +56,12 @@ using Operand = Accumulate<T>;
 template <typename A>
 inline Vector<A> multiply_add(Vector<A> sums, A factor, Vector<A> row) {
   return sums + factor * row;
+}
+
+// sums + a * b, lane by lane; a and b hold elements of type E.
+template <typename E, std::enable_if_t<!std::is_same_v<E, Pair>, int> = 0>
+inline Vector<E> add_products(Vector<E> sums, Vector<E> a, Vector<E> b) {
+  return sums + a * b;
 }
 
 // Element (row, column) is data[row * row_stride + column * column_stride].
@@ -78,7 +89,9 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
   using A = Accumulate<E>;
   constexpr int64_t lanes = kLanes<A>;
   Vector<A> sums[kRows][kVectors];
+#pragma GCC unroll 6
   for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) sums[m][n] = kAdd ? widen(c + m * c_stride + n * lanes) : Vector<A>{};
   for (int64_t k = 0; k < depth; ++k) {
     Vector<A> row[kVectors];
@@ -88,7 +101,9 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
       for (int n = 0; n < kVectors; ++n) sums[m][n] = multiply_add(sums[m][n], element, row[n]);
     }
   }
+#pragma GCC unroll 6
   for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n)
       narrow(c + m * c_stride + n * lanes, kAdd ? sums[m][n] : sums[m][n] * factor);
 }

@@ -145,8 +145,16 @@ inline Vector<Accumulate<T>> load_some(const T* p, int64_t count) {
   return widen(lanes);
 }
 
+// Unlike `narrow`, may flush a result below the smallest normal number to zero.
 template <typename T>
 inline void store_some(T* p, Vector<Accumulate<T>> v, int64_t count) {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+  if constexpr (std::is_same_v<T, c10::BFloat16>) {
+    const __m256i halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
+    if (count == kLanes<float>) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves);
+    return _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << count) - 1), halves);
+  }
+#endif
   if (count == kLanes<Accumulate<T>>) return narrow(p, v);
   T lanes[kLanes<Accumulate<T>>];
   narrow(lanes, v);

@@ -17,7 +17,7 @@ using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&
                                                     const Tensor&, const Tensor&, const OptionalTensor&,
                                                     const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                                                     std::optional<int64_t>, double, double, const OptionalTensor&,
-                                                    bool);
+                                                    bool, const OptionalTensor&);
 
 const Native<Forward>& kernel() {
   static const Native<Forward> native("attention_forward");
@@ -58,7 +58,7 @@ struct Attention : torch::autograd::Function<Attention> {
     auto [grad_q, grad_k, grad_v] =
         native(grad_out, saved[0], saved[1], saved[2], saved[3], saved[4], or_none(saved[5]), or_none(saved[6]),
                or_none(saved[7]), or_none(saved[8]), m.causal, m.scale, m.dropout_p, or_none(saved[9]),
-               m.zero_empty_rows);
+               m.zero_empty_rows, std::nullopt);
     return {grad_q, grad_k, grad_v};
   }
 };

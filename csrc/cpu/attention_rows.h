@@ -1,0 +1,173 @@
+// Single queries against many keys, as decoding asks for them. A tile of queries would leave most lanes idle, so each
+// query is taken by itself, with vectors along the keys in the softmax and along D in the products.
+#pragma once
+
+#include "attention.h"
+
+namespace transformer_fast {
+namespace {
+
+constexpr int64_t kRowKeys = 64;  // keys taken at a time: they stay in the cache for all queries of a group
+
+template <typename T, typename A>
+bool has_few_queries(const AttentionProblem<T, A>& problem) {
+  constexpr int64_t kFewQueries = 2;
+  return problem.Lq <= kFewQueries;
+}
+
+// Calls body(true_type) where rows of D elements are whole vectors of operands, else body(false_type).
+template <typename T, typename Body>
+inline void with_whole_vectors(int64_t D, Body body) {
+  if (D % (kLanes<Accumulate<T>> * kSteps<Operand<T>>) == 0)
+    body(std::true_type{});
+  else
+    body(std::false_type{});
+}
+
+// A vector of a row's operands, the first one `unit` operands into the row; zeros past the end of the row.
+template <bool kWhole, typename T>
+inline Vector<Accumulate<T>> load_operands(const T* row, int64_t unit, int64_t D) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<Operand<T>, Pair>)
+    return kWhole ? widen(reinterpret_cast<const float*>(row) + unit) : load_bits(row + 2 * unit, D - 2 * unit);
+  else
+#endif
+    return kWhole ? widen(row + unit) : load_some(row + unit, std::min(kLanes<Accumulate<T>>, D - unit));
+}
+
+template <typename T>
+inline void copy_operands(const T* row, int64_t D, Accumulate<T>* out) {
+  for (int64_t unit = 0; unit * kSteps<Operand<T>> < D; unit += kLanes<Accumulate<T>>)
+    narrow(out + unit, load_operands<false>(row, unit, D));
+}
+
+// out[j] = factor * (row j) . vector for j < count; `out` has room for whole vectors, `vector` holds operands.
+template <typename T, typename A>
+void multiply_rows(const T* rows, int64_t stride, int64_t count, int64_t D, const A* vector, A factor, A* out) {
+  constexpr int64_t kW = kLanes<A>;
+  with_whole_vectors<T>(D, [&](auto whole) {
+    for (int64_t first = 0; first < count; first += kW) {
+      const int64_t last = std::min(kW, count - first) - 1;
+      const T* row = rows + first * stride;
+      Vector<A> sums[kW] = {};
+      for (int64_t unit = 0; unit * kSteps<Operand<T>> < D; unit += kW) {
+        const Vector<A> operands = widen(vector + unit);
+        for (int64_t j = 0; j < kW; ++j)
+          sums[j] = add_products<Operand<T>>(
+              sums[j], load_operands<decltype(whole)::value>(row + std::min(j, last) * stride, unit, D), operands);
+      }
+      transpose<A>(sums);
+      Vector<A> total = sums[0];
+      for (int64_t j = 1; j < kW; ++j) total += sums[j];
+      narrow(out + first, total * factor);
+    }
+  });
+}
+
+// sum += weights[j] * (row j) over j < count; `sum` is padded to whole vectors. A weight of 0 does not touch its row,
+// which may hold NaN or Inf; with kFinite, what is not finite counts as 0 everywhere.
+template <bool kFinite = false, typename T, typename A>
+void add_rows(const A* weights, const T* rows, int64_t stride, int64_t count, int64_t D, A* sum) {
+  constexpr int64_t kW = kLanes<A>, kVectors = 4;
+  for (int64_t d = 0; d < D; d += kVectors * kW) {
+    const int64_t columns = std::min(kVectors * kW, D - d), vectors = (columns + kW - 1) / kW;
+    Vector<A> sums[kVectors];
+    for (int64_t n = 0; n < kVectors; ++n) sums[n] = n < vectors ? widen(sum + d + n * kW) : Vector<A>{};
+    for (int64_t j = 0; j < count; ++j) {
+      if (weights[j] == 0) continue;
+      const T* row = rows + j * stride + d;
+      if (columns == kVectors * kW && !kFinite) {
+        for (int64_t n = 0; n < kVectors; ++n) sums[n] += weights[j] * widen(row + n * kW);
+      } else {
+        for (int64_t n = 0; n < kVectors && n < vectors; ++n) {
+          const Vector<A> value = load_some(row + n * kW, std::min(kW, columns - n * kW));
+          sums[n] += weights[j] * (kFinite ? (value - value == 0 ? value : Vector<A>{}) : value);
+        }
+      }
+    }
+    for (int64_t n = 0; n < vectors; ++n) narrow(sum + d + n * kW, sums[n]);
+  }
+}
+
+// Row j of `sums` += weights[j] * vector, for j < count; both padded to whole vectors. A weight of 0 adds nothing.
+template <typename A>
+void add_outer_product(const A* weights, const A* vector, int64_t count, int64_t width, A* sums) {
+  for (int64_t j = 0; j < count; ++j) {
+    if (weights[j] == 0) continue;
+    for (int64_t d = 0; d < width; d += kLanes<A>)
+      narrow(sums + j * width + d, widen(sums + j * width + d) + weights[j] * widen(vector + d));
+  }
+}
+
+// The queries of one key head: all heads of its group, all positions. Row r is position r % Lq of a head.
+template <typename T, typename A>
+class QueryRows {
+ public:
+  static constexpr int64_t kW = kLanes<A>;
+
+  QueryRows(const AttentionProblem<T, A>& problem, int64_t b, int64_t kv_head)
+      : problem_(problem), b_(b), kv_head_(kv_head), group_(problem.H / problem.Hkv) {}
+
+  int64_t count() const { return group_ * problem_.Lq; }
+  int64_t head(int64_t row) const { return kv_head_ * group_ + row / problem_.Lq; }
+  int64_t position(int64_t row) const { return row % problem_.Lq; }
+  // Keys at or past this are blocked for the row.
+  int64_t limit(int64_t row) const { return key_limit(problem_, b_, position(row)); }
+
+  // Where key `first` and its value lie, and how many of `count` lie behind it at one stride.
+  int64_t find_keys(int64_t first, int64_t count, const T** k, const T** v) const {
+    const auto& p = problem_;
+    if (p.pages == nullptr) {
+      *k = p.k.at(b_, kv_head_, first), *v = p.v.at(b_, kv_head_, first);
+      return count;
+    }
+    const int64_t page = p.pages[b_ * p.pages_stride + first / p.page_size], slot = first % p.page_size;
+    *k = p.k.at(page, kv_head_, slot), *v = p.v.at(page, kv_head_, slot);
+    return std::min(count, p.page_size - slot);
+  }
+
+  // The masked scores of keys first .. first + count - 1, and -inf up to whole vectors.
+  void find_scores(int64_t row, const A* query, const T* k, int64_t first, int64_t count, A* scores) const {
+    const auto& p = problem_;
+    multiply_rows(k, p.k.row_stride(), count, p.D, query, p.scale, scores);
+    const int64_t h = head(row), i = position(row), end = std::clamp<int64_t>(limit(row) - first, 0, count);
+    std::fill(scores + end, scores + round_up(count, kW), kBlocked<A>);
+    if (p.bias.data) {
+      const A* added = p.bias.at(b_, h, i) + first * p.bias.column_stride();
+      for (int64_t j = 0; j < end; ++j) {
+        const A a = added[j * p.bias.column_stride()];
+        scores[j] = a == kBlocked<A> ? a : scores[j] + a;
+      }
+    }
+    for (const auto* mask : {&p.keep, &p.key_keep}) {
+      if (!mask->data) continue;
+      const bool* kept = mask->at(b_, h, i) + first * mask->column_stride();
+      for (int64_t j = 0; j < end; ++j)
+        if (!kept[j * mask->column_stride()]) scores[j] = kBlocked<A>;
+    }
+  }
+
+  // Draws for keys first .. first + count - 1, first a multiple of kKeysDrawn; whole vectors of draws are written.
+  void draw(int64_t row, int64_t first, int64_t count, uint16_t* draws) const {
+    const TileDropout<A> dropout(problem_, b_, head(row));
+    for (int64_t j = 0; j < count; j += kKeysDrawn) dropout.draw_row(first + j, position(row), draws + j);
+  }
+
+ private:
+  const AttentionProblem<T, A>& problem_;
+  int64_t b_, kv_head_, group_;
+};
+
+// kept ? value : 0 over `count` weights, whole vectors at a time.
+template <typename A>
+void drop(const uint16_t* draws, const DropoutRate& rate, int64_t count, A factor, A* weights) {
+  for (int64_t j = 0; j < count; j += kLanes<A>) {
+    ShortVector<A> bits;
+    std::memcpy(&bits, draws + j, sizeof(bits));
+    const auto kept = __builtin_convertvector(bits, IntegerVector<A>) >= static_cast<IntegerLane<A>>(rate.threshold);
+    narrow(weights + j, kept ? widen(weights + j) * factor : Vector<A>{});
+  }
+}
+
+}  // namespace
+}  // namespace transformer_fast

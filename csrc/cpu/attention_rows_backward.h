@@ -1,0 +1,160 @@
+// Attention backward of few queries: a task owns a range of keys of one key head, and takes them some at a time for all
+// queries of its group.
+#pragma once
+
+#include "attention_rows.h"
+
+namespace transformer_fast {
+namespace {
+
+template <typename T, typename A>
+class RowsBackward {
+ public:
+  static constexpr int64_t kW = kLanes<A>;
+
+  RowsBackward(const AttentionBackward<T, A>& call, int64_t b, int64_t kv_head)
+      : call_(call), problem_(call.problem), rows_(problem_, b, kv_head), b_(b), kv_head_(kv_head),
+        width_(round_up(problem_.D, kW)), rescale_(static_cast<A>(DropoutRate(problem_.dropout_p).scale)) {
+    const int64_t rows = rows_.count() * width_, keys = kRowKeys * width_;
+    const int64_t sizes[] = {rows, rows, rows, rows, rows, rows_.count() * kNumbers, kRowKeys, kRowKeys, keys, keys};
+    A* buffers[std::size(sizes)];
+    Workspace<A>::of_this_thread().divide(sizes, buffers);
+    A** next = buffers;
+    for (A** buffer : {&q_operands_, &grad_operands_, &q_, &grad_out_, &grad_q_, &numbers_, &weights_, &grads_, &grad_k_,
+                       &grad_v_})
+      *buffer = *next++;
+  }
+
+  // Of keys first_key .. last_key - 1. The gradient of q goes to `partial_q` (rows, D) if they are not all keys.
+  void run(int64_t first_key, int64_t last_key, A* partial_q) {
+    int64_t end = 0;
+    for (int64_t row = 0; row < rows_.count(); ++row) end = std::max(end, load(row));
+    end = std::min(end, last_key);
+    const bool all_at_once = first_key == 0 && end <= std::min(last_key, kRowKeys);
+    if (!all_at_once)
+      for (int64_t row = 0; row < rows_.count(); ++row) load_delta(row);
+    for (int64_t first = first_key; first < last_key; first += kRowKeys) {
+      const int64_t keys = std::min(kRowKeys, last_key - first);
+      const auto &grad_k = call_.grad_k, &grad_v = call_.grad_v;
+      T* const grad_keys = grad_k.at(b_, kv_head_, first);
+      T* const grad_values = grad_v.at(b_, kv_head_, first);
+      if (rows_.count() == 1) {  // then there is nothing to sum
+        const int64_t some = std::clamp<int64_t>(end - first, 0, keys);
+        if (some > 0) find_gradients(0, first, some, all_at_once);
+        std::fill(weights_ + some, weights_ + keys, A(0));
+        std::fill(grads_ + some, grads_ + keys, A(0));
+        write_outer_product(grads_, q_, keys, problem_.scale, grad_keys, grad_k.row_stride());
+        write_outer_product(weights_, grad_out_, keys, A(1), grad_values, grad_v.row_stride());
+        continue;
+      }
+      std::fill(grad_k_, grad_k_ + keys * width_, A(0));
+      std::fill(grad_v_, grad_v_ + keys * width_, A(0));
+      for (int64_t row = 0; row < rows_.count() && first < end; ++row) {
+        const int64_t some = std::min(keys, end - first);
+        find_gradients(row, first, some, all_at_once);
+        add_outer_product(weights_, grad_out_ + row * width_, some, width_, grad_v_);
+        add_outer_product(grads_, q_ + row * width_, some, width_, grad_k_);
+      }
+      write(grad_k_, keys, problem_.scale, grad_keys, grad_k.row_stride());
+      write(grad_v_, keys, A(1), grad_values, grad_v.row_stride());
+    }
+    for (int64_t row = 0; row < rows_.count(); ++row) {
+      T* target = call_.grad_q.at(b_, rows_.head(row), rows_.position(row));
+      if (partial_q)
+        write(grad_q_ + row * width_, 1, problem_.scale, partial_q + row * problem_.D, 0);
+      else
+        write(grad_q_ + row * width_, 1, problem_.scale, target, 0);
+    }
+  }
+
+ private:
+  enum Number { kLogsumexp, kUniform, kDelta, kGradLogsumexp, kNumbers };
+
+  A& number(int64_t row, Number which) { return numbers_[row * kNumbers + which]; }
+
+  // Returns how many keys the row needs: all of them where none is allowed and all weigh the same.
+  int64_t load(int64_t row) {
+    const int64_t h = rows_.head(row), i = rows_.position(row), D = problem_.D;
+    const T* q = problem_.q.at(b_, h, i);
+    const T* grad_out = call_.grad_out.at(b_, h, i);
+    copy_operands(q, D, q_operands_ + row * width_);
+    copy_operands(grad_out, D, grad_operands_ + row * width_);
+    for (int64_t d = 0; d < D; d += kW) {
+      narrow(q_ + row * width_ + d, load_some(q + d, std::min(kW, D - d)));
+      narrow(grad_out_ + row * width_ + d, load_some(grad_out + d, std::min(kW, D - d)));
+    }
+    std::fill(grad_q_ + row * width_, grad_q_ + (row + 1) * width_, A(0));
+    number(row, kLogsumexp) = *call_.logsumexp.at(b_, h, i);
+    number(row, kGradLogsumexp) = call_.grad_logsumexp.data ? *call_.grad_logsumexp.at(b_, h, i) : A(0);
+    const bool uniform = number(row, kLogsumexp) == kBlocked<A> && !problem_.zero_empty_rows;
+    number(row, kUniform) = uniform ? A(1) / static_cast<A>(problem_.Lk) : A(0);
+    return uniform ? problem_.Lk : rows_.limit(row);
+  }
+
+  void load_delta(int64_t row) {
+    const T* out = call_.out.at(b_, rows_.head(row), rows_.position(row));
+    Vector<A> products{};
+    for (int64_t d = 0; d < problem_.D; d += kW)
+      products += load_some(out + d, std::min(kW, problem_.D - d)) * widen(grad_out_ + row * width_ + d);
+    number(row, kDelta) = lane_sum<A>(products) - number(row, kGradLogsumexp);
+  }
+
+  // Dropped weights of some keys and the gradients of their scores; adds to the gradient of q.
+  void find_gradients(int64_t row, int64_t first, int64_t keys, bool sum_delta) {
+    const auto& p = problem_;
+    const T *k, *v;
+    rows_.find_keys(first, keys, &k, &v);
+    const A uniform = number(row, kUniform), logsumexp = number(row, kLogsumexp);
+    rows_.find_scores(row, q_operands_ + row * width_, k, first, keys, weights_);
+    multiply_rows(v, p.v.row_stride(), keys, p.D, grad_operands_ + row * width_, A(1), grads_);
+    uint16_t draws[kRowKeys];
+    if (p.dropout_p > 0) {
+      rows_.draw(row, first, keys, draws);
+      drop(draws, DropoutRate(p.dropout_p), keys, rescale_, grads_);
+    }
+    Vector<A> products{};
+    for (int64_t j = 0; j < keys; j += kW) {
+      const Vector<A> score = widen(weights_ + j);
+      const auto blocked = score == kBlocked<A>;  // also keeps a NaN or Inf value of the key out of its gradient
+      const Vector<A> weight = blocked ? broadcast(uniform) : exponential(score - logsumexp);
+      const Vector<A> grad = blocked ? Vector<A>{} : widen(grads_ + j);
+      products += weight * grad;
+      narrow(weights_ + j, weight);
+      narrow(grads_ + j, grad);
+    }
+    // From the weights themselves where they are all here: then a row with one key has a gradient of exactly 0.
+    const A delta = sum_delta ? lane_sum<A>(products) - number(row, kGradLogsumexp) : number(row, kDelta);
+    for (int64_t j = 0; j < keys; j += kW) {
+      const Vector<A> weight = widen(weights_ + j), grad = weight * (widen(grads_ + j) - delta);
+      narrow(grads_ + j, (weight == 0) | (broadcast(uniform) > 0) ? Vector<A>{} : grad);
+    }
+    std::fill(weights_ + keys, weights_ + round_up(keys, kW), A(0));
+    if (p.dropout_p > 0) drop(draws, DropoutRate(p.dropout_p), keys, rescale_, weights_);
+    add_rows(grads_, k, p.k.row_stride(), keys, p.D, grad_q_ + row * width_);
+  }
+
+  void write_outer_product(const A* weights, const A* vector, int64_t count, A factor, T* target, int64_t stride) const {
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t d = 0; d < problem_.D; d += kW) {
+        const Vector<A> product = weights[j] == 0 ? Vector<A>{} : weights[j] * factor * widen(vector + d);
+        store_some(target + j * stride + d, product, std::min(kW, problem_.D - d));
+      }
+  }
+
+  template <typename U>
+  void write(const A* rows, int64_t count, A factor, U* target, int64_t stride) const {
+    for (int64_t i = 0; i < count; ++i)
+      for (int64_t d = 0; d < problem_.D; d += kW)
+        store_some(target + i * stride + d, widen(rows + i * width_ + d) * factor, std::min(kW, problem_.D - d));
+  }
+
+  const AttentionBackward<T, A>& call_;
+  const AttentionProblem<T, A>& problem_;
+  QueryRows<T, A> rows_;
+  int64_t b_, kv_head_, width_;
+  A rescale_;
+  A *q_operands_, *grad_operands_, *q_, *grad_out_, *grad_q_, *numbers_, *weights_, *grads_, *grad_k_, *grad_v_;
+};
+
+}  // namespace
+}  // namespace transformer_fast

@@ -1,0 +1,139 @@
+// Attention forward of few queries: one pass over the keys with a running maximum for each query, in parts where there
+// are few heads (T. Dao et al., "Flash-Decoding for long-context inference", 2023), and a reduction of the parts.
+#pragma once
+
+#include "attention_rows.h"
+
+namespace transformer_fast {
+namespace {
+
+// What a range of keys gives to a query: the weighted sum of its values, the maximal score and the sum of weights.
+template <typename A>
+struct RowPart {
+  A* sum;  // (D, padded)
+  A *maximum, *total;
+
+  static int64_t size(int64_t width) { return width + kLanes<A>; }
+  RowPart(A* storage, int64_t row, int64_t width)
+      : sum(storage + row * size(width)), maximum(sum + width), total(maximum + 1) {}
+};
+
+template <typename T, typename A>
+class RowsForward {
+ public:
+  static constexpr int64_t kW = kLanes<A>;
+
+  RowsForward(const AttentionForward<T, A>& call, int64_t b, int64_t kv_head)
+      : call_(call), problem_(call.problem), rows_(problem_, b, kv_head), b_(b), width_(round_up(problem_.D, kW)) {
+    const int64_t sizes[] = {rows_.count() * width_, rows_.count() * RowPart<A>::size(width_), kRowKeys};
+    A* buffers[std::size(sizes)];
+    Workspace<A>::of_this_thread().divide(sizes, buffers);
+    std::tie(queries_, parts_, weights_) = std::tie(buffers[0], buffers[1], buffers[2]);
+  }
+
+  // Of keys first_key .. last_key - 1. Into `parts` if they are not all keys, else finished.
+  void run(int64_t first_key, int64_t last_key, A* parts) {
+    A* storage = parts ? parts : parts_;
+    int64_t end = 0;
+    for (int64_t row = 0; row < rows_.count(); ++row) {
+      copy_operands(problem_.q.at(b_, rows_.head(row), rows_.position(row)), problem_.D, queries_ + row * width_);
+      const RowPart<A> part(storage, row, width_);
+      std::fill(part.sum, part.sum + width_, A(0));
+      *part.maximum = kBlocked<A>, *part.total = 0;
+      end = std::max(end, rows_.limit(row));
+    }
+    end = std::min(end, last_key);
+    for (int64_t first = first_key; first < end;) {
+      const T *k, *v;
+      const int64_t keys = rows_.find_keys(first, std::min(kRowKeys, end - first), &k, &v);
+      for (int64_t row = 0; row < rows_.count(); ++row) add_keys(row, k, v, first, keys, RowPart<A>(storage, row, width_));
+      first += keys;
+    }
+    if (!parts)
+      for (int64_t row = 0; row < rows_.count(); ++row) finish(row, RowPart<A>(storage, row, width_));
+  }
+
+  // Joins the parts of all ranges, `stride` apart, of every row of this key head.
+  void join(A* parts, int64_t ranges, int64_t stride) {
+    for (int64_t row = 0; row < rows_.count(); ++row) {
+      const RowPart<A> joined(parts, row, width_);
+      for (int64_t range = 1; range < ranges; ++range) {
+        const RowPart<A> part(parts + range * stride, row, width_);
+        if (*part.total == 0) continue;
+        const A maximum = std::max(*joined.maximum, *part.maximum);
+        const A before = std::exp(*joined.maximum - maximum), added = std::exp(*part.maximum - maximum);
+        *joined.total = *joined.total * before + *part.total * added;
+        for (int64_t d = 0; d < width_; d += kW)
+          narrow(joined.sum + d, widen(joined.sum + d) * before + widen(part.sum + d) * added);
+        *joined.maximum = maximum;
+      }
+      finish(row, joined);
+    }
+  }
+
+ private:
+  void add_keys(int64_t row, const T* k, const T* v, int64_t first, int64_t keys, RowPart<A> part) {
+    rows_.find_scores(row, queries_ + row * width_, k, first, keys, weights_);
+    Vector<A> maxima = broadcast(*part.maximum);
+    for (int64_t j = 0; j < keys; j += kW) maxima = widen(weights_ + j) > maxima ? widen(weights_ + j) : maxima;
+    A maximum = *part.maximum;
+    for (int64_t lane = 0; lane < kW; ++lane) maximum = std::max(maximum, static_cast<A>(maxima[lane]));
+    // A NaN score passes no comparison; the sum below carries it.
+    const A origin = maximum == kBlocked<A> ? A(0) : maximum;
+    Vector<A> totals{};
+    for (int64_t j = 0; j < keys; j += kW) {
+      const Vector<A> weight = exponential(widen(weights_ + j) - origin);
+      totals += weight;
+      narrow(weights_ + j, weight);
+    }
+    if (maximum != *part.maximum && *part.maximum != kBlocked<A>) {
+      const A shrink = std::exp(*part.maximum - maximum);
+      *part.total *= shrink;
+      for (int64_t d = 0; d < width_; d += kW) narrow(part.sum + d, widen(part.sum + d) * shrink);
+    }
+    *part.maximum = maximum;
+    *part.total += lane_sum<A>(totals);
+    drop_weights(row, first, keys);
+    add_rows(weights_, v, problem_.v.row_stride(), keys, problem_.D, part.sum);
+  }
+
+  void drop_weights(int64_t row, int64_t first, int64_t keys) {
+    if (problem_.dropout_p == 0) return;
+    uint16_t draws[kRowKeys];
+    rows_.draw(row, first, keys, draws);
+    drop(draws, DropoutRate(problem_.dropout_p), keys, A(1), weights_);
+  }
+
+  void finish(int64_t row, RowPart<A> part) {
+    const int64_t h = rows_.head(row), i = rows_.position(row);
+    *call_.logsumexp.at(b_, h, i) = *part.total == 0 ? kBlocked<A> : *part.maximum + std::log(*part.total);
+    if (*part.total == 0 && !problem_.zero_empty_rows) add_all_values(row, part);
+    const A rescale = problem_.dropout_p > 0 ? static_cast<A>(DropoutRate(problem_.dropout_p).scale) : A(1);
+    const A factor = *part.total == 0 ? A(0) : rescale / *part.total;
+    T* out = call_.out.at(b_, h, i);
+    for (int64_t d = 0; d < problem_.D; d += kW)
+      store_some(out + d, widen(part.sum + d) * factor, std::min(kW, problem_.D - d));
+  }
+
+  // No key is allowed: all weigh the same, and a NaN or Inf value, blocked like all others, counts as 0.
+  void add_all_values(int64_t row, RowPart<A> part) {
+    for (int64_t first = 0; first < problem_.Lk; first += kRowKeys) {
+      const int64_t keys = std::min(kRowKeys, problem_.Lk - first);
+      const T *k, *v;
+      rows_.find_keys(first, keys, &k, &v);
+      std::fill(weights_, weights_ + kRowKeys, A(1));
+      drop_weights(row, first, keys);
+      add_rows<true>(weights_, v, problem_.v.row_stride(), keys, problem_.D, part.sum);
+    }
+    *part.total = static_cast<A>(problem_.Lk);
+  }
+
+  const AttentionForward<T, A>& call_;
+  const AttentionProblem<T, A>& problem_;
+  QueryRows<T, A> rows_;
+  int64_t b_, width_;
+  A *queries_, *parts_, *weights_;
+};
+
+}  // namespace
+}  // namespace transformer_fast
