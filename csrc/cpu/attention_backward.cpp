@@ -182,7 +182,7 @@ class KeyRangeBackward {
   void write(const A* rows, int64_t count, A factor, U* target, int64_t stride) const {
     for (int64_t i = 0; i < count; ++i)
       for (int64_t d = 0; d < problem_.D; d += kW)
-        store_some(target + i * stride + d, widen(rows + i * width_ + d) * factor, std::min(kW, problem_.D - d));
+        store_result(target + i * stride + d, widen(rows + i * width_ + d) * factor, std::min(kW, problem_.D - d));
   }
 
   const AttentionProblem<T, A>& problem_;

@@ -116,7 +116,7 @@ class ForwardBlock {
       const A factor = total_[i] == 0 ? A(0) : rescale / total_[i];
       T* row = out.at(b_, h_, first_query_ + i);
       for (int64_t d = 0; d < problem_.D; d += kW)
-        store_some(row + d, widen(sum_ + i * width_ + d) * factor, std::min(kW, problem_.D - d));
+        store_result(row + d, widen(sum_ + i * width_ + d) * factor, std::min(kW, problem_.D - d));
     }
   }
 

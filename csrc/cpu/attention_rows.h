@@ -1,5 +1,6 @@
 // Single queries against many keys, as decoding asks for them. A tile of queries would leave most lanes idle, so each
-// query is taken by itself, with vectors along the keys in the softmax and along D in the products.
+// query is taken by itself, with vectors along the keys in the softmax and along D in the products. Only this way knows
+// pages.
 #pragma once
 
 #include "attention.h"
@@ -12,7 +13,7 @@ constexpr int64_t kRowKeys = 64;  // keys taken at a time: they stay in the cach
 template <typename T, typename A>
 bool has_few_queries(const AttentionProblem<T, A>& problem) {
   constexpr int64_t kFewQueries = 2;
-  return problem.Lq <= kFewQueries;
+  return problem.Lq <= kFewQueries || problem.pages != nullptr;
 }
 
 // Calls body(true_type) where rows of D elements are whole vectors of operands, else body(false_type).

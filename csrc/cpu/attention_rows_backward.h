@@ -137,7 +137,7 @@ class RowsBackward {
     for (int64_t j = 0; j < count; ++j)
       for (int64_t d = 0; d < problem_.D; d += kW) {
         const Vector<A> product = weights[j] == 0 ? Vector<A>{} : weights[j] * factor * widen(vector + d);
-        store_some(target + j * stride + d, product, std::min(kW, problem_.D - d));
+        store_result(target + j * stride + d, product, std::min(kW, problem_.D - d));
       }
   }
 
@@ -145,7 +145,7 @@ class RowsBackward {
   void write(const A* rows, int64_t count, A factor, U* target, int64_t stride) const {
     for (int64_t i = 0; i < count; ++i)
       for (int64_t d = 0; d < problem_.D; d += kW)
-        store_some(target + i * stride + d, widen(rows + i * width_ + d) * factor, std::min(kW, problem_.D - d));
+        store_result(target + i * stride + d, widen(rows + i * width_ + d) * factor, std::min(kW, problem_.D - d));
   }
 
   const AttentionBackward<T, A>& call_;

@@ -112,7 +112,7 @@ class RowsForward {
     const A factor = *part.total == 0 ? A(0) : rescale / *part.total;
     T* out = call_.out.at(b_, h, i);
     for (int64_t d = 0; d < problem_.D; d += kW)
-      store_some(out + d, widen(part.sum + d) * factor, std::min(kW, problem_.D - d));
+      store_result(out + d, widen(part.sum + d) * factor, std::min(kW, problem_.D - d));
   }
 
   // No key is allowed: all weigh the same, and a NaN or Inf value, blocked like all others, counts as 0.

@@ -128,6 +128,16 @@ inline Matrix<Operand<T>> load_factors(const T* source, int64_t stride, int64_t 
   }
 }
 
+// store_some for results: faster for bfloat16, where it may flush one below the smallest normal number to zero.
+template <typename T>
+inline void store_result(T* p, Vector<Accumulate<T>> v, int64_t count) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, c10::BFloat16>)
+    return store_half_bits(p, packed_halves(v, Vector<float>{}), count);
+#endif
+  store_some(p, v, count);
+}
+
 // A tile of scores, (keys, lanes) with `lanes` queries, as the left operand of a product over its keys. Pairs are packed
 // in place: those of keys j and j + 1 take the row of key j.
 template <typename E, typename A>

@@ -145,16 +145,8 @@ inline Vector<Accumulate<T>> load_some(const T* p, int64_t count) {
   return widen(lanes);
 }
 
-// Unlike `narrow`, may flush a result below the smallest normal number to zero.
 template <typename T>
 inline void store_some(T* p, Vector<Accumulate<T>> v, int64_t count) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-  if constexpr (std::is_same_v<T, c10::BFloat16>) {
-    const __m256i halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(v));
-    if (count == kLanes<float>) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), halves);
-    return _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << count) - 1), halves);
-  }
-#endif
   if (count == kLanes<Accumulate<T>>) return narrow(p, v);
   T lanes[kLanes<Accumulate<T>>];
   narrow(lanes, v);
@@ -177,6 +169,13 @@ inline Vector<float> load_bits(const c10::BFloat16* p, int64_t count) {
 // 32 bfloat16: the lanes of `low`, then those of `high`, rounded to nearest even.
 inline Vector<float> packed_halves(Vector<float> low, Vector<float> high) {
   return reinterpret_cast<Vector<float>>(_mm512_cvtne2ps_pbh(high, low));
+}
+
+// The first `count` of them, at most 16.
+inline void store_half_bits(c10::BFloat16* p, Vector<float> halves, int64_t count) {
+  const __m256i low = _mm512_castsi512_si256(reinterpret_cast<__m512i>(halves));
+  if (count == 16) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), low);
+  _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << count) - 1), low);
 }
 
 typedef uint16_t HalvesVector __attribute__((vector_size(64)));
