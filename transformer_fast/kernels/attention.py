@@ -17,22 +17,33 @@ import triton.language as tl
 from torch import Tensor
 
 from ..configs import attention_config
+from .attention_steps import (
+    Packed,
+    allowed_tile,
+    example_tile_calls,
+    in_order,
+    key_steps,
+    masked_scores,
+    masking_arguments,
+    packed_mask,
+    packed_view,
+    sequence,
+    statistics_row,
+    tile_at,
+)
 from .attention_tiles import (
     LN2,
     LOG2E,
     any_true,
     at_head,
-    example_calls,
     exponential,
     jit,
     key_limits,
     load_rows,
-    mask_arguments,
-    mask_scores,
+    padded_head_dim,
     positive_scale,
     store_rows,
     tensor_arguments,
-    within_limits,
     within_reach,
 )
 from .launching import Launch, architecture_of, run, widen_bf16_if_interpreted
@@ -43,35 +54,45 @@ CAREFUL_KEYS = tl.constexpr(32)
 
 @jit
 def _forward_kernel(
-    q, k, v, out, logsumexp, keep, key_keep, lengths, bias, seed,
+    q, k, v, out, logsumexp, keep, key_keep, lengths, bias, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
+    tile_list, tile_counts, tile_order, map_batch, map_head,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
     out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
-    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_key,
-    key_keep_batch: tl.int64, key_keep_head: tl.int64, key_keep_key,
+    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_word,
+    key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, total_queries: tl.int64, causal_offset, threshold, rescale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
     BIASED: tl.constexpr = bias is not None
-    DENSE: tl.constexpr = (keep is not None) or (key_keep is not None) or (bias is not None)
+    slots = tl.cdiv(queries, BLOCK_QUERIES)
+    batch = in_order(batch_order, tl.program_id(0) // slots // heads)
+    head = tl.program_id(0) // slots % heads
+    first_query, queries = sequence(cu_seqlens_q, batch, queries)
+    first_key, keys = sequence(cu_seqlens_k, batch, keys)
+    line = batch * map_batch + head * map_head
     # Last query tile first: under a causal mask it has the most keys, and long programs should start early.
-    tiles = tl.cdiv(queries, BLOCK_QUERIES)
-    start_query = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_QUERIES
-    batch = tl.program_id(0) // tiles // heads
-    head = tl.program_id(0) // tiles % heads
+    tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - tl.program_id(0) % slots
+    if tile_order is not None:
+        tile = tl.load(tile_order + line + tl.program_id(0) % slots)
+    if cu_seqlens_q is not None:  # noqa: SIM102 - decided when compiling, the other when running
+        if tile < 0:
+            return
+    start_query = tile * BLOCK_QUERIES
 
-    q = at_head(q, batch, head, q_batch, q_head, UNIT)
-    k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
-    v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
-    out = at_head(out, batch, head, out_batch, out_head, UNIT)
+    q = at_head(q, batch, head, q_batch, q_head, UNIT) + first_query * q_row * UNIT
+    k = at_head(k, batch, head // group, k_batch, k_head, UNIT) + first_key * k_row * UNIT
+    v = at_head(v, batch, head // group, v_batch, v_head, UNIT) + first_key * v_row * UNIT
+    out = at_head(out, batch, head, out_batch, out_head, UNIT) + first_query * out_row * UNIT
+    logsumexp += statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
     if keep is not None:
-        keep = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
+        keep = at_head(keep, batch, head, keep_batch, keep_head, 8)
     if key_keep is not None:
-        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
+        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8)
     if bias is not None:
         bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
     if seed is not None:
@@ -81,7 +102,10 @@ def _forward_kernel(
     rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
     limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
     last_key = tl.maximum(tl.max(limit, 0), 0)
-    full_keys = tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS * BLOCK_KEYS
+    full, steps = key_steps(tile_counts, line + tile, limit, last_key, BLOCK_KEYS)
+    key_tiles = tl.cdiv(keys, BLOCK_KEYS)
+    if tile_list is not None:
+        tile_list += (line + tile).to(tl.int64) * key_tiles
 
     q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     peak = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
@@ -89,17 +113,21 @@ def _forward_kernel(
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
 
     # Without LICM the compiler computes addresses and Philox keys again: cheaper than the registers to hold them.
-    for start in tl.range(0, last_key, BLOCK_KEYS, disable_licm=True):
+    for step in tl.range(0, steps, disable_licm=True):
+        start = tile_at(tile_list, step, full, key_tiles) * BLOCK_KEYS
         k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        if DENSE:
-            scores, allowed = mask_scores(
-                scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_key, key_keep,
-                key_keep_key, bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
+        if BIASED:
+            scores, allowed = masked_scores(
+                scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word, key_keep,
+                bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
             )  # fmt: skip
             scores = tl.where(allowed, scores, float("-inf"))
-        elif start >= full_keys:
-            scores = tl.where(within_limits(start, limit, BLOCK_KEYS), scores, float("-inf"))
+        elif step >= full:
+            allowed = allowed_tile(
+                start_query, queries, start, limit, keep, keep_query, keep_word, key_keep, BLOCK_QUERIES, BLOCK_KEYS
+            )
+            scores = tl.where(allowed, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1) if BIASED else tl.max(scores, 1) * (scale * LOG2E))
         # A row that has seen no key yet has peak -inf, which must not be subtracted from itself.
         shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -128,9 +156,9 @@ def _forward_kernel(
         sound = (v_tile - v_tile) == 0.0
         k_tile = load_rows(k, start, last_key, k_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        scores, allowed = mask_scores(
-            scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_key, key_keep,
-            key_keep_key, bias, bias_query, bias_key, BLOCK_QUERIES, CAREFUL_KEYS, MASK_UNIT,
+        scores, allowed = masked_scores(
+            scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word, key_keep,
+            bias, bias_query, bias_key, BLOCK_QUERIES, CAREFUL_KEYS, MASK_UNIT,
         )  # fmt: skip
         weights = tl.where(allowed, exponential(scores, shift[:, None], scale, BIASED), 0.0)
         if not ZERO_EMPTY_ROWS:
@@ -145,41 +173,46 @@ def _forward_kernel(
         reached = tl.dot(seen, tl.where(sound, 0.0, 1.0).to(v_tile.dtype), input_precision="ieee") > 0.0
         acc += tl.where(reached, float("nan"), 0.0)
 
-    divisor = tl.where(empty, keys.to(tl.float32), total)
+    divisor = tl.where(empty, tl.maximum(keys, 1).to(tl.float32), total)
     logsum = (peak if BIASED else peak * LN2) + tl.log(divisor)
     logsum = tl.where(empty, float("-inf"), logsum)
     store_rows(
         out, acc * (rescale / divisor)[:, None], start_query, queries, out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT
     )
     row = start_query + tl.arange(0, BLOCK_QUERIES)
-    logsumexp += (tl.program_id(0) // tiles).to(tl.int64) * queries
     tl.store(logsumexp + row, logsum, mask=row < queries)
 
 
-def tile_launch(name: str, kernel, q: Tensor, k: Tensor, arch: str, arguments: dict[str, object]) -> Launch:
+def tile_launch(
+    name: str, kernel, q: Tensor, k: Tensor, arch: str, arguments: dict[str, object], mask: dict[str, object],
+    packed: Packed | None,
+) -> Launch:  # fmt: skip
     """Launch of an attention kernel with its tile from the table; "grad_kv" has a program a tile of keys."""
-    block_d = arguments["BLOCK_D"]
-    dense = any(arguments[part] is not None for part in ("keep", "key_keep", "bias"))
-    config = attention_config(name, arch, q.element_size() * 8, block_d, k.shape[2], dense)
-    over, block = (k, config.block_keys) if name == "grad_kv" else (q, config.block_queries)
+    columns = name == "grad_kv"
+    block_d = padded_head_dim(q)
+    config = attention_config(name, arch, q.element_size() * 8, block_d, k.shape[2], mask["bias"] is not None)
+    over, block = (k, config.block_keys) if columns else (q, config.block_queries)
+    masking = masking_arguments(q, k, (config.block_queries, config.block_keys), packed, columns=columns, **mask)
+    kinds = {"mapped": "tile_list", "biased": "bias", "packed": "cu_seqlens_q", "dropout": "seed"}
     return Launch(
         name=f"attention {name} {str(q.dtype)[6:]} d{block_d} {config.block_queries}x{config.block_keys}"
-        f" {config.num_warps} warps {config.num_stages} stages{' dense' if dense else ''}"
-        f"{'' if arguments['seed'] is None else ' dropout'}",
+        f" {config.num_warps} warps {config.num_stages} stages"
+        f"{''.join(f' {kind}' for kind, argument in kinds.items() if masking[argument] is not None)}",
         kernel=kernel,
         grid=triton.cdiv(over.shape[2], block) * over.shape[0] * over.shape[1],
-        arguments=arguments | {"BLOCK_QUERIES": config.block_queries, "BLOCK_KEYS": config.block_keys},
+        arguments=masking | arguments | {"BLOCK_QUERIES": config.block_queries, "BLOCK_KEYS": config.block_keys},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
 
 
 def forward_launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, arch: str, mask: dict[str, object]
-) -> Launch:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, arch: str, mask: dict[str, object],
+    packed: Packed | None = None,
+) -> Launch:  # fmt: skip
     """The forward launch for these tensors; `mask` is :func:`attention_forward`'s keyword arguments."""
-    arguments = tensor_arguments(q=q, k=k, v=v, out=out) | mask_arguments(q, k, **mask) | {"logsumexp": logsumexp}
-    return tile_launch("forward", _forward_kernel, q, k, arch, arguments)
+    arguments = tensor_arguments(q=q, k=k, v=v, out=out) | {"logsumexp": logsumexp}
+    return tile_launch("forward", _forward_kernel, q, k, arch, arguments, mask, packed)
 
 
 @widen_bf16_if_interpreted(results=1)
@@ -231,7 +264,52 @@ def attention_forward(
     return out, logsumexp
 
 
+@widen_bf16_if_interpreted(results=1)
+def attention_packed_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: int | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    zero_empty_rows: bool,
+) -> tuple[Tensor, Tensor]:
+    """Attention within each sequence of a packed batch, by the kernel of :func:`attention_forward`.
+
+    Args:
+        q: (Tq, H, D), fp32, fp16 or bf16; D from 1 to 256; any strides, the last 1.
+        k, v: (Tk, Hkv, D) of q's dtype; ``Hkv`` divides ``H``; last stride 1.
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and Tk: the queries of sequence b are the rows
+            from entry b to entry b + 1, and see the keys between the same entries of the other.
+        max_q, max_k: at least the length of the longest sequence.
+        causal: query i of a sequence sees its keys j <= i + causal; None for no such bound.
+        scale, dropout_p, seed, zero_empty_rows: as for :func:`attention_forward`; the weight of query i and key j of
+            sequence b is dropped as in a padded batch.
+
+    Returns:
+        out (Tq, H, D) in q's dtype and logsumexp (H, Tq) fp32. A sequence without keys gets 0 and -inf.
+    """
+    out = torch.empty_like(q)
+    logsumexp = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    B = cu_seqlens_q.shape[0] - 1
+    if out.numel() == 0 or k.shape[0] == 0:
+        return out.zero_(), logsumexp.fill_(float("-inf"))
+    q, scale, _ = positive_scale(q, scale)
+    views = [packed_view(t, B, max_q) for t in (q, out)] + [packed_view(t, B, max_k) for t in (k, v)]
+    q_view, out_view, k_view, v_view = views
+    mask = packed_mask(causal, scale, dropout_p, seed, zero_empty_rows)
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, q.shape[0])
+    run([forward_launch(q_view, k_view, v_view, out_view, logsumexp, architecture_of(q), mask, packed)], q)
+    return out, logsumexp
+
+
 def compile_cases(arch: str) -> Iterator[Launch]:
     """A launch for every forward config of an architecture class."""
-    for (q, logsumexp), mask in example_calls():
-        yield forward_launch(q, q, q, q, logsumexp, arch, mask)
+    for (q, logsumexp), mask, packed in example_tile_calls():
+        yield forward_launch(q, q, q, q, logsumexp, arch, mask, packed)

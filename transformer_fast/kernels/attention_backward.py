@@ -13,40 +13,48 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention import tile_launch
-from .attention_backward_kv import grad_kv_kernel
+from .attention_backward_kv import DELTA_ROWS, grad_kv_kernel
+from .attention_steps import (
+    Packed,
+    allowed_tile,
+    example_tile_calls,
+    in_order,
+    key_steps,
+    masked_scores,
+    packed_mask,
+    packed_view,
+    sequence,
+    statistics_row,
+    tile_at,
+)
 from .attention_tiles import (
     LOG2E,
     any_true,
     at_head,
-    example_calls,
     exponential,
     jit,
     key_limits,
     load_rows,
-    mask_arguments,
-    mask_scores,
+    padded_head_dim,
     positive_scale,
     store_rows,
     tensor_arguments,
-    within_limits,
     within_reach,
 )
 from .launching import Launch, architecture_of, run, widen_bf16_if_interpreted
 from .philox import attention_keep_tile, load_seed
 
-DELTA_ROWS = 32
-
 
 @jit
 def _delta_kernel(
-    grad_out, out, delta, logsumexp, grad_logsumexp,
+    grad_out, out, delta, empty_tiles, logsumexp, grad_logsumexp,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
     heads, queries,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """delta = sum over d of grad_out * out, less the gradient of the logsumexp: what each row's softmax gradient is
-    centred by."""
+    centred by. And which tiles of ROWS rows hold a row without keys."""
     tiles = tl.cdiv(queries, ROWS)
     start = tl.program_id(0) % tiles * ROWS
     pair = tl.program_id(0) // tiles
@@ -57,46 +65,56 @@ def _delta_kernel(
     row = start + tl.arange(0, ROWS)
     sums = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     first_row = pair.to(tl.int64) * queries
+    empty = tl.load(logsumexp + first_row + row, mask=row < queries, other=0.0) == float("-inf")
     if grad_logsumexp is not None:
         # The logsumexp of an empty row is a constant, whatever gradient comes back to it (NaN, through an exp).
-        logsum = tl.load(logsumexp + first_row + row, mask=row < queries, other=float("-inf"))
-        sums -= tl.load(grad_logsumexp + first_row + row, mask=logsum > float("-inf"), other=0.0)
+        sums -= tl.load(grad_logsumexp + first_row + row, mask=(row < queries) & (empty == 0), other=0.0)
+    tl.store(empty_tiles + tl.program_id(0), tl.max(empty.to(tl.int32)))
     tl.store(delta + first_row + row, sums, mask=row < queries)
 
 
 @jit
 def _grad_q_kernel(
     grad_out, q, k, v, logsumexp, grad_logsumexp, delta, sums, grad_q, keep, key_keep, lengths, bias, seed,
+    cu_seqlens_q, cu_seqlens_k, batch_order, tile_list, tile_counts, tile_order, map_batch, map_head,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
     grad_q_batch: tl.int64, grad_q_head: tl.int64, grad_q_row: tl.int64,
-    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_key,
-    key_keep_batch: tl.int64, key_keep_head: tl.int64, key_keep_key,
+    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_word,
+    key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, total_queries: tl.int64, causal_offset, threshold, rescale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
     BIASED: tl.constexpr = bias is not None
     NATURAL: tl.constexpr = sums is not None
-    DENSE: tl.constexpr = (keep is not None) or (key_keep is not None) or (bias is not None)
-    tiles = tl.cdiv(queries, BLOCK_QUERIES)
-    start_query = (tiles - 1 - tl.program_id(0) % tiles) * BLOCK_QUERIES
-    batch = tl.program_id(0) // tiles // heads
-    head = tl.program_id(0) // tiles % heads
+    slots = tl.cdiv(queries, BLOCK_QUERIES)
+    batch = in_order(batch_order, tl.program_id(0) // slots // heads)
+    head = tl.program_id(0) // slots % heads
+    first_query, queries = sequence(cu_seqlens_q, batch, queries)
+    first_key, keys = sequence(cu_seqlens_k, batch, keys)
+    line = batch * map_batch + head * map_head
+    tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - tl.program_id(0) % slots
+    if tile_order is not None:
+        tile = tl.load(tile_order + line + tl.program_id(0) % slots)
+    if cu_seqlens_q is not None:  # noqa: SIM102 - decided when compiling, the other when running
+        if tile < 0:
+            return
+    start_query = tile * BLOCK_QUERIES
 
-    grad_out = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
-    q = at_head(q, batch, head, q_batch, q_head, UNIT)
-    k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
-    v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
-    grad_q = at_head(grad_q, batch, head, grad_q_batch, grad_q_head, UNIT)
+    grad_out = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT) + first_query * grad_out_row * UNIT
+    q = at_head(q, batch, head, q_batch, q_head, UNIT) + first_query * q_row * UNIT
+    k = at_head(k, batch, head // group, k_batch, k_head, UNIT) + first_key * k_row * UNIT
+    v = at_head(v, batch, head // group, v_batch, v_head, UNIT) + first_key * v_row * UNIT
+    grad_q = at_head(grad_q, batch, head, grad_q_batch, grad_q_head, UNIT) + first_query * grad_q_row * UNIT
     if keep is not None:
-        keep = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
+        keep = at_head(keep, batch, head, keep_batch, keep_head, 8)
     if key_keep is not None:
-        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
+        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8)
     if bias is not None:
         bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
     if seed is not None:
@@ -105,9 +123,12 @@ def _grad_q_kernel(
     rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
     limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
     last_key = tl.maximum(tl.max(limit, 0), 0)
-    full_keys = tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS * BLOCK_KEYS
+    full, steps = key_steps(tile_counts, line + tile, limit, last_key, BLOCK_KEYS)
+    key_tiles = tl.cdiv(keys, BLOCK_KEYS)
+    if tile_list is not None:
+        tile_list += (line + tile).to(tl.int64) * key_tiles
 
-    first_row = (tl.program_id(0) // tiles).to(tl.int64) * queries
+    first_row = statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
     shift = tl.load(logsumexp + first_row + rows)
     shift = tl.where(shift == float("-inf"), 0.0, shift) * (1.0 if NATURAL else LOG2E)
     centre = tl.load(delta + first_row + rows)
@@ -119,19 +140,20 @@ def _grad_q_kernel(
     # it do not sum to 1, nor gradients of scores to 0. Where that would show, both sums are taken here first.
     if NATURAL:
         too_large = tl.abs(shift) > (16.0 if q.dtype.element_ty == tl.float32 else 1024.0)
-        end = tl.where(any_true(too_large), last_key, 0)
+        summing = tl.where(any_true(too_large), steps, 0)
         row_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
         gradient_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
-        for start in tl.range(0, end, BLOCK_KEYS, num_stages=1, disable_licm=True):
+        for step in tl.range(0, summing, num_stages=1, disable_licm=True):
+            start = tile_at(tile_list, step, full, key_tiles) * BLOCK_KEYS
             k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
             v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
             if not BIASED:
                 scores *= scale
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
-            scores, allowed = mask_scores(
-                scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_key, key_keep,
-                key_keep_key, bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
+            scores, allowed = masked_scores(
+                scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word, key_keep,
+                bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
             )  # fmt: skip
             weights = tl.where(allowed, exponential(scores, shift[:, None], scale, NATURAL), 0.0)
             row_sum += tl.sum(weights, 1)
@@ -153,31 +175,34 @@ def _grad_q_kernel(
 
     # Twice only where a NaN or Inf came out: then with such keys read as zeros. Where they are allowed, the scores
     # bring the NaN anyway.
-    end = last_key
+    end = steps
     for CAREFUL in tl.static_range(0, 2):
         if CAREFUL:
             broken = any_true((acc - acc) != 0.0)
-            end = tl.where(broken, last_key, 0)
+            end = tl.where(broken, steps, 0)
             if broken:
                 acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
-        for start in tl.range(0, end, BLOCK_KEYS, num_stages=1 if CAREFUL else None, disable_licm=True):
+        for step in tl.range(0, end, num_stages=1 if CAREFUL else None, disable_licm=True):
+            start = tile_at(tile_list, step, full, key_tiles) * BLOCK_KEYS
             k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
             v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
             if NATURAL and not BIASED:
                 scores *= scale
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
-            if DENSE:
-                scores, allowed = mask_scores(
-                    scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_key, key_keep,
-                    key_keep_key, bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
+            if BIASED:
+                scores, allowed = masked_scores(
+                    scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word, key_keep,
+                    bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
                 )  # fmt: skip
                 scores = tl.where(allowed, scores, float("-inf"))
                 grad_weights = tl.where(allowed, grad_weights, 0.0)
-            elif start >= full_keys:
-                visible = within_limits(start, limit, BLOCK_KEYS)
-                scores = tl.where(visible, scores, float("-inf"))
-                grad_weights = tl.where(visible, grad_weights, 0.0)
+            elif step >= full:
+                allowed = allowed_tile(
+                    start_query, queries, start, limit, keep, keep_query, keep_word, key_keep, BLOCK_QUERIES, BLOCK_KEYS
+                )
+                scores = tl.where(allowed, scores, float("-inf"))
+                grad_weights = tl.where(allowed, grad_weights, 0.0)
             weights = exponential(scores, shift[:, None], scale, NATURAL)
             if NATURAL:
                 weights = weights / row_sum[:, None]
@@ -195,37 +220,48 @@ def _grad_q_kernel(
 
 
 def backward_launches(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, logsumexp: Tensor, rows: tuple[Tensor, Tensor],
     gradients: tuple[Tensor, Tensor, Tensor], arch: str, mask: dict[str, object], grad_logsumexp: Tensor | None = None,
+    packed: Packed | None = None,
 ) -> list[Launch]:  # fmt: skip
-    """The three launches that fill `gradients`; `mask` is :func:`attention_backward`'s keyword arguments."""
+    """The three launches that fill `gradients`. `mask` is what :func:`attention_backward` is given; `rows` are all
+    rows of grad_out and out as (B, H, Lq, D), or (1, H, Tq, D) of a packed batch."""
     grad_q, grad_k, grad_v = gradients
-    B, H, Lq, _ = q.shape
+    whole, out = rows
+    B, H, Lq, D = whole.shape
     delta = torch.empty_like(logsumexp)
-    masking = mask_arguments(q, k, **mask)
+    grid = triton.cdiv(Lq, DELTA_ROWS) * B * H
+    empty_tiles = torch.empty(grid, dtype=torch.int32, device=q.device)
     # What 16-bit types cannot show is not corrected.
     exact = q.dtype == torch.float32 or mask["bias"] is not None
     sums = torch.empty_like(logsumexp) if exact else None
-    rows = {"logsumexp": logsumexp, "delta": delta, "sums": sums}
     inputs = {"grad_out": grad_out, "q": q, "k": k, "v": v}
-    sizes = {name: masking[name] for name in ("heads", "queries", "HEAD_DIM", "BLOCK_D")}
-    statistics = {"logsumexp": logsumexp, "grad_logsumexp": grad_logsumexp, "delta": delta}
+    statistics = {"logsumexp": logsumexp, "delta": delta}
     return [
         Launch(
-            name=f"attention delta {str(q.dtype)[6:]} d{masking['BLOCK_D']}",
+            name=f"attention delta {str(q.dtype)[6:]} d{padded_head_dim(q)}",
             kernel=_delta_kernel,
-            grid=triton.cdiv(Lq, DELTA_ROWS) * B * H,
-            arguments=tensor_arguments(grad_out=grad_out, out=out) | sizes | statistics | {"ROWS": DELTA_ROWS},
+            grid=grid,
+            arguments=tensor_arguments(grad_out=whole, out=out)
+            | statistics
+            | {
+                "grad_logsumexp": grad_logsumexp, "empty_tiles": empty_tiles, "heads": H, "queries": Lq,
+                "HEAD_DIM": D, "BLOCK_D": padded_head_dim(q), "ROWS": DELTA_ROWS,
+            },
             num_warps=4,
             num_stages=1,
         ),
         tile_launch(
             "grad_q", _grad_q_kernel, q, k, arch,
-            tensor_arguments(**inputs, grad_q=grad_q) | masking | rows | {"grad_logsumexp": grad_logsumexp},
+            tensor_arguments(**inputs, grad_q=grad_q) | statistics | {"sums": sums, "grad_logsumexp": grad_logsumexp},
+            mask, packed,
         ),
         tile_launch(
             "grad_kv", grad_kv_kernel, q, k, arch,
-            tensor_arguments(**inputs, grad_k=grad_k, grad_v=grad_v) | masking | rows,
+            tensor_arguments(**inputs, grad_k=grad_k, grad_v=grad_v)
+            | statistics
+            | {"sums": sums, "empty_tiles": empty_tiles},
+            mask, packed,
         ),
     ]  # fmt: skip
 
@@ -275,11 +311,64 @@ def attention_backward(
     gradients = (grad_q, grad_k, grad_v)
     if grad_logsumexp is not None:
         grad_logsumexp = grad_logsumexp.contiguous()
-    run(backward_launches(grad_out, q, k, v, out, logsumexp, gradients, architecture_of(q), mask, grad_logsumexp), q)
+    arch = architecture_of(q)
+    run(backward_launches(grad_out, q, k, v, logsumexp, (grad_out, out), gradients, arch, mask, grad_logsumexp), q)
+    return grad_q if sign == 1.0 else grad_q * sign, grad_k, grad_v
+
+
+@widen_bf16_if_interpreted(results=3)
+def attention_packed_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    *,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_q: int,
+    max_k: int,
+    causal: int | None,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    zero_empty_rows: bool,
+    grad_logsumexp: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of :func:`~.attention.attention_packed_forward` by the kernels of :func:`attention_backward`.
+
+    Args:
+        grad_out: (Tq, H, D), the gradient of out; any strides.
+        q, k, v and the rest: as given to the forward launcher.
+        out, logsumexp: as it returned them.
+        grad_logsumexp: (H, Tq) fp32, the gradient of logsumexp, or None.
+
+    Returns:
+        Gradients of q (Tq, H, D), k and v (Tk, Hkv, D), in their dtypes. Bitwise equal from run to run.
+    """
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    if q.numel() == 0 or k.numel() == 0:
+        return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
+    B, total = cu_seqlens_q.shape[0] - 1, q.shape[0]
+    if grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()
+    if grad_logsumexp is not None:
+        grad_logsumexp = grad_logsumexp.contiguous()
+    q, scale, sign = positive_scale(q, scale)
+    mask = packed_mask(causal, scale, dropout_p, seed, zero_empty_rows)
+    grad_view, q_view, grad_q_view = (packed_view(t, B, max_q) for t in (grad_out, q, grad_q))
+    k_view, v_view, grad_k_view, grad_v_view = (packed_view(t, B, max_k) for t in (k, v, grad_k, grad_v))
+    launches = backward_launches(
+        grad_view, q_view, k_view, v_view, logsumexp, tuple(packed_view(t, 1, total) for t in (grad_out, out)),
+        (grad_q_view, grad_k_view, grad_v_view), architecture_of(q), mask, grad_logsumexp,
+        Packed(cu_seqlens_q, cu_seqlens_k, total),
+    )  # fmt: skip
+    run(launches, q)
     return grad_q if sign == 1.0 else grad_q * sign, grad_k, grad_v
 
 
 def compile_cases(arch: str) -> Iterator[Launch]:
     """The launches of every backward config of an architecture class."""
-    for (q, logsumexp), mask in example_calls():
-        yield from backward_launches(q, q, q, q, q, logsumexp, (q, q, q), arch, mask)
+    for (q, logsumexp), mask, packed in example_tile_calls():
+        yield from backward_launches(q, q, q, q, logsumexp, (q, q), (q, q, q), arch, mask, None, packed)

@@ -30,6 +30,8 @@ RUNTIME_INTEGERS = (
     + [f"{name}_{dim}" for name in ("keep", "bias") for dim in ("batch", "head", "query")]
     + ["key_keep_batch", "key_keep_head", "lengths_batch", "lengths_query"]
     + ["heads", "group", "queries", "keys", "causal_offset", "threshold"]
+    + ["total_queries", "map_batch", "map_head", "mask_batch", "mask_head", "mask_query"]
+    + ["words", "lines", "across", "pair_stride", "line_stride", "tile_stride"]
 )
 
 
@@ -157,6 +159,11 @@ def within_reach(t: Tensor) -> Tensor:
     return t.contiguous() if reach > 256 * WIDEST_STRIDE else t
 
 
+def padded_head_dim(q: Tensor) -> int:
+    """The power of two that holds q's last dimension in a kernel."""
+    return max(32, triton.next_power_of_2(q.shape[-1]))
+
+
 def tensor_arguments(**tensors: Tensor) -> dict[str, object]:
     """Kernel arguments of (B, H, L, D) tensors with last stride 1: each tensor and three strides in units of UNIT."""
     unit = 8 if all(stride % 8 == 0 for t in tensors.values() for stride in t.stride()[:3]) else 1
@@ -215,7 +222,7 @@ def mask_arguments(
         # An offset past the last key lets every query see every key: no mask is the same program as causal.
         "causal_offset": Lk if causal is None else max(-Lq, min(causal, Lk)),
         "HEAD_DIM": D,
-        "BLOCK_D": max(32, triton.next_power_of_2(D)),
+        "BLOCK_D": padded_head_dim(q),
         "ZERO_EMPTY_ROWS": zero_empty_rows,
     }
     return arguments

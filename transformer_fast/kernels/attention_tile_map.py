@@ -1,0 +1,335 @@
+"""The tile map of a mask: which tiles of (queries x keys) hold work, found once on the device for all layers.
+
+A dense mask is packed to bits, 32 keys of one query a word; it is these that the attention kernels read, an eighth of
+the mask. From the bits and the limits (lengths, causal) every tile is classed: empty, partial or full. A program of an
+attention kernel then walks the list of its tiles that hold work, full ones first, and reads bits only in the others.
+
+The bits serve every kernel. Classes and lists are made for a kernel's own tile, since the best tile of the three
+kernels differs; those that agree share them. All of it stays on the mask's tensor as an attribute, and goes with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .attention_tiles import jit, key_limits
+from .launching import Launch, run
+from .remembered import remembered
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+_PARTIAL, _FULL = tl.constexpr(PARTIAL), tl.constexpr(FULL)
+
+# Rows of words are whole chunks of this many keys: no tile of keys reaches past one.
+CHUNK_KEYS = 256
+_CHUNK_KEYS = tl.constexpr(CHUNK_KEYS)
+PACK_ROWS = 16
+LIST_CHUNK = 256
+
+
+@triton.jit
+def allowed_words(
+    start_query, queries, start_key, limit, keep, keep_query, keep_word, key_keep,
+    QUERIES: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """The bits of one tile: int32 (QUERIES, WORDS), bit n of word w = key ``start_key + 32 w + n`` is allowed."""
+    word = start_key // 32 + tl.arange(0, WORDS)
+    inside = limit[:, None] - word[None, :] * 32
+    bits = tl.where(inside >= 32, -1, (1 << tl.minimum(tl.maximum(inside, 0), 31)) - 1)
+    if keep is not None:
+        row = tl.minimum(tl.arange(0, QUERIES), queries - 1 - start_query)[:, None]
+        base = keep + tl.cast(start_query, tl.int64) * keep_query * 8
+        bits &= tl.load(base + row * (keep_query.to(tl.int32) * 8) + word[None, :] * keep_word)
+    if key_keep is not None:
+        bits &= tl.load(key_keep + word)[None, :]
+    return bits
+
+
+@jit
+def _pack_kernel(
+    mask, bits, mask_batch: tl.int64, mask_head: tl.int64, mask_query: tl.int64, mask_key,
+    heads, queries, keys, words, ROWS: tl.constexpr, MASK_UNIT: tl.constexpr,
+):  # fmt: skip
+    """Bits of PACK_ROWS rows by CHUNK_KEYS keys of a bool mask."""
+    chunks = tl.cdiv(keys, _CHUNK_KEYS)
+    row_tiles = tl.cdiv(queries, ROWS)
+    chunk = tl.program_id(0) % chunks
+    row = tl.program_id(0) // chunks % row_tiles * ROWS + tl.arange(0, ROWS)
+    pair = (tl.program_id(0) // chunks // row_tiles).to(tl.int64)
+    key = chunk * _CHUNK_KEYS + tl.arange(0, _CHUNK_KEYS)
+    mask += (pair // heads * mask_batch + pair % heads * mask_head) * MASK_UNIT
+    offsets = row.to(tl.int64)[:, None] * (mask_query * MASK_UNIT) + key[None, :] * mask_key
+    # MASK_UNIT divides the number of keys: the guard says so, and keeps whole groups in one access.
+    inside = (row < queries)[:, None] & (key // MASK_UNIT * MASK_UNIT < keys)[None, :]
+    kept = (tl.load(mask + offsets, mask=inside, other=0) != 0).to(tl.int32)
+    kept = tl.reshape(kept, (ROWS, _CHUNK_KEYS // 32, 32))
+    packed = tl.sum(kept << tl.arange(0, 32)[None, None, :], 2)
+    word = chunk * (_CHUNK_KEYS // 32) + tl.arange(0, _CHUNK_KEYS // 32)
+    bits += pair * queries * words
+    tl.store(bits + row.to(tl.int64)[:, None] * words + word[None, :], packed, mask=(row < queries)[:, None])
+
+
+@jit
+def _classes_kernel(
+    classes, keep, key_keep, lengths,
+    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_word,
+    key_keep_batch: tl.int64, key_keep_head: tl.int64,
+    lengths_batch: tl.int64, lengths_query: tl.int64,
+    heads, queries, keys, causal_offset,
+    BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+):  # fmt: skip
+    """The class of every tile in one row of tiles."""
+    TILES: tl.constexpr = _CHUNK_KEYS // BLOCK_KEYS
+    query_tiles = tl.cdiv(queries, BLOCK_QUERIES)
+    key_tiles = tl.cdiv(keys, BLOCK_KEYS)
+    start_query = tl.program_id(0) % query_tiles * BLOCK_QUERIES
+    batch = tl.program_id(0) // query_tiles // heads
+    head = tl.program_id(0) // query_tiles % heads
+    if keep is not None:
+        keep += (batch * keep_batch + head * keep_head) * 8
+    if key_keep is not None:
+        key_keep += (batch * key_keep_batch + head * key_keep_head) * 8
+    rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
+    limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
+    classes += tl.program_id(0).to(tl.int64) * key_tiles
+    for start in tl.range(0, keys, _CHUNK_KEYS):
+        bits = allowed_words(
+            start_query, queries, start, limit, keep, keep_query, keep_word, key_keep, BLOCK_QUERIES, _CHUNK_KEYS // 32
+        )
+        bits = tl.reshape(bits, (BLOCK_QUERIES, TILES, BLOCK_KEYS // 32))
+        some = tl.max(tl.max((bits != 0).to(tl.int32), 2), 0)
+        every = tl.min(tl.min((bits == -1).to(tl.int32), 2), 0)
+        tile = start // BLOCK_KEYS + tl.arange(0, TILES)
+        tl.store(classes + tile, (some + every).to(tl.int8), mask=tile < key_tiles)
+
+
+@jit
+def _lists_kernel(
+    classes, lists, counts, lines, across, pair_stride: tl.int64, line_stride, tile_stride, CHUNK: tl.constexpr
+):
+    """The list of one line of tiles: full tiles from the front, partial ones from the back; and how many of each."""
+    line = tl.program_id(0) % lines
+    classes += tl.program_id(0) // lines * pair_stride + line * line_stride
+    lists += tl.program_id(0).to(tl.int64) * across
+    full = 0
+    partial = 0
+    for start in tl.range(0, across, CHUNK):
+        tile = start + tl.arange(0, CHUNK)
+        kind = tl.load(classes + tile * tile_stride, mask=tile < across, other=0)
+        is_full = (kind == _FULL).to(tl.int32)
+        is_partial = (kind == _PARTIAL).to(tl.int32)
+        tl.store(lists + full + tl.cumsum(is_full) - 1, tile, mask=is_full != 0)
+        tl.store(lists + across - partial - tl.cumsum(is_partial), tile, mask=is_partial != 0)
+        full += tl.sum(is_full)
+        partial += tl.sum(is_partial)
+    tl.store(counts + tl.program_id(0) * 2, full)
+    tl.store(counts + tl.program_id(0) * 2 + 1, partial)
+
+
+@dataclass(frozen=True, slots=True)
+class TileLists:
+    """The tiles that hold work, for each line of tiles: a row of them (one tile of queries) or a column.
+
+    Args:
+        lists: int32 (B|1, H|1, lines, across), full ones from the front, partial ones from the end.
+        counts: int32 (B|1, H|1, lines, 2): full tiles, partial tiles.
+        line_order: int32 (B|1, H|1, lines), the lines of each (batch, head), those with the most work first; or None.
+        batch_order: int32 (B,), the batches with the most work first; or None.
+    """
+
+    lists: Tensor
+    counts: Tensor
+    line_order: Tensor | None
+    batch_order: Tensor | None
+
+
+def mask_bits(mask: Tensor) -> Tensor:
+    """A bool mask (b, h, rows, keys) of any strides as bits: int32 (b|1, h|1, rows|1, words), words a multiple of 8.
+
+    Dimensions over which the mask repeats itself (size 1, or stride 0) have size 1. One such row of keys is 8 words of
+    one value. Kept on the mask, and made anew when it was written to.
+    """
+    return remembered(mask, ("bits", mask.storage_offset(), mask.shape, mask.stride()), (), lambda: _pack(mask))
+
+
+def tile_lists(
+    keep: Tensor | None,
+    key_keep: Tensor | None,
+    lengths: Tensor | None,
+    causal_offset: int,
+    B: int,
+    queries: int,
+    keys: int,
+    tile: tuple[int, int],
+    *,
+    columns: bool,
+    ordered: bool,
+) -> TileLists:
+    """The lists of a mask for kernels of one tile; kept on the mask.
+
+    Args:
+        keep: bool (B|1, H|1, Lq|1, Lk|1), or None.
+        key_keep: bool (B|1, H|1, 1, Lk), or None; one of the two is given.
+        lengths: int32 (B,) or (B, Lq), or None.
+        causal_offset: query i sees keys j <= i + causal_offset; ``keys`` for no such bound.
+        B, queries, keys: the sizes of the call.
+        tile: queries and keys a tile, powers of two; at most CHUNK_KEYS keys.
+        columns: lists of query tiles for each key tile, rather than of key tiles for each query tile.
+        ordered: also order lines and batches by work.
+    """
+    holder = key_keep if keep is None else keep
+    call = (B, queries, keys, causal_offset, tile)
+    others = (key_keep if holder is keep else None, lengths)
+    place = (holder.storage_offset(), holder.shape, holder.stride())
+    key_place = None if key_keep is None else (key_keep.storage_offset(), key_keep.shape, key_keep.stride())
+
+    def classes() -> Tensor:
+        return _classes(keep, key_keep, lengths, *call)
+
+    def lists() -> TileLists:
+        return _lists(remembered(holder, ("classes", place, key_place, *call), others, classes), columns, ordered)
+
+    return remembered(holder, ("lists", place, key_place, *call, columns, ordered), others, lists)
+
+
+def length_order(lengths: Tensor) -> Tensor:
+    """The batches of int lengths (B,), longest first: int32 (B,). Kept on the lengths."""
+    place = (lengths.storage_offset(), lengths.shape, lengths.stride())
+    return remembered(lengths, ("order", place), (), lambda: _most_first(lengths))
+
+
+def packed_order(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+    """The sequences of a packed batch, those with the most (query, key) pairs first: int32 (B,). Kept on the second."""
+
+    def order() -> Tensor:
+        return _most_first(cu_seqlens_q.diff().long() * cu_seqlens_k.diff())
+
+    place = (cu_seqlens_k.storage_offset(), cu_seqlens_q.storage_offset())
+    return remembered(cu_seqlens_k, ("order", place), (cu_seqlens_q,), order)
+
+
+def _most_first(work: Tensor) -> Tensor:
+    return torch.sort(work, descending=True, stable=True).indices.to(torch.int32)
+
+
+def _without_repeats(mask: Tensor) -> Tensor:
+    for dim in range(mask.dim()):
+        if mask.stride(dim) == 0 and mask.shape[dim] > 1:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def _strides(t: Tensor, unit: int) -> list[int]:
+    """Strides in units, 0 for dimensions of size 1."""
+    return [stride // unit if size > 1 else 0 for size, stride in zip(t.shape, t.stride(), strict=True)]
+
+
+def pack_launch(mask: Tensor, bits: Tensor) -> Launch:
+    """The launch that packs `mask` (b, h, rows, keys) into `bits`."""
+    b, h, rows, keys = mask.shape
+    strides = [stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+    unit = 16 if all(n % 16 == 0 for n in (keys, *strides[:3])) else 1
+    keys = keys if keys > 1 else CHUNK_KEYS
+    return Launch(
+        name=f"attention pack {'unaligned' if unit == 1 else 'aligned'}",
+        kernel=_pack_kernel,
+        grid=b * h * triton.cdiv(rows, PACK_ROWS) * triton.cdiv(keys, CHUNK_KEYS),
+        arguments={
+            "mask": mask, "bits": bits, "mask_batch": strides[0] // unit, "mask_head": strides[1] // unit,
+            "mask_query": strides[2] // unit, "mask_key": strides[3], "heads": h, "queries": rows, "keys": keys,
+            "words": bits.shape[3], "ROWS": PACK_ROWS, "MASK_UNIT": unit,
+        },
+        num_warps=4,
+        num_stages=1,
+    )  # fmt: skip
+
+
+def _pack(mask: Tensor) -> Tensor:
+    mask = _without_repeats(mask)
+    words = triton.cdiv(mask.shape[3], CHUNK_KEYS) * (CHUNK_KEYS // 32)
+    bits = torch.empty((*mask.shape[:3], words), dtype=torch.int32, device=mask.device)
+    _run([pack_launch(mask, bits)], mask)
+    return bits
+
+
+def bits_arguments(keep: Tensor | None, key_keep: Tensor | None) -> dict[str, object]:
+    """Kernel arguments that say where the bits of a mask are; strides in chunks of 8 words."""
+    keep_bits, key_bits = (None if t is None else mask_bits(t) for t in (keep, key_keep))
+    keep_strides, key_strides = ([0] * 4 if t is None else _strides(t, 8) for t in (keep_bits, key_bits))
+    return {
+        "keep": keep_bits, "keep_batch": keep_strides[0], "keep_head": keep_strides[1], "keep_query": keep_strides[2],
+        "keep_word": 0 if keep is None or _without_repeats(keep).shape[3] == 1 else 1,
+        "key_keep": key_bits, "key_keep_batch": key_strides[0], "key_keep_head": key_strides[1],
+    }  # fmt: skip
+
+
+def classes_launch(
+    classes: Tensor, keep: Tensor | None, key_keep: Tensor | None, lengths: Tensor | None, causal_offset: int,
+    queries: int, keys: int, tile: tuple[int, int],
+) -> Launch:  # fmt: skip
+    """The launch that fills `classes`."""
+    return Launch(
+        name=f"attention classes {tile[0]}x{tile[1]}",
+        kernel=_classes_kernel,
+        grid=classes.shape[0] * classes.shape[1] * classes.shape[2],
+        arguments=bits_arguments(keep, key_keep)
+        | {
+            "classes": classes, "lengths": lengths, "lengths_batch": 0 if lengths is None else lengths.stride(0),
+            "lengths_query": 0 if lengths is None or lengths.dim() == 1 else lengths.stride(1),
+            "heads": classes.shape[1], "queries": queries, "keys": keys, "causal_offset": causal_offset,
+            "BLOCK_QUERIES": tile[0], "BLOCK_KEYS": tile[1],
+        },
+        num_warps=4,
+        num_stages=1,
+    )  # fmt: skip
+
+
+def _classes(
+    keep: Tensor | None, key_keep: Tensor | None, lengths: Tensor | None,
+    B: int, queries: int, keys: int, causal_offset: int, tile: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    """The class of every tile: int8 (B|1, H|1, query tiles, key tiles) of EMPTY, PARTIAL and FULL."""
+    masks = [_without_repeats(t) for t in (keep, key_keep) if t is not None]
+    batches = B if lengths is not None else max(t.shape[0] for t in masks)
+    shape = (batches, max(t.shape[1] for t in masks), triton.cdiv(queries, tile[0]), triton.cdiv(keys, tile[1]))
+    classes = torch.empty(shape, dtype=torch.int8, device=masks[0].device)
+    _run([classes_launch(classes, keep, key_keep, lengths, causal_offset, queries, keys, tile)], classes)
+    return classes
+
+
+def lists_launch(classes: Tensor, lists: Tensor, counts: Tensor, columns: bool) -> Launch:
+    """The launch that fills `lists` and `counts` from `classes`."""
+    b, h, lines, across = lists.shape
+    key_tiles = classes.shape[3]
+    return Launch(
+        name=f"attention lists of {'columns' if columns else 'rows'}",
+        kernel=_lists_kernel,
+        grid=b * h * lines,
+        arguments={
+            "classes": classes, "lists": lists, "counts": counts, "lines": lines, "across": across,
+            "pair_stride": lines * across, "line_stride": 1 if columns else key_tiles,
+            "tile_stride": key_tiles if columns else 1, "CHUNK": LIST_CHUNK,
+        },
+        num_warps=4,
+        num_stages=1,
+    )  # fmt: skip
+
+
+def _lists(classes: Tensor, columns: bool, ordered: bool) -> TileLists:
+    shape = classes.mT.shape if columns else classes.shape
+    lists = torch.empty(shape, dtype=torch.int32, device=classes.device)
+    counts = torch.empty((*shape[:3], 2), dtype=torch.int32, device=classes.device)
+    _run([lists_launch(classes, lists, counts, columns)], classes)
+    if not ordered:
+        return TileLists(lists, counts, None, None)
+    work = counts.sum(3)
+    return TileLists(lists, counts, _most_first(work), _most_first(work.sum((1, 2))) if shape[0] > 1 else None)
+
+
+def _run(launches: list[Launch], on: Tensor) -> None:
+    if not on.is_meta:
+        run(launches, on)
