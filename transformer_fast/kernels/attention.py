@@ -274,7 +274,7 @@ def attention_packed_forward(
     cu_seqlens_k: Tensor,
     max_q: int,
     max_k: int,
-    causal: int | None,
+    causal: bool,
     scale: float,
     dropout_p: float,
     seed: Tensor | None,
@@ -288,7 +288,7 @@ def attention_packed_forward(
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and Tk: the queries of sequence b are the rows
             from entry b to entry b + 1, and see the keys between the same entries of the other.
         max_q, max_k: at least the length of the longest sequence.
-        causal: query i of a sequence sees its keys j <= i + causal; None for no such bound.
+        causal: whether query i of a sequence sees only its keys j <= i.
         scale, dropout_p, seed, zero_empty_rows: as for :func:`attention_forward`; the weight of query i and key j of
             sequence b is dropped as in a padded batch.
 

@@ -329,7 +329,7 @@ def attention_packed_backward(
     cu_seqlens_k: Tensor,
     max_q: int,
     max_k: int,
-    causal: int | None,
+    causal: bool,
     scale: float,
     dropout_p: float,
     seed: Tensor | None,

@@ -75,28 +75,23 @@ def grad_kv_kernel(
     k_acc = tl.zeros((BLOCK_KEYS, BLOCK_D), tl.float32)
     v_acc = tl.zeros((BLOCK_KEYS, BLOCK_D), tl.float32)
 
-    # Rows without keys give every value the same share, and the key nothing. Elsewhere they weigh nothing.
-    if not ZERO_EMPTY_ROWS:
+    # Rows without keys give every value the same share, and the key nothing. Elsewhere they weigh nothing. In a packed
+    # batch there are none, but where there are no keys.
+    if not ZERO_EMPTY_ROWS and cu_seqlens_q is None:
         masked = (tile_list is not None) or (lengths is not None) or BIASED
         for member in tl.range(0, tl.where(masked | (causal_offset < 0), group, 0), disable_licm=True):
             head = kv_head * group + member
             grad_base = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
-            grad_base += first_query * grad_out_row * UNIT
-            first_row = statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
-            flags = empty_tiles + statistics_row(
-                cu_seqlens_q, batch, head, heads, tl.cdiv(total_queries, _ROWS), first_query // _ROWS
-            )
-            # Tiles of the flags are counted from the first row of all, a sequence may begin within one.
-            lead = first_query % _ROWS
-            flagged = tl.cdiv(lead + queries, _ROWS)
+            first_row = statistics_row(cu_seqlens_q, batch, head, heads, queries, first_query)
+            flagged = tl.cdiv(queries, _ROWS)
+            flags = empty_tiles + statistics_row(cu_seqlens_q, batch, head, heads, flagged, first_query)
             for begin in tl.range(0, flagged, _SCAN):
                 near = begin + tl.arange(0, _SCAN)
                 found = any_true(tl.load(flags + near, mask=near < flagged, other=0))
                 for near_tile in tl.range(begin, tl.where(found, tl.minimum(begin + _SCAN, flagged), begin)):
-                    start = near_tile * _ROWS - lead
+                    start = near_tile * _ROWS
                     row = start + tl.arange(0, _ROWS)
-                    inside = (row >= 0) & (row < queries)
-                    empty = tl.load(logsumexp + first_row + row, mask=inside, other=0.0) == float("-inf")
+                    empty = tl.load(logsumexp + first_row + row, mask=row < queries, other=0.0) == float("-inf")
                     grad_tile = load_rows(grad_base, start, queries, grad_out_row, _ROWS, HEAD_DIM, BLOCK_D, UNIT)
                     grad_tile = tl.where(empty[:, None], grad_tile, 0.0)
                     share = tl.where(empty, 1.0, 0.0)[:, None] + tl.zeros((_ROWS, BLOCK_KEYS), tl.float32)

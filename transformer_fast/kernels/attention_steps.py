@@ -189,11 +189,12 @@ def packed_view(t: Tensor, batches: int, longest: int) -> Tensor:
 
 
 def packed_mask(
-    causal: int | None, scale: float, dropout_p: float, seed: Tensor | None, zero_empty_rows: bool
+    causal: bool, scale: float, dropout_p: float, seed: Tensor | None, zero_empty_rows: bool
 ) -> dict[str, object]:
     """The mask keywords of a packed call."""
     return dict.fromkeys(("keep", "key_keep", "lengths", "bias")) | {
-        "causal": causal, "scale": scale, "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero_empty_rows,
+        "causal": 0 if causal else None, "scale": scale, "dropout_p": dropout_p, "seed": seed,
+        "zero_empty_rows": zero_empty_rows,
     }  # fmt: skip
 
 
@@ -205,7 +206,7 @@ def example_tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, obje
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def call(dtype: torch.dtype, D: int, L: int, kind: str):
-        mask = packed_mask(None, 1.0, 0.1, meta(1, dtype=torch.int64), False)
+        mask = packed_mask(False, 1.0, 0.1, meta(1, dtype=torch.int64), False)
         packed = None
         if kind in ("limits", "mapped", "biased"):
             mask["lengths"] = meta(2, dtype=torch.int32)

@@ -1,0 +1,162 @@
+"""Packed attention by the Triton kernels, against its oracle and against the same kernels on a padded batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_calls import DEVICE, DTYPES, random
+from helpers import assert_as_exact_as_eager, poisoned_memory
+
+from transformer_fast import configs
+from transformer_fast.kernels.attention import attention_forward, attention_packed_forward
+from transformer_fast.kernels.attention_backward import attention_backward, attention_packed_backward
+from transformer_fast.reference.attention import attention_packed as reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
+
+SELF = [33, 0, 1, 40]
+CROSS_KEYS = [40, 5, 3, 0]
+D = 16
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch, device):
+    """On CPU, tiles of 32 x 32; and sequences so long that the longest go first."""
+    if device.type == "cpu":
+        for key in configs.ATTENTION:
+            monkeypatch.setitem(configs.ATTENTION, key, configs.AttentionConfig(32, 32, 4, 1))
+    monkeypatch.setattr("transformer_fast.kernels.attention_steps.LONG", 35)
+
+
+def starts(lengths):
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(DEVICE)
+
+
+def call_of(lengths_q, lengths_k, **more):
+    call = {
+        "cu_seqlens_q": starts(lengths_q), "cu_seqlens_k": starts(lengths_k), "max_q": max(lengths_q),
+        "max_k": max(lengths_k), "causal": False, "scale": D**-0.5, "dropout_p": 0.0, "seed": None,
+        "zero_empty_rows": False,
+    } | more  # fmt: skip
+    if call["dropout_p"] > 0.0:
+        call["seed"] = torch.tensor([2**40 + 5], device=DEVICE)
+    return call
+
+
+def inputs(lengths_q, lengths_k, H, Hkv, dtype):
+    Tq, Tk = sum(lengths_q), sum(lengths_k)
+    shapes = [(Tq, H, D), (Tk, Hkv, D), (Tk, Hkv, D), (Tq, H, D)]
+    return [random(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+
+
+def kernel(q, k, v, grad, call, grad_logsumexp=None):
+    with poisoned_memory():
+        out, logsumexp = attention_packed_forward(q, k, v, **call)
+        grads = attention_packed_backward(grad, q, k, v, out, logsumexp, **call, grad_logsumexp=grad_logsumexp)
+    return out, logsumexp, *grads
+
+
+def oracle(q, k, v, grad, call, dtype, grad_logsumexp=None):
+    leaves = [t.detach().cpu().to(dtype).requires_grad_() for t in (q, k, v)]
+    call = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
+    out, logsumexp = reference(*leaves, **call)
+    loss = (out * grad.cpu().to(dtype)).sum()
+    if grad_logsumexp is not None:
+        loss = loss + (logsumexp.masked_fill(logsumexp == -torch.inf, 0.0) * grad_logsumexp.cpu()).sum()
+    return out.detach(), logsumexp.detach(), *torch.autograd.grad(loss, leaves)
+
+
+def check(q, k, v, grad, call, grad_logsumexp=None):
+    ours = [t.cpu() for t in kernel(q, k, v, grad, call, grad_logsumexp)]
+    eager = oracle(q, k, v, grad, call, q.dtype, grad_logsumexp)
+    exact = oracle(q, k, v, grad, call, torch.float64, grad_logsumexp)
+    assert torch.equal(ours[1] == -torch.inf, exact[1] == -torch.inf)
+    names = ("out", "logsumexp", "grad_q", "grad_k", "grad_v")
+    for name, *values in zip(names, ours, eager, exact, strict=True):
+        rows = q.shape[1] // k.shape[1] * call["max_q"] if name in ("grad_k", "grad_v") else 1
+        assert_as_exact_as_eager(*values, ulps=4.0 * rows**0.5, what=name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("lengths_k", "causal"), [(SELF, False), (SELF, True), (CROSS_KEYS, False), (CROSS_KEYS, True)]
+)
+def test_is_the_oracle(lengths_k, causal, dtype):
+    """Self and cross, causal from the first row of each sequence; sequences of no rows, no keys, and one of each."""
+    check(*inputs(SELF, lengths_k, 2, 1, dtype), call_of(SELF, lengths_k, causal=causal))
+
+
+@pytest.mark.parametrize("zero_empty_rows", [False, True], ids=["uniform", "zero"])
+def test_dropout_draws_by_sequence(zero_empty_rows):
+    call = call_of(SELF, CROSS_KEYS, dropout_p=0.25, zero_empty_rows=zero_empty_rows)
+    check(*inputs(SELF, CROSS_KEYS, 2, 2, torch.float32), call)
+
+
+def test_gradient_of_the_logsumexp_and_any_scale():
+    grad_logsumexp = random(4, sum(SELF), seed=7)
+    check(*inputs(SELF, CROSS_KEYS, 4, 2, torch.float32), call_of(SELF, CROSS_KEYS, scale=-0.4), grad_logsumexp)
+
+
+def test_strided():
+    """q, k and v as columns of one projection; a gradient that is one number."""
+    total = sum(SELF)
+    q, k, v = random(total, 3, 2, D + 3)[..., 3:].unbind(1)
+    check(q, k, v, random(1, 1, 1).expand(total, 2, D), call_of(SELF, SELF, causal=True))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_equals_padded_bit_for_bit(causal, dropout_p):
+    """The same weights dropped, and the same sums in the same order."""
+    lengths, H = [33, 4, 1, 40], 2
+    tensors = inputs(lengths, lengths, H, 1, torch.float16)
+    call = call_of(lengths, lengths, causal=causal, dropout_p=dropout_p)
+    out, logsumexp, *grads = kernel(*tensors, call)
+
+    def padded(t):
+        sequences = t.split(lengths)
+        return torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).transpose(1, 2).contiguous()
+
+    def packed(t):
+        return torch.cat([row[:, :n].transpose(0, 1) for row, n in zip(t, lengths, strict=True)])
+
+    q, k, v, grad = (padded(t) for t in tensors)
+    same = {name: call[name] for name in ("scale", "dropout_p", "seed", "zero_empty_rows")}
+    same |= {"keep": None, "key_keep": None, "bias": None, "causal": 0 if causal else None}
+    same["lengths"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    padded_out, padded_logsumexp = attention_forward(q, k, v, **same)
+    padded_grads = attention_backward(grad, q, k, v, padded_out, padded_logsumexp, **same)
+    for ours, theirs in zip((out, *grads), (padded_out, *padded_grads), strict=True):
+        assert torch.equal(ours, packed(theirs))
+    assert torch.equal(logsumexp.t(), packed(padded_logsumexp.unsqueeze(-1)).squeeze(-1))
+
+
+def test_two_runs_agree_and_a_longer_bound_changes_nothing():
+    tensors, call = inputs(SELF, CROSS_KEYS, 2, 1, torch.float16), call_of(SELF, CROSS_KEYS, dropout_p=0.2)
+    first = kernel(*tensors, call)
+    for other in (call, call | {"max_q": 97, "max_k": 131}):
+        for one, two in zip(first, kernel(*tensors, other), strict=True):
+            assert torch.equal(one, two)
+
+
+def test_a_sequence_does_not_reach_its_neighbours():
+    """NaN in every row of one sequence, a tile of which holds rows of others."""
+    lengths = [6, 5, 40]
+    clean, call = inputs(lengths, lengths, 2, 1, torch.float32), call_of(lengths, lengths, causal=True)
+    dirty = [t.clone() for t in clean]
+    for t in dirty:
+        t[6:11] = torch.nan
+    rows = torch.arange(sum(lengths), device=DEVICE)
+    others = (rows < 6) | (rows >= 11)
+    for name, ours, expected in zip(("out", "grad_q", "grad_k", "grad_v"), *(
+        (results[0], *results[2:]) for results in (kernel(*dirty, call), kernel(*clean, call))
+    ), strict=True):  # fmt: skip
+        assert torch.equal(ours[others], expected[others]), name
+
+
+@pytest.mark.parametrize(("lengths_q", "lengths_k"), [([0, 0], [3, 2]), ([3, 2], [0, 0])])
+def test_nothing_to_do(lengths_q, lengths_k):
+    tensors = inputs(lengths_q, lengths_k, 2, 1, torch.float32)
+    out, logsumexp, *grads = kernel(*tensors, call_of(lengths_q, lengths_k))
+    assert (out == 0).all() and (logsumexp == -torch.inf).all()
+    assert all((gradient == 0).all() for gradient in grads)
