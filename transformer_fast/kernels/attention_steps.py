@@ -99,10 +99,11 @@ def query_steps(
             uniform_length = lengths_query == 0
             length = tl.where(uniform_length, tl.load(lengths + batch.to(tl.int64) * lengths_batch), keys)
         tiles = tl.cdiv(queries, BLOCK_QUERIES)
-        first = tl.minimum(tl.maximum(start_key - causal_offset, 0), queries) // BLOCK_QUERIES
+        first_row = tl.maximum(start_key - causal_offset, 0)
+        first = first_row // BLOCK_QUERIES
         full = tl.cdiv(tl.maximum(end_key - 1 - causal_offset, 0), BLOCK_QUERIES) - first
         full = tl.where(uniform_length & (end_key <= length), full, tiles)
-        return first, full, tl.where(start_key < length, tiles - first, 0)
+        return first, full, tl.where((start_key < length) & (first_row < queries), tiles - first, 0)
     else:
         full = tl.load(tile_counts + line * 2)
         return tl.full((), 0, tl.int32), full, full + tl.load(tile_counts + line * 2 + 1)
