@@ -48,7 +48,7 @@ def compile_launch(launch, arch: int) -> Compiled:
     kernel = launch.kernel
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
-    options = {"num_warps": launch.num_warps, "num_stages": launch.num_stages, "debug": False}
+    options = launch.options() | {"debug": False}
     # What JITFunction.run does before it looks into its cache.
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, _ = bind(**launch.arguments, **options)

@@ -33,66 +33,70 @@ class AttentionConfig:
         block_keys: keys a tile, a power of two of at least 32 (the dropout contract draws 32 keys at a time).
         num_warps: warps a program.
         num_stages: depth of the software pipeline over the inner loop.
+        max_registers: registers a thread may take at most, so that more programs share a multiprocessor; or None.
     """
 
     block_queries: int
     block_keys: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
-# (block_queries, block_keys, num_warps, num_stages) for short, long and dense calls, by kernel, architecture class and
-# padded head size: the largest that compile without spills, with dropout and, for dense, with every mask at once.
+# AttentionConfig by kernel, architecture class, padded head size and kind of call, in the order of ATTENTION_KINDS.
+# None spills, with dropout, with a tile map or lengths, packed or not. Among those: for "short" small tiles, since what
+# a sentence's last tile holds beyond it is waste; for the others large ones, which read keys and values less often; and
+# where two are equal in that, the one of which more warps fit.
 _TILES_16_BIT = {
     "forward": {
         "sm80": {
-            32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
-            64: ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 4, 2)),
-            128: ((64, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+            32: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+            64: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
+            128: ((32, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
         },
         "sm90": {
-            32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
-            64: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
-            128: ((64, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+            32: ((64, 32, 4, 2, 128), (64, 64, 4, 2, 168), (128, 64, 8, 3, 128), (64, 32, 4, 2)),
+            64: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3, 128), (64, 64, 8, 2)),
+            128: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (64, 32, 8, 2)),
         },
         "sm100": {
-            32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
-            64: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
-            128: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+            32: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+            64: ((64, 32, 4, 2, 168), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+            128: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
         },
     },
     "grad_q": {
         "sm80": {
-            32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
-            64: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
-            128: ((64, 32, 4, 2), (64, 32, 4, 2), (32, 32, 8, 2)),
+            32: ((64, 32, 4, 2), (64, 64, 8, 2, 128), (128, 64, 8, 2), (64, 32, 8, 2)),
+            64: ((64, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+            128: ((64, 32, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
         },
         "sm90": {
-            32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
-            64: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
-            128: ((64, 32, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+            32: ((64, 32, 4, 2, 128), (64, 64, 8, 2, 128), (128, 64, 8, 2, 128), (64, 32, 4, 2)),
+            64: ((64, 32, 4, 2, 168), (128, 64, 8, 2), (128, 64, 8, 2, 128), (64, 32, 4, 2)),
+            128: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
         },
         "sm100": {
-            32: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
-            64: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 64, 4, 2)),
-            128: ((64, 64, 4, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+            32: ((64, 32, 4, 2), (64, 64, 8, 2, 128), (128, 64, 8, 2), (64, 32, 4, 2)),
+            64: ((64, 32, 4, 2, 168), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+            128: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
         },
     },
     "grad_kv": {
         "sm80": {
-            32: ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
-            64: ((64, 32, 8, 1), (64, 32, 8, 1), (64, 32, 8, 1)),
-            128: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 1)),
+            32: ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 1)),
+            64: ((64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2), (64, 32, 8, 2)),
+            128: ((64, 32, 8, 1), (64, 32, 8, 1), (64, 32, 8, 1), (32, 32, 8, 2)),
         },
         "sm90": {
-            32: ((64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
-            64: ((64, 64, 4, 2), (64, 64, 8, 2), (64, 32, 4, 2)),
-            128: ((64, 32, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
+            32: ((64, 64, 8, 1, 128), (64, 128, 8, 2), (64, 128, 8, 2), (64, 64, 8, 1)),
+            64: ((64, 64, 8, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 32, 4, 1)),
+            128: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
         },
         "sm100": {
-            32: ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 1)),
-            64: ((64, 64, 4, 2), (64, 64, 4, 2), (64, 32, 8, 2)),
-            128: ((32, 32, 4, 2), (32, 32, 4, 2), (64, 32, 8, 1)),
+            32: ((64, 64, 4, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 64, 8, 1)),
+            64: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
+            128: ((32, 32, 4, 2), (32, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
         },
     },
 }
@@ -101,30 +105,32 @@ _TILES_16_BIT = {
 _TILES_32_BIT = {32: (32, 32, 8, 1), 64: (32, 32, 8, 1), 128: (16, 32, 16, 1), 256: (16, 32, 16, 1)}
 
 
+ATTENTION_KINDS = ("short", "long", "plain", "biased")
+"""Kinds of attention calls: up to LONG keys; more; more, but without mask (except causal), dropout and packing; with a
+bias."""
+
+
 def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
-    """(kernel, architecture class, bits of the type, padded head size, "short" | "long" | "dense") -> config."""
+    """(kernel, architecture class, bits of the type, padded head size, one of ATTENTION_KINDS) -> config."""
     table = {}
     for kernel, architectures in _TILES_16_BIT.items():
         for arch, sizes in architectures.items():
             for d, tiles in sizes.items():
-                for size, tile in zip(("short", "long", "dense"), tiles, strict=True):
-                    table[kernel, arch, 16, d, size] = AttentionConfig(*tile)
-            for size in ("short", "long", "dense"):
-                table[kernel, arch, 16, 256, size] = AttentionConfig(64, 32, 8, 1)
+                for kind, tile in zip(ATTENTION_KINDS, tiles, strict=True):
+                    table[kernel, arch, 16, d, kind] = AttentionConfig(*tile)
+            for kind in ATTENTION_KINDS:
+                table[kernel, arch, 16, 256, kind] = AttentionConfig(64, 32, 8, 1)
                 for d, tile in _TILES_32_BIT.items():
-                    table[kernel, arch, 32, d, size] = AttentionConfig(*tile)
+                    table[kernel, arch, 32, d, kind] = AttentionConfig(*tile)
     return table
 
 
 ATTENTION = _attention_table()
 
 
-def attention_config(kernel: str, arch: str, bits: int, block_d: int, keys: int, dense: bool) -> AttentionConfig:
-    """The config of an attention kernel ("forward", "grad_q", "grad_kv") for these sizes.
-
-    "dense" is for masks with a value per (query, key) or key, which take registers; else "short" or "long" by `keys`.
-    """
-    return ATTENTION[kernel, arch, bits, block_d, "dense" if dense else "long" if keys > LONG else "short"]
+def attention_config(kernel: str, arch: str, bits: int, block_d: int, kind: str) -> AttentionConfig:
+    """The config of an attention kernel ("forward", "grad_q", "grad_kv") for one of ATTENTION_KINDS."""
+    return ATTENTION[kernel, arch, bits, block_d, kind]
 
 
 @dataclass(frozen=True)

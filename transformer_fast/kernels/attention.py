@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import attention_config
+from ..configs import LONG, attention_config
 from .attention_steps import (
     Packed,
     allowed_tile,
@@ -145,15 +145,14 @@ def _forward_kernel(
 
     # Usually not one step: the careful repeat is a loop without steps rather than a branch.
     empty = total == 0.0
-    careful_end = tl.where(any_true((acc - acc) != 0.0), last_key, 0)
+    broken_end = tl.where(any_true((acc - acc) != 0.0), last_key, 0)
+    careful_end = broken_end
     if not ZERO_EMPTY_ROWS:
         careful_end = tl.where(any_true(empty), keys, careful_end)
     if careful_end > 0:
         acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
     shift = tl.where(empty, 0.0, peak)
     for start in tl.range(0, careful_end, CAREFUL_KEYS, num_stages=1, disable_licm=True):
-        v_tile = load_rows(v, start, keys, v_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT)
-        sound = (v_tile - v_tile) == 0.0
         k_tile = load_rows(k, start, last_key, k_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         scores, allowed = masked_scores(
@@ -168,9 +167,19 @@ def _forward_kernel(
                 key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, CAREFUL_KEYS
             )
             weights = tl.where(kept, weights, 0.0)
-        acc = tl.dot(weights.to(v_tile.dtype), tl.where(sound, v_tile, 0.0), acc, input_precision="ieee")
+        v_tile = load_rows(v, start, keys, v_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        v_tile = tl.where((v_tile - v_tile) == 0.0, v_tile, 0.0)
+        acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+    # Which queries a NaN or Inf reaches, in a loop of its own: the two at once would need the most registers of all.
+    for start in tl.range(0, broken_end, CAREFUL_KEYS, num_stages=1, disable_licm=True):
+        v_tile = load_rows(v, start, last_key, v_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        _, allowed = masked_scores(
+            tl.zeros((BLOCK_QUERIES, CAREFUL_KEYS), tl.float32), scale, start_query, queries, start, keys, limit,
+            keep, keep_query, keep_word, key_keep, bias, bias_query, bias_key, BLOCK_QUERIES, CAREFUL_KEYS, MASK_UNIT,
+        )  # fmt: skip
         seen = tl.where(allowed, 1.0, 0.0).to(v_tile.dtype)
-        reached = tl.dot(seen, tl.where(sound, 0.0, 1.0).to(v_tile.dtype), input_precision="ieee") > 0.0
+        unsound = tl.where((v_tile - v_tile) == 0.0, 0.0, 1.0).to(v_tile.dtype)
+        reached = tl.dot(seen, unsound, input_precision="ieee") > 0.0
         acc += tl.where(reached, float("nan"), 0.0)
 
     divisor = tl.where(empty, tl.maximum(keys, 1).to(tl.float32), total)
@@ -183,6 +192,16 @@ def _forward_kernel(
     tl.store(logsumexp + row, logsum, mask=row < queries)
 
 
+def call_kind(keys: int, mask: dict[str, object], packed: Packed | None) -> str:
+    """Which entry of the tile table a call takes."""
+    if mask["bias"] is not None:
+        return "biased"
+    if keys <= LONG:
+        return "short"
+    masked = any(mask[part] is not None for part in ("keep", "key_keep", "lengths", "seed")) or packed is not None
+    return "long" if masked else "plain"
+
+
 def tile_launch(
     name: str, kernel, q: Tensor, k: Tensor, arch: str, arguments: dict[str, object], mask: dict[str, object],
     packed: Packed | None,
@@ -190,19 +209,21 @@ def tile_launch(
     """Launch of an attention kernel with its tile from the table; "grad_kv" has a program a tile of keys."""
     columns = name == "grad_kv"
     block_d = padded_head_dim(q)
-    config = attention_config(name, arch, q.element_size() * 8, block_d, k.shape[2], mask["bias"] is not None)
+    config = attention_config(name, arch, q.element_size() * 8, block_d, call_kind(k.shape[2], mask, packed))
     over, block = (k, config.block_keys) if columns else (q, config.block_queries)
     masking = masking_arguments(q, k, (config.block_queries, config.block_keys), packed, columns=columns, **mask)
     kinds = {"mapped": "tile_list", "biased": "bias", "packed": "cu_seqlens_q", "dropout": "seed"}
     return Launch(
         name=f"attention {name} {str(q.dtype)[6:]} d{block_d} {config.block_queries}x{config.block_keys}"
         f" {config.num_warps} warps {config.num_stages} stages"
+        f"{'' if config.max_registers is None else f' {config.max_registers} registers'}"
         f"{''.join(f' {kind}' for kind, argument in kinds.items() if masking[argument] is not None)}",
         kernel=kernel,
         grid=triton.cdiv(over.shape[2], block) * over.shape[0] * over.shape[1],
         arguments=masking | arguments | {"BLOCK_QUERIES": config.block_queries, "BLOCK_KEYS": config.block_keys},
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        max_registers=config.max_registers,
     )
 
 

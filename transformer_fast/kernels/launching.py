@@ -22,6 +22,7 @@ class Launch:
         grid: number of programs.
         arguments: every argument by name, constants included.
         num_warps, num_stages: compile options.
+        max_registers: compile option, registers a thread may take at most; None leaves it to the compiler.
     """
 
     name: str
@@ -30,6 +31,12 @@ class Launch:
     arguments: dict[str, object]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
+
+    def options(self) -> dict[str, int]:
+        """The compile options, as Triton takes them."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
 
 def architecture_of(tensor: Tensor) -> str:
@@ -41,7 +48,7 @@ def run(launches: Iterable[Launch], on: Tensor) -> None:
     """Run launches in order, on the current stream of the device that holds `on`."""
     with torch.cuda.device_of(on) if on.is_cuda else nullcontext():
         for launch in launches:
-            launch.kernel[(launch.grid,)](**launch.arguments, num_warps=launch.num_warps, num_stages=launch.num_stages)
+            launch.kernel[(launch.grid,)](**launch.arguments, **launch.options())
 
 
 def widen_bf16_if_interpreted(results: int):
