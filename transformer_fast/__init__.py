@@ -1,6 +1,6 @@
 """transformer_fast: the classic masked Transformer, fast, without changing what it computes."""
 
-from . import dialects, layers
+from . import dialects, integrations, layers
 from .accelerate import accelerate
 from .backends import BackendError, backend
 from .explain import explain
@@ -34,6 +34,7 @@ __all__ = [
     "embed",
     "explain",
     "greedy",
+    "integrations",
     "layer_norm",
     "layers",
     "linear_cross_entropy",

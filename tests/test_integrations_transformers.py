@@ -1,0 +1,180 @@
+"""attn_implementation="transformer_fast" against "eager", on tiny random models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_fast as tfast
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {"vocab_size": 40, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
+SEQ2SEQ = SIZES | {
+    "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "max_position_embeddings": 32,
+    "decoder_start_token_id": 2,
+}  # fmt: skip
+PLAIN = SIZES | {
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+    "max_position_embeddings": 32,
+}  # fmt: skip
+DROPOUT = {
+    "marian": {"dropout": 0.0, "attention_dropout": 0.3},
+    "bart": {"dropout": 0.0, "attention_dropout": 0.3},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.3},
+    "llama": {"attention_dropout": 0.3},
+}
+NAMES = list(DROPOUT)
+B, L = 3, 7
+
+
+def build(name: str, implementation: str, **options: Any) -> Any:
+    config, model = {
+        "marian": lambda: (transformers.MarianConfig(**SEQ2SEQ | options), transformers.MarianMTModel),
+        "bart": lambda: (transformers.BartConfig(**SEQ2SEQ | options), transformers.BartForConditionalGeneration),
+        "bert": lambda: (transformers.BertConfig(**PLAIN | options), transformers.BertForMaskedLM),
+        "llama": lambda: (
+            transformers.LlamaConfig(**PLAIN | {"num_key_value_heads": 2} | options),
+            transformers.LlamaForCausalLM,
+        ),
+    }[name]()
+    torch.manual_seed(0)
+    config._attn_implementation = implementation
+    built = model(config).eval()
+    for parameter in built.parameters():  # the usual 0.02 would leave all scores at zero
+        torch.nn.init.normal_(parameter, std=0.3)
+    return built
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    tfast.integrations.transformers.register()
+    tfast.integrations.transformers.register()
+
+
+def inputs(name: str, side: str) -> dict[str, Tensor]:
+    ids = torch.randint(4, 40, (B, L))
+    places, lengths = torch.arange(L), torch.tensor([L, L - 3, 1]).unsqueeze(1)
+    if side == "none":
+        mask = torch.ones(B, L, dtype=torch.long)
+    else:
+        mask = (places < lengths if side == "right" else places >= L - lengths).long()
+    given = {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask}
+    if name in ("marian", "bart"):
+        given["decoder_input_ids"] = torch.randint(4, 40, (B, 5))
+    return given
+
+
+def both(name: str, **options: Any) -> tuple[Any, Any]:
+    return build(name, "transformer_fast", **options), build(name, "eager", **options)
+
+
+@pytest.mark.parametrize("side", ["none", "right", "left"])
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_and_gradients(name: str, side: str) -> None:
+    given = inputs(name, side)
+    results = []
+    for model in both(name):
+        logits = model(**given).logits
+        if name in ("bert", "llama"):  # what padding attends to is nobody's business, as long as it is finite
+            assert logits.isfinite().all()
+            logits = logits[given["attention_mask"] == 1]
+        trained = [p for p in model.parameters() if p.requires_grad]
+        loss = (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).sum()
+        results.append([logits, *torch.autograd.grad(loss, trained, allow_unused=True)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_fused_op_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[bool] = []
+    attention = tfast.ops.attention
+    monkeypatch.setattr(
+        "transformer_fast.integrations.transformers.ops.attention",
+        lambda *args, **kwargs: calls.append(True) or attention(*args, **kwargs),
+    )
+    build(name, "transformer_fast")(**inputs(name, "right"))
+    assert len(calls) == {"bert": 2, "llama": 2}.get(name, 6)
+
+
+def test_padding_and_look_ahead_reach_the_kernel_without_a_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks: list[Any] = []
+    attention = tfast.ops.attention
+    monkeypatch.setattr(
+        "transformer_fast.integrations.transformers.ops.attention",
+        lambda q, k, v, mask, **kwargs: masks.append(mask) or attention(q, k, v, mask, **kwargs),
+    )
+    build("llama", "transformer_fast")(**inputs("llama", "left"))
+    build("bert", "transformer_fast")(**inputs("bert", "right"))
+    assert len(masks) == 4 and all(mask.keep_mask is None for mask in masks)
+    assert [mask.causal_offset for mask in masks] == [0, 0, None, None]
+
+
+@pytest.mark.parametrize("name", ["marian", "bart", "llama"])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}], ids=str)
+def test_generation_with_a_cache(name: str, options: dict[str, Any]) -> None:
+    given = inputs(name, "left" if name == "llama" else "right")
+    given.pop("decoder_input_ids", None)
+    if options.get("cache_implementation") and name != "llama":
+        pytest.skip("one static cache is enough")
+    results = []
+    for model in both(name):
+        results.append(model.generate(**given, max_new_tokens=6, do_sample=False, disable_compile=True, **options))
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_with_dropout(name: str) -> None:
+    given = inputs(name, "right")
+    model, eager = both(name, **DROPOUT[name])
+    model.train()
+    torch.manual_seed(1)
+    first, second = model(**given).logits, model(**given).logits
+    torch.manual_seed(1)
+    assert not torch.equal(first, second) and torch.equal(first, model(**given).logits)
+    with torch.no_grad():
+        ours, theirs = (
+            torch.stack([m.train()(**given).logits[0] for _ in range(150)]).double() for m in (model, eager)
+        )
+    error = (ours.var(0) / 150 + theirs.var(0) / 150).sqrt()
+    assert ((ours.mean(0) - theirs.mean(0)).abs() / error.clamp_min(1e-9)).square().mean().sqrt() < 1.5
+    assert 0.7 < (ours.var(0).mean() / theirs.var(0).mean()).item() < 1.4
+    loss = first.logsumexp(-1).mean()
+    loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_weights_on_request(name: str) -> None:
+    given = inputs(name, "none")
+    ours, theirs = (model(**given, output_attentions=True) for model in both(name))
+    for field in ("attentions", "encoder_attentions", "decoder_attentions", "cross_attentions"):
+        expected = getattr(theirs, field, None)
+        if expected:
+            torch.testing.assert_close(getattr(ours, field), expected, atol=1e-4, rtol=1e-3)
+
+
+def test_a_prepared_additive_mask() -> None:
+    ids = torch.randint(4, 40, (B, L))
+    bias = torch.randn(B, 1, L, L).masked_fill(torch.rand(B, 1, L, L) > 0.7, torch.finfo(torch.float32).min)
+    ours, theirs = (model(input_ids=ids, attention_mask=bias).logits for model in both("llama"))
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-3)
+
+
+def test_what_it_cannot_do_is_said() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    with pytest.raises(NotImplementedError, match="soft-capped"):
+        tfast.integrations.transformers.attention_forward(torch.nn.Module(), q, q, q, None, softcap=30.0)
+
+
+def test_without_transformers_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    with pytest.raises(ImportError, match="pip install -U transformers"):
+        tfast.integrations.transformers.register()

@@ -1,0 +1,120 @@
+"""Hugging Face transformers: ``attn_implementation="transformer_fast"``.
+
+>>> tfast.integrations.transformers.register()
+>>> model = AutoModel.from_pretrained(name, attn_implementation="transformer_fast")
+
+Grouped heads are read in place, attention dropout is drawn inside the kernel, and ``output_attentions=True`` gets its
+weights beside the fused path. A query with every key blocked (left padding) attends uniformly, as "eager" computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..masks import AttentionMask
+
+NAME = "transformer_fast"
+_COMPACT = "_transformer_fast_mask"
+_UNSUPPORTED = {"softcap": "soft-capped scores", "s_aux": "attention sinks", "cache": "a paged cache"}
+
+
+def register(name: str = NAME) -> None:
+    """Make ``attn_implementation=name`` known to transformers (4.53 or later); more than once does no harm.
+
+    Raises:
+        ImportError: where transformers is missing or older.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            "integrations.transformers needs Hugging Face transformers 4.53 or later: pip install -U transformers"
+        ) from error
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, attention_mask)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers' attention layers call.
+
+    Args:
+        module: the layer; its ``is_causal`` holds where the call does not say.
+        query: (B, H, Lq, D).
+        key, value: (B, Hkv, Lk, D) with ``H % Hkv == 0``.
+        attention_mask: None; or broadcastable to (B, H, Lq, Lk), bool (True = kept) or float (added to the scores).
+        dropout: probability, on the weights.
+        scaling: of the scores; ``1 / sqrt(D)`` by default.
+        is_causal: look-ahead mask, where there is no ``attention_mask`` and more than one query.
+        position_bias: float, added to the scores.
+
+    Returns:
+        (B, Lq, H, D), and with ``output_attentions=True`` the weights (B, H, Lq, Lk) after dropout.
+
+    Raises:
+        NotImplementedError: for soft-capped scores, attention sinks and paged caches.
+    """
+    for option, what in _UNSUPPORTED.items():
+        if kwargs.get(option) is not None:
+            raise NotImplementedError(f'attn_implementation="{NAME}" has no {what} ({option}=); use "eager"')
+    if query.shape[0] != key.shape[0]:
+        query = query.expand(key.shape[0], -1, -1, -1)
+    mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
+    if attention_mask is None and query.shape[2] > 1:
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = AttentionMask.causal() if is_causal else mask
+    if position_bias is not None:
+        bias = position_bias if bias is None else bias + position_bias
+    wanted = "dropped" if kwargs.get("output_attentions") else False
+    result = ops.attention(query, key, value, mask, bias=bias, scale=scaling, dropout_p=dropout, return_weights=wanted)
+    out, weights = result if wanted else (result, None)
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    """What transformers asks for the masks of a forward pass: the bool keep mask of its "sdpa", (B, 1, Lq, Lk).
+
+    Padding and look-ahead are also left on it in normal form, which the kernels read instead.
+    """
+    from transformers import masking_utils
+
+    dense = masking_utils.sdpa_mask(*args, **kwargs)
+    keys, pattern = kwargs.get("attention_mask"), kwargs.get("mask_function")
+    offset, first = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
+    if dense is None or keys is None or torch.compiler.is_compiling() or type(first) is not int:
+        return dense
+    if keys.dim() != 2 or keys.shape[1] < first + dense.shape[-1]:
+        return dense
+    padding = AttentionMask.keep(keys[:, None, None, first : first + dense.shape[-1]].to(torch.bool))
+    if pattern is getattr(masking_utils, "bidirectional_mask_function", None):
+        setattr(dense, _COMPACT, padding)
+    elif pattern is masking_utils.causal_mask_function and type(offset) is int:
+        setattr(dense, _COMPACT, padding & AttentionMask.causal(offset - first))
+    return dense
+
+
+def _mask_and_bias(mask: Tensor | None, Lq: int, Lk: int) -> tuple[AttentionMask | None, Tensor | None]:
+    if mask is None:
+        return None, None
+    if (compact := getattr(mask, _COMPACT, None)) is not None and mask.shape[2:] == (Lq, Lk):
+        return compact, None
+    mask = mask[..., :Lk]  # a static cache may be longer than what it holds
+    if mask.is_floating_point():
+        return None, mask
+    if mask.shape[2] > 1 and mask.stride(2) == 0:  # the same for every query
+        mask = mask[:, :, :1]
+    return AttentionMask.keep(mask), None
