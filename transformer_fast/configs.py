@@ -15,6 +15,20 @@ LONG = 512
 """Sequences of more keys than this use the "long" entry of a table."""
 
 
+class Table(dict):
+    """A tile table. Assigning to an entry lets launchers forget the calls they prepared by the old one."""
+
+    changes = 0
+
+    def __setitem__(self, key, value) -> None:
+        Table.changes += 1
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key) -> None:
+        Table.changes += 1
+        super().__delitem__(key)
+
+
 def architecture(capability: tuple[int, int]) -> str:
     """The architecture class of a CUDA compute capability.
 
@@ -125,7 +139,7 @@ def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
     return table
 
 
-ATTENTION = _attention_table()
+ATTENTION = Table(_attention_table())
 
 
 def attention_config(kernel: str, arch: str, bits: int, block_d: int, kind: str) -> AttentionConfig:
@@ -171,7 +185,7 @@ def _norm_table() -> dict[tuple[str, int], NormConfig]:
     return table
 
 
-NORM = _norm_table()
+NORM = Table(_norm_table())
 
 
 def norm_config(kernel: str, d: int) -> NormConfig:
@@ -190,7 +204,7 @@ class DropoutConfig:
     num_stages: int = 1
 
 
-DROPOUT = {64: DropoutConfig(32, 64), 512: DropoutConfig(4, 512), 2048: DropoutConfig(1, 2048)}
+DROPOUT = Table({64: DropoutConfig(32, 64), 512: DropoutConfig(4, 512), 2048: DropoutConfig(1, 2048)})
 """Widest row -> tile. Wider rows are cut into blocks of the last one's columns."""
 
 
