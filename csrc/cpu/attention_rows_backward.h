@@ -2,6 +2,7 @@
 // queries of its group.
 #pragma once
 
+#include "attention_gradients.h"
 #include "attention_rows.h"
 
 namespace transformer_fast {
@@ -68,7 +69,7 @@ class RowsBackward {
   }
 
  private:
-  enum Number { kLogsumexp, kUniform, kDelta, kGradLogsumexp, kNumbers };
+  enum Number { kLogsumexp, kRest, kUniform, kDelta, kGradLogsumexp, kNumbers };
 
   A& number(int64_t row, Number which) { return numbers_[row * kNumbers + which]; }
 
@@ -86,9 +87,27 @@ class RowsBackward {
     std::fill(grad_q_ + row * width_, grad_q_ + (row + 1) * width_, A(0));
     number(row, kLogsumexp) = *call_.logsumexp.at(b_, h, i);
     number(row, kGradLogsumexp) = call_.grad_logsumexp.data ? *call_.grad_logsumexp.at(b_, h, i) : A(0);
+    number(row, kRest) = 0;
+    if (is_large(number(row, kLogsumexp))) sum_again(row);
     const bool uniform = number(row, kLogsumexp) == kBlocked<A> && !problem_.zero_empty_rows;
     number(row, kUniform) = uniform ? A(1) / static_cast<A>(problem_.Lk) : A(0);
     return uniform ? problem_.Lk : rows_.limit(row);
+  }
+
+  // The logsumexp in two numbers, the maximum and the rest, from all scores.
+  void sum_again(int64_t row) {
+    A maximum = kBlocked<A>, sum = 0;
+    for (int64_t first = 0; first < rows_.limit(row); first += kRowKeys) {
+      const T *k, *v;
+      const int64_t keys = rows_.find_keys(first, std::min(kRowKeys, rows_.limit(row) - first), &k, &v);
+      rows_.find_scores(row, q_operands_ + row * width_, k, first, keys, weights_);
+      const A highest = std::max(maximum, *std::max_element(weights_, weights_ + keys));
+      if (highest == kBlocked<A>) continue;
+      sum *= std::exp(maximum - highest);
+      for (int64_t j = 0; j < keys; ++j) sum += std::exp(weights_[j] - highest);
+      maximum = highest;
+    }
+    number(row, kLogsumexp) = maximum, number(row, kRest) = std::log(sum);
   }
 
   void load_delta(int64_t row) {
@@ -105,6 +124,7 @@ class RowsBackward {
     const T *k, *v;
     rows_.find_keys(first, keys, &k, &v);
     const A uniform = number(row, kUniform), logsumexp = number(row, kLogsumexp);
+    const A rest = number(row, kRest);
     rows_.find_scores(row, q_operands_ + row * width_, k, first, keys, weights_);
     multiply_rows(v, p.v.row_stride(), keys, p.D, grad_operands_ + row * width_, A(1), grads_);
     uint16_t draws[kRowKeys];
@@ -116,7 +136,7 @@ class RowsBackward {
     for (int64_t j = 0; j < keys; j += kW) {
       const Vector<A> score = widen(weights_ + j);
       const auto blocked = score == kBlocked<A>;  // also keeps a NaN or Inf value of the key out of its gradient
-      const Vector<A> weight = blocked ? broadcast(uniform) : exponential(score - logsumexp);
+      const Vector<A> weight = blocked ? broadcast(uniform) : exponential((score - logsumexp) - rest);
       const Vector<A> grad = blocked ? Vector<A>{} : widen(grads_ + j);
       products += weight * grad;
       narrow(weights_ + j, weight);

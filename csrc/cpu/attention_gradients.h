@@ -1,0 +1,196 @@
+// Weights and gradients of scores for the backward kernels, a tile of one block of queries at a time.
+#pragma once
+
+#include "attention_mask.h"
+
+namespace transformer_fast {
+namespace {
+
+// A logsumexp so far from 0 has lost digits: beside a bias of -1e9 on a whole row even the number of keys.
+template <typename A>
+bool is_large(A logsumexp) {
+  return std::abs(logsumexp) > A(1024) && std::isfinite(logsumexp);
+}
+
+template <typename T, typename A>
+class ScoreGradients {
+ public:
+  static constexpr int64_t kW = kLanes<A>;
+  using E = Operand<T>;
+
+  // The workspace also gives `more` buffers.
+  template <std::size_t n>
+  ScoreGradients(const AttentionBackward<T, A>& call, int64_t b, const int64_t (&more)[n], A* (&buffers)[n])
+      : call_(call), problem_(call.problem), b_(b), rescale_(static_cast<A>(DropoutRate(problem_.dropout_p).scale)) {
+    const int64_t queries = std::min(kQueryTile, problem_.Lq), lanes = round_up(queries, kW);
+    const int64_t D = problem_.D, keys = std::min(kKeyTile, problem_.Lk), tile = keys * lanes;
+    int64_t sizes[7 + n] = {D * lanes, D * lanes, tile, tile, keys * round_up(D, kW), keys, tile};
+    std::copy(more, more + n, sizes + 7);
+    A* all[7 + n];
+    Workspace<A>::of_this_thread().divide(sizes, all);
+    std::tie(query_lanes_, grad_out_lanes_, weights_, grads_, staged_, key_addend_, pair_addend_) =
+        std::tie(all[0], all[1], all[2], all[3], all[4], all[5], all[6]);
+    std::copy(all + 7, all + 7 + n, buffers);
+  }
+
+  // Prepares a block of queries and keys first_key .. last_key - 1; returns the end of the keys that matter.
+  int64_t load(int64_t h, int64_t first_query, int64_t queries, int64_t first_key, int64_t last_key) {
+    const auto& p = problem_;
+    h_ = h, kv_head_ = h / (p.H / p.Hkv), first_query_ = first_query, queries_ = queries;
+    lanes_ = round_up(queries, kW);
+    if (p.dropout_p > 0) dropout_.emplace(p, b_, h);
+    uniform_rows_ = load_statistics();
+    mask_.emplace(p, b_, h, first_query, queries, key_addend_, pair_addend_);
+    const int64_t end = uniform_rows_ ? last_key : std::min(last_key, mask_->keys());
+    if (first_key >= end) return end;
+    q_ = load_lanes(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_lanes_));
+    grad_out_ = load_lanes(call_.grad_out.at(b_, h, first_query), call_.grad_out.row_stride(), queries, p.D,
+                           operand(grad_out_lanes_));
+    if (has_large_) sum_again();
+    sum_delta_ = first_key == 0 && mask_->keys() <= std::min(last_key, kKeyTile);
+    if (!sum_delta_) load_delta();
+    return end;
+  }
+
+  // Fills `weights` (after dropout) and `grads`, (keys, lanes); returns how many keys there are left of `keys`.
+  int64_t find(int64_t first_key, int64_t keys) {
+    const int64_t visible = mask_->load(first_key, keys);
+    if (!uniform_rows_) keys = visible;
+    if (keys == 0) return 0;
+    find_scores(first_key, keys);
+    const auto& p = problem_;
+    const T* v = p.v.at(b_, kv_head_, first_key);
+    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, A(1), grads_,
+             lanes_);
+    for (int64_t lane = 0; lane < lanes_; lane += kW) {
+      find_weights(first_key, keys, lane, sum_delta_ && first_key == 0);
+      differentiate(keys, lane);
+    }
+    return keys;
+  }
+
+  A* weights() const { return weights_; }
+  A* grads() const { return grads_; }
+  A* staged() const { return staged_; }
+  int64_t lanes() const { return lanes_; }
+
+ private:
+  void find_scores(int64_t first_key, int64_t keys) {
+    const auto& p = problem_;
+    const T* k = p.k.at(b_, kv_head_, first_key);
+    multiply(keys, lanes_, p.D, load_factors(k, p.k.row_stride(), keys, p.D, operand(staged_)), q_, p.scale, weights_,
+             lanes_);
+    mask_->apply(keys, weights_);
+  }
+
+  // What every key of the block needs to know of a query; whether some query has no allowed key and weighs all alike.
+  bool load_statistics() {
+    const auto& p = problem_;
+    bool any = false;
+    has_large_ = false;
+    std::fill(rest_, rest_ + lanes_, A(0));
+    std::fill(logsumexp_, logsumexp_ + lanes_, -kBlocked<A>);  // lanes past the last query get weight 0
+    std::fill(uniform_, uniform_ + lanes_, A(0));
+    std::fill(grad_logsumexp_, grad_logsumexp_ + lanes_, A(0));
+    for (int64_t i = 0; i < queries_; ++i) {
+      logsumexp_[i] = *call_.logsumexp.at(b_, h_, first_query_ + i);
+      if (call_.grad_logsumexp.data) grad_logsumexp_[i] = *call_.grad_logsumexp.at(b_, h_, first_query_ + i);
+      has_large_ |= is_large(logsumexp_[i]);
+      if (logsumexp_[i] == kBlocked<A> && !p.zero_empty_rows) {
+        uniform_[i] = A(1) / static_cast<A>(p.Lk);
+        any = true;
+      }
+    }
+    return any;
+  }
+
+  // The logsumexp of the block in two numbers, the maximum and the rest, from all scores.
+  void sum_again() {
+    std::fill(logsumexp_, logsumexp_ + queries_, kBlocked<A>);
+    std::fill(rest_, rest_ + lanes_, A(0));
+    for (int64_t first = 0; first < mask_->keys(); first += kKeyTile) {
+      const int64_t keys = mask_->load(first, std::min(kKeyTile, mask_->keys() - first));
+      if (keys == 0) continue;
+      find_scores(first, keys);
+      for (int64_t i = 0; i < queries_; ++i) {
+        A maximum = logsumexp_[i];
+        for (int64_t j = 0; j < keys; ++j) maximum = std::max(maximum, weights_[j * lanes_ + i]);
+        if (maximum == kBlocked<A>) continue;
+        A sum = rest_[i] * std::exp(logsumexp_[i] - maximum);
+        for (int64_t j = 0; j < keys; ++j) sum += std::exp(weights_[j * lanes_ + i] - maximum);
+        logsumexp_[i] = maximum, rest_[i] = sum;
+      }
+    }
+    for (int64_t i = 0; i < queries_; ++i) rest_[i] = rest_[i] > 0 ? std::log(rest_[i]) : A(0);
+  }
+
+  // delta, the sum over all keys of weight times its gradient, is also the product of the output and its gradient. The
+  // logsumexp grows with each score by its weight, so its gradient is taken off.
+  void load_delta() {
+    std::fill(delta_, delta_ + lanes_, A(0));
+    for (int64_t i = 0; i < queries_; ++i) {
+      const T* out = call_.out.at(b_, h_, first_query_ + i);
+      const T* grad_out = call_.grad_out.at(b_, h_, first_query_ + i);
+      Vector<A> products{};
+      for (int64_t d = 0; d < problem_.D; d += kW) {
+        const int64_t count = std::min(kW, problem_.D - d);
+        products += load_some(out + d, count) * load_some(grad_out + d, count);
+      }
+      delta_[i] = lane_sum<A>(products) - grad_logsumexp_[i];
+    }
+  }
+
+  // Scores to weights, and the gradients of dropped weights to those of weights, for one vector of queries. The sign
+  // of a weight tells whether it was dropped. With `sum_delta` the tile holds all keys of its queries, and gives delta
+  // too: then a row with one key has a gradient of exactly 0, as in eager.
+  void find_weights(int64_t first_key, int64_t keys, int64_t lane, bool sum_delta) {
+    const Vector<A> logsumexp = widen(logsumexp_ + lane), rest = widen(rest_ + lane), uniform = widen(uniform_ + lane);
+    const A rescale = rescale_;
+    Vector<A> delta{};
+    for_rows(dropout_ ? &*dropout_ : nullptr, keys, first_key, first_query_ + lane, [&](int64_t row, auto kept) {
+      A* weights = weights_ + row * lanes_ + lane;
+      A* grads = grads_ + row * lanes_ + lane;
+      const Vector<A> score = widen(weights);
+      const auto blocked = score == kBlocked<A>;  // also keeps a NaN or Inf value of the key out of its gradient
+      const Vector<A> weight = blocked ? uniform : exponential((score - logsumexp) - rest);
+      const Vector<A> grad = blocked ? Vector<A>{} : where_kept<A>(kept, widen(grads) * rescale);
+      delta += weight * grad;
+      narrow(weights, where_kept<A>(kept, weight, -weight));
+      narrow(grads, grad);
+    });
+    if (sum_delta) narrow(delta_ + lane, delta - widen(grad_logsumexp_ + lane));
+  }
+
+  // Weights to dropped weights, and the gradients of weights to those of scores.
+  void differentiate(int64_t keys, int64_t lane) {
+    const Vector<A> delta = widen(delta_ + lane), uniform = widen(uniform_ + lane);
+    const A rescale = rescale_;
+    for (int64_t row = 0; row < keys; ++row) {
+      A* weights = weights_ + row * lanes_ + lane;
+      A* grads = grads_ + row * lanes_ + lane;
+      const Vector<A> signed_weight = widen(weights);
+      const Vector<A> weight = signed_weight < 0 ? -signed_weight : signed_weight;
+      const Vector<A> grad = weight * (widen(grads) - delta);
+      narrow(grads, (weight == 0) | (uniform > 0) ? Vector<A>{} : grad);
+      narrow(weights, signed_weight < 0 ? Vector<A>{} : signed_weight * rescale);
+    }
+  }
+
+  static E* operand(A* buffer) { return reinterpret_cast<E*>(buffer); }
+
+  const AttentionBackward<T, A>& call_;
+  const AttentionProblem<T, A>& problem_;
+  int64_t b_;
+  A rescale_;
+  int64_t h_ = 0, kv_head_ = 0, first_query_ = 0, queries_ = 0, lanes_ = 0;
+  bool uniform_rows_ = false, has_large_ = false, sum_delta_ = false;
+  A *query_lanes_, *grad_out_lanes_, *weights_, *grads_, *staged_, *key_addend_, *pair_addend_;
+  Rows<E> q_, grad_out_;
+  // A weight is exp(score - logsumexp - rest).
+  A logsumexp_[kQueryTile], rest_[kQueryTile], grad_logsumexp_[kQueryTile], delta_[kQueryTile], uniform_[kQueryTile];
+  std::optional<TileDropout<A>> dropout_;
+  std::optional<BlockMask<T, A>> mask_;
+};
+
+}  // namespace
+}  // namespace transformer_fast

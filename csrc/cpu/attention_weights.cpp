@@ -1,0 +1,125 @@
+// torch.ops.transformer_fast_native.attention_weights on the CPU: the weights on request, by a softmax of their own. The
+// logsumexp is not needed for them here, and beside a bias of -1e9 on a whole row it would have lost its digits.
+#include "attention_mask.h"
+#include "attention_tensors.h"
+
+#include <torch/library.h>
+
+namespace transformer_fast {
+namespace {
+
+template <typename T, typename A>
+class WeightsBlock {
+ public:
+  static constexpr int64_t kW = kLanes<A>;
+  using E = Operand<T>;
+
+  WeightsBlock(const AttentionProblem<T, A>& problem, int64_t b, int64_t h, int64_t first_query)
+      : problem_(problem), b_(b), h_(h), first_query_(first_query),
+        queries_(std::min(kQueryTile, problem.Lq - first_query)), lanes_(round_up(queries_, kW)) {
+    const int64_t keys = std::min(kKeyTile, problem.Lk);
+    const int64_t sizes[] = {problem.D * lanes_, keys * round_up(problem.D, kW), keys, keys * lanes_,
+                             problem.Lk * lanes_};
+    A* buffers[std::size(sizes)];
+    Workspace<A>::of_this_thread().divide(sizes, buffers);
+    std::tie(query_lanes_, staged_, key_addend_, pair_addend_, scores_) =
+        std::tie(buffers[0], buffers[1], buffers[2], buffers[3], buffers[4]);
+    if (problem.dropout_p > 0) dropout_.emplace(problem, b, h);
+  }
+
+  // Writes the rows of the block, Lk elements each.
+  void run(T* weights) {
+    find_scores();
+    for (int64_t lane = 0; lane < lanes_; lane += kW) softmax_lanes(lane);
+    const int64_t Lk = problem_.Lk;
+    for (int64_t j = 0; j < Lk; j += kW)
+      for (int64_t i = 0; i < queries_; i += kW) {
+        Vector<A> square[kW];
+        for (int64_t row = 0; row < kW; ++row)
+          square[row] = j + row < Lk ? widen(scores_ + (j + row) * lanes_ + i) : Vector<A>{};
+        transpose<A>(square);
+        for (int64_t query = 0; query < std::min(kW, queries_ - i); ++query)
+          store_result(weights + (i + query) * Lk + j, square[query], std::min(kW, Lk - j));
+      }
+  }
+
+ private:
+  // (Lk, lanes), -inf where blocked.
+  void find_scores() {
+    const auto& p = problem_;
+    const Rows<E> query = load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D,
+                                     reinterpret_cast<E*>(query_lanes_));
+    BlockMask<T, A> mask(p, b_, h_, first_query_, queries_, key_addend_, pair_addend_);
+    for (int64_t first = 0; first < p.Lk; first += kKeyTile) {
+      A* scores = scores_ + first * lanes_;
+      const int64_t limit = std::clamp<int64_t>(mask.keys() - first, 0, kKeyTile);
+      const int64_t keys = limit > 0 ? mask.load(first, limit) : 0;
+      std::fill(scores + keys * lanes_, scores + std::min(kKeyTile, p.Lk - first) * lanes_, kBlocked<A>);
+      if (keys == 0) continue;
+      const T* k = p.k.at(b_, h_ / (p.H / p.Hkv), first);
+      const Matrix<E> factors = load_factors(k, p.k.row_stride(), keys, p.D, reinterpret_cast<E*>(staged_));
+      multiply(keys, lanes_, p.D, factors, query, p.scale, scores, lanes_);
+      mask.apply(keys, scores);
+    }
+  }
+
+  void softmax_lanes(int64_t lane) {
+    A* scores = scores_ + lane;
+    const int64_t Lk = problem_.Lk;
+    Vector<A> maximum = broadcast(kBlocked<A>), total{};
+    for (int64_t j = 0; j < Lk; ++j)
+      maximum = widen(scores + j * lanes_) > maximum ? widen(scores + j * lanes_) : maximum;
+    const auto empty = maximum == kBlocked<A>;
+    const Vector<A> origin = empty ? Vector<A>{} : maximum;
+    for (int64_t j = 0; j < Lk; ++j) {
+      const Vector<A> weight = exponential(widen(scores + j * lanes_) - origin);
+      total += weight;
+      narrow(scores + j * lanes_, weight);
+    }
+    const A rescale = dropout_ ? static_cast<A>(dropout_->dropout.rate.scale) : A(1);
+    const Vector<A> none = broadcast(problem_.zero_empty_rows ? A(0) : rescale / static_cast<A>(Lk));
+    const auto unseen = total == 0;
+    const Vector<A> factor = rescale / (unseen ? broadcast(A(1)) : total);
+    for_rows(dropout_ ? &*dropout_ : nullptr, Lk, 0, first_query_ + lane, [&](int64_t j, auto kept) {
+      A* weight = scores + j * lanes_;
+      narrow(weight, where_kept<A>(kept, unseen ? none : widen(weight) * factor));
+    });
+  }
+
+  const AttentionProblem<T, A>& problem_;
+  int64_t b_, h_, first_query_, queries_, lanes_;
+  A *query_lanes_, *staged_, *key_addend_, *pair_addend_, *scores_;
+  std::optional<TileDropout<A>> dropout_;
+};
+
+Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor&, const OptionalTensor& keep,
+                         const OptionalTensor& key_keep, const OptionalTensor& lengths, const OptionalTensor& bias,
+                         std::optional<int64_t> causal, double scale, double dropout_p, const OptionalTensor& seed,
+                         bool zero_empty_rows) {
+  Tensor weights = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
+  if (weights.numel() == 0) return weights;
+  with_problem(q, k, k, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
+               [&](const auto& p) {
+                 using T = typename std::decay_t<decltype(p)>::Element;
+                 using A = typename std::decay_t<decltype(p)>::Arithmetic;
+                 T* const target = weights.mutable_data_ptr<T>();
+                 const int64_t blocks = (p.Lq + kQueryTile - 1) / kQueryTile;
+                 for_tasks(p.B * p.H * blocks, double(weights.numel()) * double(p.D), [&](int64_t task) {
+                   const int64_t head = task / blocks, first_query = task % blocks * kQueryTile;
+                   WeightsBlock<T, A>(p, head / p.H, head % p.H, first_query)
+                       .run(target + (head * p.Lq + first_query) * p.Lk);
+                 });
+               });
+  return weights;
+}
+
+TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
+  m.def(
+      "attention_weights(Tensor q, Tensor k, Tensor logsumexp, Tensor? keep, Tensor? key_keep, Tensor? lengths, "
+      "Tensor? bias, int? causal, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) { m.impl("attention_weights", &attention_weights); }
+
+}  // namespace
+}  // namespace transformer_fast
