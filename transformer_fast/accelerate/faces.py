@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import types
 from collections.abc import Iterable
 from typing import Any
 
@@ -71,9 +72,18 @@ def fast_class(face: type[Face], original: type[nn.Module]) -> type[nn.Module]:
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
+        "forward": _signed(face.forward, original.forward),
         "face_parameters": _parameters(original),
         "face_made_of": (face, original),
     })  # fmt: skip
+
+
+def _signed(function: Any, like: Any) -> Any:
+    """The same function with the signature of another, which is what torch.export reads."""
+    f = function
+    twin = types.FunctionType(f.__code__, f.__globals__, f.__name__, f.__defaults__, f.__closure__)
+    twin.__kwdefaults__, twin.__signature__ = f.__kwdefaults__, inspect.signature(like)
+    return twin
 
 
 def _rebuild(face: type[Face], original: type[nn.Module]) -> nn.Module:
