@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import backends
 from .masks import AttentionMask, as_attention_mask
-from .ops.attention import check_backend, needs_reference
+from .ops.attention import check_backend
 
 _PATHS = {
     "native": "the C++ kernel of the extension (scores of one tile at a time; nothing of size Lq x Lk is stored)",
@@ -30,19 +30,15 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         BackendError, ValueError: where the backend that was asked for cannot run the call, as the call itself would.
     """
     mask = as_attention_mask(mask)
-    bias = options.get("bias")
-    if options.get("return_weights"):
-        backend, reason = "reference", "weights were asked for, and no kernel stores them"
-    elif needs_reference(bias):
-        backend, reason = "reference", "the bias requires a gradient"
-    else:
-        backend, reason = backends.choose("attention", q.device, q.dtype)
-        check_backend(backend, q, v, bias)
+    if options.get("bias") is not None:
+        mask = mask & AttentionMask.bias(options["bias"])
+    backend, reason = backends.choose("attention", q.device, q.dtype)
+    check_backend(backend, q, v)
     lines = [
         f"attention {tuple(q.shape)} x {tuple(k.shape)} {q.dtype} on {q.device}",
         f"backend: {backend}, {_PATHS[backend]}",
         f"why: {reason}",
-        f"mask: {_describe_mask(mask, options.get('causal', False), bias)}",
+        f"mask: {_describe_mask(mask, options.get('causal', False))}",
     ]
     p = options.get("dropout_p", 0.0)
     if p > 0.0:
@@ -50,14 +46,14 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
     return "\n".join(lines)
 
 
-def _describe_mask(mask: AttentionMask, causal: bool | int, bias: Tensor | None) -> str:
+def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
     parts = [
         f"{name} {tuple(t.shape)}"
         for name, t in (
             ("dense keep mask", mask.keep_mask),
             ("key keep mask", mask.key_keep_mask),
             ("lengths", mask.key_lengths),
-            ("additive bias", bias),
+            ("additive bias", mask.additive_bias),
         )
         if t is not None
     ]

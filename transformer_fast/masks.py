@@ -1,6 +1,6 @@
 """``AttentionMask``: every mask dialect becomes one small normal form.
 
-A mask says which keys a query may attend to. It is kept as up to four parts, and a key is allowed only when every
+A mask says which keys a query may attend to. It is kept as up to five parts, and a key is allowed only when every
 part allows it:
 
 =========== ======================= ==========================================================
@@ -10,6 +10,7 @@ part        shape                   key ``j`` is allowed for query ``i`` of head
 ``key_keep`` (B|1, H|1, 1, Lk)      where ``key_keep[b, h, 0, j]`` is True (padding)
 ``lengths`` (B,) or (B, Lq)         where ``j < lengths[b]`` or ``j < lengths[b, i]``
 ``causal``  an offset               where ``j <= i + causal``
+``bias``    (B|1, H|1, Lq|1, Lk|1)  where ``bias[b, h, i, j]``, added to the score, is not -inf
 =========== ======================= ==========================================================
 
 Masks combine with ``&``. Padding, a dense mask and a look-ahead stay apart, so combining them never builds a
@@ -34,6 +35,7 @@ class AttentionMask:
     key_keep_mask: Tensor | None = None
     key_lengths: Tensor | None = None
     causal_offset: int | None = None
+    additive_bias: Tensor | None = None
 
     @classmethod
     def keep(cls, mask: Tensor) -> AttentionMask:
@@ -76,8 +78,21 @@ class AttentionMask:
             raise TypeError(f"causal offset: expected an int, got {type(offset).__name__}")
         return cls(causal_offset=offset)
 
+    @classmethod
+    def bias(cls, bias: Tensor) -> AttentionMask:
+        """A float tensor added to the scaled scores, broadcastable to (B, H, Lq, Lk); -inf blocks. It may be learned.
+
+        Raises:
+            TypeError: for anything but a float tensor.
+            ValueError: for more than four dimensions, or none.
+        """
+        if not isinstance(bias, Tensor) or not bias.is_floating_point():
+            what = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
+            raise TypeError(f"bias must be a float tensor added to the scores, got {what}; a mask goes in mask=")
+        return cls(additive_bias=_four_dimensions(bias))
+
     def __and__(self, other: AttentionMask) -> AttentionMask:
-        """Keys that both masks allow."""
+        """Keys that both masks allow; biases add up."""
         if not isinstance(other, AttentionMask):
             return NotImplemented
         return AttentionMask(
@@ -85,18 +100,20 @@ class AttentionMask:
             _combine(self.key_keep_mask, other.key_keep_mask, torch.logical_and),
             _combine(*_same_rank(self.key_lengths, other.key_lengths), torch.minimum),
             _combine(self.causal_offset, other.causal_offset, min),
+            _combine(self.additive_bias, other.additive_bias, torch.add),
         )
 
     def to(self, device: torch.device | str) -> AttentionMask:
         """The same mask with its tensors on ``device``."""
-        moved = (t if t is None else t.to(device) for t in (self.keep_mask, self.key_keep_mask, self.key_lengths))
-        return AttentionMask(*moved, self.causal_offset)
+        values = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return AttentionMask(*(value.to(device) if isinstance(value, Tensor) else value for value in values))
 
     def dense(self, Lq: int, Lk: int, device: torch.device | str | None = None) -> Tensor:
         """The whole mask as one bool keep tensor broadcastable to (B, H, Lq, Lk): for oracles and pictures."""
         parts = (self.keep_mask, self.key_keep_mask, self.key_lengths, self.causal_offset)
-        device = next((part.device for part in parts if isinstance(part, Tensor)), device)
-        return dense_keep(*parts, Lq, Lk, device)
+        tensors = (part for part in (*parts, self.additive_bias) if isinstance(part, Tensor))
+        allowed = dense_keep(*parts, Lq, Lk, next((t.device for t in tensors), device))
+        return allowed if self.additive_bias is None else allowed & (self.additive_bias != float("-inf"))
 
 
 _NO_MASK = AttentionMask()

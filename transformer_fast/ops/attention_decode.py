@@ -59,7 +59,7 @@ def attention_decode(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
 
     backend = backends.resolve("attention", q.device, q.dtype)
-    check_backend(backend, q, v_cache, None)
+    check_backend(backend, q, v_cache)
     if backend != "reference" and not _has_kernels(backend):
         backend = "reference"
     if backend == "reference":

@@ -78,7 +78,7 @@ def attention_packed(
     parts = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, float(dropout_p), seed, empty_rows == "zero")
 
     backend = backends.resolve("attention", q.device, q.dtype)
-    check_backend(backend, q, v, None)
+    check_backend(backend, q, v)
     if backend != "reference" and not _has_kernels(backend):
         backend = "reference"
     if backend == "reference":

@@ -1,0 +1,12 @@
+"""tests/test_attention_outputs.py on the Triton kernels, through the same door."""
+
+import pytest
+from test_attention_outputs import *  # noqa: F403
+
+import transformer_fast as tfast
+
+
+@pytest.fixture(autouse=True)
+def _on_triton():
+    with tfast.backend("triton"):
+        yield

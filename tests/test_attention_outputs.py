@@ -1,0 +1,166 @@
+"""What attention gives beside its output: the weights, the logsumexp, and the gradient of an additive bias.
+
+Here on the backend that "auto" takes; tests/interpreter/test_attention_outputs.py runs the same on Triton.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import assert_as_exact_as_eager, fixed_seed, mask_parts
+
+import transformer_fast as tfast
+from transformer_fast import AttentionMask
+from transformer_fast.reference.attention import attention as reference
+from transformer_fast.reference.dropout import attention_keep
+
+B, H, HKV, LQ, LK, D = 2, 4, 2, 9, 35, 8
+P = 0.3
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+BIASES = {
+    "full": (B, H, LQ, LK),
+    "T5": (1, H, LQ, LK),
+    "ALiBi": (1, H, 1, LK),
+    "a query": (1, H, LQ, 1),
+    "a batch": (B, 1, 1, LK),
+    "one number": (1, 1, 1, 1),
+}
+
+
+def leaves(device, dtype=torch.float32, bias_shape=(1, H, LQ, LK)):
+    """q, k, v and a bias that blocks one key, as leaves, and a mask with a row that sees nothing."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = (B, H, LQ, D), (B, HKV, LK, D), (B, HKV, LK, D), bias_shape
+    tensors = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    if bias_shape[3] > 1:
+        tensors[3][..., 2] = -math.inf
+    keep = mask_parts(B, H, LQ, LK, generator)["dense shared by heads"]["keep"]
+    keep[1, :, 4] = False
+    return [t.requires_grad_() for t in tensors], keep.to(device)
+
+
+def double(tensors):
+    return [t.detach().double().requires_grad_() for t in tensors]
+
+
+def gradients(outputs, inputs):
+    """The gradients of a loss that weighs every element of every output differently."""
+    loss = 0
+    for n, out in enumerate(outputs):
+        number = torch.arange(out.numel(), device=out.device).view(out.shape)
+        loss = loss + (torch.cos(number * 0.7 + n).to(torch.float64) * torch.where(out.isfinite(), out, 0.0)).sum()
+    return torch.autograd.grad(loss, inputs)
+
+
+@pytest.mark.parametrize("empty_rows", ["uniform", "zero"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", BIASES)
+def test_the_gradient_of_a_bias_has_its_shape(shape, dtype, empty_rows, device):
+    tensors, keep = leaves(device, dtype, BIASES[shape])
+    options = {"dropout_p": P, "empty_rows": empty_rows}
+
+    def oracle(q, k, v, bias):
+        return reference(q, k, v, bias=bias, keep=keep, scale=D**-0.5, seed=seed.to(device), **options)[:1]
+
+    with fixed_seed(9) as seed:
+        out = tfast.attention(*tensors[:3], keep, bias=tensors[3], **options)
+        actual = gradients([out], tensors)
+    eager, wide = gradients(oracle(*tensors), tensors), double(tensors)
+    exact = gradients(oracle(*wide), wide)
+    assert actual[3].dtype == dtype and actual[3].shape == BIASES[shape]
+    summed = (B * H * LQ * LK / actual[3].numel()) ** 0.5
+    for name, a, e, x in zip(("grad_q", "grad_k", "grad_v", "grad_bias"), actual, eager, exact, strict=True):
+        if name == "grad_bias" and BIASES[shape][3] == 1:
+            # What every key of a row shares changes nothing: the gradient is a sum that cancels. One of its terms went
+            # through the output, which is rounded to the type; eager never rounds it, and is no measure.
+            rounding = torch.finfo(dtype).eps * D * tensors[2].abs().max() / (1 - P)
+            assert a.abs().max() <= rounding * summed**2 / LK
+            continue
+        assert_as_exact_as_eager(a, e, x, what=name, ulps=8 * (summed if name == "grad_bias" else 1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_logsumexp_and_its_gradient(dtype, device):
+    tensors, keep = leaves(device, dtype)
+    results = tfast.attention(*tensors[:3], keep, bias=tensors[3], return_logsumexp=True)
+    assert len(results) == 2 and results[1].dtype == torch.float32 and results[1].shape == (B, H, LQ)
+    assert (results[1][1, :, 4] == -math.inf).all()
+
+    def oracle(q, k, v, bias):
+        return reference(q, k, v, bias=bias, keep=keep, scale=D**-0.5)[::2]
+
+    wide = double(tensors)
+    for used in (slice(0, 2), slice(1, 2)):
+        actual = gradients(results[used], tensors[:2] + tensors[3:]) if used.start else gradients(results, tensors)
+        inputs, wide_inputs = (t[:2] + t[3:] if used.start else t for t in (tensors, wide))
+        eager, exact = gradients(oracle(*tensors)[used], inputs), gradients(oracle(*wide)[used], wide_inputs)
+        for a, e, x in zip(actual, eager, exact, strict=True):
+            assert_as_exact_as_eager(a, e, x, what="gradient", ulps=16)
+        results = tfast.attention(*tensors[:3], keep, bias=tensors[3], return_logsumexp=True)
+    for a, e, x in zip(results, oracle(*tensors), oracle(*wide), strict=True):
+        assert_as_exact_as_eager(a.detach(), e.detach(), x.detach(), what="result")
+
+
+@pytest.mark.parametrize("empty_rows", ["uniform", "zero"])
+@pytest.mark.parametrize("when", [True, "dropped"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_weights_before_and_after_dropout(when, dtype, empty_rows, device):
+    tensors, keep = leaves(device, dtype)
+    options = {"dropout_p": P, "empty_rows": empty_rows}
+
+    def oracle(q, k, v, bias):
+        out, weights, _ = reference(q, k, v, bias=bias, keep=keep, scale=D**-0.5, seed=seed.to(device), **options)
+        if when == "dropped":
+            kept = attention_keep(seed.to(device), P, B, H, LQ, LK)
+            weights = torch.where(kept, weights / (1 - P), 0)
+        return out, weights
+
+    with fixed_seed(9) as seed:
+        results = tfast.attention(*tensors[:3], keep, bias=tensors[3], return_weights=when, **options)
+    plain = tfast.attention(*tensors[:3], keep, bias=tensors[3], empty_rows=empty_rows, return_logsumexp=True)
+    assert results[1].dtype == dtype and results[1].shape == (B, H, LQ, LK)
+    assert plain[0].shape == results[0].shape
+    eager, wide = oracle(*tensors), double(tensors)
+    exact = oracle(*wide)
+    for name, a, e, x in zip(("out", "weights"), results, eager, exact, strict=True):
+        assert_as_exact_as_eager(a.detach(), e.detach(), x.detach(), what=name, ulps=8)
+    # A loss on the weights and on the output at once.
+    actual, eager, exact = gradients(results, tensors), gradients(eager, tensors), gradients(exact, wide)
+    for name, a, e, x in zip(("grad_q", "grad_k", "grad_v", "grad_bias"), actual, eager, exact, strict=True):
+        assert_as_exact_as_eager(a, e, x, what=name, ulps=32)
+
+
+def test_everything_at_once_comes_in_order(device):
+    tensors, keep = leaves(device)
+    out, weights, logsumexp = tfast.attention(*tensors[:3], keep, return_weights=True, return_logsumexp=True)
+    assert out.shape == (B, H, LQ, D) and weights.shape == (B, H, LQ, LK) and logsumexp.shape == (B, H, LQ)
+    assert torch.allclose(weights.sum(-1), torch.ones_like(logsumexp), atol=1e-5)
+    values = tensors[2].repeat_interleave(H // HKV, 1)
+    assert torch.allclose(weights @ values, out, atol=1e-5)
+
+
+def test_a_bias_may_be_part_of_the_mask(device):
+    (q, k, v, bias), keep = leaves(device)
+    mask = AttentionMask.keep(keep) & AttentionMask.bias(bias[0, 0]) & AttentionMask.bias(bias)
+    expected = tfast.attention(q, k, v, keep, bias=bias + bias[0, 0])
+    assert torch.equal(tfast.attention(q, k, v, mask), expected)
+    assert torch.equal(
+        tfast.attention(q, k, v, AttentionMask.keep(keep) & AttentionMask.bias(bias), bias=bias[0, 0]), expected
+    )
+    assert not mask.dense(LQ, LK)[..., 2].any()
+
+
+def test_a_bias_gradient_compiles_without_a_graph_break(device):
+    tensors, keep = leaves(device)
+
+    def step(q, k, v, bias):
+        out, weights, logsumexp = tfast.attention(
+            q, k, v, keep, bias=bias, causal=3, return_weights=True, return_logsumexp=True
+        )
+        return out.square().sum() + weights.square().sum() + torch.where(logsumexp.isfinite(), logsumexp, 0).sum()
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for a, b in zip(*(torch.autograd.grad(f(*tensors), tensors) for f in (compiled, step)), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)

@@ -1,0 +1,80 @@
+"""What the door of attention checks, and the mask's parts as the kernels take them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..masks import AttentionMask
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"attention: {name} must be a tensor, got {type(t).__name__}")
+        if t.dim() != 4:
+            raise ValueError(f"attention: {name} must be (batch, heads, length, head_dim), got shape {tuple(t.shape)}")
+        if not t.is_floating_point():
+            raise TypeError(f"attention: {name} must be a float tensor, got {t.dtype}")
+    if not (q.dtype == k.dtype == v.dtype or autocast):
+        raise TypeError(f"attention: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.device == k.device == v.device):
+        raise ValueError(f"attention: q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    (B, H, _, D), (Bk, Hk, Lk, Dk), (Bv, Hv, Lv, _) = q.shape, k.shape, v.shape
+    if not B == Bk == Bv:
+        wrong = "q, k and v must share the batch size"
+    elif Dk != D or D == 0:
+        wrong = "q and k must share a head_dim of at least 1"
+    elif Hk != Hv or Lk != Lv:
+        wrong = "k and v must share heads and length"
+    elif Hk == 0 or H % Hk != 0:
+        wrong = "the heads of q must be a multiple of those of k and v"
+    else:
+        return
+    raise ValueError(f"attention: {wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+
+
+def check_options(dropout_p: float, empty_rows: str, return_weights: bool | str) -> None:
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"attention: dropout_p must lie in [0, 1], got {dropout_p}")
+    if empty_rows not in ("uniform", "zero"):
+        raise ValueError(f'attention: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
+    if return_weights not in (False, True, "dropped"):
+        raise ValueError(f'attention: return_weights must be False, True or "dropped", got {return_weights!r}')
+
+
+def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
+    B, _, Lq, _ = full
+    for name, t in (("mask", mask.keep_mask), ("mask", mask.key_keep_mask), ("bias", mask.additive_bias)):
+        if t is not None and any(size not in (1, limit) for size, limit in zip(t.shape, full)):
+            raise ValueError(
+                f"attention: {name} of shape {tuple(t.shape)} does not broadcast to (B, H, Lq, Lk) = {full}. "
+                "A (B, Lk) padding mask must be given as (B, 1, 1, Lk)."
+            )
+    lengths = mask.key_lengths
+    if lengths is not None and (
+        lengths.shape[0] not in (1, B) or (lengths.dim() == 2 and lengths.shape[1] not in (1, Lq))
+    ):
+        raise ValueError(
+            f"attention: lengths of shape {tuple(lengths.shape)} fit neither (B,) = ({B},) nor (B, Lq) = ({B}, {Lq})"
+        )
+    for t in (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias):
+        if t is not None and t.device != q.device:
+            raise ValueError(f"attention: q is on {q.device} but the mask or bias on {t.device}")
+
+
+def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
+    """int32 lengths (B,) or (B, Lq) in [0, Lk]. On CPU others are an error; on a GPU, where looking would wait for it,
+    they are cut."""
+    if lengths.dim() == 2 and lengths.shape[1] != Lq:
+        lengths = lengths.squeeze(1)
+    if lengths.shape[0] != B:
+        lengths = lengths.expand(B, *lengths.shape[1:])
+    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+        return lengths.clamp(0, Lk).to(torch.int32)
+    if lengths.numel() > 0:
+        # Reading a few numbers in Python is cheaper than two reductions.
+        low, high = (f(lengths.tolist()) for f in (min, max)) if lengths.dim() == 1 else torch.aminmax(lengths)
+        if low < 0 or high > Lk:
+            raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {int(low)} to {int(high)}")
+    return lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)
