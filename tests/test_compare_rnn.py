@@ -18,9 +18,9 @@ spec.loader.exec_module(compare)
 
 @pytest.fixture(scope="module")
 def task():
-    numbers = sample_numbers(120, held_out=False)
-    tokenizer = Tokenizer.train([spell(n) for n in numbers for spell in (english, german)], vocab_size=80)
-    return tokenizer, numbers, compare.make_batches(tokenizer, numbers, 40)
+    numbers = sample_numbers(60, held_out=False)
+    tokenizer = Tokenizer.train([spell(n) for n in numbers for spell in (english, german)], vocab_size=120)
+    return tokenizer, numbers, compare.make_batches(tokenizer, numbers, 30)
 
 
 def test_both_transformers_start_alike(task):
@@ -38,7 +38,7 @@ def test_a_contestant_learns_and_spells(task, index):
     tokenizer, numbers, batches = task
     model = list(compare.make_models(len(tokenizer), 16, 0).values())[index]
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    losses = [compare.train_epoch(model, optimizer, batches, [0, 1, 2]) for _ in range(4)]
+    losses = [compare.train_epoch(model, optimizer, batches, [0, 1]) for _ in range(4)]
     assert losses[-1] < losses[0] - 0.3
     assert 0.0 <= compare.exact(model, tokenizer, numbers[:10]) <= 1.0
 
