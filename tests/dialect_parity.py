@@ -43,23 +43,28 @@ def pair(fast: ModuleType, oracle: ModuleType, case: Case) -> tuple[nn.Module, n
 
 
 def outcome(
-    module: nn.Module, case: Case, dtype: torch.dtype | None = None, rounded: torch.dtype | None = None
-) -> dict:
+    module: nn.Module,
+    case: Case,
+    dtype: torch.dtype | None = None,
+    rounded: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
     """Outputs and every gradient, by name. rounded: a dtype that weights and inputs are rounded to first."""
     module = copy.deepcopy(module)
     if rounded is not None:
         module.to(rounded)
-    module.to(dtype)
+    module.to(device, dtype)
     leaves: dict[int, Tensor] = {}
     arguments = []
     for x in case.inputs:
         if isinstance(x, Tensor) and x.is_floating_point():
             if id(x) not in leaves:
-                leaf = x.detach().to(rounded).to(dtype or x.dtype).clone()
+                leaf = x.detach().to(rounded).to(device, dtype or x.dtype, copy=True)
                 leaves[id(x)] = leaf.requires_grad_()
             x = leaves[id(x)]
-        arguments.append(x)
-    outs = _tensors(module(*arguments, *case.masks))
+        arguments.append(x.to(device))
+    masks = [mask if mask is None else mask.to(device) for mask in case.masks]
+    outs = _tensors(module(*arguments, *masks))
     generator = torch.Generator().manual_seed(1)
     used = {name: out for name, out in outs.items() if out.requires_grad}
     if used:
@@ -70,13 +75,13 @@ def outcome(
     return found | {f"grad of {name}": grad for name, grad in grads.items() if grad is not None}
 
 
-def check_evaluation(fast: ModuleType, oracle: ModuleType, case: Case) -> None:
+def check_evaluation(fast: ModuleType, oracle: ModuleType, case: Case, device: torch.device) -> None:
     """Outputs and gradients are as exact as eager PyTorch's, in fp32 and in bf16."""
     quick, slow = pair(fast, oracle, case)
     quick.eval(), slow.eval()
     for dtype in (None, torch.bfloat16):
-        exact = outcome(slow, case, torch.float64, rounded=dtype)
-        eager, actual = outcome(slow, case, dtype), outcome(quick, case, dtype)
+        exact = outcome(slow, case, torch.float64, rounded=dtype, device=device)
+        eager, actual = (outcome(module, case, dtype, device=device) for module in (slow, quick))
         assert actual.keys() == eager.keys() == exact.keys()
         largest = max(float(x.abs().max()) for x in exact.values())
         for part, x in exact.items():

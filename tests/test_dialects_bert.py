@@ -42,8 +42,8 @@ CASES = [
 
 
 @parametrized(CASES)
-def test_outputs_and_gradients(case):
-    check_evaluation(bert, oracle, case)
+def test_outputs_and_gradients(case, device):
+    check_evaluation(bert, oracle, case, device)
 
 
 @parametrized(CASES)

@@ -89,8 +89,8 @@ FAST, ORACLE = Family(d2l), Family(oracle)
 
 
 @parametrized(CASES)
-def test_outputs_and_gradients(case):
-    check_evaluation(FAST, ORACLE, case)
+def test_outputs_and_gradients(case, device):
+    check_evaluation(FAST, ORACLE, case, device)
 
 
 @parametrized(CASES)

@@ -49,8 +49,8 @@ CASES = [
 
 
 @parametrized(CASES)
-def test_outputs_weights_and_gradients(case):
-    check_evaluation(tf, oracle, case)
+def test_outputs_weights_and_gradients(case, device):
+    check_evaluation(tf, oracle, case, device)
 
 
 @parametrized(CASES)

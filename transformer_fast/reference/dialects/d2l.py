@@ -24,7 +24,7 @@ def transpose_output(X: Tensor, num_heads: int) -> Tensor:
 def sequence_mask(X: Tensor, valid_len: Tensor, value: float = 0) -> Tensor:
     """X (N, L, ...) with ``value`` at and past each length (N,)."""
     X = X.clone()
-    X[torch.arange(X.shape[1])[None, :] >= valid_len[:, None]] = value
+    X[torch.arange(X.shape[1], device=X.device)[None, :] >= valid_len[:, None]] = value
     return X
 
 
@@ -186,7 +186,7 @@ class DecoderBlock(nn.Module):
         state[2][self.i] = key_values
         if self.training:
             batch_size, num_steps, _ = X.shape
-            dec_valid_lens = torch.arange(1, num_steps + 1).repeat(batch_size, 1)
+            dec_valid_lens = torch.arange(1, num_steps + 1, device=X.device).repeat(batch_size, 1)
         else:
             dec_valid_lens = None
         Y = self.addnorm1(X, self.attention1(X, key_values, key_values, dec_valid_lens))
