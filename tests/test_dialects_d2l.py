@@ -282,6 +282,23 @@ def test_masks_of_ours_go_in_as_well():
     assert torch.equal(weights > 0, torch.ones(3, 4, 5).tril() > 0)
 
 
+def test_a_learned_bias_goes_in_as_a_mask():
+    bias = x(3, 1, 4, 5).requires_grad_()
+    mask = AttentionMask.bias(bias) & AttentionMask.lengths(LENS)
+    scores = x(3, 4, 6) @ x(3, 5, 6).mT / math.sqrt(6)
+    expected = oracle.masked_softmax(scores + bias[:, 0], LENS)
+    for attention, inputs in (
+        (d2l.DotProductAttention(0.0), (x(3, 4, 6), x(3, 5, 6))),
+        (d2l.AdditiveAttention(8, 0.0), (Q, K)),
+    ):
+        out = attention(*inputs, V, mask)
+        weights = attention.attention_weights
+        assert not weights.requires_grad and torch.allclose(weights @ V, out, atol=1e-6)
+        assert torch.autograd.grad(out.square().sum(), bias)[0].abs().sum() > 0
+        if isinstance(attention, d2l.DotProductAttention):
+            assert torch.allclose(weights, expected, atol=1e-6)
+
+
 def test_names():
     model = d2l.EncoderDecoder(d2l.TransformerEncoder(*STACK, 0.1), d2l.TransformerDecoder(*STACK, 0.1))
     names = set(model.state_dict())

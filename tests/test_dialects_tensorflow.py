@@ -210,7 +210,7 @@ ATTEND = tf.MultiHeadAttention(16, 4)
 WRONG = {
     "a bool mask": (lambda: ATTEND(X, X, X, COMBINED.bool()), TypeError, r"two ways.*mask\.float\(\).*keep\(mask\)"),
     "an integer mask": (lambda: ATTEND(X, X, X, COMBINED.long()), TypeError, "int64.*two ways"),
-    "an additive mask": (lambda: ATTEND(X, X, X, COMBINED * -1e9), ValueError, "1.0 for blocked.*bias=mask"),
+    "an additive mask": (lambda: ATTEND(X, X, X, COMBINED * -1e9), ValueError, r"1.0 for blocked.*bias\(mask\)"),
     "no tensor": (lambda: ATTEND(X, X, X, [1.0]), TypeError, "got list"),
     "the head axis is missing": (lambda: ATTEND(X, X, X, COMBINED[:, 0]), ValueError, r"mask\[:, None\].*mask\[None\]"),
     "a (B, L) mask": (lambda: ATTEND(X, X, X, (TAR == 0).float()), ValueError, r"\(B, 1, 1, Lk\)"),

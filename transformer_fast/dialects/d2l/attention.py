@@ -83,7 +83,10 @@ class AdditiveAttention(nn.Module):
     @property
     def attention_weights(self) -> Tensor | None:
         """The weights (B, Lq, Lk) of the last call, before dropout, computed when asked for; None before a call."""
-        return None if self._last is None else masked_softmax(*self._last)
+        if self._last is None:
+            return None
+        with torch.no_grad():
+            return masked_softmax(*self._last)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_last": None}

@@ -86,6 +86,6 @@ def blocked_mask(where: str, mask: BlockedMask, axes: int = 4) -> AttentionMask 
     if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not ((mask == 0) | (mask == 1)).all():
         raise ValueError(
             f"{where}: a mask of this dialect holds 1.0 for blocked and 0.0 for kept, and nothing else. If it is added "
-            "to the scores as it is, call transformer_fast.attention(..., bias=mask)."
+            "to the scores as it is, pass AttentionMask.bias(mask)."
         )
     return AttentionMask.blocked(with_head_axis(mask, axes))
