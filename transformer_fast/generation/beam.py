@@ -45,10 +45,11 @@ def beam_search(
     length_penalty: float = 0.6,
     max_length: Lengths = None,
     n_best: int = 1,
+    cache: bool = True,
 ) -> list[list[Hypothesis]]:
     """Translate a batch with beam search (see the top of this file for what it computes).
 
-    model, src, src_lengths, src_mask, bos, eos, pad, max_length: as in `greedy`.
+    model, src, src_lengths, src_mask, bos, eos, pad, max_length, cache: as in `greedy`.
     beam: how many hypotheses a sentence keeps, >= 1. May exceed the vocabulary.
     length_penalty: alpha in the score; 0 ranks by probability alone, more favours longer translations.
     n_best: how many hypotheses to return for each sentence, 1 <= n_best <= beam.
@@ -72,16 +73,16 @@ def beam_search(
     if src.shape[0] == 0:
         return []
     with evaluating(model):
-        return _Search(model, request, beam, length_penalty, n_best).run()
+        return _Search(model, request, beam, length_penalty, n_best, cache).run()
 
 
 class _Search:
     """The state of one batch. Rows are the open hypotheses of all sentences, sentence by sentence, best first."""
 
-    def __init__(self, model: nn.Module, request: Request, beam: int, alpha: float, n_best: int) -> None:
+    def __init__(self, model: nn.Module, request: Request, beam: int, alpha: float, n_best: int, cache: bool) -> None:
         batch, device = request.src.shape[0], request.src.device
         self.request, self.beam, self.alpha, self.n_best = request, beam, alpha, n_best
-        self.decoding = Decoding(model, request)
+        self.decoding = Decoding(model, request, rows=batch * beam, cache=cache)
         self.tokens = torch.full((batch, 1), request.bos, device=device)
         self.log_prob = torch.zeros(batch, device=device)
         self.sentence = torch.arange(batch, device=device)

@@ -14,6 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..layers import DecoderLayer, MultiHeadAttention
+from ..models import Decoder
+from .cache import DecoderCache
+from .weights import prepared
+
 Lengths = int | Sequence[int] | Tensor | None
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -101,24 +106,46 @@ def _limits(src: Tensor, mask: Tensor | None, max_length: Lengths) -> Tensor:
 
 
 class Decoding:
-    """The open hypotheses of a batch, one a row, and the model that continues them (no cache: every step
-    runs the decoder over the whole prefix; the encoder runs once).
+    """The open hypotheses of a batch, one a row, and the model that continues them.
 
-    model: as `transformer_fast.Transformer`. request: from `check_request`; one row for each sentence at first.
+    Args:
+        model: as `transformer_fast.Transformer`. request: from `check_request`; one row for each sentence at first.
+        rows: how many rows there will be at most.
+        cache: keep keys and values where the model can (a decoder of `transformer_fast`), so that a step costs one
+            position; without, every step runs the decoder over the whole prefix.
     """
 
-    def __init__(self, model: nn.Module, request: Request) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, request: Request, *, rows: int, cache: bool = True) -> None:
         self._memory = model.encoder(request.src, request.src_mask)
         self._mask = request.src_mask
+        self._model, self._cache = model, None
+        if cache and can_cache(model.decoder):
+            self._model = prepared(nn.ModuleDict({"decoder": model.decoder, "out": model.out}))
+            self._cache = DecoderCache(self._model["decoder"], self._memory, self._mask, rows=rows)
         self._causal = torch.ones(1, 0, 0, dtype=torch.bool, device=request.src.device)
         self._sentence = torch.arange(request.src.shape[0], device=request.src.device)
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
 
+        The prefixes are those of the last call, as `select` has ordered them, and one token more.
         Raises FloatingPointError if the model answers NaN, which no search can rank.
         """
+        logits = self._all(tokens) if self._cache is None else self._newest(tokens[:, -1])
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        if bool(logits.amax().isnan()):  # a maximum of numbers with a NaN among them is NaN
+            raise FloatingPointError(
+                f"the model's logits for token {tokens.shape[1]} are NaN; its weights are not usable for decoding"
+            )
+        return logits
+
+    def _newest(self, tokens: Tensor) -> Tensor:
+        cache = self._cache
+        hidden = self._model["decoder"](cache.enter(tokens)[:, None], None, None, None, cache=cache)
+        cache.length += 1
+        return self._model["out"](cache.leave(hidden[:, -1]))
+
+    def _all(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         if self._causal.shape[-1] < length:
             # Grown by doubling: a slice of one mask serves every step.
@@ -126,22 +153,29 @@ class Decoding:
             self._causal = grown.tril().unsqueeze(0)
         causal = self._causal[:, :length, :length]
         hidden = self._model.decoder(tokens, self._memory, self._mask, causal)
-        logits = self._model.out(hidden[:, -1])
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        if bool(logits.isnan().any()):
-            raise FloatingPointError(
-                f"the model's logits for token {length} are NaN; its weights are not usable for decoding"
-            )
-        return logits
+        return self._model.out(hidden[:, -1])
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order (a row may be named several times: its continuations)."""
+        if rows.numel() == 0:
+            return
+        if self._cache is not None:
+            self._cache.select(rows.tolist())
+            return
         sentence = self._sentence[rows]
         if torch.equal(sentence, self._sentence):
             return  # rows changed places within their sentences: they share its memory
         self._sentence = sentence
         self._memory = self._memory[rows]
         self._mask = None if self._mask is None else self._mask[rows]
+
+
+def can_cache(decoder: nn.Module) -> bool:
+    """Whether a decoder takes a cache: ours, of our own layers."""
+    return isinstance(decoder, Decoder) and all(
+        isinstance(layer, DecoderLayer) and type(layer.attn_1) is type(layer.attn_2) is MultiHeadAttention
+        for layer in decoder.layers
+    )
 
 
 @contextmanager

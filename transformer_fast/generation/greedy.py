@@ -18,6 +18,7 @@ def greedy(
     eos: int,
     pad: int | None = None,
     max_length: Lengths = None,
+    cache: bool = True,
 ) -> list[list[int]]:
     """Translate a batch, taking the most likely token at every step.
 
@@ -30,6 +31,8 @@ def greedy(
     bos, eos: the target ids that begin and end an answer.
     max_length: the most tokens of an answer, EOS included: one int, or one for each sentence. Default
         2 * (source length) + 20. An answer that reaches it is returned as it stands.
+    cache: keep keys and values between the steps, where the decoder is one of ours; False runs it over the whole
+        prefix at every step. The answers are the same.
 
     Returns B lists of target ids, in the order of src, without BOS and EOS.
     Raises ValueError for input that cannot be decoded, FloatingPointError if the model answers NaN.
@@ -41,7 +44,7 @@ def greedy(
     if not answers:
         return answers
     with evaluating(model):
-        decoding = Decoding(model, request)
+        decoding = Decoding(model, request, rows=len(answers), cache=cache)
         sentence = torch.arange(len(answers), device=src.device)
         tokens = torch.full((len(answers), 1), bos, device=src.device)
         while tokens.shape[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -14,6 +15,13 @@ from .norm import active_dropout
 LayerMask = Tensor | AttentionMask | PackedMask | None
 """What a layer takes for a mask: a keep mask (B, 1, Lk) or (B, Lq, Lk), bool or int; an AttentionMask; a PackedMask,
 which says that its inputs are packed tokens (T, d_model); or None."""
+
+
+class KeyValues(Protocol):
+    """Keys and values that an attention module need not compute again: a part of a generation cache."""
+
+    def attend(self, attention: MultiHeadAttention, x: Tensor) -> Tensor:
+        """x (rows, 1, d_model), what the newest queries are made of -> the heads' outputs (rows, 1, d_model)."""
 
 
 def layer_mask(mask: LayerMask) -> AttentionMask | PackedMask | None:
@@ -98,11 +106,23 @@ class MultiHeadAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.out = nn.Linear(d_model, d_model)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: LayerMask = None, verbose: bool = False) -> Tensor:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: LayerMask = None,
+        verbose: bool = False,
+        *,
+        cache: KeyValues | None = None,
+    ) -> Tensor:
         """q (B, Lq, d_model); k, v (B, Lk, d_model); mask as in :func:`attention` -> (B, Lq, d_model).
 
-        With a PackedMask q is (Tq, d_model), k and v (Tk, d_model), and the result (Tq, d_model).
+        With a PackedMask q is (Tq, d_model), k and v (Tk, d_model), and the result (Tq, d_model). With a cache q is the
+        newest position, (rows, 1, d_model), and the cache stands for k, v and mask.
         """
+        if cache is not None:
+            return self.out(cache.attend(self, q))
         q, k, v = (
             linear(x).view(*x.shape[:-1], self.h, self.d_k).transpose(-3, -2)
             for linear, x in ((self.q_linear, q), (self.k_linear, k), (self.v_linear, v))

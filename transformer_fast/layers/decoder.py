@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from ..ops.dropout import dropout as fused_dropout
-from .attention import LayerMask, MultiHeadAttention
+from .attention import KeyValues, LayerMask, MultiHeadAttention
 from .feed_forward import FeedForward
 from .norm import active_dropout, make_norm
+
+
+class LayerCache(NamedTuple):
+    """What a decoder layer need not compute again: the keys and values of its two attentions."""
+
+    own: KeyValues
+    cross: KeyValues
 
 
 class DecoderLayer(nn.Module):
@@ -48,21 +57,25 @@ class DecoderLayer(nn.Module):
         e_outputs: Tensor,
         src_mask: LayerMask,
         trg_mask: LayerMask,
+        *,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         """x (B, L_trg, d_model) and e_outputs (B, L_src, d_model) -> (B, L_trg, d_model).
 
         src_mask: over the encoder's outputs, keep mask (B, 1, L_src) or an AttentionMask; trg_mask: over x, keep
         mask (B, L_trg, L_trg) or an AttentionMask such as ``AttentionMask.causal()``. With a PackedMask for each, x is
-        (T_trg, d_model) and e_outputs (T_src, d_model).
+        (T_trg, d_model) and e_outputs (T_src, d_model). With a cache x is the newest position, (rows, 1, d_model), and
+        the cache stands for the other three.
         """
+        own, cross = (None, None) if cache is None else cache
         p_1, p_2, p_3 = (active_dropout(d) for d in (self.dropout_1, self.dropout_2, self.dropout_3))
         if self.norm_first:
             x2 = self.norm_1(x)
-            x2, x = self.norm_2(self.attn_1(x2, x2, x2, trg_mask), residual=x, dropout_p=p_1)
-            x2, x = self.norm_3(self.attn_2(x2, e_outputs, e_outputs, src_mask), residual=x, dropout_p=p_2)
+            x2, x = self.norm_2(self.attn_1(x2, x2, x2, trg_mask, cache=own), residual=x, dropout_p=p_1)
+            x2, x = self.norm_3(self.attn_2(x2, e_outputs, e_outputs, src_mask, cache=cross), residual=x, dropout_p=p_2)
             return fused_dropout(self.ff(x2), p_3, residual=x)
-        x, _ = self.norm_1(self.attn_1(x, x, x, trg_mask), residual=x, dropout_p=p_1)
-        x, _ = self.norm_2(self.attn_2(x, e_outputs, e_outputs, src_mask), residual=x, dropout_p=p_2)
+        x, _ = self.norm_1(self.attn_1(x, x, x, trg_mask, cache=own), residual=x, dropout_p=p_1)
+        x, _ = self.norm_2(self.attn_2(x, e_outputs, e_outputs, src_mask, cache=cross), residual=x, dropout_p=p_2)
         return self.norm_3(self.ff(x), residual=x, dropout_p=p_3)[0]
 
 

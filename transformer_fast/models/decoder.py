@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..layers.attention import LayerMask, layer_mask
-from ..layers.decoder import DecoderLayer
+from ..layers.decoder import DecoderLayer, LayerCache
 from .stack import Stack
+
+
+class DecoderCache(Protocol):
+    """What earlier calls have computed: how many positions they saw, and a cache for each layer."""
+
+    length: int
+    layers: list[LayerCache]
 
 
 class Decoder(Stack):
@@ -23,11 +30,19 @@ class Decoder(Stack):
         e_outputs: Tensor,
         src_mask: LayerMask,
         trg_mask: LayerMask,
+        *,
+        cache: DecoderCache | None = None,
     ) -> Tensor:
         """trg (B, L_trg) ids, e_outputs (B, L_src, d_model); masks as in the layer -> (B, L_trg, d_model).
 
-        With PackedMasks trg is (T_trg,), e_outputs (T_src, d_model), and the result (T_trg, d_model).
+        With PackedMasks trg is (T_trg,), e_outputs (T_src, d_model), and the result (T_trg, d_model). With a cache trg
+        is the newest id of every row, (rows, 1), the cache stands for the rest, and it grows by this position.
         """
+        if cache is not None:
+            x = self.embed.with_positions(trg, self.pe, cache.length)
+            for layer, known in zip(self.layers, cache.layers, strict=True):
+                x = layer(x, e_outputs, src_mask, trg_mask, cache=known)
+            return self.norm(x)
         src_mask, trg_mask = layer_mask(src_mask), layer_mask(trg_mask)
         x = self.embedded(trg, trg_mask)
         for layer in self.layers:

@@ -1,0 +1,129 @@
+"""Cached decoding against decoding without a cache, which runs the whole prefix at every step."""
+
+import pytest
+import torch
+from helpers import assert_as_exact_as_eager
+from torch import nn
+
+from transformer_fast import Transformer, beam_search, greedy
+from transformer_fast.generation.cache import _places
+from transformer_fast.generation.decoding import Decoding, check_request
+
+BOS, EOS, VOCAB = 0, 1, 30
+
+
+def tiny(seed=0, dtype=torch.float32, **options):
+    """A model whose choices are far from ties, so that rounding decides nothing."""
+    torch.manual_seed(seed)
+    options = {"d_ff": 48, "norm": "layer", **options}
+    model = Transformer(VOCAB, VOCAB, 32, 2, 4, 0.1, **options).to(dtype)
+    with torch.no_grad():
+        model.out.weight.mul_(1 if options.get("tie_weights") else 8)
+        for layer in model.decoder.layers:  # what is said shall depend on what was read and said
+            for attention in (layer.attn_1, layer.attn_2):
+                attention.v_linear.weight.mul_(8)
+                attention.k_linear.weight.mul_(4)
+    return model
+
+
+def batch(size=6, width=7, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    src = torch.randint(2, VOCAB, (size, width), generator=generator)
+    return src, torch.randint(1, width + 1, (size,), generator=generator)
+
+
+def request(model, src, **options):
+    options = {"src_lengths": None, "src_mask": None, "bos": BOS, "eos": EOS, "pad": None, "max_length": 99, **options}
+    return check_request(model, src, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "std"}, {"norm_first": False}, {"tie_weights": True}], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_greedy_and_beam_are_the_same_with_and_without(seed, options):
+    model = tiny(seed, **options)
+    src, lengths = batch(seed=seed)
+    given = {"src_lengths": lengths, "bos": BOS, "eos": EOS, "max_length": 25}
+    assert greedy(model, src, **given) == greedy(model, src, cache=False, **given)
+    got, expected = (beam_search(model, src, beam=4, n_best=4, cache=cache, **given) for cache in (True, False))
+    for ours, theirs in zip(got, expected, strict=True):
+        assert [h.tokens for h in ours] == [h.tokens for h in theirs]
+        assert [h.log_prob for h in ours] == pytest.approx([h.log_prob for h in theirs], abs=1e-3)
+    assert options.get("tie_weights") or len({tuple(h[0].tokens) for h in got}) > 1
+
+
+def test_past_a_block_and_past_the_positional_table():
+    model = tiny(max_len=40)
+    with torch.no_grad():
+        model.out.bias[EOS] = -1e4
+    src, _ = batch(2)
+    given = {"bos": BOS, "eos": EOS, "max_length": torch.tensor([150, 70])}
+    assert greedy(model, src, **given) == greedy(model, src, cache=False, **given)
+    got, expected = (beam_search(model, src, beam=3, cache=cache, **given) for cache in (True, False))
+    assert [h[0].tokens for h in got] == [h[0].tokens for h in expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_logits_are_as_exact_as_without(dtype):
+    """Rows that continue, double, die and change places, for given tokens: each step's logits against fp64."""
+    exact_model, model = tiny(5, torch.float64), tiny(5).to(dtype)
+    src, lengths = batch(5, seed=5)
+    generator = torch.Generator().manual_seed(1)
+    exact, eager, cached = (
+        Decoding(m, request(m, src, src_lengths=lengths), rows=12, cache=cache)
+        for m, cache in ((exact_model, False), (model, False), (model, True))
+    )
+    tokens = torch.full((5, 1), BOS)
+    with torch.inference_mode():
+        for step in range(70):
+            expected, own, got = (decoding.next_logits(tokens) for decoding in (exact, eager, cached))
+            assert_as_exact_as_eager(got, own, expected, what=f"logits of step {step}")
+            rows = torch.randint(
+                len(tokens), (int(torch.randint(1, 13, (), generator=generator)),), generator=generator
+            )
+            rows = rows.sort().values if step % 2 else rows
+            tokens = torch.cat([tokens[rows], torch.randint(VOCAB, (len(rows), 1), generator=generator)], dim=1)
+            for decoding in (exact, eager, cached):
+                decoding.select(rows)
+
+
+def test_a_mask_that_is_no_length_and_a_source_with_nothing_to_read():
+    model = tiny(2)
+    src, _ = batch(4, seed=2)
+    mask = torch.rand(4, 1, 7) > 0.4
+    mask[3] = False
+    given = {"src_mask": mask, "bos": BOS, "eos": EOS, "max_length": 15}
+    assert greedy(model, src, **given) == greedy(model, src, cache=False, **given)
+    got, expected = (beam_search(model, src, beam=3, cache=cache, **given) for cache in (True, False))
+    assert [h[0].tokens for h in got] == [h[0].tokens for h in expected]
+
+
+def test_a_row_keeps_its_place_where_it_can():
+    assert _places([0, 1, 2]) == ([0, 1, 2], [])
+    assert _places([0, 0, 2]) == ([0, 1, 2], [(0, 1)])  # one copy: the second child of 0 takes the place of 1
+    assert _places([1, 1, 1]) == ([1, 0, 2], [(1, 0), (1, 2)])
+    assert _places([0, 3, 2]) == ([0, 1, 2], [(3, 1)])  # the last fills the hole of one that left
+    assert _places([2, 0]) == ([1, 0], [(2, 1)])
+
+
+def test_a_step_runs_one_position_and_copies_what_moved():
+    """The decoder sees one position a row; a layer of somebody's own, or with a hook, is called as it is."""
+    widths, hooked = [], []
+    model = tiny(1)
+    model.decoder.layers[0].register_forward_pre_hook(lambda layer, inputs: widths.append(inputs[0].shape[1]))
+    model.decoder.layers[1].attn_1.k_linear.register_forward_hook(lambda *_: hooked.append(1))
+    src, _ = batch(3)
+    before = {name: id(module) for name, module in model.named_modules()}
+    answers = greedy(model, src, bos=BOS, eos=EOS, max_length=9)
+    steps = len(widths)
+    assert set(widths) == {1} and steps == len(hooked) == min(9, 1 + max(map(len, answers)))
+    assert greedy(model, src, bos=BOS, eos=EOS, max_length=9, cache=False) == answers
+    assert max(widths[steps:]) == steps  # without a cache, as many as the prefix has
+    assert {name: id(module) for name, module in model.named_modules()} == before
+
+    class Opposite(nn.Linear):
+        def forward(self, x):
+            return -super().forward(x)
+
+    model.decoder.layers[1].attn_2.q_linear.__class__ = Opposite
+    opposite = greedy(model, src, bos=BOS, eos=EOS, max_length=9)
+    assert opposite == greedy(model, src, bos=BOS, eos=EOS, max_length=9, cache=False) != answers
