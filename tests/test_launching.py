@@ -195,6 +195,34 @@ def test_a_call_that_copies_is_prepared_each_time(launched):
     assert prepared == 2 and calls[0][0] == copies[-1].data_ptr()
 
 
+def test_what_is_derived_from_contents_is_kept_until_they_change(launched):
+    """A map of a mask is made once for many calls, and anew for another mask or when the mask was written to."""
+    x, mask, other = floats(64), floats(64), floats(64)
+    made = []
+
+    def prepare(x, mask, out):
+        made.append(mask.clone())
+        return [launch_of(x, made[-1], out)]
+
+    def call(mask, derived):
+        out = floats(64)
+        run_again((), (x, mask), (out,), prepare, sources=(mask,), derived=derived)
+        assert seen(launched[-1])[-1][:3] == [x.data_ptr(), made[-1].data_ptr(), out.data_ptr()]
+        return len(made)
+
+    named = frozenset({"y"})
+    assert [call(mask, named), call(mask, named), call(mask.view(64), named)] == [1, 1, 1]
+    assert launched[-1][6:9] == (None, None, None)
+    assert call(other, named) == 2
+    mask.add_(1)
+    assert [call(mask, named), call(mask, named)] == [3, 3]
+    unnamed = floats(64)
+    assert [call(unnamed, frozenset()), call(unnamed, frozenset())] == [4, 5], "any other tensor may be a copy"
+    with torch.inference_mode():
+        uncounted = floats(64)
+        assert [call(uncounted, named), call(uncounted, named)] == [6, 7]
+
+
 def test_a_changed_tile_table_forgets_what_was_prepared(launched, monkeypatch):
     a, b, c = (floats(64) for _ in range(3))
     assert call_twice(launched, (a, b, c), (a, b, c))[1] == 1

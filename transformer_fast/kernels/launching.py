@@ -23,6 +23,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
 from ..configs import Table, architecture
+from .remembered import remembered
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 SHORT_WAY = (3, 6) <= VERSION <= (3, 8) and not triton.knobs.runtime.interpret and torch.version.hip is None
@@ -108,13 +109,17 @@ _KERNELS: dict[int, _Kernel] = {}
 
 @dataclass(frozen=True, slots=True)
 class _Ready:
-    """A launch that needs only its pointers: those of `tensors[number]` for each (place, number) of `pointers`."""
+    """A launch that needs only its pointers: those of `tensors[number]` for each (place, number) of `pointers`.
+
+    Of the tensors in `kept` the pointers are among the values.
+    """
 
     kernel: JITFunction
     compiled: CompiledKernel
     grid: int
     values: list[object]
     pointers: list[tuple[int, int]]
+    kept: list[Tensor]
 
 
 _CALLS: dict[tuple, list[_Ready]] = {}
@@ -185,6 +190,8 @@ def run_again(
     inputs: tuple[Tensor | None, ...],
     outputs: tuple[Tensor | None, ...],
     prepare: Callable[..., Iterable[Launch]],
+    sources: tuple[Tensor | None, ...] = (),
+    derived: frozenset[str] = frozenset(),
 ) -> None:
     """Run the launches of a call, which are those of an earlier call but for pointers if all its layouts are.
 
@@ -195,6 +202,9 @@ def run_again(
         outputs: whose layouts follow from the inputs' (and temporaries, which every call needs anew).
         prepare: from the inputs and outputs, in order, the launches. Their tensors should be just those: a call that
             needs another one, such as a contiguous copy, is prepared each time.
+        sources, derived: for launches that also take tensors computed from the *contents* of some inputs (a tile map):
+            those inputs, and the names of the arguments. The call is then kept on the first source, by
+            :func:`.remembered.remembered`, until one of them is written to.
     """
     global _changes_seen
     tensors = (*inputs, *outputs)
@@ -214,24 +224,42 @@ def run_again(
     alignment = 0
     for pointer in pointers:
         alignment |= pointer
-    calls = None if alignment % 16 else _CALLS.get(key)
     stream = active.get_current_stream(device)
-    if calls is not None and not any(ready.kernel.pre_run_hooks for ready in calls):
-        for ready in calls:
-            values = ready.values.copy()
-            for place, number in ready.pointers:
-                values[place] = pointers[number]
-            _start(ready.compiled, ready.grid, stream, values)
+    fresh: list[list[_Ready] | None] = []
+
+    def make() -> list[_Ready] | None:
+        fresh.append(_prepare_and_run(tensors, prepare, derived, device, stream))
+        return fresh[0]
+
+    holder, *others = [t for t in sources if t is not None] or [None]
+    if alignment % 16:
+        calls = make()
+    elif holder is not None:
+        calls = remembered(holder, (*key, holder.storage_offset(), Table.changes), tuple(others), make)
+    else:
+        calls = _CALLS.get(key)
+        if calls is None and make() is not None:
+            if len(_CALLS) >= MOST_CALLS:
+                _CALLS.clear()
+            _CALLS[key] = fresh[0]
+    if fresh:
         return
-    ready = _prepare_and_run(tensors, prepare, device, stream)
-    if ready is not None and alignment % 16 == 0:
-        if len(_CALLS) >= MOST_CALLS:
-            _CALLS.clear()
-        _CALLS[key] = ready
+    if calls is None or any(ready.kernel.pre_run_hooks for ready in calls):
+        make()
+        return
+    for ready in calls:
+        values = ready.values.copy()
+        for place, number in ready.pointers:
+            values[place] = pointers[number]
+        _start(ready.compiled, ready.grid, stream, values)
 
 
 def _prepare_and_run(
-    tensors: tuple[Tensor | None, ...], prepare: Callable[..., Iterable[Launch]], device: int, stream: int
+    tensors: tuple[Tensor | None, ...],
+    prepare: Callable[..., Iterable[Launch]],
+    derived: frozenset[str],
+    device: int,
+    stream: int,
 ) -> list[_Ready] | None:
     """Run a call of a new kind; what to keep of it, or None if it cannot be repeated with other pointers."""
     # One tensor given twice (q as k) gets two faces: the next call may give two.
@@ -246,13 +274,21 @@ def _prepare_and_run(
     calls: list[_Ready] | None = []
     for launch in prepare(*faces):
         compiled, values = _run_short(launch, device, stream)
-        given = [(place, launch.arguments[p.name]) for place, p in enumerate(launch.kernel.params)]
-        given = [(place, value) for place, value in given if isinstance(value, Tensor)]
-        if compiled is None or launch.kernel.pre_run_hooks or any(id(value) not in numbers for _, value in given):
+        places, kept = [], []
+        for place, parameter in enumerate(launch.kernel.params):
+            value = launch.arguments[parameter.name]
+            if not isinstance(value, Tensor):
+                continue
+            if id(value) in numbers:
+                places.append((place, numbers[id(value)]))
+            elif parameter.name in derived:
+                kept.append(value)
+            else:
+                compiled = None
+        if compiled is None or launch.kernel.pre_run_hooks:
             calls = None
         elif calls is not None:
-            places = [(place, numbers[id(value)]) for place, value in given]
-            calls.append(_Ready(launch.kernel, compiled, launch.grid, values, places))
+            calls.append(_Ready(launch.kernel, compiled, launch.grid, values, places, kept))
     return calls
 
 
