@@ -265,3 +265,64 @@ def test_where_the_short_ways_are_not_taken(launched, monkeypatch, why):
     run([launch_of(x, None, x)], x)
     assert all(call[7] is runtime.launch_enter_hook for call in launched[-2:])
     assert len(watched) == (2 if why == "pre-run hook" else 0)  # the recording driver calls no other hook
+
+
+def outcomes(calls, given):
+    """Driver calls with every pointer named: the input it is of, or in what order it first came."""
+    names = {t.data_ptr(): name for name, t in given.items()}
+    return [
+        [names.setdefault(v, f"new {len(names)}") if isinstance(v, int) and v > 2**32 else v for v in seen(call)[-1]]
+        for call in calls
+    ], [call[:5] for call in calls]
+
+
+def layer(name):
+    """A call of a launcher on new tensors, which it gives by name."""
+    from transformer_fast.kernels import (
+        attention_decode,
+        attention_grad_bias,
+        attention_weights,
+        dropout,
+        norm,
+        norm_backward,
+    )
+
+    x, y, weight, bias = floats(24, 64), floats(24, 64), floats(64), floats(64)
+    mean, rstd, seed = floats(24), floats(24), torch.tensor([3])
+    q, k, lse, added = floats(1, 4, 8, 16), floats(1, 2, 40, 16), floats(1, 4, 8), floats(1, 4, 1, 40)
+    lengths, pages = torch.tensor([33], dtype=torch.int32), torch.zeros(1, 9, dtype=torch.int32)
+    mask = {"keep": None, "key_keep": None, "lengths": lengths, "bias": added, "causal": None, "scale": 0.5}
+    mask |= {"dropout_p": 0.1, "seed": seed, "zero_empty_rows": False}
+    calls = {
+        "norm": lambda: norm.norm_forward(x, y, weight, bias, 1e-5, False, 0.1, seed),
+        "norm backward": lambda: norm_backward.norm_backward(x, None, y, weight, mean, rstd, True, 0.1, seed, True),
+        "dropout": lambda: dropout.dropout_forward(x, y, True, 0.1, seed),
+        "dropout backward": lambda: dropout.dropout_backward(x, y, True, 0.1, seed),
+        "weights": lambda: attention_weights.attention_weights(q, k, lse, **mask),
+        "grad_bias": lambda: attention_grad_bias.attention_grad_bias(q, q, k, k, q, lse, **mask),
+        "decode": lambda: attention_decode.attention_decode(
+            q, k.transpose(1, 2), k.transpose(1, 2), lengths=lengths, page_table=pages, causal=True, scale=0.5
+        ),
+    }
+    return calls[name], {
+        "x": x, "y": y, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd, "seed": seed, "q": q, "k": k,
+        "lse": lse, "added": added, "lengths": lengths, "pages": pages,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["norm", "norm backward", "dropout", "dropout backward", "weights", "grad_bias", "decode"]
+)
+def test_launchers_do_again_what_they_did(launched, monkeypatch, name):
+    """A launcher's second call, on other tensors of the same layouts, prepares nothing and launches the same."""
+    monkeypatch.setattr(launching, "SHORT_WAY", False)
+    call, given = layer(name)
+    call()
+    long = outcomes(launched, given)
+    monkeypatch.setattr(launching, "SHORT_WAY", True)
+    layer(name)[0]()
+    monkeypatch.setattr(launching, "_prepare_and_run", None)
+    launched.clear()
+    call, given = layer(name)
+    call()
+    assert outcomes(launched, given) == long and all(call[6:9] == (None, None, None) for call in launched)

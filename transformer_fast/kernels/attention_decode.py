@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_tiles import LN2, LOG2E, load_rows, tensor_arguments, within_reach
-from .launching import Launch, run, widen_bf16_if_interpreted
+from .launching import Launch, blocks_of, run_again, widen_bf16_if_interpreted
 
 # Parts are made until about so many programs run (a few for each multiprocessor), but never more than MOST_PARTS a row.
 PROGRAMS = 512
@@ -190,36 +190,57 @@ def _join_kernel(
     tl.store(out + dim, (acc / divisor).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
 
+def capacity_of(k: Tensor, page_table: Tensor | None) -> int:
+    """How many keys of a sequence the cache can hold."""
+    return k.shape[2] * (1 if page_table is None else page_table.shape[1])
+
+
+def _padded(q: Tensor) -> int:
+    return max(32, 1 << (q.shape[3] - 1).bit_length())
+
+
+def division(q: Tensor, k: Tensor, page_table: Tensor | None) -> tuple[int, int, int]:
+    """(rows a tile, programs for one part of the keys, parts) of a call."""
+    B, H, Lq, _ = q.shape
+    Hkv, capacity = k.shape[1], capacity_of(k, page_table)
+    most_rows, keys, _, _ = TILES[q.element_size() * 8, _padded(q)]
+    block_rows = min(most_rows, max(16, 1 << (H // Hkv * Lq - 1).bit_length()))
+    programs = B * Hkv * blocks_of(H // Hkv * Lq, block_rows)
+    return block_rows, programs, max(1, min(blocks_of(PROGRAMS, programs), blocks_of(capacity, keys), MOST_PARTS))
+
+
+def part_buffers(q: Tensor, parts: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What each part leaves for the join: sums, peaks and totals of the rows of q, fp32; None for one part."""
+    if parts == 1:
+        return None, None, None
+    rows = q.shape[0] * q.shape[1] * q.shape[2]
+    sums = torch.empty((parts, rows, q.shape[3]), dtype=torch.float32, device=q.device)
+    peaks, totals = torch.empty((2, parts, rows), dtype=torch.float32, device=q.device)
+    return sums, peaks, totals
+
+
 def decode_launches(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, logsumexp: Tensor, lengths: Tensor,
-    page_table: Tensor | None, causal: bool, scale: float,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None, out: Tensor, logsumexp: Tensor,
+    sums: Tensor | None, peaks: Tensor | None, totals: Tensor | None, causal: bool, scale: float,
 ) -> list[Launch]:  # fmt: skip
-    """One launch, or two where the keys are split, that fill `out` and `logsumexp`."""
-    page_size = 0
-    capacity = k_cache.shape[2]
-    if page_table is not None:
-        page_size = k_cache.shape[1]
-        capacity = page_size * page_table.shape[1]
-        k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
-    k_cache, v_cache = within_reach(k_cache), within_reach(v_cache)
+    """One launch, or two where the keys are split, that fill `out` and `logsumexp` by way of :func:`part_buffers`.
+
+    k, v: (B, Hkv, S, D), or with a page table (pages, Hkv, page_size, D).
+    """
+    block_rows, programs, parts = division(q, k, page_table)
+    page_size = 0 if page_table is None else k.shape[2]
     B, H, Lq, D = q.shape
-    Hkv = k_cache.shape[1]
-    block_d = max(32, triton.next_power_of_2(D))
-    most_rows, keys, warps, stages = TILES[q.element_size() * 8, block_d]
-    block_rows = min(most_rows, max(16, triton.next_power_of_2(H // Hkv * Lq)))
+    Hkv = k.shape[1]
+    block_d = _padded(q)
+    _, keys, warps, stages = TILES[q.element_size() * 8, block_d]
     warps *= block_rows // 16
-    programs = B * Hkv * triton.cdiv(H // Hkv * Lq, block_rows)
-    parts = max(1, min(triton.cdiv(PROGRAMS, programs), triton.cdiv(capacity, keys), MOST_PARTS))
     rows = B * H * Lq
 
     shared = {
         "logsumexp": logsumexp, "lengths": lengths, "kv_heads": Hkv, "group": H // Hkv, "queries": Lq,
-        "capacity": capacity, "parts": parts, "rows": rows, "HEAD_DIM": D, "BLOCK_D": block_d, "BLOCK_KEYS": keys,
-        "sums": None, "peaks": None, "totals": None,
+        "capacity": capacity_of(k, page_table), "parts": parts, "rows": rows,
+        "HEAD_DIM": D, "BLOCK_D": block_d, "BLOCK_KEYS": keys, "sums": sums, "peaks": peaks, "totals": totals,
     }  # fmt: skip
-    if parts > 1:
-        shared["sums"] = torch.empty((parts, rows, D), dtype=torch.float32, device=q.device)
-        shared["peaks"], shared["totals"] = torch.empty((2, parts, rows), dtype=torch.float32, device=q.device)
     kind = f"{str(q.dtype)[6:]} d{block_d}"
     launches = [
         Launch(
@@ -227,7 +248,7 @@ def decode_launches(
             f"{f' pages of {page_size}' if page_size else ''}{' in parts' if parts > 1 else ''}",
             kernel=_part_kernel,
             grid=programs * parts,
-            arguments=tensor_arguments(q=q, k=k_cache, v=v_cache, out=out) | shared | {
+            arguments=tensor_arguments(q=q, k=k, v=v, out=out) | shared | {
                 "page_table": page_table, "table_batch": 0 if page_table is None else page_table.stride(0),
                 "scale": scale, "BLOCK_ROWS": block_rows, "PAGE_SIZE": page_size, "CAUSAL": causal and Lq > 1,
             },
@@ -282,11 +303,18 @@ def attention_decode(
         return out.zero_(), logsumexp.fill_(float("-inf"))
     if page_table is not None and page_table.stride(1) != 1:
         page_table = page_table.contiguous()
-    launches = decode_launches(
-        within_reach(q), k_cache, v_cache, out, logsumexp, lengths.contiguous(), page_table, causal, scale
+    q, k, v = (within_reach(t) for t in (q, *_head_major(k_cache, v_cache, page_table)))
+    run_again(
+        ("attention decode", causal, scale),
+        (q, k, v, lengths.contiguous(), page_table),
+        (out, logsumexp, *part_buffers(q, division(q, k, page_table)[2])),
+        lambda *tensors: decode_launches(*tensors, causal, scale),
     )
-    run(launches, q)
     return out, logsumexp
+
+
+def _head_major(k: Tensor, v: Tensor, page_table: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (k, v) if page_table is None else (k.transpose(1, 2), v.transpose(1, 2))
 
 
 def compile_cases(arch: str) -> Iterator[Launch]:
@@ -296,18 +324,16 @@ def compile_cases(arch: str) -> Iterator[Launch]:
     def meta(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
+    def call(dtype: torch.dtype, B: int, H: int, Hkv: int, Lq: int, D: int, S: int, page_size: int) -> list[Launch]:
+        q, lengths = meta(B, H, Lq, D, dtype=dtype), meta(B, dtype=torch.int32)
+        table = meta(B, S // page_size, dtype=torch.int32) if page_size else None
+        k = meta(64, Hkv, page_size, D, dtype=dtype) if page_size else meta(B, Hkv, S, D, dtype=dtype)
+        buffers = part_buffers(q, division(q, k, table)[2])
+        return decode_launches(q, k, k, lengths, table, q, meta(B, H, Lq, dtype=torch.float32), *buffers, True, 1.0)
+
     for bits, block_d in TILES:
         dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
         for Lq, page_size in ((1, 0), (1, 64), (4, 16), (8, 0)):
-            if (bits == 32 or block_d == 32) and page_size != 16:
-                continue
-            q, logsumexp = meta(2, 32, Lq, block_d, dtype=dtype), meta(2, 32, Lq, dtype=torch.float32)
-            table = meta(2, 256, dtype=torch.int32) if page_size else None
-            cache = (
-                meta(64, page_size, 8, block_d, dtype=dtype) if page_size else meta(2, 8, 4096, block_d, dtype=dtype)
-            )
-            lengths = meta(2, dtype=torch.int32)
-            yield from decode_launches(q, cache, cache, q, logsumexp, lengths, table, True, 1.0)
-    q, cache = meta(64, 16, 1, 64, dtype=torch.float16), meta(64, 16, 512, 64, dtype=torch.float16)
-    logsumexp, lengths = meta(64, 16, 1, dtype=torch.float32), meta(64, dtype=torch.int32)
-    yield from decode_launches(q, cache, cache, q, logsumexp, lengths, None, True, 1.0)
+            if page_size == 16 or (bits == 16 and block_d > 32):
+                yield from call(dtype, 2, 32, 8, Lq, block_d, 4096, page_size)
+    yield from call(torch.float16, 64, 16, 16, 1, 64, 512, 0)

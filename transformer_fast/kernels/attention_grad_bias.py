@@ -23,11 +23,12 @@ from .attention_tiles import (
     load_rows,
     mask_arguments,
     mask_scores,
+    padded_head_dim,
     tensor_arguments,
     within_reach,
 )
 from .attention_weights import TILES, summed_rows
-from .launching import Launch, run, widen_bf16_if_interpreted
+from .launching import Launch, run_again, widen_bf16_if_interpreted
 from .philox import attention_keep_tile, load_seed
 
 # A bias of fewer tiles than this is shared out until about so many programs run: a few for each multiprocessor.
@@ -208,12 +209,31 @@ def _grad_bias_kernel(
         tl.store(pointers, acc.to(kind), mask=(query < queries)[:, None] & (key < keys)[None, :])
 
 
+def sharing(q: Tensor, k: Tensor, bias: Tensor) -> tuple[int, list[int], int, int]:
+    """(tiles of the bias, how many of each dimension one of them stands for, parts of its sum, steps of a part)."""
+    rows, keys, _ = TILES[q.element_size() * 8, padded_head_dim(q)]
+    counts = (*q.shape[:2], triton.cdiv(q.shape[2], rows), triton.cdiv(k.shape[2], keys))
+    each = [n if size == 1 else 1 for n, size in zip(counts, bias.shape, strict=True)]
+    tiles, total = 1, 1
+    for n, behind in zip(counts, each, strict=True):
+        tiles, total = tiles * (n // behind), total * behind
+    steps = triton.cdiv(total, min(total, triton.cdiv(PROGRAMS, tiles)))
+    return tiles, each, triton.cdiv(total, steps), steps
+
+
+def part_sums(bias: Tensor, parts: int) -> Tensor:
+    """(parts, *bias.shape), in bias's dtype if there is nothing left to add, else fp32."""
+    return torch.empty((parts, *bias.shape), dtype=bias.dtype if parts == 1 else torch.float32, device=bias.device)
+
+
 def grad_bias_launches(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
-    mask: dict[str, object],
-) -> tuple[list[Launch], Tensor]:  # fmt: skip
-    """The two launches and the (parts, *bias.shape) tensor that they fill; `mask` is :func:`attention_grad_bias`'s
-    keyword arguments."""
+    delta: Tensor, row_sums: Tensor, sums: Tensor, mask: dict[str, object],
+) -> list[Launch]:  # fmt: skip
+    """The two launches that fill `sums` (:func:`part_sums`) by way of `delta` and `row_sums`, both like logsumexp.
+
+    `mask` is :func:`attention_grad_bias`'s keyword arguments.
+    """
     bias = mask["bias"]
     masking = mask_arguments(q, k, **mask)
     del masking["ZERO_EMPTY_ROWS"]
@@ -221,20 +241,13 @@ def grad_bias_launches(
     rows, keys, warps = TILES[q.element_size() * 8, block_d]
     row_rows, row_keys, row_warps = ROW_TILES[q.element_size() * 8, block_d]
     B, H, Lq, _ = q.shape
-    counts = (B, H, triton.cdiv(Lq, rows), triton.cdiv(k.shape[2], keys))
-    each = [n if size == 1 else 1 for n, size in zip(counts, bias.shape, strict=True)]
-    tiles, total = 1, 1
-    for n, behind in zip(counts, each, strict=True):
-        tiles, total = tiles * (n // behind), total * behind
-    steps = triton.cdiv(total, min(total, triton.cdiv(PROGRAMS, tiles)))
-    parts = triton.cdiv(total, steps)
-    sums = torch.empty((parts, *bias.shape), dtype=bias.dtype if parts == 1 else torch.float32, device=bias.device)
-    per_row = {"delta": torch.empty_like(logsumexp), "sums": torch.empty_like(logsumexp), "logsumexp": logsumexp}
+    tiles, each, parts, steps = sharing(q, k, bias)
+    per_row = {"delta": delta, "sums": row_sums, "logsumexp": logsumexp}
     sizes: dict[str, object] = dict(zip(STEPPING, (*each, parts, steps), strict=True))
     sizes |= {"grad_bias": sums, "ONE_QUERY": bias.shape[2] == 1, "ONE_KEY": bias.shape[3] == 1}
     kind = f"{str(q.dtype)[6:]} d{block_d}"
     dropout = "" if masking["seed"] is None else " dropout"
-    launches = [
+    return [
         Launch(
             name=f"attention grad_bias_rows {kind} {row_rows}x{row_keys} {row_warps} warps{dropout}",
             kernel=_rows_kernel,
@@ -254,7 +267,6 @@ def grad_bias_launches(
             num_stages=1,
         ),
     ]  # fmt: skip
-    return launches, sums
 
 
 def attention_grad_bias(
@@ -308,8 +320,17 @@ def _attention_grad_bias(
     if grad_logsumexp is not None:
         grad_logsumexp = grad_logsumexp.contiguous()
     grad_out, q, k, v, out = (within_reach(t) for t in (grad_out, q, k, v, out))
-    launches, sums = grad_bias_launches(grad_out, q, k, v, out, logsumexp, grad_logsumexp, mask)
-    run(launches, q)
+    sums = part_sums(bias, sharing(q, k, bias)[2])
+    parts = ("keep", "key_keep", "lengths", "bias", "seed")
+    scalars = [value for name, value in mask.items() if name not in parts]
+    run_again(
+        ("attention grad_bias", *scalars),
+        (grad_out, q, k, v, out, logsumexp, grad_logsumexp, *[mask[part] for part in parts]),
+        (torch.empty_like(logsumexp), torch.empty_like(logsumexp), sums),
+        lambda *tensors: grad_bias_launches(
+            *tensors[:7], *tensors[12:], mask | dict(zip(parts, tensors[7:12], strict=True))
+        ),
+    )
     return (sums[0] if len(sums) == 1 else sums.sum(0),)
 
 
@@ -319,4 +340,5 @@ def compile_cases(arch: str) -> Iterator[Launch]:
         L = q.shape[2]
         shape = ((1, 4, L, L), (1, 4, 1, L), (2, 1, L, 1), (1, 1, 1, 1))[number % 4]
         mask = mask | {"bias": torch.empty(shape, dtype=torch.float32, device="meta")}
-        yield from grad_bias_launches(q, q, q, q, q, logsumexp, logsumexp, mask)[0]
+        sums = part_sums(mask["bias"], sharing(q, q, mask["bias"])[2])
+        yield from grad_bias_launches(q, q, q, q, q, logsumexp, logsumexp, logsumexp, logsumexp, sums, mask)

@@ -25,7 +25,7 @@ from .attention_tiles import (
     tensor_arguments,
     within_reach,
 )
-from .launching import Launch, run, widen_bf16_if_interpreted
+from .launching import Launch, run_again, widen_bf16_if_interpreted
 from .philox import attention_keep_tile, load_seed
 
 # (query rows, keys, warps) a tile by bits of the type and padded head size.
@@ -201,8 +201,16 @@ def attention_weights(
 def _attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor, **mask: object) -> tuple[Tensor]:
     out = torch.empty((*q.shape[:3], k.shape[2]), dtype=q.dtype, device=q.device)
     if out.numel() > 0:
-        q, k = within_reach(q), within_reach(k)
-        run([weights_launch(q, k, logsumexp, out, mask)], q)
+        parts = ("keep", "key_keep", "lengths", "bias", "seed")
+        scalars = [value for name, value in mask.items() if name not in parts]
+        run_again(
+            ("attention weights", *scalars),
+            (within_reach(q), within_reach(k), logsumexp, *[mask[part] for part in parts]),
+            (out,),
+            lambda q, k, logsumexp, *rest: [
+                weights_launch(q, k, logsumexp, rest[-1], mask | dict(zip(parts, rest, strict=False)))
+            ],
+        )
     return (out,)
 
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..configs import dropout_config
-from .launching import Launch, run
+from .launching import Launch, run_again
 from .norm import dropout_arguments
 from .philox import elementwise_keep_tile, load_seed
 
@@ -93,7 +93,10 @@ def dropout_forward(x: Tensor, residual: Tensor | None, relu: bool, p: float, se
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() > 0:
         residual = None if residual is None else residual.contiguous()
-        run([forward_launch(x.contiguous(), residual, out, relu, p, seed)], on=x)
+        run_again(
+            ("dropout forward", relu, p), (x.contiguous(), residual, seed), (out,),
+            lambda x, residual, seed, out: [forward_launch(x, residual, out, relu, p, seed)],
+        )  # fmt: skip
     return out
 
 
@@ -108,7 +111,10 @@ def dropout_backward(grad_out: Tensor, y: Tensor | None, relu: bool, p: float, s
     grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
     if grad_x.numel() > 0:
         y = y.contiguous() if relu else None
-        run([backward_launch(grad_out.contiguous(), y, grad_x, p, seed)], on=grad_out)
+        run_again(
+            ("dropout backward", p), (grad_out.contiguous(), y, seed), (grad_x,),
+            lambda grad_out, y, seed, grad_x: [backward_launch(grad_out, y, grad_x, p, seed)],
+        )  # fmt: skip
     return grad_x
 
 

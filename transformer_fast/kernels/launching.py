@@ -69,6 +69,21 @@ def _architecture(device: int) -> str:
     return architecture(torch.cuda.get_device_capability(device))
 
 
+def blocks_of(count: int, block: int) -> int:
+    """How many blocks cover `count`: triton.cdiv, which on the host costs as much as a launch."""
+    return -(-count // block)
+
+
+def multiprocessors_of(tensor: Tensor) -> int:
+    """How many multiprocessors the tensor's GPU has; 2 for the interpreter."""
+    return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
 class _Kernel:
     """A jitted function and its compiled kernels by what they were specialised on."""
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..configs import NORM, norm_config
-from .launching import Launch, run
+from .launching import Launch, run_again
 from .philox import elementwise_keep_tile, load_seed
 
 
@@ -217,8 +217,14 @@ def norm_forward(
     mean = torch.empty((n_rows,), dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
     if n_rows > 0:
-        rows = as_rows(x), as_rows(residual), _contiguous(weight), _contiguous(bias)
-        run([forward_launch(*rows, out, summed, mean, rstd, eps, std, dropout_p, seed)], on=x)
+        run_again(
+            ("norm forward", eps, std, dropout_p),
+            (as_rows(x), as_rows(residual), _contiguous(weight), _contiguous(bias), seed),
+            (out, summed, mean, rstd),
+            lambda x, residual, weight, bias, seed, *outputs: [
+                forward_launch(x, residual, weight, bias, *outputs, eps, std, dropout_p, seed)
+            ],
+        )
     return out, summed, mean, rstd
 
 

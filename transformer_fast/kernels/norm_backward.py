@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..configs import NORM, norm_config
-from .launching import Launch, run
+from .launching import Launch, blocks_of, multiprocessors_of, run_again
 from .norm import as_rows, dropout_arguments, load_tile
 from .philox import elementwise_keep_tile, load_seed
 
@@ -173,6 +173,16 @@ def _sum_partials_kernel(
         tl.store(grad_bias + columns, tl.sum(bias_sum, 0).to(grad_bias.dtype.element_ty), mask=columns < d)
 
 
+def sharing_programs(n_rows: int, d: int, multiprocessors: int) -> int:
+    """How many programs share the rows, and have fp32 partial sums of the weight gradients each."""
+    config, stripes = norm_config("backward", d), norm_config("stripes", d)
+    if d <= config.block_columns:
+        most = multiprocessors * config.programs_per_multiprocessor
+        return min(blocks_of(n_rows, config.block_rows), most)
+    most = blocks_of(multiprocessors * stripes.programs_per_multiprocessor, blocks_of(d, stripes.block_columns))
+    return min(blocks_of(n_rows, stripes.block_rows), most)
+
+
 def backward_launches(
     dy: Tensor,
     grad_summed: Tensor | None,
@@ -184,28 +194,21 @@ def backward_launches(
     grad_residual: Tensor | None,
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
+    partials: Tensor | None,
     std: bool,
     dropout_p: float,
     seed: Tensor | None,
-    multiprocessors: int,
+    programs: int,
 ) -> list[Launch]:
-    """The launches that fill the four gradients of (rows, d) matrices, in order."""
+    """The launches that fill the four gradients of (rows, d) matrices, in order; by way of `partials`, fp32
+    (2, programs, d), if there are gradients of a weight or bias."""
     n_rows, d = x.shape
     config = norm_config("backward", d)
     wide = d > config.block_columns
     stripes = norm_config("stripes", d)
-    most = multiprocessors * (stripes if wide else config).programs_per_multiprocessor
-    if wide:
-        n_stripes = triton.cdiv(d, stripes.block_columns)
-        programs = min(triton.cdiv(n_rows, stripes.block_rows), triton.cdiv(most, n_stripes))
-    else:
-        programs = min(triton.cdiv(n_rows, config.block_rows), most)
     matrices = {
         "dy": dy, "dy_stride": dy.stride(0), "x": x, "x_stride": x.stride(0), "mean": mean, "rstd": rstd, "d": d
     }  # fmt: skip
-    partials = None
-    if grad_weight is not None or grad_bias is not None:
-        partials = torch.empty((2, programs, d), dtype=torch.float32, device=x.device)
     arguments = {
         **matrices, **dropout_arguments(dropout_p, seed), "weight": weight, "grad_summed": grad_summed,
         "grad_summed_stride": 0 if grad_summed is None else grad_summed.stride(0), "grad_x": grad_x,
@@ -224,7 +227,7 @@ def backward_launches(
     if wide:
         shape = {"BLOCK_ROWS": stripes.block_rows, "BLOCK_COLUMNS": stripes.block_columns}
         arguments = {**matrices, "partials": partials, "n_rows": n_rows, "programs": programs, **shape}
-        grid = n_stripes * programs
+        grid = triton.cdiv(d, stripes.block_columns) * programs
         name = f"norm weight gradients {x.dtype} wide"
         launches.append(Launch(name, _wide_weights_kernel, grid, arguments, stripes.num_warps, stripes.num_stages))
     last = norm_config("sum", d)
@@ -274,13 +277,17 @@ def norm_backward(
     grad_weight = fill((d if weight is not None else 0,), dtype=dtype, device=x.device)
     grad_bias = fill((d if has_bias else 0,), dtype=dtype, device=x.device)
     if x.numel() > 0:
-        multiprocessors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
-        launches = backward_launches(
-            as_rows(dy), as_rows(grad_summed), as_rows(x), None if weight is None else weight.contiguous(), mean, rstd,
-            grad_x, grad_residual, grad_weight if weight is not None else None, grad_bias if has_bias else None,
-            std, dropout_p, seed, multiprocessors,
-        )  # fmt: skip
-        run(launches, on=x)
+        n_rows = x.numel() // d
+        programs = sharing_programs(n_rows, d, multiprocessors_of(x))
+        summing = weight is not None or has_bias
+        partials = torch.empty((2, programs, d), dtype=torch.float32, device=x.device) if summing else None
+        weight = None if weight is None else weight.contiguous()
+        run_again(
+            ("norm backward", std, dropout_p, has_bias),
+            (as_rows(dy), as_rows(grad_summed), as_rows(x), weight, mean, rstd, seed),
+            (grad_x, grad_residual, None if weight is None else grad_weight, grad_bias if has_bias else None, partials),
+            lambda *tensors: backward_launches(*tensors[:6], *tensors[7:], std, dropout_p, tensors[6], programs),
+        )
     return grad_x, grad_residual, grad_weight, grad_bias
 
 
@@ -293,8 +300,10 @@ def compile_cases(arch: str) -> Iterator[Launch]:
         vector = torch.empty((d,), dtype=torch.float32, device="meta")
         statistics = torch.empty((1024,), dtype=torch.float32, device="meta")
         seed = torch.empty((1,), dtype=torch.int64, device="meta")
+        programs = sharing_programs(1024, d, 132)
+        partials = torch.empty((2, programs, d), dtype=torch.float32, device="meta")
         launches = backward_launches(
-            x, x, x, vector, statistics, statistics, x, x, vector, vector, True, 0.1, seed, 132
+            x, x, x, vector, statistics, statistics, x, x, vector, vector, partials, True, 0.1, seed, programs
         )
         for launch in launches:
             if launch.name not in names:
