@@ -98,6 +98,7 @@ def test_the_driver_gets_what_triton_gives_it(launched):
     launches += [launch_of(x, x, x, **{name: n}) for name in ("count", "step", "wide") for n in integers[:-1]]
     launches += [launch_of(x, x, x, count=integers[-1])]
     launches += [launch_of(x, x, x, factor=2.0), launch_of(x, x, x, SIZE=32), launch_of(x, x, x, DOUBLE=True)]
+    launches += [launch_of(x, x, x, another=1)]
     launches += [Launch("test", _kernel, 3, launches[0].arguments, *options) for options in ((2, 2), (4, 1, 64))]
     run(launches, x)
     launched.clear()
@@ -105,7 +106,8 @@ def test_the_driver_gets_what_triton_gives_it(launched):
     ours = list(launched)
     launched.clear()
     for launch in launches:
-        launch.kernel[(launch.grid,)](**launch.arguments, **launch.options())
+        arguments = {name: value for name, value in launch.arguments.items() if name != "another"}
+        launch.kernel[(launch.grid,)](**arguments, **launch.options())
     assert len(ours) == len(launches)
     assert all(call[6:9] == (None, None, None) for call in ours), "the long way was taken"
     for launch, short, long in zip(launches, ours, launched, strict=True):

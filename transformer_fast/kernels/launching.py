@@ -40,7 +40,7 @@ class Launch:
         name: kernel and config, for people.
         kernel: the jitted function.
         grid: number of programs.
-        arguments: every argument by name, constants included.
+        arguments: every argument by name, constants included; more than the kernel takes do no harm.
         num_warps, num_stages: compile options.
         max_registers: compile option, registers a thread may take at most; None leaves it to the compiler.
     """
@@ -154,7 +154,8 @@ def _must_take_the_long_way() -> bool:
 
 
 def _run_as_triton_does(launch: Launch) -> CompiledKernel | None:
-    return launch.kernel[(launch.grid,)](**launch.arguments, **launch.options())
+    arguments = {name: launch.arguments[name] for name in launch.kernel.arg_names}
+    return launch.kernel[(launch.grid,)](**arguments, **launch.options())
 
 
 def _start(compiled: CompiledKernel, grid: int, stream: int, values: list[object]) -> None:
