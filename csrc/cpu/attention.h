@@ -37,6 +37,30 @@ struct View {
   int64_t column_stride() const { return stride[3]; }
 };
 
+// An additive bias: in the arithmetic's dtype, or in the tensors' own, then converted as it is read.
+template <typename T, typename A>
+struct Bias {
+  View<const A> wide;
+  View<const T> own;
+
+  explicit operator bool() const { return wide.data != nullptr || own.data != nullptr; }
+  int64_t row_stride() const { return own.data ? own.row_stride() : wide.row_stride(); }
+
+  A at(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return own.data ? static_cast<A>(own.at(b, h, i)[j * own.column_stride()])
+                    : wide.at(b, h, i)[j * wide.column_stride()];
+  }
+
+  // Keys j .. j + count - 1 of query i.
+  Vector<A> load(int64_t b, int64_t h, int64_t i, int64_t j, int64_t count) const {
+    if (own.data && own.column_stride() == 1) return load_some(own.at(b, h, i) + j, count);
+    if (wide.data && wide.column_stride() == 1) return load_some(wide.at(b, h, i) + j, count);
+    Vector<A> v{};
+    for (int64_t n = 0; n < count; ++n) v[n] = at(b, h, i, j + n);
+    return v;
+  }
+};
+
 // A call. T is the tensors' dtype, A that of the arithmetic.
 template <typename T, typename A>
 struct AttentionProblem {
@@ -45,7 +69,7 @@ struct AttentionProblem {
   int64_t B, H, Hkv, Lq, Lk, D;
   View<const T> q, k, v;
   View<const bool> keep, key_keep;
-  View<const A> bias;
+  Bias<T, A> bias;
   View<const int32_t> lengths;  // (B, 1, Lq|1, 1)
   bool causal;
   int64_t causal_offset;

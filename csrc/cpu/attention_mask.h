@@ -46,8 +46,8 @@ class BlockMask {
   int64_t load(int64_t first_key, int64_t keys) {
     first_key_ = first_key;
     const auto& [keep, key_keep, bias] = std::tie(problem_.keep, problem_.key_keep, problem_.bias);
-    has_pairs_ = (keep.data && keep.row_stride() != 0) || (bias.data && bias.row_stride() != 0);
-    has_keys_ = key_keep.data || (keep.data && keep.row_stride() == 0) || (bias.data && bias.row_stride() == 0);
+    has_pairs_ = (keep.data && keep.row_stride() != 0) || (bias && bias.row_stride() != 0);
+    has_keys_ = key_keep.data || (keep.data && keep.row_stride() == 0) || (bias && bias.row_stride() == 0);
     if (has_keys_) load_keys(keys);
     if (has_pairs_) load_pairs(keys);
     while (keys > 0 && blocked_for_all(keys - 1)) --keys;
@@ -74,8 +74,8 @@ class BlockMask {
   void load_keys(int64_t keys) {
     const auto& [keep, key_keep, bias] = std::tie(problem_.keep, problem_.key_keep, problem_.bias);
     std::fill(key_addend_, key_addend_ + keys, A(0));
-    if (bias.data && bias.row_stride() == 0)
-      for (int64_t j = 0; j < keys; ++j) key_addend_[j] = row_of(bias, 0)[j * bias.column_stride()];
+    if (bias && bias.row_stride() == 0)
+      for (int64_t j = 0; j < keys; ++j) key_addend_[j] = bias.at(b_, h_, 0, first_key_ + j);
     for (const auto* mask : {&keep, &key_keep}) {
       if (!mask->data || mask->row_stride() != 0) continue;
       const bool* row = row_of(*mask, 0);
@@ -88,28 +88,17 @@ class BlockMask {
     const auto& keep = problem_.keep;
     const auto& bias = problem_.bias;
     const bool* kept = keep.data && keep.row_stride() != 0 ? row_of(keep, first_query_) : nullptr;
-    const A* added = bias.data && bias.row_stride() != 0 ? row_of(bias, first_query_) : nullptr;
+    const bool added = bias && bias.row_stride() != 0;
     transpose_rows<A>(
         queries_, keys,
         [&](int64_t i, int64_t j, int64_t count) {
           Vector<A> row{};
-          if (added) row = load_added(at(added, bias, i, j), bias.column_stride(), count);
-          if (kept) row = load_kept(at(kept, keep, i, j), keep.column_stride(), count) ? row : broadcast(kBlocked<A>);
-          return row;
+          if (added) row = bias.load(b_, h_, first_query_ + i, first_key_ + j, count);
+          if (!kept) return row;
+          const bool* p = kept + i * keep.row_stride() + j * keep.column_stride();
+          return load_kept(p, keep.column_stride(), count) ? row : broadcast(kBlocked<A>);
         },
         pair_addend_, lanes_);
-  }
-
-  template <typename U>
-  static const U* at(const U* first, const View<const U>& view, int64_t i, int64_t j) {
-    return first + i * view.row_stride() + j * view.column_stride();
-  }
-
-  static Vector<A> load_added(const A* p, int64_t stride, int64_t count) {
-    if (stride == 1) return load_some(p, count);
-    Vector<A> v{};
-    for (int64_t i = 0; i < count; ++i) v[i] = p[i * stride];
-    return v;
   }
 
   static auto load_kept(const bool* p, int64_t stride, int64_t count) {

@@ -33,16 +33,20 @@ View<T> statistics_view(const Tensor& tensor) {
   return view<T>(tensor.unsqueeze(-1));
 }
 
-// The bias in the arithmetic's dtype; what is broadcast stays one copy.
-inline OptionalTensor converted_bias(const OptionalTensor& bias, at::ScalarType dtype) {
-  if (!bias || bias->scalar_type() == dtype) return bias;
+// The bias in one of the two dtypes; what is broadcast stays one copy. Keeps a converted one alive.
+template <typename T, typename A>
+Bias<T, A> bias_view(const OptionalTensor& bias, OptionalTensor& converted) {
+  if (!bias) return {};
+  if (bias->scalar_type() == c10::CppTypeToScalarType<A>::value) return {view<const A>(*bias), {}};
+  if (bias->scalar_type() == c10::CppTypeToScalarType<T>::value) return {{}, view<const T>(*bias)};
   Tensor small = *bias;
   for (int dim = 0; dim < 4; ++dim)
     if (small.stride(dim) == 0 && small.size(dim) > 1) small = small.narrow(dim, 0, 1);
-  return small.to(dtype);
+  converted = small.to(c10::CppTypeToScalarType<A>::value);
+  return {view<const A>(*converted), {}};
 }
 
-// Calls body(problem) with a problem of the right types. Keeps `bias` alive while it runs.
+// Calls body(problem) with a problem of the right types.
 template <typename Body>
 void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& keep,
                   const OptionalTensor& key_keep, const OptionalTensor& lengths, const OptionalTensor& bias,
@@ -53,11 +57,11 @@ void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
               : std::nullopt;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention", [&] {
     using A = Accumulate<scalar_t>;
-    const OptionalTensor wide_bias = converted_bias(bias, c10::CppTypeToScalarType<A>::value);
+    OptionalTensor converted;
     body(AttentionProblem<scalar_t, A>{
         q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3),
         view<const scalar_t>(q), view<const scalar_t>(k), view<const scalar_t>(v),
-        view<const bool>(keep), view<const bool>(key_keep), view<const A>(wide_bias), view<const int32_t>(per_query),
+        view<const bool>(keep), view<const bool>(key_keep), bias_view<scalar_t, A>(bias, converted), view<const int32_t>(per_query),
         causal.has_value(), causal.value_or(0), static_cast<A>(scale),
         dropout_p, seed ? *seed->const_data_ptr<int64_t>() : 0, zero_empty_rows});
   });

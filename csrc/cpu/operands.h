@@ -108,14 +108,24 @@ inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows,
   return {scratch, padded, finite};
 }
 
-// A tile's rows as the left operand of a product over D: in place where they can be.
+// A tile's rows as the left operand of a product over D: in place where they can be. Those are then fetched all at once:
+// the product itself would wait for them a few at a time.
 template <typename T>
 inline Matrix<Operand<T>> load_factors(const T* source, int64_t stride, int64_t rows, int64_t D, Operand<T>* scratch) {
   using A = Accumulate<T>;
+  const auto fetch = [&] {
+    constexpr int64_t of_line = 64 / sizeof(T);
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t d = 0; d < D; d += of_line) __builtin_prefetch(source + r * stride + d);
+  };
   if constexpr (std::is_same_v<T, A>) {
+    fetch();
     return {source, stride};
   } else if constexpr (std::is_same_v<Operand<T>, Pair>) {
-    if (D % 2 == 0 && stride % 2 == 0) return {reinterpret_cast<const Pair*>(source), stride / 2};
+    if (D % 2 == 0 && stride % 2 == 0) {
+      fetch();
+      return {reinterpret_cast<const Pair*>(source), stride / 2};
+    }
     const int64_t pairs = (D + 1) / 2;
     for (int64_t r = 0; r < rows; ++r) {
       scratch[r * pairs + pairs - 1] = Pair{};
