@@ -164,6 +164,8 @@ def _train(args: argparse.Namespace) -> int:
     from .translation import TrainConfig, train
 
     result = train(TrainConfig.from_args(args))
+    if os.environ.get("RANK", "0") != "0":  # torchrun: the first process speaks for all
+        return 130 if result.stopped == "interrupted" else 0
     scores = ", ".join(f"{name} {value:.3f}" for name, value in result.best_scores.items())
     print(f"{result.step:,} updates, {result.tokens:,} tokens, {result.seconds:.0f} s ({result.stopped})")
     print(f"{result.folder}" + (f": best at step {result.best_step:,}, {scores}" if scores else ""))

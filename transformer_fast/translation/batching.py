@@ -8,7 +8,7 @@ import math
 import random
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -180,10 +180,20 @@ class TokenBatches:
         return self
 
     def __next__(self) -> Batch:
+        return self.next_part(0, 1)[0]
+
+    def next_part(self, part: int, parts: int) -> tuple[Batch, int]:
+        """One of equal parts of the next batch, and how many targets the whole has. A part that gets no row predicts
+        nothing: its targets are all padding."""
         if self.position == len(self._plan):
             self.seek(self.epoch + 1, 0)
         self.position += 1
-        return self.corpus.batch(self._plan[self.position - 1])
+        whole = self._plan[self.position - 1]
+        tokens = sum(self.corpus.lengths(i)[1] for i in whole)
+        if rows := whole[part::parts]:
+            return self.corpus.batch(rows), tokens
+        batch = self.corpus.batch(whole[:1])
+        return replace(batch, target_out=torch.full_like(batch.target_out, PAD), tokens=0), tokens
 
     def seek(self, epoch: int, position: int) -> None:
         """Continue with batch `position` of `epoch`."""

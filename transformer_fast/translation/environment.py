@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -20,8 +21,10 @@ from .tokenizer import Tokenizer
 
 
 def choose_device(config: TrainConfig) -> torch.device:
+    if config.device == "auto" and torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))  # torchrun: a GPU for each process
     if config.device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cpu")
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"device is {config.device!r} but torch sees no GPU; expected cpu or auto on this machine")
     return torch.device(config.device)

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from .checkpoint import RunFolder
 from .config import TrainConfig
 from .environment import amp_dtype, choose_device, interruptible, open_run
 from .errors import CheckpointError, DivergedError
-from .evaluate import batch_loss, corpus_bleu, corpus_loss, translate_greedily
+from .evaluate import corpus_bleu, corpus_loss, translate_greedily
 from .model import (
     build_model,
     load_model_tensors,
@@ -34,8 +34,10 @@ from .model import (
     optimizer_tensors,
 )
 from .optim import build_optimizer, learning_rate
-from .progress import Progress, Status, TerminalProgress
+from .progress import Progress, Silent, Status, TerminalProgress
+from .ranks import Objective, Ranks, continue_random, joined, random_states, scatter_random
 
+STOPPED = (None, "max_steps", "max_time", "interrupted")  # where processes disagree, the last of these holds
 REPORT_EVERY = 20  # updates; a report reads the loss back from the device, which an update does not do
 
 
@@ -82,18 +84,23 @@ def train(
     The first interrupt (Ctrl-C or SIGTERM) ends the run after the current update with a checkpoint. Seeds torch's
     default generators.
 
+    Started by torchrun, all processes train one model: each takes its part of the rows of every batch, gradients are
+    summed, and the first writes. An update is the same, up to rounding and the places of dropout, on any number of
+    processes, so a run may be resumed on another number; the folder must be one they all see.
+
     Raises:
         ConfigError, DataError: settings or text that cannot work.
         CheckpointError: the folder cannot be written, or holds a damaged, foreign or differently configured run.
         DivergedError: the loss is no longer finite.
     """
-    progress = progress or TerminalProgress()
     folder = RunFolder(config.save)
-    try:
-        with folder.writing(), interruptible() as interrupted:
-            return _Run(config, folder, progress, build, clock).run(interrupted)
-    finally:
-        progress.close()
+    with joined(choose_device(config)) as ranks:
+        progress = progress or TerminalProgress() if ranks.first else Silent()
+        try:
+            with folder.writing() if ranks.first else contextlib.nullcontext(), interruptible() as interrupted:
+                return _Run(config, folder, progress, build, clock, ranks).run(interrupted)
+        finally:
+            progress.close()
 
 
 class _Run:
@@ -104,11 +111,13 @@ class _Run:
         progress: Progress,
         build: Callable[[TrainConfig, int], nn.Module],
         clock: Callable[[], float],
+        ranks: Ranks | None = None,
     ):
         self.config, self.folder, self.progress, self.clock = config, folder, progress, clock
+        self.ranks = ranks = ranks or Ranks()
         self.device = choose_device(config)
         self.amp = amp_dtype(config, self.device)
-        text, self.valid, self.tokenizer = open_run(config, folder)
+        text, self.valid, self.tokenizer = self._open()
         corpus = Corpus(text, self.tokenizer, config.max_length)
         self.batches = TokenBatches(corpus, config.batch_tokens, config.seed)
         self.valid_corpus = Corpus(self.valid, self.tokenizer) if self.valid else None
@@ -130,8 +139,19 @@ class _Run:
             self._restore(self.folder.steps()[-1])
         else:
             self._cut_log(0)
+            scatter_random(self.ranks, config.seed, 0)
+        self.objective = Objective(self.model, config.label_smoothing, ranks)
         self.clock_start = self.clock()
         self.report_start = (self.clock_start, self.tokens)
+
+    def _open(self) -> Any:
+        """The run's text and tokenizer: the first process makes the folder, the others then find it."""
+        if self.ranks.first:
+            opened = open_run(self.config, self.folder)
+            self.ranks.wait()
+            return opened
+        self.ranks.wait()
+        return open_run(replace(self.config, resume=True), self.folder)
 
     def _describe(self, corpus: Corpus) -> None:
         parameters = sum(p.numel() for p in self.model.parameters())
@@ -168,6 +188,9 @@ class _Run:
         )
 
     def _reason_to_stop(self, interrupted: threading.Event) -> str | None:
+        return STOPPED[int(self.ranks.largest(STOPPED.index(self._own_reason_to_stop(interrupted))))]
+
+    def _own_reason_to_stop(self, interrupted: threading.Event) -> str | None:
         if interrupted.is_set():
             return "interrupted"
         if self.step >= self.config.max_steps:
@@ -177,17 +200,18 @@ class _Run:
         return None
 
     def _update(self) -> None:
-        batches = [next(self.batches) for _ in range(self.config.accumulate)]
-        tokens = sum(batch.tokens for batch in batches)
+        parts = [self.batches.next_part(self.ranks.rank, self.ranks.world) for _ in range(self.config.accumulate)]
+        tokens = sum(whole for _, whole in parts)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step + 1, self.config)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
-        for batch in batches:
-            # Divided by the tokens of the whole update: every token weighs the same, however the batches split.
-            loss = self._loss(batch) / tokens
-            self.scaler.scale(loss).backward()
-            self.window[0] += loss.detach() * tokens
+        for left, (batch, _) in zip(reversed(range(len(parts))), parts):
+            with self.objective.separately(left > 0):
+                # Divided by the tokens of the whole update: every token weighs the same, however the batches split.
+                loss = self._loss(batch) / tokens
+                self.scaler.scale(loss).backward()
+            self.window[0] += loss.detach() * tokens / self.ranks.world
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or math.inf)
         if not self.scaler.is_enabled():  # the scaler skips updates with infinite gradients by itself
@@ -202,7 +226,7 @@ class _Run:
     def _loss(self, batch: Batch) -> torch.Tensor:
         batch = batch.to(self.device)
         with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
-            return batch_loss(self.model, batch, self.config.label_smoothing)
+            return self.objective(batch)
 
     # Reports
 
@@ -210,12 +234,17 @@ class _Run:
         return self.seconds_before + self.clock() - self.clock_start
 
     def _check_finite(self) -> None:
-        if not bool(self.window.isfinite().all()):
+        if not math.isfinite(sum(self._window())):
             raise DivergedError(
                 f"training diverged: loss or gradient is not finite within the last {self.window_steps} updates before"
                 f" step {self.step}; lower lr ({self.config.lr}) or lengthen warmup ({self.config.warmup})."
                 f" Checkpoints so far are intact: {self.folder.steps() or 'none'}"
             )
+
+    def _window(self) -> list[float]:
+        """The sums of the loss, over all processes, and of the gradient norm, which all have."""
+        loss, norm = self.window.tolist()
+        return [self.ranks.total(loss), norm]
 
     def _rate(self) -> float:
         """Target tokens a second since the last report."""
@@ -228,7 +257,7 @@ class _Run:
 
     def _report(self) -> None:
         self._check_finite()
-        loss, norm = self.window.tolist()
+        loss, norm = self._window()
         self.last_loss = loss / self.window_tokens
         self._log(
             loss=self.last_loss,
@@ -241,6 +270,8 @@ class _Run:
         self.report_start = (self.clock(), self.tokens)
 
     def _log(self, **values: Any) -> None:
+        if not self.ranks.first:
+            return
         line = {"step": self.step, "epoch": self.batches.epoch, "tokens": self.tokens, "seconds": self._seconds()}
         with self._writing_log(), open(self.folder.log, "a", encoding="utf-8") as log:
             log.write(json.dumps({**line, **values}) + "\n")
@@ -257,6 +288,13 @@ class _Run:
         if self.valid is None or self.valid_corpus is None:
             return
         pause = self.clock()
+        if self.ranks.first:
+            self._measure()
+        measured = self.scores, self.best_step, self.best_scores
+        self.scores, self.best_step, self.best_scores = self.ranks.of_the_first(measured)
+        self.report_start = (self.report_start[0] + self.clock() - pause, self.report_start[1])
+
+    def _measure(self) -> None:
         loss = corpus_loss(self.model, self.valid_corpus, self.config.batch_tokens, self.device)
         self.scores = {"valid_loss": loss}
         text = f"step {self.step:,}: validation loss {loss:.3f}, perplexity {math.exp(min(loss, 700)):.2f}"
@@ -271,24 +309,24 @@ class _Run:
             text += ", the best so far"
         self._log(**self.scores)
         self.progress.message(text)
-        self.report_start = (self.report_start[0] + self.clock() - pause, self.report_start[1])
 
     # Checkpoints
 
     def _save(self) -> None:
         self._check_finite()
+        window, rng = self._window(), random_states(self.ranks, self.device)
+        self.saved_step = self.step
+        if not self.ranks.first:
+            return
         with self._writing_log(), open(self.folder.log, "ab") as log:
             os.fsync(log.fileno())
             log_bytes = log.tell()
-        rng = {"rng:cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            rng["rng:cuda"] = torch.cuda.get_rng_state(self.device)
         state = {
             "epoch": self.batches.epoch,
             "position": self.batches.position,
             "tokens": self.tokens,
             "seconds": self._seconds(),
-            "window": self.window.tolist(),
+            "window": window,
             "window_tokens": self.window_tokens,
             "window_steps": self.window_steps,
             "scores": self.scores,
@@ -299,32 +337,33 @@ class _Run:
         }
         moments = optimizer_tensors(self.model, self.optimizer)
         self.folder.save(self.step, {"model": model_tensors(self.model), "optimizer": {**moments, **rng}}, state)
-        self.saved_step = self.step
         self.folder.prune(self.config.keep_last, self.best_step)
 
     def _restore(self, step: int) -> None:
         checkpoint = self.folder.load(step)
         state, tensors = checkpoint.state, dict(checkpoint.tensors["optimizer"])
-        rng = {key: tensors.pop(key) for key in ("rng:cpu", "rng:cuda") if key in tensors}
+        rng = {key: tensors.pop(key) for key in list(tensors) if key.startswith("rng:")}
         load_model_tensors(self.model, checkpoint.tensors["model"])
         load_optimizer_tensors(self.model, self.optimizer, tensors)
-        torch.set_rng_state(rng["rng:cpu"])
-        if "rng:cuda" in rng and self.device.type == "cuda":
-            torch.cuda.set_rng_state(rng["rng:cuda"], self.device)
+        continue_random(self.ranks, rng, self.device, self.config.seed, step)
         self.batches.seek(state["epoch"], state["position"])
         self.step = self.saved_step = step
         self.tokens, self.seconds_before = state["tokens"], state["seconds"]
         self.window.copy_(torch.tensor(state["window"], dtype=torch.float64))
+        self.window[0] *= self.ranks.first  # the sum of all is the first one's to keep
         self.window_tokens, self.window_steps = state["window_tokens"], state["window_steps"]
         self.scores, self.best_step, self.best_scores = state["scores"], state["best_step"], state["best_scores"]
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
         self._cut_log(state["log_bytes"])
-        self.folder.prune(self.config.keep_last, self.best_step)
+        if self.ranks.first:
+            self.folder.prune(self.config.keep_last, self.best_step)
         self.progress.message(f"resumed {self.folder.root} at step {step:,}")
 
     def _cut_log(self, size: int) -> None:
         """Drop what was logged after the checkpoint; it will happen, and be logged, once more."""
+        if not self.ranks.first:
+            return
         with self._writing_log():
             if self.folder.log.exists() and self.folder.log.stat().st_size > size:
                 os.truncate(self.folder.log, size)

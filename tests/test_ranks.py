@@ -1,0 +1,134 @@
+"""Two processes train as one does: DDP and FSDP2 around our layers, the train command, activation checkpointing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ranks_training
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import transformer_fast as tfast
+from transformer_fast.reference import layers as reference
+from transformer_fast.translation import load_trained, read_parallel
+from transformer_fast.translation.batching import Corpus, TokenBatches
+from transformer_fast.translation.numbers import make_numbers_corpus
+from transformer_fast.translation.tokenizer import PAD, Tokenizer
+
+SCRIPT = str(Path(__file__).parent / "ranks_training.py")
+ROOT = str(Path(__file__).parent.parent)
+TOLERANCE = 2e-4  # of a weight after a run: sums of gradients in another order, through as many updates
+NO_GRADIENT = "k_linear.bias"  # moves every score of a query alike: its gradient is rounding, which Adam makes a step
+
+
+def run(processes: int, *args: str) -> None:
+    if processes == 1:
+        ranks_training.main(*args)
+        return
+    environment = os.environ | {"PYTHONPATH": ROOT, "OMP_NUM_THREADS": "1"}
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    command = [sys.executable, *launcher, SCRIPT, *args]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_layers_under_ddp_and_fsdp2(tmp_path: Path) -> None:
+    for processes in (1, 2):
+        (tmp_path / str(processes)).mkdir()
+        run(processes, "layers", str(tmp_path / str(processes)))
+    for file in sorted((tmp_path / "1").iterdir()):
+        alone, together = (torch.load(tmp_path / p / file.name) for p in ("1", "2"))
+        torch.testing.assert_close(torch.tensor(together["losses"]), torch.tensor(alone["losses"]), atol=1e-5, rtol=0)
+        assert abs(alone["losses"][-1] - alone["losses"][0]) > 0.01
+        prefix = "module." if next(iter(together["state"])).startswith("module.") else ""
+        for name, tensor in alone["state"].items():
+            torch.testing.assert_close(together["state"][prefix + name], tensor, atol=TOLERANCE, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("corpus")
+    make_numbers_corpus(folder, 120, 12)
+    return {
+        "source": str(folder / "train.en"), "target": str(folder / "train.de"),
+        "valid_source": str(folder / "test.en"), "valid_target": str(folder / "test.de"),
+        "vocab_size": 80, "d_model": 16, "heads": 2, "layers": 1, "d_ff": 24, "dropout": 0.0, "max_length": 60,
+        "batch_tokens": 200, "accumulate": 2, "warmup": 4, "valid_every": 3, "bleu_sentences": 4, "device": "cpu",
+    }  # fmt: skip
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_trained(folder, which="last").model.state_dict()
+
+
+def test_the_train_command_on_two_processes_and_resumed_on_another_number(
+    corpus: dict[str, object], tmp_path: Path
+) -> None:
+    def train(name: str, processes: int, steps: int) -> Path:
+        options = corpus | {"save": str(tmp_path / name), "max_steps": steps}
+        run(processes, "command", json.dumps(options), str(tmp_path / f"{name}.result"))
+        return tmp_path / name
+
+    alone = train("alone", 1, 6)
+    together = train("together", 2, 6)
+    halves = train("halves", 2, 3)
+    train("halves", 1, 6)
+    expected = weights(alone)
+    for folder in (together, halves):
+        for name, tensor in weights(folder).items():
+            if not name.endswith(NO_GRADIENT):
+                torch.testing.assert_close(tensor, expected[name], atol=TOLERANCE, rtol=0)
+    logs = [
+        [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()] for folder in (alone, together)
+    ]
+    assert [line["step"] for line in logs[1]] == [line["step"] for line in logs[0]] == [3, 6]
+    for ours, theirs in zip(*logs, strict=True):
+        assert (
+            ours["valid_loss"] == pytest.approx(theirs["valid_loss"], abs=1e-4) and ours["tokens"] == theirs["tokens"]
+        )
+    first, second = (json.loads((tmp_path / f"together.{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second and first["step"] == 6
+
+
+def test_the_parts_of_a_batch_are_the_batch(corpus: dict[str, object]) -> None:
+    text = read_parallel(corpus["source"], corpus["target"])
+    pairs = Corpus(text, Tokenizer.train((*text.source, *text.target), 80))
+    whole = TokenBatches(pairs, 60, seed=0)
+    empty = 0
+    for _ in range(20):
+        place = whole.epoch, whole.position
+        batch = next(whole)
+        parts = []
+        for rank in range(4):
+            whole.seek(*place)
+            part, tokens = whole.next_part(rank, 4)
+            assert tokens == batch.tokens and part.tokens == int((part.target_out != PAD).sum())
+            empty += part.tokens == 0
+            parts += [row[row != PAD].tolist() for row in part.target_out if part.tokens]
+        assert sorted(parts) == sorted(row[row != PAD].tolist() for row in batch.target_out)
+    assert empty, "no batch had fewer rows than there are processes"
+
+
+def test_activation_checkpointing_draws_the_same_dropout() -> None:
+    """The mask is a function of a seed that torch's generator draws, so the second forward draws it again."""
+    stock = torch.nn.TransformerEncoderLayer(16, 2, 24, dropout=0.3, batch_first=True)
+    classic = reference.EncoderLayer(16, 2, dropout=0.3, d_ff=24)
+    tfast.accelerate(stock), tfast.accelerate(classic)
+    keep = torch.arange(7) < torch.tensor([7, 4, 1]).unsqueeze(1)
+    x = torch.randn(3, 7, 16, requires_grad=True)
+    for layer, mask in (
+        (tfast.layers.EncoderLayer(16, 2, 0.3, d_ff=24), keep.unsqueeze(1)),
+        (stock, None),
+        (classic, keep.unsqueeze(1)),
+    ):
+        grads = []
+        for again in (False, True):
+            torch.manual_seed(4)
+            out = checkpoint(layer, x, mask, use_reentrant=False) if again else layer(x, mask)
+            grads.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
