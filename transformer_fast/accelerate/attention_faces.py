@@ -105,6 +105,10 @@ class HeadsFace(Face):
 class ClassicHeadsFace(HeadsFace):
     """``q_linear``, ``k_linear``, ``v_linear``, ``out``; ``verbose`` prints the weights."""
 
+    def forward(self, *args: Any, cache: None = None, **kwargs: Any) -> Tensor:
+        # The decoder layer's face is our decoder layer, which says that there is no cache.
+        return super().forward(*args, **kwargs)
+
     def face_fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, verbose: bool = False) -> Tensor:
         if verbose:
             return super(Face, self).forward(query, key, value, mask, verbose)
