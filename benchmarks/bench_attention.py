@@ -1,68 +1,34 @@
-"""Masked attention against eager and every backend of ``scaled_dot_product_attention``, on the same inputs.
+"""Masked attention against eager, every backend of ``scaled_dot_product_attention`` and FlexAttention.
 
-What a backend of SDPA refuses (a mask, dropout, a dtype) is in the record under ``refused``, in its own words.
+"ours packed" is :func:`transformer_fast.attention_packed` on the same batch without its padding. The others get their
+masks ready made: one dense keep tensor, or FlexAttention's block mask; ours is timed with all that it does with the
+mask. What a peer refuses (a mask, dropout, a dtype) is in the record under ``refused``, in its own words.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import transformer_fast as tfast
 from transformer_fast import reference
 from transformer_fast.ops import _library
+from transformer_fast.packing import Packing, packing_of, take
 
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_cases import CASES, LONGEST_STORED, Case
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """One call. ``mask``: "none", "ragged" (a length for each batch entry), "causal" or "ragged causal"."""
-
-    B: int
-    H: int
-    Lq: int
-    Lk: int
-    D: int = 64
-    mask: str = "ragged"
-    dropout_p: float = 0.0
-    dtype: torch.dtype = torch.float32
-    backward: bool = True
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        shape = f"b{self.B}h{self.H}q{self.Lq}k{self.Lk}d{self.D}"
-        return f"{shape}-{self.mask}-p{self.dropout_p}-{dtype}-{'train' if self.backward else 'infer'}"
-
-
-BF16 = torch.bfloat16
-CASES = {
-    "cpu": [
-        Case(64, 8, 64, 64, dropout_p=0.1),
-        Case(64, 8, 64, 64),
-        Case(64, 8, 64, 64, mask="none"),
-        Case(64, 8, 64, 64, mask="ragged causal", dropout_p=0.1),
-        Case(64, 8, 20, 20, dropout_p=0.1),
-        Case(64, 8, 64, 64, dropout_p=0.1, dtype=BF16),
-        Case(64, 8, 64, 64, mask="none", dtype=BF16),
-        Case(1, 8, 512, 512, mask="causal"),
-        Case(2, 8, 1024, 1024, mask="causal", backward=False),
-        Case(64, 8, 64, 64, backward=False),
-        Case(64, 8, 1, 256, backward=False),
-        Case(1, 8, 1, 512, mask="none", backward=False),
-        Case(1, 1, 1, 5, D=8, mask="none", backward=False),
-    ],
-    "cuda": [
-        Case(B, 16, L, L, mask=mask, dropout_p=p, dtype=BF16, backward=backward)
-        for B, L in ((64, 64), (64, 256), (16, 1024), (4, 4096))
-        for mask, p in (("ragged", 0.1), ("ragged", 0.0), ("ragged causal", 0.1), ("none", 0.0))
-        for backward in (False, True)
-    ],
-}
 BACKENDS = {
     "cpu": (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH),
     "cuda": (
@@ -74,90 +40,168 @@ BACKENDS = {
 }
 
 
-def masks(case: Case, device: str):
-    """The mask as ours takes it, and as one keep tensor for the others (None: no mask)."""
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(max(1, case.Lk // 8), case.Lk + 1, (case.B,), generator=generator).to(device)
-    mask = tfast.AttentionMask()
-    if "ragged" in case.mask:
-        mask = mask & tfast.AttentionMask.lengths(lengths)
-    if "causal" in case.mask:
-        mask = mask & tfast.AttentionMask.causal(case.Lk - case.Lq)
-    dense = None if case.mask == "none" else mask.dense(case.Lq, case.Lk, device)
-    return mask, dense
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """q, k, v and the gradient of the output, padded (B, H, L, D), and the same packed (T, H, D)."""
+
+    padded: tuple[Tensor, ...]
+    packed: tuple[Tensor, ...]
 
 
-def ways(case: Case, device: str):
-    """Every way to compute the case, by name: functions of (q, k, v)."""
-    mask, dense = masks(case, device)
-    scale, p = 1 / math.sqrt(case.D), case.dropout_p
+torch.utils._pytree.register_dataclass(Inputs)
 
-    def eager(q, k, v):
-        scores = q @ k.transpose(-2, -1) * scale
-        if dense is not None:
-            scores = scores.masked_fill(~dense, -1e9)
+
+class Setting:
+    """A case on a device: its masks, and every way to compute it."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device = case, device
+        lengths, self.mask = case.key_lengths().to(device), tfast.AttentionMask()
+        if case.lengths != "full":
+            self.mask = self.mask & tfast.AttentionMask.lengths(lengths)
+        if case.causal:
+            self.mask = self.mask & tfast.AttentionMask.causal(case.causal_offset)
+        masked = case.causal or case.lengths != "full"
+        self.dense = self.mask.dense(case.queries, case.keys, device) if masked else None
+        self.queries = packing_of(case.query_lengths(), case.B, case.queries, device)
+        self.keys = packing_of(case.key_lengths(), case.B, case.keys, device)
+
+    def make_inputs(self) -> Inputs:
+        case = self.case
+        shapes = [(case.B, length, case.H, case.D) for length in (case.queries, case.keys, case.keys, case.queries)]
+        tensors = [torch.randn(shape, device=self.device, dtype=case.dtype) for shape in shapes]
+        packings: list[Packing] = [self.queries, self.keys, self.keys, self.queries]
+        packed = tuple(take(t, packing).clone() for t, packing in zip(tensors, packings, strict=True))
+        padded = tuple(t.transpose(1, 2) for t in tensors)
+        for t in (*padded[:3], *packed[:3]):
+            t.requires_grad_(case.backward)
+        return Inputs(padded, packed)
+
+    def ours(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tfast.attention(q, k, v, self.mask, dropout_p=self.case.dropout_p)
+
+    def ours_packed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tfast.attention_packed(
+            q,
+            k,
+            v,
+            self.queries.cu_seqlens,
+            self.keys.cu_seqlens,
+            max_q=self.queries.max_length,
+            max_k=self.keys.max_length,
+            causal=self.case.causal,
+            dropout_p=self.case.dropout_p,
+        )
+
+    def eager(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.transpose(-2, -1) / math.sqrt(self.case.D)
+        if self.dense is not None:
+            scores = scores.masked_fill(~self.dense, -1e9)
         weights = scores.softmax(-1)
-        return (F.dropout(weights, p) if p > 0 else weights) @ v
+        return (F.dropout(weights, self.case.dropout_p) if self.case.dropout_p > 0 else weights) @ v
 
-    def sdpa(backend):
+    def sdpa(self, backend: SDPBackend) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         # A look-ahead alone has its own argument there, which some backends need; else the mask is dense.
-        only_causal = case.mask == "causal" and case.Lq == case.Lk
-        arguments = {"is_causal": True} if only_causal else {"attn_mask": dense}
+        case = self.case
+        only_causal = case.causal and case.lengths == "full" and case.Lq is None
+        arguments = {"is_causal": True} if only_causal else {"attn_mask": self.dense}
 
-        def call(q, k, v):
+        def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
-                return F.scaled_dot_product_attention(q, k, v, **arguments, dropout_p=p)
+                return F.scaled_dot_product_attention(q, k, v, **arguments, dropout_p=case.dropout_p)
 
         return call
 
-    calls = {"ours": lambda q, k, v: tfast.attention(q, k, v, mask, dropout_p=p), "eager": eager}
-    return calls | {f"sdpa {backend.name.lower()}": sdpa(backend) for backend in BACKENDS[device]}
+    def flex(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.case.dropout_p > 0:
+            raise RuntimeError("flex_attention has no dropout")
+        return compiled_flex_attention()(q, k, v, block_mask=self.block_mask)
 
+    @functools.cached_property
+    def block_mask(self):
+        from torch.nn.attention.flex_attention import create_block_mask
 
-def check_ours(case: Case, device: str):
-    """Raises unless ours is what the oracle computes with the same dropout."""
-    _, dense = masks(case, device)
+        case, lengths = self.case, self.case.key_lengths().to(self.device)
 
-    def check(inputs):
-        q, k, v, _ = inputs
-        seed = torch.tensor([7], device=device) if case.dropout_p else None
+        def visible(b, h, i, j):
+            seen = j < lengths[b]
+            return seen & (j <= i + case.causal_offset) if case.causal else seen
+
+        if self.dense is None:
+            return None
+        return create_block_mask(visible, case.B, None, case.queries, case.keys, device=self.device)
+
+    def calls(self) -> dict[str, Callable[[Inputs], object]]:
+        """Every way, by name: functions of the inputs."""
+        padded = {"ours": self.ours}
+        if self.case.keys <= LONGEST_STORED:
+            padded["eager"] = self.eager
+        for backend in BACKENDS[self.device]:
+            if backend is not SDPBackend.MATH or self.case.keys <= LONGEST_STORED:
+                padded[f"sdpa {backend.name.lower()}"] = self.sdpa(backend)
+        if self.device == "cuda":
+            padded["flex"] = self.flex
+        timed = {name: self._timed(call, "padded") for name, call in padded.items()}
+        if self.case.lengths != "full" and self.case.causal_offset in (None, 0):
+            timed["ours packed"] = self._timed(self.ours_packed, "packed")
+        return timed
+
+    def _timed(self, function: Callable[..., Tensor], which: str) -> Callable[[Inputs], object]:
+        def run(inputs: Inputs) -> object:
+            *qkv, grad_out = getattr(inputs, which)
+            out = function(*qkv)
+            return torch.autograd.grad(out, qkv, grad_out) if self.case.backward else out
+
+        return run
+
+    def check(self, inputs: Inputs) -> None:
+        """Raise unless ours is what the oracle computes with the same dropout in one head, and packed what padded is.
+
+        Gradients too, where a head is small enough for the oracle to be kept whole.
+        """
+        seed, rows = torch.tensor([7], device=self.device), min(self.case.queries, 512)
+        *padded, grad_out = inputs.padded
         with mock.patch.object(_library, "draw_seed", lambda _: seed):
-            actual = ways(case, device)["ours"](q, k, v)
+            ours, packed = self.ours(*padded), self.ours_packed(*inputs.packed[:3])
+        head = [t[:1, :1, :rows] if i == 0 else t[:1, :1] for i, t in enumerate(padded)]
+        head = [t.detach().requires_grad_(self.case.backward) for t in head]
         expected = reference.attention.attention(
-            q, k, v, keep=dense, scale=1 / math.sqrt(case.D), dropout_p=case.dropout_p, seed=seed
+            *head,
+            keep=None if self.dense is None else self.dense[:1, :, :rows],
+            scale=1 / math.sqrt(self.case.D),
+            dropout_p=self.case.dropout_p,
+            seed=seed,
         )[0]
-        tolerance = 2e-2 if case.dtype == BF16 else 2e-5
-        torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance)
+        self._close(ours[:1, :1, :rows], expected)
+        if "ours packed" in self.calls():
+            self._close(packed, take(ours.transpose(1, 2), self.queries))
+        if self.case.backward and rows == self.case.queries:
+            grads = torch.autograd.grad(ours, padded, grad_out)
+            for ours_grad, grad in zip(grads, torch.autograd.grad(expected, head, grad_out[:1, :1]), strict=True):
+                self._close(ours_grad[:1, :1], grad)
 
-    return check
+    def _close(self, actual: Tensor, expected: Tensor) -> None:
+        tolerance = 2e-5 if self.case.dtype == torch.float32 else 2e-2
+        atol = tolerance * max(1.0, float(expected.detach().abs().max()))
+        torch.testing.assert_close(actual, expected, atol=atol, rtol=tolerance)
+
+
+@functools.cache
+def compiled_flex_attention():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
 
 
 @pytest.mark.parametrize(("on", "case"), [(on, case) for on, cases in CASES.items() for case in cases], ids=str)
 def test_attention(versus, device, on, case):
     if on != device:
         pytest.skip(f"a case for {on}")
-
-    def make_inputs():
-        shapes = [(case.B, length, case.H, case.D) for length in (case.Lq, case.Lk, case.Lk, case.Lq)]
-        *qkv, grad_out = (torch.randn(s, device=device, dtype=case.dtype).transpose(1, 2) for s in shapes)
-        return *(t.requires_grad_(case.backward) for t in qkv), grad_out
-
-    def timed(function):
-        def run(inputs):
-            *qkv, grad_out = inputs
-            out = function(*qkv)
-            return torch.autograd.grad(out, qkv, grad_out) if case.backward else out
-
-        return run
-
-    _, dense = masks(case, device)
-    pairs = case.B * case.Lq * case.Lk if dense is None else dense.expand(case.B, 1, case.Lq, case.Lk).sum().item()
-    size = torch.finfo(case.dtype).bits // 8
-    queries, keys = case.B * case.H * case.Lq * case.D, case.B * case.H * case.Lk * case.D
+    setting = Setting(case, device)
     versus(
-        make_inputs,
-        {name: timed(call) for name, call in ways(case, device).items()},
-        check=check_ours(case, device),
-        bytes_moved=size * (2 * queries + 2 * keys + (4 * queries + 4 * keys if case.backward else 0)),
-        operations=(14 if case.backward else 4) * case.H * pairs * case.D,
+        setting.make_inputs,
+        setting.calls(),
+        check=setting.check,
+        bytes_moved=case.bytes_moved(case.B * case.queries, case.B * case.keys),
+        operations=case.operations(case.pairs()),
     )
