@@ -60,23 +60,14 @@ def attention_decode(
 
     backend = backends.resolve("attention", q.device, q.dtype)
     check_backend(backend, q, v_cache)
-    if backend != "reference" and not _has_kernels(backend):
-        backend = "reference"
     if backend == "reference":
         options = {"lengths": lengths, "page_table": page_table, "causal": causal, "scale": scale}
         return reference.attention.attention_decode(q, k_cache, v_cache, **options)[0]
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
     args = (q, k_cache, v_cache, lengths, page_table, causal, scale, backend)
-    return (_op(*args) if autocast else _direct.run(_op, _attention_decode, 5, *args))[0]
-
-
-def _has_kernels(backend: str) -> bool:
-    if backend == "native":
-        return hasattr(torch.ops.transformer_fast_native, "attention_decode")
-    import importlib.util
-
-    return importlib.util.find_spec("transformer_fast.kernels.attention_decode") is not None
+    call = _attention_decode if _direct.is_plain(*args[:5]) and not autocast else _op
+    return call(*args)[0]
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, autocast: bool) -> None:

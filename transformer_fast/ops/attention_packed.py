@@ -79,8 +79,6 @@ def attention_packed(
 
     backend = backends.resolve("attention", q.device, q.dtype)
     check_backend(backend, q, v)
-    if backend != "reference" and not _has_kernels(backend):
-        backend = "reference"
     if backend == "reference":
         return reference.attention.attention_packed(q, k, v, **_named(parts))[0]
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
@@ -91,14 +89,6 @@ def attention_packed(
     call = _autograd if _direct.is_plain(q, k, v, cu_seqlens_q, cu_seqlens_k) and not autocast else _op
     out = call(q, k, v, *parts, backend)[0]
     return out if Dv == out.shape[-1] else out[..., :Dv]
-
-
-def _has_kernels(backend: str) -> bool:
-    if backend == "native":
-        return hasattr(torch.ops.transformer_fast_native, "attention_packed_forward")
-    from ..kernels import attention
-
-    return hasattr(attention, "attention_packed_forward")
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
