@@ -1,0 +1,337 @@
+"""Random calls of attention, each held to the gate of tests/helpers.py: ``make fuzz SEED=0 COUNT=2000``.
+
+A configuration is a pure function of the seed and its number, so that one that fails is repeated alone:
+
+    TRITON_INTERPRET=1 python tests/fuzz.py --backend triton --seed 0 --first 17 --count 1
+
+On CPU "triton" runs in Triton's interpreter, on tiles of 32 x 32, so that small shapes have whole tiles, edges and more
+than one of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import random
+import sys
+import time
+import warnings
+
+import torch
+from helpers import assert_as_exact_as_eager, fixed_seed, poisoned_memory
+from torch import Tensor
+
+import transformer_fast as tfast
+from transformer_fast import AttentionMask
+from transformer_fast.reference import attention as reference
+from transformer_fast.reference.dropout import attention_keep, rescale
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+LAYOUTS = ("contiguous", "heads behind", "sliced", "one head for all", "dim first")
+DIALECTS = ("keep", "int keep", "blocked", "float blocked")
+DROPOUT_SEED = 2**41 + 7
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One call. ``parts`` are the mask's: "dense", "padding", "lengths", "lengths per query", "causal"."""
+
+    number: int
+    kind: str  # "padded", "packed", "decode"
+    B: int
+    H: int
+    Hkv: int
+    Lq: int
+    Lk: int
+    D: int
+    Dv: int
+    dtype: str
+    layout: str
+    dialect: str
+    parts: tuple[str, ...]
+    causal: int
+    bias: str  # "none", "given", "learned"
+    dropout_p: float
+    empty_rows: str
+    outputs: str  # "out", "weights", "dropped", "logsumexp"
+    scale: float | None
+
+    @property
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.number)
+
+
+def config(seed: int, number: int, backend: str = "native") -> Config:
+    """Configuration ``number`` of a seed."""
+    chance = random.Random(seed * 1_000_003 + number)
+    choose = chance.choice
+    kind = choose(("padded",) * 6 + ("packed",) * 3 + ("decode",))
+    longest = 70 if backend == "triton" and DEVICE.type == "cpu" else 200
+    Lq = choose((1, 2, 15, 17, 33, chance.randint(1, longest))) if kind != "decode" else chance.randint(1, 5)
+    Hkv, D = choose((1, 1, 2, 3)), choose((1, 3, 8, 16, 20, 32, 40, 64) + ((80, 128) if longest > 70 else ()))
+    padded = kind == "padded"
+    parts = tuple(
+        part
+        for part, p in {
+            "dense": 0.35,
+            "padding": 0.25,
+            "lengths": 0.35,
+            "lengths per query": 0.15,
+            "causal": 0.35,
+        }.items()
+        if padded and chance.random() < p
+    )
+    return Config(
+        number=number,
+        kind=kind,
+        B=chance.randint(1, 3),
+        H=Hkv * choose((1, 1, 2, 4)),
+        Hkv=Hkv,
+        Lq=Lq,
+        Lk=choose((Lq, 1, 31, 32, 65, chance.randint(1, longest))),
+        D=D,
+        Dv=choose((D, D, D, 12)) if kind != "decode" else D,
+        dtype=choose(tuple(DTYPES)),
+        layout=choose(LAYOUTS),
+        dialect=choose(DIALECTS),
+        parts=parts,
+        causal=choose((0, 0, chance.randint(-Lq, longest))) if padded else choose((0, 1)),
+        bias=choose(("none", "none", "given", "learned")) if padded else "none",
+        dropout_p=choose((0.0, 0.0, 0.1, 0.3, 0.9)) if kind != "decode" else 0.0,
+        empty_rows=choose(("uniform", "zero")),
+        outputs=choose(("out", "out", "out", "weights", "dropped", "logsumexp")) if padded else "out",
+        scale=choose((None, None, None, 0.5, -0.3, 1.0)),
+    )
+
+
+def normal(shape: tuple[int, ...], c: Config, generator: torch.Generator) -> Tensor:
+    """(B, heads, L, D) or (T, heads, D) of normal numbers in the layout of the configuration."""
+    *batch, heads, length, dim = shape if len(shape) == 4 else (shape[1], shape[0], shape[2])
+    draw = lambda *size: torch.randn(size, generator=generator).to(DTYPES[c.dtype]).to(DEVICE)  # noqa: E731
+    if c.layout == "heads behind":
+        t = draw(*batch, length, heads, dim).transpose(-3, -2)
+    elif c.layout == "sliced":
+        t = draw(*batch, heads, 2 * length, dim + 3)[..., ::2, 3:]
+    elif c.layout == "one head for all":
+        t = draw(*batch, 1, length, dim).expand(*batch, heads, length, dim)
+    elif c.layout == "dim first":
+        t = draw(*batch, heads, dim, length).transpose(-2, -1)
+    else:
+        t = draw(*batch, heads, length, dim)
+    return t if len(shape) == 4 else t.transpose(0, 1)
+
+
+def draw_mask(c: Config, generator: torch.Generator) -> tuple[AttentionMask, dict[str, object]]:
+    """The mask as somebody would give it, and its normal form for the oracle."""
+
+    def bools(*shape: int) -> Tensor:
+        return (torch.rand(shape, generator=generator) > 0.35).to(DEVICE)
+
+    def broadcast(*shape: int) -> list[int]:
+        return [n if torch.rand((), generator=generator) < 0.6 else 1 for n in shape]
+
+    def said(keep: Tensor) -> AttentionMask:
+        if c.dialect == "int keep":
+            return AttentionMask.keep(keep.int() * 3)
+        if c.dialect == "keep":
+            return AttentionMask.keep(keep)
+        return AttentionMask.blocked(~keep if c.dialect == "blocked" else (~keep).float())
+
+    mask, parts = AttentionMask(), {}
+    if "dense" in c.parts:
+        parts["keep"] = bools(*broadcast(c.B, c.H), c.Lq, c.Lk)
+        mask = mask & said(parts["keep"])
+    if "padding" in c.parts:
+        parts["key_keep"] = bools(*broadcast(c.B, c.H), 1, c.Lk)
+        mask = mask & said(parts["key_keep"])
+    for part, shape in (("lengths", (c.B,)), ("lengths per query", (c.B, c.Lq))):
+        if part in c.parts:
+            lengths = torch.randint(0, c.Lk + 1, shape, generator=generator).to(DEVICE)
+            mask = mask & AttentionMask.lengths(lengths)
+    if mask.key_lengths is not None:
+        parts["lengths"] = mask.key_lengths
+    if "causal" in c.parts:
+        parts["causal"] = c.causal
+        mask = mask & AttentionMask.causal(c.causal)
+    return mask, parts
+
+
+def draw_bias(c: Config, generator: torch.Generator) -> Tensor | None:
+    if c.bias == "none":
+        return None
+    shape = [n if torch.rand((), generator=generator) < 0.6 else 1 for n in (c.B, c.H, c.Lq, c.Lk)]
+    bias = torch.randn(shape, generator=generator)
+    if shape[3] > 1:
+        bias[..., torch.rand(shape[3], generator=generator) < 0.1] = -torch.inf
+    return bias.to(DTYPES[c.dtype]).to(DEVICE)
+
+
+def check_padded(c: Config) -> None:
+    generator = c.generator
+    shapes = [(c.B, c.H, c.Lq, c.D), (c.B, c.Hkv, c.Lk, c.D), (c.B, c.Hkv, c.Lk, c.Dv)]
+    qkv = [normal(shape, c, generator) for shape in shapes]
+    mask, parts = draw_mask(c, generator)
+    bias = draw_bias(c, generator)
+    scale = c.D**-0.5 if c.scale is None else c.scale
+    asked = {"weights": {"return_weights": True}, "dropped": {"return_weights": "dropped"}}
+    asked |= {"logsumexp": {"return_logsumexp": True}, "out": {}}
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor) -> tuple[Tensor, ...]:
+        options = {"scale": c.scale, "dropout_p": c.dropout_p, "empty_rows": c.empty_rows}
+        found = tfast.attention(q, k, v, mask, bias=bias, **options, **asked[c.outputs])
+        return found if isinstance(found, tuple) else (found,)
+
+    def oracle(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, seed: Tensor) -> tuple[Tensor, ...]:
+        out, weights, logsumexp = reference.attention(
+            q, k, v, **parts, bias=bias, scale=scale, dropout_p=c.dropout_p, seed=seed, empty_rows=c.empty_rows
+        )
+        if c.outputs == "dropped" and c.dropout_p > 0:
+            kept = attention_keep(seed, c.dropout_p, *weights.shape)
+            weights = torch.where(kept, weights * rescale(c.dropout_p), 0.0)
+        more = {"weights": (weights,), "dropped": (weights,), "logsumexp": (logsumexp,), "out": ()}
+        return out, *more[c.outputs]
+
+    hold(c, ours, oracle, qkv, bias, rows=c.H // c.Hkv * c.Lq, scale=scale)
+
+
+def check_packed(c: Config) -> None:
+    generator = c.generator
+    lengths = [torch.randint(0, n + 1, (c.B,), generator=generator) for n in (c.Lq, c.Lk)]
+    if c.layout == LAYOUTS[1]:
+        lengths[1] = lengths[0]
+    starts = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).to(torch.int32).to(DEVICE) for n in lengths]
+    Tq, Tk = (int(n.sum()) for n in lengths)
+    qkv = [normal(shape, c, generator) for shape in [(Tq, c.H, c.D), (Tk, c.Hkv, c.D), (Tk, c.Hkv, c.Dv)]]
+    scale = c.D**-0.5 if c.scale is None else c.scale
+    causal = bool(c.causal)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, bias: None, seed: Tensor) -> tuple[Tensor, ...]:
+        options = {"causal": causal, "scale": c.scale, "dropout_p": c.dropout_p, "empty_rows": c.empty_rows}
+        return (tfast.attention_packed(q, k, v, *starts, **options),)
+
+    def oracle(q: Tensor, k: Tensor, v: Tensor, bias: None, seed: Tensor) -> tuple[Tensor, ...]:
+        longest = (max(n.tolist()) for n in lengths)
+        sequences = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k"), (*starts, *longest), strict=True))
+        options = {"causal": causal, "scale": scale, "dropout_p": c.dropout_p, "seed": seed}
+        return reference.attention_packed(q, k, v, **sequences, **options)[:1]
+
+    hold(c, ours, oracle, qkv, None, rows=c.H // c.Hkv * c.Lq, scale=scale)
+
+
+def check_decode(c: Config) -> None:
+    generator = c.generator
+    q, k, v = (normal(s, c, generator) for s in [(c.B, c.H, c.Lq, c.D), *[(c.B, c.Hkv, c.Lk, c.D)] * 2])
+    lengths = torch.randint(0, c.Lk + 1, (c.B,), generator=generator).to(DEVICE)
+    scale, causal = (c.D**-0.5 if c.scale is None else c.scale), bool(c.causal)
+    stored, table = (k, v), None
+    if c.number % 2:
+        size = 16
+        pages = -(-c.Lk // size)
+        room = [torch.nn.functional.pad(t, (0, 0, 0, pages * size - c.Lk)) for t in (k, v)]
+        order = torch.randperm(c.B * pages, generator=generator).to(DEVICE)
+        stored = [t.transpose(1, 2).reshape(c.B * pages, size, c.Hkv, c.D)[order] for t in room]
+        table = torch.argsort(order).view(c.B, pages).to(torch.int32)
+    with poisoned_memory():
+        actual = tfast.attention_decode(q, *stored, lengths, page_table=table, causal=causal, scale=c.scale)
+    options = {"lengths": lengths, "causal": causal, "scale": scale}
+    eager = reference.attention_decode(q, k, v, **options)[0]
+    exact = reference.attention_decode(q.double(), k.double(), v.double(), **options)[0]
+    assert_as_exact_as_eager(actual, eager, exact, what="out")
+
+
+def hold(c: Config, ours, oracle, qkv: list[Tensor], bias: Tensor | None, *, rows: int, scale: float) -> None:
+    """Hold every output and every gradient to the gate, and two runs of ours to the same bits."""
+    learned = bias is not None and c.bias == "learned"
+    names = ("grad_q", "grad_k", "grad_v", "grad_bias")[: 3 + learned]
+    generator = c.generator
+    weights: list[Tensor] = []
+
+    def outcome(call, dtype: torch.dtype | None, seed: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        leaves = [(t if dtype is None else t.to(dtype)).detach().requires_grad_() for t in qkv]
+        added = None if bias is None else (bias if dtype is None else bias.to(dtype)).detach().requires_grad_(learned)
+        outputs = list(call(*leaves, added, seed))
+        for out in outputs[len(weights) :]:
+            weights.append(torch.randn(out.shape, generator=generator).to(DEVICE))
+        # The weights of a call are for people; the logsumexp has a gradient.
+        ends = [0, 1] if c.outputs == "logsumexp" else [0]
+        loss = sum((torch.where(outputs[i].isfinite(), outputs[i], 0.0) * weights[i]).sum() for i in ends)
+        grads = torch.autograd.grad(loss, [*leaves, *([added] if learned else [])])
+        return [t.detach() for t in outputs], list(grads)
+
+    with fixed_seed(DROPOUT_SEED) as seed:
+        seed = seed.to(DEVICE)
+        with poisoned_memory():
+            actual, again = outcome(ours, None, seed), outcome(ours, None, seed)
+    eager, exact = outcome(oracle, None, seed), outcome(oracle, torch.float64, seed)
+    for first, second in zip((*actual[0], *actual[1]), (*again[0], *again[1]), strict=True):
+        assert torch.equal(first.nan_to_num(3.0), second.nan_to_num(3.0)), "two runs differ"
+    for i, (a, e, x) in enumerate(zip(actual[0], eager[0], exact[0], strict=True)):
+        if c.outputs == "logsumexp" and i == 1:
+            assert torch.equal(a == -torch.inf, x == -torch.inf), "logsumexp: other rows are empty"
+        assert_as_exact_as_eager(a, e, x, what=("out", c.outputs)[i])
+    # The gradient of a score is a difference, and one side of it went through the output, rounded to the type. Where
+    # the two are nearly equal (a row with one visible key) its ulps are theirs; eager rounds nothing there.
+    subtracted = (exact[0][0] * weights[0]).nan_to_num(0.0).abs().sum(-1)
+    subtracted = float(subtracted.max()) if subtracted.numel() else 0.0
+    if c.outputs == "logsumexp":
+        subtracted += float(weights[1].abs().max())
+    largest_q, largest_k = (float(t.abs().max()) if t.numel() else 0.0 for t in qkv[:2])
+    sides = {"grad_q": abs(scale) * largest_k, "grad_k": abs(scale) * largest_q, "grad_v": 0.0, "grad_bias": 1.0}
+    for name, a, e, x in zip(names, actual[1], eager[1], exact[1], strict=True):
+        assert a.dtype == DTYPES[c.dtype] and a.shape == x.shape, name
+        if a.numel() == 0:
+            continue
+        terms = {"grad_q": 1, "grad_bias": c.B * c.H * c.Lq * c.Lk / a.numel()}.get(name, rows)
+        cancelling = subtracted * sides[name] / max(float(x.abs().max()), 1e-30)
+        assert_as_exact_as_eager(a, e, x, what=name, ulps=4.0 * terms**0.5 * max(1.0, cancelling))
+
+
+CHECKS = {"padded": check_padded, "packed": check_packed, "decode": check_decode}
+
+
+def check(c: Config, backend: str) -> None:
+    """Raise AssertionError unless the call of a configuration is as exact as eager on this backend."""
+    torch.manual_seed(c.number)
+    with tfast.backend(backend):
+        CHECKS[c.kind](c)
+
+
+def small_tiles() -> dict[object, object]:
+    """Tiles of 32 x 32 for every attention kernel, for the interpreter: an item for each entry of the table."""
+    from transformer_fast import configs
+
+    return dict.fromkeys(configs.ATTENTION, configs.AttentionConfig(32, 32, 4, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=("native", "triton"), default="native")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first configuration")
+    parser.add_argument("--count", type=int, default=200)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", message="(divide by zero|invalid value|overflow) encountered")
+    if arguments.backend == "triton" and DEVICE.type == "cpu":
+        from transformer_fast import configs
+
+        configs.ATTENTION.update(small_tiles())
+    interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    failed, started = 0, time.monotonic()
+    for number in range(arguments.first, arguments.first + arguments.count):
+        chosen = config(arguments.seed, number, arguments.backend)
+        try:
+            check(chosen, arguments.backend)
+        except Exception as error:
+            failed += 1
+            print(f"{type(error).__name__}: {error}\n  {chosen}")
+            again = f"--backend {arguments.backend} --seed {arguments.seed} --first {number} --count 1"
+            print(f"  again: {interpreted}python tests/fuzz.py {again}", flush=True)
+    seconds = time.monotonic() - started
+    print(f"{arguments.backend}, seed {arguments.seed}: {arguments.count} calls, {failed} wrong, {seconds:.0f} s")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
