@@ -111,10 +111,14 @@ class Case:
         return (14 if self.backward else 4) * self.H * pairs * self.D
 
     def bytes_moved(self, queries: int, keys: int) -> int:
-        """Bytes read and written at least once, for so many rows of q and of k in all sequences together."""
-        forward = 2 * queries + 2 * keys  # q and out, k and v
-        backward = 4 * queries + 4 * keys  # q, out, their gradients; k, v, theirs
-        rows = forward + (backward if self.backward else 0)
+        """Bytes read and written at least once, for so many rows of q and of k in all sequences together.
+
+        Keys and values past a length are not read, but their gradients are written.
+        """
+        real_keys = int(self.key_lengths().sum())
+        rows = 2 * queries + 2 * real_keys  # q and out, k and v
+        if self.backward:
+            rows += 4 * queries + 2 * real_keys + 2 * keys  # q, out and their gradients; k, v; theirs
         return rows * self.H * self.D * self.dtype.itemsize
 
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: there is nothing to compile", allow_module_level=True)
 
-from triton_compile import SHARED_LIMIT, cases, compile_launch
+from triton_kernels import SHARED_LIMIT, cases, compile_launch
 
 SPILL_LIMIT = 2048
 """Bytes a thread may spill where spilling is allowed at all: fp32, and head sizes above 128."""

@@ -1,113 +1,15 @@
-"""Ahead-of-time compilation of Triton kernels, for GPUs that are not here.
+"""What the ahead-of-time compilation of the Triton kernels found, said at the end of a test run.
 
-Every kernel module lists in ``compile_cases(arch)`` the launches its configs can cause. Each is compiled as a launch
-would compile it - the same specialisation, asked of Triton's own binder - and the cubin's resources are read back.
+The compilation itself is tools/triton_kernels.py, which benchmarks/roofline.py uses too.
 """
 
 from __future__ import annotations
 
-import importlib
 import json
-import re
-import subprocess
-import tempfile
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Shared memory a program may use, in bytes, by compute capability (CUDA programming guide, table of limits)."""
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """What one kernel x config x architecture needs of a GPU."""
-
-    name: str
-    kernel: str
-    arch: int
-    registers: int
-    spill_bytes: int
-    shared: int
-    warps: int
-    wgmma: int
-    mma_sync: int
-    rows_of_16_bit_dot: int
-    seconds: float
-
-
-def compile_launch(launch, arch: int) -> Compiled:
-    """Compile a :class:`transformer_fast.kernels.launching.Launch` for compute capability `arch`."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, make_backend
-    from triton.runtime.jit import create_function_from_signature
-
-    started = time.perf_counter()
-    kernel = launch.kernel
-    target = GPUTarget("cuda", arch, 32)
-    backend = make_backend(target)
-    options = launch.options() | {"debug": False}
-    # What JITFunction.run does before it looks into its cache.
-    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, _ = bind(**launch.arguments, **options)
-    parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, None)
-    source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=target, options=parsed.__dict__)
-    usage = resource_usage(compiled.asm["cubin"])
-    return Compiled(
-        name=launch.name,
-        kernel=kernel.__name__,
-        arch=arch,
-        registers=usage["REG"],
-        spill_bytes=usage["STACK"] + usage["LOCAL"],
-        shared=compiled.metadata.shared,
-        warps=launch.num_warps,
-        wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
-        mma_sync=compiled.asm["ptx"].count("mma.sync"),
-        # Of the first factor of the tallest product: a wgmma takes 64 rows, an mma.sync 16; 0 without such a product.
-        rows_of_16_bit_dot=max(
-            map(int, re.findall(r"tt\.dot .*: tensor<(\d+)x\d+xb?f16>", compiled.asm["ttir"])), default=0
-        ),
-        seconds=time.perf_counter() - started,
-    )
-
-
-def resource_usage(cubin: bytes) -> dict[str, int]:
-    """REG, STACK, LOCAL, SHARED of the one kernel in a cubin, by the cuobjdump that Triton ships."""
-    from triton.backends.nvidia import compiler as nvidia
-
-    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text.stdout)}
-
-
-MODULES = (
-    "attention",
-    "attention_backward",
-    "attention_weights",
-    "attention_grad_bias",
-    "attention_decode",
-    "norm",
-    "norm_backward",
-    "dropout",
-    "cross_entropy",
-)
-"""The kernel modules of transformer_fast.kernels that have Triton kernels."""
-
-
-def cases() -> Iterable[tuple[int, object]]:
-    """(compute capability, launch) of every config of every kernel on every architecture."""
-    from transformer_fast.configs import ARCHITECTURES
-
-    for name, capability in ARCHITECTURES.items():
-        for module in MODULES:
-            kernels = importlib.import_module(f"transformer_fast.kernels.{module}")
-            yield from {launch.name: (capability, launch) for launch in kernels.compile_cases(name)}.values()
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))  # for tests/test_triton_compile.py
 
 
 def pytest_addoption(parser) -> None:
