@@ -17,8 +17,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.extend([str(ROOT), str(ROOT / "tools"), str(Path(__file__).parent)])
+sys.path.extend(str(Path(__file__).resolve().parent / place) for place in (".", "..", "../tools"))
 
 import torch
 from attention_cases import CUDA, Case
@@ -28,6 +27,7 @@ from transformer_fast.configs import attention_config
 from transformer_fast.kernels.attention import call_kind
 from transformer_fast.kernels.tile_share import WorkShare, packed_work_share, work_share
 
+RESULTS = Path(__file__).resolve().parent / "results" / "static"
 COPY = 3.0e12
 MATMUL = {torch.bfloat16: 798e12, torch.float16: 798e12, torch.float32: 67e12}
 PRODUCTS = {"forward": 2, "grad_q": 3, "grad_kv": 4}
@@ -161,7 +161,7 @@ def table(head: list[str], rows: Iterable[list[str]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "static")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     out = parser.parse_args().out
     out.mkdir(parents=True, exist_ok=True)
     floors = list(estimates())
