@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-sys.path.append(str(BENCHMARKS))
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import roofline
 from attention_cases import CUDA
