@@ -46,17 +46,25 @@ struct Bias {
   explicit operator bool() const { return wide.data != nullptr || own.data != nullptr; }
   int64_t row_stride() const { return own.data ? own.row_stride() : wide.row_stride(); }
 
-  A at(int64_t b, int64_t h, int64_t i, int64_t j) const {
-    return own.data ? static_cast<A>(own.at(b, h, i)[j * own.column_stride()])
-                    : wide.at(b, h, i)[j * wide.column_stride()];
+  // The same seen from element (b, h, i, j).
+  Bias from(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    Bias moved = *this;
+    if (own.data) moved.own.data = own.at(b, h, i) + j * own.column_stride();
+    if (wide.data) moved.wide.data = wide.at(b, h, i) + j * wide.column_stride();
+    return moved;
   }
 
-  // Keys j .. j + count - 1 of query i.
-  Vector<A> load(int64_t b, int64_t h, int64_t i, int64_t j, int64_t count) const {
-    if (own.data && own.column_stride() == 1) return load_some(own.at(b, h, i) + j, count);
-    if (wide.data && wide.column_stride() == 1) return load_some(wide.at(b, h, i) + j, count);
+  A at(int64_t i, int64_t j) const {
+    return own.data ? static_cast<A>(own.data[i * own.row_stride() + j * own.column_stride()])
+                    : wide.data[i * wide.row_stride() + j * wide.column_stride()];
+  }
+
+  // Elements (i, j) .. (i, j + count - 1).
+  Vector<A> load(int64_t i, int64_t j, int64_t count) const {
+    if (own.data && own.column_stride() == 1) return load_some(own.data + i * own.row_stride() + j, count);
+    if (wide.data && wide.column_stride() == 1) return load_some(wide.data + i * wide.row_stride() + j, count);
     Vector<A> v{};
-    for (int64_t n = 0; n < count; ++n) v[n] = at(b, h, i, j + n);
+    for (int64_t n = 0; n < count; ++n) v[n] = at(i, j + n);
     return v;
   }
 };

@@ -56,6 +56,7 @@ class BlockMask {
 
   // Adds the bias to the scores of the tile and sets blocked ones to -inf, whatever they were.
   void apply(int64_t keys, A* scores) const {
+    if (has_pairs_ && !has_keys_ && smallest_limit_ >= first_key_ + keys) return add_pairs(keys, scores);
     const int64_t first_row = has_keys_ || has_pairs_ ? 0 : std::max<int64_t>(0, smallest_limit_ - first_key_);
     for (int64_t lane = 0; lane < lanes_; lane += kLanes<A>) {
       IntegerVector<A> limits;
@@ -71,11 +72,21 @@ class BlockMask {
   }
 
  private:
+  // apply() where the pairs are all there is: a dense mask or bias alone.
+  void add_pairs(int64_t keys, A* scores) const {
+    for (int64_t n = 0; n < keys * lanes_; n += kLanes<A>) {
+      const Vector<A> addend = widen(pair_addend_ + n);
+      narrow(scores + n, addend == kBlocked<A> ? addend : widen(scores + n) + addend);
+    }
+  }
+
   void load_keys(int64_t keys) {
     const auto& [keep, key_keep, bias] = std::tie(problem_.keep, problem_.key_keep, problem_.bias);
     std::fill(key_addend_, key_addend_ + keys, A(0));
-    if (bias && bias.row_stride() == 0)
-      for (int64_t j = 0; j < keys; ++j) key_addend_[j] = bias.at(b_, h_, 0, first_key_ + j);
+    if (bias && bias.row_stride() == 0) {
+      const auto row = bias.from(b_, h_, 0, first_key_);
+      for (int64_t j = 0; j < keys; ++j) key_addend_[j] = row.at(0, j);
+    }
     for (const auto* mask : {&keep, &key_keep}) {
       if (!mask->data || mask->row_stride() != 0) continue;
       const bool* row = row_of(*mask, 0);
@@ -86,14 +97,14 @@ class BlockMask {
 
   void load_pairs(int64_t keys) {
     const auto& keep = problem_.keep;
-    const auto& bias = problem_.bias;
+    const auto bias = problem_.bias ? problem_.bias.from(b_, h_, first_query_, first_key_) : problem_.bias;
     const bool* kept = keep.data && keep.row_stride() != 0 ? row_of(keep, first_query_) : nullptr;
     const bool added = bias && bias.row_stride() != 0;
     transpose_rows<A>(
         queries_, keys,
         [&](int64_t i, int64_t j, int64_t count) {
           Vector<A> row{};
-          if (added) row = bias.load(b_, h_, first_query_ + i, first_key_ + j, count);
+          if (added) row = bias.load(i, j, count);
           if (!kept) return row;
           const bool* p = kept + i * keep.row_stride() + j * keep.column_stride();
           return load_kept(p, keep.column_stride(), count) ? row : broadcast(kBlocked<A>);

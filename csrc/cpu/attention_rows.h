@@ -133,11 +133,13 @@ class QueryRows {
     multiply_rows(k, p.k.row_stride(), count, p.D, query, p.scale, scores);
     const int64_t h = head(row), i = position(row), end = std::clamp<int64_t>(limit(row) - first, 0, count);
     std::fill(scores + end, scores + round_up(count, kW), kBlocked<A>);
-    if (p.bias)
+    if (p.bias) {
+      const auto bias = p.bias.from(b_, h, i, first);
       for (int64_t j = 0; j < end; ++j) {
-        const A added = p.bias.at(b_, h, i, first + j);
+        const A added = bias.at(0, j);
         scores[j] = added == kBlocked<A> ? added : scores[j] + added;
       }
+    }
     for (const auto* mask : {&p.keep, &p.key_keep}) {
       if (!mask->data) continue;
       const bool* kept = mask->at(b_, h, i) + first * mask->column_stride();
