@@ -53,6 +53,14 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
         lambda: hw.TensorflowAttention(D, 2),
         lambda: (x(S), x(S), x(), 1.0 - keep(B, 1, 1, S).float()),
     ),
+    "tensorflow encoder layer": (
+        lambda: tensorflow.EncoderLayer(D, 2, 12),
+        lambda: (x(), 1.0 - keep(B, 1, 1, L).float()),
+    ),
+    "tensorflow decoder layer": (
+        lambda: tensorflow.DecoderLayer(D, 2, 12),
+        lambda: (x(), x(S), torch.ones(L, L).triu(1), 1.0 - keep(B, 1, 1, S).float()),
+    ),
     "d2l attention": (lambda: hw.DotProductAttention(0.1), lambda: (x(), x(S), x(S), torch.tensor([2, 4]))),
     "d2l add and norm": (lambda: hw.AddNorm(D, 0.1), lambda: (x(), x())),
     "d2l positions": (lambda: hw.D2lPositions(D, 0.1), lambda: (x(),)),

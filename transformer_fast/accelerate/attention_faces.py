@@ -1,28 +1,27 @@
-"""The faces of attention, and of the layers and stacks around it."""
+"""The faces of attention."""
 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import layers, ops
+from .. import ops
 from ..layers.attention import layer_mask
 from ..layers.norm import active_dropout
 from ..masks import AttentionMask
-from .faces import EmbedderFace, Face, PositionalFace, children, is_dropout, own_parameters, unwatched, width_of
+from .faces import Face, children, is_dropout, own_parameters
 
 
-def _keep(mask: Tensor | AttentionMask | None) -> Tensor | AttentionMask | None:
+def keep_mask(mask: Tensor | AttentionMask | None) -> Tensor | AttentionMask | None:
     """A keep mask of any dtype: 0 = blocked."""
     return mask != 0 if isinstance(mask, Tensor) and mask.dtype != torch.bool else mask
 
 
-def _some_keep(*shape: int) -> Tensor:
+def some_keep(*shape: int) -> Tensor:
     """A random keep mask with no empty row."""
     keep = torch.rand(shape) > 0.4
     keep[..., 0] = True
@@ -80,7 +79,7 @@ class HeadsFace(Face):
         d = cls.face_projections(module)[0].in_features
         x, memory, value = torch.randn(2, 5, d), torch.randn(2, 3, d), torch.randn(2, 3, d)
         yield x, memory, value
-        for mask in (_some_keep(2, 1, 3), _some_keep(2, 5, 3)):
+        for mask in (some_keep(2, 1, 3), some_keep(2, 5, 3)):
             yield x, memory, value, mask if cls.face_head_axis else mask.unsqueeze(1)
 
     def face_fused(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *rest: Any) -> Tensor:
@@ -89,7 +88,7 @@ class HeadsFace(Face):
         q, k, v = (
             linear(x).unflatten(-1, by_head).transpose(-3, -2) for linear, x in zip(linears, (query, key, value))
         )
-        mask = _keep(mask)
+        mask = keep_mask(mask)
         if self.face_head_axis:
             mask = layer_mask(mask)
         elif isinstance(mask, Tensor):
@@ -154,15 +153,18 @@ class TensorflowHeadsFace(Face):
         v, k, q = (torch.randn(2, n, m.in_features) for n, m in ((3, module.wv), (3, module.wk), (5, module.wq)))
         yield v, k, q, None
         for shape in ((2, 1, 1, 3), (5, 3)):
-            yield v, k, q, 1.0 - _some_keep(*shape).to(q.dtype)
+            yield v, k, q, 1.0 - some_keep(*shape).to(q.dtype)
 
-    def face_fused(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def face_fused(
+        self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None, weights: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
         by_head = (self.num_heads, -1)
         q, k, v = (
             linear(x).unflatten(-1, by_head).transpose(1, 2) for linear, x in ((self.wq, q), (self.wk, k), (self.wv, v))
         )
         mask = None if mask is None else AttentionMask.blocked(mask)
-        out, weights = ops.attention(q, k, v, mask, return_weights=True)
+        result = ops.attention(q, k, v, mask, return_weights=weights)
+        out, weights = result if weights else (result, None)
         return self.dense(out.transpose(1, 2).flatten(-2)), weights
 
 
@@ -192,120 +194,3 @@ class D2lAttentionFace(Face):
         mask = None if valid_lens is None else AttentionMask.lengths(valid_lens.to(torch.int64))
         _remember(self, q, k, v, mask)
         return ops.attention(q, k, v, mask, dropout_p=active_dropout(self.dropout)).squeeze(1)
-
-
-class EncoderLayerFace(Face):
-    """The classic encoder layer, pre-norm; dropout, residual addition and the norm that follows run as one op."""
-
-    face_skips = ("norm_1", "norm_2", "dropout_1", "dropout_2")
-    face_attentions = ("attn",)
-    norm_first = True
-
-    @classmethod
-    def matches(cls, module: nn.Module) -> bool:
-        if children(module) != {*cls.face_skips, *cls.face_attentions, "ff"} or own_parameters(module):
-            return False
-        if not all(isinstance(getattr(module, name), ClassicHeadsFace) for name in cls.face_attentions):
-            return False
-        checks = {"norm": width_of, "dropout": is_dropout}
-        return all(checks[name.rpartition("_")[0]](getattr(module, name)) for name in cls.face_skips)
-
-    @classmethod
-    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        x = torch.randn(2, 5, width_of(module.norm_1))
-        yield x, None
-        yield x, _some_keep(2, 1, 5)
-
-    face_fused = layers.EncoderLayer.forward
-
-
-class PostNormEncoderLayerFace(EncoderLayerFace):
-    """The same, post-norm."""
-
-    norm_first = False
-
-
-class DecoderLayerFace(EncoderLayerFace):
-    """The classic decoder layer, pre-norm."""
-
-    face_skips = ("norm_1", "norm_2", "norm_3", "dropout_1", "dropout_2", "dropout_3")
-    face_attentions = ("attn_1", "attn_2")
-
-    @classmethod
-    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        d = width_of(module.norm_1)
-        x, memory = torch.randn(2, 5, d), torch.randn(2, 3, d)
-        yield x, memory, None, None
-        yield x, memory, _some_keep(2, 1, 3), torch.ones(1, 5, 5, dtype=torch.bool).tril()
-
-    face_fused = layers.DecoderLayer.forward
-
-
-class PostNormDecoderLayerFace(DecoderLayerFace):
-    """The same, post-norm."""
-
-    norm_first = False
-
-
-class EncoderFace(Face):
-    """The classic encoder: embedding and positions in one pass, the layers, a norm."""
-
-    face_skips = ("embed", "pe")
-    face_layer: type[Face] = EncoderLayerFace
-
-    @classmethod
-    def matches(cls, module: nn.Module) -> bool:
-        if children(module) != {"embed", "pe", "layers", "norm"} or own_parameters(module):
-            return False
-        stack = module.layers if isinstance(module.layers, nn.ModuleList) else ()
-        attentions = cls.face_layer.face_attentions
-        exact = (isinstance(layer, cls.face_layer) and layer.face_attentions == attentions for layer in stack)
-        return isinstance(module.embed, EmbedderFace) and isinstance(module.pe, PositionalFace) and all(exact)
-
-    @classmethod
-    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        ids = torch.randint(0, module.embed.lut.weight.shape[0], (2, 5))
-        yield ids, None
-        yield ids, _some_keep(2, 1, 5)
-
-    def face_fused(self, ids: Tensor, mask: Any) -> Tensor:
-        x, mask = self._embedded(ids), _keep(mask)
-        for layer in self.layers:
-            x = layer(x, mask)
-        return self.norm(x)
-
-    def _embedded(self, ids: Tensor) -> Tensor:
-        embed, positions = self.embed, self.pe
-        table = getattr(positions, positions.face_name)[0] if positions.face_length == 1 else ids.new_empty(0)
-        weight = embed.lut.weight
-        fits = ids.shape[-1] <= table.shape[0] and table.device == ids.device
-        fits = fits and torch.promote_types(table.dtype, weight.dtype) == weight.dtype
-        if not (fits and unwatched(embed.lut, positions.dropout)):
-            return positions(embed(ids))
-        return ops.embed(
-            ids,
-            weight,
-            table,
-            scale=math.sqrt(embed.d_model),
-            padding_idx=embed.lut.padding_idx,
-            dropout_p=active_dropout(positions.dropout),
-        )
-
-
-class DecoderFace(EncoderFace):
-    """The classic decoder."""
-
-    face_layer = DecoderLayerFace
-
-    @classmethod
-    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        ids = torch.randint(0, module.embed.lut.weight.shape[0], (2, 5))
-        memory = torch.randn(2, 3, module.embed.lut.weight.shape[1])
-        yield ids, memory, None, None
-        yield ids, memory, _some_keep(2, 1, 3), torch.ones(1, 5, 5, dtype=torch.bool).tril()
-
-    def face_fused(self, ids: Tensor, e_outputs: Tensor, src_mask: Any, trg_mask: Any) -> Tensor:
-        x, src_mask, trg_mask = self._embedded(ids), _keep(src_mask), _keep(trg_mask)
-        for layer in self.layers:
-            x = layer(x, e_outputs, src_mask, trg_mask)
-        return self.norm(x)

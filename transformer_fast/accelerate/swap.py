@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import backends
 from ..layers import torch_modules as fast
-from . import attention_faces, faces
+from . import attention_faces, faces, layer_faces
 from .faces import Face, fast_class
 from .probe import probe, signature
 from .report import Report, Row
@@ -34,12 +34,14 @@ FACES: tuple[type[Face], ...] = (
     attention_faces.BertHeadsFace,
     attention_faces.TensorflowHeadsFace,
     attention_faces.D2lAttentionFace,
-    attention_faces.EncoderLayerFace,
-    attention_faces.PostNormEncoderLayerFace,
-    attention_faces.DecoderLayerFace,
-    attention_faces.PostNormDecoderLayerFace,
-    attention_faces.EncoderFace,
-    attention_faces.DecoderFace,
+    layer_faces.EncoderLayerFace,
+    layer_faces.PostNormEncoderLayerFace,
+    layer_faces.DecoderLayerFace,
+    layer_faces.PostNormDecoderLayerFace,
+    layer_faces.EncoderFace,
+    layer_faces.DecoderFace,
+    layer_faces.TensorflowEncoderLayerFace,
+    layer_faces.TensorflowDecoderLayerFace,
 )
 
 
