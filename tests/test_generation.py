@@ -5,72 +5,11 @@ import math
 
 import pytest
 import torch
+from generation_oracle import BOS, EOS, Oracle, every_finished, sources
 from torch import nn
 
 from transformer_fast import Transformer, reference
 from transformer_fast.generation import Hypothesis, beam_search, greedy
-
-BOS, EOS = 0, 1
-
-
-class Oracle(nn.Module):
-    """A "model" whose next-token logits are a fixed random function of (source sentence, prefix).
-
-    It has the Transformer's interface, so generation cannot tell; being a function of the prefix only, its best
-    sequences can be enumerated. It records how it was run.
-    """
-
-    def __init__(self, vocab=4, seed=0, spread=1.5, edit=None, dtype=torch.float32):
-        super().__init__()
-        self.vocab, self.seed, self.spread, self.edit, self.dtype = vocab, seed, spread, edit, dtype
-        self.out = nn.Identity()  # not an identity matrix: 0 * -inf is NaN
-        self.out.out_features = vocab
-        self.scale = nn.Parameter(torch.ones((), dtype=dtype))
-        self.dropout = nn.Dropout(0.5)
-        self.encoded = 0
-        self.rows = []
-        self.modes = set()
-
-    def encoder(self, src, src_mask):
-        self.encoded += 1
-        keep = torch.ones_like(src) if src_mask is None else src_mask.squeeze(1).long()
-        return (src * keep).sum(1)[:, None, None].to(self.dtype)
-
-    def decoder(self, trg, memory, src_mask, trg_mask):
-        assert memory.shape[0] == trg.shape[0] and (src_mask is None or src_mask.shape[0] == trg.shape[0])
-        assert trg_mask.shape[-2:] == (trg.shape[1],) * 2
-        self.rows.append(trg.shape[0])
-        self.modes.add((self.training, torch.is_grad_enabled()))
-        hidden = torch.full((*trg.shape, self.vocab), float("inf"), dtype=self.dtype)  # only the last is for use
-        for row, (source, prefix) in enumerate(zip(memory.flatten().tolist(), trg.tolist(), strict=True)):
-            hidden[row, -1] = self.logits(int(source), tuple(prefix[1:]))
-        return self.dropout(hidden)
-
-    def logits(self, source, prefix):
-        key = hash((self.seed, source, prefix)) % (1 << 62)  # hashes of ints and their tuples are fixed
-        logits = torch.randn(self.vocab, generator=torch.Generator().manual_seed(key)) * self.spread
-        return (logits if self.edit is None else self.edit(logits, prefix)).to(self.dtype)
-
-    def log_prob(self, source, tokens):
-        """Natural log-probability of the tokens after BOS, one softmax at a time."""
-        steps = [self.logits(source, tuple(tokens[:i])).double().log_softmax(-1) for i in range(len(tokens))]
-        return sum(step[token].item() for step, token in zip(steps, tokens, strict=True))
-
-
-def sources(batch, width=3, seed=0):
-    return torch.randint(2, 90, (batch, width), generator=torch.Generator().manual_seed(seed))
-
-
-def every_finished(model, source, longest, alpha):
-    """All sequences of at most `longest` tokens that end in EOS, best first: (tokens without EOS, score)."""
-    words = [token for token in range(model.vocab) if token != EOS]
-    found = []
-    for length in range(1, longest + 1):
-        for body in itertools.product(words, repeat=length - 1):
-            log_prob = model.log_prob(source, (*body, EOS))
-            if log_prob > -math.inf:
-                found.append((list(body), log_prob / ((5 + length) / 6) ** alpha))
-    return sorted(found, key=lambda pair: -pair[1])
 
 
 @pytest.mark.parametrize("alpha", [-0.7, 0.0, 0.6, 1.0, 3.0])

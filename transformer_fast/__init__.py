@@ -4,7 +4,7 @@ from . import dialects, integrations, layers
 from .accelerate import accelerate
 from .backends import BackendError, backend
 from .explain import explain
-from .generation import beam_search, greedy
+from .generation import GenerationConfig, beam_search, generate, greedy
 from .masks import AttentionMask
 from .models import Transformer
 from .ops import (
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionMask",
     "BackendError",
+    "GenerationConfig",
     "Transformer",
     "accelerate",
     "attention",
@@ -33,6 +34,7 @@ __all__ = [
     "dialects",
     "embed",
     "explain",
+    "generate",
     "greedy",
     "integrations",
     "layer_norm",

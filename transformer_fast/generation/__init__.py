@@ -1,6 +1,9 @@
 """Decoding: from source ids and a trained model to target ids."""
 
-from .beam import Hypothesis, beam_search
+from .beam import beam_search
+from .config import GenerationConfig
+from .decoding import Hypothesis
+from .generate import generate
 from .greedy import greedy
 
-__all__ = ["Hypothesis", "beam_search", "greedy"]
+__all__ = ["GenerationConfig", "Hypothesis", "beam_search", "generate", "greedy"]

@@ -6,30 +6,24 @@ closes with it, so at most `beam` hypotheses finish and a beam of 1 is greedy de
 
     score = log P(tokens, EOS | source) / ((5 + length) / 6) ** length_penalty        (EOS counts in the length)
 
-from Wu et al. 2016, "Google's Neural Machine Translation System", section 7, without its coverage term. A
-sentence stops as soon as no open hypothesis can still reach a better score, however it might go on, and never
-before.
+from Wu et al. 2016, "Google's Neural Machine Translation System", section 7; `generate` has the coverage term and
+the other options. A sentence stops as soon as no open hypothesis can still reach a better score, however it might
+go on, and never before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .decoding import Decoding, Lengths, Request, check_request, evaluating
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """One translation. tokens: target ids without BOS and EOS. score: log_prob over the length penalty.
-    log_prob: the natural log of its probability. finished: False if max_length cut it off before EOS."""
-
-    tokens: list[int]
-    score: float
-    log_prob: float
-    finished: bool
+from .config import GenerationConfig
+from .decoding import Decoding, Hypothesis, Lengths, Request, check_request, evaluating
+from .rules import Rules
+from .scores import length_penalty as length_penalty_of
+from .scores import scored_hypothesis
 
 
 def beam_search(
@@ -59,35 +53,38 @@ def beam_search(
     Scores are fp32 (fp64 for an fp64 model) whatever the model's dtype.
     Raises ValueError for input that cannot be decoded, FloatingPointError if the model answers NaN.
     """
-    for name, value in (("beam", beam), ("n_best", n_best)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an int >= 1, got {value!r}")
-    if n_best > beam:
-        raise ValueError(f"n_best is {n_best}, but a beam of {beam} holds only {beam} hypotheses")
-    length_penalty = float(length_penalty)
-    if not abs(length_penalty) < float("inf"):
-        raise ValueError(f"length_penalty must be a finite number, got {length_penalty}")
+    config = GenerationConfig(beam=beam, n_best=n_best, length_penalty=length_penalty, cache=cache)
     request = check_request(
         model, src, src_lengths=src_lengths, src_mask=src_mask, bos=bos, eos=eos, pad=pad, max_length=max_length
     )
     if src.shape[0] == 0:
         return []
     with evaluating(model):
-        return _Search(model, request, beam, length_penalty, n_best, cache).run()
+        return Search([model], request, config, Rules(config, request)).run()
 
 
-class _Search:
-    """The state of one batch. Rows are the open hypotheses of all sentences, sentence by sentence, best first."""
+class Search:
+    """The state of one batch. A unit is a group of the beam of a sentence (the whole beam, where there are no groups);
+    rows are the open hypotheses of all units, unit by unit, best first. Called in `evaluating`."""
 
-    def __init__(self, model: nn.Module, request: Request, beam: int, alpha: float, n_best: int, cache: bool) -> None:
-        batch, device = request.src.shape[0], request.src.device
-        self.request, self.beam, self.alpha, self.n_best = request, beam, alpha, n_best
-        self.decoding = Decoding(model, request, rows=batch * beam, cache=cache)
-        self.tokens = torch.full((batch, 1), request.bos, device=device)
-        self.log_prob = torch.zeros(batch, device=device)
-        self.sentence = torch.arange(batch, device=device)
-        self.slot = torch.zeros(batch, dtype=torch.long, device=device)
-        self.places = torch.full((batch,), beam, device=device)
+    def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> None:
+        batch, device, groups = request.src.shape[0], request.src.device, config.beam_groups
+        units = batch * groups
+        self.request, self.config, self.rules, self.groups = request, config, rules, groups
+        self.width = config.beam // groups
+        self.quota = math.ceil(config.patience * self.width)
+        self.attends = config.reads_attention
+        rows = batch * config.beam
+        self.decoding = Decoding(models, request, rows=rows, cache=config.cache, attention=self.attends)
+        self.unit = torch.arange(units, device=device)
+        if groups > 1:
+            self.decoding.select(self.unit // groups)
+        self.tokens = torch.full((units, 1), request.bos, device=device)
+        self.log_prob = torch.zeros(units, device=device)
+        self.slot = torch.zeros(units, dtype=torch.long, device=device)
+        self.finished = torch.zeros(units, dtype=torch.long, device=device)
+        self.limits = request.limits.repeat_interleave(groups)
+        self.attention = torch.zeros(units, 0, request.src.shape[1], device=device) if self.attends else None
         self.found: list[list[Hypothesis]] = [[] for _ in range(batch)]
 
     def run(self) -> list[list[Hypothesis]]:
@@ -95,65 +92,107 @@ class _Search:
             self._step()
         for found in self.found:
             found.sort(key=lambda hypothesis: (not hypothesis.finished, -hypothesis.score))
-        return [found[: self.n_best] for found in self.found]
+        return [found[: self.config.n_best] for found in self.found]
 
     def _step(self) -> None:
         length = self.tokens.shape[1]  # of the continuations, BOS aside
         total, parent, token = self._best_continuations()
-        # A place that closed stays closed, and -inf is no hypothesis.
-        ranks = torch.arange(self.beam, device=total.device)
-        valid = (total > -torch.inf) & (ranks < self.places[:, None])
+        valid = self._has_place(total)
         self._keep_stuck(valid)
 
         ends = valid & (token == self.request.eos)
         self._record(parent[ends], None, total[ends], length, finished=True)
-        self.places -= ends.sum(dim=1)
-        alive = valid & ~ends
+        self.finished += ends.sum(dim=1)
+        alive = valid & ~ends & (self.finished < self.quota)[:, None]
         alive &= ~self._decided(total.masked_fill(~alive, -torch.inf), length)[:, None]
-        cut = alive & (length >= self.request.limits)[:, None]
+        cut = alive & (length >= self.limits)[:, None]
         self._record(parent[cut], token[cut], total[cut], length, finished=False)
         alive &= ~cut
 
         rows = parent[alive]
         self.tokens = torch.cat([self.tokens[rows], token[alive][:, None]], dim=1)
         self.log_prob = total[alive]
-        self.sentence = self.sentence[rows]
+        self.unit = self.unit[rows]
         self.slot = (alive.cumsum(dim=1) - 1)[alive]
+        self.attention = None if self.attention is None else self.attention[rows]
         self.decoding.select(rows)
 
+    def _has_place(self, total: Tensor) -> Tensor:
+        """A place that closed stays closed, and -inf is no hypothesis."""
+        places = max(self.quota, self.width) - self.finished
+        ranks = torch.arange(self.width, device=total.device)
+        return (total > -torch.inf) & (ranks < places[:, None])
+
     def _best_continuations(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, beam) each, best first: cumulative log-probability, row it continues, token it adds."""
-        log_prob = torch.log_softmax(self.decoding.next_logits(self.tokens), dim=-1)
-        # All logits -inf would be NaN after the softmax; such a row has no continuation.
-        log_prob = log_prob.masked_fill(log_prob.isnan(), -torch.inf)
-        width = min(self.beam, log_prob.shape[1])  # a row gives at most `beam` of the survivors
-        best, token = log_prob.topk(width, dim=1)
-        total = self.log_prob.to(best.dtype)[:, None] + best
+        """(units, width) each, best first: cumulative log-probability, row it continues, token it adds."""
+        logits = self.rules.reweigh(self.decoding.next_logits(self.tokens), self.tokens)
+        if self.attention is not None:
+            self.attention = torch.cat([self.attention, self.decoding.attention[:, None]], dim=1)
+        # log P of a token is its logit less this; a log-softmax of the whole vocabulary is never written.
+        known = self.log_prob.to(logits.dtype) - logits.logsumexp(dim=-1)
+        logits = self.rules.forbid(logits, self.tokens, self.unit // self.groups)
+        if self.groups == 1:
+            return self._best_of(torch.arange(len(known), device=known.device), self.unit, known, logits, logits)
         batch = len(self.found)
-        grid = total.new_full((batch, self.beam, width), -torch.inf)
-        grid[self.sentence, self.slot] = total
-        row = torch.zeros(batch, self.beam, dtype=torch.long, device=total.device)
-        row[self.sentence, self.slot] = torch.arange(total.shape[0], device=total.device)
-        total, flat = grid.flatten(1).topk(self.beam, dim=1)
-        parent = row.gather(1, flat // width)
-        return total, parent, token[parent, flat % width]
+        chosen = logits.new_zeros(batch, logits.shape[1])  # how often, by the groups before
+        each = []
+        for group in range(self.groups):
+            rows = (self.unit % self.groups == group).nonzero().squeeze(1)
+            sentence = self.unit[rows] // self.groups
+            given = logits[rows]
+            kind = given - self.config.diversity * chosen[sentence]
+            total, parent, token = self._best_of(rows, sentence, known[rows], given, kind)
+            places = (max(self.quota, self.width) - self.finished[group :: self.groups])[:, None]
+            taken = (total > -torch.inf) & (torch.arange(self.width, device=total.device) < places)
+            whose = torch.arange(batch, device=total.device)[:, None].expand_as(token)
+            chosen.index_put_((whose[taken], token[taken]), chosen.new_ones(()), accumulate=True)
+            each.append((total, parent, token))
+        return tuple(torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*each, strict=True))
+
+    def _best_of(
+        self, rows: Tensor, unit: Tensor, known: Tensor, logits: Tensor, ranking: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The best continuations of some rows, by `ranking`, as each unit has them; their totals are by `logits`."""
+        width = min(self.width, logits.shape[1])  # a row gives at most this many of the survivors
+        best, token = ranking.topk(width, dim=1)
+        total = known[:, None] + (best if ranking is logits else logits.gather(1, token))
+        rank = known[:, None] + best
+        # All logits -inf make NaN; such a row has no continuation.
+        total, rank = (t.masked_fill(t.isnan(), -torch.inf) for t in (total, rank))
+        units, slot = len(self.found), self.slot[rows]
+        grid = total.new_full((2, units, self.width, width), -torch.inf)
+        grid[0, unit, slot], grid[1, unit, slot] = rank, total
+        place = torch.zeros(units, self.width, dtype=torch.long, device=total.device)
+        place[unit, slot] = torch.arange(len(rows), device=total.device)
+        flat = grid[0].flatten(1).topk(self.width, dim=1).indices
+        parent = place.gather(1, flat // width)
+        if not len(rows):
+            return grid[1].flatten(1).gather(1, flat), parent, torch.zeros_like(parent)
+        return grid[1].flatten(1).gather(1, flat), rows[parent], token[parent, flat % width]
 
     def _decided(self, open_log_prob: Tensor, length: int) -> Tensor:
-        """(B,) bool: the n_best finished hypotheses are at least as good as all that the open ones can become."""
-        # log P only falls, so the best an open hypothesis can do is to keep it and have the kindest length.
-        lengths = self.request.limits if self.alpha > 0 else torch.full_like(self.request.limits, length + 1)
-        reachable = open_log_prob.amax(dim=1).double() / _penalty(lengths.double(), self.alpha)
+        """(units,) bool: the n_best finished hypotheses are at least as good as all that the open ones can become.
+
+        With groups nothing is decided early: what one group chooses is of weight to the next.
+        """
+        config, decided = self.config, torch.zeros_like(self.finished, dtype=torch.bool)
         bar = [-torch.inf] * len(self.found)
-        for index in set(self.sentence.tolist()):
+        for index in set((self.unit // self.groups).tolist()):
             scores = sorted((h.score for h in self.found[index] if h.finished), reverse=True)
-            if len(scores) >= self.n_best:
-                bar[index] = scores[self.n_best - 1]
-        bar = torch.tensor(bar, dtype=torch.float64, device=reachable.device)
+            if len(scores) >= config.n_best:
+                bar[index] = torch.inf if config.early_stop else scores[config.n_best - 1]
+        if self.groups > 1 and not config.early_stop:
+            return decided
+        # log P only falls and coverage only costs, so the best an open hypothesis can do is to keep the one, lose
+        # nothing by the other and have the kindest length.
+        lengths = self.limits if config.length_penalty > 0 else torch.full_like(self.limits, length + 1)
+        reachable = open_log_prob.amax(dim=1).double() / length_penalty_of(lengths.double(), config)
+        bar = torch.tensor(bar, dtype=torch.float64, device=reachable.device).repeat_interleave(self.groups)
         return (bar >= reachable) & (bar > -torch.inf)
 
     def _keep_stuck(self, valid: Tensor) -> None:
-        """A sentence none of whose hypotheses can go on keeps them, as cut off."""
-        stuck = ~valid.any(dim=1)[self.sentence]
+        """A unit none of whose hypotheses can go on keeps them, as cut off."""
+        stuck = ~valid.any(dim=1)[self.unit]
         if bool(stuck.any()):
             rows = stuck.nonzero().squeeze(1)
             self._record(rows, None, self.log_prob[rows], self.tokens.shape[1] - 1, finished=False)
@@ -161,10 +200,9 @@ class _Search:
     def _record(self, rows: Tensor, last: Tensor | None, log_prob: Tensor, length: int, *, finished: bool) -> None:
         tokens = self.tokens[rows, 1:]
         tokens = (tokens if last is None else torch.cat([tokens, last[:, None]], dim=1)).tolist()
-        for index, ids, value in zip(self.sentence[rows].tolist(), tokens, log_prob.tolist(), strict=True):
-            score = value / _penalty(length, self.alpha)
-            self.found[index].append(Hypothesis(ids, score, value, finished))
-
-
-def _penalty(length: Tensor | int, alpha: float) -> Tensor | float:
-    return ((5 + length) / 6) ** alpha
+        maps = [None] * len(tokens) if self.attention is None else self.attention[rows].unbind()
+        sentences = (self.unit[rows] // self.groups).tolist()
+        for index, ids, value, attention in zip(sentences, tokens, log_prob.tolist(), maps, strict=True):
+            self.found[index].append(
+                scored_hypothesis(self.config, self.request, index, ids, value, length, finished, attention)
+            )

@@ -7,14 +7,17 @@ searches tell it which rows live on (`select`), which is all that a key/value ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from .. import ops
 from ..layers import DecoderLayer, MultiHeadAttention
+from ..layers.attention import layer_mask
 from ..models import Decoder
 from .cache import DecoderCache
 from .weights import prepared
@@ -33,6 +36,25 @@ class Request:
     limits: Tensor
     bos: int
     eos: int
+
+    def lengths(self) -> Tensor:
+        """(B,) how many source positions are read."""
+        if self.src_mask is not None:
+            return self.src_mask.sum(dim=(1, 2))
+        return torch.full((self.src.shape[0],), self.src.shape[1], device=self.src.device)
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One translation. tokens: target ids without BOS and EOS. score: log_prob over the length penalty, plus the
+    coverage penalty. log_prob: the natural log of its probability. finished: False if max_length cut it off before
+    EOS. alignment: (len(tokens), S) attention to the source, where it was asked for."""
+
+    tokens: list[int]
+    score: float
+    log_prob: float
+    finished: bool
+    alignment: Tensor | None = field(default=None, compare=False)
 
 
 def check_request(
@@ -106,62 +128,118 @@ def _limits(src: Tensor, mask: Tensor | None, max_length: Lengths) -> Tensor:
 
 
 class Decoding:
-    """The open hypotheses of a batch, one a row, and the model that continues them.
+    """The open hypotheses of a batch, one a row, and the models that continue them.
 
     Args:
-        model: as `transformer_fast.Transformer`. request: from `check_request`; one row for each sentence at first.
+        models: as `transformer_fast.Transformer`; of several, the mean of their probabilities counts.
+        request: from `check_request`; one row for each sentence at first.
         rows: how many rows there will be at most.
-        cache: keep keys and values where the model can (a decoder of `transformer_fast`), so that a step costs one
+        cache: keep keys and values where a model can (a decoder of `transformer_fast`), so that a step costs one
             position; without, every step runs the decoder over the whole prefix.
+        attention: know the newest position's attention to the source.
     """
 
-    def __init__(self, model: nn.Module, request: Request, *, rows: int, cache: bool = True) -> None:
-        self._memory = model.encoder(request.src, request.src_mask)
-        self._mask = request.src_mask
-        self._model, self._cache = model, None
-        if cache and can_cache(model.decoder):
-            self._model = prepared(nn.ModuleDict({"decoder": model.decoder, "out": model.out}))
-            self._cache = DecoderCache(self._model["decoder"], self._memory, self._mask, rows=rows)
-        self._causal = torch.ones(1, 0, 0, dtype=torch.bool, device=request.src.device)
-        self._sentence = torch.arange(request.src.shape[0], device=request.src.device)
+    def __init__(
+        self, models: Sequence[nn.Module], request: Request, *, rows: int, cache: bool = True, attention: bool = False
+    ) -> None:
+        self._steps = [
+            _Cached(model, request, rows, attention)
+            if cache and can_cache(model.decoder)
+            else _Uncached(model, request, attention)
+            for model in models
+        ]
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
 
         The prefixes are those of the last call, as `select` has ordered them, and one token more.
-        Raises FloatingPointError if the model answers NaN, which no search can rank.
+        Raises FloatingPointError if a model answers NaN, which no search can rank.
         """
-        logits = self._all(tokens) if self._cache is None else self._newest(tokens[:, -1])
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        if bool(logits.amax().isnan()):  # a maximum of numbers with a NaN among them is NaN
-            raise FloatingPointError(
-                f"the model's logits for token {tokens.shape[1]} are NaN; its weights are not usable for decoding"
-            )
-        return logits
+        each = []
+        for step in self._steps:
+            logits = step.next_logits(tokens)
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            if bool(logits.amax().isnan()):  # a maximum of numbers with a NaN among them is NaN
+                raise FloatingPointError(
+                    f"the model's logits for token {tokens.shape[1]} are NaN; its weights are not usable for decoding"
+                )
+            each.append(logits)
+        if len(each) == 1:
+            return each[0]
+        return torch.stack([logits.log_softmax(dim=-1) for logits in each]).logsumexp(dim=0) - math.log(len(each))
 
-    def _newest(self, tokens: Tensor) -> Tensor:
+    @property
+    def attention(self) -> Tensor:
+        """(rows, S) fp32: the newest position's attention to the source, the mean of all heads of the last layer."""
+        return torch.stack([step.attention for step in self._steps]).mean(dim=0)
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these rows, in this order (a row may be named several times: its continuations)."""
+        if rows.numel():
+            for step in self._steps:
+                step.select(rows)
+
+
+class _Cached:
+    """A model that computes the newest position only."""
+
+    def __init__(self, model: nn.Module, request: Request, rows: int, attention: bool) -> None:
+        memory = model.encoder(request.src, request.src_mask)
+        self._decoder, self._out = prepared(model.decoder), prepared(model.out)
+        self._cache = DecoderCache(self._decoder, memory, request.src_mask, rows=rows, record=attention)
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
         cache = self._cache
-        hidden = self._model["decoder"](cache.enter(tokens)[:, None], None, None, None, cache=cache)
+        hidden = self._decoder(cache.enter(tokens[:, -1])[:, None], None, None, None, cache=cache)
         cache.length += 1
-        return self._model["out"](cache.leave(hidden[:, -1]))
+        return self._out(cache.leave(hidden[:, -1]))
 
-    def _all(self, tokens: Tensor) -> Tensor:
+    @property
+    def attention(self) -> Tensor:
+        return self._cache.leave(self._cache.weights)
+
+    def select(self, rows: Tensor) -> None:
+        self._cache.select(rows.tolist())
+
+
+class _Uncached:
+    """A model that runs over the whole prefix: any model, and the oracle of `_Cached`."""
+
+    def __init__(self, model: nn.Module, request: Request, attention: bool) -> None:
+        if attention and not hasattr(model.decoder, "layers"):
+            raise ValueError(f"{type(model.decoder).__name__} has no layers whose attention could be read")
+        self._model, self._mask, self._attention = model, request.src_mask, attention
+        self._memory = model.encoder(request.src, request.src_mask)
+        self._causal = torch.ones(1, 0, 0, dtype=torch.bool, device=request.src.device)
+        self._sentence = torch.arange(request.src.shape[0], device=request.src.device)
+        self.attention: Tensor | None = None
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         if self._causal.shape[-1] < length:
             # Grown by doubling: a slice of one mask serves every step.
             grown = torch.ones(2 * length, 2 * length, dtype=torch.bool, device=tokens.device)
             self._causal = grown.tril().unsqueeze(0)
         causal = self._causal[:, :length, :length]
-        hidden = self._model.decoder(tokens, self._memory, self._mask, causal)
+        last = self._model.decoder.layers[-1].attn_2 if self._attention else None
+        hook = last.register_forward_pre_hook(self._record, with_kwargs=True) if self._attention else None
+        try:
+            hidden = self._model.decoder(tokens, self._memory, self._mask, causal)
+        finally:
+            if hook is not None:
+                hook.remove()
         return self._model.out(hidden[:, -1])
 
+    def _record(self, module: nn.Module, inputs: tuple[Tensor, ...], options: dict) -> None:
+        newest, memory = inputs[0][:, -1:], inputs[1]
+        q, k = (
+            linear(x).unflatten(-1, (module.h, -1)).transpose(1, 2)
+            for linear, x in ((module.q_linear, newest), (module.k_linear, memory))
+        )
+        weights = ops.attention(q, k, k, layer_mask(self._mask), return_weights=True)[1]
+        self.attention = weights.float().mean(dim=1).squeeze(1)
+
     def select(self, rows: Tensor) -> None:
-        """Keep these rows, in this order (a row may be named several times: its continuations)."""
-        if rows.numel() == 0:
-            return
-        if self._cache is not None:
-            self._cache.select(rows.tolist())
-            return
         sentence = self._sentence[rows]
         if torch.equal(sentence, self._sentence):
             return  # rows changed places within their sentences: they share its memory
@@ -179,10 +257,11 @@ def can_cache(decoder: nn.Module) -> bool:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(*models: nn.Module) -> Iterator[None]:
     """Inference mode, every module in evaluation mode; each gets its own mode back, also after an error."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+    training = [module for model in models for module in model.modules() if module.training]
+    for model in models:
+        model.eval()
     try:
         with torch.inference_mode():
             yield

@@ -1,11 +1,17 @@
-"""Greedy decoding: take the most likely token, again and again."""
+"""Decoding without a beam: the most likely token, or one drawn, again and again."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from .decoding import Decoding, Lengths, check_request, evaluating
+from .config import GenerationConfig
+from .decoding import Decoding, Hypothesis, Lengths, Request, check_request, evaluating
+from .rules import Rules
+from .sampling import Sampler
+from .scores import scored_hypothesis
 
 
 def greedy(
@@ -40,25 +46,62 @@ def greedy(
     request = check_request(
         model, src, src_lengths=src_lengths, src_mask=src_mask, bos=bos, eos=eos, pad=pad, max_length=max_length
     )
-    answers: list[list[int]] = [[] for _ in range(src.shape[0])]
-    if not answers:
-        return answers
+    if src.shape[0] == 0:
+        return []
+    config = GenerationConfig(cache=cache)
     with evaluating(model):
-        decoding = Decoding(model, request, rows=len(answers), cache=cache)
-        sentence = torch.arange(len(answers), device=src.device)
-        tokens = torch.full((len(answers), 1), bos, device=src.device)
-        while tokens.shape[0]:
-            best, choice = decoding.next_logits(tokens).max(dim=-1)
-            tokens = torch.cat([tokens, choice[:, None]], dim=1)
-            # Where every token is impossible (all logits -inf) the answer ends without that last choice.
-            stuck = best == -torch.inf
-            ended = stuck | (choice == eos)
-            closed = ended | (tokens.shape[1] > request.limits[sentence])
-            if bool(closed.any()):
-                leaving = zip(sentence[closed].tolist(), tokens[closed].tolist(), ended[closed].tolist(), strict=True)
-                for index, ids, without_last in leaving:
-                    answers[index] = ids[1:-1] if without_last else ids[1:]
-                rows = (~closed).nonzero().squeeze(1)
-                sentence, tokens = sentence[rows], tokens[rows]
-                decoding.select(rows)
+        found = follow([model], request, config, Rules(config, request), scored=False)
+    return [hypotheses[0].tokens for hypotheses in found]
+
+
+def follow(
+    models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules, *, scored: bool = True
+) -> list[list[Hypothesis]]:
+    """One token after the other, each the most likely or drawn; unscored, all scores are NaN. Called in `evaluating`.
+
+    Returns n_best hypotheses for each sentence, the best score first.
+    """
+    batch, device, copies = request.src.shape[0], request.src.device, config.n_best
+    attends = config.reads_attention
+    decoding = Decoding(models, request, rows=batch * copies, cache=config.cache, attention=attends)
+    row = torch.arange(batch * copies, device=device)  # of all answers: what is drawn for one depends on no other
+    sentence = row // copies
+    if copies > 1:
+        decoding.select(sentence)
+    draw = Sampler(config, row.numel()) if config.sample else None
+    tokens = torch.full((row.numel(), 1), request.bos, device=device)
+    log_prob = torch.full((row.numel(),), 0.0 if scored else torch.nan, dtype=torch.float64, device=device)
+    attention = torch.zeros(row.numel(), 0, request.src.shape[1], device=device) if attends else None
+    answers: list[list[Hypothesis]] = [[] for _ in range(batch)]
+    while tokens.shape[0]:
+        logits = rules.reweigh(decoding.next_logits(tokens), tokens)
+        allowed = rules.forbid(logits, tokens, sentence)
+        best, choice = allowed.max(dim=-1)
+        # Where every token is impossible (all logits -inf) the answer ends without that last choice.
+        stuck = best == -torch.inf
+        if draw is not None:
+            choice = draw(allowed, row)
+        if scored:
+            chosen = logits.gather(1, choice[:, None]).squeeze(1)
+            log_prob += torch.where(stuck, 0.0, (chosen - logits.logsumexp(dim=-1)).double())
+        if attends:
+            attention = torch.cat([attention, decoding.attention[:, None]], dim=1)
+        tokens = torch.cat([tokens, choice[:, None]], dim=1)
+        ended = stuck | (choice == request.eos)
+        closed = ended | (tokens.shape[1] > request.limits[sentence])
+        if bool(closed.any()):
+            place = closed.nonzero().squeeze(1)
+            maps = [None] * len(place) if attention is None else attention[place].unbind()
+            leaving = (t[place].tolist() for t in (sentence, tokens, ended, stuck, log_prob))
+            for index, ids, without_last, was_stuck, value, weights in zip(*leaving, maps, strict=True):
+                body, length = ids[1:-1] if without_last else ids[1:], len(ids) - 1 - was_stuck
+                finished = without_last and not was_stuck
+                found = scored_hypothesis(config, request, index, body, value, length, finished, weights)
+                answers[index].append(found)
+            rows = (~closed).nonzero().squeeze(1)
+            row, sentence, tokens, log_prob = row[rows], sentence[rows], tokens[rows], log_prob[rows]
+            attention = None if attention is None else attention[rows]
+            decoding.select(rows)
+    for found in answers:
+        found.sort(key=lambda hypothesis: -hypothesis.score)
     return answers

@@ -1,0 +1,120 @@
+"""Every option of generation, in one frozen dataclass."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+Span = int | tuple[float, float]
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How `generate` decodes. Validated on construction.
+
+    Attributes:
+        beam: hypotheses a sentence keeps; 1 is greedy decoding.
+        n_best: hypotheses returned for each sentence, at most `beam`; with `sample`, how many are drawn.
+        length_penalty: alpha of the penalty by which log P is divided; 0 ranks by probability alone.
+        length_norm: "gnmt", ((5 + length) / 6) ** alpha, or "power", length ** alpha. EOS counts.
+        coverage_penalty: beta of Wu et al. 2016, section 7: beta * sum over the source's tokens of
+            log(min(the attention it got in all, 1)) is added to a hypothesis's final score.
+        early_stop: stop a sentence at its first n_best finished hypotheses, even if an open one could still win.
+        patience: a sentence ends when ceil(patience * beam) hypotheses have finished (Kasai et al. 2022, "A Call for
+            Clarity in Beam Search"). Up to 1 a finished one closes its place; above, the beam stays wide longer.
+        beam_groups: the beam in groups, searched one after the other at each step, in which a group pays `diversity`
+            for each time an earlier one has chosen the same token (Vijayakumar et al. 2018, "Diverse Beam Search").
+            It must divide the beam. The scores of the hypotheses do not contain what they paid.
+        sample: draw tokens instead of searching; `beam` must be 1.
+        temperature: of the distribution drawn from, logits / temperature.
+        top_k: draw from the k most likely tokens only; 0 is all.
+        top_p: draw from the fewest tokens that together have this probability (Holtzman et al. 2020), in (0, 1].
+        seed: of the draws; None takes torch's own random state. The same batch and seed give the same draws.
+        max_length: tokens of an answer at most, EOS included: a number, or (a, b) for a * source length + b.
+        min_length: tokens at least, EOS included, in the same two forms.
+        no_repeat_ngram: no n tokens in a row occur twice in an answer; 0 is off.
+        repetition_penalty: logits of tokens that the answer has already are divided by it where positive and multiplied
+            where negative (Keskar et al. 2019, "CTRL"); 1 is off.
+        suppress: target ids never to be chosen, such as the unknown token's.
+        alignments: return the attention of each answer's tokens to the source (the last layer's, mean of its heads).
+        cache: keep keys and values between the steps, where the model can.
+
+    All but repetition_penalty choose among continuations and leave their probabilities as the model has them.
+
+    Raises:
+        ValueError: names the option, its value and what was expected.
+    """
+
+    beam: int = 1
+    n_best: int = 1
+    length_penalty: float = 0.6
+    length_norm: str = "gnmt"
+    coverage_penalty: float = 0.0
+    early_stop: bool = False
+    patience: float = 1.0
+    beam_groups: int = 1
+    diversity: float = 0.5
+    sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_length: Span = (2.0, 20)
+    min_length: Span = 0
+    no_repeat_ngram: int = 0
+    repetition_penalty: float = 1.0
+    suppress: tuple[int, ...] = ()
+    alignments: bool = False
+    cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("beam", "n_best", "beam_groups"):
+            self._require(_is_int(getattr(self, name), 1), name, "an int >= 1")
+        for name in ("top_k", "no_repeat_ngram"):
+            self._require(_is_int(getattr(self, name), 0), name, "an int >= 0")
+        self._require(self.seed is None or _is_int(self.seed, 0), "seed", "None or an int >= 0")
+        for name in ("early_stop", "sample", "alignments", "cache"):
+            self._require(isinstance(getattr(self, name), bool), name, "True or False")
+        self._require(_is_number(self.length_penalty), "length_penalty", "a finite number")
+        for name in ("coverage_penalty", "diversity"):
+            self._require(_is_number(getattr(self, name), 0.0), name, "a number >= 0")
+        for name in ("patience", "temperature", "repetition_penalty"):
+            value = getattr(self, name)
+            self._require(_is_number(value, 0.0) and value > 0, name, "a number > 0")
+        self._require(_is_number(self.top_p, 0.0) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]")
+        self._require(self.length_norm in ("gnmt", "power"), "length_norm", '"gnmt" or "power"')
+        for name, least in (("max_length", 1), ("min_length", 0)):
+            self._require(_is_span(getattr(self, name), least), name, f"an int >= {least}, or (a, b) for a * S + b")
+        object.__setattr__(self, "suppress", tuple(self.suppress))
+        self._require(all(_is_int(token, 0) for token in self.suppress), "suppress", "target ids")
+        if self.sample and self.beam != 1:
+            raise ValueError(f"sample draws n_best answers one by one, without a beam; beam must be 1, got {self.beam}")
+        if not self.sample and self.n_best > self.beam:
+            raise ValueError(f"n_best is {self.n_best}, but a beam of {self.beam} holds only {self.beam} hypotheses")
+        if self.beam % self.beam_groups:
+            raise ValueError(f"beam_groups must divide the beam, got {self.beam_groups} groups and beam {self.beam}")
+
+    def _require(self, fine: bool, name: str, expected: str) -> None:
+        if not fine:
+            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
+
+    @property
+    def reads_attention(self) -> bool:
+        """Whether the attention to the source must be known at every step."""
+        return self.alignments or self.coverage_penalty > 0
+
+
+def _is_int(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_number(value: Any, least: float = -math.inf) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value >= least
+
+
+def _is_span(value: Any, least: int) -> bool:
+    if isinstance(value, tuple):
+        return len(value) == 2 and all(_is_number(part, 0.0) for part in value)
+    return _is_int(value, least)

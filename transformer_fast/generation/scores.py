@@ -1,0 +1,42 @@
+"""What a whole hypothesis is worth."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .config import GenerationConfig
+from .decoding import Hypothesis, Request
+
+LEAST_COVERAGE = 1e-10
+"""A source token that no attention reached at all counts as if it had got this much."""
+
+
+def length_penalty(length: Tensor | int, config: GenerationConfig) -> Tensor | float:
+    """What log P of an answer of this many tokens, EOS included, is divided by."""
+    base = (5 + length) / 6 if config.length_norm == "gnmt" else length
+    return base**config.length_penalty
+
+
+def scored_hypothesis(
+    config: GenerationConfig,
+    request: Request,
+    sentence: int,
+    tokens: list[int],
+    log_prob: float,
+    length: int,
+    finished: bool,
+    attention: Tensor | None,
+) -> Hypothesis:
+    """The hypothesis with its score. length: tokens with EOS. attention: (at least length, S), or None."""
+    # Without a token there is nothing to normalise.
+    score = log_prob / length_penalty(max(length, 1), config)
+    alignment = None
+    if attention is not None:
+        if config.coverage_penalty > 0:
+            got = attention[:length].sum(dim=0)
+            got = got if request.src_mask is None else got[request.src_mask[sentence, 0]]
+            score += config.coverage_penalty * float(got.clamp(LEAST_COVERAGE, 1.0).log().sum())
+        if config.alignments:
+            alignment = attention[: len(tokens)].to("cpu", torch.float32, copy=True)
+    return Hypothesis(tokens, score, log_prob, finished, alignment)
