@@ -162,7 +162,7 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("options", LAYERS, ids=str)
+@pytest.mark.parametrize("options", LAYERS, ids=["post-norm", "pre-norm", "gelu", "a module, no bias", "a function"])
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_layers(kind: str, options: dict[str, Any]) -> None:
     made = nn.TransformerEncoderLayer if kind == "encoder" else nn.TransformerDecoderLayer
