@@ -88,6 +88,7 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
 MODULES = (
     "attention",
     "attention_backward",
+    "attention_tile_map",
     "attention_weights",
     "attention_grad_bias",
     "attention_decode",

@@ -25,7 +25,7 @@ def small_tiles(monkeypatch, device):
     if device.type == "cpu":
         for key in configs.ATTENTION:
             monkeypatch.setitem(configs.ATTENTION, key, configs.AttentionConfig(32, 32, 4, 1))
-    monkeypatch.setattr("transformer_fast.kernels.attention_steps.LONG", 35)
+    monkeypatch.setattr("transformer_fast.kernels.attention_launches.LONG", 35)
 
 
 def starts(lengths):

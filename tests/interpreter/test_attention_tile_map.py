@@ -204,7 +204,7 @@ def test_heavy_rows_first_changes_nothing_but_the_order(dialect, monkeypatch):
             return out, logsumexp, *attention_backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
 
     plain = run()
-    monkeypatch.setattr("transformer_fast.kernels.attention_steps.LONG", 100)
+    monkeypatch.setattr("transformer_fast.kernels.attention_launches.LONG", 100)
     with mock.patch.object(attention_tile_map, "_most_first", wraps=attention_tile_map._most_first) as ordering:
         for one, two in zip(plain, run(), strict=True):
             assert torch.equal(one, two)
@@ -228,6 +228,7 @@ def test_one_map_for_all_layers_until_the_mask_is_written_to():
     first = lists(mask)
     assert lists(mask) is first
     assert lists(flat.unsqueeze(1)) is lists(flat.unsqueeze(1)), "views of one mask have one map"
+    assert lists(mask, lengths[:]) is lists(mask, lengths[:])
     assert lists(mask, lengths.clone()) is not first
     bits = mask_bits(mask)
     assert mask_bits(mask) is bits

@@ -12,21 +12,15 @@ and then the program repeats its tile once, carefully.
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import LONG, attention_config
+from .attention_launches import Packed, example_tile_calls, packed_mask, packed_view, tile_launch
 from .attention_steps import (
-    Packed,
     allowed_tile,
-    example_tile_calls,
     in_order,
     key_steps,
     masked_scores,
-    masking_arguments,
-    packed_mask,
-    packed_view,
     sequence,
     statistics_row,
     tile_at,
@@ -40,10 +34,8 @@ from .attention_tiles import (
     jit,
     key_limits,
     load_rows,
-    padded_head_dim,
     positive_scale,
     store_rows,
-    tensor_arguments,
     within_reach,
 )
 from .launching import Launch, architecture_of, run, widen_bf16_if_interpreted
@@ -192,48 +184,13 @@ def _forward_kernel(
     tl.store(logsumexp + row, logsum, mask=row < queries)
 
 
-def call_kind(keys: int, mask: dict[str, object], packed: Packed | None) -> str:
-    """Which entry of the tile table a call takes."""
-    if mask["bias"] is not None:
-        return "biased"
-    if keys <= LONG:
-        return "short"
-    masked = any(mask[part] is not None for part in ("keep", "key_keep", "lengths", "seed")) or packed is not None
-    return "long" if masked else "plain"
-
-
-def tile_launch(
-    name: str, kernel, q: Tensor, k: Tensor, arch: str, arguments: dict[str, object], mask: dict[str, object],
-    packed: Packed | None,
-) -> Launch:  # fmt: skip
-    """Launch of an attention kernel with its tile from the table; "grad_kv" has a program a tile of keys."""
-    columns = name == "grad_kv"
-    block_d = padded_head_dim(q)
-    config = attention_config(name, arch, q.element_size() * 8, block_d, call_kind(k.shape[2], mask, packed))
-    over, block = (k, config.block_keys) if columns else (q, config.block_queries)
-    masking = masking_arguments(q, k, (config.block_queries, config.block_keys), packed, columns=columns, **mask)
-    kinds = {"mapped": "tile_list", "biased": "bias", "packed": "cu_seqlens_q", "dropout": "seed"}
-    return Launch(
-        name=f"attention {name} {str(q.dtype)[6:]} d{block_d} {config.block_queries}x{config.block_keys}"
-        f" {config.num_warps} warps {config.num_stages} stages"
-        f"{'' if config.max_registers is None else f' {config.max_registers} registers'}"
-        f"{''.join(f' {kind}' for kind, argument in kinds.items() if masking[argument] is not None)}",
-        kernel=kernel,
-        grid=triton.cdiv(over.shape[2], block) * over.shape[0] * over.shape[1],
-        arguments=masking | arguments | {"BLOCK_QUERIES": config.block_queries, "BLOCK_KEYS": config.block_keys},
-        num_warps=config.num_warps,
-        num_stages=config.num_stages,
-        max_registers=config.max_registers,
-    )
-
-
 def forward_launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, arch: str, mask: dict[str, object],
     packed: Packed | None = None,
 ) -> Launch:  # fmt: skip
     """The forward launch for these tensors; `mask` is :func:`attention_forward`'s keyword arguments."""
-    arguments = tensor_arguments(q=q, k=k, v=v, out=out) | {"logsumexp": logsumexp}
-    return tile_launch("forward", _forward_kernel, q, k, arch, arguments, mask, packed)
+    tensors = {"q": q, "k": k, "v": v, "out": out}
+    return tile_launch("forward", _forward_kernel, q, k, arch, tensors, {"logsumexp": logsumexp}, mask, packed)
 
 
 @widen_bf16_if_interpreted(results=1)

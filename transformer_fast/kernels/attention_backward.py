@@ -12,17 +12,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention import tile_launch
 from .attention_backward_kv import DELTA_ROWS, grad_kv_kernel
+from .attention_launches import Packed, Plan, example_tile_calls, packed_mask, packed_view, planned, tile_launch
 from .attention_steps import (
-    Packed,
     allowed_tile,
-    example_tile_calls,
     in_order,
     key_steps,
     masked_scores,
-    packed_mask,
-    packed_view,
     sequence,
     statistics_row,
     tile_at,
@@ -219,6 +215,14 @@ def _grad_q_kernel(
     store_rows(grad_q, acc * scale, start_query, queries, grad_q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
 
 
+def delta_arguments(grad_out: Tensor, out: Tensor) -> dict[str, object]:
+    """The arguments of the delta kernel that are no tensors."""
+    _, H, Lq, D = out.shape
+    arguments = {"heads": H, "queries": Lq, "HEAD_DIM": D, "BLOCK_D": padded_head_dim(out), "ROWS": DELTA_ROWS}
+    strides = tensor_arguments(grad_out=grad_out, out=out)
+    return arguments | {name: value for name, value in strides.items() if not isinstance(value, Tensor)}
+
+
 def backward_launches(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, logsumexp: Tensor, rows: tuple[Tensor, Tensor],
     gradients: tuple[Tensor, Tensor, Tensor], arch: str, mask: dict[str, object], grad_logsumexp: Tensor | None = None,
@@ -228,7 +232,7 @@ def backward_launches(
     rows of grad_out and out as (B, H, Lq, D), or (1, H, Tq, D) of a packed batch."""
     grad_q, grad_k, grad_v = gradients
     whole, out = rows
-    B, H, Lq, D = whole.shape
+    B, H, Lq, _ = whole.shape
     delta = torch.empty_like(logsumexp)
     grid = triton.cdiv(Lq, DELTA_ROWS) * B * H
     empty_tiles = torch.empty(grid, dtype=torch.int32, device=q.device)
@@ -237,31 +241,29 @@ def backward_launches(
     sums = torch.empty_like(logsumexp) if exact else None
     inputs = {"grad_out": grad_out, "q": q, "k": k, "v": v}
     statistics = {"logsumexp": logsumexp, "delta": delta}
+    plan = planned(
+        ("delta", q.dtype, whole.shape, whole.stride(), out.stride()),
+        lambda: Plan(f"attention delta {str(q.dtype)[6:]} d{padded_head_dim(q)}", grid, delta_arguments(whole, out)),
+    )
     return [
         Launch(
-            name=f"attention delta {str(q.dtype)[6:]} d{padded_head_dim(q)}",
-            kernel=_delta_kernel,
-            grid=grid,
-            arguments=tensor_arguments(grad_out=whole, out=out)
-            | statistics
-            | {
-                "grad_logsumexp": grad_logsumexp, "empty_tiles": empty_tiles, "heads": H, "queries": Lq,
-                "HEAD_DIM": D, "BLOCK_D": padded_head_dim(q), "ROWS": DELTA_ROWS,
+            plan.name,
+            _delta_kernel,
+            plan.grid,
+            {
+                **plan.arguments, **statistics, "grad_out": whole, "out": out, "grad_logsumexp": grad_logsumexp,
+                "empty_tiles": empty_tiles,
             },
             num_warps=4,
             num_stages=1,
         ),
         tile_launch(
-            "grad_q", _grad_q_kernel, q, k, arch,
-            tensor_arguments(**inputs, grad_q=grad_q) | statistics | {"sums": sums, "grad_logsumexp": grad_logsumexp},
-            mask, packed,
+            "grad_q", _grad_q_kernel, q, k, arch, inputs | {"grad_q": grad_q},
+            statistics | {"sums": sums, "grad_logsumexp": grad_logsumexp}, mask, packed,
         ),
         tile_launch(
-            "grad_kv", grad_kv_kernel, q, k, arch,
-            tensor_arguments(**inputs, grad_k=grad_k, grad_v=grad_v)
-            | statistics
-            | {"sums": sums, "empty_tiles": empty_tiles},
-            mask, packed,
+            "grad_kv", grad_kv_kernel, q, k, arch, inputs | {"grad_k": grad_k, "grad_v": grad_v},
+            statistics | {"sums": sums, "empty_tiles": empty_tiles}, mask, packed,
         ),
     ]  # fmt: skip
 

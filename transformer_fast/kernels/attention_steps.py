@@ -5,31 +5,11 @@ and steps through the tiles within them by arithmetic. One with a dense mask ste
 :mod:`.attention_tile_map`). A packed one finds its sequence in `cu_seqlens`, and from there is like the first.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from ..configs import LONG
-from .attention_tile_map import allowed_words, bits_arguments, length_order, packed_order, tile_lists
-from .attention_tiles import mask_arguments, mask_scores, within_limits, within_reach
-
-
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Where the sequences of a packed batch lie.
-
-    Args:
-        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0: sequence b has the rows from entry b to entry b + 1.
-        total_queries: rows of q in all.
-    """
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    total_queries: int
+from .attention_tile_map import allowed_words
+from .attention_tiles import mask_scores, within_limits
 
 
 @triton.jit
@@ -139,95 +119,3 @@ def masked_scores(
         )  # fmt: skip
         allowed = allowed & unblocked
     return scores, allowed
-
-
-def masking_arguments(
-    q: Tensor, k: Tensor, tile: tuple[int, int], packed: Packed | None, *, columns: bool, keep: Tensor | None,
-    key_keep: Tensor | None, **mask: object,
-) -> dict[str, object]:  # fmt: skip
-    """Kernel arguments that say what is masked, scaled and dropped, and which tiles are taken in which order.
-
-    Args:
-        q, k: (B, H, Lq, D) and (B, Hkv, Lk, D).
-        tile: queries and keys a tile.
-        packed: where the sequences are, of a packed batch.
-        columns: for a program a tile of keys, which steps through queries.
-        keep, key_keep, mask: as given to the launcher.
-    """
-    arguments = mask_arguments(q, k, keep=None, key_keep=None, **mask)
-    lengths = mask["lengths"]
-    # Shorter programs end together in any order.
-    ordered = k.shape[2] > LONG
-    lists = batch_order = None
-    if keep is not None or key_keep is not None:
-        causal_offset = arguments["causal_offset"]
-        sizes = q.shape[0], q.shape[2], k.shape[2]
-        lists = tile_lists(keep, key_keep, lengths, causal_offset, *sizes, tile, columns=columns, ordered=ordered)
-        batch_order = lists.batch_order
-    elif ordered and packed is not None:
-        batch_order = packed_order(packed.cu_seqlens_q, packed.cu_seqlens_k)
-    elif ordered and lengths is not None and lengths.dim() == 1:
-        batch_order = length_order(lengths)
-    lines = 0 if lists is None else lists.lists.shape[2]
-    batches, heads = (1, 1) if lists is None else lists.lists.shape[:2]
-    return arguments | bits_arguments(keep, key_keep) | {
-        "tile_list": None if lists is None else lists.lists,
-        "tile_counts": None if lists is None else lists.counts,
-        "tile_order": None if lists is None else lists.line_order,
-        "batch_order": batch_order,
-        "map_batch": heads * lines if batches > 1 else 0,
-        "map_head": lines if heads > 1 else 0,
-        "cu_seqlens_q": None if packed is None else packed.cu_seqlens_q,
-        "cu_seqlens_k": None if packed is None else packed.cu_seqlens_k,
-        "total_queries": q.shape[2] if packed is None else packed.total_queries,
-    }  # fmt: skip
-
-
-def packed_view(t: Tensor, batches: int, longest: int) -> Tensor:
-    """(T, H, D) as a (B, H, longest, D) of which every batch is the whole: a sequence's first row is added in the
-    kernel."""
-    return within_reach(t.transpose(0, 1))[:, :longest].expand(batches, -1, -1, -1)
-
-
-def packed_mask(
-    causal: bool, scale: float, dropout_p: float, seed: Tensor | None, zero_empty_rows: bool
-) -> dict[str, object]:
-    """The mask keywords of a packed call."""
-    return dict.fromkeys(("keep", "key_keep", "lengths", "bias")) | {
-        "causal": 0 if causal else None, "scale": scale, "dropout_p": dropout_p, "seed": seed,
-        "zero_empty_rows": zero_empty_rows,
-    }  # fmt: skip
-
-
-def example_tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, object], Packed | None]]:
-    """Calls on meta tensors that between them use every config of an architecture in every way that changes what is
-    compiled much: ((q, logsumexp), mask, packed)."""
-
-    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def call(dtype: torch.dtype, D: int, L: int, kind: str):
-        mask = packed_mask(False, 1.0, 0.1, meta(1, dtype=torch.int64), False)
-        packed = None
-        if kind in ("limits", "mapped", "biased"):
-            mask["lengths"] = meta(2, dtype=torch.int32)
-        if kind in ("mapped", "biased"):
-            mask |= {"keep": meta(2, 1, L, L, dtype=torch.bool), "key_keep": meta(2, 1, 1, L, dtype=torch.bool)}
-        if kind == "biased":
-            mask["bias"] = meta(1, 4, L, L, dtype=torch.float32)
-        if kind == "packed":
-            packed = Packed(meta(3, dtype=torch.int32), meta(3, dtype=torch.int32), 2 * L)
-        if kind == "plain":
-            mask |= {"dropout_p": 0.0, "seed": None}
-        return (meta(2, 4, L, D, dtype=dtype), meta(2, 4, L, dtype=torch.float32)), mask, packed
-
-    for D in (32, 64, 128):
-        for kind in ("limits", "mapped", "packed"):
-            yield call(torch.bfloat16, D, 256, kind)
-            yield call(torch.bfloat16, D, 1024, kind)
-        yield call(torch.bfloat16, D, 1024, "plain")
-        yield call(torch.bfloat16, D, 1023, "biased")
-    yield call(torch.float16, 64, 1024, "mapped")
-    yield call(torch.bfloat16, 256, 1023, "biased")
-    for D in (32, 64, 128, 256):
-        yield call(torch.float32, D, 1024, "limits")

@@ -10,6 +10,7 @@ kernels differs; those that agree share them. All of it stays on the mask's tens
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..configs import ATTENTION
 from .attention_tiles import jit, key_limits
 from .launching import Launch, run
 from .remembered import remembered
@@ -139,12 +141,22 @@ class TileLists:
         counts: int32 (B|1, H|1, lines, 2): full tiles, partial tiles.
         line_order: int32 (B|1, H|1, lines), the lines of each (batch, head), those with the most work first; or None.
         batch_order: int32 (B,), the batches with the most work first; or None.
+        arguments: all this and the bits of the mask, as arguments of the attention kernels.
     """
 
     lists: Tensor
     counts: Tensor
     line_order: Tensor | None
     batch_order: Tensor | None
+    arguments: dict[str, object]
+
+
+NO_MAP = {
+    "keep": None, "keep_batch": 0, "keep_head": 0, "keep_query": 0, "keep_word": 0, "key_keep": None,
+    "key_keep_batch": 0, "key_keep_head": 0, "tile_list": None, "tile_counts": None, "tile_order": None,
+    "batch_order": None, "map_batch": 0, "map_head": 0,
+}  # fmt: skip
+"""The arguments of the attention kernels where there is no map."""
 
 
 def mask_bits(mask: Tensor) -> Tensor:
@@ -153,7 +165,7 @@ def mask_bits(mask: Tensor) -> Tensor:
     Dimensions over which the mask repeats itself (size 1, or stride 0) have size 1. One such row of keys is 8 words of
     one value. Kept on the mask, and made anew when it was written to.
     """
-    return remembered(mask, ("bits", mask.storage_offset(), mask.shape, mask.stride()), (), lambda: _pack(mask))
+    return remembered(mask, ("bits",), (), lambda: _pack(mask))
 
 
 def tile_lists(
@@ -184,32 +196,30 @@ def tile_lists(
     holder = key_keep if keep is None else keep
     call = (B, queries, keys, causal_offset, tile)
     others = (key_keep if holder is keep else None, lengths)
-    place = (holder.storage_offset(), holder.shape, holder.stride())
-    key_place = None if key_keep is None else (key_keep.storage_offset(), key_keep.shape, key_keep.stride())
+    given = keep is not None, key_keep is not None, lengths is not None
 
     def classes() -> Tensor:
         return _classes(keep, key_keep, lengths, *call)
 
     def lists() -> TileLists:
-        return _lists(remembered(holder, ("classes", place, key_place, *call), others, classes), columns, ordered)
+        found = remembered(holder, ("classes", *given, *call), others, classes)
+        return _lists(found, bits_arguments(keep, key_keep), columns, ordered)
 
-    return remembered(holder, ("lists", place, key_place, *call, columns, ordered), others, lists)
+    return remembered(holder, ("lists", *given, *call, columns, ordered), others, lists)
 
 
 def length_order(lengths: Tensor) -> Tensor:
     """The batches of int lengths (B,), longest first: int32 (B,). Kept on the lengths."""
-    place = (lengths.storage_offset(), lengths.shape, lengths.stride())
-    return remembered(lengths, ("order", place), (), lambda: _most_first(lengths))
+    return remembered(lengths, ("order",), (), lambda: _most_first(lengths))
 
 
 def packed_order(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """The sequences of a packed batch, those with the most (query, key) pairs first: int32 (B,). Kept on the second."""
+    """The sequences of a packed batch, those with the most (query, key) pairs first: int32 (B,). Kept on the latter."""
 
     def order() -> Tensor:
         return _most_first(cu_seqlens_q.diff().long() * cu_seqlens_k.diff())
 
-    place = (cu_seqlens_k.storage_offset(), cu_seqlens_q.storage_offset())
-    return remembered(cu_seqlens_k, ("order", place), (cu_seqlens_q,), order)
+    return remembered(cu_seqlens_k, ("order",), (cu_seqlens_q,), order)
 
 
 def _most_first(work: Tensor) -> Tensor:
@@ -319,17 +329,37 @@ def lists_launch(classes: Tensor, lists: Tensor, counts: Tensor, columns: bool) 
     )  # fmt: skip
 
 
-def _lists(classes: Tensor, columns: bool, ordered: bool) -> TileLists:
+def _lists(classes: Tensor, bits: dict[str, object], columns: bool, ordered: bool) -> TileLists:
     shape = classes.mT.shape if columns else classes.shape
     lists = torch.empty(shape, dtype=torch.int32, device=classes.device)
     counts = torch.empty((*shape[:3], 2), dtype=torch.int32, device=classes.device)
     _run([lists_launch(classes, lists, counts, columns)], classes)
-    if not ordered:
-        return TileLists(lists, counts, None, None)
-    work = counts.sum(3)
-    return TileLists(lists, counts, _most_first(work), _most_first(work.sum((1, 2))) if shape[0] > 1 else None)
+    batches, heads, lines, _ = shape
+    line_order = batch_order = None
+    if ordered:
+        work = counts.sum(3)
+        line_order = _most_first(work)
+        batch_order = _most_first(work.sum((1, 2))) if batches > 1 else None
+    arguments = bits | {
+        "tile_list": lists, "tile_counts": counts, "tile_order": line_order, "batch_order": batch_order,
+        "map_batch": heads * lines if batches > 1 else 0, "map_head": lines if heads > 1 else 0,
+    }  # fmt: skip
+    return TileLists(lists, counts, line_order, batch_order, arguments)
 
 
 def _run(launches: list[Launch], on: Tensor) -> None:
     if not on.is_meta:
         run(launches, on)
+
+
+def compile_cases(arch: str) -> Iterator[Launch]:
+    """The launches that make a map for each tile of an architecture class."""
+    for L in (256, 255):
+        mask = torch.empty((2, 1, L, L), dtype=torch.bool, device="meta")
+        yield pack_launch(mask, mask.new_empty((2, 1, L, 8), dtype=torch.int32))
+    key_keep, lengths = mask[:, :, :1], torch.empty(2, dtype=torch.int32, device="meta")
+    for tile in sorted({(c.block_queries, c.block_keys) for key, c in ATTENTION.items() if key[1] == arch}):
+        classes = mask.new_empty((2, 1, -(-L // tile[0]), -(-L // tile[1])), dtype=torch.int8)
+        yield classes_launch(classes, mask, key_keep, lengths, 0, L, L, tile)
+    lists = classes.to(torch.int32)
+    yield lists_launch(classes, lists, lists, False)

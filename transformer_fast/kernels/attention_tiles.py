@@ -164,6 +164,12 @@ def padded_head_dim(q: Tensor) -> int:
     return max(32, triton.next_power_of_2(q.shape[-1]))
 
 
+def bounded_offset(causal: int | None, Lq: int, Lk: int) -> int:
+    """The causal offset of a kernel. One past the last key lets every query see every key: no mask is the same program
+    as causal."""
+    return Lk if causal is None else max(-Lq, min(causal, Lk))
+
+
 def tensor_arguments(**tensors: Tensor) -> dict[str, object]:
     """Kernel arguments of (B, H, L, D) tensors with last stride 1: each tensor and three strides in units of UNIT."""
     unit = 8 if all(stride % 8 == 0 for t in tensors.values() for stride in t.stride()[:3]) else 1
@@ -219,8 +225,7 @@ def mask_arguments(
         "group": H // Hkv,
         "queries": Lq,
         "keys": Lk,
-        # An offset past the last key lets every query see every key: no mask is the same program as causal.
-        "causal_offset": Lk if causal is None else max(-Lq, min(causal, Lk)),
+        "causal_offset": bounded_offset(causal, Lq, Lk),
         "HEAD_DIM": D,
         "BLOCK_D": padded_head_dim(q),
         "ZERO_EMPTY_ROWS": zero_empty_rows,

@@ -20,36 +20,38 @@ def remembered(
 ) -> T:
     """`make()`, or what it gave the last time for this key, if nothing was written to `holder` or `others` since.
 
-    Kept as an attribute of the holder, or of the tensor it is a view of, for the current stream. Nothing is kept or
-    used while a CUDA graph is captured, whose memory is its own, nor for inference tensors, which count no writes.
+    Kept as an attribute of the holder for the current stream. A view counts as the part of its base that it shows: two
+    layers that both unsqueeze one mask share what is kept. Nothing is kept or used while a CUDA graph is captured,
+    whose memory is its own, nor for inference tensors, which count no writes.
 
     Args:
-        holder: the tensor that keeps the result; views of it share what is kept, so `key` tells them apart.
+        holder: the tensor that keeps the result.
         key: what else the result depends on.
-        others: further tensors the result depends on; the same objects must come again.
+        others: further tensors the result depends on.
         make: computes the result.
     """
-    if any(t.is_inference() for t in (holder, *others) if t is not None):
-        return make()
+    tensors = (holder, *(t for t in others if t is not None))
+    for t in tensors:
+        if t.is_inference():
+            return make()
     stream = None
     if holder.is_cuda:
         if torch.cuda.is_current_stream_capturing():
             return make()
         stream = torch.cuda.current_stream(holder.device).cuda_stream
-    place = holder if holder._base is None else holder._base
-    version, results = getattr(place, "_remembered", (None, None))
-    if version != place._version:
-        results = {}
-        place._remembered = (place._version, results)
-    versions = [None if t is None else t._version for t in others]
-    found = results.get((stream, *key))
-    if found is not None and found[1] == versions:
-        same = (t is None if ref is None else ref() is t for t, ref in zip(others, found[0], strict=True))
-        if all(same):
-            return found[2]
+    bases = [t if t._base is None else t._base for t in tensors]
+    base = bases[0]
+    results = getattr(base, "_remembered", None)
+    if results is None:
+        results = base._remembered = {}
+    key = (stream, key, *[(t.storage_offset(), t.shape, t.stride()) for t in tensors])
+    versions = [t._version for t in bases]
+    found = results.get(key)
+    if found is not None and found[0] == versions and all(ref() is t for ref, t in zip(found[1], bases[1:])):
+        return found[2]
     value = make()
-    results.pop((stream, *key), None)
+    results.pop(key, None)
     if len(results) >= ENTRIES:
         del results[next(iter(results))]
-    results[stream, *key] = ([None if t is None else weakref.ref(t) for t in others], versions, value)
+    results[key] = (versions, [weakref.ref(t) for t in bases[1:]], value)
     return value
