@@ -286,5 +286,5 @@ def test_random_calls(data):
         mask["causal"] = draw(st.integers(-Lq, Lk))
     call = call_of(mask, D, zero_empty_rows=draw(st.booleans()), dropout_p=draw(st.sampled_from([0.0, 0.0, 0.1, 0.6])))
     # Calls of more keys than this order their programs by work.
-    with mock.patch("transformer_fast.kernels.attention_launches.LONG", draw(st.sampled_from([35, 512]))):
+    with mock.patch("transformer_fast.kernels.attention_launches.LONG", 35 + generator.initial_seed() % 2 * 477):
         check(*inputs(B, H, Hkv, Lq, Lk, D, draw(st.sampled_from(DTYPES))), call)
