@@ -24,7 +24,7 @@ from attention_cases import CUDA, Case
 from triton_kernels import Compiled, cases, compile_launch
 
 from transformer_fast.configs import attention_config
-from transformer_fast.kernels.attention import call_kind
+from transformer_fast.kernels.attention_launches import call_kind
 from transformer_fast.kernels.tile_share import WorkShare, packed_work_share, work_share
 
 RESULTS = Path(__file__).resolve().parent / "results" / "static"
