@@ -205,11 +205,6 @@ WRONG = {
     "no such model": (["translate", "--model", "{tmp}/none"], 2, "config.json is missing"),
     "no such input": (["translate", "--model", "{run}", "--input", "{tmp}/none"], 2, "none: No such file"),
     "input is a folder": (["translate", "--model", "{run}", "--input", "{tmp}"], 2, "Is a directory"),
-    "input not UTF-8": (
-        ["translate", "--model", "{run}", "--input", "{tmp}/latin"],
-        2,
-        "line 2: not valid UTF-8 (byte 0xfc",
-    ),
     "output in no folder": (["translate", "--model", "{run}", "--output", "{tmp}/no/out"], 2, "No such file"),
     "output is the input": (
         ["translate", "--model", "{run}", "--input", "{tmp}/latin", "--output", "{tmp}/latin"],

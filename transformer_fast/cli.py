@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gzip
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import torch
 
-from . import __version__, backends
+from . import __version__, backends, translate_command
 from .kernels import extension
 
 EXTRAS = {
@@ -114,20 +112,8 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
     command.set_defaults(run=_train)
 
     command = commands.add_parser("translate", parents=[somewhere], help="translate lines: standard input to output")
-    command.add_argument("--model", required=True, metavar="DIR", help="the folder that `train --save` wrote")
-    command.add_argument("--which", choices=("best", "last"), default="best", help="checkpoint (default: %(default)s)")
-    command.add_argument("--input", metavar="F", help="read this file, plain or .gz, not standard input")
-    command.add_argument("--output", metavar="F", help="write this file, not standard output")
-    command.add_argument(
-        "--beam", type=int, metavar="N", default=5, help="hypotheses; 1 is greedy (default: %(default)s)"
-    )
-    command.add_argument(
-        "--length-penalty", type=float, metavar="X", default=0.6, help="alpha of the GNMT penalty (default: 0.6)"
-    )
-    command.add_argument(
-        "--batch-tokens", type=int, metavar="N", default=8192, help="source tokens x beam in a batch, at most"
-    )
-    command.set_defaults(run=_translate)
+    translate_command.add_arguments(command)
+    command.set_defaults(run=lambda args: translate_command.run(args, _device(args.device)))
 
     command = commands.add_parser(
         "verify", parents=[somewhere], help="parity table of every op here; exit code 1 if one fails"
@@ -170,34 +156,6 @@ def _train(args: argparse.Namespace) -> int:
     print(f"{result.step:,} updates, {result.tokens:,} tokens, {result.seconds:.0f} s ({result.stopped})")
     print(f"{result.folder}" + (f": best at step {result.best_step:,}, {scores}" if scores else ""))
     return 130 if result.stopped == "interrupted" else 0
-
-
-def _translate(args: argparse.Namespace) -> int:
-    from .translation import load_trained
-    from .translation.translator import CHUNK_LINES, Translator
-
-    if args.input and args.output and Path(args.output).exists() and os.path.samefile(args.input, args.output):
-        raise ValueError(f"--input and --output are the same file, {args.input}; it would be lost")
-    with _open_input(args.input) as source:
-        trained = load_trained(args.model, which=args.which, device=_device(args.device))
-        translator = Translator(
-            trained.model,
-            trained.tokenizer,
-            beam=args.beam,
-            length_penalty=args.length_penalty,
-            batch_tokens=args.batch_tokens,
-            longest=trained.config.max_length,
-        )
-        # Someone typing wants an answer to every line.
-        chunk = 1 if not args.input and source.isatty() else CHUNK_LINES
-        name = args.input or "standard input"
-        with _open_output(args.output) as target:
-            for line in translator.translate(_lines(source, name), chunk_lines=chunk):
-                target.write(line.encode("utf-8") + b"\n")
-                if chunk == 1:
-                    target.flush()
-            target.flush()
-    return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
@@ -279,33 +237,3 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device is {name!r}, but torch sees {torch.cuda.device_count()} GPUs on this machine")
     return device
-
-
-@contextlib.contextmanager
-def _open_input(path: str | None) -> Iterator[IO[bytes]]:
-    if path is None:
-        yield sys.stdin.buffer
-        return
-    with open(path, "rb") as file:
-        zipped = file.peek(2)[:2] == b"\x1f\x8b"
-        yield gzip.GzipFile(fileobj=file) if zipped else file
-
-
-@contextlib.contextmanager
-def _open_output(path: str | None) -> Iterator[IO[bytes]]:
-    if path is None:
-        yield sys.stdout.buffer
-        return
-    with open(path, "wb") as file:
-        yield file
-
-
-def _lines(source: IO[bytes], name: str) -> Iterator[str]:
-    """Lines end at a line feed and nowhere else, as in training."""
-    for number, line in enumerate(source, start=1):
-        try:
-            yield line.rstrip(b"\r\n").decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{name}, line {number}: not valid UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1})"
-            ) from None

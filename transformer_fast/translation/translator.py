@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from ..generation import beam_search, greedy
+from ..generation import GenerationConfig, Hypothesis, generate
 from .errors import ConfigError
 from .tokenizer import Tokenizer
 
@@ -16,17 +18,45 @@ CHUNK_LINES = 2_000
 CHUNK_CHARACTERS = 1_000_000
 SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+")
 SPACE = re.compile(r"\s+")
+WORD_START = "\u2581"
+
+
+@dataclass(frozen=True)
+class Translation:
+    """One translation of a line.
+
+    Attributes:
+        text: without a line end, white space as single spaces.
+        score, log_prob: as in :class:`~transformer_fast.generation.Hypothesis`; sums, where the line was translated in
+            pieces; NaN for a line that could not be translated.
+        alignment: (source word, target word) pairs by rising target, counted from 0 between white space: for each
+            token the source token that got most of its attention. None unless it was asked for.
+    """
+
+    text: str
+    score: float = 0.0
+    log_prob: float = 0.0
+    alignment: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclass(frozen=True)
+class BrokenLine:
+    """Stands among the lines for one that could not be read, and says why."""
+
+    reason: str
 
 
 class Translator:
     """Translates lines of text with a trained model.
 
     Args:
-        model: a `transformer_fast.Transformer`, on the device it shall run on.
+        model: a `transformer_fast.Transformer`, on the device it shall run on; or several that share the tokenizer,
+            the mean of whose probabilities decides.
         tokenizer: the one it was trained with.
         beam: hypotheses a sentence keeps; 1 is greedy decoding.
         length_penalty: alpha of `beam_search`.
-        batch_tokens: most padded source tokens of a batch, times beam.
+        config: all options of `generate`, in the place of the two above.
+        batch_tokens: most padded source tokens of a batch, times beam (or n_best, where answers are drawn).
         longest: source tokens the model can be trusted with; a longer line is translated in pieces.
 
     Raises:
@@ -35,48 +65,86 @@ class Translator:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Sequence[nn.Module],
         tokenizer: Tokenizer,
         *,
         beam: int = 5,
         length_penalty: float = 0.6,
+        config: GenerationConfig | None = None,
         batch_tokens: int = 8192,
         longest: int = 256,
     ) -> None:
         for name, value, least in (("beam", beam, 1), ("batch_tokens", batch_tokens, 1), ("longest", longest, 2)):
             if value < least:
                 raise ConfigError(f"{name} is {value}; expected a whole number >= {least}")
-        self.model, self.tokenizer = model, tokenizer
-        self.beam, self.length_penalty = beam, length_penalty
+        self.models = [model] if isinstance(model, nn.Module) else list(model)
+        self.tokenizer = tokenizer
+        self.config = config or GenerationConfig(beam=beam, length_penalty=length_penalty)
         self.batch_tokens, self.longest = batch_tokens, longest
-        self.device = next(model.parameters()).device
+        self.device = next(self.models[0].parameters()).device
 
     def translate(self, lines: Iterable[str], *, chunk_lines: int = CHUNK_LINES) -> Iterator[str]:
         """One translation for every line, in order; a blank line gives an empty one.
 
         Lines are read `chunk_lines` at a time (fewer if they are long), so memory does not grow with the text.
         """
+        for found in self.translations(lines, chunk_lines=chunk_lines):
+            yield found[0].text
+
+    def translations(
+        self,
+        lines: Iterable[str | BrokenLine],
+        *,
+        chunk_lines: int = CHUNK_LINES,
+        broken: Callable[[int, str], None] | None = None,
+    ) -> Iterator[list[Translation]]:
+        """The best translations of every line, best first, in the order of the lines; at least one, perhaps empty.
+
+        broken: called with number (from 1) and reason for a line that could not be read or translated, which then gets
+            an empty translation; without it the first such line raises.
+
+        Raises:
+            ValueError, FloatingPointError, torch.OutOfMemoryError: without `broken`, for such a line.
+        """
+        first = 1
         for chunk in _chunks(lines, chunk_lines):
-            yield from self._translate_chunk(chunk)
+            yield from self._translate_chunk(chunk, first, broken)
+            first += len(chunk)
 
     def decode_ids(self, lines: list[str]) -> list[list[int]]:
         """The target ids of each line's translation, without BOS and EOS; every line as one piece."""
-        return self._decode(self.tokenizer.encode_source(lines))
+        return [found[0].tokens for found in self._decode(self.tokenizer.encode_source(lines))]
 
-    def _translate_chunk(self, lines: list[str]) -> list[str]:
-        pieces = [(number, piece) for number, line in enumerate(lines) for piece in self._pieces(line)]
+    def _translate_chunk(
+        self, lines: list[str | BrokenLine], first: int, broken: Callable[[int, str], None] | None
+    ) -> Iterator[list[Translation]]:
+        failed = {number: line.reason for number, line in enumerate(lines) if isinstance(line, BrokenLine)}
+        if failed and broken is None:
+            number, reason = next(iter(failed.items()))
+            raise ValueError(f"line {first + number}: {reason}")
+        whole = [(number, line) for number, line in enumerate(lines) if isinstance(line, str)]
+        pieces = [(number, piece) for number, line in whole for piece in self._pieces(line)]
         sources = self.tokenizer.encode_source([piece for _, piece in pieces])
-        translated: list[str] = [""] * len(pieces)
+        found: list[list[Translation]] = [[] for _ in pieces]
         # Longest first: a batch that does not fit into memory shows at once, not after an hour.
         order = sorted(range(len(pieces)), key=lambda i: -len(sources[i]))
         for batch in self._batches(order, sources):
-            texts = self.tokenizer.decode(self._decode([sources[i] for i in batch]))
-            for index, text in zip(batch, texts, strict=True):
-                translated[index] = SPACE.sub(" ", text).strip()
-        joined: list[list[str]] = [[] for _ in lines]
-        for (number, _), text in zip(pieces, translated, strict=True):
-            joined[number].append(text)
-        return [" ".join(filter(None, texts)) for texts in joined]
+            given = [sources[i] for i in batch]
+            answers = self._decode(given) if broken is None else self._decode_what_can_be(given)
+            for index, answer in zip(batch, answers, strict=True):
+                if isinstance(answer, Exception):
+                    failed.setdefault(pieces[index][0], str(answer))
+                else:
+                    found[index] = self._texts(sources[index], answer)
+        of_line: list[list[tuple[str, list[Translation]]]] = [[] for _ in lines]
+        for (number, piece), answers in zip(pieces, found, strict=True):
+            of_line[number].append((piece, answers))
+        for number, parts in enumerate(of_line):
+            if number in failed:
+                broken(first + number, failed[number])
+                yield [Translation("", math.nan, math.nan)]
+            else:
+                yield _joined(parts)
 
     def _pieces(self, line: str) -> list[str]:
         def fits(text: str) -> bool:
@@ -87,34 +155,91 @@ class Translator:
 
     def _batches(self, order: list[int], sources: list[list[int]]) -> Iterator[list[int]]:
         batch: list[int] = []
+        rows = max(self.config.beam, self.config.n_best)
         for index in order:
             width = len(sources[batch[0] if batch else index])
-            if batch and (len(batch) + 1) * width * self.beam > self.batch_tokens:
+            if batch and (len(batch) + 1) * width * rows > self.batch_tokens:
                 yield batch
                 batch = []
             batch.append(index)
         if batch:
             yield batch
 
-    def _decode(self, sources: list[list[int]]) -> list[list[int]]:
+    def _decode(self, sources: list[list[int]]) -> list[list[Hypothesis]]:
         width = max(map(len, sources))
         marks = {"bos": self.tokenizer.bos, "eos": self.tokenizer.eos}
         src = torch.tensor([ids + [self.tokenizer.pad] * (width - len(ids)) for ids in sources], device=self.device)
         lengths = torch.tensor([len(ids) for ids in sources], device=self.device)
-        if self.beam == 1:
-            return greedy(self.model, src, src_lengths=lengths, **marks)
-        found = beam_search(
-            self.model, src, src_lengths=lengths, beam=self.beam, length_penalty=self.length_penalty, **marks
-        )
-        return [hypotheses[0].tokens for hypotheses in found]
+        return generate(self.models, src, src_lengths=lengths, config=self.config, **marks)
+
+    def _decode_what_can_be(self, sources: list[list[int]]) -> list[list[Hypothesis] | Exception]:
+        """A batch that fails is halved until the sentence that fails is alone."""
+        try:
+            return self._decode(sources)
+        except (FloatingPointError, torch.OutOfMemoryError) as error:
+            if len(sources) == 1:
+                return [error]
+        half = len(sources) // 2
+        return self._decode_what_can_be(sources[:half]) + self._decode_what_can_be(sources[half:])
+
+    def _texts(self, source: list[int], hypotheses: list[Hypothesis]) -> list[Translation]:
+        texts = self.tokenizer.decode([hypothesis.tokens for hypothesis in hypotheses])
+        return [
+            Translation(SPACE.sub(" ", text).strip(), h.score, h.log_prob, self._alignment(source, h))
+            for text, h in zip(texts, hypotheses, strict=True)
+        ]
+
+    def _alignment(self, source: list[int], hypothesis: Hypothesis) -> tuple[tuple[int, int], ...] | None:
+        if hypothesis.alignment is None:
+            return None
+        words = _word_numbers(self.tokenizer.pieces(source[:-1]))  # EOS is no word
+        if not words or not hypothesis.tokens:
+            return ()
+        read = hypothesis.alignment[:, : len(words)].argmax(dim=1).tolist()
+        said = _word_numbers(self.tokenizer.pieces(hypothesis.tokens))
+        pairs = {(words[i], word) for i, word in zip(read, said, strict=True)}
+        return tuple(sorted(pairs, key=lambda pair: pair[::-1]))
 
 
-def _chunks(lines: Iterable[str], most: int) -> Iterator[list[str]]:
-    chunk: list[str] = []
+def _word_numbers(pieces: list[str]) -> list[int]:
+    """The word that each piece is of, words standing between white space."""
+    numbers, word, opens = [], -1, True
+    for piece in pieces:
+        unknown = piece == "<unk>"  # is written with a space on either side
+        opens = opens or unknown or piece.startswith(WORD_START)
+        if opens and piece.strip(WORD_START):
+            word, opens = word + 1, False
+        numbers.append(max(word + opens, 0))
+        opens = opens or unknown
+    return numbers
+
+
+def _joined(parts: list[tuple[str, list[Translation]]]) -> list[Translation]:
+    """The translations of a line from those of its pieces: the best of all, the second best of all, and so on."""
+    if not parts:
+        return [Translation("", alignment=())]
+    if len(parts) == 1:
+        return parts[0][1]
+    whole = []
+    for rank in range(min(len(answers) for _, answers in parts)):
+        chosen = [answers[rank] for _, answers in parts]
+        alignment: list[tuple[int, int]] = []
+        read = said = 0
+        for (piece, _), answer in zip(parts, chosen, strict=True):
+            alignment += [(read + i, said + j) for i, j in answer.alignment or ()]
+            read, said = read + len(piece.split()), said + len(answer.text.split())
+        text = " ".join(filter(None, (answer.text for answer in chosen)))
+        scores = sum(answer.score for answer in chosen), sum(answer.log_prob for answer in chosen)
+        whole.append(Translation(text, *scores, None if chosen[0].alignment is None else tuple(alignment)))
+    return whole
+
+
+def _chunks(lines: Iterable[str | BrokenLine], most: int) -> Iterator[list[str | BrokenLine]]:
+    chunk: list[str | BrokenLine] = []
     characters = 0
     for line in lines:
         chunk.append(line)
-        characters += len(line)
+        characters += len(line) if isinstance(line, str) else 0
         if len(chunk) >= most or characters >= CHUNK_CHARACTERS:
             yield chunk
             chunk, characters = [], 0

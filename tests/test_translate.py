@@ -1,0 +1,202 @@
+"""Translating a corpus: columns, n-best, alignments, several models, and lines that break."""
+
+import copy
+import io
+import math
+import sys
+
+import pytest
+import torch
+
+from transformer_fast import GenerationConfig, cli, generate
+from transformer_fast.translation import load_trained, train
+from transformer_fast.translation.ensemble import average
+from transformer_fast.translation.errors import ConfigError
+from transformer_fast.translation.numbers import make_numbers_corpus, numbers_config
+from transformer_fast.translation.progress import Silent
+from transformer_fast.translation.tokenizer import EOS
+from transformer_fast.translation.translator import BrokenLine, Translation, Translator, _word_numbers
+
+TINY = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "batch_tokens": 1024, "max_steps": 20, "warmup": 5}
+LINES = ["two thousand forty-one", "", "seven", "nine hundred ninety-nine thousand", "   ", "one hundred one"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """one/ and two/: runs on the same data that differ in their seed."""
+    root = tmp_path_factory.mktemp("numbers")
+    make_numbers_corpus(root / "data", train_size=600, held_out=20)
+    for seed, name in enumerate(("one", "two")):
+        train(numbers_config(root / "data", root / name, vocab_size=60, valid_every=1000, seed=seed, **TINY), Silent())
+    return root
+
+
+@pytest.fixture(scope="module")
+def trained(root):
+    return load_trained(root / "one")
+
+
+def run(monkeypatch, capsysbinary, arguments, data):
+    """One command in this process on bytes: exit code, lines on standard output, text on standard error."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+    code = cli.main(["translate", *map(str, arguments)])
+    out, err = capsysbinary.readouterr()
+    return code, out.decode().split("\n")[:-1], err.decode()
+
+
+def test_columns(root, trained, monkeypatch, capsysbinary):
+    given = ["--model", root / "one", "--beam", 3, "--n-best", 2, "--scores", "--alignments"]
+    code, out, err = run(monkeypatch, capsysbinary, given, "\n".join(LINES).encode())
+    assert (code, err) == (0, "")
+    config = GenerationConfig(beam=3, n_best=2, alignments=True)
+    expected = []
+    for number, found in enumerate(Translator(trained.model, trained.tokenizer, config=config).translations(LINES), 1):
+        assert len(found) == (2 if LINES[number - 1].strip() else 1)
+        for one in found:
+            pairs = " ".join(f"{i}-{j}" for i, j in one.alignment)
+            expected.append(f"{number}\t{one.score:.4f}\t{one.text}\t{pairs}")
+    assert out == expected and any("0-0" in line for line in out)
+    code, out, _ = run(monkeypatch, capsysbinary, ["--model", root / "one", "--scores"], b"seven\n")
+    assert code == 0 and len(out) == 1 and float(out[0].split("\t")[0]) < 0
+
+
+def test_scores_and_texts_are_those_of_generate(trained):
+    config = GenerationConfig(beam=3, n_best=3)
+    ids = torch.tensor(trained.tokenizer.encode_source(["seven"]))
+    [expected] = generate(trained.model, ids, bos=trained.tokenizer.bos, eos=EOS, config=config)
+    [got] = Translator(trained.model, trained.tokenizer, config=config).translations(["seven"])
+    assert [one.score for one in got] == pytest.approx([h.score for h in expected], abs=1e-5)
+    assert [one.text for one in got] == trained.tokenizer.decode([h.tokens for h in expected])
+
+
+def test_a_line_in_pieces_joins_their_scores_and_alignments(trained):
+    config = GenerationConfig(beam=2, n_best=2, alignments=True)
+    parts = ["two thousand.", "forty-one!"]
+    longest = 1 + max(map(len, trained.tokenizer.encode(parts)))
+    translator = Translator(trained.model, trained.tokenizer, config=config, longest=longest)
+    first, second = translator.translations(parts)
+    [whole] = translator.translations([" ".join(parts)])
+    for rank, one in enumerate(whole):
+        assert one.text == f"{first[rank].text} {second[rank].text}".strip()
+        assert one.score == pytest.approx(first[rank].score + second[rank].score, abs=1e-4)
+        moved = [(i + 2, j + len(first[rank].text.split())) for i, j in second[rank].alignment]
+        assert one.alignment == (*first[rank].alignment, *moved)
+
+
+def test_words_of_pieces():
+    assert _word_numbers(["▁two", "▁thou", "sand", "▁", "forty"]) == [0, 1, 1, 2, 2]
+    assert _word_numbers(["two", "▁", "▁x"]) == [0, 1, 1]
+    assert _word_numbers(["▁a", "<unk>", "b"]) == [0, 1, 2]  # written as "a ⁇ b"
+
+
+def test_a_broken_line_costs_that_line(root, monkeypatch, capsysbinary):
+    command = ["--model", root / "one", "--beam", 1]
+    _, expected, _ = run(monkeypatch, capsysbinary, command, b"seven\n\none hundred one\n")
+    code, out, err = run(monkeypatch, capsysbinary, command, b"seven\nf\xfcnf\none hundred one\n")
+    assert code == 1 and out == expected
+    assert err == ("standard input, line 2: not valid UTF-8 (byte 0xfc at column 2); its translation is left empty\n")
+
+
+def test_a_sentence_the_model_cannot_answer_costs_its_line(trained):
+    """NaN for one source token: of a batch of five, the four others are translated as ever."""
+    lines = ["seven", "two", "one thousand", "nine", "forty-one"]
+    expected = list(Translator(trained.model, trained.tokenizer, beam=2).translate(lines))
+    others = {token for ids in trained.tokenizer.encode([*lines[:2], *lines[3:]]) for token in ids}
+    poisonous = next(token for token in trained.tokenizer.encode(lines[2:3])[0] if token not in others)
+    model = copy.deepcopy(trained.model)
+    weight = model.encoder.embed.lut.weight.detach().clone()  # its own, where the model shares it with the output
+    weight[poisonous] = math.nan
+    model.encoder.embed.lut = torch.nn.Embedding.from_pretrained(weight, padding_idx=0)
+    translator = Translator(model, trained.tokenizer, beam=2)
+    reports = []
+    found = list(translator.translations(lines, broken=lambda *report: reports.append(report)))
+    assert [answers[0].text for answers in found] == [*expected[:2], "", *expected[3:]]
+    assert math.isnan(found[2][0].score)
+    [(number, reason)] = reports
+    assert number == 3 and "NaN" in reason
+    with pytest.raises(FloatingPointError, match="NaN"):
+        list(translator.translate(lines))
+
+
+def test_numbers_of_broken_lines_count_from_the_start_of_the_text(trained):
+    lines = ["seven", BrokenLine("torn"), "seven", BrokenLine("burnt"), ""]
+    reports = []
+    translator = Translator(trained.model, trained.tokenizer, beam=1)
+    found = list(translator.translations(iter(lines), chunk_lines=2, broken=lambda *report: reports.append(report)))
+    assert reports == [(2, "torn"), (4, "burnt")]
+    assert found[0] == found[2] and found[4] == [Translation("", alignment=())]
+    with pytest.raises(ValueError, match="line 2: torn"):
+        list(translator.translate(lines))
+
+
+def scored(translator):
+    return [f"{found[0].score:.4f}\t{found[0].text}" for found in translator.translations(LINES)]
+
+
+def test_several_models_vote_or_are_averaged(root, trained, monkeypatch, capsysbinary):
+    text = "\n".join(LINES).encode()
+    two = load_trained(root / "two")
+    mean = average([trained.model, two.model])
+    for name, parameter in mean.named_parameters():
+        both = [dict(t.model.named_parameters())[name] for t in (trained, two)]
+        torch.testing.assert_close(parameter, (both[0] + both[1]) / 2)
+    for flags, models in (([], [trained.model, two.model]), (["--average"], mean)):
+        command = ["--model", root / "one", root / "two", "--beam", 2, "--scores", *flags]
+        code, out, _ = run(monkeypatch, capsysbinary, command, text)
+        translator = Translator(models, trained.tokenizer, beam=2)
+        assert code == 0 and out == [
+            f"{found[0].score:.4f}\t{found[0].text}" for found in translator.translations(LINES)
+        ]
+    single = Translator(trained.model, trained.tokenizer, beam=2).translations(LINES)
+    assert out != [f"{found[0].score:.4f}\t{found[0].text}" for found in single]
+
+
+def test_models_that_do_not_fit_each_other_are_refused(root, trained, monkeypatch, capsysbinary, tmp_path):
+    other = tmp_path / "other"
+    train(numbers_config(root / "data", other, vocab_size=50, valid_every=1000, **{**TINY, "max_steps": 1}), Silent())
+    code, _, err = run(monkeypatch, capsysbinary, ["--model", root / "one", other], b"seven\n")
+    assert code == 2 and "has another tokenizer than" in err and len(err.splitlines()) == 1
+    with pytest.raises(ConfigError, match="one size can be averaged"):
+        average([trained.model, torch.nn.Linear(2, 2)])
+
+
+def test_drawn_translations(root, monkeypatch, capsysbinary):
+    command = ["--model", root / "one", "--sample", "--n-best", 3, "--top-k", 8, "--no-unk"]
+    first, second, other = (
+        run(monkeypatch, capsysbinary, [*command, "--seed", seed], b"seven\ntwo\n") for seed in (1, 1, 2)
+    )
+    assert first == second != other and first[0] == 0
+    assert [line.split("\t")[0] for line in first[1]] == ["1"] * 3 + ["2"] * 3
+    code, _, err = run(monkeypatch, capsysbinary, [*command, "--beam", 4], b"seven\n")
+    assert code == 2 and "beam must be 1, got 4" in err
+
+
+def test_memory_does_not_grow_with_the_text(trained):
+    """A million lines are promised; what is answered is not kept, and no line is read ahead of its window."""
+    read = 0
+
+    def lines():
+        nonlocal read
+        for _ in range(10**6):
+            read += 1
+            yield "" if read % 50 else "seven"
+
+    answers = Translator(trained.model, trained.tokenizer, beam=1).translations(lines(), chunk_lines=100)
+    for done in range(1, 301):
+        next(answers)
+        assert read <= done + 100
+    assert read == 300
+
+
+def test_progress_is_on_a_terminal_only(root, monkeypatch, capsysbinary, tmp_path):
+    source = tmp_path / "in.txt"
+    source.write_text("seven\ntwo\n")
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    code, out, _ = run(monkeypatch, capsysbinary, ["--model", root / "one", "--beam", 1, "--input", source], b"")
+    assert code == 0 and len(out) == 2 and "2/2" in terminal.getvalue()

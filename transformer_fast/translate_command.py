@@ -1,0 +1,168 @@
+"""The command `translate`: lines of text in, their translations out, in order, for a file of any length."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gzip
+import math
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:  # needs the extras for translation, which the parser must not
+    from .translation.translator import Translation, Translator
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The flags of the command."""
+    command.add_argument(
+        "--model",
+        required=True,
+        nargs="+",
+        metavar="DIR",
+        help="the folder that `train --save` wrote; of several, the mean of their probabilities decides",
+    )
+    command.add_argument("--average", action="store_true", help="one model with the mean weights of all that are given")
+    command.add_argument("--which", choices=("best", "last"), default="best", help="checkpoint (default: %(default)s)")
+    command.add_argument("--input", metavar="F", help="read this file, plain or .gz, not standard input")
+    command.add_argument("--output", metavar="F", help="write this file, not standard output")
+    command.add_argument(
+        "--batch-tokens", type=int, metavar="N", default=8192, help="source tokens x beam in a batch, at most"
+    )
+    number = {"type": int, "metavar": "N"}
+    real = {"type": float, "metavar": "X"}
+    searching = command.add_argument_group("search")
+    searching.add_argument("--beam", **number, help="hypotheses; 1 is greedy (default: 5)")
+    searching.add_argument("--length-penalty", **real, default=0.6, help="alpha of the GNMT penalty (default: 0.6)")
+    searching.add_argument("--coverage-penalty", **real, default=0.0, help="beta of the GNMT penalty (default: 0)")
+    searching.add_argument("--no-repeat-ngram", **number, default=0, help="no N tokens in a row twice (default: off)")
+    searching.add_argument("--repetition-penalty", **real, default=1.0, help="on what was said (default: 1, off)")
+    searching.add_argument("--no-unk", action="store_true", help="never say the unknown token")
+    drawing = command.add_argument_group("drawing translations, in the place of searching for the best")
+    drawing.add_argument("--sample", action="store_true", help="draw --n-best translations of every line")
+    drawing.add_argument("--temperature", **real, default=1.0, help="below 1 bolder, above 1 wilder (default: 1)")
+    drawing.add_argument("--top-k", **number, default=0, help="from the N most likely tokens (default: all)")
+    drawing.add_argument("--top-p", **real, default=1.0, help="from the fewest tokens that make up X (default: 1)")
+    drawing.add_argument("--seed", **number, help="of the draws")
+    telling = command.add_argument_group(
+        "output", "columns, with tabs between them: the line's number (--n-best), score, text, alignment"
+    )
+    telling.add_argument("--n-best", **number, default=1, help="so many translations of every line, the best first")
+    telling.add_argument("--scores", action="store_true", help="the score before each translation")
+    telling.add_argument(
+        "--alignments", action="store_true", help="after each translation, pairs source-target of words, from 0"
+    )
+
+
+def run(args: argparse.Namespace, device: torch.device) -> int:
+    """The command; exit code 1 if a line could not be translated (its line of the output is empty)."""
+    if args.input and args.output and Path(args.output).exists() and os.path.samefile(args.input, args.output):
+        raise ValueError(f"--input and --output are the same file, {args.input}; it would be lost")
+    from .translation.translator import CHUNK_LINES
+
+    with _open_input(args.input) as source:
+        translator = _translator(args, device)
+        # Someone typing wants an answer to every line.
+        typed = not args.input and source.isatty()
+        name = args.input or "standard input"
+        broken = 0
+        with _open_output(args.output) as target, _bar(args.input, typed) as bar:
+
+            def report(number: int, reason: str) -> None:
+                nonlocal broken
+                broken += 1
+                bar.write(f"{name}, line {number}: {reason}; its translation is left empty", sys.stderr)
+
+            lines = _lines(source)
+            answers = translator.translations(lines, chunk_lines=1 if typed else CHUNK_LINES, broken=report)
+            for number, found in enumerate(answers, start=1):
+                for translation in found:
+                    target.write(_columns(args, number, translation).encode("utf-8") + b"\n")
+                bar.update()
+                if typed:
+                    target.flush()
+            target.flush()
+    return 1 if broken else 0
+
+
+def _translator(args: argparse.Namespace, device: torch.device) -> Translator:
+    from .generation import GenerationConfig
+    from .translation import load_trained
+    from .translation.ensemble import average, same_tokenizer
+    from .translation.translator import Translator
+
+    runs = [load_trained(folder, which=args.which, device=device) for folder in args.model]
+    tokenizer = same_tokenizer(runs, args.model)
+    models = [trained.model for trained in runs]
+    beam = args.beam if args.beam is not None else 1 if args.sample else 5
+    if beam < 1:
+        raise ValueError(f"beam is {beam}; expected a whole number >= 1")
+    names = ("length_penalty", "coverage_penalty", "no_repeat_ngram", "repetition_penalty", "sample", "temperature")
+    options = {name: getattr(args, name) for name in (*names, "top_k", "top_p", "seed", "n_best", "alignments")}
+    suppress = (tokenizer.unk,) if args.no_unk else ()
+    return Translator(
+        [average(models)] if args.average else models,
+        tokenizer,
+        config=GenerationConfig(beam=beam, suppress=suppress, **options),
+        batch_tokens=args.batch_tokens,
+        longest=min(trained.config.max_length for trained in runs),
+    )
+
+
+def _columns(args: argparse.Namespace, number: int, translation: Translation) -> str:
+    columns = [str(number)] if args.n_best > 1 else []
+    if args.scores:
+        columns.append("" if math.isnan(translation.score) else f"{translation.score:.4f}")
+    columns.append(translation.text)
+    if args.alignments:
+        columns.append(" ".join(f"{source}-{target}" for source, target in translation.alignment or ()))
+    return "\t".join(columns)
+
+
+@contextlib.contextmanager
+def _bar(path: str | None, typed: bool) -> Iterator[Any]:
+    """Lines done, on a terminal; of how many, where there is a file to count them in."""
+    from tqdm import tqdm
+
+    hidden = typed or not sys.stderr.isatty()
+    total = None
+    if path is not None and not hidden:
+        with _open_input(path) as file:
+            total = sum(1 for _ in file)
+    with tqdm(total=total, unit=" lines", file=sys.stderr, disable=hidden, dynamic_ncols=True) as bar:
+        yield bar
+
+
+@contextlib.contextmanager
+def _open_input(path: str | None) -> Iterator[IO[bytes]]:
+    if path is None:
+        yield sys.stdin.buffer
+        return
+    with open(path, "rb") as file:
+        zipped = file.peek(2)[:2] == b"\x1f\x8b"
+        yield gzip.GzipFile(fileobj=file) if zipped else file
+
+
+@contextlib.contextmanager
+def _open_output(path: str | None) -> Iterator[IO[bytes]]:
+    if path is None:
+        yield sys.stdout.buffer
+        return
+    with open(path, "wb") as file:
+        yield file
+
+
+def _lines(source: IO[bytes]) -> Iterable[Any]:
+    """Lines end at a line feed and nowhere else, as in training; one that is not UTF-8 is a BrokenLine."""
+    from .translation.translator import BrokenLine
+
+    for line in source:
+        try:
+            yield line.rstrip(b"\r\n").decode("utf-8")
+        except UnicodeDecodeError as error:
+            yield BrokenLine(f"not valid UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1})")
