@@ -83,12 +83,12 @@ def parity(device: torch.device | str, dtypes: Iterable[torch.dtype] | None = No
 
 def format_parity(rows: Iterable[Parity]) -> Iterator[str]:
     """The table as lines of text, one for each row as soon as it is known."""
-    yield f"{'op':14} {'case':39} {'dtype':8} {'tensor':15} {'backend':9} {'error':>8} {'eager':>8} {'gate':>8}"
+    yield f"{'op':16} {'case':39} {'dtype':8} {'tensor':15} {'backend':9} {'error':>8} {'eager':>8} {'gate':>8}"
     for row in rows:
         dtype = str(row.dtype).removeprefix("torch.")
         figures = f"{row.error:8.1e} {row.eager_error:8.1e} {row.gate:8.1e}"
         verdict = "ok" if row.passed else f"FAIL {row.note}".rstrip()
-        yield f"{row.op:14} {row.case:39} {dtype:8} {row.tensor:15} {row.backend:9} {figures}  {verdict}"
+        yield f"{row.op:16} {row.case:39} {dtype:8} {row.tensor:15} {row.backend:9} {figures}  {verdict}"
 
 
 def describe(device: torch.device) -> str:
@@ -120,6 +120,7 @@ def _op_cases(device: torch.device) -> Iterator[Case]:
     """Shapes are odd on purpose: nothing divides a tile."""
     draw = _Draw(device)
     yield from _attention_cases(draw)
+    yield from _cross_entropy_cases(draw)
 
     x, residual = draw.normal(61, 3, 100, shift=2.0), draw.normal(61, 3, 100)
     weight, bias = draw.normal(100, shift=1.0), draw.normal(100)
@@ -171,27 +172,49 @@ def _attention_cases(draw: _Draw) -> Iterator[Case]:
     keep[0, 0, 3] = keep[2, 0, 44] = False  # rows without a key
     look_ahead = lengths & AttentionMask.causal(10)
     bias = draw.normal(1, H, Lq, Lk)
-    for name, kv_heads, mask, options in (
-        ("no mask", H, None, {}),
-        ("padding", H, lengths, {}),
-        ("padding, look-ahead", H, look_ahead, {}),
-        ("padding, look-ahead, dropout 0.1", H, look_ahead, {"dropout_p": 0.1}),
-        ("dense mask with empty rows, dropout 0.1", H, AttentionMask.keep(keep), {"dropout_p": 0.1}),
-        ("dense mask, empty rows give zero", H, AttentionMask.keep(keep), {"empty_rows": "zero"}),
-        ("grouped heads, additive bias, padding", 2, lengths, {"bias": bias}),
+    for name, kv_heads, mask, options, more in (
+        ("no mask", H, None, {}, {}),
+        ("padding", H, lengths, {}, {}),
+        ("padding, look-ahead", H, look_ahead, {}, {}),
+        ("padding, look-ahead, dropout 0.1", H, look_ahead, {"dropout_p": 0.1}, {}),
+        ("dense mask with empty rows, dropout 0.1", H, AttentionMask.keep(keep), {"dropout_p": 0.1}, {}),
+        ("dense mask, empty rows give zero", H, AttentionMask.keep(keep), {"empty_rows": "zero"}, {}),
+        ("grouped heads, padding, learned bias", 2, lengths, {}, {"bias": bias}),
+        ("weights after dropout 0.1, padding", H, lengths, {"dropout_p": 0.1, "return_weights": "dropped"}, {}),
     ):
         inputs = {
             "q": draw.normal(B, H, Lq, D),
             "k": draw.normal(B, kv_heads, Lk, D),
             "v": draw.normal(B, kv_heads, Lk, D),
+            **more,
         }
 
         def run(t: Tensors, mask=mask, options=options) -> Tensor:
-            # The bias follows the run's dtype; it takes no gradient inside the kernels.
-            cast = {name: value.to(t["q"]) if isinstance(value, Tensor) else value for name, value in options.items()}
-            return ops.attention(t["q"], t["k"], t["v"], mask, **cast)
+            result = ops.attention(t["q"], t["k"], t["v"], mask, bias=t.get("bias"), **options)
+            return torch.cat([part.flatten() for part in result]) if isinstance(result, tuple) else result
 
         yield Case("attention", name, "attention", inputs, run)
+    starts = torch.tensor([0, 45, 46, 90], dtype=torch.int32, device=draw.device)
+    yield Case(
+        "attention_packed",
+        "look-ahead, dropout 0.1",
+        "attention",
+        {name: draw.normal(90, H, D) for name in "qkv"},
+        lambda t: ops.attention_packed(t["q"], t["k"], t["v"], starts, starts, causal=True, dropout_p=0.1),
+    )
+
+
+def _cross_entropy_cases(draw: _Draw) -> Iterator[Case]:
+    target = torch.randint(0, 50, (70,), generator=draw.generator).to(draw.device)
+    yield Case(
+        "cross_entropy",
+        "linear layer, label smoothing 0.1",
+        "cross_entropy",
+        {"x": draw.normal(70, 40), "weight": draw.normal(50, 40), "bias": draw.normal(50)},
+        lambda t: ops.linear_cross_entropy(
+            t["x"], t["weight"], t["bias"], target, label_smoothing=0.1, ignore_index=3
+        ).unsqueeze(0),
+    )
 
 
 class _Draw:
