@@ -149,3 +149,21 @@ def test_copies_files_and_types(name: str) -> None:
         out = twin(*cast)
         assert out.dtype == dtype
         torch.testing.assert_close(out.float(), model(*args), atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad], ids=["vmap", "grad"])
+def test_transforms_of_torch_func_are_refused_clearly(transform: Callable) -> None:
+    x, ids = torch.randn(2, 3, 5, 4), torch.zeros(3, dtype=torch.int64)
+    calls = (
+        lambda t: tfast.attention(t[None, None], t[None, None], t[None, None]).sum(),
+        lambda t: tfast.layer_norm(t, None, None).sum(),
+        lambda t: tfast.embed(ids, t).sum(),
+        lambda t: tfast.ops.dropout(t, 0.1).sum(),
+    )
+    for call in calls:
+        with pytest.raises(tfast.BackendError, match="vmap"):
+            transform(call)(x[0] if transform is torch.vmap else x[0, 0])
+    with tfast.backend("reference"):
+        plain = calls[1]
+        expected = torch.stack([plain(row) for row in x[0]])
+        torch.testing.assert_close(torch.vmap(plain)(x[0]), expected)

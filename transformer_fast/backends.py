@@ -106,7 +106,13 @@ def resolve(op: str, device: torch.device, dtype: torch.dtype) -> str:
     """:func:`choose` without the reason; warns once where "auto" had to fall back to the reference."""
     if torch.compiler.is_compiling():
         return choose(op, device, dtype)[0]
-    return _resolved(current(), op, device, dtype)
+    name = _resolved(current(), op, device, dtype)
+    if name != "reference" and torch._C._functorch.maybe_current_level() is not None:
+        raise BackendError(
+            f"{op} cannot run inside vmap, grad or another transform of torch.func: the kernels take whole batches and "
+            'have no rules for it. Add a batch dimension instead, or use transformer_fast.backend("reference")'
+        )
+    return name
 
 
 @functools.cache
