@@ -46,6 +46,12 @@ class RowsForward {
     for (int64_t first = first_key; first < end;) {
       const T *k, *v;
       const int64_t keys = rows_.find_keys(first, std::min(kRowKeys, end - first), &k, &v);
+      fetch(v, problem_.v.row_stride(), keys);
+      if (const int64_t next = first + keys; next < end) {
+        const T *next_k, *next_v;
+        const int64_t more = rows_.find_keys(next, std::min(kRowKeys, end - next), &next_k, &next_v);
+        fetch(next_k, problem_.k.row_stride(), more);
+      }
       for (int64_t row = 0; row < rows_.count(); ++row) add_keys(row, k, v, first, keys, RowPart<A>(storage, row, width_));
       first += keys;
     }
@@ -72,6 +78,13 @@ class RowsForward {
   }
 
  private:
+  // A long cache comes from memory: what is needed next is asked for early, since its rows may lie far apart.
+  void fetch(const T* rows, int64_t stride, int64_t count) const {
+    constexpr int64_t of_line = 64 / sizeof(T);
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t d = 0; d < problem_.D; d += of_line) __builtin_prefetch(rows + j * stride + d, 0, 2);
+  }
+
   void add_keys(int64_t row, const T* k, const T* v, int64_t first, int64_t keys, RowPart<A> part) {
     rows_.find_scores(row, queries_ + row * width_, k, first, keys, weights_);
     Vector<A> maxima = broadcast(*part.maximum);
