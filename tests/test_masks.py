@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from transformer_fast import AttentionMask
+from transformer_fast.ops._attention_checks import normal_lengths
 
 B, H, LQ, LK = 3, 2, 5, 7
 
@@ -75,3 +76,14 @@ def test_lower_ranks_align_on_the_right_as_broadcasting_does():
     assert torch.equal(full(AttentionMask.keep(row)), row.expand(B, H, LQ, LK))
     square = torch.rand(LQ, LK) > 0.5
     assert torch.equal(full(AttentionMask.keep(square)), square.expand(B, H, LQ, LK))
+
+
+def test_normal_lengths_are_one_tensor_for_all_layers_until_written_to():
+    lengths = torch.tensor([3, 5])
+    first = normal_lengths(lengths, 2, 4, 6)
+    assert first.dtype == torch.int32 and normal_lengths(lengths, 2, 4, 6) is first
+    lengths[0] = 1
+    assert normal_lengths(lengths, 2, 4, 6).tolist() == [1, 5]
+    lengths[0] = 7
+    with pytest.raises(ValueError, match="got 5 to 7"):
+        normal_lengths(lengths, 2, 4, 6)

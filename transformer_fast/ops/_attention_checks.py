@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..kernels.remembered import remembered
 from ..masks import AttentionMask
 
 
@@ -65,12 +66,18 @@ def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) 
 
 def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
     """int32 lengths (B,) or (B, Lq) in [0, Lk]. On CPU others are an error; on a GPU, where looking would wait for it,
-    they are cut."""
+    they are cut. The result is kept, so that every layer has the same tensor, and what kernels keep on it is found."""
     if lengths.dim() == 2 and lengths.shape[1] != Lq:
         lengths = lengths.squeeze(1)
     if lengths.shape[0] != B:
         lengths = lengths.expand(B, *lengths.shape[1:])
-    if lengths.device.type != "cpu" or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or type(lengths) is not Tensor:
+        return lengths.clamp(0, Lk).to(torch.int32)
+    return remembered(lengths, ("normal lengths", Lk), (), lambda: _checked_lengths(lengths, Lk))
+
+
+def _checked_lengths(lengths: Tensor, Lk: int) -> Tensor:
+    if lengths.device.type != "cpu":
         return lengths.clamp(0, Lk).to(torch.int32)
     if lengths.numel() > 0:
         # Reading a few numbers in Python is cheaper than two reductions.
