@@ -46,7 +46,7 @@ class DecoderCache:
         layers = list(decoder.layers)
         known = []
         for layer in layers:
-            states = joined(layer.attn_2.k_linear, layer.attn_2.v_linear)(memory)
+            states = joined(layer.attn_2.k_linear, layer.attn_2.v_linear, once=True)(memory)
             known.append(states.unflatten(-1, (2, layer.attn_2.h, -1)).permute(0, 2, 3, 1, 4))
         self._cross = torch.stack(known)  # (layers, B, 2, heads, S, d_k)
         self._mask = None if mask is None else mask.squeeze(1)

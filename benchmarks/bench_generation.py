@@ -1,0 +1,244 @@
+"""Generation: ours against the eager reference without a cache, Hugging Face's Marian and CTranslate2, of one size.
+
+In the suite it is a small model; the figures of the base size (minutes, most of them the reference's) come from
+
+    python benchmarks/bench_generation.py --size base --length 64 --batch 16 --search greedy beam
+
+All answers have exactly ``length`` tokens. Ours, the reference and CTranslate2 have the same weights, and their answers
+are compared before anything is timed; Marian has random weights of the same sizes (post-norm, as it is made).
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import transformer_fast as tfast
+from transformer_fast.reference import layers as reference
+
+VOCAB, PAD, BOS, EOS = 8000, 0, 2, 3
+BEAM = 5
+
+
+class Size(NamedTuple):
+    """Sizes of a model; the encoder and the decoder have ``layers`` each."""
+
+    d_model: int
+    layers: int
+    heads: int
+    d_ff: int
+
+
+SIZES = {"small": Size(256, 3, 4, 1024), "base": Size(512, 6, 8, 2048)}
+
+
+class Case(NamedTuple):
+    """What is run: ``search`` is "greedy" or "beam", ``length`` tokens are read and said."""
+
+    size: str
+    search: str
+    batch: int
+    length: int
+
+
+def ways(case: Case, device: str, uncached: bool = True) -> dict[str, Callable[[Tensor], list[list[int]]]]:
+    """Every side by name: source ids (batch, length) -> answers. One that is not installed raises RuntimeError."""
+    size = SIZES[case.size]
+    torch.manual_seed(0)
+    sizes = VOCAB, VOCAB, size.d_model, size.layers, size.heads, 0.0
+    slow = reference.Transformer(*sizes, d_ff=size.d_ff, norm="layer").to(device).eval()
+    fast = tfast.Transformer(*sizes, d_ff=size.d_ff, norm="layer").to(device).eval()
+    with torch.no_grad():  # further from ties than fresh weights are, and never an end
+        slow.out.weight.mul_(8)
+        slow.out.bias[EOS] = -1e4
+    fast.load_state_dict(slow.state_dict())
+    beam = 1 if case.search == "greedy" else BEAM
+    config = tfast.GenerationConfig(beam=beam, max_length=case.length)
+
+    def answers(model: torch.nn.Module) -> Callable[[Tensor], list[list[int]]]:
+        return lambda src: [h[0].tokens for h in tfast.generate(model, src, bos=BOS, eos=EOS, config=config)]
+
+    sides = {"ours": answers(fast), "eager uncached": answers(slow)}
+    if not uncached:
+        del sides["eager uncached"]
+    return {**sides, "Marian": marian(size, beam, case.length, device), "CTranslate2": ctranslate2(slow, size, case)}
+
+
+def marian(size: Size, beam: int, length: int, device: str) -> Callable[[Tensor], list[list[int]]]:
+    """Hugging Face's Marian with random weights."""
+    try:
+        from transformers import MarianConfig, MarianMTModel
+    except ImportError:
+        return absent("transformers")
+    sides = {
+        f"{side}_{name}": value
+        for side in ("encoder", "decoder")
+        for name, value in (("layers", size.layers), ("attention_heads", size.heads), ("ffn_dim", size.d_ff))
+    }
+    marks = {"pad_token_id": PAD, "bos_token_id": BOS, "eos_token_id": EOS, "decoder_start_token_id": BOS}
+    config = MarianConfig(vocab_size=VOCAB, d_model=size.d_model, forced_eos_token_id=None, **sides, **marks)
+    model = MarianMTModel(config).to(device).eval()
+    lengths = {"min_new_tokens": length, "max_new_tokens": length}
+
+    def run(src: Tensor) -> list[list[int]]:
+        with torch.inference_mode():
+            mask = torch.ones_like(src)
+            return model.generate(src, attention_mask=mask, num_beams=beam, do_sample=False, **lengths)[:, 1:].tolist()
+
+    return run
+
+
+def absent(package: str) -> Callable[[Tensor], list[list[int]]]:
+    """A side that says, in the record, why it is not there."""
+
+    def run(src: Tensor) -> list[list[int]]:
+        raise RuntimeError(f"{package} is not installed")
+
+    return run
+
+
+def ctranslate2(model: torch.nn.Module, size: Size, case: Case) -> Callable[[Tensor], list[list[int]]]:
+    """CTranslate2, fp32, with the weights of the reference."""
+    try:
+        import ctranslate2 as library
+        from ctranslate2.specs import TransformerSpec
+    except ImportError:
+        return absent("ctranslate2")
+    spec = TransformerSpec.from_config(size.layers, size.heads, pre_norm=True)
+    for side, stack in ((spec.encoder, model.encoder), (spec.decoder, model.decoder)):
+        embeddings = side.embeddings[0] if isinstance(side.embeddings, list) else side.embeddings
+        embeddings.weight = array(stack.embed.lut.weight)
+        side.scale_embeddings = True
+        side.position_encodings.encodings = array(stack.pe.pe[0])
+        fill(side.layer_norm, stack.norm, names=("gamma", "beta"))
+        for to, layer in zip(side.layer, stack.layers, strict=True):
+            own = layer.attn if side is spec.encoder else layer.attn_1
+            fill(to.self_attention.linear[0], own.q_linear, own.k_linear, own.v_linear)
+            fill(to.self_attention.linear[1], own.out)
+            fill(to.self_attention.layer_norm, layer.norm_1, names=("gamma", "beta"))
+            last = layer.norm_2
+            if side is spec.decoder:
+                fill(to.attention.linear[0], layer.attn_2.q_linear)
+                fill(to.attention.linear[1], layer.attn_2.k_linear, layer.attn_2.v_linear)
+                fill(to.attention.linear[2], layer.attn_2.out)
+                fill(to.attention.layer_norm, layer.norm_2, names=("gamma", "beta"))
+                last = layer.norm_3
+            fill(to.ffn.linear_0, layer.ff.linear_1)
+            fill(to.ffn.linear_1, layer.ff.linear_2)
+            fill(to.ffn.layer_norm, last, names=("gamma", "beta"))
+    fill(spec.decoder.projection, model.out)
+    words = [str(token) for token in range(VOCAB)]
+    spec.register_source_vocabulary(words)
+    spec.register_target_vocabulary(words)
+    spec.config.bos_token = spec.config.decoder_start_token = str(BOS)
+    spec.config.eos_token, spec.config.unk_token = str(EOS), str(PAD)
+    spec.config.layer_norm_epsilon = 1e-5
+    beam = 1 if case.search == "greedy" else BEAM
+    options: dict[str, Any] = {"beam_size": beam, "max_decoding_length": case.length, "max_batch_size": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        spec.validate()
+        spec.save(folder)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        threads = torch.get_num_threads()
+        translator = library.Translator(folder, device=device, compute_type="float32", intra_threads=threads)
+
+    def run(src: Tensor) -> list[list[int]]:
+        rows = [[str(token) for token in ids] for ids in src.tolist()]
+        found = translator.translate_batch(rows, min_decoding_length=case.length, **options)
+        return [[int(word) for word in one.hypotheses[0]] for one in found]
+
+    return run
+
+
+def array(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().numpy().copy()
+
+
+def fill(spec: Any, *modules: torch.nn.Module, names: tuple[str, str] = ("weight", "bias")) -> None:
+    """Weights and biases of modules, one below the other, into a layer's spec."""
+    for to, part in zip(names, ("weight", "bias"), strict=True):
+        setattr(spec, to, array(torch.cat([getattr(module, part) for module in modules])))
+
+
+def sources(case: Case, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(4, VOCAB, (case.batch, case.length), generator=generator).to(device)
+
+
+def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
+    """Share of sentences with the same answer."""
+    return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+CASES = [Case("small", search, batch, 16) for search, batch in [("greedy", 1), ("greedy", 16), ("greedy", 64)]]
+CASES += [Case("small", "beam", batch, 16) for batch in (1, 16)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.search}-b{case.batch}-l{case.length}")
+def test_generation(versus, device, benchmark, case):
+    if device != "cpu":
+        pytest.skip("a search waits for the GPU at every step, so no graph can be timed: run this file as a program")
+    uncached = case.batch * (1 if case.search == "greedy" else BEAM) <= 16  # it takes seconds beyond
+    sides = ways(case, device, uncached)
+
+    def check(src):
+        if uncached:
+            assert agreement(sides["ours"](src), sides["eager uncached"](src)) >= 0.9  # ties by rounding aside
+
+    result = versus(lambda: sources(case, device), sides, check=check)
+    said = case.batch * case.length
+    benchmark.extra_info["tokens_per_second"] = {name: said / t.median for name, t in result.device.items()}
+
+
+def main() -> None:
+    """A table: tokens a second, and how many times faster ours is."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="base")
+    parser.add_argument("--length", type=int, default=64)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--search", nargs="+", choices=("greedy", "beam"), default=["greedy", "beam"])
+    parser.add_argument("--rounds", type=int, default=3, help="of each side, one after the other")
+    parser.add_argument("--no-uncached", action="store_true", help="leave out the reference, which takes minutes")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(
+        f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}, {arguments.size} {arguments.length}"
+    )
+    print(
+        "| search | batch | side | tokens/s | ours is faster by | same answers |\n| --- | --- | --- | --- | --- | --- |"
+    )
+    for case in (Case(arguments.size, s, b, arguments.length) for s in arguments.search for b in arguments.batch):
+        sides = ways(case, device, not arguments.no_uncached)
+        src = sources(case, device)
+        said: dict[str, list[list[int]]] = {}
+        refused: dict[str, str] = {}
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(arguments.rounds + 1):  # the first is not counted
+            for name, call in sides.items():
+                start = time.perf_counter()
+                try:
+                    said[name] = call(src)
+                except RuntimeError as error:
+                    refused[name] = str(error)
+                else:
+                    times[name].append(time.perf_counter() - start)
+        for name, taken in times.items():
+            if not taken:
+                print(f"| {case.search} | {case.batch} | {name} | {refused[name]} | | |")
+                continue
+            median, ours = (statistics.median(times[side][1:]) for side in (name, "ours"))
+            same = "" if name in ("ours", "Marian") else f"{agreement(said['ours'], said[name]):.0%}"
+            speed = case.batch * case.length / median
+            print(f"| {case.search} | {case.batch} | {name} | {speed:.0f} | {median / ours:.2f} | {same} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
