@@ -67,8 +67,18 @@ class KeyRangeBackward {
     const Rows<E> grad_out_rows =
         load_rows(grad_out.at(b_, h, first_query), grad_out.row_stride(), queries, p.D, operand(grad_out_rows_));
     for (int64_t first = first_key_; first < end; first += kKeyTile)
-      if (const int64_t keys = gradients_.find(first, std::min(kKeyTile, end - first)); keys > 0)
+      if (const int64_t keys = gradients_.find(first, std::min(kKeyTile, end - first)); keys > 0) {
+        if (call_.grad_scores.data) store_scores(h, first_query, queries, first, keys);
         add_tile(first, keys, queries, q_rows, grad_out_rows);
+      }
+  }
+
+  void store_scores(int64_t h, int64_t first_query, int64_t queries, int64_t first_key, int64_t keys) const {
+    const A* grads = gradients_.grads();
+    for (int64_t i = 0; i < queries; ++i) {
+      A* target = call_.grad_scores.at(b_, h, first_query + i) + first_key;
+      for (int64_t j = 0; j < keys; ++j) target[j] = grads[j * gradients_.lanes() + i];
+    }
   }
 
   void add_tile(int64_t first_key, int64_t keys, int64_t queries, Rows<E> q_rows, Rows<E> grad_out_rows) {

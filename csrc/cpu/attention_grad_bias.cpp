@@ -1,12 +1,14 @@
-// torch.ops.transformer_fast_native.attention_grad_bias on the CPU: the gradient of the additive bias, the sum of the
-// gradients of the scores over whatever the bias was broadcast over. A task owns some of the bias and walks over that in
-// one order, so two runs agree bit for bit.
+// The gradient of the additive bias on the CPU: the sum of the gradients of the scores over whatever the bias was
+// broadcast over. torch.ops.transformer_fast_native.attention_backward_bias has the backward store them all, and sums;
+// attention_grad_bias computes them again and stores none: a task owns some of the bias and walks over what it sums in
+// one order. Two runs of either agree bit for bit.
 #include "attention_gradients.h"
 #include "attention_tensors.h"
 
 #include <torch/library.h>
 
 #include <numeric>
+#include <tuple>
 #include <utility>
 
 namespace transformer_fast {
@@ -105,14 +107,41 @@ Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor
   return grad.to(bias.scalar_type());
 }
 
+std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_bias(
+    const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+    const Tensor& logsumexp, const OptionalTensor& keep, const OptionalTensor& key_keep, const OptionalTensor& lengths,
+    const Tensor& bias, std::optional<int64_t> causal, double scale, double dropout_p, const OptionalTensor& seed,
+    bool zero_empty_rows, const OptionalTensor& grad_logsumexp) {
+  TORCH_CHECK(q.size(2) > 2 && q.numel() > 0 && k.numel() > 0, "attention_backward_bias: too few queries or keys");
+  Tensor grad_q = at::empty_like(q), grad_k = at::empty_like(k), grad_v = at::empty_like(v);
+  const Tensor grad_scores = empty_statistics(q, {q.size(0), q.size(1), q.size(2), k.size(2)}).zero_();
+  with_problem(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
+               [&](const auto& problem) {
+                 using T = typename std::decay_t<decltype(problem)>::Element;
+                 using A = typename std::decay_t<decltype(problem)>::Arithmetic;
+                 attention_backward_cpu<T, A>(AttentionBackward<T, A>{
+                     problem, view<const T>(grad_out), view<const T>(out), statistics_view<const A>(logsumexp),
+                     grad_logsumexp ? statistics_view<const A>(*grad_logsumexp) : View<const A>{}, view<T>(grad_q),
+                     view<T>(grad_k), view<T>(grad_v), view<A>(grad_scores)});
+               });
+  return {grad_q, grad_k, grad_v, grad_scores.sum_to_size(bias.sizes()).to(bias.scalar_type())};
+}
+
 TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
   m.def(
       "attention_grad_bias(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? keep, "
       "Tensor? key_keep, Tensor? lengths, Tensor bias, int? causal, float scale, float dropout_p, Tensor? seed, "
       "bool zero_empty_rows, Tensor? grad_logsumexp=None) -> Tensor");
+  m.def(
+      "attention_backward_bias(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
+      "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor bias, int? causal, float scale, float dropout_p, "
+      "Tensor? seed, bool zero_empty_rows, Tensor? grad_logsumexp=None) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) { m.impl("attention_grad_bias", &attention_grad_bias); }
+TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
+  m.impl("attention_grad_bias", &attention_grad_bias);
+  m.impl("attention_backward_bias", &attention_backward_bias);
+}
 
 }  // namespace
 }  // namespace transformer_fast

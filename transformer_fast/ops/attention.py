@@ -20,6 +20,8 @@ MASK_SCHEMA = (
     "float dropout_p, Tensor? seed, bool zero_empty_rows, str backend"
 )
 MAX_TRITON_HEAD_DIM = 256
+STORED_SCORES = 2**26
+"""Gradients of scores that a CPU may hold at once for the gradient of a bias; more are computed twice instead."""
 
 
 def attention(
@@ -166,6 +168,19 @@ def _attention_grad_bias(grad_out, q, k, v, out, logsumexp, grad_logsumexp, *tai
     return attention_grad_bias(*inputs, **mask, grad_logsumexp=grad_logsumexp)
 
 
+def _attention_backward_bias(*args):
+    """The gradients of q, k, v and of the bias."""
+    *inputs, grad_logsumexp, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows, backend = (
+        args
+    )
+    q, k = inputs[1:3]
+    scores = q.shape[:3].numel() * k.shape[2]
+    if backend != "native" or q.shape[2] <= 2 or not 0 < scores <= STORED_SCORES:
+        return *_attention_backward(*args), _attention_grad_bias(*args)
+    mask = keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows
+    return torch.ops.transformer_fast_native.attention_backward_bias(*inputs, *mask, grad_logsumexp)
+
+
 def _attention_weights(q, k, logsumexp, *tail):
     *parts, zero_empty_rows, backend = tail
     if backend == "native":
@@ -225,11 +240,15 @@ class _Attention(torch.autograd.Function):
             seed, zero_empty_rows, backend,
         )  # fmt: skip
         # With create_graph the op itself must run: it is what says that there is no second derivative.
-        recorded = torch.is_grad_enabled()
-        if any(ctx.needs_input_grad[:3]):
-            grads[:3] = _op_backward(*args) if recorded else _direct.run(_op_backward, _attention_backward, 11, *args)
-        if ctx.needs_input_grad[6]:
-            grads[6] = _op_grad_bias(*args) if recorded else _direct.run(_op_grad_bias, _attention_grad_bias, 11, *args)
+        if torch.is_grad_enabled() or not _direct.is_plain(*args[:11]):
+            if any(ctx.needs_input_grad[:3]):
+                grads[:3] = _op_backward(*args)
+            if ctx.needs_input_grad[6]:
+                grads[6] = _op_grad_bias(*args)
+        elif ctx.needs_input_grad[6]:
+            *grads[:3], grads[6] = _attention_backward_bias(*args)
+        else:
+            grads[:3] = _attention_backward(*args)
         return tuple(grads)
 
 
