@@ -8,6 +8,8 @@ place where it can, and only rows that moved are copied; `rows` says where the c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -77,7 +79,7 @@ class DecoderCache:
         for slot, parent in zip(slots, parents, strict=True):
             sentences[slot] = self._sentences[parent]
         if moves and self._own is not None:
-            _move(self._own[..., : self.length, :], 1, moves)
+            _move(self._own[..., : self.length, :].unbind(0), moves)
         self._slots = slots
         self._order = None if slots == list(range(len(slots))) else self._orders(slots)
         self._sentences = self._leave_sentences(sentences)
@@ -112,10 +114,10 @@ class DecoderCache:
         if len(kept) == self._cross.shape[1]:
             return sentences
         places, moves = _places(kept)
-        _move(self._cross, 1, moves)
+        _move(self._cross.unbind(0), moves)
         self._cross = self._cross[:, : len(kept)]
         if self._mask is not None:
-            _move(self._mask, 0, moves)
+            _move([self._mask], moves)
             self._mask = self._mask[: len(kept)]
         self._set_mask()
         moved = dict(zip(kept, places, strict=True))
@@ -211,7 +213,10 @@ def _places(parents: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
     return places, moves
 
 
-def _move(states: Tensor, dim: int, moves: list[tuple[int, int]]) -> None:
+def _move(parts: Sequence[Tensor], moves: list[tuple[int, int]]) -> None:
+    """Copy rows of each part, (rows, ...), all read before one is written."""
     if moves:
-        sources, targets = (torch.tensor(side, device=states.device) for side in zip(*moves, strict=True))
-        states.index_copy_(dim, targets, states.index_select(dim, sources))
+        sources, targets = (torch.tensor(side, device=parts[0].device) for side in zip(*moves, strict=True))
+        # Not index_select: of a part that is not contiguous it copies the whole first.
+        for part in parts:
+            part[targets] = part[sources]
