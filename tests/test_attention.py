@@ -8,8 +8,6 @@ from helpers import assert_as_exact_as_eager, fixed_seed, mask_parts
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, backends
-from transformer_fast.kernels import extension
-from transformer_fast.ops.attention import _warn_once_of_eager_products
 from transformer_fast.reference.attention import attention as reference
 
 MASKS = list(mask_parts(1, 1, 1, 1, torch.Generator()))
@@ -196,23 +194,3 @@ def test_explain_and_the_call_refuse_alike():
         for call in (tfast.explain, tfast.attention):
             with pytest.raises(tfast.BackendError, match="TRITON_INTERPRET=1"):
                 call(q, q, q)
-
-
-def test_bfloat16_training_with_a_bias_takes_the_faster_products(monkeypatch):
-    """Where the CPU multiplies bfloat16 itself, and only there, and never silently."""
-    q, bias = torch.randn(1, 2, 4, 8, dtype=torch.bfloat16, requires_grad=True), torch.randn(4, 4).bfloat16()
-    for features, backend in ((["avx512_bf16"], "reference"), ([], "native")):
-        monkeypatch.setattr(extension, "build_info", lambda features=features: {"cpu_features": features})
-        assert f"backend: {backend}" in tfast.explain(q, q, q, bias=bias)
-        assert "backend: native" in tfast.explain(q, q, q, bias=bias, dropout_p=0.1)
-        assert "backend: native" in tfast.explain(q, q, q)
-        with torch.no_grad():
-            assert "backend: native" in tfast.explain(q, q, q, bias=bias)
-    monkeypatch.setattr(extension, "build_info", lambda: {"cpu_features": ["avx512_bf16"]})
-    _warn_once_of_eager_products.cache_clear()
-    with pytest.warns(UserWarning, match="own bfloat16 products are faster"):
-        out = tfast.attention(q, q, q, bias=bias)
-    expected = reference(q, q, q, bias=bias[None, None], scale=8**-0.5)[0]
-    assert torch.equal(out, expected)
-    with tfast.backend("native"):
-        assert "backend: native" in tfast.explain(q, q, q, bias=bias)

@@ -1,6 +1,6 @@
 """What attention gives beside its output: the weights, the logsumexp, and the gradient of an additive bias.
 
-Here on the kernels of the device; tests/interpreter/test_attention_outputs.py runs the same on Triton.
+Here on the backend that "auto" takes; tests/interpreter/test_attention_outputs.py runs the same on Triton.
 """
 
 from __future__ import annotations
@@ -15,14 +15,6 @@ import transformer_fast as tfast
 from transformer_fast import AttentionMask
 from transformer_fast.reference.attention import attention as reference
 from transformer_fast.reference.dropout import attention_keep
-
-
-@pytest.fixture(autouse=True)
-def _on_the_kernels(device):
-    """Not on eager products, where they are faster."""
-    with tfast.backend("native" if device.type == "cpu" else "triton"):
-        yield
-
 
 B, H, HKV, LQ, LK, D = 2, 4, 2, 9, 35, 8
 P = 0.3

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import backends
 from .masks import AttentionMask, as_attention_mask
-from .ops.attention import EAGER_PRODUCTS, check_backend, takes_eager_products
+from .ops.attention import check_backend
 
 _PATHS = {
     "native": "the C++ kernel of the extension (scores of one tile at a time; nothing of size Lq x Lk is stored)",
@@ -34,8 +34,6 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         mask = mask & AttentionMask.bias(options["bias"])
     backend, reason = backends.choose("attention", q.device, q.dtype)
     check_backend(backend, q, v)
-    if takes_eager_products(backend, q, k, v, mask.additive_bias, options.get("dropout_p", 0.0)):
-        backend, reason = "reference", EAGER_PRODUCTS
     lines = [
         f"attention {tuple(q.shape)} x {tuple(k.shape)} {q.dtype} on {q.device}",
         f"backend: {backend}, {_PATHS[backend]}",

@@ -122,11 +122,7 @@ py::object attention(py::handle q_, py::handle k_, py::handle v_, py::handle kee
   for (const OptionalTensor* part : {&mask.keep, &mask.key_keep, &mask.bias})
     if (*part) arguments.require(broadcasts(**part, q, k));
   if (mask.key_keep) arguments.require(mask.key_keep->size(2) == 1 && mask.key_keep->size(3) == k.size(2));
-  if (mask.bias) {
-    // There the door may prefer PyTorch's own bfloat16 products (takes_eager_products).
-    const bool trained_16_bit = q.scalar_type() == at::kBFloat16 && mask.dropout_p == 0 && needs_gradient(q, k, v);
-    arguments.require(!needs_gradient(*mask.bias) && !trained_16_bit);
-  }
+  if (mask.bias) arguments.require(!needs_gradient(*mask.bias));
   if (mask.lengths) {
     mask.lengths = normal_lengths(*mask.lengths, q.size(0), q.size(2), k.size(2));
     arguments.require(mask.lengths.has_value());

@@ -3,9 +3,7 @@ runs."""
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
 from typing import Any
 
 import torch
@@ -13,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, reference
-from ..kernels import extension
 from ..masks import AttentionMask, as_attention_mask
 from . import _direct, _library
 from ._attention_checks import check_inputs, check_mask, check_options, normal_lengths
@@ -101,10 +98,6 @@ def attention(
 
     backend = backends.resolve("attention", q.device, q.dtype)
     check_backend(backend, q, v)
-    if takes_eager_products(backend, q, k, v, bias, dropout_p):
-        backend = "reference"
-        if not torch.compiler.is_compiling():
-            _warn_once_of_eager_products()
     if backend == "reference":
         out, weights, logsumexp = reference.attention.attention(q, k, v, **_named(parts), empty_rows=empty_rows)
         if return_weights == "dropped":
@@ -133,33 +126,6 @@ def check_backend(backend: str, q: Tensor, v: Tensor) -> None:
             f"attention: the Triton kernels take a head_dim up to {MAX_TRITON_HEAD_DIM}, got q {tuple(q.shape)} and "
             f'v {tuple(v.shape)}; backend("reference") takes any'
         )
-
-
-def takes_eager_products(backend: str, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, dropout_p: float) -> bool:
-    """Whether "auto" leaves a call to eager PyTorch because that is faster: on a CPU that multiplies bfloat16, training
-    with an additive bias and without dropout, where the scores fit in memory."""
-    return (
-        bias is not None
-        and backend == "native"
-        and backends.current() == "auto"
-        and q.dtype == torch.bfloat16
-        and dropout_p == 0.0
-        and q.shape[2] > 2
-        and q.shape[:3].numel() * k.shape[2] <= STORED_SCORES
-        and torch.is_grad_enabled()
-        and any(t.requires_grad for t in (q, k, v, bias))
-        and "avx512_bf16" in extension.build_info()["cpu_features"]
-    )
-
-
-EAGER_PRODUCTS = "with a bias and no dropout, this CPU's own bfloat16 products are faster"
-
-
-@functools.cache
-def _warn_once_of_eager_products() -> None:
-    warnings.warn(
-        f"transformer_fast: attention in training runs on the eager reference: {EAGER_PRODUCTS}", stacklevel=4
-    )
 
 
 def _dropped(weights: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
