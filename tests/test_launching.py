@@ -5,6 +5,7 @@ The device number is one that no machine has, so that nothing compiled here is m
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 from types import SimpleNamespace
@@ -124,7 +125,9 @@ def test_the_package_kernels_too(launched):
         q, logsumexp = floats(1, 2, rows, 16), floats(1, 2, rows)
         mask = {"keep": None, "key_keep": None, "lengths": None, "bias": None, "causal": 0, "scale": 0.5}
         mask |= {"dropout_p": 0.0, "seed": None, "zero_empty_rows": False}
-        backward = attention_backward.backward_launches(q, q, q, q, logsumexp, (q, q), (q, q, q), "sm90", mask)
+        backward = attention_backward.backward_launches(
+            q, q, q, q, logsumexp, (q, q), (q, q, q), attention_backward.row_buffers(q, logsumexp, None), "sm90", mask
+        )
         launches = [
             norm.forward_launch(x, x, vector, vector, x, x, sums, sums, 1e-5, False, 0.1, seed),
             dropout.forward_launch(x, None, x, True, 0.1, seed),
@@ -278,9 +281,17 @@ def outcomes(calls, given):
     ], [call[:5] for call in calls]
 
 
+@functools.cache
+def key_keep():
+    """A mask that many calls share, and what is derived from it."""
+    return torch.ones(1, 1, 1, 40, dtype=torch.bool)
+
+
 def layer(name):
     """A call of a launcher on new tensors, which it gives by name."""
     from transformer_fast.kernels import (
+        attention,
+        attention_backward,
         attention_decode,
         attention_grad_bias,
         attention_weights,
@@ -295,7 +306,16 @@ def layer(name):
     lengths, pages = torch.tensor([33], dtype=torch.int32), torch.zeros(1, 9, dtype=torch.int32)
     mask = {"keep": None, "key_keep": None, "lengths": lengths, "bias": added, "causal": None, "scale": 0.5}
     mask |= {"dropout_p": 0.1, "seed": seed, "zero_empty_rows": False}
+    padded = mask | {"bias": None, "lengths": None, "key_keep": key_keep()}
+    rows, ends = [floats(24, 4, 16) for _ in range(5)], torch.tensor([0, 9, 24], dtype=torch.int32)
+    ragged = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_q": 15, "max_k": 15, "causal": True, "scale": 0.5}
+    ragged |= {"dropout_p": 0.0, "seed": None, "zero_empty_rows": False}
+    back = attention_backward.attention_packed_backward
     calls = {
+        "attention": lambda: attention.attention_forward(q, k, k, **padded),
+        "attention backward": lambda: attention_backward.attention_backward(q, q, k, k, q, lse, **padded),
+        "packed": lambda: attention.attention_packed_forward(*rows[:3], **ragged),
+        "packed backward": lambda: back(*rows, lse, **ragged),
         "norm": lambda: norm.norm_forward(x, y, weight, bias, 1e-5, False, 0.1, seed),
         "norm backward": lambda: norm_backward.norm_backward(x, None, y, weight, mean, rstd, True, 0.1, seed, True),
         "dropout": lambda: dropout.dropout_forward(x, y, True, 0.1, seed),
@@ -308,23 +328,28 @@ def layer(name):
     }
     return calls[name], {
         "x": x, "y": y, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd, "seed": seed, "q": q, "k": k,
-        "lse": lse, "added": added, "lengths": lengths, "pages": pages,
+        **{f"rows {n}": t for n, t in enumerate(rows)}, "ends": ends, "lse": lse, "added": added,
+        "lengths": lengths, "pages": pages,
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["norm", "norm backward", "dropout", "dropout backward", "weights", "grad_bias", "decode"]
-)
+LAYERS = ("attention", "packed", "norm", "dropout")
+FORWARD_ONLY = ("weights", "grad_bias", "decode")
+
+
+@pytest.mark.parametrize("name", [*LAYERS, *(f"{name} backward" for name in LAYERS), *FORWARD_ONLY])
 def test_launchers_do_again_what_they_did(launched, monkeypatch, name):
     """A launcher's second call, on other tensors of the same layouts, prepares nothing and launches the same."""
     monkeypatch.setattr(launching, "SHORT_WAY", False)
     call, given = layer(name)
     call()
-    long = outcomes(launched, given)
+    long, long_given = list(launched), given
     monkeypatch.setattr(launching, "SHORT_WAY", True)
     layer(name)[0]()
     monkeypatch.setattr(launching, "_prepare_and_run", None)
     launched.clear()
     call, given = layer(name)
     call()
-    assert outcomes(launched, given) == long and all(call[6:9] == (None, None, None) for call in launched)
+    # The long way made what is derived from the mask first.
+    assert outcomes(launched, given) == outcomes(long[-len(launched) :], long_given)
+    assert launched and all(call[6:9] == (None, None, None) for call in launched)

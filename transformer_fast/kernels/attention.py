@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from .attention_launches import Packed, example_tile_calls, packed_mask, packed_view, tile_launch
+from .attention_launches import Packed, example_tile_calls, packed_mask, packed_view, run_call, tile_launch
 from .attention_steps import (
     allowed_tile,
     in_order,
@@ -38,7 +38,7 @@ from .attention_tiles import (
     store_rows,
     within_reach,
 )
-from .launching import Launch, architecture_of, run, widen_bf16_if_interpreted
+from .launching import Launch, architecture_of, widen_bf16_if_interpreted
 from .philox import attention_keep_tile, load_seed
 
 CAREFUL_KEYS = tl.constexpr(32)
@@ -238,7 +238,10 @@ def attention_forward(
         "keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": bias, "causal": causal, "scale": scale,
         "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero_empty_rows,
     }  # fmt: skip
-    run([forward_launch(q, k, v, out, logsumexp, architecture_of(q), mask)], q)
+    run_call(
+        ("attention forward",), (q, k, v), (out, logsumexp), Lk, mask, None,
+        lambda inputs, outputs, mask, packed: [forward_launch(*inputs, *outputs, architecture_of(q), mask)],
+    )  # fmt: skip
     return out, logsumexp
 
 
@@ -279,11 +282,17 @@ def attention_packed_forward(
     if out.numel() == 0 or k.shape[0] == 0:
         return out.zero_(), logsumexp.fill_(float("-inf"))
     q, scale, _ = positive_scale(q, scale)
-    views = [packed_view(t, B, max_q) for t in (q, out)] + [packed_view(t, B, max_k) for t in (k, v)]
-    q_view, out_view, k_view, v_view = views
     mask = packed_mask(causal, scale, dropout_p, seed, zero_empty_rows)
+
+    def launches(inputs, outputs, mask: dict[str, object], packed: Packed | None) -> list[Launch]:
+        (q, k, v), (out, logsumexp) = inputs, outputs
+        q, out = (packed_view(t, B, max_q) for t in (q, out))
+        k, v = (packed_view(t, B, max_k) for t in (k, v))
+        return [forward_launch(q, k, v, out, logsumexp, architecture_of(q), mask, packed)]
+
     packed = Packed(cu_seqlens_q, cu_seqlens_k, q.shape[0])
-    run([forward_launch(q_view, k_view, v_view, out_view, logsumexp, architecture_of(q), mask, packed)], q)
+    name = "attention packed forward", max_q, max_k
+    run_call(name, (q, k, v), (out, logsumexp), max_k, mask, packed, launches)
     return out, logsumexp
 
 

@@ -8,12 +8,20 @@ Every sum has one owner and one order: two runs agree bit for bit.
 from collections.abc import Iterator
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from .attention_backward_kv import DELTA_ROWS, grad_kv_kernel
-from .attention_launches import Packed, Plan, example_tile_calls, packed_mask, packed_view, planned, tile_launch
+from .attention_launches import (
+    Packed,
+    Plan,
+    example_tile_calls,
+    packed_mask,
+    packed_view,
+    planned,
+    run_call,
+    tile_launch,
+)
 from .attention_steps import (
     allowed_tile,
     in_order,
@@ -37,7 +45,7 @@ from .attention_tiles import (
     tensor_arguments,
     within_reach,
 )
-from .launching import Launch, architecture_of, run, widen_bf16_if_interpreted
+from .launching import Launch, architecture_of, blocks_of, widen_bf16_if_interpreted
 from .philox import attention_keep_tile, load_seed
 
 
@@ -223,22 +231,30 @@ def delta_arguments(grad_out: Tensor, out: Tensor) -> dict[str, object]:
     return arguments | {name: value for name, value in strides.items() if not isinstance(value, Tensor)}
 
 
+def row_buffers(grad_rows: Tensor, logsumexp: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What the kernels of one call leave for each other: delta, which tiles of rows have empty ones, sums of weights.
+
+    `grad_rows` is grad_out as (B, H, Lq, D), or (1, H, Tq, D) of a packed batch.
+    """
+    B, H, Lq, _ = grad_rows.shape
+    empty_tiles = torch.empty(blocks_of(Lq, DELTA_ROWS) * B * H, dtype=torch.int32, device=grad_rows.device)
+    # What 16-bit types cannot show is not corrected.
+    exact = grad_rows.dtype == torch.float32 or bias is not None
+    return torch.empty_like(logsumexp), empty_tiles, torch.empty_like(logsumexp) if exact else None
+
+
 def backward_launches(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, logsumexp: Tensor, rows: tuple[Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor, Tensor], arch: str, mask: dict[str, object], grad_logsumexp: Tensor | None = None,
-    packed: Packed | None = None,
+    gradients: tuple[Tensor, Tensor, Tensor], buffers: tuple[Tensor, Tensor, Tensor | None], arch: str,
+    mask: dict[str, object], grad_logsumexp: Tensor | None = None, packed: Packed | None = None,
 ) -> list[Launch]:  # fmt: skip
-    """The three launches that fill `gradients`. `mask` is what :func:`attention_backward` is given; `rows` are all
-    rows of grad_out and out as (B, H, Lq, D), or (1, H, Tq, D) of a packed batch."""
+    """The three launches that fill `gradients` by way of :func:`row_buffers`. `mask` is what
+    :func:`attention_backward` is given; `rows` are all rows of grad_out and out as (B, H, Lq, D), or (1, H, Tq, D) of
+    a packed batch."""
     grad_q, grad_k, grad_v = gradients
     whole, out = rows
-    B, H, Lq, _ = whole.shape
-    delta = torch.empty_like(logsumexp)
-    grid = triton.cdiv(Lq, DELTA_ROWS) * B * H
-    empty_tiles = torch.empty(grid, dtype=torch.int32, device=q.device)
-    # What 16-bit types cannot show is not corrected.
-    exact = q.dtype == torch.float32 or mask["bias"] is not None
-    sums = torch.empty_like(logsumexp) if exact else None
+    delta, empty_tiles, sums = buffers
+    grid = empty_tiles.shape[0]
     inputs = {"grad_out": grad_out, "q": q, "k": k, "v": v}
     statistics = {"logsumexp": logsumexp, "delta": delta}
     plan = planned(
@@ -313,8 +329,16 @@ def attention_backward(
     gradients = (grad_q, grad_k, grad_v)
     if grad_logsumexp is not None:
         grad_logsumexp = grad_logsumexp.contiguous()
-    arch = architecture_of(q)
-    run(backward_launches(grad_out, q, k, v, logsumexp, (grad_out, out), gradients, arch, mask, grad_logsumexp), q)
+
+    def launches(inputs, outputs, mask: dict[str, object], packed: Packed | None) -> list[Launch]:
+        grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
+        rows, arch = (grad_out, out), architecture_of(q)
+        tensors = grad_out, q, k, v, logsumexp, rows, outputs[:3], outputs[3:]
+        return backward_launches(*tensors, arch, mask, grad_logsumexp)
+
+    inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
+    outputs = (*gradients, *row_buffers(grad_out, logsumexp, bias))
+    run_call(("attention backward",), inputs, outputs, k.shape[2], mask, None, launches)
     return grad_q if sign == 1.0 else grad_q * sign, grad_k, grad_v
 
 
@@ -359,18 +383,25 @@ def attention_packed_backward(
         grad_logsumexp = grad_logsumexp.contiguous()
     q, scale, sign = positive_scale(q, scale)
     mask = packed_mask(causal, scale, dropout_p, seed, zero_empty_rows)
-    grad_view, q_view, grad_q_view = (packed_view(t, B, max_q) for t in (grad_out, q, grad_q))
-    k_view, v_view, grad_k_view, grad_v_view = (packed_view(t, B, max_k) for t in (k, v, grad_k, grad_v))
-    launches = backward_launches(
-        grad_view, q_view, k_view, v_view, logsumexp, tuple(packed_view(t, 1, total) for t in (grad_out, out)),
-        (grad_q_view, grad_k_view, grad_v_view), architecture_of(q), mask, grad_logsumexp,
-        Packed(cu_seqlens_q, cu_seqlens_k, total),
-    )  # fmt: skip
-    run(launches, q)
+
+    def launches(inputs, outputs, mask: dict[str, object], packed: Packed | None) -> list[Launch]:
+        grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
+        rows = packed_view(grad_out, 1, total), packed_view(out, 1, total)
+        grad_out, q, grad_q = (packed_view(t, B, max_q) for t in (grad_out, q, outputs[0]))
+        k, v, grad_k, grad_v = (packed_view(t, B, max_k) for t in (k, v, *outputs[1:3]))
+        tensors = grad_out, q, k, v, logsumexp, rows, (grad_q, grad_k, grad_v), outputs[3:]
+        return backward_launches(*tensors, architecture_of(q), mask, grad_logsumexp, packed)
+
+    inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
+    outputs = (grad_q, grad_k, grad_v, *row_buffers(packed_view(grad_out, 1, total), logsumexp, None))
+    packed = Packed(cu_seqlens_q, cu_seqlens_k, total)
+    name = "attention packed backward", max_q, max_k
+    run_call(name, inputs, outputs, max_k, mask, packed, launches)
     return grad_q if sign == 1.0 else grad_q * sign, grad_k, grad_v
 
 
 def compile_cases(arch: str) -> Iterator[Launch]:
     """The launches of every backward config of an architecture class."""
     for (q, logsumexp), mask, packed in example_tile_calls():
-        yield from backward_launches(q, q, q, q, logsumexp, (q, q), (q, q, q), arch, mask, None, packed)
+        buffers = row_buffers(q, logsumexp, mask["bias"])
+        yield from backward_launches(q, q, q, q, logsumexp, (q, q), (q, q, q), buffers, arch, mask, None, packed)

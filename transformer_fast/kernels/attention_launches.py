@@ -13,7 +13,7 @@ from torch import Tensor
 from ..configs import LONG, AttentionConfig, attention_config
 from .attention_tile_map import NO_MAP, length_order, packed_order, tile_lists
 from .attention_tiles import bounded_offset, mask_arguments, padded_head_dim, tensor_arguments, within_reach
-from .launching import Launch
+from .launching import Launch, run_again
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +158,44 @@ def _plan(
             if not isinstance(value, Tensor) and name not in NO_MAP
         },
     )  # fmt: skip
+
+
+PARTS = ("keep", "key_keep", "lengths", "bias", "seed")
+MAP_TENSORS = frozenset(("keep", "key_keep", "tile_list", "tile_counts", "tile_order", "batch_order"))
+
+
+def run_call(
+    scalars: tuple, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...], keys: int,
+    mask: dict[str, object], packed: Packed | None, prepare: Callable[..., list[Launch]],
+) -> None:  # fmt: skip
+    """Run the launches of an attention call, or those of an earlier call like it, with its pointers.
+
+    Args:
+        scalars: hashable, what tells this launcher and its own options apart.
+        inputs, outputs: see :func:`.launching.run_again`.
+        keys: keys of the call, which decide whether there is an order to derive.
+        mask, packed: as given to the launcher.
+        prepare: the launches from (inputs, outputs, mask, packed).
+    """
+    keep, key_keep, lengths = mask["keep"], mask["key_keep"], mask["lengths"]
+    sources: tuple[Tensor | None, ...] = ()
+    if keep is not None or key_keep is not None:
+        sources = keep, key_keep, lengths
+    elif keys > LONG and packed is not None:
+        sources = packed.cu_seqlens_k, packed.cu_seqlens_q
+    elif keys > LONG and lengths is not None and lengths.dim() == 1:
+        sources = (lengths,)
+    places = () if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
+    own, parts = len(inputs), len(inputs) + len(PARTS)
+
+    def launches(*tensors: Tensor | None) -> list[Launch]:
+        rest = tensors[parts + len(places) :]
+        where = None if packed is None else Packed(*tensors[parts : parts + 2], packed.total_queries)
+        return prepare(tensors[:own], rest, mask | dict(zip(PARTS, tensors[own:parts], strict=True)), where)
+
+    options = mask["causal"], mask["scale"], mask["dropout_p"], mask["zero_empty_rows"]
+    inputs = (*inputs, *[mask[part] for part in PARTS], *places)
+    run_again((*scalars, *options), inputs, outputs, launches, sources, MAP_TENSORS)
 
 
 def packed_view(t: Tensor, batches: int, longest: int) -> Tensor:

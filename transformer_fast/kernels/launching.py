@@ -216,8 +216,8 @@ def run_again(
             its grid, each argument that is not a tensor. Tile tables do not count: changing one forgets all calls.
         inputs: the first is a tensor, on the device to run on.
         outputs: whose layouts follow from the inputs' (and temporaries, which every call needs anew).
-        prepare: from the inputs and outputs, in order, the launches. Their tensors should be just those: a call that
-            needs another one, such as a contiguous copy, is prepared each time.
+        prepare: from the inputs and outputs, in order, the launches. Their tensors should be just those, or views that
+            start where one of them does: a call that needs another, such as a copy, is prepared each time.
         sources, derived: for launches that also take tensors computed from the *contents* of some inputs (a tile map):
             those inputs, and the names of the arguments. The call is then kept on the first source, by
             :func:`.remembered.remembered`, until one of them is written to.
@@ -280,6 +280,7 @@ def _prepare_and_run(
     """Run a call of a new kind; what to keep of it, or None if it cannot be repeated with other pointers."""
     # One tensor given twice (q as k) gets two faces: the next call may give two.
     numbers: dict[int, int] = {}
+    at_pointer: dict[int, list[int]] = {}
     faces = []
     for number, t in enumerate(tensors):
         if t is not None and id(t) in numbers:
@@ -287,6 +288,7 @@ def _prepare_and_run(
         faces.append(t)
         if t is not None:
             numbers[id(t)] = number
+            at_pointer.setdefault(t.data_ptr(), []).append(number)
     calls: list[_Ready] | None = []
     for launch in prepare(*faces):
         compiled, values = _run_short(launch, device, stream)
@@ -295,8 +297,12 @@ def _prepare_and_run(
             value = launch.arguments[parameter.name]
             if not isinstance(value, Tensor):
                 continue
-            if id(value) in numbers:
-                places.append((place, numbers[id(value)]))
+            number = numbers.get(id(value))
+            views = at_pointer.get(value.data_ptr(), [])
+            if number is None and len(views) == 1 and value.data_ptr() != 0:
+                number = views[0]
+            if number is not None:
+                places.append((place, number))
             elif parameter.name in derived:
                 kept.append(value)
             else:
