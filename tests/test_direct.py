@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -216,3 +218,16 @@ def test_the_seed_is_the_number_torch_draws():
     torch.manual_seed(11)
     assert ours == [torch.randint(-(2**63), 2**63 - 1, (1,)) for _ in range(3)]
     assert torch.equal(after, torch.rand(1))
+
+
+def test_a_first_call_in_inference_mode_does_not_close_the_way():
+    """What a plain tensor is was once decided by the first call, and there inference tensors have fewer keys."""
+    program = """
+import torch
+from transformer_fast import _C
+x = torch.ones(2, 8)
+with torch.inference_mode():
+    assert _C.layer_norm(x, None, None, 1e-5, "layer", None, 0.0, None) is not None
+assert _C.layer_norm(x, torch.nn.Parameter(torch.ones(8)), None, 1e-5, "layer", None, 0.0, None) is not None
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

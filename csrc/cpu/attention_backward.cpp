@@ -75,10 +75,16 @@ class KeyRangeBackward {
 
   void store_scores(int64_t h, int64_t first_query, int64_t queries, int64_t first_key, int64_t keys) const {
     const A* grads = gradients_.grads();
-    for (int64_t i = 0; i < queries; ++i) {
-      A* target = call_.grad_scores.at(b_, h, first_query + i) + first_key;
-      for (int64_t j = 0; j < keys; ++j) target[j] = grads[j * gradients_.lanes() + i];
-    }
+    for (int64_t i = 0; i < queries; i += kW)
+      for (int64_t j = 0; j < keys; j += kW) {
+        Vector<A> square[kW];
+        for (int64_t row = 0; row < kW; ++row)
+          square[row] = j + row < keys ? widen(grads + (j + row) * gradients_.lanes() + i) : Vector<A>{};
+        transpose<A>(square);
+        for (int64_t row = 0; row < std::min(kW, queries - i); ++row)
+          store_result(call_.grad_scores.at(b_, h, first_query + i + row) + first_key + j, square[row],
+                       std::min(kW, keys - j));
+      }
   }
 
   void add_tile(int64_t first_key, int64_t keys, int64_t queries, Rows<E> q_rows, Rows<E> grad_out_rows) {

@@ -41,7 +41,10 @@ inline bool watched() {
 
 // Whether a tensor is nothing but memory of the CPU: no subclass, no wrapper, no lazy negation, not sparse.
 inline bool is_plain(const Tensor& tensor) {
-  static const c10::DispatchKeySet usual = at::detail::empty_cpu({0}, at::kFloat).key_set();
+  static const c10::DispatchKeySet usual = [] {
+    const c10::InferenceMode outside(false);  // tensors made in inference mode have fewer keys
+    return at::detail::empty_cpu({0}, at::kFloat).key_set();
+  }();
   return usual.has_all(tensor.key_set());
 }
 
