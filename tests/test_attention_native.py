@@ -7,8 +7,6 @@ import math
 import pytest
 import torch
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from transformer_fast.kernels import extension
@@ -278,29 +276,6 @@ def test_gradcheck_in_double(empty_rows):
     options = tail(parts, 0.7, 0.2, empty_rows)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     assert torch.autograd.gradcheck(lambda *t: Native.apply(*t, options), leaves)
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(st.data())
-def test_random_calls(data):
-    draw = data.draw
-    Hkv, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    B, H, Lq, Lk = draw(st.integers(1, 3)), Hkv * group, draw(st.integers(1, 140)), draw(st.integers(1, 280))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    torch.manual_seed(generator.initial_seed())
-    parts = {}
-    for name in draw(st.sets(st.sampled_from(MASKS), max_size=3)):
-        parts.update(mask_parts(B, H, Lq, Lk, generator)[name])
-    if draw(st.booleans()):
-        shape = [draw(st.sampled_from((1, size))) for size in (B, H, Lq, Lk)]
-        parts["bias"] = torch.randn(shape, generator=generator)
-    check(
-        inputs(B, H, Hkv, Lq, Lk, draw(st.integers(1, 70)), draw(st.sampled_from(FLOATS))),
-        parts,
-        dropout_p=draw(st.sampled_from((0.0, 0.1, 0.9))),
-        empty_rows=draw(st.sampled_from(("uniform", "zero"))),
-        ulps=16.0,
-    )
 
 
 def test_every_pair_of_masks():

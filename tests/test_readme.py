@@ -31,11 +31,28 @@ def test_one_op_at_a_time():
         "weight": torch.ones(512),
         "bias": torch.zeros(512),
         "ids": torch.randint(0, 9, (2, 5)),
+        "learned": torch.zeros(4, 5, 5, requires_grad=True),
+        "tokens": torch.randn(7, 4, 8),
+        "cu_seqlens": torch.tensor([0, 5, 7], dtype=torch.int32),
+        "newest": torch.randn(2, 4, 1, 8),
+        "k_cache": torch.randn(2, 4, 6, 8),
+        "v_cache": torch.randn(2, 4, 6, 8),
+        "vocabulary_weight": torch.randn(9, 512),
+        "target": torch.randint(0, 9, (2, 5)),
     }
     example = example.replace("tfast.embed(ids, weight", "tfast.embed(ids, embedding")
     names["embedding"] = torch.randn(9, 512)
     exec("import transformer_fast as tfast\n" + example, names)
-    assert names["out"].shape == (2, 4, 5, 8) and names["x"].shape == (2, 5, 512)
+    assert names["weights"].shape == (2, 4, 5, 5) and names["lse"].shape == (2, 4, 5)
+    assert names["out"].shape == (2, 4, 1, 8) and names["x"].shape == (2, 5, 512) and names["loss"].isfinite()
+
+
+def test_packed_and_its_loss():
+    ten_lines = re.findall(r"## Ten lines\n\n```python\n(.*?)```", TEXT, re.DOTALL)[0].split("logits =")[0]
+    packed = re.findall(r"```python\n(model\.packed = True.*?)```", TEXT, re.DOTALL)[0]
+    names = {}
+    exec(ten_lines + packed, names)
+    assert names["loss"].isfinite() and names["loss"].requires_grad
 
 
 def test_the_twelve_lines_of_accelerate(capsys):

@@ -9,8 +9,6 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from transformer_fast import configs
 from transformer_fast.kernels.attention import attention_forward
@@ -258,29 +256,3 @@ def test_everything_dropped():
     tensors = inputs(1, 1, 1, 9, 11, 8, torch.float32)
     out, _, *grads = kernel(*tensors, call_of({}, 8, dropout_p=1.0))
     assert (out == 0).all() and all((g == 0).all() for g in grads)
-
-
-@settings(max_examples=80, deadline=None, derandomize=True)
-@given(data=st.data())
-def test_random_calls(data):
-    draw = data.draw
-    B, group, Hkv = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    Lq, Lk, D = draw(st.integers(1, 70)), draw(st.integers(1, 70)), draw(st.sampled_from([3, 8, 16, 33]))
-    H = group * Hkv
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    mask = {}
-    if draw(st.booleans()):
-        shape = [n if draw(st.booleans()) else 1 for n in (B, H, Lq, Lk)]
-        mask["keep"] = torch.rand(shape, generator=generator) > 0.3
-    if draw(st.booleans()):
-        shape = [n if draw(st.booleans()) else 1 for n in (B, H)]
-        mask["key_keep"] = torch.rand((*shape, 1, Lk), generator=generator) > 0.3
-    if draw(st.booleans()):
-        shape = (B, Lq) if draw(st.booleans()) else (B,)
-        mask["lengths"] = torch.randint(0, Lk + 1, shape, generator=generator, dtype=torch.int32)
-    if draw(st.booleans()):
-        mask["bias"] = torch.randn((B, 1, Lq, Lk), generator=generator)
-    if draw(st.booleans()):
-        mask["causal"] = draw(st.integers(-Lq, Lk))
-    call = call_of(mask, D, zero_empty_rows=draw(st.booleans()), dropout_p=draw(st.sampled_from([0.0, 0.0, 0.1, 0.6])))
-    check(*inputs(B, H, Hkv, Lq, Lk, D, draw(st.sampled_from(DTYPES))), call)
