@@ -199,7 +199,7 @@ def test_best_and_last_are_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for step in range(1, 8):
         folder.save(step, {"model": {"w": torch.full((2,), float(step))}}, {"best_step": 2})
-        folder.prune(keep_last=3, best=2)
+        folder.prune(keep_last=3, others={2})
     assert folder.steps() == [2, 5, 6, 7]
     assert folder.best_step() == 2
     assert folder.load(2, groups=("model",)).tensors["model"]["w"].tolist() == [2.0, 2.0]
@@ -214,7 +214,7 @@ def test_a_run_folder_is_all_that_translating_needs(finished: Path, tmp_path: Pa
     newest = load_trained(moved, which="last")
     assert newest.step == 6
     assert newest.model.out.weight is newest.model.encoder.embed.lut.weight
-    with pytest.raises(ValueError, match="expected 'best' or 'last'"):
+    with pytest.raises(ValueError, match="expected 'best', 'last' or 'average'"):
         load_trained(moved, which="first")
 
 

@@ -28,6 +28,7 @@ from transformer_fast.translation import (
     read_parallel,
     train,
     training,
+    validation,
 )
 from transformer_fast.translation.batching import Corpus, TokenBatches
 from transformer_fast.translation.evaluate import (
@@ -42,6 +43,7 @@ from transformer_fast.translation.model import init_weights
 from transformer_fast.translation.numbers import make_numbers_corpus
 from transformer_fast.translation.optim import build_optimizer, learning_rate
 from transformer_fast.translation.progress import Silent, Status
+from transformer_fast.translation.scores import quality
 from transformer_fast.translation.tokenizer import PAD
 
 CPU = torch.device("cpu")
@@ -70,8 +72,8 @@ def settings(corpus: dict[str, str], save: Path, **changes: object) -> TrainConf
 
 
 def test_precision_and_device_that_are_not_there(corpus: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="amp is 'bf16' but the device is the CPU"):
-        train(settings(corpus, tmp_path, amp="bf16"), Silent())
+    with pytest.raises(ConfigError, match="amp is 'fp16' but the device is the CPU"):
+        train(settings(corpus, tmp_path, amp="fp16"), Silent())
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="device is 'cuda' but torch sees no GPU"):
             train(settings(corpus, tmp_path, device="cuda"), Silent())
@@ -208,7 +210,7 @@ def test_validation_loss_does_not_depend_on_the_batches(corpus: dict[str, str], 
     with folder.writing():
         run = training._Run(config, folder, Silent(), build_model, lambda: 0.0)
     run.model.train()
-    small, large = (corpus_loss(run.model, run.valid_corpus, budget, CPU) for budget in (40, 4000))
+    small, large = (corpus_loss(run.model, run.validation.corpus, budget, CPU) for budget in (40, 4000))
     assert small == pytest.approx(large, rel=1e-5)
     assert run.model.training
     assert small == pytest.approx(math.log(60), rel=0.5)
@@ -264,13 +266,13 @@ def test_best_is_the_highest_bleu_then_the_lowest_loss(
     corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter([3.0, 1.0, 2.0, 2.5, 2.0, 9.0])
-    monkeypatch.setattr(training, "corpus_loss", lambda *args: next(losses))
+    monkeypatch.setattr(validation, "corpus_loss", lambda *args: next(losses))
     result = train(settings(corpus, tmp_path, valid_every=1, keep_last=1), Silent())
     assert (result.best_step, result.best_scores) == (2, {"valid_loss": 1.0})
     assert result.scores == {"valid_loss": 9.0}
     assert RunFolder(tmp_path).steps() == [2, 6]
     assert load_trained(tmp_path).step == 2
-    assert training._quality({"bleu": 3.0, "valid_loss": 9.0}) > training._quality({"bleu": 2.0, "valid_loss": 1.0})
+    assert quality({"bleu": 3.0, "valid_loss": 9.0}) > quality({"bleu": 2.0, "valid_loss": 1.0})
 
 
 def test_without_validation_the_newest_is_served(corpus: dict[str, str], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, backends, translate_command
+from . import __version__, backends, score_command, translate_command
 from .kernels import extension
 
 EXTRAS = {
@@ -26,6 +26,7 @@ EXTRAS = {
     "safetensors": "translation",
     "tqdm": "translation",
     "matplotlib": "plots",
+    "tensorboard": "tensorboard",
 }
 OPS = ("attention", "norm", "dropout", "embedding")
 
@@ -115,6 +116,15 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
     translate_command.add_arguments(command)
     command.set_defaults(run=lambda args: translate_command.run(args, _device(args.device)))
 
+    command = commands.add_parser("score", parents=[common], help="BLEU of translations against their references")
+    score_command.add_arguments(command)
+    command.set_defaults(run=score_command.run)
+
+    command = commands.add_parser("average", parents=[common], help="the mean of a run's last checkpoints, as a model")
+    command.add_argument("--model", required=True, metavar="DIR", help="the folder that `train --save` wrote")
+    command.add_argument("--last", type=int, default=10, metavar="N", help="so many (default: %(default)s)")
+    command.set_defaults(run=_average)
+
     command = commands.add_parser(
         "verify", parents=[somewhere], help="parity table of every op here; exit code 1 if one fails"
     )
@@ -155,7 +165,21 @@ def _train(args: argparse.Namespace) -> int:
     scores = ", ".join(f"{name} {value:.3f}" for name, value in result.best_scores.items())
     print(f"{result.step:,} updates, {result.tokens:,} tokens, {result.seconds:.0f} s ({result.stopped})")
     print(f"{result.folder}" + (f": best at step {result.best_step:,}, {scores}" if scores else ""))
+    if result.average_scores:
+        scores = ", ".join(f"{name} {value:.3f}" for name, value in result.average_scores.items())
+        print(f"mean of the last checkpoints: {scores}")
     return 130 if result.stopped == "interrupted" else 0
+
+
+def _average(args: argparse.Namespace) -> int:
+    from .translation import RunFolder, average_checkpoints, save_average
+
+    folder = RunFolder(args.model)
+    average = average_checkpoints(folder, args.last)
+    save_average(folder, average)
+    print(f"{folder.average}: the mean of the checkpoints {', '.join(map(str, average.steps))}")
+    print(f"translate with it: translate --model {args.model} --which average")
+    return 0
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -28,7 +28,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="the folder that `train --save` wrote; of several, the mean of their probabilities decides",
     )
     command.add_argument("--average", action="store_true", help="one model with the mean weights of all that are given")
-    command.add_argument("--which", choices=("best", "last"), default="best", help="checkpoint (default: %(default)s)")
+    command.add_argument(
+        "--which", choices=("best", "last", "average"), default="best", help="checkpoint (default: %(default)s)"
+    )
     command.add_argument("--input", metavar="F", help="read this file, plain or .gz, not standard input")
     command.add_argument("--output", metavar="F", help="write this file, not standard output")
     command.add_argument(

@@ -6,10 +6,12 @@ result = train(TrainConfig(source="train.en", target="train.de", save="run", max
 trained = load_trained("run")
 """
 
+from .averaging import average_checkpoints, load_average, save_average
 from .checkpoint import RunFolder
 from .config import TrainConfig, parse_duration
 from .errors import CheckpointError, ConfigError, DataError, DivergedError, TranslationError
 from .model import Trained, build_model, load_trained
+from .recipes import load_recipe, recipe_names
 from .text import read_lines, read_parallel
 from .tokenizer import Tokenizer
 from .training import TrainResult, train
@@ -25,10 +27,15 @@ __all__ = [
     "TrainResult",
     "Trained",
     "TranslationError",
+    "average_checkpoints",
     "build_model",
+    "load_average",
+    "load_recipe",
     "load_trained",
     "parse_duration",
     "read_lines",
     "read_parallel",
+    "recipe_names",
+    "save_average",
     "train",
 ]

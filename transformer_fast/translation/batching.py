@@ -195,6 +195,11 @@ class TokenBatches:
         batch = self.corpus.batch(whole[:1])
         return replace(batch, target_out=torch.full_like(batch.target_out, PAD), tokens=0), tokens
 
+    @property
+    def epochs_done(self) -> int:
+        """Epochs whose every batch has been given out."""
+        return self.epoch + (self.position == len(self._plan))
+
     def seek(self, epoch: int, position: int) -> None:
         """Continue with batch `position` of `epoch`."""
         self._plan = self.plan(epoch)

@@ -3,10 +3,12 @@
     RUN/config.json            settings, fingerprint of the data, format       written once
     RUN/tokenizer.model        the sentencepiece model                         written once
     RUN/log.jsonl              one json object a report
+    RUN/average.safetensors    the mean of the last checkpoints (averaging.py)
     RUN/step-00001000/         one checkpoint, complete by construction
         model.safetensors      weights
+        ema.safetensors        the moving average of the weights, where the run keeps one
         optimizer.safetensors  Adam's moments, random number states
-        state.json             step, place in the data, best step so far, sizes and SHA-256 of the two files
+        state.json             step, place in the data, best step so far, sizes and SHA-256 of the other files
 
 A checkpoint is written into `.tmp-step-...`, every file and then the folder is flushed to disk, and one rename
 makes it visible. So a folder named step-... is always whole, whenever the process was killed; what a killed
@@ -23,7 +25,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +45,17 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Served:
+    """The weights of a checkpoint that translate: the moving average, where there is one."""
+
+    step: int
+    tensors: Tensors
+    state: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Checkpoint:
-    """What `RunFolder.load` returns: named groups of tensors ("model", "optimizer") and plain values."""
+    """What `RunFolder.load` returns: named groups of tensors ("model", "optimizer", "ema") and plain values."""
 
     step: int
     tensors: dict[str, Tensors]
@@ -70,8 +81,13 @@ def write_atomically(path: PathLike, data: bytes) -> None:
     """Replace the file `path` by `data` so that readers, and a crash, see the old or the new content, never a part."""
     path = Path(path)
     scratch = path.with_name(SCRATCH + path.name)
-    _write_flushed(scratch, data)
-    os.replace(scratch, path)
+    try:
+        _write_flushed(scratch, data)
+        os.replace(scratch, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            _remove(scratch)
+        raise
     _flush_folder(path.parent)
 
 
@@ -106,9 +122,8 @@ class RunFolder:
 
     def __init__(self, root: PathLike):
         self.root = Path(root)
-        self.config, self.tokenizer, self.log = (
-            self.root / name for name in ("config.json", "tokenizer.model", "log.jsonl")
-        )
+        names = "config.json", "tokenizer.model", "log.jsonl", "average.safetensors"
+        self.config, self.tokenizer, self.log, self.average = (self.root / name for name in names)
 
     def exists(self) -> bool:
         """Whether a run was started here."""
@@ -171,25 +186,39 @@ class RunFolder:
                 f" {self._last_good(step)}"
             ) from error
 
-    def prune(self, keep_last: int, best: int | None) -> None:
-        """Delete all but the newest `keep_last` checkpoints and the best one."""
+    def prune(self, keep_last: int, others: Collection[int | None]) -> None:
+        """Delete all but the newest `keep_last` checkpoints and the `others`."""
         for step in self.steps()[:-keep_last]:
-            if step != best:
+            if step not in others:
                 # Renamed first: a kill half way through the deletion must not leave half a checkpoint.
                 doomed = self.root / f"{SCRATCH}old-{step}"
                 os.rename(self.path(step), doomed)
                 _remove(doomed)
 
-    def load(self, step: int, groups: tuple[str, ...] = ("model", "optimizer")) -> Checkpoint:
-        """Read and verify the checkpoint of `step`, its tensors on the CPU.
+    def state(self, step: int) -> dict[str, Any]:
+        """The plain values of the checkpoint of `step`.
+
+        Raises:
+            CheckpointError: they are missing, damaged or of another format.
+        """
+        return read_json(self.path(step) / "state.json")
+
+    def load_served(self, step: int) -> Served:
+        """The weights that translate with the checkpoint of `step`; raises as `load` does."""
+        group = "ema" if "ema" in _groups(self.state(step)) else "model"
+        checkpoint = self.load(step, (group,))
+        return Served(step, checkpoint.tensors[group], checkpoint.state)
+
+    def load(self, step: int, groups: tuple[str, ...] | None = None) -> Checkpoint:
+        """Read and verify the checkpoint of `step`, its tensors on the CPU; all groups unless some are named.
 
         Raises:
             CheckpointError: a file is missing, cut short or altered, or of another format.
         """
         folder = self.path(step)
-        state = read_json(folder / "state.json")
+        state = self.state(step)
         tensors = {}
-        for group in groups:
+        for group in groups or _groups(state):
             path = folder / f"{group}.safetensors"
             try:
                 data = path.read_bytes()
@@ -212,7 +241,7 @@ class RunFolder:
         steps = self.steps()
         if not steps:
             raise CheckpointError(f"{self.root} has no checkpoint (no folder step-...); train a model there first")
-        best = read_json(self.path(steps[-1]) / "state.json").get("best_step")
+        best = self.state(steps[-1]).get("best_step")
         return best if best in steps else steps[-1]
 
     def _last_good(self, bad_step: int) -> str:
@@ -222,6 +251,12 @@ class RunFolder:
         if self.path(bad_step).exists():
             return f"Delete {self.path(bad_step)} to go on from {self.path(others[-1])}."
         return f"The checkpoint before it, {self.path(others[-1])}, is untouched."
+
+
+def _groups(state: dict[str, Any]) -> list[str]:
+    """The groups of tensors that a checkpoint has; the first two, every one must have."""
+    files = state.get("files")
+    return ["model", "optimizer", *(["ema"] if isinstance(files, dict) and "ema.safetensors" in files else [])]
 
 
 def _remove(path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
+from .recipes import format_recipes, load_recipe
 
 UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 DURATION = re.compile(r"(?:\d+(?:\.\d+)?[hms])+")
@@ -62,11 +63,18 @@ class TrainConfig:
     heads: int = _option(4, "attention heads")
     layers: int = _option(3, "layers of the encoder, and of the decoder")
     d_ff: int = _option(1024, "width of the feed-forward layers")
-    dropout: float = _option(0.1, "dropout probability")
+    dropout: float = _option(0.1, "dropout of embeddings and of every sublayer's output")
+    attention_dropout: float | None = _option(
+        None, "dropout of attention weights (default: that of --dropout)", type=float
+    )
+    activation_dropout: float | None = _option(
+        None, "dropout inside the feed-forward layers (default: that of --dropout)", type=float
+    )
     norm: str = _option("layer", "LayerNorm, or the classic Norm with an unbiased std", choices=("layer", "std"))
     norm_first: bool = _option(True, "pre-norm (recommended) or post-norm")
     tie_weights: bool = _option(True, "one matrix for both embeddings and the output layer")
 
+    lowercase: bool = _option(False, "train on lower-cased text, and translate into it")
     vocab_size: int = _option(8000, "pieces of the joint BPE vocabulary, at most")
     max_length: int = _option(256, "leave out training pairs longer than this many tokens")
     batch_tokens: int = _option(4096, "padded tokens of a batch, at most, on either side")
@@ -82,12 +90,22 @@ class TrainConfig:
     device: str = _option("auto", "auto, cpu, cuda or cuda:N", free=True)
     amp: str = _option(
         "auto",
-        "16-bit arithmetic; auto is bf16 on a GPU that has it, else off",
+        "16-bit arithmetic; bf16 also on a CPU; auto is bf16 on a GPU that has it, else off",
         choices=("auto", "off", "bf16", "fp16"),
     )
-    valid_every: int = _option(1000, "updates between validations; each also writes a checkpoint")
+    valid_every: int = _option(
+        1000, "updates between validations, each of which writes a checkpoint; 0: at the end of every epoch"
+    )
+    patience: int = _option(0, "stop after so many validations without a better one; 0: never", free=True)
     bleu_sentences: int = _option(1000, "validation sentences translated for BLEU; 0 measures the loss only", free=True)
     keep_last: int = _option(3, "newest checkpoints kept, beside the best one", free=True)
+    average_last: int = _option(
+        0, "in the end also write the mean of the last so many checkpoints (of epochs, if --valid-every 0)", free=True
+    )
+    ema: float = _option(
+        0.0, "validate and serve a moving average of the weights with this decay, such as 0.999; 0: the weights"
+    )
+    tensorboard: bool = _option(False, "also log for TensorBoard, into the folder's tensorboard/", free=True)
     resume: bool = _option(True, "continue the run in the folder, if there is one", free=True)
 
     def __post_init__(self) -> None:
@@ -95,8 +113,9 @@ class TrainConfig:
             _require(_is_int(getattr(self, name)) and getattr(self, name) >= 1, self, name, "a whole number >= 1")
         for name in NOT_NEGATIVE:
             _require(_is_int(getattr(self, name)) and getattr(self, name) >= 0, self, name, "a whole number >= 0")
-        for name in ("dropout", "label_smoothing"):
-            _require(0 <= getattr(self, name) < 1, self, name, "a probability, 0 <= p < 1")
+        for name in ("dropout", "label_smoothing", "attention_dropout", "activation_dropout"):
+            _require(0 <= (getattr(self, name) or 0.0) < 1, self, name, "a probability, 0 <= p < 1")
+        _require(0 <= self.ema < 1, self, "ema", "a decay, 0 <= decay < 1")
         _require(0 < self.lr < math.inf, self, "lr", "a positive learning rate")
         _require(0 <= self.clip < math.inf, self, "clip", "a gradient norm, or 0 for none")
         _require(
@@ -115,24 +134,40 @@ class TrainConfig:
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Give `parser` one flag for each setting, with defaults and help."""
+        """Give `parser` one flag for each setting, with its help, and --recipe."""
+        parser.add_argument(
+            "--recipe", metavar="NAME", help="start from these settings, a name or a .toml file; flags beside it win"
+        )
+        parser.add_argument("--list-recipes", action=_ListRecipes, help="show the named recipes and exit")
+        group: Any = parser
         for setting in dataclasses.fields(cls):
+            if setting.name in GROUPS:
+                group = parser.add_argument_group(GROUPS[setting.name])
             flag, options = "--" + setting.name.replace("_", "-"), dict(setting.metadata["flag"])
+            shown = ""
             if setting.default is dataclasses.MISSING:
                 options["required"] = True
             else:
-                options["default"] = setting.default
+                options["default"] = argparse.SUPPRESS  # only what was given overrides the recipe
                 if isinstance(setting.default, bool):
                     options["action"] = argparse.BooleanOptionalAction
+                    shown = f" (default: {'yes' if setting.default else 'no'})"
                 elif setting.default is not None:
                     options.setdefault("type", type(setting.default))
-            shown = "" if setting.default in (None, dataclasses.MISSING) else " (default: %(default)s)"
-            parser.add_argument(flag, help=setting.metadata["help"] + shown, **options)
+                    shown = f" (default: {setting.default})"
+            group.add_argument(flag, help=setting.metadata["help"] + shown, **options)
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TrainConfig:
-        """The settings of a parser that `add_arguments` prepared; other attributes of `args` are ignored."""
-        return cls(**{setting.name: getattr(args, setting.name) for setting in dataclasses.fields(cls)})
+        """The settings of a parser that `add_arguments` prepared: the flags given, over the recipe's, over the
+        defaults. Other attributes of `args` are ignored.
+
+        Raises:
+            ConfigError: there is no such recipe, or a setting cannot work.
+        """
+        given = {s.name: getattr(args, s.name) for s in dataclasses.fields(cls) if hasattr(args, s.name)}
+        name = getattr(args, "recipe", None)
+        return cls(**((load_recipe(name).training if name else {}) | given))
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
@@ -156,9 +191,30 @@ class TrainConfig:
 
 POSITIVE = (
     *("d_model", "heads", "layers", "d_ff", "vocab_size", "max_length", "batch_tokens", "accumulate", "max_steps"),
-    *("warmup", "valid_every", "keep_last"),
+    *("warmup", "keep_last"),
 )
-NOT_NEGATIVE = ("cooldown", "bleu_sentences", "seed")
+NOT_NEGATIVE = ("cooldown", "bleu_sentences", "seed", "valid_every", "patience", "average_last")
+
+
+# The first setting of each part of --help.
+GROUPS = {
+    "source": "text and place",
+    "max_time": "when to stop (whichever comes first)",
+    "d_model": "the model",
+    "lowercase": "words and batches",
+    "lr": "learning",
+    "seed": "the machine",
+    "valid_every": "validation, checkpoints, reports",
+}
+
+
+class _ListRecipes(argparse.Action):
+    def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help, default=argparse.SUPPRESS)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(format_recipes())
+        parser.exit()
 
 
 def _is_int(value: Any) -> bool:

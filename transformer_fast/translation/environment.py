@@ -32,9 +32,9 @@ def choose_device(config: TrainConfig) -> torch.device:
 
 def amp_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
     if device.type == "cpu":
-        if config.amp in ("bf16", "fp16"):
-            raise ConfigError(f"amp is {config.amp!r} but the device is the CPU; expected off or auto there")
-        return None
+        if config.amp == "fp16":
+            raise ConfigError("amp is 'fp16' but the device is the CPU; expected bf16, off or auto there")
+        return torch.bfloat16 if config.amp == "bf16" else None
     if config.amp == "auto":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
     return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]
@@ -85,8 +85,8 @@ def open_run(config: TrainConfig, folder: RunFolder) -> tuple[ParallelText, Para
             raise CheckpointError(
                 f"cannot resume the run in {folder.root}: the {changed[0]} text is not the one it began with"
             )
-        return text, valid, load_tokenizer(folder, saved)
-    tokenizer = Tokenizer.train((*text.source, *text.target), config.vocab_size)
+        return text, valid, load_tokenizer(folder, saved, config)
+    tokenizer = Tokenizer.train((*text.source, *text.target), config.vocab_size, lowercase=config.lowercase)
     try:
         write_atomically(folder.tokenizer, tokenizer.model)
         digest = hashlib.sha256(tokenizer.model).hexdigest()

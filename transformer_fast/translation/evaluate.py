@@ -87,9 +87,16 @@ class Bleu:
     signature: str
 
 
-def corpus_bleu(hypotheses: Sequence[str], references: Sequence[str]) -> Bleu:
-    """Detokenised, cased BLEU with one reference (Post 2018, "A Call for Clarity in Reporting BLEU Scores")."""
-    metric = sacrebleu.BLEU()
+def corpus_bleu(
+    hypotheses: Sequence[str], references: Sequence[str], *, lowercase: bool = False, tokenize: str = "13a"
+) -> Bleu:
+    """BLEU with one reference (Post 2018, "A Call for Clarity in Reporting BLEU Scores").
+
+    Args:
+        lowercase: compare without case.
+        tokenize: how sacreBLEU splits both sides into words; "none" for text that is tokenised already.
+    """
+    metric = sacrebleu.BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
     score = metric.corpus_score(list(hypotheses), [list(references)]).score
     return Bleu(score, str(metric.get_signature()))
 

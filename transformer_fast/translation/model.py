@@ -10,9 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..models import Transformer
+from .averaging import load_average, read_about
 from .checkpoint import RunFolder, Tensors, read_json
 from .config import TrainConfig
 from .errors import CheckpointError
+from .scores import quality
 from .text import PathLike
 from .tokenizer import PAD, Tokenizer
 
@@ -26,6 +28,8 @@ def build_model(config: TrainConfig, vocab: int) -> nn.Module:
         config.layers,
         config.heads,
         config.dropout,
+        attention_dropout=config.attention_dropout,
+        activation_dropout=config.activation_dropout,
         d_ff=config.d_ff,
         norm_first=config.norm_first,
         norm=config.norm,
@@ -106,8 +110,8 @@ class Trained:
     scores: dict[str, float]
 
 
-def load_tokenizer(folder: RunFolder, saved: dict) -> Tokenizer:
-    """The tokenizer of a run, checked against its config.json (`saved`).
+def load_tokenizer(folder: RunFolder, saved: dict, config: TrainConfig) -> Tokenizer:
+    """The tokenizer of a run, checked against its config.json (`saved`, and as settings `config`).
 
     Raises:
         CheckpointError: missing or altered.
@@ -118,7 +122,7 @@ def load_tokenizer(folder: RunFolder, saved: dict) -> Tokenizer:
         raise CheckpointError(f"cannot read {folder.tokenizer}: {error.strerror or error}") from None
     if hashlib.sha256(data).hexdigest() != saved.get("tokenizer_sha256"):
         raise CheckpointError(f"{folder.tokenizer} is damaged: its SHA-256 differs from the one in config.json")
-    return Tokenizer(data)
+    return Tokenizer(data, lowercase=config.lowercase)
 
 
 def load_config(folder: RunFolder, saved: dict) -> TrainConfig:
@@ -144,24 +148,38 @@ def load_trained(
 
     Args:
         folder: what `TrainConfig.save` named.
-        which: "best" by validation (the newest if there was none) or "last".
+        which: "best" by validation, a mean of checkpoints that was measured included (the newest checkpoint if there
+            was no validation); "last"; or "average", the mean of the last checkpoints.
         device: where to put the model.
         build: what the run was trained with, if it was given to `train`.
 
     Raises:
-        CheckpointError: the folder is not a run, has no checkpoint, or a file in it is damaged.
+        CheckpointError: the folder is not a run, has no such checkpoint, or a file in it is damaged.
         ValueError: another `which`.
     """
-    if which not in ("best", "last"):
-        raise ValueError(f"which is {which!r}; expected 'best' or 'last'")
+    if which not in ("best", "last", "average"):
+        raise ValueError(f"which is {which!r}; expected 'best', 'last' or 'average'")
     run = RunFolder(folder)
     saved = read_json(run.config)
-    config, tokenizer = load_config(run, saved), load_tokenizer(run, saved)
-    best = run.best_step()
-    checkpoint = run.load(best if which == "best" else run.steps()[-1], groups=("model",))
+    config = load_config(run, saved)
+    tokenizer = load_tokenizer(run, saved, config)
+    step, tensors, scores = _weights(run, which)
     model = build(config, len(tokenizer))
-    load_model_tensors(model, checkpoint.tensors["model"])
-    return Trained(model.to(device).eval(), tokenizer, config, checkpoint.step, checkpoint.state.get("scores") or {})
+    load_model_tensors(model, tensors)
+    return Trained(model.to(device).eval(), tokenizer, config, step, scores)
+
+
+def _weights(run: RunFolder, which: str) -> tuple[int, Tensors, dict[str, float]]:
+    if which == "best":
+        step = run.best_step()
+        best = run.state(step).get("scores") or {}
+        if best and run.average.exists() and quality(read_about(run)["scores"]) > quality(best):
+            which = "average"
+    if which == "average":
+        average = load_average(run)
+        return average.steps[-1], average.tensors, average.scores
+    served = run.load_served(step if which == "best" else run.steps()[-1] if run.steps() else run.best_step())
+    return served.step, served.tensors, served.state.get("scores") or {}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:

@@ -24,6 +24,7 @@ class Tokenizer:
 
     Args:
         model: a serialised sentencepiece model, as `Tokenizer.train(...).model` or a `tokenizer.model` file holds it.
+        lowercase: lower-case all text before it is encoded, as it was before the vocabulary was learnt.
 
     Raises:
         CheckpointError: `model` is not a sentencepiece model, or one with other special ids.
@@ -31,8 +32,8 @@ class Tokenizer:
 
     pad, unk, bos, eos = PAD, UNK, BOS, EOS
 
-    def __init__(self, model: bytes):
-        self.model = model
+    def __init__(self, model: bytes, *, lowercase: bool = False):
+        self.model, self.lowercase = model, lowercase
         self._processor = sentencepiece.SentencePieceProcessor()
         try:
             loaded = bool(model) and self._processor.LoadFromSerializedProto(model)
@@ -48,8 +49,8 @@ class Tokenizer:
             )
 
     @classmethod
-    def train(cls, sentences: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Learn a vocabulary of at most `vocab_size` pieces (specials included) from `sentences`.
+    def train(cls, sentences: Iterable[str], vocab_size: int, *, lowercase: bool = False) -> Tokenizer:
+        """Learn a vocabulary of at most `vocab_size` pieces (specials included) from `sentences`, lower-cased or not.
 
         A corpus too small for `vocab_size` pieces gives the largest vocabulary it supports; look at `len()`.
 
@@ -57,11 +58,11 @@ class Tokenizer:
             ConfigError: `vocab_size` is too small to hold every character of the text once.
             DataError: there is no text to learn from.
         """
-        lines = [line for line in sentences if line.strip()]
+        lines = [line.lower() if lowercase else line for line in sentences if line.strip()]
         if not lines:
             raise DataError("no text to learn a vocabulary from: every line is empty")
         try:
-            return cls(_train_bpe(lines, vocab_size))
+            return cls(_train_bpe(lines, vocab_size), lowercase=lowercase)
         except RuntimeError as error:
             needed = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
             if not needed:
@@ -76,7 +77,7 @@ class Tokenizer:
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Ids of each line, without begin and end of sentence."""
-        return self._processor.encode(list(lines), out_type=int)
+        return self._processor.encode([line.lower() if self.lowercase else line for line in lines], out_type=int)
 
     def encode_source(self, lines: Sequence[str]) -> list[list[int]]:
         """Ids of each line as the encoder reads it: closed by `eos`, so that even an empty line has one token."""

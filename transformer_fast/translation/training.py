@@ -8,24 +8,24 @@ moment, continues bit for bit as if never stopped (on the same kind of machine w
 from __future__ import annotations
 
 import contextlib
-import json
+import copy
 import math
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from .averaging import average_checkpoints, save_average, steps_to_average
 from .batching import Batch, Corpus, TokenBatches
-from .checkpoint import RunFolder
+from .checkpoint import RunFolder, Tensors
 from .config import TrainConfig
+from .ema import MovingAverage
 from .environment import amp_dtype, choose_device, interruptible, open_run
-from .errors import CheckpointError, DivergedError
-from .evaluate import corpus_bleu, corpus_loss, translate_greedily
+from .errors import DivergedError
 from .model import (
     build_model,
     load_model_tensors,
@@ -36,8 +36,10 @@ from .model import (
 from .optim import build_optimizer, learning_rate
 from .progress import Progress, Silent, Status, TerminalProgress
 from .ranks import Objective, Ranks, continue_random, joined, random_states, scatter_random
+from .reports import RunLog
+from .validation import Validation
 
-STOPPED = (None, "max_steps", "max_time", "interrupted")  # where processes disagree, the last of these holds
+STOPPED = (None, "max_steps", "max_time", "patience", "interrupted")  # where processes disagree, the last holds
 REPORT_EVERY = 20  # updates; a report reads the loss back from the device, which an update does not do
 
 
@@ -48,11 +50,12 @@ class TrainResult:
     Attributes:
         folder: the run folder.
         step: updates done.
-        stopped: why it ended: "max_steps", "max_time" or "interrupted".
+        stopped: why it ended: "max_steps", "max_time", "patience" or "interrupted".
         seconds: training time on the clock, resumed parts included.
         tokens: target tokens trained on, padding not counted.
         scores: of the last validation: "valid_loss" (nats a token) and "bleu", as far as measured.
         best_step, best_scores: the best validation, which is the highest BLEU, else the lowest loss.
+        average_scores: of the mean of the last checkpoints, if it was asked for and measured.
     """
 
     folder: str
@@ -63,6 +66,7 @@ class TrainResult:
     scores: dict[str, float]
     best_step: int | None
     best_scores: dict[str, float]
+    average_scores: dict[str, float]
 
 
 def train(
@@ -92,13 +96,16 @@ def train(
         ConfigError, DataError: settings or text that cannot work.
         CheckpointError: the folder cannot be written, or holds a damaged, foreign or differently configured run.
         DivergedError: the loss is no longer finite.
+        ModuleNotFoundError: TensorBoard is asked for and not installed.
     """
     folder = RunFolder(config.save)
     with joined(choose_device(config)) as ranks:
         progress = progress or TerminalProgress() if ranks.first else Silent()
         try:
             with folder.writing() if ranks.first else contextlib.nullcontext(), interruptible() as interrupted:
-                return _Run(config, folder, progress, build, clock, ranks).run(interrupted)
+                run = _Run(config, folder, progress, build, clock, ranks)
+                with contextlib.closing(run.log) if run.log else contextlib.nullcontext():
+                    return run.run(interrupted)
         finally:
             progress.close()
 
@@ -117,19 +124,19 @@ class _Run:
         self.ranks = ranks = ranks or Ranks()
         self.device = choose_device(config)
         self.amp = amp_dtype(config, self.device)
-        text, self.valid, self.tokenizer = self._open()
+        self.log = RunLog(folder, tensorboard=config.tensorboard) if ranks.first else None
+        text, valid, self.tokenizer = self._open()
         corpus = Corpus(text, self.tokenizer, config.max_length)
         self.batches = TokenBatches(corpus, config.batch_tokens, config.seed)
-        self.valid_corpus = Corpus(self.valid, self.tokenizer) if self.valid else None
+        self.validation = Validation(config, valid, self.tokenizer, self.device)
         torch.manual_seed(config.seed)
         self.model = build(config, len(self.tokenizer)).to(self.device)
         self.optimizer = build_optimizer(self.model, config)
+        self.ema = MovingAverage(self.model, config.ema) if config.ema else None
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=self.amp == torch.float16)
         self.step = self.tokens = 0
+        self.epoch_ended = False
         self.seconds_before = 0.0
-        self.scores: dict[str, float] = {}
-        self.best_step: int | None = None
-        self.best_scores: dict[str, float] = {}
         self.window = torch.zeros(2, dtype=torch.float64, device=self.device)  # sums of loss and gradient norm
         self.window_tokens = self.window_steps = 0
         self.last_loss: float | None = None
@@ -138,7 +145,8 @@ class _Run:
         if self.folder.steps():
             self._restore(self.folder.steps()[-1])
         else:
-            self._cut_log(0)
+            if self.log:
+                self.log.begin(0, 0)
             scatter_random(self.ranks, config.seed, 0)
         self.objective = Objective(self.model, config.label_smoothing, ranks)
         self.clock_start = self.clock()
@@ -169,22 +177,25 @@ class _Run:
             self._show()
             if self.step % REPORT_EVERY == 0:
                 self._report()
-            if self.step % self.config.valid_every == 0:
+            if self.step % self.config.valid_every == 0 if self.config.valid_every else self.epoch_ended:
                 self._validate()
                 self._save()
         if self.step != self.saved_step:
             if stopped != "interrupted":
                 self._validate()
             self._save()
+        averaged = self.config.average_last and stopped != "interrupted"
+        average_scores = self.ranks.of_the_first(self._average() if averaged and self.ranks.first else {})
         return TrainResult(
             str(self.folder.root),
             self.step,
             stopped,
             self._seconds(),
             self.tokens,
-            self.scores,
-            self.best_step,
-            self.best_scores,
+            self.validation.scores,
+            self.validation.best_step,
+            self.validation.best_scores,
+            average_scores,
         )
 
     def _reason_to_stop(self, interrupted: threading.Event) -> str | None:
@@ -197,9 +208,12 @@ class _Run:
             return "max_steps"
         if self.config.max_time is not None and self._seconds() >= self.config.max_time:
             return "max_time"
+        if self.config.patience and self.validation.without_better >= self.config.patience:
+            return "patience"
         return None
 
     def _update(self) -> None:
+        epochs = self.batches.epochs_done
         parts = [self.batches.next_part(self.ranks.rank, self.ranks.world) for _ in range(self.config.accumulate)]
         tokens = sum(whole for _, whole in parts)
         for group in self.optimizer.param_groups:
@@ -219,6 +233,9 @@ class _Run:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.step += 1
+        self.epoch_ended = self.batches.epochs_done > epochs
+        if self.ema:
+            self.ema.update(self.step)
         self.tokens += tokens
         self.window_tokens += tokens
         self.window_steps += 1
@@ -270,45 +287,42 @@ class _Run:
         self.report_start = (self.clock(), self.tokens)
 
     def _log(self, **values: Any) -> None:
-        if not self.ranks.first:
-            return
-        line = {"step": self.step, "epoch": self.batches.epoch, "tokens": self.tokens, "seconds": self._seconds()}
-        with self._writing_log(), open(self.folder.log, "a", encoding="utf-8") as log:
-            log.write(json.dumps({**line, **values}) + "\n")
-
-    @contextlib.contextmanager
-    def _writing_log(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(f"cannot write {self.folder.log}: {error.strerror or error}") from error
+        if self.log:
+            line = {"step": self.step, "epoch": self.batches.epoch, "tokens": self.tokens, "seconds": self._seconds()}
+            self.log.write({**line, **values})
 
     def _validate(self) -> None:
         self._check_finite()
-        if self.valid is None or self.valid_corpus is None:
+        if self.validation.text is None:
             return
         pause = self.clock()
         if self.ranks.first:
-            self._measure()
-        measured = self.scores, self.best_step, self.best_scores
-        self.scores, self.best_step, self.best_scores = self.ranks.of_the_first(measured)
+            scores, said = self.validation.measure(self._served())
+            best = self.validation.take(self.step, scores)
+            self._log(**scores)
+            self.progress.message(f"step {self.step:,}: {said}{', the best so far' if best else ''}")
+        self.validation.restore(self.ranks.of_the_first(self.validation.state()))
         self.report_start = (self.report_start[0] + self.clock() - pause, self.report_start[1])
 
-    def _measure(self) -> None:
-        loss = corpus_loss(self.model, self.valid_corpus, self.config.batch_tokens, self.device)
-        self.scores = {"valid_loss": loss}
-        text = f"step {self.step:,}: validation loss {loss:.3f}, perplexity {math.exp(min(loss, 700)):.2f}"
-        if self.config.bleu_sentences:
-            part = slice(self.config.bleu_sentences)
-            lines = translate_greedily(self.model, self.tokenizer, self.valid.source[part], self.device)
-            bleu = corpus_bleu(lines, self.valid.target[part])
-            self.scores["bleu"] = bleu.score
-            text += f", BLEU {bleu.score:.2f} ({bleu.signature})"
-        if self.best_step is None or _quality(self.scores) > _quality(self.best_scores):
-            self.best_step, self.best_scores = self.step, self.scores
-            text += ", the best so far"
-        self._log(**self.scores)
-        self.progress.message(text)
+    def _served(self) -> nn.Module:
+        """The model that is validated: one with the moving average, where there is one."""
+        if not self.ema:
+            return self.model
+        return self._copy_with({**model_tensors(self.model), **self.ema.tensors()})
+
+    def _copy_with(self, tensors: Tensors) -> nn.Module:
+        model = copy.deepcopy(self.model)
+        load_model_tensors(model, tensors)
+        return model
+
+    def _average(self) -> dict[str, float]:
+        """Write the mean of the last checkpoints; its scores."""
+        average = average_checkpoints(self.folder, self.config.average_last)
+        scores, said = self.validation.measure(self._copy_with(average.tensors))
+        save_average(self.folder, replace(average, scores=scores))
+        self._log(average_of=len(average.steps), **{f"average_{name}": value for name, value in scores.items()})
+        self.progress.message(f"mean of the checkpoints {', '.join(map(str, average.steps))}: {said}")
+        return scores
 
     # Checkpoints
 
@@ -316,28 +330,30 @@ class _Run:
         self._check_finite()
         window, rng = self._window(), random_states(self.ranks, self.device)
         self.saved_step = self.step
-        if not self.ranks.first:
+        if not self.log:
             return
-        with self._writing_log(), open(self.folder.log, "ab") as log:
-            os.fsync(log.fileno())
-            log_bytes = log.tell()
         state = {
             "epoch": self.batches.epoch,
             "position": self.batches.position,
+            "epoch_end": self.epoch_ended and not self.config.valid_every,
             "tokens": self.tokens,
             "seconds": self._seconds(),
             "window": window,
             "window_tokens": self.window_tokens,
             "window_steps": self.window_steps,
-            "scores": self.scores,
-            "best_step": self.best_step,
-            "best_scores": self.best_scores,
+            **self.validation.state(),
             "scaler": self.scaler.state_dict(),
-            "log_bytes": log_bytes,
+            "log_bytes": self.log.flush(),
         }
-        moments = optimizer_tensors(self.model, self.optimizer)
-        self.folder.save(self.step, {"model": model_tensors(self.model), "optimizer": {**moments, **rng}}, state)
-        self.folder.prune(self.config.keep_last, self.best_step)
+        groups = {"model": model_tensors(self.model), "optimizer": optimizer_tensors(self.model, self.optimizer) | rng}
+        if self.ema:
+            groups["ema"] = groups["model"] | self.ema.tensors()
+        self.folder.save(self.step, groups, state)
+        self._prune()
+
+    def _prune(self) -> None:
+        averaged = steps_to_average(self.folder, self.config.average_last) if self.config.average_last else []
+        self.folder.prune(self.config.keep_last, {*averaged, self.validation.best_step})
 
     def _restore(self, step: int) -> None:
         checkpoint = self.folder.load(step)
@@ -345,29 +361,20 @@ class _Run:
         rng = {key: tensors.pop(key) for key in list(tensors) if key.startswith("rng:")}
         load_model_tensors(self.model, checkpoint.tensors["model"])
         load_optimizer_tensors(self.model, self.optimizer, tensors)
+        if self.ema:
+            self.ema.load(checkpoint.tensors["ema"])
         continue_random(self.ranks, rng, self.device, self.config.seed, step)
         self.batches.seek(state["epoch"], state["position"])
         self.step = self.saved_step = step
+        self.epoch_ended = state.get("epoch_end", False)
         self.tokens, self.seconds_before = state["tokens"], state["seconds"]
         self.window.copy_(torch.tensor(state["window"], dtype=torch.float64))
         self.window[0] *= self.ranks.first  # the sum of all is the first one's to keep
         self.window_tokens, self.window_steps = state["window_tokens"], state["window_steps"]
-        self.scores, self.best_step, self.best_scores = state["scores"], state["best_step"], state["best_scores"]
+        self.validation.restore(state)
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        self._cut_log(state["log_bytes"])
-        if self.ranks.first:
-            self.folder.prune(self.config.keep_last, self.best_step)
+        if self.log:
+            self.log.begin(state["log_bytes"], step)
+            self._prune()
         self.progress.message(f"resumed {self.folder.root} at step {step:,}")
-
-    def _cut_log(self, size: int) -> None:
-        """Drop what was logged after the checkpoint; it will happen, and be logged, once more."""
-        if not self.ranks.first:
-            return
-        with self._writing_log():
-            if self.folder.log.exists() and self.folder.log.stat().st_size > size:
-                os.truncate(self.folder.log, size)
-
-
-def _quality(scores: dict[str, float]) -> tuple[float, float]:
-    return scores.get("bleu", 0.0), -scores.get("valid_loss", math.inf)

@@ -1,0 +1,73 @@
+"""What validation measures of a run's model, and which step was the best so far."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from .batching import Corpus
+from .config import TrainConfig
+from .evaluate import corpus_bleu, corpus_loss, translate_greedily
+from .scores import Scores, quality
+from .text import ParallelText
+from .tokenizer import Tokenizer
+
+
+class Validation:
+    """Held-out text, and the best that was measured on it.
+
+    Args:
+        config: the settings. text: the held-out text; None measures nothing.
+        tokenizer: the run's. device: where the models are.
+
+    Attributes:
+        scores: of the last validation: "valid_loss" (nats a token) and "bleu", as far as measured.
+        best_step, best_scores: the best one, by the highest BLEU, else the lowest loss.
+        without_better: validations since then.
+    """
+
+    def __init__(
+        self, config: TrainConfig, text: ParallelText | None, tokenizer: Tokenizer, device: torch.device
+    ) -> None:
+        self.config, self.text, self.tokenizer, self.device = config, text, tokenizer, device
+        self.corpus = Corpus(text, tokenizer) if text else None
+        self.scores: Scores = {}
+        self.best_step: int | None = None
+        self.best_scores: Scores = {}
+        self.without_better = 0
+
+    def measure(self, model: nn.Module) -> tuple[Scores, str]:
+        """The scores of a model, and the same for people."""
+        if self.text is None or self.corpus is None:
+            return {}, "no validation text"
+        loss = corpus_loss(model, self.corpus, self.config.batch_tokens, self.device)
+        scores, said = {"valid_loss": loss}, f"validation loss {loss:.3f}, perplexity {math.exp(min(loss, 700)):.2f}"
+        if self.config.bleu_sentences:
+            part = slice(self.config.bleu_sentences)
+            lines = translate_greedily(model, self.tokenizer, self.text.source[part], self.device)
+            bleu = corpus_bleu(lines, self.text.target[part], lowercase=self.config.lowercase)
+            scores["bleu"] = bleu.score
+            said += f", BLEU {bleu.score:.2f} ({bleu.signature})"
+        return scores, said
+
+    def take(self, step: int, scores: Scores) -> bool:
+        """Remember the scores of `step`; whether they are the best so far."""
+        self.scores = scores
+        better = self.best_step is None or quality(scores) > quality(self.best_scores)
+        if better:
+            self.best_step, self.best_scores = step, scores
+        self.without_better = 0 if better else self.without_better + 1
+        return better
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        names = "scores", "best_step", "best_scores", "without_better"
+        return {name: getattr(self, name) for name in names}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`, from one that may hold more."""
+        self.scores, self.best_step, self.best_scores = state["scores"], state["best_step"], state["best_scores"]
+        self.without_better = state.get("without_better", 0)
