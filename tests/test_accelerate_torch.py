@@ -204,17 +204,37 @@ def test_the_whole_transformer(batch_first: bool, training: bool) -> None:
     compare(m, call, src, tgt)
 
 
-def test_where_torch_takes_its_nested_path_the_tokens_agree() -> None:
-    with warnings.catch_warnings():
+@pytest.mark.parametrize("options", [{}, {"norm": nn.LayerNorm(E)}, {"mask_check": False}], ids=str)
+def test_where_torch_takes_the_padding_out_so_do_we(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluation, no gradients, padding at the end: padded positions are 0 in both, before the last norm."""
+    packed: list[bool] = []
+    attention = tfast.ops.attention_packed
+    monkeypatch.setattr(
+        tfast.ops, "attention_packed", lambda *args, **kwargs: packed.append(True) or attention(*args, **kwargs)
+    )
+    layer = nn.TransformerEncoderLayer(E, H, 24, batch_first=True)
+    x, ends, begins = torch.randn(N, L, E), padding(L), padding(L).flip(1)
+    with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
-        m = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 24, batch_first=True), 2).eval()
-        x, blocked = torch.randn(N, L, E), padding(L)
-        with torch.no_grad():
-            expected = m(x, src_key_padding_mask=blocked)
-            assert tfast.accelerate(m).swapped
-            out = m(x, src_key_padding_mask=blocked)
-    torch.testing.assert_close(out[~blocked], expected[~blocked])
-    assert out.isfinite().all()
+        m = nn.TransformerEncoder(layer, 2, **options).eval()
+        fast = copy.deepcopy(m)
+        assert tfast.accelerate(fast).swapped
+        torch.testing.assert_close(fast(x, src_key_padding_mask=ends), m(x, src_key_padding_mask=ends))
+        assert len(packed) == 2
+        if options.get("mask_check", True):
+            torch.testing.assert_close(fast(x, src_key_padding_mask=begins), m(x, src_key_padding_mask=begins))
+        nothing = fast(x, src_key_padding_mask=torch.ones(N, L, dtype=torch.bool))
+        assert torch.equal(nothing, (fast.norm or nn.Identity())(torch.zeros_like(x)))
+        packed.clear()
+        fast(x, src_key_padding_mask=torch.zeros(N, L, dtype=torch.bool)), fast(x)
+        seen: list[Tensor] = []
+        hook = fast.layers[1].linear1.register_forward_hook(lambda module, args, out: seen.append(out))
+        fast(x, src_key_padding_mask=ends)
+        hook.remove()
+        assert seen[0].shape == (N, L, 24), "a hook sees the batch as it is"
+    fast(x, src_key_padding_mask=ends).sum().backward()
+    fast.train()(x, src_key_padding_mask=ends)
+    assert not packed, "nothing to take out, or gradients to come"
 
 
 def test_nested_inputs_still_go_through_torch() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layers.norm import active_dropout
-from ..layers.torch_modules import Embedding, LayerNorm, unwatched
+from ..layers.torch_modules import Embedding, LayerNorm, relu_dropout, unwatched
 from ..ops.dropout import dropout as fused_dropout
 
 
@@ -187,7 +187,7 @@ class FeedForwardFace(Face):
         yield (torch.randn(2, 5, getattr(module, cls.face_first).in_features),)
 
     def face_fused(self, x: Tensor) -> Tensor:
-        inner = fused_dropout(getattr(self, self.face_first)(x), active_dropout(self.dropout), relu=True)
+        inner = relu_dropout(getattr(self, self.face_first), x, active_dropout(self.dropout))
         return getattr(self, self.face_second)(inner)
 
 

@@ -1,9 +1,10 @@
 """The modules of ``torch.nn`` on the fused ops: what :func:`transformer_fast.accelerate` turns a module into.
 
 Each is a subclass of the module it stands for and adds no state, so that ``accelerate`` only changes the class of an
-existing module: parameters, hooks, mode, dtype and device stay as they are. Three things differ from ``torch.nn``: a
-query with every key blocked attends to nothing (attention output 0), never NaN; there is no path of nested tensors,
-whose result is 0 at padded positions; and ``is_causal`` needs no ``attn_mask``.
+existing module: parameters, hooks, mode, dtype and device stay as they are. Two things differ from ``torch.nn``: a
+query with every key blocked attends to nothing (attention output 0), never NaN; and ``is_causal`` needs no
+``attn_mask``. Where ``torch.nn``'s encoder takes the padding out of a batch (a nested tensor, in evaluation without
+gradients), so does this one.
 
 A submodule that has hooks is called as ``torch.nn`` calls it, and costs the fusion around it.
 """
@@ -17,6 +18,7 @@ from torch.nn.modules import module as _module
 
 from .. import ops
 from ..ops.dropout import dropout as fused_dropout
+from ..packing import PackedMask, Packing, packing_of, take, unpack
 from . import norm as _norm
 from .norm import active_dropout
 from .torch_masks import TorchMask, torch_mask
@@ -29,6 +31,14 @@ def unwatched(*modules: nn.Module) -> bool:
     if any(getattr(_module, f"_global{name}") for name in _HOOKS):
         return False
     return not any(getattr(module, name) for module in modules for name in _HOOKS)
+
+
+def relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
+    """``dropout(relu(linear(x)))``; without dropout the ReLU overwrites what the layer made, where nobody else has it."""
+    inner = linear(x)
+    if p == 0.0 and type(linear) is nn.Linear and type(inner) is Tensor and unwatched(linear):
+        return inner.relu_()
+    return fused_dropout(inner, p, relu=True)
 
 
 class LayerNorm(_norm.LayerNorm):
@@ -68,11 +78,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         value: Tensor,
         key_padding_mask: Tensor | None = None,
         need_weights: bool = True,
-        attn_mask: Tensor | TorchMask | None = None,
+        attn_mask: Tensor | TorchMask | PackedMask | None = None,
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """See ``torch.nn.MultiheadAttention``. Weights are computed beside the fused kernel, after dropout, on request.
+
+        With a PackedMask for ``attn_mask`` query, key and value are packed, (T, embed_dim), and there are no weights.
 
         Raises:
             TypeError, RuntimeError: for masks that are neither bool nor float, or of another shape.
@@ -83,6 +95,8 @@ class MultiheadAttention(nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         same = query is key and key is value
+        if isinstance(attn_mask, PackedMask):
+            return self._packed(*self._projected(query, key, value, same), attn_mask), None
         if batched := query.dim() == 3:
             batch, length = (0, 1) if self.batch_first else (1, 0)
         else:
@@ -109,6 +123,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             out, weights = out.squeeze(0), weights if weights is None else weights.squeeze(0)
         return out, weights
+
+    def _packed(self, q: Tensor, k: Tensor, v: Tensor, mask: PackedMask) -> Tensor:
+        heads = ops.attention_packed(
+            q,
+            k,
+            v,
+            mask.queries.cu_seqlens,
+            mask.keys.cu_seqlens,
+            max_q=mask.queries.max_length,
+            max_k=mask.keys.max_length,
+            causal=mask.causal,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        return F.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor, same: bool) -> tuple[Tensor, ...]:
         """Queries, keys and values by head, each (*, *, heads, head_dim)."""
@@ -140,9 +168,10 @@ class _Layer(nn.Module):
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         """The feed-forward network up to its second linear layer; the dropout after that is fused into what follows."""
-        x, activation = self.linear1(x), self.activation
-        relu = activation is F.relu or (type(activation) is nn.ReLU and unwatched(activation))
-        return self.linear2(fused_dropout(x if relu else activation(x), active_dropout(self.dropout), relu=relu))
+        activation, p = self.activation, active_dropout(self.dropout)
+        if activation is F.relu or (type(activation) is nn.ReLU and unwatched(activation)):
+            return self.linear2(relu_dropout(self.linear1, x, p))
+        return self.linear2(fused_dropout(activation(self.linear1(x)), p))
 
 
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
@@ -151,7 +180,7 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
     def forward(
         self,
         src: Tensor,
-        src_mask: Tensor | TorchMask | None = None,
+        src_mask: Tensor | TorchMask | PackedMask | None = None,
         src_key_padding_mask: Tensor | None = None,
         is_causal: bool = False,
     ) -> Tensor:
@@ -222,7 +251,7 @@ def _attend(
     attention: nn.Module,
     x: Tensor,
     memory: Tensor,
-    mask: Tensor | TorchMask | None,
+    mask: Tensor | TorchMask | PackedMask | None,
     padding: Tensor | None,
     causal: bool,
 ) -> Tensor:
@@ -244,10 +273,39 @@ class TransformerEncoder(nn.TransformerEncoder):
         """See ``torch.nn.TransformerEncoder``."""
         if src.is_nested or not all(isinstance(layer, TransformerEncoderLayer) for layer in self.layers):
             return super().forward(src, mask, src_key_padding_mask, is_causal)
-        own = _stack_mask(self, src, src, mask, src_key_padding_mask, is_causal)
+        if packing := self._packing(src, mask, src_key_padding_mask):
+            own, src = PackedMask(packing, packing), take(src, packing)
+        else:
+            own = _stack_mask(self, src, src, mask, src_key_padding_mask, is_causal)
         for layer in self.layers:
             src = layer(src, src_mask=own)
+        src = unpack(src, packing) if packing else src
         return src if self.norm is None else self.norm(src)
+
+    def _packing(self, src: Tensor, mask: Tensor | None, padding: Tensor | None) -> Packing | None:
+        """How to take the padding out, where ``torch.nn`` would make a nested tensor of the batch; else None.
+
+        The result is 0 at padded positions then, before the last norm, as it is there.
+        """
+        if padding is None or mask is not None or padding.dtype != torch.bool or src.dim() != 3:
+            return None
+        attention = self.layers[0].self_attn
+        if self.layers[0].training or not (getattr(self, "use_nested_tensor", False) and attention.batch_first):
+            return None
+        if torch.compiler.is_compiling() or torch.is_autocast_enabled(src.device.type) or type(src) is not Tensor:
+            return None
+        if not torch.backends.mha.get_fastpath_enabled() or tuple(padding.shape) != tuple(src.shape[:2]):
+            return None
+        if torch.is_grad_enabled() and (src.requires_grad or any(p.requires_grad for p in self.layers[0].parameters())):
+            return None
+        if src.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        fast = all(isinstance(layer.self_attn, MultiheadAttention) for layer in self.layers)
+        if not fast or not unwatched(*self.layers.modules()):
+            return None
+        left_aligned = not bool((padding[:, :-1] & ~padding[:, 1:]).any())
+        packing = packing_of((~padding).sum(1), *padding.shape, src.device) if left_aligned else None
+        return None if packing is None or packing.is_full else packing
 
 
 class TransformerDecoder(nn.TransformerDecoder):
