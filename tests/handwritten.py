@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import transformer_fast as tfast
+from transformer_fast.reference.dialects import d2l
 
 
 def clones(module: nn.Module, n: int) -> nn.ModuleList:
@@ -114,6 +115,31 @@ class AnnotatedLayer(nn.Module):
         return self.sublayer[-1](x, self.feed_forward)
 
 
+class AnnotatedEncoderLayer(nn.Module):
+    def __init__(self, size: int, self_attn: nn.Module, feed_forward: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.self_attn, self.feed_forward, self.size = self_attn, feed_forward, size
+        self.sublayer = clones(Sublayer(size, dropout), 2)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, mask))
+        return self.sublayer[1](x, self.feed_forward)
+
+
+class AnnotatedDecoderLayer(nn.Module):
+    def __init__(
+        self, size: int, self_attn: nn.Module, src_attn: nn.Module, feed_forward: nn.Module, dropout: float
+    ) -> None:
+        super().__init__()
+        self.size, self.self_attn, self.src_attn, self.feed_forward = size, self_attn, src_attn, feed_forward
+        self.sublayer = clones(Sublayer(size, dropout), 3)
+
+    def forward(self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None) -> Tensor:
+        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, tgt_mask))
+        x = self.sublayer[1](x, lambda x: self.src_attn(x, memory, memory, src_mask))
+        return self.sublayer[2](x, self.feed_forward)
+
+
 class Annotated(nn.Module):
     """An encoder-decoder in the style of the well-known annotated text."""
 
@@ -161,6 +187,51 @@ class BertAttention(nn.Module):
         if mask is not None:
             scores = scores.masked_fill(mask == 0, -1e9)
         return self.output_linear((self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2))
+
+
+class BertFeedForward(AnnotatedFeedForward):
+    def __init__(self, d_model: int, d_ff: int, dropout: float = 0.1) -> None:
+        super().__init__(d_model, d_ff, dropout)
+        self.activation = nn.GELU(approximate="tanh")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_2(self.dropout(self.activation(self.w_1(x))))
+
+
+class BertBlock(nn.Module):
+    def __init__(self, hidden: int, heads: int, d_ff: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.attention = BertAttention(heads, hidden, dropout)
+        self.feed_forward = BertFeedForward(hidden, d_ff, dropout)
+        self.input_sublayer, self.output_sublayer = Sublayer(hidden, dropout), Sublayer(hidden, dropout)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        x = self.input_sublayer(x, lambda x: self.attention.forward(x, x, x, mask=mask))
+        return self.dropout(self.output_sublayer(x, self.feed_forward))
+
+
+class BertPositions(nn.Module):
+    def __init__(self, d_model: int, max_len: int = 50) -> None:
+        super().__init__()
+        self.register_buffer("pe", tfast.positional_table(max_len, d_model).unsqueeze(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pe[:, : x.size(1)]
+
+
+class BertEmbedding(nn.Module):
+    """Token, position and, as in the well-known code, the sentence of the pair."""
+
+    def __init__(self, vocab_size: int, embed_size: int, dropout: float = 0.1, segments: bool = True) -> None:
+        super().__init__()
+        self.token, self.position = TokenEmbedding(vocab_size, embed_size), BertPositions(embed_size)
+        self.segment = TokenEmbedding(3, embed_size) if segments else None
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, sequence: Tensor, segment_label: Tensor) -> Tensor:
+        x = self.token(sequence) + self.position(sequence) + self.segment(segment_label)
+        return self.dropout(x)
 
 
 class TokenEmbedding(nn.Embedding):
@@ -218,3 +289,39 @@ class D2lPositions(nn.Module):
     def forward(self, X: Tensor) -> Tensor:
         X = X + self.P[:, : X.shape[1], :].to(X.device)
         return self.dropout(X)
+
+
+class D2lHeads(nn.Module):
+    """The chapter's: sizes from the first call, heads folded into the batch."""
+
+    def __init__(self, num_hiddens: int, num_heads: int, dropout: float, bias: bool = False) -> None:
+        super().__init__()
+        self.num_heads, self.attention = num_heads, DotProductAttention(dropout)
+        self.W_q, self.W_k, self.W_v, self.W_o = (nn.LazyLinear(num_hiddens, bias=bias) for _ in range(4))
+
+    def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Tensor | None) -> Tensor:
+        q, k, v = (
+            linear(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2).flatten(0, 1)
+            for linear, x in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))
+        )
+        if valid_lens is not None:
+            valid_lens = torch.repeat_interleave(valid_lens, repeats=self.num_heads, dim=0)
+        out = self.attention(q, k, v, valid_lens)
+        return self.W_o(out.unflatten(0, (-1, self.num_heads)).transpose(1, 2).flatten(2))
+
+
+class D2lDecoder(d2l.TransformerDecoder):
+    """As the chapter writes it: every call at position 0, the weights behind a property."""
+
+    def forward(self, X: Tensor, state: list) -> tuple[Tensor, list]:
+        X = self.pos_encoding(self.embedding(X) * math.sqrt(self.num_hiddens))
+        self._attention_weights = [[None] * len(self.blks) for _ in range(2)]
+        for i, block in enumerate(self.blks):
+            X, state = block(X, state)
+            self._attention_weights[0][i] = block.attention1.attention.attention_weights
+            self._attention_weights[1][i] = block.attention2.attention.attention_weights
+        return self.dense(X), state
+
+    @property
+    def attention_weights(self) -> list:
+        return self._attention_weights

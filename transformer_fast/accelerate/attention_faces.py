@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +12,7 @@ from .. import ops
 from ..layers.attention import layer_mask
 from ..layers.norm import active_dropout
 from ..masks import AttentionMask
-from .faces import Face, children, is_dropout, own_parameters
+from .faces import Face, Weights, children, is_dropout, own_parameters
 
 
 def keep_mask(mask: Tensor | AttentionMask | None) -> Tensor | AttentionMask | None:
@@ -28,30 +27,17 @@ def some_keep(*shape: int) -> Tensor:
     return keep
 
 
-class _Weights:
-    """An attribute in which a module leaves the weights of its last call: here computed when somebody looks.
+def remember(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> None:
+    """Leave what the weights (B, H, Lq, Lk) can be computed from; see :class:`~.faces.Weights`."""
+    if torch.compiler.is_compiling():
+        return
+    q, k, v = q.detach(), k.detach(), v.detach()
 
-    They are those before dropout.
-    """
-
-    def __get__(self, module: nn.Module | None, owner: type) -> Any:
-        if module is None:
-            return self
-        recall = module.__dict__.get("_recall")
-        if not isinstance(recall, tuple):
-            return recall
-        q, k, v, mask = recall
+    def weights(module: nn.Module) -> Tensor:
         with torch.no_grad():
-            weights = ops.attention(q, k, v, mask, return_weights=True)[1]
-        return weights.squeeze(1) if getattr(module, "face_one_head", False) else weights
+            return module.face_shaped(ops.attention(q, k, v, mask, return_weights=True)[1])
 
-    def __set__(self, module: nn.Module, value: Any) -> None:
-        module.__dict__["_recall"] = value
-
-
-def _remember(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> None:
-    if not torch.compiler.is_compiling():
-        module.__dict__["_recall"] = q.detach(), k.detach(), v.detach(), mask
+    module.__dict__["_recall"] = weights
 
 
 class HeadsFace(Face):
@@ -118,8 +104,13 @@ class AnnotatedHeadsFace(HeadsFace):
     """Four ``linears``; the weights of the last call in ``attn``."""
 
     face_linears = ("linears",)
-    attn, face_leaves = _Weights(), "attn"
-    face_remember = _remember
+    attn, face_leaves = Weights(), ("attn",)
+    face_remember = remember
+
+    @staticmethod
+    def face_shaped(weights: Tensor) -> Tensor:
+        """As this module leaves them."""
+        return weights
 
     @classmethod
     def face_projections(cls, module: nn.Module) -> tuple[nn.Module, ...]:
@@ -166,31 +157,3 @@ class TensorflowHeadsFace(Face):
         result = ops.attention(q, k, v, mask, return_weights=weights)
         out, weights = result if weights else (result, None)
         return self.dense(out.transpose(1, 2).flatten(-2)), weights
-
-
-class D2lAttentionFace(Face):
-    """Scaled dot product of (B, L, d) with valid lengths; the weights of the last call in ``attention_weights``."""
-
-    face_skips = ("dropout",)
-    face_one_head = True
-    attention_weights, face_leaves = _Weights(), "attention_weights"
-
-    @classmethod
-    def matches(cls, module: nn.Module) -> bool:
-        if children(module) != {"dropout"} or own_parameters(module) or module._buffers:
-            return False
-        names = list(inspect.signature(module.forward).parameters)
-        return len(names) == 4 and names[3] == "valid_lens" and is_dropout(module.dropout)
-
-    @classmethod
-    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        q, k, v = torch.randn(2, 5, 6), torch.randn(2, 4, 6), torch.randn(2, 4, 7)
-        yield q, k, v, None
-        yield q, k, v, torch.tensor([2, 4])
-        yield q, k, v, torch.tensor([[1, 2, 3, 4, 4], [4, 1, 2, 3, 1]])
-
-    def face_fused(self, q: Tensor, k: Tensor, v: Tensor, valid_lens: Tensor | None = None) -> Tensor:
-        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
-        mask = None if valid_lens is None else AttentionMask.lengths(valid_lens.to(torch.int64))
-        _remember(self, q, k, v, mask)
-        return ops.attention(q, k, v, mask, dropout_p=active_dropout(self.dropout)).squeeze(1)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -20,8 +19,26 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layers.norm import active_dropout
-from ..layers.torch_modules import Embedding, LayerNorm, relu_dropout, unwatched
+from ..layers.torch_modules import LayerNorm, relu_dropout, unwatched
 from ..ops.dropout import dropout as fused_dropout
+
+
+class Weights:
+    """An attribute in which a module leaves the weights of its last call: here computed when somebody looks.
+
+    They are those before dropout. What is left is under ``_recall``: a function of the module, or a value.
+    """
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self
+        if "_recall" not in module.__dict__:
+            raise AttributeError("no call has left weights here yet")
+        recall = module.__dict__["_recall"]
+        return recall(module) if isinstance(recall, types.FunctionType) else recall
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__["_recall"] = value
 
 
 class Face:
@@ -29,8 +46,8 @@ class Face:
 
     face_skips: tuple[str, ...] = ()
     """Children that ``face_fused`` does not call as written. Where one of them has hooks, the module runs as it was."""
-    face_leaves: str | None = None
-    """The attribute in which the module leaves its weights; ``_recall`` says how to compute them when asked for."""
+    face_leaves: tuple[str, ...] = ()
+    """Attributes in which the module leaves its weights, each a :class:`Weights` here."""
     face_parameters: tuple[tuple[str, Any], ...] | None = None
     face_made_of: tuple[type, ...] = ()
 
@@ -61,7 +78,7 @@ class Face:
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         # The class is made when the program runs, so a pickle says how to make it again.
         _, _, state, *rest = super().__reduce_ex__(protocol)
-        state = {key: value for key, value in state.items() if key != "_recall"}
+        state = {key: None if key == "_recall" else value for key, value in state.items()}
         return _rebuild, type(self).face_made_of, state, *rest
 
 
@@ -73,7 +90,7 @@ def fast_class(face: type[Face], original: type[nn.Module]) -> type[nn.Module]:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "forward": _signed(face.forward, original.forward),
-        "face_parameters": _parameters(original),
+        "face_parameters": parameters_of(original),
         "face_made_of": (face, original),
     })  # fmt: skip
 
@@ -91,7 +108,8 @@ def _rebuild(face: type[Face], original: type[nn.Module]) -> nn.Module:
     return made.__new__(made)
 
 
-def _parameters(original: type[nn.Module]) -> tuple[tuple[str, Any], ...] | None:
+def parameters_of(original: type[nn.Module]) -> tuple[tuple[str, Any], ...] | None:
+    """Names and defaults of forward's parameters; None where one of them is ``*``, ``**`` or keyword only."""
     parameters = list(inspect.signature(original.forward).parameters.values())[1:]
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
         return None
@@ -119,6 +137,12 @@ def children(module: nn.Module) -> set[str]:
 def own_parameters(module: nn.Module) -> set[str]:
     """The names of a module's own parameters."""
     return {name for name, parameter in module._parameters.items() if parameter is not None}
+
+
+def takes(module: nn.Module, arguments: int) -> bool:
+    """Whether a module's forward has this many parameters, none of them ``*`` or ``**``."""
+    parameters = parameters_of(type(module))
+    return parameters is not None and len(parameters) == arguments
 
 
 def is_dropout(module: nn.Module) -> bool:
@@ -197,68 +221,38 @@ class AnnotatedFeedForwardFace(FeedForwardFace):
     face_first, face_second = "w_1", "w_2"
 
 
-class EmbedderFace(Face):
-    """``lut(ids) * sqrt(d_model)``."""
+class ActivatedFeedForwardFace(FeedForwardFace):
+    """``w_2(dropout(activation(w_1(x))))``, whatever the activation."""
 
-    face_skips = ("lut",)
-
-    @classmethod
-    def matches(cls, module: nn.Module) -> bool:
-        return children(module) == {"lut"} and isinstance(module.lut, Embedding) and hasattr(module, "d_model")
-
-    @classmethod
-    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        yield (torch.randint(0, module.lut.weight.shape[0], (2, 5)),)
-
-    def face_fused(self, ids: Tensor) -> Tensor:
-        return ops.embed(ids, self.lut.weight, scale=math.sqrt(self.d_model), padding_idx=self.lut.padding_idx)
-
-
-class PositionalFace(Face):
-    """``dropout(x + pe[:, :L])`` for a table ``pe`` (1, max_len, d), with the batch first."""
-
-    face_name, face_length = "pe", 1
-    face_skips = ("dropout",)
+    face_first, face_second = "w_1", "w_2"
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        table = getattr(module, cls.face_name, None)
-        if children(module) != {"dropout"} or own_parameters(module) or not isinstance(table, Tensor):
+        if children(module) != {"w_1", "w_2", "dropout", "activation"} or own_parameters(module):
             return False
-        return is_dropout(module.dropout) and table.dim() == 3 and table.shape[1 - cls.face_length] == 1
+        return all(isinstance(linear, nn.Linear) for linear in (module.w_1, module.w_2)) and is_dropout(module.dropout)
+
+    def face_fused(self, x: Tensor) -> Tensor:
+        return self.w_2(fused_dropout(self.activation(self.w_1(x)), active_dropout(self.dropout)))
+
+
+class D2lFeedForwardFace(Face):
+    """``dense2(relu(dense1(x)))``."""
+
+    face_skips = ("relu",)
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        if children(module) != {"dense1", "relu", "dense2"} or own_parameters(module):
+            return False
+        return all(type(linear) is nn.Linear for linear in (module.dense1, module.dense2))
 
     @classmethod
     def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        table = getattr(module, cls.face_name)
-        length = min(5, table.shape[cls.face_length])
-        yield (torch.randn(*((2, length) if cls.face_length == 1 else (length, 2)), table.shape[-1]),)
+        yield (torch.randn(2, 5, module.dense1.in_features),)
 
-    def face_table(self, x: Tensor) -> Tensor | None:
-        """The table where it serves x (.., d) of this length, dtype and device; None where it does not."""
-        table = getattr(self, self.face_name).squeeze(1 - self.face_length)
-        fits = x.dim() == 3 and x.shape[self.face_length] <= table.shape[0] and x.device == table.device
-        return table if fits and torch.promote_types(x.dtype, table.dtype) == x.dtype else None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        table = self.face_table(*args) if len(args) == 1 and not kwargs and unwatched(self.dropout) else None
-        return super(Face, self).forward(*args, **kwargs) if table is None else self.face_fused(*args, table)
-
-    def face_fused(self, x: Tensor, table: Tensor) -> Tensor:
-        x = x if self.face_length == 1 else x.transpose(0, 1)
-        out = ops.add_positional(x, table, 0, active_dropout(self.dropout))
-        return out if self.face_length == 1 else out.transpose(0, 1)
-
-
-class LengthFirstPositionalFace(PositionalFace):
-    """The same for a table (max_len, 1, d), with the batch second."""
-
-    face_length = 0
-
-
-class D2lPositionalFace(PositionalFace):
-    """:class:`PositionalFace` as ``P``."""
-
-    face_name = "P"
+    def face_fused(self, x: Tensor) -> Tensor:
+        return self.dense2(relu_dropout(self.dense1, x, 0.0))
 
 
 class SublayerFace(Face):
@@ -306,20 +300,3 @@ class AddNormFace(Face):
 
     def face_fused(self, x: Tensor, y: Tensor) -> Tensor:
         return self.ln(y, residual=x, dropout_p=active_dropout(self.dropout))[0]
-
-
-class TokenEmbeddingFace(Face, Embedding):
-    """A subclass of ``nn.Embedding`` with another constructor and nothing else."""
-
-    @classmethod
-    def matches(cls, module: nn.Module) -> bool:
-        original = type(module)
-        if not issubclass(original, nn.Embedding) or original.forward is not nn.Embedding.forward:
-            return False
-        return not (module.max_norm is not None or module.sparse or module.scale_grad_by_freq)
-
-    @classmethod
-    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        yield (torch.randint(0, module.weight.shape[0], (2, 5)),)
-
-    forward = Embedding.forward

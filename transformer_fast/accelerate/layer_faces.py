@@ -1,4 +1,4 @@
-"""The faces of the layers and stacks around attention."""
+"""The faces of the classic layers and stacks around attention."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import layers, ops
-from ..layers.norm import active_dropout
-from .attention_faces import ClassicHeadsFace, TensorflowHeadsFace, keep_mask, some_keep
-from .faces import EmbedderFace, Face, PositionalFace, children, is_dropout, own_parameters, unwatched, width_of
+from .. import layers
+from .attention_faces import ClassicHeadsFace, keep_mask, some_keep
+from .embedding_faces import EmbedderFace, PositionalFace, embedded
+from .faces import Face, children, is_dropout, own_parameters, width_of
 
 
 class EncoderLayerFace(Face):
@@ -98,19 +98,8 @@ class EncoderFace(Face):
     def face_embedded(self, ids: Tensor) -> Tensor:
         embed, positions = self.embed, self.pe
         table = getattr(positions, positions.face_name)[0] if positions.face_length == 1 else ids.new_empty(0)
-        weight = embed.lut.weight
-        fits = ids.shape[-1] <= table.shape[0] and table.device == ids.device
-        fits = fits and torch.promote_types(table.dtype, weight.dtype) == weight.dtype
-        if not (fits and unwatched(embed.lut, positions.dropout)):
-            return positions(embed(ids))
-        return ops.embed(
-            ids,
-            weight,
-            table,
-            scale=math.sqrt(embed.d_model),
-            padding_idx=embed.lut.padding_idx,
-            dropout_p=active_dropout(positions.dropout),
-        )
+        x = embedded(ids, embed.lut, table, math.sqrt(embed.d_model), positions.dropout)
+        return positions(embed(ids)) if x is None else x
 
 
 class DecoderFace(EncoderFace):
@@ -130,56 +119,3 @@ class DecoderFace(EncoderFace):
         for layer in self.layers:
             x = layer(x, e_outputs, src_mask, trg_mask)
         return self.norm(x)
-
-
-class TensorflowEncoderLayerFace(Face):
-    """The TensorFlow tutorial's encoder layer, which looks at no weights."""
-
-    face_skips = ("mha", "layernorm1", "layernorm2", "dropout1", "dropout2")
-    face_attentions = ("mha",)
-
-    @classmethod
-    def matches(cls, module: nn.Module) -> bool:
-        if children(module) != {*cls.face_skips, *cls.face_attentions, "ffn"} or own_parameters(module):
-            return False
-        if not all(isinstance(getattr(module, name), TensorflowHeadsFace) for name in cls.face_attentions):
-            return False
-        norms, dropouts = ([n for n in cls.face_skips if n.startswith(k)] for k in ("layernorm", "dropout"))
-        return all(width_of(getattr(module, n)) for n in norms) and all(
-            is_dropout(getattr(module, n)) for n in dropouts
-        )
-
-    @classmethod
-    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        x = torch.randn(2, 5, width_of(module.layernorm1))
-        yield x, None
-        yield x, 1.0 - some_keep(2, 1, 1, 5).to(x.dtype)
-
-    def face_fused(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        attended, _ = self.mha.face_fused(x, x, x, mask, weights=False)
-        x, _ = self.layernorm1(attended, residual=x, dropout_p=active_dropout(self.dropout1))
-        return self.layernorm2(self.ffn(x), residual=x, dropout_p=active_dropout(self.dropout2))[0]
-
-
-class TensorflowDecoderLayerFace(TensorflowEncoderLayerFace):
-    """The TensorFlow tutorial's decoder layer, which returns the weights of both attentions."""
-
-    face_skips = ("layernorm1", "layernorm2", "layernorm3", "dropout1", "dropout2", "dropout3")
-    face_attentions = ("mha1", "mha2")
-
-    @classmethod
-    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
-        d = width_of(module.layernorm1)
-        x, memory = torch.randn(2, 5, d), torch.randn(2, 3, d)
-        yield x, memory, None, None
-        yield x, memory, torch.ones(5, 5, dtype=x.dtype).triu(1), 1.0 - some_keep(2, 1, 1, 3).to(x.dtype)
-
-    def face_fused(
-        self, x: Tensor, memory: Tensor, own: Tensor | None = None, cross: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        attended, weights_1 = self.mha1(x, x, x, own)
-        x, _ = self.layernorm1(attended, residual=x, dropout_p=active_dropout(self.dropout1))
-        attended, weights_2 = self.mha2(memory, memory, x, cross)
-        x, _ = self.layernorm2(attended, residual=x, dropout_p=active_dropout(self.dropout2))
-        x, _ = self.layernorm3(self.ffn(x), residual=x, dropout_p=active_dropout(self.dropout3))
-        return x, weights_1, weights_2

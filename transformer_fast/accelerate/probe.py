@@ -105,8 +105,9 @@ def _copy(module: nn.Module) -> nn.Module:
                 if isinstance(child, nn.Embedding):
                     shape[0] = min(shape[0], max(_ROWS, 1 + (child.padding_idx or 0)))
                 memo[id(parameter)] = nn.Parameter(0.3 * torch.randn(shape))
-        for tensor in (*child._buffers.values(), *child.__dict__.values()):
-            if isinstance(tensor, Tensor):
+        others = [value for name, value in child.__dict__.items() if name != "_parameters"]
+        for tensor in _tensors(others):  # buffers, and what earlier calls have left behind
+            if id(tensor) not in memo:
                 value = tensor.detach().to("cpu", copy=True)
                 memo[id(tensor)] = value.double() if value.is_floating_point() else value
     return copy.deepcopy(module, memo)
@@ -132,16 +133,28 @@ def _settings(trial: nn.Module) -> Iterator[Any]:
 
 def _trainable(call: tuple[Any, ...]) -> tuple[Any, ...]:
     # Activations have three dimensions; a float of another rank is a mask.
-    return tuple(
-        a.requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() and a.dim() == 3 else a for a in call
-    )
+    for tensor in _tensors(call):
+        tensor.requires_grad_(tensor.is_floating_point() and tensor.dim() == 3)
+    return call
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """The tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [tensor for inner in values for tensor in _tensors(inner)]
+
+
+def _fresh(value: Any) -> Any:
+    """The same tensors in lists of their own: a state that a call changes."""
+    return [_fresh(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _run(trial: nn.Module, call: tuple[Any, ...]) -> list[Tensor | None]:
     """Outputs, and the gradients of a random sum of the first one."""
-    out = trial(*call)
-    outs = [out] if isinstance(out, Tensor) else [t for t in out if isinstance(t, Tensor)]
-    trained = [t for t in (*call, *trial.parameters()) if isinstance(t, Tensor) and t.requires_grad]
+    outs = _tensors(trial(*map(_fresh, call)))
+    trained = [t for t in (*_tensors(call), *trial.parameters()) if t.requires_grad]
     weights = torch.linspace(-1.0, 2.0, outs[0].numel()).view(outs[0].shape)
     if not outs[0].requires_grad:
         return outs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from typing import Any
 
 from torch import nn
 
@@ -29,7 +30,7 @@ class Report:
 
     rows: list[Row] = dataclasses.field(default_factory=list)
     plain: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    _originals: list[tuple[nn.Module, type[nn.Module], type[nn.Module]]] = dataclasses.field(
+    _originals: list[tuple[nn.Module, type[nn.Module], type[nn.Module], dict[str, Any]]] = dataclasses.field(
         default_factory=list, repr=False
     )
 
@@ -45,12 +46,11 @@ class Report:
 
     def undo(self) -> None:
         """Make every module of the model again what it was. Its parameters are those it has now."""
-        for module, original, fast in reversed(self._originals):
+        for module, original, fast, attributes in reversed(self._originals):
             if type(module) is fast:
                 module.__class__ = original
-                if leaves := getattr(fast, "face_leaves", None):
-                    left = module.__dict__.pop("_recall", None)
-                    module.__dict__[leaves] = None if isinstance(left, tuple) else left
+                module.__dict__.pop("_recall", None)
+                module.__dict__.update(attributes)
         self._originals.clear()
 
     def __str__(self) -> str:

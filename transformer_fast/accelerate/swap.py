@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import backends
 from ..layers import torch_modules as fast
-from . import attention_faces, faces, layer_faces
+from . import attention_faces, d2l_faces, embedding_faces, faces, layer_faces, sublayer_faces, tensorflow_faces
 from .faces import Face, fast_class
 from .probe import probe, signature
 from .report import Report, Row
@@ -21,27 +21,41 @@ FACES: tuple[type[Face], ...] = (
     faces.AnnotatedNormFace,
     faces.FeedForwardFace,
     faces.AnnotatedFeedForwardFace,
-    faces.EmbedderFace,
-    faces.PositionalFace,
-    faces.LengthFirstPositionalFace,
-    faces.D2lPositionalFace,
+    faces.ActivatedFeedForwardFace,
+    faces.D2lFeedForwardFace,
     faces.SublayerFace,
     faces.PostNormSublayerFace,
     faces.AddNormFace,
-    faces.TokenEmbeddingFace,
+    embedding_faces.EmbedderFace,
+    embedding_faces.PositionalFace,
+    embedding_faces.LengthFirstPositionalFace,
+    embedding_faces.D2lPositionalFace,
+    embedding_faces.BertEmbeddingFace,
+    embedding_faces.TokenEmbeddingFace,
     attention_faces.ClassicHeadsFace,
     attention_faces.AnnotatedHeadsFace,
     attention_faces.BertHeadsFace,
     attention_faces.TensorflowHeadsFace,
-    attention_faces.D2lAttentionFace,
     layer_faces.EncoderLayerFace,
     layer_faces.PostNormEncoderLayerFace,
     layer_faces.DecoderLayerFace,
     layer_faces.PostNormDecoderLayerFace,
     layer_faces.EncoderFace,
     layer_faces.DecoderFace,
-    layer_faces.TensorflowEncoderLayerFace,
-    layer_faces.TensorflowDecoderLayerFace,
+    sublayer_faces.AnnotatedEncoderLayerFace,
+    sublayer_faces.AnnotatedDecoderLayerFace,
+    sublayer_faces.BertBlockFace,
+    tensorflow_faces.TensorflowEncoderLayerFace,
+    tensorflow_faces.TensorflowDecoderLayerFace,
+    tensorflow_faces.TensorflowEncoderFace,
+    tensorflow_faces.TensorflowDecoderFace,
+    d2l_faces.D2lAttentionFace,
+    d2l_faces.D2lHeadsFace,
+    d2l_faces.D2lEncoderBlockFace,
+    d2l_faces.D2lDecoderBlockFace,
+    d2l_faces.D2lEncoderFace,
+    d2l_faces.D2lDecoderFace,
+    d2l_faces.D2lCountingDecoderFace,
 )
 
 
@@ -151,6 +165,9 @@ class _Walk:
         family = next((base for base in _TORCH if isinstance(module, base)), None)
         reason = f"a subclass of nn.{family.__name__} may compute something else" if family else "unknown structure"
         reason += "; what is inside it was looked at" if module._modules else ""
+        if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+            self._leave(path, module, "its sizes are not known before its first call")
+            return
         for face in FACES:
             if not _matches(face, module):
                 continue
@@ -178,10 +195,11 @@ class _Walk:
 
     def _swap(self, path: str, module: nn.Module, made: type[nn.Module], name: str) -> None:
         self.report.rows.append(Row(path, _name(type(module)), name))
-        self.report._originals.append((module, type(module), made))
-        leaves = getattr(made, "face_leaves", None)
-        if leaves in module.__dict__:
-            module.__dict__["_recall"] = module.__dict__.pop(leaves)
+        leaves = getattr(made, "face_leaves", ())
+        left = {name: module.__dict__.pop(name) for name in leaves if name in module.__dict__}
+        self.report._originals.append((module, type(module), made, left))
+        if left:
+            module.__dict__["_recall"] = next(iter(left.values()))
         module.__class__ = made
 
     def _leave(self, path: str, module: nn.Module, reason: str) -> None:

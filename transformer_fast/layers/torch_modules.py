@@ -34,7 +34,7 @@ def unwatched(*modules: nn.Module) -> bool:
 
 
 def relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
-    """``dropout(relu(linear(x)))``; without dropout the ReLU overwrites what the layer made, where nobody else has it."""
+    """``dropout(relu(linear(x)))``; without dropout the ReLU overwrites what the layer made, if nobody else has it."""
     inner = linear(x)
     if p == 0.0 and type(linear) is nn.Linear and type(inner) is Tensor and unwatched(linear):
         return inner.relu_()
