@@ -8,6 +8,8 @@
 ``"reference"``  plain eager PyTorch, the same numbers, the same dropout mask
 ================ ===========================================================================================
 
+On the meta device nothing is computed: every op tells shapes and dtypes.
+
 Choose with the context manager ``transformer_fast.backend(name)`` or the environment variable
 ``TRANSFORMER_FAST_BACKEND``. Only "auto" ever falls back, and it says so once.
 """
@@ -88,6 +90,8 @@ def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]
 
 @_constant_when_compiled
 def _choose(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:
+    if device.type == "meta":
+        return "native", "nothing is computed on the meta device, shapes and dtypes alone"
     if asked == "reference":
         return "reference", "asked for"
     if asked == "auto":

@@ -292,9 +292,11 @@ class TransformerEncoder(nn.TransformerEncoder):
         attention = self.layers[0].self_attn
         if self.layers[0].training or not (getattr(self, "use_nested_tensor", False) and attention.batch_first):
             return None
-        if torch.compiler.is_compiling() or torch.is_autocast_enabled(src.device.type) or type(src) is not Tensor:
+        if torch.compiler.is_compiling() or type(src) is not Tensor or src.is_meta:
             return None
-        if not torch.backends.mha.get_fastpath_enabled() or tuple(padding.shape) != tuple(src.shape[:2]):
+        if torch.is_autocast_enabled(src.device.type) or not torch.backends.mha.get_fastpath_enabled():
+            return None
+        if tuple(padding.shape) != tuple(src.shape[:2]):
             return None
         if torch.is_grad_enabled() and (src.requires_grad or any(p.requires_grad for p in self.layers[0].parameters())):
             return None

@@ -28,10 +28,11 @@ def native() -> Any | None:
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether nothing watches the dispatcher: no compilation, no mode, no tensor subclass."""
+    """Whether nothing watches the dispatcher: no compilation, no mode, no tensor subclass; and there is something to
+    compute, which on the meta device there is not."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
-    return all(t is None or type(t) is Tensor or type(t) is Parameter for t in tensors)
+    return all(t is None or ((type(t) is Tensor or type(t) is Parameter) and not t.is_meta) for t in tensors)
 
 
 def run(op: Any, implementation: Callable[..., Any], tensors: int, *args: Any) -> Any:

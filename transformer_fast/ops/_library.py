@@ -72,6 +72,11 @@ def _castable(arg: Any) -> bool:
     return isinstance(arg, torch.Tensor) and arg.is_floating_point() and arg.dtype != torch.float64
 
 
+def autocast_enabled(t: Any) -> bool:
+    """Whether autocast is on where a tensor lives; the meta device, which computes nothing, has none."""
+    return isinstance(t, Tensor) and not t.is_meta and torch.is_autocast_enabled(t.device.type)
+
+
 def below_autograd() -> Any:
     """Context in which calling an op reaches its implementation (or fake), not its autograd rule again."""
     return torch._C._AutoDispatchBelowAutograd()

@@ -81,7 +81,7 @@ def attention(
         if out is not None:
             return out
 
-    autocast = isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+    autocast = _library.autocast_enabled(q)
     check_inputs(q, k, v, autocast)
     check_options(dropout_p, empty_rows, return_weights)
     B, H, Lq, D = q.shape

@@ -50,7 +50,7 @@ def attention_decode(
             CPU; on a GPU, where looking would wait for it, they are trusted.
         RuntimeError: where q or the cache requires a gradient.
     """
-    autocast = isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+    autocast = _library.autocast_enabled(q)
     _check_inputs(q, k_cache, v_cache, page_table, autocast)
     if not isinstance(causal, bool):
         raise TypeError(f"attention_decode: causal must be True or False, got {causal!r}")

@@ -58,7 +58,7 @@ def attention_packed(
         ValueError: for shapes, devices or options that do not fit. That ``cu_seqlens`` rise from 0 to the number of
             tokens is checked on CPU; on a GPU, where looking would wait for it, they are trusted.
     """
-    autocast = isinstance(q, Tensor) and torch.is_autocast_enabled(q.device.type)
+    autocast = _library.autocast_enabled(q)
     _check_inputs(q, k, v, autocast)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"attention_packed: dropout_p must lie in [0, 1], got {dropout_p}")

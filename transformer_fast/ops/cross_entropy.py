@@ -46,7 +46,7 @@ def linear_cross_entropy(
         IndexError: on CPU, for a target outside the vocabulary; names it and its place. On a GPU, where looking would
             stall it, the loss is NaN.
     """
-    autocast = isinstance(x, Tensor) and torch.is_autocast_enabled(x.device.type)
+    autocast = _library.autocast_enabled(x)
     _check(x, weight, bias, target, label_smoothing, reduction, autocast)
     backend = backends.resolve("cross_entropy", x.device, x.dtype)
     if backend == "reference":
