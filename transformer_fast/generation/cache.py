@@ -48,10 +48,10 @@ class DecoderCache:
         layers = list(decoder.layers)
         known = []
         for layer in layers:
-            states = joined(layer.attn_2.k_linear, layer.attn_2.v_linear, once=True)(memory)
+            states = joined(layer.attn_2.k_linear, layer.attn_2.v_linear)(memory)
             known.append(states.unflatten(-1, (2, layer.attn_2.h, -1)).permute(0, 2, 3, 1, 4))
         self._cross = torch.stack(known)  # (layers, B, 2, heads, S, d_k)
-        self._mask = None if mask is None else mask.squeeze(1)
+        self._mask = None if mask is None else mask.squeeze(1).clone()  # its rows will move; the caller's must not
         self._set_mask()
         batch = memory.shape[0]
         self._slots = list(range(batch))  # of the caller's rows
@@ -59,7 +59,7 @@ class DecoderCache:
         self._order: tuple[Tensor, Tensor] | None = None
         self._grid: tuple[Tensor, Tensor, int] | None = None
         self.layers = [
-            LayerCache(_Own(self, i, layer.attn_1), _Cross(self, i, record and i == len(layers) - 1))
+            LayerCache(_Own(self, i, layer.attn_1, self._most_rows), _Cross(self, i, record and i == len(layers) - 1))
             for i, layer in enumerate(layers)
         ]
 
@@ -172,9 +172,9 @@ class DecoderCache:
 class _Own:
     """Self-attention of one layer: the newest query against all positions so far."""
 
-    def __init__(self, cache: DecoderCache, layer: int, attention: MultiHeadAttention) -> None:
+    def __init__(self, cache: DecoderCache, layer: int, attention: MultiHeadAttention, rows: int) -> None:
         self._cache, self._layer = cache, layer
-        self._project = joined(attention.q_linear, attention.k_linear, attention.v_linear)
+        self._project = joined(attention.q_linear, attention.k_linear, attention.v_linear, rows=rows)
 
     def attend(self, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         rows, _, width = x.shape

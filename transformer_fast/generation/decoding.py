@@ -185,7 +185,8 @@ class _Cached:
 
     def __init__(self, model: nn.Module, request: Request, rows: int, attention: bool) -> None:
         memory = model.encoder(request.src, request.src_mask)
-        self._decoder, self._out = prepared(model.decoder), prepared(model.out)
+        most = max(rows, memory.shape[0])
+        self._decoder, self._out = prepared(model.decoder, most), prepared(model.out, most)
         self._cache = DecoderCache(self._decoder, memory, request.src_mask, rows=rows, record=attention)
 
     def next_logits(self, tokens: Tensor) -> Tensor:

@@ -7,78 +7,128 @@ modules that shares their parameters, in which plain linear layers are `StepLine
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FEW = 512
-"""Rows from which PyTorch's own product is as fast."""
+from ..kernels import extension
+from ..layers import FeedForward
+
+FEW = 24
+"""Rows up to which our own product, which is bound by reading the weight, is the fastest."""
+SOME = 512
+"""Rows from which PyTorch's own product is as fast as one with a weight in blocks."""
 
 
 class StepLinear(nn.Module):
-    """A linear layer for few rows at a time, in fp32 on a CPU. One row is a product of matrix and vector, which reads
-    the weight twice as fast as that of two matrices. From two rows on it multiplies with a copy of the weight in the
-    blocked layout of oneDNN, made when it is first needed: PyTorch's own product rearranges the weight in every call,
-    which for few rows costs more than the product. Everything else is PyTorch's.
+    """One linear layer for few rows at a time, or several of one input side by side.
 
-    weight: (out, in). bias: (out,) or None.
+    In fp32 on a CPU it multiplies with a copy of the weights in the order in which they are read, made when it is first
+    needed: for up to `FEW` rows that of `csrc/cpu/step_linear.cpp`, for up to `SOME` the blocked layout of oneDNN.
+    PyTorch's own product rearranges the weight in every call, which for few rows costs more than the product.
+    Everything else is PyTorch's.
+
+    Args:
+        linears: plain linear layers of one input, all with a bias or none.
+        rows: how many there will be at most.
+        relu: of the outputs.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], rows: int, *, relu: bool = False) -> None:
         super().__init__()
-        self.weight, self.bias = weight, bias
+        weights = [linear.weight for linear in linears]
+        biases = [linear.bias for linear in linears]
+        self.bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
+        self.linears, self._rows, self._relu = list(linears), rows, relu
+        self._weights = weights
+        self._outputs = sum(weight.shape[0] for weight in weights)
+        self._whole: Tensor | None = None
+        self._packed: Tensor | None = None
         self._blocked: Tensor | None = None
+        single = all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights)
+        self._ours = single and rows <= FEW and extension.load()
+        self._onednn = single and _has_onednn()
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
         rows = x.numel() // x.shape[-1]
-        if not 0 < rows <= FEW or not _is_served(self.weight, x):
-            return F.linear(x, self.weight, self.bias)
-        if rows == 1:
-            row = x.reshape(-1)
-            out = self.weight.mv(row) if self.bias is None else torch.addmv(self.bias, self.weight, row)
-            return out.view(*x.shape[:-1], -1)
-        if self._blocked is None:
-            self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight, rows)
-        return torch.ops.mkldnn._linear_pointwise(x, self._blocked, self.bias, "none", [], "")
+        if 0 < rows <= SOME and x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type):
+            if self._ours and rows <= FEW:
+                native = torch.ops.transformer_fast_native
+                if self._packed is None:
+                    self._packed = native.pack_step_weight(self._weights)
+                return native.step_linear(x, self._packed, self.bias, self._outputs, self._relu)
+            if self._onednn:
+                if self._blocked is None:
+                    self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight, rows)
+                after = "relu" if self._relu else "none"
+                return torch.ops.mkldnn._linear_pointwise(x, self._blocked, self.bias, after, [], "")
+        out = F.linear(x, self.weight, self.bias)
+        return out.relu_() if self._relu else out
+
+    @property
+    def weight(self) -> Tensor:
+        """(out, in)"""
+        if self._whole is None:
+            self._whole = self._weights[0] if len(self._weights) == 1 else torch.cat(self._weights)
+        return self._whole
 
 
-def _is_served(weight: Tensor, x: Tensor) -> bool:
+class StepFeedForward(nn.Module):
+    """`FeedForward` without dropout, whose ReLU is done where its input is made."""
+
+    def __init__(self, module: FeedForward, rows: int) -> None:
+        super().__init__()
+        self.linear_1 = StepLinear([module.linear_1], rows, relu=True)
+        self.linear_2 = StepLinear([module.linear_2], rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., d_model) -> (..., d_model)."""
+        return self.linear_2(self.linear_1(x))
+
+
+def _has_onednn() -> bool:
     return (
-        weight.device.type == "cpu"
-        and weight.dtype == x.dtype == torch.float32
-        and torch.backends.mkldnn.enabled
+        torch.backends.mkldnn.enabled
         and torch.backends.mkldnn.is_available()
-        and not torch.is_autocast_enabled("cpu")
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether a module is exactly a linear layer: no subclass, no hook."""
+def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Whether a module is exactly of a kind: no subclass, no hook."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return type(module) is nn.Linear and not any(getattr(module, name, None) for name in hooks)
+    return type(module) is kind and not any(getattr(module, name, None) for name in hooks)
 
 
-def prepared(module: nn.Module) -> nn.Module:
-    """A copy of a module and all below it, with the same parameters, in evaluation mode, for decoding step by step."""
+def prepared(module: nn.Module, rows: int) -> nn.Module:
+    """A copy of a module and all below it, with the same parameters, in evaluation mode, for decoding step by step.
+
+    rows: how many a step will have at most.
+    """
     if is_plain(module):
-        return StepLinear(module.weight, module.bias)
+        return StepLinear([module], rows)
+    if is_plain(module, FeedForward) and is_plain(module.linear_1) and is_plain(module.linear_2):
+        return StepFeedForward(module, rows)
     clone = copy.copy(module)
-    clone.__dict__["_modules"] = {name: prepared(child) for name, child in module._modules.items() if child is not None}
+    children = {name: prepared(child, rows) for name, child in module._modules.items() if child is not None}
+    clone.__dict__["_modules"] = children
     clone.training = False
     return clone
 
 
-def joined(*linears: nn.Module, once: bool = False) -> Callable[[Tensor], Tensor]:
+def joined(*linears: nn.Module, rows: int | None = None) -> Callable[[Tensor], Tensor]:
     """Several linear layers of one input as one, their outputs side by side; where one is not a plain linear layer,
-    all are called one by one. once: for a single call, which a copy in another layout would not repay."""
+    all are called one by one. rows: how many inputs there will be at most; None for a single call, which a copy in
+    another layout would not repay."""
     same = all(isinstance(linear, StepLinear) for linear in linears)
-    if not same or len({linear.bias is None for linear in linears}) > 1:
+    plain = [one for linear in linears if isinstance(linear, StepLinear) for one in linear.linears]
+    if not same or len({linear.bias is None for linear in plain}) > 1:
         return lambda x: torch.cat([linear(x) for linear in linears], dim=-1)
-    bias = None if linears[0].bias is None else torch.cat([linear.bias for linear in linears])
-    weight = torch.cat([linear.weight for linear in linears])
-    return (lambda x: F.linear(x, weight, bias)) if once else StepLinear(weight, bias)
+    if rows is not None:
+        return StepLinear(plain, rows)
+    whole = StepLinear(plain, 0)
+    return lambda x: F.linear(x, whole.weight, whole.bias)

@@ -1,0 +1,100 @@
+"""Linear layers for the few rows of a decoding step, against fp64 and PyTorch's own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_as_exact_as_eager, poisoned_memory
+from torch import nn
+
+from transformer_fast.generation import weights
+from transformer_fast.generation.weights import StepFeedForward, StepLinear, joined, prepared
+from transformer_fast.kernels import extension
+from transformer_fast.layers import FeedForward
+
+SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs
+
+
+def layers(inputs, *outputs, bias=True, seed=0):
+    torch.manual_seed(seed)
+    return [nn.Linear(inputs, n, bias=bias) for n in outputs]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 12, 13, 23, 24, 25, 70])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_as_exact_as_pytorch(shape, rows):
+    outputs, inputs = shape
+    linears = layers(inputs, outputs, bias=rows % 2 == 0)
+    x = torch.randn(rows, 1, inputs)
+    [linear] = linears
+    bias = None if linear.bias is None else linear.bias.double()
+    for relu in (False, True):
+        step = StepLinear(linears, rows, relu=relu)
+        with torch.inference_mode(), poisoned_memory():
+            actual, again = step(x), step(x)
+        eager, exact = linear(x), F.linear(x.double(), linear.weight.double(), bias)
+        assert_as_exact_as_eager(actual, *((t.relu() if relu else t).detach() for t in (eager, exact)), what="out")
+        assert torch.equal(actual, again) and actual.shape == eager.shape
+
+
+def test_several_side_by_side():
+    linears = layers(50, 40, 3, 70)
+    for rows in (1, 9, 30):
+        x = torch.randn(rows, 50)
+        expected = torch.cat([linear(x) for linear in linears], dim=-1)
+        prepared_ones = [prepared(linear, rows) for linear in linears]
+        for together in (joined(*prepared_ones, rows=rows), joined(*prepared_ones)):
+            with torch.inference_mode():
+                torch.testing.assert_close(together(x), expected)
+    # Where one has no bias, all are called one by one.
+    mixed = [prepared(linear, 2) for linear in (linears[0], *layers(50, 5, bias=False))]
+    assert joined(*mixed, rows=2)(x[:2]).shape == (2, 45)
+
+
+def test_nan_passes_the_relu_and_stays_in_its_row():
+    [linear] = layers(20, 9)
+    x = torch.randn(3, 20)
+    x[1, 4] = torch.nan
+    out = StepLinear([linear], 3, relu=True)(x)
+    assert out[1].isnan().all() and not out[[0, 2]].isnan().any()
+
+
+def test_more_rows_than_were_announced():
+    [linear] = layers(20, 9)
+    step = StepLinear([linear], 2)
+    for rows in (2, 600, 30, 1, 0):
+        x = torch.randn(rows, 20)
+        torch.testing.assert_close(step(x), linear(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_another_dtype_is_pytorchs(dtype):
+    [linear] = layers(20, 9)
+    linear.to(dtype)
+    x = torch.randn(3, 20, dtype=dtype)
+    assert torch.equal(StepLinear([linear], 3)(x), linear(x))
+    assert torch.equal(StepLinear([linear], 3, relu=True)(x), linear(x).relu())
+
+
+def test_autocast_is_pytorchs():
+    [linear] = layers(20, 9)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = StepLinear([linear], 3)(torch.randn(3, 20))
+    assert out.dtype == torch.bfloat16
+
+
+def test_feed_forward():
+    module = FeedForward(24, 50, 0.3).eval()
+    x = torch.randn(3, 1, 24)
+    step = prepared(module, 3)
+    assert isinstance(step, StepFeedForward)
+    torch.testing.assert_close(step(x), module(x))
+    module.register_forward_hook(lambda *_: None)
+    assert not isinstance(prepared(module, 3), StepFeedForward)  # a hook is called
+
+
+def test_without_the_extension(monkeypatch):
+    [linear] = layers(20, 9)
+    x = torch.randn(3, 20)
+    monkeypatch.setattr(extension, "load", lambda: False)
+    monkeypatch.setattr(weights, "_has_onednn", lambda: False)
+    assert torch.equal(StepLinear([linear], 3)(x), linear(x))
