@@ -2,7 +2,7 @@
 # make test    lint, the whole test suite, every Triton kernel compiled for three GPU architectures
 # make bench   the benchmark suite on this machine
 # make gpu     on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
-# make fuzz    random calls of attention against the reference: make fuzz SEED=0 COUNT=2000
+# make fuzz    random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
 # make fmt     format and fix what ruff can
 #
 # Each does its own set-up: a virtual environment in .venv, pinned packages, the extension built in place.
@@ -48,6 +48,7 @@ lint: setup
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --backend native --seed $(SEED) --count $(COUNT)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python tests/fuzz.py --backend triton --seed $(SEED) --count $(COUNT)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz_generation.py --seed $(SEED) --count $(COUNT)
 
 fmt: setup
 	$(BIN)/ruff check --fix .

@@ -97,6 +97,16 @@ def test_a_mask_that_is_no_length_and_a_source_with_nothing_to_read():
     assert [h[0].tokens for h in got] == [h[0].tokens for h in expected]
 
 
+def test_the_callers_mask_stays_as_it_was():
+    """Sentences that end leave the cache, and others take their places: in the cache's own mask."""
+    model = tiny(2)
+    src, _ = batch(6, seed=2)
+    mask = torch.rand(6, 1, 7) > 0.4
+    given = mask.clone()
+    answers = greedy(model, src, src_mask=given, bos=BOS, eos=EOS, max_length=torch.tensor([1, 2, 3, 9, 9, 9]))
+    assert torch.equal(given, mask) and len({len(answer) for answer in answers}) > 1
+
+
 def test_a_row_keeps_its_place_where_it_can():
     assert _places([0, 1, 2]) == ([0, 1, 2], [])
     assert _places([0, 0, 2]) == ([0, 1, 2], [(0, 1)])  # one copy: the second child of 0 takes the place of 1

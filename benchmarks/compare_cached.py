@@ -1,0 +1,226 @@
+"""Decoding with a cache against decoding without, on the sentences of a file and with a trained model.
+
+    python benchmarks/compare_cached.py --model runs/en-de --source val.en --sentences 1000 --out results
+
+Both decode the same batches, greedily and by beam search; tokens must be the same and scores the same to rounding. The
+two round differently, so an exact tie could be resolved differently. An answer that differs counts as a tie only if it
+is shown to be one: the uncached search is run once more with its margins recorded, and somewhere on its way two
+candidates that it ranked one after the other (or two of its answers) lay closer together than --tie. Every other
+difference is wrong, and so is a score further from the other's than that; then the exit code is 1.
+
+Written to OUT, where it is given: compare_cached.json. The table and the first differences are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import itertools
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import transformer_fast
+from transformer_fast import GenerationConfig, generate
+from transformer_fast.generation import Hypothesis
+from transformer_fast.generation.beam import Search
+from transformer_fast.translation import load_trained, read_lines
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TIES = {"fp32": 1e-4, "bf16": 0.25}
+"""Scores this close may change places: several times what the rounding of the logits adds up to over a sentence."""
+
+
+class MarginSearch(Search):
+    """A search that records for each sentence the smallest distance of two candidates that it put in order: of the
+    survivors of every step, of the last survivor and the first that was dropped, and of the answers."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.margins = [float("inf")] * len(self.found)
+
+    def _best_of(
+        self, rows: Tensor, unit: Tensor, known: Tensor, logits: Tensor, ranking: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        width = min(self.width + 1, ranking.shape[1])
+        rank = known[:, None] + ranking.topk(width, dim=1).values
+        grid = rank.new_full((len(self.found), self.width, width), -torch.inf)
+        grid[unit, self.slot[rows]] = rank.masked_fill(rank.isnan(), -torch.inf)
+        best = grid.flatten(1).topk(min(self.width + 1, self.width * width), dim=1).values
+        for index, scores in enumerate(best.tolist()):
+            self._close(index, scores)
+        return super()._best_of(rows, unit, known, logits, ranking)
+
+    def run(self) -> list[list[Hypothesis]]:
+        found = super().run()
+        for index, hypotheses in enumerate(self.found):
+            self._close(index, [h.score for h in hypotheses[: self.config.n_best + 1] if h.finished])
+        return found
+
+    def _close(self, index: int, scores: list[float]) -> None:
+        gaps = [a - b for a, b in itertools.pairwise(scores) if b > -float("inf")]
+        self.margins[index] = min([self.margins[index], *gaps])
+
+
+@contextlib.contextmanager
+def recording(searches: list[MarginSearch]) -> Iterator[None]:
+    """Every search of `generate`, greedy ones too (a beam of 1 is greedy decoding), is a MarginSearch of this list."""
+    module = importlib.import_module("transformer_fast.generation.generate")
+    before = module.Search, module.follow
+
+    def search(*arguments: Any) -> MarginSearch:
+        searches.append(MarginSearch(*arguments))
+        return searches[-1]
+
+    module.Search, module.follow = search, lambda *arguments: search(*arguments).run()
+    try:
+        yield
+    finally:
+        module.Search, module.follow = before
+
+
+def margins(decode: Callable[[], Any]) -> list[float]:
+    """The margin of each sentence in a call of `generate` that does not sample."""
+    searches: list[MarginSearch] = []
+    with recording(searches):
+        decode()
+    return searches[0].margins
+
+
+@dataclass
+class Difference:
+    """An answer that is not the same: the sentence's number, both answers, and the margin of the uncached search."""
+
+    sentence: int
+    cached: list[int]
+    uncached: list[int]
+    margin: float
+    score: float
+
+
+@dataclass
+class Outcome:
+    """Of one kind of search: how many sentences, what differed, and the seconds of the process."""
+
+    search: str
+    sentences: int
+    differences: list[Difference]
+    largest_score_difference: float
+    cached_seconds: float
+    uncached_seconds: float
+
+    def counts(self, tie: float) -> tuple[int, int]:
+        """(ties, wrong)"""
+        ties = sum(d.margin <= tie for d in self.differences)
+        return ties, len(self.differences) - ties
+
+
+def compare(
+    model: nn.Module | Sequence[nn.Module],
+    batches: list[tuple[list[int], dict[str, Any]]],
+    config: GenerationConfig,
+    search: str,
+) -> Outcome:
+    """Decode every batch (numbers of its sentences, arguments of `generate`) with and without a cache."""
+    outcome = Outcome(search, 0, [], 0.0, 0.0, 0.0)
+    for numbers, given in batches:
+        decode = {
+            cache: lambda cache=cache: generate(model, config=replace(config, cache=cache), **given)  # noqa: B023
+            for cache in (True, False)
+        }
+        found = {}
+        for cache in (True, False):
+            started = time.process_time()
+            found[cache] = decode[cache]()
+            seconds = time.process_time() - started
+            outcome.cached_seconds += seconds if cache else 0
+            outcome.uncached_seconds += 0 if cache else seconds
+        known: list[float] = []
+        for place, (ours, theirs) in enumerate(zip(found[True], found[False], strict=True)):
+            outcome.sentences += 1
+            if [h.tokens for h in ours] != [h.tokens for h in theirs]:
+                known = known or margins(decode[False])
+                answers = ours[0].tokens, theirs[0].tokens
+                difference = Difference(numbers[place], *answers, known[place], ours[0].score - theirs[0].score)
+                outcome.differences.append(difference)
+                continue
+            gaps = [abs(a.score - b.score) for a, b in zip(ours, theirs, strict=True)]
+            outcome.largest_score_difference = max(outcome.largest_score_difference, *gaps)
+    return outcome
+
+
+def make_batches(sources: list[list[int]], size: int, **marks: int) -> list[tuple[list[int], dict[str, Any]]]:
+    """Sentences of like length together, padded."""
+    order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
+    batches = []
+    for start in range(0, len(order), size):
+        numbers = order[start : start + size]
+        lengths = torch.tensor([len(sources[i]) for i in numbers])
+        src = nn.utils.rnn.pad_sequence([torch.tensor(sources[i]) for i in numbers], batch_first=True)
+        batches.append((numbers, {"src": src, "src_lengths": lengths, **marks}))
+    return batches
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="the folder that `train --save` wrote")
+    parser.add_argument("--source", required=True, help="sentences, one a line")
+    parser.add_argument("--sentences", type=int, default=1000, help="how many of them (default: %(default)s)")
+    parser.add_argument("--beams", type=int, nargs="+", default=[1, 5], help="1 is greedy (default: 1 5)")
+    parser.add_argument("--batch", type=int, default=50, help="sentences in a batch (default: %(default)s)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    parser.add_argument("--tie", type=float, help=f"scores this close are a tie (default: by dtype, {TIES})")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--show", type=int, default=3, help="so many differences are printed (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="folder for compare_cached.json")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    tie = TIES[args.dtype] if args.tie is None else args.tie
+
+    trained = load_trained(args.model)
+    model, tokenizer = trained.model.to(DTYPES[args.dtype]), trained.tokenizer
+    lines = read_lines(args.source)[: args.sentences]
+    sources = tokenizer.encode_source(lines)
+    batches = make_batches(sources, args.batch, bos=tokenizer.bos, eos=tokenizer.eos)
+    report: dict[str, Any] = {
+        "what": "cached against uncached decoding; seconds of the process, all threads together",
+        "sentences": len(lines),
+        "dtype": args.dtype,
+        "tie": tie,
+        "model": {name: getattr(trained.config, name) for name in ("d_model", "heads", "layers", "d_ff")},
+        "versions": {"torch": torch.__version__, "transformer_fast": transformer_fast.__version__},
+        "results": [],
+    }
+    failed = False
+    print("| search | sentences | same tokens | ties | wrong | largest score difference | cached s | uncached s |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for beam in args.beams:
+        name = "greedy" if beam == 1 else f"beam {beam}"
+        outcome = compare(model, batches, GenerationConfig(beam=beam), name)
+        ties, wrong = outcome.counts(tie)
+        failed |= wrong > 0 or outcome.largest_score_difference > tie
+        same = outcome.sentences - len(outcome.differences)
+        columns = [name, outcome.sentences, same, ties, wrong, f"{outcome.largest_score_difference:.1e}"]
+        columns += [f"{seconds:.1f}" for seconds in (outcome.cached_seconds, outcome.uncached_seconds)]
+        print(f"| {' | '.join(map(str, columns))} |", flush=True)
+        for d in sorted(outcome.differences, key=lambda d: -d.margin)[: args.show]:
+            print(f"  line {d.sentence + 1}, margin {d.margin:.1e}, score {d.score:+.1e}: {lines[d.sentence]}")
+            for kind, tokens in (("cached", d.cached), ("uncached", d.uncached)):
+                print(f"    {kind:8} {tokenizer.decode([tokens])[0]}")
+        report["results"].append({**asdict(outcome), "ties": ties, "wrong": wrong})
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "compare_cached.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
