@@ -35,7 +35,7 @@ from transformer_fast.generation.beam import Search
 from transformer_fast.translation import load_trained, read_lines
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TIES = {"fp32": 1e-4, "bf16": 0.25}
+TIES = {"fp32": 1e-4, "bf16": 0.125}
 """Scores this close may change places: several times what the rounding of the logits adds up to over a sentence."""
 
 
