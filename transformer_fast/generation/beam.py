@@ -75,7 +75,9 @@ class Search:
         self.quota = math.ceil(config.patience * self.width)
         self.attends = config.reads_attention
         rows = batch * config.beam
-        self.decoding = Decoding(models, request, rows=rows, cache=config.cache, attention=self.attends)
+        self.decoding = Decoding(
+            models, request, rows=rows, cache=config.cache, attention=self.attends, graph=config.graph
+        )
         self.unit = torch.arange(units, device=device)
         if groups > 1:
             self.decoding.select(self.unit // groups)

@@ -39,6 +39,8 @@ class GenerationConfig:
         suppress: target ids never to be chosen, such as the unknown token's.
         alignments: return the attention of each answer's tokens to the source (the last layer's, mean of its heads).
         cache: keep keys and values between the steps, where the model can.
+        graph: record the cached steps as CUDA graphs and replay them, which takes the host out of them; on a GPU, for
+            decoders of `transformer_fast`, padded sources, and without alignments and coverage penalty.
 
     All but repetition_penalty choose among continuations and leave their probabilities as the model has them.
 
@@ -67,6 +69,7 @@ class GenerationConfig:
     suppress: tuple[int, ...] = ()
     alignments: bool = False
     cache: bool = True
+    graph: bool = False
 
     def __post_init__(self) -> None:
         for name in ("beam", "n_best", "beam_groups"):
@@ -74,7 +77,7 @@ class GenerationConfig:
         for name in ("top_k", "no_repeat_ngram"):
             self._require(_is_int(getattr(self, name), 0), name, "an int >= 0")
         self._require(self.seed is None or _is_int(self.seed, 0), "seed", "None or an int >= 0")
-        for name in ("early_stop", "sample", "alignments", "cache"):
+        for name in ("early_stop", "sample", "alignments", "cache", "graph"):
             self._require(isinstance(getattr(self, name), bool), name, "True or False")
         self._require(_is_number(self.length_penalty), "length_penalty", "a finite number")
         for name in ("coverage_penalty", "diversity"):

@@ -19,7 +19,9 @@ from .. import ops
 from ..layers import DecoderLayer, MultiHeadAttention
 from ..layers.attention import layer_mask
 from ..models import Decoder
+from . import graphs
 from .cache import DecoderCache
+from .graphs import StaticStep
 from .weights import prepared
 
 Lengths = int | Sequence[int] | Tensor | None
@@ -137,17 +139,30 @@ class Decoding:
         cache: keep keys and values where a model can (a decoder of `transformer_fast`), so that a step costs one
             position; without, every step runs the decoder over the whole prefix.
         attention: know the newest position's attention to the source.
+        graph: replay the cached steps as CUDA graphs.
+
+    Raises:
+        ValueError: with graph, where that cannot be; says why.
     """
 
     def __init__(
-        self, models: Sequence[nn.Module], request: Request, *, rows: int, cache: bool = True, attention: bool = False
+        self,
+        models: Sequence[nn.Module],
+        request: Request,
+        *,
+        rows: int,
+        cache: bool = True,
+        attention: bool = False,
+        graph: bool = False,
     ) -> None:
-        self._steps = [
-            _Cached(model, request, rows, attention)
-            if cache and can_cache(model.decoder)
-            else _Uncached(model, request, attention)
-            for model in models
-        ]
+        self._steps = []
+        for model in models:
+            cached = cache and can_cache(model.decoder)
+            if graph:
+                self._steps.append(_graphed(model, request, rows, cached, attention))
+            else:
+                kind = _Cached(model, request, rows, attention) if cached else _Uncached(model, request, attention)
+                self._steps.append(kind)
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
@@ -201,6 +216,15 @@ class _Cached:
 
     def select(self, rows: Tensor) -> None:
         self._cache.select(rows.tolist())
+
+
+def _graphed(model: nn.Module, request: Request, rows: int, cached: bool, attention: bool) -> StaticStep:
+    """A model whose steps are replayed as CUDA graphs."""
+    reason = graphs.obstacle(request.src.device, request.src_mask, cached, attention)
+    if reason is not None:
+        raise ValueError(f"graph=True cannot be: {reason}")
+    memory = model.encoder(request.src, request.src_mask)
+    return StaticStep(model.decoder, model.out, memory, request.lengths(), rows=rows)
 
 
 class _Uncached:

@@ -63,7 +63,7 @@ def follow(
     """
     batch, device, copies = request.src.shape[0], request.src.device, config.n_best
     attends = config.reads_attention
-    decoding = Decoding(models, request, rows=batch * copies, cache=config.cache, attention=attends)
+    decoding = Decoding(models, request, rows=batch * copies, cache=config.cache, attention=attends, graph=config.graph)
     row = torch.arange(batch * copies, device=device)  # of all answers: what is drawn for one depends on no other
     sentence = row // copies
     if copies > 1:

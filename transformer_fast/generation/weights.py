@@ -47,14 +47,14 @@ class StepLinear(nn.Module):
         self._whole: Tensor | None = None
         self._packed: Tensor | None = None
         self._blocked: Tensor | None = None
-        single = all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights)
-        self._ours = single and rows <= FEW and extension.load()
-        self._onednn = single and _has_onednn()
+        self._here = all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights)
+        self._ours = rows <= FEW and extension.load()
+        self._onednn = _has_onednn()
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
         rows = x.numel() // x.shape[-1]
-        if 0 < rows <= SOME and x.dtype == torch.float32 and not torch.is_autocast_enabled(x.device.type):
+        if self._here and 0 < rows <= SOME and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
             if self._ours and rows <= FEW:
                 native = torch.ops.transformer_fast_native
                 if self._packed is None:

@@ -1,0 +1,175 @@
+"""Decoding steps for CUDA graphs, as far as that can be seen without a GPU: the same answers from steps that run the
+same ops on the same shapes and addresses, and in which nothing waits for a value on the device."""
+
+import functools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from transformer_fast import GenerationConfig, Transformer, beam_search, generate
+from transformer_fast.generation import decoding, graphs
+from transformer_fast.generation.graphs import StaticStep, row_class
+from transformer_fast.generation.greedy import follow
+from transformer_fast.generation.rules import Rules
+
+BOS, EOS, VOCAB = 0, 1, 30
+MARKS = {"bos": BOS, "eos": EOS}
+
+
+def tiny(seed=0, dtype=torch.float32, **options):
+    torch.manual_seed(seed)
+    model = Transformer(VOCAB, VOCAB, 32, 2, 4, 0.1, **{"d_ff": 48, "norm": "layer", **options}).to(dtype)
+    with torch.no_grad():
+        model.out.weight.mul_(8)
+        for layer in model.decoder.layers:
+            for attention in (layer.attn_1, layer.attn_2):
+                attention.v_linear.weight.mul_(8)
+                attention.k_linear.weight.mul_(4)
+    return model.eval()
+
+
+def batch(size=6, width=7, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    src = torch.randint(2, VOCAB, (size, width), generator=generator)
+    return src, torch.randint(1, width + 1, (size,), generator=generator)
+
+
+class Recording(TorchDispatchMode):
+    """What a graph would record: each op with shapes, numbers, and the addresses of what was there before the step."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self._made, self._kept = [], set(), []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        assert not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(op.tags), f"{op} waits"
+        told = []
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, torch.Tensor):
+                if leaf.is_mkldnn:  # a weight in blocks, which has no address
+                    told.append(id(leaf))
+                    continue
+                inside = leaf.untyped_storage().data_ptr() in self._made
+                told.append((tuple(leaf.shape), leaf.stride(), leaf.dtype, None if inside else leaf.data_ptr()))
+            else:
+                told.append(leaf)
+        out = op(*args, **kwargs)
+        given = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and not t.is_mkldnn)
+        known = {t.untyped_storage().data_ptr() for t in given}
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() not in known:
+                self._made.add(leaf.untyped_storage().data_ptr())
+                self._kept.append(leaf)  # an address that is free again could be taken for this one
+        self.calls.append((str(op), told))
+        return out
+
+
+def recorded(step):
+    with Recording() as recording:
+        return step(), recording.calls
+
+
+class FakeCapture:
+    """Where a GPU would replay a graph, the step runs again and must do what was recorded."""
+
+    def __init__(self):
+        self.captured = self.replayed = 0
+
+    def __call__(self, step):
+        step()  # what is made at a first call is there from the second on
+        expected = recorded(step)[1]
+        assert len(expected) > 20
+        self.captured += 1
+
+        def replay():
+            self.replayed += 1
+            logits, calls = recorded(step)
+            assert calls == expected
+            return logits
+
+        return replay
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """`graph=True` works on this CPU, on steps that run again."""
+    capture = FakeCapture()
+    reason = graphs.obstacle
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(graphs, "obstacle", lambda device, *rest: reason(cuda, *rest))
+    monkeypatch.setattr(decoding, "StaticStep", functools.partial(StaticStep, capture=capture))
+    return capture
+
+
+@pytest.mark.parametrize("options", [{}, {"norm": "std"}, {"norm_first": False}], ids=str)
+def test_answers_are_those_without_a_cache(capture, options):
+    model = tiny(1, **options)
+    src, lengths = batch(seed=1)
+    for kind in ({"beam": 1}, {"beam": 3, "n_best": 3}, {"sample": True, "n_best": 2, "seed": 3}):
+        graph, plain = (
+            generate(model, src, src_lengths=lengths, config=GenerationConfig(**kind, max_length=25, **way), **MARKS)
+            for way in ({"graph": True}, {"cache": False})
+        )
+        for ours, theirs in zip(graph, plain, strict=True):
+            assert [h.tokens for h in ours] == [h.tokens for h in theirs]
+            assert [h.score for h in ours] == pytest.approx([h.score for h in theirs], abs=1e-3)
+    assert 3 < capture.captured < capture.replayed / 3
+
+
+def test_a_class_of_shapes_is_captured_once(capture):
+    """Past a block of the cache, and down to fewer rows as sentences end."""
+    model = tiny(2)
+    with torch.no_grad():
+        model.out.bias[EOS] = -1e4
+    src, _ = batch(5, seed=2)
+    limits = torch.tensor([70, 20, 20, 30, 130])
+    given = {"max_length": limits, "beam": 1, **MARKS}
+    expected = beam_search(model, src, cache=False, **given)
+    assert capture.captured == 0
+    request = decoding.check_request(model, src, src_lengths=None, src_mask=None, pad=None, max_length=limits, **MARKS)
+    config = GenerationConfig(graph=True)
+    with decoding.evaluating(model):
+        found = follow([model], request, config, Rules(config, request))
+    assert [h[0].tokens for h in found] == [h[0].tokens for h in expected]
+    # Rows 8 (five sentences), 4 and 2 on 64 positions; 2, then 1, on 128; 1 on 256.
+    assert (capture.captured, capture.replayed) == (6, 130)
+
+
+def test_rows_come_in_classes():
+    assert [row_class(n) for n in (1, 2, 3, 4, 5, 64, 65)] == [1, 2, 4, 4, 8, 64, 128]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_value_is_asked_for(dtype):
+    """On tensors without values: whatever in a step, or between two, waited for one would fail."""
+    model = tiny(0, dtype).to("meta")
+    with torch.inference_mode():
+        memory, lengths = torch.empty(3, 7, 32, dtype=dtype, device="meta"), torch.empty(3, dtype=torch.long)
+        step = StaticStep(model.decoder, model.out, memory, lengths.to("meta"), rows=6, capture=lambda run: run)
+        for _ in range(2):
+            logits = step.next_logits(torch.empty(3, 1, dtype=torch.long, device="meta"))
+            step.select(torch.tensor([2, 0, 0]))
+    assert logits.shape == (3, VOCAB) and logits.device.type == "meta"
+
+
+REFUSED = {
+    "on a CPU": ({}, {}, "needs a CUDA device, and the model is on cpu"),
+    "no cache": ({"cache": False}, {}, "only the cached steps"),
+    "alignments": ({"alignments": True}, {}, "alignments and the coverage penalty"),
+    "coverage": ({"coverage_penalty": 0.1}, {}, "alignments and the coverage penalty"),
+    "holes in the source": ({}, {"src_mask": torch.tensor([[[True, False, True]]])}, "padding on the right"),
+    "an empty source": ({}, {"src_lengths": torch.tensor([0])}, "padding on the right"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_recorded_is_refused(case, request):
+    options, given, message = REFUSED[case]
+    if case != "on a CPU":
+        request.getfixturevalue("capture")
+    src = torch.tensor([[4, 5, 6]])
+    with pytest.raises(ValueError, match=f"graph=True cannot be: .*{message}"):
+        generate(tiny(), src, config=GenerationConfig(graph=True, **options), **given, **MARKS)
