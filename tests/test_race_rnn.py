@@ -37,7 +37,9 @@ def test_the_race(task, tmp_path):
         assert 1.5 <= track.seconds < 2.5 and len(track.curve) >= 3
         assert [point[1] for point in track.curve] == sorted({point[1] for point in track.curve})
         assert track.curve[-1][4] < loss - 0.3 and track.tokens == track.curve[-1][2] > track.updates
-        assert race_rnn.time_to(track, track.curve[-1][4]) <= track.curve[-1][0] and race_rnn.time_to(track, -1.0) is None
+        assert (
+            race_rnn.time_to(track, track.curve[-1][4]) <= track.curve[-1][0] and race_rnn.time_to(track, -1.0) is None
+        )
     race_rnn.draw([c.track for c in both], tmp_path / "race.png")
     assert (tmp_path / "race.png").stat().st_size > 10_000
 

@@ -4,6 +4,7 @@ import copy
 import io
 import math
 import sys
+import tracemalloc
 
 import pytest
 import torch
@@ -186,6 +187,39 @@ def test_memory_does_not_grow_with_the_text(trained):
         next(answers)
         assert read <= done + 100
     assert read == 300
+
+
+def test_lengths_and_stopping(root, trained, monkeypatch, capsysbinary):
+    flags = ["--max-length", "0.5,2", "--min-length", 2, "--length-norm", "power", "--patience", 2, "--early-stop"]
+    command = ["--model", root / "one", "--beam", 3, "--scores", *flags]
+    code, out, _ = run(monkeypatch, capsysbinary, command, "\n".join(LINES).encode())
+    config = GenerationConfig(
+        beam=3, max_length=(0.5, 2.0), min_length=2, length_norm="power", patience=2.0, early_stop=True
+    )
+    assert code == 0 and out == scored(Translator(trained.model, trained.tokenizer, config=config))
+    assert out != scored(Translator(trained.model, trained.tokenizer, beam=3))
+    with pytest.raises(SystemExit):
+        run(monkeypatch, capsysbinary, ["--model", root / "one", "--max-length", "long"], b"")
+    assert "'long' is neither a whole number nor two numbers a,b" in capsysbinary.readouterr().err.decode()
+
+
+def test_ten_times_the_lines_take_no_more_memory(trained):
+    """The most that Python holds while so many lines go through, answers aside: a chunk's worth, not the text's."""
+
+    def most(count: int) -> int:
+        lines = ("seven" if n % 1000 == 0 else " " * 40 for n in range(count))
+        translator = Translator(trained.model, trained.tokenizer, beam=1)
+        tracemalloc.start()
+        try:
+            for _ in translator.translations(lines, chunk_lines=500):
+                pass
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    most(500)  # what is made once
+    few, many = most(2_000), most(20_000)
+    assert many < 1.3 * few + 50_000, f"{few} bytes for 2,000 lines, {many} for 20,000"
 
 
 def test_progress_is_on_a_terminal_only(root, monkeypatch, capsysbinary, tmp_path):

@@ -40,10 +40,19 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     real = {"type": float, "metavar": "X"}
     searching = command.add_argument_group("search")
     searching.add_argument("--beam", **number, help="hypotheses; 1 is greedy (default: 5)")
-    searching.add_argument("--length-penalty", **real, default=0.6, help="alpha of the GNMT penalty (default: 0.6)")
+    searching.add_argument("--length-penalty", **real, default=0.6, help="alpha of the length penalty (default: 0.6)")
+    searching.add_argument(
+        "--length-norm", choices=("gnmt", "power"), default="gnmt", help="divide by the GNMT penalty or by length^alpha"
+    )
     searching.add_argument("--coverage-penalty", **real, default=0.0, help="beta of the GNMT penalty (default: 0)")
     searching.add_argument("--no-repeat-ngram", **number, default=0, help="no N tokens in a row twice (default: off)")
     searching.add_argument("--repetition-penalty", **real, default=1.0, help="on what was said (default: 1, off)")
+    span = {"type": _span, "metavar": "N|A,B"}
+    limit = "at most, end included: a number, or A,B for A * source length + B (default: 2,20)"
+    searching.add_argument("--max-length", **span, default=(2.0, 20), help=f"tokens of a translation {limit}")
+    searching.add_argument("--min-length", **span, default=0, help="tokens at least, in the same two forms")
+    searching.add_argument("--patience", **real, default=1.0, help="stop after X * beam have finished (default: 1)")
+    searching.add_argument("--early-stop", action="store_true", help="stop at the first --n-best that finish")
     searching.add_argument("--no-unk", action="store_true", help="never say the unknown token")
     drawing = command.add_argument_group("drawing translations, in the place of searching for the best")
     drawing.add_argument("--sample", action="store_true", help="draw --n-best translations of every line")
@@ -59,6 +68,15 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     telling.add_argument(
         "--alignments", action="store_true", help="after each translation, pairs source-target of words, from 0"
     )
+
+
+def _span(text: str) -> int | tuple[float, float]:
+    """A number of tokens, or two numbers a,b for a * source length + b."""
+    slope, comma, base = text.partition(",")
+    try:
+        return (float(slope), float(base)) if comma else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a whole number nor two numbers a,b") from None
 
 
 def run(args: argparse.Namespace, device: torch.device) -> int:
@@ -104,8 +122,9 @@ def _translator(args: argparse.Namespace, device: torch.device) -> Translator:
     beam = args.beam if args.beam is not None else 1 if args.sample else 5
     if beam < 1:
         raise ValueError(f"beam is {beam}; expected a whole number >= 1")
-    names = ("length_penalty", "coverage_penalty", "no_repeat_ngram", "repetition_penalty", "sample", "temperature")
-    options = {name: getattr(args, name) for name in (*names, "top_k", "top_p", "seed", "n_best", "alignments")}
+    names = ("length_penalty", "length_norm", "coverage_penalty", "no_repeat_ngram", "repetition_penalty")
+    names += ("max_length", "min_length", "patience", "early_stop", "sample", "temperature", "top_k", "top_p", "seed")
+    options = {name: getattr(args, name) for name in (*names, "n_best", "alignments")}
     suppress = (tokenizer.unk,) if args.no_unk else ()
     return Translator(
         [average(models)] if args.average else models,
