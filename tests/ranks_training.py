@@ -7,7 +7,6 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -85,22 +84,26 @@ def train_layers(kind: str, how: str, out: Path) -> None:
 
 
 def train_command(options: str, out: Path) -> None:
+    """Train with each of the settings, one after the other, in one group of processes."""
     from transformer_fast.translation import TrainConfig, train
     from transformer_fast.translation.progress import Silent
 
-    result = train(TrainConfig(**json.loads(options)), Silent())
-    own: dict[str, Any] = {"step": result.step, "scores": result.scores, "tokens": result.tokens}
+    results = [train(TrainConfig(**settings), Silent()) for settings in json.loads(options)]
+    own = [{name: getattr(r, name) for name in ("step", "scores", "tokens", "average_scores")} for r in results]
     out.with_suffix(f".{os.environ.get('RANK', '0')}.json").write_text(json.dumps(own))
 
 
 def main(what: str, *args: str) -> None:
-    if what == "command":
-        train_command(args[0], Path(args[1]))
+    if what == "command" and len(json.loads(args[0])) == 1:
+        train_command(args[0], Path(args[1]))  # which joins its processes by itself
         return
     with contextlib.ExitStack() as stack:
         if "RANK" in os.environ:
             dist.init_process_group("gloo")
             stack.callback(dist.destroy_process_group)
+        if what == "command":
+            train_command(args[0], Path(args[1]))
+            return
         for kind in ("ours", "classic", "stock"):
             for how in ("ddp", "fsdp"):
                 train_layers(kind, how, Path(args[0]) / f"{kind}-{how}.pt")

@@ -15,7 +15,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from transformer_fast.translation import CheckpointError, RunFolder, TrainConfig, checkpoint, load_trained, train
+from transformer_fast.translation import (
+    CheckpointError,
+    RunFolder,
+    TrainConfig,
+    checkpoint,
+    load_average,
+    load_trained,
+    train,
+)
 from transformer_fast.translation.numbers import make_numbers_corpus
 from transformer_fast.translation.progress import Silent
 
@@ -53,7 +61,9 @@ def outcome(folder: Path) -> tuple:
     for timed in (state, *log):
         for name in ("seconds", "tokens_per_second", "log_bytes"):
             timed.pop(name, None)
-    weights = tuple((run.path(last) / f"{group}.safetensors").read_bytes() for group in ("model", "optimizer"))
+    weights = tuple(path.read_bytes() for path in sorted(run.path(last).glob("*.safetensors")))
+    if run.average.exists():
+        weights += (run.average.read_bytes(),)
     hidden = sorted(path.name for path in run.root.iterdir() if path.name.startswith(".tmp"))
     return weights, state, log, run.steps(), hidden
 
@@ -141,6 +151,15 @@ def test_killed_with_two_threads_and_accumulation(corpus: dict[str, str], tmp_pa
     whole = outcome(killer([], **options))
     assert outcome(killer(["before:10", "time:0.3"], **options)) == whole
     killer.close()
+
+
+def test_killed_with_a_moving_average_and_the_mean_of_epochs(killer: Killer) -> None:
+    """A checkpoint is then four files, at the end of an epoch; the last one written is the mean of two."""
+    options = {"ema": 0.9, "average_last": 2, "valid_every": 0, "max_steps": 26, "keep_last": 1}
+    whole = outcome(killer([], **options))
+    assert len(whole[0]) == 4 and len(whole[3]) >= 3
+    for kills in (["half:7", "before:6", "after:9"], ["after:3", "before:16"], ["time:0.5", "half:2"]):
+        assert outcome(killer(kills, **options)) == whole, kills
 
 
 def test_the_outcome_can_differ(killer: Killer, never_stopped: tuple) -> None:
@@ -241,6 +260,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         r"optimizer.safetensors is damaged: it has 1,000 bytes, expected",
     ),
     "lost file": (lambda run: (run / "step-00000006/model.safetensors").unlink(), "model.safetensors is damaged"),
+    "foreign state": (
+        lambda run: rewrite(run / "step-00000006/state.json", epoch=None, window=None),
+        "state.json is not of a training run: ",
+    ),
     "lost state": (lambda run: (run / "step-00000006/state.json").unlink(), "state.json is missing"),
     "broken state": (lambda run: flip(run / "step-00000006/state.json", 0), "state.json is damaged"),
     "future format": (lambda run: rewrite(run / "config.json", format=99), "format is 99, expected 1"),
@@ -339,6 +362,64 @@ def test_disk_full_keeps_the_last_good_checkpoint(
     assert not list(run_copy.glob(".tmp*"))
     assert (run_copy / "step-00000006/model.safetensors").read_bytes() == good
     assert train(settings(corpus, run_copy), Silent()).step == 12
+
+
+def test_disk_full_before_the_first_checkpoint_leaves_no_run(
+    corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        path.write_bytes(data[:10])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "_write_flushed", full)
+        with pytest.raises(CheckpointError, match=r"cannot write to the folder .*run: No space left on device"):
+            train(settings(corpus, tmp_path / "run"), Silent())
+    assert not RunFolder(tmp_path / "run").exists() and not list((tmp_path / "run").glob(".tmp*"))
+    assert train(settings(corpus, tmp_path / "run", max_steps=3), Silent()).step == 3
+
+
+def test_disk_full_in_the_moving_average_and_in_the_mean(
+    corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"ema": 0.9, "average_last": 2}
+    train(settings(corpus, tmp_path, max_steps=3, **options), Silent())
+    mean = RunFolder(tmp_path).average.read_bytes()
+    written = checkpoint._write_flushed
+
+    def full(name: str) -> Callable[[Path, bytes], None]:
+        def write(path: Path, data: bytes) -> None:
+            written(path, data[:100])
+            if path.name.endswith(name):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written(path, data)
+
+        return write
+
+    for name, says, left in (
+        ("ema.safetensors", r"step 6 .*No space left on device.*step-00000003", [3]),
+        ("average.safetensors", r"average\.safetensors: No space left.*checkpoints are untouched", [3, 6]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(checkpoint, "_write_flushed", full(name))
+            with pytest.raises(CheckpointError, match=says):
+                train(settings(corpus, tmp_path, max_steps=6, **options), Silent())
+        assert RunFolder(tmp_path).steps() == left and not list(tmp_path.glob(".tmp*"))
+        assert RunFolder(tmp_path).average.read_bytes() == mean
+        assert load_trained(tmp_path, which="last").step == left[-1]
+    train(settings(corpus, tmp_path, max_steps=6, **options), Silent())
+    assert load_average(RunFolder(tmp_path)).steps == [3, 6]
+
+
+def test_a_damaged_moving_average_is_named(corpus: dict[str, str], tmp_path: Path) -> None:
+    train(settings(corpus, tmp_path, max_steps=3, ema=0.9), Silent())
+    flip(tmp_path / "step-00000003/ema.safetensors")
+    for use in (
+        lambda: train(settings(corpus, tmp_path, max_steps=6, ema=0.9), Silent()),
+        lambda: load_trained(tmp_path),
+    ):
+        with pytest.raises(CheckpointError, match=r"ema.safetensors is damaged: its SHA"):
+            use()
 
 
 def test_a_real_write_error(corpus: dict[str, str], run_copy: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import sacrebleu
 import torch
 
 from transformer_fast import cli
@@ -145,6 +146,34 @@ def test_train_from_the_command_line(folder, monkeypatch, capsysbinary, tmp_path
     assert code == 2 and "d_model is 32, the run has 16" in err
 
 
+def test_score_is_sacrebleus(monkeypatch, capsysbinary, tmp_path):
+    said = ["Ein Mann fährt Rad .", "zwei Hunde laufen über die Wiese."]
+    right = ["ein Mann fährt Rad.", "Zwei Hunde laufen über eine Wiese."]
+    for name, lines in (("said", said), ("right", right)):
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
+    command = ["score", "--hypotheses", tmp_path / "said", "--references", tmp_path / "right"]
+    code, out, _ = run(monkeypatch, capsysbinary, [*command, "--tokenized"])
+    assert code == 0 and len(out) == 6
+    for lines, options in zip(
+        (out[:2], out[2:4], out[4:]),
+        ({}, {"lowercase": True}, {"lowercase": True, "tokenize": "none"}),
+        strict=True,
+    ):
+        metric = sacrebleu.BLEU(**options, force=True)
+        assert float(lines[0].split()[1]) == round(metric.corpus_score(said, [right]).score, 2)
+        assert lines[1].strip() == str(metric.get_signature())
+    assert "case:lc" in out[3] and "tok:13a" in out[3] and "tok:none" in out[5]
+    assert len(run(monkeypatch, capsysbinary, command)[1]) == 4
+
+
+def test_train_help_is_in_parts_and_shows_every_default(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("text and place:", "the model:", "learning:", "--recipe NAME", "(default: 0.1)", "(default: yes)"):
+        assert words in shown
+
+
 def test_info(monkeypatch, capsysbinary):
     code, out, _ = run(monkeypatch, capsysbinary, ["info"])
     text = "\n".join(out)
@@ -221,13 +250,39 @@ WRONG = {
         2,
         "none does not exist",
     ),
+    "training text that is not UTF-8": (
+        ["train", "--source", "{tmp}/latin", "--target", "{tmp}/latin", "--save", "{tmp}/run"],
+        2,
+        "latin, line 2: not valid UTF-8 (byte 0xfc at column 2); convert the file to UTF-8",
+    ),
+    "unequal training text": (
+        ["train", "--source", "{tmp}/one", "--target", "{tmp}/two", "--save", "{tmp}/run"],
+        2,
+        "one has 1 lines, {tmp}/two has 2",
+    ),
+    "empty training text": (
+        ["train", "--source", "{tmp}/empty", "--target", "{tmp}/two", "--save", "{tmp}/run"],
+        2,
+        "empty is empty; expected one sentence a line",
+    ),
+    "a file where the run should go": (
+        ["train", "--source", "{tmp}/two", "--target", "{tmp}/two", "--save", "{tmp}/two"],
+        2,
+        "cannot write to the folder {tmp}/two: File exists",
+    ),
+    "no average": (["translate", "--model", "{run}", "--which", "average"], 2, "average --model {run}"),
+    "nothing to average": (["average", "--model", "{tmp}/none"], 2, "has no checkpoint"),
+    "unequal files to score": (["score", "--hypotheses", "{tmp}/one", "--references", "{tmp}/two"], 2, "has 1 lines"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_errors_are_one_line(case, folder, monkeypatch, capsysbinary, tmp_path):
     (tmp_path / "latin").write_bytes("eins\nfünf\n".encode("latin-1"))
+    for name, lines in (("empty", ""), ("one", "a\n"), ("two", "a\nb\n")):
+        (tmp_path / name).write_text(lines)
     arguments, expected, message = WRONG[case]
+    message = message.format(tmp=tmp_path, run=folder / "run")
     arguments = [argument.format(tmp=tmp_path, run=folder / "run") for argument in arguments]
     code, _, err = run(monkeypatch, capsysbinary, arguments, ["one"])
     assert code == expected and message in err

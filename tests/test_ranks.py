@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
 from transformer_fast.reference import layers as reference
-from transformer_fast.translation import load_trained, read_parallel
+from transformer_fast.translation import RunFolder, read_parallel
 from transformer_fast.translation.batching import Corpus, TokenBatches
 from transformer_fast.translation.numbers import make_numbers_corpus
 from transformer_fast.translation.tokenizer import PAD, Tokenizer
@@ -62,37 +62,52 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     }  # fmt: skip
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_trained(folder, which="last").model.state_dict()
+def groups(folder: Path, step: int = 6) -> dict[str, torch.Tensor]:
+    """Weights, moving average and Adam's moments."""
+    loaded = RunFolder(folder).load(step).tensors
+    names = [(group, name) for group in loaded for name in loaded[group] if not name.startswith("rng:")]
+    return {f"{group}:{name}": loaded[group][name] for group, name in names}
 
 
-def test_the_train_command_on_two_processes_and_resumed_on_another_number(
+def test_the_train_command_on_any_number_of_processes_whole_or_sharded(
     corpus: dict[str, object], tmp_path: Path
 ) -> None:
-    def train(name: str, processes: int, steps: int) -> Path:
-        options = corpus | {"save": str(tmp_path / name), "max_steps": steps}
-        run(processes, "command", json.dumps(options), str(tmp_path / f"{name}.result"))
-        return tmp_path / name
+    """Two processes (DDP, FSDP2, FSDP2 with activation checkpointing) train as one does; a run begun in one of the
+    ways goes on in another."""
+    shard, again = {"shard": True}, {"checkpoint_activations": True}
 
-    alone = train("alone", 1, 6)
-    together = train("together", 2, 6)
-    halves = train("halves", 2, 3)
-    train("halves", 1, 6)
-    expected = weights(alone)
-    for folder in (together, halves):
-        for name, tensor in weights(folder).items():
-            if not name.endswith(NO_GRADIENT):
-                torch.testing.assert_close(tensor, expected[name], atol=TOLERANCE, rtol=0)
-    logs = [
-        [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()] for folder in (alone, together)
-    ]
-    assert [line["step"] for line in logs[1]] == [line["step"] for line in logs[0]] == [3, 6]
-    for ours, theirs in zip(*logs, strict=True):
-        assert (
-            ours["valid_loss"] == pytest.approx(theirs["valid_loss"], abs=1e-4) and ours["tokens"] == theirs["tokens"]
-        )
-    first, second = (json.loads((tmp_path / f"together.{rank}.json").read_text()) for rank in (0, 1))
-    assert first == second and first["step"] == 6
+    def train(processes: int, *parts: tuple[str, int, dict[str, bool]]) -> None:
+        common = corpus | {"ema": 0.9, "average_last": 2}
+        options = [common | {"save": str(tmp_path / name), "max_steps": n, **how} for name, n, how in parts]
+        run(processes, "command", json.dumps(options), str(tmp_path / f"{parts[-1][0]}-{processes}"))
+
+    train(1, ("alone", 6, {}), ("one-shard", 3, {}))
+    train(
+        2,
+        *(("ddp", 6, {}), ("ddp-one", 3, {})),
+        *(("fsdp", 6, shard), ("fsdp-again", 6, shard | again), ("shard-ddp", 3, shard), ("shard-one", 3, shard)),
+        ("one-shard", 6, shard),
+    )
+    train(2, ("shard-ddp", 6, again))  # joins its processes by itself
+    train(1, ("ddp-one", 6, {}), ("shard-one", 6, {}))
+    expected, log = groups(tmp_path / "alone"), lines(tmp_path / "alone")
+    assert [line["step"] for line in log] == [3, 6, 6]
+    for name in ("ddp", "ddp-one", "fsdp", "fsdp-again", "shard-ddp", "shard-one", "one-shard"):
+        found = groups(tmp_path / name)
+        assert found.keys() == expected.keys()
+        for key, tensor in found.items():
+            if NO_GRADIENT not in key:
+                assert torch.allclose(tensor, expected[key], atol=TOLERANCE, rtol=0), (name, key)
+        for ours, theirs in zip(lines(tmp_path / name), log, strict=True):
+            assert (ours["step"], ours["tokens"]) == (theirs["step"], theirs["tokens"])
+            for loss in {"valid_loss", "average_valid_loss"} & theirs.keys():
+                assert ours[loss] == pytest.approx(theirs[loss], abs=1e-4)
+    first, second = (json.loads((tmp_path / f"shard-ddp-2.{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second and [part["step"] for part in first] == [6] and first[0]["average_scores"]
+
+
+def lines(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def test_the_parts_of_a_batch_are_the_batch(corpus: dict[str, object]) -> None:

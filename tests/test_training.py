@@ -32,6 +32,7 @@ from transformer_fast.translation import (
 )
 from transformer_fast.translation.batching import Corpus, TokenBatches
 from transformer_fast.translation.evaluate import (
+    batch_loss,
     corpus_bleu,
     corpus_loss,
     exact_share,
@@ -152,12 +153,12 @@ def test_accumulated_batches_weigh_every_token_alike(corpus: dict[str, str], tmp
     stream = TokenBatches(run.batches.corpus, config.batch_tokens, config.seed)
     batches = [next(stream) for _ in range(3)]
     assert len({batch.tokens for batch in batches}) > 1
-    loss = sum(token_loss(logits(run.model.train(), b), b.target_out, 0.1) for b in batches)
+    loss = sum(token_loss(logits(run.learner.model.train(), b), b.target_out, 0.1) for b in batches)
     loss = loss / sum(b.tokens for b in batches)
-    wanted = torch.autograd.grad(loss, list(run.model.parameters()))
+    wanted = torch.autograd.grad(loss, list(run.learner.model.parameters()))
     run._update()
     assert run.tokens == sum(b.tokens for b in batches)
-    for parameter, gradient in zip(run.model.parameters(), wanted, strict=True):
+    for parameter, gradient in zip(run.learner.model.parameters(), wanted, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
@@ -167,9 +168,9 @@ def test_gradient_is_clipped(corpus: dict[str, str], tmp_path: Path) -> None:
     with folder.writing():
         run = training._Run(config, folder, Silent(), build_model, lambda: 0.0)
     run._update()
-    norm = torch.stack([p.grad.norm() for p in run.model.parameters()]).norm()
+    norm = torch.stack([p.grad.norm() for p in run.learner.model.parameters()]).norm()
     assert float(norm) == pytest.approx(0.01, rel=1e-3)
-    assert float(run.window[1]) > 0.1
+    assert run.window.sums()[1] > 0.1
 
 
 def test_it_learns(tmp_path: Path) -> None:
@@ -209,10 +210,10 @@ def test_validation_loss_does_not_depend_on_the_batches(corpus: dict[str, str], 
     folder = RunFolder(config.save)
     with folder.writing():
         run = training._Run(config, folder, Silent(), build_model, lambda: 0.0)
-    run.model.train()
-    small, large = (corpus_loss(run.model, run.validation.corpus, budget, CPU) for budget in (40, 4000))
+    run.learner.model.train()
+    small, large = (corpus_loss(run.learner.model, run.validation.corpus, budget, CPU) for budget in (40, 4000))
     assert small == pytest.approx(large, rel=1e-5)
-    assert run.model.training
+    assert run.learner.model.training
     assert small == pytest.approx(math.log(60), rel=0.5)
 
 
@@ -354,3 +355,81 @@ def test_corpus_of_a_run_reports_what_it_left_out(corpus: dict[str, str], tmp_pa
     kept = Corpus(text, trained.tokenizer, 20)
     assert kept.too_long > 0
     assert messages[0].startswith(f"{len(kept):,} sentence pairs, {kept.too_long:,} left out, 60 pieces")
+
+
+# Gradient accumulation, precision, seeds, memory
+
+
+def one_update(corpus: dict[str, str], folder: Path, **changes: object) -> training._Run:
+    config = settings(corpus, folder, clip=0.0, dropout=0.0, **changes)
+    with RunFolder(config.save).writing():
+        run = training._Run(config, RunFolder(config.save), Silent(), build_model, lambda: 0.0)
+    return run
+
+
+def test_four_unequal_micro_batches_are_one_big_batch(corpus: dict[str, str], tmp_path: Path) -> None:
+    """Four batches of 1, 2, 5 and 9 sentences, and all 17 in one: the same loss, gradients and weights to rounding."""
+    runs = [one_update(corpus, tmp_path / name) for name in ("four", "one")]
+    pairs, cuts = runs[0].batches.corpus, (0, 1, 3, 8, 17)
+    four = [pairs.batch(range(*cut)) for cut in itertools.pairwise(cuts)]
+    one = [pairs.batch(range(17))]
+    tokens = one[0].tokens
+    assert len({batch.tokens for batch in four}) == 4 and sum(batch.tokens for batch in four) == tokens
+    (loss, norm), (whole_loss, whole_norm) = (
+        run.learner.update(1, batches, tokens) for run, batches in zip(runs, (four, one))
+    )
+    assert float(loss) == pytest.approx(float(whole_loss), rel=1e-6)
+    assert float(norm) == pytest.approx(float(whole_norm), rel=1e-5)
+    for ours, theirs in zip(*(run.learner.model.parameters() for run in runs), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_bf16_on_the_cpu_follows_fp32(corpus: dict[str, str], tmp_path: Path) -> None:
+    runs = [one_update(corpus, tmp_path / amp, amp=amp) for amp in ("off", "bf16")]
+    seen: list[torch.dtype] = []
+    runs[1].learner.model.encoder.layers[0].attn.register_forward_hook(
+        lambda module, inputs, output: seen.append(output.dtype)
+    )
+    batch = runs[0].batches.corpus.batch(range(16))
+    losses = [float(run.learner.update(1, [batch], batch.tokens)[0]) / batch.tokens for run in runs]
+    assert losses[1] == pytest.approx(losses[0], rel=5e-3) and losses[1] != losses[0]
+    assert {p.dtype for p in runs[1].learner.model.parameters()} == {torch.float32}
+    assert set(seen) == {torch.bfloat16}
+    result = train(settings(corpus, tmp_path / "run", amp="bf16"), Silent())
+    assert result.step == 6 and math.isfinite(result.scores["valid_loss"])
+
+
+def test_a_seed_reproduces_a_run_to_the_bit(corpus: dict[str, str], tmp_path: Path) -> None:
+    def weights(name: str, seed: int) -> bytes:
+        torch.rand(3)  # what was drawn before must not matter
+        train(settings(corpus, tmp_path / name, seed=seed, dropout=0.3), Silent())
+        return RunFolder(tmp_path / name).path(6).joinpath("model.safetensors").read_bytes()
+
+    assert weights("a", 5) == weights("b", 5) != weights("c", 6)
+
+
+def test_activation_checkpointing_changes_no_bit(corpus: dict[str, str], tmp_path: Path) -> None:
+    """Layers computed again draw the same dropout: the runs are one, and fewer tensors are kept for backward."""
+    ends, kept = [], []
+    for name, again in (("kept", False), ("again", True)):
+        config = settings(corpus, tmp_path / name, dropout=0.3, checkpoint_activations=again)
+        train(config, Silent())
+        ends.append(RunFolder(config.save).path(6).joinpath("model.safetensors").read_bytes())
+        model = load_trained(config.save, which="last").model.train()
+        sizes: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):
+            batch_loss(model, one_update(corpus, tmp_path / f"{name}-2").batches.corpus.batch(range(20)))
+        kept.append(sum(sizes))
+    assert ends[0] == ends[1]
+    assert kept[1] < 0.8 * kept[0]
+
+
+def test_text_in_lower_case(corpus: dict[str, str], tmp_path: Path) -> None:
+    upper = tmp_path / "upper.en"
+    upper.write_text(Path(corpus["source"]).read_text().upper())
+    for name, source in (("lower", corpus["source"]), ("upper", str(upper))):
+        train(settings({**corpus, "source": source}, tmp_path / name, lowercase=True), Silent())
+    trained = [load_trained(tmp_path / name) for name in ("lower", "upper")]
+    assert trained[0].tokenizer.model == trained[1].tokenizer.model and trained[0].scores == trained[1].scores
+    line = Path(corpus["source"]).read_text().splitlines()[20]
+    assert trained[0].tokenizer.encode([line.upper()]) == trained[0].tokenizer.encode([line])

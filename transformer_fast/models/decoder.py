@@ -46,5 +46,5 @@ class Decoder(Stack):
         src_mask, trg_mask = layer_mask(src_mask), layer_mask(trg_mask)
         x = self.embedded(trg, trg_mask)
         for layer in self.layers:
-            x = layer(x, e_outputs, src_mask, trg_mask)
+            x = self.through(layer, x, e_outputs, src_mask, trg_mask)
         return self.norm(x)

@@ -25,5 +25,5 @@ class Encoder(Stack):
         mask = layer_mask(mask)
         x = self.embedded(src, mask)
         for layer in self.layers:
-            x = layer(x, mask)
+            x = self.through(layer, x, mask)
         return self.norm(x)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..layers.decoder import DecoderLayer
 from ..layers.embedding import Embedder, PositionalEncoder
@@ -24,6 +26,8 @@ class Stack(nn.Module):
         dropout: probability, everywhere unless ``layer_options`` say otherwise.
         max_len: length of the stored positional table; longer inputs extend it.
         padding_idx: this id's embedding starts at zero and gets no gradient.
+        checkpoint_activations: keep no layer's inner results for backward, which computes them again, with the same
+            dropout (Chen et al., 2016); an attribute, to be changed at will.
         norm_first, norm, layer_options: see :class:`~transformer_fast.layers.EncoderLayer`.
     """
 
@@ -40,9 +44,11 @@ class Stack(nn.Module):
         padding_idx: int | None = None,
         norm_first: bool = True,
         norm: str = "std",
+        checkpoint_activations: bool = False,
         **layer_options: Any,
     ) -> None:
         super().__init__()
+        self.checkpoint_activations = checkpoint_activations
         self.embed = Embedder(vocab_size, d_model, padding_idx=padding_idx)
         self.pe = PositionalEncoder(d_model, dropout, max_len)
         layer = layer_type(d_model, heads, dropout, norm_first=norm_first, norm=norm, **layer_options)
@@ -53,3 +59,9 @@ class Stack(nn.Module):
         """What enters the first layer: ids (B, L) -> (B, L, d_model); packed by the mask, (T,) -> (T, d_model)."""
         packing = mask.queries if isinstance(mask, PackedMask) else None
         return self.embed.with_positions(ids, self.pe, packing=packing)
+
+    def through(self, layer: nn.Module, *inputs: Any) -> Tensor:
+        """The layer's output; with ``checkpoint_activations`` nothing else of it is kept."""
+        if self.checkpoint_activations and torch.is_grad_enabled():
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        return layer(*inputs)

@@ -26,7 +26,7 @@ class Transformer(nn.Module):
         packed: take the padding out of every batch before the first layer, so that no layer works on it (also an
             attribute, to be changed at will). Same outputs and gradients as without, but zeros at padded targets.
         options: ``d_ff``, ``norm_first``, ``norm``, ``max_len``, ``padding_idx``, ``attention_dropout``,
-            ``activation_dropout``; see :class:`~transformer_fast.models.Stack`.
+            ``activation_dropout``, ``checkpoint_activations``; see :class:`~transformer_fast.models.Stack`.
 
     Raises:
         ValueError: where ``heads`` does not divide ``d_model``, or vocabularies to be tied differ.

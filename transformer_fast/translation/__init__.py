@@ -11,10 +11,11 @@ from .checkpoint import RunFolder
 from .config import TrainConfig, parse_duration
 from .errors import CheckpointError, ConfigError, DataError, DivergedError, TranslationError
 from .model import Trained, build_model, load_trained
+from .progress import TrainResult
 from .recipes import load_recipe, recipe_names
 from .text import read_lines, read_parallel
 from .tokenizer import Tokenizer
-from .training import TrainResult, train
+from .training import train
 
 __all__ = [
     "CheckpointError",

@@ -1,6 +1,6 @@
 """The mean of a run's last checkpoints (Vaswani et al. 2017, section 6.1) as one file of it, `average.safetensors`.
 
-The file is replaced as a whole or not at all. Its metadata hold which checkpoints it is the mean of, what validation
+The file is replaced as a whole or not at all. Its metadata say which checkpoints it is the mean of, what validation
 measured ("scores"), and a SHA-256 of the weights.
 """
 
@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from .checkpoint import FORMAT, RunFolder, Tensors, write_atomically
 from .errors import CheckpointError, ConfigError
+
+ABOUT = "transformer_fast"
 
 
 @dataclass(frozen=True)
@@ -69,9 +71,9 @@ def save_average(folder: RunFolder, average: Average) -> None:
             there, are untouched.
     """
     about = {"format": FORMAT, "steps": average.steps, "scores": average.scores, "sha256": _digest(average.tensors)}
-    metadata = {key: json.dumps(value) for key, value in about.items()}
     try:
-        write_atomically(folder.average, safetensors.torch.save(average.tensors, metadata))
+        # One entry: safetensors writes several in any order, and the same mean should be the same bytes.
+        write_atomically(folder.average, safetensors.torch.save(average.tensors, {ABOUT: json.dumps(about)}))
     except OSError as error:
         raise CheckpointError(
             f"cannot write {folder.average}: {error.strerror or error}. The checkpoints are untouched;"
@@ -105,7 +107,7 @@ def read_about(folder: RunFolder) -> dict[str, Any]:
         raise CheckpointError(f"{folder.root} has no {folder.average.name}; make one: average --model {folder.root}")
     try:
         with safe_open(folder.average, "pt") as file:
-            about = {key: json.loads(value) for key, value in (file.metadata() or {}).items()}
+            about = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
         if about.get("format") != FORMAT:
             raise ValueError(f"its format is {about.get('format')!r}, expected {FORMAT}")
         return {"steps": list(about["steps"]), "scores": dict(about["scores"]), "sha256": about["sha256"]}

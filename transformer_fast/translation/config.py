@@ -93,6 +93,12 @@ class TrainConfig:
         "16-bit arithmetic; bf16 also on a CPU; auto is bf16 on a GPU that has it, else off",
         choices=("auto", "off", "bf16", "fp16"),
     )
+    shard: bool = _option(
+        False, "under torchrun, spread weights and optimizer over the processes (FSDP2), not whole in each", free=True
+    )
+    checkpoint_activations: bool = _option(
+        False, "compute each layer again in backward instead of keeping it: less memory, a third more time", free=True
+    )
     valid_every: int = _option(
         1000, "updates between validations, each of which writes a checkpoint; 0: at the end of every epoch"
     )
@@ -128,6 +134,8 @@ class TrainConfig:
         _require(self.d_model % self.heads == 0, self, "d_model", f"a multiple of heads ({self.heads})")
         _require(self.batch_tokens >= self.max_length, self, "batch_tokens", f"at least max_length ({self.max_length})")
         _require(self.cooldown <= self.max_steps, self, "cooldown", f"at most max_steps ({self.max_steps})")
+        if self.shard and self.amp == "fp16":
+            raise ConfigError("shard does not go with amp 'fp16', whose loss scale is not shared; expected bf16 or off")
         if (self.valid_source is None) != (self.valid_target is None):
             missing = "valid_source" if self.valid_source is None else "valid_target"
             raise ConfigError(f"{missing} is missing: validation needs both valid_source and valid_target, or neither")

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from .checkpoint import Tensors
+from .sharding import part, whole
 
 
 class MovingAverage:
@@ -29,11 +30,11 @@ class MovingAverage:
             average.lerp_(parameter, share)
 
     def tensors(self) -> Tensors:
-        """The averages, by the parameters' names."""
-        return {name: average for name, _, average in self._pairs}
+        """The averages, by the parameters' names, whole; of a spread model, every process must ask."""
+        return {name: whole(average) for name, _, average in self._pairs}
 
     @torch.no_grad()
     def load(self, tensors: Tensors) -> None:
         """Continue from `tensors`, which has at least the names of :meth:`tensors`."""
         for name, _, average in self._pairs:
-            average.copy_(tensors[name])
+            average.copy_(part(tensors[name], average))

@@ -15,6 +15,7 @@ from .checkpoint import RunFolder, Tensors, read_json
 from .config import TrainConfig
 from .errors import CheckpointError
 from .scores import quality
+from .sharding import part, whole
 from .text import PathLike
 from .tokenizer import PAD, Tokenizer
 
@@ -35,6 +36,7 @@ def build_model(config: TrainConfig, vocab: int) -> nn.Module:
         norm=config.norm,
         tie_weights=config.tie_weights,
         padding_idx=PAD,
+        checkpoint_activations=config.checkpoint_activations,
     )
     init_weights(model, config.d_model)
     return model
@@ -65,24 +67,24 @@ def init_weights(model: nn.Module, d_model: int) -> None:
 
 
 def model_tensors(model: nn.Module) -> Tensors:
-    """The state dict without second names of shared tensors: a tied matrix is stored once."""
-    unique: Tensors = {}
-    seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in model.state_dict().items():
-        key = (tensor.data_ptr(), tensor.shape)
-        if key not in seen:
-            seen.add(key)
-            unique[name] = tensor
-    return unique
+    """The state dict without second names of shared tensors: a tied matrix is there once. Whole tensors, also of a
+    model that is spread over processes, each of which must then ask."""
+    return {name: whole(tensor) for name, tensor in _own_tensors(model).items()}
+
+
+def _own_tensors(model: nn.Module) -> Tensors:
+    named = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in named}
 
 
 def load_model_tensors(model: nn.Module, tensors: Tensors) -> None:
-    """Copy `tensors` (from `model_tensors`) into `model`, which ties the same weights.
+    """Copy `tensors` (from `model_tensors`) into `model`, which ties the same weights, and may be spread.
 
     Raises:
         CheckpointError: names or shapes differ.
     """
-    expected = {name: tensor.shape for name, tensor in model_tensors(model).items()}
+    own = _own_tensors(model)
+    expected = {name: tensor.shape for name, tensor in own.items()}
     found = {name: tensor.shape for name, tensor in tensors.items()}
     if expected != found:
         differing = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
@@ -91,7 +93,7 @@ def load_model_tensors(model: nn.Module, tensors: Tensors) -> None:
             f"the checkpoint is of another model: {len(differing)} tensors differ, the first is {name}:"
             f" {_shape(found.get(name))} in the checkpoint, {_shape(expected.get(name))} expected"
         )
-    model.load_state_dict(tensors, strict=False)
+    model.load_state_dict({name: part(tensor, own[name]) for name, tensor in tensors.items()}, strict=False)
 
 
 def _shape(shape: torch.Size | None) -> str:
@@ -183,18 +185,22 @@ def _weights(run: RunFolder, which: str) -> tuple[int, Tensors, dict[str, float]
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """The optimizer's state as flat tensors named "<parameter>:<entry>"."""
+    """The optimizer's state as flat tensors named "<parameter>:<entry>", whole as those of `model_tensors`.
+
+    Processes must ask for the parts of a spread tensor in one order; entries read from a file come in any.
+    """
     return {
-        f"{name}:{entry}": torch.as_tensor(value)
+        f"{name}:{entry}": whole(torch.as_tensor(value))
         for name, parameter in model.named_parameters()
-        for entry, value in optimizer.state[parameter].items()
+        for entry, value in sorted(optimizer.state[parameter].items())
     }
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
-    """The inverse of `optimizer_tensors`; tensors are moved to their parameter's device."""
+    """The inverse of `optimizer_tensors`; tensors are moved to their parameter's device, and spread as it is."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     for key, tensor in tensors.items():
         name, entry = key.rsplit(":", 1)
         parameter = parameters[name]
-        optimizer.state[parameter][entry] = tensor.to(parameter.device)
+        moment = tensor.shape == parameter.shape and entry != "step"
+        optimizer.state[parameter][entry] = part(tensor, parameter) if moment else tensor.to(parameter.device)

@@ -34,6 +34,32 @@ class Status:
         return self.seconds * (1 - self.fraction) / self.fraction if self.fraction else float("inf")
 
 
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to.
+
+    Attributes:
+        folder: the run folder.
+        step: updates done.
+        stopped: why it ended: "max_steps", "max_time", "patience" or "interrupted".
+        seconds: training time on the clock, resumed parts included.
+        tokens: target tokens trained on, padding not counted.
+        scores: of the last validation: "valid_loss" (nats a token) and "bleu", as far as measured.
+        best_step, best_scores: the best validation, which is the highest BLEU, else the lowest loss.
+        average_scores: of the mean of the last checkpoints, if it was asked for and measured.
+    """
+
+    folder: str
+    step: int
+    stopped: str
+    seconds: float
+    tokens: int
+    scores: dict[str, float]
+    best_step: int | None
+    best_scores: dict[str, float]
+    average_scores: dict[str, float]
+
+
 class Progress(Protocol):
     """What `train` tells the outside world; anything with these three methods will do."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import random
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .batching import Batch
 from .evaluate import batch_loss
+from .sharding import shard
 
 
 class Ranks:
@@ -78,21 +80,33 @@ class Objective(nn.Module):
         model: the model; every process has the same.
         smoothing: label smoothing.
         ranks: the processes.
+        sharded_on: spread the model's parameters over the processes (FSDP2), which are on devices of this kind; None
+            keeps a whole model in each (DDP).
     """
 
-    def __init__(self, model: nn.Module, smoothing: float, ranks: Ranks) -> None:
+    def __init__(
+        self, model: nn.Module, smoothing: float, ranks: Ranks, sharded_on: torch.device | None = None
+    ) -> None:
         super().__init__()
         self._loss = _Loss(model, smoothing)
-        self._world = ranks.world
-        if ranks.world > 1:
-            self._loss = DistributedDataParallel(self._loss, broadcast_buffers=False)
+        self._world, self._sharded = ranks.world, sharded_on is not None
+        if sharded_on is not None:
+            shard(self._loss, sharded_on)
+        elif ranks.world > 1:
+            # Buffers are constants here; the option that says so has another name from torch 2.13 on.
+            known = inspect.signature(DistributedDataParallel).parameters
+            option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+            self._loss = DistributedDataParallel(self._loss, **{option: False})
 
     def forward(self, batch: Batch) -> Tensor:
         """Sum of the loss over this part's targets, scaled so that its gradient becomes part of the sum of all."""
-        return self._loss(batch) * self._world  # DistributedDataParallel takes the mean
+        return self._loss(batch) * self._world  # both ways of training together take the mean
 
     def separately(self, separate: bool) -> Any:
         """Context in which gradients stay with their process, where more are to be added to them."""
+        if self._sharded:
+            self._loss.set_requires_gradient_sync(not separate)
+            return contextlib.nullcontext()
         return self._loss.no_sync() if separate and self._world > 1 else contextlib.nullcontext()
 
 

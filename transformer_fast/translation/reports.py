@@ -1,4 +1,4 @@
-"""The log of a run: a line of json a report, and on request the same for TensorBoard."""
+"""What a run reports: sums over the updates since the last report, and the log, json lines and TensorBoard."""
 
 from __future__ import annotations
 
@@ -8,10 +8,56 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from .checkpoint import RunFolder
 from .errors import CheckpointError
+from .ranks import Ranks
 
 GROUPS = {"valid_loss": "valid", "bleu": "valid"}  # where TensorBoard shows it; all else is "train"
+
+
+class Window:
+    """Loss and gradient norm over the updates since the last report, summed on the device without waiting for it.
+
+    Args:
+        device: where the updates are. ranks: the processes, each of which sums its own losses.
+
+    Attributes:
+        tokens, steps: targets in all processes, and updates.
+    """
+
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self.tokens = self.steps = 0
+
+    def add(self, loss: Tensor, norm: Tensor, tokens: int) -> None:
+        """One update: this process's loss, the gradient norm of all."""
+        self._sums[0] += loss
+        self._sums[1] += norm
+        self.tokens, self.steps = self.tokens + tokens, self.steps + 1
+
+    def sums(self) -> tuple[float, float]:
+        """Of the losses in all processes, and of the norms. Every process must ask."""
+        loss, norm = self._sums.tolist()
+        return self._ranks.total(loss), norm
+
+    def begin(self) -> None:
+        """A new window."""
+        self._sums.zero_()
+        self.tokens = self.steps = 0
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it. Every process must ask."""
+        return {"window": list(self.sums()), "window_tokens": self.tokens, "window_steps": self.steps}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`, from one that may hold more."""
+        self._sums.copy_(torch.tensor(state["window"], dtype=torch.float64))
+        self._sums[0] *= self._ranks.first  # the sum of all is the first one's to keep
+        self.tokens, self.steps = state["window_tokens"], state["window_steps"]
 
 
 class RunLog:
