@@ -5,14 +5,19 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import prune  # noqa: F401 - nn.utils.prune
+from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
 from transformer_fast.layers import torch_modules
+from transformer_fast.reference import layers as reference
 
 
 class OtherAttention(nn.MultiheadAttention):
@@ -203,3 +208,130 @@ def test_weights_come_beside_the_fused_kernel() -> None:
         (q, k), m.in_proj_weight.chunk(3), m.in_proj_bias.chunk(3))]  # fmt: skip
     torch.testing.assert_close(weights, (heads[0] @ heads[1].mT / 2).softmax(-1))
     torch.testing.assert_close(out, m(q, k, k, need_weights=False)[0])
+
+
+class Adapted(nn.Linear):
+    """A low-rank adapter as a subclass of Linear."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__(inner.in_features, inner.out_features)
+        self.down, self.up = nn.Linear(inner.in_features, 2), nn.Linear(2, inner.out_features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.up(self.down(x))
+
+
+class Wrapped(nn.Module):
+    """The same around the layer that was there."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale
+
+
+def replaced(name: str, by: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], None]:
+    def change(m: nn.Module) -> None:
+        parent, _, last = name.rpartition(".")
+        setattr(m.get_submodule(parent), last, by(m.get_submodule(name)))
+
+    return change
+
+
+def stock() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
+def classic() -> nn.Module:
+    return reference.EncoderLayer(8, 2, 0.0)
+
+
+CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], dict[str, str]]] = {
+    "weight_norm": (stock, lambda m: nn.utils.parametrizations.weight_norm(m.linear1), {}),
+    "weight_norm by a hook": (stock, lambda m: nn.utils.weight_norm(m.linear2), {}),
+    "weight_norm, classic": (classic, lambda m: nn.utils.parametrizations.weight_norm(m.attn.q_linear), {}),
+    "parametrized attention": (
+        stock,
+        lambda m: nn.utils.parametrizations.orthogonal(m.self_attn, "in_proj_weight"),
+        {"self_attn": "parametrizations", "": "ParametrizedMultiheadAttention, which was left"},
+    ),
+    "parametrized norm": (
+        stock,
+        lambda m: nn.utils.parametrizations.weight_norm(m.norm1),
+        {"norm1": "parametrizations"},
+    ),
+    "pruned": (stock, lambda m: nn.utils.prune.l1_unstructured(m.norm2, "weight", 0.5), {}),
+    "adapter": (stock, replaced("linear1", Adapted), {"linear1": "unknown structure"}),
+    "adapter, classic": (classic, replaced("attn.q_linear", Adapted), {"attn.q_linear": "unknown structure"}),
+    "wrapper, classic": (
+        classic,
+        replaced("attn.q_linear", Wrapped),
+        {"": "unknown", "attn": "unknown", "attn.q_linear": "unknown"},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_what_people_do_to_their_modules(name: str, after: bool) -> None:
+    """Done before, it is seen and named; done after, it is honoured all the same."""
+    make, change, left = CHANGES[name]
+    torch.manual_seed(1)
+    m = make()
+    x, fast = torch.randn(2, 3, 8), None
+    if after:
+        fast = copy.deepcopy(m)
+        tfast.accelerate(fast)
+        torch.manual_seed(2), change(fast)
+    torch.manual_seed(2), change(m)
+    if not after:
+        found = reasons(m)
+        assert found.keys() >= left.keys() and all(reason in found[path] for path, reason in left.items()), found
+        fast, m = m, make()
+        torch.manual_seed(2), change(m)
+        m.load_state_dict(fast.state_dict())
+    args = (x, None) if make is classic else (x,)
+    for mode in (True, False):
+        torch.testing.assert_close(fast.train(mode)(*args), m.train(mode)(*args))
+
+
+@pytest.mark.parametrize("part", ["dropout_1", "attn.dropout", "norm_2", "ff"])
+def test_a_part_replaced_later_is_called(part: str) -> None:
+    m = classic()
+    fast = copy.deepcopy(m)
+    tfast.accelerate(fast)
+    x = torch.randn(2, 3, 8)
+    for model in (m, fast):
+        replaced(part, Wrapped)(model)
+    torch.testing.assert_close(fast(x, None), m(x, None))
+
+
+def test_an_embedding_replaced_later_is_called() -> None:
+    m = reference.Encoder(5, 8, 1, 2, 0.0)
+    fast, ids = copy.deepcopy(m), torch.tensor([[1, 4, 0]])
+    tfast.accelerate(fast)
+    for model in (m, fast):
+        replaced("embed.lut", Wrapped)(model)
+    torch.testing.assert_close(fast(ids, None), m(ids, None))
+
+
+def test_other_ways_to_call_a_model() -> None:
+    m = nn.TransformerEncoder(stock(), 2, enable_nested_tensor=False)
+    fast, x = copy.deepcopy(m), torch.randn(2, 3, 8, requires_grad=True)
+    tfast.accelerate(fast)
+    other = {name: p.detach() * 1.1 for name, p in m.named_parameters()}
+    torch.testing.assert_close(
+        torch.func.functional_call(fast, other, (x,)), torch.func.functional_call(m, other, (x,))
+    )
+    with torch.inference_mode():
+        torch.testing.assert_close(fast(x), m(x))
+    for layer in fast.layers:
+        layer.dropout.p = layer.dropout1.p = 0.5
+    results = []
+    for call in (fast, lambda x: checkpoint(fast, x, use_reentrant=False)):
+        torch.manual_seed(3)
+        out = call(x)
+        results.append((out, *torch.autograd.grad(out.square().sum(), [x, *fast.parameters()])))
+    torch.testing.assert_close(*results, rtol=0, atol=0)

@@ -180,6 +180,20 @@ def test_dropout_is_where_it_was(name: str) -> None:
     torch.testing.assert_close(fast(*map(fresh, args)), m(*map(fresh, args)), atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.parametrize("name", FORMS)
+def test_training_draws_the_reference_s_mask(name: str) -> None:
+    """Exact with the shared mask: outputs and gradients of a step with dropout, fused and eager."""
+    make, arguments = FORMS[name]
+    m, args = make(), arguments()
+    tfast.accelerate(m)
+    found = []
+    for backend in ("auto", "reference"):
+        torch.manual_seed(4)
+        with tfast.backend(backend):
+            found.append(results(m, args))
+    torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
+
+
 def test_the_dropout_mask_is_the_one_of_our_layers() -> None:
     """A swapped layer draws what transformer_fast.layers draws: exact with the shared mask."""
     m = reference.DecoderLayer(D, 2, dropout=0.3)

@@ -305,16 +305,61 @@ def test_dropout_acts_on_weights_and_sublayers_and_only_in_training() -> None:
     assert torch.equal(layer(x), layer(x))
 
 
-def test_the_dropout_of_a_layer_is_the_reference_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.TransformerEncoderLayer(E, H, 24, dropout=0.25, batch_first=True)
-    tfast.accelerate(layer)
-    x = torch.randn(N, L, E)
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_dropout_is_the_reference_s_own(norm_first: bool) -> None:
+    """Exact with the shared mask, gradients included: attention, layers and the whole model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        m = nn.Transformer(E, H, 1, 1, 24, dropout=0.25, batch_first=True, norm_first=norm_first)
+    tfast.accelerate(m)
+    x, memory = torch.randn(N, S, E, requires_grad=True), torch.randn(N, L, E)
     results = []
     for backend in ("auto", "reference"):
         torch.manual_seed(3)
         with tfast.backend(backend):
-            results.append(layer(x))
-    torch.testing.assert_close(*results)
+            out = m(x, memory, src_key_padding_mask=padding(S), tgt_mask=look_ahead(L))
+            _, weights = m.decoder.layers[0].multihead_attn(memory, x, x)
+        results.append((out, weights, *torch.autograd.grad(out.square().sum(), [x, *m.parameters()])))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
+def test_the_examples_of_norm_and_embedding_in_torch_s_documentation() -> None:
+    sentence, image = torch.randn(20, 5, 10), torch.randn(20, 5, 10, 10)
+    ids = torch.LongTensor([[1, 2, 4, 5], [4, 3, 2, 9]])
+    made = nn.Embedding.from_pretrained(torch.FloatTensor([[1, 2.3, 3], [4, 5.1, 6.3]]))
+    for m, x, helped in (
+        (nn.LayerNorm(10), sentence, True),
+        (nn.LayerNorm([5, 10, 10]), image, False),
+        (nn.Embedding(10, 3), ids, True),
+        (nn.Embedding(10, 3, padding_idx=0), torch.LongTensor([[0, 2, 0, 5]]), True),
+        (nn.Embedding(10, 3, max_norm=1.0), ids, False),
+        (made, torch.LongTensor([1]), True),
+    ):
+        expected, report = m(x), tfast.accelerate(m)
+        assert bool(report.swapped) == helped
+        torch.testing.assert_close(m(x), expected)
+    padded = nn.Embedding(3, 3, padding_idx=0)
+    tfast.accelerate(padded)
+    with torch.no_grad():
+        padded.weight[padded.padding_idx] = torch.ones(3)
+    assert torch.equal(padded(torch.tensor([[0]]))[0, 0], torch.ones(3))
+
+
+def test_a_learned_mask_gets_its_gradient() -> None:
+    m = nn.MultiheadAttention(E, H, batch_first=True)
+    bias = torch.randn(L, S)
+    q, k = torch.randn(N, L, E), torch.randn(N, S, E)
+    compare(m, lambda m, xs: m(xs[0], xs[1], xs[1], attn_mask=xs[2]), q, k, bias)
+    compare(m, lambda m, xs: m(xs[0], xs[1], xs[1], attn_mask=xs[2]), q, k, bias.expand(N * H, L, S).contiguous())
+
+
+def test_layers_unbatched() -> None:
+    decoder = nn.TransformerDecoder(nn.TransformerDecoderLayer(E, H, 24, 0.0), 2)
+    compare(decoder, lambda m, xs: m(*xs, tgt_mask=look_ahead(L) == INF), torch.randn(L, E), torch.randn(S, E))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 24, 0.0, batch_first=True), 2)
+    compare(encoder, lambda m, xs: m(*xs, src_key_padding_mask=padding(L)[1]), torch.randn(L, E))
 
 
 def test_the_examples_of_torch_s_documentation() -> None:

@@ -121,7 +121,7 @@ class BertHeadsFace(HeadsFace):
     """Three ``linear_layers`` and an ``output_linear``; masks come with their head axis."""
 
     face_linears = ("linear_layers", "output_linear")
-    face_skips = ("dropout", "attention")
+    face_does = ("attention",)
     face_head_axis = False
 
     @classmethod

@@ -13,7 +13,7 @@ from .. import ops
 from ..layers.norm import active_dropout
 from ..layers.torch_modules import Embedding, unwatched
 from ..ops.dropout import dropout as fused_dropout
-from .faces import Face, children, is_dropout, own_parameters
+from .faces import Face, children, is_dropout, is_known, own_parameters
 
 
 def embedded(
@@ -24,11 +24,12 @@ def embedded(
     None where the table does not serve these ids (too short, elsewhere, or of a dtype that decides the result's), or
     where a hook would miss it.
     """
+    parts = [embedding] if dropout is None else [embedding, dropout]
+    if not (unwatched(*parts) and all(map(is_known, parts))):
+        return None
     weight = embedding.weight
     fits = table.dim() == 2 and offset + ids.shape[-1] <= table.shape[0] and table.device == ids.device
     if not fits or torch.promote_types(table.dtype, weight.dtype) != weight.dtype:
-        return None
-    if not unwatched(embedding, *([] if dropout is None else [dropout])):
         return None
     p = 0.0 if dropout is None else active_dropout(dropout)
     padding = embedding.padding_idx
@@ -78,7 +79,7 @@ class PositionalFace(Face):
         return table if fits and torch.promote_types(x.dtype, table.dtype) == x.dtype else None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        table = self.face_table(*args) if len(args) == 1 and not kwargs and unwatched(self.dropout) else None
+        table = self.face_table(*args) if len(args) == 1 and not kwargs and self._face_fits() else None
         return super(Face, self).forward(*args, **kwargs) if table is None else self.face_fused(*args, table)
 
     def face_fused(self, x: Tensor, table: Tensor) -> Tensor:
@@ -102,11 +103,11 @@ class D2lPositionalFace(PositionalFace):
 class BertEmbeddingFace(Face):
     """``dropout(token(ids) + position(ids))``, ``position`` being the table ``pe``; a ``segment`` is added too."""
 
-    face_skips = ("token", "position", "dropout")
+    face_skips, face_does = ("token", "dropout"), ("position",)
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:
-        if children(module) - {"segment"} != set(cls.face_skips) or own_parameters(module):
+        if children(module) - {"segment"} != {*cls.face_skips, *cls.face_does} or own_parameters(module):
             return False
         table = getattr(module.position, "pe", None)
         if not isinstance(table, Tensor) or table.requires_grad or table.dim() != 3 or table.shape[0] != 1:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layers.norm import active_dropout
-from ..layers.torch_modules import LayerNorm, relu_dropout, unwatched
+from ..layers.torch_modules import Embedding, LayerNorm, relu_dropout, unwatched
 from ..ops.dropout import dropout as fused_dropout
 
 
@@ -45,7 +45,10 @@ class Face:
     """The first base of a swapped class; the second is the class that the module had."""
 
     face_skips: tuple[str, ...] = ()
-    """Children that ``face_fused`` does not call as written. Where one of them has hooks, the module runs as it was."""
+    """Children that ``face_fused`` does not call as written: dropouts, and modules swapped before. Where one of them
+    has hooks, or has become something else since, the module runs as it was written."""
+    face_does: tuple[str, ...] = ()
+    """Children of any class that have no parameters, whose work ``face_fused`` does."""
     face_leaves: tuple[str, ...] = ()
     """Attributes in which the module leaves its weights, each a :class:`Weights` here."""
     face_parameters: tuple[tuple[str, Any], ...] | None = None
@@ -68,9 +71,14 @@ class Face:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward: ``face_fused``, unless hooks would miss it."""
         ordered = _in_order(self.face_parameters, args, kwargs) if kwargs else args
-        if ordered is None or not unwatched(*self._face_skipped()):
+        if ordered is None or not self._face_fits():
             return super().forward(*args, **kwargs)
         return self.face_fused(*ordered)
+
+    def _face_fits(self) -> bool:
+        skipped = self._face_skipped()
+        done = [self._modules[name] for name in self.face_does if name in self._modules]
+        return unwatched(*skipped, *done) and all(map(is_known, skipped))
 
     def _face_skipped(self) -> list[nn.Module]:
         return [self._modules[name] for name in self.face_skips if self._modules.get(name) is not None]
@@ -114,6 +122,11 @@ def parameters_of(original: type[nn.Module]) -> tuple[tuple[str, Any], ...] | No
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
         return None
     return tuple((p.name, p.default) for p in parameters)
+
+
+def is_known(module: nn.Module) -> bool:
+    """Whether a module is ``nn.Dropout``, or runs on the fused ops."""
+    return type(module) is nn.Dropout or isinstance(module, Face | LayerNorm | Embedding)
 
 
 def _in_order(parameters: tuple[tuple[str, Any], ...] | None, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
@@ -239,7 +252,7 @@ class ActivatedFeedForwardFace(FeedForwardFace):
 class D2lFeedForwardFace(Face):
     """``dense2(relu(dense1(x)))``."""
 
-    face_skips = ("relu",)
+    face_does = ("relu",)
 
     @classmethod
     def matches(cls, module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 from .. import backends
 from ..layers import torch_modules as fast
@@ -151,7 +152,9 @@ class _Walk:
             self._leave(path, module, "it runs on the fused ops already")
         elif was in _TORCH:
             self._torch(path, module)
-        elif was.__module__.startswith("torch.nn.modules"):
+        elif isinstance(module, tuple(_TORCH)) and parametrize.is_parametrized(module):
+            self._leave(path, module, "its parameters are computed by parametrizations")
+        elif was.__module__.startswith(("torch.nn.modules", "torch.nn.utils")):
             self.report.plain[was.__name__] += 1
         else:
             self._other(path, module)
