@@ -11,7 +11,7 @@ import handwritten as hw
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import fixed_seed
+from helpers import assert_as_exact_as_eager, fixed_seed
 from torch import Tensor, nn
 
 import transformer_fast as tfast
@@ -192,6 +192,41 @@ def test_training_draws_the_reference_s_mask(name: str) -> None:
         with tfast.backend(backend):
             found.append(results(m, args))
     torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_bf16_by_the_gate(name: str) -> None:
+    """In bfloat16 no further from fp64 than the module itself is."""
+    make, arguments = FORMS[name]
+    m, args = make().eval(), arguments()
+
+    def cast(value: Any, dtype: torch.dtype) -> Any:
+        if isinstance(value, list):
+            return [cast(inner, dtype) for inner in value]
+        if not (isinstance(value, Tensor) and value.is_floating_point()):
+            return value
+        return value.detach().bfloat16().to(dtype).requires_grad_(value.requires_grad)
+
+    def typed(m: nn.Module, dtype: torch.dtype) -> nn.Module:
+        for child in m.to(dtype).modules():
+            if isinstance(getattr(child, "P", None), Tensor):  # no buffer: .to leaves it behind
+                child.P = child.P.to(dtype)
+        return m
+
+    for part in m.modules():  # a ReLU at its kink falls either way, and takes a gradient along
+        for first in ("linear_1", "w_1", "dense1", "0"):
+            if isinstance(getattr(part, first, None), nn.Linear):
+                nn.init.constant_(getattr(part, first).bias, 4.0)
+    m = typed(m, torch.bfloat16)
+    exact, fast = typed(copy.deepcopy(m), torch.float64), copy.deepcopy(m)
+    assert tfast.accelerate(fast).rows[0].now
+    runs = [results(model, cast(list(args), dtype)) for model, dtype in (
+        (fast, torch.bfloat16), (m, torch.bfloat16), (exact, torch.float64))]  # fmt: skip
+    for ours, theirs, true in zip(*runs, strict=True):
+        if isinstance(true, Tensor) and true.abs().max() < 1e-10:  # the bias of keys cancels: rounding alone is left
+            assert ours.abs().max() < 0.05
+        elif isinstance(true, Tensor):
+            assert_as_exact_as_eager(ours, theirs, true, ulps=4.0 * (B * L) ** 0.5)
 
 
 def test_the_dropout_mask_is_the_one_of_our_layers() -> None:
