@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import transformer_fast as tfast
 
 transformers = pytest.importorskip("transformers")
+tfast_name = "transformer_fast"
 
 SIZES = {"vocab_size": 40, "pad_token_id": 1, "bos_token_id": 2, "eos_token_id": 3}
 SEQ2SEQ = SIZES | {
@@ -32,7 +34,24 @@ NAMES = list(DROPOUT)
 B, L = 3, 7
 
 
+DECODERS: dict[str, dict[str, Any]] = {
+    "Mistral": PLAIN | {"num_key_value_heads": 2, "sliding_window": 3},
+    "GPT2": SIZES | {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32},
+    "Gemma2": PLAIN
+    | {"num_key_value_heads": 2, "head_dim": 4, "sliding_window": 3, "attn_logit_softcapping": None},
+    "OPT": SIZES
+    | {
+        "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 24,
+        "max_position_embeddings": 32, "word_embed_proj_dim": 16,
+    },
+}  # fmt: skip
+
+
 def build(name: str, implementation: str, **options: Any) -> Any:
+    if name in DECODERS:
+        head = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+        config, model = (getattr(transformers, f"{name}{kind}") for kind in ("Config", head))
+        return randomly(config(**DECODERS[name] | options), model, implementation)
     config, model = {
         "marian": lambda: (transformers.MarianConfig(**SEQ2SEQ | options), transformers.MarianMTModel),
         "bart": lambda: (transformers.BartConfig(**SEQ2SEQ | options), transformers.BartForConditionalGeneration),
@@ -41,7 +60,18 @@ def build(name: str, implementation: str, **options: Any) -> Any:
             transformers.LlamaConfig(**PLAIN | {"num_key_value_heads": 2} | options),
             transformers.LlamaForCausalLM,
         ),
+        "t5": lambda: (
+            transformers.T5Config(
+                **SIZES
+                | {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 2}
+            ),
+            transformers.T5ForConditionalGeneration,
+        ),
     }[name]()
+    return randomly(config, model, implementation)
+
+
+def randomly(config: Any, model: Any, implementation: str) -> Any:
     torch.manual_seed(0)
     config._attn_implementation = implementation
     built = model(config).eval()
@@ -64,7 +94,7 @@ def inputs(name: str, side: str) -> dict[str, Tensor]:
     else:
         mask = (places < lengths if side == "right" else places >= L - lengths).long()
     given = {"input_ids": ids.masked_fill(mask == 0, 1), "attention_mask": mask}
-    if name in ("marian", "bart"):
+    if name in ("marian", "bart", "t5"):
         given["decoder_input_ids"] = torch.randint(4, 40, (B, 5))
     return given
 
@@ -122,12 +152,40 @@ def test_padding_and_look_ahead_reach_the_kernel_without_a_dense_mask(monkeypatc
 def test_generation_with_a_cache(name: str, options: dict[str, Any]) -> None:
     given = inputs(name, "left" if name == "llama" else "right")
     given.pop("decoder_input_ids", None)
-    if options.get("cache_implementation") and name != "llama":
-        pytest.skip("one static cache is enough")
     results = []
     for model in both(name):
         results.append(model.generate(**given, max_new_tokens=6, do_sample=False, disable_compile=True, **options))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", [*DECODERS, "t5"])
+def test_sliding_windows_learned_positions_and_position_biases(name: str) -> None:
+    """Padding on the left, against eager and (where there is one) sdpa; then a cache longer than the window."""
+    given = inputs(name, "left")
+    ours, eager = build(name, tfast_name), build(name, "eager")
+    others = [eager] if name == "Gemma2" else [eager, build(name, "sdpa")]
+    tokens = given["attention_mask"] == 1 if name != "t5" else ...
+    logits = ours(**given).logits[tokens]
+    for other in others:
+        torch.testing.assert_close(logits, other(**given).logits[tokens], atol=2e-4, rtol=2e-3)
+    given.pop("decoder_input_ids", None)
+    results = [m.generate(**given, max_new_tokens=6, do_sample=False, disable_compile=True) for m in (ours, eager)]
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", ["llama", "marian", "bert"])
+def test_one_compiled_graph_for_all_lengths(name: str) -> None:
+    torch._dynamo.reset()
+    model, counter = build(name, tfast_name), CompileCounterWithBackend("eager")
+    compiled, frames = torch.compile(model, fullgraph=True, dynamic=True, backend=counter), []
+    for length in (5, 9):
+        ids = torch.randint(4, 40, (B, length))
+        given = {"input_ids": ids, "attention_mask": (torch.arange(length) >= torch.tensor([[0], [3], [2]])).long()}
+        given |= {"decoder_input_ids": ids[:, :4]} if name == "marian" else {}
+        given |= {"use_cache": False} if name != "bert" else {}
+        torch.testing.assert_close(compiled(**given).logits, model(**given).logits, atol=1e-4, rtol=1e-4)
+        frames.append(counter.frame_count)
+    assert frames == [1, 1]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -166,6 +224,16 @@ def test_a_prepared_additive_mask() -> None:
     bias = torch.randn(B, 1, L, L).masked_fill(torch.rand(B, 1, L, L) > 0.7, torch.finfo(torch.float32).min)
     ours, theirs = (model(input_ids=ids, attention_mask=bias).logits for model in both("llama"))
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-3)
+
+
+def test_models_it_cannot_compute_are_refused() -> None:
+    ids = torch.randint(4, 40, (B, L))
+    with pytest.raises(NotImplementedError, match=r"soft-capped scores \(softcap=\); use \"eager\""):
+        build("Gemma2", tfast_name, attn_logit_softcapping=50.0)(input_ids=ids)
+    sinks = PLAIN | {"num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = randomly(transformers.GptOssConfig(**sinks), transformers.GptOssForCausalLM, tfast_name)
+    with pytest.raises(NotImplementedError, match="attention sinks"):
+        model(input_ids=ids)
 
 
 def test_what_it_cannot_do_is_said() -> None:
