@@ -8,13 +8,18 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import handwritten
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import transformer_fast as tfast
+from transformer_fast import layers
+from transformer_fast.dialects import bert, d2l, tensorflow
 from transformer_fast.reference import layers as reference
+from transformer_fast.reference.dialects import d2l as d2l_oracle
 
 VOCABULARY, D = 20, 16
 Inputs = Callable[[int], tuple[Any, ...]]
@@ -167,3 +172,118 @@ def test_transforms_of_torch_func_are_refused_clearly(transform: Callable) -> No
         plain = calls[1]
         expected = torch.stack([plain(row) for row in x[0]])
         torch.testing.assert_close(torch.vmap(plain)(x[0]), expected)
+
+
+def x(length: int) -> Tensor:
+    return torch.randn(3, length, D)
+
+
+def swapped(model: nn.Module) -> nn.Module:
+    assert tfast.accelerate(model).rows[0].now
+    return model
+
+
+def keep(length: int) -> Tensor:
+    return ~blocked(length).unsqueeze(1)
+
+
+SIZES = (VOCABULARY, D, 24, 4, 1, 0.1)
+PARTS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
+    "attention": (lambda: layers.MultiHeadAttention(2, D), lambda n: (x(n), x(n), x(n), keep(n))),
+    "encoder layer": (lambda: layers.EncoderLayer(D, 2, norm_first=False, norm="layer"), lambda n: (x(n), keep(n))),
+    "decoder layer": (
+        lambda: layers.DecoderLayer(D, 2),
+        lambda n: (x(n), x(n), keep(n), layers.subsequentmask(n)),
+    ),
+    "bert attention": (lambda: bert.MultiHeadedAttention(2, D), lambda n: (x(n), x(n), x(n), keep(n).unsqueeze(1))),
+    "bert embedding": (lambda: bert.BERTEmbedding(VOCABULARY, D), lambda n: (ids(n),)),
+    "tensorflow attention": (
+        lambda: tensorflow.MultiHeadAttention(D, 2),
+        lambda n: (x(n), x(n), x(n), blocked(n)[:, None, None].float()),
+    ),
+    "tensorflow additive": (
+        lambda: tensorflow.AdditiveAttention(8, D, D),
+        lambda n: (x(n), x(n), x(n), blocked(n)[:, None].float()),
+    ),
+    "d2l attention": (
+        lambda: d2l.MultiHeadAttention(D, 2, 0.1, **dict.fromkeys(("query_size", "key_size", "value_size"), D)),
+        lambda n: (x(n), x(n), x(n), torch.tensor([n, n - 2, 1])),
+    ),
+    "d2l model": (
+        lambda: d2l.EncoderDecoder(d2l.TransformerEncoder(*SIZES), d2l.TransformerDecoder(*SIZES)),
+        lambda n: (ids(n), ids(n), torch.tensor([n, n - 2, 1])),
+    ),
+    "nn.TransformerEncoder": (
+        lambda: swapped(nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 24, batch_first=True), 1)),
+        lambda n: (x(n), None, blocked(n)),
+    ),
+    "swapped bert block": (lambda: swapped(handwritten.BertBlock(D, 2, 24)), lambda n: (x(n), keep(n).unsqueeze(1))),
+    "swapped d2l decoder": (
+        lambda: swapped(d2l_oracle.TransformerDecoder(*SIZES)),
+        lambda n: (ids(n), [x(n), torch.tensor([n, n - 2, 1]), [None]]),
+    ),
+}
+
+
+def called(model: Callable, args: tuple[Any, ...]) -> Tensor:
+    torch.manual_seed(0)
+    out = model(*tree_map(lambda a: a, args))  # lists of its own: a decoder changes its state
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_part_compiles_exports_and_is_copied(name: str) -> None:
+    make, inputs = PARTS[name]
+    torch._dynamo.reset()
+    model, counter = make(), CompileCounterWithBackend("eager")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    for length in (5, 9):
+        args = inputs(length)
+        torch.testing.assert_close(called(compiled, args), called(model, args))
+    assert counter.frame_count == 1
+    model.eval()
+    expected = called(model, args)
+    torch.testing.assert_close(called(torch.export.export(model, args).module(), args), expected)
+    buffers = io.BytesIO(), io.BytesIO()
+    torch.save(model, buffers[0]), torch.save(model.state_dict(), buffers[1])
+    for buffer in buffers:
+        buffer.seek(0)
+    loaded = make().eval()
+    loaded.load_state_dict(torch.load(buffers[1], weights_only=True))
+    whole = torch.load(buffers[0], weights_only=False)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), whole, loaded):
+        assert torch.equal(called(twin, args), expected)
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_part_changes_types_and_takes_autocast(name: str) -> None:
+    make, inputs = PARTS[name]
+    model, args = make().eval(), inputs(7)
+    expected = called(model, args)
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype=dtype):
+            torch.testing.assert_close(called(model, args).float(), expected, atol=0.1, rtol=0.05)
+    for change in (nn.Module.half, nn.Module.bfloat16, nn.Module.double):
+        twin = change(copy.deepcopy(model))
+        dtype = next(twin.parameters()).dtype
+
+        def cast(a: Any, dtype: torch.dtype = dtype) -> Any:
+            if isinstance(a, list):
+                return [cast(inner) for inner in a]
+            return a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a
+
+        out = called(twin, tuple(map(cast, args)))
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.float(), expected, atol=0.1, rtol=0.05)
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_every_part_refuses_vmap_by_name(name: str, grad: bool) -> None:
+    make, inputs = PARTS[name]
+    model, args = make().eval(), inputs(7)
+    tensors, spec = tree_flatten(list(args))
+    places = [0 if isinstance(t, Tensor) else None for t in tensors]
+    twice = [torch.stack((t, t)) if isinstance(t, Tensor) else t for t in tensors]
+    with torch.set_grad_enabled(grad), pytest.raises(tfast.BackendError, match="vmap"):
+        torch.vmap(lambda *flat: called(model, tuple(tree_unflatten(list(flat), spec))), in_dims=tuple(places))(*twice)

@@ -111,12 +111,22 @@ def resolve(op: str, device: torch.device, dtype: torch.dtype) -> str:
     if torch.compiler.is_compiling():
         return choose(op, device, dtype)[0]
     name = _resolved(current(), op, device, dtype)
-    if name != "reference" and torch._C._functorch.maybe_current_level() is not None:
-        raise BackendError(
-            f"{op} cannot run inside vmap, grad or another transform of torch.func: the kernels take whole batches and "
-            'have no rules for it. Add a batch dimension instead, or use transformer_fast.backend("reference")'
-        )
+    if name != "reference" and in_transform():
+        refuse_transform(op)
     return name
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func (vmap, grad) is running, under which tensors cannot be looked into."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
+
+
+def refuse_transform(op: str) -> None:
+    """Say that an op has no rules for torch.func."""
+    raise BackendError(
+        f"{op} cannot run inside vmap, grad or another transform of torch.func: the kernels take whole batches and "
+        'have no rules for it. Add a batch dimension instead, or use transformer_fast.backend("reference")'
+    )
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from .backends import in_transform, refuse_transform
 from .masks import AttentionMask
 
 
@@ -122,6 +123,8 @@ def packing_of(
 ) -> Packing:
     """The :class:`Packing` of a batch (batch, length, ...) on ``device``; ``mask`` and errors as in :func:`pack`."""
     device = torch.device(device or "cpu")
+    if in_transform():
+        refuse_transform("pack")
     lengths, keep = _lengths_or_keep(mask, batch, length)
     if lengths is not None:
         return _from_lengths(lengths, batch, length, device)

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from ..backends import in_transform
 from ..masks import AttentionMask
 
 
@@ -80,7 +81,7 @@ def _is_look_ahead(mask: Tensor | None) -> bool:
     """Whether a mask is the square look-ahead mask; looked at where that is no wait: on the CPU, not compiling."""
     if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
         return False
-    if mask.device.type != "cpu" or torch.compiler.is_compiling() or type(mask) is not Tensor:
+    if mask.device.type != "cpu" or torch.compiler.is_compiling() or type(mask) is not Tensor or in_transform():
         return False
     blocked = torch.ones_like(mask, dtype=torch.bool).triu_(1)
     if mask.dtype != torch.bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _module
 
 from .. import ops
+from ..backends import in_transform
 from ..ops.dropout import dropout as fused_dropout
 from ..packing import PackedMask, Packing, packing_of, take, unpack
 from . import norm as _norm
@@ -292,7 +293,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         attention = self.layers[0].self_attn
         if self.layers[0].training or not (getattr(self, "use_nested_tensor", False) and attention.batch_first):
             return None
-        if torch.compiler.is_compiling() or type(src) is not Tensor or src.is_meta:
+        if torch.compiler.is_compiling() or in_transform() or type(src) is not Tensor or src.is_meta:
             return None
         if torch.is_autocast_enabled(src.device.type) or not torch.backends.mha.get_fastpath_enabled():
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import backends
 from ..kernels.remembered import remembered
 from ..masks import AttentionMask
 
@@ -71,7 +72,7 @@ def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
         lengths = lengths.squeeze(1)
     if lengths.shape[0] != B:
         lengths = lengths.expand(B, *lengths.shape[1:])
-    if torch.compiler.is_compiling() or type(lengths) is not Tensor:
+    if torch.compiler.is_compiling() or type(lengths) is not Tensor or backends.in_transform():
         return lengths.clamp(0, Lk).to(torch.int32)
     return remembered(lengths, ("normal lengths", Lk), (), lambda: _checked_lengths(lengths, Lk))
 

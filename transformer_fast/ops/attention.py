@@ -84,6 +84,7 @@ def attention(
     autocast = _library.autocast_enabled(q)
     check_inputs(q, k, v, autocast)
     check_options(dropout_p, empty_rows, return_weights)
+    backend = backends.resolve("attention", q.device, q.dtype)
     B, H, Lq, D = q.shape
     Lk, Dv = v.shape[2:]
     check_mask(mask, q, (B, H, Lq, Lk))
@@ -96,7 +97,6 @@ def attention(
         lengths = normal_lengths(lengths, B, Lq, Lk)
     parts = (mask.keep_mask, key_keep, lengths, bias, mask.causal_offset, scale, float(dropout_p), seed)
 
-    backend = backends.resolve("attention", q.device, q.dtype)
     check_backend(backend, q, v)
     if backend == "reference":
         out, weights, logsumexp = reference.attention.attention(q, k, v, **_named(parts), empty_rows=empty_rows)

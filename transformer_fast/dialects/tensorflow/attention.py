@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from ... import backends
 from ...masks import AttentionMask
 from .._common import attend, head_width, merge_heads, split_heads, with_head_axis
 
@@ -83,7 +84,8 @@ def blocked_mask(where: str, mask: BlockedMask, axes: int = 4) -> AttentionMask 
             + (hint if mask.dim() == 3 else "")
         )
     # On a GPU looking would wait for it.
-    if mask.device.type == "cpu" and not torch.compiler.is_compiling() and not ((mask == 0) | (mask == 1)).all():
+    look = mask.device.type == "cpu" and not (torch.compiler.is_compiling() or backends.in_transform())
+    if look and not ((mask == 0) | (mask == 1)).all():
         raise ValueError(
             f"{where}: a mask of this dialect holds 1.0 for blocked and 0.0 for kept, and nothing else. If it is added "
             "to the scores as it is, pass AttentionMask.bias(mask)."
