@@ -149,7 +149,7 @@ def write_record(args: argparse.Namespace) -> dict[str, Any]:
     record = {
         "what": "one recipe, seed and thread, the same CPU time; the backend differs",
         "finished": all("bleu_lowercased" in side for side in sides.values()),
-        "recipe": args.recipe,
+        "recipe": load_recipe(args.recipe).name,
         "settings": load_recipe(args.recipe).training,
         "cpu_minutes": args.cpu_minutes,
         "seed": args.seed,

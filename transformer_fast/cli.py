@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parser(training=argv[:1] == ["train"]).parse_args(argv)
-        with backends.backend(args.backend or backends.current()):
+        with backends.backend(getattr(args, "backend", None) or backends.current()):
             return args.run(args)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -106,6 +106,10 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
     command.set_defaults(run=_demo)
 
     command = commands.add_parser("train", parents=[common], help="train a translator on two line-aligned files")
+    command.description = (
+        "Train a translator on two text files whose lines belong together. Learns a joint subword vocabulary, trains,"
+        " and writes checkpoints into --save; the same command again goes on where it stopped. Ctrl-C saves and ends."
+    )
     if training:
         from .translation import TrainConfig
 
@@ -116,13 +120,19 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
     translate_command.add_arguments(command)
     command.set_defaults(run=lambda args: translate_command.run(args, _device(args.device)))
 
-    command = commands.add_parser("score", parents=[common], help="BLEU of translations against their references")
+    command = commands.add_parser("score", help="BLEU of translations against their references")
     score_command.add_arguments(command)
     command.set_defaults(run=score_command.run)
 
-    command = commands.add_parser("average", parents=[common], help="the mean of a run's last checkpoints, as a model")
+    command = commands.add_parser("average", help="the mean of a run's last checkpoints, as a model")
+    command.description = (
+        "Write the mean of the weights of a run's last checkpoints (of epochs, where it validates each) into the run's"
+        " folder; `translate --which average` uses it."
+    )
     command.add_argument("--model", required=True, metavar="DIR", help="the folder that `train --save` wrote")
-    command.add_argument("--last", type=int, default=10, metavar="N", help="so many (default: %(default)s)")
+    command.add_argument(
+        "--last", type=int, default=10, metavar="N", help="how many checkpoints (default: %(default)s)"
+    )
     command.set_defaults(run=_average)
 
     command = commands.add_parser(

@@ -97,7 +97,9 @@ class TrainConfig:
         False, "under torchrun, spread weights and optimizer over the processes (FSDP2), not whole in each", free=True
     )
     checkpoint_activations: bool = _option(
-        False, "compute each layer again in backward instead of keeping it: less memory, a third more time", free=True
+        False,
+        "compute each layer again in backward instead of keeping it: less memory, one more forward pass",
+        free=True,
     )
     valid_every: int = _option(
         1000, "updates between validations, each of which writes a checkpoint; 0: at the end of every epoch"
@@ -153,6 +155,8 @@ class TrainConfig:
                 group = parser.add_argument_group(GROUPS[setting.name])
             flag, options = "--" + setting.name.replace("_", "-"), dict(setting.metadata["flag"])
             shown = ""
+            if "choices" not in options and not isinstance(setting.default, bool):
+                options.setdefault("metavar", _metavar(setting))
             if setting.default is dataclasses.MISSING:
                 options["required"] = True
             else:
@@ -214,6 +218,16 @@ GROUPS = {
     "seed": "the machine",
     "valid_every": "validation, checkpoints, reports",
 }
+
+
+def _metavar(setting: dataclasses.Field) -> str:
+    """What stands for a flag's value in --help."""
+    if setting.name == "save":
+        return "DIR"
+    if setting.name.endswith(("source", "target")):
+        return "F"
+    kind = setting.metadata["flag"].get("type", type(setting.default))
+    return {int: "N", float: "X", parse_duration: "T"}.get(kind, "NAME")
 
 
 class _ListRecipes(argparse.Action):

@@ -15,7 +15,7 @@ from .checkpoint import RunFolder
 from .errors import CheckpointError
 from .ranks import Ranks
 
-GROUPS = {"valid_loss": "valid", "bleu": "valid"}  # where TensorBoard shows it; all else is "train"
+VALID = ("valid_loss", "bleu", "average_")  # how the names begin that TensorBoard shows under "valid", not "train"
 
 
 class Window:
@@ -95,7 +95,8 @@ class RunLog:
             with self._writing(self._events):
                 for name, value in line.items():
                     if name != "step":
-                        self._writer.add_scalar(f"{GROUPS.get(name, 'train')}/{name}", value, line["step"])
+                        group = "valid" if name.startswith(VALID) else "train"
+                        self._writer.add_scalar(f"{group}/{name}", value, line["step"])
 
     def flush(self) -> int:
         """Bring it to the disk; how many bytes `log.jsonl` has."""
