@@ -42,9 +42,19 @@ inline void copy_operands(const T* row, int64_t D, Accumulate<T>* out) {
     narrow(out + unit, load_operands<false>(row, unit, D));
 }
 
+// Rows that will be read after those at hand: each line of those asks for one of these, since a cache comes from memory.
+template <typename T>
+struct Ahead {
+  const T* rows;
+  int64_t stride;
+
+  void fetch(int64_t row, int64_t column) const { __builtin_prefetch(rows + row * stride + column, 0, 2); }
+};
+
 // out[j] = factor * (row j) . vector for j < count; `out` has room for whole vectors, `vector` holds operands.
-template <typename T, typename A>
-void multiply_rows(const T* rows, int64_t stride, int64_t count, int64_t D, const A* vector, A factor, A* out) {
+template <bool kFetch = false, typename T, typename A>
+void multiply_rows(const T* rows, int64_t stride, int64_t count, int64_t D, const A* vector, A factor, A* out,
+                   Ahead<T> ahead = {}) {
   constexpr int64_t kW = kLanes<A>;
   with_whole_vectors<T>(D, [&](auto whole) {
     for (int64_t first = 0; first < count; first += kW) {
@@ -53,9 +63,11 @@ void multiply_rows(const T* rows, int64_t stride, int64_t count, int64_t D, cons
       Vector<A> sums[kW] = {};
       for (int64_t unit = 0; unit * kSteps<Operand<T>> < D; unit += kW) {
         const Vector<A> operands = widen(vector + unit);
-        for (int64_t j = 0; j < kW; ++j)
+        for (int64_t j = 0; j < kW; ++j) {
+          if constexpr (kFetch) ahead.fetch(first + j, unit * kSteps<Operand<T>>);
           sums[j] = add_products<Operand<T>>(
               sums[j], load_operands<decltype(whole)::value>(row + std::min(j, last) * stride, unit, D), operands);
+        }
       }
       transpose<A>(sums);
       Vector<A> total = sums[0];
@@ -67,14 +79,16 @@ void multiply_rows(const T* rows, int64_t stride, int64_t count, int64_t D, cons
 
 // sum += weights[j] * (row j) over j < count; `sum` is padded to whole vectors. A weight of 0 does not touch its row,
 // which may hold NaN or Inf; with kFinite, what is not finite counts as 0 everywhere.
-template <bool kFinite = false, typename T, typename A>
-void add_rows(const A* weights, const T* rows, int64_t stride, int64_t count, int64_t D, A* sum) {
+template <bool kFinite = false, bool kFetch = false, typename T, typename A>
+void add_rows(const A* weights, const T* rows, int64_t stride, int64_t count, int64_t D, A* sum, Ahead<T> ahead = {}) {
   constexpr int64_t kW = kLanes<A>, kVectors = 4;
   for (int64_t d = 0; d < D; d += kVectors * kW) {
     const int64_t columns = std::min(kVectors * kW, D - d), vectors = (columns + kW - 1) / kW;
     Vector<A> sums[kVectors];
     for (int64_t n = 0; n < kVectors; ++n) sums[n] = n < vectors ? widen(sum + d + n * kW) : Vector<A>{};
     for (int64_t j = 0; j < count; ++j) {
+      if constexpr (kFetch)
+        for (int64_t n = 0; n < vectors; ++n) ahead.fetch(j, d + n * kW);
       if (weights[j] == 0) continue;
       const T* row = rows + j * stride + d;
       if (columns == kVectors * kW && !kFinite) {
@@ -127,10 +141,21 @@ class QueryRows {
     return std::min(count, p.page_size - slot);
   }
 
-  // The masked scores of keys first .. first + count - 1, and -inf up to whole vectors.
-  void find_scores(int64_t row, const A* query, const T* k, int64_t first, int64_t count, A* scores) const {
+  // The first keys of the head after this one, or null.
+  const T* next_head() const {
     const auto& p = problem_;
-    multiply_rows(k, p.k.row_stride(), count, p.D, query, p.scale, scores);
+    if (p.pages != nullptr || (kv_head_ + 1 == p.Hkv && b_ + 1 == p.B)) return nullptr;
+    return kv_head_ + 1 < p.Hkv ? p.k.at(b_, kv_head_ + 1, 0) : p.k.at(b_ + 1, 0, 0);
+  }
+
+  // The masked scores of keys first .. first + count - 1, and -inf up to whole vectors; values lie ahead, or null.
+  void find_scores(int64_t row, const A* query, const T* k, int64_t first, int64_t count, A* scores,
+                   const T* ahead = nullptr) const {
+    const auto& p = problem_;
+    if (ahead)
+      multiply_rows<true>(k, p.k.row_stride(), count, p.D, query, p.scale, scores, Ahead<T>{ahead, p.v.row_stride()});
+    else
+      multiply_rows(k, p.k.row_stride(), count, p.D, query, p.scale, scores);
     const int64_t h = head(row), i = position(row), end = std::clamp<int64_t>(limit(row) - first, 0, count);
     std::fill(scores + end, scores + round_up(count, kW), kBlocked<A>);
     if (p.bias) {

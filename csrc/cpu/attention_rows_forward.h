@@ -46,13 +46,12 @@ class RowsForward {
     for (int64_t first = first_key; first < end;) {
       const T *k, *v;
       const int64_t keys = rows_.find_keys(first, std::min(kRowKeys, end - first), &k, &v);
-      fetch(v, problem_.v.row_stride(), keys);
-      if (const int64_t next = first + keys; next < end) {
-        const T *next_k, *next_v;
-        const int64_t more = rows_.find_keys(next, std::min(kRowKeys, end - next), &next_k, &next_v);
-        fetch(next_k, problem_.k.row_stride(), more);
-      }
-      for (int64_t row = 0; row < rows_.count(); ++row) add_keys(row, k, v, first, keys, RowPart<A>(storage, row, width_));
+      // While the scores are computed the values are fetched, and while those are summed up what comes after them.
+      const T *after = rows_.next_head(), *values;
+      if (const int64_t next = first + keys; next < end)
+        rows_.find_keys(next, std::min(kRowKeys, end - next), &after, &values);
+      for (int64_t row = 0; row < rows_.count(); ++row)
+        add_keys(row, k, v, first, keys, RowPart<A>(storage, row, width_), row == 0 ? after : nullptr);
       first += keys;
     }
     if (!parts)
@@ -78,15 +77,8 @@ class RowsForward {
   }
 
  private:
-  // A long cache comes from memory: what is needed next is asked for early, since its rows may lie far apart.
-  void fetch(const T* rows, int64_t stride, int64_t count) const {
-    constexpr int64_t of_line = 64 / sizeof(T);
-    for (int64_t j = 0; j < count; ++j)
-      for (int64_t d = 0; d < problem_.D; d += of_line) __builtin_prefetch(rows + j * stride + d, 0, 2);
-  }
-
-  void add_keys(int64_t row, const T* k, const T* v, int64_t first, int64_t keys, RowPart<A> part) {
-    rows_.find_scores(row, queries_ + row * width_, k, first, keys, weights_);
+  void add_keys(int64_t row, const T* k, const T* v, int64_t first, int64_t keys, RowPart<A> part, const T* after) {
+    rows_.find_scores(row, queries_ + row * width_, k, first, keys, weights_, row == 0 ? v : nullptr);
     Vector<A> maxima = broadcast(*part.maximum);
     for (int64_t j = 0; j < keys; j += kW) maxima = widen(weights_ + j) > maxima ? widen(weights_ + j) : maxima;
     A maximum = *part.maximum;
@@ -107,7 +99,11 @@ class RowsForward {
     *part.maximum = maximum;
     *part.total += lane_sum<A>(totals);
     drop_weights(row, first, keys);
-    add_rows(weights_, v, problem_.v.row_stride(), keys, problem_.D, part.sum);
+    const int64_t stride = problem_.v.row_stride();
+    if (after)
+      add_rows<false, true>(weights_, v, stride, keys, problem_.D, part.sum, Ahead<T>{after, problem_.k.row_stride()});
+    else
+      add_rows(weights_, v, stride, keys, problem_.D, part.sum);
   }
 
   void drop_weights(int64_t row, int64_t first, int64_t keys) {
