@@ -60,9 +60,13 @@ def _keep_masks() -> list[Line]:
     dense = KEEP[:, None] & torch.ones(5, 5, dtype=torch.bool).tril()
     padding = AttentionMask.keep(KEEP[:, None, None])
     return [
-        Line("padding: (B, 1, Lk), True = keep", [Given("keep", KEEP, KEEP, "sentence")], _sentences(padding)),
         Line(
-            "padding and look-ahead: (B, Lq, Lk)",
+            "padding: (B, 1, Lk), in dialects.bert (B, 1, 1, Lk), True = keep",
+            [Given("keep", KEEP, KEEP, "sentence")],
+            _sentences(padding),
+        ),
+        Line(
+            "padding and look-ahead: (B, Lq, Lk), in dialects.bert (B, 1, Lq, Lk)",
             _each("keep", dense, dense),
             _sentences(AttentionMask.keep(dense[:, None])),
         ),
@@ -186,6 +190,10 @@ def _lines(path: Path, lines: list[Line]) -> Path:
             figure.text(
                 (x - arrow - 0.6) / across, 1 - (y + 1) / total, "\u2192", color=QUIET, fontsize=22, va="center"
             )
+            for place, said in ((left, "what you pass"), (x, "dark: the keys that each query sees")):
+                figure.text(
+                    place / across, 1 - (top + title + 0.15) / total, said, color=QUIET, fontsize=8, va="center"
+                )
         for name, seen in line.seen:
             axes = panel(x, y, seen)
             axes.imshow(seen.numpy(), cmap=ListedColormap(["white", SEEN]), vmin=0, vmax=1, aspect="auto")
