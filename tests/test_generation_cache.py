@@ -6,8 +6,9 @@ from helpers import assert_as_exact_as_eager
 from torch import nn
 
 from transformer_fast import Transformer, beam_search, greedy
-from transformer_fast.generation.cache import _places
+from transformer_fast.generation.cache import _places, move_rows
 from transformer_fast.generation.decoding import Decoding, check_request
+from transformer_fast.kernels import extension
 
 BOS, EOS, VOCAB = 0, 1, 30
 
@@ -113,6 +114,33 @@ def test_a_row_keeps_its_place_where_it_can():
     assert _places([1, 1, 1]) == ([1, 0, 2], [(1, 0), (1, 2)])
     assert _places([0, 3, 2]) == ([0, 1, 2], [(3, 1)])  # the last fills the hole of one that left
     assert _places([2, 0]) == ([1, 0], [(2, 1)])
+
+
+def test_what_is_copied_from_is_not_copied_to():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(300):
+        rows, kept = (int(torch.randint(1, 12, (), generator=generator)) for _ in range(2))
+        parents = torch.randint(rows, (kept,), generator=generator).tolist()
+        places, moves = _places(parents)
+        held = {place: place for place in range(max(rows, kept))}
+        held |= {to: source for source, to in moves}
+        assert sorted(places) == list(range(kept)) and [held[place] for place in places] == parents
+        assert not {source for source, _ in moves} & {to for _, to in moves}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_rows_of_a_cache_move(monkeypatch, dtype):
+    cache = torch.randn(3, 9, 2, 4, 16, 5).to(dtype)
+    for length, moves in ((16, [(0, 4), (0, 5), (8, 1)]), (3, [(2, 6)]), (0, [(1, 2)])):
+        expected = cache.clone()
+        for source, target in moves:
+            expected[:, target, :, :, :length] = cache[:, source, :, :, :length]
+        indexed = cache.clone()
+        move_rows(cache, moves, length)
+        with monkeypatch.context() as without:
+            without.setattr(extension, "load", lambda: False)
+            move_rows(indexed, moves, length)
+        assert torch.equal(cache, expected) and torch.equal(indexed, expected)
 
 
 def test_a_step_runs_one_position_and_copies_what_moved():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..kernels import extension
 from ..layers.attention import MultiHeadAttention
 from ..layers.decoder import LayerCache
 from ..masks import AttentionMask
@@ -79,7 +80,7 @@ class DecoderCache:
         for slot, parent in zip(slots, parents, strict=True):
             sentences[slot] = self._sentences[parent]
         if moves and self._own is not None:
-            _move(self._own[..., : self.length, :].unbind(0), moves)
+            move_rows(self._own, moves, self.length)
         self._slots = slots
         self._order = None if slots == list(range(len(slots))) else self._orders(slots)
         self._sentences = self._leave_sentences(sentences)
@@ -197,7 +198,8 @@ class _Cross:
 def _places(parents: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """New places 0 .. len(parents) - 1: each parent keeps its own for its first child, others take what is left.
 
-    Returns the places, and which copies that needs: (from, to).
+    Returns the places, and which copies that needs: (from, to). No place is both: what is copied from stays where it
+    is, or lies past the last place.
     """
     count = len(parents)
     places, taken = [-1] * count, [False] * count
@@ -211,6 +213,14 @@ def _places(parents: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
             places[child] = next(left)
             moves.append((parent, places[child]))
     return places, moves
+
+
+def move_rows(cache: Tensor, moves: list[tuple[int, int]], length: int) -> None:
+    """The first `length` positions of rows of a cache (layers, rows, 2, heads, capacity, d_k), to other rows."""
+    if cache.device.type == "cpu" and extension.load():
+        torch.ops.transformer_fast_native.copy_cache_rows(cache, *map(list, zip(*moves, strict=True)), length)
+    else:
+        _move(cache[..., :length, :].unbind(0), moves)
 
 
 def _move(parts: Sequence[Tensor], moves: list[tuple[int, int]]) -> None:

@@ -19,7 +19,7 @@ from .. import ops
 from ..layers.attention import MultiHeadAttention
 from ..layers.decoder import LayerCache
 from ..layers.embedding import PositionalEncoder
-from .cache import BLOCK, _move, _places
+from .cache import BLOCK, _places, move_rows
 from .weights import joined, prepared
 
 Replay = Callable[[], Tensor]
@@ -140,7 +140,7 @@ class StaticStep:
             sentences[slot] = self._sentences[parent]
         self._sentences = sentences
         if moves and self._own is not None:
-            _move(self._own[..., : self._held, :].unbind(0), moves)
+            move_rows(self._own, moves, self._held)
         leaving = torch.tensor(self._slots)
         self._order = tuple(t.to(self._page.device) for t in (leaving.argsort(), leaving))
         self._tell_sentences()
