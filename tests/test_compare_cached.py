@@ -1,0 +1,126 @@
+"""The comparison of cached and uncached decoding, and the profile of a step: what they count and call wrong."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from transformer_fast import GenerationConfig, Transformer
+from transformer_fast.translation import train
+from transformer_fast.translation.numbers import make_numbers_corpus, numbers_config
+from transformer_fast.translation.progress import Silent
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+import compare_cached
+import profile_generation
+
+BOS, EOS, VOCAB = 2, 3, 20
+
+
+def model(seed=0):
+    torch.manual_seed(seed)
+    made = Transformer(VOCAB, VOCAB, 16, 1, 2, 0.0, d_ff=24)
+    with torch.no_grad():
+        made.out.weight.mul_(6)
+        made.decoder.layers[0].attn_2.v_linear.weight.mul_(6)
+    return made
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    sources = [torch.randint(4, VOCAB, (n,), generator=generator).tolist() for n in (5, 2, 7, 7, 3)]
+    return compare_cached.make_batches(sources, 2, bos=BOS, eos=EOS)
+
+
+def test_sentences_of_like_length_share_a_batch():
+    made = batches()
+    assert [numbers for numbers, _ in made] == [[1, 4], [0, 2], [3]]
+    assert made[1][1]["src_lengths"].tolist() == [5, 7] and made[1][1]["src"].shape == (2, 7)
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_what_is_the_same_and_what_is_wrong(beam, monkeypatch):
+    config = GenerationConfig(beam=beam, max_length=8)
+    outcome = compare_cached.compare(model(), batches(), config, "search")
+    assert (outcome.sentences, outcome.differences) == (5, []) and outcome.largest_score_difference < 1e-4
+    assert outcome.cached_seconds > 0 and outcome.uncached_seconds > 0
+
+    real = compare_cached.generate
+
+    def wrong(_, *, config, **given):
+        return real(model(seed=0 if not config.cache else 1), config=config, **given)
+
+    monkeypatch.setattr(compare_cached, "generate", wrong)
+    outcome = compare_cached.compare(model(), batches(), config, "search")
+    assert len(outcome.differences) > 1 and outcome.counts(tie=0.0) == (0, len(outcome.differences))
+    assert outcome.counts(tie=1e9) == (len(outcome.differences), 0)
+    assert sorted(d.sentence for d in outcome.differences) == sorted({d.sentence for d in outcome.differences})
+
+
+def test_a_tie_has_no_margin():
+    """Two tokens of one weight are a tie at the first step, and the margin says so; otherwise there is one."""
+    tied = model()
+    given = batches()[0][1]
+    config = GenerationConfig(beam=3, max_length=6)
+    decode = lambda: compare_cached.generate(tied, config=config, **given)  # noqa: E731
+    assert min(compare_cached.margins(decode)) > 1e-6
+    with torch.no_grad():
+        best = decode()[0][0].tokens[0]
+        twin = best + 1 if best + 1 < VOCAB else best - 1
+        tied.out.weight[twin], tied.out.bias[twin] = tied.out.weight[best], tied.out.bias[best]
+    assert compare_cached.margins(decode)[0] == 0.0
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    make_numbers_corpus(tmp_path / "data", train_size=200, held_out=20)
+    sizes = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "batch_tokens": 512, "max_steps": 2, "warmup": 1}
+    train(numbers_config(tmp_path / "data", tmp_path / "run", vocab_size=60, valid_every=1000, **sizes), Silent())
+    (tmp_path / "in.txt").write_text("seven\nnine hundred one\nforty-two\n")
+    arguments = [
+        "--model",
+        tmp_path / "run",
+        "--source",
+        tmp_path / "in.txt",
+        "--beams",
+        1,
+        2,
+        "--out",
+        tmp_path / "out",
+    ]
+    monkeypatch.setattr(sys, "argv", ["compare_cached.py", *map(str, arguments)])
+    assert compare_cached.main() == 0
+    assert "| greedy | 3 | 3 | 0 | 0 |" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "compare_cached.json").read_text())
+    assert [one["search"] for one in report["results"]] == ["greedy", "beam 2"] and report["sentences"] == 3
+
+
+def test_the_least_a_step_can_take():
+    case = profile_generation.Case("small", "beam", 2, 16)  # d 256, 3 layers, d_ff 1024
+    floor = profile_generation.floor(case, bandwidth=1e9, rate=1e12)
+    weights = 3 * (6 * 256 * 256 + 2 * 256 * 1024) + 8000 * 256
+    assert floor.weight_bytes == 4 * weights
+    assert floor.cache_bytes == 4 * 3 * 2 * 256 * (10 * 8 + 2 * 16)  # ten rows half way, and two sources
+    assert floor.operations == 2 * 10 * weights + 3 * 4 * 256 * 10 * (8 + 16)
+    assert floor.seconds == (floor.weight_bytes + floor.cache_bytes) / 1e9
+    assert profile_generation.floor(case, bandwidth=1e15, rate=1e12).seconds == floor.operations / 1e12
+
+
+def test_kinds_of_ops():
+    x = torch.randn(64, 64)
+    shares = profile_generation.shares(lambda: [torch.nn.functional.linear(x, x), x.topk(3), torch.cat([x, x])])
+    assert all(shares[kind] > 0 for kind in ("products", "choice of tokens", "rows moved"))
+    side = {"whole": 0.1, "first": 0.02, "step": 0.005, "shares": shares}
+    floor = {
+        "weight_bytes": 10**8,
+        "cache_bytes": 0,
+        "operations": 10**9,
+        "bandwidth": 1e10,
+        "rate": 1e11,
+        "seconds": 0.01,
+    }
+    one = {"case": profile_generation.Case("base", "greedy", 16, 64)._asdict(), "floor": floor, "sides": {"ours": side}}
+    text = profile_generation.table([one])
+    assert "| base greedy B 16 L 64 | ours | 100 ms | 20 ms | 5.00 ms | 10.00 ms | 200% |" in text
+    assert "100 MB of weights" in text and "10.00 ms at 10 GB/s" in text
