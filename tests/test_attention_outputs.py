@@ -164,3 +164,18 @@ def test_a_bias_gradient_compiles_without_a_graph_break(device):
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for a, b in zip(*(torch.autograd.grad(f(*tensors), tensors) for f in (compiled, step)), strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("dropped", [True, "dropped"])
+def test_weights_beside_the_short_way(dropped):
+    """On plain CPU tensors the extension makes output and weights in two calls; the longer way says the same."""
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
+    mask = AttentionMask.lengths(torch.tensor([7, 0])) & AttentionMask.causal(1)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    found = []
+    for options in ({}, {"return_logsumexp": True}):
+        torch.manual_seed(5)
+        out, weights, *_ = tfast.attention(q, k, v, mask, dropout_p=0.3, return_weights=dropped, **options)
+        loss = out.sum() + (weights * torch.linspace(0, 1, weights.numel()).view_as(weights)).sum()
+        found.append((out, weights, *torch.autograd.grad(loss, inputs)))
+    torch.testing.assert_close(*found)

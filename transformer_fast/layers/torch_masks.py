@@ -26,6 +26,9 @@ class TorchMask:
     original: tuple[Tensor | None, Tensor | None, bool]
 
 
+_NOTHING = TorchMask(AttentionMask(), None, (None, None, False))
+
+
 def torch_mask(
     attn_mask: Tensor | TorchMask | None,
     key_padding_mask: Tensor | None,
@@ -47,6 +50,8 @@ def torch_mask(
     """
     if isinstance(attn_mask, TorchMask):
         return attn_mask
+    if attn_mask is None and key_padding_mask is None and not is_causal:
+        return _NOTHING
     original = (attn_mask, key_padding_mask, bool(is_causal))
     N, heads, L, S = shape
     keys, bias = AttentionMask(), None
@@ -64,7 +69,7 @@ def torch_mask(
         _check("key_padding_mask", key_padding_mask, ((N, S), (S,)))
         key_padding_mask = key_padding_mask.view(N, 1, 1, S)
         if key_padding_mask.dtype == torch.bool:
-            keys = keys & AttentionMask(key_keep_mask=~key_padding_mask)
+            keys = AttentionMask(keys.keep_mask, ~key_padding_mask, causal_offset=keys.causal_offset)
         else:
             bias = key_padding_mask if bias is None else bias + key_padding_mask
     return TorchMask(keys, bias, original)

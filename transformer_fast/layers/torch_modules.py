@@ -29,9 +29,12 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 def unwatched(*modules: nn.Module) -> bool:
     """Whether no hook would miss it if these modules were computed without being called."""
-    if any(getattr(_module, f"_global{name}") for name in _HOOKS):
+    if _module._has_any_global_hook():
         return False
-    return not any(getattr(module, name) for module in modules for name in _HOOKS)
+    for m in modules:
+        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
+            return False
+    return True
 
 
 def relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
@@ -164,15 +167,20 @@ class _Layer(nn.Module):
 
     def _fuses(self, *names: str) -> bool:
         modules = [self._modules[name] for name in names]
-        types = (LayerNorm if name.startswith("norm") else nn.Dropout for name in names)
-        return unwatched(*modules) and all(isinstance(m, t) for m, t in zip(modules, types))
+        for name, module in zip(names, modules):
+            if not isinstance(module, LayerNorm if name.startswith("norm") else nn.Dropout):
+                return False
+        return unwatched(*modules)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         """The feed-forward network up to its second linear layer; the dropout after that is fused into what follows."""
         activation, p = self.activation, active_dropout(self.dropout)
         if activation is F.relu or (type(activation) is nn.ReLU and unwatched(activation)):
             return self.linear2(relu_dropout(self.linear1, x, p))
-        return self.linear2(fused_dropout(activation(self.linear1(x)), p))
+        inner = self.linear1(x)
+        if activation is F.gelu and type(inner) is Tensor and not inner.requires_grad and unwatched(self.linear1):
+            return self.linear2(fused_dropout(torch.ops.aten.gelu_(inner), p))
+        return self.linear2(fused_dropout(activation(inner), p))
 
 
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):

@@ -73,13 +73,16 @@ def attention(
     bias = mask.additive_bias
     seed = _library.draw_seed(q.device) if dropout_p > 0.0 and isinstance(q, Tensor) else None
     only_out = not (return_weights or return_logsumexp)
-    if only_out and (direct := _direct.native()):
+    if not return_logsumexp and return_weights in (False, True, "dropped") and (direct := _direct.native()):
         out = direct.attention(
             q, k, v, mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, mask.causal_offset, scale, dropout_p,
             seed, empty_rows,
         )  # fmt: skip
         if out is not None:
-            return out
+            if not return_weights:
+                return out
+            dropout = (float(dropout_p), seed) if return_weights == "dropped" else (0.0, None)
+            return out, _native_weights(q, k, mask, scale, *dropout, empty_rows == "zero")
 
     autocast = _library.autocast_enabled(q)
     check_inputs(q, k, v, autocast)
@@ -113,10 +116,25 @@ def attention(
         out = out if Dv == out.shape[-1] else out[..., :Dv]
         if return_weights:
             dropout = parts[-2:] if return_weights == "dropped" else (0.0, None)
-            weights = _op_weights(q, k, logsumexp.detach(), *parts[:-2], *dropout, *tail)
+            call = _op_weights if call is _op else _weights_autograd
+            weights = call(q, k, logsumexp.detach(), *parts[:-2], *dropout, *tail)
     if only_out:
         return out
     return (out, *([weights] if return_weights else []), *([logsumexp] if return_logsumexp else []))
+
+
+def _native_weights(q, k, mask, scale, dropout_p, seed, zero_empty_rows):
+    """The weights beside an output that the extension computed, and so checked; it makes them from q and k alone."""
+    Lk, key_keep, lengths = k.shape[2], mask.key_keep_mask, mask.key_lengths
+    if key_keep is not None and key_keep.shape[-1] != Lk:
+        key_keep = key_keep.expand(-1, -1, -1, Lk)
+    if lengths is not None:
+        lengths = normal_lengths(lengths, q.shape[0], q.shape[2], Lk)
+    q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    parts = (mask.keep_mask, key_keep, lengths, mask.additive_bias, mask.causal_offset, scale, dropout_p, seed)
+    unread = q.detach()  # where other kernels have the logsumexp
+    return _weights_autograd(q, k, unread, *parts, zero_empty_rows, "native")
 
 
 def check_backend(backend: str, q: Tensor, v: Tensor) -> None:
