@@ -35,7 +35,8 @@ def steps(out: Path) -> list[Step]:
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     record = str(out / "benchmarks.json")
     # Training and the command line are proved on CPU; ahead-of-time compiles need no GPU either.
-    left_out = ("triton_compile", "training", "checkpoint", "cli", "plots", "translation_data")
+    trained = ("training", "checkpoint", "averaging", "recipes", "train_multi30k", "translation_data")
+    left_out = ("triton_compile", "cli", "plots", *trained)
     ignored = [f"--ignore=tests/test_{name}.py" for name in left_out]
     return [
         Step("info", 60, [python, "-m", "transformer_fast", "info"]),

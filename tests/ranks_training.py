@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import sys
@@ -88,7 +89,12 @@ def train_command(options: str, out: Path) -> None:
     from transformer_fast.translation import TrainConfig, train
     from transformer_fast.translation.progress import Silent
 
-    results = [train(TrainConfig(**settings), Silent()) for settings in json.loads(options)]
+    gc.disable()
+    results = []
+    for settings in json.loads(options):
+        results.append(train(TrainConfig(**settings), Silent()))
+        # Freed after the group of processes is destroyed, it may never return.
+        assert not any(type(thing) is DistributedDataParallel for thing in gc.get_objects())
     own = [{name: getattr(r, name) for name in ("step", "scores", "tokens", "average_scores")} for r in results]
     out.with_suffix(f".{os.environ.get('RANK', '0')}.json").write_text(json.dumps(own))
 

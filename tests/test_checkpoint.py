@@ -194,6 +194,20 @@ def test_resumed_in_the_same_process_equals_never_stopped(
     assert outcome(run_copy)[0] == outcome(whole)[0]
 
 
+def test_a_checkpoint_of_a_gpu_goes_on_on_a_cpu(corpus: dict[str, str], tmp_path: Path, run_copy: Path) -> None:
+    """It holds the GPU's random state and perhaps a loss scale; neither means anything here, nothing else differs."""
+    folder, whole = RunFolder(run_copy), tmp_path / "whole"
+    loaded = folder.load(6)
+    loaded.tensors["optimizer"]["rng:cuda"] = torch.zeros(16, dtype=torch.uint8)
+    state = {key: value for key, value in loaded.state.items() if key not in ("format", "step", "files")}
+    scaler = {"scale": 65536.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
+    shutil.rmtree(folder.path(6))
+    folder.save(6, loaded.tensors, {**state, "scaler": {**scaler, "_growth_tracker": 3}})
+    train(settings(corpus, run_copy), Silent())
+    train(settings(corpus, whole), Silent())
+    assert outcome(run_copy)[:3] == outcome(whole)[:3]
+
+
 def test_resuming_a_finished_run_changes_nothing(corpus: dict[str, str], run_copy: Path) -> None:
     before = {path: path.read_bytes() for path in run_copy.rglob("*") if path.is_file()}
     result = train(settings(corpus, run_copy, max_steps=6), Silent())

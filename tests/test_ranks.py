@@ -81,7 +81,7 @@ def test_the_train_command_on_any_number_of_processes_whole_or_sharded(
         options = [common | {"save": str(tmp_path / name), "max_steps": n, **how} for name, n, how in parts]
         run(processes, "command", json.dumps(options), str(tmp_path / f"{parts[-1][0]}-{processes}"))
 
-    train(1, ("alone", 6, {}), ("one-shard", 3, {}))
+    train(1, ("alone", 6, {}), ("one-shard", 3, shard))  # alone there is nothing to shard
     train(
         2,
         *(("ddp", 6, {}), ("ddp-one", 3, {})),

@@ -8,6 +8,7 @@ moment, continues bit for bit as if never stopped (on the same kind of machine w
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import threading
 import time
@@ -73,6 +74,10 @@ def train(
                 return _Run(config, folder, progress, build, clock, ranks).run(interrupted)
         finally:
             progress.close()
+            if ranks.world > 1:
+                # What trains together refers to itself, and to the connections: collected after these are closed, it
+                # may wait for them forever.
+                gc.collect()
 
 
 class _Run:
