@@ -11,6 +11,7 @@ from torch.nn.utils import parametrize
 
 from .. import backends
 from ..layers import torch_modules as fast
+from ..layers import torch_stacks
 from . import attention_faces, d2l_faces, embedding_faces, faces, layer_faces, sublayer_faces, tensorflow_faces
 from .faces import Face, fast_class
 from .probe import probe, signature
@@ -95,8 +96,8 @@ _TORCH: dict[type[nn.Module], tuple[type[nn.Module], str, Callable[[Any], str]]]
     nn.MultiheadAttention: (fast.MultiheadAttention, "attention", _attention_obstacle),
     nn.TransformerEncoderLayer: (fast.TransformerEncoderLayer, "attention", _layer_obstacle),
     nn.TransformerDecoderLayer: (fast.TransformerDecoderLayer, "attention", _layer_obstacle),
-    nn.TransformerEncoder: (fast.TransformerEncoder, "attention", _stack_obstacle),
-    nn.TransformerDecoder: (fast.TransformerDecoder, "attention", _stack_obstacle),
+    nn.TransformerEncoder: (torch_stacks.TransformerEncoder, "attention", _stack_obstacle),
+    nn.TransformerDecoder: (torch_stacks.TransformerDecoder, "attention", _stack_obstacle),
 }
 
 

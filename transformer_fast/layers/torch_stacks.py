@@ -1,0 +1,101 @@
+"""The stacks of ``torch.nn`` on the fused ops: see ``torch_modules``.
+
+Where ``torch.nn``'s encoder takes the padding out of a batch (a nested tensor, in evaluation without gradients), so
+does this one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..backends import in_transform
+from ..packing import PackedMask, Packing, packing_of, take, unpack
+from .torch_masks import TorchMask, torch_mask
+from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, unwatched
+
+
+class TransformerEncoder(nn.TransformerEncoder):
+    """``nn.TransformerEncoder``; its masks are worked out once for all layers."""
+
+    def forward(
+        self,
+        src: Tensor,
+        mask: Tensor | None = None,
+        src_key_padding_mask: Tensor | None = None,
+        is_causal: bool | None = None,
+    ) -> Tensor:
+        """See ``torch.nn.TransformerEncoder``."""
+        if src.is_nested or not all(isinstance(layer, TransformerEncoderLayer) for layer in self.layers):
+            return super().forward(src, mask, src_key_padding_mask, is_causal)
+        if packing := self._packing(src, mask, src_key_padding_mask):
+            own, src = PackedMask(packing, packing), take(src, packing)
+        else:
+            own = _stack_mask(self, src, src, mask, src_key_padding_mask, is_causal)
+        for layer in self.layers:
+            src = layer(src, src_mask=own)
+        src = unpack(src, packing) if packing else src
+        return src if self.norm is None else self.norm(src)
+
+    def _packing(self, src: Tensor, mask: Tensor | None, padding: Tensor | None) -> Packing | None:
+        """How to take the padding out, where ``torch.nn`` would make a nested tensor of the batch; else None.
+
+        The result is 0 at padded positions then, before the last norm, as it is there.
+        """
+        if padding is None or mask is not None or padding.dtype != torch.bool or src.dim() != 3:
+            return None
+        attention = self.layers[0].self_attn
+        if self.layers[0].training or not (getattr(self, "use_nested_tensor", False) and attention.batch_first):
+            return None
+        if torch.compiler.is_compiling() or in_transform() or type(src) is not Tensor or src.is_meta:
+            return None
+        if torch.is_autocast_enabled(src.device.type) or not torch.backends.mha.get_fastpath_enabled():
+            return None
+        if tuple(padding.shape) != tuple(src.shape[:2]):
+            return None
+        if torch.is_grad_enabled() and (src.requires_grad or any(p.requires_grad for p in self.layers[0].parameters())):
+            return None
+        if src.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        fast = all(isinstance(layer.self_attn, MultiheadAttention) for layer in self.layers)
+        if not fast or not unwatched(*self.layers.modules()):
+            return None
+        left_aligned = not bool((padding[:, :-1] & ~padding[:, 1:]).any())
+        packing = packing_of((~padding).sum(1), *padding.shape, src.device) if left_aligned else None
+        return None if packing is None or packing.is_full else packing
+
+
+class TransformerDecoder(nn.TransformerDecoder):
+    """``nn.TransformerDecoder``; its masks are worked out once for all layers."""
+
+    def forward(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        tgt_key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        tgt_is_causal: bool | None = None,
+        memory_is_causal: bool = False,
+    ) -> Tensor:
+        """See ``torch.nn.TransformerDecoder``."""
+        if not all(isinstance(layer, TransformerDecoderLayer) for layer in self.layers):
+            return super().forward(
+                tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal,
+                memory_is_causal,
+            )  # fmt: skip
+        own = _stack_mask(self, tgt, tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        cross = _stack_mask(self, tgt, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+        for layer in self.layers:
+            tgt = layer(tgt, memory, tgt_mask=own, memory_mask=cross)
+        return tgt if self.norm is None else self.norm(tgt)
+
+
+def _stack_mask(
+    stack: nn.Module, x: Tensor, memory: Tensor, mask: Tensor | None, padding: Tensor | None, causal: bool | None
+) -> TorchMask:
+    attention = stack.layers[0].self_attn
+    length = 1 if attention.batch_first and x.dim() == 3 else 0
+    N = x.shape[1 - length] if x.dim() == 3 else 1
+    return torch_mask(mask, padding, causal, (N, attention.num_heads, x.shape[length], memory.shape[length]))
