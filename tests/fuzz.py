@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import random
 import sys
@@ -21,6 +22,7 @@ import warnings
 import torch
 from helpers import assert_as_exact_as_eager, fixed_seed, poisoned_memory
 from torch import Tensor
+from tqdm import tqdm
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
@@ -32,6 +34,9 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = ("contiguous", "heads behind", "sliced", "one head for all", "dim first")
 DIALECTS = ("keep", "int keep", "blocked", "float blocked")
 DROPOUT_SEED = 2**41 + 7
+ORDERS = 8
+# Every so many configurations a call runs twice. In the interpreter, which has one thread, few are enough.
+RUN_AGAIN = 8 if os.environ.get("TRITON_INTERPRET") == "1" else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +73,12 @@ def config(seed: int, number: int, backend: str = "native") -> Config:
     chance = random.Random(seed * 1_000_003 + number)
     choose = chance.choice
     kind = choose(("padded",) * 6 + ("packed",) * 3 + ("decode",))
-    longest = 70 if backend == "triton" and DEVICE.type == "cpu" else 200
+    # The interpreter takes milliseconds for each program: fewer heads, and lengths of up to three tiles.
+    interpreted = backend == "triton" and DEVICE.type == "cpu"
+    longest = 70 if interpreted else 200
     Lq = choose((1, 2, 15, 17, 33, chance.randint(1, longest))) if kind != "decode" else chance.randint(1, 5)
-    Hkv, D = choose((1, 1, 2, 3)), choose((1, 3, 8, 16, 20, 32, 40, 64) + ((80, 128) if longest > 70 else ()))
+    Hkv = choose((1, 1, 2) if interpreted else (1, 1, 2, 3))
+    D = choose((1, 3, 8, 16, 20, 32, 40, 64) + (() if interpreted else (80, 128)))
     padded = kind == "padded"
     parts = tuple(
         part
@@ -86,8 +94,8 @@ def config(seed: int, number: int, backend: str = "native") -> Config:
     return Config(
         number=number,
         kind=kind,
-        B=chance.randint(1, 3),
-        H=Hkv * choose((1, 1, 2, 4)),
+        B=chance.randint(1, 2 if interpreted else 3),
+        H=Hkv * choose((1, 1, 2) if interpreted else (1, 1, 2, 4)),
         Hkv=Hkv,
         Lq=Lq,
         Lk=choose((Lq, 1, 31, 32, 65, chance.randint(1, longest))),
@@ -242,7 +250,11 @@ def check_decode(c: Config) -> None:
 
 
 def hold(c: Config, ours, oracle, qkv: list[Tensor], bias: Tensor | None, *, rows: int, scale: float) -> None:
-    """Hold every output and every gradient to the gate, and two runs of ours to the same bits."""
+    """Hold every output and every gradient to the gate, and two runs of ours to the same bits.
+
+    The error of eager is that of one order of its sums, and of few numbers it may be small by luck. So a call that
+    fails is held to the largest error, element by element, of eager in ORDERS orders of the sums over D.
+    """
     learned = bias is not None and c.bias == "learned"
     names = ("grad_q", "grad_k", "grad_v", "grad_bias")[: 3 + learned]
     generator = c.generator
@@ -263,14 +275,36 @@ def hold(c: Config, ours, oracle, qkv: list[Tensor], bias: Tensor | None, *, row
     with fixed_seed(DROPOUT_SEED) as seed:
         seed = seed.to(DEVICE)
         with poisoned_memory():
-            actual, again = outcome(ours, None, seed), outcome(ours, None, seed)
+            actual = outcome(ours, None, seed)
+            again = outcome(ours, None, seed) if c.number % RUN_AGAIN == 0 else actual
     eager, exact = outcome(oracle, None, seed), outcome(oracle, torch.float64, seed)
+
+    @functools.cache
+    def in_other_orders() -> list[Tensor]:
+        worst = [*eager[0], *eager[1]]
+        for _ in range(ORDERS - 1):
+            order = torch.randperm(qkv[0].shape[-1], generator=generator)
+
+            def reordered(q: Tensor, k: Tensor, *rest: object, order: Tensor = order) -> tuple[Tensor, ...]:
+                return oracle(q[..., order], k[..., order], *rest)
+
+            found = outcome(reordered, None, seed)
+            for i, (a, x) in enumerate(zip((*found[0], *found[1]), (*exact[0], *exact[1]), strict=True)):
+                worst[i] = torch.where((a - x).abs() > (worst[i] - x).abs(), a, worst[i])
+        return worst
+
+    def gate(number: int, actual: Tensor, exact: Tensor, **options: object) -> None:
+        try:
+            assert_as_exact_as_eager(actual, [*eager[0], *eager[1]][number], exact, **options)
+        except AssertionError:
+            assert_as_exact_as_eager(actual, in_other_orders()[number], exact, **options)
+
     for first, second in zip((*actual[0], *actual[1]), (*again[0], *again[1]), strict=True):
         assert torch.equal(first.nan_to_num(3.0), second.nan_to_num(3.0)), "two runs differ"
-    for i, (a, e, x) in enumerate(zip(actual[0], eager[0], exact[0], strict=True)):
+    for i, (a, x) in enumerate(zip(actual[0], exact[0], strict=True)):
         if c.outputs == "logsumexp" and i == 1:
             assert torch.equal(a == -torch.inf, x == -torch.inf), "logsumexp: other rows are empty"
-        assert_as_exact_as_eager(a, e, x, what=("out", c.outputs)[i])
+        gate(i, a, x, what=("out", c.outputs)[i])
     # The gradient of a score is a difference, and one side of it went through the output, rounded to the type. Where
     # the two are nearly equal (a row with one visible key) its ulps are theirs; eager rounds nothing there.
     subtracted = (exact[0][0] * weights[0]).nan_to_num(0.0).abs().sum(-1)
@@ -279,13 +313,13 @@ def hold(c: Config, ours, oracle, qkv: list[Tensor], bias: Tensor | None, *, row
         subtracted += float(weights[1].abs().max())
     largest_q, largest_k = (float(t.abs().max()) if t.numel() else 0.0 for t in qkv[:2])
     sides = {"grad_q": abs(scale) * largest_k, "grad_k": abs(scale) * largest_q, "grad_v": 0.0, "grad_bias": 1.0}
-    for name, a, e, x in zip(names, actual[1], eager[1], exact[1], strict=True):
+    for number, (name, a, x) in enumerate(zip(names, actual[1], exact[1], strict=True), len(actual[0])):
         assert a.dtype == DTYPES[c.dtype] and a.shape == x.shape, name
         if a.numel() == 0:
             continue
         terms = {"grad_q": 1, "grad_bias": c.B * c.H * c.Lq * c.Lk / a.numel()}.get(name, rows)
         cancelling = subtracted * sides[name] / max(float(x.abs().max()), 1e-30)
-        assert_as_exact_as_eager(a, e, x, what=name, ulps=4.0 * terms**0.5 * max(1.0, cancelling))
+        gate(number, a, x, what=name, ulps=4.0 * terms**0.5 * max(1.0, cancelling))
 
 
 CHECKS = {"padded": check_padded, "packed": check_packed, "decode": check_decode}
@@ -319,15 +353,18 @@ def main() -> None:
         configs.ATTENTION.update(small_tiles())
     interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
     failed, started = 0, time.monotonic()
-    for number in range(arguments.first, arguments.first + arguments.count):
+    numbers = tqdm(range(arguments.first, arguments.first + arguments.count), unit="call", mininterval=10.0)
+    for number in numbers:
         chosen = config(arguments.seed, number, arguments.backend)
         try:
             check(chosen, arguments.backend)
         except Exception as error:
             failed += 1
-            print(f"{type(error).__name__}: {error}\n  {chosen}")
             again = f"--backend {arguments.backend} --seed {arguments.seed} --first {number} --count 1"
-            print(f"  again: {interpreted}python tests/fuzz.py {again}", flush=True)
+            tqdm.write(
+                f"{type(error).__name__}: {error}\n  {chosen}\n  again: {interpreted}python tests/fuzz.py {again}"
+            )
+        numbers.set_postfix(wrong=failed, refresh=False)
     seconds = time.monotonic() - started
     print(f"{arguments.backend}, seed {arguments.seed}: {arguments.count} calls, {failed} wrong, {seconds:.0f} s")
     sys.exit(failed > 0)

@@ -56,7 +56,11 @@ def fixed_seed(value: int) -> Iterator[Tensor]:
     def draw(device: torch.device) -> Tensor:
         return seeds.setdefault(device, torch.tensor([value], dtype=torch.int64, device=device))
 
-    with mock.patch("transformer_fast.ops._library.draw_seed", draw):
+    def draw_for_launch(device: torch.device, as_number: bool) -> int | Tensor:
+        return value if as_number else draw(device)
+
+    module = "transformer_fast.ops._library"
+    with mock.patch(f"{module}.draw_seed", draw), mock.patch(f"{module}.draw_launch_seed", draw_for_launch):
         yield torch.tensor([value], dtype=torch.int64)
 
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention_mask.h"
+#include "attention_rows.h"
 
 namespace transformer_fast {
 namespace {
@@ -46,26 +47,30 @@ class ScoreGradients {
     q_ = load_lanes(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_lanes_));
     grad_out_ = load_lanes(call_.grad_out.at(b_, h, first_query), call_.grad_out.row_stride(), queries, p.D,
                            operand(grad_out_lanes_));
-    if (has_large_) sum_again();
+    // The forward adds up the scores of few queries in another order, and large ones then differ from those found here:
+    // to its logsumexp and its output no weight here would belong exactly.
+    const bool again = has_large_ || has_few_queries(p);
+    if (again) sum_again();
     sum_delta_ = first_key == 0 && mask_->keys() <= std::min(last_key, kKeyTile);
-    if (!sum_delta_) load_delta();
+    std::fill(delta_, delta_ + lanes_, A(0));
+    if (!sum_delta_) {
+      if (again)
+        for (int64_t first = 0; first < mask_->keys(); first += kKeyTile)
+          find_weights(first, std::min(kKeyTile, mask_->keys() - first), true);
+      else
+        load_delta();
+      take_off_grad_logsumexp();
+    }
     return end;
   }
 
   // Fills `weights` (after dropout) and `grads`, (keys, lanes); returns how many keys there are left of `keys`.
   int64_t find(int64_t first_key, int64_t keys) {
-    const int64_t visible = mask_->load(first_key, keys);
-    if (!uniform_rows_) keys = visible;
-    if (keys == 0) return 0;
-    find_scores(first_key, keys);
-    const auto& p = problem_;
-    const T* v = p.v.at(b_, kv_head_, first_key);
-    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, A(1), grads_,
-             lanes_);
-    for (int64_t lane = 0; lane < lanes_; lane += kW) {
-      find_weights(first_key, keys, lane, sum_delta_ && first_key == 0);
-      differentiate(keys, lane);
-    }
+    // Its keys are all there are, and give delta too.
+    const bool only_tile = sum_delta_ && first_key == 0;
+    keys = find_weights(first_key, keys, only_tile);
+    if (only_tile) take_off_grad_logsumexp();
+    for (int64_t lane = 0; lane < lanes_; lane += kW) differentiate(keys, lane);
     return keys;
   }
 
@@ -124,10 +129,8 @@ class ScoreGradients {
     for (int64_t i = 0; i < queries_; ++i) rest_[i] = rest_[i] > 0 ? std::log(rest_[i]) : A(0);
   }
 
-  // delta, the sum over all keys of weight times its gradient, is also the product of the output and its gradient. The
-  // logsumexp grows with each score by its weight, so its gradient is taken off.
+  // delta, the sum over all keys of weight times its gradient, is also the product of the output and its gradient.
   void load_delta() {
-    std::fill(delta_, delta_ + lanes_, A(0));
     for (int64_t i = 0; i < queries_; ++i) {
       const T* out = call_.out.at(b_, h_, first_query_ + i);
       const T* grad_out = call_.grad_out.at(b_, h_, first_query_ + i);
@@ -136,14 +139,33 @@ class ScoreGradients {
         const int64_t count = std::min(kW, problem_.D - d);
         products += load_some(out + d, count) * load_some(grad_out + d, count);
       }
-      delta_[i] = lane_sum<A>(products) - grad_logsumexp_[i];
+      delta_[i] = lane_sum<A>(products);
     }
   }
 
+  // The logsumexp grows with each score by its weight.
+  void take_off_grad_logsumexp() {
+    for (int64_t i = 0; i < queries_; ++i) delta_[i] -= grad_logsumexp_[i];
+  }
+
+  // Fills `weights`, before dropout, and `grads`, those of the weights; returns how many keys there are left of `keys`.
+  // With `sum_delta` adds what they give to delta: a row with one key then has a gradient of exactly 0, as in eager.
+  int64_t find_weights(int64_t first_key, int64_t keys, bool sum_delta) {
+    const int64_t visible = mask_->load(first_key, keys);
+    if (!uniform_rows_) keys = visible;
+    if (keys == 0) return 0;
+    find_scores(first_key, keys);
+    const auto& p = problem_;
+    const T* v = p.v.at(b_, kv_head_, first_key);
+    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, A(1), grads_,
+             lanes_);
+    for (int64_t lane = 0; lane < lanes_; lane += kW) weigh(first_key, keys, lane, sum_delta);
+    return keys;
+  }
+
   // Scores to weights, and the gradients of dropped weights to those of weights, for one vector of queries. The sign
-  // of a weight tells whether it was dropped. With `sum_delta` the tile holds all keys of its queries, and gives delta
-  // too: then a row with one key has a gradient of exactly 0, as in eager.
-  void find_weights(int64_t first_key, int64_t keys, int64_t lane, bool sum_delta) {
+  // of a weight tells whether it was dropped.
+  void weigh(int64_t first_key, int64_t keys, int64_t lane, bool sum_delta) {
     const Vector<A> logsumexp = widen(logsumexp_ + lane), rest = widen(rest_ + lane), uniform = widen(uniform_ + lane);
     const A rescale = rescale_;
     Vector<A> delta{};
@@ -158,7 +180,7 @@ class ScoreGradients {
       narrow(weights, where_kept<A>(kept, weight, -weight));
       narrow(grads, grad);
     });
-    if (sum_delta) narrow(delta_ + lane, delta - widen(grad_logsumexp_ + lane));
+    if (sum_delta) narrow(delta_ + lane, widen(delta_ + lane) + delta);
   }
 
   // Weights to dropped weights, and the gradients of weights to those of scores.

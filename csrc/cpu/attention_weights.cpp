@@ -1,6 +1,7 @@
 // torch.ops.transformer_fast_native.attention_weights on the CPU: the weights on request, by a softmax of their own. The
 // logsumexp is not needed for them here, and beside a bias of -1e9 on a whole row it would have lost its digits.
 #include "attention_mask.h"
+#include "attention_rows.h"
 #include "attention_tensors.h"
 
 #include <torch/library.h>
@@ -47,8 +48,11 @@ class WeightsBlock {
   // (Lk, lanes), -inf where blocked.
   void find_scores() {
     const auto& p = problem_;
-    const Rows<E> query = load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D,
-                                     reinterpret_cast<E*>(query_lanes_));
+    const bool few = has_few_queries(p);
+    Rows<E> query{};
+    if (!few)
+      query = load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D,
+                         reinterpret_cast<E*>(query_lanes_));
     BlockMask<T, A> mask(p, b_, h_, first_query_, queries_, key_addend_, pair_addend_);
     for (int64_t first = 0; first < p.Lk; first += kKeyTile) {
       A* scores = scores_ + first * lanes_;
@@ -57,9 +61,26 @@ class WeightsBlock {
       std::fill(scores + keys * lanes_, scores + std::min(kKeyTile, p.Lk - first) * lanes_, kBlocked<A>);
       if (keys == 0) continue;
       const T* k = p.k.at(b_, h_ / (p.H / p.Hkv), first);
+      if (few) {
+        multiply_queries(k, keys, scores);
+        mask.apply(keys, scores);
+        continue;
+      }
       const Matrix<E> factors = load_factors(k, p.k.row_stride(), keys, p.D, reinterpret_cast<E*>(staged_));
       multiply(keys, lanes_, p.D, factors, query, p.scale, scores, lanes_);
       mask.apply(keys, scores);
+    }
+  }
+
+  // The scores of few queries as the forward finds them: a sum for each lane along D, and then of these, which rounds
+  // less than one long sum.
+  void multiply_queries(const T* k, int64_t keys, A* scores) {
+    const auto& p = problem_;
+    std::fill(scores, scores + keys * lanes_, A(0));
+    for (int64_t i = 0; i < queries_; ++i) {
+      copy_operands(p.q.at(b_, h_, first_query_ + i), p.D, query_lanes_);
+      multiply_rows(k, p.k.row_stride(), keys, p.D, query_lanes_, p.scale, staged_);
+      for (int64_t j = 0; j < keys; ++j) scores[j * lanes_ + i] = staged_[j];
     }
   }
 
