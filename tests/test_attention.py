@@ -188,6 +188,14 @@ def test_explain_names_the_path_and_the_reason():
     assert "additive bias (1, 1, 3, 3)" in tfast.explain(q, q, q, bias=torch.zeros(3, 3))
 
 
+def test_explain_counts_the_tiles_that_hold_work():
+    """By hand, for tiles of 64 x 128: two batches of 4 x 2 tiles, one of which sees 130 keys and the other 10."""
+    q, k = torch.zeros(2, 1, 256, 8), torch.zeros(2, 1, 256, 8)
+    with tfast.backend("native"):
+        text = tfast.explain(q, k, k, AttentionMask.lengths(torch.tensor([130, 10])))
+    assert "work: 75.0% of 16 tiles of 64 queries x 128 keys hold any (4 full, 8 at an edge of the mask)" in text
+
+
 def test_explain_and_the_call_refuse_alike():
     q = torch.randn(1, 2, 3, 257)
     with tfast.backend("triton"):

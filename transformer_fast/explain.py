@@ -7,8 +7,14 @@ from typing import Any
 from torch import Tensor
 
 from . import backends
+from .configs import attention_config
+from .kernels.tile_share import work_share
 from .masks import AttentionMask, as_attention_mask
+from .ops._attention_checks import normal_lengths
 from .ops.attention import check_backend
+
+NATIVE_TILE = (64, 128)
+"""Queries and keys a tile in csrc/cpu/attention.h."""
 
 _PATHS = {
     "native": "the C++ kernel of the extension (scores of one tile at a time; nothing of size Lq x Lk is stored)",
@@ -41,9 +47,44 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         f"mask: {_describe_mask(mask, options.get('causal', False))}",
     ]
     p = options.get("dropout_p", 0.0)
+    if backend != "reference" and q.numel() > 0 and k.shape[2] > 0:
+        lines.append(_describe_tiles(q, k, mask, options.get("causal", False), p, backend))
     if p > 0.0:
         lines.append(f"dropout: {p} on the weights, drawn from one seed (Philox 4x32-10), never stored")
     return "\n".join(lines)
+
+
+def _describe_tiles(
+    q: Tensor, k: Tensor, mask: AttentionMask, causal: bool | int, dropout_p: float, backend: str
+) -> str:
+    """How many of the forward's tiles hold work; reads the mask, which on a GPU waits for it."""
+    offset = _causal_offset(mask, causal)
+    parts = {"keep": mask.keep_mask, "key_keep": mask.key_keep_mask, "lengths": mask.key_lengths}
+    (B, _, Lq, _), Lk = q.shape, k.shape[2]
+    tile = NATIVE_TILE
+    if backend == "triton":
+        from .kernels.attention_launches import call_kind
+        from .kernels.attention_tiles import padded_head_dim
+        from .kernels.launching import architecture_of
+
+        kind = call_kind(Lk, parts | {"bias": mask.additive_bias, "seed": True if dropout_p > 0.0 else None}, None)
+        config = attention_config("forward", architecture_of(q), q.element_size() * 8, padded_head_dim(q), kind)
+        tile = config.block_queries, config.block_keys
+    if parts["lengths"] is not None:
+        parts["lengths"] = normal_lengths(parts["lengths"], B, Lq, Lk)
+    found = work_share(B, Lq, Lk, tile, **parts, causal=offset)
+    return (
+        f"work: {found.share:.1%} of {found.tiles} tiles of {tile[0]} queries x {tile[1]} keys hold any "
+        f"({found.full} full, {found.partial} at an edge of the mask)"
+    )
+
+
+def _causal_offset(mask: AttentionMask, causal: bool | int) -> int | None:
+    """The look-ahead of the mask and that of the argument in one."""
+    offsets = [] if causal is False else [int(causal) if causal is not True else 0]
+    if mask.causal_offset is not None:
+        offsets.append(mask.causal_offset)
+    return min(offsets, default=None)
 
 
 def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
@@ -57,9 +98,7 @@ def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
         )
         if t is not None
     ]
-    offsets = [] if causal is False else [int(causal) if causal is not True else 0]
-    if mask.causal_offset is not None:
-        offsets.append(mask.causal_offset)
-    if offsets:
-        parts.append(f"causal with offset {min(offsets)}")
+    offset = _causal_offset(mask, causal)
+    if offset is not None:
+        parts.append(f"causal with offset {offset}")
     return " and ".join(parts) if parts else "none"
