@@ -161,7 +161,10 @@ class Setting:
         """
         seed, rows = torch.tensor([7], device=self.device), min(self.case.queries, 512)
         *padded, grad_out = inputs.padded
-        with mock.patch.object(_library, "draw_seed", lambda _: seed):
+        with (
+            mock.patch.object(_library, "draw_seed", lambda _: seed),
+            mock.patch.object(_library, "draw_launch_seed", lambda *_: seed),
+        ):
             ours, packed = self.ours(*padded), self.ours_packed(*inputs.packed[:3])
         head = [t[:1, :1, :rows] if i == 0 else t[:1, :1] for i, t in enumerate(padded)]
         head = [t.detach().requires_grad_(self.case.backward) for t in head]

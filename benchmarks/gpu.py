@@ -42,6 +42,7 @@ def steps(out: Path) -> list[Step]:
         Step("info", 60, [python, "-m", "transformer_fast", "info"]),
         Step("verify", 90, [python, "-m", "transformer_fast", "verify"]),
         Step("tests", 200, [*pytest, "-n", "8", "tests", *ignored]),
+        Step("host_cost", 40, [python, "benchmarks/host_cost.py"]),
         Step("benchmarks", 220, [*pytest, "benchmarks", "--seconds", "0.15", "--benchmark-json", record]),
         Step("report", 60, [python, "benchmarks/report.py", record, "--out", str(out)]),
     ]
@@ -83,6 +84,7 @@ def main() -> None:
     table = out / "benchmarks.md"
     if table.exists():
         print(table.read_text())
+    print((out / "host_cost.log").read_text())
     for outcome in outcomes:
         print("{step:<11} {seconds:>6} s  {ended}: {last_line}".format(**outcome))
 

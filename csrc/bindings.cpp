@@ -31,9 +31,15 @@ PYBIND11_MODULE(_C, m) {
 
   namespace direct = transformer_fast::direct;
   m.def("attention", &direct::attention);
+  m.def("attention_launched", &direct::attention_launched);
+  m.def("set_attention_launchers", &direct::set_attention_launchers);
+  m.def("layouts", &direct::layouts);
+  m.def("empties_like", &direct::empties_like);
+  m.def("empty_outputs", &direct::empty_outputs);
   m.def("dropout", &direct::dropout);
   m.def("layer_norm", &direct::layer_norm);
   m.def("embed", &direct::embed);
   m.def("add_positional", &direct::add_positional);
   m.def("draw_seed", &direct::draw_seed);
+  m.def("draw_number", &direct::draw_number);
 }

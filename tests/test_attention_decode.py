@@ -142,7 +142,7 @@ Q, K, PAGES = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 6, 8), torch.randn(3, 4
 N, TABLE = torch.tensor([6, 3]), torch.tensor([[0, 2], [1, 9]], dtype=torch.int32)
 WRONG = {
     "q is not a tensor": (([1.0], K, K, N), {}, TypeError, "q must be a tensor, got list"),
-    "q of three dimensions": ((Q[0], K, K, N), {}, ValueError, r"q must have four.*\(4, 1, 8\)"),
+    "q of three dimensions": ((Q[0], K, K, N), {}, ValueError, r"q must be \(B, H, Lq, D\).*\(4, 1, 8\)"),
     "cache is integer": ((Q, K.long(), K, N), {}, TypeError, "k_cache must be a float tensor, got torch.int64"),
     "dtypes differ": ((Q, K.half(), K.half(), N), {}, TypeError, "share a dtype.*float32.*float16"),
     "devices differ": ((Q, K.to("meta"), K, N), {}, ValueError, "one device, got cpu, meta, cpu"),

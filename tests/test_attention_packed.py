@@ -134,6 +134,36 @@ def test_few_sequences(lengths, device):
     assert q.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_logsumexp_and_its_gradient_are_those_of_a_padded_batch(device, backend):
+    """With dropout too: beside it the logsumexp is what it is without."""
+    lengths = torch.tensor([5, 1, 3], device=device)
+    packing = tfast.packing.packing_of(lengths, 3, 5, device)
+    padded = [torch.randn(3, 5, 2, 8, device=device, requires_grad=True) for _ in range(3)]
+    mask = tfast.AttentionMask.lengths(lengths) & tfast.AttentionMask.causal()
+    with tfast.backend(backend), fixed_seed(4):
+        tokens = [tfast.packing.take(t, packing) for t in padded]
+        cu = packing.cu_seqlens
+        out, logsumexp = tfast.attention_packed(*tokens, cu, cu, causal=True, dropout_p=0.2, return_logsumexp=True)
+        q, k, v = (t.transpose(1, 2) for t in padded)
+        expected, rows = tfast.attention(q, k, v, mask, dropout_p=0.2, return_logsumexp=True)
+    expected = tfast.packing.take(expected.transpose(1, 2), packing)
+    rows = tfast.packing.take(rows.transpose(1, 2), packing).T
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logsumexp, rows, atol=1e-5, rtol=1e-5)
+    weigh = torch.randn_like(rows)
+    # The logsumexp alone, and together with the output.
+    for loss, same in (
+        ((logsumexp * weigh).sum(), (rows * weigh).sum()),
+        ((logsumexp * weigh).sum() + out.sum(), (rows * weigh).sum() + expected.sum()),
+    ):
+        ours = torch.autograd.grad(loss, padded, retain_graph=True, allow_unused=True)
+        theirs = torch.autograd.grad(same, padded, retain_graph=True, allow_unused=True)
+        for a, b in zip(ours, theirs, strict=True):
+            a, b = (torch.zeros_like(padded[0]) if t is None else t for t in (a, b))
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
 def test_gradcheck_in_double():
     cu_q, cu_k = torch.tensor([0, 2, 2, 5]).int(), torch.tensor([0, 3, 4, 4]).int()
     q, k, v = (torch.randn(n, 2, 4, dtype=torch.float64, requires_grad=True) for n in (5, 4, 4))
@@ -152,7 +182,9 @@ def test_opcheck():
     torch.library.opcheck(op.default, (q, k, v, *tail))
     q, k, v = (t.detach() for t in (q, k, v))
     out, logsumexp = op(q, k, v, *tail)
-    torch.library.opcheck(backward.default, (torch.randn_like(out), q, k, v, out, logsumexp, *tail))
+    for grad_logsumexp in (None, torch.randn_like(logsumexp)):
+        args = torch.randn_like(out), q, k, v, out, logsumexp, grad_logsumexp
+        torch.library.opcheck(backward.default, (*args, *tail))
 
 
 def test_a_second_derivative_is_refused_by_the_kernels_and_given_by_the_reference():

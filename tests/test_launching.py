@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+import transformer_fast as tfast
 from transformer_fast import configs
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -353,3 +355,91 @@ def test_launchers_do_again_what_they_did(launched, monkeypatch, name):
     # The long way made what is derived from the mask first.
     assert outcomes(launched, given) == outcomes(long[-len(launched) :], long_given)
     assert launched and all(call[6:9] == (None, None, None) for call in launched)
+
+
+@pytest.fixture
+def on_a_gpu(launched, monkeypatch):
+    """The doors take the Triton kernels, as on a GPU, on CPU tensors that only the recording driver gets."""
+    from transformer_fast import backends
+
+    monkeypatch.setattr(backends, "_obstacle", lambda *_: None)
+    backends._resolved.cache_clear()
+    with tfast.backend("triton"):
+        yield launched
+    backends._resolved.cache_clear()
+
+
+def masks():
+    lengths = torch.tensor([9, 17])
+    return {
+        "no mask": None,
+        "lengths": tfast.AttentionMask.lengths(lengths),
+        "padding": tfast.AttentionMask.keep((torch.arange(24) < lengths[:, None])[:, None, None]),
+        "causal": tfast.AttentionMask.causal(),
+    }
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("name", masks())
+def test_a_whole_call_of_attention_takes_the_short_way(on_a_gpu, monkeypatch, name, dropout_p):
+    """From the second call on: nothing is checked in Python, nothing prepared, and the gradient is found in C++."""
+    attention = sys.modules["transformer_fast.ops.attention"]
+    mask = masks()[name]
+    q, k, v = (floats(2, 4, 24, 32).requires_grad_() for _ in range(3))
+
+    def call():
+        on_a_gpu.clear()
+        out = tfast.attention(q, k, v, mask, dropout_p=dropout_p)
+        forward = len(on_a_gpu)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        return out.grad_fn.name(), forward, len(on_a_gpu)
+
+    call()
+    call()  # what is derived from the mask is made once, and the call after that finds it
+    monkeypatch.setattr(attention, "check_inputs", None)
+    monkeypatch.setattr(attention, "_autograd", None)
+    monkeypatch.setattr(launching, "_prepare_and_run", None)
+    node, forward, both = call()
+    assert "Attention" in node and (forward, both) == (1, 4)
+    assert all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
+
+
+def test_the_seed_of_a_launch_is_a_number_that_backward_gets_again(on_a_gpu):
+    from transformer_fast.ops import _library
+
+    q, k, v = (floats(2, 4, 24, 32).requires_grad_() for _ in range(3))
+    for _ in range(2):
+        torch.manual_seed(6)
+        on_a_gpu.clear()
+        out = tfast.attention(q, k, v, dropout_p=0.1)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        torch.manual_seed(6)
+        number = _library.draw_seed(torch.device("cpu")).item()
+        launches = [seen(driver_call)[-1] for driver_call in on_a_gpu]
+        assert [number in arguments for arguments in launches] == [True, False, True, True], "delta has no dropout"
+
+
+def test_a_captured_graph_draws_its_seed_on_the_device(monkeypatch):
+    """A number would be one mask for every replay."""
+    from transformer_fast.ops import _library
+
+    drawn = torch.tensor([5])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(_library, "draw_seed", lambda device: drawn)
+    assert _library.draw_launch_seed(torch.device("cuda"), as_number=True) is drawn
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert isinstance(_library.draw_launch_seed(torch.device("cuda"), as_number=True), int)
+
+
+def test_new_lengths_compile_nothing(on_a_gpu):
+    """Sentences of any length, with and without a mask: the functions started are those of the first call."""
+    started = {}
+    for length in (17, 24, 31, 40, 64, 97):
+        lengths = torch.tensor([length, length // 2])
+        for name, mask in (("none", None), ("lengths", tfast.AttentionMask.lengths(lengths))):
+            q, k, v = (floats(2, 4, length, 32).requires_grad_() for _ in range(3))
+            on_a_gpu.clear()
+            out = tfast.attention(q, k, v, mask, dropout_p=0.1)
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+            functions = [driver_call[4] for driver_call in on_a_gpu]
+            assert started.setdefault(name, functions) == functions, f"length {length}"

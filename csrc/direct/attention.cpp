@@ -1,4 +1,5 @@
-// The short way of transformer_fast.ops.attention.
+// The short ways of transformer_fast.ops.attention: to the kernels of the CPU, and to the launchers of the Triton kernels,
+// which are functions in Python. Either way the autograd rule is here.
 #include "functions.h"
 
 #include "call.h"
@@ -24,25 +25,75 @@ const Native<Forward>& kernel() {
   return native;
 }
 
-// What is masked, scaled and dropped: the normal form that the kernels take.
+// What is masked, scaled and dropped: the normal form that the kernels take. A launcher also takes the seed as a number.
 struct Mask {
   OptionalTensor keep, key_keep, lengths, bias, seed;
-  std::optional<int64_t> causal;
+  std::optional<int64_t> causal, seed_value;
   double scale, dropout_p;
   bool zero_empty_rows;
 };
 
-struct Attention : torch::autograd::Function<Attention> {
+// (out, logsumexp) and the gradients, by the kernels of the CPU.
+struct OnCpu {
   static constexpr const char* kName = "attention";
+
+  static std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
+    const py::gil_scoped_release no_gil;
+    return kernel()(q, k, v, m.keep, m.key_keep, m.lengths, m.bias, m.causal, m.scale, m.dropout_p, m.seed,
+                    m.zero_empty_rows);
+  }
+
+  static variable_list backward(const Tensor& grad_out, const variable_list& saved, const Mask& m) {
+    static const Native<Backward> native("attention_backward");
+    auto [grad_q, grad_k, grad_v] =
+        native(grad_out, saved[0], saved[1], saved[2], saved[3], saved[4], or_none(saved[5]), or_none(saved[6]),
+               or_none(saved[7]), or_none(saved[8]), m.causal, m.scale, m.dropout_p, or_none(saved[9]),
+               m.zero_empty_rows, std::nullopt);
+    return {grad_q, grad_k, grad_v};
+  }
+};
+
+// The same by launchers in Python. They live as long as the process: nothing is left to free when it ends.
+struct ByLaunchers {
+  static constexpr const char* kName = "attention";
+  inline static PyObject *forward_launcher = nullptr, *backward_launcher = nullptr;
+
+  static py::object object(const OptionalTensor& tensor) { return tensor ? wrap(*tensor) : py::none(); }
+  static py::object object(const Tensor& tensor) { return tensor.defined() ? wrap(tensor) : py::none(); }
+
+  static py::object seed(const Mask& m, const OptionalTensor& tensor) {
+    return m.seed_value ? py::object(py::int_(*m.seed_value)) : object(tensor);
+  }
+
+  static std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
+    const py::tuple found = py::handle(forward_launcher)(
+        wrap(q), wrap(k), wrap(v), object(m.keep), object(m.key_keep), object(m.lengths), object(m.bias),
+        py::cast(m.causal), m.scale, m.dropout_p, seed(m, m.seed), m.zero_empty_rows);
+    return {THPVariable_Unpack(found[0].ptr()), THPVariable_Unpack(found[1].ptr())};
+  }
+
+  static variable_list backward(const Tensor& grad_out, const variable_list& saved, const Mask& m) {
+    const py::gil_scoped_acquire gil;
+    const py::tuple found = py::handle(backward_launcher)(
+        wrap(grad_out), wrap(saved[0]), wrap(saved[1]), wrap(saved[2]), wrap(saved[3]), wrap(saved[4]),
+        object(saved[5]), object(saved[6]), object(saved[7]), object(saved[8]), py::cast(m.causal), m.scale,
+        m.dropout_p, seed(m, or_none(saved[9])), m.zero_empty_rows);
+    return {THPVariable_Unpack(found[0].ptr()), THPVariable_Unpack(found[1].ptr()),
+            THPVariable_Unpack(found[2].ptr())};
+  }
+};
+
+template <typename Kernels>
+struct Attention : torch::autograd::Function<Attention<Kernels>> {
+  static constexpr const char* kName = Kernels::kName;
   using Options = Mask;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
-    auto [out, logsumexp] = kernel()(q, k, v, m.keep, m.key_keep, m.lengths, m.bias, m.causal, m.scale, m.dropout_p,
-                                     m.seed, m.zero_empty_rows);
+    auto [out, logsumexp] = Kernels::forward(q, k, v, m);
     ctx->save_for_backward({q, k, v, out, logsumexp, or_undefined(m.keep), or_undefined(m.key_keep),
                             or_undefined(m.lengths), or_undefined(m.bias), or_undefined(m.seed)});
     // The tensors of the mask are kept above, where a change in place is noticed.
-    keep(ctx, Mask{{}, {}, {}, {}, {}, m.causal, m.scale, m.dropout_p, m.zero_empty_rows});
+    keep(ctx, Mask{{}, {}, {}, {}, {}, m.causal, m.seed_value, m.scale, m.dropout_p, m.zero_empty_rows});
     return out;
   }
 
@@ -53,13 +104,11 @@ struct Attention : torch::autograd::Function<Attention> {
   }
 
   static variable_list backward_kernel(const variable_list& grads, const variable_list& saved, const Mask& m) {
-    static const Native<Backward> native("attention_backward");
-    const Tensor grad_out = grads[0].stride(-1) == 1 ? grads[0] : grads[0].contiguous();
-    auto [grad_q, grad_k, grad_v] =
-        native(grad_out, saved[0], saved[1], saved[2], saved[3], saved[4], or_none(saved[5]), or_none(saved[6]),
-               or_none(saved[7]), or_none(saved[8]), m.causal, m.scale, m.dropout_p, or_none(saved[9]),
-               m.zero_empty_rows, std::nullopt);
-    return {grad_q, grad_k, grad_v};
+    return Kernels::backward(grads[0].stride(-1) == 1 ? grads[0] : grads[0].contiguous(), saved, m);
+  }
+
+  static py::object call(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
+    return wrap(needs_gradient(q, k, v) ? Attention::apply(q, k, v, m) : std::get<0>(Kernels::forward(q, k, v, m)));
   }
 };
 
@@ -96,50 +145,82 @@ OptionalTensor normal_lengths(const Tensor& lengths, int64_t B, int64_t Lq, int6
   return wide ? lengths.to(at::kInt) : lengths;
 }
 
-}  // namespace
+// Whether lengths are what `normal_lengths` makes of them, but for their values, which may be on a GPU.
+bool are_normal(const Tensor& lengths, int64_t B, int64_t Lq) {
+  return lengths.scalar_type() == at::kInt && lengths.dim() >= 1 && lengths.dim() <= 2 && lengths.size(0) == B &&
+         (lengths.dim() == 1 || lengths.size(1) == Lq);
+}
 
-py::object attention(py::handle q_, py::handle k_, py::handle v_, py::handle keep_, py::handle key_keep_,
-                     py::handle lengths_, py::handle bias_, py::handle causal_, py::handle scale_,
-                     py::handle dropout_p_, py::handle seed_, py::handle empty_rows) {
-  Arguments arguments;
-  const Tensor q = arguments.floating(q_), k = arguments.floating(k_), v = arguments.floating(v_);
+// What the door was given; q is undefined where the call is declined.
+struct Call {
+  Tensor q, k, v;
   Mask mask;
+};
+
+Call read(Arguments& arguments, py::handle q_, py::handle k_, py::handle v_, py::handle keep_, py::handle key_keep_,
+          py::handle lengths_, py::handle bias_, py::handle causal_, py::handle scale_, py::handle dropout_p_,
+          py::handle seed_, py::handle empty_rows) {
+  Call call{arguments.floating(q_), arguments.floating(k_), arguments.floating(v_), {}};
+  auto& [q, k, v, mask] = call;
   mask.keep = arguments.optional_tensor(keep_);
   mask.key_keep = arguments.optional_tensor(key_keep_);
   mask.lengths = arguments.optional_tensor(lengths_);
   mask.bias = arguments.optional_floating(bias_);
   mask.causal = arguments.optional_integer(causal_);
   mask.dropout_p = arguments.probability(dropout_p_);
-  mask.seed = arguments.optional_tensor(seed_);
+  if (PyLong_CheckExact(seed_.ptr()))
+    mask.seed_value = arguments.integer(seed_);
+  else
+    mask.seed = arguments.optional_tensor(seed_);
   mask.zero_empty_rows = is_text(empty_rows, "zero");
   const bool default_scale = scale_.is_none();
   mask.scale = default_scale ? 0 : arguments.number(scale_);
-  if (!arguments.ok() || !shapes_fit(q, k, v)) return py::none();
+  if (!arguments.ok() || !shapes_fit(q, k, v)) return {};
+  const at::Device device = q.device();
+  arguments.require(k.device() == device && v.device() == device);
   arguments.require(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type());
   arguments.require(mask.zero_empty_rows || is_text(empty_rows, "uniform"));
-  arguments.require(mask.dropout_p == 0 || mask.seed);
-  arguments.require(!at::autocast::is_autocast_enabled(at::kCPU));
+  arguments.require(mask.dropout_p == 0 || mask.seed || mask.seed_value);
+  arguments.require(!at::autocast::is_autocast_enabled(device.type()));
   for (const OptionalTensor* part : {&mask.keep, &mask.key_keep, &mask.bias})
-    if (*part) arguments.require(broadcasts(**part, q, k));
+    if (*part) arguments.require(broadcasts(**part, q, k) && (*part)->device() == device);
   if (mask.key_keep) arguments.require(mask.key_keep->size(2) == 1 && mask.key_keep->size(3) == k.size(2));
   if (mask.bias) arguments.require(!needs_gradient(*mask.bias));
-  if (mask.lengths) {
-    mask.lengths = normal_lengths(*mask.lengths, q.size(0), q.size(2), k.size(2));
-    arguments.require(mask.lengths.has_value());
-  }
-  if (!arguments.ok()) return py::none();
+  if (mask.lengths) arguments.require(mask.lengths->device() == device);
+  if (!arguments.ok()) return {};
   if (default_scale) mask.scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
+  return call;
+}
 
-  Tensor out;
-  {
-    const py::gil_scoped_release no_gil;
-    if (needs_gradient(q, k, v))
-      out = Attention::apply(q, k, v, mask);
-    else
-      out = std::get<0>(kernel()(q, k, v, mask.keep, mask.key_keep, mask.lengths, mask.bias, mask.causal, mask.scale,
-                                 mask.dropout_p, mask.seed, mask.zero_empty_rows));
+}  // namespace
+
+py::object attention(py::handle q, py::handle k, py::handle v, py::handle keep, py::handle key_keep, py::handle lengths,
+                     py::handle bias, py::handle causal, py::handle scale, py::handle dropout_p, py::handle seed,
+                     py::handle empty_rows) {
+  Arguments arguments;
+  Call call = read(arguments, q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, empty_rows);
+  if (!call.q.defined() || (call.mask.dropout_p > 0 && !call.mask.seed)) return py::none();
+  if (call.mask.lengths) {
+    call.mask.lengths = normal_lengths(*call.mask.lengths, call.q.size(0), call.q.size(2), call.k.size(2));
+    if (!call.mask.lengths) return py::none();
   }
-  return wrap(out);
+  return Attention<OnCpu>::call(call.q, call.k, call.v, call.mask);
+}
+
+void set_attention_launchers(py::object forward, py::object backward) {
+  ByLaunchers::forward_launcher = forward.release().ptr();
+  ByLaunchers::backward_launcher = backward.release().ptr();
+}
+
+py::object attention_launched(py::handle q, py::handle k, py::handle v, py::handle keep, py::handle key_keep,
+                              py::handle lengths, py::handle bias, py::handle causal, py::handle scale,
+                              py::handle dropout_p, py::handle seed, py::handle empty_rows) {
+  constexpr int64_t kLargestHeadDim = 256;
+  Arguments arguments(true);
+  const Call call = read(arguments, q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, empty_rows);
+  if (!call.q.defined() || call.q.size(3) > kLargestHeadDim || call.q.scalar_type() == at::kDouble) return py::none();
+  if (call.mask.lengths && !are_normal(*call.mask.lengths, call.q.size(0), call.q.size(2))) return py::none();
+  return Attention<ByLaunchers>::call(call.q, call.k, call.v, call.mask);
 }
 
 }  // namespace transformer_fast::direct

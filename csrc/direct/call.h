@@ -48,10 +48,20 @@ inline bool is_plain(const Tensor& tensor) {
   return usual.has_all(tensor.key_set());
 }
 
+// The same for memory of a GPU.
+inline bool is_plain_cuda(const Tensor& tensor) {
+  constexpr auto bit = c10::BackendComponent::CUDABit;
+  static const c10::DispatchKeySet usual = c10::DispatchKeySet(c10::DispatchKey::CUDA) |
+                                           c10::getAutogradRelatedKeySetFromBackend(bit) |
+                                           c10::getAutocastRelatedKeySetFromBackend(bit);
+  return usual.has_all(tensor.key_set());
+}
+
 // Reads the arguments of a call one by one. After the last, ok() says whether all were as they must be.
 class Arguments {
  public:
-  Arguments() : ok_(!watched()) {}
+  // `any_device`: tensors may be of a GPU, as they may where a launcher in Python gets them.
+  explicit Arguments(bool any_device = false) : ok_(!watched()), any_device_(any_device) {}
 
   bool ok() const { return ok_; }
   void require(bool condition) { ok_ = ok_ && condition; }
@@ -59,7 +69,7 @@ class Arguments {
   Tensor tensor(py::handle argument) {
     if (!ok_ || !THPVariable_CheckExact(argument.ptr())) return refused();
     const Tensor& tensor = THPVariable_Unpack(argument.ptr());
-    return is_plain(tensor) ? tensor : refused();
+    return is_plain(tensor) || (any_device_ && is_plain_cuda(tensor)) ? tensor : refused();
   }
 
   // float64, float32, float16 or bfloat16.
@@ -112,7 +122,7 @@ class Arguments {
     return T();
   }
 
-  bool ok_;
+  bool ok_, any_device_;
 };
 
 inline bool is_text(py::handle argument, const char* text) {

@@ -80,15 +80,17 @@ py::object dropout(py::handle x_, py::handle p_, py::handle residual_, py::handl
   return wrap(out);
 }
 
-py::object draw_seed() {
+int64_t draw_number() {
   constexpr int64_t low = std::numeric_limits<int64_t>::min();
   at::uniform_int_from_to_distribution<int64_t> distribution(std::numeric_limits<uint64_t>::max(), low);
   auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
+  const std::lock_guard<std::mutex> lock(generator->mutex_);
+  return distribution(generator);
+}
+
+py::object draw_seed() {
   Tensor seed = at::cpu::empty({1}, at::kLong);
-  {
-    const std::lock_guard<std::mutex> lock(generator->mutex_);
-    *seed.mutable_data_ptr<int64_t>() = distribution(generator);
-  }
+  *seed.mutable_data_ptr<int64_t>() = draw_number();
   return wrap(seed);
 }
 

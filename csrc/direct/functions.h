@@ -10,6 +10,12 @@ using pybind11::object;
 
 object attention(handle q, handle k, handle v, handle keep, handle key_keep, handle lengths, handle bias, handle causal,
                  handle scale, handle dropout_p, handle seed, handle empty_rows);
+// The same for launchers in Python, on any device: (q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p,
+// seed, zero_empty_rows) -> (out, logsumexp), and with grad_out before and (out, logsumexp) after q, k, v -> the three
+// gradients. Lengths must be int32 and within bounds. The seed may be an int.
+object attention_launched(handle q, handle k, handle v, handle keep, handle key_keep, handle lengths, handle bias,
+                          handle causal, handle scale, handle dropout_p, handle seed, handle empty_rows);
+void set_attention_launchers(object forward, object backward);
 object dropout(handle x, handle p, handle residual, handle relu, handle seed);
 object layer_norm(handle x, handle weight, handle bias, handle eps, handle kind, handle residual, handle dropout_p,
                   handle seed);
@@ -17,7 +23,16 @@ object embed(handle ids, handle weight, handle table, handle scale, handle offse
              handle dropout_p, handle seed);
 object add_positional(handle x, handle table, handle offset, handle dropout_p, handle seed);
 
+// What tells one launch of kernels from another, of two tuples of tensors, None and ints: (bytes that say which layouts the
+// inputs have, [address of each input and output, or the int itself], whether all addresses are multiples of 16).
+object layouts(handle inputs, handle outputs);
+// torch.empty_like of each, without gradients.
+object empties_like(pybind11::args tensors);
+// What attention returns for q, (B, H, Lq, D) or packed (T, H, D): out like q, and logsumexp (B, H, Lq) or (H, T), fp32.
+object empty_outputs(handle q);
+
 // One int64 from torch's generator for the CPU, the one that torch.randint(-2**63, 2**63 - 1, (1,)) draws.
 object draw_seed();
+int64_t draw_number();  // the same as a number
 
 }  // namespace transformer_fast::direct

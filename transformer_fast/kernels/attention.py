@@ -11,7 +11,6 @@ and then the program repeats its tile once, carefully.
 
 from collections.abc import Iterator
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
@@ -38,7 +37,7 @@ from .attention_tiles import (
     store_rows,
     within_reach,
 )
-from .launching import Launch, architecture_of, widen_bf16_if_interpreted
+from .launching import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted
 from .philox import attention_keep_tile, load_seed
 
 CAREFUL_KEYS = tl.constexpr(32)
@@ -206,7 +205,7 @@ def attention_forward(
     causal: int | None,
     scale: float,
     dropout_p: float,
-    seed: Tensor | None,
+    seed: Tensor | int | None,
     zero_empty_rows: bool,
 ) -> tuple[Tensor, Tensor]:
     """Masked attention by Triton.
@@ -220,29 +219,28 @@ def attention_forward(
         bias: any float, broadcastable to (B, H, Lq, Lk), added to the scaled scores; -inf blocks.
         causal: query i sees keys j <= i + causal; None for no such bound.
         scale: multiplies q k^T.
-        dropout_p, seed: dropout on the weights, drawn by :mod:`.philox`; seed int64 (1,) on q's device, or None.
+        dropout_p, seed: dropout on the weights, drawn by :mod:`.philox`; seed int64 (1,) on q's device, the number
+            itself, or None.
         zero_empty_rows: a row without keys is 0 rather than the mean of v.
 
     Returns:
         out (B, H, Lq, D) in q's dtype and logsumexp (B, H, Lq) fp32, -inf for a row without keys.
     """
-    B, H, Lq, _ = q.shape
-    Lk = k.shape[2]
-    out = torch.empty_like(q)
-    logsumexp = torch.empty((B, H, Lq), dtype=torch.float32, device=q.device)
-    if out.numel() == 0 or Lk == 0:
+    out, logsumexp = empty_outputs(q)
+    if q.numel() == 0 or k.shape[2] == 0:
         return out.zero_(), logsumexp.fill_(float("-inf"))
-    q, k, v = (within_reach(t) for t in (q, k, v))
-    q, scale, _ = positive_scale(q, scale)
     mask = {
         "keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": bias, "causal": causal, "scale": scale,
         "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero_empty_rows,
     }  # fmt: skip
-    run_call(
-        ("attention forward",), (q, k, v), (out, logsumexp), Lk, mask, None,
-        lambda inputs, outputs, mask, packed: [forward_launch(*inputs, *outputs, architecture_of(q), mask)],
-    )  # fmt: skip
+    run_call(("attention forward",), (q, k, v), (out, logsumexp), k.shape[2], mask, None, _forward_call)
     return out, logsumexp
+
+
+def _forward_call(inputs, outputs, mask: dict[str, object], packed: Packed | None) -> list[Launch]:
+    q, k, v = map(within_reach, inputs)
+    q, scale, _ = positive_scale(q, mask["scale"])
+    return [forward_launch(q, k, v, *outputs, architecture_of(q), mask | {"scale": scale}, packed)]
 
 
 @widen_bf16_if_interpreted(results=1)
@@ -258,7 +256,7 @@ def attention_packed_forward(
     causal: bool,
     scale: float,
     dropout_p: float,
-    seed: Tensor | None,
+    seed: Tensor | int | None,
     zero_empty_rows: bool,
 ) -> tuple[Tensor, Tensor]:
     """Attention within each sequence of a packed batch, by the kernel of :func:`attention_forward`.
@@ -276,18 +274,18 @@ def attention_packed_forward(
     Returns:
         out (Tq, H, D) in q's dtype and logsumexp (H, Tq) fp32. A sequence without keys gets 0 and -inf.
     """
-    out = torch.empty_like(q)
-    logsumexp = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
+    out, logsumexp = empty_outputs(q)
     B = cu_seqlens_q.shape[0] - 1
-    if out.numel() == 0 or k.shape[0] == 0:
+    if q.numel() == 0 or k.shape[0] == 0:
         return out.zero_(), logsumexp.fill_(float("-inf"))
-    q, scale, _ = positive_scale(q, scale)
     mask = packed_mask(causal, scale, dropout_p, seed, zero_empty_rows)
 
     def launches(inputs, outputs, mask: dict[str, object], packed: Packed | None) -> list[Launch]:
         (q, k, v), (out, logsumexp) = inputs, outputs
+        q, scale, _ = positive_scale(q, mask["scale"])
         q, out = (packed_view(t, B, max_q) for t in (q, out))
         k, v = (packed_view(t, B, max_k) for t in (k, v))
+        mask = mask | {"scale": scale}
         return [forward_launch(q, k, v, out, logsumexp, architecture_of(q), mask, packed)]
 
     packed = Packed(cu_seqlens_q, cu_seqlens_k, q.shape[0])

@@ -45,7 +45,7 @@ from .attention_tiles import (
     tensor_arguments,
     within_reach,
 )
-from .launching import Launch, architecture_of, blocks_of, widen_bf16_if_interpreted
+from .launching import Launch, architecture_of, blocks_of, empties_like, widen_bf16_if_interpreted
 from .philox import attention_keep_tile, load_seed
 
 
@@ -239,8 +239,10 @@ def row_buffers(grad_rows: Tensor, logsumexp: Tensor, bias: Tensor | None) -> tu
     B, H, Lq, _ = grad_rows.shape
     empty_tiles = torch.empty(blocks_of(Lq, DELTA_ROWS) * B * H, dtype=torch.int32, device=grad_rows.device)
     # What 16-bit types cannot show is not corrected.
-    exact = grad_rows.dtype == torch.float32 or bias is not None
-    return torch.empty_like(logsumexp), empty_tiles, torch.empty_like(logsumexp) if exact else None
+    if grad_rows.dtype == torch.float32 or bias is not None:
+        delta, sums = empties_like(logsumexp, logsumexp)
+        return delta, empty_tiles, sums
+    return torch.empty_like(logsumexp), empty_tiles, None
 
 
 def backward_launches(
@@ -300,7 +302,7 @@ def attention_backward(
     causal: int | None,
     scale: float,
     dropout_p: float,
-    seed: Tensor | None,
+    seed: Tensor | int | None,
     zero_empty_rows: bool,
     grad_logsumexp: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -315,31 +317,35 @@ def attention_backward(
     Returns:
         Gradients of q (B, H, Lq, D), k and v (B, Hkv, Lk, D), in their dtypes. Bitwise equal from run to run.
     """
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    gradients = empties_like(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
-        return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
+        return tuple(t.zero_() for t in gradients)
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
-    grad_out, q, k, v = (within_reach(t) for t in (grad_out, q, k, v))
-    q, scale, sign = positive_scale(q, scale)
+    if grad_logsumexp is not None:
+        grad_logsumexp = grad_logsumexp.contiguous()
     mask = {
         "keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": bias, "causal": causal, "scale": scale,
         "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero_empty_rows,
     }  # fmt: skip
-    gradients = (grad_q, grad_k, grad_v)
-    if grad_logsumexp is not None:
-        grad_logsumexp = grad_logsumexp.contiguous()
-
-    def launches(inputs, outputs, mask: dict[str, object], packed: Packed | None) -> list[Launch]:
-        grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
-        rows, arch = (grad_out, out), architecture_of(q)
-        tensors = grad_out, q, k, v, logsumexp, rows, outputs[:3], outputs[3:]
-        return backward_launches(*tensors, arch, mask, grad_logsumexp)
-
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
     outputs = (*gradients, *row_buffers(grad_out, logsumexp, bias))
-    run_call(("attention backward",), inputs, outputs, k.shape[2], mask, None, launches)
-    return grad_q if sign == 1.0 else grad_q * sign, grad_k, grad_v
+    run_call(("attention backward",), inputs, outputs, k.shape[2], mask, None, _backward_call)
+    return _signed(gradients, scale)
+
+
+def _backward_call(inputs, outputs, mask: dict[str, object], packed: Packed | None) -> list[Launch]:
+    grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
+    grad_out, q, k, v = map(within_reach, (grad_out, q, k, v))
+    q, scale, _ = positive_scale(q, mask["scale"])
+    tensors = grad_out, q, k, v, logsumexp, (grad_out, out), outputs[:3], outputs[3:]
+    return backward_launches(*tensors, architecture_of(q), mask | {"scale": scale}, grad_logsumexp)
+
+
+def _signed(gradients: tuple[Tensor, Tensor, Tensor], scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients, where the kernels had q times the sign of the scale."""
+    grad_q, grad_k, grad_v = gradients
+    return (grad_q if scale > 0 else grad_q * (-1.0 if scale < 0 else 0.0)), grad_k, grad_v
 
 
 @widen_bf16_if_interpreted(results=3)
@@ -358,7 +364,7 @@ def attention_packed_backward(
     causal: bool,
     scale: float,
     dropout_p: float,
-    seed: Tensor | None,
+    seed: Tensor | int | None,
     zero_empty_rows: bool,
     grad_logsumexp: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -373,19 +379,20 @@ def attention_packed_backward(
     Returns:
         Gradients of q (Tq, H, D), k and v (Tk, Hkv, D), in their dtypes. Bitwise equal from run to run.
     """
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    gradients = empties_like(q, k, v)
     if q.numel() == 0 or k.numel() == 0:
-        return grad_q.zero_(), grad_k.zero_(), grad_v.zero_()
+        return tuple(t.zero_() for t in gradients)
     B, total = cu_seqlens_q.shape[0] - 1, q.shape[0]
     if grad_out.stride(-1) != 1:
         grad_out = grad_out.contiguous()
     if grad_logsumexp is not None:
         grad_logsumexp = grad_logsumexp.contiguous()
-    q, scale, sign = positive_scale(q, scale)
     mask = packed_mask(causal, scale, dropout_p, seed, zero_empty_rows)
 
     def launches(inputs, outputs, mask: dict[str, object], packed: Packed | None) -> list[Launch]:
         grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
+        q, scale, _ = positive_scale(q, mask["scale"])
+        mask = mask | {"scale": scale}
         rows = packed_view(grad_out, 1, total), packed_view(out, 1, total)
         grad_out, q, grad_q = (packed_view(t, B, max_q) for t in (grad_out, q, outputs[0]))
         k, v, grad_k, grad_v = (packed_view(t, B, max_k) for t in (k, v, *outputs[1:3]))
@@ -393,11 +400,11 @@ def attention_packed_backward(
         return backward_launches(*tensors, architecture_of(q), mask, grad_logsumexp, packed)
 
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
-    outputs = (grad_q, grad_k, grad_v, *row_buffers(packed_view(grad_out, 1, total), logsumexp, None))
+    outputs = (*gradients, *row_buffers(grad_out.transpose(0, 1).unsqueeze(0), logsumexp, None))
     packed = Packed(cu_seqlens_q, cu_seqlens_k, total)
     name = "attention packed backward", max_q, max_k
     run_call(name, inputs, outputs, max_k, mask, packed, launches)
-    return grad_q if sign == 1.0 else grad_q * sign, grad_k, grad_v
+    return _signed(gradients, scale)
 
 
 def compile_cases(arch: str) -> Iterator[Launch]:

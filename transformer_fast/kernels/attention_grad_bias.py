@@ -13,6 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attention_launches import run_call
+from .attention_steps import masked_scores
+from .attention_tile_map import bits_arguments
 from .attention_tiles import (
     RUNTIME_INTEGERS,
     at_head,
@@ -22,13 +25,12 @@ from .attention_tiles import (
     key_limits,
     load_rows,
     mask_arguments,
-    mask_scores,
     padded_head_dim,
     tensor_arguments,
     within_reach,
 )
 from .attention_weights import TILES, summed_rows
-from .launching import Launch, run_again, widen_bf16_if_interpreted
+from .launching import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from .philox import attention_keep_tile, load_seed
 
 # A bias of fewer tiles than this is shared out until about so many programs run: a few for each multiprocessor.
@@ -46,8 +48,8 @@ def _rows_kernel(
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
     out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
-    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_key,
-    key_keep_batch: tl.int64, key_keep_head: tl.int64, key_keep_key,
+    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_word,
+    key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
     heads, group, queries, keys, causal_offset, threshold, rescale, scale,
@@ -66,9 +68,9 @@ def _rows_kernel(
     v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
     out = at_head(out, batch, head, out_batch, out_head, UNIT)
     if keep is not None:
-        keep = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
+        keep = at_head(keep, batch, head, keep_batch, keep_head, 8)
     if key_keep is not None:
-        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
+        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8)
     bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
     key_low, key_high = load_seed(seed) if seed is not None else (0, 0)
 
@@ -84,7 +86,7 @@ def _rows_kernel(
     centre = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     weight_sum, gradient_sum = summed_rows(
         q_tile, grad_tile, k, v, shift, batch, head, start_query, queries, keys, limit, last_key, scale, rescale,
-        keep, keep_query, keep_key, key_keep, key_keep_key, bias, bias_query, bias_key, key_low, key_high,
+        keep, keep_query, keep_word, key_keep, bias, bias_query, bias_key, key_low, key_high,
         threshold, k_row, v_row, HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, seed is not None, True,
     )  # fmt: skip
     summed = weight_sum > 0.0
@@ -104,8 +106,8 @@ def _grad_bias_kernel(
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
-    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_key,
-    key_keep_batch: tl.int64, key_keep_head: tl.int64, key_keep_key,
+    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_word,
+    key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
     heads, group, queries, keys, causal_offset, threshold, rescale, scale,
@@ -144,6 +146,12 @@ def _grad_bias_kernel(
         rows = tl.minimum(row, queries - 1)
         limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
         last_key = tl.maximum(tl.max(limit, 0), 0)
+        keep_base = keep
+        if keep is not None:
+            keep_base = at_head(keep, batch, head, keep_batch, keep_head, 8)
+        key_keep_base = key_keep
+        if key_keep is not None:
+            key_keep_base = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8)
         if start_key < last_key:
             pair_row = (batch * heads + head).to(tl.int64) * queries + rows
             shift = tl.load(logsumexp + pair_row)
@@ -159,16 +167,10 @@ def _grad_bias_kernel(
                 BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT,
             )  # fmt: skip
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-            keep_base = keep
-            if keep is not None:
-                keep_base = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
-            key_keep_base = key_keep
-            if key_keep is not None:
-                key_keep_base = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
-            scores, allowed = mask_scores(
-                scores, scale, start_query, queries, start_key, keys, limit, keep_base, keep_query, keep_key,
-                key_keep_base, key_keep_key, at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query,
-                bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
+            scores, allowed = masked_scores(
+                scores, scale, start_query, queries, start_key, keys, limit, keep_base, keep_query, keep_word,
+                key_keep_base, at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+                BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
             )  # fmt: skip
             weights = exponential(scores, shift[:, None], scale, True) / divisor[:, None]
             grad_tile = load_rows(
@@ -212,13 +214,13 @@ def _grad_bias_kernel(
 def sharing(q: Tensor, k: Tensor, bias: Tensor) -> tuple[int, list[int], int, int]:
     """(tiles of the bias, how many of each dimension one of them stands for, parts of its sum, steps of a part)."""
     rows, keys, _ = TILES[q.element_size() * 8, padded_head_dim(q)]
-    counts = (*q.shape[:2], triton.cdiv(q.shape[2], rows), triton.cdiv(k.shape[2], keys))
+    counts = (*q.shape[:2], blocks_of(q.shape[2], rows), blocks_of(k.shape[2], keys))
     each = [n if size == 1 else 1 for n, size in zip(counts, bias.shape, strict=True)]
     tiles, total = 1, 1
     for n, behind in zip(counts, each, strict=True):
         tiles, total = tiles * (n // behind), total * behind
-    steps = triton.cdiv(total, min(total, triton.cdiv(PROGRAMS, tiles)))
-    return tiles, each, triton.cdiv(total, steps), steps
+    steps = blocks_of(total, min(total, blocks_of(PROGRAMS, tiles)))
+    return tiles, each, blocks_of(total, steps), steps
 
 
 def part_sums(bias: Tensor, parts: int) -> Tensor:
@@ -235,7 +237,7 @@ def grad_bias_launches(
     `mask` is :func:`attention_grad_bias`'s keyword arguments.
     """
     bias = mask["bias"]
-    masking = mask_arguments(q, k, **mask)
+    masking = mask_arguments(q, k, **mask) | bits_arguments(mask["keep"], mask["key_keep"])
     del masking["ZERO_EMPTY_ROWS"]
     block_d = masking["BLOCK_D"]
     rows, keys, warps = TILES[q.element_size() * 8, block_d]
@@ -251,7 +253,7 @@ def grad_bias_launches(
         Launch(
             name=f"attention grad_bias_rows {kind} {row_rows}x{row_keys} {row_warps} warps{dropout}",
             kernel=_rows_kernel,
-            grid=triton.cdiv(Lq, row_rows) * B * H,
+            grid=blocks_of(Lq, row_rows) * B * H,
             arguments=tensor_arguments(grad_out=grad_out, q=q, k=k, v=v, out=out) | masking | per_row
             | {"grad_logsumexp": grad_logsumexp, "BLOCK_QUERIES": row_rows, "BLOCK_KEYS": row_keys},
             num_warps=row_warps,
@@ -307,6 +309,11 @@ def attention_grad_bias(
     return _attention_grad_bias(grad_out, q, k, v, out, logsumexp, grad_logsumexp, **mask)[0].to(bias.dtype)
 
 
+def _grad_bias_call(inputs, outputs, mask: dict[str, object], _) -> list[Launch]:
+    *tensors, logsumexp, grad_logsumexp = inputs
+    return grad_bias_launches(*map(within_reach, tensors), logsumexp, grad_logsumexp, *outputs, mask)
+
+
 @widen_bf16_if_interpreted(results=0)
 def _attention_grad_bias(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
@@ -319,18 +326,10 @@ def _attention_grad_bias(
         grad_out = grad_out.contiguous()
     if grad_logsumexp is not None:
         grad_logsumexp = grad_logsumexp.contiguous()
-    grad_out, q, k, v, out = (within_reach(t) for t in (grad_out, q, k, v, out))
     sums = part_sums(bias, sharing(q, k, bias)[2])
-    parts = ("keep", "key_keep", "lengths", "bias", "seed")
-    scalars = [value for name, value in mask.items() if name not in parts]
-    run_again(
-        ("attention grad_bias", *scalars),
-        (grad_out, q, k, v, out, logsumexp, grad_logsumexp, *[mask[part] for part in parts]),
-        (torch.empty_like(logsumexp), torch.empty_like(logsumexp), sums),
-        lambda *tensors: grad_bias_launches(
-            *tensors[:7], *tensors[12:], mask | dict(zip(parts, tensors[7:12], strict=True))
-        ),
-    )
+    inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
+    outputs = (*empties_like(logsumexp, logsumexp), sums)
+    run_call(("attention grad_bias",), inputs, outputs, 0, mask, None, _grad_bias_call)
     return (sums[0] if len(sums) == 1 else sums.sum(0),)
 
 

@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import triton
 from torch import Tensor
 
 from ..configs import LONG, AttentionConfig, attention_config
 from .attention_tile_map import NO_MAP, length_order, packed_order, tile_lists
 from .attention_tiles import bounded_offset, mask_arguments, padded_head_dim, tensor_arguments, within_reach
-from .launching import Launch, run_again
+from .launching import Launch, blocks_of, run_again
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ def _plan(
     name: str, q: Tensor, k: Tensor, config: AttentionConfig, tensors: dict[str, Tensor], mask: dict[str, object],
     packed: Packed | None,
 ) -> Plan:  # fmt: skip
-    arguments = mask_arguments(q, k, **(mask | {"keep": None, "key_keep": None})) | tensor_arguments(**tensors)
+    arguments = mask_arguments(q, k, **mask) | tensor_arguments(**tensors)
     arguments |= {"BLOCK_QUERIES": config.block_queries, "BLOCK_KEYS": config.block_keys}
     kinds = {
         "mapped": mask["keep"] is not None or mask["key_keep"] is not None, "biased": mask["bias"] is not None,
@@ -152,7 +151,7 @@ def _plan(
         f" {config.num_warps} warps {config.num_stages} stages"
         f"{'' if config.max_registers is None else f' {config.max_registers} registers'}"
         f"{''.join(f' {kind}' for kind, true in kinds.items() if true)}",
-        triton.cdiv(over.shape[2], block) * over.shape[0] * over.shape[1],
+        blocks_of(over.shape[2], block) * over.shape[0] * over.shape[1],
         {
             name: value for name, value in arguments.items()
             if not isinstance(value, Tensor) and name not in NO_MAP
@@ -178,9 +177,9 @@ def run_call(
         prepare: the launches from (inputs, outputs, mask, packed).
     """
     keep, key_keep, lengths = mask["keep"], mask["key_keep"], mask["lengths"]
-    sources: tuple[Tensor | None, ...] = ()
+    sources: tuple[Tensor, ...] = ()
     if keep is not None or key_keep is not None:
-        sources = keep, key_keep, lengths
+        sources = tuple([t for t in (keep, key_keep, lengths) if t is not None])
     elif keys > LONG and packed is not None:
         sources = packed.cu_seqlens_k, packed.cu_seqlens_q
     elif keys > LONG and lengths is not None and lengths.dim() == 1:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .attention_tile_map import allowed_words
-from .attention_tiles import mask_scores, within_limits
+from .attention_tiles import biased_scores, within_limits
 
 
 @triton.jit
@@ -113,9 +113,8 @@ def masked_scores(
     """Apply every part of the mask: (scores, allowed). With a bias, the scores come back scaled and biased."""
     allowed = allowed_tile(start_query, queries, start_key, limit, keep, keep_query, keep_word, key_keep, QUERIES, KEYS)
     if bias is not None:
-        scores, unblocked = mask_scores(
-            scores, scale, start_query, queries, start_key, keys, limit, None, 0, 0, None, 0, bias, bias_query,
-            bias_key, QUERIES, KEYS, MASK_UNIT,
-        )  # fmt: skip
+        scores, unblocked = biased_scores(
+            scores, scale, start_query, queries, start_key, keys, bias, bias_query, bias_key, QUERIES, KEYS, MASK_UNIT
+        )
         allowed = allowed & unblocked
     return scores, allowed

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..configs import ATTENTION
 from .attention_tiles import jit, key_limits
-from .launching import Launch, run
+from .launching import Launch, blocks_of, run
 from .remembered import remembered
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
@@ -247,7 +247,7 @@ def pack_launch(mask: Tensor, bits: Tensor) -> Launch:
     return Launch(
         name=f"attention pack {'unaligned' if unit == 1 else 'aligned'}",
         kernel=_pack_kernel,
-        grid=b * h * triton.cdiv(rows, PACK_ROWS) * triton.cdiv(keys, CHUNK_KEYS),
+        grid=b * h * blocks_of(rows, PACK_ROWS) * blocks_of(keys, CHUNK_KEYS),
         arguments={
             "mask": mask, "bits": bits, "mask_batch": strides[0] // unit, "mask_head": strides[1] // unit,
             "mask_query": strides[2] // unit, "mask_key": strides[3], "heads": h, "queries": rows, "keys": keys,
@@ -260,7 +260,7 @@ def pack_launch(mask: Tensor, bits: Tensor) -> Launch:
 
 def _pack(mask: Tensor) -> Tensor:
     mask = _without_repeats(mask)
-    words = triton.cdiv(mask.shape[3], CHUNK_KEYS) * (CHUNK_KEYS // 32)
+    words = blocks_of(mask.shape[3], CHUNK_KEYS) * (CHUNK_KEYS // 32)
     bits = torch.empty((*mask.shape[:3], words), dtype=torch.int32, device=mask.device)
     _run([pack_launch(mask, bits)], mask)
     return bits
@@ -305,7 +305,7 @@ def _classes(
     """The class of every tile: int8 (B|1, H|1, query tiles, key tiles) of EMPTY, PARTIAL and FULL."""
     masks = [_without_repeats(t) for t in (keep, key_keep) if t is not None]
     batches = B if lengths is not None else max(t.shape[0] for t in masks)
-    shape = (batches, max(t.shape[1] for t in masks), triton.cdiv(queries, tile[0]), triton.cdiv(keys, tile[1]))
+    shape = (batches, max(t.shape[1] for t in masks), blocks_of(queries, tile[0]), blocks_of(keys, tile[1]))
     classes = torch.empty(shape, dtype=torch.int8, device=masks[0].device)
     _run([classes_launch(classes, keep, key_keep, lengths, causal_offset, queries, keys, tile)], classes)
     return classes

@@ -31,7 +31,7 @@ RUNTIME_INTEGERS = (
     + ["key_keep_batch", "key_keep_head", "lengths_batch", "lengths_query"]
     + ["heads", "group", "queries", "keys", "causal_offset", "threshold"]
     + ["total_queries", "map_batch", "map_head", "mask_batch", "mask_head", "mask_query"]
-    + ["words", "lines", "across", "pair_stride", "line_stride", "tile_stride"]
+    + ["words", "lines", "across", "pair_stride", "line_stride", "tile_stride", "seed"]
 )
 
 
@@ -94,36 +94,22 @@ def within_limits(start_key, limit, KEYS: tl.constexpr):
 
 
 @triton.jit
-def mask_scores(
-    scores, scale, start_query, queries, start_key, keys, limit,
-    keep, keep_query, keep_key, key_keep, key_keep_key, bias, bias_query, bias_key,
+def biased_scores(
+    scores, scale, start_query, queries, start_key, keys, bias, bias_query, bias_key,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Apply every part of the mask to one tile of raw scores.
-
-    Returns (scores, allowed): with a bias, the scores are scaled and the bias is added (see :func:`exponent`).
-    """
-    allowed = within_limits(start_key, limit, KEYS)
+    """(scores times scale plus the bias of their tile, which of them the bias does not block)."""
     # Past the last query the last one is read again. MASK_UNIT divides the number of keys: saying so in the guard
     # keeps whole groups of keys together in one access.
     row = tl.minimum(tl.arange(0, QUERIES), queries - 1 - start_query)[:, None]
     column = start_key + tl.arange(0, KEYS)
     inside = column // MASK_UNIT * MASK_UNIT < keys
-    if key_keep is not None:
-        allowed = allowed & (tl.load(key_keep + column * key_keep_key, mask=inside, other=0) != 0)[None, :]
     # Offsets start from the tile's row but from the first key: were they the same for every tile, the compiler
     # would keep one register for each element of the tile all through the loop.
-    if keep is not None:
-        offsets = row * (keep_query.to(tl.int32) * MASK_UNIT) + column[None, :] * keep_key
-        base = keep + tl.cast(start_query, tl.int64) * keep_query * MASK_UNIT
-        allowed = allowed & (tl.load(base + offsets, mask=inside[None, :], other=0) != 0)
-    if bias is not None:
-        offsets = row * (bias_query.to(tl.int32) * MASK_UNIT) + column[None, :] * bias_key
-        base = bias + tl.cast(start_query, tl.int64) * bias_query * MASK_UNIT
-        added = tl.load(base + offsets, mask=inside[None, :], other=float("-inf")).to(tl.float32)
-        allowed = allowed & (added != float("-inf"))
-        scores = scores * scale + added
-    return scores, allowed
+    offsets = row * (bias_query.to(tl.int32) * MASK_UNIT) + column[None, :] * bias_key
+    base = bias + tl.cast(start_query, tl.int64) * bias_query * MASK_UNIT
+    added = tl.load(base + offsets, mask=inside[None, :], other=float("-inf")).to(tl.float32)
+    return scores * scale + added, added != float("-inf")
 
 
 @triton.jit
@@ -161,7 +147,7 @@ def within_reach(t: Tensor) -> Tensor:
 
 def padded_head_dim(q: Tensor) -> int:
     """The power of two that holds q's last dimension in a kernel."""
-    return max(32, triton.next_power_of_2(q.shape[-1]))
+    return max(32, 1 << (q.shape[-1] - 1).bit_length())
 
 
 def bounded_offset(causal: int | None, Lq: int, Lk: int) -> int:
@@ -185,35 +171,29 @@ def mask_arguments(
     q: Tensor,
     k: Tensor,
     *,
-    keep: Tensor | None,
-    key_keep: Tensor | None,
     lengths: Tensor | None,
     bias: Tensor | None,
     causal: int | None,
     scale: float,
     dropout_p: float,
-    seed: Tensor | None,
+    seed: Tensor | int | None,
     zero_empty_rows: bool,
+    **dense: Tensor | None,
 ) -> dict[str, object]:
-    """Kernel arguments that say what is masked, scaled and dropped. Size-1 dimensions of a mask get stride 0."""
+    """Kernel arguments that say what is masked, scaled and dropped, but for dense masks, of which kernels read bits
+    (:mod:`.attention_tile_map`). Size-1 dimensions of a bias get stride 0."""
     H, Lq, D = q.shape[1:]
     Hkv, Lk = k.shape[1:3]
-    keep, bias = (None if t is None else within_reach(t) for t in (keep, bias))
-
-    def strides(t: Tensor | None) -> list[int]:
-        return [0, 0, 0, 0] if t is None else [s if n > 1 else 0 for n, s in zip(t.shape, t.stride(), strict=True)]
-
-    keep_strides, key_keep_strides, bias_strides = strides(keep), strides(key_keep), strides(bias)
-    unit = 16 if all(n % 16 == 0 for n in (Lk, *keep_strides[:3], *bias_strides[:3])) else 1
-    arguments: dict[str, object] = {"MASK_UNIT": unit, "keep": keep, "key_keep": key_keep, "bias": bias}
-    for name, values in (("keep", keep_strides), ("bias", bias_strides)):
-        for dim, stride in zip(("batch", "head", "query"), values[:3], strict=True):
-            arguments[f"{name}_{dim}"] = stride // unit
-        arguments[f"{name}_key"] = values[3]
+    strides = [0, 0, 0, 0]
+    if bias is not None:
+        bias = within_reach(bias)
+        strides = [s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True)]
+    # Only a bias is read by it: without one, no length compiles anything of its own.
+    unit = 16 if bias is not None and all(n % 16 == 0 for n in (Lk, *strides[:3])) else 1
+    arguments: dict[str, object] = {"MASK_UNIT": unit, "bias": bias, "bias_key": strides[3]}
+    for dim, stride in zip(("batch", "head", "query"), strides[:3], strict=True):
+        arguments[f"bias_{dim}"] = stride // unit
     arguments |= {
-        "key_keep_batch": key_keep_strides[0],
-        "key_keep_head": key_keep_strides[1],
-        "key_keep_key": key_keep_strides[3],
         "lengths": lengths,
         "lengths_batch": 0 if lengths is None else lengths.stride(0),
         "lengths_query": 0 if lengths is None or lengths.dim() == 1 else lengths.stride(1),

@@ -11,6 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .attention_launches import run_call
+from .attention_steps import masked_scores
+from .attention_tile_map import bits_arguments
 from .attention_tiles import (
     LOG2E,
     any_true,
@@ -21,11 +24,10 @@ from .attention_tiles import (
     key_limits,
     load_rows,
     mask_arguments,
-    mask_scores,
     tensor_arguments,
     within_reach,
 )
-from .launching import Launch, run_again, widen_bf16_if_interpreted
+from .launching import Launch, blocks_of, widen_bf16_if_interpreted
 from .philox import attention_keep_tile, load_seed
 
 # (query rows, keys, warps) a tile by bits of the type and padded head size.
@@ -38,7 +40,7 @@ TILES = {
 @triton.jit
 def summed_rows(
     q_tile, grad_tile, k, v, shift, batch, head, start_query, queries, keys, limit, last_key, scale, rescale,
-    keep, keep_query, keep_key, key_keep, key_keep_key, bias, bias_query, bias_key, key_low, key_high, threshold,
+    keep, keep_query, keep_word, key_keep, bias, bias_query, bias_key, key_low, key_high, threshold,
     k_row, v_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, DROPOUT: tl.constexpr, WITH_GRADIENTS: tl.constexpr,
 ):  # fmt: skip
@@ -47,7 +49,7 @@ def summed_rows(
     A large logsumexp has lost digits (beside a bias of -1e9 on a whole row, even the number of keys): weights from it
     do not sum to 1, nor gradients of scores to 0. Only a tile that has such a row walks over the keys.
     """
-    too_large = tl.abs(shift) > (16.0 if q_tile.dtype == tl.float32 else 1024.0)
+    too_large = tl.abs(shift) > (4.0 if q_tile.dtype == tl.float32 else 1024.0)
     end = tl.where(any_true(too_large), last_key, 0)
     weight_sum = tl.zeros((QUERIES,), tl.float32)
     gradient_sum = tl.zeros((QUERIES,), tl.float32)
@@ -56,9 +58,9 @@ def summed_rows(
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if bias is None:
             scores *= scale
-        scores, allowed = mask_scores(
-            scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_key, key_keep,
-            key_keep_key, bias, bias_query, bias_key, QUERIES, KEYS, MASK_UNIT,
+        scores, allowed = masked_scores(
+            scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word,
+            key_keep, bias, bias_query, bias_key, QUERIES, KEYS, MASK_UNIT,
         )  # fmt: skip
         weights = tl.where(allowed, exponential(scores, shift[:, None], scale, True), 0.0)
         weight_sum += tl.sum(weights, 1)
@@ -78,8 +80,8 @@ def _weights_kernel(
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     out_row: tl.int64,
-    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_key,
-    key_keep_batch: tl.int64, key_keep_head: tl.int64, key_keep_key,
+    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_word,
+    key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
     heads, group, queries, keys, causal_offset, threshold, rescale, scale,
@@ -97,9 +99,9 @@ def _weights_kernel(
     q = at_head(q, batch, head, q_batch, q_head, UNIT)
     k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
     if keep is not None:
-        keep = at_head(keep, batch, head, keep_batch, keep_head, MASK_UNIT)
+        keep = at_head(keep, batch, head, keep_batch, keep_head, 8)
     if key_keep is not None:
-        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 1)
+        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8)
     if bias is not None:
         bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
     key_low, key_high = load_seed(seed) if seed is not None else (0, 0)
@@ -115,7 +117,7 @@ def _weights_kernel(
     if NATURAL:
         weight_sum, _ = summed_rows(
             q_tile, q_tile, k, k, shift, batch, head, start_query, queries, keys, limit, last_key, scale, rescale,
-            keep, keep_query, keep_key, key_keep, key_keep_key, bias, bias_query, bias_key, key_low, key_high,
+            keep, keep_query, keep_word, key_keep, bias, bias_query, bias_key, key_low, key_high,
             threshold, k_row, k_row, HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, False, False,
         )  # fmt: skip
         # NaN stays: it is above zero no more than below.
@@ -129,9 +131,9 @@ def _weights_kernel(
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if NATURAL and bias is None:
             scores *= scale
-        scores, allowed = mask_scores(
-            scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_key, key_keep,
-            key_keep_key, bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
+        scores, allowed = masked_scores(
+            scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word,
+            key_keep, bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
         )  # fmt: skip
         weights = tl.where(allowed, exponential(scores, shift[:, None], scale, NATURAL) / divisor[:, None], 0.0)
         weights = tl.where(empty[:, None], uniform, weights)
@@ -148,14 +150,14 @@ def _weights_kernel(
 
 def weights_launch(q: Tensor, k: Tensor, logsumexp: Tensor, out: Tensor, mask: dict[str, object]) -> Launch:
     """The launch that fills `out`; `mask` is :func:`attention_weights`'s keyword arguments."""
-    masking = mask_arguments(q, k, **mask)
+    masking = mask_arguments(q, k, **mask) | bits_arguments(mask["keep"], mask["key_keep"])
     unit = 16 if k.shape[2] % 16 == 0 else 1
     rows, keys, warps = TILES[q.element_size() * 8, masking["BLOCK_D"]]
     return Launch(
         name=f"attention weights {str(q.dtype)[6:]} d{masking['BLOCK_D']} {rows}x{keys} {warps} warps"
         f"{' bias' if mask['bias'] is not None else ''}{' dropout' if masking['seed'] is not None else ''}",
         kernel=_weights_kernel,
-        grid=triton.cdiv(q.shape[2], rows) * q.shape[0] * q.shape[1],
+        grid=blocks_of(q.shape[2], rows) * q.shape[0] * q.shape[1],
         arguments=tensor_arguments(q=q, k=k)
         | masking
         | {"logsumexp": logsumexp, "out": out, "out_row": k.shape[2] // unit, "OUT_UNIT": unit}
@@ -197,20 +199,16 @@ def attention_weights(
     )[0]  # fmt: skip
 
 
+def _weights_call(inputs, outputs, mask: dict[str, object], _) -> list[Launch]:
+    q, k, logsumexp = inputs
+    return [weights_launch(within_reach(q), within_reach(k), logsumexp, *outputs, mask)]
+
+
 @widen_bf16_if_interpreted(results=1)
 def _attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor, **mask: object) -> tuple[Tensor]:
     out = torch.empty((*q.shape[:3], k.shape[2]), dtype=q.dtype, device=q.device)
     if out.numel() > 0:
-        parts = ("keep", "key_keep", "lengths", "bias", "seed")
-        scalars = [value for name, value in mask.items() if name not in parts]
-        run_again(
-            ("attention weights", *scalars),
-            (within_reach(q), within_reach(k), logsumexp, *[mask[part] for part in parts]),
-            (out,),
-            lambda q, k, logsumexp, *rest: [
-                weights_launch(q, k, logsumexp, rest[-1], mask | dict(zip(parts, rest, strict=False)))
-            ],
-        )
+        run_call(("attention weights",), (q, k, logsumexp), (out,), 0, mask, None, _weights_call)
     return (out,)
 
 

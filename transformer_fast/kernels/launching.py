@@ -23,6 +23,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
 from ..configs import Table, architecture
+from . import extension
 from .remembered import remembered
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -203,10 +204,10 @@ def run(launches: Iterable[Launch], on: Tensor) -> None:
 
 def run_again(
     scalars: tuple,
-    inputs: tuple[Tensor | None, ...],
+    inputs: tuple[Tensor | int | None, ...],
     outputs: tuple[Tensor | None, ...],
     prepare: Callable[..., Iterable[Launch]],
-    sources: tuple[Tensor | None, ...] = (),
+    sources: tuple[Tensor, ...] = (),
     derived: frozenset[str] = frozenset(),
 ) -> None:
     """Run the launches of a call, which are those of an earlier call but for pointers if all its layouts are.
@@ -214,7 +215,8 @@ def run_again(
     Args:
         scalars: hashable; with the inputs' dtypes, shapes and strides it must determine every launch: which kernel,
             its grid, each argument that is not a tensor. Tile tables do not count: changing one forgets all calls.
-        inputs: the first is a tensor, on the device to run on.
+        inputs: the first is a tensor, on the device to run on. One may be an int, which changes from call to call like
+            a pointer: the argument "seed".
         outputs: whose layouts follow from the inputs' (and temporaries, which every call needs anew).
         prepare: from the inputs and outputs, in order, the launches. Their tensors should be just those, or views that
             start where one of them does: a call that needs another, such as a copy, is prepared each time.
@@ -223,55 +225,99 @@ def run_again(
             :func:`.remembered.remembered`, until one of them is written to.
     """
     global _changes_seen
-    tensors = (*inputs, *outputs)
+    first = inputs[0]
     if not SHORT_WAY or _must_take_the_long_way():
-        return run(prepare(*tensors), inputs[0])
+        return run(prepare(*inputs, *outputs), first)
     active = driver.active
     device = active.get_current_device()
-    if inputs[0].is_cuda and inputs[0].get_device() != device:
-        with torch.cuda.device_of(inputs[0]):
-            return run_again(scalars, inputs, outputs, prepare)
+    if first.is_cuda and first.get_device() != device:
+        with torch.cuda.device_of(first):
+            return run_again(scalars, inputs, outputs, prepare, sources, derived)
     if _changes_seen != Table.changes:
         _changes_seen = Table.changes
         _CALLS.clear()
 
-    key = (device, scalars, *[None if t is None else (t.dtype, t.shape, t.stride()) for t in inputs])
-    pointers = [0 if t is None else t.data_ptr() for t in tensors]
-    alignment = 0
-    for pointer in pointers:
-        alignment |= pointer
+    layout, pointers, aligned = layouts(inputs, outputs)
+    key = (device, scalars, layout)
     stream = active.get_current_stream(device)
-    fresh: list[list[_Ready] | None] = []
-
-    def make() -> list[_Ready] | None:
-        fresh.append(_prepare_and_run(tensors, prepare, derived, device, stream))
-        return fresh[0]
-
-    holder, *others = [t for t in sources if t is not None] or [None]
-    if alignment % 16:
-        calls = make()
-    elif holder is not None:
-        calls = remembered(holder, (*key, holder.storage_offset(), Table.changes), tuple(others), make)
-    else:
-        calls = _CALLS.get(key)
-        if calls is None and make() is not None:
-            if len(_CALLS) >= MOST_CALLS:
-                _CALLS.clear()
-            _CALLS[key] = fresh[0]
-    if fresh:
-        return
-    if calls is None or any(ready.kernel.pre_run_hooks for ready in calls):
-        make()
-        return
+    calls = _CALLS.get(key) if aligned and not sources else None
+    if calls is None:
+        calls, prepared = _find_or_prepare(key, aligned, (*inputs, *outputs), prepare, sources, derived, stream)
+        if prepared:
+            return None
+    for ready in calls:
+        if ready.kernel.pre_run_hooks:
+            _prepare_and_run((*inputs, *outputs), prepare, derived, device, stream)
+            return None
     for ready in calls:
         values = ready.values.copy()
         for place, number in ready.pointers:
             values[place] = pointers[number]
         _start(ready.compiled, ready.grid, stream, values)
+    return None
+
+
+def _find_or_prepare(
+    key: tuple,
+    aligned: bool,
+    tensors: tuple[Tensor | int | None, ...],
+    prepare: Callable[..., Iterable[Launch]],
+    sources: tuple[Tensor, ...],
+    derived: frozenset[str],
+    stream: int,
+) -> tuple[list[_Ready], bool]:
+    """(what is kept on the first source, False); or where there is nothing, prepare the call, run it, keep it where it
+    can be repeated, and say so: ([], True)."""
+    prepared = False
+
+    def make() -> list[_Ready] | None:
+        nonlocal prepared
+        prepared = True
+        return _prepare_and_run(tensors, prepare, derived, key[0], stream)
+
+    if aligned and sources:
+        kept = remembered(sources[0], (*key, Table.changes), sources[1:], make, with_layouts=False)
+        if not prepared and kept is None:
+            make()
+        return kept or [], prepared
+    calls = make()
+    if aligned and calls is not None:
+        if len(_CALLS) >= MOST_CALLS:
+            _CALLS.clear()
+        _CALLS[key] = calls
+    return [], True
+
+
+def _layouts(inputs: tuple, outputs: tuple) -> tuple[tuple, list[int], bool]:
+    """(what tells the inputs' layouts apart, addresses of all, with ints as they are, whether those are aligned)."""
+    pointers = [0 if t is None else t if type(t) is int else t.data_ptr() for t in (*inputs, *outputs)]
+    bits = 0
+    for t, pointer in zip((*inputs, *outputs), pointers, strict=True):
+        bits |= pointer if isinstance(t, Tensor) else 0
+    layout = tuple((t.dtype, t.shape, t.stride()) if isinstance(t, Tensor) else type(t) for t in inputs)
+    return layout, pointers, bits % 16 == 0
+
+
+def _empties_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Uninitialised tensors of the same shapes, types and, where they are dense, strides."""
+    return tuple(torch.empty_like(t) for t in tensors)
+
+
+def _empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    """What attention returns for q (B, H, Lq, D), or packed (T, H, D): out like q, and logsumexp (B, H, Lq) or (H, T)
+    in fp32; uninitialised."""
+    rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    return torch.empty_like(q), torch.empty(rows, dtype=torch.float32, device=q.device)
+
+
+# Of the extension where there is one: these steps, a few dozen a call, cost microseconds in Python.
+layouts = getattr(extension.module(), "layouts", _layouts)
+empties_like = getattr(extension.module(), "empties_like", _empties_like)
+empty_outputs = getattr(extension.module(), "empty_outputs", _empty_outputs)
 
 
 def _prepare_and_run(
-    tensors: tuple[Tensor | None, ...],
+    tensors: tuple[Tensor | int | None, ...],
     prepare: Callable[..., Iterable[Launch]],
     derived: frozenset[str],
     device: int,
@@ -282,11 +328,14 @@ def _prepare_and_run(
     numbers: dict[int, int] = {}
     at_pointer: dict[int, list[int]] = {}
     faces = []
+    seed = None
     for number, t in enumerate(tensors):
-        if t is not None and id(t) in numbers:
+        if isinstance(t, Tensor) and id(t) in numbers:
             t = t.detach()
         faces.append(t)
-        if t is not None:
+        if type(t) is int:
+            seed = number
+        elif t is not None:
             numbers[id(t)] = number
             at_pointer.setdefault(t.data_ptr(), []).append(number)
     calls: list[_Ready] | None = []
@@ -295,6 +344,10 @@ def _prepare_and_run(
         places, kept = [], []
         for place, parameter in enumerate(launch.kernel.params):
             value = launch.arguments[parameter.name]
+            if parameter.name == "seed" and type(value) is int:
+                places.append((place, seed))
+                # Triton took it for an int32, as it does one in four billion.
+                compiled = None if -(2**31) <= value < 2**31 else compiled
             if not isinstance(value, Tensor):
                 continue
             number = numbers.get(id(value))

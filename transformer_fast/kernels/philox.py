@@ -18,10 +18,10 @@ import triton.language as tl
 
 
 @triton.jit
-def load_seed(seed_ptr):
-    """Read the int64 seed as the key (low, high), two uint32 scalars."""
-    seed = tl.load(seed_ptr)
-    return seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+def load_seed(seed):
+    """The seed, an int64 or a pointer to one, as the key (low, high), two uint32 scalars."""
+    number = tl.load(seed) if seed.dtype.is_ptr() else seed.to(tl.int64)
+    return number.to(tl.uint32), (number >> 32).to(tl.uint32)
 
 
 @triton.jit

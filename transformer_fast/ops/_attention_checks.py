@@ -6,22 +6,46 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..kernels.remembered import remembered
+from ..kernels.remembered import recall, remembered
 from ..masks import AttentionMask
 
 
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v)):
+def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:
+    """Raise unless all are float tensors of one dtype (any, under autocast) on one device, of the rank of their layout.
+
+    Args:
+        op: the public name, for the messages.
+        tensors: by the name of the argument.
+        layouts: what each must be, such as "(batch, heads, length, head_dim)".
+    """
+    for name, t in tensors.items():
         if not isinstance(t, Tensor):
-            raise TypeError(f"attention: {name} must be a tensor, got {type(t).__name__}")
-        if t.dim() != 4:
-            raise ValueError(f"attention: {name} must be (batch, heads, length, head_dim), got shape {tuple(t.shape)}")
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if t.dim() != layouts[name].count(",") + 1:
+            raise ValueError(f"{op}: {name} must be {layouts[name]}, got shape {tuple(t.shape)}")
         if not t.is_floating_point():
-            raise TypeError(f"attention: {name} must be a float tensor, got {t.dtype}")
+            raise TypeError(f"{op}: {name} must be a float tensor, got {t.dtype}")
+    q, k, v = tensors.values()
     if not (q.dtype == k.dtype == v.dtype or autocast):
-        raise TypeError(f"attention: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+        raise TypeError(f"{op}: {_listed(tensors)} must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if not (q.device == k.device == v.device):
-        raise ValueError(f"attention: q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+        raise ValueError(f"{op}: {_listed(tensors)} must be on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def shape_error(op: str, wrong: str, tensors: dict[str, Tensor]) -> ValueError:
+    """What is wrong, and every shape."""
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+    return ValueError(f"{op}: {wrong}, got {shapes}")
+
+
+def _listed(tensors: dict[str, Tensor]) -> str:
+    *first, last = tensors
+    return f"{', '.join(first)} and {last}"
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
+    tensors = {"q": q, "k": k, "v": v}
+    check_tensors("attention", tensors, dict.fromkeys(tensors, "(batch, heads, length, head_dim)"), autocast)
     (B, H, _, D), (Bk, Hk, Lk, Dk), (Bv, Hv, Lv, _) = q.shape, k.shape, v.shape
     if not B == Bk == Bv:
         wrong = "q, k and v must share the batch size"
@@ -33,16 +57,14 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
         wrong = "the heads of q must be a multiple of those of k and v"
     else:
         return
-    raise ValueError(f"attention: {wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    raise shape_error("attention", wrong, tensors)
 
 
-def check_options(dropout_p: float, empty_rows: str, return_weights: bool | str) -> None:
+def check_options(op: str, dropout_p: float, empty_rows: str) -> None:
     if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"attention: dropout_p must lie in [0, 1], got {dropout_p}")
+        raise ValueError(f"{op}: dropout_p must lie in [0, 1], got {dropout_p}")
     if empty_rows not in ("uniform", "zero"):
-        raise ValueError(f'attention: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
-    if return_weights not in (False, True, "dropped"):
-        raise ValueError(f'attention: return_weights must be False, True or "dropped", got {return_weights!r}')
+        raise ValueError(f'{op}: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
 
 
 def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
@@ -75,6 +97,11 @@ def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
     if torch.compiler.is_compiling() or type(lengths) is not Tensor or backends.in_transform():
         return lengths.clamp(0, Lk).to(torch.int32)
     return remembered(lengths, ("normal lengths", Lk), (), lambda: _checked_lengths(lengths, Lk))
+
+
+def kept_lengths(lengths: Tensor, Lk: int) -> Tensor | None:
+    """What :func:`normal_lengths` keeps on these lengths, if it has seen them before."""
+    return recall(lengths, ("normal lengths", Lk)) if type(lengths) is Tensor else None
 
 
 def _checked_lengths(lengths: Tensor, Lk: int) -> Tensor:

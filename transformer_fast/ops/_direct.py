@@ -18,6 +18,8 @@ from .. import backends
 from ..kernels import extension
 from . import _library
 
+_LAUNCHED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def native() -> Any | None:
     """The extension, whose functions take a whole call of plain CPU tensors and return None for any other; None where
@@ -25,6 +27,15 @@ def native() -> Any | None:
     if torch.compiler.is_compiling() or backends.current() not in ("auto", "native"):
         return None
     return extension.module()
+
+
+def launched(op: str, q: Tensor) -> Any | None:
+    """The extension, whose functions take a whole call for launchers in Python, where `op` runs on Triton kernels."""
+    if torch.compiler.is_compiling() or not isinstance(q, Tensor) or q.dtype not in _LAUNCHED_TYPES:
+        return None
+    if q.is_cuda or backends.current() == "triton":
+        return extension.module() if backends.resolve(op, q.device, q.dtype) == "triton" else None
+    return None
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -92,6 +92,21 @@ def draw_seed(device: torch.device) -> torch.Tensor:
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
+def draw_launch_seed(device: torch.device, as_number: bool) -> int | torch.Tensor:
+    """The seed of one dropout mask, for an op whose kernels take it as a number too; ``as_number``: may this call.
+
+    A number is drawn on the host, from torch's generator there (``torch.manual_seed`` governs both), which saves a
+    kernel on the device. A CUDA graph under capture must draw a fresh one at each replay: there, as where a call is
+    compiled, it is the tensor of :func:`draw_seed`.
+    """
+    on_host = device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or not on_host or (device == _CPU and not as_number):
+        return draw_seed(device)
+    native = extension.module()
+    number = native.draw_number() if native else draw_seed(_CPU).item()
+    return number if as_number else torch.full((1,), number, dtype=torch.int64, device=device)
+
+
 def refuse_second_derivative(name: str, gradients: tuple[Tensor | None, ...], inputs: tuple[Tensor | None, ...]) -> Any:
     """The gradients, recorded as functions of the inputs that cannot be differentiated: doing so raises."""
     return _SecondDerivative.apply(name, len(gradients), *gradients, *inputs)

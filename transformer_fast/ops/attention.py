@@ -14,6 +14,7 @@ from .. import backends, reference
 from ..masks import AttentionMask, as_attention_mask
 from . import _direct, _library
 from ._attention_checks import check_inputs, check_mask, check_options, normal_lengths
+from ._attention_launched import by_launchers
 
 MASK_SCHEMA = (
     "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, int? causal, float scale, "
@@ -71,22 +72,29 @@ def attention(
     if bias is not None:
         mask = mask & AttentionMask.bias(bias)
     bias = mask.additive_bias
-    seed = _library.draw_seed(q.device) if dropout_p > 0.0 and isinstance(q, Tensor) else None
     only_out = not (return_weights or return_logsumexp)
-    if not return_logsumexp and return_weights in (False, True, "dropped") and (direct := _direct.native()):
-        out = direct.attention(
-            q, k, v, mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, mask.causal_offset, scale, dropout_p,
-            seed, empty_rows,
-        )  # fmt: skip
-        if out is not None:
-            if not return_weights:
-                return out
-            dropout = (float(dropout_p), seed) if return_weights == "dropped" else (0.0, None)
-            return out, _native_weights(q, k, mask, scale, *dropout, empty_rows == "zero")
+    launched = _direct.launched("attention", q) if only_out else None
+    seed, out = None, None
+    if dropout_p > 0.0 and isinstance(q, Tensor):
+        seed = _library.draw_launch_seed(q.device, launched is not None)
+    parts = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, mask.causal_offset, scale)
+    if launched:
+        out = by_launchers(launched, q, k, v, parts, dropout_p, seed, empty_rows)
+    elif not return_logsumexp and return_weights in (False, True, "dropped") and (direct := _direct.native()):
+        out = direct.attention(q, k, v, *parts, dropout_p, seed, empty_rows)
+    if out is not None:
+        if not return_weights:
+            return out
+        dropout = (float(dropout_p), seed) if return_weights == "dropped" else (0.0, None)
+        return out, _native_weights(q, k, mask, scale, *dropout, empty_rows == "zero")
+    if isinstance(seed, int):
+        seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
     autocast = _library.autocast_enabled(q)
     check_inputs(q, k, v, autocast)
-    check_options(dropout_p, empty_rows, return_weights)
+    check_options("attention", dropout_p, empty_rows)
+    if return_weights not in (False, True, "dropped"):
+        raise ValueError(f'attention: return_weights must be False, True or "dropped", got {return_weights!r}')
     backend = backends.resolve("attention", q.device, q.dtype)
     B, H, Lq, D = q.shape
     Lk, Dv = v.shape[2:]

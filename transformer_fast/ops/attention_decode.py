@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import backends, reference
 from . import _direct, _library
+from ._attention_checks import check_tensors, shape_error
 from .attention import check_backend
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -71,24 +72,13 @@ def attention_decode(
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, autocast: bool) -> None:
-    for name, t in (("q", q), ("k_cache", k), ("v_cache", v)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"attention_decode: {name} must be a tensor, got {type(t).__name__}")
-        if t.dim() != 4:
-            raise ValueError(f"attention_decode: {name} must have four dimensions, got shape {tuple(t.shape)}")
-        if not t.is_floating_point():
-            raise TypeError(f"attention_decode: {name} must be a float tensor, got {t.dtype}")
-    if not (q.dtype == k.dtype == v.dtype or autocast):
-        raise TypeError(
-            f"attention_decode: q, k_cache and v_cache must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    if not (q.device == k.device == v.device):
-        raise ValueError(
-            f"attention_decode: q, k_cache and v_cache must be on one device, got {q.device}, {k.device}, {v.device}"
-        )
+    layout = "(B, Hkv, S, D)" if page_table is None else "(pages, page_size, Hkv, D)"
+    tensors = {"q": q, "k_cache": k, "v_cache": v}
+    check_tensors("attention_decode", tensors, {"q": "(B, H, Lq, D)", "k_cache": layout, "v_cache": layout}, autocast)
     B, H, _, D = q.shape
     heads = k.shape[1 if page_table is None else 2]
-    layout = "(B, Hkv, S, D)" if page_table is None else "(pages, page_size, Hkv, D), as there is a page table"
+    if page_table is not None:
+        layout = f"{layout}, as there is a page table"
     if k.shape != v.shape:
         wrong = "k_cache and v_cache must share their shape"
     elif D == 0 or k.shape[3] != D:
@@ -99,9 +89,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, au
         wrong = f"the heads of q must be a multiple of those of the cache {layout}"
     else:
         return
-    raise ValueError(
-        f"attention_decode: {wrong}, got q {tuple(q.shape)}, k_cache {tuple(k.shape)}, v_cache {tuple(v.shape)}"
-    )
+    raise shape_error("attention_decode", wrong, tensors)
 
 
 def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tensor | None) -> Tensor:

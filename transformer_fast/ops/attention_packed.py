@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import backends, reference
 from . import _direct, _library
+from ._attention_checks import check_options, check_tensors, shape_error
 from .attention import check_backend
 
 _SCHEMA = (
@@ -33,7 +34,8 @@ def attention_packed(
     scale: float | None = None,
     dropout_p: float = 0.0,
     empty_rows: str = "uniform",
-) -> Tensor:
+    return_logsumexp: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of every sequence of a packed batch to its own keys: ``transformer_fast.attention`` without padding.
 
     Args:
@@ -49,9 +51,11 @@ def attention_packed(
             sequence, and i and j count inside it.
         empty_rows: as for ``attention``; here a query is without keys only where its sequence has none at all, and
             gets 0 either way.
+        return_logsumexp: also return the logsumexp of each query's scores.
 
     Returns:
-        (Tq, H, Dv) in q's dtype.
+        (Tq, H, Dv) in q's dtype; or a tuple of it and the logsumexp (H, Tq) in float32 (float64 for float64), -inf for
+        a query without keys.
 
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or ``cu_seqlens`` that are not int32.
@@ -60,10 +64,7 @@ def attention_packed(
     """
     autocast = _library.autocast_enabled(q)
     _check_inputs(q, k, v, autocast)
-    if not 0.0 <= dropout_p <= 1.0:
-        raise ValueError(f"attention_packed: dropout_p must lie in [0, 1], got {dropout_p}")
-    if empty_rows not in ("uniform", "zero"):
-        raise ValueError(f'attention_packed: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
+    check_options("attention_packed", dropout_p, empty_rows)
     if not isinstance(causal, bool):
         raise TypeError(f"attention_packed: causal must be True or False, got {causal!r}")
     max_q = _check_sequences("q", cu_seqlens_q, q, max_q)
@@ -74,35 +75,28 @@ def attention_packed(
             f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
         )
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    seed = _library.draw_seed(q.device) if dropout_p > 0.0 else None
+    plain = _direct.is_plain(q, k, v, cu_seqlens_q, cu_seqlens_k) and not autocast
+    backend = backends.resolve("attention", q.device, q.dtype)
+    seed = _library.draw_launch_seed(q.device, plain and backend == "triton") if dropout_p > 0.0 else None
     parts = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, float(dropout_p), seed, empty_rows == "zero")
 
-    backend = backends.resolve("attention", q.device, q.dtype)
     check_backend(backend, q, v)
     if backend == "reference":
-        return reference.attention.attention_packed(q, k, v, **_named(parts))[0]
+        out, logsumexp = reference.attention.attention_packed(q, k, v, **_named(parts))
+        return (out, logsumexp) if return_logsumexp else out
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     D, Dv = q.shape[-1], v.shape[-1]
     if Dv != D:  # zero columns change neither the scores nor the other columns of the output
         q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-    call = _autograd if _direct.is_plain(q, k, v, cu_seqlens_q, cu_seqlens_k) and not autocast else _op
-    out = call(q, k, v, *parts, backend)[0]
-    return out if Dv == out.shape[-1] else out[..., :Dv]
+    out, logsumexp = (_autograd if plain else _op)(q, k, v, *parts, backend)
+    out = out if Dv == out.shape[-1] else out[..., :Dv]
+    return (out, logsumexp) if return_logsumexp else out
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"attention_packed: {name} must be a tensor, got {type(t).__name__}")
-        if t.dim() != 3:
-            raise ValueError(f"attention_packed: {name} must be (tokens, heads, head_dim), got shape {tuple(t.shape)}")
-        if not t.is_floating_point():
-            raise TypeError(f"attention_packed: {name} must be a float tensor, got {t.dtype}")
-    if not (q.dtype == k.dtype == v.dtype or autocast):
-        raise TypeError(f"attention_packed: q, k and v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if not (q.device == k.device == v.device):
-        raise ValueError(f"attention_packed: q, k and v must be on one device, got {q.device}, {k.device}, {v.device}")
+    tensors = {"q": q, "k": k, "v": v}
+    check_tensors("attention_packed", tensors, dict.fromkeys(tensors, "(tokens, heads, head_dim)"), autocast)
     (_, H, D), (Tk, Hk, Dk), (Tv, Hv, _) = q.shape, k.shape, v.shape
     if Dk != D or D == 0:
         wrong = "q and k must share a head_dim of at least 1"
@@ -112,7 +106,7 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
         wrong = "the heads of q must be a multiple of those of k and v"
     else:
         return
-    raise ValueError(f"attention_packed: {wrong}, got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
+    raise shape_error("attention_packed", wrong, tensors)
 
 
 def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int | None) -> int:
@@ -150,14 +144,14 @@ def _attention_packed(q, k, v, *tail):
     return attention_packed_forward(q, k, v, **_named(parts))
 
 
-def _attention_packed_backward(grad_out, q, k, v, out, logsumexp, *tail):
+def _attention_packed_backward(grad_out, q, k, v, out, logsumexp, grad_logsumexp, *tail):
     *parts, backend = tail
     inputs = grad_out, q, k, v, out, logsumexp
     if backend == "native":
-        return torch.ops.transformer_fast_native.attention_packed_backward(*inputs, None, *parts)
+        return torch.ops.transformer_fast_native.attention_packed_backward(*inputs, grad_logsumexp, *parts)
     from ..kernels.attention_backward import attention_packed_backward
 
-    return attention_packed_backward(*inputs, **_named(parts))
+    return attention_packed_backward(*inputs, **_named(parts), grad_logsumexp=grad_logsumexp)
 
 
 def _named(parts: Any) -> dict[str, Any]:
@@ -181,28 +175,33 @@ class _AttentionPacked(torch.autograd.Function):
     def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest):
         *options, seed, zero_empty_rows, backend = rest
         out, logsumexp = _direct.run(_op, _attention_packed, 5, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest)
+        # A tensor, which may be written to, or a number.
+        seed, ctx.seed = (None, seed) if isinstance(seed, int) else (seed, None)
         ctx.save_for_backward(q, k, v, out, logsumexp, cu_seqlens_q, cu_seqlens_k, seed)
         ctx.options = options, zero_empty_rows, backend
-        ctx.mark_non_differentiable(logsumexp)
         ctx.set_materialize_grads(False)
         return out, logsumexp
 
     @staticmethod
-    def backward(ctx, grad_out, _):
-        if grad_out is None:
+    def backward(ctx, grad_out, grad_logsumexp):
+        if grad_out is None and grad_logsumexp is None:
             return (None,) * 13
         q, k, v, out, logsumexp, cu_seqlens_q, cu_seqlens_k, seed = ctx.saved_tensors
         options, zero_empty_rows, backend = ctx.options
-        if grad_out.stride(-1) != 1:
+        if grad_out is None:
+            grad_out = torch.zeros_like(out)
+        elif grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
-        args = (
-            grad_out, q, k, v, out, logsumexp, cu_seqlens_q, cu_seqlens_k, *options, seed, zero_empty_rows, backend,
-        )  # fmt: skip
+        inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
+        args = (*inputs, cu_seqlens_q, cu_seqlens_k, *options)
         # With create_graph the op itself must run: it is what says that there is no second derivative.
         if torch.is_grad_enabled():
-            grads = _op_backward(*args)
+            if ctx.seed is not None:
+                seed = torch.full((1,), ctx.seed, dtype=torch.int64, device=q.device)
+            grads = _op_backward(*args, seed, zero_empty_rows, backend)
         else:
-            grads = _direct.run(_op_backward, _attention_packed_backward, 8, *args)
+            seed = seed if ctx.seed is None else ctx.seed
+            grads = _direct.run(_op_backward, _attention_packed_backward, 9, *args, seed, zero_empty_rows, backend)
         return (*grads, *(None,) * 10)
 
 
@@ -220,7 +219,7 @@ _op = _library.register(
 )
 _op_backward = _library.register(
     "attention_packed_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
-    f"{_SCHEMA}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+    f"Tensor? grad_logsumexp, {_SCHEMA}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
     implementation=_attention_packed_backward,
     fake=_fake_backward,
 )
