@@ -119,7 +119,7 @@ struct AttentionBackward {
   View<const T> grad_out, out;
   View<const A> logsumexp, grad_logsumexp;
   View<T> grad_q, grad_k, grad_v;
-  View<T> grad_scores = {};  // (B, H, Lq, Lk), zeros before; or nothing. Not for few queries.
+  View<T> grad_scores = {};  // (B, H, Lq, Lk), or nothing; not for few queries
 };
 
 template <typename T, typename A>

@@ -60,34 +60,47 @@ class KeyRangeBackward {
     const auto& p = problem_;
     std::fill(grad_q_, grad_q_ + queries * width_, A(0));
     const int64_t end = gradients_.load(h, first_query, queries, first_key_, last_key_);
+    if (call_.grad_scores.data) zero_scores(h, first_query, queries, std::max(first_key_, end), last_key_);
     if (first_key_ >= end) return;
     const auto& grad_out = call_.grad_out;
     const Rows<E> q_rows =
         load_rows(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_rows_));
     const Rows<E> grad_out_rows =
         load_rows(grad_out.at(b_, h, first_query), grad_out.row_stride(), queries, p.D, operand(grad_out_rows_));
-    for (int64_t first = first_key_; first < end; first += kKeyTile)
-      if (const int64_t keys = gradients_.find(first, std::min(kKeyTile, end - first)); keys > 0) {
-        if (call_.grad_scores.data) store_scores(h, first_query, queries, first, keys);
-        add_tile(first, keys, queries, q_rows, grad_out_rows);
-      }
+    for (int64_t first = first_key_; first < end; first += kKeyTile) {
+      const int64_t keys = gradients_.find(first, std::min(kKeyTile, end - first));
+      if (keys > 0) add_tile(h, first_query, first, keys, queries, q_rows, grad_out_rows);
+      if (call_.grad_scores.data) zero_scores(h, first_query, queries, first + keys, std::min(first + kKeyTile, end));
+    }
   }
 
-  void store_scores(int64_t h, int64_t first_query, int64_t queries, int64_t first_key, int64_t keys) const {
-    const A* grads = gradients_.grads();
-    for (int64_t i = 0; i < queries; i += kW)
-      for (int64_t j = 0; j < keys; j += kW) {
-        Vector<A> square[kW];
-        for (int64_t row = 0; row < kW; ++row)
-          square[row] = j + row < keys ? widen(grads + (j + row) * gradients_.lanes() + i) : Vector<A>{};
-        transpose<A>(square);
-        for (int64_t row = 0; row < std::min(kW, queries - i); ++row)
-          store_result(call_.grad_scores.at(b_, h, first_query + i + row) + first_key + j, square[row],
-                       std::min(kW, keys - j));
-      }
+  void zero_scores(int64_t h, int64_t first_query, int64_t queries, int64_t first_key, int64_t last_key) const {
+    for (int64_t i = 0; i < queries && first_key < last_key; ++i) {
+      T* row = call_.grad_scores.at(b_, h, first_query + i);
+      std::fill(row + first_key, row + last_key, T(0));
+    }
   }
 
-  void add_tile(int64_t first_key, int64_t keys, int64_t queries, Rows<E> q_rows, Rows<E> grad_out_rows) {
+  // Elements of `grads` are one key, or two.
+  void store_scores(int64_t h, int64_t first_query, int64_t queries, int64_t first_key, int64_t keys,
+                    Matrix<E> grads) const {
+    const auto row_at = [&](int64_t j, int64_t i, int64_t count) {
+      return load_some(reinterpret_cast<const A*>(grads.data + j * grads.column_stride) + i, count);
+    };
+    transpose_rows<A>((keys + kSteps<E> - 1) / kSteps<E>, queries, row_at, [&](int64_t i, int64_t j, Vector<A> row) {
+      const int64_t first = j * kSteps<E>;
+      T* target = call_.grad_scores.at(b_, h, first_query + i) + first_key + first;
+#if defined(__AVX512BF16__)
+      if constexpr (std::is_same_v<E, Pair>)
+        store_bits(target, row, keys - first);
+      else
+#endif
+        store_result(target, row, std::min(kW, keys - first));
+    });
+  }
+
+  void add_tile(int64_t h, int64_t first_query, int64_t first_key, int64_t keys, int64_t queries, Rows<E> q_rows,
+                Rows<E> grad_out_rows) {
     const auto& k = problem_.k;
     A *weights = gradients_.weights(), *grads = gradients_.grads();
     const int64_t lanes = gradients_.lanes(), offset = (first_key - first_key_) * width_;
@@ -96,7 +109,9 @@ class KeyRangeBackward {
     // The weights have done their work, and leave their room.
     multiply_add(keys, width_, queries, over_queries<E>(grads, keys, queries, lanes, weights), q_rows, grad_k_ + offset,
                  width_);
-    multiply_add(queries, width_, keys, over_keys<E>(grads, keys, lanes),
+    const Matrix<E> grad_scores = over_keys<E>(grads, keys, lanes);
+    if (call_.grad_scores.data) store_scores(h, first_query, queries, first_key, keys, grad_scores);
+    multiply_add(queries, width_, keys, grad_scores,
                  load_rows(k.at(b_, kv_head_, first_key), k.row_stride(), keys, problem_.D,
                            operand(gradients_.staged())),
                  grad_q_, width_);

@@ -19,11 +19,11 @@ class ForwardBlock {
         queries_(std::min(kQueryTile, problem.Lq - first_query)), lanes_(round_up(queries_, kW)),
         width_(round_up(problem.D, kW)) {
     const int64_t keys = std::min(kKeyTile, problem.Lk);
-    const int64_t sizes[] = {problem.D * lanes_, keys * lanes_, queries_ * width_, keys * width_, keys, keys * lanes_};
+    const int64_t sizes[] = {problem.D * lanes_, keys * lanes_, queries_ * width_, keys * width_, keys};
     A* buffers[std::size(sizes)];
     Workspace<A>::of_this_thread().divide(sizes, buffers);
-    std::tie(query_lanes_, scores_, sum_, staged_, key_addend_, pair_addend_) =
-        std::tie(buffers[0], buffers[1], buffers[2], buffers[3], buffers[4], buffers[5]);
+    std::tie(query_lanes_, scores_, sum_, staged_, key_addend_) =
+        std::tie(buffers[0], buffers[1], buffers[2], buffers[3], buffers[4]);
     if (problem.dropout_p > 0) dropout_.emplace(problem, b, h);
   }
 
@@ -33,9 +33,9 @@ class ForwardBlock {
     std::fill(total_, total_ + lanes_, A(0));
     query_operand_ = load_lanes(problem_.q.at(b_, h_, first_query_), problem_.q.row_stride(), queries_, problem_.D,
                                 operand(query_lanes_));
-    BlockMask<T, A> mask(problem_, b_, h_, first_query_, queries_, key_addend_, pair_addend_);
+    BlockMask<T, A> mask(problem_, b_, h_, first_query_, queries_, key_addend_);
     for (int64_t first = 0; first < mask.keys(); first += kKeyTile)
-      if (const int64_t keys = mask.load(first, std::min(kKeyTile, mask.keys() - first)); keys > 0)
+      if (const int64_t keys = mask.load(first, std::min(kKeyTile, mask.keys() - first), scores_); keys > 0)
         add_tile(mask, first, keys);
     for (int64_t i = 0; i < queries_; ++i)
       *logsumexp.at(b_, h_, first_query_ + i) = total_[i] == 0 ? kBlocked<A> : maximum_[i] + std::log(total_[i]);
@@ -48,8 +48,7 @@ class ForwardBlock {
     const auto& k = problem_.k;
     const Matrix<E> key_rows =
         load_factors(k.at(b_, kv_head_, first_key), k.row_stride(), keys, problem_.D, operand(staged_));
-    multiply(keys, lanes_, problem_.D, key_rows, query_operand_, problem_.scale, scores_, lanes_);
-    mask.apply(keys, scores_);
+    mask.find_scores(keys, key_rows, query_operand_, scores_);
     A shrink[kQueryTile];
     for (int64_t lane = 0; lane < lanes_; lane += kW) softmax_lanes(first_key, keys, lane, shrink + lane);
     if (first_key > 0)
@@ -126,7 +125,7 @@ class ForwardBlock {
 
   const AttentionProblem<T, A>& problem_;
   int64_t b_, h_, kv_head_, first_query_, queries_, lanes_, width_;
-  A *query_lanes_, *scores_, *sum_, *staged_, *key_addend_, *pair_addend_;
+  A *query_lanes_, *scores_, *sum_, *staged_, *key_addend_;
   Rows<E> query_operand_;
   A maximum_[kQueryTile], total_[kQueryTile];
   std::optional<TileDropout<A>> dropout_;

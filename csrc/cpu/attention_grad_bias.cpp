@@ -114,7 +114,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_bias(
     bool zero_empty_rows, const OptionalTensor& grad_logsumexp) {
   TORCH_CHECK(q.size(2) > 2 && q.numel() > 0 && k.numel() > 0, "attention_backward_bias: too few queries or keys");
   Tensor grad_q = at::empty_like(q), grad_k = at::empty_like(k), grad_v = at::empty_like(v);
-  const Tensor grad_scores = at::zeros({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
+  const Tensor grad_scores = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
   with_problem(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
                [&](const auto& problem) {
                  using T = typename std::decay_t<decltype(problem)>::Element;

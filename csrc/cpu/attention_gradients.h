@@ -25,13 +25,13 @@ class ScoreGradients {
       : call_(call), problem_(call.problem), b_(b), rescale_(static_cast<A>(DropoutRate(problem_.dropout_p).scale)) {
     const int64_t queries = std::min(kQueryTile, problem_.Lq), lanes = round_up(queries, kW);
     const int64_t D = problem_.D, keys = std::min(kKeyTile, problem_.Lk), tile = keys * lanes;
-    int64_t sizes[7 + n] = {D * lanes, D * lanes, tile, tile, keys * round_up(D, kW), keys, tile};
-    std::copy(more, more + n, sizes + 7);
-    A* all[7 + n];
+    int64_t sizes[6 + n] = {D * lanes, D * lanes, tile, tile, keys * round_up(D, kW), keys};
+    std::copy(more, more + n, sizes + 6);
+    A* all[6 + n];
     Workspace<A>::of_this_thread().divide(sizes, all);
-    std::tie(query_lanes_, grad_out_lanes_, weights_, grads_, staged_, key_addend_, pair_addend_) =
-        std::tie(all[0], all[1], all[2], all[3], all[4], all[5], all[6]);
-    std::copy(all + 7, all + 7 + n, buffers);
+    std::tie(query_lanes_, grad_out_lanes_, weights_, grads_, staged_, key_addend_) =
+        std::tie(all[0], all[1], all[2], all[3], all[4], all[5]);
+    std::copy(all + 6, all + 6 + n, buffers);
   }
 
   // Prepares a block of queries and keys first_key .. last_key - 1; returns the end of the keys that matter.
@@ -41,7 +41,7 @@ class ScoreGradients {
     lanes_ = round_up(queries, kW);
     if (p.dropout_p > 0) dropout_.emplace(p, b_, h);
     uniform_rows_ = load_statistics();
-    mask_.emplace(p, b_, h, first_query, queries, key_addend_, pair_addend_);
+    mask_.emplace(p, b_, h, first_query, queries, key_addend_);
     const int64_t end = uniform_rows_ ? last_key : std::min(last_key, mask_->keys());
     if (first_key >= end) return end;
     q_ = load_lanes(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_lanes_));
@@ -83,9 +83,7 @@ class ScoreGradients {
   void find_scores(int64_t first_key, int64_t keys) {
     const auto& p = problem_;
     const T* k = p.k.at(b_, kv_head_, first_key);
-    multiply(keys, lanes_, p.D, load_factors(k, p.k.row_stride(), keys, p.D, operand(staged_)), q_, p.scale, weights_,
-             lanes_);
-    mask_->apply(keys, weights_);
+    mask_->find_scores(keys, load_factors(k, p.k.row_stride(), keys, p.D, operand(staged_)), q_, weights_);
   }
 
   // What every key of the block needs to know of a query; whether some query has no allowed key and weighs all alike.
@@ -114,7 +112,7 @@ class ScoreGradients {
     std::fill(logsumexp_, logsumexp_ + queries_, kBlocked<A>);
     std::fill(rest_, rest_ + lanes_, A(0));
     for (int64_t first = 0; first < mask_->keys(); first += kKeyTile) {
-      const int64_t keys = mask_->load(first, std::min(kKeyTile, mask_->keys() - first));
+      const int64_t keys = mask_->load(first, std::min(kKeyTile, mask_->keys() - first), weights_);
       if (keys == 0) continue;
       find_scores(first, keys);
       for (int64_t i = 0; i < queries_; ++i) {
@@ -151,14 +149,14 @@ class ScoreGradients {
   // Fills `weights`, before dropout, and `grads`, those of the weights; returns how many keys there are left of `keys`.
   // With `sum_delta` adds what they give to delta: a row with one key then has a gradient of exactly 0, as in eager.
   int64_t find_weights(int64_t first_key, int64_t keys, bool sum_delta) {
-    const int64_t visible = mask_->load(first_key, keys);
+    const int64_t visible = mask_->load(first_key, keys, weights_);
     if (!uniform_rows_) keys = visible;
     if (keys == 0) return 0;
     find_scores(first_key, keys);
     const auto& p = problem_;
     const T* v = p.v.at(b_, kv_head_, first_key);
-    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, A(1), grads_,
-             lanes_);
+    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, Scaled<A>{1},
+             grads_, lanes_);
     for (int64_t lane = 0; lane < lanes_; lane += kW) weigh(first_key, keys, lane, sum_delta);
     return keys;
   }
@@ -206,7 +204,7 @@ class ScoreGradients {
   A rescale_;
   int64_t h_ = 0, kv_head_ = 0, first_query_ = 0, queries_ = 0, lanes_ = 0;
   bool uniform_rows_ = false, has_large_ = false, sum_delta_ = false;
-  A *query_lanes_, *grad_out_lanes_, *weights_, *grads_, *staged_, *key_addend_, *pair_addend_;
+  A *query_lanes_, *grad_out_lanes_, *weights_, *grads_, *staged_, *key_addend_;
   Rows<E> q_, grad_out_;
   // A weight is exp(score - logsumexp - rest).
   A logsumexp_[kQueryTile], rest_[kQueryTile], grad_logsumexp_[kQueryTile], delta_[kQueryTile], uniform_[kQueryTile];

@@ -20,14 +20,11 @@ struct BytesOf<double> {
 template <typename T, typename A>
 class BlockMask {
  public:
-  // Buffers for one tile: a number for each key, and one for each pair.
-  static constexpr int64_t kKeyRoom = kKeyTile;
-  static constexpr int64_t kPairRoom = kKeyTile * kQueryTile;
-
+  // `key_addend` has room for a number for each key of a tile.
   BlockMask(const AttentionProblem<T, A>& problem, int64_t b, int64_t h, int64_t first_query, int64_t queries,
-            A* key_addend, A* pair_addend)
+            A* key_addend)
       : problem_(problem), b_(b), h_(h), first_query_(first_query), queries_(queries),
-        lanes_(round_up(queries, kLanes<A>)), key_addend_(key_addend), pair_addend_(pair_addend) {
+        lanes_(round_up(queries, kLanes<A>)), key_addend_(key_addend) {
     smallest_limit_ = problem.Lk;
     for (int64_t i = 0; i < queries; ++i) {
       const int64_t limit = key_limit(problem, b, first_query + i);
@@ -41,29 +38,41 @@ class BlockMask {
   // Keys at or past this are blocked for every query of the block.
   int64_t keys() const { return keys_; }
 
-  // Prepares the tile of keys [first_key, first_key + keys); returns how many of them are left when those blocked for
-  // every query are cut off the end.
-  int64_t load(int64_t first_key, int64_t keys) {
+  // Prepares the tile of keys [first_key, first_key + keys) and of what will be its scores, (keys, lanes); returns how
+  // many keys are left when those blocked for every query are cut off the end.
+  int64_t load(int64_t first_key, int64_t keys, A* scores) {
     first_key_ = first_key;
     const auto& [keep, key_keep, bias] = std::tie(problem_.keep, problem_.key_keep, problem_.bias);
     has_pairs_ = (keep.data && keep.row_stride() != 0) || (bias && bias.row_stride() != 0);
     has_keys_ = key_keep.data || (keep.data && keep.row_stride() == 0) || (bias && bias.row_stride() == 0);
     if (has_keys_) load_keys(keys);
-    if (has_pairs_) load_pairs(keys);
-    while (keys > 0 && blocked_for_all(keys - 1)) --keys;
+    if (has_pairs_) load_pairs(keys, scores);
+    while (keys > 0 && blocked_for_all(keys - 1, scores)) --keys;
     return keys;
   }
 
-  // Adds the bias to the scores of the tile and sets blocked ones to -inf, whatever they were.
-  void apply(int64_t keys, A* scores) const {
-    if (has_pairs_ && !has_keys_ && smallest_limit_ >= first_key_ + keys) return add_pairs(keys, scores);
-    const int64_t first_row = has_keys_ || has_pairs_ ? 0 : std::max<int64_t>(0, smallest_limit_ - first_key_);
+  // The scores of a tile that load() prepared: scaled products plus bias, -inf where blocked, whatever the product is.
+  template <typename E>
+  void find_scores(int64_t keys, Matrix<E> key_rows, Rows<E> queries, A* scores) const {
+    if (has_pairs_)
+      multiply(keys, lanes_, problem_.D, key_rows, queries, Masked<A>{problem_.scale}, scores, lanes_);
+    else
+      multiply(keys, lanes_, problem_.D, key_rows, queries, Scaled<A>{problem_.scale}, scores, lanes_);
+    apply_keys_and_limits(keys, scores);
+  }
+
+  // Whether load() left addends in the place of the scores, for each pair of key and query; else it left that alone.
+  bool has_pairs() const { return has_pairs_; }
+
+  // What the mask and the bias hold for a key alone, and lengths and the look-ahead.
+  void apply_keys_and_limits(int64_t keys, A* scores) const {
+    const int64_t first_row = has_keys_ ? 0 : std::max<int64_t>(0, smallest_limit_ - first_key_);
+    if (first_row >= keys) return;
     for (int64_t lane = 0; lane < lanes_; lane += kLanes<A>) {
       IntegerVector<A> limits;
       std::memcpy(&limits, limits_ + lane, sizeof(limits));
       for (int64_t row = first_row; row < keys; ++row) {
-        Vector<A> addend = broadcast(has_keys_ ? key_addend_[row] : A(0));
-        if (has_pairs_) addend += widen(pair_addend_ + row * lanes_ + lane);
+        const Vector<A> addend = broadcast(has_keys_ ? key_addend_[row] : A(0));
         const auto blocked = (addend == kBlocked<A>) | (limits <= static_cast<IntegerLane<A>>(first_key_ + row));
         A* score = scores + row * lanes_ + lane;
         narrow(score, blocked ? broadcast(kBlocked<A>) : widen(score) + addend);
@@ -72,14 +81,6 @@ class BlockMask {
   }
 
  private:
-  // apply() where the pairs are all there is: a dense mask or bias alone.
-  void add_pairs(int64_t keys, A* scores) const {
-    for (int64_t n = 0; n < keys * lanes_; n += kLanes<A>) {
-      const Vector<A> addend = widen(pair_addend_ + n);
-      narrow(scores + n, addend == kBlocked<A> ? addend : widen(scores + n) + addend);
-    }
-  }
-
   void load_keys(int64_t keys) {
     const auto& [keep, key_keep, bias] = std::tie(problem_.keep, problem_.key_keep, problem_.bias);
     std::fill(key_addend_, key_addend_ + keys, A(0));
@@ -95,11 +96,14 @@ class BlockMask {
     }
   }
 
-  void load_pairs(int64_t keys) {
+  // What the mask and the bias add to each pair of key and query.
+  void load_pairs(int64_t keys, A* scores) const {
     const auto& keep = problem_.keep;
     const auto bias = problem_.bias ? problem_.bias.from(b_, h_, first_query_, first_key_) : problem_.bias;
     const bool* kept = keep.data && keep.row_stride() != 0 ? row_of(keep, first_query_) : nullptr;
     const bool added = bias && bias.row_stride() != 0;
+    if constexpr (std::is_same_v<T, c10::BFloat16>)
+      if (!kept && bias.own.data && bias.own.column_stride() == 1) return load_two_keys_a_lane(bias.own, keys, scores);
     transpose_rows<A>(
         queries_, keys,
         [&](int64_t i, int64_t j, int64_t count) {
@@ -109,7 +113,22 @@ class BlockMask {
           const bool* p = kept + i * keep.row_stride() + j * keep.column_stride();
           return load_kept(p, keep.column_stride(), count) ? row : broadcast(kBlocked<A>);
         },
-        pair_addend_, lanes_);
+        [&](int64_t j, int64_t i, Vector<A> row) { narrow(scores + j * lanes_ + i, row); });
+  }
+
+  // The same for a bias in bfloat16, in half the transpositions.
+  void load_two_keys_a_lane(View<const T> bias, int64_t keys, A* scores) const {
+    transpose_rows<A>(
+        queries_, (keys + 1) / 2,
+        [&](int64_t i, int64_t pair, int64_t count) {
+          return load_bits(bias.data + i * bias.row_stride() + 2 * pair, std::min(2 * count, keys - 2 * pair));
+        },
+        [&](int64_t pair, int64_t i, Vector<A> bits) {
+          const auto words = reinterpret_cast<IntegerVector<A>>(bits);
+          A* row = scores + 2 * pair * lanes_ + i;
+          narrow(row, reinterpret_cast<Vector<A>>(words << 16));
+          if (2 * pair + 1 < keys) narrow(row + lanes_, reinterpret_cast<Vector<A>>(words & ~0xffff));
+        });
   }
 
   static auto load_kept(const bool* p, int64_t stride, int64_t count) {
@@ -121,10 +140,10 @@ class BlockMask {
     return __builtin_convertvector(bytes, IntegerVector<A>) != 0;
   }
 
-  bool blocked_for_all(int64_t row) const {
+  bool blocked_for_all(int64_t row, const A* scores) const {
     if (has_keys_ && key_addend_[row] == kBlocked<A>) return true;
     if (!has_pairs_) return false;
-    const A* pairs = pair_addend_ + row * lanes_;
+    const A* pairs = scores + row * lanes_;
     return std::all_of(pairs, pairs + queries_, [](A a) { return a == kBlocked<A>; });
   }
 
@@ -136,7 +155,6 @@ class BlockMask {
   const AttentionProblem<T, A>& problem_;
   int64_t b_, h_, first_query_, queries_, lanes_;
   A* key_addend_;
-  A* pair_addend_;
   int64_t first_key_ = 0, smallest_limit_, keys_ = 0;
   bool has_keys_ = false, has_pairs_ = false;
   IntegerLane<A> limits_[kQueryTile];

@@ -19,12 +19,10 @@ class WeightsBlock {
       : problem_(problem), b_(b), h_(h), first_query_(first_query),
         queries_(std::min(kQueryTile, problem.Lq - first_query)), lanes_(round_up(queries_, kW)) {
     const int64_t keys = std::min(kKeyTile, problem.Lk);
-    const int64_t sizes[] = {problem.D * lanes_, keys * round_up(problem.D, kW), keys, keys * lanes_,
-                             problem.Lk * lanes_};
+    const int64_t sizes[] = {problem.D * lanes_, keys * round_up(problem.D, kW), keys, problem.Lk * lanes_};
     A* buffers[std::size(sizes)];
     Workspace<A>::of_this_thread().divide(sizes, buffers);
-    std::tie(query_lanes_, staged_, key_addend_, pair_addend_, scores_) =
-        std::tie(buffers[0], buffers[1], buffers[2], buffers[3], buffers[4]);
+    std::tie(query_lanes_, staged_, key_addend_, scores_) = std::tie(buffers[0], buffers[1], buffers[2], buffers[3]);
     if (problem.dropout_p > 0) dropout_.emplace(problem, b, h);
   }
 
@@ -53,34 +51,34 @@ class WeightsBlock {
     if (!few)
       query = load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D,
                          reinterpret_cast<E*>(query_lanes_));
-    BlockMask<T, A> mask(p, b_, h_, first_query_, queries_, key_addend_, pair_addend_);
+    BlockMask<T, A> mask(p, b_, h_, first_query_, queries_, key_addend_);
     for (int64_t first = 0; first < p.Lk; first += kKeyTile) {
       A* scores = scores_ + first * lanes_;
       const int64_t limit = std::clamp<int64_t>(mask.keys() - first, 0, kKeyTile);
-      const int64_t keys = limit > 0 ? mask.load(first, limit) : 0;
+      const int64_t keys = limit > 0 ? mask.load(first, limit, scores) : 0;
       std::fill(scores + keys * lanes_, scores + std::min(kKeyTile, p.Lk - first) * lanes_, kBlocked<A>);
       if (keys == 0) continue;
       const T* k = p.k.at(b_, h_ / (p.H / p.Hkv), first);
       if (few) {
+        if (!mask.has_pairs()) std::fill(scores, scores + keys * lanes_, A(0));
         multiply_queries(k, keys, scores);
-        mask.apply(keys, scores);
+        mask.apply_keys_and_limits(keys, scores);
         continue;
       }
       const Matrix<E> factors = load_factors(k, p.k.row_stride(), keys, p.D, reinterpret_cast<E*>(staged_));
-      multiply(keys, lanes_, p.D, factors, query, p.scale, scores, lanes_);
-      mask.apply(keys, scores);
+      mask.find_scores(keys, factors, query, scores);
     }
   }
 
-  // The scores of few queries as the forward finds them: a sum for each lane along D, and then of these, which rounds
-  // less than one long sum.
+  // Adds the products of few queries as the forward finds them: a sum for each lane along D, and then of these, which
+  // rounds less than one long sum.
   void multiply_queries(const T* k, int64_t keys, A* scores) {
     const auto& p = problem_;
-    std::fill(scores, scores + keys * lanes_, A(0));
     for (int64_t i = 0; i < queries_; ++i) {
       copy_operands(p.q.at(b_, h_, first_query_ + i), p.D, query_lanes_);
       multiply_rows(k, p.k.row_stride(), keys, p.D, query_lanes_, p.scale, staged_);
-      for (int64_t j = 0; j < keys; ++j) scores[j * lanes_ + i] = staged_[j];
+      for (int64_t j = 0; j < keys; ++j)
+        if (A& score = scores[j * lanes_ + i]; score != kBlocked<A>) score += staged_[j];
     }
   }
 

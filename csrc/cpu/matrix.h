@@ -11,6 +11,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 namespace transformer_fast {
 namespace {
@@ -82,17 +83,43 @@ struct Rows {
   bool finite;
 };
 
-// c = factor * a b, or c += a b with kAdd.
-template <bool kAdd, int kRows, int kVectors, typename E>
+// What becomes of a product: added to what c holds, or put in its place, times a factor and then masked or not.
+struct Added {};
+
+template <typename A>
+struct Scaled {
+  A factor;
+
+  Vector<A> operator()(Vector<A> product, const A*) const { return product * factor; }
+};
+
+// `c` holds addends before. Where one is -inf, so is the result, whatever the product is.
+template <typename A>
+struct Masked {
+  A factor;
+
+  Vector<A> operator()(Vector<A> product, const A* c) const {
+    const Vector<A> addend = widen(c);
+    return addend == -std::numeric_limits<A>::infinity() ? addend : product * factor + addend;
+  }
+};
+
+template <int kRows, int kVectors, typename E, typename End>
 inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_column, const E* b, int64_t b_stride,
-                           Accumulate<E> factor, Accumulate<E>* c, int64_t c_stride) {
+                           End end, Accumulate<E>* c, int64_t c_stride) {
   using A = Accumulate<E>;
   constexpr int64_t lanes = kLanes<A>;
+  constexpr bool kAdd = std::is_same_v<End, Added>;
   Vector<A> sums[kRows][kVectors];
 #pragma GCC unroll 6
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < kVectors; ++n) sums[m][n] = kAdd ? widen(c + m * c_stride + n * lanes) : Vector<A>{};
+    for (int n = 0; n < kVectors; ++n) {
+      if constexpr (kAdd)
+        sums[m][n] = widen(c + m * c_stride + n * lanes);
+      else
+        sums[m][n] = Vector<A>{};
+    }
   for (int64_t k = 0; k < depth; ++k) {
     Vector<A> row[kVectors];
     for (int n = 0; n < kVectors; ++n) row[n] = widen(b + k * b_stride + n * lanes);
@@ -104,36 +131,40 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
 #pragma GCC unroll 6
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < kVectors; ++n)
-      narrow(c + m * c_stride + n * lanes, kAdd ? sums[m][n] : sums[m][n] * factor);
+    for (int n = 0; n < kVectors; ++n) {
+      A* target = c + m * c_stride + n * lanes;
+      if constexpr (kAdd)
+        narrow(target, sums[m][n]);
+      else
+        narrow(target, end(sums[m][n], target));
+    }
 }
 
-template <bool kAdd, int kRows, int kVectors, typename E>
+template <int kRows, int kVectors, typename E, typename End>
 inline void multiply_last_rows(int64_t rows, int64_t depth, const E* a, int64_t a_row, int64_t a_column, const E* b,
-                               int64_t b_stride, Accumulate<E> factor, Accumulate<E>* c, int64_t c_stride) {
+                               int64_t b_stride, End end, Accumulate<E>* c, int64_t c_stride) {
   if constexpr (kRows > 0) {
     if (rows == kRows)
-      multiply_panel<kAdd, kRows, kVectors>(depth, a, a_row, a_column, b, b_stride, factor, c, c_stride);
+      multiply_panel<kRows, kVectors>(depth, a, a_row, a_column, b, b_stride, end, c, c_stride);
     else
-      multiply_last_rows<kAdd, kRows - 1, kVectors>(rows, depth, a, a_row, a_column, b, b_stride, factor, c, c_stride);
+      multiply_last_rows<kRows - 1, kVectors>(rows, depth, a, a_row, a_column, b, b_stride, end, c, c_stride);
   }
 }
 
-template <bool kAdd, int kVectors, typename E>
-void multiply_columns(int64_t rows, int64_t vectors, int64_t depth, Matrix<E> a, const E* b, int64_t b_stride,
-                      Accumulate<E> factor, Accumulate<E>* c, int64_t c_stride) {
+template <int kVectors, typename E, typename End>
+void multiply_columns(int64_t rows, int64_t vectors, int64_t depth, Matrix<E> a, const E* b, int64_t b_stride, End end,
+                      Accumulate<E>* c, int64_t c_stride) {
   constexpr int64_t columns = kVectors * kLanes<Accumulate<E>>;
   for (; vectors >= kVectors; vectors -= kVectors, b += columns, c += columns) {
     int64_t m = 0;
     for (; m + kPanelRows <= rows; m += kPanelRows)
-      multiply_panel<kAdd, kPanelRows, kVectors>(depth, a.data + m * a.row_stride, a.row_stride, a.column_stride, b,
-                                                 b_stride, factor, c + m * c_stride, c_stride);
-    multiply_last_rows<kAdd, kPanelRows - 1, kVectors>(rows - m, depth, a.data + m * a.row_stride, a.row_stride,
-                                                       a.column_stride, b, b_stride, factor, c + m * c_stride,
-                                                       c_stride);
+      multiply_panel<kPanelRows, kVectors>(depth, a.data + m * a.row_stride, a.row_stride, a.column_stride, b, b_stride,
+                                           end, c + m * c_stride, c_stride);
+    multiply_last_rows<kPanelRows - 1, kVectors>(rows - m, depth, a.data + m * a.row_stride, a.row_stride,
+                                                 a.column_stride, b, b_stride, end, c + m * c_stride, c_stride);
   }
   if constexpr (kVectors > 1)
-    if (vectors > 0) multiply_columns<kAdd, kVectors - 1>(rows, vectors, depth, a, b, b_stride, factor, c, c_stride);
+    if (vectors > 0) multiply_columns<kVectors - 1>(rows, vectors, depth, a, b, b_stride, end, c, c_stride);
 }
 
 // Where A is exactly 0, B is not read into the sum: a blocked key's NaN or Inf must not pass as 0 * NaN.
@@ -156,13 +187,13 @@ void multiply_add_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, M
       }
 }
 
-// c (rows, columns) = factor * a (rows, depth) b (depth, columns); `columns` and the rows of b and c are whole vectors,
-// a and b are padded with zeros to whole elements of the depth.
-template <typename E>
-void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, Accumulate<E> factor,
-              Accumulate<E>* c, int64_t c_stride) {
-  multiply_columns<false, kPanelVectors>(rows, columns / kLanes<Accumulate<E>>, (depth + kSteps<E> - 1) / kSteps<E>, a,
-                                         b.data, b.stride, factor, c, c_stride);
+// c (rows, columns) = end(a (rows, depth) b (depth, columns)); `columns` and the rows of b and c are whole vectors, a and
+// b are padded with zeros to whole elements of the depth.
+template <typename E, typename End>
+void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, End end, Accumulate<E>* c,
+              int64_t c_stride) {
+  multiply_columns<kPanelVectors>(rows, columns / kLanes<Accumulate<E>>, (depth + kSteps<E> - 1) / kSteps<E>, a, b.data,
+                                  b.stride, end, c, c_stride);
 }
 
 // c += a b; a zero in `a` is no term at all when b is not finite.
@@ -172,7 +203,7 @@ void multiply_add(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Row
   using A = Accumulate<E>;
   const int64_t elements = (depth + kSteps<E> - 1) / kSteps<E>;
   if (b.finite)
-    multiply_columns<true, kPanelVectors>(rows, columns / kLanes<A>, elements, a, b.data, b.stride, A(1), c, c_stride);
+    multiply_columns<kPanelVectors>(rows, columns / kLanes<A>, elements, a, b.data, b.stride, Added{}, c, c_stride);
   else
     multiply_add_skipping_zeros(rows, columns, elements, a, b, c, c_stride);
 }

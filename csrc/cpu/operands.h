@@ -36,10 +36,11 @@ inline A lane_sum(Vector<A> v) {
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-// out[column * out_stride + row] = row_at(row, column, count) for all columns and for rows rounded up to whole vectors;
-// row_at gives `count` lanes of a row, and is not called for rows that do not exist: those become zero.
-template <typename A, typename RowAt>
-inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, A* out, int64_t out_stride) {
+// store(column, row, v) for every column and every vector of rows: lane i of v is what row_at has for row + i and that
+// column. row_at(row, column, count) gives `count` neighbouring columns of a row, and is not called for rows that do not
+// exist: those are zero.
+template <typename A, typename RowAt, typename Store>
+inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, Store store) {
   constexpr int64_t lanes = kLanes<A>;
   for (int64_t r = 0; r < rows; r += lanes)
     for (int64_t c = 0; c < columns; c += lanes) {
@@ -47,7 +48,7 @@ inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, A* out, 
       for (int64_t i = 0; i < lanes; ++i)
         square[i] = r + i < rows ? row_at(r + i, c, std::min(lanes, columns - c)) : Vector<A>{};
       transpose<A>(square);
-      for (int64_t i = 0; i < std::min(lanes, columns - c); ++i) narrow(out + (c + i) * out_stride + r, square[i]);
+      for (int64_t i = 0; i < std::min(lanes, columns - c); ++i) store(c + i, r, square[i]);
     }
 }
 
@@ -65,7 +66,9 @@ inline Rows<Operand<T>> load_lanes(const T* source, int64_t stride, int64_t quer
 #endif
       return load_some(source + i * stride + d, count);
   };
-  transpose_rows<A>(queries, (D + kSteps<E> - 1) / kSteps<E>, row_at, reinterpret_cast<A*>(lanes), padded);
+  transpose_rows<A>(queries, (D + kSteps<E> - 1) / kSteps<E>, row_at, [&](int64_t d, int64_t i, Vector<A> v) {
+    narrow(reinterpret_cast<A*>(lanes) + d * padded + i, v);
+  });
   return {lanes, padded, true};
 }
 

@@ -21,6 +21,7 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -159,11 +160,22 @@ inline void store_some(T* p, Vector<Accumulate<T>> v, int64_t count) {
   std::memcpy(p, lanes, count * sizeof(T));
 }
 
-#if defined(__AVX512BF16__)
-// The bits of the first `count` of 32 bfloat16, the others zero.
+// The bits of `count` bfloat16, at most two a lane; the others zero.
 inline Vector<float> load_bits(const c10::BFloat16* p, int64_t count) {
+#if defined(__AVX512BW__)
   const uint64_t mask = count >= 32 ? ~uint32_t{0} : (uint64_t{1} << count) - 1;
   return reinterpret_cast<Vector<float>>(_mm512_maskz_loadu_epi16(static_cast<__mmask32>(mask), p));
+#else
+  Vector<float> bits{};
+  std::memcpy(&bits, p, std::min<int64_t>(count * sizeof(*p), sizeof(bits)));
+  return bits;
+#endif
+}
+
+#if defined(__AVX512BF16__)
+inline void store_bits(c10::BFloat16* p, Vector<float> bits, int64_t count) {
+  const uint64_t mask = count >= 32 ? ~uint32_t{0} : (uint64_t{1} << count) - 1;
+  _mm512_mask_storeu_epi16(p, static_cast<__mmask32>(mask), reinterpret_cast<__m512i>(bits));
 }
 
 // 32 bfloat16: the lanes of `low`, then those of `high`, rounded to nearest even.
