@@ -13,7 +13,7 @@ namespace transformer_fast {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// A (..., length, d) result seen as (count, d); row r stands at position r % length.
+// A (..., length, d) result seen as (count, d); row r stands at r % length in its sequence r / length.
 struct Rows {
   int64_t count, length, d;
 
@@ -34,11 +34,18 @@ inline void check_ids(const at::Tensor& ids) {
   TORCH_CHECK_VALUE(ids.dim() >= 1, "ids: expected (..., length), got a scalar");
 }
 
-inline void check_table(const at::Tensor& x, const OptionalTensor& table, const Rows& rows, int64_t offset) {
+// Where sequences begin: `offset`, and one more number for each of them where `offsets` is given.
+inline void check_table(
+    const at::Tensor& x, const OptionalTensor& table, const Rows& rows, int64_t offset, const OptionalTensor& offsets) {
   if (!table) return;
   TORCH_CHECK_VALUE(
       table->dim() == 2 && table->size(1) == rows.d && offset >= 0 && table->size(0) >= offset + rows.length,
       "table: expected at least (", offset + rows.length, ", ", rows.d, "), got ", table->sizes());
+  TORCH_CHECK_VALUE(
+      !offsets || ((offsets->scalar_type() == at::kLong || offsets->scalar_type() == at::kInt) &&
+                   offsets->numel() * rows.length == rows.count && offsets->device() == x.device()),
+      "offsets: expected an int64 or int32 for each of ", rows.length > 0 ? rows.count / rows.length : 0,
+      " sequences, on ", x.device());
   TORCH_CHECK_VALUE(table->device() == x.device(), "table: expected on ", x.device(), ", got ", table->device());
   TORCH_CHECK_TYPE(
       table->scalar_type() == x.scalar_type() || table->scalar_type() == at::kFloat,
@@ -53,22 +60,23 @@ inline void check_dropout(const at::Tensor& x, double p, const OptionalTensor& s
 }
 
 inline Rows check_embed(
-    const at::Tensor& ids, const at::Tensor& weight, const OptionalTensor& table, int64_t offset, double p,
-    const OptionalTensor& seed) {
+    const at::Tensor& ids, const at::Tensor& weight, const OptionalTensor& table, int64_t offset,
+    const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
   check_ids(ids);
   TORCH_CHECK_VALUE(weight.dim() == 2, "weight: expected (vocabulary, d), got ", weight.sizes());
   TORCH_CHECK_VALUE(ids.device() == weight.device(), "ids: expected on ", weight.device(), ", got ", ids.device());
   const Rows rows(ids.sizes(), weight.size(1));
-  check_table(weight, table, rows, offset);
+  check_table(weight, table, rows, offset, offsets);
   check_dropout(weight, p, seed);
   return rows;
 }
 
 inline Rows check_add_positional(
-    const at::Tensor& x, const OptionalTensor& table, int64_t offset, double p, const OptionalTensor& seed) {
+    const at::Tensor& x, const OptionalTensor& table, int64_t offset, const OptionalTensor& offsets, double p,
+    const OptionalTensor& seed) {
   TORCH_CHECK_VALUE(x.dim() >= 2, "x: expected (..., length, d), got ", x.sizes());
   const Rows rows(x.sizes().slice(0, x.dim() - 1), x.size(-1));
-  check_table(x, table, rows, offset);
+  check_table(x, table, rows, offset, offsets);
   check_dropout(x, p, seed);
   return rows;
 }

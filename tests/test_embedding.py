@@ -242,6 +242,38 @@ def test_decoding_step_by_step_equals_the_whole_sequence(device: torch.device) -
     assert torch.equal(whole, torch.cat(steps, 1))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("weights", DTYPES, ids=str)
+def test_an_offset_for_each_sequence(weights: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
+    supported(device, weights)
+    ids, weight, table = case((2, 4, 3), 20, 40, 9, weights, device)
+    offset = torch.tensor([[0, 9, 2, 2], [5, 1, 0, 7]], device=device, dtype=dtype)
+    grad, seed = torch.randn(2, 4, 3, 40, device=device).to(weights), torch.tensor([SEED], device=device)
+    options = {"scale": 3.0, "dropout_p": 0.2}
+
+    def truth(precision: torch.dtype, table: Tensor) -> tuple[Tensor, ...]:
+        options["seed"] = seed
+        return gradients(
+            lambda w, t: reference.embedding.embed(ids, w, t, offset=offset, **options),
+            weight.to(precision),
+            table,
+            grad=grad,
+        )
+
+    with fixed_seed(SEED), poisoned_memory():
+        ours = gradients(lambda w, t: embed(ids, w, t, offset=offset, **options), weight, table, grad=grad)
+        again = gradients(
+            lambda w, t: add_positional(w[ids] * 3.0, t, offset, 0.2).to(weights), weight.float(), table, grad=grad
+        )
+    eager, exact = truth(weights, table), truth(torch.float64, table.double())
+    for what, a, e, x in zip(("out", "grad_weight", "grad_table"), ours, eager, exact):
+        assert_as_exact_as_eager(a, e, x, ulps=4.0 * ids.numel() ** 0.5, what=what)
+    assert torch.equal(ours[0] == 0, again[0] == 0)
+    torch.testing.assert_close(ours[0].float(), again[0].float(), rtol=2e-2, atol=2e-2)
+    alone = embed(ids[1, 3], weight, table, scale=3.0, offset=7)
+    assert torch.equal(embed(ids, weight, table, scale=3.0, offset=offset)[1, 3], alone)
+
+
 def test_offsets_beyond_two_to_the_31_elements() -> None:
     rows, d = (1 << 31) // 512 + 9, 512
     weight = torch.empty(rows, d, dtype=torch.float16)  # never touched but for two rows, so it takes no memory
@@ -299,10 +331,13 @@ def test_opcheck(dropout_p: float, device: torch.device) -> None:
     ids, weight, table = case((2, 5), 7, 12, 1, torch.float32, device)
     seed = torch.tensor([3], device=device) if dropout_p else None
     weight.requires_grad_()
-    torch.library.opcheck(ops.embed.default, (ids, weight, table, 2.0, 1, 3, dropout_p, seed, backend))
+    torch.library.opcheck(ops.embed.default, (ids, weight, table, 2.0, 1, None, 3, dropout_p, seed, backend))
     x = torch.randn(2, 5, 12, device=device, requires_grad=True)
-    torch.library.opcheck(ops.add_positional.default, (x, table, 1, dropout_p, seed, backend))
-    torch.library.opcheck(ops.add_positional.default, (x, None, 0, dropout_p, seed, backend))
+    torch.library.opcheck(ops.add_positional.default, (x, table, 1, None, dropout_p, seed, backend))
+    torch.library.opcheck(ops.add_positional.default, (x, None, 0, None, dropout_p, seed, backend))
+    offsets = torch.tensor([1, 0], device=device)
+    torch.library.opcheck(ops.embed.default, (ids, weight, table, 2.0, 0, offsets, 3, dropout_p, seed, backend))
+    torch.library.opcheck(ops.add_positional.default, (x, table, 0, offsets, dropout_p, seed, backend))
     args = (x.detach(), ids, 7, 2.0, 3, dropout_p, seed, True, backend)
     torch.library.opcheck(ops.embed_backward.default, args)
 
@@ -348,6 +383,31 @@ BAD_INPUT = {
     "table dtype": (lambda: embed(IDS, W, T.half()), TypeError, "table must be float32 .*got torch.float16"),
     "table list": (lambda: embed(IDS, W, [1]), TypeError, "table must be a tensor, got list"),
     "offset": (lambda: embed(IDS, W, T, offset=-1), ValueError, "offset must be at least 0, got -1"),
+    "offset float": (
+        lambda: embed(IDS, W, T, offset=torch.zeros(2)),
+        TypeError,
+        "must be int64 or int32, got torch.float32",
+    ),
+    "offset shape": (
+        lambda: embed(IDS, W, T, offset=torch.zeros(3, dtype=torch.long)),
+        ValueError,
+        r"one number for each sequence, \(2,\) for ids \(2, 3\), got shape \(3,\)",
+    ),
+    "offset device": (
+        lambda: embed(IDS, W, T, offset=torch.zeros(2, dtype=torch.long, device="meta")),
+        ValueError,
+        "ids is on cpu but offset on meta",
+    ),
+    "offset past the table": (
+        lambda: embed(IDS, W, T, offset=torch.tensor([2, 3])),
+        IndexError,
+        "offset 3 of sequence 1: positions 3 to 5 are not all in the table of 5",
+    ),
+    "offset before the table": (
+        lambda: add_positional(X, T, torch.tensor([-1, 0])),
+        IndexError,
+        "offset -1 of sequence 0",
+    ),
     "p": (lambda: embed(IDS, W, dropout_p=1.5), ValueError, r"dropout_p must lie in \[0, 1\], got 1.5"),
     "p nan": (lambda: embed(IDS, W, dropout_p=float("nan")), ValueError, "dropout_p must lie"),
     "padding": (lambda: embed(IDS, W, padding_idx=4), ValueError, r"padding_idx must lie in \[-4, 4\).*got 4"),
@@ -371,8 +431,8 @@ def test_bad_input_gives_one_clear_error(name: str) -> None:
 def test_bad_direct_calls_of_the_native_ops_are_refused_too() -> None:
     native = torch.ops.transformer_fast_native
     with pytest.raises(ValueError, match="table: expected at least"):
-        native.embed(IDS, W, T[:2], 1.0, 0, 0.0, None)
+        native.embed(IDS, W, T[:2], 1.0, 0, None, 0.0, None)
     with pytest.raises(ValueError, match="seed"):
-        native.add_positional(X, None, 0, 0.5, None)
+        native.add_positional(X, None, 0, None, 0.5, None)
     with pytest.raises(ValueError, match="grad_out"):
         native.embed_backward(X[:1], IDS, 4, 1.0, None, 0.0, None, True)

@@ -34,11 +34,11 @@ struct Matrix {
   }
 };
 
-// out[r] = dropout(source[source_row(r)] * scale + table[offset + r % length]); where source_row is negative, nothing.
-template <typename T, typename Table, typename SourceRow>
+// out[r] = dropout(source[source_row(r)] * scale + table[position(r)]); where source_row is negative, nothing.
+template <typename T, typename Table, typename SourceRow, typename Position>
 void encode(
     T* out, const Rows& rows, const Matrix<T>& source, const SourceRow& source_row, double scale,
-    const Matrix<Table>* table, int64_t offset, double p, const Dropout& dropout) {
+    const Matrix<Table>* table, const Position& position, double p, const Dropout& dropout) {
   using A = Accumulate<T>;
   at::parallel_for(0, rows.count, grain(rows.d), [&](int64_t begin, int64_t end) {
     alignas(64) T source_room[kDrawColumns];
@@ -50,7 +50,7 @@ void encode(
       for (int64_t start = 0; start < rows.d; start += kDrawColumns) {
         const int64_t count = std::min(kDrawColumns, rows.d - start);
         const T* x = source.columns(from, start, count, source_room);
-        const Table* t = table ? table->columns(offset + r % rows.length, start, count, table_room) : nullptr;
+        const Table* t = table ? table->columns(position(r), start, count, table_room) : nullptr;
         T* y = out + r * rows.d + start;
         if (scale == 1 && !t && p == 0) {  // 16-bit rows need not pass through float
           std::copy_n(x, count, y);
@@ -72,32 +72,67 @@ void encode(
 template <typename T, typename SourceRow>
 void encode_with(
     at::Tensor& out, const Rows& rows, const at::Tensor& source, const SourceRow& source_row, double scale,
-    const OptionalTensor& table, int64_t offset, double p, const OptionalTensor& seed) {
+    const OptionalTensor& table, int64_t offset, const Ids* offsets, double p, const OptionalTensor& seed) {
   using A = Accumulate<T>;
   const Matrix<T> from(source);
   const Dropout dropout = dropout_of(p, seed);
   T* y = out.mutable_data_ptr<T>();
-  if (!table) {
-    encode<T, A, SourceRow>(y, rows, from, source_row, scale, nullptr, offset, p, dropout);
-  } else if (std::is_same_v<T, A> || table->scalar_type() != source.scalar_type()) {
-    const at::Tensor used = table->narrow(0, offset, rows.length).to(c10::CppTypeToScalarType<A>::value);
-    const Matrix<A> matrix(used);
-    encode<T, A, SourceRow>(y, rows, from, source_row, scale, &matrix, 0, p, dropout);
-  } else {
-    const Matrix<T> matrix(*table);
-    encode<T, T, SourceRow>(y, rows, from, source_row, scale, &matrix, offset, p, dropout);
+  const auto encode_by = [&](const auto& position) {
+    if (!table) {
+      encode<T, A>(y, rows, from, source_row, scale, static_cast<Matrix<A>*>(nullptr), position, p, dropout);
+    } else if (std::is_same_v<T, A> || table->scalar_type() != source.scalar_type()) {
+      const at::Tensor used = (offsets ? table->slice(0, offset) : table->narrow(0, offset, rows.length))
+                                  .to(c10::CppTypeToScalarType<A>::value);
+      const Matrix<A> matrix(used);
+      encode<T>(y, rows, from, source_row, scale, &matrix, position, p, dropout);
+    } else {
+      const at::Tensor used = table->slice(0, offset);
+      const Matrix<T> matrix(used);
+      encode<T>(y, rows, from, source_row, scale, &matrix, position, p, dropout);
+    }
+  };
+  if (offsets && table)
+    encode_by([&](int64_t r) { return (*offsets)[r / rows.length] + r % rows.length; });
+  else
+    encode_by([&](int64_t r) { return r % rows.length; });
+}
+
+// Each sequence must find its positions in the table.
+void check_offsets(const Ids* offsets, const OptionalTensor& table, const Rows& rows, int64_t offset) {
+  if (!offsets || !table) return;
+  for (const auto i : c10::irange(rows.count / rows.length)) {
+    const int64_t first = offset + (*offsets)[i];
+    TORCH_CHECK_INDEX(
+        first >= 0 && first + rows.length <= table->size(0), "offset ", (*offsets)[i], " of sequence ", i,
+        ": positions ", first, " to ", first + rows.length - 1, " are not all in the table of ", table->size(0));
   }
 }
 
+// Integers as Ids, and the tensor that holds them.
+struct Offsets {
+  at::Tensor dense;
+  std::optional<Ids> values;
+
+  explicit Offsets(const OptionalTensor& offsets) : dense(offsets ? offsets->contiguous() : at::Tensor()) {
+    if (offsets) values.emplace(dense, 0);
+  }
+
+  const Ids* get() const {
+    return values ? &*values : nullptr;
+  }
+};
+
 at::Tensor embed(
     const at::Tensor& ids, const at::Tensor& weight, const OptionalTensor& table, double scale, int64_t offset,
-    double p, const OptionalTensor& seed) {
-  const Rows rows = check_embed(ids, weight, table, offset, p, seed);
+    const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
+  const Rows rows = check_embed(ids, weight, table, offset, offsets, p, seed);
   auto shape = ids.sizes().vec();
   shape.push_back(rows.d);
   at::Tensor out = at::empty(shape, weight.options());
   if (rows.empty()) return out;
 
+  const Offsets starts(offsets);
+  check_offsets(starts.get(), table, rows, offset);
   const at::Tensor dense = ids.contiguous();
   const Ids id(dense, weight.size(0));
   std::atomic<int64_t> first_invalid{rows.count};
@@ -109,22 +144,25 @@ at::Tensor embed(
     return -1;
   };
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, weight.scalar_type(), "embed", [&] {
-    encode_with<scalar_t>(out, rows, weight, source_row, scale, table, offset, p, seed);
+    encode_with<scalar_t>(out, rows, weight, source_row, scale, table, offset, starts.get(), p, seed);
   });
   if (first_invalid < rows.count) id.raise(first_invalid);
   return out;
 }
 
 at::Tensor add_positional(
-    const at::Tensor& x, const OptionalTensor& table, int64_t offset, double p, const OptionalTensor& seed) {
-  const Rows rows = check_add_positional(x, table, offset, p, seed);
+    const at::Tensor& x, const OptionalTensor& table, int64_t offset, const OptionalTensor& offsets, double p,
+    const OptionalTensor& seed) {
+  const Rows rows = check_add_positional(x, table, offset, offsets, p, seed);
   at::Tensor out = at::empty(x.sizes(), x.options());
   if (rows.empty()) return out;
 
+  const Offsets starts(offsets);
+  check_offsets(starts.get(), table, rows, offset);
   const at::Tensor source = x.reshape({rows.count, rows.d});
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "add_positional", [&] {
     const auto same_row = [](int64_t r) { return r; };
-    encode_with<scalar_t>(out, rows, source, same_row, 1.0, table, offset, p, seed);
+    encode_with<scalar_t>(out, rows, source, same_row, 1.0, table, offset, starts.get(), p, seed);
   });
   return out;
 }
@@ -171,12 +209,13 @@ void fill_positional_table(const at::Tensor& table) {
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
   m.def(
-      "embed(Tensor ids, Tensor weight, Tensor? table, float scale, int offset, float dropout_p, Tensor? seed) "
-      "-> Tensor");
+      "embed(Tensor ids, Tensor weight, Tensor? table, float scale, int offset, Tensor? offsets, "
+      "float dropout_p, Tensor? seed) -> Tensor");
   m.def(
       "embed_backward(Tensor grad_out, Tensor ids, int num_embeddings, float scale, int? padding_idx, float dropout_p, "
       "Tensor? seed, bool deterministic) -> Tensor");
-  m.def("add_positional(Tensor x, Tensor? table, int offset, float dropout_p, Tensor? seed) -> Tensor");
+  m.def(
+      "add_positional(Tensor x, Tensor? table, int offset, Tensor? offsets, float dropout_p, Tensor? seed) -> Tensor");
   m.def("fill_positional_table(Tensor(a!) table) -> ()");
 }
 

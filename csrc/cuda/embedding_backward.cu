@@ -3,7 +3,8 @@
 // Sorted (deterministic): the ids are sorted on the device and the order is cut into stretches. A thread walks one for
 // eight columns and writes every id that begins and ends there; ids that cross into other stretches leave partial sums,
 // which a second kernel adds in a fixed order. No atomics, no host synchronisation, and an id that fills the batch is
-// still spread over the GPU.
+// still spread over the GPU, in both kernels. A radix sort passes over its keys once for every eight bits, so the ids are
+// sorted as the narrowest integers that hold the vocabulary: most of a call's time on a small batch is this sort.
 // Atomic: one pass in batch order with fp32 atomics; no sort, but not repeatable bit for bit.
 #include "rows.cuh"
 
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kThreads) stretch_kernel(
           if (g.counts(id[a])) {
             const bool comes_in = first_id && came_in, goes_on = last && end < g.rows && after == id[a];
             if (comes_in || goes_on) {
-              store_piece<false>(partial + (2 * s + (comes_in ? 0 : 1)) * g.d + c, count, sum);
+              store_piece<kWide>(partial + (2 * s + (comes_in ? 0 : 1)) * g.d + c, count, sum);
             } else {
 #pragma unroll
               for (int j = 0; j < kPiece; ++j) sum[j] *= g.scale;
@@ -94,12 +95,16 @@ __global__ void __launch_bounds__(kThreads) stretch_kernel(
   }
 }
 
-// One block for each id that begins in a stretch and goes on: adds its partial sums, blockDim.y of them at a time.
-template <typename T>
+// One block for each tile of columns of an id that begins in a stretch and goes on: adds its partial sums, blockDim.y
+// times kAhead of them at a time.
+template <bool kWide, typename T>
 __global__ void __launch_bounds__(kThreads) join_kernel(
     T* __restrict__ out, const float* __restrict__ partial, const Gradient<T> g, const Sorted sorted) {
-  __shared__ float sums[kThreads];
-  for (int64_t s = blockIdx.x; s < sorted.stretches - 1; s += gridDim.x) {
+  constexpr int kAhead = 4;
+  __shared__ float sums[kThreads][kPiece];
+  const int64_t columns = static_cast<int64_t>(blockDim.x) * kPiece, tiles = (g.d + columns - 1) / columns;
+  for (int64_t b = blockIdx.x; b < (sorted.stretches - 1) * tiles; b += gridDim.x) {
+    const int64_t s = b / tiles, c = b % tiles * columns + static_cast<int64_t>(threadIdx.x) * kPiece;
     const int64_t begin = s * sorted.tokens, end = begin + sorted.tokens, id = sorted.ids[end];
     const bool goes_on = id == sorted.ids[end - 1] && g.counts(id);
     const bool begins_here = begin == 0 || sorted.ids[begin - 1] != id;
@@ -112,20 +117,45 @@ __global__ void __launch_bounds__(kThreads) join_kernel(
       else
         beyond = middle;
     }
-    for (int64_t c0 = 0; c0 < g.d; c0 += blockDim.x) {
-      const int64_t c = c0 + threadIdx.x;
-      float sum = 0.f;
-      if (c < g.d)
-        for (int64_t k = s + threadIdx.y; k <= last; k += blockDim.y)
-          sum += partial[(2 * k + (k == s ? 1 : 0)) * g.d + c];
-      sums[threadIdx.y * blockDim.x + threadIdx.x] = sum;
-      __syncthreads();
-      if (threadIdx.y == 0 && c < g.d) {
-        for (unsigned y = 1; y < blockDim.y; ++y) sum += sums[y * blockDim.x + threadIdx.x];
-        out[id * g.d + c] = static_cast<T>(sum * g.scale);
+    const int count = c < g.d ? columns_left(c, g.d) : 0;
+    float sum[kPiece] = {};
+    for (int64_t first = s + threadIdx.y; count > 0 && first <= last; first += kAhead * blockDim.y) {
+      float x[kAhead][kPiece];
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        const int64_t k = first + a * blockDim.y;
+        if (k <= last) load_piece<kWide>(partial + (2 * k + (k == s ? 1 : 0)) * g.d + c, 1, count, x[a]);
       }
-      __syncthreads();
+#pragma unroll
+      for (int a = 0; a < kAhead; ++a) {
+        if (first + a * blockDim.y > last) continue;
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) sum[j] += x[a][j];
+      }
     }
+#pragma unroll
+    for (int j = 0; j < kPiece; ++j) sums[threadIdx.y * blockDim.x + threadIdx.x][j] = sum[j];
+    __syncthreads();
+    if (threadIdx.y == 0 && count > 0) {
+      for (unsigned y = 1; y < blockDim.y; ++y)
+#pragma unroll
+        for (int j = 0; j < kPiece; ++j) sum[j] += sums[y * blockDim.x + threadIdx.x][j];
+#pragma unroll
+      for (int j = 0; j < kPiece; ++j) sum[j] *= g.scale;
+      store_piece<kWide>(out + id * g.d + c, count, sum);
+    }
+    __syncthreads();
+  }
+}
+
+// The ids to sort by: those that do not count as one number past the vocabulary.
+template <typename Key>
+__global__ void __launch_bounds__(kThreads) key_kernel(
+    Key* __restrict__ keys, const DeviceIds ids, const int64_t rows, const int64_t vocabulary, const int64_t padding_idx) {
+  const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
+  for (int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; r < rows; r += step) {
+    const int64_t id = ids[r];
+    keys[r] = static_cast<Key>(id >= 0 && id < vocabulary && id != padding_idx ? id : vocabulary);
   }
 }
 
@@ -150,15 +180,29 @@ __global__ void __launch_bounds__(kThreads) atomic_kernel(
 // Longer stretches for longer batches, so that joining the sums of one hot id stays cheap beside making them. From the
 // number of rows alone: the order of summation must not depend on the GPU.
 int64_t tokens_per_stretch(int64_t rows) {
-  int64_t tokens = 32;
+  int64_t tokens = 8;
   while (16 * tokens * tokens < rows) tokens *= 2;
   return tokens;
+}
+
+template <typename Key, typename T>
+at::Tensor sort_keys(const Gradient<T>& g, const at::Tensor& ids) {
+  const at::Tensor keys = at::empty({g.rows}, ids.options().dtype(c10::CppTypeToScalarType<Key>::value));
+  const unsigned grid = grid_size(g.rows, dim3(1, kThreads));
+  const auto kernel = key_kernel<Key>;
+  kernel<<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
+      keys.template mutable_data_ptr<Key>(), DeviceIds(ids), g.rows, g.vocabulary, g.padding_idx);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  return keys;
 }
 
 template <typename T>
 at::Tensor sorted_gradient(const Gradient<T>& g, const at::Tensor& ids, const at::TensorOptions& options) {
   const at::Tensor out = at::zeros({g.vocabulary, g.d}, options);
-  const auto [ordered, row] = at::sort(ids.view(-1), /*stable=*/true, /*dim=*/0, /*descending=*/false);
+  const at::Tensor keys = g.vocabulary <= std::numeric_limits<int16_t>::max() ? sort_keys<int16_t>(g, ids)
+      : g.vocabulary <= std::numeric_limits<int32_t>::max()                   ? sort_keys<int32_t>(g, ids)
+                                                                              : sort_keys<int64_t>(g, ids);
+  const auto [ordered, row] = at::sort(keys, /*stable=*/true, /*dim=*/0, /*descending=*/false);
   const int64_t tokens = tokens_per_stretch(g.rows), stretches = (g.rows + tokens - 1) / tokens;
   const Sorted sorted{DeviceIds(ordered), row.template const_data_ptr<int64_t>(), tokens, stretches};
   const at::Tensor partial = at::empty({stretches, 2, g.d}, options.dtype(at::kFloat));
@@ -171,8 +215,11 @@ at::Tensor sorted_gradient(const Gradient<T>& g, const at::Tensor& ids, const at
   kernel<<<grid_size(stretches, block), block, 0, stream>>>(y, partial.mutable_data_ptr<float>(), g, sorted);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   if (stretches > 1) {
-    const dim3 join_block(32, kThreads / 32);
-    join_kernel<T><<<grid_size(stretches - 1, dim3(1, 1)), join_block, 0, stream>>>(
+    const unsigned across = std::min(block.x, 32u);
+    const dim3 join_block(across, kThreads / across);
+    const int64_t tiles = (g.d + across * kPiece - 1) / (across * kPiece);
+    const auto join = wide ? join_kernel<true, T> : join_kernel<false, T>;
+    join<<<grid_size((stretches - 1) * tiles, dim3(1, 1)), join_block, 0, stream>>>(
         y, partial.const_data_ptr<float>(), g, sorted);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }

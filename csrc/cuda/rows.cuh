@@ -84,21 +84,22 @@ struct DeviceDropout {
   }
 };
 
-// Contiguous token ids of either width; default: none.
+// Contiguous integers of any width, such as token ids; default: none.
 struct DeviceIds {
-  const int64_t* wide = nullptr;
-  const int32_t* narrow = nullptr;
+  const void* data = nullptr;
+  int bytes = 0;
 
   DeviceIds() = default;
-  explicit DeviceIds(const at::Tensor& ids) {
-    if (ids.scalar_type() == at::kLong)
-      wide = ids.const_data_ptr<int64_t>();
-    else
-      narrow = ids.const_data_ptr<int32_t>();
+  explicit DeviceIds(const at::Tensor& ids) : data(ids.const_data_ptr()), bytes(static_cast<int>(ids.element_size())) {}
+
+  __device__ __forceinline__ bool given() const {
+    return data != nullptr;
   }
 
   __device__ __forceinline__ int64_t operator[](int64_t i) const {
-    return wide ? wide[i] : narrow[i];
+    return bytes == 8 ? static_cast<const int64_t*>(data)[i]
+        : bytes == 4  ? static_cast<const int32_t*>(data)[i]
+                      : static_cast<const int16_t*>(data)[i];
   }
 };
 

@@ -8,11 +8,12 @@
 namespace transformer_fast::direct {
 namespace {
 
-using EmbedForward = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, double, int64_t, double,
-                            const OptionalTensor&);
+using EmbedForward = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, double, int64_t, const OptionalTensor&,
+                            double, const OptionalTensor&);
 using EmbedBackward = Tensor(const Tensor&, const Tensor&, int64_t, double, std::optional<int64_t>, double,
                              const OptionalTensor&, bool);
-using AddPositionalForward = Tensor(const Tensor&, const OptionalTensor&, int64_t, double, const OptionalTensor&);
+using AddPositionalForward = Tensor(const Tensor&, const OptionalTensor&, int64_t, const OptionalTensor&, double,
+                                    const OptionalTensor&);
 
 const Native<EmbedForward>& embed_kernel() {
   static const Native<EmbedForward> native("embed");
@@ -35,16 +36,16 @@ struct Embed : torch::autograd::Function<Embed> {
   };
 
   static Tensor forward(AutogradContext* ctx, const Tensor& weight, const Tensor& ids, const OptionalTensor& table,
-                        const OptionalTensor& seed, double scale, int64_t offset, std::optional<int64_t> padding_idx,
-                        double dropout_p) {
+                        const OptionalTensor& offsets, const OptionalTensor& seed, double scale, int64_t offset,
+                        std::optional<int64_t> padding_idx, double dropout_p) {
     ctx->save_for_backward({ids, or_undefined(seed)});
     keep(ctx, Options{weight.size(0), scale, padding_idx, dropout_p});
-    return embed_kernel()(ids, weight, table, scale, offset, dropout_p, seed);
+    return embed_kernel()(ids, weight, table, scale, offset, offsets, dropout_p, seed);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     variable_list gradients = run_backward<Embed>(ctx, grads);
-    gradients.resize(8);  // one for each argument of forward
+    gradients.resize(9);  // one for each argument of forward
     return gradients;
   }
 
@@ -63,21 +64,23 @@ struct AddPositional : torch::autograd::Function<AddPositional> {
     double dropout_p;
   };
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& table, const OptionalTensor& seed,
-                        int64_t offset, double dropout_p) {
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& table, const OptionalTensor& offsets,
+                        const OptionalTensor& seed, int64_t offset, double dropout_p) {
     ctx->save_for_backward({or_undefined(seed)});
     keep(ctx, Options{dropout_p});
-    return add_positional_kernel()(x, table, offset, dropout_p, seed);
+    return add_positional_kernel()(x, table, offset, offsets, dropout_p, seed);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const bool dropped = kept<Options>(ctx).dropout_p > 0;
-    return {dropped ? run_backward<AddPositional>(ctx, grads)[0] : grads[0], Tensor(), Tensor(), Tensor(), Tensor()};
+    variable_list gradients(6);
+    gradients[0] = dropped ? run_backward<AddPositional>(ctx, grads)[0] : grads[0];
+    return gradients;
   }
 
   // The forward's mask applied to the gradient: the same op without a table.
   static variable_list backward_kernel(const variable_list& grads, const variable_list& saved, const Options& options) {
-    return {add_positional_kernel()(grads[0], std::nullopt, 0, options.dropout_p, saved[0])};
+    return {add_positional_kernel()(grads[0], std::nullopt, 0, std::nullopt, options.dropout_p, saved[0])};
   }
 };
 
@@ -85,6 +88,23 @@ bool table_fits(const Tensor& table, const Tensor& x, int64_t offset, int64_t le
   return (table.scalar_type() == at::kFloat || table.scalar_type() == x.scalar_type()) && table.dim() == 2 &&
          table.size(1) == x.size(-1) && offset >= 0 && table.size(0) - offset >= length && !table.requires_grad();
 }
+
+// Where sequences begin: one number for all of them, or one each.
+struct Offset {
+  int64_t common = 0;
+  OptionalTensor each;
+
+  Offset(Arguments& arguments, py::handle given) {
+    if (THPVariable_Check(given.ptr()))
+      each = arguments.tensor(given);
+    else
+      common = arguments.integer(given);
+  }
+
+  bool fits(at::IntArrayRef sequences) const {
+    return !each || ((each->scalar_type() == at::kLong || each->scalar_type() == at::kInt) && each->sizes() == sequences);
+  }
+};
 
 }  // namespace
 
@@ -94,13 +114,14 @@ py::object embed(py::handle ids_, py::handle weight_, py::handle table_, py::han
   const Tensor ids = arguments.tensor(ids_), weight = arguments.floating(weight_);
   const OptionalTensor table = arguments.optional_floating(table_), seed = arguments.optional_tensor(seed_);
   const double scale = arguments.number(scale_), dropout_p = arguments.probability(dropout_p_);
-  const int64_t offset = arguments.integer(offset_);
+  const Offset offset(arguments, offset_);
   std::optional<int64_t> padding_idx = arguments.optional_integer(padding_idx_);
   if (!arguments.ok() || ids.dim() == 0 || weight.dim() != 2) return py::none();
   const int64_t vocabulary = weight.size(0);
   arguments.require(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt);
-  arguments.require(offset >= 0 && (dropout_p == 0 || seed));
-  if (table) arguments.require(table_fits(*table, weight, offset, ids.size(-1)));
+  arguments.require(offset.common >= 0 && (dropout_p == 0 || seed));
+  arguments.require(offset.fits(ids.sizes().slice(0, ids.dim() - 1)));
+  if (table) arguments.require(table_fits(*table, weight, offset.common, ids.size(-1)));
   if (padding_idx) {
     arguments.require(-vocabulary <= *padding_idx && *padding_idx < vocabulary);
     if (*padding_idx < 0) *padding_idx += vocabulary;
@@ -111,8 +132,9 @@ py::object embed(py::handle ids_, py::handle weight_, py::handle table_, py::han
   Tensor out;
   {
     const py::gil_scoped_release no_gil;
-    out = needs_gradient(weight) ? Embed::apply(weight, ids, table, seed, scale, offset, padding_idx, dropout_p)
-                                 : embed_kernel()(ids, weight, table, scale, offset, dropout_p, seed);
+    out = needs_gradient(weight)
+              ? Embed::apply(weight, ids, table, offset.each, seed, scale, offset.common, padding_idx, dropout_p)
+              : embed_kernel()(ids, weight, table, scale, offset.common, offset.each, dropout_p, seed);
   }
   return wrap(out);
   END_HANDLE_TH_ERRORS_PYBIND
@@ -123,21 +145,24 @@ py::object add_positional(py::handle x_, py::handle table_, py::handle offset_, 
   Arguments arguments;
   const Tensor x = arguments.floating(x_), table = arguments.floating(table_);
   const OptionalTensor seed = arguments.optional_tensor(seed_);
-  const int64_t offset = arguments.integer(offset_);
+  const Offset offset(arguments, offset_);
   const double dropout_p = arguments.probability(dropout_p_);
-  if (!arguments.ok() || x.dim() < 2 || !table_fits(table, x, offset, x.size(-2)) || (dropout_p > 0 && !seed))
+  if (!arguments.ok() || x.dim() < 2 || !table_fits(table, x, offset.common, x.size(-2)) || (dropout_p > 0 && !seed) ||
+      !offset.fits(x.sizes().slice(0, x.dim() - 2)))
     return py::none();
 
+  HANDLE_TH_ERRORS
   Tensor out;
   {
     const py::gil_scoped_release no_gil;
-    if (dropout_p == 0 && x.scalar_type() == table.scalar_type())  // one pass in PyTorch already
-      out = x.add(table.narrow(0, offset, x.size(-2)));
+    if (dropout_p == 0 && !offset.each && x.scalar_type() == table.scalar_type())  // one pass in PyTorch already
+      out = x.add(table.narrow(0, offset.common, x.size(-2)));
     else
-      out = needs_gradient(x) ? AddPositional::apply(x, table, seed, offset, dropout_p)
-                              : add_positional_kernel()(x, table, offset, dropout_p, seed);
+      out = needs_gradient(x) ? AddPositional::apply(x, table, offset.each, seed, offset.common, dropout_p)
+                              : add_positional_kernel()(x, table, offset.common, offset.each, dropout_p, seed);
   }
   return wrap(out);
+  END_HANDLE_TH_ERRORS_PYBIND
 }
 
 }  // namespace transformer_fast::direct

@@ -38,12 +38,10 @@ class Embedder(nn.Module):
 
         Packed ids (T,) stand where their ``packing`` says, and become (T, d_model).
         """
-        if packing is None:
-            table = positions.table(offset + x.shape[-1])
-        else:
-            table = positions.table(offset + packing.length).index_select(0, offset + packing.positions)
-            offset = 0
-        return embed(
+        table = positions.table(offset + (x.shape[-1] if packing is None else packing.length))
+        if packing is not None:  # each token is a sequence of its own
+            x, offset = x.unsqueeze(-1), offset + packing.positions
+        out = embed(
             x,
             self.lut.weight,
             table,
@@ -52,6 +50,7 @@ class Embedder(nn.Module):
             padding_idx=self.lut.padding_idx,
             dropout_p=active_dropout(positions.dropout),
         )
+        return out if packing is None else out.squeeze(-2)
 
 
 class SinusoidalTable(nn.Module):

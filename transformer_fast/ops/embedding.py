@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import backends, reference
+from .. import backends, configs, reference
 from . import _direct, _library
 
 
@@ -15,7 +15,7 @@ def embed(
     table: Tensor | None = None,
     *,
     scale: float = 1.0,
-    offset: int = 0,
+    offset: int | Tensor = 0,
     padding_idx: int | None = None,
     dropout_p: float = 0.0,
 ) -> Tensor:
@@ -28,20 +28,23 @@ def embed(
         table: (at least offset + L, d) positional encoding, float32 or the dtype of ``weight``; None for none. It
             may require a gradient (a learned one).
         scale: multiplies the looked-up rows, sqrt(d) in the paper.
-        offset: position of the first id, for decoding step by step.
+        offset: position of the first id, for decoding step by step; or one for each sequence, int64 or int32 of the
+            shape of ``ids`` without its last dimension, where they do not stand at the same place.
         padding_idx: this row of ``weight`` is read like any other but gets no gradient, as in ``nn.Embedding``.
         dropout_p: probability of dropping an element of the sum, in [0, 1]; kept ones are scaled by ``1 / (1 - p)``.
             ``torch.manual_seed`` governs it. Every backend draws the same mask. Pass 0 outside training.
 
     Returns:
         (..., L, d), contiguous, in the dtype of ``weight``, autocast or not (as ``nn.Embedding``); sums are made in
-        float32. Gradients are the same bit for bit on every run, on a GPU too.
+        float32. Gradients are the same bit for bit on every run, on a GPU too, unless ``configs.EMBEDDING_GRADIENT``
+        asks for atomics.
 
     Raises:
         TypeError: for non-tensors and for dtypes that do not fit.
         ValueError: for shapes, devices or options that do not fit; the message names them.
-        IndexError: on CPU, for an id outside the vocabulary; names the id and its place. On a GPU, where looking
-            would stall it, the output row of such an id is NaN and it contributes no gradient.
+        IndexError: on CPU, for an id outside the vocabulary or an offset tensor that leads out of the table; names it
+            and its place. On a GPU, where looking would stall it, the output row is NaN and such an id contributes no
+            gradient.
     """
     seed = _library.draw_seed(weight.device) if dropout_p > 0.0 and isinstance(weight, Tensor) else None
     if direct := _direct.native():
@@ -49,6 +52,7 @@ def embed(
         if result is not None:
             return result
     _check_ids_and_weight(ids, weight)
+    offset, offsets = _split_offset("embed", offset, "ids", ids, ids.shape[:-1])
     if table is not None:
         _check_table("embed", table, "weight", weight, offset, ids.shape[-1])
     _check_options("embed", offset, dropout_p)
@@ -63,27 +67,34 @@ def embed(
     backend = backends.resolve("embedding", weight.device, weight.dtype)
     if backend == "reference":
         return reference.embedding.embed(
-            ids, weight, table, scale=scale, offset=offset, padding_idx=padding_idx, dropout_p=dropout_p, seed=seed
+            ids,
+            weight,
+            table,
+            scale=scale,
+            offset=offset if offsets is None else offsets,
+            padding_idx=padding_idx,
+            dropout_p=dropout_p,
+            seed=seed,
         )
-    args = ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend
-    if not _direct.is_plain(ids, weight, table):
+    args = ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, backend
+    if not _direct.is_plain(ids, weight, table, offsets):
         return _op_embed(*args)
     return _Embed.apply(*args) if _needs_gradient(weight, table) else _embed(*args)
 
 
-def add_positional(x: Tensor, table: Tensor, offset: int = 0, dropout_p: float = 0.0) -> Tensor:
+def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p: float = 0.0) -> Tensor:
     """``dropout(x + table[offset : offset + L])`` in one pass.
 
     Args:
         x: (..., L, d); float32, float16, bfloat16 (float64 on CPU).
         table: (at least offset + L, d), float32 or the dtype of ``x``; it may require a gradient.
-        offset, dropout_p: as for :func:`embed`.
+        offset, dropout_p: as for :func:`embed`; an offset tensor is shaped as ``x`` without its last two dimensions.
 
     Returns:
         (..., L, d), contiguous, in the dtype of ``x``.
 
     Raises:
-        TypeError, ValueError: as for :func:`embed`.
+        TypeError, ValueError, IndexError: as for :func:`embed`.
     """
     seed = _library.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
     if direct := _direct.native():
@@ -96,15 +107,16 @@ def add_positional(x: Tensor, table: Tensor, offset: int = 0, dropout_p: float =
         raise TypeError(f"add_positional: x must be a float tensor, got {x.dtype}")
     if x.dim() < 2:
         raise ValueError(f"add_positional: x must be (..., length, d), got shape {tuple(x.shape)}")
+    offset, offsets = _split_offset("add_positional", offset, "x", x, x.shape[:-2])
     _check_table("add_positional", table, "x", x, offset, x.shape[-2])
     _check_options("add_positional", offset, dropout_p)
-    if dropout_p == 0.0 and x.dtype == table.dtype:  # one pass in plain PyTorch already
+    if dropout_p == 0.0 and offsets is None and x.dtype == table.dtype:  # one pass in plain PyTorch already
         return x + table[offset : offset + x.shape[-2]]
     backend = backends.resolve("embedding", x.device, x.dtype)
     if backend == "reference":
-        return reference.embedding.add_positional(x, table, offset, dropout_p, seed)
-    args = x, table, offset, dropout_p, seed, backend
-    if not _direct.is_plain(x, table):
+        return reference.embedding.add_positional(x, table, offset if offsets is None else offsets, dropout_p, seed)
+    args = x, table, offset, offsets, dropout_p, seed, backend
+    if not _direct.is_plain(x, table, offsets):
         return _op_add(*args)
     return _AddPositional.apply(*args) if _needs_gradient(x, table) else _add(*args)
 
@@ -166,6 +178,24 @@ def _check_table(op: str, table: Tensor, name: str, x: Tensor, offset: int, leng
         )
 
 
+def _split_offset(
+    op: str, offset: int | Tensor, name: str, x: Tensor, sequences: torch.Size
+) -> tuple[int, Tensor | None]:
+    """An offset as the ops take it: a number, and a tensor of one more for each sequence or None."""
+    if not isinstance(offset, Tensor):
+        return offset, None
+    if offset.dtype != torch.int64 and offset.dtype != torch.int32:
+        raise TypeError(f"{op}: an offset tensor must be int64 or int32, got {offset.dtype}")
+    if offset.shape != sequences:
+        raise ValueError(
+            f"{op}: an offset tensor must hold one number for each sequence, {tuple(sequences)} for {name} "
+            f"{tuple(x.shape)}, got shape {tuple(offset.shape)}"
+        )
+    if offset.device != x.device:
+        raise ValueError(f"{op}: {name} is on {x.device} but offset on {offset.device}")
+    return 0, offset
+
+
 def _check_options(op: str, offset: int, dropout_p: float) -> None:
     if offset < 0:
         raise ValueError(f"{op}: offset must be at least 0, got {offset}")
@@ -173,8 +203,8 @@ def _check_options(op: str, offset: int, dropout_p: float) -> None:
         raise ValueError(f"{op}: dropout_p must lie in [0, 1], got {dropout_p}")
 
 
-def _embed(ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend):
-    return torch.ops.transformer_fast_native.embed(ids, weight, table, scale, offset, dropout_p, seed)
+def _embed(ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, backend):
+    return torch.ops.transformer_fast_native.embed(ids, weight, table, scale, offset, offsets, dropout_p, seed)
 
 
 def _embed_backward(grad_out, ids, num_embeddings, scale, padding_idx, dropout_p, seed, deterministic, backend):
@@ -183,11 +213,11 @@ def _embed_backward(grad_out, ids, num_embeddings, scale, padding_idx, dropout_p
     )
 
 
-def _add(x, table, offset, dropout_p, seed, backend):
-    return torch.ops.transformer_fast_native.add_positional(x, table, offset, dropout_p, seed)
+def _add(x, table, offset, offsets, dropout_p, seed, backend):
+    return torch.ops.transformer_fast_native.add_positional(x, table, offset, offsets, dropout_p, seed)
 
 
-def _fake_embed(ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend):
+def _fake_embed(ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, backend):
     return weight.new_empty((*ids.shape, weight.shape[1]))
 
 
@@ -195,16 +225,16 @@ def _fake_embed_backward(grad_out, ids, num_embeddings, scale, padding_idx, drop
     return grad_out.new_empty((num_embeddings, grad_out.shape[-1]))
 
 
-def _fake_add(x, table, offset, dropout_p, seed, backend):
+def _fake_add(x, table, offset, offsets, dropout_p, seed, backend):
     return x.new_empty(x.shape)
 
 
 class _Embed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend):
-        args = ids, weight, table, scale, offset, padding_idx, dropout_p, seed, backend
+    def forward(ctx, ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, backend):
+        args = ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, backend
         out = _direct.run(_op_embed, _embed, 3, *args)
-        ctx.save_for_backward(ids, seed)
+        ctx.save_for_backward(ids, offsets, seed)
         ctx.vocabulary = weight.shape[0]
         ctx.options = scale, padding_idx, dropout_p
         ctx.table = None if table is None else (table.shape, table.dtype, offset)
@@ -213,13 +243,11 @@ class _Embed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out):
-        ids, seed = ctx.saved_tensors
+        ids, offsets, seed = ctx.saved_tensors
         scale, padding_idx, dropout_p = ctx.options
         grad_weight = grad_table = None
         if ctx.needs_input_grad[1]:
-            # Deterministic always: sorting the ids costs less than the atomics of a frequent one, and the same seed
-            # then gives the same training run.
-            args = grad_out, ids, ctx.vocabulary, scale, padding_idx, dropout_p, seed, True, ctx.backend
+            args = grad_out, ids, ctx.vocabulary, scale, padding_idx, dropout_p, seed, _deterministic(), ctx.backend
             # With create_graph the op itself must run: it is what says that there is no second derivative.
             grad_weight = (
                 _op_embed_backward(*args)
@@ -227,15 +255,16 @@ class _Embed(torch.autograd.Function):
                 else _direct.run(_op_embed_backward, _embed_backward, 2, *args)
             )
         if ctx.needs_input_grad[2]:
-            grad_table = _table_gradient(_dropped(grad_out, dropout_p, seed, ctx.backend), *ctx.table)
-        return None, grad_weight, grad_table, None, None, None, None, None, None
+            grad = _dropped(grad_out, dropout_p, seed, ctx.backend)
+            grad_table = _table_gradient(grad, *ctx.table, offsets, ctx.backend)
+        return None, grad_weight, grad_table, *(None,) * 7
 
 
 class _AddPositional(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, table, offset, dropout_p, seed, backend):
-        out = _direct.run(_op_add, _add, 2, x, table, offset, dropout_p, seed, backend)
-        ctx.save_for_backward(seed)
+    def forward(ctx, x, table, offset, offsets, dropout_p, seed, backend):
+        out = _direct.run(_op_add, _add, 2, x, table, offset, offsets, dropout_p, seed, backend)
+        ctx.save_for_backward(offsets, seed)
         ctx.options = dropout_p, backend
         ctx.table = None if table is None else (table.shape, table.dtype, offset)
         return out
@@ -243,18 +272,27 @@ class _AddPositional(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_out):
         dropout_p, backend = ctx.options
-        grad_x = _dropped(grad_out, dropout_p, *ctx.saved_tensors, backend)
-        grad_table = _table_gradient(grad_x, *ctx.table) if ctx.needs_input_grad[1] else None
-        return grad_x if ctx.needs_input_grad[0] else None, grad_table, None, None, None, None
+        offsets, seed = ctx.saved_tensors
+        grad_x = _dropped(grad_out, dropout_p, seed, backend)
+        grad_table = _table_gradient(grad_x, *ctx.table, offsets, backend) if ctx.needs_input_grad[1] else None
+        return grad_x if ctx.needs_input_grad[0] else None, grad_table, *(None,) * 5
 
 
 def _dropped(grad, dropout_p, seed, backend):
     """The forward's mask applied to a gradient: the same op without a table, so it can be differentiated again."""
-    return _op_add(grad, None, 0, dropout_p, seed, backend) if dropout_p > 0.0 else grad
+    return _op_add(grad, None, 0, None, dropout_p, seed, backend) if dropout_p > 0.0 else grad
 
 
-def _table_gradient(grad, shape, dtype, offset):
+def _deterministic():
+    return configs.EMBEDDING_GRADIENT == "sorted" or torch.are_deterministic_algorithms_enabled()
+
+
+def _table_gradient(grad, shape, dtype, offset, offsets, backend):
     """The gradient of a (positions, d) table: of each position used, the sum over everything that stood there."""
+    if offsets is not None:  # then positions are like the ids of a lookup
+        positions = offsets.unsqueeze(-1).long() + torch.arange(grad.shape[-2], device=grad.device)
+        args = grad, positions, shape[0], 1.0, None, 0.0, None, _deterministic(), backend
+        return _op_embed_backward(*args).to(dtype)
     stacked = grad.flatten(0, -3) if grad.dim() > 2 else grad.unsqueeze(0)
     by_position = stacked.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
     below = shape[0] - offset - grad.shape[-2]
@@ -278,8 +316,8 @@ def _add_autograd(*args):
 
 
 _op_embed = _library.register(
-    "embed(Tensor ids, Tensor weight, Tensor? table, float scale, SymInt offset, int? padding_idx, float dropout_p, "
-    "Tensor? seed, str backend) -> Tensor",
+    "embed(Tensor ids, Tensor weight, Tensor? table, float scale, SymInt offset, Tensor? offsets, int? padding_idx, "
+    "float dropout_p, Tensor? seed, str backend) -> Tensor",
     implementation=_embed,
     fake=_fake_embed,
     autograd=_embed_autograd,
@@ -291,7 +329,8 @@ _op_embed_backward = _library.register(
     fake=_fake_embed_backward,
 )
 _op_add = _library.register(
-    "add_positional(Tensor x, Tensor? table, SymInt offset, float dropout_p, Tensor? seed, str backend) -> Tensor",
+    "add_positional(Tensor x, Tensor? table, SymInt offset, Tensor? offsets, float dropout_p, Tensor? seed, "
+    "str backend) -> Tensor",
     implementation=_add,
     fake=_fake_add,
     autograd=_add_autograd,

@@ -28,7 +28,7 @@ def embed(
     table: Tensor | None = None,
     *,
     scale: float = 1.0,
-    offset: int = 0,
+    offset: int | Tensor = 0,
     padding_idx: int | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
@@ -39,6 +39,7 @@ def embed(
         ids: int (..., L), each in [0, vocab).
         weight: (vocab, d), any float dtype.
         table: (>= offset + L, d) positional encoding, or None.
+        offset: position of the first id, or int (...) of one for each sequence.
         padding_idx: this row of ``weight`` gets no gradient.
 
     Returns:
@@ -49,8 +50,12 @@ def embed(
 
 
 def add_positional(
-    x: Tensor, table: Tensor, offset: int = 0, dropout_p: float = 0.0, seed: Tensor | None = None
+    x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p: float = 0.0, seed: Tensor | None = None
 ) -> Tensor:
     """``dropout(x + table[offset : offset + L])`` for x (..., L, d), in x's dtype."""
-    encoded = x + table[offset : offset + x.shape[-2]]
+    if isinstance(offset, Tensor):
+        encoding = table[offset.unsqueeze(-1) + torch.arange(x.shape[-2], device=x.device)]
+    else:
+        encoding = table[offset : offset + x.shape[-2]]
+    encoded = x + encoding
     return dropout(encoded.to(x.dtype), dropout_p, seed)
