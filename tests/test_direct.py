@@ -43,10 +43,13 @@ def calls(dtype=torch.float32):
         ),
         "dropout": (lambda x: ops.dropout(x, 0.3), (x,)),
         "relu dropout": (lambda x: ops.dropout(x, 0.3, relu=True), (x,)),
+        "bias relu dropout": (lambda x, b: ops.dropout(x, 0.3, bias=b, relu=True), (x, bias)),
         "residual dropout": (lambda x, r: ops.dropout(x, 0.3, residual=r), (x, residual)),
         "embed": (lambda w: tfast.embed(ids, w, table, scale=3.0, offset=2, padding_idx=-1), (vocabulary,)),
+        "embed at offsets": (lambda w: tfast.embed(ids, w, table, offset=torch.tensor([0, 4, 2])), (vocabulary,)),
         "embed dropout": (lambda w: tfast.embed(ids.int(), w, dropout_p=0.3), (vocabulary,)),
         "add_positional": (lambda x: ops.add_positional(x, table, 2), (x,)),
+        "add_positional at offsets": (lambda x: ops.add_positional(x, table, torch.arange(3), 0.3), (x,)),
         "add_positional dropout": (lambda x: ops.add_positional(x, table, 0, 0.3), (x,)),
         "attention": (lambda q, k, v: tfast.attention(q, k, v), (q, k, v)),
         "attention dropout": (

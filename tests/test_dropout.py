@@ -38,26 +38,50 @@ def test_the_mask_in_double():
 
 
 @pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("added", ["", "residual", "bias", "bias and residual"])
 @pytest.mark.parametrize("p", [0.0, 0.3])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_matches_the_oracle(dtype, p, added, relu, device):
-    shape = (6, 11, 52)
-    x, residual, grad_out = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+    compare((6, 11, 52), dtype, p, added.split(" and "), relu, device)
 
-    def outcome(call, dtype):
-        leaves = [t.to(dtype).requires_grad_() for t in ((x, residual) if added else (x,))]
-        out = call(leaves[0], leaves[1] if added else None)
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(dtype))]
 
-    def oracle(x, residual):
-        return reference.dropout.dropout(x, p, seed.to(device), residual=residual, relu=relu)
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2500), (3, 7), (17, 63), (129, 8), (257, 520), (5000, 3)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_the_bias_at_any_size(dtype, shape, relu, device):
+    compare(shape, dtype, 0.2, ["bias"], relu, device)
 
-    with fixed_seed(SEED) as seed:
-        actual = outcome(lambda x, residual: dropout(x, p, residual=residual, relu=relu), dtype)
-    eager, exact = outcome(oracle, dtype), outcome(oracle, torch.float64)
-    for name, a, e, t in zip(("out", "grad_x", "grad_residual"), actual, eager, exact):
-        assert_as_exact_as_eager(a, e, t, what=name)
+
+def test_a_32_bit_bias_with_16_bit_rows(device):
+    grad_bias = compare((97, 40), torch.bfloat16, 0.1, ["bias"], True, device, bias_dtype=torch.float32)["grad_bias"]
+    assert grad_bias.dtype == torch.float32
+
+
+def compare(shape, dtype, p, added, relu, device, bias_dtype=None):
+    """Hold the door to the gate: the output and every gradient, with poisoned memory."""
+    tensors = {"x": torch.randn(shape), "residual": torch.randn(shape), "bias": torch.randn(shape[-1])}
+    tensors = {name: t.to(device, dtype) for name, t in tensors.items() if name == "x" or name in added}
+    if bias_dtype is not None:
+        tensors["bias"] = tensors["bias"].to(bias_dtype)
+    grad_out = torch.randn(shape, device=device).to(dtype)
+
+    def outcome(call, dtype=None):
+        leaves = {name: t.detach().to(dtype or t.dtype).requires_grad_() for name, t in tensors.items()}
+        out = call(**leaves)
+        grads = torch.autograd.grad(out, leaves.values(), grad_out.to(out.dtype))
+        return {"out": out.detach(), **{f"grad_{name}": g for name, g in zip(leaves, grads)}}
+
+    def oracle(x, **rest):
+        return reference.dropout.dropout(x, p, seed.to(device), relu=relu, **rest)
+
+    with fixed_seed(SEED) as seed, poisoned_memory():
+        actual = outcome(lambda x, **rest: dropout(x, p, relu=relu, **rest))
+    eager, exact = outcome(oracle), outcome(oracle, torch.float64)
+    rows = tensors["x"].numel() / shape[-1]
+    for name in exact:
+        ulps = 4 * rows**0.5 if name == "grad_bias" else 8
+        assert_as_exact_as_eager(actual[name], eager[name], exact[name], ulps=ulps, what=name)
+    return actual
 
 
 def test_nothing_to_do_returns_x_itself():
@@ -96,16 +120,18 @@ def test_no_elements(shape, device):
 
 def test_the_same_on_any_number_of_threads():
     x = torch.randn(300, 257)
+    leaves = torch.randn(300, 257, requires_grad=True), torch.randn(257, requires_grad=True)
     threads = torch.get_num_threads()
     results = []
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
             with fixed_seed(SEED):
-                results.append(dropout(x, 0.2))
+                out = dropout(leaves[0], 0.2, bias=leaves[1], relu=True)
+                results.append([out, *torch.autograd.grad(out, leaves, x)])
     finally:
         torch.set_num_threads(threads)
-    assert torch.equal(*results)
+    assert all(torch.equal(*pair) for pair in zip(*results))
 
 
 def test_manual_seed_governs_it_and_the_share_is_right(device):
@@ -120,10 +146,11 @@ def test_manual_seed_governs_it_and_the_share_is_right(device):
 
 def test_gradcheck_in_double():
     x, residual = (torch.randn(4, 13, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    bias = torch.randn(13, dtype=torch.float64, requires_grad=True)
     for relu in (False, True):
         with fixed_seed(SEED):
             assert torch.autograd.gradcheck(
-                lambda x, r, relu=relu: dropout(x, 0.3, residual=r, relu=relu), (x, residual)
+                lambda x, b, r, relu=relu: dropout(x, 0.3, bias=b, residual=r, relu=relu), (x, bias, residual)
             )
 
 
@@ -132,11 +159,14 @@ def test_opcheck(relu, device):
     x, residual = (torch.randn(3, 20, device=device, requires_grad=True) for _ in range(2))
     seed = torch.tensor([SEED], device=device)
     backend = backends.resolve("dropout", device, x.dtype)
+    bias = torch.randn(20, device=device, requires_grad=True)
     op = torch.ops.transformer_fast.dropout.default
-    torch.library.opcheck(op, (x, None if relu else residual, relu, 0.3, seed, backend))
-    y = op(x.detach(), None, relu, 0.3, seed, backend) if relu else None
+    torch.library.opcheck(op, (x, None, None if relu else residual, relu, 0.3, seed, backend))
+    torch.library.opcheck(op, (x, bias, None, relu, 0.3, seed, backend))
+    y = op(x.detach(), None, None, relu, 0.3, seed, backend) if relu else None
     backward = torch.ops.transformer_fast.dropout_backward.default
-    torch.library.opcheck(backward, (residual.detach(), y, relu, 0.3, seed, backend))
+    for has_bias in (False, True):
+        torch.library.opcheck(backward, (residual.detach(), y, relu, 0.3, seed, has_bias, backend))
 
 
 def test_compiles(device):
@@ -169,6 +199,9 @@ WRONG = {
     "p is nan": (ValueError, r"p must lie in \[0, 1\], got nan", lambda: dropout(X, float("nan"))),
     "residual": (ValueError, r"residual \(2, 7\) and x \(2, 8\)", lambda: dropout(X, 0.1, residual=X[:, :7])),
     "residual type": (TypeError, r"residual must be a float tensor", lambda: dropout(X, 0.1, residual=X.bool())),
+    "bias": (ValueError, r"bias must be .* \(8,\) for x \(2, 8\), got \(7,\)", lambda: dropout(X, 0.1, bias=X[0, :7])),
+    "bias type": (TypeError, r"bias must be a float tensor", lambda: dropout(X, 0.1, bias=X[0].long())),
+    "bias device": (ValueError, r"x is on cpu but bias on meta", lambda: dropout(X, 0.1, bias=X[0].to("meta"))),
     "devices": (ValueError, r"x is on cpu but residual on meta", lambda: dropout(X, 0.1, residual=X.to("meta"))),
 }
 

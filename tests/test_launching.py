@@ -132,7 +132,7 @@ def test_the_package_kernels_too(launched):
         )
         launches = [
             norm.forward_launch(x, x, vector, vector, x, x, sums, sums, 1e-5, False, 0.1, seed),
-            dropout.forward_launch(x, None, x, True, 0.1, seed),
+            dropout.forward_launch(x, None, None, x, True, 0.1, seed),
             backward[0],
         ]
         run(launches, x)
@@ -320,8 +320,8 @@ def layer(name):
         "packed backward": lambda: back(*rows, lse, **ragged),
         "norm": lambda: norm.norm_forward(x, y, weight, bias, 1e-5, False, 0.1, seed),
         "norm backward": lambda: norm_backward.norm_backward(x, None, y, weight, mean, rstd, True, 0.1, seed, True),
-        "dropout": lambda: dropout.dropout_forward(x, y, True, 0.1, seed),
-        "dropout backward": lambda: dropout.dropout_backward(x, y, True, 0.1, seed),
+        "dropout": lambda: dropout.dropout_forward(x, bias, y, True, 0.1, seed),
+        "dropout backward": lambda: dropout.dropout_backward(x, y, True, 0.1, seed, True),
         "weights": lambda: attention_weights.attention_weights(q, k, lse, **mask),
         "grad_bias": lambda: attention_grad_bias.attention_grad_bias(q, q, k, k, q, lse, **mask),
         "decode": lambda: attention_decode.attention_decode(

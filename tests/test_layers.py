@@ -179,3 +179,25 @@ def test_tied_weights_collect_one_gradient():
     assert torch.allclose(
         fast.out.weight.grad, slow.out.weight.grad, rtol=1e-4, atol=1e-4 * slow.out.weight.grad.abs().max()
     )
+
+
+def test_what_stands_for_the_first_linear_layer_is_called_as_it_is():
+    """With dropout its bias is fused into the next pass, which nobody may notice: hooks, subclasses, replacements."""
+    ff, x = layers.FeedForward(D, 24, 0.3), torch.randn(3, 5, D)
+
+    def run():
+        torch.manual_seed(3)
+        return ff(x)
+
+    expected, seen, linear = run(), [], ff.linear_1
+    handle = linear.register_forward_hook(lambda module, inputs, out: seen.append(out))
+    assert torch.allclose(run(), expected, atol=1e-6) and len(seen) == 1
+    handle.remove()
+    ff.linear_1 = torch.nn.Sequential(linear)
+    assert torch.allclose(run(), expected, atol=1e-6)
+    ff.linear_1 = linear
+    linear.forward = lambda x: torch.zeros(*x.shape[:-1], 24)
+    assert torch.equal(run(), ff.linear_2.bias.expand(3, 5, D))
+    del linear.forward
+    linear.bias = None
+    assert run().isfinite().all()

@@ -194,14 +194,24 @@ def norm_config(kernel: str, d: int) -> NormConfig:
     return NORM.get((kernel, columns)) or NORM[kernel, 0]
 
 
+EMBEDDING_GRADIENT = "sorted"
+"""How CUDA sums the gradient of an embedding: "sorted", the same bits on every run, however frequent an id is; or
+"atomic", in one pass without a sort, where the order of additions does not matter to you. Under
+``torch.use_deterministic_algorithms(True)`` it is sorted whatever this says."""
+
+
 @dataclass(frozen=True)
 class DropoutConfig:
-    """Tile of a dropout kernel: block_columns at least 8 (the contract draws 8 at a time); 16 elements a thread."""
+    """Tile of a dropout kernel: block_columns at least 8 (the contract draws 8 at a time); 16 elements a thread.
+
+    Where a bias is summed, at most ``programs_per_multiprocessor`` programs share the rows, with fp32 partial sums.
+    """
 
     block_rows: int
     block_columns: int
     num_warps: int = 4
     num_stages: int = 1
+    programs_per_multiprocessor: int = 8
 
 
 DROPOUT = Table({64: DropoutConfig(32, 64), 512: DropoutConfig(4, 512), 2048: DropoutConfig(1, 2048)})

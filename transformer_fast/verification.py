@@ -163,6 +163,15 @@ def _op_cases(device: torch.device) -> Iterator[Case]:
         "dropout", "residual + dropout 0.1", "dropout", two, lambda t: dropout(t["x"], 0.1, residual=t["residual"])
     )
     yield Case("dropout", "ReLU, dropout 0.3", "dropout", {"x": two["x"]}, lambda t: dropout(t["x"], 0.3, relu=True))
+    biased = {"x": two["x"], "bias": bias}
+    yield Case("dropout", "bias, ReLU, dropout 0.3", "dropout", biased, lambda t: dropout(**t, p=0.3, relu=True))
+    yield Case(
+        "embed",
+        "an offset for each sequence",
+        "embedding",
+        {"weight": draw.normal(50, 100)},
+        lambda t: ops.embed(ids, t["weight"], table, scale=10.0, offset=ids[:, 0] // 2),
+    )
 
 
 def _attention_cases(draw: _Draw) -> Iterator[Case]:

@@ -1,7 +1,8 @@
-// y = [residual +] dropout([relu] x) and its backward, elementwise over the (rows, last dimension) view.
+// y = [residual +] dropout([relu] (x [+ bias])) and its backward, elementwise over the (rows, last dimension) view.
 // Nothing is stored for the backward: the mask is drawn again from the seed, or read off the output of the ReLU.
 
 #include "draws.h"
+#include "partials.h"
 #include "vec.h"
 
 #include <ATen/ATen.h>
@@ -12,6 +13,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <tuple>
 
 namespace transformer_fast {
 namespace {
@@ -39,13 +41,16 @@ void for_stretches(const Tensor& x, Body&& body) {
   });
 }
 
-Tensor dropout(const Tensor& x, const OptionalTensor& residual, bool relu, double p, const OptionalTensor& seed) {
+Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
+               const OptionalTensor& seed) {
   const Tensor input = x.contiguous(), added = residual ? residual->contiguous() : Tensor();
   const Tensor out = at::cpu::empty(x.sizes(), x.options());
   if (x.numel() == 0) return out;
   const Dropout dropout = make_dropout(p, seed);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "dropout", [&] {
     using A = Accumulate<scalar_t>;
+    const Tensor biases = bias ? bias->to(c10::CppTypeToScalarType<A>::value).contiguous() : Tensor();
+    const A* offsets = bias ? biases.const_data_ptr<A>() : nullptr;
     const scalar_t* from = input.const_data_ptr<scalar_t>();
     const scalar_t* add = residual ? added.const_data_ptr<scalar_t>() : nullptr;
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
@@ -54,6 +59,7 @@ Tensor dropout(const Tensor& x, const OptionalTensor& residual, bool relu, doubl
       if (p > 0) dropout.draw(row, column, elements, draws);
       for_columns<A>(0, elements, [&](int64_t c, auto count, int) {
         auto v = load(from + first + c, count);
+        if (offsets) v += load(offsets + column + c, count);
         if (relu) v = v < 0 ? Vector<A>{} : v;  // a NaN passes, as in torch.relu
         if (p > 0) v = dropout.apply<A>(v, draws + c);
         if (add) v += load(add + first + c, count);
@@ -64,38 +70,75 @@ Tensor dropout(const Tensor& x, const OptionalTensor& residual, bool relu, doubl
   return out;
 }
 
-Tensor dropout_backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
-                        const OptionalTensor& seed) {
+// The gradient of `elements` columns of one row, each vector of it passed to sum(column, vector, count).
+template <typename T, typename Sum>
+void gradient_of_stretch(const T* from, const T* positive, T* to, int64_t row, int64_t column, int64_t elements,
+                         const Dropout& dropout, const Sum& sum) {
+  using A = Accumulate<T>;
+  uint16_t draws[kDrawRoom];
+  if (!positive) dropout.draw(row, column, elements, draws);
+  for_columns<A>(0, elements, [&](int64_t c, auto count, int) {
+    auto v = load(from + c, count);
+    if (positive)
+      v = load(positive + c, count) > 0 ? v * static_cast<A>(dropout.rate.scale) : Vector<A>{};
+    else
+      v = dropout.apply<A>(v, draws + c);
+    store(to + c, v, count);
+    sum(column + c, v, count);
+  });
+}
+
+// (gradient of x, gradient of the bias in the type of the arithmetic, or (0,) where there is none)
+std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
+                                            const OptionalTensor& seed, bool has_bias) {
   const Tensor gradient = grad_out.contiguous(), output = relu ? y->contiguous() : Tensor();
   const Tensor out = at::cpu::empty(grad_out.sizes(), grad_out.options());
-  if (grad_out.numel() == 0) return out;
+  const int64_t d = grad_out.size(-1), rows = d > 0 ? grad_out.numel() / d : 0;
+  const auto sum_options = grad_out.options().dtype(grad_out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  if (grad_out.numel() == 0) return {out, at::zeros({has_bias ? d : 0}, sum_options)};
   const Dropout dropout = make_dropout(p, seed);
+  Tensor grad_bias = has_bias ? Tensor() : at::cpu::empty({0}, sum_options);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad_out.scalar_type(), "dropout_backward", [&] {
     using A = Accumulate<scalar_t>;
     const scalar_t* from = gradient.const_data_ptr<scalar_t>();
     const scalar_t* positive = relu ? output.const_data_ptr<scalar_t>() : nullptr;
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
-    for_stretches(gradient, [&](int64_t row, int64_t column, int64_t first, int64_t elements) {
-      uint16_t draws[kDrawRoom];
-      if (!relu) dropout.draw(row, column, elements, draws);
-      for_columns<A>(0, elements, [&](int64_t c, auto count, int) {
-        auto v = load(from + first + c, count);
-        if (relu)
-          v = load(positive + first + c, count) > 0 ? v * static_cast<A>(dropout.rate.scale) : Vector<A>{};
-        else
-          v = dropout.apply<A>(v, draws + c);
-        store(to + first + c, v, count);
+    if (!has_bias) {
+      for_stretches(gradient, [&](int64_t row, int64_t column, int64_t first, int64_t elements) {
+        gradient_of_stretch(from + first, positive ? positive + first : nullptr, to + first, row, column, elements,
+                            dropout, [](int64_t, auto, auto) {});
       });
+      return;
+    }
+    const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
+    const Tensor partials = at::cpu::empty({chunks * d}, sum_options);
+    A* sums = partials.mutable_data_ptr<A>();
+    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t k = begin; k < end; ++k) {
+        A* own = sums + k * d;
+        std::fill_n(own, d, A(0));
+        for (int64_t row = k * per_chunk; row < std::min(rows, (k + 1) * per_chunk); ++row)
+          for (int64_t column = 0; column < d; column += kDrawColumns) {
+            const int64_t first = row * d + column;
+            gradient_of_stretch(
+                from + first, positive ? positive + first : nullptr, to + first, row, column,
+                std::min(kDrawColumns, d - column), dropout,
+                [&](int64_t c, auto v, auto count) { store(own + c, load(own + c, count) + v, count); });
+          }
+      }
     });
+    grad_bias = sum_partials<A, A>(partials, chunks, d, partials.scalar_type());
   });
-  return out;
+  return {out, grad_bias};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
-  m.def("dropout(Tensor x, Tensor? residual, bool relu, float p, Tensor? seed) -> Tensor");
-  m.def("dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed) -> Tensor");
+  m.def("dropout(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed) -> Tensor");
+  m.def(
+      "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias) "
+      "-> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {

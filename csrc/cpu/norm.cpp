@@ -10,6 +10,7 @@
 #include "norm.h"
 
 #include "draws.h"
+#include "partials.h"
 #include "vec.h"
 
 #include <ATen/ATen.h>
@@ -29,9 +30,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kGrain = 16384;     // elements below which a second thread costs more than it brings
-constexpr int64_t kMostChunks = 64;   // partial sums of the weight gradients
-constexpr int64_t kChunkElements = 8192;
+constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
 
 // (rows, d) with unit stride along the columns; a view wherever the strides allow one.
 Tensor as_rows(const Tensor& x) {
@@ -257,28 +256,6 @@ struct Backward {
     for (int64_t r = begin; r < end; ++r) row(r, dw, db);
   }
 };
-
-int64_t chunk_rows(int64_t rows, int64_t d) {
-  return std::max({(rows + kMostChunks - 1) / kMostChunks, kChunkElements / d, int64_t{1}});
-}
-
-// One weight gradient: the sum of its partials, d of every chunk, in the order of the chunks.
-template <typename W, typename A>
-Tensor sum_partials(const Tensor& partials, int64_t chunks, int64_t d, at::ScalarType type) {
-  if (chunks == 1 && partials.scalar_type() == type) return partials;
-  const Tensor sums = at::cpu::empty({d}, partials.options().dtype(type));
-  const A* from = partials.const_data_ptr<A>();
-  W* to = sums.mutable_data_ptr<W>();
-  const int64_t grain = std::max<int64_t>(kGrain / std::max<int64_t>(chunks, 1), 64);
-  at::parallel_for(0, d, grain, [&](int64_t begin, int64_t end) {
-    for_columns<A>(begin, end, [&](int64_t c, auto count, int) {
-      Vector<A> total{};
-      for (int64_t k = 0; k < chunks; ++k) total += load(from + k * d + c, count);
-      store(to + c, total, count);
-    });
-  });
-  return sums;
-}
 
 }  // namespace
 

@@ -13,7 +13,9 @@
 namespace transformer_fast::direct {
 namespace {
 
-using Forward = Tensor(const Tensor&, const OptionalTensor&, bool, double, const OptionalTensor&);
+using Forward = Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, bool, double, const OptionalTensor&);
+using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, bool, double, const OptionalTensor&,
+                                            bool);
 
 const Native<Forward>& kernel() {
   static const Native<Forward> native("dropout");
@@ -27,53 +29,65 @@ struct Dropout : torch::autograd::Function<Dropout> {
     double p;
     bool relu;
     bool grad_residual;
+    std::optional<at::ScalarType> bias_type;  // of a bias that wants a gradient
   };
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual, const Tensor& seed,
-                        bool relu, double p) {
-    Tensor out = kernel()(x, residual, relu, p, seed);
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& bias,
+                        const OptionalTensor& residual, const OptionalTensor& seed, bool relu, double p) {
+    Tensor out = kernel()(x, bias, residual, relu, p, seed);
     // With ReLU the output alone tells which elements pass a gradient: those that are positive.
-    ctx->save_for_backward({relu ? out : Tensor(), seed});
-    keep(ctx, Options{p, relu, requires_grad(residual)});
+    ctx->save_for_backward({relu ? out : Tensor(), or_undefined(seed)});
+    keep(ctx, Options{p, relu, requires_grad(residual),
+                      requires_grad(bias) ? std::optional(bias->scalar_type()) : std::nullopt});
     return out;
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list gradients(5);
-    if (ctx->needs_input_grad(0)) gradients[0] = run_backward<Dropout>(ctx, grads)[0];
-    if (kept<Options>(ctx).grad_residual) gradients[1] = grads[0];
+    variable_list gradients(6);
+    const Options& options = kept<Options>(ctx);
+    if (ctx->needs_input_grad(0) || options.bias_type) {
+      variable_list found = run_backward<Dropout>(ctx, grads);
+      gradients[0] = found[0];
+      gradients[1] = found[1];
+    }
+    if (options.grad_residual) gradients[2] = grads[0];
     return gradients;
   }
 
   static variable_list backward_kernel(const variable_list& grads, const variable_list& saved, const Options& options) {
-    static const Native<Tensor(const Tensor&, const OptionalTensor&, bool, double, const OptionalTensor&)> native(
-        "dropout_backward");
-    return {native(grads[0], or_none(saved[0]), options.relu, options.p, saved[1])};
+    static const Native<Backward> native("dropout_backward");
+    const auto [grad_x, grad_bias] =
+        native(grads[0], or_none(saved[0]), options.relu, options.p, or_none(saved[1]), options.bias_type.has_value());
+    return {grad_x, options.bias_type ? grad_bias.to(*options.bias_type) : Tensor()};
   }
 };
 
 }  // namespace
 
-py::object dropout(py::handle x_, py::handle p_, py::handle residual_, py::handle relu_, py::handle seed_) {
+py::object dropout(py::handle x_, py::handle p_, py::handle bias_, py::handle residual_, py::handle relu_,
+                   py::handle seed_) {
   Arguments arguments;
   const Tensor x = arguments.floating(x_);
-  const OptionalTensor residual = arguments.optional_floating(residual_), seed = arguments.optional_tensor(seed_);
+  const OptionalTensor bias = arguments.optional_floating(bias_), residual = arguments.optional_floating(residual_);
+  const OptionalTensor seed = arguments.optional_tensor(seed_);
   const double p = arguments.probability(p_);
   const bool relu = arguments.boolean(relu_);
   if (!arguments.ok() || x.dim() == 0 || (p > 0 && !seed)) return py::none();
   if (residual && (residual->sizes() != x.sizes() || residual->scalar_type() != x.scalar_type())) return py::none();
-  if (p == 0 && !relu && !residual) return py::reinterpret_borrow<py::object>(x_);
+  if (bias && (bias->dim() != 1 || bias->size(0) != x.size(-1))) return py::none();
+  if (p == 0 && !bias && !relu && !residual) return py::reinterpret_borrow<py::object>(x_);
 
   Tensor out;
   {
     const py::gil_scoped_release no_gil;
-    if (p == 0) {  // without a mask to draw, plain PyTorch is one or two passes already
+    if (p == 0 && !bias) {  // without a mask to draw, plain PyTorch is one or two passes already
       out = relu ? x.relu() : x;
       if (residual) out = residual->add(out);
     } else {
       // The backward reads the sign of the ReLU off the op's own output, which a residual would hide.
       const OptionalTensor inside = relu ? std::nullopt : residual;
-      out = needs_gradient(x, inside) ? Dropout::apply(x, inside, *seed, relu, p) : kernel()(x, inside, relu, p, seed);
+      out = needs_gradient(x, bias, inside) ? Dropout::apply(x, bias, inside, seed, relu, p)
+                                            : kernel()(x, bias, inside, relu, p, seed);
       if (relu && residual) out = residual->add(out);
     }
   }

@@ -16,7 +16,7 @@ object attention(handle q, handle k, handle v, handle keep, handle key_keep, han
 object attention_launched(handle q, handle k, handle v, handle keep, handle key_keep, handle lengths, handle bias,
                           handle causal, handle scale, handle dropout_p, handle seed, handle empty_rows);
 void set_attention_launchers(object forward, object backward);
-object dropout(handle x, handle p, handle residual, handle relu, handle seed);
+object dropout(handle x, handle p, handle bias, handle residual, handle relu, handle seed);
 object layer_norm(handle x, handle weight, handle bias, handle eps, handle kind, handle residual, handle dropout_p,
                   handle seed);
 object embed(handle ids, handle weight, handle table, handle scale, handle offset, handle padding_idx,

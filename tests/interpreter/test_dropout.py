@@ -5,6 +5,7 @@ import torch
 from helpers import assert_as_exact_as_eager, poisoned_memory
 
 from transformer_fast import reference
+from transformer_fast.configs import DROPOUT, DropoutConfig
 from transformer_fast.kernels.dropout import dropout_backward, dropout_forward
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -22,34 +23,65 @@ def expected_mask(shape, p):
 def test_exactly_the_mask_of_the_contract(dtype, shape, p):
     ones = torch.ones(shape, dtype=dtype, device=DEVICE)
     with poisoned_memory():
-        y = dropout_forward(ones, None, False, p, SEED)
-        grad_x = dropout_backward(ones, None, False, p, SEED)
+        y = dropout_forward(ones, None, None, False, p, SEED)
+        grad_x, _ = dropout_backward(ones, None, False, p, SEED, False)
     expected = torch.where(expected_mask(ones.shape, p), reference.dropout.rescale(p), 0.0).to(dtype)
     assert torch.equal(y, expected) and torch.equal(grad_x, expected)
 
 
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_matches_the_oracle(dtype, added, relu):
+def test_matches_the_oracle(dtype, biased, added, relu):
     x, residual = torch.randn(2, 3, 20, 17, device=DEVICE).to(dtype).unbind()
-    residual = residual if added else None
-    y = dropout_forward(x, residual, relu, 0.25, SEED)
-    wide = [None if t is None else t.double() for t in (x, residual)]
-    eager = reference.dropout.dropout(x, 0.25, SEED, residual=residual, relu=relu)
-    exact = reference.dropout.dropout(wide[0], 0.25, SEED, residual=wide[1], relu=relu)
+    given = {"bias": torch.randn(17, device=DEVICE) if biased else None, "residual": residual if added else None}
+    y = dropout_forward(x, *given.values(), relu, 0.25, SEED)
+    wide = {name: None if t is None else t.double() for name, t in given.items()}
+    eager = reference.dropout.dropout(x, 0.25, SEED, **given, relu=relu)
+    exact = reference.dropout.dropout(x.double(), 0.25, SEED, **wide, relu=relu)
     assert_as_exact_as_eager(y, eager, exact)
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """More tiles of rows than programs that share them, so that each takes several."""
+    monkeypatch.setitem(DROPOUT, 64, DropoutConfig(8, 64, programs_per_multiprocessor=1))
+
+
+# rows < programs; one tile; ragged last tiles; stripes of columns; widths that nothing divides
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 20), (129, 33), (57, 64), (9, 600), (2, 3, 2100)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_gradient_of_the_bias(dtype, shape, relu, p, few_programs):
+    x, grad_out = torch.randn(2, *shape, device=DEVICE).to(dtype).unbind()
+    bias, seed = torch.randn(shape[-1], device=DEVICE), SEED if p > 0.0 else None
+    y = dropout_forward(x, bias, None, relu, p, seed)
+    with poisoned_memory():
+        grad_x, grad_bias = dropout_backward(grad_out, y if relu else None, relu, p, seed, True)
+    again = dropout_backward(grad_out, y if relu else None, relu, p, seed, True)
+    assert torch.equal(grad_x, again[0]) and torch.equal(grad_bias, again[1])
+    keep = expected_mask(x.shape, p) if p > 0.0 else torch.ones_like(x, dtype=torch.bool)
+    keep = keep & (y > 0) if relu else keep
+    exact = torch.where(keep, grad_out.double() * reference.dropout.rescale(p), 0.0)
+    assert torch.equal(grad_x, exact.to(dtype))
+    rows = x.numel() / shape[-1]
+    total = exact.flatten(0, -2).sum(0)
+    assert grad_bias.dtype == torch.float32
+    assert_as_exact_as_eager(grad_bias, exact.float().flatten(0, -2).sum(0), total, ulps=4 * rows**0.5)
 
 
 def test_the_gradient_through_the_relu():
     x, grad_out = torch.randn(2, 30, 40, device=DEVICE).unbind()
-    y = dropout_forward(x, None, True, 0.5, SEED)
+    y = dropout_forward(x, None, None, True, 0.5, SEED)
     passed = expected_mask(x.shape, 0.5) & (x > 0)
-    assert torch.equal(dropout_backward(grad_out, y, True, 0.5, SEED), torch.where(passed, grad_out * 2, 0.0))
+    grad_x, grad_bias = dropout_backward(grad_out, y, True, 0.5, SEED, False)
+    assert torch.equal(grad_x, torch.where(passed, grad_out * 2, 0.0)) and grad_bias.numel() == 0
 
 
 def test_non_finite_values_where_dropped_do_not_show():
-    y = dropout_forward(torch.full((12, 40), float("nan"), device=DEVICE), None, False, 0.5, SEED)
+    y = dropout_forward(torch.full((12, 40), float("nan"), device=DEVICE), None, None, False, 0.5, SEED)
     keep = expected_mask(y.shape, 0.5)
     assert torch.equal(y.isnan(), keep) and torch.equal(y[~keep], torch.zeros_like(y[~keep]))
 
@@ -57,15 +89,15 @@ def test_non_finite_values_where_dropped_do_not_show():
 def test_any_strides():
     x, grad_out = torch.randn(2, 20, 30, device=DEVICE).unbind()
     for a, b in ((x.t(), grad_out.t()), (x[:, ::2], grad_out[:, ::2]), (x[:1].expand(20, 30), grad_out)):
-        dense = dropout_forward(a.contiguous(), b.contiguous(), False, 0.3, SEED)
-        assert torch.equal(dropout_forward(a, b, False, 0.3, SEED), dense)
-        assert torch.equal(
-            dropout_backward(b, None, False, 0.3, SEED), dropout_backward(b.contiguous(), None, False, 0.3, SEED)
-        )
+        dense = dropout_forward(a.contiguous(), None, b.contiguous(), False, 0.3, SEED)
+        assert torch.equal(dropout_forward(a, None, b, False, 0.3, SEED), dense)
+        gradients = [dropout_backward(t, None, False, 0.3, SEED, True) for t in (b, b.contiguous())]
+        assert all(torch.equal(*pair) for pair in zip(*gradients))
 
 
 def test_no_elements():
     for shape in ((0, 8), (3, 0)):
         x = torch.zeros(shape, device=DEVICE)
-        assert dropout_forward(x, None, False, 0.5, SEED).shape == shape
-        assert dropout_backward(x, None, False, 0.5, SEED).shape == shape
+        assert dropout_forward(x, None, None, False, 0.5, SEED).shape == shape
+        grad_x, grad_bias = dropout_backward(x, None, False, 0.5, SEED, True)
+        assert grad_x.shape == shape and torch.equal(grad_bias, torch.zeros(shape[-1], device=DEVICE))

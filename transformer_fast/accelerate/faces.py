@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..layers.feed_forward import linear_relu_dropout
+from ..layers.hooks import unwatched
 from ..layers.norm import active_dropout
-from ..layers.torch_modules import Embedding, LayerNorm, relu_dropout, unwatched
+from ..layers.torch_modules import Embedding, LayerNorm
 from ..ops.dropout import dropout as fused_dropout
 
 
@@ -224,7 +226,7 @@ class FeedForwardFace(Face):
         yield (torch.randn(2, 5, getattr(module, cls.face_first).in_features),)
 
     def face_fused(self, x: Tensor) -> Tensor:
-        inner = relu_dropout(getattr(self, self.face_first), x, active_dropout(self.dropout))
+        inner = linear_relu_dropout(getattr(self, self.face_first), x, active_dropout(self.dropout))
         return getattr(self, self.face_second)(inner)
 
 
@@ -265,7 +267,7 @@ class D2lFeedForwardFace(Face):
         yield (torch.randn(2, 5, module.dense1.in_features),)
 
     def face_fused(self, x: Tensor) -> Tensor:
-        return self.dense2(relu_dropout(self.dense1, x, 0.0))
+        return self.dense2(linear_relu_dropout(self.dense1, x, 0.0))
 
 
 class SublayerFace(Face):

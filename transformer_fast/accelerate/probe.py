@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import backends
-from ..layers.torch_modules import _HOOKS
+from ..layers.hooks import HOOKS
 from .faces import Face, fast_class
 
 _ROWS = 16
@@ -96,7 +96,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 def _copy(module: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {}
     for child in module.modules():
-        for name in _HOOKS:
+        for name in HOOKS:
             hooks = getattr(child, name)
             memo[id(hooks)] = collections.OrderedDict()
         for parameter in child._parameters.values():

@@ -1,4 +1,8 @@
-"""y = [residual +] dropout([relu] x) and its backward: one read and one write, the mask drawn where it is used."""
+"""y = [residual +] dropout([relu] (x [+ bias])) and its backward: one read and one write, the mask drawn where used.
+
+The gradient of the bias is summed on the way: a bounded number of programs shares the rows of each stripe of columns
+and keeps its part in registers; a last kernel adds the parts in a fixed order. No atomics: two runs agree bit for bit.
+"""
 
 from collections.abc import Iterator
 
@@ -8,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..configs import dropout_config
-from .launching import Launch, run_again
+from .launching import Launch, blocks_of, multiprocessors_of, run_again
 from .norm import dropout_arguments
+from .norm_backward import sum_of_partials
 from .philox import elementwise_keep_tile, load_seed
 
 
@@ -26,19 +31,38 @@ def _place(n_rows, d, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n_rows", "threshold"])
 def _forward_kernel(
-    x, residual, out, seed, n_rows, d, threshold, rescale,
+    x, bias, residual, out, seed, n_rows, d, threshold, rescale,
     RELU: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    key_low, key_high = load_seed(seed)
     rows, start, offsets, inside = _place(n_rows, d, BLOCK_ROWS, BLOCK_COLUMNS)
     tile = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
+    if bias is not None:
+        columns = start + tl.arange(0, BLOCK_COLUMNS)
+        tile += tl.load(bias + columns, mask=columns < d, other=0.0).to(tl.float32)[None, :]
     if RELU:
         tile = tl.where(tile < 0.0, 0.0, tile)  # a NaN passes, as in torch.relu
-    keep = elementwise_keep_tile(key_low, key_high, threshold, rows, start, BLOCK_ROWS, BLOCK_COLUMNS)
-    tile = tl.where(keep, tile * rescale, 0.0)
+    if seed is not None:
+        key_low, key_high = load_seed(seed)
+        keep = elementwise_keep_tile(key_low, key_high, threshold, rows, start, BLOCK_ROWS, BLOCK_COLUMNS)
+        tile = tl.where(keep, tile * rescale, 0.0)
     if residual is not None:
         tile += tl.load(residual + offsets, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + offsets, tile.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gradient(grad_out, y, seed, rows, start, offsets, inside, threshold, rescale):
+    """The fp32 gradient of a tile of x; 0 outside."""
+    tile = tl.load(grad_out + offsets, mask=inside, other=0.0).to(tl.float32)
+    if y is not None:  # after a ReLU the output is positive exactly where its argument is positive and kept
+        keep = tl.load(y + offsets, mask=inside, other=0.0).to(tl.float32) > 0.0
+        return tl.where(keep, tile * rescale, 0.0)
+    elif seed is not None:
+        key_low, key_high = load_seed(seed)
+        keep = elementwise_keep_tile(key_low, key_high, threshold, rows, start, tile.shape[0], tile.shape[1])
+        return tl.where(keep, tile * rescale, 0.0)
+    else:
+        return tile
 
 
 @triton.jit(do_not_specialize=["n_rows", "threshold"])
@@ -46,82 +70,139 @@ def _backward_kernel(
     grad_out, y, grad_x, seed, n_rows, d, threshold, rescale, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr
 ):
     rows, start, offsets, inside = _place(n_rows, d, BLOCK_ROWS, BLOCK_COLUMNS)
-    tile = tl.load(grad_out + offsets, mask=inside, other=0.0).to(tl.float32)
-    if y is not None:  # after a ReLU the output is positive exactly where x is positive and kept
-        keep = tl.load(y + offsets, mask=inside, other=0.0).to(tl.float32) > 0.0
-    else:
-        key_low, key_high = load_seed(seed)
-        keep = elementwise_keep_tile(key_low, key_high, threshold, rows, start, BLOCK_ROWS, BLOCK_COLUMNS)
-    tl.store(grad_x + offsets, tl.where(keep, tile * rescale, 0.0).to(grad_x.dtype.element_ty), mask=inside)
+    tile = _gradient(grad_out, y, seed, rows, start, offsets, inside, threshold, rescale)
+    tl.store(grad_x + offsets, tile.to(grad_x.dtype.element_ty), mask=inside)
 
 
-def _launch(name: str, kernel: object, like: Tensor, arguments: dict[str, object]) -> Launch:
+@triton.jit(do_not_specialize=["n_rows", "threshold", "programs"])
+def _backward_bias_kernel(
+    grad_out, y, grad_x, partials, seed, n_rows, d, threshold, rescale, programs,
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A program keeps a stripe of columns and takes every programs-th tile of rows; partials is (programs, d)."""
+    start = (tl.program_id(0) // programs) * BLOCK_COLUMNS
+    program = tl.program_id(0) % programs
+    columns = start + tl.arange(0, BLOCK_COLUMNS)
+    bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
+    for tile in range(program, tl.cdiv(n_rows, BLOCK_ROWS), programs):
+        rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        inside = (rows < n_rows)[:, None] & (columns < d)[None, :]
+        offsets = rows[:, None] * d + columns[None, :]
+        gradient = _gradient(grad_out, y, seed, rows, start, offsets, inside, threshold, rescale)
+        tl.store(grad_x + offsets, gradient.to(grad_x.dtype.element_ty), mask=inside)
+        bias_sum += gradient
+    tl.store(partials + tl.cast(program, tl.int64) * d + columns, tl.sum(bias_sum, 0), mask=columns < d)
+
+
+def _launch(name: str, kernel: object, like: Tensor, arguments: dict[str, object], programs: int = 0) -> Launch:
+    """Over all tiles; with `programs` that many share the rows of each stripe of columns."""
     d = like.shape[-1]
     n_rows = like.numel() // d
     config = dropout_config(d)
     tile = {"BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns}
-    grid = triton.cdiv(n_rows, config.block_rows) * triton.cdiv(d, config.block_columns)
+    grid = (programs or blocks_of(n_rows, config.block_rows)) * blocks_of(d, config.block_columns)
     name = f"dropout {name} {config.block_rows}x{config.block_columns} {like.dtype}"
     return Launch(
         name, kernel, grid, arguments | tile | {"n_rows": n_rows, "d": d}, config.num_warps, config.num_stages
     )
 
 
+def sharing_programs(n_rows: int, d: int, multiprocessors: int) -> int:
+    """How many programs share the rows of a stripe of columns, and have fp32 partial sums of a bias gradient each."""
+    config = dropout_config(d)
+    most = blocks_of(multiprocessors * config.programs_per_multiprocessor, blocks_of(d, config.block_columns))
+    return min(blocks_of(n_rows, config.block_rows), most)
+
+
 def forward_launch(
-    x: Tensor, residual: Tensor | None, out: Tensor, relu: bool, p: float, seed: Tensor | None
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, relu: bool, p: float, seed: Tensor | None
 ) -> Launch:
     """The launch that fills `out`; all contiguous."""
-    arguments = {"x": x, "residual": residual, "out": out, "RELU": relu, **dropout_arguments(p, seed)}
+    arguments = {"x": x, "bias": bias, "residual": residual, "out": out, "RELU": relu, **dropout_arguments(p, seed)}
     return _launch("forward", _forward_kernel, x, arguments)
 
 
-def backward_launch(grad_out: Tensor, y: Tensor | None, grad_x: Tensor, p: float, seed: Tensor | None) -> Launch:
-    """The launch that fills `grad_x`; all contiguous."""
+def backward_launches(
+    grad_out: Tensor,
+    y: Tensor | None,
+    grad_x: Tensor,
+    grad_bias: Tensor | None,
+    partials: Tensor | None,
+    p: float,
+    seed: Tensor | None,
+) -> list[Launch]:
+    """The launches that fill `grad_x`, and by way of `partials`, fp32 (programs, d), `grad_bias`; all contiguous."""
     arguments = {"grad_out": grad_out, "y": y, "grad_x": grad_x, **dropout_arguments(p, seed)}
-    return _launch("backward", _backward_kernel, grad_out, arguments)
+    if partials is None:
+        return [_launch("backward", _backward_kernel, grad_out, arguments)]
+    programs = partials.shape[0]
+    arguments |= {"partials": partials, "programs": programs}
+    return [
+        _launch("backward with bias", _backward_bias_kernel, grad_out, arguments, programs),
+        sum_of_partials(partials, grad_bias, None, programs),
+    ]
 
 
-def dropout_forward(x: Tensor, residual: Tensor | None, relu: bool, p: float, seed: Tensor) -> Tensor:
-    """``[residual +] dropout([relu] x)`` by Triton.
+def dropout_forward(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, relu: bool, p: float, seed: Tensor | None
+) -> Tensor:
+    """``[residual +] dropout([relu] (x [+ bias]))`` by Triton.
 
     Args:
         x: (..., d), fp32, fp16 or bf16.
+        bias: (d,), any of them, or None.
         residual: x's shape and dtype, or None.
         relu: apply ReLU to x first.
-        p, seed: drop probability in (0, 1]; seed int64 (1,) on x's device.
+        p, seed: drop probability in [0, 1]; seed int64 (1,) on x's device, None where p is 0.
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if out.numel() > 0:
+        bias = None if bias is None else bias.contiguous()
         residual = None if residual is None else residual.contiguous()
         run_again(
-            ("dropout forward", relu, p), (x.contiguous(), residual, seed), (out,),
-            lambda x, residual, seed, out: [forward_launch(x, residual, out, relu, p, seed)],
+            ("dropout forward", relu, p), (x.contiguous(), bias, residual, seed), (out,),
+            lambda x, bias, residual, seed, out: [forward_launch(x, bias, residual, out, relu, p, seed)],
         )  # fmt: skip
     return out
 
 
-def dropout_backward(grad_out: Tensor, y: Tensor | None, relu: bool, p: float, seed: Tensor) -> Tensor:
-    """Gradient of x, by Triton; with ``relu`` the mask is read off the output y, else drawn again.
+def dropout_backward(
+    grad_out: Tensor, y: Tensor | None, relu: bool, p: float, seed: Tensor | None, has_bias: bool
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and of the bias, by Triton; with ``relu`` the mask is read off the output y, else drawn again.
 
     Args:
         grad_out: (..., d), any strides.
         y: the forward's output (without a residual); needed when ``relu``.
         relu, p, seed: those of the forward.
+        has_bias: whether to compute the gradient of a bias.
+
+    Returns:
+        grad_x (..., d) in grad_out's dtype; grad_bias (d,) fp32, or (0,) without a bias.
     """
-    grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=grad_out.device)
+    d, device = grad_out.shape[-1], grad_out.device
+    grad_x = torch.empty(grad_out.shape, dtype=grad_out.dtype, device=device)
+    fill = torch.empty if grad_x.numel() > 0 else torch.zeros
+    grad_bias = fill((d if has_bias else 0,), dtype=torch.float32, device=device)
     if grad_x.numel() > 0:
         y = y.contiguous() if relu else None
+        programs = sharing_programs(grad_x.numel() // d, d, multiprocessors_of(grad_out))
+        partials = torch.empty((programs, d), dtype=torch.float32, device=device) if has_bias else None
         run_again(
-            ("dropout backward", p), (grad_out.contiguous(), y, seed), (grad_x,),
-            lambda grad_out, y, seed, grad_x: [backward_launch(grad_out, y, grad_x, p, seed)],
+            ("dropout backward", p), (grad_out.contiguous(), y, seed),
+            (grad_x, grad_bias if has_bias else None, partials),
+            lambda grad_out, y, seed, *outputs: backward_launches(grad_out, y, *outputs, p, seed),
         )  # fmt: skip
-    return grad_x
+    return grad_x, grad_bias
 
 
 def compile_cases(arch: str) -> Iterator[Launch]:
-    """A launch for every config, forward and backward, in bf16."""
+    """A launch for every config, forward and backward, with everything they can do and with nothing, in bf16."""
     for d in (64, 512, 4096):
         x = torch.empty((1024, d), dtype=torch.bfloat16, device="meta")
+        bias = torch.empty((d,), dtype=torch.float32, device="meta")
         seed = torch.empty((1,), dtype=torch.int64, device="meta")
-        yield forward_launch(x, x, x, True, 0.1, seed)
-        yield backward_launch(x, None, x, 0.1, seed)
+        partials = torch.empty((sharing_programs(1024, d, 132), d), dtype=torch.float32, device="meta")
+        yield forward_launch(x, bias, x, x, True, 0.1, seed)
+        yield from backward_launches(x, None, x, None, None, 0.1, seed)
+        yield from backward_launches(x, None, x, bias, partials, 0.1, seed)

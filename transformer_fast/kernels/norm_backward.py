@@ -173,6 +173,21 @@ def _sum_partials_kernel(
         tl.store(grad_bias + columns, tl.sum(bias_sum, 0).to(grad_bias.dtype.element_ty), mask=columns < d)
 
 
+def sum_of_partials(partials: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None, programs: int) -> Launch:
+    """The launch that sums fp32 partials (2, programs, d) into a weight's gradient and a bias's; (programs, d) will do
+    for the first of them alone."""
+    config, d = norm_config("sum", partials.shape[-1]), partials.shape[-1]
+    arguments = {
+        "partials": partials, "grad_weight": grad_weight, "grad_bias": grad_bias, "programs": programs, "d": d,
+        "BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns,
+    }  # fmt: skip
+    sums = " and ".join(name for name, t in (("weight", grad_weight), ("bias", grad_bias)) if t is not None)
+    return Launch(
+        f"sum of partials, {sums}", _sum_partials_kernel, blocks_of(d, config.block_columns), arguments,
+        config.num_warps, config.num_stages,
+    )  # fmt: skip
+
+
 def sharing_programs(n_rows: int, d: int, multiprocessors: int) -> int:
     """How many programs share the rows, and have fp32 partial sums of the weight gradients each."""
     config, stripes = norm_config("backward", d), norm_config("stripes", d)
@@ -230,16 +245,7 @@ def backward_launches(
         grid = triton.cdiv(d, stripes.block_columns) * programs
         name = f"norm weight gradients {x.dtype} wide"
         launches.append(Launch(name, _wide_weights_kernel, grid, arguments, stripes.num_warps, stripes.num_stages))
-    last = norm_config("sum", d)
-    arguments = {
-        "partials": partials, "grad_weight": grad_weight, "grad_bias": grad_bias, "programs": programs, "d": d,
-        "BLOCK_ROWS": last.block_rows, "BLOCK_COLUMNS": last.block_columns,
-    }  # fmt: skip
-    grid = triton.cdiv(d, last.block_columns)
-    launches.append(
-        Launch("norm sum of partials", _sum_partials_kernel, grid, arguments, last.num_warps, last.num_stages)
-    )
-    return launches
+    return [*launches, sum_of_partials(partials, grad_weight, grad_bias, programs)]
 
 
 def norm_backward(

@@ -13,34 +13,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules import module as _module
 
 from .. import ops
 from ..ops.dropout import dropout as fused_dropout
 from ..packing import PackedMask
 from . import norm as _norm
+from .feed_forward import linear_relu_dropout
+from .hooks import unwatched
 from .norm import active_dropout
 from .torch_masks import TorchMask, torch_mask
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def unwatched(*modules: nn.Module) -> bool:
-    """Whether no hook would miss it if these modules were computed without being called."""
-    if _module._has_any_global_hook():
-        return False
-    for m in modules:
-        if m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks:
-            return False
-    return True
-
-
-def relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
-    """``dropout(relu(linear(x)))``; without dropout the ReLU overwrites what the layer made, if nobody else has it."""
-    inner = linear(x)
-    if p == 0.0 and type(linear) is nn.Linear and type(inner) is Tensor and unwatched(linear):
-        return inner.relu_()
-    return fused_dropout(inner, p, relu=True)
 
 
 class LayerNorm(_norm.LayerNorm):
@@ -172,9 +153,9 @@ class _Layer(nn.Module):
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         """The feed-forward network up to its second linear layer; the dropout after that is fused into what follows."""
-        activation, p = self.activation, active_dropout(self.dropout)
+        p, activation = active_dropout(self.dropout), self.activation
         if activation is F.relu or (type(activation) is nn.ReLU and unwatched(activation)):
-            return self.linear2(relu_dropout(self.linear1, x, p))
+            return self.linear2(linear_relu_dropout(self.linear1, x, p))
         inner = self.linear1(x)
         if activation is F.gelu and type(inner) is Tensor and not inner.requires_grad and unwatched(self.linear1):
             return self.linear2(fused_dropout(torch.ops.aten.gelu_(inner), p))

@@ -9,8 +9,10 @@ from .. import backends, reference
 from . import _direct, _library
 
 
-def dropout(x: Tensor, p: float, *, residual: Tensor | None = None, relu: bool = False) -> Tensor:
-    """``[residual +] dropout([relu] x)`` in one pass, with no mask stored for the backward.
+def dropout(
+    x: Tensor, p: float, *, bias: Tensor | None = None, residual: Tensor | None = None, relu: bool = False
+) -> Tensor:
+    """``[residual +] dropout([relu] (x [+ bias]))`` in one pass, with no mask stored for the backward.
 
     The mask is a pure function of a seed, drawn from torch's generator, and of each element's place (Philox
     4x32-10; Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): backward draws it again.
@@ -19,8 +21,10 @@ def dropout(x: Tensor, p: float, *, residual: Tensor | None = None, relu: bool =
         x: (..., d); float32, float16, bfloat16 (float64 on CPU).
         p: probability of dropping an element, in [0, 1]; kept ones are scaled by ``1 / (1 - p)``.
             ``torch.manual_seed`` governs it. Every backend draws the same mask.
+        bias: (d,), any float dtype, added first, such as that of the linear layer before. Its gradient is summed on the
+            way through the backward, in float32 and in a fixed order.
         residual: the shape of ``x``, added last; the result then has its dtype.
-        relu: apply ReLU to ``x`` first.
+        relu: apply ReLU to ``x`` (with its bias) first.
 
     Returns:
         (..., d), contiguous; ``x`` itself where there is nothing to do.
@@ -31,27 +35,27 @@ def dropout(x: Tensor, p: float, *, residual: Tensor | None = None, relu: bool =
     """
     seed = _library.draw_seed(x.device) if p > 0.0 and isinstance(x, Tensor) else None
     if direct := _direct.native():
-        result = direct.dropout(x, p, residual, relu, seed)
+        result = direct.dropout(x, p, bias, residual, relu, seed)
         if result is not None:
             return result
-    _check(x, p, residual)
-    if p == 0.0 and residual is None and not relu:
+    _check(x, p, bias, residual)
+    if p == 0.0 and bias is None and residual is None and not relu:
         return x
     if residual is not None and x.dtype != residual.dtype:
         x = x.to(residual.dtype)
     backend = backends.resolve("dropout", x.device, x.dtype)
-    if backend == "reference" or p == 0.0:  # without a mask to draw, plain PyTorch is one or two passes already
-        return reference.dropout.dropout(x, p, seed, residual=residual, relu=relu)
-    call = _autograd if _direct.is_plain(x, residual) else _op
+    if backend == "reference" or (p == 0.0 and bias is None):  # plain PyTorch is one or two passes already
+        return reference.dropout.dropout(x, p, seed, bias=bias, residual=residual, relu=relu)
+    call = _autograd if _direct.is_plain(x, bias, residual) else _op
     if relu and residual is not None:
         # The backward reads the sign of the ReLU off the op's own output, which a residual would hide.
-        return residual + call(x, None, True, p, seed, backend)
-    return call(x, residual, relu, p, seed, backend)
+        return residual + call(x, bias, None, True, p, seed, backend)
+    return call(x, bias, residual, relu, p, seed, backend)
 
 
-def _check(x: Tensor, p: float, residual: Tensor | None) -> None:
-    for name, t in (("x", x), ("residual", residual)):
-        if t is None and name == "residual":
+def _check(x: Tensor, p: float, bias: Tensor | None, residual: Tensor | None) -> None:
+    for name, t in (("x", x), ("bias", bias), ("residual", residual)):
+        if t is None and name != "x":
             continue
         if not isinstance(t, Tensor):
             raise TypeError(f"dropout: {name} must be a tensor, got {type(t).__name__}")
@@ -63,75 +67,89 @@ def _check(x: Tensor, p: float, residual: Tensor | None) -> None:
         raise ValueError(
             f"dropout: residual must have the shape of x, got residual {tuple(residual.shape)} and x {tuple(x.shape)}"
         )
-    if residual is not None and residual.device != x.device:
-        raise ValueError(f"dropout: x is on {x.device} but residual on {residual.device}")
+    if bias is not None and bias.shape != x.shape[-1:]:
+        raise ValueError(
+            f"dropout: bias must be (d,) = ({x.shape[-1]},) for x {tuple(x.shape)}, got {tuple(bias.shape)}"
+        )
+    for name, t in (("bias", bias), ("residual", residual)):
+        if t is not None and t.device != x.device:
+            raise ValueError(f"dropout: x is on {x.device} but {name} on {t.device}")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout: p must lie in [0, 1], got {p}")
 
 
-def _dropout(x, residual, relu, p, seed, backend):
+def _dropout(x, bias, residual, relu, p, seed, backend):
     if backend == "native":
-        return torch.ops.transformer_fast_native.dropout(x, residual, relu, p, seed)
+        return torch.ops.transformer_fast_native.dropout(x, bias, residual, relu, p, seed)
     from ..kernels.dropout import dropout_forward
 
-    return dropout_forward(x, residual, relu, p, seed)
+    return dropout_forward(x, bias, residual, relu, p, seed)
 
 
-def _dropout_backward(grad_out, y, relu, p, seed, backend):
+def _dropout_backward(grad_out, y, relu, p, seed, has_bias, backend):
     if backend == "native":
-        return torch.ops.transformer_fast_native.dropout_backward(grad_out, y, relu, p, seed)
+        return torch.ops.transformer_fast_native.dropout_backward(grad_out, y, relu, p, seed, has_bias)
     from ..kernels.dropout import dropout_backward
 
-    return dropout_backward(grad_out, y, relu, p, seed)
+    return dropout_backward(grad_out, y, relu, p, seed, has_bias)
 
 
-def _fake(x, residual, relu, p, seed, backend):
+def _fake(x, bias, residual, relu, p, seed, backend):
     return x.new_empty(x.shape)
 
 
-def _fake_backward(grad_out, y, relu, p, seed, backend):
-    return grad_out.new_empty(grad_out.shape)
+def _fake_backward(grad_out, y, relu, p, seed, has_bias, backend):
+    wide = torch.float64 if grad_out.dtype == torch.float64 else torch.float32
+    return grad_out.new_empty(grad_out.shape), grad_out.new_empty((grad_out.shape[-1] if has_bias else 0,), dtype=wide)
 
 
 class _Dropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, relu, p, seed, backend):
-        out = _direct.run(_op, _dropout, 2, x, residual, relu, p, seed, backend)
+    def forward(ctx, x, bias, residual, relu, p, seed, backend):
+        out = _direct.run(_op, _dropout, 3, x, bias, residual, relu, p, seed, backend)
         # With ReLU the output alone tells which elements pass a gradient: those that are positive.
         ctx.save_for_backward(out if relu else None, seed)
         ctx.options = relu, p
+        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.backend = backend
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         y, seed = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            args = grad_out, y, *ctx.options, seed, ctx.backend
+        grad_x = grad_bias = None
+        has_bias = ctx.needs_input_grad[1]
+        if ctx.needs_input_grad[0] or has_bias:
+            args = grad_out, y, *ctx.options, seed, has_bias, ctx.backend
             # With create_graph the op itself must run: it is what says that there is no second derivative.
-            grad_x = (
+            grad_x, grad_bias = (
                 _op_backward(*args)
                 if torch.is_grad_enabled()
                 else _direct.run(_op_backward, _dropout_backward, 2, *args)
             )
-        return grad_x, grad_out if ctx.needs_input_grad[1] else None, None, None, None, None
+        return (
+            grad_x,
+            grad_bias.to(ctx.bias_dtype) if has_bias else None,
+            grad_out if ctx.needs_input_grad[2] else None,
+            *(None,) * 4,
+        )
 
 
-def _autograd(x, residual, relu, p, seed, backend):
-    if torch.is_grad_enabled() and (x.requires_grad or (residual is not None and residual.requires_grad)):
-        return _Dropout.apply(x, residual, relu, p, seed, backend)
-    return _direct.run(_op, _dropout, 2, x, residual, relu, p, seed, backend)
+def _autograd(x, bias, residual, relu, p, seed, backend):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, residual)):
+        return _Dropout.apply(x, bias, residual, relu, p, seed, backend)
+    return _direct.run(_op, _dropout, 3, x, bias, residual, relu, p, seed, backend)
 
 
 _op = _library.register(
-    "dropout(Tensor x, Tensor? residual, bool relu, float p, Tensor? seed, str backend) -> Tensor",
+    "dropout(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed, str backend) -> Tensor",
     implementation=_dropout,
     fake=_fake,
     autograd=_autograd,
 )
 _op_backward = _library.register(
-    "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, str backend) -> Tensor",
+    "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias, str backend) "
+    "-> (Tensor grad_x, Tensor grad_bias)",
     implementation=_dropout_backward,
     fake=_fake_backward,
 )

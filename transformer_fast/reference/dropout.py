@@ -85,17 +85,29 @@ def _keep(counter: tuple[Tensor, ...], word: Tensor, half: Tensor, seed: Tensor,
     return (chosen >> (16 * half)) & 0xFFFF >= threshold(p)
 
 
-def dropout(x: Tensor, p: float, seed: Tensor | None, *, residual: Tensor | None = None, relu: bool = False) -> Tensor:
-    """``[residual +] dropout([relu] x)``, dropout by :func:`elementwise_keep` over all but the last dimension.
+def dropout(
+    x: Tensor,
+    p: float,
+    seed: Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    relu: bool = False,
+) -> Tensor:
+    """``[residual +] dropout([relu] (x [+ bias]))`` in x's dtype.
+
+    Dropout is by :func:`elementwise_keep`, all but the last dimension taken as rows.
 
     Args:
         x: (..., d), any float dtype.
         p: drop probability in [0, 1].
         seed: int64, one element; needed when ``p > 0``.
+        bias: (d,), added first.
         residual: same shape as ``x``.
-        relu: apply ReLU to ``x`` first.
+        relu: apply ReLU to ``x`` (with its bias) first.
     """
-    y = torch.relu(x) if relu else x
+    y = x if bias is None else (x + bias).to(x.dtype)
+    y = torch.relu(y) if relu else y
     if p > 0.0 and x.numel() > 0:
         keep = elementwise_keep(seed, p, x.numel() // x.shape[-1], x.shape[-1]).view(x.shape)
         y = torch.where(keep, y * rescale(p), torch.zeros((), dtype=x.dtype, device=x.device))
