@@ -8,6 +8,11 @@ import torch.nn.functional as F
 
 from transformer_fast.ops import linear_cross_entropy
 
+try:  # a peer on a GPU, where it is installed
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Liger
+except ImportError:
+    Liger = None
+
 SHAPES = {"cpu": [(64, 256, 8000), (1024, 512, 8000)], "cuda": [(8_192, 512, 32_000), (16_384, 1024, 32_000)]}
 CASES = [(device, shape) for device, shapes in SHAPES.items() for shape in shapes]
 OPTIONS = {"label_smoothing": 0.1, "ignore_index": 0}
@@ -48,7 +53,14 @@ def test_linear_cross_entropy(versus, device, on, shape, backward):
         tolerance = 1e-4 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(ours(*leaves, target), separate(*leaves, target), atol=tolerance, rtol=tolerance)
 
+    def liger(x, weight, bias, target):
+        # (x, weight, target, bias, class weights, ignore_index, z-loss scale, label smoothing)
+        result = Liger.apply(x, weight, target, bias, None, OPTIONS["ignore_index"], 0.0, OPTIONS["label_smoothing"])
+        return result[0] if isinstance(result, tuple) else result  # newer versions return the z-loss too
+
     calls = {"ours": ours, "eager": separate, "compiled": torch.compile(separate)}
+    if Liger is not None and device == "cuda":
+        calls["Liger"] = liger
     versus(
         make_inputs,
         {name: call(function) for name, function in calls.items()},

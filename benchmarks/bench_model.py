@@ -1,4 +1,9 @@
-"""The whole Transformer: a training step and a forward pass, against the eager reference and torch.nn.Transformer."""
+"""The whole Transformer: a training step and a forward pass, against the eager reference and torch.nn.Transformer.
+
+torch.compile of the whole reference takes minutes on a CPU. So by default each *kind* of layer of it is compiled, as
+the layers of one kind share their code, and the loss; embeddings and what stands between run as they are. The whole
+model as one graph is timed with ``--compile-whole``.
+"""
 
 from __future__ import annotations
 
@@ -23,22 +28,26 @@ class Model(NamedTuple):
     loss: Callable
 
 
-VOCAB = 8000
-SHAPES = {"base-b16-l64": (512, 6, 8, 2048, 16, 64), "small-b32-l32": (256, 3, 8, 1024, 32, 32)}
 PAD = 0
+# (d_model, N, heads, d_ff, batch, length, vocabulary, dropout): the base of the paper, and the tiny model for Multi30k
+# of Wu et al. (2021), on a batch as long as its longest sentences.
+SHAPES = {
+    "base-b16-l64": (512, 6, 8, 2048, 16, 64, 8000, 0.1),
+    "multi30k-b64-l32": (128, 4, 4, 256, 64, 32, 10_000, 0.3),
+}
 
 
 class TorchTransformer(nn.Module):
     """``torch.nn.Transformer`` with embeddings and output, of the same sizes, with the same masks."""
 
-    def __init__(self, d_model: int, N: int, heads: int, d_ff: int, dropout: float) -> None:
+    def __init__(self, vocabulary: int, d_model: int, N: int, heads: int, d_ff: int, dropout: float) -> None:
         super().__init__()
-        self.embed = nn.ModuleList(reference.Embedder(VOCAB, d_model) for _ in range(2))
+        self.embed = nn.ModuleList(reference.Embedder(vocabulary, d_model) for _ in range(2))
         self.pe = reference.PositionalEncoder(d_model, dropout)
         self.transformer = nn.Transformer(
             d_model, heads, N, N, d_ff, dropout, batch_first=True, norm_first=True
         )  # fmt: skip
-        self.out = nn.Linear(d_model, VOCAB)
+        self.out = nn.Linear(d_model, vocabulary)
 
     def forward(self, src, trg, lengths):
         padding = torch.arange(src.shape[1], device=src.device) >= lengths[:, None]
@@ -56,18 +65,22 @@ class TorchTransformer(nn.Module):
 
 
 def build(shape: str, device: str):
-    d_model, N, heads, d_ff, B, L = SHAPES[shape]
+    d_model, N, heads, d_ff, B, L, vocabulary, dropout = SHAPES[shape]
     torch.manual_seed(0)
-    slow = reference.Transformer(VOCAB, VOCAB, d_model, N, heads, 0.1, d_ff=d_ff, norm="layer").to(device)
-    fast = tfast.Transformer(VOCAB, VOCAB, d_model, N, heads, 0.1, d_ff=d_ff, norm="layer").to(device)
+    sizes, options = (vocabulary, vocabulary, d_model, N, heads, dropout), {"d_ff": d_ff, "norm": "layer"}
+    slow = reference.Transformer(*sizes, **options).to(device)
+    fast = tfast.Transformer(*sizes, **options).to(device)
     fast.load_state_dict(slow.state_dict())
-    torchs = TorchTransformer(d_model, N, heads, d_ff, 0.1).to(device)
+    torchs = TorchTransformer(vocabulary, d_model, N, heads, d_ff, dropout).to(device)
+    # Evenly from a quarter of the length to all of it, so that every run has the same share of padding, 3 / 8.
+    spread = torch.linspace(L / 4, L, B).round().long()
 
     def make_inputs():
         """Source, target and the lengths of both; what stands past the length is padding."""
-        lengths = torch.randint(L // 4, L + 1, (B,), device=device)
+        lengths = spread[torch.randperm(B)].to(device)
         inside = torch.arange(L, device=device) < lengths[:, None]
-        return (*(torch.where(inside, torch.randint(1, VOCAB, (B, L), device=device), PAD) for _ in range(2)), lengths)
+        draws = (torch.randint(1, vocabulary, (B, L), device=device) for _ in range(2))
+        return (*(torch.where(inside, ids, PAD) for ids in draws), lengths)
 
     def ours(inputs):
         src, trg, lengths = inputs
@@ -135,12 +148,31 @@ def test_inference(versus, shape, device):
     )
 
 
+def compiled_by_layer(models, shape, device):
+    """The reference with each kind of layer compiled, and its loss: a model of its own on the same parameters."""
+    model = copy.deepcopy(models["eager"].module)
+    for layer in (*model.encoder.layers, *model.decoder.layers):
+        layer.compile()
+    length = SHAPES[shape][5]
+    criterion = torch.compile(F.cross_entropy)
+
+    def loss(inputs):
+        src, trg, lengths = inputs
+        keep = torch.arange(length, device=device)[None, None] < lengths[:, None, None]
+        logits = model(src, trg, keep, reference.subsequentmask(length).to(device)).flatten(0, 1)
+        return criterion(logits, trg.flatten(), label_smoothing=0.1, ignore_index=PAD)
+
+    return Model(model, None, loss)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
-def test_training_step(versus, shape, device):
-    """Forward, label-smoothed loss and backward, dropout 0.1; a batch of which a third is padding."""
+def test_training_step(versus, shape, device, request):
+    """Forward, label-smoothed loss and backward, with dropout; 3 / 8 of the batch is padding."""
     models, make_inputs, operations = build(shape, device)
     check = same_logits(models)
-    models["eager compiled"] = models["eager"]._replace(loss=torch.compile(models["eager"].loss))
+    models["compiled by layer"] = compiled_by_layer(models, shape, device)
+    if request.config.getoption("--compile-whole"):
+        models["compiled whole"] = models["eager"]._replace(loss=torch.compile(models["eager"].loss))
 
     def step(model):
         def run(inputs):

@@ -8,7 +8,18 @@ import torch.nn.functional as F
 
 import transformer_fast as tfast
 
-SHAPES = {"cpu": [(1, 64), (2048, 512), (4096, 256)], "cuda": [(16_384, 512), (16_384, 1024), (16_384, 4096)]}
+try:  # a peer on a GPU, where it is installed
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction as LigerLayerNorm
+except ImportError:
+    LigerLayerNorm = None
+
+SHAPES = {
+    "cpu": [(1, 64), (2048, 512), (4096, 256)],
+    "cuda": [(1, 512), (4096, 512), (16_384, 512), (16_384, 1024), (16_384, 4096), (4096, 16_384), (1024, 65_536)],
+}
+# Widths that 4 does not divide, and wide rows: every matrix has about as many elements.
+WIDTHS = {"cpu": [33, 129, 1000, 4097, 65_536], "cuda": [129, 257, 513, 1000, 2050, 8192, 20_000, 65_536]}
+ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 CASES = [(device, shape) for device, shapes in SHAPES.items() for shape in shapes]
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 P = 0.1
@@ -33,9 +44,10 @@ def ways(what):
             "compiled": lambda x, r, w, b: compiled(x, w, b),
         }
     if what == "layer":
-        return lambda x, r, w, b: tfast.layer_norm(x, w, b), {
-            "F.layer_norm": lambda x, r, w, b: F.layer_norm(x, x.shape[-1:], w, b)
-        }
+        peers = {"F.layer_norm": lambda x, r, w, b: F.layer_norm(x, x.shape[-1:], w, b)}
+        if LigerLayerNorm is not None and torch.cuda.is_available():
+            peers["Liger"] = lambda x, r, w, b: LigerLayerNorm.apply(x, w, b, 1e-5)
+        return lambda x, r, w, b: tfast.layer_norm(x, w, b), peers
     return lambda x, r, w, b: tfast.layer_norm(x, w, b, residual=r, dropout_p=P), {
         "eager": add_norm,
         "compiled": torch.compile(add_norm),
@@ -55,6 +67,18 @@ def bytes_moved(what, rows, d, size, backward):
 def test_norm(versus, device, on, shape, what, backward):
     if on != device:
         pytest.skip(f"a shape for {on}")
+    run(versus, device, shape, what, backward)
+
+
+@pytest.mark.parametrize(("on", "d"), [(device, d) for device, widths in WIDTHS.items() for d in widths])
+def test_norm_of_width(versus, device, on, d):
+    """Residual + dropout + norm, forward and backward, over the widths."""
+    if on != device:
+        pytest.skip(f"a width for {on}")
+    run(versus, device, (ELEMENTS[device] // d, d), "residual+dropout+layer", True)
+
+
+def run(versus, device, shape, what, backward):
     rows, d = shape
     dtype = DTYPES[device]
 
@@ -65,7 +89,7 @@ def test_norm(versus, device, on, shape, what, backward):
         return leaves, grads
 
     def call(function):
-        def run(inputs):
+        def timed(inputs):
             leaves, grads = inputs
             outputs = function(*leaves)
             if not backward:
@@ -74,7 +98,7 @@ def test_norm(versus, device, on, shape, what, backward):
             used = leaves if len(outputs) == 2 else [leaves[0], *leaves[2:]]
             return torch.autograd.grad(outputs, used, grads[: len(outputs)])
 
-        return run
+        return timed
 
     ours, peers = ways(what)
 

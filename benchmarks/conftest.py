@@ -20,6 +20,9 @@ from harness import Call, Comparison, Inputs, ceilings, compare
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seconds", type=float, default=0.5, help="about how long each way of each case is timed")
+    parser.addoption(
+        "--compile-whole", action="store_true", help="also torch.compile whole models, which takes minutes"
+    )
 
 
 @pytest.fixture(params=["cpu", "cuda"])
