@@ -4,9 +4,11 @@ import pytest
 import torch
 from helpers import assert_as_exact_as_eager, poisoned_memory
 
+import transformer_fast as tfast
 from transformer_fast import reference
 from transformer_fast.configs import DROPOUT, DropoutConfig
 from transformer_fast.kernels.dropout import dropout_backward, dropout_forward
+from transformer_fast.layers import FeedForward, feed_forward
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -101,3 +103,22 @@ def test_no_elements():
         assert dropout_forward(x, None, None, False, 0.5, SEED).shape == shape
         grad_x, grad_bias = dropout_backward(x, None, False, 0.5, SEED, True)
         assert grad_x.shape == shape and torch.equal(grad_bias, torch.zeros(shape[-1], device=DEVICE))
+
+
+def test_the_feed_forward_network_leaves_its_bias_to_it(monkeypatch):
+    ff, x, biases = FeedForward(16, 24, 0.3), torch.randn(3, 5, 16), []
+    fused = feed_forward.fused_dropout
+
+    def seen(x, p, *, bias=None, **options):
+        biases.append(bias is not None)
+        return fused(x, p, bias=bias, **options)
+
+    def run(backend):
+        torch.manual_seed(1)
+        with tfast.backend(backend):
+            out = ff(x)
+            return out, *torch.autograd.grad(out.square().sum(), list(ff.parameters()))
+
+    monkeypatch.setattr(feed_forward, "fused_dropout", seen)
+    torch.testing.assert_close(run("triton"), run("reference"))
+    assert biases == [True, False]
