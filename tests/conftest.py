@@ -10,7 +10,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-pytest_plugins = ["triton_compile"]  # says at the end how many Triton kernels were compiled, and what they need
+pytest_plugins = [
+    "triton_compile",  # says at the end how many Triton kernels were compiled, and what they need
+    "small_training",  # fixtures of the tests of training
+]
 
 
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])

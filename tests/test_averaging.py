@@ -6,12 +6,12 @@ import errno
 import json
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from small_training import small_config
 
 from transformer_fast import cli
 from transformer_fast.translation import (
@@ -29,29 +29,14 @@ from transformer_fast.translation import (
 )
 from transformer_fast.translation.averaging import steps_to_average
 from transformer_fast.translation.ema import MovingAverage
-from transformer_fast.translation.numbers import make_numbers_corpus
 from transformer_fast.translation.progress import Silent
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    paths = make_numbers_corpus(tmp_path_factory.mktemp("corpus"), train_size=150, held_out=8)
-    names = {"train_source": "source", "train_target": "target", "test_source": "valid_source"}
-    return {names.get(name, "valid_target"): str(path) for name, path in paths.items()}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def settings(corpus: dict[str, str], save: Path, **changes: object) -> TrainConfig:
-    small = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "vocab_size": 60, "batch_tokens": 400}
-    run = {"max_length": 100, "warmup": 4, "max_steps": 12, "valid_every": 3, "bleu_sentences": 0, "keep_last": 1}
-    return TrainConfig(**{**corpus, "save": str(save), "device": "cpu", **small, **run, **changes})
+    run = {"max_steps": 12, "valid_every": 3, "bleu_sentences": 0, "keep_last": 1}
+    return small_config(corpus, save, **run | changes)
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_training import small_config
 
 from transformer_fast.translation import (
     CheckpointError,
@@ -24,32 +25,17 @@ from transformer_fast.translation import (
     load_trained,
     train,
 )
-from transformer_fast.translation.numbers import make_numbers_corpus
 from transformer_fast.translation.progress import Silent
 
 TRAINER = Path(__file__).with_name("killed_training.py")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread, and lose much where another process wants the core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    paths = make_numbers_corpus(tmp_path_factory.mktemp("corpus"), train_size=150, held_out=8)
-    names = {"train_source": "source", "train_target": "target", "test_source": "valid_source"}
-    return {names.get(name, "valid_target"): str(path) for name, path in paths.items()}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def settings(corpus: dict[str, str], save: Path, **changes: object) -> TrainConfig:
-    small = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "vocab_size": 60, "batch_tokens": 400}
-    run = {"max_length": 100, "warmup": 4, "max_steps": 12, "valid_every": 3, "bleu_sentences": 2, "keep_last": 2}
-    return TrainConfig(**{**corpus, "save": str(save), "device": "cpu", **small, **run, **changes})
+    run = {"max_steps": 12, "valid_every": 3, "bleu_sentences": 2, "keep_last": 2}
+    return small_config(corpus, save, **run | changes)
 
 
 def outcome(folder: Path) -> tuple:

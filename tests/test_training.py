@@ -9,11 +9,11 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from small_training import small_config
 from torch import nn
 
 from transformer_fast.translation import (
@@ -50,26 +50,12 @@ from transformer_fast.translation.tokenizer import PAD
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small gain nothing from a second thread, and lose much where another process wants the core."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    paths = make_numbers_corpus(tmp_path_factory.mktemp("corpus"), train_size=150, held_out=8)
-    names = {"train_source": "source", "train_target": "target", "test_source": "valid_source"}
-    return {names.get(name, "valid_target"): str(path) for name, path in paths.items()}
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def settings(corpus: dict[str, str], save: Path, **changes: object) -> TrainConfig:
-    small = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "vocab_size": 60, "batch_tokens": 400}
-    run = {"max_length": 100, "warmup": 4, "max_steps": 6, "valid_every": 100, "bleu_sentences": 0}
-    return TrainConfig(**{**corpus, "save": str(save), "device": "cpu", **small, **run, **changes})
+    run = {"max_steps": 6, "valid_every": 100, "bleu_sentences": 0}
+    return small_config(corpus, save, **run | changes)
 
 
 def test_precision_and_device_that_are_not_there(corpus: dict[str, str], tmp_path: Path) -> None:
