@@ -26,8 +26,13 @@ def eager(x, first, bias, second, last):
 
 
 def bias_in_the_product(x, first, bias, second, last):
-    """Ours but for the bias, which the product adds and autograd sums."""
+    """As the layer does it on a CPU: the product adds the bias, and autograd sums its gradient."""
     return F.linear(dropout(F.linear(x, first, bias), P, relu=True), second, last)
+
+
+def bias_after_the_product(x, first, bias, second, last):
+    """As it does in Triton: ReLU and dropout take the bias along."""
+    return F.linear(dropout(F.linear(x, first), P, bias=bias, relu=True), second, last)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
@@ -64,6 +69,7 @@ def test_feed_forward(versus, device, on, shape, backward):
     calls = {
         "ours": call(module),
         "bias in the product": call(lambda x: bias_in_the_product(x, *weights)),
+        "bias after the product": call(lambda x: bias_after_the_product(x, *weights)),
         "eager": call(lambda x: eager(x, *weights)),
         "compiled": call(lambda x: compiled(x, *weights)),
     }
