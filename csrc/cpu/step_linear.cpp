@@ -2,6 +2,8 @@
 // in the order in which it is read: panels of two vectors of outputs, in each one input after the other. While a block
 // of a panel is multiplied with all rows, the next is fetched (K. Goto and R. van de Geijn, "Anatomy of high-performance
 // matrix multiplication", 2008, with the small matrix in the place of their packed one).
+#include "step_linear.h"
+
 #include "operands.h"
 
 #include <ATen/ATen.h>
@@ -134,6 +136,8 @@ Tensor pack_step_weight(at::TensorList weights) {
   return packed;
 }
 
+}  // namespace
+
 Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool relu) {
   const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
   const int64_t depth = packed.size(1), panels = packed.size(0), rows = input.numel() / depth;
@@ -177,8 +181,6 @@ Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& 
   });
   return out;
 }
-
-}  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
   m.def("pack_step_weight(Tensor[] weights) -> Tensor");

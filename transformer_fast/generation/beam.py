@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .choice import best_tokens, log_normalizer
 from .config import GenerationConfig
 from .decoding import Decoding, Hypothesis, Lengths, Request, check_request, evaluating
 from .rules import Rules
@@ -130,8 +131,7 @@ class Search:
         logits = self.rules.reweigh(self.decoding.next_logits(self.tokens), self.tokens)
         if self.attention is not None:
             self.attention = torch.cat([self.attention, self.decoding.attention[:, None]], dim=1)
-        # log P of a token is its logit less this; a log-softmax of the whole vocabulary is never written.
-        known = self.log_prob.to(logits.dtype) - logits.logsumexp(dim=-1)
+        known = self.log_prob.to(logits.dtype) - log_normalizer(logits)
         logits = self.rules.forbid(logits, self.tokens, self.unit // self.groups)
         if self.groups == 1:
             return self._best_of(torch.arange(len(known), device=known.device), self.unit, known, logits, logits)
@@ -156,9 +156,10 @@ class Search:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The best continuations of some rows, by `ranking`, as each unit has them; their totals are by `logits`."""
         width = min(self.width, logits.shape[1])  # a row gives at most this many of the survivors
-        best, token = ranking.topk(width, dim=1)
-        total = known[:, None] + (best if ranking is logits else logits.gather(1, token))
+        best, token = best_tokens(ranking, width)
         rank = known[:, None] + best
+        total = rank if ranking is logits else known[:, None] + logits.gather(1, token)
+        total = total.masked_fill(best == -torch.inf, -torch.inf)  # whose tokens are any
         # All logits -inf make NaN; such a row has no continuation.
         total, rank = (t.masked_fill(t.isnan(), -torch.inf) for t in (total, rank))
         units, slot = len(self.found), self.slot[rows]

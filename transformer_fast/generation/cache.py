@@ -43,22 +43,23 @@ class DecoderCache:
         self, decoder: nn.Module, memory: Tensor, mask: Tensor | None, *, rows: int, record: bool = False
     ) -> None:
         self.length = 0
+        self.records = record
         self.weights: Tensor | None = None
         self._most_rows = max(rows, memory.shape[0])
-        self._own: Tensor | None = None  # (layers, rows, 2, heads, capacity, d_k)
+        self._states: Tensor | None = None  # (layers, rows, 2, heads, capacity, d_k)
         layers = list(decoder.layers)
         known = []
         for layer in layers:
             states = joined(layer.attn_2.k_linear, layer.attn_2.v_linear)(memory)
             known.append(states.unflatten(-1, (2, layer.attn_2.h, -1)).permute(0, 2, 3, 1, 4))
-        self._cross = torch.stack(known)  # (layers, B, 2, heads, S, d_k)
+        self.cross = torch.stack(known)  # (layers, B, 2, heads, S, d_k)
         self._mask = None if mask is None else mask.squeeze(1).clone()  # its rows will move; the caller's must not
         self._set_mask()
         batch = memory.shape[0]
         self._slots = list(range(batch))  # of the caller's rows
         self._sentences = list(range(batch))  # of the slots: where in _cross
         self._order: tuple[Tensor, Tensor] | None = None
-        self._grid: tuple[Tensor, Tensor, int] | None = None
+        self.grid: tuple[Tensor, Tensor, int] | None = None
         self.layers = [
             LayerCache(_Own(self, i, layer.attn_1, self._most_rows), _Cross(self, i, record and i == len(layers) - 1))
             for i, layer in enumerate(layers)
@@ -79,44 +80,45 @@ class DecoderCache:
         sentences = [0] * len(slots)
         for slot, parent in zip(slots, parents, strict=True):
             sentences[slot] = self._sentences[parent]
-        if moves and self._own is not None:
-            move_rows(self._own, moves, self.length)
+        if moves and self._states is not None:
+            move_rows(self._states, moves, self.length)
         self._slots = slots
         self._order = None if slots == list(range(len(slots))) else self._orders(slots)
         self._sentences = self._leave_sentences(sentences)
-        self._grid = None
-        if self._sentences != list(range(self._cross.shape[1])):
-            self._grid = self._new_grid()
+        self.grid = None
+        if self._sentences != list(range(self.cross.shape[1])):
+            self.grid = self._new_grid()
 
     def append(self, layer: int, states: Tensor) -> Tensor:
         """(rows, 2, heads, d_k), keys and values of the newest position -> all of them, (rows, 2, heads, L, d_k)."""
         rows, length = states.shape[0], self.length
-        if self._own is None or self._own.shape[4] <= length:
-            self._grow(states)
-        own = self._own[layer, :rows]
+        own = self.own(rows)[layer, :rows]
         own[:, :, :, length] = states
         return own[:, :, :, : length + 1]
 
-    def _grow(self, states: Tensor) -> None:
-        rows, _, heads, width = states.shape
-        capacity = BLOCK if self._own is None else 2 * self._own.shape[4]
-        grown = states.new_empty(len(self.layers), self._most_rows, 2, heads, capacity, width)
-        if self._own is not None:
-            grown[:, :rows, :, :, : self.length] = self._own[:, :rows, :, :, : self.length]
-        self._own = grown
+    def own(self, rows: int) -> Tensor:
+        """Keys and values of self-attention, (layers, most rows, 2, heads, capacity, d_k), with room for one more."""
+        if self._states is None or self._states.shape[4] <= self.length:
+            capacity = BLOCK if self._states is None else 2 * self._states.shape[4]
+            layers, _, _, heads, _, width = self.cross.shape
+            grown = self.cross.new_empty(layers, self._most_rows, 2, heads, capacity, width)
+            if self._states is not None:
+                grown[:, :rows, :, :, : self.length] = self._states[:, :rows, :, :, : self.length]
+            self._states = grown
+        return self._states
 
     def _orders(self, slots: list[int]) -> tuple[Tensor, Tensor]:
         leaving = torch.tensor(slots)
-        return leaving.argsort().to(self._cross.device), leaving.to(self._cross.device)
+        return leaving.argsort().to(self.cross.device), leaving.to(self.cross.device)
 
     def _leave_sentences(self, sentences: list[int]) -> list[int]:
         """Drop the sources that no row reads any more; (slots,) places in _cross, before and after."""
         kept = sorted(set(sentences))
-        if len(kept) == self._cross.shape[1]:
+        if len(kept) == self.cross.shape[1]:
             return sentences
         places, moves = _places(kept)
-        _move(self._cross.unbind(0), moves)
-        self._cross = self._cross[:, : len(kept)]
+        _move(self.cross.unbind(0), moves)
+        self.cross = self.cross[:, : len(kept)]
         if self._mask is not None:
             _move([self._mask], moves)
             self._mask = self._mask[: len(kept)]
@@ -129,7 +131,7 @@ class DecoderCache:
 
         An entry without a row repeats row 0; nobody reads what it gets.
         """
-        seen = [0] * self._cross.shape[1]
+        seen = [0] * self.cross.shape[1]
         ranks = []
         for sentence in self._sentences:
             ranks.append(seen[sentence])
@@ -139,27 +141,34 @@ class DecoderCache:
         slots = [0] * (len(seen) * width)
         for slot, place in enumerate(places):
             slots[place] = slot
-        device = self._cross.device
+        device = self.cross.device
         return torch.tensor(slots, device=device), torch.tensor(places, device=device), width
 
     def _set_mask(self) -> None:
         """Lengths where the mask says no more: what lies past them is then not even read."""
         self.source_mask: AttentionMask | None = None
+        self.source_lengths: Tensor | None = None
         if self._mask is None:
             return
-        lengths = self._mask.sum(dim=1)
+        lengths = self._mask.sum(dim=1, dtype=torch.int32)
         if torch.equal(self._mask, torch.arange(self._mask.shape[1], device=lengths.device) < lengths[:, None]):
+            self.source_lengths = lengths
             self.source_mask = AttentionMask.lengths(lengths)
         else:
             self.source_mask = AttentionMask.keep(self._mask[:, None, None])
 
+    @property
+    def mask_is_general(self) -> bool:
+        """Whether the source's mask says more than lengths."""
+        return self.source_mask is not None and self.source_lengths is None
+
     def read_source(self, layer: int, q: Tensor, heads: int, record: bool) -> Tensor:
         """q (rows, 1, d_model) -> its attention to the source, of the same shape."""
         width = q.shape[-1]
-        grid = self._grid
+        grid = self.grid
         queries = 1 if grid is None else grid[2]
         q = (q if grid is None else q.index_select(0, grid[0])).view(-1, queries, heads, width // heads)
-        k, v = self._cross[layer].unbind(1)
+        k, v = self.cross[layer].unbind(1)
         if record:
             out, weights = ops.attention(q.transpose(1, 2), k, v, self.source_mask, return_weights=True)
             weights = weights.float().mean(dim=1).flatten(0, 1)
@@ -175,11 +184,11 @@ class _Own:
 
     def __init__(self, cache: DecoderCache, layer: int, attention: MultiHeadAttention, rows: int) -> None:
         self._cache, self._layer = cache, layer
-        self._project = joined(attention.q_linear, attention.k_linear, attention.v_linear, rows=rows)
+        self.project = joined(attention.q_linear, attention.k_linear, attention.v_linear, rows=rows)
 
     def attend(self, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         rows, _, width = x.shape
-        projected = self._project(x)
+        projected = self.project(x)
         states = projected.view(rows, 3, attention.h, attention.d_k)
         k, v = self._cache.append(self._layer, states[:, 1:]).unbind(1)
         return ops.attention(states[:, 0].unsqueeze(2), k, v).view(rows, 1, width)

@@ -21,6 +21,7 @@ from ..layers.attention import layer_mask
 from ..models import Decoder
 from . import graphs
 from .cache import DecoderCache
+from .fused import fused_step
 from .graphs import StaticStep
 from .weights import prepared
 
@@ -203,12 +204,15 @@ class _Cached:
         most = max(rows, memory.shape[0])
         self._decoder, self._out = prepared(model.decoder, most), prepared(model.out, most)
         self._cache = DecoderCache(self._decoder, memory, request.src_mask, rows=rows, record=attention)
+        self._fused = fused_step(self._decoder, self._cache)
 
     def next_logits(self, tokens: Tensor) -> Tensor:
-        cache = self._cache
-        hidden = self._decoder(cache.enter(tokens[:, -1])[:, None], None, None, None, cache=cache)
+        cache, newest = self._cache, self._cache.enter(tokens[:, -1])
+        hidden = None if self._fused is None else self._fused(newest)
+        if hidden is None:
+            hidden = self._decoder(newest[:, None], None, None, None, cache=cache)[:, -1]
         cache.length += 1
-        return self._out(cache.leave(hidden[:, -1]))
+        return self._out(cache.leave(hidden))
 
     @property
     def attention(self) -> Tensor:

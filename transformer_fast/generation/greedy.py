@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .choice import best_tokens, log_normalizer
 from .config import GenerationConfig
 from .decoding import Decoding, Hypothesis, Lengths, Request, check_request, evaluating
 from .rules import Rules
@@ -76,14 +77,14 @@ def follow(
     while tokens.shape[0]:
         logits = rules.reweigh(decoding.next_logits(tokens), tokens)
         allowed = rules.forbid(logits, tokens, sentence)
-        best, choice = allowed.max(dim=-1)
+        best, choice = (found.squeeze(1) for found in best_tokens(allowed, 1))
         # Where every token is impossible (all logits -inf) the answer ends without that last choice.
         stuck = best == -torch.inf
         if draw is not None:
             choice = draw(allowed, row)
         if scored:
             chosen = logits.gather(1, choice[:, None]).squeeze(1)
-            log_prob += torch.where(stuck, 0.0, (chosen - logits.logsumexp(dim=-1)).double())
+            log_prob += torch.where(stuck, 0.0, (chosen - log_normalizer(logits)).double())
         if attends:
             attention = torch.cat([attention, decoding.attention[:, None]], dim=1)
         tokens = torch.cat([tokens, choice[:, None]], dim=1)

@@ -53,20 +53,27 @@ class StepLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
-        rows = x.numel() // x.shape[-1]
-        if self._here and 0 < rows <= SOME and x.dtype == torch.float32 and not torch.is_autocast_enabled("cpu"):
-            if self._ours and rows <= FEW:
-                native = torch.ops.transformer_fast_native
-                if self._packed is None:
-                    self._packed = native.pack_step_weight(self._weights)
-                return native.step_linear(x, self._packed, self.bias, self._outputs, self._relu)
-            if self._onednn:
-                if self._blocked is None:
-                    self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight, rows)
-                after = "relu" if self._relu else "none"
-                return torch.ops.mkldnn._linear_pointwise(x, self._blocked, self.bias, after, [], "")
-        out = F.linear(x, self.weight, self.bias)
-        return out.relu_() if self._relu else out
+        weight = self.operand(x.numel() // x.shape[-1]) if x.dtype == torch.float32 else None
+        if weight is None or torch.is_autocast_enabled("cpu"):
+            out = F.linear(x, self.weight, self.bias)
+            return out.relu_() if self._relu else out
+        if weight.is_mkldnn:
+            after = "relu" if self._relu else "none"
+            return torch.ops.mkldnn._linear_pointwise(x, weight, self.bias, after, [], "")
+        return torch.ops.transformer_fast_native.step_linear(x, weight, self.bias, self._outputs, self._relu)
+
+    def operand(self, rows: int) -> Tensor | None:
+        """The weight in the form in which that many rows are multiplied: a dense one for `step_linear`, an mkldnn one
+        for oneDNN; None where PyTorch's own product is the one to call."""
+        if not self._here or not 0 < rows <= SOME:
+            return None
+        if self._ours and rows <= FEW:
+            if self._packed is None:
+                self._packed = torch.ops.transformer_fast_native.pack_step_weight(self._weights)
+            return self._packed
+        if self._onednn and self._blocked is None:
+            self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight, rows)
+        return self._blocked
 
     @property
     def weight(self) -> Tensor:

@@ -1,0 +1,117 @@
+// The newest position of every open hypothesis through all layers of a decoder, in one call: what runs between the
+// kernels of a decoding step, in Python and the dispatcher, is as long as several of them and runs on one thread.
+// The kernels are those of the ops; models/decoder.py says the same in Python.
+#include "attention_tensors.h"
+#include "norm.h"
+#include "step_linear.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <string_view>
+
+namespace transformer_fast {
+namespace {
+
+// Where the weight and the bias of each part of a layer stand among its tensors; `weights` in generation/fused.py.
+enum Part { kNorm1, kNorm2, kNorm3, kOwnIn, kOwnOut, kCrossIn, kCrossOut, kFeedIn, kFeedOut, kParts };
+
+// oneDNN's linear layer, for a weight in its own layout.
+Tensor onednn_linear(const Tensor& x, const Tensor& weight, const Tensor& bias, bool relu) {
+  using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+                           c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Signature>();
+  return op.call(x, weight, bias, relu ? "relu" : "none", c10::List<std::optional<at::Scalar>>(), "");
+}
+
+// Calls attention_forward_cpu: q (B, H, Lq, D) -> the same shape, contiguous as (B, Lq, H, D).
+Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& lengths) {
+  const int64_t B = q.size(0), H = q.size(1), Lq = q.size(2), D = q.size(3);
+  const Tensor out = at::empty({B, Lq, H, D}, q.options()), logsumexp = at::empty({B, H, Lq}, q.options());
+  AttentionForward<float, float> call{{}, view<float>(out.transpose(1, 2)), statistics_view<float>(logsumexp)};
+  auto& problem = call.problem;
+  problem.B = B, problem.H = problem.Hkv = H, problem.Lq = Lq, problem.Lk = k.size(2), problem.D = D;
+  problem.q = view<const float>(q), problem.k = view<const float>(k), problem.v = view<const float>(v);
+  if (lengths) problem.lengths = view<const int32_t>(lengths->view({-1, 1, 1, 1}));
+  problem.scale = 1 / std::sqrt(static_cast<float>(D));
+  attention_forward_cpu<float, float>(call);
+  return out;
+}
+
+struct Step {
+  Tensor own;    // (layers, most rows, 2, H, capacity, D)
+  Tensor cross;  // (layers, sentences, 2, H, S, D)
+  int64_t length;
+  OptionalTensor source_lengths, slots, places;
+  bool norm_first, std;
+  double eps;
+
+  // A layer's x (rows, d) -> (rows, d); at: its tensors, two for each part.
+  Tensor through(int64_t layer, const Tensor* at, Tensor x) const {
+    const auto linear = [at](Part part, const Tensor& input, bool relu = false) {
+      const Tensor &weight = at[2 * part], &bias = at[2 * part + 1];
+      return weight.is_mkldnn() ? onednn_linear(input, weight, bias, relu)
+                                : step_linear(input, weight, bias, bias.size(0), relu);
+    };
+    const auto norm = [&](Part part, const Tensor& input, const OptionalTensor& residual) {
+      return norm_forward(input, residual, at[2 * part], at[2 * part + 1], eps, std, 0, {}, nullptr, nullptr);
+    };
+    if (norm_first) {
+      const Tensor first = norm(kNorm1, x, {}).out;
+      const auto second = norm(kNorm2, linear(kOwnOut, of_own(layer, linear(kOwnIn, first))), x);
+      const auto third = norm(kNorm3, linear(kCrossOut, of_source(layer, linear(kCrossIn, second.out))), second.summed);
+      return linear(kFeedOut, linear(kFeedIn, third.out, true)).add_(third.summed);
+    }
+    x = norm(kNorm1, linear(kOwnOut, of_own(layer, linear(kOwnIn, x))), x).out;
+    x = norm(kNorm2, linear(kCrossOut, of_source(layer, linear(kCrossIn, x))), x).out;
+    return norm(kNorm3, linear(kFeedOut, linear(kFeedIn, x, true)), x).out;
+  }
+
+ private:
+  // Self-attention of states (rows, 3 d), whose keys and values join the cache.
+  Tensor of_own(int64_t layer, const Tensor& states) const {
+    const int64_t rows = states.size(0), H = own.size(3), capacity = own.size(4), D = own.size(5), d = H * D;
+    const Tensor cache = own.select(0, layer).narrow(0, 0, rows);
+    const float* from = states.const_data_ptr<float>();
+    float* to = cache.mutable_data_ptr<float>() + length * D;
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t head = 0; head < 2 * H; ++head)
+        std::copy_n(from + row * 3 * d + d + head * D, D, to + (row * 2 * H + head) * capacity * D);
+    const Tensor known = cache.narrow(3, 0, length + 1);
+    const Tensor q = states.view({rows, 3, H, 1, D}).select(1, 0);
+    return attend(q, known.select(1, 0), known.select(1, 1), {}).view({rows, d});
+  }
+
+  // Attention of queries (rows, d) to the source. The hypotheses of a sentence are the queries of one batch entry.
+  Tensor of_source(int64_t layer, const Tensor& queries) const {
+    const Tensor known = cross.select(0, layer);
+    const int64_t sentences = known.size(0), H = known.size(2), D = known.size(4), d = H * D;
+    const Tensor q = slots ? queries.index_select(0, *slots) : queries;
+    const Tensor out = attend(q.view({sentences, -1, H, D}).transpose(1, 2), known.select(1, 0), known.select(1, 1),
+                              source_lengths).view({-1, d});
+    return places ? out.index_select(0, *places) : out;
+  }
+};
+
+Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const Tensor& cross, int64_t length,
+                    const OptionalTensor& source_lengths, const OptionalTensor& slots, const OptionalTensor& places,
+                    bool norm_first, bool std, double eps) {
+  const Step step{own, cross, length, source_lengths, slots, places, norm_first, std, eps};
+  for (int64_t layer = 0; layer < own.size(0); ++layer)
+    x = step.through(layer, weights.data() + 2 * kParts * layer, x);
+  return x;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
+  m.def(
+      "decoder_step(Tensor x, Tensor[] weights, Tensor(a!) own, Tensor cross, int length, Tensor? source_lengths, "
+      "Tensor? slots, Tensor? places, bool norm_first, bool std, float eps) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) { m.impl("decoder_step", decoder_step); }
+TORCH_LIBRARY_IMPL(transformer_fast_native, MkldnnCPU, m) { m.impl("decoder_step", decoder_step); }  // by its weights
+
+}  // namespace transformer_fast

@@ -1,0 +1,108 @@
+"""A decoding step in one call, against the modules that it stands for and fp64; and when the modules are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers import assert_as_exact_as_eager, poisoned_memory
+
+import transformer_fast as tfast
+from transformer_fast.generation.decoding import Decoding, check_request
+from transformer_fast.layers import DecoderLayer
+
+VOCAB, BOS, EOS = 20, 0, 1
+
+FORMS = [
+    {"norm": "layer"},
+    {"norm": "std"},
+    {"norm": "layer", "norm_first": False},
+    {"norm": "std", "norm_first": False},
+]
+
+
+def tiny(dtype: torch.dtype = torch.float32, **form: object) -> tfast.Transformer:
+    torch.manual_seed(3)
+    return tfast.Transformer(VOCAB, VOCAB, 40, 3, 4, 0.1, **{"d_ff": 56, "norm": "layer", **form}).to(dtype).eval()
+
+
+def decoding(
+    model: tfast.Transformer, src: torch.Tensor, lengths: torch.Tensor, rows: int, **options: object
+) -> Decoding:
+    marks = {"src_mask": None, "bos": BOS, "eos": EOS, "pad": None, "max_length": 99}
+    return Decoding([model], check_request(model, src, src_lengths=lengths, **marks), rows=rows, **options)
+
+
+@pytest.mark.parametrize("rows", [9, 60])  # with weights in our own order, and in oneDNN's
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_as_exact_as_the_modules(monkeypatch: pytest.MonkeyPatch, form: dict, rows: int) -> None:
+    """Rows that double, die and change places, for given tokens. A source without a token is read too."""
+    generator = torch.Generator().manual_seed(rows)
+    src, lengths = torch.randint(2, VOCAB, (5, 6), generator=generator), torch.tensor([6, 1, 0, 4, 6])
+    models = tiny(torch.float64, **form), tiny(**form), tiny(**form)
+    with torch.inference_mode():
+        exact, ours = (decoding(model, src, lengths, rows) for model in models[:2])
+        monkeypatch.setattr("transformer_fast.generation.decoding.fused_step", lambda *_: None)
+        modules = decoding(models[2], src, lengths, rows)
+        tokens = torch.full((5, 1), BOS)
+        for step in range(8):
+            with poisoned_memory():
+                got = ours.next_logits(tokens)
+            eager, expected = (one.next_logits(tokens) for one in (modules, exact))
+            assert_as_exact_as_eager(got, eager, expected, what=f"logits of step {step}")
+            kept = torch.randint(
+                len(tokens), (int(torch.randint(1, rows + 1, (), generator=generator)),), generator=generator
+            )
+            tokens = torch.cat([tokens[kept], torch.randint(VOCAB, (len(kept), 1), generator=generator)], dim=1)
+            for one in (exact, ours, modules):
+                one.select(kept)
+
+
+def calls_of_modules(
+    change: Callable[[tfast.Transformer], object] = lambda model: None, **options: object
+) -> tuple[int, list]:
+    """How often a decoder layer was called in a cached search, and its answers."""
+    model, calls = tiny(), []
+    change(model)
+    forward = DecoderLayer.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DecoderLayer, "forward", lambda self, *a, **k: calls.append(1) or forward(self, *a, **k))
+        src = torch.randint(2, VOCAB, (3, 5), generator=torch.Generator().manual_seed(0))
+        config = tfast.GenerationConfig(beam=2, max_length=6, alignments=options.pop("alignments", False))
+        found = tfast.generate(model, src, bos=BOS, eos=EOS, config=config, **options)
+    return len(calls), [h[0].tokens for h in found]
+
+
+def test_no_module_is_called() -> None:
+    assert calls_of_modules()[0] == 0
+
+
+HOLES = torch.tensor([[[True, False, True, True, True]]]).expand(3, 1, 5)
+REASONS: dict[str, tuple[Callable[[tfast.Transformer], object], dict]] = {
+    "a hook on a layer": (lambda m: m.decoder.layers[1].register_forward_hook(lambda *_: None), {}),
+    "a hook on a norm": (lambda m: m.decoder.layers[2].norm_3.register_forward_hook(lambda *_: None), {}),
+    "a hook on a linear layer": (lambda m: m.decoder.layers[0].ff.linear_2.register_forward_hook(lambda *_: None), {}),
+    "another eps": (lambda m: setattr(m.decoder.layers[1].norm_2, "eps", 1e-3), {}),
+    "a linear layer without bias": (lambda m: setattr(m.decoder.layers[1].attn_2.out, "bias", None), {}),
+    "a mask with holes": (lambda m: None, {"src_mask": HOLES}),
+    "alignments": (lambda m: None, {"alignments": True}),
+}
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_modules_are_called_where_the_step_cannot_be_one(reason: str) -> None:
+    change, options = REASONS[reason]
+    assert calls_of_modules(change, **options)[0] > 0
+
+
+def test_with_the_reference_the_answers_are_the_same() -> None:
+    _, expected = calls_of_modules()
+    with tfast.backend("reference"):
+        calls, answers = calls_of_modules()
+    assert calls > 0 and answers == expected
+
+
+def test_under_autocast_the_modules_are_called() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert calls_of_modules()[0] > 0
