@@ -44,8 +44,8 @@ class Packing:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no padding at all."""
-        return self.total == self.batch * self.length
+        """Whether there is no padding at all; False while something traces, which does not know."""
+        return not torch.compiler.is_compiling() and self.total == self.batch * self.length
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,6 +126,8 @@ def packing_of(
     if in_transform():
         refuse_transform("pack")
     lengths, keep = _lengths_or_keep(mask, batch, length)
+    if torch.compiler.is_compiling():
+        return _traced(lengths, keep, batch, length, device)
     if lengths is not None:
         return _from_lengths(lengths, batch, length, device)
     keep = _to(keep, device)
@@ -148,6 +150,14 @@ def _from_lengths(lengths: Tensor, batch: int, length: int, device: torch.device
     padding = torch.arange(batch, device=device) * length - cu_seqlens[:-1]
     indices = torch.arange(total, device=device) + torch.repeat_interleave(padding, lengths, output_size=total)
     return Packing(cu_seqlens, indices, batch, length, max(host, default=0), total)
+
+
+def _traced(lengths: Tensor | None, keep: Tensor | None, batch: int, length: int, device: torch.device) -> Packing:
+    """For torch.compile and torch.export: the number of tokens is left open, and no sequence is longer than L."""
+    if lengths is not None:
+        keep = torch.arange(length, device=device) < lengths.to(device)[:, None]
+    indices = keep.to(device).flatten().nonzero().squeeze(1)
+    return Packing(_running_sum(keep.sum(1)), indices, batch, length, length, indices.shape[0])
 
 
 def _running_sum(counts: Tensor) -> Tensor:

@@ -54,10 +54,12 @@ def _padding_of_dense(keep: Tensor, length: int) -> Tensor:
 
     Every token sees itself, so the diagonal tells the tokens; what the rows of padding say does not matter.
     """
-    if keep.device.type != "cpu":
+    on_gpu = keep.device.type != "cpu"
+    if on_gpu or torch.compiler.is_compiling():
+        obstacle = "without waiting for the GPU" if on_gpu else "by torch.compile or torch.export"
         raise ValueError(
             f"packed: trg_mask is a dense keep mask {tuple(keep.shape)} on {keep.device}; whether it is padding and "
-            f"look-ahead cannot be seen without waiting for the GPU: {_WHAT_TO_PASS}"
+            f"look-ahead cannot be seen {obstacle}: {_WHAT_TO_PASS}"
         )
     if tuple(keep.shape[1:]) != (1, length, length):
         raise ValueError(

@@ -83,7 +83,7 @@ class Transformer(nn.Module):
         ``AttentionMask.lengths(trg_lengths) & AttentionMask.causal()`` (``causal()`` alone: no target is padded), or on
         CPU a dense keep mask that amounts to that. Logits of padded targets are 0; a target whose source has no tokens
         gets 0 from the attention to it. On a GPU the host waits once for each mask, unless its lengths are on the CPU.
-        The number of tokens is data, so ``torch.compile`` breaks its graph there, and ``torch.export`` cannot take it.
+        ``torch.compile`` and ``torch.export`` leave the number of tokens open; they take no dense target mask.
 
         Raises:
             ValueError: with ``packed``, for a mask that is more than padding (and, for the target, look-ahead).
