@@ -1,13 +1,17 @@
 """Cached decoding against decoding without a cache, which runs the whole prefix at every step."""
 
+import gc
+
 import pytest
 import torch
 from helpers import assert_as_exact_as_eager
 from torch import nn
 
-from transformer_fast import Transformer, beam_search, greedy
-from transformer_fast.generation.cache import _places, move_rows
+from transformer_fast import GenerationConfig, Transformer, beam_search, generate, greedy
+from transformer_fast.generation.beam import Search
+from transformer_fast.generation.cache import DecoderCache, _places, move_rows
 from transformer_fast.generation.decoding import Decoding, check_request
+from transformer_fast.generation.fused import FusedStep
 from transformer_fast.kernels import extension
 
 BOS, EOS, VOCAB = 0, 1, 30
@@ -106,6 +110,18 @@ def test_the_callers_mask_stays_as_it_was():
     given = mask.clone()
     answers = greedy(model, src, src_mask=given, bos=BOS, eos=EOS, max_length=torch.tensor([1, 2, 3, 9, 9, 9]))
     assert torch.equal(given, mask) and len({len(answer) for answer in answers}) > 1
+
+
+@pytest.mark.parametrize("options", [{}, {"alignments": True}, {"beam": 3}], ids=str)
+def test_a_cache_is_free_when_its_call_ends(options):
+    """Without waiting for the collector of circles: it holds more than anything else of a search."""
+    gc.collect()
+    gc.disable()
+    try:
+        generate(tiny(), batch()[0], bos=BOS, eos=EOS, config=GenerationConfig(max_length=5, **options))
+        assert not {DecoderCache, FusedStep, Search} & {type(thing) for thing in gc.get_objects()}
+    finally:
+        gc.enable()
 
 
 def test_a_row_keeps_its_place_where_it_can():

@@ -8,6 +8,7 @@ place where it can, and only rows that moved are copied; `rows` says where the c
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
@@ -60,8 +61,9 @@ class DecoderCache:
         self._sentences = list(range(batch))  # of the slots: where in _cross
         self._order: tuple[Tensor, Tensor] | None = None
         self.grid: tuple[Tensor, Tensor, int] | None = None
+        me = weakref.proxy(self)  # no circle: what was cached is free at once, not when garbage is next collected
         self.layers = [
-            LayerCache(_Own(self, i, layer.attn_1, self._most_rows), _Cross(self, i, record and i == len(layers) - 1))
+            LayerCache(_Own(me, i, layer.attn_1, self._most_rows), _Cross(me, i, record and i == len(layers) - 1))
             for i, layer in enumerate(layers)
         ]
 

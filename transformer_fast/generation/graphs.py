@@ -10,6 +10,7 @@ class of rows and each capacity of the cache that a call meets.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -111,8 +112,9 @@ class StaticStep:
         self._sentences = list(range(batch))  # of the slots
         self._tell_sentences()
         self._replays: dict[tuple[int, int], Replay] = {}
+        me = weakref.proxy(self)  # no circle, as in `DecoderCache`
         self.layers = [
-            LayerCache(_Own(self, i, layer.attn_1, self._rows), _Cross(self, i)) for i, layer in enumerate(layers)
+            LayerCache(_Own(me, i, layer.attn_1, self._rows), _Cross(me, i)) for i, layer in enumerate(layers)
         ]
 
     def next_logits(self, tokens: Tensor) -> Tensor:
