@@ -1,9 +1,9 @@
-"""Not a test: a program for `test_checkpoint.py` that trains and is killed by SIGKILL, part after part.
+"""Not a test: a program for `test_killed.py` that trains and is killed by SIGKILL, part after part.
 
-    python killed_training.py THREADS < jobs
+    python killed_training.py < jobs
 
-A job is a line of json, {"config": {...}, "kills": ["half:7", "time:0.3"]}, and is answered by a line. torch is
-imported once and every part runs in a fork of it, so that many kills fit in a test. A kill is
+A job is a line of json, {"config": {...}, "kills": ["half:7", "time:0.3"], "threads": 1}, and is answered by a line.
+torch is imported once and every part runs in a fork of it, so that many kills fit in a test. A kill is
 
     time:S     S seconds after the part began training, by its parent
     before:N   just before the N-th thing the part does to the disk (a flushed file, a rename, a deletion)
@@ -77,12 +77,13 @@ def lay_in_wait(moment: str, number: int) -> None:
     checkpoint.os = SimpleNamespace(**{**vars(os), **renames})
 
 
-def part(config: TrainConfig, kill: str | None) -> int:
+def part(config: TrainConfig, kill: str | None, threads: int) -> int:
     """Run one part in a fork; its wait status."""
     ready, announce = os.pipe()
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(threads)
             moment, _, number = (kill or "").partition(":")
             if moment in ("before", "half", "after"):
                 lay_in_wait(moment, int(number))
@@ -101,18 +102,17 @@ def part(config: TrainConfig, kill: str | None) -> int:
 
 def run(job: dict[str, Any]) -> str:
     """Every part of a job; "ok", or what went otherwise than asked for."""
-    config = TrainConfig.from_dict(job["config"])
+    config, threads = TrainConfig.from_dict(job["config"]), job["threads"]
     for kill in job["kills"]:
-        status = part(config, kill)
+        status = part(config, kill, threads)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
         if not killed and not (kill.startswith("time:") and status == 0):
             return f"the part to be killed at {kill} ended with status {status}"
-    status = part(config, None)
+    status = part(config, None, threads)
     return "ok" if status == 0 else f"the last part ended with status {status}"
 
 
 def main() -> None:
-    torch.set_num_threads(int(sys.argv[1]))
     # Imports a good part of torch, once, and computes nothing: threads started here would not survive a fork.
     torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], fused=True)
     print("ready", flush=True)
