@@ -113,8 +113,14 @@ def test_width_one(device):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_widest_rows(kind, device):
-    compare(*make(5, 65_536, torch.float32, True, device=device), kind, 0.1)
+@pytest.mark.parametrize("dtype", SIXTEEN_AND_32)
+def test_the_widest_rows(dtype, kind, device):
+    compare(*make(3, 65_536, dtype, True, device=device), kind, 0.1)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("layer", torch.float32), ("std", torch.bfloat16)])
+def test_millions_of_rows(kind, dtype, device):
+    compare(*make(2**20 + 3, 3, dtype, True, device=device), kind, eps=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -228,6 +234,21 @@ def test_one_of_the_two_outputs_used_alone(used, device):
         expected = torch.autograd.grad(oracle("layer", 1e-5, 0.3, seed.to(device))(*leaves)[used], leaves[:2], grads[0])
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (3,), (0, 1), (2, 3), (0, 1, 3)], ids=str)
+@pytest.mark.parametrize("fused", FUSED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_inputs_leave_the_other_gradients_as_they_are(kind, fused, frozen, device):
+    residual, dropout_p = FUSED[fused]
+    tensors, grads = make(65, 37, torch.float32, residual, device=device)
+    with fixed_seed(5):
+        _, *expected = outcome(door(kind, 1e-5, dropout_p), tensors, grads)[residual:]
+        leaves = [t if t is None else t.clone().requires_grad_(i not in frozen) for i, t in enumerate(tensors)]
+        outputs = door(kind, 1e-5, dropout_p)(*leaves)
+    torch.autograd.backward(outputs if residual else [outputs], grads)
+    for leaf, gradient in zip((t for t in leaves if t is not None), expected, strict=True):
+        assert torch.equal(leaf.grad, gradient) if leaf.requires_grad else leaf.grad is None
 
 
 def test_layer_is_what_torch_computes(device):

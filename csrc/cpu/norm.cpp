@@ -52,8 +52,8 @@ struct Weights {
     const OptionalTensor& given = weight_ ? weight_ : bias_;
     if (given && given->scalar_type() == activations && (!bias_ || bias_->scalar_type() == activations))
       type = activations;
-    if (weight_) weight = weight_->to(type).contiguous();
-    if (bias_) bias = bias_->to(type).contiguous();
+    if (weight_) weight = in_type(*weight_, type).contiguous();
+    if (bias_) bias = in_type(*bias_, type).contiguous();
   }
 };
 
@@ -218,13 +218,25 @@ struct Backward {
   Matrix<T> dy, x, grad_summed;     // in; grad_summed may be absent
   const W* weight;                  // in; may be absent
   const A *mean, *rstd;             // in
-  Matrix<T> grad_x, grad_residual;  // out; grad_residual only with dropout, where it differs from grad_x
+  Matrix<T> grad_x, grad_residual;  // out; absent if not asked for; grad_residual differs with dropout only
   int64_t d;
   bool std, drop, has_weight_grad, has_bias_grad;
   Dropout dropout;
 
+  // One row's part of the weight gradients, added to dw and db, where the rows need none.
+  void weights_of_row(int64_t r, A* dw, A* db) const {
+    const T *dy_row = dy.row(r), *x_row = x.row(r);
+    const A mean_r = mean[r], rstd_r = rstd[r];
+    for_columns<A>(0, d, [&](int64_t c, auto count, int) {
+      const auto g = load(dy_row + c, count);
+      if (has_weight_grad) store(dw + c, load(dw + c, count) + g * rstd_r * (load(x_row + c, count) - mean_r), count);
+      if (has_bias_grad) store(db + c, load(db + c, count) + g, count);
+    });
+  }
+
   // One row's gradients, and its part of the weight gradients added to dw and db.
   void row(int64_t r, A* dw, A* db) const {
+    if (!grad_x) return weights_of_row(r, dw, db);
     const T *dy_row = dy.row(r), *x_row = x.row(r);
     const A mean_r = mean[r], rstd_r = rstd[r];
     const auto [shift, tilt] = std ? row_gradient<true, T, W>(dy_row, x_row, weight, mean_r, rstd_r, d)
@@ -261,18 +273,19 @@ struct Backward {
 
 NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
                             const OptionalTensor& weight, const void* mean, const void* rstd, bool std,
-                            double dropout_p, const OptionalTensor& seed, bool has_bias) {
+                            double dropout_p, const OptionalTensor& seed, NormNeeds needs) {
   const Tensor dy_rows = as_rows(grad_out), x_rows = as_rows(x);
   const OptionalTensor grad_summed_rows = as_rows(grad_summed);
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
-  const bool drop = dropout_p > 0, has_weight = weight.has_value();
-  NormGradients gradients{at::cpu::empty(x.sizes(), x.options())};
-  if (drop) gradients.residual = at::cpu::empty(x.sizes(), x.options());
+  const bool drop = dropout_p > 0;
+  NormGradients gradients;
+  if (needs.rows) gradients.x = at::cpu::empty(x.sizes(), x.options());
+  if (needs.rows && drop) gradients.residual = at::cpu::empty(x.sizes(), x.options());
   const Weights weights(weight, {}, x.scalar_type(), statistics_type(x));
   const auto partial_options = x.options().dtype(statistics_type(x));
   const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
-  const Tensor weight_partials = has_weight ? at::cpu::empty({chunks * d}, partial_options) : Tensor();
-  const Tensor bias_partials = has_bias ? at::cpu::empty({chunks * d}, partial_options) : Tensor();
+  const Tensor weight_partials = needs.weight ? at::cpu::empty({chunks * d}, partial_options) : Tensor();
+  const Tensor bias_partials = needs.bias ? at::cpu::empty({chunks * d}, partial_options) : Tensor();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm_backward", [&] {
     using A = Accumulate<scalar_t>;
     using M = Matrix<scalar_t>;
@@ -280,20 +293,20 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
       using W = decltype(weight_type);
       const Backward<scalar_t, W> backward{
           M(dy_rows), M(x_rows), M(grad_summed_rows), pointer<W>(weights.weight),
-          static_cast<const A*>(mean), static_cast<const A*>(rstd), M(gradients.x, d), M(gradients.residual, d), d, std, drop, has_weight, has_bias,
-          make_dropout(dropout_p, seed)};
+          static_cast<const A*>(mean), static_cast<const A*>(rstd), M(gradients.x, d), M(gradients.residual, d),
+          d, std, drop, needs.weight, needs.bias, make_dropout(dropout_p, seed)};
       A *dw = result_pointer<A>(weight_partials), *db = result_pointer<A>(bias_partials);
       at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
         for (int64_t k = begin; k < end; ++k)
           backward.chunk(k * per_chunk, std::min(rows, (k + 1) * per_chunk), dw ? dw + k * d : dw,
                          db ? db + k * d : db);
       });
-      if (has_weight) gradients.weight = sum_partials<W, A>(weight_partials, chunks, d, weights.type);
-      if (has_bias) gradients.bias = sum_partials<W, A>(bias_partials, chunks, d, weights.type);
+      if (needs.weight) gradients.weight = sum_partials<W, A>(weight_partials, chunks, d, weights.type);
+      if (needs.bias) gradients.bias = sum_partials<W, A>(bias_partials, chunks, d, weights.type);
     };
     weights.type == x.scalar_type() ? run(scalar_t{}) : run(A{});
   });
-  if (has_weight) gradients.weight = gradients.weight.to(weight->scalar_type());
+  if (needs.weight) gradients.weight = in_type(gradients.weight, weight->scalar_type());
   return gradients;
 }
 
@@ -322,7 +335,7 @@ FourTensors layer_norm_backward(const Tensor& grad_out, const OptionalTensor& gr
                                 bool has_bias) {
   const Tensor means = mean.contiguous(), rstds = rstd.contiguous();
   const auto gradients = norm_backward(grad_out, grad_summed, x, weight, means.const_data_ptr(), rstds.const_data_ptr(),
-                                       std, dropout_p, seed, has_bias);
+                                       std, dropout_p, seed, {true, weight.has_value(), has_bias});
   const auto weight_options = x.options().dtype(weight ? weight->scalar_type() : x.scalar_type());
   return {gradients.x, or_empty(gradients.residual, x.options()), or_empty(gradients.weight, weight_options),
           or_empty(gradients.bias, weight_options).to(weight_options)};

@@ -25,6 +25,7 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
     double dropout_p;
     bool has_residual;
     std::optional<at::ScalarType> bias;
+    NormNeeds needs;
   };
 
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
@@ -35,7 +36,9 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
     const auto [mean, rstd] = mean_and_rstd(statistics);
     auto [out, summed] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, mean, rstd);
     ctx->save_for_backward({residual ? summed : x, or_undefined(weight), statistics, or_undefined(seed)});
-    keep(ctx, Options{std, dropout_p, residual.has_value(), bias ? std::optional(bias->scalar_type()) : std::nullopt});
+    const NormNeeds needs{requires_grad(x) || requires_grad(residual), requires_grad(weight), requires_grad(bias)};
+    keep(ctx, Options{std, dropout_p, residual.has_value(), bias ? std::optional(bias->scalar_type()) : std::nullopt,
+                      needs});
     ctx->set_materialize_grads(false);
     return residual ? variable_list{out, summed} : variable_list{out};
   }
@@ -54,9 +57,9 @@ struct LayerNorm : torch::autograd::Function<LayerNorm> {
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
     const auto [mean, rstd] = mean_and_rstd(saved[2]);
     auto gradients = norm_backward(grad_out, or_none(grad_summed), x, or_none(weight), mean, rstd, options.std,
-                                   options.dropout_p, or_none(saved[3]), options.bias.has_value());
+                                   options.dropout_p, or_none(saved[3]), options.needs);
     if (options.has_residual && options.dropout_p == 0) gradients.residual = gradients.x;
-    if (options.bias) gradients.bias = gradients.bias.to(*options.bias);
+    if (gradients.bias.defined()) gradients.bias = in_type(gradients.bias, *options.bias);
     return {gradients.x, gradients.residual, gradients.weight, gradients.bias};
   }
 };
