@@ -15,16 +15,16 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton_kernels import SHARED_LIMIT, cases, compile_launch
 
-SPILL_LIMIT = 2048
-"""Bytes a thread may spill where spilling is allowed at all: fp32, and head sizes above 128."""
-
 CASES = list(cases())
 
 
-def may_spill(name: str) -> bool:
-    """16-bit attention up to d 128, and everything else, must not; fp32 and wider heads are bounded."""
+def spill_limit(name: str) -> int:
+    """Bytes a thread may spill: none, but in attention of fp32 or of heads above 128, and in the backward of norms of
+    more than 8192 columns, whose fp32 sums of the weight gradients fill half of the registers."""
     head = re.search(r"attention \S+ (\S+) d(\d+)", name)
-    return head is not None and (head[1] == "float32" or int(head[2]) > 128)
+    if head is not None and (head[1] == "float32" or int(head[2]) > 128):
+        return 2048
+    return 256 if re.search(r"norm backward .* slices of [34] blocks$", name) else 0
 
 
 @pytest.mark.parametrize(("arch", "launch"), CASES, ids=[f"sm_{arch} {launch.name}" for arch, launch in CASES])
@@ -32,7 +32,7 @@ def test_compiles_within_the_machine(arch, launch, record_property):
     compiled = compile_launch(launch, arch)
     record_property("compiled", json.dumps(asdict(compiled)))
     assert compiled.shared <= SHARED_LIMIT[arch], f"{compiled.shared} bytes of shared memory"
-    assert compiled.spill_bytes <= (SPILL_LIMIT if may_spill(compiled.name) else 0), f"{compiled.spill_bytes} spilled"
+    assert compiled.spill_bytes <= spill_limit(compiled.name), f"{compiled.spill_bytes} spilled"
     if arch == 90 and compiled.rows_of_16_bit_dot >= 64:
         assert compiled.wgmma > 0, "a 16-bit matrix product that does not use the tensor core's wgmma"
     elif arch == 90 and compiled.rows_of_16_bit_dot > 0:

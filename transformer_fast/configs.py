@@ -156,6 +156,7 @@ class NormConfig:
         num_warps: warps a program.
         num_stages: depth of the software pipeline over the rows or columns.
         programs_per_multiprocessor: how many programs share the rows of the backward, and so the fp32 partial sums.
+        most_blocks: of how many blocks of columns of a wider row one program of the backward has the gradients.
     """
 
     block_rows: int
@@ -163,6 +164,7 @@ class NormConfig:
     num_warps: int
     num_stages: int = 1
     programs_per_multiprocessor: int = 4
+    most_blocks: int = 1
 
 
 def _norm_table() -> dict[tuple[str, int], NormConfig]:
@@ -173,8 +175,7 @@ def _norm_table() -> dict[tuple[str, int], NormConfig]:
     """
     table = {
         ("forward", 0): NormConfig(1, 4096, 8),
-        ("backward", 0): NormConfig(1, 4096, 8),
-        ("stripes", 0): NormConfig(8, 256, 4),
+        ("backward", 0): NormConfig(1, 4096, 16, 3, 1, 4),
         ("sum", 0): NormConfig(32, 64, 4),
     }
     for columns in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
@@ -189,7 +190,7 @@ NORM = Table(_norm_table())
 
 
 def norm_config(kernel: str, d: int) -> NormConfig:
-    """The config of a norm kernel ("forward", "backward", "stripes", "sum") for rows of d columns."""
+    """The config of a norm kernel ("forward", "backward", "sum") for rows of d columns."""
     columns = max(64, 1 << (d - 1).bit_length())
     return NORM.get((kernel, columns)) or NORM[kernel, 0]
 

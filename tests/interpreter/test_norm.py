@@ -22,10 +22,9 @@ SEED = torch.tensor([-987654321987654321], device=DEVICE)
 def small_tiles(monkeypatch):
     """Rows wider than 64 take the kernels for any width, so that a small matrix reaches every loop of them."""
     for kernel in ("forward", "backward"):
-        monkeypatch.setitem(NORM, (kernel, 0), NormConfig(1, 32, 4))
+        monkeypatch.setitem(NORM, (kernel, 0), NormConfig(1, 32, 4, 1, 2, 3))
         for width in (128, 256):
             monkeypatch.delitem(NORM, (kernel, width))
-    monkeypatch.setitem(NORM, ("stripes", 0), NormConfig(2, 64, 4, 1, 1))
 
 
 def random(*shape, dtype=torch.float32):
@@ -98,6 +97,12 @@ def test_matches_the_oracle(rows, d, dtype, std, fused):
 def test_rows_wider_than_a_tile_match_the_oracle(rows, d, std, fused, small_tiles):
     residual, p = FUSED[fused]
     compare(*make(rows, d, torch.float32, residual), std, p)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_widest_rows(dtype, monkeypatch):
+    monkeypatch.setitem(NORM, ("sum", 0), NormConfig(8, 4096, 4))  # fewer programs: they run one after the other
+    compare(*make(2, 65_536, dtype, True), True, 0.3)
 
 
 def test_more_rows_than_programs():

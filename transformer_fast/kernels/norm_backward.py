@@ -5,8 +5,15 @@ With g = dy * weight and h = (x - mean) * rstd both norms have dx = rstd * (g - 
     layer: slope = sum(g h) / d
     std:   slope = sum(g h) / sqrt(sum(h h) * (d - 1)), which holds for any eps; 0 for a constant row, where h = 0
 
-A bounded number of programs walks the rows; each keeps its part of the weight gradients in registers and stores it once
-as a row of an fp32 buffer, which a last kernel sums in a fixed order. No atomics: two runs agree bit for bit.
+A bounded number of programs shares the rows; each keeps its part of the weight gradients in registers and stores it
+once as a row of an fp32 buffer, which a last kernel sums in a fixed order. No atomics: two runs agree bit for bit.
+
+Rows of up to 4096 columns stay in registers from the averages to the gradients. A wider row is cut into slices of up to
+16,384 columns, one program each: the sums of a slice take 64 of a thread's 128 registers, so that the row itself is
+read again after the averages, and read for the averages by every program of it. Memory sees one pass all the same:
+programs of one row run side by side, and their rows (65,536 columns of bf16: 256 KB of dy and x, 9 MB in the whole of
+an H100) lie in its L2 cache. An element of 16 bits costs 6 bytes of memory, and of the L2 cache 10 with one slice, 4
+more with each further one.
 """
 
 from collections.abc import Iterator
@@ -84,72 +91,80 @@ def _backward_kernel(
         tl.store(partials + tl.num_programs(0).to(tl.int64) * d, tl.sum(bias_sum, 0), mask=columns < d)
 
 
-@triton.jit(do_not_specialize=["threshold"])
+@triton.jit(do_not_specialize=["n_rows", "threshold"])
 def _backward_wide_kernel(
-    dy, grad_summed, x, weight, mean, rstd, grad_x, grad_residual, seed,
-    d, dy_stride, grad_summed_stride, x_stride, threshold, rescale, STD: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    dy, grad_summed, x, weight, mean, rstd, grad_x, grad_residual, partials, seed,
+    n_rows, d, dy_stride, grad_summed_stride, x_stride, threshold, rescale,
+    STD: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One row of any width, without the weight gradients: two walks over its columns, the second out of a cache."""
+    """Rows of more than BLOCK_COLUMNS columns: a program has BLOCKS blocks of columns of every row it takes, its slice.
+
+    It walks the whole row for the averages, and its slice, now in a cache, for the gradients.
+    """
     DROPOUT: tl.constexpr = seed is not None
     key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)
-    rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    row_mean = tl.load(mean + rows)[:, None]
-    row_rstd = tl.load(rstd + rows)[:, None]
-    g_sum = tl.zeros((1, BLOCK_COLUMNS), tl.float32)
-    gh_sum = tl.zeros((1, BLOCK_COLUMNS), tl.float32)
-    hh_sum = tl.zeros((1, BLOCK_COLUMNS), tl.float32)
-    for start in range(0, d, BLOCK_COLUMNS):
-        g, h, _, _ = _wide_tile(dy, x, weight, rows, row_mean, row_rstd, start, dy_stride, x_stride, d, BLOCK_COLUMNS)
-        g_sum += g
-        gh_sum += g * h
-        hh_sum += h * h
-    average = (tl.sum(g_sum, 1) / d)[:, None]
-    slope = _slope(tl.sum(gh_sum, 1), tl.sum(hh_sum, 1), d, STD)[:, None]
-    for start in range(0, d, BLOCK_COLUMNS):
-        g, h, columns, inside = _wide_tile(
-            dy, x, weight, rows, row_mean, row_rstd, start, dy_stride, x_stride, d, BLOCK_COLUMNS
-        )
-        _store_gradients(
-            (g - average - h * slope) * row_rstd, grad_summed, grad_x, grad_residual, rows, start, columns, inside,
-            grad_summed_stride, d, key_low, key_high, threshold, rescale, DROPOUT,
-        )  # fmt: skip
+    slices = tl.cdiv(d, BLOCKS * BLOCK_COLUMNS)
+    programs = tl.num_programs(0) // slices
+    program = tl.program_id(0) // slices
+    first = tl.program_id(0) % slices * (BLOCKS * BLOCK_COLUMNS)
+    zeros = tl.zeros((1, BLOCK_COLUMNS), tl.float32)
+    weight_sums = (zeros,) * BLOCKS
+    bias_sums = (zeros,) * BLOCKS
+    for row in tl.range(program, n_rows, programs, disable_licm=True):
+        rows = tl.cast(row, tl.int64) + tl.arange(0, 1)
+        row_mean = tl.load(mean + rows)[:, None]
+        row_rstd = tl.load(rstd + rows)[:, None]
+        g_sum = zeros
+        gh_sum = zeros
+        hh_sum = zeros
+        for start in tl.range(0, d, BLOCK_COLUMNS, num_stages=STAGES):
+            _, g, h, _, _ = _block_of_row(
+                dy, x, weight, rows, row_mean, row_rstd, start, dy_stride, x_stride, d, BLOCK_COLUMNS
+            )
+            g_sum += g
+            gh_sum += g * h
+            hh_sum += h * h
+        average = (tl.sum(g_sum, 1) / d)[:, None]
+        slope = _slope(tl.sum(gh_sum, 1), tl.sum(hh_sum, 1), d, STD)[:, None]
+        new_weight_sums = ()
+        new_bias_sums = ()
+        for block in tl.static_range(BLOCKS):
+            # Adds nothing, but leaves no address or mask of a block to be kept in registers from row to row.
+            start = tl.multiple_of(first + block * BLOCK_COLUMNS + tl.minimum(row, 0), 16)
+            dy_tile, g, h, columns, inside = _block_of_row(
+                dy, x, weight, rows, row_mean, row_rstd, start, dy_stride, x_stride, d, BLOCK_COLUMNS
+            )
+            _store_gradients(
+                (g - average - h * slope) * row_rstd, grad_summed, grad_x, grad_residual, rows, start, columns, inside,
+                grad_summed_stride, d, key_low, key_high, threshold, rescale, DROPOUT,
+            )  # fmt: skip
+            new_weight_sums += (weight_sums[block] + dy_tile * h,)
+            new_bias_sums += (bias_sums[block] + dy_tile,)
+        weight_sums = new_weight_sums
+        bias_sums = new_bias_sums
+    if partials is not None:
+        rows = tl.cast(program, tl.int64) + tl.arange(0, 1)
+        for block in tl.static_range(BLOCKS):
+            columns = first + block * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
+            offsets = rows[:, None] * d + columns[None, :]
+            inside = (columns < d)[None, :]
+            tl.store(partials + offsets, weight_sums[block], mask=inside)
+            tl.store(partials + tl.cast(programs, tl.int64) * d + offsets, bias_sums[block], mask=inside)
 
 
 @triton.jit
-def _wide_tile(
+def _block_of_row(
     dy, x, weight, rows, row_mean, row_rstd, start, dy_stride, x_stride, d, BLOCK_COLUMNS: tl.constexpr
 ):  # fmt: skip
+    """dy, g and h of one block of columns, fp32 (1, BLOCK_COLUMNS) and 0 outside; the columns; which are inside."""
     columns = start + tl.arange(0, BLOCK_COLUMNS)
     inside = (columns < d)[None, :]
-    g = load_tile(dy, rows, columns, inside, dy_stride)
+    dy_tile = load_tile(dy, rows, columns, inside, dy_stride)
+    h = tl.where(inside, (load_tile(x, rows, columns, inside, x_stride) - row_mean) * row_rstd, 0.0)
+    g = dy_tile
     if weight is not None:
         g *= tl.load(weight + columns, mask=columns < d, other=0.0).to(tl.float32)[None, :]
-    h = tl.where(inside, (load_tile(x, rows, columns, inside, x_stride) - row_mean) * row_rstd, 0.0)
-    return g, h, columns, inside
-
-
-@triton.jit(do_not_specialize=["n_rows", "programs"])
-def _wide_weights_kernel(
-    dy, x, mean, rstd, partials, n_rows, d, dy_stride, x_stride, programs,
-    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """Partial weight gradients of wide rows: a program keeps a stripe of columns and takes every programs-th tile."""
-    stripe = tl.program_id(0) // programs
-    program = tl.program_id(0) % programs
-    columns = stripe * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-    weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-    bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-    for tile in range(program, tl.cdiv(n_rows, BLOCK_ROWS), programs):
-        rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        inside = (rows < n_rows)[:, None] & (columns < d)[None, :]
-        dy_tile = load_tile(dy, rows, columns, inside, dy_stride)
-        row_mean = tl.load(mean + rows, mask=rows < n_rows, other=0.0)[:, None]
-        row_rstd = tl.load(rstd + rows, mask=rows < n_rows, other=0.0)[:, None]
-        weight_sum += dy_tile * (load_tile(x, rows, columns, inside, x_stride) - row_mean) * row_rstd
-        bias_sum += dy_tile
-    partials += tl.cast(program, tl.int64) * d + columns
-    tl.store(partials, tl.sum(weight_sum, 0), mask=columns < d)
-    tl.store(partials + tl.cast(programs, tl.int64) * d, tl.sum(bias_sum, 0), mask=columns < d)
+    return dy_tile, g, h, columns, inside
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -188,14 +203,19 @@ def sum_of_partials(partials: Tensor, grad_weight: Tensor | None, grad_bias: Ten
     )  # fmt: skip
 
 
+def slices_of(d: int) -> tuple[int, int]:
+    """(slices, blocks): a row of d columns is cut into `slices` for as many programs, of `blocks` blocks each."""
+    config = norm_config("backward", d)
+    blocks = blocks_of(d, config.block_columns)
+    slices = blocks_of(blocks, config.most_blocks)
+    return slices, blocks_of(blocks, slices)
+
+
 def sharing_programs(n_rows: int, d: int, multiprocessors: int) -> int:
-    """How many programs share the rows, and have fp32 partial sums of the weight gradients each."""
-    config, stripes = norm_config("backward", d), norm_config("stripes", d)
-    if d <= config.block_columns:
-        most = multiprocessors * config.programs_per_multiprocessor
-        return min(blocks_of(n_rows, config.block_rows), most)
-    most = blocks_of(multiprocessors * stripes.programs_per_multiprocessor, blocks_of(d, stripes.block_columns))
-    return min(blocks_of(n_rows, stripes.block_rows), most)
+    """How many programs share the rows of a slice, and have fp32 partial sums of the weight gradients each."""
+    config = norm_config("backward", d)
+    most = multiprocessors * config.programs_per_multiprocessor // slices_of(d)[0]
+    return min(blocks_of(n_rows, config.block_rows), max(most, 1))
 
 
 def backward_launches(
@@ -219,33 +239,24 @@ def backward_launches(
     (2, programs, d), if there are gradients of a weight or bias."""
     n_rows, d = x.shape
     config = norm_config("backward", d)
-    wide = d > config.block_columns
-    stripes = norm_config("stripes", d)
-    matrices = {
-        "dy": dy, "dy_stride": dy.stride(0), "x": x, "x_stride": x.stride(0), "mean": mean, "rstd": rstd, "d": d
-    }  # fmt: skip
+    slices, blocks = slices_of(d)
     arguments = {
-        **matrices, **dropout_arguments(dropout_p, seed), "weight": weight, "grad_summed": grad_summed,
-        "grad_summed_stride": 0 if grad_summed is None else grad_summed.stride(0), "grad_x": grad_x,
-        "grad_residual": grad_residual, "STD": std, "BLOCK_COLUMNS": config.block_columns,
+        "dy": dy, "grad_summed": grad_summed, "x": x, "weight": weight, "mean": mean, "rstd": rstd, "grad_x": grad_x,
+        "grad_residual": grad_residual, "partials": partials, "n_rows": n_rows, "d": d, "dy_stride": dy.stride(0),
+        "grad_summed_stride": 0 if grad_summed is None else grad_summed.stride(0), "x_stride": x.stride(0),
+        "STD": std, "BLOCK_COLUMNS": config.block_columns, **dropout_arguments(dropout_p, seed),
     }  # fmt: skip
     name = f"norm backward {config.block_rows}x{config.block_columns} {x.dtype}"
-    if not wide:
-        arguments |= {"n_rows": n_rows, "partials": partials, "BLOCK_ROWS": config.block_rows}
-        launches = [Launch(name, _backward_kernel, programs, arguments, config.num_warps, config.num_stages)]
+    kernel = _backward_kernel if blocks == 1 else _backward_wide_kernel
+    if blocks == 1:
+        arguments["BLOCK_ROWS"] = config.block_rows
     else:
-        launches = [
-            Launch(f"{name} wide", _backward_wide_kernel, n_rows, arguments, config.num_warps, config.num_stages)
-        ]
-    if partials is None:
-        return launches
-    if wide:
-        shape = {"BLOCK_ROWS": stripes.block_rows, "BLOCK_COLUMNS": stripes.block_columns}
-        arguments = {**matrices, "partials": partials, "n_rows": n_rows, "programs": programs, **shape}
-        grid = triton.cdiv(d, stripes.block_columns) * programs
-        name = f"norm weight gradients {x.dtype} wide"
-        launches.append(Launch(name, _wide_weights_kernel, grid, arguments, stripes.num_warps, stripes.num_stages))
-    return [*launches, sum_of_partials(partials, grad_weight, grad_bias, programs)]
+        arguments |= {"BLOCKS": blocks, "STAGES": config.num_stages}
+        name += f", slices of {blocks} blocks"
+    launches = [Launch(name, kernel, slices * programs, arguments, config.num_warps, config.num_stages)]
+    if partials is not None:
+        launches.append(sum_of_partials(partials, grad_weight, grad_bias, programs))
+    return launches
 
 
 def norm_backward(
@@ -301,7 +312,9 @@ def compile_cases(arch: str) -> Iterator[Launch]:
     """The launches of every backward config, with everything switched on; the widest in fp32 too."""
     widths = sorted(width for kernel, width in NORM if kernel == "backward" and width > 0)
     names = set()
-    for d, dtype in [*((d, torch.bfloat16) for d in (*widths, 65536)), (widths[-1], torch.float32)]:
+    wide = (2 * widths[-1], 3 * widths[-1], 65536)  # slices of two, three and four blocks
+    in_bf16 = ((d, torch.bfloat16) for d in (*widths, *wide))
+    for d, dtype in [*in_bf16, (widths[-1], torch.float32), (65536, torch.float32)]:
         x = torch.empty((1024, d), dtype=dtype, device="meta")
         vector = torch.empty((d,), dtype=torch.float32, device="meta")
         statistics = torch.empty((1024,), dtype=torch.float32, device="meta")
