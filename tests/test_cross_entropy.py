@@ -67,7 +67,7 @@ def test_loss_and_gradients(options, bias, dtype, device):
         assert_as_exact_as_eager(a, e, x, what=name, ulps=4 * rows**0.5 if name != "grad_x" else 8)
 
 
-@pytest.mark.parametrize("vocabulary", [1, 2, 15, 16, 17, 64, 257, 1025])
+@pytest.mark.parametrize("vocabulary", [1, 2, 15, 16, 17, 64, 257, 1025, 70_001])
 def test_any_vocabulary(vocabulary, device):
     leaves, target = inputs(device, rows=9, vocabulary=vocabulary)
     options = {"label_smoothing": 0.3, "ignore_index": 0}
@@ -75,6 +75,15 @@ def test_any_vocabulary(vocabulary, device):
     actual = outcome(linear_cross_entropy, leaves, target, **options, reduction="sum")
     for a, e in zip(actual, outcome(eager, leaves, target, **options, reduction="sum"), strict=True):
         torch.testing.assert_close(a, e, atol=2e-5, rtol=1e-4)
+
+
+def test_millions_of_rows(device):
+    leaves, target = inputs(device, rows=2**20 + 2, vocabulary=5, d=2)
+    actual = outcome(linear_cross_entropy, leaves, target, label_smoothing=0.1, ignore_index=IGNORED)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    results = (outcome(eager, t, target, label_smoothing=0.1, ignore_index=IGNORED) for t in (leaves, wide))
+    for name, a, e, x in zip(("loss", "grad_x", "grad_weight", "grad_bias"), actual, *results, strict=True):
+        assert_as_exact_as_eager(a, e, x, what=name, ulps=8 if name == "grad_x" else 4 * target.numel() ** 0.5)
 
 
 def test_large_and_infinite_logits(device):

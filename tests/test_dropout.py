@@ -46,10 +46,14 @@ def test_matches_the_oracle(dtype, p, added, relu, device):
 
 
 @pytest.mark.parametrize("relu", [False, True])
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2500), (3, 7), (17, 63), (129, 8), (257, 520), (5000, 3)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2500), (3, 7), (17, 63), (129, 8), (257, 520), (5000, 3), (2, 65_536)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_gradient_of_the_bias_at_any_size(dtype, shape, relu, device):
     compare(shape, dtype, 0.2, ["bias"], relu, device)
+
+
+def test_millions_of_rows(device):
+    compare((2**20 + 3, 2), torch.bfloat16, 0.0, ["bias"], True, device)
 
 
 def test_a_32_bit_bias_with_16_bit_rows(device):

@@ -8,6 +8,7 @@ import transformer_fast as tfast
 from transformer_fast.kernels.cross_entropy import cross_entropy_rows
 
 test_opcheck = None  # of the native op
+test_millions_of_rows = None  # a program each, which takes the interpreter milliseconds
 
 
 @pytest.fixture(autouse=True)
