@@ -25,14 +25,19 @@ import torch
 from bench_generation import BEAM, SIZES, VOCAB, Case, sources, ways
 
 KINDS = {
+    "layers in one call": ("decoder_step",),
     "products": ("linear", "addmm", "aten::mm", "matmul", "aten::mv", "addmv", "aten::bmm"),
     "weights rearranged": ("pack_step_weight", "_reorder_linear_weight"),
     "attention": ("attention",),
-    "choice of tokens": ("logsumexp", "softmax", "topk", "aten::max", "amax", "exp_", "sort", "argmax", "aten::sub"),
+    "choice of tokens": (
+        *("best_tokens", "log_normalizer", "logsumexp", "softmax", "topk", "aten::max", "amax", "exp_", "sort"),
+        *("argmax", "aten::sub"),
+    ),
     "rows moved": ("copy_", "index", "cat", "gather", "scatter", "clone"),
     "norms": ("norm",),
 }
-"""A kind of work and what names of ops have in them; the first that fits counts, so rearranging is asked first."""
+"""A kind of work and what names of ops have in them; the first that fits counts, so rearranging is asked first. Layers
+in one call are products, attention and norms of all layers together (generation/fused.py)."""
 
 
 @dataclass

@@ -42,6 +42,15 @@ def test_the_tiny_recipe_is_the_published_one() -> None:
     assert (layer.dropout_3.p, layer.attn_1.dropout.p, layer.ff.dropout.p) == (0.3, 0.0, 0.0)
 
 
+def test_the_base_recipe_is_the_papers() -> None:
+    base = config("--recipe", "paper-base")
+    assert (base.layers, base.d_model, base.heads, base.d_ff, base.norm_first) == (6, 512, 8, 2048, False)
+    assert (base.dropout, base.label_smoothing, base.tie_weights, base.warmup) == (0.1, 0.1, True, 4000)
+    assert (base.vocab_size, base.batch_tokens, base.max_steps, base.average_last) == (37_000, 25_000, 100_000, 5)
+    assert base.lr == pytest.approx(512**-0.5 * 4000**-0.5)
+    assert load_recipe("paper-base").translation == {"beam": 4, "length_penalty": 0.6, "length_norm": "gnmt"}
+
+
 def test_flags_win_over_the_recipe_and_the_recipe_over_the_defaults() -> None:
     changed = config("--recipe", "multi30k-tiny", "--dropout", "0.1", "--norm-first", "--average-last", "0")
     assert (changed.dropout, changed.norm_first, changed.average_last) == (0.1, True, 0)
