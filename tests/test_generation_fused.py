@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers import assert_as_exact_as_eager, poisoned_memory
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast as tfast
 from transformer_fast.generation.decoding import Decoding, check_request
@@ -76,6 +77,34 @@ def calls_of_modules(
 
 def test_no_module_is_called() -> None:
     assert calls_of_modules()[0] == 0
+
+
+class Calls(TorchDispatchMode):
+    """Counts what goes through the dispatcher."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def calls_a_step(layers: int) -> float:
+    torch.manual_seed(0)
+    model = tfast.Transformer(VOCAB, VOCAB, 32, layers, 4, 0.1, d_ff=40).eval()
+    with torch.no_grad():
+        model.out.bias[EOS] = -1e4
+    counts = []
+    for length in (10, 20):
+        with Calls() as calls:
+            config = tfast.GenerationConfig(max_length=length)
+            tfast.generate(model, torch.full((3, 5), 4), bos=BOS, eos=EOS, config=config)
+        counts.append(calls.count)
+    return (counts[1] - counts[0]) / 10
+
+
+def test_a_greedy_step_is_few_calls_and_no_more_for_more_layers() -> None:
+    assert calls_a_step(6) == calls_a_step(1) <= 40
 
 
 HOLES = torch.tensor([[[True, False, True, True, True]]]).expand(3, 1, 5)
