@@ -100,3 +100,9 @@ def test_unwritable_folder(corpus: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"cannot write to the folder .*file/run: Not a directory"):
         train(checkpointed_config(corpus, tmp_path / "file" / "run"), Silent())
+
+
+def test_a_folder_that_nobody_may_write_to(corpus: dict[str, str]) -> None:
+    """The kernel's own, which refuses root too."""
+    with pytest.raises(CheckpointError, match=r"cannot write to the folder /sys/run: \w+"):
+        train(checkpointed_config(corpus, Path("/sys/run")), Silent())

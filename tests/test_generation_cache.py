@@ -13,6 +13,7 @@ from transformer_fast.generation.cache import DecoderCache, _places, move_rows
 from transformer_fast.generation.decoding import Decoding, check_request
 from transformer_fast.generation.fused import FusedStep
 from transformer_fast.kernels import extension
+from transformer_fast.layers import MultiHeadAttention
 
 BOS, EOS, VOCAB = 0, 1, 30
 
@@ -54,6 +55,15 @@ def test_greedy_and_beam_are_the_same_with_and_without(seed, options):
         assert [h.tokens for h in ours] == [h.tokens for h in theirs]
         assert [h.log_prob for h in ours] == pytest.approx([h.log_prob for h in theirs], abs=1e-3)
     assert options.get("tie_weights") or len({tuple(h[0].tokens) for h in got}) > 1
+
+
+def test_the_two_attentions_may_have_other_numbers_of_heads():
+    model = tiny(1)
+    for layer in model.decoder.layers:
+        layer.attn_2 = MultiHeadAttention(2, 32)
+    src, lengths = batch(seed=1)
+    given = {"src_lengths": lengths, "bos": BOS, "eos": EOS, "max_length": 12}
+    assert greedy(model, src, **given) == greedy(model, src, cache=False, **given)
 
 
 def test_past_a_block_and_past_the_positional_table():

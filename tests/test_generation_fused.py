@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers import assert_as_exact_as_eager, poisoned_memory
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast as tfast
@@ -65,6 +66,7 @@ def calls_of_modules(
 ) -> tuple[int, list]:
     """How often a decoder layer was called in a cached search, and its answers."""
     model, calls = tiny(), []
+    hook = register_module_forward_hook(lambda *_: None) if options.pop("hooked", False) else None
     change(model)
     forward = DecoderLayer.forward
     with pytest.MonkeyPatch.context() as patch:
@@ -72,6 +74,8 @@ def calls_of_modules(
         src = torch.randint(2, VOCAB, (3, 5), generator=torch.Generator().manual_seed(0))
         config = tfast.GenerationConfig(beam=2, max_length=6, alignments=options.pop("alignments", False))
         found = tfast.generate(model, src, bos=BOS, eos=EOS, config=config, **options)
+    if hook is not None:
+        hook.remove()
     return len(calls), [h[0].tokens for h in found]
 
 
@@ -112,6 +116,8 @@ REASONS: dict[str, tuple[Callable[[tfast.Transformer], object], dict]] = {
     "a hook on a layer": (lambda m: m.decoder.layers[1].register_forward_hook(lambda *_: None), {}),
     "a hook on a norm": (lambda m: m.decoder.layers[2].norm_3.register_forward_hook(lambda *_: None), {}),
     "a hook on a linear layer": (lambda m: m.decoder.layers[0].ff.linear_2.register_forward_hook(lambda *_: None), {}),
+    "a hook on all modules": (lambda m: None, {"hooked": True}),
+    "a forward of its own": (lambda m: setattr(m.decoder.layers[1].ff, "forward", m.decoder.layers[1].ff.forward), {}),
     "another eps": (lambda m: setattr(m.decoder.layers[1].norm_2, "eps", 1e-3), {}),
     "a linear layer without bias": (lambda m: setattr(m.decoder.layers[1].attn_2.out, "bias", None), {}),
     "a mask with holes": (lambda m: None, {"src_mask": HOLES}),

@@ -49,6 +49,7 @@ class DecoderCache:
         self._most_rows = max(rows, memory.shape[0])
         self._states: Tensor | None = None  # (layers, rows, 2, heads, capacity, d_k)
         layers = list(decoder.layers)
+        self._heads, self._width = layers[0].attn_1.h, layers[0].attn_1.d_k
         known = []
         for layer in layers:
             states = joined(layer.attn_2.k_linear, layer.attn_2.v_linear)(memory)
@@ -102,8 +103,7 @@ class DecoderCache:
         """Keys and values of self-attention, (layers, most rows, 2, heads, capacity, d_k), with room for one more."""
         if self._states is None or self._states.shape[4] <= self.length:
             capacity = BLOCK if self._states is None else 2 * self._states.shape[4]
-            layers, _, _, heads, _, width = self.cross.shape
-            grown = self.cross.new_empty(layers, self._most_rows, 2, heads, capacity, width)
+            grown = self.cross.new_empty(len(self.layers), self._most_rows, 2, self._heads, capacity, self._width)
             if self._states is not None:
                 grown[:, :rows, :, :, : self.length] = self._states[:, :rows, :, :, : self.length]
             self._states = grown
