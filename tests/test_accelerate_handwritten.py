@@ -1,0 +1,220 @@
+"""accelerate on hand-written modules: what it leaves alone, what a module leaves behind, hooks, whole models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import handwritten as hw
+import pytest
+import torch
+import torch.nn.functional as F
+from handwritten_forms import FORMS, B, D, L, S, called_once, fresh, ids, keep, x
+from helpers import fixed_seed
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+from transformer_fast.reference import layers as reference
+from transformer_fast.reference.dialects import bert, d2l, tensorflow
+
+
+def test_the_dropout_mask_is_the_one_of_our_layers() -> None:
+    """A swapped layer draws what transformer_fast.layers draws: exact with the shared mask."""
+    m = reference.DecoderLayer(D, 2, dropout=0.3)
+    ours = tfast.layers.DecoderLayer(D, 2, dropout=0.3)
+    ours.load_state_dict(m.state_dict())
+    tfast.accelerate(m)
+    args = x(), x(S), keep(B, 1, S), keep(1, L, L)
+    with fixed_seed(11):
+        assert torch.equal(m(*args), ours(*args))
+
+
+@pytest.mark.parametrize("name", ["bert", "tensorflow", "d2l encoder", "d2l decoder"])
+def test_the_other_families_as_whole_models(name: str) -> None:
+    m, call = {
+        "bert": (
+            lambda: nn.ModuleList([bert.BERTEmbedding(11, D), bert.MultiHeadedAttention(2, D)]),
+            lambda m: m[1](*[m[0](tokens)] * 3, mask=keep(B, 1, 1, L)),
+        ),
+        "tensorflow": (
+            lambda: tensorflow.Transformer(1, D, 2, 12, 11, 11, 20, 20),
+            lambda m: m(tokens, tokens, *tensorflow.create_masks(tokens, tokens))[0],
+        ),
+        "d2l encoder": (
+            lambda: d2l.TransformerEncoder(11, D, 12, 2, 2, 0.1),
+            lambda m: m(tokens, torch.tensor([3, 7])),
+        ),
+        "d2l decoder": (
+            lambda: d2l.DecoderBlock(D, 12, 2, 0.1, 0),
+            lambda m: m(queries, [memory, torch.tensor([2, 4]), [None]])[0],
+        ),
+    }[name]
+    tokens, queries, memory = ids(), x(), x(S)
+    m = m().eval()
+    results = []
+    for fast in (False, True):
+        torch.manual_seed(2)
+        if fast:
+            assert len(tfast.accelerate(m).swapped) > 1
+        out = call(m)
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(m.parameters()), allow_unused=True)])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["annotated attention", "d2l encoder", "d2l decoder, the chapter's"])
+def test_a_model_that_was_called_before_is_swapped_and_gets_its_attributes_back(name: str) -> None:
+    make, arguments = FORMS[name]
+    m, args = make(), arguments()
+    m(*map(fresh, args))
+    left = {key: value for key, value in m.__dict__.items() if "att" in key}
+    assert left
+    report = tfast.accelerate(m)
+    assert report.rows[0].now, report
+    for key in left:
+        assert getattr(m, key) is left[key]
+    m(*map(fresh, args))
+    assert all(getattr(m, key) is not left[key] for key in left)
+    report.undo()
+    assert {key: m.__dict__[key] for key in left} == left
+
+
+def test_weights_of_a_whole_stack_are_computed_when_looked_at() -> None:
+    encoder = d2l.TransformerEncoder(11, D, 12, 2, 2, 0.1).eval()
+    decoder = hw.D2lDecoder(11, D, 12, 2, 2, 0.1).eval()
+    tokens, memory, lens = ids(), x(S), torch.tensor([2, 4])
+    results = []
+    for fast in (False, True):
+        if fast:
+            tfast.accelerate(encoder), tfast.accelerate(decoder)
+        encoder(tokens, lens), decoder(tokens, [memory, lens, [None, None]])
+        results.append((encoder.attention_weights, *decoder.attention_weights))
+    torch.testing.assert_close(*results)
+
+
+def test_a_lazy_module_is_left_until_its_sizes_are_known() -> None:
+    m = hw.D2lHeads(D, 2, 0.1)
+    found = {row.path: row.why for row in tfast.accelerate(m).left}
+    assert found == {"": "its sizes are not known before its first call"}
+    called_once(m, x(), x(), x(), None)
+    assert tfast.accelerate(m).rows[0].now
+
+
+def test_keyword_arguments_by_the_module_s_own_names() -> None:
+    m = hw.AnnotatedAttention(2, D).eval()
+    q, k, mask = x(), x(S), keep(B, 1, S)
+    expected = m(q, k, k, mask)
+    tfast.accelerate(m)
+    torch.testing.assert_close(m(value=k, query=q, key=k, mask=mask), expected)
+    torch.testing.assert_close(m(q, k, mask=mask, value=k), expected)
+    for wrong in ({}, {"valu": k}):
+        with pytest.raises(TypeError):
+            m(q, k, **wrong)
+
+
+def test_weights_left_behind_are_computed_when_looked_at() -> None:
+    m = hw.AnnotatedAttention(2, D).eval()
+    lens = hw.DotProductAttention(0.1).eval()
+    args = x(), x(S), x(S)
+    m(*args, keep(B, 1, S))
+    mask = keep(B, 1, S)
+    m(*args, mask), lens(*args, torch.tensor([1, 4]))
+    expected = m.attn, lens.attention_weights
+    tfast.accelerate(m), tfast.accelerate(lens)
+    m(*args, mask), lens(*args, torch.tensor([1, 4]))
+    torch.testing.assert_close((m.attn, lens.attention_weights), expected)
+    m.dropout.register_forward_hook(lambda *_: None)  # the module runs as it was written
+    m(*args, mask)
+    torch.testing.assert_close(m.attn, expected[0])
+
+
+def test_hooks_on_what_the_face_skips() -> None:
+    m = reference.EncoderLayer(D, 2, dropout=0.0)
+    seen: list[str] = []
+    for name in ("norm_2", "dropout_1", "attn", "attn.dropout", "ff.linear_1"):
+        m.get_submodule(name).register_forward_hook(lambda *_, name=name: seen.append(name))
+    args = x(), keep(B, 1, L)
+    expected, before = m(*args), list(seen)
+    tfast.accelerate(m)
+    seen.clear()
+    torch.testing.assert_close(m(*args), expected)
+    assert seen == before
+
+
+def test_positions_past_the_table_and_of_other_types_are_the_module_s_own_affair() -> None:
+    m = hw.Positions(D, 0.0, max_len=4)
+    tfast.accelerate(m)
+    assert m(x(3).to(torch.bfloat16)).dtype == torch.float32
+    with pytest.raises(RuntimeError):
+        m(x(5))
+
+
+class DoubledPositions(hw.Positions):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(x * D**0.5 + self.pe[:, : x.size(1)])
+
+
+class DroppedBeforeRelu(hw.AnnotatedFeedForward):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w_2(F.gelu(self.dropout(self.w_1(x))))
+
+
+class DropsElsewhere(hw.Sublayer):
+    def forward(self, x: Tensor, sublayer: Any) -> Tensor:
+        return self.dropout(x + sublayer(self.norm(x)))
+
+
+class Unscaled(hw.Embeddings):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lut(x)
+
+
+@pytest.mark.parametrize("m", [
+    hw.InvertedAttention(2, D), DoubledPositions(D, 0.1), DroppedBeforeRelu(D, 12), DropsElsewhere(D, 0.1),
+    Unscaled(D, 11),
+], ids=lambda m: type(m).__name__)  # fmt: skip
+def test_known_names_with_another_formula_are_left(m: nn.Module) -> None:
+    before, state = type(m), torch.get_rng_state()
+    report = tfast.accelerate(m)
+    assert type(m) is before and report.rows[0].why == "its names are known, but it computes something else", report
+    assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers were used up"
+
+
+def losses(model: nn.Module, call: Callable[[nn.Module], Tensor], steps: int = 10) -> Tensor:
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    values = []
+    for _ in range(steps):
+        loss = call(model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        values.append(loss.detach())
+    return torch.stack(values)
+
+
+def test_ten_steps_of_training_give_the_same_losses() -> None:
+    src, tgt = torch.randint(1, 40, (4, 9)), torch.randint(1, 40, (4, 8))
+    blocked = torch.arange(9) >= torch.tensor([9, 7, 4, 2]).unsqueeze(1)
+    look_ahead = nn.Transformer.generate_square_subsequent_mask(8)
+    a, b, target = torch.randn(4, 9, 16), torch.randn(4, 8, 16), torch.randn(4, 8, 16)
+
+    def torch_step(m: nn.Module) -> Tensor:
+        out = m(a, b, tgt_mask=look_ahead, src_key_padding_mask=blocked, memory_key_padding_mask=blocked)
+        return (out - target).square().mean()
+
+    def annotated_step(m: nn.Module) -> Tensor:
+        logits = m(src, tgt, ~blocked.unsqueeze(1), tfast.layers.subsequentmask(8))
+        return F.cross_entropy(logits.flatten(0, 1), tgt.flatten())
+
+    models = (
+        (nn.Transformer(16, 2, 2, 2, 32, dropout=0.0, batch_first=True), torch_step),
+        (hw.Annotated(40, 16, 2, 32, 2, dropout=0.0), annotated_step),
+        (reference.Transformer(40, 40, 16, 2, 2, 0.0), annotated_step),
+    )
+    for model, step in models:
+        fast = copy.deepcopy(model)
+        assert tfast.accelerate(fast).swapped
+        torch.testing.assert_close(losses(fast, step), losses(model, step), atol=1e-4, rtol=0)
