@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers import assert_as_exact_as_eager
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -217,6 +219,57 @@ def test_weights_on_request(name: str) -> None:
         expected = getattr(theirs, field, None)
         if expected:
             torch.testing.assert_close(getattr(ours, field), expected, atol=1e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bf16_by_the_gate(name: str) -> None:
+    given = inputs(name, "right")
+    ours, theirs = both(name)
+    tokens = given["attention_mask"] == 1 if name in ("bert", "llama") else ...
+    with torch.no_grad():
+        exact = theirs(**given).logits[tokens]
+        logits, eager = (model.bfloat16()(**given).logits[tokens] for model in (ours, theirs))
+    assert logits.dtype == torch.bfloat16
+    assert_as_exact_as_eager(logits, eager, exact, ulps=4.0)
+
+
+def test_a_saved_model_is_loaded_by_name(tmp_path: Path) -> None:
+    saved, given = build("llama", "eager"), inputs("llama", "right")
+    saved.save_pretrained(tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=tfast_name)
+    assert model.config._attn_implementation == tfast_name
+    tokens = given["attention_mask"] == 1
+    torch.testing.assert_close(model(**given).logits[tokens], saved(**given).logits[tokens], atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", ["llama", "bart"])
+def test_activation_checkpointing_draws_the_same_dropout(name: str) -> None:
+    given, results = inputs(name, "right"), []
+    for again in (False, True):
+        model = build(name, tfast_name, **DROPOUT[name], use_cache=False).train()
+        if again:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        torch.manual_seed(3)
+        model(**given).logits.square().mean().backward()
+        results.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*results)
+
+
+def test_a_compiled_step_fills_a_static_cache() -> None:
+    torch._dynamo.reset()
+    (model, eager), given = both("llama"), inputs("llama", "left")
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=12)
+    with torch.no_grad():
+        logits = compiled(**given, past_key_values=cache, use_cache=True).logits
+    tokens = given["attention_mask"] == 1
+    torch.testing.assert_close(logits[tokens], eager(**given).logits[tokens], atol=2e-4, rtol=2e-3)
+
+
+def test_sequences_packed_into_a_row_by_their_positions() -> None:
+    ids, places = torch.randint(4, 40, (1, 9)), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1]])
+    ours, theirs = (m(input_ids=ids, position_ids=places, use_cache=False).logits for m in both("llama"))
+    torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-3)
 
 
 def test_a_prepared_additive_mask() -> None:
