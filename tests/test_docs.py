@@ -31,8 +31,9 @@ def test_examples_run(page):
     """All examples of a page, one after the other."""
     if page.stem == "huggingface":
         pytest.importorskip("transformers")
-    examples = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
-    assert examples
+    text = page.read_text()
+    examples = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    assert examples and 2 * len(examples) == text.count("```"), "every block is an example and is run"
     names: dict = {}
     for number, example in enumerate(examples, start=1):
         exec(compile(example, f"{page.name}, example {number}", "exec"), names)

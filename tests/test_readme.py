@@ -1,10 +1,14 @@
 """What README shows must run."""
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
+
+import transformer_fast as tfast
+from transformer_fast import cli
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -63,6 +67,50 @@ def test_the_twelve_lines_of_accelerate(capsys):
     differences = [float(text) for text in re.findall(r"largest difference: (\S+)", shown)]
     assert len(differences) == 2 and max(differences) <= 1e-4
     assert "layers.TransformerEncoder" in shown and "fused Encoder" in shown
+
+
+def test_the_line_for_hugging_face():
+    transformers = pytest.importorskip("transformers")
+    example = re.findall(r"```python\n(tfast\.integrations.*?)```", TEXT, re.DOTALL)[0]
+
+    class AutoModelForSeq2SeqLM:
+        """Instead of a model from the network a small one of the same kind."""
+
+        @staticmethod
+        def from_pretrained(name, **options):
+            assert name == "Helsinki-NLP/opus-mt-en-de"
+            sizes = {"vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
+            heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+            ids = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
+            config = transformers.MarianConfig(**sizes, **heads, **ids, **options)
+            return transformers.MarianMTModel(config)
+
+    names = {"tfast": tfast, "AutoModelForSeq2SeqLM": AutoModelForSeq2SeqLM}
+    exec(example, names)
+    assert names["model"].config._attn_implementation == "transformer_fast"
+    assert names["model"](torch.ones(1, 3).long(), decoder_input_ids=torch.ones(1, 2).long()).logits.isfinite().all()
+
+
+def test_no_example_is_left_out():
+    """Each test above runs one block; the pages under docs/ are run whole by test_docs.py."""
+    assert TEXT.count("```python") == 5 and TEXT.count("```") == 10
+
+
+REQUIRED = "--source train.en --target train.de --save runs/en-de"  # what "train ..." stands for
+
+
+def commands():
+    """Every command line that README and docs/ show, without what a shell does."""
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        text = page.read_text().replace("\\\n", " ")
+        for line in re.findall(r"^    .*-m transformer_fast (.*)$", text, re.MULTILINE):
+            args = re.sub(r"[<>] \S+|  +#.*", "", line).replace("...", REQUIRED)
+            yield pytest.param(args, id=f"{page.stem} {line[:30]}")
+
+
+@pytest.mark.parametrize("line", list(commands()))
+def test_command_lines_are_understood(line):
+    cli._parser(training="train" in line).parse_args(shlex.split(line))
 
 
 @pytest.mark.parametrize("path", re.findall(r"\]\((?!http)([^)#]+)\)", TEXT))

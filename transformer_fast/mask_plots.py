@@ -230,7 +230,7 @@ def _frame(axes: Axes, rows: str, columns: str, title: str) -> None:
     axes.xaxis.tick_top()
     axes.xaxis.set_label_position("top")
     axes.set_xlabel(columns, color=QUIET, fontsize=8, labelpad=2.5)
-    axes.set_ylabel(rows, color=QUIET, fontsize=8, labelpad=1)
+    axes.set_ylabel(rows, color=QUIET, fontsize=8, labelpad=4)
     axes.set_title(title, color=INK, fontsize=8, pad=6, family="monospace")
     for spine in axes.spines.values():
         spine.set_color(RULE)
