@@ -37,15 +37,15 @@ inline void check_ids(const at::Tensor& ids) {
 // Where sequences begin: `offset`, and one more number for each of them where `offsets` is given.
 inline void check_table(
     const at::Tensor& x, const OptionalTensor& table, const Rows& rows, int64_t offset, const OptionalTensor& offsets) {
-  if (!table) return;
-  TORCH_CHECK_VALUE(
-      table->dim() == 2 && table->size(1) == rows.d && offset >= 0 && table->size(0) >= offset + rows.length,
-      "table: expected at least (", offset + rows.length, ", ", rows.d, "), got ", table->sizes());
   TORCH_CHECK_VALUE(
       !offsets || ((offsets->scalar_type() == at::kLong || offsets->scalar_type() == at::kInt) &&
                    offsets->numel() * rows.length == rows.count && offsets->device() == x.device()),
       "offsets: expected an int64 or int32 for each of ", rows.length > 0 ? rows.count / rows.length : 0,
       " sequences, on ", x.device());
+  if (!table) return;
+  TORCH_CHECK_VALUE(
+      table->dim() == 2 && table->size(1) == rows.d && offset >= 0 && table->size(0) >= offset + rows.length,
+      "table: expected at least (", offset + rows.length, ", ", rows.d, "), got ", table->sizes());
   TORCH_CHECK_VALUE(table->device() == x.device(), "table: expected on ", x.device(), ", got ", table->device());
   TORCH_CHECK_TYPE(
       table->scalar_type() == x.scalar_type() || table->scalar_type() == at::kFloat,

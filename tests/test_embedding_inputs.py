@@ -92,6 +92,8 @@ def test_bad_direct_calls_of_the_native_ops_are_refused_too() -> None:
     native = torch.ops.transformer_fast_native
     with pytest.raises(ValueError, match="table: expected at least"):
         native.embed(IDS, W, T[:2], 1.0, 0, None, 0.0, None)
+    with pytest.raises(ValueError, match="offsets: expected an int64 or int32 for each of 2 sequences"):
+        native.embed(IDS, W, None, 1.0, 0, IDS[:1, :1], 0.0, None)  # a kernel reads them with or without a table
     with pytest.raises(ValueError, match="seed"):
         native.add_positional(X, None, 0, None, 0.5, None)
     with pytest.raises(ValueError, match="grad_out"):

@@ -8,7 +8,10 @@
 #include "philox.h"
 #include "vec.h"
 
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
+#include <optional>
 
 namespace transformer_fast {
 namespace {
@@ -99,6 +102,11 @@ struct Dropout {
     return keep ? v * static_cast<A>(rate.scale) : Vector<A>{};
   }
 };
+
+// None where p is 0; else by the seed, an int64 in a tensor.
+inline Dropout dropout_of(double p, const std::optional<at::Tensor>& seed) {
+  return p > 0 ? Dropout(p, *seed->const_data_ptr<int64_t>()) : Dropout();
+}
 
 }  // namespace
 }  // namespace transformer_fast

@@ -23,10 +23,6 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
 
-Dropout make_dropout(double p, const OptionalTensor& seed) {
-  return p > 0 ? Dropout(p, *seed->const_data_ptr<int64_t>()) : Dropout();
-}
-
 // body(row, first column, first element, elements) over stretches of at most kDrawColumns columns of one row.
 template <typename Body>
 void for_stretches(const Tensor& x, Body&& body) {
@@ -46,7 +42,7 @@ Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
   const Tensor input = x.contiguous(), added = residual ? residual->contiguous() : Tensor();
   const Tensor out = at::cpu::empty(x.sizes(), x.options());
   if (x.numel() == 0) return out;
-  const Dropout dropout = make_dropout(p, seed);
+  const Dropout dropout = dropout_of(p, seed);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "dropout", [&] {
     using A = Accumulate<scalar_t>;
     const Tensor biases = bias ? bias->to(c10::CppTypeToScalarType<A>::value).contiguous() : Tensor();
@@ -96,7 +92,7 @@ std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const Option
   const int64_t d = grad_out.size(-1), rows = d > 0 ? grad_out.numel() / d : 0;
   const auto sum_options = grad_out.options().dtype(grad_out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   if (grad_out.numel() == 0) return {out, at::zeros({has_bias ? d : 0}, sum_options)};
-  const Dropout dropout = make_dropout(p, seed);
+  const Dropout dropout = dropout_of(p, seed);
   Tensor grad_bias = has_bias ? Tensor() : at::cpu::empty({0}, sum_options);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad_out.scalar_type(), "dropout_backward", [&] {
     using A = Accumulate<scalar_t>;

@@ -43,10 +43,6 @@ class Ids {
   const int32_t* narrow_;
 };
 
-inline Dropout dropout_of(double p, const OptionalTensor& seed) {
-  return p > 0 ? Dropout(p, *seed->const_data_ptr<int64_t>()) : Dropout();
-}
-
 // Rows of d elements that one thread should at least get: less is not worth waking it for.
 inline int64_t grain(int64_t d) {
   return std::max<int64_t>(1, 16384 / std::max<int64_t>(1, d));

@@ -1,4 +1,4 @@
-// LayerNorm and Norm on the CPU (norm.cpp), as transformer_fast/ops/norm.py documents them.
+// LayerNorm and Norm on the CPU (norm.cpp, norm_backward.cpp), as transformer_fast/ops/norm.py documents them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
