@@ -1,6 +1,7 @@
 """Drop-in layers: same state dict, outputs and gradients as the reference classes of the same name."""
 
 import copy
+import importlib
 import pickle
 
 import pytest
@@ -201,3 +202,29 @@ def test_what_stands_for_the_first_linear_layer_is_called_as_it_is():
     del linear.forward
     linear.bias = None
     assert run().isfinite().all()
+
+
+@pytest.mark.parametrize("norm", ["std", "layer"])
+def test_a_sublayer_of_a_stack_costs_one_norm(norm, monkeypatch):
+    """Between pre-norm layers the sum that ends one and the norm that begins the next are one op, and change no bit."""
+    model = layers.Transformer(11, 12, D, 3, 4, 0.1, norm=norm, d_ff=24)
+    ids, mask = torch.randint(0, 11, (3, 7)), AttentionMask.lengths(torch.tensor([7, 3, 1]))
+    calls = []
+    module = importlib.import_module("transformer_fast.layers.norm")
+    for name in ("layer_norm", "dropout"):
+        op = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *a, op=op, name=name, **k: calls.append(name) or op(*a, **k))
+
+    def run():
+        calls.clear()
+        torch.manual_seed(5)
+        out = model(ids, ids, mask, AttentionMask.causal())
+        return [out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))]
+
+    joined = run()
+    assert calls.count("layer_norm") == (1 + 2 * 3) + (1 + 3 * 3) and "dropout" not in calls
+    for stack in (model.encoder, model.decoder):  # a layer that somebody watches is called, and makes its sum itself
+        stack.layers[1].register_forward_hook(lambda *_: None)
+    watched = run()
+    assert calls.count("dropout") == 4  # the one before it leaves its sum to nobody either
+    assert all(torch.equal(a, b) for a, b in zip(joined, watched, strict=True))

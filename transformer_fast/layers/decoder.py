@@ -7,10 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..ops.dropout import dropout as fused_dropout
 from .attention import KeyValues, LayerMask, MultiHeadAttention
 from .feed_forward import FeedForward
-from .norm import active_dropout, make_norm
+from .norm import Unsummed, active_dropout, make_norm, norm_and_sum
 
 
 class LayerCache(NamedTuple):
@@ -67,16 +66,30 @@ class DecoderLayer(nn.Module):
         (T_trg, d_model) and e_outputs (T_src, d_model). With a cache x is the newest position, (rows, 1, d_model), and
         the cache stands for the other three.
         """
+        if self.norm_first:
+            return self.unsummed(x, e_outputs, src_mask, trg_mask, cache=cache).summed()
         own, cross = (None, None) if cache is None else cache
         p_1, p_2, p_3 = (active_dropout(d) for d in (self.dropout_1, self.dropout_2, self.dropout_3))
-        if self.norm_first:
-            x2 = self.norm_1(x)
-            x2, x = self.norm_2(self.attn_1(x2, x2, x2, trg_mask, cache=own), residual=x, dropout_p=p_1)
-            x2, x = self.norm_3(self.attn_2(x2, e_outputs, e_outputs, src_mask, cache=cross), residual=x, dropout_p=p_2)
-            return fused_dropout(self.ff(x2), p_3, residual=x)
         x, _ = self.norm_1(self.attn_1(x, x, x, trg_mask, cache=own), residual=x, dropout_p=p_1)
         x, _ = self.norm_2(self.attn_2(x, e_outputs, e_outputs, src_mask, cache=cross), residual=x, dropout_p=p_2)
         return self.norm_3(self.ff(x), residual=x, dropout_p=p_3)[0]
+
+    def unsummed(
+        self,
+        x: Tensor | Unsummed,
+        e_outputs: Tensor,
+        src_mask: LayerMask,
+        trg_mask: LayerMask,
+        *,
+        cache: LayerCache | None = None,
+    ) -> Unsummed:
+        """The output of a pre-norm layer, its last sum left to the norm that follows; x may be such an output."""
+        own, cross = (None, None) if cache is None else cache
+        p_1, p_2, p_3 = (active_dropout(d) for d in (self.dropout_1, self.dropout_2, self.dropout_3))
+        x2, x = norm_and_sum(self.norm_1, x)
+        x2, x = self.norm_2(self.attn_1(x2, x2, x2, trg_mask, cache=own), residual=x, dropout_p=p_1)
+        x2, x = self.norm_3(self.attn_2(x2, e_outputs, e_outputs, src_mask, cache=cross), residual=x, dropout_p=p_2)
+        return Unsummed(x, self.ff(x2), p_3)
 
 
 def subsequentmask(size: int) -> Tensor:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ..ops.dropout import dropout as fused_dropout
 from .attention import LayerMask, MultiHeadAttention
 from .feed_forward import FeedForward
-from .norm import active_dropout, make_norm
+from .norm import Unsummed, active_dropout, make_norm, norm_and_sum
 
 
 class EncoderLayer(nn.Module):
@@ -51,10 +50,14 @@ class EncoderLayer(nn.Module):
 
         With a PackedMask x is packed, (T, d_model).
         """
-        p_1, p_2 = active_dropout(self.dropout_1), active_dropout(self.dropout_2)
         if self.norm_first:
-            x2 = self.norm_1(x)
-            x2, x = self.norm_2(self.attn(x2, x2, x2, mask), residual=x, dropout_p=p_1)
-            return fused_dropout(self.ff(x2), p_2, residual=x)
+            return self.unsummed(x, mask).summed()
+        p_1, p_2 = active_dropout(self.dropout_1), active_dropout(self.dropout_2)
         x, _ = self.norm_1(self.attn(x, x, x, mask), residual=x, dropout_p=p_1)
         return self.norm_2(self.ff(x), residual=x, dropout_p=p_2)[0]
+
+    def unsummed(self, x: Tensor | Unsummed, mask: LayerMask) -> Unsummed:
+        """The output of a pre-norm layer, its last sum left to the norm that follows; x may be such an output."""
+        x2, x = norm_and_sum(self.norm_1, x)
+        x2, x = self.norm_2(self.attn(x2, x2, x2, mask), residual=x, dropout_p=active_dropout(self.dropout_1))
+        return Unsummed(x, self.ff(x2), active_dropout(self.dropout_2))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
+from ..ops.dropout import dropout
 from ..ops.norm import layer_norm
 
 
@@ -54,3 +57,22 @@ def make_norm(kind: str, d_model: int) -> Norm | LayerNorm:
 def active_dropout(dropout: nn.Dropout) -> float:
     """The probability a dropout module applies now: its p in training, 0 in evaluation."""
     return dropout.p if dropout.training else 0.0
+
+
+class Unsummed(NamedTuple):
+    """``x + dropout(y)``, left to the norm that follows, whose pass does it for nothing."""
+
+    x: Tensor
+    y: Tensor
+    dropout_p: float
+
+    def summed(self) -> Tensor:
+        """The sum itself, for whoever needs no norm of it."""
+        return dropout(self.y, self.dropout_p, residual=self.x)
+
+
+def norm_and_sum(norm: Norm | LayerNorm, x: Tensor | Unsummed) -> tuple[Tensor, Tensor]:
+    """(norm of x, x), where x may be a sum that is still to be made."""
+    if isinstance(x, Unsummed):
+        return norm(x.y, residual=x.x, dropout_p=x.dropout_p)
+    return norm(x), x

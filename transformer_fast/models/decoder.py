@@ -44,7 +44,4 @@ class Decoder(Stack):
                 x = layer(x, e_outputs, src_mask, trg_mask, cache=known)
             return self.norm(x)
         src_mask, trg_mask = layer_mask(src_mask), layer_mask(trg_mask)
-        x = self.embedded(trg, trg_mask)
-        for layer in self.layers:
-            x = self.through(layer, x, e_outputs, src_mask, trg_mask)
-        return self.norm(x)
+        return self.through(self.embedded(trg, trg_mask), e_outputs, src_mask, trg_mask)

@@ -23,7 +23,4 @@ class Encoder(Stack):
         With a PackedMask src is packed, (T,), and so is the result, (T, d_model).
         """
         mask = layer_mask(mask)
-        x = self.embedded(src, mask)
-        for layer in self.layers:
-            x = self.through(layer, x, mask)
-        return self.norm(x)
+        return self.through(self.embedded(src, mask), mask)

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from ..layers.decoder import DecoderLayer
 from ..layers.embedding import Embedder, PositionalEncoder
 from ..layers.encoder import EncoderLayer
-from ..layers.norm import make_norm
+from ..layers.hooks import unwatched
+from ..layers.norm import LayerNorm, Norm, Unsummed, make_norm, norm_and_sum
 from ..masks import AttentionMask
 from ..packing import PackedMask
 
@@ -60,8 +61,27 @@ class Stack(nn.Module):
         packing = mask.queries if isinstance(mask, PackedMask) else None
         return self.embed.with_positions(ids, self.pe, packing=packing)
 
-    def through(self, layer: nn.Module, *inputs: Any) -> Tensor:
-        """The layer's output; with ``checkpoint_activations`` nothing else of it is kept."""
-        if self.checkpoint_activations and torch.is_grad_enabled():
-            return checkpoint(layer, *inputs, use_reentrant=False)
-        return layer(*inputs)
+    def through(self, x: Tensor, *inputs: Any) -> Tensor:
+        """The norm of what leaves the last layer. Between two pre-norm layers the sum that ends one and the norm that
+        begins the next are one op; with ``checkpoint_activations`` nothing but the layers' outputs is kept."""
+        again = self.checkpoint_activations and torch.is_grad_enabled()
+        for layer in self.layers:
+            if not again and _may_stay_open(layer):
+                x = layer.unsummed(x, *inputs)
+                continue
+            x = x.summed() if isinstance(x, Unsummed) else x
+            x = checkpoint(layer, x, *inputs, use_reentrant=False) if again else layer(x, *inputs)
+        if not isinstance(x, Unsummed):
+            return self.norm(x)
+        return norm_and_sum(self.norm, x)[0] if _fuses(self.norm) else self.norm(x.summed())
+
+
+def _may_stay_open(layer: nn.Module) -> bool:
+    """Whether nobody would miss it if a layer were not called, and its last sum left to the next norm."""
+    if type(layer) not in (EncoderLayer, DecoderLayer) or "forward" in layer.__dict__ or not layer.norm_first:
+        return False
+    return layer._compiled_call_impl is None and unwatched(layer) and _fuses(layer.norm_1)
+
+
+def _fuses(norm: nn.Module) -> bool:
+    return isinstance(norm, Norm | LayerNorm)
