@@ -54,9 +54,9 @@ def test_linear_cross_entropy(versus, device, on, shape, backward):
         torch.testing.assert_close(ours(*leaves, target), separate(*leaves, target), atol=tolerance, rtol=tolerance)
 
     def liger(x, weight, bias, target):
-        # (x, weight, target, bias, class weights, ignore_index, z-loss scale, label smoothing)
+        # (x, weight, target, bias, class weights, ignore_index, z-loss scale, label smoothing), as of August 2026
         result = Liger.apply(x, weight, target, bias, None, OPTIONS["ignore_index"], 0.0, OPTIONS["label_smoothing"])
-        return result[0] if isinstance(result, tuple) else result  # newer versions return the z-loss too
+        return result[0] if isinstance(result, tuple) else result  # newer versions return more than the loss
 
     calls = {"ours": ours, "eager": separate, "compiled": torch.compile(separate)}
     if Liger is not None and device == "cuda":

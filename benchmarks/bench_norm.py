@@ -44,8 +44,12 @@ def ways(what):
             "compiled": lambda x, r, w, b: compiled(x, w, b),
         }
     if what == "layer":
-        peers = {"F.layer_norm": lambda x, r, w, b: F.layer_norm(x, x.shape[-1:], w, b)}
-        if LigerLayerNorm is not None and torch.cuda.is_available():
+        plain = torch.compile(F.layer_norm)
+        peers = {
+            "F.layer_norm": lambda x, r, w, b: F.layer_norm(x, x.shape[-1:], w, b),
+            "compiled": lambda x, r, w, b: plain(x, x.shape[-1:], w, b),
+        }
+        if LigerLayerNorm is not None and torch.cuda.is_available():  # (x, weight, bias, eps), as of August 2026
             peers["Liger"] = lambda x, r, w, b: LigerLayerNorm.apply(x, w, b, 1e-5)
         return lambda x, r, w, b: tfast.layer_norm(x, w, b), peers
     return lambda x, r, w, b: tfast.layer_norm(x, w, b, residual=r, dropout_p=P), {

@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
+from transformer_fast.kernels import extension
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -32,3 +36,19 @@ def test_every_op_has_a_benchmark_of_its_name():
     ops = {path.stem for path in (ROOT / "transformer_fast" / "ops").glob("[a-z]*.py")}
     benchmarks = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py")}
     assert ops and ops <= benchmarks
+
+
+def test_a_profile_of_a_step_counts_each_op_once(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import profile_step
+
+    assert extension.load(), extension.status()
+    x, weight = torch.randn(64, 48), torch.randn(48, 48)
+    seconds = profile_step.shares(lambda: torch.ops.transformer_fast_native.layer_norm(
+        torch.mm(x, weight), None, None, None, 1e-5, False, 0.0, None
+    ).sum())  # fmt: skip
+    used = {kind for kind, time in seconds.items() if time > 0}
+    assert {"products with weights", "norm, residual, ReLU, dropout", "sums over rows"} <= used
+    assert not used & {"loss", "attention", "embedding"}
+    text = profile_step.table({"ours": seconds}, 0.001)
+    assert "| all |" in text and text.endswith("at this machine's rate: 1 ms.")
