@@ -32,6 +32,7 @@ PYBIND11_MODULE(_C, m) {
   namespace direct = transformer_fast::direct;
   m.def("attention", &direct::attention);
   m.def("attention_launched", &direct::attention_launched);
+  m.def("multihead_attention", &direct::multihead_attention);
   m.def("set_attention_launchers", &direct::set_attention_launchers);
   m.def("layouts", &direct::layouts);
   m.def("empties_like", &direct::empties_like);

@@ -15,6 +15,11 @@ object attention(handle q, handle k, handle v, handle keep, handle key_keep, han
 // gradients. Lengths must be int32 and within bounds. The seed may be an int.
 object attention_launched(handle q, handle k, handle v, handle keep, handle key_keep, handle lengths, handle bias,
                           handle causal, handle scale, handle dropout_p, handle seed, handle empty_rows);
+// nn.MultiheadAttention without gradients: queries, keys, values (B, L, E) or (L, B, E), its weights and biases, the mask in
+// normal form -> (out, weights or None).
+object multihead_attention(handle query, handle key, handle value, handle in_weight, handle in_bias, handle out_weight,
+                           handle out_bias, handle heads, handle batch_first, handle keep, handle key_keep, handle bias,
+                           handle causal, handle need_weights, handle average);
 void set_attention_launchers(object forward, object backward);
 object dropout(handle x, handle p, handle bias, handle residual, handle relu, handle seed);
 object layer_norm(handle x, handle weight, handle bias, handle eps, handle kind, handle residual, handle dropout_p,

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.dropout import dropout as fused_dropout
+from ..ops.multihead import evaluated_heads
 from ..packing import PackedMask
 from . import norm as _norm
 from .feed_forward import linear_relu_dropout
@@ -87,6 +88,21 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value = (t.unsqueeze(0) for t in (query, key, value))
         shape = query.shape[batch], self.num_heads, query.shape[length], key.shape[length]
         mask = torch_mask(attn_mask, key_padding_mask, is_causal, shape)
+        dropout_p = self.dropout if self.training else 0.0
+        if batched and dropout_p == 0.0 and self._qkv_same_embed_dim:
+            found = evaluated_heads(
+                (query, key, value),
+                (self.in_proj_weight, self.in_proj_bias),
+                (self.out_proj.weight, self.out_proj.bias),
+                self.num_heads,
+                batch_first=batch == 0,
+                mask=mask.keys,
+                bias=mask.bias,
+                need_weights=need_weights,
+                average=average_attn_weights,
+            )
+            if found is not None:
+                return found
         q, k, v = (t.permute(batch, 2, length, 3) for t in self._projected(query, key, value, same))
         result = ops.attention(
             q,
@@ -94,7 +110,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             v,
             mask.keys,
             bias=mask.bias,
-            dropout_p=self.dropout if self.training else 0.0,
+            dropout_p=dropout_p,
             empty_rows="zero",
             return_weights="dropped" if need_weights else False,
         )

@@ -1,0 +1,104 @@
+// nn.MultiheadAttention in evaluation, projections and weights included: between its kernels run as many microseconds of
+// Python as a short sequence takes to compute.
+#include "functions.h"
+
+#include "call.h"
+
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+
+#include <cmath>
+
+namespace transformer_fast::direct {
+namespace {
+
+using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+                                           const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                           std::optional<int64_t>, double, double, const OptionalTensor&, bool);
+using Weights = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                       const OptionalTensor&, const OptionalTensor&, std::optional<int64_t>, double, double,
+                       const OptionalTensor&, bool);
+
+// A call that may be served; heads are (batch, heads, length, head_dim) views.
+struct Heads {
+  Tensor in_weight;  // (3 E, E)
+  OptionalTensor in_bias;
+  int64_t heads;
+  bool batch_first;
+
+  // Parts first to first + count of queries, keys and values, from x: (B, L, E), or (L, B, E).
+  std::vector<Tensor> project(const Tensor& x, int64_t first, int64_t count) const {
+    const int64_t E = in_weight.size(1);
+    const auto part = [&](const Tensor& t) { return count == 3 ? t : t.narrow(0, first * E, count * E); };
+    const Tensor states = at::linear(x, part(in_weight), in_bias ? OptionalTensor(part(*in_bias)) : std::nullopt)
+                              .view({x.size(0), x.size(1), count, heads, E / heads});
+    std::vector<Tensor> parts;
+    for (int64_t i = 0; i < count; ++i) {
+      const Tensor own = states.select(2, i);
+      parts.push_back(batch_first ? own.transpose(1, 2) : own.permute({1, 2, 0, 3}));
+    }
+    return parts;
+  }
+
+  std::vector<Tensor> project(const Tensor& query, const Tensor& key, const Tensor& value) const {
+    if (key.is_same(value) && query.is_same(key)) return project(query, 0, 3);
+    std::vector<Tensor> parts = project(query, 0, 1);
+    const auto append = [&](std::vector<Tensor> more) { parts.insert(parts.end(), more.begin(), more.end()); };
+    if (key.is_same(value)) {
+      append(project(key, 1, 2));
+    } else {
+      append(project(key, 1, 1));
+      append(project(value, 2, 1));
+    }
+    return parts;
+  }
+};
+
+}  // namespace
+
+py::object multihead_attention(py::handle query_, py::handle key_, py::handle value_, py::handle in_weight_,
+                               py::handle in_bias_, py::handle out_weight_, py::handle out_bias_, py::handle heads_,
+                               py::handle batch_first_, py::handle keep_, py::handle key_keep_, py::handle bias_,
+                               py::handle causal_, py::handle need_weights_, py::handle average_) {
+  Arguments arguments;
+  const Tensor query = arguments.floating(query_), key = arguments.floating(key_), value = arguments.floating(value_);
+  const Heads module{arguments.floating(in_weight_), arguments.optional_floating(in_bias_), arguments.integer(heads_),
+                     arguments.boolean(batch_first_)};
+  const Tensor out_weight = arguments.floating(out_weight_);
+  const OptionalTensor out_bias = arguments.optional_floating(out_bias_);
+  const OptionalTensor keep = arguments.optional_tensor(keep_), key_keep = arguments.optional_tensor(key_keep_);
+  const OptionalTensor bias = arguments.optional_floating(bias_);
+  const std::optional<int64_t> causal = arguments.optional_integer(causal_);
+  const bool need_weights = arguments.boolean(need_weights_), average = arguments.boolean(average_);
+  if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU)) return py::none();
+  if (needs_gradient(query, key, value, module.in_weight, module.in_bias, out_weight, out_bias, bias)) return py::none();
+  for (const Tensor* t : {&query, &key, &value})
+    arguments.require(t->dim() == 3 && t->size(2) == module.in_weight.size(1));
+  for (const Tensor* t : {&key, &value, &module.in_weight, &out_weight})
+    arguments.require(t->scalar_type() == query.scalar_type());
+  if (!arguments.ok()) return py::none();
+  const int batch = module.batch_first ? 0 : 1;
+  if (key.sizes() != value.sizes() || key.size(batch) != query.size(batch) || query.numel() == 0) return py::none();
+
+  Tensor out, weights;
+  {
+    const py::gil_scoped_release no_gil;
+    const at::AutoDispatchBelowADInplaceOrView below;
+    static const Native<Forward> attend("attention_forward");
+    static const Native<Weights> weigh("attention_weights");
+    const auto parts = module.project(query, key, value);
+    const Tensor &q = parts[0], &k = parts[1];
+    const double scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
+    const auto [heads, logsumexp] =
+        attend(q, k, parts[2], keep, key_keep, std::nullopt, bias, causal, scale, 0, std::nullopt, true);
+    const Tensor merged = module.batch_first ? heads.transpose(1, 2) : heads.permute({2, 0, 1, 3});
+    out = at::linear(merged.reshape(query.sizes()), out_weight, out_bias);
+    if (need_weights) {
+      weights = weigh(q, k, logsumexp, keep, key_keep, std::nullopt, bias, causal, scale, 0, std::nullopt, true);
+      if (average) weights = weights.mean(1);
+    }
+  }
+  return py::make_tuple(wrap(out), need_weights ? wrap(weights) : py::none());
+}
+
+}  // namespace transformer_fast::direct
