@@ -9,26 +9,60 @@
 namespace transformer_fast {
 namespace {
 
-std::tuple<Tensor, Tensor> attention_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& keep, const OptionalTensor& key_keep,
-    const OptionalTensor& lengths, const OptionalTensor& bias, std::optional<int64_t> causal, double scale,
-    double dropout_p, const OptionalTensor& seed, bool zero_empty_rows) {
+// Whether a forward keeps the weights for its backward. To compute them again takes a product and the exponentials, and
+// with an addend for each pair of query and key and nothing dropped, that is more than eager spends on keeping them.
+bool keeps_weights(const Tensor& q, const Tensor& k, const OptionalTensor& bias, double dropout_p) {
+  constexpr int64_t kMostKept = int64_t{1} << 26;
+  if (!bias || bias->size(2) == 1 || bias->size(3) == 1 || dropout_p > 0 || q.size(2) <= 2) return false;
+  return q.numel() > 0 && q.size(0) * q.size(1) * q.size(2) * k.size(2) <= kMostKept;
+}
+
+using Outcome = std::tuple<Tensor, Tensor, OptionalTensor, OptionalTensor>;
+
+Outcome forward(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& keep,
+                const OptionalTensor& key_keep, const OptionalTensor& lengths, const OptionalTensor& bias,
+                std::optional<int64_t> causal, double scale, double dropout_p, const OptionalTensor& seed,
+                bool zero_empty_rows, bool keep_weights) {
   Tensor out = at::empty_like(q), logsumexp = empty_statistics(q, q.sizes().slice(0, 3));
+  OptionalTensor weights, factors;
   with_problem(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
                [&](const auto& problem) {
                  using T = typename std::decay_t<decltype(problem)>::Element;
                  using A = typename std::decay_t<decltype(problem)>::Arithmetic;
-                 attention_forward_cpu<T, A>(
-                     AttentionForward<T, A>{problem, view<T>(out), statistics_view<A>(logsumexp)});
+                 if (keep_weights) {
+                   const int64_t lanes = round_up(problem.Lq, kLanes<A>), tiles = KeptWeights<T, A>::tiles(problem.Lk);
+                   weights = at::empty({problem.B, problem.H, lanes, problem.Lk}, q.options());
+                   factors = empty_statistics(q, {problem.B, problem.H, tiles, lanes});
+                 }
+                 attention_forward_cpu<T, A>(AttentionForward<T, A>{
+                     problem, view<T>(out), statistics_view<A>(logsumexp), kept_weights(problem, weights, factors)});
                });
+  return {out, logsumexp, weights, factors};
+}
+
+std::tuple<Tensor, Tensor> attention_forward(
+    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& keep, const OptionalTensor& key_keep,
+    const OptionalTensor& lengths, const OptionalTensor& bias, std::optional<int64_t> causal, double scale,
+    double dropout_p, const OptionalTensor& seed, bool zero_empty_rows) {
+  const auto [out, logsumexp, weights, factors] = forward(q, k, v, keep, key_keep, lengths, bias, causal, scale,
+                                                          dropout_p, seed, zero_empty_rows, false);
   return {out, logsumexp};
+}
+
+Outcome attention_forward_training(
+    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& keep, const OptionalTensor& key_keep,
+    const OptionalTensor& lengths, const OptionalTensor& bias, std::optional<int64_t> causal, double scale,
+    double dropout_p, const OptionalTensor& seed, bool zero_empty_rows) {
+  return forward(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
+                 keeps_weights(q, k, bias, dropout_p));
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
     const Tensor& logsumexp, const OptionalTensor& keep, const OptionalTensor& key_keep, const OptionalTensor& lengths,
     const OptionalTensor& bias, std::optional<int64_t> causal, double scale, double dropout_p,
-    const OptionalTensor& seed, bool zero_empty_rows, const OptionalTensor& grad_logsumexp) {
+    const OptionalTensor& seed, bool zero_empty_rows, const OptionalTensor& grad_logsumexp,
+    const OptionalTensor& kept, const OptionalTensor& kept_factors) {
   Tensor grad_q = at::empty_like(q), grad_k = at::empty_like(k), grad_v = at::empty_like(v);
   if (q.numel() == 0 || k.numel() == 0) return {grad_q.zero_(), grad_k.zero_(), grad_v.zero_()};
   with_problem(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
@@ -38,7 +72,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
                  attention_backward_cpu<T, A>(AttentionBackward<T, A>{
                      problem, view<const T>(grad_out), view<const T>(out), statistics_view<const A>(logsumexp),
                      grad_logsumexp ? statistics_view<const A>(*grad_logsumexp) : View<const A>{}, view<T>(grad_q),
-                     view<T>(grad_k), view<T>(grad_v)});
+                     view<T>(grad_k), view<T>(grad_v), {}, kept_weights(problem, kept, kept_factors)});
                });
   return {grad_q, grad_k, grad_v};
 }
@@ -49,13 +83,19 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
       "int? causal, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows) "
       "-> (Tensor out, Tensor logsumexp)");
   m.def(
+      "attention_forward_training(Tensor q, Tensor k, Tensor v, Tensor? keep, Tensor? key_keep, Tensor? lengths, "
+      "Tensor? bias, int? causal, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows) "
+      "-> (Tensor out, Tensor logsumexp, Tensor? kept, Tensor? kept_factors)");
+  m.def(
       "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? keep, "
       "Tensor? key_keep, Tensor? lengths, Tensor? bias, int? causal, float scale, float dropout_p, Tensor? seed, "
-      "bool zero_empty_rows, Tensor? grad_logsumexp=None) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
+      "bool zero_empty_rows, Tensor? grad_logsumexp=None, Tensor? kept=None, Tensor? kept_factors=None) "
+      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
   m.impl("attention_forward", &attention_forward);
+  m.impl("attention_forward_training", &attention_forward_training);
   m.impl("attention_backward", &attention_backward);
 }
 

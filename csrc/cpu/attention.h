@@ -101,6 +101,28 @@ int64_t key_limit(const AttentionProblem<T, A>& problem, int64_t b, int64_t i) {
   return limit;
 }
 
+// Weights that a forward keeps for its backward, in the tiles that both work on: for each block of queries and each key
+// of it the lanes of the block, to be multiplied by a factor that each tile has for each query. Or nothing.
+template <typename T, typename A>
+struct KeptWeights {
+  T* weights = nullptr;  // (B, H, lanes, Lk), `lanes` being Lq in whole vectors
+  A* factors = nullptr;  // (B, H, key tiles, lanes)
+  int64_t H = 0, lanes = 0, Lk = 0;
+
+  explicit operator bool() const { return weights != nullptr; }
+
+  // The lanes of `key`, of which there are `block_lanes`; those of the next key follow.
+  T* at(int64_t b, int64_t h, int64_t first_query, int64_t block_lanes, int64_t key) const {
+    return weights + ((b * H + h) * lanes + first_query) * Lk + key * block_lanes;
+  }
+
+  A* factors_at(int64_t b, int64_t h, int64_t first_query, int64_t key) const {
+    return factors + ((b * H + h) * tiles(Lk) + key / kKeyTile) * lanes + first_query;
+  }
+
+  static int64_t tiles(int64_t Lk) { return (Lk + kKeyTile - 1) / kKeyTile; }
+};
+
 // A padded batch is one of these, a packed one has one for each sequence. Statistics are (batch, head, query).
 template <typename T, typename A>
 struct AttentionForward {
@@ -109,6 +131,7 @@ struct AttentionForward {
   AttentionProblem<T, A> problem;
   View<T> out;
   View<A> logsumexp;
+  KeptWeights<T, A> kept = {};  // not with dropout, not for few queries
 };
 
 template <typename T, typename A>
@@ -120,6 +143,7 @@ struct AttentionBackward {
   View<const A> logsumexp, grad_logsumexp;
   View<T> grad_q, grad_k, grad_v;
   View<T> grad_scores = {};  // (B, H, Lq, Lk), or nothing; not for few queries
+  KeptWeights<T, A> kept = {};
 };
 
 template <typename T, typename A>

@@ -87,9 +87,11 @@ class KeyRangeBackward {
     const auto row_at = [&](int64_t j, int64_t i, int64_t count) {
       return load_some(reinterpret_cast<const A*>(grads.data + j * grads.column_stride) + i, count);
     };
+    T* const scores = call_.grad_scores.at(b_, h, first_query) + first_key;
+    const int64_t stride = call_.grad_scores.row_stride();
     transpose_rows<A>((keys + kSteps<E> - 1) / kSteps<E>, queries, row_at, [&](int64_t i, int64_t j, Vector<A> row) {
       const int64_t first = j * kSteps<E>;
-      T* target = call_.grad_scores.at(b_, h, first_query + i) + first_key + first;
+      T* target = scores + i * stride + first;
 #if defined(__AVX512BF16__)
       if constexpr (std::is_same_v<E, Pair>)
         store_bits(target, row, keys - first);

@@ -27,16 +27,21 @@ class ForwardBlock {
     if (problem.dropout_p > 0) dropout_.emplace(problem, b, h);
   }
 
-  void run(View<T> out, View<A> logsumexp) {
+  void run(const AttentionForward<T, A>& call) {
+    const auto& [out, logsumexp, kept] = std::tie(call.out, call.logsumexp, call.kept);
     std::fill(sum_, sum_ + queries_ * width_, A(0));
     std::fill(maximum_, maximum_ + lanes_, kBlocked<A>);
     std::fill(total_, total_ + lanes_, A(0));
     query_operand_ = load_lanes(problem_.q.at(b_, h_, first_query_), problem_.q.row_stride(), queries_, problem_.D,
                                 operand(query_lanes_));
     BlockMask<T, A> mask(problem_, b_, h_, first_query_, queries_, key_addend_);
-    for (int64_t first = 0; first < mask.keys(); first += kKeyTile)
-      if (const int64_t keys = mask.load(first, std::min(kKeyTile, mask.keys() - first), scores_); keys > 0)
-        add_tile(mask, first, keys);
+    for (int64_t first = 0; first < mask.keys(); first += kKeyTile) {
+      const int64_t keys = mask.load(first, std::min(kKeyTile, mask.keys() - first), scores_);
+      if (keys > 0) find_weights(mask, first, keys);
+      if (kept) keep_tile(kept, first, keys);
+      if (keys > 0) add_values(first, keys, false);
+    }
+    if (kept) finish_kept(kept, mask.keys());
     for (int64_t i = 0; i < queries_; ++i)
       *logsumexp.at(b_, h_, first_query_ + i) = total_[i] == 0 ? kBlocked<A> : maximum_[i] + std::log(total_[i]);
     if (!problem_.zero_empty_rows) add_empty_rows();
@@ -44,7 +49,8 @@ class ForwardBlock {
   }
 
  private:
-  void add_tile(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys) {
+  // The scores of a tile, then its weights relative to the maximum so far.
+  void find_weights(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys) {
     const auto& k = problem_.k;
     const Matrix<E> key_rows =
         load_factors(k.at(b_, kv_head_, first_key), k.row_stride(), keys, problem_.D, operand(staged_));
@@ -55,7 +61,24 @@ class ForwardBlock {
       for (int64_t i = 0; i < queries_; ++i)
         if (shrink[i] != 1)
           for (int64_t d = 0; d < width_; ++d) sum_[i * width_ + d] *= shrink[i];
-    add_values(first_key, keys, false);
+  }
+
+  void keep_tile(const KeptWeights<T, A>& kept, int64_t first_key, int64_t keys) const {
+    T* const target = kept.at(b_, h_, first_query_, lanes_, first_key);
+    for (int64_t i = 0; i < keys * lanes_; i += kW) store_result(target + i, widen(scores_ + i), kW);
+    std::fill(target + keys * lanes_, target + std::min(kKeyTile, problem_.Lk - first_key) * lanes_, T(0));
+    std::copy(maximum_, maximum_ + lanes_, kept.factors_at(b_, h_, first_query_, first_key));
+  }
+
+  // Keys from `end` on have no weight. What relates each tile to the last maximum and the whole sum is known now.
+  void finish_kept(const KeptWeights<T, A>& kept, int64_t end) const {
+    const int64_t kept_to = std::min(problem_.Lk, round_up(end, kKeyTile));
+    std::fill(kept.at(b_, h_, first_query_, lanes_, kept_to), kept.at(b_, h_, first_query_, lanes_, problem_.Lk), T(0));
+    for (int64_t first = 0; first < problem_.Lk; first += kKeyTile) {
+      A* const factors = kept.factors_at(b_, h_, first_query_, first);
+      for (int64_t i = 0; i < lanes_; ++i)
+        factors[i] = first < end && i < queries_ && total_[i] != 0 ? std::exp(factors[i] - maximum_[i]) / total_[i] : A(0);
+    }
   }
 
   // Scores to weights relative to the new maximum, for one vector of queries; `shrink`: by how much that lowers the
@@ -193,7 +216,7 @@ class Forward {
   void run_block(int64_t c, int64_t task) const {
     const auto& p = calls_[c].problem;
     const int64_t head = task / blocks(p), first_query = task % blocks(p) * kQueryTile;
-    ForwardBlock<T, A>(p, head / p.H, head % p.H, first_query).run(calls_[c].out, calls_[c].logsumexp);
+    ForwardBlock<T, A>(p, head / p.H, head % p.H, first_query).run(calls_[c]);
   }
 
   c10::ArrayRef<AttentionForward<T, A>> calls_;

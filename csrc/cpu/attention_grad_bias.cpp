@@ -111,7 +111,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_bias(
     const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
     const Tensor& logsumexp, const OptionalTensor& keep, const OptionalTensor& key_keep, const OptionalTensor& lengths,
     const Tensor& bias, std::optional<int64_t> causal, double scale, double dropout_p, const OptionalTensor& seed,
-    bool zero_empty_rows, const OptionalTensor& grad_logsumexp) {
+    bool zero_empty_rows, const OptionalTensor& grad_logsumexp, const OptionalTensor& kept,
+    const OptionalTensor& kept_factors) {
   TORCH_CHECK(q.size(2) > 2 && q.numel() > 0 && k.numel() > 0, "attention_backward_bias: too few queries or keys");
   Tensor grad_q = at::empty_like(q), grad_k = at::empty_like(k), grad_v = at::empty_like(v);
   const Tensor grad_scores = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
@@ -122,7 +123,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_bias(
                  attention_backward_cpu<T, A>(AttentionBackward<T, A>{
                      problem, view<const T>(grad_out), view<const T>(out), statistics_view<const A>(logsumexp),
                      grad_logsumexp ? statistics_view<const A>(*grad_logsumexp) : View<const A>{}, view<T>(grad_q),
-                     view<T>(grad_k), view<T>(grad_v), view<T>(grad_scores)});
+                     view<T>(grad_k), view<T>(grad_v), view<T>(grad_scores),
+                     kept_weights(problem, kept, kept_factors)});
                });
   return {grad_q, grad_k, grad_v, grad_scores.sum_to_size(bias.sizes()).to(bias.scalar_type())};
 }
@@ -135,7 +137,8 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
   m.def(
       "attention_backward_bias(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
       "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor bias, int? causal, float scale, float dropout_p, "
-      "Tensor? seed, bool zero_empty_rows, Tensor? grad_logsumexp=None) -> (Tensor, Tensor, Tensor, Tensor)");
+      "Tensor? seed, bool zero_empty_rows, Tensor? grad_logsumexp=None, Tensor? kept=None, "
+      "Tensor? kept_factors=None) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {

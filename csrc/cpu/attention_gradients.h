@@ -49,14 +49,14 @@ class ScoreGradients {
                            operand(grad_out_lanes_));
     // The forward adds up the scores of few queries in another order, and large ones then differ from those found here:
     // to its logsumexp and its output no weight here would belong exactly.
-    const bool again = has_large_ || has_few_queries(p);
+    const bool again = !call_.kept && (has_large_ || has_few_queries(p));
     if (again) sum_again();
     sum_delta_ = first_key == 0 && mask_->keys() <= std::min(last_key, kKeyTile);
     std::fill(delta_, delta_ + lanes_, A(0));
     if (!sum_delta_) {
       if (again)
         for (int64_t first = 0; first < mask_->keys(); first += kKeyTile)
-          find_weights(first, std::min(kKeyTile, mask_->keys() - first), true);
+          find_weights(first, std::min(kKeyTile, mask_->keys() - first), Pass::kSum);
       else
         load_delta();
       take_off_grad_logsumexp();
@@ -68,9 +68,11 @@ class ScoreGradients {
   int64_t find(int64_t first_key, int64_t keys) {
     // Its keys are all there are, and give delta too.
     const bool only_tile = sum_delta_ && first_key == 0;
-    keys = find_weights(first_key, keys, only_tile);
-    if (only_tile) take_off_grad_logsumexp();
-    for (int64_t lane = 0; lane < lanes_; lane += kW) differentiate(keys, lane);
+    keys = find_weights(first_key, keys, only_tile ? Pass::kSum : Pass::kOnly);
+    if (!only_tile) return keys;
+    take_off_grad_logsumexp();
+    for (int64_t lane = 0; lane < lanes_; lane += kW)
+      call_.kept ? weigh_kept<Pass::kOnly>(first_key, keys, lane) : differentiate(keys, lane);
     return keys;
   }
 
@@ -80,6 +82,9 @@ class ScoreGradients {
   int64_t lanes() const { return lanes_; }
 
  private:
+  // Over a tile: the only one, with delta known, or a first one that adds to delta and leaves the rest to differentiate().
+  enum class Pass { kOnly, kSum };
+
   void find_scores(int64_t first_key, int64_t keys) {
     const auto& p = problem_;
     const T* k = p.k.at(b_, kv_head_, first_key);
@@ -146,27 +151,58 @@ class ScoreGradients {
     for (int64_t i = 0; i < queries_; ++i) delta_[i] -= grad_logsumexp_[i];
   }
 
-  // Fills `weights`, before dropout, and `grads`, those of the weights; returns how many keys there are left of `keys`.
-  // With `sum_delta` adds what they give to delta: a row with one key then has a gradient of exactly 0, as in eager.
-  int64_t find_weights(int64_t first_key, int64_t keys, bool sum_delta) {
-    const int64_t visible = mask_->load(first_key, keys, weights_);
-    if (!uniform_rows_) keys = visible;
-    if (keys == 0) return 0;
-    find_scores(first_key, keys);
+  // Fills `weights` and `grads`; returns how many keys there are left of `keys`. What sums delta gives a row with one key
+  // a gradient of exactly 0, as in eager.
+  int64_t find_weights(int64_t first_key, int64_t keys, Pass pass) {
+    if (!call_.kept) {
+      const int64_t visible = mask_->load(first_key, keys, weights_);
+      if (!uniform_rows_) keys = visible;
+      if (keys == 0) return 0;
+      find_scores(first_key, keys);
+    }
     const auto& p = problem_;
     const T* v = p.v.at(b_, kv_head_, first_key);
     multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, Scaled<A>{1},
              grads_, lanes_);
-    for (int64_t lane = 0; lane < lanes_; lane += kW) weigh(first_key, keys, lane, sum_delta);
+    for (int64_t lane = 0; lane < lanes_; lane += kW) {
+      if (call_.kept)
+        pass == Pass::kOnly ? weigh_kept<Pass::kOnly>(first_key, keys, lane)
+                            : weigh_kept<Pass::kSum>(first_key, keys, lane);
+      else
+        pass == Pass::kOnly ? weigh<Pass::kOnly>(first_key, keys, lane) : weigh<Pass::kSum>(first_key, keys, lane);
+    }
     return keys;
   }
 
-  // Scores to weights, and the gradients of dropped weights to those of weights, for one vector of queries. The sign
-  // of a weight tells whether it was dropped.
-  void weigh(int64_t first_key, int64_t keys, int64_t lane, bool sum_delta) {
+  // What the forward kept, for one vector of queries: `weights`, and the gradients of weights to those of scores. A pass
+  // that sums does that alone.
+  template <Pass kPass>
+  void weigh_kept(int64_t first_key, int64_t keys, int64_t lane) {
+    const T* kept = call_.kept.at(b_, h_, first_query_, lanes_, first_key) + lane;
+    const Vector<A> factor = widen(call_.kept.factors_at(b_, h_, first_query_, first_key) + lane);
+    const Vector<A> uniform = widen(uniform_ + lane), delta = widen(delta_ + lane);
+    Vector<A> sum = delta;
+    for (int64_t row = 0; row < keys; ++row) {
+      A* grads = grads_ + row * lanes_ + lane;
+      const Vector<A> weight = widen(kept + row * lanes_) * factor;
+      const auto blocked = weight == A(0);  // keeps a NaN or Inf value of the key out of its gradient
+      if constexpr (kPass == Pass::kSum) {
+        sum += weight * (blocked ? Vector<A>{} : widen(grads));
+      } else {
+        narrow(weights_ + row * lanes_ + lane, weight + uniform);
+        narrow(grads, blocked ? Vector<A>{} : weight * (widen(grads) - delta));
+      }
+    }
+    if constexpr (kPass == Pass::kSum) narrow(delta_ + lane, sum);
+  }
+
+  // Scores, for one vector of queries, to dropped weights, and the gradients of those to the gradients of scores. In a
+  // pass that sums, to weights before dropout, whose sign tells whether one was dropped, and to the gradients of weights.
+  template <Pass kPass>
+  void weigh(int64_t first_key, int64_t keys, int64_t lane) {
     const Vector<A> logsumexp = widen(logsumexp_ + lane), rest = widen(rest_ + lane), uniform = widen(uniform_ + lane);
     const A rescale = rescale_;
-    Vector<A> delta{};
+    Vector<A> delta = widen(delta_ + lane);
     for_rows(dropout_ ? &*dropout_ : nullptr, keys, first_key, first_query_ + lane, [&](int64_t row, auto kept) {
       A* weights = weights_ + row * lanes_ + lane;
       A* grads = grads_ + row * lanes_ + lane;
@@ -174,14 +210,19 @@ class ScoreGradients {
       const auto blocked = score == kBlocked<A>;  // also keeps a NaN or Inf value of the key out of its gradient
       const Vector<A> weight = blocked ? uniform : exponential((score - logsumexp) - rest);
       const Vector<A> grad = blocked ? Vector<A>{} : where_kept<A>(kept, widen(grads) * rescale);
-      delta += weight * grad;
-      narrow(weights, where_kept<A>(kept, weight, -weight));
-      narrow(grads, grad);
+      if constexpr (kPass == Pass::kOnly) {
+        narrow(weights, where_kept<A>(kept, weight * rescale));
+        narrow(grads, blocked | (weight == 0) ? Vector<A>{} : weight * (grad - delta));
+      } else {
+        delta += weight * grad;
+        narrow(weights, where_kept<A>(kept, weight, -weight));
+        narrow(grads, grad);
+      }
     });
-    if (sum_delta) narrow(delta_ + lane, widen(delta_ + lane) + delta);
+    if constexpr (kPass == Pass::kSum) narrow(delta_ + lane, delta);
   }
 
-  // Weights to dropped weights, and the gradients of weights to those of scores.
+  // After a pass that sums: weights to dropped weights, and the gradients of weights to those of scores.
   void differentiate(int64_t keys, int64_t lane) {
     const Vector<A> delta = widen(delta_ + lane), uniform = widen(uniform_ + lane);
     const A rescale = rescale_;

@@ -67,6 +67,15 @@ void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
   });
 }
 
+// The two tensors of kept weights, which both may be missing, as the kernels take them.
+template <typename T, typename A>
+KeptWeights<T, A> kept_weights(const AttentionProblem<T, A>& problem, const OptionalTensor& weights,
+                               const OptionalTensor& factors) {
+  if (!weights) return {};
+  return {static_cast<T*>(weights->data_ptr()), static_cast<A*>(factors->data_ptr()), problem.H, weights->size(2),
+          problem.Lk};
+}
+
 inline Tensor empty_statistics(const Tensor& q, at::IntArrayRef sizes) {
   return at::empty(sizes, q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
 }

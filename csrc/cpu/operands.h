@@ -45,6 +45,12 @@ inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, Store st
   for (int64_t r = 0; r < rows; r += lanes)
     for (int64_t c = 0; c < columns; c += lanes) {
       Vector<A> square[lanes];
+      if (r + lanes <= rows && c + lanes <= columns) {  // the compiler then knows every count
+        for (int64_t i = 0; i < lanes; ++i) square[i] = row_at(r + i, c, lanes);
+        transpose<A>(square);
+        for (int64_t i = 0; i < lanes; ++i) store(c + i, r, square[i]);
+        continue;
+      }
       for (int64_t i = 0; i < lanes; ++i)
         square[i] = r + i < rows ? row_at(r + i, c, std::min(lanes, columns - c)) : Vector<A>{};
       transpose<A>(square);

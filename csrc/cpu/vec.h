@@ -87,9 +87,14 @@ inline Vector<double> widen(const double* p) {
 }
 
 inline Vector<float> widen(const c10::BFloat16* p) {
+#if defined(__AVX512F__)  // the compiler would convert half a vector at a time
+  const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+#else
   ShortVector<float> bits;
   std::memcpy(&bits, p, sizeof(bits));
   return reinterpret_cast<Vector<float>>(__builtin_convertvector(bits, IntegerVector<float>) << 16);
+#endif
 }
 
 inline Vector<float> widen(const c10::Half* p) {

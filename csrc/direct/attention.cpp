@@ -14,11 +14,15 @@ namespace {
 using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
                                            const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                                            std::optional<int64_t>, double, double, const OptionalTensor&, bool);
+using ForwardTraining = std::tuple<Tensor, Tensor, OptionalTensor, OptionalTensor>(
+    const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+    const OptionalTensor&, std::optional<int64_t>, double, double, const OptionalTensor&, bool);
 using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                                     const Tensor&, const Tensor&, const OptionalTensor&,
                                                     const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                                                     std::optional<int64_t>, double, double, const OptionalTensor&,
-                                                    bool, const OptionalTensor&);
+                                                    bool, const OptionalTensor&, const OptionalTensor&,
+                                                    const OptionalTensor&);
 
 const Native<Forward>& kernel() {
   static const Native<Forward> native("attention_forward");
@@ -33,14 +37,23 @@ struct Mask {
   bool zero_empty_rows;
 };
 
-// (out, logsumexp) and the gradients, by the kernels of the CPU.
+// The output; in training with the logsumexp and what else the backward needs after it; and the gradients. By the kernels
+// of the CPU.
 struct OnCpu {
   static constexpr const char* kName = "attention";
 
-  static std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
+  static Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
     const py::gil_scoped_release no_gil;
-    return kernel()(q, k, v, m.keep, m.key_keep, m.lengths, m.bias, m.causal, m.scale, m.dropout_p, m.seed,
-                    m.zero_empty_rows);
+    return std::get<0>(kernel()(q, k, v, m.keep, m.key_keep, m.lengths, m.bias, m.causal, m.scale, m.dropout_p, m.seed,
+                                m.zero_empty_rows));
+  }
+
+  static variable_list forward_training(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
+    static const Native<ForwardTraining> native("attention_forward_training");
+    const py::gil_scoped_release no_gil;
+    auto [out, logsumexp, kept, kept_factors] = native(q, k, v, m.keep, m.key_keep, m.lengths, m.bias, m.causal,
+                                                       m.scale, m.dropout_p, m.seed, m.zero_empty_rows);
+    return {out, logsumexp, or_undefined(kept), or_undefined(kept_factors)};
   }
 
   static variable_list backward(const Tensor& grad_out, const variable_list& saved, const Mask& m) {
@@ -48,7 +61,7 @@ struct OnCpu {
     auto [grad_q, grad_k, grad_v] =
         native(grad_out, saved[0], saved[1], saved[2], saved[3], saved[4], or_none(saved[5]), or_none(saved[6]),
                or_none(saved[7]), or_none(saved[8]), m.causal, m.scale, m.dropout_p, or_none(saved[9]),
-               m.zero_empty_rows, std::nullopt);
+               m.zero_empty_rows, std::nullopt, or_none(saved[10]), or_none(saved[11]));
     return {grad_q, grad_k, grad_v};
   }
 };
@@ -65,7 +78,11 @@ struct ByLaunchers {
     return m.seed_value ? py::object(py::int_(*m.seed_value)) : object(tensor);
   }
 
-  static std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
+  static Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
+    return forward_training(q, k, v, m)[0];
+  }
+
+  static variable_list forward_training(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
     const py::tuple found = py::handle(forward_launcher)(
         wrap(q), wrap(k), wrap(v), object(m.keep), object(m.key_keep), object(m.lengths), object(m.bias),
         py::cast(m.causal), m.scale, m.dropout_p, seed(m, m.seed), m.zero_empty_rows);
@@ -89,12 +106,14 @@ struct Attention : torch::autograd::Function<Attention<Kernels>> {
   using Options = Mask;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
-    auto [out, logsumexp] = Kernels::forward(q, k, v, m);
-    ctx->save_for_backward({q, k, v, out, logsumexp, or_undefined(m.keep), or_undefined(m.key_keep),
-                            or_undefined(m.lengths), or_undefined(m.bias), or_undefined(m.seed)});
+    const variable_list found = Kernels::forward_training(q, k, v, m);
+    variable_list saved{q, k, v, found[0], found[1], or_undefined(m.keep), or_undefined(m.key_keep),
+                        or_undefined(m.lengths), or_undefined(m.bias), or_undefined(m.seed)};
+    saved.insert(saved.end(), found.begin() + 2, found.end());
+    ctx->save_for_backward(std::move(saved));
     // The tensors of the mask are kept above, where a change in place is noticed.
     keep(ctx, Mask{{}, {}, {}, {}, {}, m.causal, m.seed_value, m.scale, m.dropout_p, m.zero_empty_rows});
-    return out;
+    return found[0];
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -108,7 +127,7 @@ struct Attention : torch::autograd::Function<Attention<Kernels>> {
   }
 
   static py::object call(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
-    return wrap(needs_gradient(q, k, v) ? Attention::apply(q, k, v, m) : std::get<0>(Kernels::forward(q, k, v, m)));
+    return wrap(needs_gradient(q, k, v) ? Attention::apply(q, k, v, m) : Kernels::forward(q, k, v, m));
   }
 };
 

@@ -170,12 +170,20 @@ def _attention(q, k, v, *tail):
     return attention_forward(q, k, v, **_named(parts), zero_empty_rows=zero_empty_rows)
 
 
-def _attention_backward(grad_out, q, k, v, out, logsumexp, grad_logsumexp, *tail):
+def _attention_training(q, k, v, *tail):
+    """``_attention``, and after its two what else the backward is to be given: weights kept by the native kernel."""
+    *parts, zero_empty_rows, backend = tail
+    if backend == "native" and _direct.is_plain(q, k, v, *parts[:4]):
+        return torch.ops.transformer_fast_native.attention_forward_training(q, k, v, *parts, zero_empty_rows)
+    return *_direct.run(_op, _attention, 7, q, k, v, *tail), None, None
+
+
+def _attention_backward(grad_out, q, k, v, out, logsumexp, grad_logsumexp, *tail, kept=(None, None)):
     *parts, zero_empty_rows, backend = tail
     inputs = grad_out, q, k, v, out, logsumexp
     if backend == "native":
         native = torch.ops.transformer_fast_native.attention_backward
-        return native(*inputs, *parts, zero_empty_rows, grad_logsumexp)
+        return native(*inputs, *parts, zero_empty_rows, grad_logsumexp, *kept)
     from ..kernels.attention_backward import attention_backward
 
     mask = _named(parts) | {"zero_empty_rows": zero_empty_rows}
@@ -194,7 +202,7 @@ def _attention_grad_bias(grad_out, q, k, v, out, logsumexp, grad_logsumexp, *tai
     return attention_grad_bias(*inputs, **mask, grad_logsumexp=grad_logsumexp)
 
 
-def _attention_backward_bias(*args):
+def _attention_backward_bias(*args, kept):
     """The gradients of q, k, v and of the bias."""
     *inputs, grad_logsumexp, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows, backend = (
         args
@@ -202,9 +210,9 @@ def _attention_backward_bias(*args):
     q, k = inputs[1:3]
     scores = q.shape[:3].numel() * k.shape[2]
     if backend != "native" or q.shape[2] <= 2 or not 0 < scores <= STORED_SCORES:
-        return *_attention_backward(*args), _attention_grad_bias(*args)
+        return *_attention_backward(*args, kept=kept), _attention_grad_bias(*args)
     mask = keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows
-    return torch.ops.transformer_fast_native.attention_backward_bias(*inputs, *mask, grad_logsumexp)
+    return torch.ops.transformer_fast_native.attention_backward_bias(*inputs, *mask, grad_logsumexp, *kept)
 
 
 def _attention_weights(q, k, logsumexp, *tail):
@@ -241,11 +249,10 @@ def _fake_weights(q, k, *rest):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows, backend):
-        out, logsumexp = _direct.run(
-            _op, _attention, 7, q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed,
-            zero_empty_rows, backend,
-        )  # fmt: skip
-        ctx.save_for_backward(q, k, v, out, logsumexp, keep, key_keep, lengths, bias, seed)
+        out, logsumexp, *kept = _attention_training(
+            q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows, backend
+        )
+        ctx.save_for_backward(q, k, v, out, logsumexp, keep, key_keep, lengths, bias, seed, *kept)
         ctx.options = causal, scale, dropout_p, zero_empty_rows, backend
         ctx.set_materialize_grads(False)
         return out, logsumexp
@@ -255,7 +262,7 @@ class _Attention(torch.autograd.Function):
         grads = [None] * 13
         if grad_out is None and grad_logsumexp is None:
             return tuple(grads)
-        q, k, v, out, logsumexp, keep, key_keep, lengths, bias, seed = ctx.saved_tensors
+        q, k, v, out, logsumexp, keep, key_keep, lengths, bias, seed, *kept = ctx.saved_tensors
         causal, scale, dropout_p, zero_empty_rows, backend = ctx.options
         if grad_out is None:
             grad_out = torch.zeros_like(out)
@@ -272,9 +279,9 @@ class _Attention(torch.autograd.Function):
             if ctx.needs_input_grad[6]:
                 grads[6] = _op_grad_bias(*args)
         elif ctx.needs_input_grad[6]:
-            *grads[:3], grads[6] = _attention_backward_bias(*args)
+            *grads[:3], grads[6] = _attention_backward_bias(*args, kept=kept)
         else:
-            grads[:3] = _attention_backward(*args)
+            grads[:3] = _attention_backward(*args, kept=kept)
         return tuple(grads)
 
 
