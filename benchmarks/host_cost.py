@@ -2,9 +2,14 @@
 
     python benchmarks/host_cost.py
 
-On a GPU: calls in a row without waiting, less the same driver calls alone. Without one, a driver that does nothing
-takes the launches, and what is left is all ours; one thread, the least of many short rounds, since other programs only
-add.
+A call is all of ``tfast.attention(...)`` (or ``attention_packed``, ``attention_decode``) from Python: checks, the
+autograd rule, the allocation of its results and temporaries. "forward" is without gradients, "in training" with them,
+and "backward" is one ``torch.autograd.grad`` of a kept graph. Taken off are the driver calls of its kernels, made alone
+with ready arguments; and from "backward" also what PyTorch's engine takes for a graph of one node of three inputs that
+computes nothing, which stands in a line of its own.
+
+On a GPU calls are made in a row without waiting. Without one, a driver that does nothing takes the launches, and what
+is left is all ours; one thread, its own clock, the least of many short rounds, since other programs only add.
 """
 
 from __future__ import annotations
@@ -12,12 +17,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
+from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
 import transformer_fast as tfast
@@ -65,24 +72,68 @@ def least(call: Callable[[], object], device: str) -> float:
     for _ in range(ROUNDS):
         if device == "cuda":
             torch.cuda.synchronize()
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in range(CALLS):
             call()
-        found = min(found, (time.perf_counter() - start) / CALLS)
+        found = min(found, (time.thread_time() - start) / CALLS)
     return found * 1e6
+
+
+@contextmanager
+def recorded(started: list[tuple]):
+    """Inside, every launch goes Triton's own way, and what its launcher gets is written down."""
+    run, short_way = CompiledKernel.run, launching.SHORT_WAY
+
+    def recording(kernel: CompiledKernel) -> Callable[..., object]:
+        launcher = run.fget(kernel)
+
+        def launch(*arguments: object) -> object:
+            plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+            started.append((launcher, (*plain[:6], None, None, None, *plain[9:])))
+            return launcher(*arguments)
+
+        return launch
+
+    CompiledKernel.run, launching.SHORT_WAY = property(recording), False
+    try:
+        yield
+    finally:
+        CompiledKernel.run, launching.SHORT_WAY = run, short_way
 
 
 def bare_launches(call: Callable[[], object], device: str) -> float:
     """Microseconds of the driver calls of one call, and nothing else."""
     started: list[tuple] = []
-    start = launching._start
-    call()
-    launching._start = lambda *arguments: (started.append(arguments), start(*arguments))
-    try:
+    call()  # what is derived from a mask is kept
+    with recorded(started):
         call()
-    finally:
-        launching._start = start
-    return least(lambda: [start(*arguments) for arguments in started], device)
+    return least(lambda: [launcher(*arguments) for launcher, arguments in started], device)
+
+
+def engine(leaves: list[torch.Tensor], device: str) -> float:
+    """Microseconds of a gradient that is only handed on: torch.autograd.grad of one node of three inputs."""
+    scalars = [torch.zeros((), device=t.device, requires_grad=True) for t in leaves]
+    joined, grad = torch.stack(scalars), torch.zeros(3, device=leaves[0].device)
+    return least(lambda: torch.autograd.grad(joined, scalars, grad, retain_graph=True), device)
+
+
+def cases(device: str, dtype: torch.dtype) -> dict[str, Callable[..., torch.Tensor]]:
+    """Calls of (q, k, v) by name."""
+    lengths = torch.randint(1, L + 1, (B,), device=device)
+    padding = (torch.arange(L, device=device) < lengths[:, None])[:, None, None]
+    mask = tfast.AttentionMask.lengths(lengths)
+    ends = torch.arange(0, B * L + 1, L, dtype=torch.int32, device=device)
+    padded = tfast.AttentionMask.keep(padding)
+    calls = {
+        "no mask": lambda p, *qkv: tfast.attention(*qkv, dropout_p=p),
+        "lengths": lambda p, *qkv: tfast.attention(*qkv, mask, dropout_p=p),
+        "lengths, causal": lambda p, *qkv: tfast.attention(*qkv, mask, causal=True, dropout_p=p),
+        "keep mask": lambda p, *qkv: tfast.attention(*qkv, padded, dropout_p=p),
+        "packed": lambda p, *qkv: tfast.attention_packed(*qkv, ends, ends, max_q=L, max_k=L, dropout_p=p),
+    }
+    return {
+        f"{name}, dropout {p}": (lambda *qkv, c=c, p=p: c(p, *qkv)) for name, c in calls.items() for p in (0.0, 0.1)
+    }
 
 
 def main() -> None:
@@ -90,33 +141,37 @@ def main() -> None:
     if device == "cpu":
         pretend_to_have_a_gpu()
     torch.set_num_threads(1)
-    lengths = torch.randint(1, L + 1, (B,), device=device)
-    padding = (torch.arange(L, device=device) < lengths[:, None])[:, None, None]
-    masks = {
-        "no mask": None,
-        "lengths": tfast.AttentionMask.lengths(lengths),
-        "keep mask": tfast.AttentionMask.keep(padding),
-    }
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
-    q, k, v, grad = (torch.randn(B, H, L, D, device=device, dtype=dtype) for _ in range(4))
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    print(f"{'us a call over its launches':32} {'forward':>9} {'in training':>12} {'forward + backward':>19}")
+    print(f"{'us a call over its launches':32} {'forward':>9} {'in training':>12} {'backward':>9}")
     with tfast.backend("triton"):
-        for name, mask in masks.items():
-            for p in (0.0, 0.1):
+        for name, call in cases(device, dtype).items():
+            shape = (B * L, H, D) if name.startswith("packed") else (B, H, L, D)
+            q, k, v, grad = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+            leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+            out = call(*leaves)
 
-                def forward(mask=mask, p=p) -> None:
-                    with torch.no_grad():
-                        tfast.attention(q, k, v, mask, dropout_p=p)
+            def forward(call=call, qkv=(q, k, v)) -> torch.Tensor:
+                return call(*qkv)
 
-                def train(mask=mask, p=p) -> torch.Tensor:
-                    return tfast.attention(*leaves, mask, dropout_p=p)
+            def train(call=call, leaves=leaves) -> torch.Tensor:
+                return call(*leaves)
 
-                def both(mask=mask, p=p) -> None:
-                    torch.autograd.grad(tfast.attention(*leaves, mask, dropout_p=p), leaves, grad)
+            def backward(out=out, leaves=leaves, grad=grad) -> None:
+                torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
-                ours = [least(call, device) - bare_launches(call, device) for call in (forward, train, both)]
-                print("{:32} {:9.1f} {:12.1f} {:19.1f}".format(f"{name}, dropout {p}", *ours), flush=True)
+            # The leaves alone require gradients: torch.no_grad() would be the caller's cost.
+            ours = [least(call, device) - bare_launches(call, device) for call in (forward, train, backward)]
+            ours[2] -= engine(leaves, device)
+            print("{:32} {:9.1f} {:12.1f} {:9.1f}".format(name, *ours), flush=True)
+        lengths = torch.full((B,), L, dtype=torch.int32, device=device)
+        q = torch.randn(B, H, 1, D, device=device, dtype=dtype)
+        k, v = (torch.randn(B, H, L, D, device=device, dtype=dtype) for _ in range(2))
+
+        def decode() -> torch.Tensor:
+            return tfast.attention_decode(q, k, v, lengths)
+
+        print(f"{'decode':32} {least(decode, device) - bare_launches(decode, device):9.1f}")
+        print(f"{'taken off backward: the engine':32} {'':9} {'':12} {engine(leaves, device):9.1f}")
 
 
 if __name__ == "__main__":

@@ -33,8 +33,10 @@ PYBIND11_MODULE(_C, m) {
   m.def("attention", &direct::attention);
   m.def("attention_launched", &direct::attention_launched);
   m.def("multihead_attention", &direct::multihead_attention);
+  m.def("attention_packed", &direct::attention_packed);
   m.def("set_attention_launchers", &direct::set_attention_launchers);
   m.def("layouts", &direct::layouts);
+  m.def("start", &direct::start);
   m.def("empties_like", &direct::empties_like);
   m.def("empty_outputs", &direct::empty_outputs);
   m.def("dropout", &direct::dropout);

@@ -74,9 +74,7 @@ class AttentionMask:
     @classmethod
     def causal(cls, offset: int = 0) -> AttentionMask:
         """The look-ahead mask: query ``i`` sees keys ``j <= i + offset``. A cache of n keys decodes with offset n."""
-        if isinstance(offset, bool) or not isinstance(offset, int):
-            raise TypeError(f"causal offset: expected an int, got {type(offset).__name__}")
-        return cls(causal_offset=offset)
+        return cls(causal_offset=_checked_offset(offset))
 
     @classmethod
     def bias(cls, bias: Tensor) -> AttentionMask:
@@ -126,6 +124,13 @@ def as_attention_mask(mask: AttentionMask | Tensor | None) -> AttentionMask:
     return mask if isinstance(mask, AttentionMask) else AttentionMask.keep(mask)
 
 
+def and_causal(offset: int | None, causal: bool | int) -> int | None:
+    """The causal offset of a mask whose own is `offset`, and of ``tfast.attention(causal=...)``."""
+    if causal is False:
+        return offset
+    return _combine(offset, 0 if causal is True else _checked_offset(causal), min)
+
+
 def dense_keep(
     keep: Tensor | None,
     key_keep: Tensor | None,
@@ -149,6 +154,12 @@ def dense_keep(
         i = torch.arange(Lq, device=device).view(Lq, 1)
         allowed = allowed & (j <= i + causal)
     return allowed
+
+
+def _checked_offset(offset: int) -> int:
+    if isinstance(offset, bool) or not isinstance(offset, int):
+        raise TypeError(f"causal offset: expected an int, got {type(offset).__name__}")
+    return offset
 
 
 def _boolean(mask: Tensor, dialect: str) -> Tensor:

@@ -1,11 +1,12 @@
-// The short ways of transformer_fast.ops.attention: to the kernels of the CPU, and to the launchers of the Triton kernels,
-// which are functions in Python. Either way the autograd rule is here.
+// The short ways of transformer_fast.ops.attention and .attention_packed: to the kernels of the CPU, and to the
+// launchers of the Triton kernels. Either way the autograd rule is here.
 #include "functions.h"
 
-#include "call.h"
+#include "attention_launchers.h"
 
 #include <ATen/autocast_mode.h>
 
+#include <algorithm>
 #include <cmath>
 
 namespace transformer_fast::direct {
@@ -23,96 +24,72 @@ using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&
                                                     std::optional<int64_t>, double, double, const OptionalTensor&,
                                                     bool, const OptionalTensor&, const OptionalTensor&,
                                                     const OptionalTensor&);
+using PackedForward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                 const Tensor&, int64_t, int64_t, bool, double, double,
+                                                 const OptionalTensor&, bool);
+using PackedBackward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                                                          const Tensor&, const Tensor&, const OptionalTensor&,
+                                                          const Tensor&, const Tensor&, int64_t, int64_t, bool, double,
+                                                          double, const OptionalTensor&, bool);
 
-const Native<Forward>& kernel() {
-  static const Native<Forward> native("attention_forward");
-  return native;
+std::tuple<Tensor, Tensor> packed_forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
+  static const Native<PackedForward> native("attention_packed_forward");
+  const auto& [cu_seqlens_q, cu_seqlens_k, max_q, max_k] = m.packed;
+  return native(q, k, v, *cu_seqlens_q, *cu_seqlens_k, max_q, max_k, m.causal.has_value(), m.scale, m.dropout_p, m.seed,
+                m.zero_empty_rows);
 }
 
-// What is masked, scaled and dropped: the normal form that the kernels take. A launcher also takes the seed as a number.
-struct Mask {
-  OptionalTensor keep, key_keep, lengths, bias, seed;
-  std::optional<int64_t> causal, seed_value;
-  double scale, dropout_p;
-  bool zero_empty_rows;
-};
-
-// The output; in training with the logsumexp and what else the backward needs after it; and the gradients. By the kernels
-// of the CPU.
+// The output; in training with the logsumexp and what else the backward needs after it; and the gradients. By the
+// kernels of the CPU.
 struct OnCpu {
-  static constexpr const char* kName = "attention";
-
   static Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
+    static const Native<Forward> native("attention_forward");
     const py::gil_scoped_release no_gil;
-    return std::get<0>(kernel()(q, k, v, m.keep, m.key_keep, m.lengths, m.bias, m.causal, m.scale, m.dropout_p, m.seed,
-                                m.zero_empty_rows));
+    return std::get<0>(m.packed.cu_seqlens_q ? packed_forward(q, k, v, m)
+                                             : native(q, k, v, m.keep, m.key_keep, m.lengths, m.bias, m.causal, m.scale,
+                                                      m.dropout_p, m.seed, m.zero_empty_rows));
   }
 
   static variable_list forward_training(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
     static const Native<ForwardTraining> native("attention_forward_training");
     const py::gil_scoped_release no_gil;
+    if (m.packed.cu_seqlens_q) {
+      auto [out, logsumexp] = packed_forward(q, k, v, m);
+      return {out, logsumexp, Tensor(), Tensor()};
+    }
     auto [out, logsumexp, kept, kept_factors] = native(q, k, v, m.keep, m.key_keep, m.lengths, m.bias, m.causal,
                                                        m.scale, m.dropout_p, m.seed, m.zero_empty_rows);
     return {out, logsumexp, or_undefined(kept), or_undefined(kept_factors)};
   }
 
-  static variable_list backward(const Tensor& grad_out, const variable_list& saved, const Mask& m) {
+  // `found` is what forward_training gave.
+  static variable_list backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                const Tensor* found, const Mask& m) {
     static const Native<Backward> native("attention_backward");
+    static const Native<PackedBackward> packed("attention_packed_backward");
+    const auto& [cu_seqlens_q, cu_seqlens_k, max_q, max_k] = m.packed;
     auto [grad_q, grad_k, grad_v] =
-        native(grad_out, saved[0], saved[1], saved[2], saved[3], saved[4], or_none(saved[5]), or_none(saved[6]),
-               or_none(saved[7]), or_none(saved[8]), m.causal, m.scale, m.dropout_p, or_none(saved[9]),
-               m.zero_empty_rows, std::nullopt, or_none(saved[10]), or_none(saved[11]));
+        cu_seqlens_q ? packed(grad_out, q, k, v, found[0], found[1], std::nullopt, *cu_seqlens_q, *cu_seqlens_k, max_q,
+                              max_k, m.causal.has_value(), m.scale, m.dropout_p, m.seed, m.zero_empty_rows)
+                     : native(grad_out, q, k, v, found[0], found[1], m.keep, m.key_keep, m.lengths, m.bias, m.causal,
+                              m.scale, m.dropout_p, m.seed, m.zero_empty_rows, std::nullopt, or_none(found[2]),
+                              or_none(found[3]));
     return {grad_q, grad_k, grad_v};
-  }
-};
-
-// The same by launchers in Python. They live as long as the process: nothing is left to free when it ends.
-struct ByLaunchers {
-  static constexpr const char* kName = "attention";
-  inline static PyObject *forward_launcher = nullptr, *backward_launcher = nullptr;
-
-  static py::object object(const OptionalTensor& tensor) { return tensor ? wrap(*tensor) : py::none(); }
-  static py::object object(const Tensor& tensor) { return tensor.defined() ? wrap(tensor) : py::none(); }
-
-  static py::object seed(const Mask& m, const OptionalTensor& tensor) {
-    return m.seed_value ? py::object(py::int_(*m.seed_value)) : object(tensor);
-  }
-
-  static Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
-    return forward_training(q, k, v, m)[0];
-  }
-
-  static variable_list forward_training(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
-    const py::tuple found = py::handle(forward_launcher)(
-        wrap(q), wrap(k), wrap(v), object(m.keep), object(m.key_keep), object(m.lengths), object(m.bias),
-        py::cast(m.causal), m.scale, m.dropout_p, seed(m, m.seed), m.zero_empty_rows);
-    return {THPVariable_Unpack(found[0].ptr()), THPVariable_Unpack(found[1].ptr())};
-  }
-
-  static variable_list backward(const Tensor& grad_out, const variable_list& saved, const Mask& m) {
-    const py::gil_scoped_acquire gil;
-    const py::tuple found = py::handle(backward_launcher)(
-        wrap(grad_out), wrap(saved[0]), wrap(saved[1]), wrap(saved[2]), wrap(saved[3]), wrap(saved[4]),
-        object(saved[5]), object(saved[6]), object(saved[7]), object(saved[8]), py::cast(m.causal), m.scale,
-        m.dropout_p, seed(m, or_none(saved[9])), m.zero_empty_rows);
-    return {THPVariable_Unpack(found[0].ptr()), THPVariable_Unpack(found[1].ptr()),
-            THPVariable_Unpack(found[2].ptr())};
   }
 };
 
 template <typename Kernels>
 struct Attention : torch::autograd::Function<Attention<Kernels>> {
-  static constexpr const char* kName = Kernels::kName;
+  static constexpr const char* kName = "attention";
   using Options = Mask;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
     const variable_list found = Kernels::forward_training(q, k, v, m);
-    variable_list saved{q, k, v, found[0], found[1], or_undefined(m.keep), or_undefined(m.key_keep),
-                        or_undefined(m.lengths), or_undefined(m.bias), or_undefined(m.seed)};
-    saved.insert(saved.end(), found.begin() + 2, found.end());
+    variable_list saved = {q, k, v};
+    for (Tensor& tensor : m.tensors()) saved.push_back(std::move(tensor));
+    saved.insert(saved.end(), found.begin(), found.end());
     ctx->save_for_backward(std::move(saved));
-    // The tensors of the mask are kept above, where a change in place is noticed.
-    keep(ctx, Mask{{}, {}, {}, {}, {}, m.causal, m.seed_value, m.scale, m.dropout_p, m.zero_empty_rows});
+    keep(ctx, m.options());
     return found[0];
   }
 
@@ -123,7 +100,8 @@ struct Attention : torch::autograd::Function<Attention<Kernels>> {
   }
 
   static variable_list backward_kernel(const variable_list& grads, const variable_list& saved, const Mask& m) {
-    return Kernels::backward(grads[0].stride(-1) == 1 ? grads[0] : grads[0].contiguous(), saved, m);
+    const Tensor grad_out = grads[0].stride(-1) == 1 ? grads[0] : grads[0].contiguous();
+    return Kernels::backward(grad_out, saved[0], saved[1], saved[2], &saved[3 + kMaskTensors], m.with(&saved[3]));
   }
 
   static py::object call(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
@@ -135,6 +113,42 @@ bool shapes_fit(const Tensor& q, const Tensor& k, const Tensor& v) {
   if (q.dim() != 4 || k.dim() != 4 || v.sizes() != k.sizes()) return false;
   return q.size(0) == k.size(0) && q.size(3) == k.size(3) && q.size(3) > 0 && k.size(1) > 0 &&
          q.size(1) % k.size(1) == 0 && q.stride(3) == 1 && k.stride(3) == 1 && v.stride(3) == 1;
+}
+
+bool packed_shapes_fit(const Tensor& q, const Tensor& k, const Tensor& v) {
+  if (q.dim() != 3 || k.dim() != 3 || v.sizes() != k.sizes()) return false;
+  return q.size(2) == k.size(2) && q.size(2) > 0 && k.size(1) > 0 && q.size(1) % k.size(1) == 0 && q.stride(2) == 1 &&
+         k.stride(2) == 1 && v.stride(2) == 1;
+}
+
+// Of one device, on which autocast changes nothing, and of one type.
+bool alike(const Tensor& q, const Tensor& k, const Tensor& v) {
+  return k.device() == q.device() && v.device() == q.device() && k.scalar_type() == q.scalar_type() &&
+         v.scalar_type() == q.scalar_type() && !at::autocast::is_autocast_enabled(q.device().type());
+}
+
+// What the kernels behind the launchers take.
+bool launchable(const Tensor& q) {
+  constexpr int64_t kLargestHeadDim = 256;
+  return q.size(-1) <= kLargestHeadDim && q.scalar_type() != at::kDouble;
+}
+
+// The length of the longest sequence, at most `most` where that is given; -1 unless cu_seqlens, int32 (B + 1,), rises
+// from 0 to the number of tokens. On a GPU, where looking would wait for it, `most` is believed.
+int64_t longest_sequence(const Tensor& cu_seqlens, const Tensor& tokens, std::optional<int64_t> most) {
+  if (cu_seqlens.scalar_type() != at::kInt || cu_seqlens.dim() != 1 || cu_seqlens.numel() == 0 ||
+      !cu_seqlens.is_contiguous() || cu_seqlens.device() != tokens.device())
+    return -1;
+  if (!cu_seqlens.is_cpu()) return most.value_or(-1);
+  const int32_t* const starts = cu_seqlens.const_data_ptr<int32_t>();
+  const int64_t last = cu_seqlens.numel() - 1;
+  int64_t longest = 0;
+  for (int64_t i = 0; i < last; ++i) {
+    if (starts[i + 1] < starts[i]) return -1;
+    longest = std::max<int64_t>(longest, starts[i + 1] - starts[i]);
+  }
+  if (starts[0] != 0 || starts[last] != tokens.size(0) || longest > most.value_or(longest)) return -1;
+  return most.value_or(longest);
 }
 
 bool broadcasts(const Tensor& mask, const Tensor& q, const Tensor& k) {
@@ -176,9 +190,23 @@ struct Call {
   Mask mask;
 };
 
+// The scale (0 for the default, which needs q), the dropout with its seed, and the empty rows.
+void read_options(Arguments& arguments, Mask& mask, py::handle scale, py::handle dropout_p, py::handle seed,
+                  py::handle empty_rows) {
+  mask.scale = scale.is_none() ? 0 : arguments.number(scale);
+  mask.dropout_p = arguments.probability(dropout_p);
+  if (PyLong_CheckExact(seed.ptr()))
+    mask.seed_value = arguments.integer(seed);
+  else
+    mask.seed = arguments.optional_tensor(seed);
+  mask.zero_empty_rows = is_text(empty_rows, "zero");
+  arguments.require(mask.zero_empty_rows || is_text(empty_rows, "uniform"));
+  arguments.require(mask.dropout_p == 0 || mask.seed || mask.seed_value);
+}
+
 Call read(Arguments& arguments, py::handle q_, py::handle k_, py::handle v_, py::handle keep_, py::handle key_keep_,
-          py::handle lengths_, py::handle bias_, py::handle causal_, py::handle scale_, py::handle dropout_p_,
-          py::handle seed_, py::handle empty_rows) {
+          py::handle lengths_, py::handle bias_, py::handle causal_, py::handle scale, py::handle dropout_p,
+          py::handle seed, py::handle empty_rows) {
   Call call{arguments.floating(q_), arguments.floating(k_), arguments.floating(v_), {}};
   auto& [q, k, v, mask] = call;
   mask.keep = arguments.optional_tensor(keep_);
@@ -186,28 +214,16 @@ Call read(Arguments& arguments, py::handle q_, py::handle k_, py::handle v_, py:
   mask.lengths = arguments.optional_tensor(lengths_);
   mask.bias = arguments.optional_floating(bias_);
   mask.causal = arguments.optional_integer(causal_);
-  mask.dropout_p = arguments.probability(dropout_p_);
-  if (PyLong_CheckExact(seed_.ptr()))
-    mask.seed_value = arguments.integer(seed_);
-  else
-    mask.seed = arguments.optional_tensor(seed_);
-  mask.zero_empty_rows = is_text(empty_rows, "zero");
-  const bool default_scale = scale_.is_none();
-  mask.scale = default_scale ? 0 : arguments.number(scale_);
-  if (!arguments.ok() || !shapes_fit(q, k, v)) return {};
+  read_options(arguments, mask, scale, dropout_p, seed, empty_rows);
+  if (!arguments.ok() || !shapes_fit(q, k, v) || !alike(q, k, v)) return {};
   const at::Device device = q.device();
-  arguments.require(k.device() == device && v.device() == device);
-  arguments.require(q.scalar_type() == k.scalar_type() && q.scalar_type() == v.scalar_type());
-  arguments.require(mask.zero_empty_rows || is_text(empty_rows, "uniform"));
-  arguments.require(mask.dropout_p == 0 || mask.seed || mask.seed_value);
-  arguments.require(!at::autocast::is_autocast_enabled(device.type()));
   for (const OptionalTensor* part : {&mask.keep, &mask.key_keep, &mask.bias})
     if (*part) arguments.require(broadcasts(**part, q, k) && (*part)->device() == device);
   if (mask.key_keep) arguments.require(mask.key_keep->size(2) == 1 && mask.key_keep->size(3) == k.size(2));
   if (mask.bias) arguments.require(!needs_gradient(*mask.bias));
   if (mask.lengths) arguments.require(mask.lengths->device() == device);
   if (!arguments.ok()) return {};
-  if (default_scale) mask.scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
+  if (scale.is_none()) mask.scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
   return call;
 }
 
@@ -226,20 +242,33 @@ py::object attention(py::handle q, py::handle k, py::handle v, py::handle keep, 
   return Attention<OnCpu>::call(call.q, call.k, call.v, call.mask);
 }
 
-void set_attention_launchers(py::object forward, py::object backward) {
-  ByLaunchers::forward_launcher = forward.release().ptr();
-  ByLaunchers::backward_launcher = backward.release().ptr();
-}
-
 py::object attention_launched(py::handle q, py::handle k, py::handle v, py::handle keep, py::handle key_keep,
                               py::handle lengths, py::handle bias, py::handle causal, py::handle scale,
                               py::handle dropout_p, py::handle seed, py::handle empty_rows) {
-  constexpr int64_t kLargestHeadDim = 256;
   Arguments arguments(true);
   const Call call = read(arguments, q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, empty_rows);
-  if (!call.q.defined() || call.q.size(3) > kLargestHeadDim || call.q.scalar_type() == at::kDouble) return py::none();
+  if (!call.q.defined() || !launchable(call.q)) return py::none();
   if (call.mask.lengths && !are_normal(*call.mask.lengths, call.q.size(0), call.q.size(2))) return py::none();
   return Attention<ByLaunchers>::call(call.q, call.k, call.v, call.mask);
+}
+
+py::object attention_packed(bool launched, py::handle q_, py::handle k_, py::handle v_, py::handle cu_seqlens_q,
+                            py::handle cu_seqlens_k, py::handle max_q, py::handle max_k, py::handle causal,
+                            py::handle scale, py::handle dropout_p, py::handle seed, py::handle empty_rows) {
+  Arguments arguments(launched);
+  const Tensor q = arguments.floating(q_), k = arguments.floating(k_), v = arguments.floating(v_);
+  const Tensor starts_q = arguments.tensor(cu_seqlens_q), starts_k = arguments.tensor(cu_seqlens_k);
+  Mask mask{};
+  if (arguments.boolean(causal)) mask.causal = 0;
+  read_options(arguments, mask, scale, dropout_p, seed, empty_rows);
+  const std::optional<int64_t> most_q = arguments.optional_integer(max_q), most_k = arguments.optional_integer(max_k);
+  if (!arguments.ok() || !packed_shapes_fit(q, k, v) || !alike(q, k, v)) return py::none();
+  if (launched ? !launchable(q) : mask.dropout_p > 0 && !mask.seed) return py::none();
+  const int64_t longest_q = longest_sequence(starts_q, q, most_q), longest_k = longest_sequence(starts_k, k, most_k);
+  if (longest_q < 0 || longest_k < 0 || starts_q.sizes() != starts_k.sizes()) return py::none();
+  mask.packed = {starts_q, starts_k, longest_q, longest_k};
+  if (scale.is_none()) mask.scale = 1 / std::sqrt(static_cast<double>(q.size(2)));
+  return launched ? Attention<ByLaunchers>::call(q, k, v, mask) : Attention<OnCpu>::call(q, k, v, mask);
 }
 
 }  // namespace transformer_fast::direct

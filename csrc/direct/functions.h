@@ -20,7 +20,13 @@ object attention_launched(handle q, handle k, handle v, handle keep, handle key_
 object multihead_attention(handle query, handle key, handle value, handle in_weight, handle in_bias, handle out_weight,
                            handle out_bias, handle heads, handle batch_first, handle keep, handle key_keep, handle bias,
                            handle causal, handle need_weights, handle average);
-void set_attention_launchers(object forward, object backward);
+// Attention over packed sequences, by those launchers or by the kernels of the CPU.
+object attention_packed(bool launched, handle q, handle k, handle v, handle cu_seqlens_q, handle cu_seqlens_k,
+                        handle max_q, handle max_k, handle causal, handle scale, handle dropout_p, handle seed,
+                        handle empty_rows);
+// The launchers, which also take cu_seqlens_q, cu_seqlens_k, max_q and max_k last, (None, None, 0, 0) for no packed batch;
+// find of kernels/calls.py; up to how many keys no order of tiles is derived; rows of a tile of the delta kernel.
+void set_attention_launchers(object forward, object backward, object find, int64_t longest_unordered, int64_t delta_rows);
 object dropout(handle x, handle p, handle bias, handle residual, handle relu, handle seed);
 object layer_norm(handle x, handle weight, handle bias, handle eps, handle kind, handle residual, handle dropout_p,
                   handle seed);
@@ -31,6 +37,8 @@ object add_positional(handle x, handle table, handle offset, handle dropout_p, h
 // What tells one launch of kernels from another, of two tuples of tensors, None and ints: (bytes that say which layouts the
 // inputs have, [address of each input and output, or the int itself], whether all addresses are multiples of 16).
 object layouts(handle inputs, handle outputs);
+// Starts launches kept by kernels/calls.py: (launches, address of each tensor, stream).
+void start(handle calls, handle pointers, handle stream);
 // torch.empty_like of each, without gradients.
 object empties_like(pybind11::args tensors);
 // What attention returns for q, (B, H, Lq, D) or packed (T, H, D): out like q, and logsumexp (B, H, Lq) or (H, T), fp32.

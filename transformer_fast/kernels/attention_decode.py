@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from .attention_tiles import LN2, LOG2E, load_rows, tensor_arguments, within_reach
-from .launching import Launch, blocks_of, run_again, widen_bf16_if_interpreted
+from .calls import run_again
+from .launching import Launch, blocks_of, widen_bf16_if_interpreted
 
 # Parts are made until about so many programs run (a few for each multiprocessor), but never more than MOST_PARTS a row.
 PROGRAMS = 512

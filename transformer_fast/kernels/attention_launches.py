@@ -12,7 +12,8 @@ from torch import Tensor
 from ..configs import LONG, AttentionConfig, attention_config
 from .attention_tile_map import NO_MAP, length_order, packed_order, tile_lists
 from .attention_tiles import bounded_offset, mask_arguments, padded_head_dim, tensor_arguments, within_reach
-from .launching import Launch, blocks_of, run_again
+from .calls import run_again
+from .launching import Launch, blocks_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +172,7 @@ def run_call(
 
     Args:
         scalars: hashable, what tells this launcher and its own options apart.
-        inputs, outputs: see :func:`.launching.run_again`.
+        inputs, outputs: see :func:`.calls.run_again`.
         keys: keys of the call, which decide whether there is an order to derive.
         mask, packed: as given to the launcher.
         prepare: the launches from (inputs, outputs, mask, packed).

@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..configs import dropout_config
-from .launching import Launch, blocks_of, multiprocessors_of, run_again
+from .calls import run_again
+from .launching import Launch, blocks_of, multiprocessors_of
 from .norm import dropout_arguments
 from .norm_backward import sum_of_partials
 from .philox import elementwise_keep_tile, load_seed

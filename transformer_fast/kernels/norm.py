@@ -15,7 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..configs import NORM, norm_config
-from .launching import Launch, run_again
+from .calls import run_again
+from .launching import Launch
 from .philox import elementwise_keep_tile, load_seed
 
 

@@ -24,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..configs import NORM, norm_config
-from .launching import Launch, blocks_of, multiprocessors_of, run_again
+from .calls import run_again
+from .launching import Launch, blocks_of, multiprocessors_of
 from .norm import as_rows, dropout_arguments, load_tile
 from .philox import elementwise_keep_tile, load_seed
 

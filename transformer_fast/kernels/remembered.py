@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,32 +40,65 @@ def remembered(
     stream = _stream_that_keeps(*tensors)
     if stream is None:
         return make()
-    bases = [t if t._base is None else t._base for t in tensors]
-    results = _results_of(bases[0])
     if with_layouts:
         key = (stream, key, *[(t.storage_offset(), t.shape, t.stride()) for t in tensors])
     else:
         key = (stream, key, *[t.storage_offset() for t in tensors])
-    versions = [t._version for t in bases]
+    results = _results_of(_base(holder))
     found = results.get(key)
-    if found is not None and found[0] == versions and all(ref() is t for ref, t in zip(found[1], bases[1:])):
-        return found[2]
+    if found is not None and found.is_of(tensors):
+        return found.value
+    bases = [_base(t) for t in tensors]
+    versions = [t._version for t in bases]
     value = make()
     results.pop(key, None)
     if len(results) >= ENTRIES:
         del results[next(iter(results))]
-    results[key] = (versions, [weakref.ref(t) for t in bases[1:]], value)
+    results[key] = _Kept(value, [(weakref.ref(t), version) for t, version in zip(bases, versions, strict=True)])
     return value
 
 
 def recall(holder: Tensor, key: tuple[Hashable, ...]) -> Any | None:
     """What ``remembered(holder, key, (), ...)`` would give without making it, or None."""
-    base = holder if holder._base is None else holder._base
+    base = holder._base
+    if base is None:
+        base = holder
     results = getattr(base, "_remembered", None)
     if results is None or (stream := _stream_that_keeps(holder)) is None:
         return None
     found = results.get((stream, key, (holder.storage_offset(), holder.shape, holder.stride())))
-    return found[2] if found is not None and found[0] == [base._version] else None
+    return found.value if found is not None and found.made_from[0][1] == base._version else None
+
+
+def recall_by_key(holder: Tensor, key: tuple[Hashable, ...], others: tuple[Tensor, ...]) -> Any | None:
+    """What ``remembered(holder, key, others, ..., with_layouts=False)`` would give without making it, or None."""
+    results = getattr(_base(holder), "_remembered", None)
+    if results is None:
+        return None
+    tensors = (holder, *others)
+    stream = _stream_that_keeps(*tensors)
+    found = None if stream is None else results.get((stream, key, *[t.storage_offset() for t in tensors]))
+    return found.value if found is not None and found.is_of(tensors) else None
+
+
+class _Kept(NamedTuple):
+    """A result, and each tensor that owns memory it was made from with the number of writes seen by then."""
+
+    value: Any
+    made_from: list[tuple[weakref.ref[Tensor], int]]
+
+    def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether it was made from these tensors as they are now."""
+        for (ref, version), t in zip(self.made_from, tensors):
+            base = t if t._base is None else t._base
+            if ref() is not base or version != base._version:
+                return False
+        return True
+
+
+def _base(t: Tensor) -> Tensor:
+    """The tensor that owns the memory."""
+    return t if t._base is None else t._base
 
 
 def _results_of(base: Tensor) -> dict:

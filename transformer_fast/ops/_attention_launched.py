@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._attention_checks import kept_lengths
+from ._attention_checks import kept_lengths, normal_lengths
 
 
 def by_launchers(extension: Any, q: Any, k: Any, v: Any, parts: tuple, *options: Any) -> Tensor | None:
@@ -21,31 +21,52 @@ def by_launchers(extension: Any, q: Any, k: Any, v: Any, parts: tuple, *options:
     """
     keep, key_keep, lengths, *rest = parts
     if lengths is not None:
-        lengths = kept_lengths(lengths, k.shape[2]) if isinstance(k, Tensor) and k.dim() == 4 else None
+        lengths = _normal(lengths, q, k)
         if lengths is None:
             return None
-    _set_launchers(extension)
+    set_launchers(extension)
     return extension.attention_launched(q, k, v, keep, key_keep, lengths, *rest, *options)
 
 
+def _normal(lengths: Tensor, q: Any, k: Any) -> Tensor | None:
+    """The lengths as kernels take them; None where they do not fit."""
+    if not isinstance(k, Tensor) or k.dim() != 4:
+        return None
+    kept = kept_lengths(lengths, k.shape[2])
+    if kept is not None or not isinstance(q, Tensor) or q.dim() != 4:
+        return kept
+    B, _, Lq, _ = q.shape
+    return normal_lengths(lengths, B, Lq, k.shape[2]) if lengths.shape in ((B,), (B, Lq)) else None
+
+
 @functools.cache
-def _set_launchers(extension: Any) -> None:
-    from ..kernels.attention import attention_forward
-    from ..kernels.attention_backward import attention_backward
+def set_launchers(extension: Any) -> None:
+    """Tell the extension what launches attention, and where to find calls that only repeat launches."""
+    from ..configs import LONG
+    from ..kernels import attention, attention_backward
+    from ..kernels.attention_backward_kv import DELTA_ROWS
+    from ..kernels.calls import find
 
-    def forward(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows):
-        return attention_forward(
-            q, k, v, keep=keep, key_keep=key_keep, lengths=lengths, bias=bias, causal=causal, scale=scale,
-            dropout_p=dropout_p, seed=seed, zero_empty_rows=zero_empty_rows,
-        )  # fmt: skip
+    def split(options: tuple) -> dict[str, Any]:
+        """The keywords of a launcher from all that follows its tensors: the mask's parts, and where sequences lie."""
+        *mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k = options
+        keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows = mask
+        shared = {"scale": scale, "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero_empty_rows}
+        if cu_seqlens_q is None:
+            parts = {"keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": bias, "causal": causal}
+        else:
+            parts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_q": max_q, "max_k": max_k}
+            parts["causal"] = causal is not None
+        return shared | parts
 
-    def backward(
-        grad_out, q, k, v, out, logsumexp, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed,
-        zero_empty_rows,
-    ):  # fmt: skip
-        return attention_backward(
-            grad_out, q, k, v, out, logsumexp, keep=keep, key_keep=key_keep, lengths=lengths, bias=bias, causal=causal,
-            scale=scale, dropout_p=dropout_p, seed=seed, zero_empty_rows=zero_empty_rows,
-        )  # fmt: skip
+    def forward(q, k, v, *options):
+        packed = options[-4] is not None
+        launcher = attention.attention_packed_forward if packed else attention.attention_forward
+        return launcher(q, k, v, **split(options))
 
-    extension.set_attention_launchers(forward, backward)
+    def backward(grad_out, q, k, v, out, logsumexp, *options):
+        packed = options[-4] is not None
+        launcher = attention_backward.attention_packed_backward if packed else attention_backward.attention_backward
+        return launcher(grad_out, q, k, v, out, logsumexp, **split(options))
+
+    extension.set_attention_launchers(forward, backward, find, LONG, DELTA_ROWS)

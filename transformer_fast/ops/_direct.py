@@ -7,6 +7,7 @@ somebody uses it. On the CPU the whole call is then one of C++ (csrc/direct); on
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,11 +32,16 @@ def native() -> Any | None:
 
 def launched(op: str, q: Tensor) -> Any | None:
     """The extension, whose functions take a whole call for launchers in Python, where `op` runs on Triton kernels."""
-    if torch.compiler.is_compiling() or not isinstance(q, Tensor) or q.dtype not in _LAUNCHED_TYPES:
+    if torch.compiler.is_compiling() or not isinstance(q, Tensor):
         return None
-    if q.is_cuda or backends.current() == "triton":
-        return extension.module() if backends.resolve(op, q.device, q.dtype) == "triton" else None
-    return None
+    return _launching(backends.current(), op, q.device, q.dtype)
+
+
+@functools.cache
+def _launching(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> Any | None:
+    if dtype not in _LAUNCHED_TYPES or not (device.type == "cuda" or asked == "triton"):
+        return None
+    return extension.module() if backends.resolve(op, device, dtype) == "triton" else None
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -99,8 +99,9 @@ def draw_launch_seed(device: torch.device, as_number: bool) -> int | torch.Tenso
     kernel on the device. A CUDA graph under capture must draw a fresh one at each replay: there, as where a call is
     compiled, it is the tensor of :func:`draw_seed`.
     """
-    on_host = device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
-    if torch.compiler.is_compiling() or not on_host or (device == _CPU and not as_number):
+    on_cuda = device.type == "cuda"
+    captured = on_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or captured or not (as_number or on_cuda):
         return draw_seed(device)
     native = extension.module()
     number = native.draw_number() if native else draw_seed(_CPU).item()

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, reference
-from ..masks import AttentionMask, as_attention_mask
+from ..masks import AttentionMask, and_causal, as_attention_mask
 from . import _direct, _library
 from ._attention_checks import check_inputs, check_mask, check_options, normal_lengths
 from ._attention_launched import by_launchers
@@ -67,8 +67,6 @@ def attention(
         ValueError: for shapes, lengths, devices or options that do not fit; the message names them.
     """
     mask = as_attention_mask(mask)
-    if causal is not False:
-        mask = mask & AttentionMask.causal(0 if causal is True else causal)
     if bias is not None:
         mask = mask & AttentionMask.bias(bias)
     bias = mask.additive_bias
@@ -77,7 +75,8 @@ def attention(
     seed, out = None, None
     if dropout_p > 0.0 and isinstance(q, Tensor):
         seed = _library.draw_launch_seed(q.device, launched is not None)
-    parts = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, mask.causal_offset, scale)
+    causal = and_causal(mask.causal_offset, causal)
+    parts = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, causal, scale)
     if launched:
         out = by_launchers(launched, q, k, v, parts, dropout_p, seed, empty_rows)
     elif not return_logsumexp and return_weights in (False, True, "dropped") and (direct := _direct.native()):
@@ -86,7 +85,7 @@ def attention(
         if not return_weights:
             return out
         dropout = (float(dropout_p), seed) if return_weights == "dropped" else (0.0, None)
-        return out, _native_weights(q, k, mask, scale, *dropout, empty_rows == "zero")
+        return out, _native_weights(q, k, parts, *dropout, empty_rows == "zero")
     if isinstance(seed, int):
         seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
@@ -106,7 +105,7 @@ def attention(
     lengths = mask.key_lengths
     if lengths is not None:
         lengths = normal_lengths(lengths, B, Lq, Lk)
-    parts = (mask.keep_mask, key_keep, lengths, bias, mask.causal_offset, scale, float(dropout_p), seed)
+    parts = (mask.keep_mask, key_keep, lengths, bias, causal, scale, float(dropout_p), seed)
 
     check_backend(backend, q, v)
     if backend == "reference":
@@ -131,16 +130,17 @@ def attention(
     return (out, *([weights] if return_weights else []), *([logsumexp] if return_logsumexp else []))
 
 
-def _native_weights(q, k, mask, scale, dropout_p, seed, zero_empty_rows):
+def _native_weights(q, k, parts, dropout_p, seed, zero_empty_rows):
     """The weights beside an output that the extension computed, and so checked; it makes them from q and k alone."""
-    Lk, key_keep, lengths = k.shape[2], mask.key_keep_mask, mask.key_lengths
+    keep, key_keep, lengths, bias, causal, scale = parts
+    Lk = k.shape[2]
     if key_keep is not None and key_keep.shape[-1] != Lk:
         key_keep = key_keep.expand(-1, -1, -1, Lk)
     if lengths is not None:
         lengths = normal_lengths(lengths, q.shape[0], q.shape[2], Lk)
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    parts = (mask.keep_mask, key_keep, lengths, mask.additive_bias, mask.causal_offset, scale, dropout_p, seed)
+    parts = (keep, key_keep, lengths, bias, causal, scale, dropout_p, seed)
     unread = q.detach()  # where other kernels have the logsumexp
     return _weights_autograd(q, k, unread, *parts, zero_empty_rows, "native")
 

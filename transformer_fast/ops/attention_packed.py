@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import backends, reference
 from . import _direct, _library
 from ._attention_checks import check_options, check_tensors, shape_error
+from ._attention_launched import set_launchers
 from .attention import check_backend
 
 _SCHEMA = (
@@ -62,6 +63,21 @@ def attention_packed(
         ValueError: for shapes, devices or options that do not fit. That ``cu_seqlens`` rise from 0 to the number of
             tokens is checked on CPU; on a GPU, where looking would wait for it, they are trusted.
     """
+    launched = _direct.launched("attention", q)
+    seed = None
+    if dropout_p > 0.0 and isinstance(q, Tensor):
+        seed = _library.draw_launch_seed(q.device, launched is not None)
+    direct = None if return_logsumexp else launched or _direct.native()
+    if direct is not None:
+        if launched:
+            set_launchers(direct)
+        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, dropout_p, seed, empty_rows)
+        out = direct.attention_packed(launched is not None, *given)
+        if out is not None:
+            return out
+    if isinstance(seed, int):
+        seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
+
     autocast = _library.autocast_enabled(q)
     _check_inputs(q, k, v, autocast)
     check_options("attention_packed", dropout_p, empty_rows)
@@ -77,7 +93,6 @@ def attention_packed(
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     plain = _direct.is_plain(q, k, v, cu_seqlens_q, cu_seqlens_k) and not autocast
     backend = backends.resolve("attention", q.device, q.dtype)
-    seed = _library.draw_launch_seed(q.device, plain and backend == "triton") if dropout_p > 0.0 else None
     parts = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, float(dropout_p), seed, empty_rows == "zero")
 
     check_backend(backend, q, v)
@@ -175,8 +190,6 @@ class _AttentionPacked(torch.autograd.Function):
     def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest):
         *options, seed, zero_empty_rows, backend = rest
         out, logsumexp = _direct.run(_op, _attention_packed, 5, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest)
-        # A tensor, which may be written to, or a number.
-        seed, ctx.seed = (None, seed) if isinstance(seed, int) else (seed, None)
         ctx.save_for_backward(q, k, v, out, logsumexp, cu_seqlens_q, cu_seqlens_k, seed)
         ctx.options = options, zero_empty_rows, backend
         ctx.set_materialize_grads(False)
@@ -193,15 +206,12 @@ class _AttentionPacked(torch.autograd.Function):
         elif grad_out.stride(-1) != 1:
             grad_out = grad_out.contiguous()
         inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
-        args = (*inputs, cu_seqlens_q, cu_seqlens_k, *options)
+        args = (*inputs, cu_seqlens_q, cu_seqlens_k, *options, seed, zero_empty_rows, backend)
         # With create_graph the op itself must run: it is what says that there is no second derivative.
         if torch.is_grad_enabled():
-            if ctx.seed is not None:
-                seed = torch.full((1,), ctx.seed, dtype=torch.int64, device=q.device)
-            grads = _op_backward(*args, seed, zero_empty_rows, backend)
+            grads = _op_backward(*args)
         else:
-            seed = seed if ctx.seed is None else ctx.seed
-            grads = _direct.run(_op_backward, _attention_packed_backward, 9, *args, seed, zero_empty_rows, backend)
+            grads = _direct.run(_op_backward, _attention_packed_backward, 9, *args)
         return (*grads, *(None,) * 10)
 
 

@@ -1,0 +1,186 @@
+"""Whole calls of attention as on a GPU, on CPU tensors that only a recording driver gets."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import pytest
+import test_attention_decode
+import test_attention_packed
+import test_wrong_inputs
+import torch
+
+import transformer_fast as tfast
+
+recording = pytest.importorskip("recording_driver")
+calls_kept = pytest.importorskip("transformer_fast.kernels.calls")
+launched, on_a_gpu, seen, floats = recording.launched, recording.on_a_gpu, recording.seen, recording.floats
+outcomes = recording.outcomes
+
+
+def masks():
+    lengths = torch.tensor([9, 17])
+    return {
+        "no mask": None,
+        "lengths": tfast.AttentionMask.lengths(lengths),
+        "padding": tfast.AttentionMask.keep((torch.arange(24) < lengths[:, None])[:, None, None]),
+        "causal": tfast.AttentionMask.causal(),
+    }
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize("name", masks())
+def test_a_whole_call_of_attention_takes_the_short_way(on_a_gpu, monkeypatch, name, dropout_p):
+    """From the second call on: nothing is checked in Python, nothing prepared, and the gradient is found in C++."""
+    attention = sys.modules["transformer_fast.ops.attention"]
+    mask = masks()[name]
+    q, k, v = (floats(2, 4, 24, 32).requires_grad_() for _ in range(3))
+
+    def call():
+        on_a_gpu.clear()
+        out = tfast.attention(q, k, v, mask, dropout_p=dropout_p)
+        forward = len(on_a_gpu)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        return out.grad_fn.name(), forward, len(on_a_gpu)
+
+    call()
+    call()  # what is derived from the mask is made once, and the call after that finds it
+    monkeypatch.setattr(attention, "check_inputs", None)
+    monkeypatch.setattr(attention, "_autograd", None)
+    monkeypatch.setattr(calls_kept, "_prepare_and_run", None)
+    node, forward, both = call()
+    assert "Attention" in node and (forward, both) == (1, 4)
+    assert all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
+
+
+DENSE = tfast.AttentionMask.keep(torch.ones(2, 1, 24, 24, dtype=torch.bool))
+LONG_LENGTHS = tfast.AttentionMask.lengths(torch.tensor([600, 9]))
+BIAS = torch.zeros(1, 4, 24, 24)
+ENDS = {rows: torch.tensor([0, rows // 3, rows], dtype=torch.int32) for rows in (24, 600)}
+KINDS = {
+    "no mask": {},
+    "half precision": {"dtype": torch.float16},
+    "causal, lengths, scale": {"mask": tfast.AttentionMask.lengths(torch.tensor([9, 17])), "causal": 3, "scale": 0.5},
+    "dense": {"mask": DENSE, "empty_rows": "zero"},
+    "bias": {"bias": BIAS},
+    "long lengths": {"mask": LONG_LENGTHS, "rows": 600},
+    "packed": {"cu_seqlens": ENDS[24], "causal": True},
+    "long packed": {"cu_seqlens": ENDS[600], "rows": 600, "empty_rows": "zero"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypatch, kind):
+    """Padded and packed, forward and backward: the same kernels, grids and scalars, and tensors in the same places."""
+    options = dict(KINDS[kind])
+    dtype, rows, ends = options.pop("dtype", torch.float32), options.pop("rows", 24), options.pop("cu_seqlens", None)
+    shape = (2, 4, rows, 32) if ends is None else (rows, 4, 32)
+    q, k, v = (floats(*shape).to(dtype).requires_grad_() for _ in range(3))
+    grad = torch.ones_like(q)
+
+    def call():
+        on_a_gpu.clear()
+        torch.manual_seed(8)
+        if ends is None:
+            out = tfast.attention(q, k, v, dropout_p=0.1, **options)
+        else:
+            out = tfast.attention_packed(q, k, v, ends, ends, dropout_p=0.1, **options)
+        gradients = torch.autograd.grad(out, (q, k, v), grad)
+        assert [t.shape for t in (out, *gradients)] == [q.shape] * 4 and {t.dtype for t in gradients} == {dtype}
+        tensors = {"q": q, "k": k, "v": v, "grad": grad, "out": out, **dict(zip(("dq", "dk", "dv"), gradients))}
+        return list(on_a_gpu), tensors
+
+    first, tensors = call()
+    call()
+    kernels = [driver_call[4] for driver_call in on_a_gpu]
+    # Without what made the map of the mask's tiles, which is kept with the call.
+    by_launchers = outcomes([driver_call for driver_call in first if driver_call[4] in kernels], tensors)
+    for module in ("attention", "attention_backward"):
+        for name in ("attention", "attention_packed"):
+            end = "backward" if module.endswith("backward") else "forward"
+            monkeypatch.setattr(f"transformer_fast.kernels.{module}.{name}_{end}", None)
+    assert outcomes(*call()) == by_launchers
+    assert len(on_a_gpu) == 4 and all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
+
+
+def test_what_was_derived_from_a_mask_is_not_used_after_it_was_written_to(on_a_gpu):
+    """The map of its tiles is on the device, where nobody looks: only the count of writes tells."""
+    keep = torch.ones(2, 1, 24, 24, dtype=torch.bool)
+    q = floats(2, 4, 24, 32)
+
+    def launches():
+        on_a_gpu.clear()
+        tfast.attention(q, q, q, keep)
+        return len(on_a_gpu)
+
+    first = launches()
+    assert first > 1 and launches() == 1
+    keep[0, 0, :, 3] = False
+    assert launches() == first
+
+
+def test_the_seed_of_a_launch_is_a_number_that_backward_gets_again(on_a_gpu):
+    from transformer_fast.ops import _library
+
+    q, k, v = (floats(2, 4, 24, 32).requires_grad_() for _ in range(3))
+    for _ in range(2):
+        torch.manual_seed(6)
+        on_a_gpu.clear()
+        out = tfast.attention(q, k, v, dropout_p=0.1)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        torch.manual_seed(6)
+        number = _library.draw_seed(torch.device("cpu")).item()
+        launches = [seen(driver_call)[-1] for driver_call in on_a_gpu]
+        assert [number in arguments for arguments in launches] == [True, False, True, True], "delta has no dropout"
+
+
+def test_a_captured_graph_draws_its_seed_on_the_device(monkeypatch):
+    """A number would be one mask for every replay."""
+    from transformer_fast.ops import _library
+
+    drawn = torch.tensor([5])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(_library, "draw_seed", lambda device: drawn)
+    assert _library.draw_launch_seed(torch.device("cuda"), as_number=True) is drawn
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert isinstance(_library.draw_launch_seed(torch.device("cuda"), as_number=True), int)
+
+
+def test_new_lengths_compile_nothing(on_a_gpu):
+    """Sentences of any length, with and without a mask: the functions started are those of the first call."""
+    started = {}
+    for length in (17, 24, 31, 40, 64, 97):
+        lengths = torch.tensor([length, length // 2])
+        for name, mask in (("none", None), ("lengths", tfast.AttentionMask.lengths(lengths))):
+            q, k, v = (floats(2, 4, length, 32).requires_grad_() for _ in range(3))
+            on_a_gpu.clear()
+            out = tfast.attention(q, k, v, mask, dropout_p=0.1)
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+            functions = [driver_call[4] for driver_call in on_a_gpu]
+            assert started.setdefault(name, functions) == functions, f"length {length}"
+
+
+def wrong_calls():
+    """The wrong inputs of every door of attention, by name: (call, error, message)."""
+    rows = {name: tuple(row) for name, row in (test_wrong_inputs.ATTENTION | test_wrong_inputs.MASKS).items()}
+    rows = {name: row for name, row in rows.items() if not name.startswith(("triton on CPU", "layer"))}
+    for module in (test_attention_packed, test_attention_decode):
+        door = getattr(tfast, module.__name__.removeprefix("test_"))
+        for name, (arguments, options, error, says) in module.WRONG.items():
+            call = functools.partial(door, *arguments, **options)
+            rows[f"{door.__name__}: {name}"] = call, error, says
+    wide, ends = floats(1, 1, 2, 257), torch.tensor([0, 2], dtype=torch.int32)
+    too_wide = ValueError, r"head_dim up to 256.*257\)"
+    rows["d over 256"] = functools.partial(tfast.attention, wide, wide, wide), *too_wide
+    packed = wide.view(2, 1, 257)
+    rows["packed d over 256"] = functools.partial(tfast.attention_packed, packed, packed, packed, ends, ends), *too_wide
+    return rows
+
+
+@pytest.mark.parametrize("name", wrong_calls())
+def test_a_wrong_call_raises_the_same_where_launches_are_checked_in_cpp(on_a_gpu, name):
+    call, error, says = wrong_calls()[name]
+    with pytest.raises(error, match=says):
+        call()
+    assert not on_a_gpu

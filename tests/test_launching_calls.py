@@ -1,0 +1,218 @@
+"""Calls of launchers that only repeat an earlier one with other pointers: what is kept, and when it is forgotten."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+
+from transformer_fast import configs
+
+recording = pytest.importorskip("recording_driver")
+triton = pytest.importorskip("triton")
+launching = pytest.importorskip("transformer_fast.kernels.launching")
+calls_kept = pytest.importorskip("transformer_fast.kernels.calls")
+launched, seen, floats, launch_of = recording.launched, recording.seen, recording.floats, recording.launch_of
+outcomes = recording.outcomes
+run, run_again, STREAM = launching.run, calls_kept.run_again, recording.STREAM
+
+
+def call_twice(launched, first, second, scalars=(), prepare=None):
+    """Two calls of run_again on inputs (x, y) and an output; what the second launched, and how often each prepared."""
+    prepared = []
+
+    def counted(*tensors):
+        prepared.append(tensors)
+        return prepare(*tensors) if prepare else [launch_of(*tensors), launch_of(tensors[1], None, tensors[2])]
+
+    run_again(scalars, first[:2], first[2:], counted)
+    launched.clear()
+    run_again(scalars, second[:2], second[2:], counted)
+    return [seen(call)[-1][:3] for call in launched], len(prepared)
+
+
+def test_a_call_like_an_earlier_one_only_gets_new_pointers(launched):
+    a, b, c, d, e, f = (floats(64) for _ in range(6))
+    calls, prepared = call_twice(launched, (a, b, c), (d, e, f))
+    x, y, out = (t.data_ptr() for t in (d, e, f))
+    assert prepared == 1 and calls == [[x, y, out], [y, None, out]]
+    assert all(call[:4] == (7, 1, 1, STREAM) and call[6:9] == (None, None, None) for call in launched)
+
+
+def test_one_tensor_given_twice_is_not_two_forever(launched):
+    a, b, c, d, e = (floats(64) for _ in range(5))
+    calls, prepared = call_twice(launched, (a, a, b), (c, d, e))
+    assert prepared == 1 and calls[0] == [t.data_ptr() for t in (c, d, e)]
+
+
+@pytest.mark.parametrize("what", ["shape", "stride", "dtype", "None", "alignment"])
+def test_another_layout_is_another_call(launched, what):
+    a, b, c, d = (floats(8, 8) for _ in range(4))
+    other = {
+        "shape": floats(4, 16),
+        "stride": d.t(),
+        "dtype": d.half(),
+        "None": None,
+        "alignment": floats(8, 8, offset=1),
+    }[what]
+    calls, prepared = call_twice(launched, (a, b, c), (d, other, c), prepare=lambda x, y, out: [launch_of(x, y, out)])
+    assert prepared == 2 and calls[0] == [d.data_ptr(), other if other is None else other.data_ptr(), c.data_ptr()]
+
+
+def test_a_call_that_copies_is_prepared_each_time(launched):
+    a, b, c = (floats(64) for _ in range(3))
+    copies = []
+
+    def prepare(x, y, out):
+        copies.append(x.clone())
+        return [launch_of(copies[-1], y, out)]
+
+    calls, prepared = call_twice(launched, (a, b, c), (a, b, c), prepare=prepare)
+    assert prepared == 2 and calls[0][0] == copies[-1].data_ptr()
+
+
+def test_what_is_derived_from_contents_is_kept_until_they_change(launched):
+    """A map of a mask is made once for many calls, and anew for another mask or when the mask was written to."""
+    x, mask, other = floats(64), floats(64), floats(64)
+    made = []
+
+    def prepare(x, mask, out):
+        made.append(mask.clone())
+        return [launch_of(x, made[-1], out)]
+
+    def call(mask, derived):
+        out = floats(64)
+        run_again((), (x, mask), (out,), prepare, sources=(mask,), derived=derived)
+        assert seen(launched[-1])[-1][:3] == [x.data_ptr(), made[-1].data_ptr(), out.data_ptr()]
+        return len(made)
+
+    named = frozenset({"y"})
+    assert [call(mask, named), call(mask, named), call(mask.view(64), named)] == [1, 1, 1]
+    assert launched[-1][6:9] == (None, None, None)
+    assert call(other, named) == 2
+    mask.add_(1)
+    assert [call(mask, named), call(mask, named)] == [3, 3]
+    unnamed = floats(64)
+    assert [call(unnamed, frozenset()), call(unnamed, frozenset())] == [4, 5], "any other tensor may be a copy"
+    with torch.inference_mode():
+        uncounted = floats(64)
+        assert [call(uncounted, named), call(uncounted, named)] == [6, 7]
+
+
+def test_a_changed_tile_table_forgets_what_was_prepared(launched, monkeypatch):
+    a, b, c = (floats(64) for _ in range(3))
+    assert call_twice(launched, (a, b, c), (a, b, c))[1] == 1
+    monkeypatch.setitem(configs.NORM, ("forward", 64), configs.NORM["forward", 64])
+    assert call_twice(launched, (a, b, c), (a, b, c))[1] == 1
+    assert call_twice(launched, (a, b, c), (a, b, c), scalars=(2.0,))[1] == 1
+    assert call_twice(launched, (a, b, c), (a, b, c))[1] == 0
+
+
+def test_calls_remembered_are_bounded(launched, monkeypatch):
+    monkeypatch.setattr(calls_kept, "MOST_CALLS", 3)
+    for length in range(16, 48):
+        run_again((), (floats(length),), (floats(length),), lambda x, out: [launch_of(x, None, out)])
+        assert len(calls_kept._CALLS) <= 3
+
+
+@pytest.mark.parametrize("why", ["enter hook", "exit hook", "debug", "pre-run hook", "another Triton"])
+def test_where_the_short_ways_are_not_taken(launched, monkeypatch, why):
+    """Everything goes through Triton while someone watches, and with a Triton that is not known."""
+    x = floats(64)
+
+    def again():
+        run_again((), (x,), (), lambda x: [launch_of(x, None, x)])
+
+    again()
+    again()
+    assert launched[-1][6:9] == (None, None, None)
+    runtime, watched = triton.knobs.runtime, []
+    if why == "enter hook":
+        monkeypatch.setattr(runtime.launch_enter_hook, "calls", [watched.append])
+    elif why == "exit hook":
+        monkeypatch.setattr(runtime.launch_exit_hook, "calls", [watched.append])
+    elif why == "debug":
+        monkeypatch.setattr(runtime, "debug", True)
+    elif why == "pre-run hook":
+        monkeypatch.setattr(recording.kernel, "pre_run_hooks", [lambda *args, **kwargs: watched.append(args)])
+    else:
+        monkeypatch.setattr(launching, "SHORT_WAY", False)
+    again()
+    run([launch_of(x, None, x)], x)
+    assert all(call[7] is runtime.launch_enter_hook for call in launched[-2:])
+    assert len(watched) == (2 if why == "pre-run hook" else 0)  # the recording driver calls no other hook
+
+
+@functools.cache
+def key_keep():
+    """A mask that many calls share, and what is derived from it."""
+    return torch.ones(1, 1, 1, 40, dtype=torch.bool)
+
+
+def layer(name):
+    """A call of a launcher on new tensors, which it gives by name."""
+    from transformer_fast.kernels import (
+        attention,
+        attention_backward,
+        attention_decode,
+        attention_grad_bias,
+        attention_weights,
+        dropout,
+        norm,
+        norm_backward,
+    )
+
+    x, y, weight, bias = floats(24, 64), floats(24, 64), floats(64), floats(64)
+    mean, rstd, seed = floats(24), floats(24), torch.tensor([3])
+    q, k, lse, added = floats(1, 4, 8, 16), floats(1, 2, 40, 16), floats(1, 4, 8), floats(1, 4, 1, 40)
+    lengths, pages = torch.tensor([33], dtype=torch.int32), torch.zeros(1, 9, dtype=torch.int32)
+    mask = {"keep": None, "key_keep": None, "lengths": lengths, "bias": added, "causal": None, "scale": 0.5}
+    mask |= {"dropout_p": 0.1, "seed": seed, "zero_empty_rows": False}
+    padded = mask | {"bias": None, "lengths": None, "key_keep": key_keep()}
+    rows, ends = [floats(24, 4, 16) for _ in range(5)], torch.tensor([0, 9, 24], dtype=torch.int32)
+    ragged = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_q": 15, "max_k": 15, "causal": True, "scale": 0.5}
+    ragged |= {"dropout_p": 0.0, "seed": None, "zero_empty_rows": False}
+    back = attention_backward.attention_packed_backward
+    calls = {
+        "attention": lambda: attention.attention_forward(q, k, k, **padded),
+        "attention backward": lambda: attention_backward.attention_backward(q, q, k, k, q, lse, **padded),
+        "packed": lambda: attention.attention_packed_forward(*rows[:3], **ragged),
+        "packed backward": lambda: back(*rows, lse, **ragged),
+        "norm": lambda: norm.norm_forward(x, y, weight, bias, 1e-5, False, 0.1, seed),
+        "norm backward": lambda: norm_backward.norm_backward(x, None, y, weight, mean, rstd, True, 0.1, seed, True),
+        "dropout": lambda: dropout.dropout_forward(x, bias, y, True, 0.1, seed),
+        "dropout backward": lambda: dropout.dropout_backward(x, y, True, 0.1, seed, True),
+        "weights": lambda: attention_weights.attention_weights(q, k, lse, **mask),
+        "grad_bias": lambda: attention_grad_bias.attention_grad_bias(q, q, k, k, q, lse, **mask),
+        "decode": lambda: attention_decode.attention_decode(
+            q, k.transpose(1, 2), k.transpose(1, 2), lengths=lengths, page_table=pages, causal=True, scale=0.5
+        ),
+    }
+    return calls[name], {
+        "x": x, "y": y, "weight": weight, "bias": bias, "mean": mean, "rstd": rstd, "seed": seed, "q": q, "k": k,
+        **{f"rows {n}": t for n, t in enumerate(rows)}, "ends": ends, "lse": lse, "added": added,
+        "lengths": lengths, "pages": pages,
+    }  # fmt: skip
+
+
+LAYERS = ("attention", "packed", "norm", "dropout")
+FORWARD_ONLY = ("weights", "grad_bias", "decode")
+
+
+@pytest.mark.parametrize("name", [*LAYERS, *(f"{name} backward" for name in LAYERS), *FORWARD_ONLY])
+def test_launchers_do_again_what_they_did(launched, monkeypatch, name):
+    """A launcher's second call, on other tensors of the same layouts, prepares nothing and launches the same."""
+    monkeypatch.setattr(launching, "SHORT_WAY", False)
+    call, given = layer(name)
+    call()
+    long, long_given = list(launched), given
+    monkeypatch.setattr(launching, "SHORT_WAY", True)
+    layer(name)[0]()
+    monkeypatch.setattr(calls_kept, "_prepare_and_run", None)
+    launched.clear()
+    call, given = layer(name)
+    call()
+    # The long way made what is derived from the mask first.
+    assert outcomes(launched, given) == outcomes(long[-len(launched) :], long_given)
+    assert launched and all(call[6:9] == (None, None, None) for call in launched)
