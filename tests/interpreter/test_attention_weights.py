@@ -98,6 +98,13 @@ def test_blocked_keys_do_not_leak(part):
     assert torch.equal(kernel(q, k, v, call_of(mask, D)), clean)
 
 
+def test_two_runs_agree_bit_for_bit():
+    B, H, Lq, Lk, D = 1, 2, 40, 70, 16
+    mask = mask_parts(B, H, Lq, Lk, torch.Generator().manual_seed(3))["all"]
+    tensors, call = inputs(B, H, 2, Lq, Lk, D, torch.float16)[:3], call_of(mask, D, dropout_p=0.2)
+    assert torch.equal(kernel(*tensors, call), kernel(*tensors, call))
+
+
 @pytest.mark.parametrize(("B", "Lq", "Lk"), [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
 def test_nothing_to_do(B, Lq, Lk):
     assert kernel(*inputs(B, 2, 1, Lq, Lk, 8, torch.float32)[:3], call_of({}, 8)).shape == (B, 2, Lq, Lk)

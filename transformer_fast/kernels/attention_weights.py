@@ -74,6 +74,24 @@ def summed_rows(
     return weight_sum, gradient_sum
 
 
+@triton.jit
+def _tile_of_weights(
+    q_tile, k, shift, divisor, start_query, queries, start, keys, limit, last_key, scale, keep, keep_query, keep_word,
+    key_keep, bias, bias_query, bias_key, k_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, NATURAL: tl.constexpr,
+):  # fmt: skip
+    """The weights of a tile before dropout, (QUERIES, KEYS), 0 where blocked."""
+    k_tile = load_rows(k, start, last_key, k_row, KEYS, HEAD_DIM, BLOCK_D, UNIT)
+    scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+    if NATURAL and bias is None:
+        scores *= scale
+    scores, allowed = masked_scores(
+        scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word,
+        key_keep, bias, bias_query, bias_key, QUERIES, KEYS, MASK_UNIT,
+    )  # fmt: skip
+    return tl.where(allowed, exponential(scores, shift[:, None], scale, NATURAL) / divisor[:, None], 0.0)
+
+
 @jit
 def _weights_kernel(
     q, k, logsumexp, out, keep, key_keep, lengths, bias, seed,
@@ -127,15 +145,21 @@ def _weights_kernel(
     row = tl.arange(0, BLOCK_QUERIES)
     out += (pair.to(tl.int64) * queries + start_query) * out_row * OUT_UNIT
     for start in tl.range(0, keys, BLOCK_KEYS, disable_licm=True):
-        k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        if NATURAL and bias is None:
-            scores *= scale
-        scores, allowed = masked_scores(
-            scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word,
-            key_keep, bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
-        )  # fmt: skip
-        weights = tl.where(allowed, exponential(scores, shift[:, None], scale, NATURAL) / divisor[:, None], 0.0)
+        # Tiles past the last key that a query may see need no product. Beside a dense mask or a bias, whose kernels
+        # have no register left for it, they are masked like the others.
+        weights = tl.zeros((BLOCK_QUERIES, BLOCK_KEYS), tl.float32)
+        if keep is not None or key_keep is not None or bias is not None:  # noqa: SIM114 - decided when compiling
+            weights = _tile_of_weights(
+                q_tile, k, shift, divisor, start_query, queries, start, keys, limit, last_key, scale, keep, keep_query,
+                keep_word, key_keep, bias, bias_query, bias_key, k_row, HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS,
+                UNIT, MASK_UNIT, NATURAL,
+            )  # fmt: skip
+        elif start < last_key:
+            weights = _tile_of_weights(
+                q_tile, k, shift, divisor, start_query, queries, start, keys, limit, last_key, scale, keep, keep_query,
+                keep_word, key_keep, bias, bias_query, bias_key, k_row, HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS,
+                UNIT, MASK_UNIT, NATURAL,
+            )  # fmt: skip
         weights = tl.where(empty[:, None], uniform, weights)
         if seed is not None:
             kept = attention_keep_tile(
