@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import os
 import random
 import sys
@@ -20,7 +21,7 @@ import time
 import warnings
 
 import torch
-from helpers import assert_as_exact_as_eager, fixed_seed, poisoned_memory
+from helpers import assert_as_exact_as_eager, errors, fixed_seed, poisoned_memory
 from torch import Tensor
 from tqdm import tqdm
 
@@ -35,6 +36,11 @@ LAYOUTS = ("contiguous", "heads behind", "sliced", "one head for all", "dim firs
 DIALECTS = ("keep", "int keep", "blocked", "float blocked")
 DROPOUT_SEED = 2**41 + 7
 ORDERS = 8
+# What no order excuses: so many times the error that one order of eager allows. Of 2,000 C++ calls (seed 21) one was
+# looked at twice, at 1.03 times.
+MOST_BEYOND = 1.5
+# Calls beyond what one order of eager allows: (configuration, result, how many times as much).
+SECOND_LOOKS: list[tuple[Config, str, float]] = []
 # Every so many configurations a call runs twice. In the interpreter, which has one thread, few are enough.
 RUN_AGAIN = 8 if os.environ.get("TRITON_INTERPRET") == "1" else 1
 
@@ -112,6 +118,20 @@ def config(seed: int, number: int, backend: str = "native") -> Config:
         outputs=choose(("out", "out", "out", "weights", "dropped", "logsumexp")) if padded else "out",
         scale=choose((None, None, None, 0.5, -0.3, 1.0)),
     )
+
+
+def combinations() -> list[Config]:
+    """Every combination of the parts of a mask, with a bias and without, with dropout and without, for both kinds of
+    empty rows; on two tiles of keys where tiles are small."""
+    lengths, rest = ((), ("lengths",), ("lengths per query",)), ("dense", "padding", "causal")
+    others = [part for n in range(len(rest) + 1) for part in itertools.combinations(rest, n)]
+    plain = {"kind": "padded", "B": 2, "H": 2, "Hkv": 1, "Lq": 5, "Lk": 37, "D": 8, "Dv": 8, "dtype": "fp32"}
+    plain |= {"layout": "contiguous", "dialect": "keep", "causal": 3, "outputs": "out", "scale": None}
+    options = itertools.product(lengths, others, ("none", "learned"), (0.0, 0.3), ("uniform", "zero"))
+    return [
+        Config(number=number, parts=first + second, bias=bias, dropout_p=p, empty_rows=empty_rows, **plain)
+        for number, (first, second, bias, p, empty_rows) in enumerate(options)
+    ]
 
 
 def normal(shape: tuple[int, ...], c: Config, generator: torch.Generator) -> Tensor:
@@ -253,7 +273,8 @@ def hold(c: Config, ours, oracle, qkv: list[Tensor], bias: Tensor | None, *, row
     """Hold every output and every gradient to the gate, and two runs of ours to the same bits.
 
     The error of eager is that of one order of its sums, and of few numbers it may be small by luck. So a call that
-    fails is held to the largest error, element by element, of eager in ORDERS orders of the sums over D.
+    fails, by MOST_BEYOND at most, is held to the largest error, element by element, of eager in ORDERS orders of the
+    sums over D. It is listed at the end of a run.
     """
     learned = bias is not None and c.bias == "learned"
     names = ("grad_q", "grad_k", "grad_v", "grad_bias")[: 3 + learned]
@@ -293,11 +314,13 @@ def hold(c: Config, ours, oracle, qkv: list[Tensor], bias: Tensor | None, *, row
                 worst[i] = torch.where((a - x).abs() > (worst[i] - x).abs(), a, worst[i])
         return worst
 
-    def gate(number: int, actual: Tensor, exact: Tensor, **options: object) -> None:
-        try:
-            assert_as_exact_as_eager(actual, [*eager[0], *eager[1]][number], exact, **options)
-        except AssertionError:
-            assert_as_exact_as_eager(actual, in_other_orders()[number], exact, **options)
+    def gate(number: int, actual: Tensor, exact: Tensor, *, what: str, ulps: float = 4.0) -> None:
+        alone = [*eager[0], *eager[1]][number]
+        error, allowed, _ = errors(actual, alone, exact, ulps)
+        if allowed < error <= MOST_BEYOND * allowed and torch.equal(actual.isfinite(), exact.isfinite()):
+            SECOND_LOOKS.append((c, what, error / allowed))
+            alone = in_other_orders()[number]
+        assert_as_exact_as_eager(actual, alone, exact, what=what, ulps=ulps)
 
     for first, second in zip((*actual[0], *actual[1]), (*again[0], *again[1]), strict=True):
         assert torch.equal(first.nan_to_num(3.0), second.nan_to_num(3.0)), "two runs differ"
@@ -366,6 +389,8 @@ def main() -> None:
             )
         numbers.set_postfix(wrong=failed, refresh=False)
     seconds = time.monotonic() - started
+    for c, what, factor in SECOND_LOOKS:
+        print(f"held to eager in {ORDERS} orders: {what} of {c}, {factor:.2f} times what one order allows")
     print(f"{arguments.backend}, seed {arguments.seed}: {arguments.count} calls, {failed} wrong, {seconds:.0f} s")
     sys.exit(failed > 0)
 

@@ -10,6 +10,14 @@ def test_a_random_call(number):
     fuzz.check(fuzz.config(1, number, backend), backend)
 
 
+@pytest.mark.parametrize("bias", ("none", "learned"))
+def test_every_combination_of_mask_parts(bias):
+    backend = "native" if fuzz.DEVICE.type == "cpu" else "triton"
+    for c in fuzz.combinations():
+        if c.bias == bias:
+            fuzz.check(c, backend)
+
+
 def test_a_configuration_is_a_function_of_seed_and_number():
     assert fuzz.config(3, 17) == fuzz.config(3, 17) != fuzz.config(4, 17)
     kinds = {fuzz.config(1, number).kind for number in range(75)}
