@@ -48,15 +48,22 @@ def grouped(benchmarks: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    """A row a case: our time and its share of the ceilings, then how many times faster ours is than each peer."""
+    """A row a case: our time and its share of the ceilings, then how many times faster ours is than each peer. On a GPU
+    also our peak of memory above the inputs, and how many times that each peer takes."""
     peers = list(dict.fromkeys(peer for case in cases for peer in [*case["extra_info"]["ratios"], *refused(case)]))
     head = ["case", "ours", "copy", "matmul", *(f"x {peer}" for peer in peers)]
     rows = [head, ["---"] * len(head)]
     for case in cases:
         info = case["extra_info"]
         cells = [f"{info['ratios'][p]:.2f}" if p in info["ratios"] else refused(case).get(p, "") for p in peers]
+        peaks = info.get("peak_memory") or {}
+        cells = [
+            f"{cell}, memory x {peaks[p] / max(peaks['ours'], 1):.2f}" if p in peaks and cell != "refused" else cell
+            for p, cell in zip(peers, cells, strict=True)
+        ]
+        ours = duration(info) + (f", {peaks['ours'] / 2**20:.1f} MiB" if peaks else "")
         shares = [f"{info[k]:.0%}" if info[k] else "" for k in ("share_of_copy", "share_of_matmul")]
-        rows.append([title(case), duration(info), *shares, *cells])
+        rows.append([title(case), ours, *shares, *cells])
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 

@@ -26,9 +26,13 @@ def test_one_case_from_measurement_to_table(tmp_path):
     assert info["times"]["ours"]["median"] > 0 and info["ratios"]["F.dropout"] > 0
     assert info["bytes"] > 0 and info["share_of_copy"] > 0
     assert saved["machine_info"]["ceilings"]["copy"] > 1e9 and "node" not in saved["machine_info"]
+    info["peak_memory"] = {"ours": 2**20, "F.dropout": 3 * 2**20}  # as a GPU would have it
+    info["refused"]["flash"] = "no dropout"
+    record.write_text(json.dumps(saved))
     report = [sys.executable, "benchmarks/report.py", str(record), "--out", str(tmp_path)]
     text = subprocess.run(report, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "| case | ours | copy | matmul | x F.dropout |" in text
+    assert "| case | ours | copy | matmul | x F.dropout | x flash |" in text
+    assert " us, 1.0 MiB |" in text and ", memory x 3.00 | refused |" in text
     assert (tmp_path / "dropout.png").stat().st_size > 5_000
 
 
