@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast.layers import torch_modules
-from transformer_fast.ops import multihead
+from transformer_fast.ops import _multihead
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     calls: list[bool] = []
 
     def spy(*args: Any, **kwargs: Any) -> Any:
-        found = multihead.evaluated_heads(*args, **kwargs)
+        found = _multihead.evaluated_heads(*args, **kwargs)
         calls.append(found is not None)
         return found
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops._multihead import evaluated_heads
 from ..ops.dropout import dropout as fused_dropout
-from ..ops.multihead import evaluated_heads
 from ..packing import PackedMask
 from . import norm as _norm
 from .feed_forward import linear_relu_dropout
