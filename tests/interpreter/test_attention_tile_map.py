@@ -10,7 +10,13 @@ from attention_calls import DEVICE, call_of, inputs, random, reference_call
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
 from transformer_fast import configs
-from transformer_fast.kernels import attention, attention_backward, attention_backward_kv, attention_tile_map
+from transformer_fast.kernels import (
+    attention,
+    attention_backward,
+    attention_backward_kv,
+    attention_backward_q,
+    attention_tile_map,
+)
 from transformer_fast.kernels.attention_tile_map import length_order, mask_bits, packed_order, tile_lists
 from transformer_fast.kernels.remembered import ENTRIES, remembered
 from transformer_fast.kernels.tile_share import (
@@ -145,7 +151,7 @@ def visits(monkeypatch, call, tensors):
         monkeypatch.setattr(module, "load_rows", load_rows)
 
     watch(attention, "forward", 64)
-    watch(attention_backward, "grad_q", 64)
+    watch(attention_backward_q, "grad_q", 64)
     out, logsumexp = attention.attention_forward(*tensors[:3], **call)
     forward = counts.pop("forward") // 2
     q, k, v, grad = tensors
