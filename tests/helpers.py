@@ -1,4 +1,4 @@
-"""What every kernel's test needs: the gate, poisoned memory, and mask parts of every dialect."""
+"""What tests of several ops need: the gate, poisoned memory, mask parts of every dialect, a step compiled and not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def assert_as_exact_as_eager(
@@ -97,3 +97,14 @@ def mask_parts(B: int, H: int, Lq: int, Lk: int, generator: torch.Generator) -> 
             "causal": max(0, Lk - Lq),
         },
     }
+
+
+def assert_trained_alike(compiled: nn.Module, model: nn.Module, args: tuple) -> None:
+    """A compiled model gives the output of the model, and the gradients of its parameters, from one seed."""
+    results = []
+    for m in (compiled, model):
+        torch.manual_seed(0)
+        out = m(*args)
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))])
+    for ours, eager in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager)

@@ -11,6 +11,7 @@ from typing import Any
 import handwritten
 import pytest
 import torch
+from helpers import assert_trained_alike
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
@@ -82,14 +83,7 @@ def test_one_graph_for_all_lengths_trained_with_dropout(name: str) -> None:
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     frames = []
     for length in (5, 7, 9, 12):
-        args = inputs(length)
-        results = []
-        for m in (compiled, model):
-            torch.manual_seed(0)
-            out = m(*args)
-            results.append([out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))])
-        for ours, eager in zip(*results, strict=True):
-            torch.testing.assert_close(ours, eager)
+        assert_trained_alike(compiled, model, inputs(length))
         frames.append(counter.frame_count)
     assert frames == [1, 2, 2, 2], "the second length makes lengths dynamic; no later one compiles again"
 

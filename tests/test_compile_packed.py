@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import assert_trained_alike
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -66,13 +67,7 @@ def test_one_graph_for_all_lengths_trained_with_dropout(name: str) -> None:
     model = make()
     compiled, frames = torch.compile(model, fullgraph=True, backend=counter), []
     for length in (5, 7, 12):
-        args, results = inputs(length), []
-        for m in (compiled, model):
-            torch.manual_seed(0)
-            out = m(*args)
-            results.append([out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))])
-        for ours, eager in zip(*results, strict=True):
-            torch.testing.assert_close(ours, eager)
+        assert_trained_alike(compiled, model, inputs(length))
         frames.append(counter.frame_count)
     assert frames == [1, 2, 2], "the second length makes lengths dynamic; the third does not compile again"
 
