@@ -13,7 +13,7 @@ namespace {
 // with an addend for each pair of query and key and nothing dropped, that is more than eager spends on keeping them.
 bool keeps_weights(const Tensor& q, const Tensor& k, const OptionalTensor& bias, double dropout_p) {
   constexpr int64_t kMostKept = int64_t{1} << 26;
-  if (!bias || bias->size(2) == 1 || bias->size(3) == 1 || dropout_p > 0 || q.size(2) <= 2) return false;
+  if (!bias || bias->size(2) == 1 || bias->size(3) == 1 || dropout_p > 0 || q.size(2) <= kFewQueries) return false;
   return q.numel() > 0 && q.size(0) * q.size(1) * q.size(2) * k.size(2) <= kMostKept;
 }
 

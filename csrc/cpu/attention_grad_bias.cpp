@@ -113,7 +113,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_bias(
     const Tensor& bias, std::optional<int64_t> causal, double scale, double dropout_p, const OptionalTensor& seed,
     bool zero_empty_rows, const OptionalTensor& grad_logsumexp, const OptionalTensor& kept,
     const OptionalTensor& kept_factors) {
-  TORCH_CHECK(q.size(2) > 2 && q.numel() > 0 && k.numel() > 0, "attention_backward_bias: too few queries or keys");
+  TORCH_CHECK(q.size(2) > kFewQueries && q.numel() > 0 && k.numel() > 0, "attention_backward_bias: too few queries or keys");
   Tensor grad_q = at::empty_like(q), grad_k = at::empty_like(k), grad_v = at::empty_like(v);
   const Tensor grad_scores = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
   with_problem(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,

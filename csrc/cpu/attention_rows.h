@@ -12,7 +12,6 @@ constexpr int64_t kRowKeys = 64;  // keys taken at a time: they stay in the cach
 
 template <typename T, typename A>
 bool has_few_queries(const AttentionProblem<T, A>& problem) {
-  constexpr int64_t kFewQueries = 2;
   return problem.Lq <= kFewQueries || problem.pages != nullptr;
 }
 
