@@ -35,6 +35,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("multihead_attention", &direct::multihead_attention);
   m.def("attention_packed", &direct::attention_packed);
   m.def("set_attention_launchers", &direct::set_attention_launchers);
+  m.def("attention_decode", &direct::attention_decode);
+  m.def("set_decode_launcher", &direct::set_decode_launcher);
   m.def("layouts", &direct::layouts);
   m.def("start", &direct::start);
   m.def("empties_like", &direct::empties_like);

@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers import fixed_seed
 from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
 
 import transformer_fast as tfast
 from transformer_fast import ops
@@ -63,6 +64,20 @@ def calls(dtype=torch.float32):
     }
 
 
+def decode_calls(dtype=torch.float32):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, length, 8).to(dtype) for heads, length in ((4, 3), (2, 12), (2, 12)))
+    pages = [t.view(2, 2, 3, 4, 8).permute(0, 2, 3, 1, 4).reshape(6, 4, 2, 8).contiguous() for t in (k, v)]
+    table = torch.tensor([[0, 1, 2], [3, 4, 99]], dtype=torch.int32)  # the last page holds no key
+    lengths = torch.tensor([12, 7])
+    return {
+        "cache": lambda: tfast.attention_decode(q, k, v, lengths),
+        "all keys, int32": lambda: tfast.attention_decode(q, k, v, lengths.int(), causal=False, scale=0.3),
+        "pages": lambda: tfast.attention_decode(q, *pages, lengths, page_table=table),
+        "nothing": lambda: tfast.attention_decode(q[:0], k[:0], v[:0], lengths[:0]),
+    }
+
+
 def outcome(op, leaves):
     """Results and gradients."""
     with fixed_seed(5):
@@ -106,6 +121,16 @@ def test_it_is_taken_and_agrees_bit_for_bit(name, dtype, only_short):
     for ours, other in zip(short, long, strict=True):
         assert ours.dtype == other.dtype and ours.stride() == other.stride()
         assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", decode_calls())
+def test_decoding_is_taken_and_agrees_bit_for_bit(name, dtype, only_short):
+    call = decode_calls(dtype)[name]
+    short = call()
+    assert only_short == ["attention_decode"]
+    with long_way():
+        assert torch.equal(short, call())
 
 
 @pytest.mark.parametrize("name", calls())
@@ -179,6 +204,37 @@ def test_saved_tensor_hooks_see_what_is_saved(only_short):
     assert any(t.data_ptr() == x.data_ptr() for t in packed)
 
 
+def test_a_graph_is_used_once_and_freed_with_its_results(only_short):
+    """What is saved is let go by a backward that does not keep it, and by dropping the results; an output that is saved
+    does not keep itself."""
+    x, residual, weight, bias = leaves = calls()["residual dropout norm"][1]
+
+    def held():  # by views of the weight that only a graph knows
+        return torch._C._storage_Use_Count(weight.untyped_storage()._cdata)
+
+    def results():
+        return tfast.layer_norm(x, weight.view(-1), bias, residual=residual)
+
+    before = held()
+    out, summed = results()
+    assert held() > before
+    torch.autograd.grad(out.sum(), leaves)
+    assert held() == before
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), leaves)
+    out, summed = results()
+    assert held() > before
+    del out, summed
+    assert held() == before
+
+
+def test_a_long_chain_is_freed_without_recursion(only_short):
+    x = leaf(1, 2)
+    for _ in range(100_000):
+        x = tfast.layer_norm(x, None, None)
+    del x
+
+
 class Subclass(torch.Tensor):
     pass
 
@@ -196,6 +252,9 @@ def test_what_somebody_watches_is_declined():
     seen = []
     torch.vmap(lambda row: seen.append(native.layer_norm(row, None, None, 1e-5, "layer", None, 0.0, None)) or row)(x)
     assert seen == [None]
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        assert native.layer_norm(dual, None, None, 1e-5, "layer", None, 0.0, None) is None
     assert native.layer_norm(x, None, None, 1e-5, "layer", None, 0.0, None) is not None
 
 

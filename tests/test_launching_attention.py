@@ -14,6 +14,7 @@ import torch
 import transformer_fast as tfast
 
 recording = pytest.importorskip("recording_driver")
+attention_decode = pytest.importorskip("transformer_fast.kernels.attention_decode")
 calls_kept = pytest.importorskip("transformer_fast.kernels.calls")
 launched, on_a_gpu, seen, floats = recording.launched, recording.on_a_gpu, recording.seen, recording.floats
 outcomes = recording.outcomes
@@ -50,7 +51,7 @@ def test_a_whole_call_of_attention_takes_the_short_way(on_a_gpu, monkeypatch, na
     monkeypatch.setattr(attention, "_autograd", None)
     monkeypatch.setattr(calls_kept, "_prepare_and_run", None)
     node, forward, both = call()
-    assert "Attention" in node and (forward, both) == (1, 4)
+    assert node == "transformer_fast::attention_backward" and (forward, both) == (1, 4)
     assert all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
 
 
@@ -102,6 +103,37 @@ def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypat
             monkeypatch.setattr(f"transformer_fast.kernels.{module}.{name}_{end}", None)
     assert outcomes(*call()) == by_launchers
     assert len(on_a_gpu) == 4 and all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
+
+
+@pytest.mark.parametrize("kind", ["one part", "in parts", "pages"])
+def test_the_extension_decodes_again_what_the_launcher_did(on_a_gpu, monkeypatch, kind):
+    """The same kernels, grids and scalars, tensors in the same places, and temporaries that do not overlap."""
+    q, k, v = floats(2, 8, 1, 40), floats(2, 4, 600, 40), floats(2, 4, 600, 40)
+    lengths, options = torch.tensor([600, 9], dtype=torch.int32), {}
+    if kind == "one part":
+        k, v = k[:, :, :32], v[:, :, :32]
+        lengths = lengths.clamp(max=32)
+    if kind == "pages":
+        k, v = (t.view(75, 16, 4, 40) for t in (k, v))
+        options["page_table"] = torch.arange(74, dtype=torch.int32).view(2, 37)
+        lengths = lengths.clamp(max=592)
+
+    def call():
+        on_a_gpu.clear()
+        out = tfast.attention_decode(q, k, v, lengths, **options)
+        assert out.shape == q.shape
+        return list(on_a_gpu), {"q": q, "k": k, "v": v, "lengths": lengths, "out": out}
+
+    by_launcher = outcomes(*call())
+    monkeypatch.setattr("transformer_fast.kernels.attention_decode.run_again", None)
+    assert outcomes(*call()) == by_launcher
+    assert len(on_a_gpu) == (1 if kind == "one part" else 2)
+    if kind != "one part":
+        parameters = [parameter.name for parameter in attention_decode._join_kernel.params]
+        arguments = dict(zip(parameters, seen(on_a_gpu[1])[-1], strict=True))
+        sums, peaks, totals = (arguments[name] for name in ("sums", "peaks", "totals"))
+        rows = 4 * arguments["parts"] * arguments["rows"]
+        assert peaks - sums >= rows * 40 and totals - peaks >= rows and peaks % 16 == totals % 16 == 0
 
 
 def test_what_was_derived_from_a_mask_is_not_used_after_it_was_written_to(on_a_gpu):

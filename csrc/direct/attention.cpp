@@ -2,9 +2,9 @@
 // launchers of the Triton kernels. Either way the autograd rule is here.
 #include "functions.h"
 
+#include "attention_checks.h"
 #include "attention_launchers.h"
-
-#include <ATen/autocast_mode.h>
+#include "node.h"
 
 #include <algorithm>
 #include <cmath>
@@ -42,6 +42,9 @@ std::tuple<Tensor, Tensor> packed_forward(const Tensor& q, const Tensor& k, cons
 // The output; in training with the logsumexp and what else the backward needs after it; and the gradients. By the
 // kernels of the CPU.
 struct OnCpu {
+  static constexpr size_t kFound = 4;
+  using Found = std::array<Tensor, kFound>;
+
   static Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
     static const Native<Forward> native("attention_forward");
     const py::gil_scoped_release no_gil;
@@ -50,7 +53,7 @@ struct OnCpu {
                                                       m.dropout_p, m.seed, m.zero_empty_rows));
   }
 
-  static variable_list forward_training(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
+  static Found forward_training(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
     static const Native<ForwardTraining> native("attention_forward_training");
     const py::gil_scoped_release no_gil;
     if (m.packed.cu_seqlens_q) {
@@ -79,33 +82,33 @@ struct OnCpu {
 };
 
 template <typename Kernels>
-struct Attention : torch::autograd::Function<Attention<Kernels>> {
+struct Attention {
   static constexpr const char* kName = "attention";
+  static constexpr size_t kFirstFound = 3 + kMaskTensors;
+  static constexpr size_t kSaved = kFirstFound + Kernels::kFound;
   using Options = Mask;
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
-    const variable_list found = Kernels::forward_training(q, k, v, m);
-    variable_list saved = {q, k, v};
-    for (Tensor& tensor : m.tensors()) saved.push_back(std::move(tensor));
-    saved.insert(saved.end(), found.begin(), found.end());
-    ctx->save_for_backward(std::move(saved));
-    keep(ctx, m.options());
-    return found[0];
+  static Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
+    typename OpNode<Attention>::Saved saved = {q, k, v};
+    const MaskTensors mask = m.tensors();
+    std::copy(mask.begin(), mask.end(), &saved[3]);
+    {
+      const at::NoGradGuard no_grad;
+      const auto found = Kernels::forward_training(q, k, v, m);
+      std::copy(found.begin(), found.end(), &saved[kFirstFound]);
+    }
+    const Tensor& out = saved[kFirstFound];
+    record<Attention>({out}, saved, m.options(), q, k, v);
+    return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list gradients = run_backward<Attention>(ctx, grads);
-    gradients.resize(4);  // one for each argument of forward
-    return gradients;
-  }
-
-  static variable_list backward_kernel(const variable_list& grads, const variable_list& saved, const Mask& m) {
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Mask& m, const Needs&) {
     const Tensor grad_out = grads[0].stride(-1) == 1 ? grads[0] : grads[0].contiguous();
-    return Kernels::backward(grad_out, saved[0], saved[1], saved[2], &saved[3 + kMaskTensors], m.with(&saved[3]));
+    return Kernels::backward(grad_out, saved[0], saved[1], saved[2], &saved[kFirstFound], m.with(&saved[3]));
   }
 
   static py::object call(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
-    return wrap(needs_gradient(q, k, v) ? Attention::apply(q, k, v, m) : Kernels::forward(q, k, v, m));
+    return wrap(needs_gradient(q, k, v) ? forward(q, k, v, m) : Kernels::forward(q, k, v, m));
   }
 };
 
@@ -119,18 +122,6 @@ bool packed_shapes_fit(const Tensor& q, const Tensor& k, const Tensor& v) {
   if (q.dim() != 3 || k.dim() != 3 || v.sizes() != k.sizes()) return false;
   return q.size(2) == k.size(2) && q.size(2) > 0 && k.size(1) > 0 && q.size(1) % k.size(1) == 0 && q.stride(2) == 1 &&
          k.stride(2) == 1 && v.stride(2) == 1;
-}
-
-// Of one device, on which autocast changes nothing, and of one type.
-bool alike(const Tensor& q, const Tensor& k, const Tensor& v) {
-  return k.device() == q.device() && v.device() == q.device() && k.scalar_type() == q.scalar_type() &&
-         v.scalar_type() == q.scalar_type() && !at::autocast::is_autocast_enabled(q.device().type());
-}
-
-// What the kernels behind the launchers take.
-bool launchable(const Tensor& q) {
-  constexpr int64_t kLargestHeadDim = 256;
-  return q.size(-1) <= kLargestHeadDim && q.scalar_type() != at::kDouble;
 }
 
 // The length of the longest sequence, at most `most` where that is given; -1 unless cu_seqlens, int32 (B + 1,), rises
@@ -159,23 +150,11 @@ bool broadcasts(const Tensor& mask, const Tensor& q, const Tensor& k) {
   return true;
 }
 
-template <typename T>
-bool all_within(const Tensor& lengths, int64_t most) {
-  const T* values = lengths.const_data_ptr<T>();
-  for (int64_t i = 0; i < lengths.numel(); ++i)
-    if (values[i] < 0 || values[i] > most) return false;
-  return true;
-}
-
 // int32 lengths (B,) or (B, Lq) in [0, Lk], or nothing.
 OptionalTensor normal_lengths(const Tensor& lengths, int64_t B, int64_t Lq, int64_t Lk) {
-  const bool wide = lengths.scalar_type() == at::kLong;
-  if (!wide && lengths.scalar_type() != at::kInt) return std::nullopt;
   if (lengths.dim() < 1 || lengths.dim() > 2 || lengths.size(0) != B || (lengths.dim() == 2 && lengths.size(1) != Lq))
     return std::nullopt;
-  if (!lengths.is_contiguous()) return std::nullopt;
-  if (!(wide ? all_within<int64_t>(lengths, Lk) : all_within<int32_t>(lengths, Lk))) return std::nullopt;
-  return wide ? lengths.to(at::kInt) : lengths;
+  return int_lengths(lengths, Lk);
 }
 
 // Whether lengths are what `normal_lengths` makes of them, but for their values, which may be on a GPU.

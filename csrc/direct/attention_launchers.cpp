@@ -59,7 +59,7 @@ int64_t rounded_up(int64_t count) { return (count + 15) / 16 * 16; }
 
 }  // namespace
 
-variable_list Mask::tensors() const {
+MaskTensors Mask::tensors() const {
   return {or_undefined(keep), or_undefined(key_keep), or_undefined(lengths), or_undefined(bias), or_undefined(seed),
           or_undefined(packed.cu_seqlens_q), or_undefined(packed.cu_seqlens_k)};
 }
@@ -70,7 +70,7 @@ Mask Mask::with(const Tensor* saved) const {
           {or_none(saved[5]), or_none(saved[6]), packed.max_q, packed.max_k}};
 }
 
-variable_list ByLaunchers::forward_training(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
+ByLaunchers::Found ByLaunchers::forward_training(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
   if (only_launches(q, k, m)) {
     KnownCall call;
     for (const Tensor* tensor : {&q, &k, &v}) call.input(*tensor);

@@ -2,7 +2,9 @@
 #pragma once
 
 #include "call.h"
+#include "node.h"
 
+#include <array>
 #include <cstdint>
 
 namespace transformer_fast::direct {
@@ -12,6 +14,9 @@ struct Sequences {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // None: the batch is not packed
   int64_t max_q, max_k;
 };
+
+constexpr size_t kMaskTensors = 7;
+using MaskTensors = std::array<Tensor, kMaskTensors>;
 
 // What is masked, scaled and dropped: the normal form that the kernels take. A launcher also takes the seed as a
 // number.
@@ -28,18 +33,19 @@ struct Mask {
             {{}, {}, packed.max_q, packed.max_k}};
   }
   // The tensors, undefined where there is none, and a mask with them again.
-  variable_list tensors() const;
+  MaskTensors tensors() const;
   Mask with(const Tensor* saved) const;
 };
 
-constexpr int kMaskTensors = 7;
-
 // The output; in training with the logsumexp after it; and the gradients, of which `found` is what that gave.
 struct ByLaunchers {
+  static constexpr size_t kFound = 2;
+  using Found = std::array<Tensor, kFound>;
+
   static Tensor forward(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
     return forward_training(q, k, v, m)[0];
   }
-  static variable_list forward_training(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask);
+  static Found forward_training(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask);
   static variable_list backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                 const Tensor* found, const Mask& mask);
 };

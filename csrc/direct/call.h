@@ -6,16 +6,16 @@
 // CPU tensors in plain eager mode. The door then takes the long way, which says what is wrong, or traces, or wraps.
 #pragma once
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/custom_class.h>
 
 #include <optional>
 #include <tuple>
@@ -25,8 +25,6 @@ namespace transformer_fast::direct {
 namespace py = pybind11;
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 // Whether anything in this thread looks at the calls that PyTorch dispatches: a mode, a transform, a tracer.
 inline bool watched() {
@@ -57,6 +55,9 @@ inline bool is_plain_cuda(const Tensor& tensor) {
   return usual.has_all(tensor.key_set());
 }
 
+// Whether forward-mode differentiation follows the tensor.
+inline bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
+
 // Reads the arguments of a call one by one. After the last, ok() says whether all were as they must be.
 class Arguments {
  public:
@@ -69,7 +70,8 @@ class Arguments {
   Tensor tensor(py::handle argument) {
     if (!ok_ || !THPVariable_CheckExact(argument.ptr())) return refused();
     const Tensor& tensor = THPVariable_Unpack(argument.ptr());
-    return is_plain(tensor) || (any_device_ && is_plain_cuda(tensor)) ? tensor : refused();
+    const bool plain = is_plain(tensor) || (any_device_ && is_plain_cuda(tensor));
+    return plain && !has_tangent(tensor) ? tensor : refused();
   }
 
   // float64, float32, float16 or bfloat16.
@@ -161,68 +163,6 @@ class Native<Result(Args...)> {
  private:
   c10::TypedOperatorHandle<Result(Args...)> op_;
 };
-
-// What an autograd rule keeps beside its tensors, as one object.
-template <typename Options>
-struct Kept : torch::CustomClassHolder {
-  explicit Kept(Options options) : options(std::move(options)) {}
-  Options options;
-};
-
-template <typename Options>
-void keep(AutogradContext* ctx, Options options) {
-  ctx->saved_data["options"] = c10::IValue::make_capsule(c10::make_intrusive<Kept<Options>>(std::move(options)));
-}
-
-template <typename Options>
-const Options& kept(AutogradContext* ctx) {
-  return static_cast<const Kept<Options>*>(ctx->saved_data["options"].toCapsule().get())->options;
-}
-
-// Op::backward_kernel as an op of its own, for a backward that is itself recorded: it is computed, and raises only when it
-// is differentiated. `inputs` are the defined ones of grads and saved, `outputs` receives all gradients.
-template <typename Op>
-struct Once : torch::autograd::Function<Once<Op>> {
-  static variable_list forward(AutogradContext*, at::TensorList /* inputs */, const variable_list* grads,
-                               const variable_list* saved, const typename Op::Options* options,
-                               variable_list* outputs) {
-    *outputs = Op::backward_kernel(*grads, *saved, *options);
-    return defined(*outputs);
-  }
-
-  static variable_list backward(AutogradContext*, const variable_list&) {
-    TORCH_CHECK(false, "transformer_fast::", Op::kName,
-                "_backward cannot be differentiated again: the fused kernels have no second derivative. Run the forward "
-                "under transformer_fast.backend(\"reference\") to differentiate twice.");
-  }
-
-  static variable_list defined(const variable_list& tensors) {
-    variable_list result;
-    for (const Tensor& tensor : tensors)
-      if (tensor.defined()) result.push_back(tensor);
-    return result;
-  }
-
-  static variable_list call(const variable_list& grads, const variable_list& saved,
-                            const typename Op::Options& options) {
-    variable_list inputs = defined(grads), outputs;
-    for (const Tensor& tensor : defined(saved)) inputs.push_back(tensor);
-    const variable_list recorded = Once::apply(at::TensorList(inputs), &grads, &saved, &options, &outputs);
-    auto next = recorded.begin();
-    for (Tensor& output : outputs)
-      if (output.defined()) output = *next++;
-    return outputs;
-  }
-};
-
-// The gradients of Op, which gives Options, kName and backward_kernel(grads, saved, options) -> variable_list.
-template <typename Op>
-variable_list run_backward(AutogradContext* ctx, const variable_list& grads) {
-  const auto& options = kept<typename Op::Options>(ctx);
-  const variable_list saved = ctx->get_saved_variables();
-  return at::GradMode::is_enabled() ? Once<Op>::call(grads, saved, options)
-                                    : Op::backward_kernel(grads, saved, options);
-}
 
 inline py::object wrap(const Tensor& tensor) {
   return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));

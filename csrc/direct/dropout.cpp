@@ -2,6 +2,7 @@
 #include "functions.h"
 
 #include "call.h"
+#include "node.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/DistributionsHelper.h>
@@ -22,43 +23,33 @@ const Native<Forward>& kernel() {
   return native;
 }
 
-struct Dropout : torch::autograd::Function<Dropout> {
+struct Dropout {
   static constexpr const char* kName = "dropout";
+  static constexpr size_t kSaved = 2;
 
   struct Options {
     double p;
     bool relu;
-    bool grad_residual;
-    std::optional<at::ScalarType> bias_type;  // of a bias that wants a gradient
+    std::optional<at::ScalarType> bias;
   };
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& bias,
-                        const OptionalTensor& residual, const OptionalTensor& seed, bool relu, double p) {
-    Tensor out = kernel()(x, bias, residual, relu, p, seed);
+  static Tensor forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual,
+                        const OptionalTensor& seed, bool relu, double p) {
+    const Tensor out = kernel()(x, bias, residual, relu, p, seed);
     // With ReLU the output alone tells which elements pass a gradient: those that are positive.
-    ctx->save_for_backward({relu ? out : Tensor(), or_undefined(seed)});
-    keep(ctx, Options{p, relu, requires_grad(residual),
-                      requires_grad(bias) ? std::optional(bias->scalar_type()) : std::nullopt});
+    record<Dropout>({out}, {relu ? out : Tensor(), or_undefined(seed)},
+                    {p, relu, bias ? std::optional(bias->scalar_type()) : std::nullopt}, x, bias, residual);
     return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list gradients(6);
-    const Options& options = kept<Options>(ctx);
-    if (ctx->needs_input_grad(0) || options.bias_type) {
-      variable_list found = run_backward<Dropout>(ctx, grads);
-      gradients[0] = found[0];
-      gradients[1] = found[1];
-    }
-    if (options.grad_residual) gradients[2] = grads[0];
-    return gradients;
-  }
-
-  static variable_list backward_kernel(const variable_list& grads, const variable_list& saved, const Options& options) {
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
+                                const Needs& needs) {
     static const Native<Backward> native("dropout_backward");
-    const auto [grad_x, grad_bias] =
-        native(grads[0], or_none(saved[0]), options.relu, options.p, or_none(saved[1]), options.bias_type.has_value());
-    return {grad_x, options.bias_type ? grad_bias.to(*options.bias_type) : Tensor()};
+    Tensor grad_x, grad_bias;
+    if (needs[0] || needs[1])
+      std::tie(grad_x, grad_bias) =
+          native(grads[0], or_none(saved[0]), options.relu, options.p, or_none(saved[1]), needs[1]);
+    return {grad_x, needs[1] ? grad_bias.to(*options.bias) : Tensor(), grads[0]};
   }
 };
 
@@ -86,7 +77,7 @@ py::object dropout(py::handle x_, py::handle p_, py::handle bias_, py::handle re
     } else {
       // The backward reads the sign of the ReLU off the op's own output, which a residual would hide.
       const OptionalTensor inside = relu ? std::nullopt : residual;
-      out = needs_gradient(x, bias, inside) ? Dropout::apply(x, bias, inside, seed, relu, p)
+      out = needs_gradient(x, bias, inside) ? Dropout::forward(x, bias, inside, seed, relu, p)
                                             : kernel()(x, bias, inside, relu, p, seed);
       if (relu && residual) out = residual->add(out);
     }

@@ -2,6 +2,7 @@
 #include "functions.h"
 
 #include "call.h"
+#include "node.h"
 
 #include <torch/csrc/Exceptions.h>
 
@@ -25,8 +26,9 @@ const Native<AddPositionalForward>& add_positional_kernel() {
   return native;
 }
 
-struct Embed : torch::autograd::Function<Embed> {
+struct Embed {
   static constexpr const char* kName = "embed";
+  static constexpr size_t kSaved = 2;
 
   struct Options {
     int64_t vocabulary;
@@ -35,21 +37,16 @@ struct Embed : torch::autograd::Function<Embed> {
     double dropout_p;
   };
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& weight, const Tensor& ids, const OptionalTensor& table,
+  static Tensor forward(const Tensor& weight, const Tensor& ids, const OptionalTensor& table,
                         const OptionalTensor& offsets, const OptionalTensor& seed, double scale, int64_t offset,
                         std::optional<int64_t> padding_idx, double dropout_p) {
-    ctx->save_for_backward({ids, or_undefined(seed)});
-    keep(ctx, Options{weight.size(0), scale, padding_idx, dropout_p});
-    return embed_kernel()(ids, weight, table, scale, offset, offsets, dropout_p, seed);
+    const Tensor out = embed_kernel()(ids, weight, table, scale, offset, offsets, dropout_p, seed);
+    record<Embed>({out}, {ids, or_undefined(seed)}, {weight.size(0), scale, padding_idx, dropout_p}, weight);
+    return out;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list gradients = run_backward<Embed>(ctx, grads);
-    gradients.resize(9);  // one for each argument of forward
-    return gradients;
-  }
-
-  static variable_list backward_kernel(const variable_list& grads, const variable_list& saved, const Options& options) {
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
+                                const Needs&) {
     static const Native<EmbedBackward> native("embed_backward");
     constexpr bool deterministic = true;  // the same seed then gives the same training run
     return {native(grads[0], saved[0], options.vocabulary, options.scale, options.padding_idx, options.dropout_p,
@@ -57,29 +54,25 @@ struct Embed : torch::autograd::Function<Embed> {
   }
 };
 
-struct AddPositional : torch::autograd::Function<AddPositional> {
+struct AddPositional {
   static constexpr const char* kName = "add_positional";
+  static constexpr size_t kSaved = 1;
 
   struct Options {
     double dropout_p;
   };
 
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& table, const OptionalTensor& offsets,
-                        const OptionalTensor& seed, int64_t offset, double dropout_p) {
-    ctx->save_for_backward({or_undefined(seed)});
-    keep(ctx, Options{dropout_p});
-    return add_positional_kernel()(x, table, offset, offsets, dropout_p, seed);
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const bool dropped = kept<Options>(ctx).dropout_p > 0;
-    variable_list gradients(6);
-    gradients[0] = dropped ? run_backward<AddPositional>(ctx, grads)[0] : grads[0];
-    return gradients;
+  static Tensor forward(const Tensor& x, const Tensor& table, const OptionalTensor& offsets, const OptionalTensor& seed,
+                        int64_t offset, double dropout_p) {
+    const Tensor out = add_positional_kernel()(x, table, offset, offsets, dropout_p, seed);
+    record<AddPositional>({out}, {or_undefined(seed)}, {dropout_p}, x);
+    return out;
   }
 
   // The forward's mask applied to the gradient: the same op without a table.
-  static variable_list backward_kernel(const variable_list& grads, const variable_list& saved, const Options& options) {
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
+                                const Needs&) {
+    if (options.dropout_p == 0) return {grads[0]};
     return {add_positional_kernel()(grads[0], std::nullopt, 0, std::nullopt, options.dropout_p, saved[0])};
   }
 };
@@ -133,7 +126,7 @@ py::object embed(py::handle ids_, py::handle weight_, py::handle table_, py::han
   {
     const py::gil_scoped_release no_gil;
     out = needs_gradient(weight)
-              ? Embed::apply(weight, ids, table, offset.each, seed, scale, offset.common, padding_idx, dropout_p)
+              ? Embed::forward(weight, ids, table, offset.each, seed, scale, offset.common, padding_idx, dropout_p)
               : embed_kernel()(ids, weight, table, scale, offset.common, offset.each, dropout_p, seed);
   }
   return wrap(out);
@@ -158,7 +151,7 @@ py::object add_positional(py::handle x_, py::handle table_, py::handle offset_, 
     if (dropout_p == 0 && !offset.each && x.scalar_type() == table.scalar_type())  // one pass in PyTorch already
       out = x.add(table.narrow(0, offset.common, x.size(-2)));
     else
-      out = needs_gradient(x) ? AddPositional::apply(x, table, offset.each, seed, offset.common, dropout_p)
+      out = needs_gradient(x) ? AddPositional::forward(x, table, offset.each, seed, offset.common, dropout_p)
                               : add_positional_kernel()(x, table, offset.common, offset.each, dropout_p, seed);
   }
   return wrap(out);

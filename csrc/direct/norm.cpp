@@ -3,6 +3,7 @@
 
 #include "../cpu/norm.h"
 #include "call.h"
+#include "node.h"
 
 #include <ATen/ops/empty_cpu_dispatch.h>
 
@@ -17,48 +18,44 @@ std::pair<void*, void*> mean_and_rstd(const Tensor& statistics) {
   return {first, first + statistics.nbytes() / 2};
 }
 
-struct LayerNorm : torch::autograd::Function<LayerNorm> {
+struct LayerNorm {
   static constexpr const char* kName = "layer_norm";
+  static constexpr size_t kSaved = 4;
 
   struct Options {
     bool std;
     double dropout_p;
-    bool has_residual;
     std::optional<at::ScalarType> bias;
-    NormNeeds needs;
   };
 
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const OptionalTensor& residual,
-                               const OptionalTensor& weight, const OptionalTensor& bias, const OptionalTensor& seed,
-                               double eps, bool std, double dropout_p) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor statistics = at::cpu::empty({2, x.numel() / x.size(-1)}, x.options().dtype(statistics_type(x)));
-    const auto [mean, rstd] = mean_and_rstd(statistics);
-    auto [out, summed] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, mean, rstd);
-    ctx->save_for_backward({residual ? summed : x, or_undefined(weight), statistics, or_undefined(seed)});
-    const NormNeeds needs{requires_grad(x) || requires_grad(residual), requires_grad(weight), requires_grad(bias)};
-    keep(ctx, Options{std, dropout_p, residual.has_value(), bias ? std::optional(bias->scalar_type()) : std::nullopt,
-                      needs});
-    ctx->set_materialize_grads(false);
-    return residual ? variable_list{out, summed} : variable_list{out};
+  static variable_list forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                               const OptionalTensor& bias, const OptionalTensor& seed, double eps, bool std,
+                               double dropout_p) {
+    variable_list outputs;
+    Tensor statistics;
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      statistics = at::cpu::empty({2, x.numel() / x.size(-1)}, x.options().dtype(statistics_type(x)));
+      const auto [mean, rstd] = mean_and_rstd(statistics);
+      auto [out, summed] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, mean, rstd);
+      outputs = residual ? variable_list{out, summed} : variable_list{out};
+    }
+    record<LayerNorm>(outputs, {residual ? outputs[1] : x, or_undefined(weight), statistics, or_undefined(seed)},
+                      {std, dropout_p, bias ? std::optional(bias->scalar_type()) : std::nullopt}, x, residual, weight,
+                      bias);
+    return outputs;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    variable_list gradients = run_backward<LayerNorm>(ctx, grads);
-    gradients.resize(8);  // one for each argument of forward
-    return gradients;
-  }
-
-  static variable_list backward_kernel(const variable_list& grads, const variable_list& saved, const Options& options) {
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
+                                const Needs& needs) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const Tensor &x = saved[0], &weight = saved[1];
-    const Tensor grad_summed = options.has_residual ? grads[1] : Tensor();
-    if (!grads[0].defined() && !grad_summed.defined()) return {};
+    const OptionalTensor grad_summed = grads.size() > 1 ? or_none(grads[1]) : std::nullopt;
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
     const auto [mean, rstd] = mean_and_rstd(saved[2]);
-    auto gradients = norm_backward(grad_out, or_none(grad_summed), x, or_none(weight), mean, rstd, options.std,
-                                   options.dropout_p, or_none(saved[3]), options.needs);
-    if (options.has_residual && options.dropout_p == 0) gradients.residual = gradients.x;
+    auto gradients = norm_backward(grad_out, grad_summed, x, or_none(weight), mean, rstd, options.std,
+                                   options.dropout_p, or_none(saved[3]), {needs[0] || needs[1], needs[2], needs[3]});
+    if (options.dropout_p == 0) gradients.residual = gradients.x;
     if (gradients.bias.defined()) gradients.bias = in_type(gradients.bias, *options.bias);
     return {gradients.x, gradients.residual, gradients.weight, gradients.bias};
   }
@@ -87,7 +84,7 @@ py::object layer_norm(py::handle x_, py::handle weight_, py::handle bias_, py::h
   {
     const py::gil_scoped_release no_gil;
     if (needs_gradient(x, residual, weight, bias)) {
-      results = LayerNorm::apply(x, residual, weight, bias, seed, eps, std, dropout_p);
+      results = LayerNorm::forward(x, residual, weight, bias, seed, eps, std, dropout_p);
     } else {
       const at::AutoDispatchBelowADInplaceOrView below;
       const NormResult result =

@@ -1,0 +1,123 @@
+// An op's autograd rule as a node of PyTorch's graph, made the way PyTorch's own ops make theirs. The ready-made
+// torch::autograd::Function costs some microseconds more of each call, which is as much as a kernel on a small tensor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <type_traits>
+#include <utility>
+
+namespace transformer_fast::direct {
+
+using torch::autograd::variable_list;
+
+// A new node; PyTorch counts references to nodes in std::shared_ptr before 2.13, and in the nodes themselves since.
+template <typename Node, typename... Args>
+auto make_node(Args&&... args) {
+  using Pointer = decltype(torch::autograd::Edge::function);
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>)
+    return std::shared_ptr<Node>(new Node(std::forward<Args>(args)...), [](Node* node) { deleteNode(node); });
+  else
+    return c10::make_intrusive<Node>(std::forward<Args>(args)...);
+}
+
+// Which gradients somebody waits for, in the order of the inputs.
+class Needs {
+ public:
+  explicit Needs(torch::autograd::Node& node) : node_(node) {}
+  bool operator[](size_t input) const { return node_.task_should_compute_output(input); }
+
+ private:
+  torch::autograd::Node& node_;
+};
+
+// Marks gradients as functions of what they were computed from that cannot be differentiated: doing so raises. One that
+// is a gradient of `grads` itself stays differentiable.
+inline void refuse_second_derivative(const char* op, const variable_list& gradients, const variable_list& grads,
+                                     const variable_list& saved) {
+  torch::autograd::edge_list edges;
+  for (const variable_list* tensors : {&grads, &saved})
+    for (const at::Tensor& tensor : *tensors)
+      if (tensor.defined() && tensor.requires_grad()) edges.push_back(torch::autograd::impl::gradient_edge(tensor));
+  if (edges.empty()) return;
+  const auto error = make_node<torch::autograd::Error>(
+      std::string("transformer_fast::") + op +
+          "_backward cannot be differentiated again: the fused kernels have no second derivative. Run the forward under "
+          "transformer_fast.backend(\"reference\") to differentiate twice.",
+      std::move(edges));
+  for (const at::Tensor& gradient : gradients) {
+    const auto same = [&](const at::Tensor& grad) { return grad.is_same(gradient); };
+    if (gradient.defined() && !gradient.requires_grad() && std::none_of(grads.begin(), grads.end(), same))
+      torch::autograd::set_history(gradient, error);
+  }
+}
+
+// Op gives kName, Options, kSaved (how many tensors it saves) and
+//   variable_list backward(const variable_list& grads, const variable_list& saved, const Options&, const Needs&)
+// with a gradient, or an undefined tensor, for each of its inputs. At least one of grads is defined there.
+template <typename Op>
+class OpNode final : public torch::autograd::Node {
+ public:
+  using Saved = std::array<at::Tensor, Op::kSaved>;
+
+  OpNode(torch::autograd::edge_list&& edges, typename Op::Options options)
+      : Node(std::move(edges)), options_(std::move(options)) {}
+
+  // Outputs among the tensors must have this node as their history already.
+  void save(const Saved& tensors, const variable_list& outputs) {
+    for (size_t i = 0; i < tensors.size(); ++i) {
+      const auto same = [&](const at::Tensor& output) { return output.is_same(tensors[i]); };
+      const bool is_output = tensors[i].defined() && std::any_of(outputs.begin(), outputs.end(), same);
+      saved_[i] = torch::autograd::SavedVariable(tensors[i], is_output);
+    }
+  }
+
+  std::string name() const override { return std::string("transformer_fast::") + Op::kName + "_backward"; }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& tensor : saved_) tensor.reset_data();
+  }
+
+ protected:
+  variable_list apply(variable_list&& grads) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto defined = [](const at::Tensor& grad) { return grad.defined(); };
+    if (std::none_of(grads.begin(), grads.end(), defined)) return variable_list(num_outputs());
+    variable_list saved;
+    saved.reserve(saved_.size());
+    for (const auto& tensor : saved_) saved.push_back(tensor.unpack(getptr()));
+    variable_list gradients;
+    {
+      const at::NoGradGuard no_grad;
+      gradients = Op::backward(grads, saved, options_, Needs(*this));
+    }
+    if (at::GradMode::is_enabled()) refuse_second_derivative(Op::kName, gradients, grads, saved);
+    return gradients;
+  }
+
+ private:
+  std::array<torch::autograd::SavedVariable, Op::kSaved> saved_;
+  typename Op::Options options_;
+};
+
+// Records that Op computed `outputs` from `inputs`, tensors or optional ones.
+template <typename Op, typename... Inputs>
+void record(const variable_list& outputs, const typename OpNode<Op>::Saved& saved, typename Op::Options options,
+            const Inputs&... inputs) {
+  auto node = make_node<OpNode<Op>>(torch::autograd::collect_next_edges(inputs...), std::move(options));
+  torch::autograd::set_history(outputs, node);
+  node->save(saved, outputs);
+}
+
+}  // namespace transformer_fast::direct
