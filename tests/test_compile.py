@@ -14,6 +14,7 @@ import torch
 from helpers import assert_trained_alike
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import transformer_fast as tfast
@@ -166,6 +167,25 @@ def test_transforms_of_torch_func_are_refused_clearly(transform: Callable) -> No
         plain = calls[1]
         expected = torch.stack([plain(row) for row in x[0]])
         torch.testing.assert_close(torch.vmap(plain)(x[0]), expected)
+
+
+def test_forward_mode_is_refused_where_it_would_lose_tangents() -> None:
+    x, ids = torch.randn(2, 3, 5, 4), torch.zeros(3, dtype=torch.int64)
+    with forward_ad.dual_level():
+        t = forward_ad.make_dual(x, torch.ones_like(x))
+        for call in (
+            lambda: tfast.attention(t, t, t),
+            lambda: tfast.attention_decode(t, t, t, ids[:2]),
+            lambda: tfast.layer_norm(t, None, None),
+            lambda: tfast.embed(ids, t[0, 0]),
+            lambda: tfast.ops.dropout(t, 0.1),
+            lambda: tfast.linear_cross_entropy(t[0, 0], torch.ones(7, 4), None, ids[[0] * 5]),
+        ):
+            with pytest.raises(tfast.BackendError, match="tangents would be lost"):
+                call()
+        with tfast.backend("reference"):
+            assert forward_ad.unpack_dual(tfast.layer_norm(t, None, None)).tangent is not None
+        tfast.layer_norm(x, None, None)  # no tangent, no refusal
 
 
 def x(length: int) -> Tensor:

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .kernels import extension
 
@@ -111,8 +112,11 @@ def resolve(op: str, device: torch.device, dtype: torch.dtype) -> str:
     if torch.compiler.is_compiling():
         return choose(op, device, dtype)[0]
     name = _resolved(current(), op, device, dtype)
-    if name != "reference" and in_transform():
-        refuse_transform(op)
+    if name != "reference":
+        if in_transform():
+            refuse_transform(op)
+        if forward_ad._current_level >= 0:
+            refuse_forward_mode(op)
     return name
 
 
@@ -126,6 +130,14 @@ def refuse_transform(op: str) -> None:
     raise BackendError(
         f"{op} cannot run inside vmap, grad or another transform of torch.func: the kernels take whole batches and "
         'have no rules for it. Add a batch dimension instead, or use transformer_fast.backend("reference")'
+    )
+
+
+def refuse_forward_mode(op: str) -> None:
+    """Say that an op has no rule for tangents."""
+    raise BackendError(
+        f"{op} cannot run in forward-mode differentiation: the kernels have no rule, and tangents would be lost. "
+        'Differentiate backwards instead, or use transformer_fast.backend("reference")'
     )
 
 

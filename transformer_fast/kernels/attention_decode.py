@@ -6,6 +6,7 @@ them. How many parts there may be comes from shapes alone, so nothing waits for 
 comes from each sequence's own length, read by the program: programs past its last key exit, the others share equally.
 """
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -196,18 +197,21 @@ def capacity_of(k: Tensor, page_table: Tensor | None) -> int:
     return k.shape[2] * (1 if page_table is None else page_table.shape[1])
 
 
-def _padded(q: Tensor) -> int:
-    return max(32, 1 << (q.shape[3] - 1).bit_length())
+def _padded(head_dim: int) -> int:
+    return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def division(q: Tensor, k: Tensor, page_table: Tensor | None) -> tuple[int, int, int]:
+@functools.lru_cache(maxsize=4096)
+def division(B: int, H: int, Lq: int, D: int, Hkv: int, capacity: int, itemsize: int) -> tuple[int, int, int]:
     """(rows a tile, programs for one part of the keys, parts) of a call."""
-    B, H, Lq, _ = q.shape
-    Hkv, capacity = k.shape[1], capacity_of(k, page_table)
-    most_rows, keys, _, _ = TILES[q.element_size() * 8, _padded(q)]
+    most_rows, keys, _, _ = TILES[itemsize * 8, _padded(D)]
     block_rows = min(most_rows, max(16, 1 << (H // Hkv * Lq - 1).bit_length()))
     programs = B * Hkv * blocks_of(H // Hkv * Lq, block_rows)
     return block_rows, programs, max(1, min(blocks_of(PROGRAMS, programs), blocks_of(capacity, keys), MOST_PARTS))
+
+
+def _division_of(q: Tensor, k: Tensor, page_table: Tensor | None) -> tuple[int, int, int]:
+    return division(*q.shape, k.shape[1], capacity_of(k, page_table), q.element_size())
 
 
 def part_buffers(q: Tensor, parts: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -228,11 +232,11 @@ def decode_launches(
 
     k, v: (B, Hkv, S, D), or with a page table (pages, Hkv, page_size, D).
     """
-    block_rows, programs, parts = division(q, k, page_table)
+    block_rows, programs, parts = _division_of(q, k, page_table)
     page_size = 0 if page_table is None else k.shape[2]
     B, H, Lq, D = q.shape
     Hkv = k.shape[1]
-    block_d = _padded(q)
+    block_d = _padded(q.shape[3])
     _, keys, warps, stages = TILES[q.element_size() * 8, block_d]
     warps *= block_rows // 16
     rows = B * H * Lq
@@ -308,7 +312,7 @@ def attention_decode(
     run_again(
         ("attention decode", causal, scale),
         (q, k, v, lengths.contiguous(), page_table),
-        (out, logsumexp, *part_buffers(q, division(q, k, page_table)[2])),
+        (out, logsumexp, *part_buffers(q, _division_of(q, k, page_table)[2])),
         lambda *tensors: decode_launches(*tensors, causal, scale),
     )
     return out, logsumexp
@@ -329,7 +333,7 @@ def compile_cases(arch: str) -> Iterator[Launch]:
         q, lengths = meta(B, H, Lq, D, dtype=dtype), meta(B, dtype=torch.int32)
         table = meta(B, S // page_size, dtype=torch.int32) if page_size else None
         k = meta(64, Hkv, page_size, D, dtype=dtype) if page_size else meta(B, Hkv, S, D, dtype=dtype)
-        buffers = part_buffers(q, division(q, k, table)[2])
+        buffers = part_buffers(q, _division_of(q, k, table)[2])
         return decode_launches(q, k, k, lengths, table, q, meta(B, H, Lq, dtype=torch.float32), *buffers, True, 1.0)
 
     for bits, block_d in TILES:

@@ -43,7 +43,7 @@ def _normal(lengths: Tensor, q: Any, k: Any) -> Tensor | None:
 def set_launchers(extension: Any) -> None:
     """Tell the extension what launches attention, and where to find calls that only repeat launches."""
     from ..configs import LONG
-    from ..kernels import attention, attention_backward
+    from ..kernels import attention, attention_backward, attention_decode
     from ..kernels.attention_backward_kv import DELTA_ROWS
     from ..kernels.calls import find
 
@@ -69,4 +69,9 @@ def set_launchers(extension: Any) -> None:
         launcher = attention_backward.attention_packed_backward if packed else attention_backward.attention_backward
         return launcher(grad_out, q, k, v, out, logsumexp, **split(options))
 
+    def decode(q, k_cache, v_cache, lengths, page_table, causal, scale):
+        options = {"lengths": lengths, "page_table": page_table, "causal": causal, "scale": scale}
+        return attention_decode.attention_decode(q, k_cache, v_cache, **options)[0]
+
+    extension.set_decode_launcher(decode, attention_decode.division)
     extension.set_attention_launchers(forward, backward, find, LONG, DELTA_ROWS)

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import backends, reference
 from . import _direct, _library
 from ._attention_checks import check_tensors, shape_error
+from ._attention_launched import set_launchers
 from .attention import check_backend
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -51,6 +52,15 @@ def attention_decode(
             CPU; on a GPU, where looking would wait for it, they are trusted.
         RuntimeError: where q or the cache requires a gradient.
     """
+    launched = _direct.launched("attention", q)
+    if (direct := launched or _direct.native()) is not None:
+        if launched:
+            set_launchers(direct)
+        given = (q, k_cache, v_cache, lengths, page_table, causal, scale)
+        out = direct.attention_decode(launched is not None, *given)
+        if out is not None:
+            return out
+
     autocast = _library.autocast_enabled(q)
     _check_inputs(q, k_cache, v_cache, page_table, autocast)
     if not isinstance(causal, bool):
