@@ -58,13 +58,13 @@ class AttentionConfig:
 
 
 # AttentionConfig by kernel, architecture class, padded head size and kind of call, in the order of ATTENTION_KINDS.
-# None spills, with dropout, with a tile map or lengths, packed or not. Among those: for "short" small tiles, since what
-# a sentence's last tile holds beyond it is waste; for the others large ones, which read keys and values less often; and
-# where two are equal in that, the one of which more warps fit.
+# None spills, by Triton 3.6 or 3.7, with dropout, with a tile map or lengths, packed or not. Among those: for "short"
+# small tiles, since what a sentence's last tile holds beyond it is waste; for the others large ones, which read keys and
+# values less often; and where two are equal in that, the one of which more warps fit.
 _TILES_16_BIT = {
     "forward": {
         "sm80": {
-            32: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 4, 2)),
+            32: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
             64: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
             128: ((32, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
         },
@@ -93,7 +93,7 @@ _TILES_16_BIT = {
         "sm100": {
             32: ((64, 32, 4, 2), (64, 64, 8, 2, 128), (128, 64, 8, 2), (64, 32, 4, 2)),
             64: ((64, 32, 4, 2, 168), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
-            128: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+            128: ((64, 32, 4, 1), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
         },
     },
     "grad_kv": {
@@ -109,8 +109,8 @@ _TILES_16_BIT = {
         },
         "sm100": {
             32: ((64, 64, 4, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 64, 8, 1)),
-            64: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 1)),
-            128: ((32, 32, 4, 2), (32, 32, 4, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
+            64: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
+            128: ((32, 32, 4, 2), (32, 32, 4, 2), (64, 64, 8, 1), (64, 32, 8, 1)),
         },
     },
 }

@@ -26,14 +26,13 @@ namespace py = pybind11;
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Whether anything in this thread looks at the calls that PyTorch dispatches: a mode, a transform, a tracer.
+// Whether anything in this thread looks at the calls that PyTorch dispatches (a mode, a transform, a tracer), or autograd
+// has been switched off below.
 inline bool watched() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   const c10::DispatchKeySet usual = c10::default_included_set | c10::autocast_dispatch_keyset;
-  const c10::DispatchKeySet left_out = c10::InferenceMode::is_enabled()
-                                           ? c10::default_excluded_set | c10::autograd_dispatch_keyset
-                                           : c10::default_excluded_set;
-  return !usual.has_all(local.included_) || !left_out.has_all(local.excluded_) ||
+  const c10::DispatchKeySet without_autograd = local.excluded_ & c10::autograd_dispatch_keyset_with_ADInplaceOrView;
+  return !usual.has_all(local.included_) || (!c10::InferenceMode::is_enabled() && !without_autograd.empty()) ||
          at::impl::torch_function_mode_enabled();
 }
 

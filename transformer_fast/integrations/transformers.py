@@ -90,13 +90,16 @@ def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
     Padding and look-ahead are also left on it in normal form, which the kernels read instead.
     """
-    from transformers import masking_utils
+    from transformers.masking_utils import sdpa_mask
 
-    dense = masking_utils.sdpa_mask(*args, **kwargs)
+    dense = sdpa_mask(*args, **kwargs)
     keys, pattern = kwargs.get("attention_mask"), kwargs.get("mask_function")
     offset, first = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
     if dense is None or keys is None or torch.compiler.is_compiling() or type(first) is not int:
         return dense
+
+    from transformers import masking_utils  # which torch.compile of torch 2.11 does not follow
+
     if keys.dim() != 2 or keys.shape[1] < first + dense.shape[-1]:
         return dense
     padding = AttentionMask.keep(keys[:, None, None, first : first + dense.shape[-1]].to(torch.bool))
