@@ -59,8 +59,8 @@ class AttentionConfig:
 
 # AttentionConfig by kernel, architecture class, padded head size and kind of call, in the order of ATTENTION_KINDS.
 # None spills, by Triton 3.6 or 3.7, with dropout, with a tile map or lengths, packed or not. Among those: for "short"
-# small tiles, since what a sentence's last tile holds beyond it is waste; for the others large ones, which read keys and
-# values less often; and where two are equal in that, the one of which more warps fit.
+# small tiles, since what a sentence's last tile holds beyond it is waste; for the others large ones, which read keys
+# and values less often; and where two are equal in that, the one of which more warps fit.
 _TILES_16_BIT = {
     "forward": {
         "sm80": {
