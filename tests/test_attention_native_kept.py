@@ -65,7 +65,7 @@ def check(tensors, parts, **options):
 
 @pytest.mark.parametrize("empty_rows", ["uniform", "zero"])
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("Lq, Lk", [(70, 300), (64, 128), (17, 15), (3, 257)])
+@pytest.mark.parametrize("Lq, Lk", [(70, 300), (64, 128), (17, 15), (41, 131), (3, 257)])
 def test_gradients_from_kept_weights(Lq, Lk, dtype, empty_rows):
     tensors = inputs(2, 4, 2, Lq, Lk, 24, dtype)
     logsumexps = torch.randn(2, 4, Lq, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -74,8 +74,9 @@ def test_gradients_from_kept_weights(Lq, Lk, dtype, empty_rows):
     check(tensors, parts, empty_rows=empty_rows, grad_logsumexp=logsumexps)
 
 
-def test_a_blocked_key_may_hold_nan():
-    tensors = inputs(2, 2, 2, 33, 140, 20, bias=(2, 1, 33, 140))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_blocked_key_may_hold_nan(dtype):
+    tensors = inputs(2, 2, 2, 33, 140, 20, dtype, bias=(2, 1, 33, 140))
     tensors[1][0, :, 130:], tensors[2][0, :, 130:] = math.nan, math.nan
     tensors[1][1, :, 5], tensors[2][1, :, 5] = math.nan, math.inf
     tensors[3][1, ..., 5] = -math.inf

@@ -104,14 +104,10 @@ class KeyRangeBackward {
   void add_tile(int64_t h, int64_t first_query, int64_t first_key, int64_t keys, int64_t queries, Rows<E> q_rows,
                 Rows<E> grad_out_rows) {
     const auto& k = problem_.k;
-    A *weights = gradients_.weights(), *grads = gradients_.grads();
-    const int64_t lanes = gradients_.lanes(), offset = (first_key - first_key_) * width_;
-    multiply_add(keys, width_, queries, over_queries<E>(weights, keys, queries, lanes, weights), grad_out_rows,
-                 grad_v_ + offset, width_);
-    // The weights have done their work, and leave their room.
-    multiply_add(keys, width_, queries, over_queries<E>(grads, keys, queries, lanes, weights), q_rows, grad_k_ + offset,
-                 width_);
-    const Matrix<E> grad_scores = over_keys<E>(grads, keys, lanes);
+    const int64_t offset = (first_key - first_key_) * width_;
+    multiply_add(keys, width_, queries, gradients_.weights_over_queries(keys), grad_out_rows, grad_v_ + offset, width_);
+    multiply_add(keys, width_, queries, gradients_.grads_over_queries(keys), q_rows, grad_k_ + offset, width_);
+    const Matrix<E> grad_scores = gradients_.grads_over_keys(keys);
     if (call_.grad_scores.data) store_scores(h, first_query, queries, first_key, keys, grad_scores);
     multiply_add(queries, width_, keys, grad_scores,
                  load_rows(k.at(b_, kv_head_, first_key), k.row_stride(), keys, problem_.D,

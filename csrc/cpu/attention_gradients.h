@@ -64,20 +64,34 @@ class ScoreGradients {
     return end;
   }
 
-  // Fills `weights` (after dropout) and `grads`, (keys, lanes); returns how many keys there are left of `keys`.
+  // Finds the weights (after dropout) and the gradients of the scores of a tile, the two that are read below; returns how
+  // many keys there are left of `keys`.
   int64_t find(int64_t first_key, int64_t keys) {
     // Its keys are all there are, and give delta too.
     const bool only_tile = sum_delta_ && first_key == 0;
     keys = find_weights(first_key, keys, only_tile ? Pass::kSum : Pass::kOnly);
     if (!only_tile) return keys;
     take_off_grad_logsumexp();
-    for (int64_t lane = 0; lane < lanes_; lane += kW)
-      call_.kept ? weigh_kept<Pass::kOnly>(first_key, keys, lane) : differentiate(keys, lane);
+    if (call_.kept)
+      weigh_kept(first_key, keys);
+    else
+      for (int64_t lane = 0; lane < lanes_; lane += kW) differentiate(keys, lane);
     return keys;
   }
 
-  A* weights() const { return weights_; }
-  A* grads() const { return grads_; }
+  // What was found, as left operands of products. To be asked for in this order: the next takes the room of the one before.
+  Matrix<E> weights_over_queries(int64_t keys) {
+    return packed() ? packed_over_queries(0) : over_queries<E>(weights_, keys, queries_, lanes_, weights_);
+  }
+  Matrix<E> grads_over_queries(int64_t keys) {
+    return packed() ? packed_over_queries(lanes_ / 2) : over_queries<E>(grads_, keys, queries_, lanes_, weights_);
+  }
+  Matrix<E> grads_over_keys(int64_t keys) {
+    return packed() ? pairs_over_keys<E>(grads_, lanes_) : over_keys<E>(grads_, keys, lanes_);
+  }
+
+  // The gradients before that, (keys, lanes), where no weights were kept.
+  const A* grads() const { return grads_; }
   A* staged() const { return staged_; }
   int64_t lanes() const { return lanes_; }
 
@@ -164,36 +178,93 @@ class ScoreGradients {
     const T* v = p.v.at(b_, kv_head_, first_key);
     multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, Scaled<A>{1},
              grads_, lanes_);
-    for (int64_t lane = 0; lane < lanes_; lane += kW) {
-      if (call_.kept)
-        pass == Pass::kOnly ? weigh_kept<Pass::kOnly>(first_key, keys, lane)
-                            : weigh_kept<Pass::kSum>(first_key, keys, lane);
-      else
-        pass == Pass::kOnly ? weigh<Pass::kOnly>(first_key, keys, lane) : weigh<Pass::kSum>(first_key, keys, lane);
+    if (call_.kept) {
+      pass == Pass::kOnly ? weigh_kept(first_key, keys) : add_kept_to_delta(first_key, keys);
+      return keys;
     }
+    for (int64_t lane = 0; lane < lanes_; lane += kW)
+      pass == Pass::kOnly ? weigh<Pass::kOnly>(first_key, keys, lane) : weigh<Pass::kSum>(first_key, keys, lane);
     return keys;
   }
 
-  // What the forward kept, for one vector of queries: `weights`, and the gradients of weights to those of scores. A pass
-  // that sums does that alone.
-  template <Pass kPass>
-  void weigh_kept(int64_t first_key, int64_t keys, int64_t lane) {
-    const T* kept = call_.kept.at(b_, h_, first_query_, lanes_, first_key) + lane;
-    const Vector<A> factor = widen(call_.kept.factors_at(b_, h_, first_query_, first_key) + lane);
-    const Vector<A> uniform = widen(uniform_ + lane), delta = widen(delta_ + lane);
-    Vector<A> sum = delta;
-    for (int64_t row = 0; row < keys; ++row) {
-      A* grads = grads_ + row * lanes_ + lane;
-      const Vector<A> weight = widen(kept + row * lanes_) * factor;
-      const auto blocked = weight == A(0);  // keeps a NaN or Inf value of the key out of its gradient
-      if constexpr (kPass == Pass::kSum) {
-        sum += weight * (blocked ? Vector<A>{} : widen(grads));
-      } else {
-        narrow(weights_ + row * lanes_ + lane, weight + uniform);
-        narrow(grads, blocked ? Vector<A>{} : weight * (widen(grads) - delta));
+  // What a vector of lanes needs to know to read the weights that the forward kept.
+  struct KeptLanes {
+    const T* weights;
+    Vector<A> factor, delta, uniform;
+  };
+
+  KeptLanes kept_lanes(int64_t first_key, int64_t lane) const {
+    return {call_.kept.at(b_, h_, first_query_, lanes_, first_key) + lane,
+            widen(call_.kept.factors_at(b_, h_, first_query_, first_key) + lane), widen(delta_ + lane),
+            widen(uniform_ + lane)};
+  }
+
+  void add_kept_to_delta(int64_t first_key, int64_t keys) {
+    for (int64_t lane = 0; lane < lanes_; lane += kW) {
+      const KeptLanes kept = kept_lanes(first_key, lane);
+      Vector<A> sum = kept.delta;
+      for (int64_t row = 0; row < keys; ++row) {
+        const Vector<A> weight = widen(kept.weights + row * lanes_) * kept.factor;
+        // Keeps a NaN or Inf value of a blocked key out.
+        sum += weight * (weight == A(0) ? Vector<A>{} : widen(grads_ + row * lanes_ + lane));
+      }
+      narrow(delta_ + lane, sum);
+    }
+  }
+
+  // The weights that the forward kept, and the gradients of weights to those of scores.
+  void weigh_kept(int64_t first_key, int64_t keys) {
+    if constexpr (kPacks) return pack_kept(first_key, keys);
+    for (int64_t lane = 0; lane < lanes_; lane += kW) {
+      const KeptLanes kept = kept_lanes(first_key, lane);
+      for (int64_t row = 0; row < keys; ++row) {
+        const auto [weight, grad] = weighed(kept, row, lane);
+        narrow(weights_ + row * lanes_ + lane, weight);
+        narrow(grads_ + row * lanes_ + lane, grad);
       }
     }
-    if constexpr (kPass == Pass::kSum) narrow(delta_ + lane, sum);
+  }
+
+  // The same straight to the operands of the products: over the queries the weights of a key, then its gradients, in one
+  // row of `weights`; over the keys the gradients, in `grads`.
+  void pack_kept(int64_t first_key, int64_t keys) {
+#if defined(__AVX512BF16__)
+    for (int64_t lane = 0; lane < lanes_; lane += 2 * kW) {
+      const bool two = lane + kW < lanes_;
+      const KeptLanes low = kept_lanes(first_key, lane), high = kept_lanes(first_key, two ? lane + kW : lane);
+      const auto store = [two](A* target, Vector<A> halves) {
+        two ? narrow(target, halves) : store_half_bits(reinterpret_cast<T*>(target), halves, kW);
+      };
+      for (int64_t row = 0; row < keys; row += 2) {
+        Vector<A> of_keys[2] = {};
+        for (int64_t i = 0; i < std::min<int64_t>(2, keys - row); ++i) {
+          const auto [weight, grad] = weighed(low, row + i, lane);
+          const auto [high_weight, high_grad] = two ? weighed(high, row + i, lane + kW) : Weighed{};
+          A* const target = weights_ + (row + i) * lanes_ + lane / 2;
+          store(target, packed_halves(weight, high_weight));
+          of_keys[i] = packed_halves(grad, high_grad);
+          store(target + lanes_ / 2, of_keys[i]);
+        }
+        narrow(grads_ + row * lanes_ + lane, halves_interleaved(of_keys[0], of_keys[1], 0));
+        if (two) narrow(grads_ + row * lanes_ + lane + kW, halves_interleaved(of_keys[0], of_keys[1], 16));
+      }
+    }
+    if (queries_ % 2 != 0)
+      for (int64_t row = 0; row < keys; ++row)
+        for (int64_t first : {int64_t{0}, lanes_ / 2})
+          clear_partner(weights_ + row * lanes_ + first, queries_);
+#endif
+  }
+
+  struct Weighed {
+    Vector<A> weight, grad;  // of the score
+  };
+
+  Weighed weighed(const KeptLanes& kept, int64_t row, int64_t lane) const {
+    const Vector<A> weight = widen(kept.weights + row * lanes_) * kept.factor;
+    const auto blocked = weight == A(0);  // keeps a NaN or Inf value of the key out of its gradient
+    return {weight + kept.uniform,
+            blocked ? Vector<A>{} : weight * (widen(grads_ + row * lanes_ + lane) - kept.delta)};
   }
 
   // Scores, for one vector of queries, to dropped weights, and the gradients of those to the gradients of scores. In a
@@ -235,6 +306,14 @@ class ScoreGradients {
       narrow(grads, (weight == 0) | (uniform > 0) ? Vector<A>{} : grad);
       narrow(weights, signed_weight < 0 ? Vector<A>{} : signed_weight * rescale);
     }
+  }
+
+  static constexpr bool kPacks = !std::is_same_v<E, A>;
+
+  bool packed() const { return kPacks && call_.kept; }
+
+  Matrix<E> packed_over_queries(int64_t offset) const {
+    return {reinterpret_cast<const E*>(weights_ + offset), lanes_, 1};
   }
 
   static E* operand(A* buffer) { return reinterpret_cast<E*>(buffer); }

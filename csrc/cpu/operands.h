@@ -157,8 +157,13 @@ inline void store_result(T* p, Vector<Accumulate<T>> v, int64_t count) {
   store_some(p, v, count);
 }
 
-// A tile of scores, (keys, lanes) with `lanes` queries, as the left operand of a product over its keys. Pairs are packed
-// in place: those of keys j and j + 1 take the row of key j.
+// Pairs of keys j and j + 1 that stand in the row of key j, as the left operand of a product over the keys.
+template <typename E, typename A>
+inline Matrix<E> pairs_over_keys(const A* tile, int64_t lanes) {
+  return {reinterpret_cast<const E*>(tile), 1, kSteps<E> * lanes};
+}
+
+// A tile of scores, (keys, lanes) with `lanes` queries, as that operand. Pairs are packed in place.
 template <typename E, typename A>
 inline Matrix<E> over_keys(A* tile, int64_t keys, int64_t lanes) {
 #if defined(__AVX512BF16__)
@@ -168,10 +173,15 @@ inline Matrix<E> over_keys(A* tile, int64_t keys, int64_t lanes) {
         A* row = tile + j * lanes + lane;
         narrow(row, packed_pairs(widen(row), j + 1 < keys ? widen(row + lanes) : Vector<A>{}));
       }
-    return {reinterpret_cast<const Pair*>(tile), 1, 2 * lanes};
-  } else
+  }
 #endif
-    return {tile, 1, lanes};
+  return pairs_over_keys<E>(tile, lanes);
+}
+
+// The partner of an odd last query is a row of zeros, but what stands here may be NaN.
+template <typename A>
+inline void clear_partner(A* pairs, int64_t queries) {
+  reinterpret_cast<Pair*>(pairs)[queries / 2].element[1] = 0;
 }
 
 // The same over its queries. Pairs are packed into `packed`, which may be the tile.
@@ -186,8 +196,7 @@ inline Matrix<E> over_queries(const A* tile, int64_t keys, int64_t queries, int6
         const Vector<A> upper = whole ? widen(row + lane + kLanes<A>) : Vector<A>{};
         narrow(packed + j * lanes + lane / 2, packed_halves(widen(row + lane), upper));
       }
-      // The partner of an odd last query is a row of zeros, but what stands here may be NaN.
-      if (queries % 2 != 0) reinterpret_cast<Pair*>(packed + j * lanes)[queries / 2].element[1] = 0;
+      if (queries % 2 != 0) clear_partner(packed + j * lanes, queries);
     }
     return {reinterpret_cast<const Pair*>(packed), lanes, 1};
   } else
