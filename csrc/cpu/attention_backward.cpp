@@ -119,9 +119,7 @@ class KeyRangeBackward {
 
   template <typename U>
   void write(const A* rows, int64_t count, A factor, U* target, int64_t stride) const {
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t d = 0; d < problem_.D; d += kW)
-        store_result(target + i * stride + d, widen(rows + i * width_ + d) * factor, std::min(kW, problem_.D - d));
+    for (int64_t i = 0; i < count; ++i) store_row(rows + i * width_, factor, problem_.D, target + i * stride);
   }
 
   const AttentionBackward<T, A>& call_;

@@ -65,7 +65,7 @@ class ForwardBlock {
 
   void keep_tile(const KeptWeights<T, A>& kept, int64_t first_key, int64_t keys) const {
     T* const target = kept.at(b_, h_, first_query_, lanes_, first_key);
-    for (int64_t i = 0; i < keys * lanes_; i += kW) store_result(target + i, widen(scores_ + i), kW);
+    store_row(scores_, A(1), keys * lanes_, target);
     std::fill(target + keys * lanes_, target + std::min(kKeyTile, problem_.Lk - first_key) * lanes_, T(0));
     std::copy(maximum_, maximum_ + lanes_, kept.factors_at(b_, h_, first_query_, first_key));
   }
@@ -136,9 +136,7 @@ class ForwardBlock {
     const A rescale = dropout_ ? static_cast<A>(dropout_->dropout.rate.scale) : A(1);
     for (int64_t i = 0; i < queries_; ++i) {
       const A factor = total_[i] == 0 ? A(0) : rescale / total_[i];
-      T* row = out.at(b_, h_, first_query_ + i);
-      for (int64_t d = 0; d < problem_.D; d += kW)
-        store_result(row + d, widen(sum_ + i * width_ + d) * factor, std::min(kW, problem_.D - d));
+      store_row(sum_ + i * width_, factor, problem_.D, out.at(b_, h_, first_query_ + i));
     }
   }
 

@@ -44,7 +44,8 @@ class ScoreGradients {
     mask_.emplace(p, b_, h, first_query, queries, key_addend_);
     const int64_t end = uniform_rows_ ? last_key : std::min(last_key, mask_->keys());
     if (first_key >= end) return end;
-    q_ = load_lanes(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_lanes_));
+    if (!call_.kept)  // else no score is found again
+      q_ = load_lanes(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_lanes_));
     grad_out_ = load_lanes(call_.grad_out.at(b_, h, first_query), call_.grad_out.row_stride(), queries, p.D,
                            operand(grad_out_lanes_));
     // The forward adds up the scores of few queries in another order, and large ones then differ from those found here:

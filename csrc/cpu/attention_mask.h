@@ -118,6 +118,7 @@ class BlockMask {
 
   // The same for a bias in bfloat16, in half the transpositions.
   void load_two_keys_a_lane(View<const T> bias, int64_t keys, A* scores) const {
+    fetch_rows(bias.data, bias.row_stride(), queries_, keys);
     transpose_rows<A>(
         queries_, (keys + 1) / 2,
         [&](int64_t i, int64_t pair, int64_t count) {

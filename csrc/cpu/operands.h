@@ -58,12 +58,21 @@ inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, Store st
     }
 }
 
+// Asks for rows at once, to read or to write: they would otherwise be waited for a few at a time.
+template <bool kWrite = false, typename T>
+inline void fetch_rows(const T* rows, int64_t stride, int64_t count, int64_t columns) {
+  constexpr int64_t of_line = 64 / sizeof(T);
+  for (int64_t r = 0; r < count; ++r)
+    for (int64_t d = 0; d < columns; d += of_line) __builtin_prefetch(rows + r * stride + d, kWrite);
+}
+
 // (queries, D) of a tensor as (D, queries): the right operand of a product whose vectors run along the queries.
 template <typename T>
 inline Rows<Operand<T>> load_lanes(const T* source, int64_t stride, int64_t queries, int64_t D, Operand<T>* lanes) {
   using A = Accumulate<T>;
   using E = Operand<T>;
   const int64_t padded = round_up(queries, kLanes<A>);
+  fetch_rows(source, stride, queries, D);
   const auto row_at = [&](int64_t i, int64_t d, int64_t count) {
 #if defined(__AVX512BF16__)
     if constexpr (std::is_same_v<E, Pair>)
@@ -155,6 +164,20 @@ inline void store_result(T* p, Vector<Accumulate<T>> v, int64_t count) {
     return store_half_bits(p, packed_halves(v, Vector<float>{}), count);
 #endif
   store_some(p, v, count);
+}
+
+// target = row * factor, where a row lies in whole vectors. bfloat16 goes by whole cache lines.
+template <typename T, typename A>
+inline void store_row(const A* row, A factor, int64_t columns, T* target) {
+  int64_t d = 0;
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, c10::BFloat16>)
+    for (; d + 2 * kLanes<A> <= columns; d += 2 * kLanes<A>)
+      narrow(reinterpret_cast<A*>(target + d),
+             packed_halves(widen(row + d) * factor, widen(row + d + kLanes<A>) * factor));
+#endif
+  for (; d < columns; d += kLanes<A>)
+    store_result(target + d, widen(row + d) * factor, std::min(kLanes<A>, columns - d));
 }
 
 // Pairs of keys j and j + 1 that stand in the row of key j, as the left operand of a product over the keys.
