@@ -61,6 +61,18 @@ def calls(dtype=torch.float32):
             lambda q, k, v: tfast.attention(q, k, v, keep, bias=added, scale=0.2, empty_rows="zero"),
             (q, k, v),
         ),
+        "attention learned bias": (
+            lambda q, k, v, b: tfast.attention(q, k, v, lengths, bias=b),
+            (q, k, v, leaf(1, 4, 6, 7, dtype=dtype)),
+        ),
+        "attention learned bias of keys, dropout": (
+            lambda q, k, v, b: tfast.attention(q, k, v, bias=b, dropout_p=0.2),
+            (q, k, v, leaf(2, 1, 1, 7)),
+        ),
+        "attention learned bias, few queries": (
+            lambda q, k, v, b: tfast.attention(q[:, :, :2], k, v, bias=b),
+            (q, k, v, leaf(2, 4, 2, 7)),
+        ),
     }
 
 

@@ -12,9 +12,8 @@ namespace {
 // Whether a forward keeps the weights for its backward. To compute them again takes a product and the exponentials, and
 // with an addend for each pair of query and key and nothing dropped, that is more than eager spends on keeping them.
 bool keeps_weights(const Tensor& q, const Tensor& k, const OptionalTensor& bias, double dropout_p) {
-  constexpr int64_t kMostKept = int64_t{1} << 26;
   if (!bias || bias->size(2) == 1 || bias->size(3) == 1 || dropout_p > 0 || q.size(2) <= kFewQueries) return false;
-  return q.numel() > 0 && q.size(0) * q.size(1) * q.size(2) * k.size(2) <= kMostKept;
+  return q.numel() > 0 && q.size(0) * q.size(1) * q.size(2) * k.size(2) <= kMostStored;
 }
 
 using Outcome = std::tuple<Tensor, Tensor, OptionalTensor, OptionalTensor>;
@@ -57,6 +56,8 @@ Outcome attention_forward_training(
                  keeps_weights(q, k, bias, dropout_p));
 }
 
+}  // namespace
+
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
     const Tensor& logsumexp, const OptionalTensor& keep, const OptionalTensor& key_keep, const OptionalTensor& lengths,
@@ -76,6 +77,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
                });
   return {grad_q, grad_k, grad_v};
 }
+
+namespace {
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
   m.def(

@@ -1,7 +1,7 @@
 // The gradient of the additive bias on the CPU: the sum of the gradients of the scores over whatever the bias was
-// broadcast over. torch.ops.transformer_fast_native.attention_backward_bias has the backward store them all, and sums;
-// attention_grad_bias computes them again and stores none: a task owns some of the bias and walks over what it sums in
-// one order. Two runs of either agree bit for bit.
+// broadcast over. torch.ops.transformer_fast_native.attention_backward_bias has the backward store them all, and sums,
+// where they are not too many; attention_grad_bias computes them again and stores none: a task owns some of the bias and
+// walks over what it sums in one order. Two runs of either agree bit for bit.
 #include "attention_gradients.h"
 #include "attention_tensors.h"
 
@@ -113,7 +113,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_bias(
     const Tensor& bias, std::optional<int64_t> causal, double scale, double dropout_p, const OptionalTensor& seed,
     bool zero_empty_rows, const OptionalTensor& grad_logsumexp, const OptionalTensor& kept,
     const OptionalTensor& kept_factors) {
-  TORCH_CHECK(q.size(2) > kFewQueries && q.numel() > 0 && k.numel() > 0, "attention_backward_bias: too few queries or keys");
+  const int64_t scores = q.size(0) * q.size(1) * q.size(2) * k.size(2);
+  if (q.size(2) <= kFewQueries || q.numel() == 0 || k.numel() == 0 || scores > kMostStored)
+    return std::tuple_cat(
+        attention_backward(grad_out, q, k, v, out, logsumexp, keep, key_keep, lengths, bias, causal, scale, dropout_p,
+                           seed, zero_empty_rows, grad_logsumexp, kept, kept_factors),
+        std::make_tuple(attention_grad_bias(grad_out, q, k, v, out, logsumexp, keep, key_keep, lengths, bias, causal,
+                                            scale, dropout_p, seed, zero_empty_rows, grad_logsumexp)));
   Tensor grad_q = at::empty_like(q), grad_k = at::empty_like(k), grad_v = at::empty_like(v);
   const Tensor grad_scores = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
   with_problem(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,

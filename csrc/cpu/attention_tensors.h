@@ -7,6 +7,7 @@
 #include <ATen/Dispatch.h>
 
 #include <optional>
+#include <tuple>
 
 namespace transformer_fast {
 namespace {
@@ -81,4 +82,13 @@ inline Tensor empty_statistics(const Tensor& q, at::IntArrayRef sizes) {
 }
 
 }  // namespace
+
+// torch.ops.transformer_fast_native.attention_backward on the CPU.
+std::tuple<Tensor, Tensor, Tensor> attention_backward(
+    const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+    const Tensor& logsumexp, const OptionalTensor& keep, const OptionalTensor& key_keep, const OptionalTensor& lengths,
+    const OptionalTensor& bias, std::optional<int64_t> causal, double scale, double dropout_p,
+    const OptionalTensor& seed, bool zero_empty_rows, const OptionalTensor& grad_logsumexp,
+    const OptionalTensor& kept, const OptionalTensor& kept_factors);
+
 }  // namespace transformer_fast

@@ -39,8 +39,13 @@ std::tuple<Tensor, Tensor> packed_forward(const Tensor& q, const Tensor& k, cons
                 m.zero_empty_rows);
 }
 
-// The output; in training with the logsumexp and what else the backward needs after it; and the gradients. By the
-// kernels of the CPU.
+using BackwardBias = std::tuple<Tensor, Tensor, Tensor, Tensor>(
+    const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
+    const OptionalTensor&, const OptionalTensor&, const Tensor&, std::optional<int64_t>, double, double,
+    const OptionalTensor&, bool, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&);
+
+// The output; in training with the logsumexp and what else the backward needs after it; and the gradients of q, k, v and,
+// where it is asked for, of the bias. By the kernels of the CPU.
 struct OnCpu {
   static constexpr size_t kFound = 4;
   using Found = std::array<Tensor, kFound>;
@@ -67,9 +72,16 @@ struct OnCpu {
 
   // `found` is what forward_training gave.
   static variable_list backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                const Tensor* found, const Mask& m) {
+                                const Tensor* found, const Mask& m, bool needs_bias) {
     static const Native<Backward> native("attention_backward");
     static const Native<PackedBackward> packed("attention_packed_backward");
+    static const Native<BackwardBias> with_bias("attention_backward_bias");
+    if (needs_bias) {
+      auto [grad_q, grad_k, grad_v, grad_bias] =
+          with_bias(grad_out, q, k, v, found[0], found[1], m.keep, m.key_keep, m.lengths, *m.bias, m.causal, m.scale,
+                    m.dropout_p, m.seed, m.zero_empty_rows, std::nullopt, or_none(found[2]), or_none(found[3]));
+      return {grad_q, grad_k, grad_v, grad_bias};
+    }
     const auto& [cu_seqlens_q, cu_seqlens_k, max_q, max_k] = m.packed;
     auto [grad_q, grad_k, grad_v] =
         cu_seqlens_q ? packed(grad_out, q, k, v, found[0], found[1], std::nullopt, *cu_seqlens_q, *cu_seqlens_k, max_q,
@@ -77,7 +89,7 @@ struct OnCpu {
                      : native(grad_out, q, k, v, found[0], found[1], m.keep, m.key_keep, m.lengths, m.bias, m.causal,
                               m.scale, m.dropout_p, m.seed, m.zero_empty_rows, std::nullopt, or_none(found[2]),
                               or_none(found[3]));
-    return {grad_q, grad_k, grad_v};
+    return {grad_q, grad_k, grad_v, Tensor()};
   }
 };
 
@@ -98,17 +110,18 @@ struct Attention {
       std::copy(found.begin(), found.end(), &saved[kFirstFound]);
     }
     const Tensor& out = saved[kFirstFound];
-    record<Attention>({out}, saved, m.options(), q, k, v);
+    record<Attention>({out}, saved, m.options(), q, k, v, m.bias);
     return out;
   }
 
-  static variable_list backward(const variable_list& grads, const variable_list& saved, const Mask& m, const Needs&) {
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Mask& m,
+                                const Needs& needs) {
     const Tensor grad_out = grads[0].stride(-1) == 1 ? grads[0] : grads[0].contiguous();
-    return Kernels::backward(grad_out, saved[0], saved[1], saved[2], &saved[kFirstFound], m.with(&saved[3]));
+    return Kernels::backward(grad_out, saved[0], saved[1], saved[2], &saved[kFirstFound], m.with(&saved[3]), needs[3]);
   }
 
   static py::object call(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& m) {
-    return wrap(needs_gradient(q, k, v) ? forward(q, k, v, m) : Kernels::forward(q, k, v, m));
+    return wrap(needs_gradient(q, k, v, m.bias) ? forward(q, k, v, m) : Kernels::forward(q, k, v, m));
   }
 };
 
@@ -199,7 +212,6 @@ Call read(Arguments& arguments, py::handle q_, py::handle k_, py::handle v_, py:
   for (const OptionalTensor* part : {&mask.keep, &mask.key_keep, &mask.bias})
     if (*part) arguments.require(broadcasts(**part, q, k) && (*part)->device() == device);
   if (mask.key_keep) arguments.require(mask.key_keep->size(2) == 1 && mask.key_keep->size(3) == k.size(2));
-  if (mask.bias) arguments.require(!needs_gradient(*mask.bias));
   if (mask.lengths) arguments.require(mask.lengths->device() == device);
   if (!arguments.ok()) return {};
   if (scale.is_none()) mask.scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
@@ -227,6 +239,7 @@ py::object attention_launched(py::handle q, py::handle k, py::handle v, py::hand
   Arguments arguments(true);
   const Call call = read(arguments, q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, empty_rows);
   if (!call.q.defined() || !launchable(call.q)) return py::none();
+  if (needs_gradient(call.mask.bias)) return py::none();
   if (call.mask.lengths && !are_normal(*call.mask.lengths, call.q.size(0), call.q.size(2))) return py::none();
   return Attention<ByLaunchers>::call(call.q, call.k, call.v, call.mask);
 }

@@ -91,7 +91,7 @@ ByLaunchers::Found ByLaunchers::forward_training(const Tensor& q, const Tensor& 
 }
 
 variable_list ByLaunchers::backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                    const Tensor* found, const Mask& m) {
+                                    const Tensor* found, const Mask& m, bool /* needs_bias */) {
   const Tensor &out = found[0], &logsumexp = found[1];
   const py::gil_scoped_acquire gil;
   if (only_launches(q, k, m)) {
@@ -101,8 +101,8 @@ variable_list ByLaunchers::backward(const Tensor& grad_out, const Tensor& q, con
     add_mask(call, m);
     if (call.find(scalars_of("attention backward", "attention packed backward", m), sources_of(k, m), grad_out)) {
       const at::AutoDispatchBelowADInplaceOrView below;
-      const variable_list gradients = {at::empty_like(q), at::empty_like(k), at::empty_like(v)};
-      for (const Tensor& gradient : gradients) call.output(gradient.const_data_ptr());
+      const variable_list gradients = {at::empty_like(q), at::empty_like(k), at::empty_like(v), Tensor()};
+      for (int i = 0; i < 3; ++i) call.output(gradients[i].const_data_ptr());
       // delta, which tiles of rows have empty ones, and sums of weights: row_buffers of kernels/attention_backward.py.
       const int64_t rows = logsumexp.numel(), queries = logsumexp.size(-1);
       const int64_t tiles = rows / queries * ((queries + delta_rows - 1) / delta_rows);
@@ -123,7 +123,7 @@ variable_list ByLaunchers::backward(const Tensor& grad_out, const Tensor& q, con
       as_object(m.lengths), as_object(m.bias), py::cast(m.causal), m.scale, m.dropout_p, seed_of(m), m.zero_empty_rows,
       as_object(m.packed.cu_seqlens_q), as_object(m.packed.cu_seqlens_k), m.packed.max_q, m.packed.max_k);
   return {THPVariable_Unpack(results[0].ptr()), THPVariable_Unpack(results[1].ptr()),
-          THPVariable_Unpack(results[2].ptr())};
+          THPVariable_Unpack(results[2].ptr()), Tensor()};
 }
 
 void set_attention_launchers(py::object forward, py::object backward, py::object find, int64_t longest_unordered_,

@@ -37,7 +37,8 @@ struct Mask {
   Mask with(const Tensor* saved) const;
 };
 
-// The output; in training with the logsumexp after it; and the gradients, of which `found` is what that gave.
+// The output; in training with the logsumexp after it; and the gradients of q, k and v (a bias has none here), for which
+// `found` is what that gave.
 struct ByLaunchers {
   static constexpr size_t kFound = 2;
   using Found = std::array<Tensor, kFound>;
@@ -47,7 +48,7 @@ struct ByLaunchers {
   }
   static Found forward_training(const Tensor& q, const Tensor& k, const Tensor& v, const Mask& mask);
   static variable_list backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                const Tensor* found, const Mask& mask);
+                                const Tensor* found, const Mask& mask, bool needs_bias);
 };
 
 }  // namespace transformer_fast::direct

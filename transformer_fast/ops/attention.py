@@ -21,8 +21,6 @@ MASK_SCHEMA = (
     "float dropout_p, Tensor? seed, bool zero_empty_rows, str backend"
 )
 MAX_TRITON_HEAD_DIM = 256
-STORED_SCORES = 2**26
-"""Gradients of scores that a CPU may hold at once for the gradient of a bias; more are computed twice instead."""
 
 
 def attention(
@@ -207,9 +205,7 @@ def _attention_backward_bias(*args, kept):
     *inputs, grad_logsumexp, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows, backend = (
         args
     )
-    q, k = inputs[1:3]
-    scores = q.shape[:3].numel() * k.shape[2]
-    if backend != "native" or q.shape[2] <= 2 or not 0 < scores <= STORED_SCORES:
+    if backend != "native":
         return *_attention_backward(*args, kept=kept), _attention_grad_bias(*args)
     mask = keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows
     return torch.ops.transformer_fast_native.attention_backward_bias(*inputs, *mask, grad_logsumexp, *kept)
