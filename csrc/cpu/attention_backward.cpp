@@ -25,8 +25,6 @@ class KeyRangeBackward {
         width_(round_up(problem_.D, kW)), gradients_(call, b, sizes(), buffers_) {
     std::tie(query_rows_, grad_out_rows_, grad_q_, grad_k_, grad_v_) =
         std::tie(buffers_[0], buffers_[1], buffers_[2], buffers_[3], buffers_[4]);
-    std::fill(grad_k_, grad_k_ + (last_key - first_key) * width_, A(0));
-    std::fill(grad_v_, grad_v_ + (last_key - first_key) * width_, A(0));
   }
 
   // `partial_q`: (H, Lq, D) of this batch entry, where the gradient of q goes when there are several ranges.
@@ -36,7 +34,7 @@ class KeyRangeBackward {
     for (int64_t h = kv_head_ * group; h < (kv_head_ + 1) * group; ++h)
       for (int64_t first_query = 0; first_query < p.Lq; first_query += kQueryTile) {
         const int64_t queries = std::min(kQueryTile, p.Lq - first_query);
-        add_queries(h, first_query, queries);
+        add_queries(h, first_query, queries, h == kv_head_ * group && first_query == 0);
         if (partial_q)
           write(grad_q_, queries, p.scale, partial_q + (h * p.Lq + first_query) * p.D, p.D);
         else
@@ -56,12 +54,13 @@ class KeyRangeBackward {
     return sizes_;
   }
 
-  void add_queries(int64_t h, int64_t first_query, int64_t queries) {
+  // `fresh`: these are the first queries, and there are no gradients of keys and values yet.
+  void add_queries(int64_t h, int64_t first_query, int64_t queries, bool fresh) {
     const auto& p = problem_;
-    std::fill(grad_q_, grad_q_ + queries * width_, A(0));
-    const int64_t end = gradients_.load(h, first_query, queries, first_key_, last_key_);
-    if (call_.grad_scores.data) zero_scores(h, first_query, queries, std::max(first_key_, end), last_key_);
-    if (first_key_ >= end) return;
+    bool fresh_queries = true;
+    const int64_t end = std::max(first_key_, gradients_.load(h, first_query, queries, first_key_, last_key_));
+    skip(h, first_query, queries, end, last_key_, fresh);
+    if (first_key_ == end) return std::fill(grad_q_, grad_q_ + queries * width_, A(0));
     const auto& grad_out = call_.grad_out;
     const Rows<E> q_rows =
         load_rows(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_rows_));
@@ -69,13 +68,21 @@ class KeyRangeBackward {
         load_rows(grad_out.at(b_, h, first_query), grad_out.row_stride(), queries, p.D, operand(grad_out_rows_));
     for (int64_t first = first_key_; first < end; first += kKeyTile) {
       const int64_t keys = gradients_.find(first, std::min(kKeyTile, end - first));
-      if (keys > 0) add_tile(h, first_query, first, keys, queries, q_rows, grad_out_rows);
-      if (call_.grad_scores.data) zero_scores(h, first_query, queries, first + keys, std::min(first + kKeyTile, end));
+      if (keys > 0) add_tile(h, first_query, first, keys, queries, q_rows, grad_out_rows, fresh, fresh_queries);
+      fresh_queries &= keys == 0;
+      skip(h, first_query, queries, first + keys, std::min(first + kKeyTile, end), fresh);
     }
+    if (fresh_queries) std::fill(grad_q_, grad_q_ + queries * width_, A(0));
   }
 
-  void zero_scores(int64_t h, int64_t first_query, int64_t queries, int64_t first_key, int64_t last_key) const {
-    for (int64_t i = 0; i < queries && first_key < last_key; ++i) {
+  // Keys that these queries give no gradient.
+  void skip(int64_t h, int64_t first_query, int64_t queries, int64_t first_key, int64_t last_key, bool fresh) const {
+    if (first_key >= last_key) return;
+    if (fresh)
+      for (A* grads : {grad_k_, grad_v_})
+        std::fill(grads + (first_key - first_key_) * width_, grads + (last_key - first_key_) * width_, A(0));
+    if (!call_.grad_scores.data) return;
+    for (int64_t i = 0; i < queries; ++i) {
       T* row = call_.grad_scores.at(b_, h, first_query + i);
       std::fill(row + first_key, row + last_key, T(0));
     }
@@ -102,17 +109,19 @@ class KeyRangeBackward {
   }
 
   void add_tile(int64_t h, int64_t first_query, int64_t first_key, int64_t keys, int64_t queries, Rows<E> q_rows,
-                Rows<E> grad_out_rows) {
+                Rows<E> grad_out_rows, bool fresh, bool fresh_queries) {
     const auto& k = problem_.k;
     const int64_t offset = (first_key - first_key_) * width_;
-    multiply_add(keys, width_, queries, gradients_.weights_over_queries(keys), grad_out_rows, grad_v_ + offset, width_);
-    multiply_add(keys, width_, queries, gradients_.grads_over_queries(keys), q_rows, grad_k_ + offset, width_);
+    multiply_add(keys, width_, queries, gradients_.weights_over_queries(keys), grad_out_rows, fresh,
+                 grad_v_ + offset, width_);
+    multiply_add(keys, width_, queries, gradients_.grads_over_queries(keys), q_rows, fresh, grad_k_ + offset,
+                 width_);
     const Matrix<E> grad_scores = gradients_.grads_over_keys(keys);
     if (call_.grad_scores.data) store_scores(h, first_query, queries, first_key, keys, grad_scores);
     multiply_add(queries, width_, keys, grad_scores,
                  load_rows(k.at(b_, kv_head_, first_key), k.row_stride(), keys, problem_.D,
                            operand(gradients_.staged())),
-                 grad_q_, width_);
+                 fresh_queries, grad_q_, width_);
   }
 
   static E* operand(A* buffer) { return reinterpret_cast<E*>(buffer); }

@@ -29,7 +29,6 @@ class ForwardBlock {
 
   void run(const AttentionForward<T, A>& call) {
     const auto& [out, logsumexp, kept] = std::tie(call.out, call.logsumexp, call.kept);
-    std::fill(sum_, sum_ + queries_ * width_, A(0));
     std::fill(maximum_, maximum_ + lanes_, kBlocked<A>);
     std::fill(total_, total_ + lanes_, A(0));
     query_operand_ = load_lanes(problem_.q.at(b_, h_, first_query_), problem_.q.row_stride(), queries_, problem_.D,
@@ -41,6 +40,8 @@ class ForwardBlock {
       if (kept) keep_tile(kept, first, keys);
       if (keys > 0) add_values(first, keys, false);
     }
+    if (fresh_) std::fill(sum_, sum_ + queries_ * width_, A(0));
+    fresh_ = false;
     if (kept) finish_kept(kept, mask.keys());
     for (int64_t i = 0; i < queries_; ++i)
       *logsumexp.at(b_, h_, first_query_ + i) = total_[i] == 0 ? kBlocked<A> : maximum_[i] + std::log(total_[i]);
@@ -57,7 +58,7 @@ class ForwardBlock {
     mask.find_scores(keys, key_rows, query_operand_, scores_);
     A shrink[kQueryTile];
     for (int64_t lane = 0; lane < lanes_; lane += kW) softmax_lanes(first_key, keys, lane, shrink + lane);
-    if (first_key > 0)
+    if (!fresh_)
       for (int64_t i = 0; i < queries_; ++i)
         if (shrink[i] != 1)
           for (int64_t d = 0; d < width_; ++d) sum_[i * width_ + d] *= shrink[i];
@@ -76,8 +77,12 @@ class ForwardBlock {
     std::fill(kept.at(b_, h_, first_query_, lanes_, kept_to), kept.at(b_, h_, first_query_, lanes_, problem_.Lk), T(0));
     for (int64_t first = 0; first < problem_.Lk; first += kKeyTile) {
       A* const factors = kept.factors_at(b_, h_, first_query_, first);
-      for (int64_t i = 0; i < lanes_; ++i)
-        factors[i] = first < end && i < queries_ && total_[i] != 0 ? std::exp(factors[i] - maximum_[i]) / total_[i] : A(0);
+      for (int64_t lane = 0; lane < lanes_; lane += kW) {
+        const Vector<A> total = widen(total_ + lane);
+        const Vector<A> factor = exponential(widen(factors + lane) - widen(maximum_ + lane)) / total;
+        narrow(factors + lane, total == 0 ? Vector<A>{} : factor);
+      }
+      std::fill(factors + (first < end ? queries_ : 0), factors + lanes_, A(0));
     }
   }
 
@@ -129,7 +134,8 @@ class ForwardBlock {
       zero_non_finite(values.data, (keys + kSteps<E> - 1) / kSteps<E> * width_, operand(staged_));
       values = {operand(staged_), width_, true};
     }
-    multiply_add(queries_, width_, keys, over_keys<E>(scores_, keys, lanes_), values, sum_, width_);
+    multiply_add(queries_, width_, keys, over_keys<E>(scores_, keys, lanes_), values, fresh_, sum_, width_);
+    fresh_ = false;
   }
 
   void write(View<T> out) const {
@@ -149,6 +155,7 @@ class ForwardBlock {
   A *query_lanes_, *scores_, *sum_, *staged_, *key_addend_;
   Rows<E> query_operand_;
   A maximum_[kQueryTile], total_[kQueryTile];
+  bool fresh_ = true;  // nothing is summed yet
   std::optional<TileDropout<A>> dropout_;
 };
 

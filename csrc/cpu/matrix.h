@@ -83,8 +83,16 @@ struct Rows {
   bool finite;
 };
 
-// What becomes of a product: added to what c holds, or put in its place, times a factor and then masked or not.
+// What becomes of a product: added to what c holds, or put in its place, as it is, or times a factor and then masked or
+// not.
 struct Added {};
+
+struct Put {
+  template <typename V, typename A>
+  V operator()(V product, const A*) const {
+    return product;
+  }
+};
 
 template <typename A>
 struct Scaled {
@@ -196,16 +204,19 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E>
                                   b.stride, end, c, c_stride);
 }
 
-// c += a b; a zero in `a` is no term at all when b is not finite.
+// c += a b, or where c is `fresh` and holds nothing yet, c = a b; a zero in `a` is no term at all when b is not finite.
 template <typename E>
-void multiply_add(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, Accumulate<E>* c,
+void multiply_add(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, bool fresh, Accumulate<E>* c,
                   int64_t c_stride) {
-  using A = Accumulate<E>;
-  const int64_t elements = (depth + kSteps<E> - 1) / kSteps<E>;
-  if (b.finite)
-    multiply_columns<kPanelVectors>(rows, columns / kLanes<A>, elements, a, b.data, b.stride, Added{}, c, c_stride);
-  else
+  const int64_t vectors = columns / kLanes<Accumulate<E>>, elements = (depth + kSteps<E> - 1) / kSteps<E>;
+  if (!b.finite) {
+    for (int64_t m = 0; fresh && m < rows; ++m) std::fill(c + m * c_stride, c + m * c_stride + columns, 0);
     multiply_add_skipping_zeros(rows, columns, elements, a, b, c, c_stride);
+  } else if (fresh) {
+    multiply_columns<kPanelVectors>(rows, vectors, elements, a, b.data, b.stride, Put{}, c, c_stride);
+  } else {
+    multiply_columns<kPanelVectors>(rows, vectors, elements, a, b.data, b.stride, Added{}, c, c_stride);
+  }
 }
 
 }  // namespace
