@@ -201,10 +201,11 @@ class Backward {
     for (int64_t i = 0; i < p.Lq; ++i) {
       T* target = calls_[c].grad_q.at(head / p.H, head % p.H, i);
       const A* part = parts + (head * p.Lq + i) * p.D;
-      for (int64_t d = 0; d < p.D; ++d) {
-        A total = 0;
-        for (int64_t range = 0; range < ranges; ++range) total += part[range * query_elements(c) + d];
-        target[d] = static_cast<T>(total);
+      for (int64_t d = 0; d < p.D; d += kLanes<A>) {
+        const int64_t count = std::min(kLanes<A>, p.D - d);
+        Vector<A> total{};
+        for (int64_t range = 0; range < ranges; ++range) total += load_some(part + range * query_elements(c) + d, count);
+        store_result(target + d, total, count);
       }
     }
   }
