@@ -17,7 +17,7 @@ COUNT ?= 2000
 
 SOURCES := setup.py pyproject.toml $(wildcard csrc/* csrc/*/*)
 
-.PHONY: setup demo test lint fuzz fmt bench gpu cuda-check clean
+.PHONY: setup demo test lint fuzz fmt bench gpu cuda-check oldest clean
 
 setup: $(VENV)/.built
 
@@ -66,5 +66,8 @@ gpu:
 cuda-check: setup
 	$(BIN)/python tools/cuda_check.py
 
+oldest: setup
+	$(BIN)/python tools/oldest_check.py
+
 clean:
-	rm -rf $(VENV) .venv-cuda build *.egg-info transformer_fast/_C*.so $(RESULTS) demo
+	rm -rf $(VENV) .venv-cuda .venv-oldest build *.egg-info transformer_fast/_C*.so $(RESULTS) demo

@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, default=ROOT / ".venv-cuda", help="where the CUDA build of torch goes")
     options = parser.parse_args()
     home = cuda_home()
-    python = environment(options.venv)
+    python = environment(options.venv, PACKAGES, f"torch {TORCH} with CUDA")
     sources = copy_sources(ROOT / "build/cuda_check")
     variables = {
         **os.environ,
@@ -59,12 +59,13 @@ def cuda_home() -> Path:
     sys.exit("cuda-check needs the CUDA toolkit (nvcc and its headers), and finds none; set CUDA_HOME")
 
 
-def environment(folder: Path) -> str:
+def environment(folder: Path, packages: tuple[str, ...], what: str) -> str:
+    """The Python of a virtual environment with these packages; `what` says which in the output."""
     python = str(folder / "bin/python")
     if not Path(python).exists():
         venv.create(folder, with_pip=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    timed(f"torch {TORCH} with CUDA in {folder.name}", [*pip, *PACKAGES])
+    timed(f"{what} in {folder.name}", [*pip, *packages])
     return python
 
 
@@ -79,10 +80,12 @@ def copy_sources(folder: Path) -> Path:
 
 
 def timed(what: str, command: list[str], **options: object) -> None:
+    """Run a command, and say how long it took; stop where it fails."""
+    check = Path(sys.argv[0]).stem.replace("_", "-")
     start = time.monotonic()
     if subprocess.run(command, **options).returncode != 0:
-        sys.exit(f"cuda-check: failed after {time.monotonic() - start:.0f} s: {' '.join(command)}")
-    print(f"cuda-check: {what} ({time.monotonic() - start:.0f} s)", flush=True)
+        sys.exit(f"{check}: failed after {time.monotonic() - start:.0f} s: {' '.join(command)}")
+    print(f"{check}: {what} ({time.monotonic() - start:.0f} s)", flush=True)
 
 
 if __name__ == "__main__":
