@@ -17,7 +17,8 @@ from pathlib import Path
 from cuda_check import ROOT, environment, timed
 
 RANGED = ("torch", "triton")
-LEFT_OUT = ("setuptools",)  # which an old torch wants older
+# What they need older than requirements.txt pins it: torch 2.11 itself, and the interpreter of Triton 3.6.
+OLDER = {"setuptools": "setuptools<82", "numpy": "numpy<2.4"}
 IGNORED = (".git", ".venv*", ".*_cache", ".hypothesis", "build", "demo", "results", "*.egg-info", "*.so", "__pycache__")
 
 
@@ -44,10 +45,11 @@ def oldest() -> dict[str, str]:
 
 
 def pins() -> list[str]:
-    """What requirements.txt pins besides."""
+    """What goes with them, as requirements.txt pins it where it can."""
     lines = [line.strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
-    names = RANGED + LEFT_OUT
-    return [line for line in lines if line and not line.startswith("#") and re.split("[=;]", line)[0] not in names]
+    lines = [line for line in lines if line and not line.startswith("#")]
+    names = [re.split("[=;]", line)[0] for line in lines]
+    return [OLDER.get(name, line) for name, line in zip(names, lines, strict=True) if name not in RANGED]
 
 
 def ignored(folder: str, names: list[str]) -> set[str]:

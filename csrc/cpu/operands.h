@@ -92,12 +92,11 @@ template <typename T>
 inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows, int64_t columns,
                                   Operand<T>* scratch) {
   using A = Accumulate<T>;
-  using E = Operand<T>;
   constexpr int64_t lanes = kLanes<A>;
   const int64_t padded = round_up(columns, lanes);
   Vector<A> poison{};  // 0, or NaN as soon as an element is not finite
 #if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<E, Pair>) {
+  if constexpr (std::is_same_v<Operand<T>, Pair>) {
     for (int64_t r = 0; r < rows; r += 2)
       for (int64_t c = 0; c < columns; c += 2 * lanes) {
         const int64_t count = std::min(2 * lanes, columns - c);

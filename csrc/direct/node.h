@@ -21,7 +21,7 @@ namespace transformer_fast::direct {
 
 using torch::autograd::variable_list;
 
-// A new node; PyTorch counts references to nodes in std::shared_ptr before 2.13, and in the nodes themselves since.
+// A new node. Older PyTorch (2.11) counts references to nodes in std::shared_ptr, newer (2.13) in the nodes themselves.
 template <typename Node, typename... Args>
 auto make_node(Args&&... args) {
   using Pointer = decltype(torch::autograd::Edge::function);
