@@ -116,7 +116,7 @@ def draw(name: str, cases: list[dict[str, Any]], path: Path) -> None:
     axes.set_yticks([y + middle for y in range(len(cases))], [title(case) for case in cases], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 3.0, 5.0)))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.margins(y=0.01)
