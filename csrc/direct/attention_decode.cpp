@@ -51,8 +51,6 @@ bool pages_exist(const Call& call) {
   return true;
 }
 
-int64_t rounded_up(int64_t count) { return (count + 15) / 16 * 16; }
-
 // By the launches of an earlier call like this one; undefined where there was none.
 Tensor launched_again(const Call& call) {
   const at::AutoDispatchBelowADInplaceOrView below;

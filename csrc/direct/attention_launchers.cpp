@@ -55,8 +55,6 @@ bool only_launches(const Tensor& q, const Tensor& k, const Mask& m) {
   return q.numel() > 0 && k.numel() > 0 && m.scale > 0;
 }
 
-int64_t rounded_up(int64_t count) { return (count + 15) / 16 * 16; }
-
 }  // namespace
 
 MaskTensors Mask::tensors() const {

@@ -46,6 +46,9 @@ class __attribute__((visibility("hidden"))) KnownCall {  // as its fields are
   pybind11::object found_;
 };
 
+// How many floats of a buffer so many take, for what follows them to be aligned.
+inline int64_t rounded_up(int64_t count) { return (count + 15) / 16 * 16; }
+
 // Where KnownCall::find asks: find of kernels/calls.py.
 void set_finder(pybind11::object find);
 
