@@ -18,7 +18,7 @@ from cuda_check import ROOT, environment, timed
 
 RANGED = ("torch", "triton")
 # What they need older than requirements.txt pins it: torch 2.11 itself, and the interpreter of Triton 3.6.
-OLDER = {"setuptools": "setuptools<82", "numpy": "numpy<2.4"}
+OLDER = {"setuptools": "setuptools>=77,<82", "numpy": "numpy<2.4"}
 IGNORED = (".git", ".venv*", ".*_cache", ".hypothesis", "build", "demo", "results", "*.egg-info", "*.so", "__pycache__")
 
 
