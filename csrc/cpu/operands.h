@@ -58,12 +58,12 @@ inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, Store st
     }
 }
 
-// Asks for rows at once, to read or to write: they would otherwise be waited for a few at a time.
-template <bool kWrite = false, typename T>
+// Asks for rows that are read next at once: they would otherwise be waited for a few at a time.
+template <typename T>
 inline void fetch_rows(const T* rows, int64_t stride, int64_t count, int64_t columns) {
   constexpr int64_t of_line = 64 / sizeof(T);
   for (int64_t r = 0; r < count; ++r)
-    for (int64_t d = 0; d < columns; d += of_line) __builtin_prefetch(rows + r * stride + d, kWrite);
+    for (int64_t d = 0; d < columns; d += of_line) __builtin_prefetch(rows + r * stride + d);
 }
 
 // (queries, D) of a tensor as (D, queries): the right operand of a product whose vectors run along the queries.
@@ -130,17 +130,12 @@ inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows,
 template <typename T>
 inline Matrix<Operand<T>> load_factors(const T* source, int64_t stride, int64_t rows, int64_t D, Operand<T>* scratch) {
   using A = Accumulate<T>;
-  const auto fetch = [&] {
-    constexpr int64_t of_line = 64 / sizeof(T);
-    for (int64_t r = 0; r < rows; ++r)
-      for (int64_t d = 0; d < D; d += of_line) __builtin_prefetch(source + r * stride + d);
-  };
   if constexpr (std::is_same_v<T, A>) {
-    fetch();
+    fetch_rows(source, stride, rows, D);
     return {source, stride};
   } else if constexpr (std::is_same_v<Operand<T>, Pair>) {
     if (D % 2 == 0 && stride % 2 == 0) {
-      fetch();
+      fetch_rows(source, stride, rows, D);
       return {reinterpret_cast<const Pair*>(source), stride / 2};
     }
     const int64_t pairs = (D + 1) / 2;

@@ -2,22 +2,17 @@
 // Python each question costs as much as all of them here.
 #include "launching.h"
 
+#include "call.h"
 #include "functions.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/python_variable.h>
 
 #include <cstdint>
 
 namespace transformer_fast::direct {
 namespace {
 
-namespace py = pybind11;
-using at::Tensor;
-
 PyObject* finder = nullptr;
-
-py::object wrap(const Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
 
 // Places in the tuples of kernels/calls.py: a Ready, and the stream among its arguments.
 constexpr Py_ssize_t kRun = 0, kArguments = 1, kPointers = 2, kStream = 3;

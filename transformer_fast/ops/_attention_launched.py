@@ -24,7 +24,6 @@ def by_launchers(extension: Any, q: Any, k: Any, v: Any, parts: tuple, *options:
         lengths = _normal(lengths, q, k)
         if lengths is None:
             return None
-    set_launchers(extension)
     return extension.attention_launched(q, k, v, keep, key_keep, lengths, *rest, *options)
 
 

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from .. import backends
 from ..kernels import extension
 from . import _library
+from ._attention_launched import set_launchers
 
 _LAUNCHED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -41,7 +42,10 @@ def launched(op: str, q: Tensor) -> Any | None:
 def _launching(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> Any | None:
     if dtype not in _LAUNCHED_TYPES or not (device.type == "cuda" or asked == "triton"):
         return None
-    return extension.module() if backends.resolve(op, device, dtype) == "triton" else None
+    module = extension.module() if backends.resolve(op, device, dtype) == "triton" else None
+    if module is not None:
+        set_launchers(module)
+    return module
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -10,7 +10,6 @@ from torch import Tensor
 from .. import backends, reference
 from . import _direct, _library
 from ._attention_checks import check_tensors, shape_error
-from ._attention_launched import set_launchers
 from .attention import check_backend
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -54,8 +53,6 @@ def attention_decode(
     """
     launched = _direct.launched("attention", q)
     if (direct := launched or _direct.native()) is not None:
-        if launched:
-            set_launchers(direct)
         given = (q, k_cache, v_cache, lengths, page_table, causal, scale)
         out = direct.attention_decode(launched is not None, *given)
         if out is not None:

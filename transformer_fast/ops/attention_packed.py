@@ -13,7 +13,6 @@ from torch import Tensor
 from .. import backends, reference
 from . import _direct, _library
 from ._attention_checks import check_options, check_tensors, shape_error
-from ._attention_launched import set_launchers
 from .attention import check_backend
 
 _SCHEMA = (
@@ -69,8 +68,6 @@ def attention_packed(
         seed = _library.draw_launch_seed(q.device, launched is not None)
     direct = None if return_logsumexp else launched or _direct.native()
     if direct is not None:
-        if launched:
-            set_launchers(direct)
         given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, dropout_p, seed, empty_rows)
         out = direct.attention_packed(launched is not None, *given)
         if out is not None:
