@@ -2,6 +2,7 @@
 // Nothing is stored for the backward: the mask is drawn again from the seed, or read off the output of the ReLU.
 
 #include "draws.h"
+#include "pages.h"
 #include "partials.h"
 #include "vec.h"
 
@@ -23,16 +24,20 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
 
-// body(row, first column, first element, elements) over stretches of at most kDrawColumns columns of one row.
-template <typename Body>
-void for_stretches(const Tensor& x, Body&& body) {
+// body(row, first column, first element, elements) over stretches of at most kDrawColumns columns of one row; it writes
+// those elements of the result, `to`.
+template <typename T, typename Body>
+void for_stretches(const Tensor& x, T* to, Body&& body) {
   const int64_t d = x.size(-1), rows = x.numel() / d;
   const int64_t stretches = (d + kDrawColumns - 1) / kDrawColumns;
   const int64_t grain = std::max<int64_t>(1, kGrain / std::min(d, kDrawColumns));
   at::parallel_for(0, rows * stretches, grain, [&](int64_t begin, int64_t end) {
+    const auto first = [&](int64_t i) { return i / stretches * d + i % stretches * kDrawColumns; };
+    Pages pages(to + first(begin), to + first(end));
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t row = i / stretches, column = i % stretches * kDrawColumns;
-      body(row, column, row * d + column, std::min(kDrawColumns, d - column));
+      const int64_t column = i % stretches * kDrawColumns;
+      pages.reach(to + first(i));
+      body(i / stretches, column, first(i), std::min(kDrawColumns, d - column));
     }
   });
 }
@@ -50,7 +55,7 @@ Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
     const scalar_t* from = input.const_data_ptr<scalar_t>();
     const scalar_t* add = residual ? added.const_data_ptr<scalar_t>() : nullptr;
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
-    for_stretches(input, [&](int64_t row, int64_t column, int64_t first, int64_t elements) {
+    for_stretches(input, to, [&](int64_t row, int64_t column, int64_t first, int64_t elements) {
       uint16_t draws[kDrawRoom];
       if (p > 0) dropout.draw(row, column, elements, draws);
       for_columns<A>(0, elements, [&](int64_t c, auto count, int) {
@@ -100,7 +105,7 @@ std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const Option
     const scalar_t* positive = relu ? output.const_data_ptr<scalar_t>() : nullptr;
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
     if (!has_bias) {
-      for_stretches(gradient, [&](int64_t row, int64_t column, int64_t first, int64_t elements) {
+      for_stretches(gradient, to, [&](int64_t row, int64_t column, int64_t first, int64_t elements) {
         gradient_of_stretch(from + first, positive ? positive + first : nullptr, to + first, row, column, elements,
                             dropout, [](int64_t, auto, auto) {});
       });
@@ -110,10 +115,12 @@ std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const Option
     const Tensor partials = at::cpu::empty({chunks * d}, sum_options);
     A* sums = partials.mutable_data_ptr<A>();
     at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      Pages pages(to + begin * per_chunk * d, to + std::min(rows, end * per_chunk) * d);
       for (int64_t k = begin; k < end; ++k) {
         A* own = sums + k * d;
         std::fill_n(own, d, A(0));
-        for (int64_t row = k * per_chunk; row < std::min(rows, (k + 1) * per_chunk); ++row)
+        for (int64_t row = k * per_chunk; row < std::min(rows, (k + 1) * per_chunk); ++row) {
+          pages.reach(to + row * d);
           for (int64_t column = 0; column < d; column += kDrawColumns) {
             const int64_t first = row * d + column;
             gradient_of_stretch(
@@ -121,6 +128,7 @@ std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const Option
                 std::min(kDrawColumns, d - column), dropout,
                 [&](int64_t c, auto v, auto count) { store(own + c, load(own + c, count) + v, count); });
           }
+        }
       }
     });
     grad_bias = sum_partials<A, A>(partials, chunks, d, partials.scalar_type());

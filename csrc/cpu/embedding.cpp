@@ -1,6 +1,7 @@
 // Embedding on the CPU: gather * scale + positional encoding + dropout in one pass over each row, and the sinusoidal
 // table. The weight's gradient is in embedding_backward.cpp.
 #include "embedding_common.h"
+#include "pages.h"
 #include "vec.h"
 
 #include <ATen/Dispatch.h>
@@ -44,7 +45,9 @@ void encode(
     alignas(64) T source_room[kDrawColumns];
     alignas(64) Table table_room[kDrawColumns];
     alignas(64) uint16_t draws[kDrawRoom];
+    Pages pages(out + begin * rows.d, out + end * rows.d);
     for (const auto r : c10::irange(begin, end)) {
+      pages.reach(out + r * rows.d);
       const int64_t from = source_row(r);
       if (from < 0) continue;
       for (int64_t start = 0; start < rows.d; start += kDrawColumns) {

@@ -25,7 +25,8 @@ constexpr int64_t kGrain = 16384;  // elements below which a second thread costs
 
 // summed = residual + dropout(x), one row.
 template <typename T>
-void add_row(const T* x, const T* residual, T* summed, int64_t row, int64_t d, bool drop, const Dropout& dropout) {
+__attribute__((flatten)) void add_row(const T* x, const T* residual, T* summed, int64_t row, int64_t d, bool drop,
+                                      const Dropout& dropout) {
   using A = Accumulate<T>;
   uint16_t draws[kDrawRoom];
   for (int64_t start = 0; start < d; start += kDrawColumns) {
@@ -67,7 +68,10 @@ template <typename T, typename W, typename A = Accumulate<T>>
 void forward_rows(Matrix<T> x, Matrix<T> residual, const W* weight, const W* bias, Matrix<T> out, Matrix<T> summed,
                   A* mean, A* rstd, int64_t rows, int64_t d, double eps, bool std, bool drop, Dropout dropout) {
   at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / d), [&](int64_t begin, int64_t end) {
+    Pages out_pages = out.pages(begin, end), summed_pages = summed.pages(begin, end);
     for (int64_t r = begin; r < end; ++r) {
+      out_pages.reach(out.row(r));
+      summed_pages.reach(summed.row(r));
       const T* input = x.row(r);
       if (residual) {
         add_row<T>(input, residual.row(r), summed.row(r), r, d, drop, dropout);

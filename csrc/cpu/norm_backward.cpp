@@ -4,8 +4,8 @@
 //   layer: slope = sum(g h) / d
 //   std:   slope = sum(g h) / sqrt(sum(h h) * (d - 1)), which holds for any eps; 0 for a constant row, where h = 0
 //
-// Weight gradients are summed in a fixed number of chunks of rows that depends on the shape alone: the result is the
-// same, bit by bit, on any number of threads.
+// Weight gradients are summed in a fixed number of chunks of rows that depends on the shape alone, or, where rows are few
+// and wide, column by column in a pass of their own: the result is the same, bit by bit, on any number of threads.
 
 #include "norm_common.h"
 #include "partials.h"
@@ -19,6 +19,10 @@
 
 namespace transformer_fast {
 namespace {
+
+constexpr int64_t kLeastChunkRows = 8;  // in smaller chunks, the partial sums are as much memory as the rows
+constexpr int64_t kColumns = 512;       // of a pass by columns that one thread takes at a time
+constexpr int64_t kAddedRows = 4;       // whose part of the weight gradients is added at once
 
 template <typename A>
 A* result_pointer(const Tensor& x) {
@@ -60,52 +64,90 @@ struct Backward {
   const A *mean, *rstd;             // in
   Matrix<T> grad_x, grad_residual;  // out; absent if not asked for; grad_residual differs with dropout only
   int64_t d;
-  bool std, drop, has_weight_grad, has_bias_grad;
+  bool std;
   Dropout dropout;
 
-  // One row's part of the weight gradients, added to dw and db, where the rows need none.
-  void weights_of_row(int64_t r, A* dw, A* db) const {
-    const T *dy_row = dy.row(r), *x_row = x.row(r);
+  // The gradients of one row of x and of the residual. Members are copied: the stores might change them, for all that
+  // the compiler knows.
+  __attribute__((flatten)) void row(int64_t r) const {
+    const T *const dy_row = dy.row(r), *const x_row = x.row(r);
+    const T* const summed_row = grad_summed ? grad_summed.row(r) : nullptr;
+    T *const to_x = grad_x.row(r), *const to_residual = grad_residual ? grad_residual.row(r) : nullptr;
+    const W* const scale = weight;
     const A mean_r = mean[r], rstd_r = rstd[r];
-    for_columns<A>(0, d, [&](int64_t c, auto count, int) {
-      const auto g = load(dy_row + c, count);
-      if (has_weight_grad) store(dw + c, load(dw + c, count) + g * rstd_r * (load(x_row + c, count) - mean_r), count);
-      if (has_bias_grad) store(db + c, load(db + c, count) + g, count);
-    });
-  }
-
-  // One row's gradients, and its part of the weight gradients added to dw and db.
-  void row(int64_t r, A* dw, A* db) const {
-    if (!grad_x) return weights_of_row(r, dw, db);
-    const T *dy_row = dy.row(r), *x_row = x.row(r);
-    const A mean_r = mean[r], rstd_r = rstd[r];
-    const auto [shift, tilt] = std ? row_gradient<true, T, W>(dy_row, x_row, weight, mean_r, rstd_r, d)
-                                   : row_gradient<false, T, W>(dy_row, x_row, weight, mean_r, rstd_r, d);
+    const auto sums = std ? row_gradient<true, T, W>(dy_row, x_row, scale, mean_r, rstd_r, d)
+                          : row_gradient<false, T, W>(dy_row, x_row, scale, mean_r, rstd_r, d);
+    const A shift = sums.shift, tilt = sums.tilt;
+    const Dropout mask = dropout;
     uint16_t draws[kDrawRoom];
     for (int64_t start = 0; start < d; start += kDrawColumns) {
       const int64_t end = std::min(d, start + kDrawColumns);
-      if (drop) dropout.draw(r, start, end - start, draws);
-      for_columns<A>(start, end, [&, shift = shift, tilt = tilt](int64_t c, auto count, int) {
-        const auto g = load(dy_row + c, count);
-        const auto g_scaled = g * rstd_r;
-        const auto centred = load(x_row + c, count) - mean_r;
-        auto gradient = (weight ? g_scaled * load(weight + c, count) : g_scaled) - shift - centred * tilt;
-        if (grad_summed) gradient += load(grad_summed.row(r) + c, count);
-        if (drop) {
-          store(grad_residual.row(r) + c, gradient, count);
-          gradient = dropout.apply<A>(gradient, draws + c - start);
+      if (to_residual) mask.draw(r, start, end - start, draws);
+      for_columns<A>(start, end, [&](int64_t c, auto count, int) {
+        auto gradient = load(dy_row + c, count) * rstd_r;
+        if (scale) gradient *= load(scale + c, count);
+        gradient -= shift + (load(x_row + c, count) - mean_r) * tilt;
+        if (summed_row) gradient += load(summed_row + c, count);
+        if (to_residual) {
+          store(to_residual + c, gradient, count);
+          gradient = mask.template apply<A>(gradient, draws + c - start);
         }
-        store(grad_x.row(r) + c, gradient, count);
-        if (has_weight_grad) store(dw + c, load(dw + c, count) + g_scaled * centred, count);
-        if (has_bias_grad) store(db + c, load(db + c, count) + g, count);
+        store(to_x + c, gradient, count);
       });
     }
   }
 
-  void chunk(int64_t begin, int64_t end, A* dw, A* db) const {
-    if (has_weight_grad) std::fill_n(dw, d, A(0));
-    if (has_bias_grad) std::fill_n(db, d, A(0));
-    for (int64_t r = begin; r < end; ++r) row(r, dw, db);
+  // kRows rows' part of the weight gradients of some columns, added to dw and db, of which one may be absent.
+  template <int64_t kRows>
+  __attribute__((flatten)) void add_weights(int64_t r, int64_t first, int64_t last, A* dw, A* db) const {
+    const T *dy_rows[kRows], *x_rows[kRows];
+    A means[kRows], rstds[kRows];
+    for (int64_t i = 0; i < kRows; ++i)
+      dy_rows[i] = dy.row(r + i), x_rows[i] = x.row(r + i), means[i] = mean[r + i], rstds[i] = rstd[r + i];
+    for_columns<A>(first, last, [&](int64_t c, auto count, int) {
+      Vector<A> weight_sum = dw ? load(dw + c, count) : Vector<A>{}, bias_sum = db ? load(db + c, count) : Vector<A>{};
+      for (int64_t i = 0; i < kRows; ++i) {
+        const auto g = load(dy_rows[i] + c, count);
+        weight_sum += g * rstds[i] * (load(x_rows[i] + c, count) - means[i]);
+        bias_sum += g;
+      }
+      if (dw) store(dw + c, weight_sum, count);
+      if (db) store(db + c, bias_sum, count);
+    });
+  }
+
+  void add_weights(int64_t begin, int64_t end, int64_t first, int64_t last, A* dw, A* db) const {
+    int64_t r = begin;
+    for (; r + kAddedRows <= end; r += kAddedRows) add_weights<kAddedRows>(r, first, last, dw, db);
+    for (; r < end; ++r) add_weights<1>(r, first, last, dw, db);
+  }
+
+  // The chunks from `begin` up to `end` of `size` rows each; every chunk has d elements of dw and of db to itself.
+  void chunks(int64_t begin, int64_t end, int64_t size, int64_t rows, A* dw, A* db) const {
+    Pages x_pages = grad_x.pages(begin * size, std::min(rows, end * size));
+    Pages residual_pages = grad_residual.pages(begin * size, std::min(rows, end * size));
+    for (int64_t k = begin; k < end; ++k) {
+      A *const own_dw = dw ? dw + k * d : nullptr, *const own_db = db ? db + k * d : nullptr;
+      if (dw) std::fill_n(own_dw, d, A(0));
+      if (db) std::fill_n(own_db, d, A(0));
+      const int64_t last = std::min(rows, (k + 1) * size);
+      for (int64_t first = k * size; first < last; first += kAddedRows) {
+        const int64_t next = std::min(last, first + kAddedRows);
+        for (int64_t r = first; grad_x && r < next; ++r) {
+          x_pages.reach(grad_x.row(r));
+          residual_pages.reach(grad_residual.row(r));
+          row(r);
+        }
+        if (dw || db) add_weights(first, next, 0, d, own_dw, own_db);  // of rows that are still in the cache
+      }
+    }
+  }
+
+  // The weight gradients of the columns from `first` up to `last`, of all rows.
+  void columns(int64_t first, int64_t last, int64_t rows, A* dw, A* db) const {
+    if (dw) std::fill(dw + first, dw + last, A(0));
+    if (db) std::fill(db + first, db + last, A(0));
+    add_weights(0, rows, first, last, dw, db);
   }
 };
 
@@ -117,15 +159,16 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
   const Tensor dy_rows = as_rows(grad_out), x_rows = as_rows(x);
   const OptionalTensor grad_summed_rows = as_rows(grad_summed);
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
-  const bool drop = dropout_p > 0;
   NormGradients gradients;
   if (needs.rows) gradients.x = at::cpu::empty(x.sizes(), x.options());
-  if (needs.rows && drop) gradients.residual = at::cpu::empty(x.sizes(), x.options());
+  if (needs.rows && dropout_p > 0) gradients.residual = at::cpu::empty(x.sizes(), x.options());
   const Weights weights(weight, {}, x.scalar_type(), statistics_type(x));
   const auto partial_options = x.options().dtype(statistics_type(x));
   const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
-  const Tensor weight_partials = needs.weight ? at::cpu::empty({chunks * d}, partial_options) : Tensor();
-  const Tensor bias_partials = needs.bias ? at::cpu::empty({chunks * d}, partial_options) : Tensor();
+  const bool by_columns = per_chunk < std::min(rows, kLeastChunkRows);
+  const int64_t sums = by_columns ? 1 : chunks;
+  const Tensor weight_partials = needs.weight ? at::cpu::empty({sums * d}, partial_options) : Tensor();
+  const Tensor bias_partials = needs.bias ? at::cpu::empty({sums * d}, partial_options) : Tensor();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm_backward", [&] {
     using A = Accumulate<scalar_t>;
     using M = Matrix<scalar_t>;
@@ -134,15 +177,18 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
       const Backward<scalar_t, W> backward{
           M(dy_rows), M(x_rows), M(grad_summed_rows), pointer<W>(weights.weight),
           static_cast<const A*>(mean), static_cast<const A*>(rstd), M(gradients.x, d), M(gradients.residual, d),
-          d, std, drop, needs.weight, needs.bias, dropout_of(dropout_p, seed)};
+          d, std, dropout_of(dropout_p, seed)};
       A *dw = result_pointer<A>(weight_partials), *db = result_pointer<A>(bias_partials);
       at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t k = begin; k < end; ++k)
-          backward.chunk(k * per_chunk, std::min(rows, (k + 1) * per_chunk), dw ? dw + k * d : dw,
-                         db ? db + k * d : db);
+        backward.chunks(begin, end, per_chunk, rows, by_columns ? nullptr : dw, by_columns ? nullptr : db);
       });
-      if (needs.weight) gradients.weight = sum_partials<W, A>(weight_partials, chunks, d, weights.type);
-      if (needs.bias) gradients.bias = sum_partials<W, A>(bias_partials, chunks, d, weights.type);
+      if (by_columns && (needs.weight || needs.bias))
+        at::parallel_for(0, (d + kColumns - 1) / kColumns, 1, [&](int64_t begin, int64_t end) {
+          for (int64_t block = begin; block < end; ++block)
+            backward.columns(block * kColumns, std::min(d, (block + 1) * kColumns), rows, dw, db);
+        });
+      if (needs.weight) gradients.weight = sum_partials<W, A>(weight_partials, sums, d, weights.type);
+      if (needs.bias) gradients.bias = sum_partials<W, A>(bias_partials, sums, d, weights.type);
     };
     weights.type == x.scalar_type() ? run(scalar_t{}) : run(A{});
   });

@@ -4,6 +4,7 @@
 #include "norm.h"
 
 #include "draws.h"
+#include "pages.h"
 #include "vec.h"
 
 #include <ATen/ATen.h>
@@ -57,6 +58,7 @@ struct Matrix {
 
   explicit operator bool() const { return data != nullptr; }
   T* row(int64_t r) const { return data + r * stride; }
+  Pages pages(int64_t begin, int64_t end) const { return *this ? Pages(row(begin), row(end)) : Pages(); }
 };
 
 template <typename A>

@@ -1,0 +1,64 @@
+// New memory under large results, taken from the system ahead of the writes.
+//
+// The system hands memory out page by page, each at the first write to it. Where the allocator returns large blocks at
+// every free, as glibc's does, those faults are most of the time of a memory-bound op; one call for many pages is
+// cheaper.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#if !defined(MADV_POPULATE_WRITE)
+#define MADV_POPULATE_WRITE 23  // Linux 5.14; an older one refuses it, and the pages come one by one
+#endif
+#endif
+
+namespace transformer_fast {
+namespace {
+
+constexpr intptr_t kPageBytes = 4096;
+constexpr intptr_t kAheadBytes = 262144;  // fits in a core's cache beside the inputs
+constexpr intptr_t kLeastBytes = 524288;  // of a stretch, below which asking costs more than it brings
+
+// The stretch of a result that one thread writes, in order.
+class Pages {
+ public:
+  Pages() = default;  // of an absent result
+
+  template <typename T>
+  Pages(T* begin, T* end)
+      : next_(reinterpret_cast<intptr_t>(begin) / kPageBytes * kPageBytes), end_(reinterpret_cast<intptr_t>(end)) {
+    // A page in the middle: at its ends a block holds the allocator's own notes, which are written already.
+    const intptr_t pages = (end_ - next_) / kPageBytes;
+    if (end_ - next_ < kLeastBytes || !fresh(next_ + pages / 2 * kPageBytes)) end_ = next_;
+  }
+
+  // To be called before `place` is written, and all up to that of the next call.
+  template <typename T>
+  void reach(const T* place) {
+    if (next_ < end_ && reinterpret_cast<intptr_t>(place) >= next_) populate();
+  }
+
+ private:
+#if defined(__linux__)
+  static bool fresh(intptr_t page) {
+    unsigned char resident = 1;
+    return mincore(reinterpret_cast<void*>(page), kPageBytes, &resident) == 0 && !(resident & 1);
+  }
+
+  void populate() {
+    const intptr_t bytes = end_ - next_ < kAheadBytes ? end_ - next_ : kAheadBytes;
+    madvise(reinterpret_cast<void*>(next_), bytes, MADV_POPULATE_WRITE);
+    next_ += kAheadBytes;
+  }
+#else
+  static bool fresh(intptr_t) { return false; }
+  void populate() {}
+#endif
+
+  intptr_t next_ = 0, end_ = 0;
+};
+
+}  // namespace
+}  // namespace transformer_fast
