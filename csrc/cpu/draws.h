@@ -10,6 +10,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 
@@ -21,7 +22,7 @@ constexpr int64_t kCounters = kVectorBytes / 8;
 
 // Columns handled at a time, and the room their draws take: whole vectors are written, so a few more than asked for.
 constexpr int64_t kDrawColumns = 1024;
-constexpr int64_t kDrawRoom = kDrawColumns + 2 * kCounters * kDrawsPerCall;
+constexpr int64_t kDrawRoom = kDrawColumns + 2 * kCounters * kDrawsPerCall;  // a batch more
 
 // The low 32 bits of every lane times a 32-bit constant.
 inline CounterVector multiply(CounterVector v, uint32_t constant) {
@@ -47,15 +48,49 @@ inline void interleave(CounterVector a, CounterVector b, CounterVector& low, Cou
 #endif
 }
 
-// Philox 4x32-10 of 2 x kCounters calls (c0 counts up from first_call, c1 and c2 hold the row), 8 draws each. One
-// 32-bit word sits in the low half of each 64-bit lane, where the multiplication wants it; two independent vectors
-// hide its latency. The upper halves carry garbage that no multiplication reads.
-inline void draw_batch(uint64_t seed, uint64_t row, uint64_t first_call, uint16_t* draws) {
+// The calls that are made at once: call[u][lane] of row[u][lane].
+struct Batch {
+  static constexpr int64_t kCalls = 2 * kCounters;
+  CounterVector call[2], row[2];
+
+  // From one call of one row on.
+  Batch(uint64_t first_row, uint64_t first_call) {
+    for (int u = 0; u < 2; ++u) {
+      for (int64_t lane = 0; lane < kCounters; ++lane) call[u][lane] = first_call + u * kCounters + lane;
+      row[u] = CounterVector{} + first_row;
+    }
+  }
+
+  // Calls past those of a row, of which it has `calls`, become the first of the next rows.
+  void wrap(uint64_t calls) {
+    for (int u = 0; u < 2; ++u)
+      for (int64_t lane = 0; lane < kCounters; ++lane) {
+        row[u][lane] += call[u][lane] / calls;
+        call[u][lane] %= calls;
+      }
+  }
+
+  // The calls that follow, wrapped.
+  void advance(uint64_t calls) {
+    for (int u = 0; u < 2; ++u) {
+      call[u] += kCalls % calls;
+      row[u] += kCalls / calls;
+      const auto past = call[u] >= calls;
+      call[u] = past ? call[u] - calls : call[u];
+      row[u] = past ? row[u] + 1 : row[u];
+    }
+  }
+};
+
+// Philox 4x32-10 of a batch, 8 draws for each call. One 32-bit word sits in the low half of each 64-bit lane, where the
+// multiplication wants it; two independent vectors hide its latency. The upper halves carry garbage that no
+// multiplication reads.
+inline void draw_batch(uint64_t seed, const Batch& batch, uint16_t* draws) {
   CounterVector c0[2], c1[2], c2[2], c3[2];
   for (int u = 0; u < 2; ++u) {
-    for (int64_t lane = 0; lane < kCounters; ++lane) c0[u][lane] = first_call + u * kCounters + lane;
-    c1[u] = CounterVector{} + (row & 0xffffffff);
-    c2[u] = CounterVector{} + (row >> 32);
+    c0[u] = batch.call[u];
+    c1[u] = batch.row[u] & 0xffffffff;
+    c2[u] = batch.row[u] >> 32;
     c3[u] = CounterVector{};
   }
   uint32_t key0 = static_cast<uint32_t>(seed), key1 = static_cast<uint32_t>(seed >> 32);
@@ -89,8 +124,8 @@ struct Dropout {
 
   // Draws of columns [column, column + count) of one row; column % 8 == 0, count <= kDrawColumns, draws[kDrawRoom].
   void draw(int64_t row, int64_t column, int64_t count, uint16_t* draws) const {
-    for (int64_t c = 0; c < count; c += 2 * kCounters * kDrawsPerCall)
-      draw_batch(seed, static_cast<uint64_t>(row), static_cast<uint64_t>(column + c) / kDrawsPerCall, draws + c);
+    for (int64_t c = 0; c < count; c += Batch::kCalls * kDrawsPerCall)
+      draw_batch(seed, Batch(row, (column + c) / kDrawsPerCall), draws + c);
   }
 
   template <typename A>
@@ -101,6 +136,41 @@ struct Dropout {
     const auto keep = __builtin_convertvector(bits, IntegerVector<A>) >= threshold;
     return keep ? v * static_cast<A>(rate.scale) : Vector<A>{};
   }
+};
+
+// The draws of rows that follow one another, d columns each: of a stretch of a wide row when it is asked for, of narrow
+// rows for many at once, each of which would leave half a batch of calls or more to waste.
+class RowDraws {
+ public:
+  // Of the rows before `end`.
+  RowDraws(const Dropout& dropout, int64_t d, int64_t end)
+      : dropout_(dropout), calls_((d + kDrawsPerCall - 1) / kDrawsPerCall), end_(end) {}
+
+  // As Dropout::draw, valid until the next call.
+  const uint16_t* of(int64_t row, int64_t column, int64_t count) {
+    if (calls_ > Batch::kCalls / 2) {
+      dropout_.draw(row, column, count, draws_);
+      return draws_;
+    }
+    if (row < first_ || row >= last_) draw_rows(row);
+    return draws_ + (row - first_) * calls_ * kDrawsPerCall + column;
+  }
+
+ private:
+  void draw_rows(int64_t row) {
+    first_ = row;
+    last_ = std::min(end_, row + kDrawColumns / kDrawsPerCall / calls_);
+    Batch batch(row, 0);
+    batch.wrap(calls_);
+    const int64_t draws = (last_ - first_) * calls_ * kDrawsPerCall;
+    for (int64_t i = 0; i < draws; i += Batch::kCalls * kDrawsPerCall, batch.advance(calls_))
+      draw_batch(dropout_.seed, batch, draws_ + i);
+  }
+
+  const Dropout dropout_;
+  const int64_t calls_, end_;
+  int64_t first_ = 0, last_ = 0;  // the narrow rows whose draws are held
+  alignas(64) uint16_t draws_[kDrawRoom];
 };
 
 // None where p is 0; else by the seed, an int64 in a tensor.

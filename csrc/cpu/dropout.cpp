@@ -24,20 +24,24 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
 
-// body(row, first column, first element, elements) over stretches of at most kDrawColumns columns of one row; it writes
-// those elements of the result, `to`.
+// body(first column, first element, elements, their draws) over stretches of at most kDrawColumns columns of one row; it
+// writes those elements of the result, `to`. Where nothing is dropped, there are no draws.
 template <typename T, typename Body>
-void for_stretches(const Tensor& x, T* to, Body&& body) {
+void for_stretches(const Tensor& x, T* to, bool drop, const Dropout& dropout, Body&& body) {
   const int64_t d = x.size(-1), rows = x.numel() / d;
   const int64_t stretches = (d + kDrawColumns - 1) / kDrawColumns;
   const int64_t grain = std::max<int64_t>(1, kGrain / std::min(d, kDrawColumns));
   at::parallel_for(0, rows * stretches, grain, [&](int64_t begin, int64_t end) {
     const auto first = [&](int64_t i) { return i / stretches * d + i % stretches * kDrawColumns; };
     Pages pages(to + first(begin), to + first(end));
+    RowDraws draws(dropout, d, rows);
+    int64_t row = begin / stretches, column = begin % stretches * kDrawColumns;
     for (int64_t i = begin; i < end; ++i) {
-      const int64_t column = i % stretches * kDrawColumns;
-      pages.reach(to + first(i));
-      body(i / stretches, column, first(i), std::min(kDrawColumns, d - column));
+      const int64_t element = row * d + column, elements = std::min(kDrawColumns, d - column);
+      pages.reach(to + element);
+      body(column, element, elements, drop ? draws.of(row, column, elements) : nullptr);
+      column += kDrawColumns;
+      if (column >= d) ++row, column = 0;
     }
   });
 }
@@ -55,14 +59,12 @@ Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
     const scalar_t* from = input.const_data_ptr<scalar_t>();
     const scalar_t* add = residual ? added.const_data_ptr<scalar_t>() : nullptr;
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
-    for_stretches(input, to, [&](int64_t row, int64_t column, int64_t first, int64_t elements) {
-      uint16_t draws[kDrawRoom];
-      if (p > 0) dropout.draw(row, column, elements, draws);
+    for_stretches(input, to, p > 0, dropout, [&](int64_t column, int64_t first, int64_t elements, const uint16_t* draws) {
       for_columns<A>(0, elements, [&](int64_t c, auto count, int) {
         auto v = load(from + first + c, count);
         if (offsets) v += load(offsets + column + c, count);
         if (relu) v = v < 0 ? Vector<A>{} : v;  // a NaN passes, as in torch.relu
-        if (p > 0) v = dropout.apply<A>(v, draws + c);
+        if (draws) v = dropout.apply<A>(v, draws + c);
         if (add) v += load(add + first + c, count);
         store(to + first + c, v, count);
       });
@@ -73,11 +75,9 @@ Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
 
 // The gradient of `elements` columns of one row, each vector of it passed to sum(column, vector, count).
 template <typename T, typename Sum>
-void gradient_of_stretch(const T* from, const T* positive, T* to, int64_t row, int64_t column, int64_t elements,
-                         const Dropout& dropout, const Sum& sum) {
+void gradient_of_stretch(const T* from, const T* positive, T* to, int64_t column, int64_t elements,
+                         const Dropout& dropout, const uint16_t* draws, const Sum& sum) {
   using A = Accumulate<T>;
-  uint16_t draws[kDrawRoom];
-  if (!positive) dropout.draw(row, column, elements, draws);
   for_columns<A>(0, elements, [&](int64_t c, auto count, int) {
     auto v = load(from + c, count);
     if (positive)
@@ -105,16 +105,18 @@ std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const Option
     const scalar_t* positive = relu ? output.const_data_ptr<scalar_t>() : nullptr;
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
     if (!has_bias) {
-      for_stretches(gradient, to, [&](int64_t row, int64_t column, int64_t first, int64_t elements) {
-        gradient_of_stretch(from + first, positive ? positive + first : nullptr, to + first, row, column, elements,
-                            dropout, [](int64_t, auto, auto) {});
-      });
+      for_stretches(gradient, to, !positive, dropout,
+                    [&](int64_t column, int64_t first, int64_t elements, const uint16_t* draws) {
+                      gradient_of_stretch(from + first, positive ? positive + first : nullptr, to + first, column,
+                                          elements, dropout, draws, [](int64_t, auto, auto) {});
+                    });
       return;
     }
     const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
     const Tensor partials = at::cpu::empty({chunks * d}, sum_options);
     A* sums = partials.mutable_data_ptr<A>();
     at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      RowDraws draws(dropout, d, std::min(rows, end * per_chunk));
       Pages pages(to + begin * per_chunk * d, to + std::min(rows, end * per_chunk) * d);
       for (int64_t k = begin; k < end; ++k) {
         A* own = sums + k * d;
@@ -122,10 +124,10 @@ std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const Option
         for (int64_t row = k * per_chunk; row < std::min(rows, (k + 1) * per_chunk); ++row) {
           pages.reach(to + row * d);
           for (int64_t column = 0; column < d; column += kDrawColumns) {
-            const int64_t first = row * d + column;
+            const int64_t first = row * d + column, elements = std::min(kDrawColumns, d - column);
             gradient_of_stretch(
-                from + first, positive ? positive + first : nullptr, to + first, row, column,
-                std::min(kDrawColumns, d - column), dropout,
+                from + first, positive ? positive + first : nullptr, to + first, column, elements, dropout,
+                positive ? nullptr : draws.of(row, column, elements),
                 [&](int64_t c, auto v, auto count) { store(own + c, load(own + c, count) + v, count); });
           }
         }

@@ -35,31 +35,35 @@ struct Matrix {
   }
 };
 
-// out[r] = dropout(source[source_row(r)] * scale + table[position(r)]); where source_row is negative, nothing.
-template <typename T, typename Table, typename SourceRow, typename Position>
+// out[r] = dropout(source[source_row(r)] * scale + table[position of r]); where source_row is negative, nothing. The
+// positions of sequence s count up from first_position(s).
+template <typename T, typename Table, typename SourceRow, typename FirstPosition>
 void encode(
     T* out, const Rows& rows, const Matrix<T>& source, const SourceRow& source_row, double scale,
-    const Matrix<Table>* table, const Position& position, double p, const Dropout& dropout) {
+    const Matrix<Table>* table, const FirstPosition& first_position, double p, const Dropout& dropout) {
   using A = Accumulate<T>;
   at::parallel_for(0, rows.count, grain(rows.d), [&](int64_t begin, int64_t end) {
     alignas(64) T source_room[kDrawColumns];
     alignas(64) Table table_room[kDrawColumns];
-    alignas(64) uint16_t draws[kDrawRoom];
+    RowDraws row_draws(dropout, rows.d, end);
     Pages pages(out + begin * rows.d, out + end * rows.d);
+    int64_t sequence = begin / rows.length, place = begin % rows.length, first = first_position(sequence);
     for (const auto r : c10::irange(begin, end)) {
+      if (place == rows.length) place = 0, first = first_position(++sequence);
+      const int64_t position = first + place++;
       pages.reach(out + r * rows.d);
       const int64_t from = source_row(r);
       if (from < 0) continue;
       for (int64_t start = 0; start < rows.d; start += kDrawColumns) {
         const int64_t count = std::min(kDrawColumns, rows.d - start);
         const T* x = source.columns(from, start, count, source_room);
-        const Table* t = table ? table->columns(position(r), start, count, table_room) : nullptr;
+        const Table* t = table ? table->columns(position, start, count, table_room) : nullptr;
         T* y = out + r * rows.d + start;
         if (scale == 1 && !t && p == 0) {  // 16-bit rows need not pass through float
           std::copy_n(x, count, y);
           continue;
         }
-        if (p > 0) dropout.draw(r, start, count, draws);
+        const uint16_t* const draws = p > 0 ? row_draws.of(r, start, count) : nullptr;
         for_columns<A>(0, count, [&](int64_t c, auto lanes, int) {
           Vector<A> v = load(x + c, lanes) * static_cast<A>(scale);
           if (t) v += load(t + c, lanes);
@@ -80,24 +84,24 @@ void encode_with(
   const Matrix<T> from(source);
   const Dropout dropout = dropout_of(p, seed);
   T* y = out.mutable_data_ptr<T>();
-  const auto encode_by = [&](const auto& position) {
+  const auto encode_by = [&](const auto& first_position) {
     if (!table) {
-      encode<T, A>(y, rows, from, source_row, scale, static_cast<Matrix<A>*>(nullptr), position, p, dropout);
+      encode<T, A>(y, rows, from, source_row, scale, static_cast<Matrix<A>*>(nullptr), first_position, p, dropout);
     } else if (std::is_same_v<T, A> || table->scalar_type() != source.scalar_type()) {
       const at::Tensor used = (offsets ? table->slice(0, offset) : table->narrow(0, offset, rows.length))
                                   .to(c10::CppTypeToScalarType<A>::value);
       const Matrix<A> matrix(used);
-      encode<T>(y, rows, from, source_row, scale, &matrix, position, p, dropout);
+      encode<T>(y, rows, from, source_row, scale, &matrix, first_position, p, dropout);
     } else {
       const at::Tensor used = table->slice(0, offset);
       const Matrix<T> matrix(used);
-      encode<T>(y, rows, from, source_row, scale, &matrix, position, p, dropout);
+      encode<T>(y, rows, from, source_row, scale, &matrix, first_position, p, dropout);
     }
   };
   if (offsets && table)
-    encode_by([&](int64_t r) { return (*offsets)[r / rows.length] + r % rows.length; });
+    encode_by([&](int64_t sequence) { return (*offsets)[sequence]; });
   else
-    encode_by([&](int64_t r) { return r % rows.length; });
+    encode_by([](int64_t) { return 0; });
 }
 
 // Each sequence must find its positions in the table.

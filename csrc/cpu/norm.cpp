@@ -22,16 +22,16 @@ namespace transformer_fast {
 namespace {
 
 constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
+constexpr int64_t kAdded = 1024;   // elements of narrow rows to which the residual is added before their norm
 
 // summed = residual + dropout(x), one row.
 template <typename T>
 __attribute__((flatten)) void add_row(const T* x, const T* residual, T* summed, int64_t row, int64_t d, bool drop,
-                                      const Dropout& dropout) {
+                                      const Dropout& dropout, RowDraws& row_draws) {
   using A = Accumulate<T>;
-  uint16_t draws[kDrawRoom];
   for (int64_t start = 0; start < d; start += kDrawColumns) {
     const int64_t end = std::min(d, start + kDrawColumns);
-    if (drop) dropout.draw(row, start, end - start, draws);
+    const uint16_t* const draws = drop ? row_draws.of(row, start, end - start) : nullptr;
     for_columns<A>(start, end, [&](int64_t c, auto count, int) {
       auto v = load(x + c, count);
       if (drop) v = dropout.apply<A>(v, draws + c - start);
@@ -64,21 +64,35 @@ void normalize_row(const T* x, const W* weight, const W* bias, T* out, int64_t d
   });
 }
 
+// The same of rows [begin, end): as one long row where nothing tells them apart.
+template <typename T>
+void add_rows(Matrix<T> x, Matrix<T> residual, Matrix<T> summed, int64_t begin, int64_t end, int64_t d, bool drop,
+              const Dropout& dropout, RowDraws& draws) {
+  if (!drop && x.stride == d && residual.stride == d) {
+    add_row<T>(x.row(begin), residual.row(begin), summed.row(begin), begin, (end - begin) * d, drop, dropout, draws);
+  } else {
+    for (int64_t r = begin; r < end; ++r)
+      add_row<T>(x.row(r), residual.row(r), summed.row(r), r, d, drop, dropout, draws);
+  }
+}
+
 template <typename T, typename W, typename A = Accumulate<T>>
 void forward_rows(Matrix<T> x, Matrix<T> residual, const W* weight, const W* bias, Matrix<T> out, Matrix<T> summed,
                   A* mean, A* rstd, int64_t rows, int64_t d, double eps, bool std, bool drop, Dropout dropout) {
   at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / d), [&](int64_t begin, int64_t end) {
     Pages out_pages = out.pages(begin, end), summed_pages = summed.pages(begin, end);
+    RowDraws draws(dropout, d, end);
+    int64_t added = residual ? begin : end;  // rows before it are in `summed`, a cache's worth ahead of their norm
     for (int64_t r = begin; r < end; ++r) {
       out_pages.reach(out.row(r));
-      summed_pages.reach(summed.row(r));
-      const T* input = x.row(r);
-      if (residual) {
-        add_row<T>(input, residual.row(r), summed.row(r), r, d, drop, dropout);
-        input = summed.row(r);
+      if (r == added) {
+        added = std::min(end, r + std::max<int64_t>(1, kAdded / d));
+        summed_pages.reach(summed.row(r));
+        add_rows<T>(x, residual, summed, r, added, d, drop, dropout, draws);
       }
       A mean_r, rstd_r;
-      normalize_row<T, W>(input, weight, bias, out.row(r), d, static_cast<A>(eps), std, mean_r, rstd_r);
+      normalize_row<T, W>((residual ? summed : x).row(r), weight, bias, out.row(r), d, static_cast<A>(eps), std, mean_r,
+                          rstd_r);
       if (mean) {
         mean[r] = mean_r;
         rstd[r] = rstd_r;

@@ -69,7 +69,7 @@ struct Backward {
 
   // The gradients of one row of x and of the residual. Members are copied: the stores might change them, for all that
   // the compiler knows.
-  __attribute__((flatten)) void row(int64_t r) const {
+  __attribute__((flatten)) void row(int64_t r, RowDraws& row_draws) const {
     const T *const dy_row = dy.row(r), *const x_row = x.row(r);
     const T* const summed_row = grad_summed ? grad_summed.row(r) : nullptr;
     T *const to_x = grad_x.row(r), *const to_residual = grad_residual ? grad_residual.row(r) : nullptr;
@@ -79,10 +79,9 @@ struct Backward {
                           : row_gradient<false, T, W>(dy_row, x_row, scale, mean_r, rstd_r, d);
     const A shift = sums.shift, tilt = sums.tilt;
     const Dropout mask = dropout;
-    uint16_t draws[kDrawRoom];
     for (int64_t start = 0; start < d; start += kDrawColumns) {
       const int64_t end = std::min(d, start + kDrawColumns);
-      if (to_residual) mask.draw(r, start, end - start, draws);
+      const uint16_t* const draws = to_residual ? row_draws.of(r, start, end - start) : nullptr;
       for_columns<A>(start, end, [&](int64_t c, auto count, int) {
         auto gradient = load(dy_row + c, count) * rstd_r;
         if (scale) gradient *= load(scale + c, count);
@@ -124,6 +123,7 @@ struct Backward {
 
   // The chunks from `begin` up to `end` of `size` rows each; every chunk has d elements of dw and of db to itself.
   void chunks(int64_t begin, int64_t end, int64_t size, int64_t rows, A* dw, A* db) const {
+    RowDraws draws(dropout, d, std::min(rows, end * size));
     Pages x_pages = grad_x.pages(begin * size, std::min(rows, end * size));
     Pages residual_pages = grad_residual.pages(begin * size, std::min(rows, end * size));
     for (int64_t k = begin; k < end; ++k) {
@@ -136,7 +136,7 @@ struct Backward {
         for (int64_t r = first; grad_x && r < next; ++r) {
           x_pages.reach(grad_x.row(r));
           residual_pages.reach(grad_residual.row(r));
-          row(r);
+          row(r, draws);
         }
         if (dw || db) add_weights(first, next, 0, d, own_dw, own_db);  // of rows that are still in the cache
       }
