@@ -31,7 +31,7 @@ void for_stretches(const Tensor& x, T* to, bool drop, const Dropout& dropout, Bo
   const int64_t d = x.size(-1), rows = x.numel() / d;
   const int64_t stretches = (d + kDrawColumns - 1) / kDrawColumns;
   const int64_t grain = std::max<int64_t>(1, kGrain / std::min(d, kDrawColumns));
-  at::parallel_for(0, rows * stretches, grain, [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, rows * stretches, grain, [&](int64_t begin, int64_t end) __attribute__((flatten)) {
     const auto first = [&](int64_t i) { return i / stretches * d + i % stretches * kDrawColumns; };
     Pages pages(to + first(begin), to + first(end));
     RowDraws draws(dropout, d, rows);

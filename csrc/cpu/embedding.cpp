@@ -35,41 +35,49 @@ struct Matrix {
   }
 };
 
+// y = dropout(x * scale + t) of some columns; without t, nothing is added, and without draws, nothing is dropped.
+template <typename T, typename Table, typename A = Accumulate<T>>
+__attribute__((flatten)) void encode_columns(
+    const T* x, A scale, const Table* t, const uint16_t* draws, const Dropout& dropout, T* y, int64_t count) {
+  for_columns<A>(0, count, [&, dropout = dropout](int64_t c, auto lanes, int) {
+    Vector<A> v = load(x + c, lanes) * scale;
+    if (t) v += load(t + c, lanes);
+    if (draws) v = dropout.template apply<A>(v, draws + c);
+    store(y + c, v, lanes);
+  });
+}
+
 // out[r] = dropout(source[source_row(r)] * scale + table[position of r]); where source_row is negative, nothing. The
 // positions of sequence s count up from first_position(s).
 template <typename T, typename Table, typename SourceRow, typename FirstPosition>
 void encode(
     T* out, const Rows& rows, const Matrix<T>& source, const SourceRow& source_row, double scale,
     const Matrix<Table>* table, const FirstPosition& first_position, double p, const Dropout& dropout) {
-  using A = Accumulate<T>;
-  at::parallel_for(0, rows.count, grain(rows.d), [&](int64_t begin, int64_t end) {
+  const int64_t d = rows.d, length = rows.length;
+  const bool drop = p > 0, copied = scale == 1 && !table && !drop;  // 16-bit rows need not pass through float
+  at::parallel_for(0, rows.count, grain(d), [=, &source_row, &first_position, &dropout](int64_t begin, int64_t end) {
     alignas(64) T source_room[kDrawColumns];
     alignas(64) Table table_room[kDrawColumns];
-    RowDraws row_draws(dropout, rows.d, end);
-    Pages pages(out + begin * rows.d, out + end * rows.d);
-    int64_t sequence = begin / rows.length, place = begin % rows.length, first = first_position(sequence);
+    RowDraws row_draws(dropout, d, end);
+    Pages pages(out + begin * d, out + end * d);
+    int64_t sequence = begin / length, place = begin % length, first = first_position(sequence);
     for (const auto r : c10::irange(begin, end)) {
-      if (place == rows.length) place = 0, first = first_position(++sequence);
+      if (place == length) place = 0, first = first_position(++sequence);
       const int64_t position = first + place++;
-      pages.reach(out + r * rows.d);
+      pages.reach(out + r * d);
       const int64_t from = source_row(r);
       if (from < 0) continue;
-      for (int64_t start = 0; start < rows.d; start += kDrawColumns) {
-        const int64_t count = std::min(kDrawColumns, rows.d - start);
+      for (int64_t start = 0; start < d; start += kDrawColumns) {
+        const int64_t count = std::min(kDrawColumns, d - start);
         const T* x = source.columns(from, start, count, source_room);
-        const Table* t = table ? table->columns(position, start, count, table_room) : nullptr;
-        T* y = out + r * rows.d + start;
-        if (scale == 1 && !t && p == 0) {  // 16-bit rows need not pass through float
+        T* y = out + r * d + start;
+        if (copied) {
           std::copy_n(x, count, y);
-          continue;
+        } else {
+          const Table* t = table ? table->columns(position, start, count, table_room) : nullptr;
+          const uint16_t* draws = drop ? row_draws.of(r, start, count) : nullptr;
+          encode_columns<T, Table>(x, static_cast<Accumulate<T>>(scale), t, draws, dropout, y, count);
         }
-        const uint16_t* const draws = p > 0 ? row_draws.of(r, start, count) : nullptr;
-        for_columns<A>(0, count, [&](int64_t c, auto lanes, int) {
-          Vector<A> v = load(x + c, lanes) * static_cast<A>(scale);
-          if (t) v += load(t + c, lanes);
-          if (p > 0) v = dropout.apply<A>(v, draws + c);
-          store(y + c, v, lanes);
-        });
       }
     }
   });

@@ -46,14 +46,15 @@ RowGradient<A> row_gradient(const T* dy, const T* x, const W* weight, A mean, A 
     gh_sums[slot] += g * h;
     if constexpr (kStd) hh_sums[slot] += h * h;
   });
+  const A part = 1 / static_cast<A>(d);  // ready before the sums are
   A slope = sum<A>(gh_sums);
   if constexpr (kStd) {
     const A hh = sum<A>(hh_sums);
     slope = hh > 0 ? slope / std::sqrt(hh * (d - 1)) : 0;
   } else {
-    slope /= d;
+    slope *= part;
   }
-  return {sum<A>(g_sums) / d * rstd, slope * rstd * rstd};
+  return {sum<A>(g_sums) * part * rstd, slope * rstd * rstd};
 }
 
 template <typename T, typename W>

@@ -161,6 +161,7 @@ inline void store_some(T* p, Vector<Accumulate<T>> v, int64_t count) {
   if constexpr (sizeof(T) == 2)
     return _mm256_mask_storeu_epi16(p, mask, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes)));
   if constexpr (std::is_same_v<T, float>) return _mm512_mask_storeu_ps(p, mask, v);
+  if constexpr (std::is_same_v<T, double>) return _mm512_mask_storeu_pd(p, mask, v);
 #endif
   std::memcpy(p, lanes, count * sizeof(T));
 }
@@ -263,6 +264,13 @@ inline auto halves_added(V v) {
   typedef std::remove_reference_t<decltype(v[0])> Lane;
   typedef Lane Half __attribute__((vector_size(sizeof(V) / 2)));
   Half low, high;
+#if defined(__AVX512F__)  // which GCC would do by way of memory
+  if constexpr (sizeof(V) == 64) {
+    low = reinterpret_cast<Half>(_mm512_castpd512_pd256(reinterpret_cast<__m512d>(v)));
+    high = reinterpret_cast<Half>(_mm512_extractf64x4_pd(reinterpret_cast<__m512d>(v), 1));
+    return low + high;
+  }
+#endif
   std::memcpy(&low, &v, sizeof(low));
   std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof(low), sizeof(high));
   return low + high;
