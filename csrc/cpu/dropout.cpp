@@ -59,7 +59,7 @@ Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
     const scalar_t* from = input.const_data_ptr<scalar_t>();
     const scalar_t* add = residual ? added.const_data_ptr<scalar_t>() : nullptr;
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
-    for_stretches(input, to, p > 0, dropout, [&](int64_t column, int64_t first, int64_t elements, const uint16_t* draws) {
+    const auto stretch = [&](int64_t column, int64_t first, int64_t elements, const uint16_t* draws) {
       for_columns<A>(0, elements, [&](int64_t c, auto count, int) {
         auto v = load(from + first + c, count);
         if (offsets) v += load(offsets + column + c, count);
@@ -68,7 +68,8 @@ Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
         if (add) v += load(add + first + c, count);
         store(to + first + c, v, count);
       });
-    });
+    };
+    for_stretches(input, to, p > 0, dropout, stretch);
   });
   return out;
 }

@@ -20,9 +20,16 @@
 namespace transformer_fast {
 namespace {
 
-constexpr int64_t kLeastChunkRows = 8;  // in smaller chunks, the partial sums are as much memory as the rows
-constexpr int64_t kColumns = 512;       // of a pass by columns that one thread takes at a time
 constexpr int64_t kAddedRows = 4;       // whose part of the weight gradients is added at once
+constexpr int64_t kColumns = 512;       // whose weight gradients stay in the first-level cache in a pass by columns
+constexpr int64_t kFewestColumns = 64;  // for a thread in such a pass
+
+// Whether the weight gradients are summed by columns, in a second reading of the rows. Sums of small chunks are much
+// memory beside the rows; a matrix that stays in the cache is read again at little cost.
+bool sum_by_columns(int64_t rows, int64_t d) {
+  const int64_t chunk = chunk_rows(rows, d);
+  return chunk < rows && (chunk < 8 || (chunk < 32 && rows * d <= 1 << 20));
+}
 
 template <typename A>
 A* result_pointer(const Tensor& x) {
@@ -166,7 +173,7 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
   const Weights weights(weight, {}, x.scalar_type(), statistics_type(x));
   const auto partial_options = x.options().dtype(statistics_type(x));
   const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
-  const bool by_columns = per_chunk < std::min(rows, kLeastChunkRows);
+  const bool by_columns = sum_by_columns(rows, d);
   const int64_t sums = by_columns ? 1 : chunks;
   const Tensor weight_partials = needs.weight ? at::cpu::empty({sums * d}, partial_options) : Tensor();
   const Tensor bias_partials = needs.bias ? at::cpu::empty({sums * d}, partial_options) : Tensor();
@@ -184,9 +191,10 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
         backward.chunks(begin, end, per_chunk, rows, by_columns ? nullptr : dw, by_columns ? nullptr : db);
       });
       if (by_columns && (needs.weight || needs.bias))
-        at::parallel_for(0, (d + kColumns - 1) / kColumns, 1, [&](int64_t begin, int64_t end) {
-          for (int64_t block = begin; block < end; ++block)
-            backward.columns(block * kColumns, std::min(d, (block + 1) * kColumns), rows, dw, db);
+        at::parallel_for(0, (d + kFewestColumns - 1) / kFewestColumns, 1, [&](int64_t begin, int64_t end) {
+          const int64_t last = std::min(d, end * kFewestColumns);
+          for (int64_t first = begin * kFewestColumns; first < last; first += kColumns)
+            backward.columns(first, std::min(last, first + kColumns), rows, dw, db);
         });
       if (needs.weight) gradients.weight = sum_partials<W, A>(weight_partials, sums, d, weights.type);
       if (needs.bias) gradients.bias = sum_partials<W, A>(bias_partials, sums, d, weights.type);
