@@ -24,8 +24,8 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
 
-// body(first column, first element, elements, their draws) over stretches of at most kDrawColumns columns of one row; it
-// writes those elements of the result, `to`. Where nothing is dropped, there are no draws.
+// body(first column, first element, elements, their draws) over stretches of at most kDrawColumns columns of one row,
+// which writes those elements of the result, `to`. Where nothing is dropped, there are no draws.
 template <typename T, typename Body>
 void for_stretches(const Tensor& x, T* to, bool drop, const Dropout& dropout, Body&& body) {
   const int64_t d = x.size(-1), rows = x.numel() / d;
