@@ -260,6 +260,21 @@ def test_decoding_step_by_step_equals_the_whole_sequence(device: torch.device) -
     assert torch.equal(whole, torch.cat(steps, 1))
 
 
+@pytest.mark.parametrize("d", [1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 33, 48, 65, 130])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_any_width_are_what_they_are_alone(dtype: torch.dtype, d: int, device: torch.device) -> None:
+    supported(device, dtype)
+    ids, weight, table = case((3, 400), 20, d, 0, dtype, device)
+    for w in (weight, weight.t().contiguous().t()):
+        with poisoned_memory():
+            whole, looked_up = embed(ids, w, table, scale=3.0), embed(ids, w)
+            placed = add_positional(looked_up, table)
+        assert torch.equal(looked_up, weight[ids])
+        for t in (0, 1, 17, 200, 399):
+            assert torch.equal(whole[1, t], embed(ids[1, t : t + 1], weight, table, scale=3.0, offset=t)[0])
+            assert torch.equal(placed[1, t], add_positional(looked_up[1:2, t : t + 1], table, t)[0, 0])
+
+
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 @pytest.mark.parametrize("weights", DTYPES, ids=str)
 def test_an_offset_for_each_sequence(weights: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:

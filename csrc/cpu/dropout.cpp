@@ -38,7 +38,7 @@ void for_stretches(const Tensor& x, T* to, bool drop, const Dropout& dropout, Bo
     int64_t row = begin / stretches, column = begin % stretches * kDrawColumns;
     for (int64_t i = begin; i < end; ++i) {
       const int64_t element = row * d + column, elements = std::min(kDrawColumns, d - column);
-      pages.reach(to + element);
+      pages.reach(to + element + elements);
       body(column, element, elements, drop ? draws.of(row, column, elements) : nullptr);
       column += kDrawColumns;
       if (column >= d) ++row, column = 0;
@@ -123,7 +123,7 @@ std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const Option
         A* own = sums + k * d;
         std::fill_n(own, d, A(0));
         for (int64_t row = k * per_chunk; row < std::min(rows, (k + 1) * per_chunk); ++row) {
-          pages.reach(to + row * d);
+          pages.reach(to + (row + 1) * d);
           for (int64_t column = 0; column < d; column += kDrawColumns) {
             const int64_t first = row * d + column, elements = std::min(kDrawColumns, d - column);
             gradient_of_stretch(

@@ -84,10 +84,10 @@ void forward_rows(Matrix<T> x, Matrix<T> residual, const W* weight, const W* bia
     RowDraws draws(dropout, d, end);
     int64_t added = residual ? begin : end;  // rows before it are in `summed`, a cache's worth ahead of their norm
     for (int64_t r = begin; r < end; ++r) {
-      out_pages.reach(out.row(r));
+      out_pages.reach(out.row(r + 1));
       if (r == added) {
         added = std::min(end, r + std::max<int64_t>(1, kAdded / d));
-        summed_pages.reach(summed.row(r));
+        summed_pages.reach(summed.row(added));
         add_rows<T>(x, residual, summed, r, added, d, drop, dropout, draws);
       }
       A mean_r, rstd_r;

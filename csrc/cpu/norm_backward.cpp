@@ -142,8 +142,8 @@ struct Backward {
       for (int64_t first = k * size; first < last; first += kAddedRows) {
         const int64_t next = std::min(last, first + kAddedRows);
         for (int64_t r = first; grad_x && r < next; ++r) {
-          x_pages.reach(grad_x.row(r));
-          residual_pages.reach(grad_residual.row(r));
+          x_pages.reach(grad_x.row(r + 1));
+          residual_pages.reach(grad_residual.row(r + 1));
           row(r, draws);
         }
         if (dw || db) add_weights(first, next, 0, d, own_dw, own_db);  // of rows that are still in the cache

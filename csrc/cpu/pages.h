@@ -34,10 +34,10 @@ class Pages {
     if (end_ - next_ < kLeastBytes || !fresh(next_ + pages / 2 * kPageBytes)) end_ = next_;
   }
 
-  // To be called before `place` is written, and all up to that of the next call.
+  // To be called before anything up to `place` is written.
   template <typename T>
   void reach(const T* place) {
-    if (next_ < end_ && reinterpret_cast<intptr_t>(place) >= next_) populate();
+    while (next_ < end_ && next_ < reinterpret_cast<intptr_t>(place)) populate();
   }
 
  private:

@@ -148,11 +148,8 @@ py::object add_positional(py::handle x_, py::handle table_, py::handle offset_, 
   Tensor out;
   {
     const py::gil_scoped_release no_gil;
-    if (dropout_p == 0 && !offset.each && x.scalar_type() == table.scalar_type())  // one pass in PyTorch already
-      out = x.add(table.narrow(0, offset.common, x.size(-2)));
-    else
-      out = needs_gradient(x) ? AddPositional::forward(x, table, offset.each, seed, offset.common, dropout_p)
-                              : add_positional_kernel()(x, table, offset.common, offset.each, dropout_p, seed);
+    out = needs_gradient(x) ? AddPositional::forward(x, table, offset.each, seed, offset.common, dropout_p)
+                            : add_positional_kernel()(x, table, offset.common, offset.each, dropout_p, seed);
   }
   return wrap(out);
   END_HANDLE_TH_ERRORS_PYBIND

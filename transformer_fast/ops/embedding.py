@@ -111,7 +111,7 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
     _check_table("add_positional", table, "x", x, offset, x.shape[-2])
     _check_options("add_positional", offset, dropout_p)
     if dropout_p == 0.0 and offsets is None and x.dtype == table.dtype:  # one pass in plain PyTorch already
-        return x + table[offset : offset + x.shape[-2]]
+        return (x + table[offset : offset + x.shape[-2]]).contiguous()
     backend = backends.resolve("embedding", x.device, x.dtype)
     if backend == "reference":
         return reference.embedding.add_positional(x, table, offset if offsets is None else offsets, dropout_p, seed)
