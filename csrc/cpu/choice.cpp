@@ -52,7 +52,7 @@ float find_log_normalizer(const float* row, int64_t columns) {
   for_columns<float>(0, columns, [&](int64_t c, auto count, int slot) {
     sums[slot] += exponential(load(row + c, count, -kInfinity) - shift);
   });
-  return shift + std::log(sum<float>(sums));
+  return shift + std::log(sum(sums));
 }
 
 template <typename Task>

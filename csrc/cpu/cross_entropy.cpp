@@ -41,7 +41,7 @@ A row_loss(T* x, int64_t vocabulary, int64_t target, A smoothing, bool gradient)
   for_columns<A>(0, vocabulary, [&](int64_t c, auto count, int slot) {
     totals[slot] += exponential(load(x + c, count, kLowest) - peak);
   });
-  const A total = sum<A>(totals), lse = peak + std::log(total);
+  const A total = sum(totals), lse = peak + std::log(total);
   if (gradient) {
     const A even = smoothing / vocabulary, scale = 1 / total;
     for_columns<A>(0, vocabulary, [&](int64_t c, auto count, int) {
@@ -50,7 +50,7 @@ A row_loss(T* x, int64_t vocabulary, int64_t target, A smoothing, bool gradient)
     // Once more from its own terms: the difference of two 16-bit numbers would be rounded twice.
     x[target] = static_cast<T>(std::exp(at_target - peak) * scale - even - (1 - smoothing));
   }
-  const A smooth = smoothing > 0 ? smoothing * (lse - sum<A>(sums) / vocabulary) : A(0);
+  const A smooth = smoothing > 0 ? smoothing * (lse - sum(sums) / vocabulary) : A(0);
   return (1 - smoothing) * (lse - at_target) + smooth;
 }
 

@@ -144,7 +144,7 @@ class RowDraws {
  public:
   // Of the rows before `end`.
   RowDraws(const Dropout& dropout, int64_t d, int64_t end)
-      : dropout_(dropout), calls_((d + kDrawsPerCall - 1) / kDrawsPerCall), end_(end) {}
+      : dropout_(dropout), d_(d), calls_((d + kDrawsPerCall - 1) / kDrawsPerCall), end_(end) {}
 
   // As Dropout::draw, valid until the next call.
   const uint16_t* of(int64_t row, int64_t column, int64_t count) {
@@ -152,11 +152,28 @@ class RowDraws {
       dropout_.draw(row, column, count, draws_);
       return draws_;
     }
-    if (row < first_ || row >= last_) draw_rows(row);
-    return draws_ + (row - first_) * calls_ * kDrawsPerCall + column;
+    return of_narrow(row) + column;
+  }
+
+  // The draws of narrow rows, of kDrawColumns elements together at most, side by side and as long as the rows.
+  const uint16_t* side_by_side(int64_t first, int64_t last) {
+    const uint16_t* const held = of_narrow(first);
+    if (d_ % kDrawsPerCall == 0 && last <= last_) return held;
+    uint16_t* place = packed_;
+    for (int64_t row = first; row < last; ++row, place += d_) {
+      const uint16_t* const draws = of_narrow(row);
+      for (int64_t c = 0; c < d_; c += kDrawsPerCall)  // more than there are, which the next row overwrites
+        std::memcpy(place + c, draws + c, kDrawsPerCall * sizeof(uint16_t));
+    }
+    return packed_;
   }
 
  private:
+  const uint16_t* of_narrow(int64_t row) {
+    if (row < first_ || row >= last_) draw_rows(row);
+    return draws_ + (row - first_) * calls_ * kDrawsPerCall;
+  }
+
   void draw_rows(int64_t row) {
     first_ = row;
     last_ = std::min(end_, row + kDrawColumns / kDrawsPerCall / calls_);
@@ -168,9 +185,10 @@ class RowDraws {
   }
 
   const Dropout dropout_;
-  const int64_t calls_, end_;
+  const int64_t d_, calls_, end_;
   int64_t first_ = 0, last_ = 0;  // the narrow rows whose draws are held
   alignas(64) uint16_t draws_[kDrawRoom];
+  alignas(64) uint16_t packed_[kDrawColumns + kDrawsPerCall];
 };
 
 // None where p is 0; else by the seed, an int64 in a tensor.

@@ -24,18 +24,40 @@ using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
 
-// body(first column, first element, elements, their draws) over stretches of at most kDrawColumns columns of one row,
-// which writes those elements of the result, `to`. Where nothing is dropped, there are no draws.
+// Narrow rows that are handled as one. Their first column is 0, and what there is for each column they find repeated.
+template <typename A>
+int64_t rows_as_one(int64_t d) {
+  return d <= kNarrow<A> ? kDrawColumns / d : 1;
+}
+
+// body(first row, last row) over the rows [begin, end), so many at a time.
+template <typename Body>
+void for_blocks(int64_t begin, int64_t end, int64_t rows, const Body& body) {
+  for (int64_t first = begin; first < end; first += rows) body(first, std::min(end, first + rows));
+}
+
+// body(first column, first element, elements, their draws) over stretches of at most kDrawColumns elements, of one row or
+// of narrow ones as one, which writes those elements of the result, `to`. Where nothing is dropped, there are no draws.
 template <typename T, typename Body>
 void for_stretches(const Tensor& x, T* to, bool drop, const Dropout& dropout, Body&& body) {
-  const int64_t d = x.size(-1), rows = x.numel() / d;
+  const int64_t d = x.size(-1), rows = x.numel() / d, block = rows_as_one<Accumulate<T>>(d);
+  if (block > 1) {
+    at::parallel_for(0, rows, kGrain / d, [&](int64_t begin, int64_t end) __attribute__((flatten)) {
+      Pages pages(to + begin * d, to + end * d);
+      RowDraws draws(dropout, d, end);
+      for_blocks(begin, end, block, [&](int64_t first, int64_t last) {
+        pages.reach(to + last * d);
+        body(0, first * d, (last - first) * d, drop ? draws.side_by_side(first, last) : nullptr);
+      });
+    });
+    return;
+  }
   const int64_t stretches = (d + kDrawColumns - 1) / kDrawColumns;
   const int64_t grain = std::max<int64_t>(1, kGrain / std::min(d, kDrawColumns));
   at::parallel_for(0, rows * stretches, grain, [&](int64_t begin, int64_t end) __attribute__((flatten)) {
-    const auto first = [&](int64_t i) { return i / stretches * d + i % stretches * kDrawColumns; };
-    Pages pages(to + first(begin), to + first(end));
-    RowDraws draws(dropout, d, rows);
     int64_t row = begin / stretches, column = begin % stretches * kDrawColumns;
+    Pages pages(to + row * d + column, to + end / stretches * d + end % stretches * kDrawColumns);
+    RowDraws draws(dropout, d, rows);
     for (int64_t i = begin; i < end; ++i) {
       const int64_t element = row * d + column, elements = std::min(kDrawColumns, d - column);
       pages.reach(to + element + elements);
@@ -46,6 +68,17 @@ void for_stretches(const Tensor& x, T* to, bool drop, const Dropout& dropout, Bo
   });
 }
 
+// A bias as for_stretches() finds it: in the type of the arithmetic, repeated for narrow rows.
+template <typename A>
+Tensor bias_for_stretches(const Tensor& bias, int64_t rows) {
+  const Tensor biases = bias.to(c10::CppTypeToScalarType<A>::value).contiguous();
+  const int64_t d = biases.numel(), block = std::min(rows, rows_as_one<A>(d));
+  if (block == 1) return biases;
+  const Tensor repeated = at::cpu::empty({block * d}, biases.options());
+  for (int64_t r = 0; r < block; ++r) std::copy_n(biases.const_data_ptr<A>(), d, repeated.mutable_data_ptr<A>() + r * d);
+  return repeated;
+}
+
 Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
                const OptionalTensor& seed) {
   const Tensor input = x.contiguous(), added = residual ? residual->contiguous() : Tensor();
@@ -54,7 +87,7 @@ Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
   const Dropout dropout = dropout_of(p, seed);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "dropout", [&] {
     using A = Accumulate<scalar_t>;
-    const Tensor biases = bias ? bias->to(c10::CppTypeToScalarType<A>::value).contiguous() : Tensor();
+    const Tensor biases = bias ? bias_for_stretches<A>(*bias, x.numel() / x.size(-1)) : Tensor();
     const A* offsets = bias ? biases.const_data_ptr<A>() : nullptr;
     const scalar_t* from = input.const_data_ptr<scalar_t>();
     const scalar_t* add = residual ? added.const_data_ptr<scalar_t>() : nullptr;
@@ -74,10 +107,10 @@ Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
   return out;
 }
 
-// The gradient of `elements` columns of one row, each vector of it passed to sum(column, vector, count).
+// The gradient of some elements, each vector of it passed to sum(first of them, vector, count).
 template <typename T, typename Sum>
-void gradient_of_stretch(const T* from, const T* positive, T* to, int64_t column, int64_t elements,
-                         const Dropout& dropout, const uint16_t* draws, const Sum& sum) {
+void gradient_of_stretch(const T* from, const T* positive, T* to, int64_t elements, const Dropout& dropout,
+                         const uint16_t* draws, const Sum& sum) {
   using A = Accumulate<T>;
   for_columns<A>(0, elements, [&](int64_t c, auto count, int) {
     auto v = load(from + c, count);
@@ -86,7 +119,7 @@ void gradient_of_stretch(const T* from, const T* positive, T* to, int64_t column
     else
       v = dropout.apply<A>(v, draws + c);
     store(to + c, v, count);
-    sum(column + c, v, count);
+    sum(c, v, count);
   });
 }
 
@@ -105,36 +138,44 @@ std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const Option
     const scalar_t* from = gradient.const_data_ptr<scalar_t>();
     const scalar_t* positive = relu ? output.const_data_ptr<scalar_t>() : nullptr;
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
+    const auto gradient_of = [&](int64_t first, int64_t elements, const uint16_t* draws, const auto& sum) {
+      gradient_of_stretch(from + first, positive ? positive + first : nullptr, to + first, elements, dropout, draws,
+                          sum);
+    };
     if (!has_bias) {
       for_stretches(gradient, to, !positive, dropout,
-                    [&](int64_t column, int64_t first, int64_t elements, const uint16_t* draws) {
-                      gradient_of_stretch(from + first, positive ? positive + first : nullptr, to + first, column,
-                                          elements, dropout, draws, [](int64_t, auto, auto) {});
+                    [&](int64_t, int64_t first, int64_t elements, const uint16_t* draws) {
+                      gradient_of(first, elements, draws, [](int64_t, auto, auto) {});
                     });
       return;
     }
     const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
-    const Tensor partials = at::cpu::empty({chunks * d}, sum_options);
+    const int64_t block = std::min(per_chunk, rows_as_one<A>(d));
+    const Tensor partials = at::cpu::empty({chunks * block * d}, sum_options);
     A* sums = partials.mutable_data_ptr<A>();
-    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-      RowDraws draws(dropout, d, std::min(rows, end * per_chunk));
-      Pages pages(to + begin * per_chunk * d, to + std::min(rows, end * per_chunk) * d);
+    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) __attribute__((flatten)) {
+      const int64_t last_row = std::min(rows, end * per_chunk);
+      RowDraws draws(dropout, d, last_row);
+      Pages pages(to + begin * per_chunk * d, to + last_row * d);
       for (int64_t k = begin; k < end; ++k) {
-        A* own = sums + k * d;
-        std::fill_n(own, d, A(0));
-        for (int64_t row = k * per_chunk; row < std::min(rows, (k + 1) * per_chunk); ++row) {
-          pages.reach(to + (row + 1) * d);
-          for (int64_t column = 0; column < d; column += kDrawColumns) {
-            const int64_t first = row * d + column, elements = std::min(kDrawColumns, d - column);
-            gradient_of_stretch(
-                from + first, positive ? positive + first : nullptr, to + first, column, elements, dropout,
-                positive ? nullptr : draws.of(row, column, elements),
-                [&](int64_t c, auto v, auto count) { store(own + c, load(own + c, count) + v, count); });
+        A* own = sums + k * block * d;
+        std::fill_n(own, block * d, A(0));
+        for_blocks(k * per_chunk, std::min(rows, (k + 1) * per_chunk), block, [&](int64_t first, int64_t last) {
+          pages.reach(to + last * d);
+          const int64_t columns = (last - first) * d;
+          for (int64_t column = 0; column < columns; column += kDrawColumns) {
+            const int64_t elements = std::min(kDrawColumns, columns - column);
+            const uint16_t* const drawn = positive    ? nullptr
+                                          : block > 1 ? draws.side_by_side(first, last)
+                                                      : draws.of(first, column, elements);
+            gradient_of(first * d + column, elements, drawn, [own = own + column](int64_t c, auto v, auto count) {
+              store(own + c, load(own + c, count) + v, count);
+            });
           }
-        }
+        });
       }
     });
-    grad_bias = sum_partials<A, A>(partials, chunks, d, partials.scalar_type());
+    grad_bias = sum_partials<A, A>(partials, chunks * block, d, partials.scalar_type());
   });
   return {out, grad_bias};
 }

@@ -20,10 +20,6 @@ namespace {
 
 constexpr int64_t kCopied = 16384;  // elements of rows that are copied at a time
 
-// Columns below which rows are encoded many at a time.
-template <typename A>
-constexpr int64_t kWide = 3 * kLanes<A>;
-
 // `count` elements, `stride` apart, side by side.
 template <typename T>
 void copy_columns(const T* from, int64_t stride, int64_t count, T* to) {
@@ -160,7 +156,7 @@ struct Encoding {
       Pages pages(out + begin * rows.d, out + end * rows.d);
       if (copied)
         copy(begin, end, pages);
-      else if (rows.d < kWide<A>)
+      else if (rows.d <= kNarrow<A>)
         encode_narrow(begin, end, pages);
       else
         encode_wide(begin, end, pages);
@@ -189,7 +185,6 @@ struct Encoding {
   __attribute__((flatten)) void encode_narrow(int64_t begin, int64_t end, Pages& pages) const {
     alignas(64) T source_room[kDrawColumns];
     alignas(64) Table table_room[kDrawColumns];
-    alignas(64) uint16_t draws_room[kDrawColumns + kWide<A>];
     RowDraws draws(dropout, rows.d, end);
     Positions positions(begin, rows.length, first_position);
     for_blocks(begin, end, kDrawColumns, pages, [&](int64_t first, int64_t last) {
@@ -200,10 +195,8 @@ struct Encoding {
         gather(table, [](int64_t p) { return p; }, position, position + count, rows.d,
                table_room + (r - first) * rows.d);
       }
-      for (int64_t r = first; drop && r < last; ++r)  // more than a row's draws: the next row's overwrite the rest
-        std::copy_n(draws.of(r, 0, rows.d), kWide<A>, draws_room + (r - first) * rows.d);
       encode_columns<T, Table>(
-          source_room, scale, table ? table_room : nullptr, drop ? draws_room : nullptr, dropout,
+          source_room, scale, table ? table_room : nullptr, drop ? draws.side_by_side(first, last) : nullptr, dropout,
           out + first * rows.d, (last - first) * rows.d);
     });
   }

@@ -40,23 +40,23 @@ __attribute__((flatten)) void add_row(const T* x, const T* residual, T* summed, 
   }
 }
 
-template <typename T, typename W, typename A = Accumulate<T>>
+template <int kVectors, typename T, typename W, typename A = Accumulate<T>>
 void normalize_row(const T* x, const W* weight, const W* bias, T* out, int64_t d, A eps, bool std, A& mean, A& rstd) {
   // Sums start from the first element: large offsets cancel, and a constant row has exactly itself as mean.
   const A first = static_cast<A>(x[0]);
-  Vector<A> sums[4] = {};
-  for_columns<A>(0, d, [&](int64_t c, auto count, int slot) { sums[slot] += load(x + c, count, first) - first; });
-  mean = first + sum<A>(sums) / d;
+  Vector<A> sums[slots_of(kVectors)] = {};
+  for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int slot) { sums[slot] += load(x + c, count, first) - first; });
+  mean = first + sum(sums) / d;
 
-  Vector<A> squares[4] = {};
-  for_columns<A>(0, d, [&](int64_t c, auto count, int slot) {
+  Vector<A> squares[slots_of(kVectors)] = {};
+  for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int slot) {
     const auto centred = load(x + c, count, mean) - mean;
     squares[slot] += centred * centred;
   });
-  const A total = sum<A>(squares);
+  const A total = sum(squares);
   rstd = std ? 1 / (std::sqrt(total / (d - 1)) + eps) : 1 / std::sqrt(total / d + eps);
 
-  for_columns<A>(0, d, [&](int64_t c, auto count, int) {
+  for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int) {
     auto v = (load(x + c, count) - mean) * rstd;
     if (weight) v *= load(weight + c, count);
     if (bias) v += load(bias + c, count);
@@ -76,7 +76,7 @@ void add_rows(Matrix<T> x, Matrix<T> residual, Matrix<T> summed, int64_t begin, 
   }
 }
 
-template <typename T, typename W, typename A = Accumulate<T>>
+template <int kVectors, typename T, typename W, typename A = Accumulate<T>>
 void forward_rows(Matrix<T> x, Matrix<T> residual, const W* weight, const W* bias, Matrix<T> out, Matrix<T> summed,
                   A* mean, A* rstd, int64_t rows, int64_t d, double eps, bool std, bool drop, Dropout dropout) {
   at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / d), [&](int64_t begin, int64_t end) {
@@ -91,7 +91,7 @@ void forward_rows(Matrix<T> x, Matrix<T> residual, const W* weight, const W* bia
         add_rows<T>(x, residual, summed, r, added, d, drop, dropout, draws);
       }
       A mean_r, rstd_r;
-      normalize_row<T, W>((residual ? summed : x).row(r), weight, bias, out.row(r), d, static_cast<A>(eps), std, mean_r,
+      normalize_row<kVectors>((residual ? summed : x).row(r), weight, bias, out.row(r), d, static_cast<A>(eps), std, mean_r,
                           rstd_r);
       if (mean) {
         mean[r] = mean_r;
@@ -117,9 +117,11 @@ NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const O
     using M = Matrix<scalar_t>;
     const auto run = [&](auto weight_type) {
       using W = decltype(weight_type);
-      forward_rows<scalar_t, W>(M(x_rows), M(residual_rows), pointer<W>(weights.weight), pointer<W>(weights.bias),
-                                M(result.out, d), M(result.summed, d), static_cast<A*>(mean), static_cast<A*>(rstd),
-                                rows, d, eps, std, dropout_p > 0, dropout_of(dropout_p, seed));
+      with_vectors<A>(d, [&](auto vectors) {
+        forward_rows<vectors>(M(x_rows), M(residual_rows), pointer<W>(weights.weight), pointer<W>(weights.bias),
+                              M(result.out, d), M(result.summed, d), static_cast<A*>(mean), static_cast<A*>(rstd), rows,
+                              d, eps, std, dropout_p > 0, dropout_of(dropout_p, seed));
+      });
     };
     weights.type == x.scalar_type() ? run(scalar_t{}) : run(A{});
   });

@@ -20,7 +20,7 @@
 namespace transformer_fast {
 namespace {
 
-constexpr int64_t kAddedRows = 4;       // whose part of the weight gradients is added at once
+constexpr int64_t kRowsAtOnce = 4;      // whose sums are taken together, and whose part of the weight gradients is added
 constexpr int64_t kColumns = 512;       // whose weight gradients stay in the first-level cache in a pass by columns
 constexpr int64_t kFewestColumns = 64;  // for a thread in such a pass
 
@@ -36,33 +36,11 @@ A* result_pointer(const Tensor& x) {
   return x.defined() ? x.mutable_data_ptr<A>() : nullptr;
 }
 
-// As used: dx = rstd * g - shift - (x - mean) * tilt.
+// As used, for each of kRowsAtOnce rows: dx = rstd * (g - average - (x - mean) * rstd * slope).
 template <typename A>
-struct RowGradient {
-  A shift, tilt;
+struct RowGradients {
+  Four<A> average, slope;
 };
-
-template <bool kStd, typename T, typename W, typename A = Accumulate<T>>
-RowGradient<A> row_gradient(const T* dy, const T* x, const W* weight, A mean, A rstd, int64_t d) {
-  Vector<A> g_sums[4] = {}, gh_sums[4] = {}, hh_sums[4] = {};
-  for_columns<A>(0, d, [&](int64_t c, auto count, int slot) {
-    auto g = load(dy + c, count);
-    if (weight) g *= load(weight + c, count);
-    const auto h = (load(x + c, count, mean) - mean) * rstd;
-    g_sums[slot] += g;
-    gh_sums[slot] += g * h;
-    if constexpr (kStd) hh_sums[slot] += h * h;
-  });
-  const A part = 1 / static_cast<A>(d);  // ready before the sums are
-  A slope = sum<A>(gh_sums);
-  if constexpr (kStd) {
-    const A hh = sum<A>(hh_sums);
-    slope = hh > 0 ? slope / std::sqrt(hh * (d - 1)) : 0;
-  } else {
-    slope *= part;
-  }
-  return {sum<A>(g_sums) * part * rstd, slope * rstd * rstd};
-}
 
 template <typename T, typename W>
 struct Backward {
@@ -75,43 +53,86 @@ struct Backward {
   bool std;
   Dropout dropout;
 
-  // The gradients of one row of x and of the residual. Members are copied: the stores might change them, for all that
-  // the compiler knows.
-  __attribute__((flatten)) void row(int64_t r, RowDraws& row_draws) const {
-    const T *const dy_row = dy.row(r), *const x_row = x.row(r);
-    const T* const summed_row = grad_summed ? grad_summed.row(r) : nullptr;
-    T *const to_x = grad_x.row(r), *const to_residual = grad_residual ? grad_residual.row(r) : nullptr;
-    const W* const scale = weight;
-    const A mean_r = mean[r], rstd_r = rstd[r];
-    const auto sums = std ? row_gradient<true, T, W>(dy_row, x_row, scale, mean_r, rstd_r, d)
-                          : row_gradient<false, T, W>(dy_row, x_row, scale, mean_r, rstd_r, d);
-    const A shift = sums.shift, tilt = sums.tilt;
-    const Dropout mask = dropout;
-    for (int64_t start = 0; start < d; start += kDrawColumns) {
-      const int64_t end = std::min(d, start + kDrawColumns);
-      const uint16_t* const draws = to_residual ? row_draws.of(r, start, end - start) : nullptr;
-      for_columns<A>(start, end, [&](int64_t c, auto count, int) {
-        auto gradient = load(dy_row + c, count) * rstd_r;
-        if (scale) gradient *= load(scale + c, count);
-        gradient -= shift + (load(x_row + c, count) - mean_r) * tilt;
-        if (summed_row) gradient += load(summed_row + c, count);
-        if (to_residual) {
-          store(to_residual + c, gradient, count);
-          gradient = mask.template apply<A>(gradient, draws + c - start);
-        }
-        store(to_x + c, gradient, count);
+  // Of the rows from `first` up to `last`.
+  template <bool kStd, int kVectors>
+  __attribute__((flatten)) RowGradients<A> row_gradients(int64_t first, int64_t last) const {
+    Vector<A> g_sums[kRowsAtOnce] = {}, gh_sums[kRowsAtOnce] = {}, hh_sums[kRowsAtOnce] = {};
+    for (int64_t r = first; r < last; ++r) {
+      const T *const dy_row = dy.row(r), *const x_row = x.row(r);
+      const A mean_r = mean[r], rstd_r = rstd[r];
+      constexpr int slots = slots_of(kVectors);
+      Vector<A> gs[slots] = {}, ghs[slots] = {}, hhs[slots] = {};
+      for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int slot) {
+        auto g = load(dy_row + c, count);
+        if (weight) g *= load(weight + c, count);
+        const auto h = (load(x_row + c, count, mean_r) - mean_r) * rstd_r;
+        gs[slot] += g;
+        ghs[slot] += g * h;
+        if constexpr (kStd) hhs[slot] += h * h;
       });
+      const int64_t i = r - first;
+      g_sums[i] = slots_added(gs);
+      gh_sums[i] = slots_added(ghs);
+      hh_sums[i] = slots_added(hhs);
+    }
+    const A part = 1 / static_cast<A>(d);
+    Four<A> slope = four_sums<A>(gh_sums);
+    if constexpr (kStd) {
+      const Four<A> hh = four_sums<A>(hh_sums);
+      for (int64_t i = 0; i < kRowsAtOnce; ++i) slope[i] = hh[i] > 0 ? slope[i] / std::sqrt(hh[i] * (d - 1)) : 0;
+    } else {
+      slope *= part;
+    }
+    return {four_sums<A>(g_sums) * part, slope};
+  }
+
+  // Their gradients of x and, where something was dropped, of the residual. Members are copied: the stores might change
+  // them, for all that the compiler knows.
+  template <bool kDrop, int kVectors>
+  __attribute__((flatten)) void write_rows(int64_t first, int64_t last, const RowGradients<A>& sums,
+                                           RowDraws& row_draws) const {
+    const Matrix<T> from = dy, at = x, summed = grad_summed, to = grad_x, also_to = grad_residual;
+    const W* const scale = weight;
+    const Dropout mask = dropout;
+    const int64_t columns = d;
+    for (int64_t r = first; r < last; ++r) {
+      const T *const dy_row = from.row(r), *const x_row = at.row(r);
+      const T* const summed_row = summed ? summed.row(r) : nullptr;
+      T *const to_x = to.row(r), *const to_residual = kDrop ? also_to.row(r) : nullptr;
+      const A mean_r = mean[r], rstd_r = rstd[r];
+      const A shift = sums.average[r - first] * rstd_r, tilt = sums.slope[r - first] * rstd_r * rstd_r;
+      const auto stretch = [&](int64_t start, int64_t end) {
+        const uint16_t* draws = nullptr;
+        if constexpr (kDrop) draws = row_draws.of(r, start, end - start);
+        for_columns<A, kVectors>(start, end, [&](int64_t c, auto count, int) {
+          auto gradient = load(dy_row + c, count) * rstd_r;
+          if (scale) gradient *= load(scale + c, count);
+          gradient -= shift + (load(x_row + c, count) - mean_r) * tilt;
+          if (summed_row) gradient += load(summed_row + c, count);
+          if constexpr (kDrop) {
+            store(to_residual + c, gradient, count);
+            gradient = mask.template apply<A>(gradient, draws + c - start);
+          }
+          store(to_x + c, gradient, count);
+        });
+      };
+      if constexpr (kVectors > 0 || !kDrop) {
+        stretch(0, columns);
+      } else {
+        for (int64_t start = 0; start < columns; start += kDrawColumns)
+          stretch(start, std::min(columns, start + kDrawColumns));
+      }
     }
   }
 
   // kRows rows' part of the weight gradients of some columns, added to dw and db, of which one may be absent.
-  template <int64_t kRows>
+  template <int64_t kRows, int kVectors>
   __attribute__((flatten)) void add_weights(int64_t r, int64_t first, int64_t last, A* dw, A* db) const {
     const T *dy_rows[kRows], *x_rows[kRows];
     A means[kRows], rstds[kRows];
     for (int64_t i = 0; i < kRows; ++i)
       dy_rows[i] = dy.row(r + i), x_rows[i] = x.row(r + i), means[i] = mean[r + i], rstds[i] = rstd[r + i];
-    for_columns<A>(first, last, [&](int64_t c, auto count, int) {
+    for_columns<A, kVectors>(first, last, [&](int64_t c, auto count, int) {
       Vector<A> weight_sum = dw ? load(dw + c, count) : Vector<A>{}, bias_sum = db ? load(db + c, count) : Vector<A>{};
       for (int64_t i = 0; i < kRows; ++i) {
         const auto g = load(dy_rows[i] + c, count);
@@ -123,13 +144,15 @@ struct Backward {
     });
   }
 
+  template <int kVectors>
   void add_weights(int64_t begin, int64_t end, int64_t first, int64_t last, A* dw, A* db) const {
     int64_t r = begin;
-    for (; r + kAddedRows <= end; r += kAddedRows) add_weights<kAddedRows>(r, first, last, dw, db);
-    for (; r < end; ++r) add_weights<1>(r, first, last, dw, db);
+    for (; r + kRowsAtOnce <= end; r += kRowsAtOnce) add_weights<kRowsAtOnce, kVectors>(r, first, last, dw, db);
+    for (; r < end; ++r) add_weights<1, kVectors>(r, first, last, dw, db);
   }
 
   // The chunks from `begin` up to `end` of `size` rows each; every chunk has d elements of dw and of db to itself.
+  template <int kVectors>
   void chunks(int64_t begin, int64_t end, int64_t size, int64_t rows, A* dw, A* db) const {
     RowDraws draws(dropout, d, std::min(rows, end * size));
     Pages x_pages = grad_x.pages(begin * size, std::min(rows, end * size));
@@ -139,14 +162,15 @@ struct Backward {
       if (dw) std::fill_n(own_dw, d, A(0));
       if (db) std::fill_n(own_db, d, A(0));
       const int64_t last = std::min(rows, (k + 1) * size);
-      for (int64_t first = k * size; first < last; first += kAddedRows) {
-        const int64_t next = std::min(last, first + kAddedRows);
-        for (int64_t r = first; grad_x && r < next; ++r) {
-          x_pages.reach(grad_x.row(r + 1));
-          residual_pages.reach(grad_residual.row(r + 1));
-          row(r, draws);
+      for (int64_t first = k * size; first < last; first += kRowsAtOnce) {
+        const int64_t next = std::min(last, first + kRowsAtOnce);
+        if (grad_x) {
+          const RowGradients<A> sums = std ? row_gradients<true, kVectors>(first, next) : row_gradients<false, kVectors>(first, next);
+          x_pages.reach(grad_x.row(next));
+          residual_pages.reach(grad_residual.row(next));
+          grad_residual ? write_rows<true, kVectors>(first, next, sums, draws) : write_rows<false, kVectors>(first, next, sums, draws);
         }
-        if (dw || db) add_weights(first, next, 0, d, own_dw, own_db);  // of rows that are still in the cache
+        if (dw || db) add_weights<kVectors>(first, next, 0, d, own_dw, own_db);  // of rows that are still in the cache
       }
     }
   }
@@ -155,7 +179,7 @@ struct Backward {
   void columns(int64_t first, int64_t last, int64_t rows, A* dw, A* db) const {
     if (dw) std::fill(dw + first, dw + last, A(0));
     if (db) std::fill(db + first, db + last, A(0));
-    add_weights(0, rows, first, last, dw, db);
+    add_weights<0>(0, rows, first, last, dw, db);
   }
 };
 
@@ -187,8 +211,11 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
           static_cast<const A*>(mean), static_cast<const A*>(rstd), M(gradients.x, d), M(gradients.residual, d),
           d, std, dropout_of(dropout_p, seed)};
       A *dw = result_pointer<A>(weight_partials), *db = result_pointer<A>(bias_partials);
-      at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-        backward.chunks(begin, end, per_chunk, rows, by_columns ? nullptr : dw, by_columns ? nullptr : db);
+      with_vectors<A>(d, [&](auto vectors) {
+        at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+          backward.template chunks<vectors>(begin, end, per_chunk, rows, by_columns ? nullptr : dw,
+                                            by_columns ? nullptr : db);
+        });
       });
       if (by_columns && (needs.weight || needs.bias))
         at::parallel_for(0, (d + kFewestColumns - 1) / kFewestColumns, 1, [&](int64_t begin, int64_t end) {

@@ -31,7 +31,7 @@ inline void transpose(Vector<A>* rows) {
 template <typename A>
 inline A lane_sum(Vector<A> v) {
   const Vector<A> slots[4] = {v};
-  return sum<A>(slots);
+  return sum(slots);
 }
 
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }

@@ -41,6 +41,13 @@ using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 template <typename A>
 constexpr int64_t kLanes = kVectorBytes / static_cast<int64_t>(sizeof(A));
 
+// Rows of at most so many vectors are narrow: handled without loops, or many of them as one.
+constexpr int kFewVectors = 3;
+template <typename A>
+constexpr int64_t kNarrow = kFewVectors * kLanes<A>;
+
+constexpr int slots_of(int vectors) { return vectors ? vectors : 4; }  // of a reduction, as for_columns() numbers them
+
 template <typename A>
 struct VectorOf;
 template <>
@@ -132,10 +139,9 @@ inline void narrow(c10::Half* p, Vector<float> v) {
 #endif
 }
 
-// `count` lanes, the others zero, in a loop that mostly meets whole vectors.
+// `count` lanes, the others zero.
 template <typename T>
-inline Vector<Accumulate<T>> load_some(const T* p, int64_t count) {
-  if (count == kLanes<Accumulate<T>>) return widen(p);
+inline Vector<Accumulate<T>> load_few(const T* p, int64_t count) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   const uint32_t mask = (1u << count) - 1;
   if constexpr (std::is_same_v<T, float>) return _mm512_maskz_loadu_ps(mask, p);
@@ -152,8 +158,7 @@ inline Vector<Accumulate<T>> load_some(const T* p, int64_t count) {
 }
 
 template <typename T>
-inline void store_some(T* p, Vector<Accumulate<T>> v, int64_t count) {
-  if (count == kLanes<Accumulate<T>>) return narrow(p, v);
+inline void store_few(T* p, Vector<Accumulate<T>> v, int64_t count) {
   T lanes[kLanes<Accumulate<T>>];
   narrow(lanes, v);
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -164,6 +169,17 @@ inline void store_some(T* p, Vector<Accumulate<T>> v, int64_t count) {
   if constexpr (std::is_same_v<T, double>) return _mm512_mask_storeu_pd(p, mask, v);
 #endif
   std::memcpy(p, lanes, count * sizeof(T));
+}
+
+// The same in a loop that mostly meets whole vectors.
+template <typename T>
+inline Vector<Accumulate<T>> load_some(const T* p, int64_t count) {
+  return count == kLanes<Accumulate<T>> ? widen(p) : load_few(p, count);
+}
+
+template <typename T>
+inline void store_some(T* p, Vector<Accumulate<T>> v, int64_t count) {
+  count == kLanes<Accumulate<T>> ? narrow(p, v) : store_few(p, v, count);
 }
 
 // The bits of `count` bfloat16, at most two a lane; the others zero.
@@ -225,7 +241,7 @@ inline Vector<Accumulate<T>> load(const T* p, Full<Accumulate<T>>, Accumulate<T>
 template <typename T>
 inline Vector<Accumulate<T>> load(const T* p, int64_t count, Accumulate<T> fill = 0) {
   using A = Accumulate<T>;
-  const auto v = load_some(p, count);
+  const auto v = load_few(p, count);
   if (fill == 0) return v;
   IntegerVector<A> lane;
   for (int64_t i = 0; i < kLanes<A>; ++i) lane[i] = i;
@@ -239,16 +255,25 @@ inline void store(T* p, Vector<Accumulate<T>> v, Full<Accumulate<T>>) {
 
 template <typename T>
 inline void store(T* p, Vector<Accumulate<T>> v, int64_t count) {
-  store_some(p, v, count);
+  store_few(p, v, count);
 }
 
 // body(column, count, slot) over the columns [begin, end). `slot` (0..3) tells neighbours apart, so that a reduction
-// keeps four sums and does not wait for the latency of one. GCC may call a long body for every vector: where that
-// costs, the function around the loop is __attribute__((flatten)).
-template <typename A, typename Body>
+// keeps four sums and does not wait for the latency of one. kVectors, unless 0, is how many vectors the columns are, the
+// last one perhaps not whole. GCC may call a long body for every vector: where that costs, the function around the loop
+// is __attribute__((flatten)).
+template <typename A, int kVectors = 0, typename Body>
 inline void for_columns(int64_t begin, int64_t end, Body&& body) {
   constexpr int64_t lanes = kLanes<A>;
   int64_t c = begin;
+  if constexpr (kVectors > 0) {
+    if constexpr (kVectors > 1) body(begin, Full<A>{}, 0);
+    if constexpr (kVectors > 2) body(begin + lanes, Full<A>{}, 1);
+    static_assert(kVectors <= kFewVectors);
+    c = begin + (kVectors - 1) * lanes;
+    body(c, end - c, kVectors - 1);
+    return;
+  }
   for (; c + 4 * lanes <= end; c += 4 * lanes) {
     body(c, Full<A>{}, 0);
     body(c + lanes, Full<A>{}, 1);
@@ -257,6 +282,21 @@ inline void for_columns(int64_t begin, int64_t end, Body&& body) {
   }
   for (; c + lanes <= end; c += lanes) body(c, Full<A>{}, 0);
   if (c < end) body(c, end - c, 0);
+}
+
+// body(kVectors) for rows of d columns: how many vectors they are, where that is few, else 0.
+template <typename A, typename Body>
+inline void with_vectors(int64_t d, Body&& body) {
+  switch ((d + kLanes<A> - 1) / kLanes<A>) {
+    case 1:
+      return body(std::integral_constant<int, 1>());
+    case 2:
+      return body(std::integral_constant<int, 2>());
+    case 3:
+      return body(std::integral_constant<int, 3>());
+    default:
+      return body(std::integral_constant<int, 0>());
+  }
 }
 
 template <typename V>
@@ -285,9 +325,54 @@ inline auto lanes_added(V v) {
   }
 }
 
+// Of which the last ones may be absent.
+template <typename V, size_t kSlots>
+inline V slots_added(const V (&slots)[kSlots]) {
+  if constexpr (kSlots == 1) return slots[0];
+  if constexpr (kSlots == 2) return slots[0] + slots[1];
+  if constexpr (kSlots == 3) return (slots[0] + slots[1]) + slots[2];
+  if constexpr (kSlots == 4) return (slots[0] + slots[1]) + (slots[2] + slots[3]);
+}
+
+template <typename V, size_t kSlots>
+inline auto sum(const V (&slots)[kSlots]) {
+  return lanes_added(slots_added(slots));
+}
+
+// Four numbers, such as one for each of four rows.
 template <typename A>
-inline A sum(const Vector<A> (&slots)[4]) {
-  return lanes_added((slots[0] + slots[1]) + (slots[2] + slots[3]));
+struct FourOf;
+template <>
+struct FourOf<float> {
+  typedef float Type __attribute__((vector_size(16)));
+  typedef int32_t Integer __attribute__((vector_size(16)));
+};
+template <>
+struct FourOf<double> {
+  typedef double Type __attribute__((vector_size(32)));
+  typedef int64_t Integer __attribute__((vector_size(32)));
+};
+
+template <typename A>
+using Four = typename FourOf<A>::Type;
+
+// lanes_added() of four vectors, in the same order of additions.
+template <typename A, typename V>
+inline Four<A> four_lanes_added(V a, V b, V c, V d) {
+  if constexpr (sizeof(V) > sizeof(Four<A>)) {
+    return four_lanes_added<A>(halves_added(a), halves_added(b), halves_added(c), halves_added(d));
+  } else {
+    typedef typename FourOf<A>::Integer Order;
+    const V ab = __builtin_shuffle(a, b, Order{0, 4, 1, 5}) + __builtin_shuffle(a, b, Order{2, 6, 3, 7});
+    const V cd = __builtin_shuffle(c, d, Order{0, 4, 1, 5}) + __builtin_shuffle(c, d, Order{2, 6, 3, 7});
+    return __builtin_shuffle(ab, cd, Order{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Order{2, 3, 6, 7});
+  }
+}
+
+// The sum of the lanes of each.
+template <typename A>
+inline Four<A> four_sums(const Vector<A> (&v)[4]) {
+  return four_lanes_added<A>(v[0], v[1], v[2], v[3]);
 }
 
 }  // namespace
