@@ -22,80 +22,127 @@ namespace transformer_fast {
 namespace {
 
 constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
-constexpr int64_t kAdded = 1024;   // elements of narrow rows to which the residual is added before their norm
-
-// summed = residual + dropout(x), one row.
-template <typename T>
-__attribute__((flatten)) void add_row(const T* x, const T* residual, T* summed, int64_t row, int64_t d, bool drop,
-                                      const Dropout& dropout, RowDraws& row_draws) {
+// summed = residual + dropout(x), some elements of it; each vector is passed to sum(vector, count, slot).
+template <typename T, typename Sum>
+void add(const T* x, const T* residual, T* summed, int64_t elements, const uint16_t* draws, const Dropout& dropout,
+         const Sum& sum) {
   using A = Accumulate<T>;
-  for (int64_t start = 0; start < d; start += kDrawColumns) {
-    const int64_t end = std::min(d, start + kDrawColumns);
-    const uint16_t* const draws = drop ? row_draws.of(row, start, end - start) : nullptr;
-    for_columns<A>(start, end, [&](int64_t c, auto count, int) {
+  with_flag(draws, [&](auto drop) {
+    for_columns<A>(0, elements, [&, dropout = dropout](int64_t c, auto count, int slot) {
       auto v = load(x + c, count);
-      if (drop) v = dropout.apply<A>(v, draws + c - start);
-      store(summed + c, load(residual + c, count) + v, count);
+      if constexpr (drop) v = dropout.template apply<A>(v, draws + c);
+      v += load(residual + c, count);
+      store(summed + c, v, count);
+      sum(v, count, slot);
     });
-  }
+  });
 }
 
-template <int kVectors, typename T, typename W, typename A = Accumulate<T>>
-void normalize_row(const T* x, const W* weight, const W* bias, T* out, int64_t d, A eps, bool std, A& mean, A& rstd) {
-  // Sums start from the first element: large offsets cancel, and a constant row has exactly itself as mean.
+// summed = residual + dropout(x), where each of them may be absent.
+template <typename T>
+struct Addition {
+  Matrix<T> x, residual, summed;
+  int64_t d;
+  bool drop;
+  Dropout dropout;
+
+  // One row, in stretches of which the draws are held.
+  template <typename Sum>
+  void row(int64_t r, RowDraws& draws, const Sum& sum) const {
+    const int64_t most = drop ? kDrawColumns : d;
+    for (int64_t start = 0; start < d; start += most) {
+      const int64_t columns = std::min(most, d - start);
+      add(x.row(r) + start, residual.row(r) + start, summed.row(r) + start, columns,
+          drop ? draws.of(r, start, columns) : nullptr, dropout, sum);
+    }
+  }
+
+  // One row, whose mean it returns.
+  __attribute__((flatten)) T row_and_mean(int64_t r, RowDraws& draws) const {
+    const T first = drop ? residual.row(r)[0] : x.row(r)[0] + residual.row(r)[0];
+    Vector<T> sums[4] = {};
+    row(r, draws, [&](auto v, auto count, int slot) { sums[slot] += filled<T>(v, count, first) - first; });
+    return first + sum(sums) / d;
+  }
+
+  // The rows from `first` up to `last`: as one where they are neighbours and so are their draws.
+  __attribute__((flatten)) void rows(int64_t first, int64_t last, RowDraws& draws) const {
+    const auto no_sum = [](auto, auto, int) {};
+    if (x.stride == d && residual.stride == d && (!drop || d <= kNarrow<Accumulate<T>>)) {
+      add(x.row(first), residual.row(first), summed.row(first), (last - first) * d,
+          drop ? draws.side_by_side(first, last) : nullptr, dropout, no_sum);
+    } else {
+      for (int64_t r = first; r < last; ++r) row(r, draws, no_sum);
+    }
+  }
+};
+
+// Sums start from the first element: large offsets cancel, and a constant row has exactly itself as mean.
+template <int kVectors, typename T, typename A = Accumulate<T>>
+A row_mean(const T* x, int64_t d) {
   const A first = static_cast<A>(x[0]);
   Vector<A> sums[slots_of(kVectors)] = {};
   for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int slot) { sums[slot] += load(x + c, count, first) - first; });
-  mean = first + sum(sums) / d;
+  return first + sum(sums) / d;
+}
 
+// Of one row with the given mean: its norm, and rstd as the result. The lines to be written are asked for while the
+// squares are summed, those `ahead`, which come next, while the norm is written.
+template <int kVectors, typename T, typename W, typename A = Accumulate<T>>
+A normalize_row(const T* x, const W* weight, const W* bias, T* out, const T* ahead, int64_t d, A eps, bool std, A mean) {
   Vector<A> squares[slots_of(kVectors)] = {};
   for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int slot) {
+    __builtin_prefetch(out + c, 1);
     const auto centred = load(x + c, count, mean) - mean;
     squares[slot] += centred * centred;
   });
   const A total = sum(squares);
-  rstd = std ? 1 / (std::sqrt(total / (d - 1)) + eps) : 1 / std::sqrt(total / d + eps);
+  const A rstd = std ? 1 / (std::sqrt(total / (d - 1)) + eps) : 1 / std::sqrt(total / d + eps);
 
-  for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int) {
-    auto v = (load(x + c, count) - mean) * rstd;
-    if (weight) v *= load(weight + c, count);
-    if (bias) v += load(bias + c, count);
-    store(out + c, v, count);
+  with_flags(weight, bias, [&](auto has_weight, auto has_bias) {
+    for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int) {
+      auto v = (load(x + c, count) - mean) * rstd;
+      if constexpr (has_weight && has_bias)
+        v = v * load(weight + c, count) + load(bias + c, count);
+      else if constexpr (has_weight)
+        v *= load(weight + c, count);
+      else if constexpr (has_bias)
+        v += load(bias + c, count);
+      store(out + c, v, count);
+      __builtin_prefetch(ahead + c, 1);
+    });
   });
-}
-
-// The same of rows [begin, end): as one long row where nothing tells them apart.
-template <typename T>
-void add_rows(Matrix<T> x, Matrix<T> residual, Matrix<T> summed, int64_t begin, int64_t end, int64_t d, bool drop,
-              const Dropout& dropout, RowDraws& draws) {
-  if (!drop && x.stride == d && residual.stride == d) {
-    add_row<T>(x.row(begin), residual.row(begin), summed.row(begin), begin, (end - begin) * d, drop, dropout, draws);
-  } else {
-    for (int64_t r = begin; r < end; ++r)
-      add_row<T>(x.row(r), residual.row(r), summed.row(r), r, d, drop, dropout, draws);
-  }
+  return rstd;
 }
 
 template <int kVectors, typename T, typename W, typename A = Accumulate<T>>
-void forward_rows(Matrix<T> x, Matrix<T> residual, const W* weight, const W* bias, Matrix<T> out, Matrix<T> summed,
-                  A* mean, A* rstd, int64_t rows, int64_t d, double eps, bool std, bool drop, Dropout dropout) {
+void forward_rows(const Addition<T>& added, const W* weight, const W* bias, Matrix<T> out, A* mean, A* rstd,
+                  int64_t rows, double eps, bool std) {
+  // A wide row is summed as it is added. What is narrow, or rounded as it is stored, is added a cache's worth ahead.
+  constexpr bool kAddsAndSums = kVectors == 0 && std::is_same_v<T, A>;
+  const int64_t d = added.d, block = std::max<int64_t>(1, kDrawColumns / d);
+  const Matrix<T> x = added.residual ? added.summed : added.x;
+  const bool asks_ahead = added.residual && d * sizeof(T) < kPageBytes;  // the lines of more would push out those in use
   at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / d), [&](int64_t begin, int64_t end) {
-    Pages out_pages = out.pages(begin, end), summed_pages = summed.pages(begin, end);
-    RowDraws draws(dropout, d, end);
-    int64_t added = residual ? begin : end;  // rows before it are in `summed`, a cache's worth ahead of their norm
-    for (int64_t r = begin; r < end; ++r) {
-      out_pages.reach(out.row(r + 1));
-      if (r == added) {
-        added = std::min(end, r + std::max<int64_t>(1, kAdded / d));
-        summed_pages.reach(summed.row(added));
-        add_rows<T>(x, residual, summed, r, added, d, drop, dropout, draws);
+    Pages out_pages = out.pages(begin, end), summed_pages = added.summed.pages(begin, end);
+    RowDraws draws(added.dropout, d, end);
+    for (int64_t first = begin, last; first < end; first = last) {
+      last = std::min(end, first + block);
+      out_pages.reach(out.row(last));
+      if (added.residual) {
+        summed_pages.reach(added.summed.row(last));
+        if constexpr (!kAddsAndSums) added.rows(first, last, draws);
       }
-      A mean_r, rstd_r;
-      normalize_row<kVectors>((residual ? summed : x).row(r), weight, bias, out.row(r), d, static_cast<A>(eps), std, mean_r,
-                          rstd_r);
-      if (mean) {
-        mean[r] = mean_r;
-        rstd[r] = rstd_r;
+      for (int64_t r = first; r < last; ++r) {
+        A mean_r;
+        if constexpr (kAddsAndSums)
+          mean_r = added.residual ? added.row_and_mean(r, draws) : row_mean<kVectors>(x.row(r), d);
+        else
+          mean_r = row_mean<kVectors>(x.row(r), d);
+        const T* const ahead = asks_ahead ? x.row(r + 1) : out.row(r);
+        const A rstd_r = normalize_row<kVectors>(x.row(r), weight, bias, out.row(r), ahead, d, static_cast<A>(eps), std,
+                                                 mean_r);
+        if (mean) mean[r] = mean_r, rstd[r] = rstd_r;
       }
     }
   });
@@ -117,10 +164,11 @@ NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const O
     using M = Matrix<scalar_t>;
     const auto run = [&](auto weight_type) {
       using W = decltype(weight_type);
+      const Addition<scalar_t> added{M(x_rows), M(residual_rows), M(result.summed, d), d, dropout_p > 0,
+                                     dropout_of(dropout_p, seed)};
       with_vectors<A>(d, [&](auto vectors) {
-        forward_rows<vectors>(M(x_rows), M(residual_rows), pointer<W>(weights.weight), pointer<W>(weights.bias),
-                              M(result.out, d), M(result.summed, d), static_cast<A*>(mean), static_cast<A*>(rstd), rows,
-                              d, eps, std, dropout_p > 0, dropout_of(dropout_p, seed));
+        forward_rows<vectors>(added, pointer<W>(weights.weight), pointer<W>(weights.bias), M(result.out, d),
+                              static_cast<A*>(mean), static_cast<A*>(rstd), rows, eps, std);
       });
     };
     weights.type == x.scalar_type() ? run(scalar_t{}) : run(A{});

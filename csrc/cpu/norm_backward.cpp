@@ -20,7 +20,10 @@
 namespace transformer_fast {
 namespace {
 
-constexpr int64_t kRowsAtOnce = 4;      // whose sums are taken together, and whose part of the weight gradients is added
+constexpr int kRowsAtOnce = 4;          // whose sums are taken together, where that is faster:
+constexpr int64_t kCached = 1048576;    // where the matrix is at most so many bytes,
+constexpr int64_t kShort = 64;          // or a row at most so many columns,
+constexpr int64_t kLong = 4096;         // or at least so many; else the memory is faster one row after another
 constexpr int64_t kColumns = 512;       // whose weight gradients stay in the first-level cache in a pass by columns
 constexpr int64_t kFewestColumns = 64;  // for a thread in such a pass
 
@@ -36,7 +39,7 @@ A* result_pointer(const Tensor& x) {
   return x.defined() ? x.mutable_data_ptr<A>() : nullptr;
 }
 
-// As used, for each of kRowsAtOnce rows: dx = rstd * (g - average - (x - mean) * rstd * slope).
+// As used, for each of at most kRowsAtOnce rows: dx = rstd * (g - average - (x - mean) * rstd * slope).
 template <typename A>
 struct RowGradients {
   Four<A> average, slope;
@@ -53,37 +56,49 @@ struct Backward {
   bool std;
   Dropout dropout;
 
-  // Of the rows from `first` up to `last`.
-  template <bool kStd, int kVectors>
-  __attribute__((flatten)) RowGradients<A> row_gradients(int64_t first, int64_t last) const {
-    Vector<A> g_sums[kRowsAtOnce] = {}, gh_sums[kRowsAtOnce] = {}, hh_sums[kRowsAtOnce] = {};
-    for (int64_t r = first; r < last; ++r) {
-      const T *const dy_row = dy.row(r), *const x_row = x.row(r);
-      const A mean_r = mean[r], rstd_r = rstd[r];
-      constexpr int slots = slots_of(kVectors);
-      Vector<A> gs[slots] = {}, ghs[slots] = {}, hhs[slots] = {};
-      for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int slot) {
-        auto g = load(dy_row + c, count);
-        if (weight) g *= load(weight + c, count);
-        const auto h = (load(x_row + c, count, mean_r) - mean_r) * rstd_r;
-        gs[slot] += g;
-        ghs[slot] += g * h;
-        if constexpr (kStd) hhs[slot] += h * h;
-      });
-      const int64_t i = r - first;
-      g_sums[i] = slots_added(gs);
-      gh_sums[i] = slots_added(ghs);
-      hh_sums[i] = slots_added(hhs);
+  // Of kRows rows from `first` on; where dw and db are given, their part of the weight gradients is added to them.
+  template <bool kStd, int kRows, int kVectors>
+  __attribute__((flatten)) RowGradients<A> row_gradients(int64_t first, A* dw, A* db) const {
+    const W* const scale = weight;
+    const T *dy_rows[kRows], *x_rows[kRows];
+    A means[kRows], rstds[kRows];
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t r = first + i;
+      dy_rows[i] = dy.row(r), x_rows[i] = x.row(r), means[i] = mean[r], rstds[i] = rstd[r];
     }
+    Vector<A> g_sums[kRowsAtOnce] = {}, gh_sums[kRowsAtOnce] = {}, hh_sums[kRowsAtOnce] = {};
+    with_flags(scale, dw, [&](auto has_weight, auto has_sums) {
+      for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int) {
+        Vector<A> w, dw_sum, db_sum;
+        if constexpr (has_weight) w = load(scale + c, count);
+        if constexpr (has_sums) dw_sum = load(dw + c, count), db_sum = load(db + c, count);
+#pragma GCC unroll 4
+        for (int i = 0; i < kRows; ++i) {
+          const auto y = load(dy_rows[i] + c, count);
+          const auto h = (load(x_rows[i] + c, count, means[i]) - means[i]) * rstds[i];
+          auto g = y;
+          if constexpr (has_weight) g *= w;
+          g_sums[i] += g;
+          gh_sums[i] += g * h;
+          if constexpr (kStd) hh_sums[i] += h * h;
+          if constexpr (has_sums) dw_sum += y * h, db_sum += y;
+        }
+        if constexpr (has_sums) store(dw + c, dw_sum, count), store(db + c, db_sum, count);
+      });
+    });
+    const auto totals = [](const auto& sums) {
+      if constexpr (kRows == 1) return Four<A>{lanes_added(sums[0])};
+      return four_sums<A>(sums);
+    };
     const A part = 1 / static_cast<A>(d);
-    Four<A> slope = four_sums<A>(gh_sums);
+    Four<A> slope = totals(gh_sums);
     if constexpr (kStd) {
-      const Four<A> hh = four_sums<A>(hh_sums);
-      for (int64_t i = 0; i < kRowsAtOnce; ++i) slope[i] = hh[i] > 0 ? slope[i] / std::sqrt(hh[i] * (d - 1)) : 0;
+      const Four<A> hh = totals(hh_sums);
+      for (int i = 0; i < kRows; ++i) slope[i] = hh[i] > 0 ? slope[i] / std::sqrt(hh[i] * (d - 1)) : 0;
     } else {
       slope *= part;
     }
-    return {four_sums<A>(g_sums) * part, slope};
+    return {totals(g_sums) * part, slope};
   }
 
   // Their gradients of x and, where something was dropped, of the residual. Members are copied: the stores might change
@@ -104,16 +119,18 @@ struct Backward {
       const auto stretch = [&](int64_t start, int64_t end) {
         const uint16_t* draws = nullptr;
         if constexpr (kDrop) draws = row_draws.of(r, start, end - start);
-        for_columns<A, kVectors>(start, end, [&](int64_t c, auto count, int) {
-          auto gradient = load(dy_row + c, count) * rstd_r;
-          if (scale) gradient *= load(scale + c, count);
-          gradient -= shift + (load(x_row + c, count) - mean_r) * tilt;
-          if (summed_row) gradient += load(summed_row + c, count);
-          if constexpr (kDrop) {
-            store(to_residual + c, gradient, count);
-            gradient = mask.template apply<A>(gradient, draws + c - start);
-          }
-          store(to_x + c, gradient, count);
+        with_flags(scale, summed_row, [&](auto has_weight, auto has_summed) {
+          for_columns<A, kVectors>(start, end, [&](int64_t c, auto count, int) {
+            auto gradient = load(dy_row + c, count) * rstd_r;
+            if constexpr (has_weight) gradient *= load(scale + c, count);
+            gradient -= shift + (load(x_row + c, count) - mean_r) * tilt;
+            if constexpr (has_summed) gradient += load(summed_row + c, count);
+            if constexpr (kDrop) {
+              store(to_residual + c, gradient, count);
+              gradient = mask.template apply<A>(gradient, draws + c - start);
+            }
+            store(to_x + c, gradient, count);
+          });
         });
       };
       if constexpr (kVectors > 0 || !kDrop) {
@@ -125,61 +142,69 @@ struct Backward {
     }
   }
 
-  // kRows rows' part of the weight gradients of some columns, added to dw and db, of which one may be absent.
-  template <int64_t kRows, int kVectors>
+  // The weight gradients of some columns, kRows rows' part of them, added to dw and db.
+  template <int kRows>
   __attribute__((flatten)) void add_weights(int64_t r, int64_t first, int64_t last, A* dw, A* db) const {
     const T *dy_rows[kRows], *x_rows[kRows];
     A means[kRows], rstds[kRows];
-    for (int64_t i = 0; i < kRows; ++i)
+    for (int i = 0; i < kRows; ++i)
       dy_rows[i] = dy.row(r + i), x_rows[i] = x.row(r + i), means[i] = mean[r + i], rstds[i] = rstd[r + i];
-    for_columns<A, kVectors>(first, last, [&](int64_t c, auto count, int) {
-      Vector<A> weight_sum = dw ? load(dw + c, count) : Vector<A>{}, bias_sum = db ? load(db + c, count) : Vector<A>{};
-      for (int64_t i = 0; i < kRows; ++i) {
-        const auto g = load(dy_rows[i] + c, count);
-        weight_sum += g * rstds[i] * (load(x_rows[i] + c, count) - means[i]);
-        bias_sum += g;
+    for_columns<A>(first, last, [&](int64_t c, auto count, int) {
+      Vector<A> dw_sum = load(dw + c, count), db_sum = load(db + c, count);
+      for (int i = 0; i < kRows; ++i) {
+        const auto y = load(dy_rows[i] + c, count);
+        dw_sum += y * ((load(x_rows[i] + c, count) - means[i]) * rstds[i]);
+        db_sum += y;
       }
-      if (dw) store(dw + c, weight_sum, count);
-      if (db) store(db + c, bias_sum, count);
+      store(dw + c, dw_sum, count);
+      store(db + c, db_sum, count);
     });
   }
 
-  template <int kVectors>
-  void add_weights(int64_t begin, int64_t end, int64_t first, int64_t last, A* dw, A* db) const {
+  // The same of the rows from `begin` up to `end`, and of them alone.
+  void sum_weights(int64_t begin, int64_t end, int64_t first, int64_t last, A* dw, A* db) const {
+    std::fill(dw + first, dw + last, A(0));
+    std::fill(db + first, db + last, A(0));
     int64_t r = begin;
-    for (; r + kRowsAtOnce <= end; r += kRowsAtOnce) add_weights<kRowsAtOnce, kVectors>(r, first, last, dw, db);
-    for (; r < end; ++r) add_weights<1, kVectors>(r, first, last, dw, db);
+    for (; r + kRowsAtOnce <= end; r += kRowsAtOnce) add_weights<kRowsAtOnce>(r, first, last, dw, db);
+    for (; r < end; ++r) add_weights<1>(r, first, last, dw, db);
   }
 
-  // The chunks from `begin` up to `end` of `size` rows each; every chunk has d elements of dw and of db to itself.
+  // The gradients of the rows from `begin` up to `end` and, where dw and db are given, their part of the weights'.
+  template <int kVectors>
+  void chunk(int64_t begin, int64_t end, bool together, A* dw, A* db, RowDraws& draws, Pages& x_pages,
+             Pages& residual_pages) const {
+    const auto rows = [&](int64_t first, auto count) {
+      constexpr int kRows = count;
+      x_pages.reach(grad_x.row(first + kRows));
+      residual_pages.reach(grad_residual.row(first + kRows));
+      const RowGradients<A> sums = std ? row_gradients<true, kRows, kVectors>(first, dw, db)
+                                       : row_gradients<false, kRows, kVectors>(first, dw, db);
+      grad_residual ? write_rows<true, kVectors>(first, first + kRows, sums, draws)
+                    : write_rows<false, kVectors>(first, first + kRows, sums, draws);
+    };
+    if (dw) std::fill_n(dw, d, A(0)), std::fill_n(db, d, A(0));
+    int64_t r = begin;
+    if (together)
+      for (; r + kRowsAtOnce <= end; r += kRowsAtOnce) rows(r, std::integral_constant<int, kRowsAtOnce>());
+    for (; r < end; ++r) rows(r, std::integral_constant<int, 1>());
+  }
+
+  // The chunks from `begin` up to `end` of `size` rows each, `rows` in all. Every chunk has d elements of dw and db.
   template <int kVectors>
   void chunks(int64_t begin, int64_t end, int64_t size, int64_t rows, A* dw, A* db) const {
-    RowDraws draws(dropout, d, std::min(rows, end * size));
-    Pages x_pages = grad_x.pages(begin * size, std::min(rows, end * size));
-    Pages residual_pages = grad_residual.pages(begin * size, std::min(rows, end * size));
-    for (int64_t k = begin; k < end; ++k) {
+    const int64_t first = begin * size, last = std::min(rows, end * size);
+    const bool together = d <= kShort || d >= kLong || rows * d * static_cast<int64_t>(sizeof(T)) <= kCached;
+    RowDraws draws(dropout, d, last);
+    Pages x_pages = grad_x.pages(first, last), residual_pages = grad_residual.pages(first, last);
+    for (int64_t k = begin, r = first; k < end; ++k, r += size) {
       A *const own_dw = dw ? dw + k * d : nullptr, *const own_db = db ? db + k * d : nullptr;
-      if (dw) std::fill_n(own_dw, d, A(0));
-      if (db) std::fill_n(own_db, d, A(0));
-      const int64_t last = std::min(rows, (k + 1) * size);
-      for (int64_t first = k * size; first < last; first += kRowsAtOnce) {
-        const int64_t next = std::min(last, first + kRowsAtOnce);
-        if (grad_x) {
-          const RowGradients<A> sums = std ? row_gradients<true, kVectors>(first, next) : row_gradients<false, kVectors>(first, next);
-          x_pages.reach(grad_x.row(next));
-          residual_pages.reach(grad_residual.row(next));
-          grad_residual ? write_rows<true, kVectors>(first, next, sums, draws) : write_rows<false, kVectors>(first, next, sums, draws);
-        }
-        if (dw || db) add_weights<kVectors>(first, next, 0, d, own_dw, own_db);  // of rows that are still in the cache
-      }
+      const int64_t next = std::min(rows, r + size);
+      if (grad_x)
+        chunk<kVectors>(r, next, together, own_dw, own_db, draws, x_pages, residual_pages);
+      else if (dw)
+        sum_weights(r, next, 0, d, own_dw, own_db);
     }
-  }
-
-  // The weight gradients of the columns from `first` up to `last`, of all rows.
-  void columns(int64_t first, int64_t last, int64_t rows, A* dw, A* db) const {
-    if (dw) std::fill(dw + first, dw + last, A(0));
-    if (db) std::fill(db + first, db + last, A(0));
-    add_weights<0>(0, rows, first, last, dw, db);
   }
 };
 
@@ -199,8 +224,9 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
   const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
   const bool by_columns = sum_by_columns(rows, d);
   const int64_t sums = by_columns ? 1 : chunks;
-  const Tensor weight_partials = needs.weight ? at::cpu::empty({sums * d}, partial_options) : Tensor();
-  const Tensor bias_partials = needs.bias ? at::cpu::empty({sums * d}, partial_options) : Tensor();
+  const bool needs_sums = needs.weight || needs.bias;  // which are made together
+  const Tensor weight_partials = needs_sums ? at::cpu::empty({sums * d}, partial_options) : Tensor();
+  const Tensor bias_partials = needs_sums ? at::cpu::empty({sums * d}, partial_options) : Tensor();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm_backward", [&] {
     using A = Accumulate<scalar_t>;
     using M = Matrix<scalar_t>;
@@ -217,11 +243,11 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
                                             by_columns ? nullptr : db);
         });
       });
-      if (by_columns && (needs.weight || needs.bias))
+      if (by_columns && needs_sums)
         at::parallel_for(0, (d + kFewestColumns - 1) / kFewestColumns, 1, [&](int64_t begin, int64_t end) {
           const int64_t last = std::min(d, end * kFewestColumns);
           for (int64_t first = begin * kFewestColumns; first < last; first += kColumns)
-            backward.columns(first, std::min(last, first + kColumns), rows, dw, db);
+            backward.sum_weights(0, rows, first, std::min(last, first + kColumns), dw, db);
         });
       if (needs.weight) gradients.weight = sum_partials<W, A>(weight_partials, sums, d, weights.type);
       if (needs.bias) gradients.bias = sum_partials<W, A>(bias_partials, sums, d, weights.type);

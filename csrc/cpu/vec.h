@@ -237,15 +237,24 @@ inline Vector<Accumulate<T>> load(const T* p, Full<Accumulate<T>>, Accumulate<T>
   return widen(p);
 }
 
-// Lanes past `count` hold `fill`.
-template <typename T>
-inline Vector<Accumulate<T>> load(const T* p, int64_t count, Accumulate<T> fill = 0) {
-  using A = Accumulate<T>;
-  const auto v = load_few(p, count);
-  if (fill == 0) return v;
+// v with `fill` in the lanes past `count`.
+template <typename A>
+inline Vector<A> filled(Vector<A> v, Full<A>, A) {
+  return v;
+}
+
+template <typename A>
+inline Vector<A> filled(Vector<A> v, int64_t count, A fill) {
   IntegerVector<A> lane;
   for (int64_t i = 0; i < kLanes<A>; ++i) lane[i] = i;
   return lane < static_cast<IntegerLane<A>>(count) ? v : broadcast<A>(fill);
+}
+
+// Lanes past `count` hold `fill`.
+template <typename T>
+inline Vector<Accumulate<T>> load(const T* p, int64_t count, Accumulate<T> fill = 0) {
+  const auto v = load_few(p, count);
+  return fill == 0 ? v : filled<Accumulate<T>>(v, count, fill);
 }
 
 template <typename T>
@@ -297,6 +306,17 @@ inline void with_vectors(int64_t d, Body&& body) {
     default:
       return body(std::integral_constant<int, 0>());
   }
+}
+
+// body(flag) and body(flag, flag) with each flag a constant: a test in a loop costs more than a loop for each answer.
+template <typename Body>
+inline void with_flag(bool flag, Body&& body) {
+  flag ? body(std::true_type()) : body(std::false_type());
+}
+
+template <typename Body>
+inline void with_flags(bool first, bool second, Body&& body) {
+  with_flag(first, [&](auto a) { with_flag(second, [&](auto b) { body(a, b); }); });
 }
 
 template <typename V>
