@@ -36,8 +36,9 @@ void for_blocks(int64_t begin, int64_t end, int64_t rows, const Body& body) {
   for (int64_t first = begin; first < end; first += rows) body(first, std::min(end, first + rows));
 }
 
-// body(first column, first element, elements, their draws) over stretches of at most kDrawColumns elements, of one row or
-// of narrow ones as one, which writes those elements of the result, `to`. Where nothing is dropped, there are no draws.
+// body(first column, first element, elements, their draws) over stretches of at most kDrawColumns elements, of one row
+// or of narrow ones as one, which writes those elements of the result, `to`. Where nothing is dropped, there are no
+// draws.
 template <typename T, typename Body>
 void for_stretches(const Tensor& x, T* to, bool drop, const Dropout& dropout, Body&& body) {
   const int64_t d = x.size(-1), rows = x.numel() / d, block = rows_as_one<Accumulate<T>>(d);
@@ -75,7 +76,8 @@ Tensor bias_for_stretches(const Tensor& bias, int64_t rows) {
   const int64_t d = biases.numel(), block = std::min(rows, rows_as_one<A>(d));
   if (block == 1) return biases;
   const Tensor repeated = at::cpu::empty({block * d}, biases.options());
-  for (int64_t r = 0; r < block; ++r) std::copy_n(biases.const_data_ptr<A>(), d, repeated.mutable_data_ptr<A>() + r * d);
+  A* to = repeated.mutable_data_ptr<A>();
+  for (int64_t r = 0; r < block; ++r) to = std::copy_n(biases.const_data_ptr<A>(), d, to);
   return repeated;
 }
 

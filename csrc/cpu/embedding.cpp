@@ -121,18 +121,17 @@ class Positions {
 template <typename T, typename Table, typename A = Accumulate<T>>
 __attribute__((flatten)) void encode_columns(
     const T* x, A scale, const Table* t, const uint16_t* draws, const Dropout& dropout, T* y, int64_t count) {
-  const auto encode = [&](auto add) {
+  with_flags(t, draws, [&](auto add, auto drop) {
     for_columns<A>(0, count, [&, dropout = dropout](int64_t c, auto lanes, int) {
       Vector<A> v;
       if constexpr (add)  // one expression, which the compiler rounds once: in whole vectors and at the end of a row
         v = load(x + c, lanes) * scale + load(t + c, lanes);
       else
         v = load(x + c, lanes) * scale;
-      if (draws) v = dropout.template apply<A>(v, draws + c);
+      if constexpr (drop) v = dropout.template apply<A>(v, draws + c);
       store(y + c, v, lanes);
     });
-  };
-  t ? encode(std::true_type()) : encode(std::false_type());
+  });
 }
 
 // out[r] = dropout(source[source_row(r)] * scale + table[position of r]); where source_row is negative, nothing. There
@@ -304,8 +303,7 @@ at::Tensor embed(
 at::Tensor add_repeated(const at::Tensor& x, const at::Tensor& table) {
   if (x.element_size() >= 4) return at::cpu::add(x, table);
   const at::Tensor out = at::cpu::empty(x.sizes(), x.options());
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "add_positional", [&] {
-    using A = Accumulate<scalar_t>;
+  AT_DISPATCH_REDUCED_FLOATING_TYPES(x.scalar_type(), "add_positional", [&] {
     const auto add = [&](const auto* t) {
       const scalar_t* const from = x.const_data_ptr<scalar_t>();
       scalar_t* const to = out.mutable_data_ptr<scalar_t>();
@@ -316,14 +314,14 @@ at::Tensor add_repeated(const at::Tensor& x, const at::Tensor& table) {
         for (int64_t i = begin, count; i < end; i += count) {
           count = std::min(std::min(end - i, repeated - place), kCopied);
           pages.reach(to + i + count);
-          for_columns<A>(0, count, [&](int64_t c, auto lanes, int) {
+          for_columns<float>(0, count, [&](int64_t c, auto lanes, int) {
             store(to + i + c, load(from + i + c, lanes) + load(t + place + c, lanes), lanes);
           });
           place = place + count == repeated ? 0 : place + count;
         }
       });
     };
-    table.scalar_type() == x.scalar_type() ? add(table.const_data_ptr<scalar_t>()) : add(table.const_data_ptr<A>());
+    table.scalar_type() == x.scalar_type() ? add(table.const_data_ptr<scalar_t>()) : add(table.const_data_ptr<float>());
   });
   return out;
 }

@@ -82,14 +82,16 @@ template <int kVectors, typename T, typename A = Accumulate<T>>
 A row_mean(const T* x, int64_t d) {
   const A first = static_cast<A>(x[0]);
   Vector<A> sums[slots_of(kVectors)] = {};
-  for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int slot) { sums[slot] += load(x + c, count, first) - first; });
+  for_columns<A, kVectors>(
+      0, d, [&](int64_t c, auto count, int slot) { sums[slot] += load(x + c, count, first) - first; });
   return first + sum(sums) / d;
 }
 
 // Of one row with the given mean: its norm, and rstd as the result. The lines to be written are asked for while the
 // squares are summed, those `ahead`, which come next, while the norm is written.
 template <int kVectors, typename T, typename W, typename A = Accumulate<T>>
-A normalize_row(const T* x, const W* weight, const W* bias, T* out, const T* ahead, int64_t d, A eps, bool std, A mean) {
+A normalize_row(const T* x, const W* weight, const W* bias, T* out, const T* ahead, int64_t d, A eps, bool std,
+                A mean) {
   Vector<A> squares[slots_of(kVectors)] = {};
   for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int slot) {
     __builtin_prefetch(out + c, 1);
@@ -122,7 +124,7 @@ void forward_rows(const Addition<T>& added, const W* weight, const W* bias, Matr
   constexpr bool kAddsAndSums = kVectors == 0 && std::is_same_v<T, A>;
   const int64_t d = added.d, block = std::max<int64_t>(1, kDrawColumns / d);
   const Matrix<T> x = added.residual ? added.summed : added.x;
-  const bool asks_ahead = added.residual && d * sizeof(T) < kPageBytes;  // the lines of more would push out those in use
+  const bool asks_ahead = added.residual && d * sizeof(T) < kPageBytes;  // more would push out the lines in use
   at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / d), [&](int64_t begin, int64_t end) {
     Pages out_pages = out.pages(begin, end), summed_pages = added.summed.pages(begin, end);
     RowDraws draws(added.dropout, d, end);

@@ -4,8 +4,8 @@
 //   layer: slope = sum(g h) / d
 //   std:   slope = sum(g h) / sqrt(sum(h h) * (d - 1)), which holds for any eps; 0 for a constant row, where h = 0
 //
-// Weight gradients are summed in a fixed number of chunks of rows that depends on the shape alone, or column by column in
-// a pass of their own: either way the result is the same, bit by bit, on any number of threads.
+// Weight gradients are summed in a fixed number of chunks of rows that depends on the shape alone, or column by column
+// in a pass of their own: either way the result is the same, bit by bit, on any number of threads.
 
 #include "norm_common.h"
 #include "partials.h"

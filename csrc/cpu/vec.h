@@ -268,9 +268,9 @@ inline void store(T* p, Vector<Accumulate<T>> v, int64_t count) {
 }
 
 // body(column, count, slot) over the columns [begin, end). `slot` (0..3) tells neighbours apart, so that a reduction
-// keeps four sums and does not wait for the latency of one. kVectors, unless 0, is how many vectors the columns are, the
-// last one perhaps not whole. GCC may call a long body for every vector: where that costs, the function around the loop
-// is __attribute__((flatten)).
+// keeps four sums and does not wait for the latency of one. kVectors, unless 0, is how many vectors the columns are,
+// the last one perhaps not whole. GCC may call a long body for every vector: where that costs, the function around the
+// loop is __attribute__((flatten)).
 template <typename A, int kVectors = 0, typename Body>
 inline void for_columns(int64_t begin, int64_t end, Body&& body) {
   constexpr int64_t lanes = kLanes<A>;
