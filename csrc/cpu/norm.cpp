@@ -22,6 +22,7 @@ namespace transformer_fast {
 namespace {
 
 constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
+
 // summed = residual + dropout(x), some elements of it; each vector is passed to sum(vector, count, slot).
 template <typename T, typename Sum>
 void add(const T* x, const T* residual, T* summed, int64_t elements, const uint16_t* draws, const Dropout& dropout,
@@ -38,7 +39,7 @@ void add(const T* x, const T* residual, T* summed, int64_t elements, const uint1
   });
 }
 
-// summed = residual + dropout(x), where each of them may be absent.
+// summed = residual + dropout(x), of which the rows are asked for; or, without a residual, x alone.
 template <typename T>
 struct Addition {
   Matrix<T> x, residual, summed;
