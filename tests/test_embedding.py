@@ -251,6 +251,8 @@ def test_any_strides_give_the_same_bits(d: int, device: torch.device) -> None:
         x = torch.randn(6, 5, d, device=device)
         permuted = add_positional(x.transpose(0, 1), table, 1, 0.3)
         assert torch.equal(permuted, add_positional(x.transpose(0, 1).contiguous(), table, 1, 0.3))
+        added = add_positional(x.transpose(0, 1), table, 1)
+        assert added.is_contiguous() and torch.equal(added, x.transpose(0, 1) + table[1:7])
 
 
 def test_decoding_step_by_step_equals_the_whole_sequence(device: torch.device) -> None:
