@@ -30,12 +30,6 @@ int64_t rows_as_one(int64_t d) {
   return d <= kNarrow<A> ? kDrawColumns / d : 1;
 }
 
-// body(first row, last row) over the rows [begin, end), so many at a time.
-template <typename Body>
-void for_blocks(int64_t begin, int64_t end, int64_t rows, const Body& body) {
-  for (int64_t first = begin; first < end; first += rows) body(first, std::min(end, first + rows));
-}
-
 // body(first column, first element, elements, their draws) over stretches of at most kDrawColumns elements, of one row
 // or of narrow ones as one, which writes those elements of the result, `to`. Where nothing is dropped, there are no
 // draws.
@@ -46,8 +40,7 @@ void for_stretches(const Tensor& x, T* to, bool drop, const Dropout& dropout, Bo
     at::parallel_for(0, rows, kGrain / d, [&](int64_t begin, int64_t end) __attribute__((flatten)) {
       Pages pages(to + begin * d, to + end * d);
       RowDraws draws(dropout, d, end);
-      for_blocks(begin, end, block, [&](int64_t first, int64_t last) {
-        pages.reach(to + last * d);
+      for_blocks(to, d, begin, end, block, pages, [&](int64_t first, int64_t last) {
         body(0, first * d, (last - first) * d, drop ? draws.side_by_side(first, last) : nullptr);
       });
     });
@@ -94,17 +87,17 @@ Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
     const scalar_t* from = input.const_data_ptr<scalar_t>();
     const scalar_t* add = residual ? added.const_data_ptr<scalar_t>() : nullptr;
     scalar_t* to = out.mutable_data_ptr<scalar_t>();
-    const auto stretch = [&](int64_t column, int64_t first, int64_t elements, const uint16_t* draws) {
-      for_columns<A>(0, elements, [&](int64_t c, auto count, int) {
-        auto v = load(from + first + c, count);
-        if (offsets) v += load(offsets + column + c, count);
-        if (relu) v = v < 0 ? Vector<A>{} : v;  // a NaN passes, as in torch.relu
-        if (draws) v = dropout.apply<A>(v, draws + c);
-        if (add) v += load(add + first + c, count);
-        store(to + first + c, v, count);
-      });
-    };
-    for_stretches(input, to, p > 0, dropout, stretch);
+    for_stretches(input, to, p > 0, dropout,
+                  [&](int64_t column, int64_t first, int64_t elements, const uint16_t* draws) {
+                    for_columns<A>(0, elements, [&](int64_t c, auto count, int) {
+                      auto v = load(from + first + c, count);
+                      if (offsets) v += load(offsets + column + c, count);
+                      if (relu) v = v < 0 ? Vector<A>{} : v;  // a NaN passes, as in torch.relu
+                      if (draws) v = dropout.apply<A>(v, draws + c);
+                      if (add) v += load(add + first + c, count);
+                      store(to + first + c, v, count);
+                    });
+                  });
   });
   return out;
 }
@@ -162,8 +155,8 @@ std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const Option
       for (int64_t k = begin; k < end; ++k) {
         A* own = sums + k * block * d;
         std::fill_n(own, block * d, A(0));
-        for_blocks(k * per_chunk, std::min(rows, (k + 1) * per_chunk), block, [&](int64_t first, int64_t last) {
-          pages.reach(to + last * d);
+        const int64_t own_end = std::min(rows, (k + 1) * per_chunk);
+        for_blocks(to, d, k * per_chunk, own_end, block, pages, [&](int64_t first, int64_t last) {
           const int64_t columns = (last - first) * d;
           for (int64_t column = 0; column < columns; column += kDrawColumns) {
             const int64_t elements = std::min(kDrawColumns, columns - column);

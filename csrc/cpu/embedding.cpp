@@ -1,5 +1,5 @@
-// Embedding on the CPU: gather * scale + positional encoding + dropout in one pass over each row, and the sinusoidal
-// table. The weight's gradient is in embedding_backward.cpp.
+// Embedding on the CPU: gather * scale + positional encoding + dropout in one pass over each row. The weight's gradient
+// is in embedding_backward.cpp, the sinusoidal table in positional_table.cpp.
 #include "embedding_common.h"
 #include "pages.h"
 #include "vec.h"
@@ -12,8 +12,7 @@
 #include <torch/library.h>
 
 #include <atomic>
-#include <cmath>
-#include <vector>
+#include <optional>
 
 namespace transformer_fast {
 namespace {
@@ -163,19 +162,9 @@ struct Encoding {
   }
 
  private:
-  // body(first row, last row) for `elements` elements at a time.
-  template <typename Body>
-  void for_blocks(int64_t begin, int64_t end, int64_t elements, Pages& pages, const Body& body) const {
-    const int64_t block = std::max<int64_t>(1, elements / rows.d);
-    for (int64_t first = begin; first < end; first += block) {
-      const int64_t last = std::min(end, first + block);
-      pages.reach(out + last * rows.d);
-      body(first, last);
-    }
-  }
-
   __attribute__((flatten)) void copy(int64_t begin, int64_t end, Pages& pages) const {
-    for_blocks(begin, end, kCopied, pages, [&](int64_t first, int64_t last) {
+    const int64_t block = std::max<int64_t>(1, kCopied / rows.d);
+    for_blocks(out, rows.d, begin, end, block, pages, [&](int64_t first, int64_t last) {
       gather(source, source_row, first, last, rows.d, out + first * rows.d);
     });
   }
@@ -186,7 +175,7 @@ struct Encoding {
     alignas(64) Table table_room[kDrawColumns];
     RowDraws draws(dropout, rows.d, end);
     Positions positions(begin, rows.length, first_position);
-    for_blocks(begin, end, kDrawColumns, pages, [&](int64_t first, int64_t last) {
+    for_blocks(out, rows.d, begin, end, kDrawColumns / rows.d, pages, [&](int64_t first, int64_t last) {
       gather(source, source_row, first, last, rows.d, source_room);
       for (int64_t r = first, count; table && r < last; r += count) {
         count = last - r;
@@ -345,43 +334,6 @@ at::Tensor add_positional(
   return out;
 }
 
-// table[r] = the encoding of position r. Sines and cosines are taken only of every kStep-th position and of the
-// steps 0 .. kStep - 1; the rest follow by the addition theorem in fp64, whose error (a few 1e-16) vanishes in fp32.
-void fill_positional_table(const at::Tensor& table) {
-  check_positional_table(table);
-  constexpr int64_t kStep = 32;
-  const int64_t length = table.size(0), d = table.size(1), pairs = (d + 1) / 2;
-  float* out = table.mutable_data_ptr<float>();
-  if (table.numel() == 0) return;
-
-  std::vector<double> frequency(pairs), step_sin(kStep * pairs), step_cos(kStep * pairs);
-  for (const auto i : c10::irange(pairs))
-    frequency[i] = std::pow(10000.0, -2.0 * static_cast<double>(i) / static_cast<double>(d));
-  for (const auto s : c10::irange(std::min(kStep, length)))
-    for (const auto i : c10::irange(pairs)) {
-      step_sin[s * pairs + i] = std::sin(static_cast<double>(s) * frequency[i]);
-      step_cos[s * pairs + i] = std::cos(static_cast<double>(s) * frequency[i]);
-    }
-  at::parallel_for(0, (length + kStep - 1) / kStep, grain(kStep * d), [&](int64_t begin, int64_t end) {
-    std::vector<double> base_sin(pairs), base_cos(pairs);
-    for (const auto block : c10::irange(begin, end)) {
-      for (const auto i : c10::irange(pairs)) {
-        const double angle = static_cast<double>(block * kStep) * frequency[i];
-        base_sin[i] = std::sin(angle);
-        base_cos[i] = std::cos(angle);
-      }
-      for (const auto s : c10::irange(std::min(kStep, length - block * kStep))) {
-        float* row = out + (block * kStep + s) * d;
-        const double *sin_s = &step_sin[s * pairs], *cos_s = &step_cos[s * pairs];
-        for (const auto i : c10::irange(pairs))
-          row[2 * i] = static_cast<float>(base_sin[i] * cos_s[i] + base_cos[i] * sin_s[i]);
-        for (const auto i : c10::irange(d / 2))
-          row[2 * i + 1] = static_cast<float>(base_cos[i] * cos_s[i] - base_sin[i] * sin_s[i]);
-      }
-    }
-  });
-}
-
 }  // namespace
 }  // namespace transformer_fast
 
@@ -400,5 +352,4 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
 TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
   m.impl("embed", TORCH_FN(transformer_fast::embed));
   m.impl("add_positional", TORCH_FN(transformer_fast::add_positional));
-  m.impl("fill_positional_table", TORCH_FN(transformer_fast::fill_positional_table));
 }

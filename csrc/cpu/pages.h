@@ -60,5 +60,15 @@ class Pages {
   intptr_t next_ = 0, end_ = 0;
 };
 
+// body(first row, last row) over the rows [begin, end) of a result, so many at a time, whose pages are then there.
+template <typename T, typename Body>
+void for_blocks(T* result, int64_t d, int64_t begin, int64_t end, int64_t rows, Pages& pages, const Body& body) {
+  for (int64_t first = begin, last; first < end; first = last) {
+    last = first + rows < end ? first + rows : end;
+    pages.reach(result + last * d);
+    body(first, last);
+  }
+}
+
 }  // namespace
 }  // namespace transformer_fast
