@@ -23,18 +23,18 @@ namespace {
 
 constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
 
-// summed = residual + dropout(x), some elements of it; each vector is passed to sum(vector, count, slot).
-template <typename T, typename Sum>
+// summed = residual + dropout(x), some elements of it; each vector is passed to use(vector, column, count, slot).
+template <typename T, typename Use>
 void add(const T* x, const T* residual, T* summed, int64_t elements, const uint16_t* draws, const Dropout& dropout,
-         const Sum& sum) {
+         const Use& use) {
   using A = Accumulate<T>;
   with_flag(draws, [&](auto drop) {
     for_columns<A>(0, elements, [&, dropout = dropout](int64_t c, auto count, int slot) {
-      auto v = load(x + c, count);
+      auto v = load_far(x + c, count);
       if constexpr (drop) v = dropout.template apply<A>(v, draws + c);
-      v += load(residual + c, count);
+      v += load_far(residual + c, count);
       store(summed + c, v, count);
-      sum(v, count, slot);
+      use(v, c, count, slot);
     });
   });
 }
@@ -48,32 +48,37 @@ struct Addition {
   Dropout dropout;
 
   // One row, in stretches of which the draws are held.
-  template <typename Sum>
-  void row(int64_t r, RowDraws& draws, const Sum& sum) const {
+  template <typename Use>
+  void row(int64_t r, RowDraws& draws, const Use& use) const {
     const int64_t most = drop ? kDrawColumns : d;
     for (int64_t start = 0; start < d; start += most) {
       const int64_t columns = std::min(most, d - start);
       add(x.row(r) + start, residual.row(r) + start, summed.row(r) + start, columns,
-          drop ? draws.of(r, start, columns) : nullptr, dropout, sum);
+          drop ? draws.of(r, start, columns) : nullptr, dropout,
+          [&](auto v, int64_t c, auto count, int slot) { use(v, start + c, count, slot); });
     }
   }
 
-  // One row, whose mean it returns.
-  __attribute__((flatten)) T row_and_mean(int64_t r, RowDraws& draws) const {
+  // One row, whose mean it returns. At each of its vectors, also(column, count) is called.
+  template <typename Also>
+  __attribute__((flatten)) T row_and_mean(int64_t r, RowDraws& draws, const Also& also) const {
     const T first = drop ? residual.row(r)[0] : x.row(r)[0] + residual.row(r)[0];
     Vector<T> sums[4] = {};
-    row(r, draws, [&](auto v, auto count, int slot) { sums[slot] += filled<T>(v, count, first) - first; });
+    row(r, draws, [&](auto v, int64_t c, auto count, int slot) {
+      sums[slot] += filled<T>(v, count, first) - first;
+      also(c, count);
+    });
     return first + sum(sums) / d;
   }
 
   // The rows from `first` up to `last`: as one where they are neighbours and so are their draws.
   __attribute__((flatten)) void rows(int64_t first, int64_t last, RowDraws& draws) const {
-    const auto no_sum = [](auto, auto, int) {};
+    const auto no_use = [](auto, int64_t, auto, int) {};
     if (x.stride == d && residual.stride == d && (!drop || d <= kNarrow<Accumulate<T>>)) {
       add(x.row(first), residual.row(first), summed.row(first), (last - first) * d,
-          drop ? draws.side_by_side(first, last) : nullptr, dropout, no_sum);
+          drop ? draws.side_by_side(first, last) : nullptr, dropout, no_use);
     } else {
-      for (int64_t r = first; r < last; ++r) row(r, draws, no_sum);
+      for (int64_t r = first; r < last; ++r) row(r, draws, no_use);
     }
   }
 };
@@ -88,45 +93,70 @@ A row_mean(const T* x, int64_t d) {
   return first + sum(sums) / d;
 }
 
-// Of one row with the given mean: its norm, and rstd as the result. The lines to be written are asked for while the
-// squares are summed, those `ahead`, which come next, while the norm is written.
-template <int kVectors, typename T, typename W, typename A = Accumulate<T>>
-A normalize_row(const T* x, const W* weight, const W* bias, T* out, const T* ahead, int64_t d, A eps, bool std,
-                A mean) {
+// Of one row with the given mean. At each of its vectors, also(column) is called.
+template <int kVectors, typename T, typename Also, typename A = Accumulate<T>>
+A row_rstd(const T* x, A mean, int64_t d, A eps, bool std, const Also& also) {
   Vector<A> squares[slots_of(kVectors)] = {};
   for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int slot) {
-    __builtin_prefetch(out + c, 1);
+    also(c);
     const auto centred = load(x + c, count, mean) - mean;
     squares[slot] += centred * centred;
   });
   const A total = sum(squares);
-  const A rstd = std ? 1 / (std::sqrt(total / (d - 1)) + eps) : 1 / std::sqrt(total / d + eps);
-
-  with_flags(weight, bias, [&](auto has_weight, auto has_bias) {
-    for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int) {
-      auto v = (load(x + c, count) - mean) * rstd;
-      if constexpr (has_weight && has_bias)
-        v = v * load(weight + c, count) + load(bias + c, count);
-      else if constexpr (has_weight)
-        v *= load(weight + c, count);
-      else if constexpr (has_bias)
-        v += load(bias + c, count);
-      store(out + c, v, count);
-      __builtin_prefetch(ahead + c, 1);
-    });
-  });
-  return rstd;
+  return std ? 1 / (std::sqrt(total / (d - 1)) + eps) : 1 / std::sqrt(total / d + eps);
 }
 
-template <int kVectors, typename T, typename W, typename A = Accumulate<T>>
-void forward_rows(const Addition<T>& added, const W* weight, const W* bias, Matrix<T> out, A* mean, A* rstd,
-                  int64_t rows, double eps, bool std) {
-  // A wide row is summed as it is added. What is narrow, or rounded as it is stored, is added a cache's worth ahead.
-  constexpr bool kAddsAndSums = kVectors == 0 && std::is_same_v<T, A>;
-  const int64_t d = added.d, block = std::max<int64_t>(1, kDrawColumns / d);
-  const Matrix<T> x = added.residual ? added.summed : added.x;
-  const bool asks_ahead = added.residual && d * sizeof(T) < kPageBytes;  // more would push out the lines in use
-  at::parallel_for(0, rows, std::max<int64_t>(1, kGrain / d), [&](int64_t begin, int64_t end) {
+// The norm of one row, to be written a vector at a time.
+template <typename T, typename W, bool kWeight, bool kBias>
+struct NormedRow {
+  using A = Accumulate<T>;
+  const T* x;
+  const W *weight, *bias;
+  T* out;
+  A mean, rstd;
+
+  template <typename Count>
+  void operator()(int64_t c, Count count) const {
+    auto v = (load(x + c, count) - mean) * rstd;
+    if constexpr (kWeight && kBias)
+      v = v * load(weight + c, count) + load(bias + c, count);
+    else if constexpr (kWeight)
+      v *= load(weight + c, count);
+    else if constexpr (kBias)
+      v += load(bias + c, count);
+    store(out + c, v, count);
+  }
+};
+
+template <typename T, typename W>
+struct Forward {
+  using A = Accumulate<T>;
+  Addition<T> added;
+  const W *weight, *bias;
+  Matrix<T> out;
+  A *mean, *rstd;  // or nullptr
+  A eps;
+  bool std;
+
+  Matrix<T> x() const { return added.residual ? added.summed : added.x; }
+
+  template <int kVectors, typename Also>
+  A rstd_of(int64_t r, A mean_r, const Also& also) const {
+    const A rstd_r = row_rstd<kVectors>(x().row(r), mean_r, added.d, eps, std, also);
+    if (mean) mean[r] = mean_r, rstd[r] = rstd_r;
+    return rstd_r;
+  }
+
+  template <bool kWeight, bool kBias>
+  auto normed(int64_t r, A mean_r, A rstd_r) const {
+    return NormedRow<T, W, kWeight, kBias>{x().row(r), weight, bias, out.row(r), mean_r, rstd_r};
+  }
+
+  // The rows [begin, end), one after the other; what is added is added a cache's worth ahead.
+  template <int kVectors>
+  void rows(int64_t begin, int64_t end) const {
+    const int64_t d = added.d, block = std::max<int64_t>(1, kDrawColumns / d);
+    const bool asks_ahead = added.residual && d * sizeof(T) < kPageBytes;  // more would push out the lines in use
     Pages out_pages = out.pages(begin, end), summed_pages = added.summed.pages(begin, end);
     RowDraws draws(added.dropout, d, end);
     for (int64_t first = begin, last; first < end; first = last) {
@@ -134,22 +164,56 @@ void forward_rows(const Addition<T>& added, const W* weight, const W* bias, Matr
       out_pages.reach(out.row(last));
       if (added.residual) {
         summed_pages.reach(added.summed.row(last));
-        if constexpr (!kAddsAndSums) added.rows(first, last, draws);
+        added.rows(first, last, draws);
       }
       for (int64_t r = first; r < last; ++r) {
-        A mean_r;
-        if constexpr (kAddsAndSums)
-          mean_r = added.residual ? added.row_and_mean(r, draws) : row_mean<kVectors>(x.row(r), d);
-        else
-          mean_r = row_mean<kVectors>(x.row(r), d);
-        const T* const ahead = asks_ahead ? x.row(r + 1) : out.row(r);
-        const A rstd_r = normalize_row<kVectors>(x.row(r), weight, bias, out.row(r), ahead, d, static_cast<A>(eps), std,
-                                                 mean_r);
-        if (mean) mean[r] = mean_r, rstd[r] = rstd_r;
+        const A mean_r = row_mean<kVectors>(x().row(r), d);
+        T* const out_r = out.row(r);
+        const A rstd_r = rstd_of<kVectors>(r, mean_r, [out_r](int64_t c) { __builtin_prefetch(out_r + c, 1); });
+        const T* const ahead = asks_ahead ? x().row(r + 1) : out_r;
+        with_flags(weight, bias, [&](auto has_weight, auto has_bias) {
+          const auto row = normed<has_weight, has_bias>(r, mean_r, rstd_r);
+          for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int) {
+            row(c, count);
+            __builtin_prefetch(ahead + c, 1);
+          });
+        });
       }
     }
-  });
-}
+  }
+
+  // The same for wide rows of a sum that is stored as it is: each is added, and its mean taken, while the norm of the
+  // one before is written, so that memory is read and written all the time.
+  template <bool kWeight, bool kBias>
+  __attribute__((flatten)) void added_rows(int64_t begin, int64_t end) const {
+    const int64_t d = added.d;
+    Pages out_pages = out.pages(begin, end), summed_pages = added.summed.pages(begin, end);
+    RowDraws draws(added.dropout, d, end);
+    const auto row_after = [&](int64_t r, const auto& write_row_before) {
+      out_pages.reach(out.row(r));
+      summed_pages.reach(added.summed.row(r + 1));
+      const A mean_r = added.row_and_mean(r, draws, write_row_before);
+      return normed<kWeight, kBias>(r, mean_r, rstd_of<0>(r, mean_r, [](int64_t) {}));
+    };
+    auto row = row_after(begin, [](int64_t, auto) {});
+    for (int64_t r = begin + 1; r < end; ++r) row = row_after(r, row);
+    out_pages.reach(out.row(end));
+    for_columns<A>(0, d, [&](int64_t c, auto count, int) { row(c, count); });
+  }
+
+  template <int kVectors>
+  void all_rows(int64_t count) const {
+    at::parallel_for(0, count, std::max<int64_t>(1, kGrain / added.d), [&](int64_t begin, int64_t end) {
+      if constexpr (kVectors == 0 && std::is_same_v<T, A>) {
+        if (added.residual)
+          return with_flags(weight, bias, [&](auto has_weight, auto has_bias) {
+            added_rows<has_weight, has_bias>(begin, end);
+          });
+      }
+      rows<kVectors>(begin, end);
+    });
+  }
+};
 
 }  // namespace
 
@@ -167,12 +231,16 @@ NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const O
     using M = Matrix<scalar_t>;
     const auto run = [&](auto weight_type) {
       using W = decltype(weight_type);
-      const Addition<scalar_t> added{M(x_rows), M(residual_rows), M(result.summed, d), d, dropout_p > 0,
-                                     dropout_of(dropout_p, seed)};
-      with_vectors<A>(d, [&](auto vectors) {
-        forward_rows<vectors>(added, pointer<W>(weights.weight), pointer<W>(weights.bias), M(result.out, d),
-                              static_cast<A*>(mean), static_cast<A*>(rstd), rows, eps, std);
-      });
+      const Forward<scalar_t, W> forward{
+          {M(x_rows), M(residual_rows), M(result.summed, d), d, dropout_p > 0, dropout_of(dropout_p, seed)},
+          pointer<W>(weights.weight),
+          pointer<W>(weights.bias),
+          M(result.out, d),
+          static_cast<A*>(mean),
+          static_cast<A*>(rstd),
+          static_cast<A>(eps),
+          std};
+      with_vectors<A>(d, [&](auto vectors) { forward.template all_rows<vectors>(rows); });
     };
     weights.type == x.scalar_type() ? run(scalar_t{}) : run(A{});
   });

@@ -257,6 +257,18 @@ inline Vector<Accumulate<T>> load(const T* p, int64_t count, Accumulate<T> fill 
   return fill == 0 ? v : filled<Accumulate<T>>(v, count, fill);
 }
 
+// load() of what is likely in memory only: two accesses to a line there are faster than one.
+template <typename T, typename Count>
+inline Vector<Accumulate<T>> load_far(const T* p, Count count) {
+#if defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float> && std::is_same_v<Count, Full<float>>)
+    return reinterpret_cast<Vector<float>>(_mm512_insertf64x4(
+        _mm512_castpd256_pd512(_mm256_loadu_pd(reinterpret_cast<const double*>(p))),
+        _mm256_loadu_pd(reinterpret_cast<const double*>(p + 8)), 1));
+#endif
+  return load(p, count);
+}
+
 template <typename T>
 inline void store(T* p, Vector<Accumulate<T>> v, Full<Accumulate<T>>) {
   narrow(p, v);
