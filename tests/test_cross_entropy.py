@@ -127,6 +127,23 @@ def test_frozen_inputs_get_no_gradient(frozen, device):
     assert [t.grad is None for t in leaves] == [n == frozen for n in range(3)]
 
 
+def test_every_backward_of_a_graph_that_is_kept_gives_the_same(device):
+    leaves, target = inputs(device)
+    loss = linear_cross_entropy(*leaves, target)
+    first = torch.autograd.grad(loss, leaves, torch.tensor(3.0, device=device), retain_graph=True)
+    second = torch.autograd.grad(loss, leaves, torch.tensor(3.0, device=device))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_last_backward_hands_over_the_gradients_that_were_kept(device):
+    leaves, target = inputs(device)
+    loss = linear_cross_entropy(*leaves, target)
+    kept = [t.data_ptr() for t in loss.grad_fn.next_functions[0][0].saved_tensors]
+    loss.backward()
+    assert [t.grad.data_ptr() in kept for t in leaves] == [True] * 3
+
+
 def test_two_runs_agree_bit_for_bit(device):
     leaves, target = inputs(device)
     for a, b in zip(*(outcome(linear_cross_entropy, leaves, target) for _ in range(2)), strict=True):

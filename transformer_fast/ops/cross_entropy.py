@@ -144,27 +144,41 @@ def _check_targets(target: Tensor, counted: Tensor, vocabulary: int) -> None:
 def _counted_rows(x, weight, bias, target, smoothing, ignore_index, gradients, backend):
     rows, vocabulary = x.shape[0], weight.shape[0]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    total = torch.zeros((), dtype=wide, device=x.device)
     # The gradients of the sum, not yet divided by the count: 16-bit numbers of a sensible size. Sums over chunks are
-    # made in float32.
+    # made in float32, from the first chunk on.
+    total = torch.zeros((), dtype=wide, device=x.device)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if gradients else x.new_empty(0)
-    grad_weight = weight.new_zeros(weight.shape, dtype=wide) if gradients else x.new_empty(0)
-    grad_bias = weight.new_zeros(vocabulary, dtype=wide) if gradients and bias is not None else x.new_empty(0)
+    grad_weight = weight.new_empty(weight.shape, dtype=wide) if gradients else x.new_empty(0)
+    grad_bias = weight.new_empty(vocabulary, dtype=wide) if gradients and bias is not None else x.new_empty(0)
+    if rows == 0:
+        return total, grad_x, grad_weight.zero_(), grad_bias.zero_()
     step = max(64, CHUNK_ELEMENTS[x.device.type] // max(1, vocabulary))
+    buffer = x.new_empty(min(rows, step), vocabulary)
     for start in range(0, rows, step):
         chunk = x[start : start + step]
-        logits = torch.mm(chunk, weight.t()) if bias is None else torch.addmm(bias, chunk, weight.t())
-        losses = _rows(logits, target[start : start + step], smoothing, ignore_index, gradients, backend)
-        total += losses.sum()
+        logits = buffer[: chunk.shape[0]]
+        if bias is None:
+            torch.mm(chunk, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, chunk, weight.t(), out=logits)
+        total += _rows(logits, target[start : start + step], smoothing, ignore_index, gradients, backend).sum()
         if gradients:
             torch.mm(logits, weight, out=grad_x[start : start + step])
-            if x.dtype == wide:
-                grad_weight.addmm_(logits.t(), chunk)
-            else:
-                grad_weight += torch.mm(logits.t(), chunk)
+            _accumulate(grad_weight, logits.t(), chunk, first=start == 0)
             if bias is not None:
-                grad_bias += logits.sum(0, dtype=wide)
+                sums = logits.sum(0, dtype=wide)
+                grad_bias = sums if start == 0 else grad_bias.add_(sums)
     return total, grad_x, grad_weight, grad_bias
+
+
+def _accumulate(result: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """``result = a @ b`` for the first product, ``result += a @ b`` for those after it; result may be wider."""
+    if result.dtype == a.dtype:
+        torch.mm(a, b, out=result) if first else result.addmm_(a, b)
+    elif first:
+        result.copy_(torch.mm(a, b))
+    else:
+        result += torch.mm(a, b)
 
 
 def _fake(x, weight, bias, target, smoothing, ignore_index, gradients, backend):
@@ -192,8 +206,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if grad_total is None:
             return (None,) * 8
         inputs, sums = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+        # What was kept for a graph that ends here is scaled where it lies.
+        kept = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
+        ends = not kept and _direct.is_plain(grad_total, *sums)
         grads = tuple(
-            (total * grad_total).to(t.dtype) if needed else None
+            (total.mul_(grad_total) if ends else total * grad_total).to(t.dtype) if needed else None
             for t, total, needed in zip(inputs, sums, ctx.needs_input_grad, strict=False)
         )
         if torch.is_grad_enabled():
