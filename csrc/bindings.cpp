@@ -43,6 +43,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("empty_outputs", &direct::empty_outputs);
   m.def("dropout", &direct::dropout);
   m.def("layer_norm", &direct::layer_norm);
+  m.def("linear_cross_entropy", &direct::linear_cross_entropy);
   m.def("embed", &direct::embed);
   m.def("add_positional", &direct::add_positional);
   m.def("draw_seed", &direct::draw_seed);

@@ -100,23 +100,26 @@ def test_large_and_infinite_logits(device):
 def test_all_ignored_and_no_rows(device):
     leaves, target = inputs(device, rows=6)
     target.fill_(-100)
-    assert linear_cross_entropy(*leaves, target).isnan()
-    loss, *grads = outcome(linear_cross_entropy, leaves, target, reduction="sum")
-    assert loss == 0 and not any(grad.any() for grad in grads)
+    for reduction in ("mean", "sum"):
+        loss, *grads = outcome(linear_cross_entropy, leaves, target, reduction=reduction)
+        assert loss.isnan() if reduction == "mean" else loss == 0
+        assert not any(grad.any() for grad in grads)
     none = leaves[0][:, :0], *leaves[1:], target[:, :0]
     assert linear_cross_entropy(*none, reduction="sum") == 0
 
 
-def test_no_gradient_is_computed_where_none_is_needed(device, monkeypatch):
+def test_no_gradient_is_computed_where_none_is_needed(device):
     leaves, target = inputs(device)
-    asked = []
-    rows = cross_entropy._rows
-    monkeypatch.setattr(cross_entropy, "_rows", lambda *args: asked.append(args[4]) or rows(*args))
-    linear_cross_entropy(*(t.detach() for t in leaves), target)
+
+    def products(*tensors):
+        with torch.profiler.profile() as profile:
+            linear_cross_entropy(*tensors, target)
+        return sum(event.count for event in profile.key_averages() if event.key in ("aten::mm", "aten::addmm"))
+
+    assert products(*leaves) == 3
+    assert products(*(t.detach() for t in leaves)) == 1
     with torch.no_grad():
-        linear_cross_entropy(*leaves, target)
-    linear_cross_entropy(*leaves, target)
-    assert asked == [False, False, True]
+        assert products(*leaves) == 1
 
 
 @pytest.mark.parametrize("frozen", range(3))
@@ -139,9 +142,10 @@ def test_every_backward_of_a_graph_that_is_kept_gives_the_same(device):
 def test_the_last_backward_hands_over_the_gradients_that_were_kept(device):
     leaves, target = inputs(device)
     loss = linear_cross_entropy(*leaves, target)
-    kept = [t.data_ptr() for t in loss.grad_fn.next_functions[0][0].saved_tensors]
-    loss.backward()
-    assert [t.grad.data_ptr() in kept for t in leaves] == [True] * 3
+    with torch.profiler.profile(profile_memory=True) as profile:
+        loss.backward()
+    used = "self_cpu_memory_usage" if device.type == "cpu" else "self_device_memory_usage"
+    assert max(getattr(event, used) for event in profile.events()) < min(t.nbytes for t in leaves)
 
 
 def test_two_runs_agree_bit_for_bit(device):
@@ -174,7 +178,7 @@ def test_compiles_without_a_graph_break(device):
 def test_cannot_be_differentiated_twice(device):
     leaves, target = inputs(device)
     grads = torch.autograd.grad(linear_cross_entropy(*leaves, target), leaves, create_graph=True)
-    with pytest.raises(RuntimeError, match="linear_cross_entropy cannot be differentiated again"):
+    with pytest.raises(RuntimeError, match="linear_cross_entropy.* cannot be differentiated again"):
         grads[0].sum().backward()
 
 
@@ -190,6 +194,7 @@ def test_opcheck(device):
             target.flatten(),
             0.1,
             -100,
+            True,
             gradients,
             backend,
         )

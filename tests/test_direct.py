@@ -46,6 +46,14 @@ def calls(dtype=torch.float32):
         "relu dropout": (lambda x: ops.dropout(x, 0.3, relu=True), (x,)),
         "bias relu dropout": (lambda x, b: ops.dropout(x, 0.3, bias=b, relu=True), (x, bias)),
         "residual dropout": (lambda x, r: ops.dropout(x, 0.3, residual=r), (x, residual)),
+        "linear_cross_entropy": (
+            lambda x, w, b: tfast.linear_cross_entropy(x, w, b, ids, label_smoothing=0.1, ignore_index=3),
+            (x, vocabulary, leaf(11, dtype=dtype)),
+        ),
+        "linear_cross_entropy, sum": (
+            lambda x, w: tfast.linear_cross_entropy(x, w, None, ids, reduction="sum"),
+            (x, vocabulary),
+        ),
         "embed": (lambda w: tfast.embed(ids, w, table, scale=3.0, offset=2, padding_idx=-1), (vocabulary,)),
         "embed at offsets": (lambda w: tfast.embed(ids, w, table, offset=torch.tensor([0, 4, 2])), (vocabulary,)),
         "embed dropout": (lambda w: tfast.embed(ids.int(), w, dropout_p=0.3), (vocabulary,)),

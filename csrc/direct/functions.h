@@ -36,6 +36,8 @@ void set_attention_launchers(object forward, object backward, object find, int64
 object dropout(handle x, handle p, handle bias, handle residual, handle relu, handle seed);
 object layer_norm(handle x, handle weight, handle bias, handle eps, handle kind, handle residual, handle dropout_p,
                   handle seed);
+object linear_cross_entropy(handle x, handle weight, handle bias, handle target, handle label_smoothing,
+                            handle ignore_index, handle reduction, handle chunk_elements);
 object embed(handle ids, handle weight, handle table, handle scale, handle offset, handle padding_idx,
              handle dropout_p, handle seed);
 object add_positional(handle x, handle table, handle offset, handle dropout_p, handle seed);

@@ -43,9 +43,13 @@ def linear_cross_entropy(
     Raises:
         TypeError: for non-tensors and for dtypes that do not fit.
         ValueError: for shapes, devices or options that do not fit; the message names them.
-        IndexError: on CPU, for a target outside the vocabulary; names it and its place. On a GPU, where looking would
-            stall it, the loss is NaN.
+        IndexError: by the CPU's kernel, for a target outside the vocabulary; names it and its place. On a GPU, where
+            looking would stall it, the loss is NaN.
     """
+    if direct := _direct.native():
+        args = x, weight, bias, target, label_smoothing, ignore_index, reduction, CHUNK_ELEMENTS["cpu"]
+        if (loss := direct.linear_cross_entropy(*args)) is not None:
+            return loss
     autocast = _library.autocast_enabled(x)
     _check(x, weight, bias, target, label_smoothing, reduction, autocast)
     backend = backends.resolve("cross_entropy", x.device, x.dtype)
@@ -55,10 +59,9 @@ def linear_cross_entropy(
         )
     target = target.flatten()
     gradients = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
-    args = x.flatten(0, -2), weight, bias, target, float(label_smoothing), ignore_index, gradients, backend
     call = _autograd if _direct.is_plain(x, weight, bias, target) and not autocast else _op
-    total = call(*args)[0]
-    return total / (target != ignore_index).sum() if reduction == "mean" else total
+    options = float(label_smoothing), ignore_index, reduction == "mean", gradients, backend
+    return call(x.flatten(0, -2), weight, bias, target, *options)[0]
 
 
 def _check(
@@ -104,55 +107,26 @@ def _check(
         raise ValueError(f'linear_cross_entropy: reduction must be "mean" or "sum", got {reduction!r}')
 
 
-def _rows(logits: Tensor, target: Tensor, smoothing: float, ignore_index: int, gradients: bool, backend: str) -> Tensor:
+def _linear_cross_entropy(x, weight, bias, target, smoothing, ignore_index, mean, gradients, backend):
+    step = CHUNK_ELEMENTS[x.device.type]
     if backend == "native":
-        native = torch.ops.transformer_fast_native.cross_entropy_rows
-        return native(logits, target, smoothing, ignore_index, gradients)
+        native = torch.ops.transformer_fast_native.linear_cross_entropy
+        return native(x, weight, bias, target, smoothing, ignore_index, mean, gradients, step)
     from ..kernels.cross_entropy import cross_entropy_rows
 
-    return cross_entropy_rows(logits, target, smoothing, ignore_index, gradients)
-
-
-def _linear_cross_entropy(x, weight, bias, target, smoothing, ignore_index, gradients, backend):
-    if x.device.type != "cpu":
-        return _counted_rows(x, weight, bias, target, smoothing, ignore_index, gradients, backend)
-    # Rows that count nowhere are left out; on a GPU, finding them would wait for it.
-    counted = (target != ignore_index).nonzero().squeeze(1)
-    _check_targets(target, counted, weight.shape[0])
-    if counted.numel() == target.numel():
-        return _counted_rows(x, weight, bias, target, smoothing, ignore_index, gradients, backend)
-    rows = x.index_select(0, counted), weight, bias, target.index_select(0, counted)
-    total, grad_rows, *grads = _counted_rows(*rows, smoothing, ignore_index, gradients, backend)
-    grad_x = x.new_zeros(x.shape).index_copy_(0, counted, grad_rows) if gradients else grad_rows
-    return total, grad_x, *grads
-
-
-def _check_targets(target: Tensor, counted: Tensor, vocabulary: int) -> None:
-    """Raise for a target outside the vocabulary, one of those that count."""
-    if counted.numel() == 0:
-        return
-    low, high = torch.aminmax(target.index_select(0, counted))
-    if low < 0 or high >= vocabulary:
-        wrong = ((target < 0) | (target >= vocabulary)).index_select(0, counted)
-        place = int(counted[wrong.nonzero()[0, 0]])
-        raise IndexError(
-            f"linear_cross_entropy: target {place} of {target.numel()} is {int(target[place])}, but the vocabulary has "
-            f"{vocabulary} rows: expected 0 <= target < {vocabulary}, or ignore_index"
-        )
-
-
-def _counted_rows(x, weight, bias, target, smoothing, ignore_index, gradients, backend):
     rows, vocabulary = x.shape[0], weight.shape[0]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    # The gradients of the sum, not yet divided by the count: 16-bit numbers of a sensible size. Sums over chunks are
-    # made in float32, from the first chunk on.
+    # The gradients are those of the sum, not yet divided by the count: 16-bit numbers of a sensible size. Sums over
+    # chunks are made in float32, from the first chunk on.
     total = torch.zeros((), dtype=wide, device=x.device)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if gradients else x.new_empty(0)
     grad_weight = weight.new_empty(weight.shape, dtype=wide) if gradients else x.new_empty(0)
     grad_bias = weight.new_empty(vocabulary, dtype=wide) if gradients and bias is not None else x.new_empty(0)
+    count = (target != ignore_index).sum() if mean else torch.ones_like(total)
+    scale = count.to(wide).clamp(min=1).reciprocal()
     if rows == 0:
-        return total, grad_x, grad_weight.zero_(), grad_bias.zero_()
-    step = max(64, CHUNK_ELEMENTS[x.device.type] // max(1, vocabulary))
+        return total / count, grad_x, grad_weight.zero_(), grad_bias.zero_(), scale
+    step = max(64, step // max(1, vocabulary))
     buffer = x.new_empty(min(rows, step), vocabulary)
     for start in range(0, rows, step):
         chunk = x[start : start + step]
@@ -161,14 +135,14 @@ def _counted_rows(x, weight, bias, target, smoothing, ignore_index, gradients, b
             torch.mm(chunk, weight.t(), out=logits)
         else:
             torch.addmm(bias, chunk, weight.t(), out=logits)
-        total += _rows(logits, target[start : start + step], smoothing, ignore_index, gradients, backend).sum()
+        total += cross_entropy_rows(logits, target[start : start + step], smoothing, ignore_index, gradients).sum()
         if gradients:
             torch.mm(logits, weight, out=grad_x[start : start + step])
             _accumulate(grad_weight, logits.t(), chunk, first=start == 0)
             if bias is not None:
                 sums = logits.sum(0, dtype=wide)
                 grad_bias = sums if start == 0 else grad_bias.add_(sums)
-    return total, grad_x, grad_weight, grad_bias
+    return total / count, grad_x, grad_weight, grad_bias, scale
 
 
 def _accumulate(result: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
@@ -181,7 +155,7 @@ def _accumulate(result: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         result += torch.mm(a, b)
 
 
-def _fake(x, weight, bias, target, smoothing, ignore_index, gradients, backend):
+def _fake(x, weight, bias, target, smoothing, ignore_index, mean, gradients, backend):
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     nothing = x.new_empty(0)
     return (
@@ -189,33 +163,34 @@ def _fake(x, weight, bias, target, smoothing, ignore_index, gradients, backend):
         x.new_empty(x.shape) if gradients else nothing,
         weight.new_empty(weight.shape, dtype=wide) if gradients else torch.empty_like(nothing),
         weight.new_empty(weight.shape[:1], dtype=wide) if gradients and bias is not None else torch.empty_like(nothing),
+        x.new_empty((), dtype=wide),
     )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, *rest):
-        total, *grads = _direct.run(_op, _linear_cross_entropy, 4, x, weight, bias, *rest)
-        ctx.save_for_backward(x, weight, bias, *grads)
-        ctx.mark_non_differentiable(*grads)
+        loss, *kept = _direct.run(_op, _linear_cross_entropy, 4, x, weight, bias, *rest)
+        ctx.save_for_backward(x, weight, bias, *kept)
+        ctx.mark_non_differentiable(*kept)
         ctx.set_materialize_grads(False)
-        return total, *grads
+        return loss, *kept
 
     @staticmethod
-    def backward(ctx, grad_total, *_):
-        if grad_total is None:
-            return (None,) * 8
-        inputs, sums = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+    def backward(ctx, grad_loss, *_):
+        if grad_loss is None:
+            return (None,) * 9
+        inputs, kept, scale = ctx.saved_tensors[:3], ctx.saved_tensors[3:6], grad_loss * ctx.saved_tensors[6]
         # What was kept for a graph that ends here is scaled where it lies.
-        kept = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
-        ends = not kept and _direct.is_plain(grad_total, *sums)
+        goes_on = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
+        ends = not goes_on and _direct.is_plain(grad_loss, *kept)
         grads = tuple(
-            (total.mul_(grad_total) if ends else total * grad_total).to(t.dtype) if needed else None
-            for t, total, needed in zip(inputs, sums, ctx.needs_input_grad, strict=False)
+            (grad.mul_(scale) if ends else grad * scale).to(t.dtype) if needed else None
+            for t, grad, needed in zip(inputs, kept, ctx.needs_input_grad, strict=False)
         )
         if torch.is_grad_enabled():
             grads = _library.refuse_second_derivative("linear_cross_entropy", grads, inputs)
-        return *grads, *(None,) * 5
+        return *grads, *(None,) * 6
 
 
 def _autograd(x, weight, bias, *rest):
@@ -226,7 +201,8 @@ def _autograd(x, weight, bias, *rest):
 
 _op = _library.register(
     "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, float smoothing, SymInt ignore_index, "
-    "bool gradients, str backend) -> (Tensor total, Tensor grad_x, Tensor grad_weight, Tensor grad_bias)",
+    "bool mean, bool gradients, str backend) -> "
+    "(Tensor loss, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor scale)",
     implementation=_linear_cross_entropy,
     fake=_fake,
     autograd=_autograd,
