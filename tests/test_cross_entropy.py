@@ -67,6 +67,16 @@ def test_loss_and_gradients(options, bias, dtype, device):
         assert_as_exact_as_eager(a, e, x, what=name, ulps=4 * rows**0.5 if name != "grad_x" else 8)
 
 
+@pytest.mark.usefixtures("chunks")
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_double_precision_is_double_throughout(reduction):
+    leaves, target = inputs("cpu", torch.float64)
+    options = {"label_smoothing": 0.1, "ignore_index": IGNORED, "reduction": reduction}
+    actual = outcome(linear_cross_entropy, leaves, target, **options)
+    for a, e in zip(actual, outcome(eager, leaves, target, **options), strict=True):
+        torch.testing.assert_close(a, e, atol=1e-13, rtol=1e-12)
+
+
 @pytest.mark.parametrize("vocabulary", [1, 2, 15, 16, 17, 64, 257, 1025, 70_001])
 def test_any_vocabulary(vocabulary, device):
     leaves, target = inputs(device, rows=9, vocabulary=vocabulary)

@@ -87,17 +87,17 @@ int64_t count_targets(const Tensor& target, int64_t ignore_index, int64_t vocabu
   return count;
 }
 
-// result = scale * a @ b, or that added to it; result may be wider.
+// result = scale * a @ b, or that added to it. Where result is wider, scale is 1.
 void accumulate(Tensor result, const Tensor& a, const Tensor& b, double scale, bool add) {
   if (result.scalar_type() == a.scalar_type())
     at::addmm_out(result, result, a, b, add ? 1 : 0, scale);
   else if (add)
-    result.add_(at::mm(a, b), scale);
+    result.add_(at::mm(a, b));
   else
     result.copy_(at::mm(a, b));
 }
 
-// The same where every target counts.
+// linear_cross_entropy() where every target counts.
 CrossEntropyResult of_counted(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                               double smoothing, bool mean, const std::array<bool, 3>& gradients,
                               int64_t chunk_elements) {
@@ -109,7 +109,7 @@ CrossEntropyResult of_counted(const Tensor& x, const Tensor& weight, const Optio
   auto& [grad_x, grad_weight, grad_bias] = result.gradients;
   if (gradients[0]) grad_x = at::empty(x.sizes(), x.options());
   if (gradients[1]) grad_weight = at::empty(weight.sizes(), weight.options().dtype(wide));
-  if (gradients[2]) grad_bias = at::empty({vocabulary}, weight.options().dtype(wide));
+  if (gradients[2]) grad_bias = at::zeros({vocabulary}, weight.options().dtype(wide));
   const bool any = gradients[0] || gradients[1] || gradients[2];
 
   const Tensor losses = at::empty({rows}, x.options().dtype(wide)), weight_t = weight.t();
@@ -123,14 +123,9 @@ CrossEntropyResult of_counted(const Tensor& x, const Tensor& weight, const Optio
     cross_entropy_rows(logits, target.const_data_ptr<int64_t>() + start, losses.narrow(0, start, count), smoothing, any);
     if (gradients[0]) accumulate(grad_x.narrow(0, start, count), logits, weight, scale, false);
     if (gradients[1]) accumulate(grad_weight, logits.t(), chunk, scale, start > 0);
-    if (gradients[2]) {
-      const Tensor sums = logits.sum(0, /*keepdim=*/false, wide);
-      start > 0 ? grad_bias.add_(sums, scale) : at::mul_out(grad_bias, sums, at::scalar_tensor(scale));
-    }
+    if (gradients[2]) grad_bias.add_(logits.sum(0, /*keepdim=*/false, wide), scale);
   }
-  if (rows == 0)
-    for (Tensor* gradient : {&grad_weight, &grad_bias})
-      if (gradient->defined()) gradient->zero_();
+  if (gradients[1] && rows == 0) grad_weight.zero_();
   result.loss = mean ? losses.mean() : losses.sum();
   return result;
 }
