@@ -59,16 +59,19 @@ A row_loss(T* x, int64_t vocabulary, int64_t target, A smoothing, bool gradient)
   return (1 - smoothing) * (lse - at_target) + smooth;
 }
 
-// Of logits (rows, vocabulary), contiguous, the losses; over the logits, where asked for, the gradient of their sum.
-void cross_entropy_rows(const Tensor& logits, const int64_t* target, Tensor losses, double smoothing, bool gradient) {
+// The losses from `start` on, of logits (rows, vocabulary), contiguous; where asked for, the gradient of their sum is
+// written over the logits.
+void cross_entropy_rows(const Tensor& logits, const Tensor& target, const Tensor& losses, int64_t start,
+                        double smoothing, bool gradient) {
   const int64_t rows = logits.size(0), vocabulary = logits.size(1);
+  const int64_t* targets = target.const_data_ptr<int64_t>() + start;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, logits.scalar_type(), "cross_entropy_rows", [&] {
     using A = Accumulate<scalar_t>;
     auto* x = logits.mutable_data_ptr<scalar_t>();
-    A* out = losses.mutable_data_ptr<A>();
+    A* out = losses.mutable_data_ptr<A>() + start;
     at::parallel_for(0, rows, std::max<int64_t>(1, 8192 / vocabulary), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r)
-        out[r] = row_loss<scalar_t>(x + r * vocabulary, vocabulary, target[r], static_cast<A>(smoothing), gradient);
+        out[r] = row_loss<scalar_t>(x + r * vocabulary, vocabulary, targets[r], static_cast<A>(smoothing), gradient);
     });
   });
 }
@@ -87,14 +90,14 @@ int64_t count_targets(const Tensor& target, int64_t ignore_index, int64_t vocabu
   return count;
 }
 
-// result = scale * a @ b, or that added to it. Where result is wider, scale is 1.
+// result = scale * a @ b, or that added to it; result may be wider.
 void accumulate(Tensor result, const Tensor& a, const Tensor& b, double scale, bool add) {
-  if (result.scalar_type() == a.scalar_type())
+  if (result.scalar_type() == a.scalar_type()) {
     at::addmm_out(result, result, a, b, add ? 1 : 0, scale);
-  else if (add)
-    result.add_(at::mm(a, b));
-  else
-    result.copy_(at::mm(a, b));
+  } else {
+    if (!add) result.zero_();
+    result.add_(at::mm(a, b), scale);
+  }
 }
 
 // linear_cross_entropy() where every target counts.
@@ -103,24 +106,25 @@ CrossEntropyResult of_counted(const Tensor& x, const Tensor& weight, const Optio
                               int64_t chunk_elements) {
   const int64_t rows = x.size(0), vocabulary = weight.size(0);
   const at::ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  // 16-bit gradients are divided by the count at the end only, and until then of a sensible size.
-  const double last = mean && rows > 0 ? 1.0 / rows : 1.0, scale = x.scalar_type() == wide ? last : 1.0;
-  CrossEntropyResult result{{}, {}, at::scalar_tensor(last / scale, x.options().dtype(wide))};
+  const int64_t most = std::max<int64_t>(64, chunk_elements / std::max<int64_t>(1, vocabulary));
+  // Half precision is divided by the count at the end only, and until then of a sensible size.
+  const double last = mean && rows > 0 ? 1.0 / rows : 1.0, scale = x.scalar_type() == at::kHalf ? 1.0 : last;
+  const Tensor losses = at::empty({rows}, x.options().dtype(wide));
+  const bool any = gradients[0] || gradients[1] || gradients[2], whole = rows <= most;
+  CrossEntropyResult result;
+  if (any) result.scale = at::scalar_tensor(last / scale, losses.options());
   auto& [grad_x, grad_weight, grad_bias] = result.gradients;
   if (gradients[0]) grad_x = at::empty(x.sizes(), x.options());
-  if (gradients[1]) grad_weight = at::empty(weight.sizes(), weight.options().dtype(wide));
-  if (gradients[2]) grad_bias = at::zeros({vocabulary}, weight.options().dtype(wide));
-  const bool any = gradients[0] || gradients[1] || gradients[2];
+  if (gradients[1]) grad_weight = at::empty(weight.sizes(), whole ? weight.options() : losses.options());
+  if (gradients[2]) grad_bias = at::zeros({vocabulary}, losses.options());
 
-  const Tensor losses = at::empty({rows}, x.options().dtype(wide)), weight_t = weight.t();
-  const int64_t most = std::max<int64_t>(64, chunk_elements / std::max<int64_t>(1, vocabulary));
-  const Tensor buffer = at::empty({std::min(rows, most), vocabulary}, x.options());
+  const Tensor weight_t = weight.t(), buffer = at::empty({std::min(rows, most), vocabulary}, x.options());
   for (int64_t start = 0; start < rows; start += most) {
     const int64_t count = std::min(most, rows - start);
-    const Tensor chunk = x.narrow(0, start, count);
-    Tensor logits = buffer.narrow(0, 0, count);
+    const Tensor chunk = whole ? x : x.narrow(0, start, count);
+    Tensor logits = whole ? buffer : buffer.narrow(0, 0, count);
     bias ? at::addmm_out(logits, *bias, chunk, weight_t) : at::mm_out(logits, chunk, weight_t);
-    cross_entropy_rows(logits, target.const_data_ptr<int64_t>() + start, losses.narrow(0, start, count), smoothing, any);
+    cross_entropy_rows(logits, target, losses, start, smoothing, any);
     if (gradients[0]) accumulate(grad_x.narrow(0, start, count), logits, weight, scale, false);
     if (gradients[1]) accumulate(grad_weight, logits.t(), chunk, scale, start > 0);
     if (gradients[2]) grad_bias.add_(logits.sum(0, /*keepdim=*/false, wide), scale);
@@ -139,12 +143,12 @@ FiveTensors linear_cross_entropy_op(const Tensor& x, const Tensor& weight, const
   const auto result = linear_cross_entropy(x, weight, bias, target, smoothing, ignore_index, mean,
                                            {gradients, gradients, gradients && bias}, chunk_elements);
   const auto& [grad_x, grad_weight, grad_bias] = result.gradients;
-  const auto or_empty = [](const Tensor& gradient, const at::TensorOptions& options) {
-    return gradient.defined() ? gradient : at::empty({0}, options);
+  const auto in_type = [](const Tensor& gradient, const at::TensorOptions& options) {
+    return gradient.defined() ? gradient.to(options) : at::empty({0}, options);
   };
   const auto wide = result.loss.options();
-  return {result.loss, or_empty(grad_x, x.options()), or_empty(grad_weight, wide), or_empty(grad_bias, wide),
-          result.scale};
+  return {result.loss, in_type(grad_x, x.options()), in_type(grad_weight, wide), in_type(grad_bias, wide),
+          gradients ? result.scale : at::ones({}, wide)};
 }
 
 }  // namespace

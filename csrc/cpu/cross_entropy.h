@@ -9,16 +9,17 @@
 
 namespace transformer_fast {
 
-// The loss, and the gradients of x, weight and bias: undefined where none was asked for. Those of weight and bias are
-// in the type of the arithmetic. All gradients are still to be multiplied by `scale`, a tensor of one number.
+// The loss, and the gradients of x, weight and bias: undefined where none was asked for. That of bias, and that of
+// weight where it was summed over chunks, are in the type of the arithmetic. All are still to be multiplied by `scale`,
+// a tensor of one number, undefined where no gradient was asked for.
 struct CrossEntropyResult {
   at::Tensor loss;
   std::array<at::Tensor, 3> gradients;
   at::Tensor scale;
 };
 
-// x (rows, d), weight (vocabulary, d), bias (vocabulary,), target (rows,) int64. The loss is the sum over the rows whose
-// target is not ignore_index, or their mean. So many logits exist at a time as chunk_elements says, or those of 64 rows.
+// x (rows, d), weight (vocabulary, d), bias (vocabulary,), target (rows,) int64. The loss is the sum over the rows
+// whose target is not ignore_index, or their mean. At a time there are `chunk_elements` logits, or those of 64 rows.
 CrossEntropyResult linear_cross_entropy(const at::Tensor& x, const at::Tensor& weight,
                                         const std::optional<at::Tensor>& bias, const at::Tensor& target,
                                         double smoothing, int64_t ignore_index, bool mean,

@@ -28,8 +28,10 @@ struct LinearCrossEntropy {
     CrossEntropyResult result;
     {
       const at::AutoDispatchBelowADInplaceOrView below;
-      result = transformer_fast::linear_cross_entropy(x.reshape({target.numel(), x.size(-1)}), weight, bias, target.reshape({-1}),
-                                    smoothing, ignore_index, mean, needs, chunk_elements);
+      const Tensor rows = x.dim() == 2 ? x : x.reshape({target.numel(), x.size(-1)});
+      const Tensor targets = target.dim() == 1 ? target : target.reshape(-1);
+      result = transformer_fast::linear_cross_entropy(rows, weight, bias, targets, smoothing, ignore_index, mean, needs,
+                                                      chunk_elements);
       if (needs[0]) result.gradients[0] = result.gradients[0].view(x.sizes());
     }
     const auto& [grad_x, grad_weight, grad_bias] = result.gradients;
