@@ -3,6 +3,7 @@
 
 #include "attention_mask.h"
 #include "attention_rows.h"
+#include "bfloat16_bits.h"
 
 namespace transformer_fast {
 namespace {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention.h"
+#include "bfloat16_bits.h"
 
 namespace transformer_fast {
 namespace {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "types.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
@@ -78,7 +79,7 @@ KeptWeights<T, A> kept_weights(const AttentionProblem<T, A>& problem, const Opti
 }
 
 inline Tensor empty_statistics(const Tensor& q, at::IntArrayRef sizes) {
-  return at::empty(sizes, q.options().dtype(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+  return at::empty(sizes, q.options().dtype(arithmetic_type(q)));
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include "cross_entropy.h"
 
 #include "exponential.h"
+#include "types.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
@@ -105,7 +106,7 @@ CrossEntropyResult of_counted(const Tensor& x, const Tensor& weight, const Optio
                               double smoothing, bool mean, const std::array<bool, 3>& gradients,
                               int64_t chunk_elements) {
   const int64_t rows = x.size(0), vocabulary = weight.size(0);
-  const at::ScalarType wide = x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const at::ScalarType wide = arithmetic_type(x);
   const int64_t most = std::max<int64_t>(64, chunk_elements / std::max<int64_t>(1, vocabulary));
   // Half precision is divided by the count at the end only, and until then of a sensible size.
   const double last = mean && rows > 0 ? 1.0 / rows : 1.0, scale = x.scalar_type() == at::kHalf ? 1.0 : last;
@@ -143,11 +144,11 @@ FiveTensors linear_cross_entropy_op(const Tensor& x, const Tensor& weight, const
   const auto result = linear_cross_entropy(x, weight, bias, target, smoothing, ignore_index, mean,
                                            {gradients, gradients, gradients && bias}, chunk_elements);
   const auto& [grad_x, grad_weight, grad_bias] = result.gradients;
-  const auto in_type = [](const Tensor& gradient, const at::TensorOptions& options) {
+  const auto or_empty = [](const Tensor& gradient, const at::TensorOptions& options) {
     return gradient.defined() ? gradient.to(options) : at::empty({0}, options);
   };
   const auto wide = result.loss.options();
-  return {result.loss, in_type(grad_x, x.options()), in_type(grad_weight, wide), in_type(grad_bias, wide),
+  return {result.loss, or_empty(grad_x, x.options()), or_empty(grad_weight, wide), or_empty(grad_bias, wide),
           gradients ? result.scale : at::ones({}, wide)};
 }
 

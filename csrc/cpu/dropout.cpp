@@ -4,6 +4,7 @@
 #include "draws.h"
 #include "pages.h"
 #include "partials.h"
+#include "types.h"
 #include "vec.h"
 
 #include <ATen/ATen.h>
@@ -124,7 +125,7 @@ std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const Option
   const Tensor gradient = grad_out.contiguous(), output = relu ? y->contiguous() : Tensor();
   const Tensor out = at::cpu::empty(grad_out.sizes(), grad_out.options());
   const int64_t d = grad_out.size(-1), rows = d > 0 ? grad_out.numel() / d : 0;
-  const auto sum_options = grad_out.options().dtype(grad_out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  const auto sum_options = grad_out.options().dtype(arithmetic_type(grad_out));
   if (grad_out.numel() == 0) return {out, at::zeros({has_bias ? d : 0}, sum_options)};
   const Dropout dropout = dropout_of(p, seed);
   Tensor grad_bias = has_bias ? Tensor() : at::cpu::empty({0}, sum_options);

@@ -225,7 +225,7 @@ NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const O
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
   NormResult result{at::cpu::empty(x.sizes(), x.options()), {}};
   if (residual) result.summed = at::cpu::empty(x.sizes(), x.options());
-  const Weights weights(weight, bias, x.scalar_type(), statistics_type(x));
+  const Weights weights(weight, bias, x.scalar_type(), arithmetic_type(x));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm", [&] {
     using A = Accumulate<scalar_t>;
     using M = Matrix<scalar_t>;
@@ -258,7 +258,7 @@ Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
 
 FourTensors layer_norm(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                        const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed) {
-  const auto options = x.options().dtype(statistics_type(x));
+  const auto options = x.options().dtype(arithmetic_type(x));
   const int64_t rows = x.numel() / x.size(-1);
   const Tensor mean = at::empty({rows}, options), rstd = at::empty({rows}, options);
   const auto [out, summed] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, mean.mutable_data_ptr(),

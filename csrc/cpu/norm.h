@@ -1,28 +1,20 @@
 // LayerNorm and Norm on the CPU (norm.cpp, norm_backward.cpp), as transformer_fast/ops/norm.py documents them.
 #pragma once
 
+#include "types.h"
+
 #include <ATen/core/Tensor.h>
 
 #include <optional>
 
 namespace transformer_fast {
 
-// The type of the arithmetic, and of mean and rstd: float64 for float64, else float32.
-inline at::ScalarType statistics_type(const at::Tensor& x) {
-  return x.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-}
-
-// x in another type. ATen's own call costs a tenth of a microsecond to find out that there is nothing to do.
-inline at::Tensor in_type(const at::Tensor& x, at::ScalarType type) {
-  return x.scalar_type() == type ? x : x.to(type);
-}
-
 // `summed` is undefined without a residual.
 struct NormResult {
   at::Tensor out, summed;
 };
 
-// mean and rstd receive a number for each row, in statistics_type(x), where they are not null.
+// mean and rstd receive a number for each row, in arithmetic_type(x), where they are not null.
 NormResult norm_forward(const at::Tensor& x, const std::optional<at::Tensor>& residual,
                         const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps,
                         bool std, double dropout_p, const std::optional<at::Tensor>& seed, void* mean, void* rstd);

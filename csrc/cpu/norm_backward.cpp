@@ -219,8 +219,8 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
   NormGradients gradients;
   if (needs.rows) gradients.x = at::cpu::empty(x.sizes(), x.options());
   if (needs.rows && dropout_p > 0) gradients.residual = at::cpu::empty(x.sizes(), x.options());
-  const Weights weights(weight, {}, x.scalar_type(), statistics_type(x));
-  const auto partial_options = x.options().dtype(statistics_type(x));
+  const Weights weights(weight, {}, x.scalar_type(), arithmetic_type(x));
+  const auto partial_options = x.options().dtype(arithmetic_type(x));
   const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
   const bool by_columns = sum_by_columns(rows, d);
   const int64_t sums = by_columns ? 1 : chunks;

@@ -1,6 +1,7 @@
 // Rows of a tensor, and tiles of scores, as operands of the products of matrix.h.
 #pragma once
 
+#include "bfloat16_bits.h"
 #include "matrix.h"
 
 #include <cmath>

@@ -2,6 +2,7 @@
 #include "functions.h"
 
 #include "../cpu/cross_entropy.h"
+#include "../cpu/types.h"
 #include "call.h"
 #include "node.h"
 
@@ -53,7 +54,7 @@ struct LinearCrossEntropy {
       const Tensor& gradient = saved[3 + i];
       if (!needs[i] || !gradient.defined()) continue;
       const Tensor result = scaled ? gradient : ends ? gradient.mul_(scale) : gradient * scale;
-      gradients[i] = result.to(saved[i].scalar_type());
+      gradients[i] = in_type(result, saved[i].scalar_type());
     }
     return gradients;
   }

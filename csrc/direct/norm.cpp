@@ -35,7 +35,7 @@ struct LayerNorm {
     Tensor statistics;
     {
       const at::AutoDispatchBelowADInplaceOrView below;
-      statistics = at::cpu::empty({2, x.numel() / x.size(-1)}, x.options().dtype(statistics_type(x)));
+      statistics = at::cpu::empty({2, x.numel() / x.size(-1)}, x.options().dtype(arithmetic_type(x)));
       const auto [mean, rstd] = mean_and_rstd(statistics);
       auto [out, summed] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, mean, rstd);
       outputs = residual ? variable_list{out, summed} : variable_list{out};
