@@ -43,8 +43,8 @@ def linear_cross_entropy(
     Raises:
         TypeError: for non-tensors and for dtypes that do not fit.
         ValueError: for shapes, devices or options that do not fit; the message names them.
-        IndexError: by the CPU's kernel, for a target outside the vocabulary; names it and its place. On a GPU, where
-            looking would stall it, the loss is NaN.
+        IndexError: on CPU, for a target outside the vocabulary; names it and its place. On a GPU, where looking would
+            stall it, the loss is NaN.
     """
     if direct := _direct.native():
         args = x, weight, bias, target, label_smoothing, ignore_index, reduction, CHUNK_ELEMENTS["cpu"]
@@ -115,15 +115,16 @@ def _linear_cross_entropy(x, weight, bias, target, smoothing, ignore_index, mean
     from ..kernels.cross_entropy import cross_entropy_rows
 
     rows, vocabulary = x.shape[0], weight.shape[0]
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    if x.device.type == "cpu":
+        _check_targets(target, ignore_index, vocabulary)
     # The gradients are those of the sum, not yet divided by the count: 16-bit numbers of a sensible size. Sums over
     # chunks are made in float32, from the first chunk on.
-    total = torch.zeros((), dtype=wide, device=x.device)
+    total = torch.zeros((), dtype=torch.float32, device=x.device)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if gradients else x.new_empty(0)
-    grad_weight = weight.new_empty(weight.shape, dtype=wide) if gradients else x.new_empty(0)
-    grad_bias = weight.new_empty(vocabulary, dtype=wide) if gradients and bias is not None else x.new_empty(0)
+    grad_weight = weight.new_empty(weight.shape, dtype=torch.float32) if gradients else x.new_empty(0)
+    grad_bias = weight.new_empty(vocabulary, dtype=torch.float32) if gradients and bias is not None else x.new_empty(0)
     count = (target != ignore_index).sum() if mean else torch.ones_like(total)
-    scale = count.to(wide).clamp(min=1).reciprocal()
+    scale = count.to(torch.float32).clamp(min=1).reciprocal()
     if rows == 0:
         return total / count, grad_x, grad_weight.zero_(), grad_bias.zero_(), scale
     step = max(64, step // max(1, vocabulary))
@@ -140,9 +141,20 @@ def _linear_cross_entropy(x, weight, bias, target, smoothing, ignore_index, mean
             torch.mm(logits, weight, out=grad_x[start : start + step])
             _accumulate(grad_weight, logits.t(), chunk, first=start == 0)
             if bias is not None:
-                sums = logits.sum(0, dtype=wide)
+                sums = logits.sum(0, dtype=torch.float32)
                 grad_bias = sums if start == 0 else grad_bias.add_(sums)
     return total / count, grad_x, grad_weight, grad_bias, scale
+
+
+def _check_targets(target: Tensor, ignore_index: int, vocabulary: int) -> None:
+    """Raise for a target outside the vocabulary, one of those that count, as the native kernel does."""
+    wrong = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
+    if wrong.any():
+        place = int(wrong.nonzero()[0, 0])
+        raise IndexError(
+            f"linear_cross_entropy: target {place} of {target.numel()} is {int(target[place])}, but the vocabulary has "
+            f"{vocabulary} rows: expected 0 <= target < {vocabulary}, or ignore_index"
+        )
 
 
 def _accumulate(result: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
