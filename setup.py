@@ -3,8 +3,8 @@
 Environment:
     TRANSFORMER_FAST_CUDA         auto (default): with CUDA where nvcc and a CUDA build of torch are found; 0: never;
                                   1: or fail.
-    TRANSFORMER_FAST_NATIVE_ARCH  1: CPU kernels for this machine's vector unit (default of an in-place or editable
-                                  build); 0: for any x86-64 with AVX2 and FMA (default of a wheel).
+    TRANSFORMER_FAST_CPU_SETS     instruction sets that get kernels: "host", those that this machine runs (default of an
+                                  in-place or editable build), "all" (default of a wheel), or names, "avx2,avx512".
     TORCH_CUDA_ARCH_LIST          GPU architectures; default "8.0;9.0+PTX". No GPU is looked for.
     MAX_JOBS                      compilers at once.
 """
@@ -31,20 +31,16 @@ from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_CUDA_ARCHITECTURES = "8.0;9.0+PTX"
-# Compiler macro -> the flag /proc/cpuinfo shows. What a build used of these, the machine that imports it must have.
-CPU_FEATURES = {
-    "__AVX2__": "avx2",
-    "__FMA__": "fma",
-    "__F16C__": "f16c",
-    "__AVX512F__": "avx512f",
-    "__AVX512BW__": "avx512bw",
-    "__AVX512DQ__": "avx512dq",
-    "__AVX512VL__": "avx512vl",
-    "__AVX512VNNI__": "avx512_vnni",
-    "__AVX512BF16__": "avx512_bf16",
-    "__AVX512FP16__": "avx512_fp16",
-    "__AVX512VBMI2__": "avx512_vbmi2",
+# Instruction set -> compiler flags, and what /proc/cpuinfo shows where it runs. csrc/instruction_set.cpp chooses among
+# them by what the processor says itself.
+X86_SETS = {
+    "avx2": (["-march=x86-64-v3"], {"avx2", "fma", "bmi2"}),
+    "avx512": (["-march=x86-64-v4"], {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}),
+    "avx512_bf16": (["-march=x86-64-v4", "-mavx512bf16"], {"avx512f", "avx512bw", "avx512_bf16"}),
 }
+OTHER_SETS: dict[str, tuple[list[str], set[str]]] = {"generic": ([], set())}
+# The longest to compile first, so that no compiler works alone at the end.
+SLOW = ("norm_backward", "attention_forward", "attention_backward", "attention_grad_bias", "attention_weights", "norm")
 
 
 def say(message: str) -> None:
@@ -75,58 +71,75 @@ def cuda_obstacle() -> str | None:
     return None
 
 
-def cpu_flags(native: bool) -> list[str]:
-    machine = platform.machine().lower()
-    if native:
-        return ["-march=native"] if machine in ("x86_64", "amd64") else ["-mcpu=native"]
-    return ["-mavx2", "-mfma", "-mf16c"] if machine in ("x86_64", "amd64") else []
+def known_sets() -> dict[str, tuple[list[str], set[str]]]:
+    return X86_SETS if platform.machine().lower() in ("x86_64", "amd64") else OTHER_SETS
 
 
-def compiler_facts(compiler: list[str], flags: list[str]) -> dict[str, object]:
-    """Name, version and vector unit of the compiler under the flags, from the compiler itself."""
-    output = subprocess.run(
-        [*compiler, *flags, "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True, check=True
-    ).stdout
+def instruction_sets(choice: str) -> list[str]:
+    """Those to build, of a TRANSFORMER_FAST_CPU_SETS."""
+    known = known_sets()
+    if choice == "host":
+        present = cpu_flags()
+        names = [name for name, (_, needed) in known.items() if not present or needed <= present] or list(known)[:1]
+    else:
+        names = list(known) if choice == "all" else choice.split(",")
+    if unknown := set(names) - known.keys():
+        expected = f"host, all, or names of {', '.join(known)}"
+        raise SystemExit(f"TRANSFORMER_FAST_CPU_SETS: expected {expected}, got {', '.join(sorted(unknown))!r}")
+    return names
+
+
+def cpu_flags() -> set[str]:
+    """What /proc/cpuinfo says this processor has; empty where there is no such file."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def compiler_name(compiler: list[str]) -> str:
+    """Name and version of the compiler, from the compiler itself."""
+    command = [*compiler, "-dM", "-E", "-x", "c++", os.devnull]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     macros = dict(line.split(maxsplit=2)[1:] for line in output.splitlines() if len(line.split(maxsplit=2)) == 3)
-    features = [flag for macro, flag in CPU_FEATURES.items() if macro in macros]
-    vector = "avx512" if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= set(features) else "baseline"
-    if vector == "baseline" and {"avx2", "fma"} <= set(features):
-        vector = "avx2"
-    return {
-        "compiler": f"{compiler[0]} {macros.get('__VERSION__', 'unknown').strip(chr(34))}",
-        "vector": vector,
-        "cpu_features": features,
-    }
+    return f"{compiler[0]} {macros.get('__VERSION__', 'unknown').strip(chr(34))}"
 
 
 class Build(cpp_extension.BuildExtension):
-    """Adds the machine's vector flags and writes build_config.h, which ``transformer_fast._C.build_info()`` returns."""
+    """Builds the module and a library of kernels for each instruction set, from one build_config.h."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
         in_place = bool(self.inplace or getattr(self, "editable_mode", False))  # setuptools clears inplace in run()
-        self.native = os.environ.get("TRANSFORMER_FAST_NATIVE_ARCH", "1" if in_place else "0") == "1"
+        chosen = instruction_sets(os.environ.get("TRANSFORMER_FAST_CPU_SETS", "host" if in_place else "all"))
+        left_out = {kernels_name(name) for name in known_sets() if name not in chosen}
+        self.extensions = [extension for extension in self.extensions if extension.name not in left_out]
 
     def build_extensions(self) -> None:
-        native = self.native
-        flags = cpu_flags(native)
+        module = self.extensions[-1]
+        with_cuda = any(source.endswith(".cu") for source in module.sources)
         compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
-        facts = compiler_facts(compiler, flags)
-        # Which of ATen's vector classes <ATen/cpu/vec/vec.h> gives; the same macro torch's own build sets.
-        if facts["vector"] != "baseline":
-            flags.append(f"-DCPU_CAPABILITY_{str(facts['vector']).upper()}")
-        (extension,) = self.extensions
-        with_cuda = any(source.endswith(".cu") for source in extension.sources)
         information = {
             "torch": torch.__version__,
             "cuda": torch.version.cuda if with_cuda else None,
             "arch_list": os.environ["TORCH_CUDA_ARCH_LIST"] if with_cuda else None,
-            "native_arch": native,
-            **facts,
+            "compiler": compiler_name(compiler),
         }
-        extension.include_dirs.append(str(write_build_config(Path(self.build_temp), information)))
-        extension.extra_compile_args["cxx"] += flags
+        include = str(write_build_config(Path(self.build_temp), information))
+        for extension in self.extensions:
+            extension.include_dirs.append(include)
         super().build_extensions()
+
+    def build_extension(self, extension: cpp_extension.Extension) -> None:
+        """Each in a folder of its own: the objects of one instruction set have the names of another's."""
+        say(f"compiling {extension.name} ({len(extension.sources)} files)")
+        folder = self.build_temp
+        self.build_temp = str(Path(folder, extension.name))
+        try:
+            super().build_extension(extension)
+        finally:
+            self.build_temp = folder
 
 
 def write_build_config(folder: Path, information: dict[str, object]) -> Path:
@@ -138,29 +151,56 @@ def write_build_config(folder: Path, information: dict[str, object]) -> Path:
     return header.parent
 
 
-def extension() -> cpp_extension.Extension:
-    with_cuda = want_cuda()
-    sources = ["csrc/bindings.cpp", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").glob("*/*.cpp")))]
-    cxx = ["-O3", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-g0"]
-    cxx.append("-Wno-maybe-uninitialized")  # GCC 12 raises it inside its own AVX-512 headers (GCC bug 105593)
-    link = []
-    if sys.platform == "linux":
-        # Compiled, but deliberately not linked with OpenMP: the symbols then come from the runtime libtorch_cpu itself
-        # loads, so torch.set_num_threads governs these kernels too and there is never a second thread pool.
-        cxx.append("-fopenmp")
-        link += ["-Wl,--as-needed", "-s"]
-    nvcc = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-Xcompiler=-fvisibility=hidden"]
-    if with_cuda:
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)
-        sources += sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc/cuda").glob("*.cu"))
-    kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
-    return kind(
-        "transformer_fast._C",
-        sources,
+def sources(folder: str) -> list[str]:
+    files = sorted((ROOT / "csrc" / folder).glob("*.cpp"), key=lambda p: (p.stem not in SLOW, p.name))
+    return [str(file.relative_to(ROOT)) for file in files]
+
+
+CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]
+LINK_FLAGS = []
+if sys.platform == "linux":
+    # Compiled, but deliberately not linked with OpenMP: the symbols then come from the runtime libtorch_cpu itself
+    # loads, so torch.set_num_threads governs these kernels too and there is never a second thread pool.
+    CXX_FLAGS.append("-fopenmp")
+    LINK_FLAGS += ["-Wl,--as-needed", "-s"]
+
+
+def kernels_name(instruction_set: str) -> str:
+    return f"transformer_fast._cpu_{instruction_set}"
+
+
+def kernels_extension(name: str, flags: list[str]) -> cpp_extension.Extension:
+    """The kernels for one instruction set: a library, which the module loads; it is no module for Python."""
+    # csrc/cpu/vec.h says where a product and a sum round once. GCC 12 warns inside its own AVX-512 headers (bug 105593).
+    cxx = [*CXX_FLAGS, *flags, "-ffp-contract=off", "-Wno-maybe-uninitialized"]
+    return cpp_extension.CppExtension(
+        kernels_name(name),
+        sources("cpu"),
         include_dirs=[str(ROOT / "csrc")],
-        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
-        extra_link_args=link,
+        extra_compile_args={"cxx": cxx},
+        extra_link_args=LINK_FLAGS,
     )
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": Build})
+def module_extension() -> cpp_extension.Extension:
+    """The module: checks, autograd and the call of kernels, compiled for any processor; and the CUDA kernels."""
+    with_cuda = want_cuda()
+    files = [*sources("direct"), *sources("ops"), *sources("")]
+    nvcc = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-Xcompiler=-fvisibility=hidden"]
+    if with_cuda:
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)
+        files += sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc/cuda").glob("*.cu"))
+    kind = cpp_extension.CUDAExtension if with_cuda else cpp_extension.CppExtension
+    return kind(
+        "transformer_fast._C",
+        files,
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args={"cxx": CXX_FLAGS, "nvcc": nvcc},
+        extra_link_args=LINK_FLAGS,
+    )
+
+
+setup(
+    ext_modules=[*(kernels_extension(name, flags) for name, (flags, _) in known_sets().items()), module_extension()],
+    cmdclass={"build_ext": Build},
+)

@@ -5,6 +5,9 @@
 // is one number a row, a query's limit one lane, and one Philox call of the dropout contract fills eight rows of it.
 #pragma once
 
+#include "attention_params.h"
+
+#include "buffer.h"
 #include "draws.h"
 #include "exponential.h"
 #include "operands.h"
@@ -15,149 +18,27 @@
 #include <atomic>
 #include <cmath>
 #include <limits>
-#include <memory>
-#include <new>
 #include <optional>
 #include <tuple>
 #include <vector>
 
 namespace transformer_fast {
 
-constexpr int64_t kQueryTile = 64;
-constexpr int64_t kKeyTile = 128;  // a multiple of 32, the keys of four Philox calls
-constexpr int64_t kMostStored = int64_t{1} << 26;  // weights or gradients of scores in memory; past that, found again
-constexpr int64_t kFewQueries = 2;  // up to here a call goes row by row (attention_rows.h) and makes no tile of scores
-
-// A 4-D tensor (batch, head, row, column); a size of 1 has stride 0.
-template <typename T>
-struct View {
-  T* data = nullptr;
-  int64_t stride[4] = {0, 0, 0, 0};
-
-  T* at(int64_t b, int64_t h, int64_t row) const { return data + b * stride[0] + h * stride[1] + row * stride[2]; }
-  int64_t row_stride() const { return stride[2]; }
-  int64_t column_stride() const { return stride[3]; }
-};
-
-// An additive bias: in the arithmetic's dtype, or in the tensors' own, then converted as it is read.
-template <typename T, typename A>
-struct Bias {
-  View<const A> wide;
-  View<const T> own;
-
-  explicit operator bool() const { return wide.data != nullptr || own.data != nullptr; }
-  int64_t row_stride() const { return own.data ? own.row_stride() : wide.row_stride(); }
-
-  // The same seen from element (b, h, i, j).
-  Bias from(int64_t b, int64_t h, int64_t i, int64_t j) const {
-    Bias moved = *this;
-    if (own.data) moved.own.data = own.at(b, h, i) + j * own.column_stride();
-    if (wide.data) moved.wide.data = wide.at(b, h, i) + j * wide.column_stride();
-    return moved;
-  }
-
-  A at(int64_t i, int64_t j) const {
-    return own.data ? static_cast<A>(own.data[i * own.row_stride() + j * own.column_stride()])
-                    : wide.data[i * wide.row_stride() + j * wide.column_stride()];
-  }
-
-  // Elements (i, j) .. (i, j + count - 1).
-  Vector<A> load(int64_t i, int64_t j, int64_t count) const {
-    if (own.data && own.column_stride() == 1) return load_some(own.data + i * own.row_stride() + j, count);
-    if (wide.data && wide.column_stride() == 1) return load_some(wide.data + i * wide.row_stride() + j, count);
-    Vector<A> v{};
-    for (int64_t n = 0; n < count; ++n) v[n] = at(i, j + n);
-    return v;
-  }
-};
-
-// A call. T is the tensors' dtype, A that of the arithmetic.
-template <typename T, typename A>
-struct AttentionProblem {
-  using Element = T;
-  using Arithmetic = A;
-  int64_t B, H, Hkv, Lq, Lk, D;
-  View<const T> q, k, v;
-  View<const bool> keep, key_keep;
-  Bias<T, A> bias;
-  View<const int32_t> lengths;  // (B, 1, Lq|1, 1)
-  bool causal;
-  int64_t causal_offset;
-  A scale;
-  double dropout_p;
-  int64_t seed;
-  bool zero_empty_rows;
-  int64_t first_batch = 0;  // what dropout counts batches from
-  // A paged cache: key j of batch entry b is row j % page_size of page pages[b * pages_stride + j / page_size], and the
-  // first stride of k and v is that of a page. Forward of few queries only.
-  const int32_t* pages = nullptr;
-  int64_t pages_stride = 0, page_size = 0;
-};
-
-// Keys at or past this are blocked for query i of batch entry b by its length and the look-ahead.
-template <typename T, typename A>
-int64_t key_limit(const AttentionProblem<T, A>& problem, int64_t b, int64_t i) {
-  int64_t limit = problem.Lk;
-  if (problem.lengths.data) limit = std::min<int64_t>(limit, *problem.lengths.at(b, 0, i));
-  if (problem.causal) limit = std::min(limit, std::max<int64_t>(0, i + 1 + problem.causal_offset));
-  return limit;
-}
-
-// Weights that a forward keeps for its backward, in the tiles that both work on: for each block of queries and each key
-// of it the lanes of the block, to be multiplied by a factor that each tile has for each query. Or nothing.
-template <typename T, typename A>
-struct KeptWeights {
-  T* weights = nullptr;  // (B, H, lanes, Lk), `lanes` being Lq in whole vectors
-  A* factors = nullptr;  // (B, H, key tiles, lanes)
-  int64_t H = 0, lanes = 0, Lk = 0;
-
-  explicit operator bool() const { return weights != nullptr; }
-
-  // The lanes of `key`, of which there are `block_lanes`; those of the next key follow.
-  T* at(int64_t b, int64_t h, int64_t first_query, int64_t block_lanes, int64_t key) const {
-    return weights + ((b * H + h) * lanes + first_query) * Lk + key * block_lanes;
-  }
-
-  A* factors_at(int64_t b, int64_t h, int64_t first_query, int64_t key) const {
-    return factors + ((b * H + h) * tiles(Lk) + key / kKeyTile) * lanes + first_query;
-  }
-
-  static int64_t tiles(int64_t Lk) { return (Lk + kKeyTile - 1) / kKeyTile; }
-};
-
-// A padded batch is one of these, a packed one has one for each sequence. Statistics are (batch, head, query).
-template <typename T, typename A>
-struct AttentionForward {
-  using Element = T;
-  using Arithmetic = A;
-  AttentionProblem<T, A> problem;
-  View<T> out;
-  View<A> logsumexp;
-  KeptWeights<T, A> kept = {};  // not with dropout, not for few queries
-};
-
-template <typename T, typename A>
-struct AttentionBackward {
-  using Element = T;
-  using Arithmetic = A;
-  AttentionProblem<T, A> problem;
-  View<const T> grad_out, out;
-  View<const A> logsumexp, grad_logsumexp;
-  View<T> grad_q, grad_k, grad_v;
-  View<T> grad_scores = {};  // (B, H, Lq, Lk), or nothing; not for few queries
-  KeptWeights<T, A> kept = {};
-};
-
-template <typename T, typename A>
-void attention_forward_cpu(c10::ArrayRef<AttentionForward<T, A>> calls);
-
-template <typename T, typename A>
-void attention_backward_cpu(c10::ArrayRef<AttentionBackward<T, A>> calls);
-
 namespace {
 
 template <typename A>
 constexpr A kBlocked = -std::numeric_limits<A>::infinity();
+
+// Elements (i, j) .. (i, j + count - 1) of a bias.
+template <typename T, typename A>
+Vector<A> load_bias(const Bias<T, A>& bias, int64_t i, int64_t j, int64_t count) {
+  const auto &own = bias.own, &wide = bias.wide;
+  if (own.data && own.column_stride() == 1) return load_some(own.data + i * own.row_stride() + j, count);
+  if (wide.data && wide.column_stride() == 1) return load_some(wide.data + i * wide.row_stride() + j, count);
+  Vector<A> v{};
+  for (int64_t n = 0; n < count; ++n) v[n] = bias.at(i, j + n);
+  return v;
+}
 
 // Memory of one thread, kept from call to call and only ever grown.
 template <typename A>
@@ -168,11 +49,7 @@ class Workspace {
   void divide(const int64_t (&sizes)[n], A* (&buffers)[n]) {
     int64_t total = 0;
     for (const int64_t size : sizes) total += round_up(size, kAlign);
-    if (total > size_) {
-      storage_.reset(new (std::align_val_t(64)) A[total]);
-      size_ = total;
-    }
-    A* next = storage_.get();
+    A* next = kept_.reserve(total);
     for (std::size_t i = 0; i < n; next += round_up(sizes[i], kAlign), ++i) buffers[i] = next;
   }
 
@@ -183,11 +60,7 @@ class Workspace {
 
  private:
   static constexpr int64_t kAlign = 64 / sizeof(A);
-  struct Free {
-    void operator()(A* p) const { ::operator delete[](p, std::align_val_t(64)); }
-  };
-  std::unique_ptr<A[], Free> storage_;
-  int64_t size_ = 0;
+  KeptBuffer<A> kept_;
 };
 
 // Runs task(i) for every i, each once, on whichever thread is free: ragged batches make tasks of very different sizes.
@@ -251,7 +124,7 @@ struct TileDropout {
 
   template <typename T>
   TileDropout(const AttentionProblem<T, A>& problem, int64_t b, int64_t h)
-      : dropout(problem.dropout_p, problem.seed), head(static_cast<uint32_t>(h)),
+      : dropout(DropoutParams{problem.dropout_p, problem.seed}), head(static_cast<uint32_t>(h)),
         batch(static_cast<uint32_t>(problem.first_batch + b)) {}
 
   // Draws of query i for kKeysDrawn keys from first_key, a multiple of kKeysDrawn.

@@ -7,8 +7,6 @@
 #include "attention_gradients.h"
 #include "attention_rows_backward.h"
 
-#include <ATen/ATen.h>
-
 namespace transformer_fast {
 namespace {
 
@@ -154,9 +152,8 @@ class Backward {
       if (const int64_t ranges = ranges_of(c).count; ranges > 1) room += ranges * query_elements(c);
       work += 2.5 * double(query_elements(c)) * double(calls_[c].problem.Lk);
     }
-    at::Tensor parts;
-    if (room > 0) parts = at::empty({room}, c10::CppTypeToScalarType<A>::value);
-    A* const storage = room > 0 ? parts.mutable_data_ptr<A>() : nullptr;
+    const Buffer<A> parts(room);
+    A* const storage = parts.data();
     for_tasks(calls_.size(), [&](int64_t c) { return tasks_of(c); }, work, [&](int64_t c, int64_t task) {
       const KeyRanges ranges = ranges_of(c);
       run_range(calls_[c], task / ranges.count, task % ranges.count * ranges.length, ranges.length,
@@ -217,13 +214,13 @@ class Backward {
 }  // namespace
 
 template <typename T, typename A>
-void attention_backward_cpu(c10::ArrayRef<AttentionBackward<T, A>> calls) {
+void attention_backward(c10::ArrayRef<AttentionBackward<T, A>> calls) {
   Backward<T, A>(calls).run();
 }
 
-template void attention_backward_cpu(c10::ArrayRef<AttentionBackward<float, float>>);
-template void attention_backward_cpu(c10::ArrayRef<AttentionBackward<double, double>>);
-template void attention_backward_cpu(c10::ArrayRef<AttentionBackward<c10::Half, float>>);
-template void attention_backward_cpu(c10::ArrayRef<AttentionBackward<c10::BFloat16, float>>);
+template void attention_backward(c10::ArrayRef<AttentionBackward<float, float>>);
+template void attention_backward(c10::ArrayRef<AttentionBackward<double, double>>);
+template void attention_backward(c10::ArrayRef<AttentionBackward<c10::Half, float>>);
+template void attention_backward(c10::ArrayRef<AttentionBackward<c10::BFloat16, float>>);
 
 }  // namespace transformer_fast

@@ -3,8 +3,6 @@
 #include "attention_mask.h"
 #include "attention_rows_forward.h"
 
-#include <ATen/ATen.h>
-
 namespace transformer_fast {
 namespace {
 
@@ -107,7 +105,7 @@ class ForwardBlock {
     const Vector<A> factor = exponential(before - origin);
     narrow(shrink, factor);
     narrow(maximum_ + lane, maximum);
-    narrow(total_ + lane, widen(total_ + lane) * factor + (totals[0] + totals[1]));
+    narrow(total_ + lane, fma(widen(total_ + lane), factor, totals[0] + totals[1]));
   }
 
   // Rows with no allowed key: weight 1 on every key. A NaN or Inf value is blocked like all others and must not show.
@@ -175,9 +173,8 @@ class Forward {
       // Few queries are bound by memory: a multiplication takes so much longer than in a tile.
       work += (has_few_queries(p) ? 4.0 : 1.0) * double(p.B * p.H * p.Lq) * double(p.Lk * p.D);
     }
-    at::Tensor parts;
-    if (room > 0) parts = at::empty({room}, c10::CppTypeToScalarType<A>::value);
-    A* const storage = room > 0 ? parts.mutable_data_ptr<A>() : nullptr;
+    const Buffer<A> parts(room);
+    A* const storage = parts.data();
     for_tasks(calls_.size(), [&](int64_t c) { return tasks_of(c); }, work, [&](int64_t c, int64_t task) {
       const auto& p = calls_[c].problem;
       if (!has_few_queries(p)) return run_block(c, task);
@@ -231,13 +228,13 @@ class Forward {
 }  // namespace
 
 template <typename T, typename A>
-void attention_forward_cpu(c10::ArrayRef<AttentionForward<T, A>> calls) {
+void attention_forward(c10::ArrayRef<AttentionForward<T, A>> calls) {
   Forward<T, A>(calls).run();
 }
 
-template void attention_forward_cpu(c10::ArrayRef<AttentionForward<float, float>>);
-template void attention_forward_cpu(c10::ArrayRef<AttentionForward<double, double>>);
-template void attention_forward_cpu(c10::ArrayRef<AttentionForward<c10::Half, float>>);
-template void attention_forward_cpu(c10::ArrayRef<AttentionForward<c10::BFloat16, float>>);
+template void attention_forward(c10::ArrayRef<AttentionForward<float, float>>);
+template void attention_forward(c10::ArrayRef<AttentionForward<double, double>>);
+template void attention_forward(c10::ArrayRef<AttentionForward<c10::Half, float>>);
+template void attention_forward(c10::ArrayRef<AttentionForward<c10::BFloat16, float>>);
 
 }  // namespace transformer_fast

@@ -1,28 +1,22 @@
-// The gradient of the additive bias on the CPU: the sum of the gradients of the scores over whatever the bias was
-// broadcast over. torch.ops.transformer_fast_native.attention_backward_bias has the backward store them all, and sums,
-// where they are not too many; attention_grad_bias computes them again and stores none: a task owns some of the bias and
-// walks over what it sums in one order. Two runs of either agree bit for bit.
+// The gradient of the additive bias: the sum of the gradients of the scores over whatever the bias was broadcast over.
+// They are computed again and none is stored: a task owns some of the bias and walks over what it sums in one order, so
+// that two runs agree bit for bit.
 #include "attention_gradients.h"
-#include "attention_tensors.h"
-
-#include <torch/library.h>
 
 #include <numeric>
-#include <tuple>
 #include <utility>
 
 namespace transformer_fast {
 namespace {
 
-// `grad` is (B | 1, H | 1, Lq | 1, Lk | 1), contiguous; `sizes` are its sizes.
 template <typename T, typename A>
 class BiasGradient {
  public:
   static constexpr int64_t kW = kLanes<A>;
 
-  BiasGradient(const AttentionBackward<T, A>& call, at::IntArrayRef sizes, A* grad)
-      : call_(call), problem_(call.problem), sizes_(sizes), grad_(grad),
-        blocks_((problem_.Lq + kQueryTile - 1) / kQueryTile), own_blocks_(sizes[2] == 1 ? 1 : blocks_) {}
+  BiasGradient(const AttentionBackward<T, A>& call, const BiasGradientResult<A>& grad)
+      : call_(call), problem_(call.problem), sizes_(grad.sizes), grad_(grad.data),
+        blocks_((problem_.Lq + kQueryTile - 1) / kQueryTile), own_blocks_(sizes_[2] == 1 ? 1 : blocks_) {}
 
   void run() {
     const auto& p = problem_;
@@ -83,74 +77,21 @@ class BiasGradient {
 
   const AttentionBackward<T, A>& call_;
   const AttentionProblem<T, A>& problem_;
-  at::IntArrayRef sizes_;
+  const int64_t (&sizes_)[4];
   A* grad_;
   int64_t blocks_, own_blocks_;
 };
 
-Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                           const Tensor& logsumexp, const OptionalTensor& keep, const OptionalTensor& key_keep,
-                           const OptionalTensor& lengths, const Tensor& bias, std::optional<int64_t> causal,
-                           double scale, double dropout_p, const OptionalTensor& seed, bool zero_empty_rows,
-                           const OptionalTensor& grad_logsumexp) {
-  Tensor grad = empty_statistics(q, bias.sizes());
-  if (q.numel() == 0 || k.numel() == 0) return grad.zero_().to(bias.scalar_type());
-  with_problem(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
-               [&](const auto& problem) {
-                 using T = typename std::decay_t<decltype(problem)>::Element;
-                 using A = typename std::decay_t<decltype(problem)>::Arithmetic;
-                 const AttentionBackward<T, A> call{
-                     problem, view<const T>(grad_out), view<const T>(out), statistics_view<const A>(logsumexp),
-                     grad_logsumexp ? statistics_view<const A>(*grad_logsumexp) : View<const A>{}, {}, {}, {}};
-                 BiasGradient<T, A>(call, bias.sizes(), grad.mutable_data_ptr<A>()).run();
-               });
-  return grad.to(bias.scalar_type());
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> attention_backward_bias(
-    const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-    const Tensor& logsumexp, const OptionalTensor& keep, const OptionalTensor& key_keep, const OptionalTensor& lengths,
-    const Tensor& bias, std::optional<int64_t> causal, double scale, double dropout_p, const OptionalTensor& seed,
-    bool zero_empty_rows, const OptionalTensor& grad_logsumexp, const OptionalTensor& kept,
-    const OptionalTensor& kept_factors) {
-  const int64_t scores = q.size(0) * q.size(1) * q.size(2) * k.size(2);
-  if (q.size(2) <= kFewQueries || q.numel() == 0 || k.numel() == 0 || scores > kMostStored)
-    return std::tuple_cat(
-        attention_backward(grad_out, q, k, v, out, logsumexp, keep, key_keep, lengths, bias, causal, scale, dropout_p,
-                           seed, zero_empty_rows, grad_logsumexp, kept, kept_factors),
-        std::make_tuple(attention_grad_bias(grad_out, q, k, v, out, logsumexp, keep, key_keep, lengths, bias, causal,
-                                            scale, dropout_p, seed, zero_empty_rows, grad_logsumexp)));
-  Tensor grad_q = at::empty_like(q), grad_k = at::empty_like(k), grad_v = at::empty_like(v);
-  const Tensor grad_scores = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
-  with_problem(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
-               [&](const auto& problem) {
-                 using T = typename std::decay_t<decltype(problem)>::Element;
-                 using A = typename std::decay_t<decltype(problem)>::Arithmetic;
-                 attention_backward_cpu<T, A>(AttentionBackward<T, A>{
-                     problem, view<const T>(grad_out), view<const T>(out), statistics_view<const A>(logsumexp),
-                     grad_logsumexp ? statistics_view<const A>(*grad_logsumexp) : View<const A>{}, view<T>(grad_q),
-                     view<T>(grad_k), view<T>(grad_v), view<T>(grad_scores),
-                     kept_weights(problem, kept, kept_factors)});
-               });
-  return {grad_q, grad_k, grad_v, grad_scores.sum_to_size(bias.sizes()).to(bias.scalar_type())};
-}
-
-TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
-  m.def(
-      "attention_grad_bias(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? keep, "
-      "Tensor? key_keep, Tensor? lengths, Tensor bias, int? causal, float scale, float dropout_p, Tensor? seed, "
-      "bool zero_empty_rows, Tensor? grad_logsumexp=None) -> Tensor");
-  m.def(
-      "attention_backward_bias(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
-      "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor bias, int? causal, float scale, float dropout_p, "
-      "Tensor? seed, bool zero_empty_rows, Tensor? grad_logsumexp=None, Tensor? kept=None, "
-      "Tensor? kept_factors=None) -> (Tensor, Tensor, Tensor, Tensor)");
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
-  m.impl("attention_grad_bias", &attention_grad_bias);
-  m.impl("attention_backward_bias", &attention_backward_bias);
-}
-
 }  // namespace
+
+template <typename T, typename A>
+void attention_grad_bias(const AttentionBackward<T, A>& call, const BiasGradientResult<A>& grad) {
+  BiasGradient<T, A>(call, grad).run();
+}
+
+template void attention_grad_bias(const AttentionBackward<float, float>&, const BiasGradientResult<float>&);
+template void attention_grad_bias(const AttentionBackward<double, double>&, const BiasGradientResult<double>&);
+template void attention_grad_bias(const AttentionBackward<c10::Half, float>&, const BiasGradientResult<float>&);
+template void attention_grad_bias(const AttentionBackward<c10::BFloat16, float>&, const BiasGradientResult<float>&);
+
 }  // namespace transformer_fast

@@ -156,7 +156,7 @@ class ScoreGradients {
       Vector<A> products{};
       for (int64_t d = 0; d < problem_.D; d += kW) {
         const int64_t count = std::min(kW, problem_.D - d);
-        products += load_some(out + d, count) * load_some(grad_out + d, count);
+        products = fma(load_some(out + d, count), load_some(grad_out + d, count), products);
       }
       delta_[i] = lane_sum<A>(products);
     }
@@ -178,7 +178,7 @@ class ScoreGradients {
     }
     const auto& p = problem_;
     const T* v = p.v.at(b_, kv_head_, first_key);
-    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, Scaled<A>{1},
+    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, End<A>::put(),
              grads_, lanes_);
     if (call_.kept) {
       pass == Pass::kOnly ? weigh_kept(first_key, keys) : add_kept_to_delta(first_key, keys);
@@ -208,7 +208,8 @@ class ScoreGradients {
       for (int64_t row = 0; row < keys; ++row) {
         const Vector<A> weight = widen(kept.weights + row * lanes_) * kept.factor;
         // Keeps a NaN or Inf value of a blocked key out.
-        sum += weight * (weight == A(0) ? Vector<A>{} : widen(grads_ + row * lanes_ + lane));
+        const Vector<A> grad = weight == A(0) ? Vector<A>{} : widen(grads_ + row * lanes_ + lane);
+        sum = fma(weight, grad, sum);
       }
       narrow(delta_ + lane, sum);
     }
@@ -287,7 +288,7 @@ class ScoreGradients {
         narrow(weights, where_kept<A>(kept, weight * rescale));
         narrow(grads, blocked | (weight == 0) ? Vector<A>{} : weight * (grad - delta));
       } else {
-        delta += weight * grad;
+        delta = fma(weight, grad, delta);
         narrow(weights, where_kept<A>(kept, weight, -weight));
         narrow(grads, grad);
       }

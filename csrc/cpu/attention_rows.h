@@ -92,11 +92,11 @@ void add_rows(const A* weights, const T* rows, int64_t stride, int64_t count, in
       if (weights[j] == 0) continue;
       const T* row = rows + j * stride + d;
       if (columns == kVectors * kW && !kFinite) {
-        for (int64_t n = 0; n < kVectors; ++n) sums[n] += weights[j] * widen(row + n * kW);
+        for (int64_t n = 0; n < kVectors; ++n) sums[n] = fma(widen(row + n * kW), weights[j], sums[n]);
       } else {
         for (int64_t n = 0; n < kVectors && n < vectors; ++n) {
           const Vector<A> value = load_some(row + n * kW, std::min(kW, columns - n * kW));
-          sums[n] += weights[j] * (kFinite ? (value - value == 0 ? value : Vector<A>{}) : value);
+          sums[n] = fma(kFinite ? (value - value == 0 ? value : Vector<A>{}) : value, weights[j], sums[n]);
         }
       }
     }
@@ -110,7 +110,7 @@ void add_outer_product(const A* weights, const A* vector, int64_t count, int64_t
   for (int64_t j = 0; j < count; ++j) {
     if (weights[j] == 0) continue;
     for (int64_t d = 0; d < width; d += kLanes<A>)
-      narrow(sums + j * width + d, widen(sums + j * width + d) + weights[j] * widen(vector + d));
+      narrow(sums + j * width + d, fma(widen(vector + d), weights[j], widen(sums + j * width + d)));
   }
 }
 

@@ -114,7 +114,7 @@ class RowsBackward {
     const T* out = call_.out.at(b_, rows_.head(row), rows_.position(row));
     Vector<A> products{};
     for (int64_t d = 0; d < problem_.D; d += kW)
-      products += load_some(out + d, std::min(kW, problem_.D - d)) * widen(grad_out_ + row * width_ + d);
+      products = fma(load_some(out + d, std::min(kW, problem_.D - d)), widen(grad_out_ + row * width_ + d), products);
     number(row, kDelta) = lane_sum<A>(products) - number(row, kGradLogsumexp);
   }
 
@@ -138,7 +138,7 @@ class RowsBackward {
       const auto blocked = score == kBlocked<A>;  // also keeps a NaN or Inf value of the key out of its gradient
       const Vector<A> weight = blocked ? broadcast(uniform) : exponential((score - logsumexp) - rest);
       const Vector<A> grad = blocked ? Vector<A>{} : widen(grads_ + j);
-      products += weight * grad;
+      products = fma(weight, grad, products);
       narrow(weights_ + j, weight);
       narrow(grads_ + j, grad);
     }

@@ -69,7 +69,7 @@ class RowsForward {
         const A before = std::exp(*joined.maximum - maximum), added = std::exp(*part.maximum - maximum);
         *joined.total = *joined.total * before + *part.total * added;
         for (int64_t d = 0; d < width_; d += kW)
-          narrow(joined.sum + d, widen(joined.sum + d) * before + widen(part.sum + d) * added);
+          narrow(joined.sum + d, fma(widen(joined.sum + d), before, widen(part.sum + d) * added));
         *joined.maximum = maximum;
       }
       finish(row, joined);

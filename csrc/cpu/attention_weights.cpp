@@ -1,10 +1,7 @@
-// torch.ops.transformer_fast_native.attention_weights on the CPU: the weights on request, by a softmax of their own. The
-// logsumexp is not needed for them here, and beside a bias of -1e9 on a whole row it would have lost its digits.
+// The weights of attention on request, by a softmax of their own. The logsumexp is not needed for them here, and beside a
+// bias of -1e9 on a whole row it would have lost its digits.
 #include "attention_mask.h"
 #include "attention_rows.h"
-#include "attention_tensors.h"
-
-#include <torch/library.h>
 
 namespace transformer_fast {
 namespace {
@@ -111,34 +108,20 @@ class WeightsBlock {
   std::optional<TileDropout<A>> dropout_;
 };
 
-Tensor attention_weights(const Tensor& q, const Tensor& k, const Tensor&, const OptionalTensor& keep,
-                         const OptionalTensor& key_keep, const OptionalTensor& lengths, const OptionalTensor& bias,
-                         std::optional<int64_t> causal, double scale, double dropout_p, const OptionalTensor& seed,
-                         bool zero_empty_rows) {
-  Tensor weights = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
-  if (weights.numel() == 0) return weights;
-  with_problem(q, k, k, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
-               [&](const auto& p) {
-                 using T = typename std::decay_t<decltype(p)>::Element;
-                 using A = typename std::decay_t<decltype(p)>::Arithmetic;
-                 T* const target = weights.mutable_data_ptr<T>();
-                 const int64_t blocks = (p.Lq + kQueryTile - 1) / kQueryTile;
-                 for_tasks(p.B * p.H * blocks, double(weights.numel()) * double(p.D), [&](int64_t task) {
-                   const int64_t head = task / blocks, first_query = task % blocks * kQueryTile;
-                   WeightsBlock<T, A>(p, head / p.H, head % p.H, first_query)
-                       .run(target + (head * p.Lq + first_query) * p.Lk);
-                 });
-               });
-  return weights;
-}
-
-TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
-  m.def(
-      "attention_weights(Tensor q, Tensor k, Tensor logsumexp, Tensor? keep, Tensor? key_keep, Tensor? lengths, "
-      "Tensor? bias, int? causal, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) { m.impl("attention_weights", &attention_weights); }
-
 }  // namespace
+
+template <typename T, typename A>
+void attention_weights(const AttentionProblem<T, A>& p, T* weights) {
+  const int64_t blocks = (p.Lq + kQueryTile - 1) / kQueryTile;
+  for_tasks(p.B * p.H * blocks, double(p.B * p.H * p.Lq) * double(p.Lk * p.D), [&](int64_t task) {
+    const int64_t head = task / blocks, first_query = task % blocks * kQueryTile;
+    WeightsBlock<T, A>(p, head / p.H, head % p.H, first_query).run(weights + (head * p.Lq + first_query) * p.Lk);
+  });
+}
+
+template void attention_weights(const AttentionProblem<float, float>&, float*);
+template void attention_weights(const AttentionProblem<double, double>&, double*);
+template void attention_weights(const AttentionProblem<c10::Half, float>&, c10::Half*);
+template void attention_weights(const AttentionProblem<c10::BFloat16, float>&, c10::BFloat16*);
+
 }  // namespace transformer_fast

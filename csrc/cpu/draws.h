@@ -8,11 +8,8 @@
 #include "philox.h"
 #include "vec.h"
 
-#include <ATen/core/Tensor.h>
-
 #include <algorithm>
 #include <cstdint>
-#include <optional>
 
 namespace transformer_fast {
 namespace {
@@ -120,7 +117,7 @@ struct Dropout {
   DropoutRate rate{0};
 
   Dropout() = default;
-  Dropout(double p, int64_t seed_value) : seed(static_cast<uint64_t>(seed_value)), rate(p) {}
+  explicit Dropout(const DropoutParams& params) : seed(static_cast<uint64_t>(params.seed)), rate(params.p) {}
 
   // Draws of columns [column, column + count) of one row; column % 8 == 0, count <= kDrawColumns, draws[kDrawRoom].
   void draw(int64_t row, int64_t column, int64_t count, uint16_t* draws) const {
@@ -190,11 +187,6 @@ class RowDraws {
   alignas(64) uint16_t draws_[kDrawRoom];
   alignas(64) uint16_t packed_[kDrawColumns + kDrawsPerCall];
 };
-
-// None where p is 0; else by the seed, an int64 in a tensor.
-inline Dropout dropout_of(double p, const std::optional<at::Tensor>& seed) {
-  return p > 0 ? Dropout(p, *seed->const_data_ptr<int64_t>()) : Dropout();
-}
 
 }  // namespace
 }  // namespace transformer_fast

@@ -2,20 +2,15 @@
 //
 // Every row is summed by one thread, or in segments that the batch alone decides, so the result is the same bit for bit
 // on every run and for every number of threads.
-#include "embedding_common.h"
+#include "embedding.h"
+
+#include "draws.h"
+#include "grain.h"
 #include "vec.h"
 
-#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <c10/util/irange.h>
-#include <torch/library.h>
 
 #include <vector>
-
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 namespace transformer_fast {
 namespace {
@@ -24,17 +19,19 @@ namespace {
 // including, order[starts[v + 1]]. padding_idx has none.
 struct RowsById {
   std::vector<int64_t> starts, order;
+  bool all_valid = true;  // else there is nothing else here
 
-  RowsById(const Ids& ids, int64_t count, int64_t vocabulary, int64_t padding_idx)
+  RowsById(const Integers& ids, int64_t count, int64_t vocabulary, int64_t padding_idx)
       : starts(vocabulary + 1), order(count) {
-    for (const auto r : c10::irange(count)) {
+    for (int64_t r = 0; r < count; ++r) {
       const int64_t id = ids[r];
-      if (!ids.valid(id)) ids.raise(r);
+      all_valid = id >= 0 && id < vocabulary;
+      if (!all_valid) return;
       if (id != padding_idx) ++starts[id + 1];
     }
-    for (const auto v : c10::irange(vocabulary)) starts[v + 1] += starts[v];
+    for (int64_t v = 0; v < vocabulary; ++v) starts[v + 1] += starts[v];
     std::vector<int64_t> next(starts.begin(), starts.end() - 1);
-    for (const auto r : c10::irange(count))
+    for (int64_t r = 0; r < count; ++r)
       if (ids[r] != padding_idx) order[next[ids[r]]++] = r;
   }
 };
@@ -84,7 +81,7 @@ class WeightGradient {
   std::vector<int64_t> heavy_ids(int64_t vocabulary) const {
     std::vector<int64_t> ids;
     if (by_id_.starts.back() > kSegment)
-      for (const auto v : c10::irange(vocabulary))
+      for (int64_t v = 0; v < vocabulary; ++v)
         if (by_id_.starts[v + 1] - by_id_.starts[v] > kSegment) ids.push_back(v);
     return ids;
   }
@@ -93,13 +90,13 @@ class WeightGradient {
     const int64_t segments = (count + kSegment - 1) / kSegment;
     std::vector<A> partial(segments * d_);
     at::parallel_for(0, segments, 1, [&](int64_t begin, int64_t end) {
-      for (const auto s : c10::irange(begin, end))
+      for (int64_t s = begin; s < end; ++s)
         sum_rows(&partial[s * d_], first + s * kSegment, std::min(kSegment, count - s * kSegment), A(1));
     });
     at::parallel_for(0, d_, std::max(grain(segments), kLanes<A>), [&](int64_t begin, int64_t end) {
       for_columns<A>(begin, end, [&](int64_t c, auto lanes, int) {
         Vector<A> total{};
-        for (const auto s : c10::irange(segments)) total += load(&partial[s * d_ + c], lanes);
+        for (int64_t s = 0; s < segments; ++s) total += load(&partial[s * d_ + c], lanes);
         store(out + c, total * scale_, lanes);
       });
     });
@@ -113,7 +110,7 @@ class WeightGradient {
     for (int64_t start = 0; start < d_; start += kDrawColumns) {
       const int64_t columns = std::min(kDrawColumns, d_ - start);
       std::fill_n(total, columns, A(0));
-      for (const auto i : c10::irange(first, first + count)) {
+      for (int64_t i = first; i < first + count; ++i) {
         const int64_t row = by_id_.order[i];
         const T* g = grad_ + row * d_ + start;
         if (p_ > 0) dropout_.draw(row, start, columns, draws);
@@ -137,39 +134,19 @@ class WeightGradient {
   const Dropout& dropout_;
 };
 
-// The gradient has the size of the weight, so a large one is fresh memory from the system on every step, and faulting
-// it in by small pages costs several times what writing it does.
-void prefer_huge_pages(void* memory, size_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t kPage = 2 << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kPage * kPage;
-  if (end > begin + 8 * kPage) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only a hint
-#endif
-}
-
-at::Tensor embed_backward(
-    const at::Tensor& grad_out, const at::Tensor& ids, int64_t vocabulary, double scale,
-    std::optional<int64_t> padding_idx, double p, const OptionalTensor& seed, bool /* deterministic: always */) {
-  check_backward(grad_out, ids, vocabulary, p, seed);
-  const at::Tensor grad = grad_out.contiguous(), dense = ids.contiguous();
-  const int64_t d = grad.size(-1);
-  at::Tensor out = at::empty({vocabulary, d}, grad.options());
-  if (out.numel() == 0) return out;
-  prefer_huge_pages(out.mutable_data_ptr(), out.nbytes());
-
-  const RowsById by_id(Ids(dense, vocabulary), dense.numel(), vocabulary, padding_idx.value_or(-1));
-  const Dropout dropout = dropout_of(p, seed);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "embed_backward", [&] {
-    const WeightGradient<scalar_t> gradient(grad.const_data_ptr<scalar_t>(), d, by_id, scale, p, dropout);
-    gradient.write(out.mutable_data_ptr<scalar_t>(), vocabulary);
-  });
-  return out;
-}
-
 }  // namespace
-}  // namespace transformer_fast
 
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
-  m.impl("embed_backward", TORCH_FN(transformer_fast::embed_backward));
+template <typename T>
+bool embed_backward(const EmbedBackwardParams<T>& p) {
+  const RowsById by_id(p.ids, p.rows, p.vocabulary, p.padding_idx);
+  if (by_id.all_valid)
+    WeightGradient<T>(p.grad, p.d, by_id, p.scale, p.dropout.p, Dropout(p.dropout)).write(p.grad_weight, p.vocabulary);
+  return by_id.all_valid;
 }
+
+template bool embed_backward(const EmbedBackwardParams<float>&);
+template bool embed_backward(const EmbedBackwardParams<double>&);
+template bool embed_backward(const EmbedBackwardParams<c10::Half>&);
+template bool embed_backward(const EmbedBackwardParams<c10::BFloat16>&);
+
+}  // namespace transformer_fast

@@ -56,13 +56,13 @@ using Operand = Accumulate<T>;
 
 template <typename A>
 inline Vector<A> multiply_add(Vector<A> sums, A factor, Vector<A> row) {
-  return sums + factor * row;
+  return fma(row, factor, sums);
 }
 
 // sums + a * b, lane by lane; a and b hold elements of type E.
 template <typename E, std::enable_if_t<!std::is_same_v<E, Pair>, int> = 0>
 inline Vector<E> add_products(Vector<E> sums, Vector<E> a, Vector<E> b) {
-  return sums + a * b;
+  return fma(a, b, sums);
 }
 
 // Element (row, column) is data[row * row_stride + column * column_stride].
@@ -83,51 +83,36 @@ struct Rows {
   bool finite;
 };
 
-// What becomes of a product: added to what c holds, or put in its place, as it is, or times a factor and then masked or
-// not.
-struct Added {};
-
-struct Put {
-  template <typename V, typename A>
-  V operator()(V product, const A*) const {
-    return product;
-  }
-};
-
+// What becomes of a product. One function serves all: a loop over the depth for each of them would be compiled four times.
 template <typename A>
-struct Scaled {
-  A factor;
+struct End {
+  enum Kind { kPut, kAdd, kMask } kind;  // in the place of what c holds, added to it, or added where that is not -inf
+  A factor = 1;                          // of the product; with kAdd there is none
 
-  Vector<A> operator()(Vector<A> product, const A*) const { return product * factor; }
-};
+  static End put(A factor = 1) { return {kPut, factor}; }
+  static End add() { return {kAdd}; }
+  static End mask(A factor) { return {kMask, factor}; }
 
-// `c` holds addends before. Where one is -inf, so is the result, whatever the product is.
-template <typename A>
-struct Masked {
-  A factor;
+  Vector<A> start(const A* c) const { return kind == kAdd ? widen(c) : Vector<A>{}; }
 
-  Vector<A> operator()(Vector<A> product, const A* c) const {
+  // Where what c holds is -inf, so is the result, whatever the product is.
+  Vector<A> finish(Vector<A> product, const A* c) const {
+    if (kind != kMask) return product * factor;
     const Vector<A> addend = widen(c);
-    return addend == -std::numeric_limits<A>::infinity() ? addend : product * factor + addend;
+    return addend == -std::numeric_limits<A>::infinity() ? addend : fma(product, factor, addend);
   }
 };
 
-template <int kRows, int kVectors, typename E, typename End>
+template <int kRows, int kVectors, typename E>
 inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_column, const E* b, int64_t b_stride,
-                           End end, Accumulate<E>* c, int64_t c_stride) {
+                           End<Accumulate<E>> end, Accumulate<E>* c, int64_t c_stride) {
   using A = Accumulate<E>;
   constexpr int64_t lanes = kLanes<A>;
-  constexpr bool kAdd = std::is_same_v<End, Added>;
   Vector<A> sums[kRows][kVectors];
 #pragma GCC unroll 6
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < kVectors; ++n) {
-      if constexpr (kAdd)
-        sums[m][n] = widen(c + m * c_stride + n * lanes);
-      else
-        sums[m][n] = Vector<A>{};
-    }
+    for (int n = 0; n < kVectors; ++n) sums[m][n] = end.start(c + m * c_stride + n * lanes);
   for (int64_t k = 0; k < depth; ++k) {
     Vector<A> row[kVectors];
     for (int n = 0; n < kVectors; ++n) row[n] = widen(b + k * b_stride + n * lanes);
@@ -141,16 +126,13 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) {
       A* target = c + m * c_stride + n * lanes;
-      if constexpr (kAdd)
-        narrow(target, sums[m][n]);
-      else
-        narrow(target, end(sums[m][n], target));
+      narrow(target, end.finish(sums[m][n], target));
     }
 }
 
-template <int kRows, int kVectors, typename E, typename End>
+template <int kRows, int kVectors, typename E>
 inline void multiply_last_rows(int64_t rows, int64_t depth, const E* a, int64_t a_row, int64_t a_column, const E* b,
-                               int64_t b_stride, End end, Accumulate<E>* c, int64_t c_stride) {
+                               int64_t b_stride, End<Accumulate<E>> end, Accumulate<E>* c, int64_t c_stride) {
   if constexpr (kRows > 0) {
     if (rows == kRows)
       multiply_panel<kRows, kVectors>(depth, a, a_row, a_column, b, b_stride, end, c, c_stride);
@@ -159,9 +141,9 @@ inline void multiply_last_rows(int64_t rows, int64_t depth, const E* a, int64_t 
   }
 }
 
-template <int kVectors, typename E, typename End>
-void multiply_columns(int64_t rows, int64_t vectors, int64_t depth, Matrix<E> a, const E* b, int64_t b_stride, End end,
-                      Accumulate<E>* c, int64_t c_stride) {
+template <int kVectors, typename E>
+void multiply_columns(int64_t rows, int64_t vectors, int64_t depth, Matrix<E> a, const E* b, int64_t b_stride,
+                      End<Accumulate<E>> end, Accumulate<E>* c, int64_t c_stride) {
   constexpr int64_t columns = kVectors * kLanes<Accumulate<E>>;
   for (; vectors >= kVectors; vectors -= kVectors, b += columns, c += columns) {
     int64_t m = 0;
@@ -191,14 +173,17 @@ void multiply_add_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, M
       for (int64_t step = 0; step < kSteps<E>; ++step) {
         const A factor = part(a.data[m * a.row_stride + k * a.column_stride], step);
         if (factor == 0) continue;
-        for (int64_t n = 0; n < columns; ++n) c[m * c_stride + n] += factor * part(b.data[k * b.stride + n], step);
+        for (int64_t n = 0; n < columns; ++n) {
+          A& sum = c[m * c_stride + n];
+          sum = fma(factor, part(b.data[k * b.stride + n], step), sum);
+        }
       }
 }
 
 // c (rows, columns) = end(a (rows, depth) b (depth, columns)); `columns` and the rows of b and c are whole vectors, a and
 // b are padded with zeros to whole elements of the depth.
-template <typename E, typename End>
-void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, End end, Accumulate<E>* c,
+template <typename E>
+void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, End<Accumulate<E>> end, Accumulate<E>* c,
               int64_t c_stride) {
   multiply_columns<kPanelVectors>(rows, columns / kLanes<Accumulate<E>>, (depth + kSteps<E> - 1) / kSteps<E>, a, b.data,
                                   b.stride, end, c, c_stride);
@@ -212,10 +197,9 @@ void multiply_add(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Row
   if (!b.finite) {
     for (int64_t m = 0; fresh && m < rows; ++m) std::fill(c + m * c_stride, c + m * c_stride + columns, 0);
     multiply_add_skipping_zeros(rows, columns, elements, a, b, c, c_stride);
-  } else if (fresh) {
-    multiply_columns<kPanelVectors>(rows, vectors, elements, a, b.data, b.stride, Put{}, c, c_stride);
   } else {
-    multiply_columns<kPanelVectors>(rows, vectors, elements, a, b.data, b.stride, Added{}, c, c_stride);
+    const auto end = fresh ? End<Accumulate<E>>::put() : End<Accumulate<E>>::add();
+    multiply_columns<kPanelVectors>(rows, vectors, elements, a, b.data, b.stride, end, c, c_stride);
   }
 }
 

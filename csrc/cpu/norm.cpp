@@ -1,4 +1,4 @@
-// LayerNorm and Norm over the last dimension, optionally of residual + dropout(x): forward, and the ops.
+// LayerNorm and Norm over the last dimension, optionally of residual + dropout(x): forward.
 //
 //   layer: y = (x - mean) / sqrt(var + eps) * weight + bias     (variance over d)
 //   std:   y = (x - mean) / (std + eps) * weight + bias         (variance over d - 1)
@@ -8,15 +8,8 @@
 
 #include "norm_common.h"
 
-#include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty_cpu_dispatch.h>
-#include <torch/library.h>
-
 #include <algorithm>
 #include <cmath>
-#include <optional>
-#include <tuple>
 
 namespace transformer_fast {
 namespace {
@@ -42,7 +35,8 @@ void add(const T* x, const T* residual, T* summed, int64_t elements, const uint1
 // summed = residual + dropout(x), of which the rows are asked for; or, without a residual, x alone.
 template <typename T>
 struct Addition {
-  Matrix<T> x, residual, summed;
+  RowMatrix<const T> x, residual;
+  RowMatrix<T> summed;
   int64_t d;
   bool drop;
   Dropout dropout;
@@ -100,18 +94,18 @@ A row_rstd(const T* x, A mean, int64_t d, A eps, bool std, const Also& also) {
   for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int slot) {
     also(c);
     const auto centred = load(x + c, count, mean) - mean;
-    squares[slot] += centred * centred;
+    squares[slot] = fma(centred, centred, squares[slot]);
   });
   const A total = sum(squares);
   return std ? 1 / (std::sqrt(total / (d - 1)) + eps) : 1 / std::sqrt(total / d + eps);
 }
 
 // The norm of one row, to be written a vector at a time.
-template <typename T, typename W, bool kWeight, bool kBias>
+template <typename T, bool kWeight, bool kBias>
 struct NormedRow {
   using A = Accumulate<T>;
   const T* x;
-  const W *weight, *bias;
+  const A *weight, *bias;
   T* out;
   A mean, rstd;
 
@@ -119,7 +113,7 @@ struct NormedRow {
   void operator()(int64_t c, Count count) const {
     auto v = (load(x + c, count) - mean) * rstd;
     if constexpr (kWeight && kBias)
-      v = v * load(weight + c, count) + load(bias + c, count);
+      v = fma(v, load(weight + c, count), load(bias + c, count));
     else if constexpr (kWeight)
       v *= load(weight + c, count);
     else if constexpr (kBias)
@@ -128,17 +122,19 @@ struct NormedRow {
   }
 };
 
-template <typename T, typename W>
+template <typename T>
 struct Forward {
   using A = Accumulate<T>;
   Addition<T> added;
-  const W *weight, *bias;
-  Matrix<T> out;
+  const A *weight, *bias;
+  RowMatrix<T> out;
   A *mean, *rstd;  // or nullptr
   A eps;
   bool std;
 
-  Matrix<T> x() const { return added.residual ? added.summed : added.x; }
+  RowMatrix<const T> x() const {
+    return added.residual ? RowMatrix<const T>{added.summed.data, added.summed.stride} : added.x;
+  }
 
   template <int kVectors, typename Also>
   A rstd_of(int64_t r, A mean_r, const Also& also) const {
@@ -149,7 +145,7 @@ struct Forward {
 
   template <bool kWeight, bool kBias>
   auto normed(int64_t r, A mean_r, A rstd_r) const {
-    return NormedRow<T, W, kWeight, kBias>{x().row(r), weight, bias, out.row(r), mean_r, rstd_r};
+    return NormedRow<T, kWeight, kBias>{x().row(r), weight, bias, out.row(r), mean_r, rstd_r};
   }
 
   // The rows [begin, end), one after the other; what is added is added a cache's worth ahead.
@@ -157,7 +153,7 @@ struct Forward {
   void rows(int64_t begin, int64_t end) const {
     const int64_t d = added.d, block = std::max<int64_t>(1, kDrawColumns / d);
     const bool asks_ahead = added.residual && d * sizeof(T) < kPageBytes;  // more would push out the lines in use
-    Pages out_pages = out.pages(begin, end), summed_pages = added.summed.pages(begin, end);
+    Pages out_pages = pages_of(out, begin, end), summed_pages = pages_of(added.summed, begin, end);
     RowDraws draws(added.dropout, d, end);
     for (int64_t first = begin, last; first < end; first = last) {
       last = std::min(end, first + block);
@@ -187,7 +183,7 @@ struct Forward {
   template <bool kWeight, bool kBias>
   __attribute__((flatten)) void added_rows(int64_t begin, int64_t end) const {
     const int64_t d = added.d;
-    Pages out_pages = out.pages(begin, end), summed_pages = added.summed.pages(begin, end);
+    Pages out_pages = pages_of(out, begin, end), summed_pages = pages_of(added.summed, begin, end);
     RowDraws draws(added.dropout, d, end);
     const auto row_after = [&](int64_t r, const auto& write_row_before) {
       out_pages.reach(out.row(r));
@@ -217,82 +213,23 @@ struct Forward {
 
 }  // namespace
 
-NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                        const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
-                        void* mean, void* rstd) {
-  const Tensor x_rows = as_rows(x);
-  const OptionalTensor residual_rows = as_rows(residual);
-  const int64_t rows = x_rows.size(0), d = x_rows.size(1);
-  NormResult result{at::cpu::empty(x.sizes(), x.options()), {}};
-  if (residual) result.summed = at::cpu::empty(x.sizes(), x.options());
-  const Weights weights(weight, bias, x.scalar_type(), arithmetic_type(x));
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm", [&] {
-    using A = Accumulate<scalar_t>;
-    using M = Matrix<scalar_t>;
-    const auto run = [&](auto weight_type) {
-      using W = decltype(weight_type);
-      const Forward<scalar_t, W> forward{
-          {M(x_rows), M(residual_rows), M(result.summed, d), d, dropout_p > 0, dropout_of(dropout_p, seed)},
-          pointer<W>(weights.weight),
-          pointer<W>(weights.bias),
-          M(result.out, d),
-          static_cast<A*>(mean),
-          static_cast<A*>(rstd),
-          static_cast<A>(eps),
-          std};
-      with_vectors<A>(d, [&](auto vectors) { forward.template all_rows<vectors>(rows); });
-    };
-    weights.type == x.scalar_type() ? run(scalar_t{}) : run(A{});
-  });
-  return result;
+template <typename T>
+void norm_forward(const NormForwardParams<T>& p) {
+  const WideParameters<T> parameters(p.weight, p.bias, p.d);
+  const Forward<T> forward{{p.x, p.residual, p.summed, p.d, p.dropout.p > 0, Dropout(p.dropout)},
+                           parameters.weight,
+                           parameters.bias,
+                           p.out,
+                           p.mean,
+                           p.rstd,
+                           p.eps,
+                           p.std};
+  with_vectors<T>(p.d, [&](auto vectors) { forward.template all_rows<vectors>(p.rows); });
 }
 
-namespace {
-
-using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-// An op returns tensors: where there is nothing, an empty one.
-Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
-  return tensor.defined() ? tensor : at::empty({0}, options);
-}
-
-FourTensors layer_norm(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed) {
-  const auto options = x.options().dtype(arithmetic_type(x));
-  const int64_t rows = x.numel() / x.size(-1);
-  const Tensor mean = at::empty({rows}, options), rstd = at::empty({rows}, options);
-  const auto [out, summed] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, mean.mutable_data_ptr(),
-                                          rstd.mutable_data_ptr());
-  return {out, or_empty(summed, x.options()), mean, rstd};
-}
-
-FourTensors layer_norm_backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
-                                const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, double /* eps */,
-                                bool std, double dropout_p, const OptionalTensor& seed, bool /* has_residual */,
-                                bool has_bias) {
-  const Tensor means = mean.contiguous(), rstds = rstd.contiguous();
-  const auto gradients = norm_backward(grad_out, grad_summed, x, weight, means.const_data_ptr(), rstds.const_data_ptr(),
-                                       std, dropout_p, seed, {true, weight.has_value(), has_bias});
-  const auto weight_options = x.options().dtype(weight ? weight->scalar_type() : x.scalar_type());
-  return {gradients.x, or_empty(gradients.residual, x.options()), or_empty(gradients.weight, weight_options),
-          or_empty(gradients.bias, weight_options).to(weight_options)};
-}
-
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
-  m.def(
-      "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool std, float dropout_p, "
-      "Tensor? seed) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-      "float eps, bool std, float dropout_p, Tensor? seed, bool has_residual, bool has_bias) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
-  m.impl("layer_norm", layer_norm);
-  m.impl("layer_norm_backward", layer_norm_backward);
-}
+template void norm_forward(const NormForwardParams<float>&);
+template void norm_forward(const NormForwardParams<double>&);
+template void norm_forward(const NormForwardParams<c10::Half>&);
+template void norm_forward(const NormForwardParams<c10::BFloat16>&);
 
 }  // namespace transformer_fast

@@ -1,37 +1,37 @@
-// LayerNorm and Norm on the CPU (norm.cpp, norm_backward.cpp), as transformer_fast/ops/norm.py documents them.
+// LayerNorm and Norm on the CPU (norm.cpp, norm_backward.cpp): what their kernels take. T is the type of the elements.
 #pragma once
 
-#include "types.h"
-
-#include <ATen/core/Tensor.h>
-
-#include <optional>
+#include "element.h"
 
 namespace transformer_fast {
 
-// `summed` is undefined without a residual.
-struct NormResult {
-  at::Tensor out, summed;
+template <typename T>
+struct NormForwardParams {
+  using A = Accumulate<T>;
+  RowMatrix<const T> x, residual;  // residual may be absent
+  RowMatrix<T> summed, out;        // contiguous; summed is residual + dropout(x), and absent without a residual
+  Parameter<T> weight, bias;       // may be absent
+  A *mean, *rstd;                  // receive a number for each row, where they are not null
+  int64_t rows, d;
+  A eps;
+  bool std;
+  DropoutParams dropout;
 };
 
-// mean and rstd receive a number for each row, in arithmetic_type(x), where they are not null.
-NormResult norm_forward(const at::Tensor& x, const std::optional<at::Tensor>& residual,
-                        const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& bias, double eps,
-                        bool std, double dropout_p, const std::optional<at::Tensor>& seed, void* mean, void* rstd);
-
-// Which gradients are asked for: of x and the residual, of the weight (there is one then), of the bias.
-struct NormNeeds {
-  bool rows, weight, bias;
+template <typename T>
+struct NormBackwardParams {
+  using A = Accumulate<T>;
+  RowMatrix<const T> dy, x, grad_summed;  // grad_summed may be absent
+  Parameter<T> weight;                    // may be absent
+  const A *mean, *rstd;
+  // Contiguous; absent if not asked for. grad_residual differs from grad_x with dropout only, and is absent without.
+  RowMatrix<T> grad_x, grad_residual;
+  // (d), each in the type of the elements if `narrow_weights`, else in that of the arithmetic; null if not asked for.
+  void *grad_weight, *grad_bias;
+  bool narrow_weights;
+  int64_t rows, d;
+  bool std;
+  DropoutParams dropout;
 };
-
-// Undefined where there is nothing: what is not asked for; `residual` without dropout, where it equals `x`.
-struct NormGradients {
-  at::Tensor x, residual, weight, bias;
-};
-
-NormGradients norm_backward(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_summed,
-                            const at::Tensor& x, const std::optional<at::Tensor>& weight, const void* mean,
-                            const void* rstd, bool std, double dropout_p, const std::optional<at::Tensor>& seed,
-                            NormNeeds needs);
 
 }  // namespace transformer_fast

@@ -10,10 +10,6 @@
 #include "norm_common.h"
 #include "partials.h"
 
-#include <ATen/Dispatch.h>
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty_cpu_dispatch.h>
-
 #include <algorithm>
 #include <cmath>
 
@@ -34,24 +30,19 @@ bool sum_by_columns(int64_t rows, int64_t d) {
   return chunk < rows && (chunk < 8 || (chunk < 32 && rows * d <= 1 << 20));
 }
 
-template <typename A>
-A* result_pointer(const Tensor& x) {
-  return x.defined() ? x.mutable_data_ptr<A>() : nullptr;
-}
-
 // As used, for each of at most kRowsAtOnce rows: dx = rstd * (g - average - (x - mean) * rstd * slope).
 template <typename A>
 struct RowGradients {
   Four<A> average, slope;
 };
 
-template <typename T, typename W>
+template <typename T>
 struct Backward {
   using A = Accumulate<T>;
-  Matrix<T> dy, x, grad_summed;     // in; grad_summed may be absent
-  const W* weight;                  // in; may be absent
-  const A *mean, *rstd;             // in
-  Matrix<T> grad_x, grad_residual;  // out; absent if not asked for; grad_residual differs with dropout only
+  RowMatrix<const T> dy, x, grad_summed;  // in; grad_summed may be absent
+  const A* weight;                        // in; may be absent
+  const A *mean, *rstd;                   // in
+  RowMatrix<T> grad_x, grad_residual;     // out; absent if not asked for; grad_residual differs with dropout only
   int64_t d;
   bool std;
   Dropout dropout;
@@ -59,7 +50,7 @@ struct Backward {
   // Of kRows rows from `first` on; where dw and db are given, their part of the weight gradients is added to them.
   template <bool kStd, int kRows, int kVectors>
   __attribute__((flatten)) RowGradients<A> row_gradients(int64_t first, A* dw, A* db) const {
-    const W* const scale = weight;
+    const A* const scale = weight;
     const T *dy_rows[kRows], *x_rows[kRows];
     A means[kRows], rstds[kRows];
     for (int i = 0; i < kRows; ++i) {
@@ -79,9 +70,9 @@ struct Backward {
           auto g = y;
           if constexpr (has_weight) g *= w;
           g_sums[i] += g;
-          gh_sums[i] += g * h;
-          if constexpr (kStd) hh_sums[i] += h * h;
-          if constexpr (has_sums) dw_sum += y * h, db_sum += y;
+          gh_sums[i] = fma(g, h, gh_sums[i]);
+          if constexpr (kStd) hh_sums[i] = fma(h, h, hh_sums[i]);
+          if constexpr (has_sums) dw_sum = fma(y, h, dw_sum), db_sum += y;
         }
         if constexpr (has_sums) store(dw + c, dw_sum, count), store(db + c, db_sum, count);
       });
@@ -106,8 +97,9 @@ struct Backward {
   template <bool kDrop, int kVectors>
   __attribute__((flatten)) void write_rows(int64_t first, int64_t last, const RowGradients<A>& sums,
                                            RowDraws& row_draws) const {
-    const Matrix<T> from = dy, at = x, summed = grad_summed, to = grad_x, also_to = grad_residual;
-    const W* const scale = weight;
+    const RowMatrix<const T> from = dy, at = x, summed = grad_summed;
+    const RowMatrix<T> to = grad_x, also_to = grad_residual;
+    const A* const scale = weight;
     const Dropout mask = dropout;
     const int64_t columns = d;
     for (int64_t r = first; r < last; ++r) {
@@ -123,7 +115,7 @@ struct Backward {
           for_columns<A, kVectors>(start, end, [&](int64_t c, auto count, int) {
             auto gradient = load(dy_row + c, count) * rstd_r;
             if constexpr (has_weight) gradient *= load(scale + c, count);
-            gradient -= shift + (load(x_row + c, count) - mean_r) * tilt;
+            gradient -= fma(load(x_row + c, count) - mean_r, tilt, shift);
             if constexpr (has_summed) gradient += load(summed_row + c, count);
             if constexpr (kDrop) {
               store(to_residual + c, gradient, count);
@@ -153,7 +145,7 @@ struct Backward {
       Vector<A> dw_sum = load(dw + c, count), db_sum = load(db + c, count);
       for (int i = 0; i < kRows; ++i) {
         const auto y = load(dy_rows[i] + c, count);
-        dw_sum += y * ((load(x_rows[i] + c, count) - means[i]) * rstds[i]);
+        dw_sum = fma(y, (load(x_rows[i] + c, count) - means[i]) * rstds[i], dw_sum);
         db_sum += y;
       }
       store(dw + c, dw_sum, count);
@@ -196,7 +188,7 @@ struct Backward {
     const int64_t first = begin * size, last = std::min(rows, end * size);
     const bool together = d <= kShort || d >= kLong || rows * d * static_cast<int64_t>(sizeof(T)) <= kCached;
     RowDraws draws(dropout, d, last);
-    Pages x_pages = grad_x.pages(first, last), residual_pages = grad_residual.pages(first, last);
+    Pages x_pages = pages_of(grad_x, first, last), residual_pages = pages_of(grad_residual, first, last);
     for (int64_t k = begin, r = first; k < end; ++k, r += size) {
       A *const own_dw = dw ? dw + k * d : nullptr, *const own_db = db ? db + k * d : nullptr;
       const int64_t next = std::min(rows, r + size);
@@ -210,52 +202,44 @@ struct Backward {
 
 }  // namespace
 
-NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
-                            const OptionalTensor& weight, const void* mean, const void* rstd, bool std,
-                            double dropout_p, const OptionalTensor& seed, NormNeeds needs) {
-  const Tensor dy_rows = as_rows(grad_out), x_rows = as_rows(x);
-  const OptionalTensor grad_summed_rows = as_rows(grad_summed);
-  const int64_t rows = x_rows.size(0), d = x_rows.size(1);
-  NormGradients gradients;
-  if (needs.rows) gradients.x = at::cpu::empty(x.sizes(), x.options());
-  if (needs.rows && dropout_p > 0) gradients.residual = at::cpu::empty(x.sizes(), x.options());
-  const Weights weights(weight, {}, x.scalar_type(), arithmetic_type(x));
-  const auto partial_options = x.options().dtype(arithmetic_type(x));
+template <typename T>
+void norm_backward(const NormBackwardParams<T>& p) {
+  using A = Accumulate<T>;
+  const int64_t rows = p.rows, d = p.d;
+  const WideParameters<T> parameters(p.weight, {}, d);
+  const Backward<T> backward{p.dy,     p.x,      p.grad_summed,   parameters.weight, p.mean, p.rstd,
+                             p.grad_x, p.grad_residual, d, p.std, Dropout(p.dropout)};
   const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
   const bool by_columns = sum_by_columns(rows, d);
   const int64_t sums = by_columns ? 1 : chunks;
-  const bool needs_sums = needs.weight || needs.bias;  // which are made together
-  const Tensor weight_partials = needs_sums ? at::cpu::empty({sums * d}, partial_options) : Tensor();
-  const Tensor bias_partials = needs_sums ? at::cpu::empty({sums * d}, partial_options) : Tensor();
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm_backward", [&] {
-    using A = Accumulate<scalar_t>;
-    using M = Matrix<scalar_t>;
-    const auto run = [&](auto weight_type) {
-      using W = decltype(weight_type);
-      const Backward<scalar_t, W> backward{
-          M(dy_rows), M(x_rows), M(grad_summed_rows), pointer<W>(weights.weight),
-          static_cast<const A*>(mean), static_cast<const A*>(rstd), M(gradients.x, d), M(gradients.residual, d),
-          d, std, dropout_of(dropout_p, seed)};
-      A *dw = result_pointer<A>(weight_partials), *db = result_pointer<A>(bias_partials);
-      with_vectors<A>(d, [&](auto vectors) {
-        at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-          backward.template chunks<vectors>(begin, end, per_chunk, rows, by_columns ? nullptr : dw,
-                                            by_columns ? nullptr : db);
-        });
-      });
-      if (by_columns && needs_sums)
-        at::parallel_for(0, (d + kFewestColumns - 1) / kFewestColumns, 1, [&](int64_t begin, int64_t end) {
-          const int64_t last = std::min(d, end * kFewestColumns);
-          for (int64_t first = begin * kFewestColumns; first < last; first += kColumns)
-            backward.sum_weights(0, rows, first, std::min(last, first + kColumns), dw, db);
-        });
-      if (needs.weight) gradients.weight = sum_partials<W, A>(weight_partials, sums, d, weights.type);
-      if (needs.bias) gradients.bias = sum_partials<W, A>(bias_partials, sums, d, weights.type);
-    };
-    weights.type == x.scalar_type() ? run(scalar_t{}) : run(A{});
+  const bool needs_sums = p.grad_weight || p.grad_bias;  // which are made together
+  const Buffer<A> partials(needs_sums ? 2 * sums * d : 0);
+  A *const dw = partials.data(), *const db = dw + (needs_sums ? sums * d : 0);
+  const bool with_rows = needs_sums && !by_columns;
+  with_vectors<T>(d, [&](auto vectors) {
+    at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
+      backward.template chunks<vectors>(begin, end, per_chunk, rows, with_rows ? dw : nullptr, with_rows ? db : nullptr);
+    });
   });
-  if (needs.weight) gradients.weight = in_type(gradients.weight, weight->scalar_type());
-  return gradients;
+  if (by_columns && needs_sums)
+    at::parallel_for(0, (d + kFewestColumns - 1) / kFewestColumns, 1, [&](int64_t begin, int64_t end) {
+      const int64_t last = std::min(d, end * kFewestColumns);
+      for (int64_t first = begin * kFewestColumns; first < last; first += kColumns)
+        backward.sum_weights(0, rows, first, std::min(last, first + kColumns), dw, db);
+    });
+  const auto finish = [&](const A* from, void* to) {
+    if (to && p.narrow_weights)
+      sum_partials(from, sums, d, static_cast<T*>(to));
+    else if (to)
+      sum_partials(from, sums, d, static_cast<A*>(to));
+  };
+  finish(dw, p.grad_weight);
+  finish(db, p.grad_bias);
 }
+
+template void norm_backward(const NormBackwardParams<float>&);
+template void norm_backward(const NormBackwardParams<double>&);
+template void norm_backward(const NormBackwardParams<c10::Half>&);
+template void norm_backward(const NormBackwardParams<c10::BFloat16>&);
 
 }  // namespace transformer_fast

@@ -117,7 +117,7 @@ inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows,
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t c = 0; c < padded; c += lanes) {
       const Vector<A> v = load_some(source + r * stride + c, std::min(lanes, columns - c));
-      poison += v * A(0);
+      poison = fma(v, A(0), poison);
       if (!in_place) narrow(reinterpret_cast<A*>(scratch) + r * padded + c, v);
     }
   const bool finite = lane_sum<A>(poison) == 0;

@@ -4,9 +4,7 @@
 
 #include "vec.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <ATen/ops/empty_cpu_dispatch.h>
 
 #include <algorithm>
 
@@ -20,22 +18,17 @@ inline int64_t chunk_rows(int64_t rows, int64_t d) {
   return std::max({(rows + kMostChunks - 1) / kMostChunks, kChunkElements / d, int64_t{1}});
 }
 
-// (d) of `type`, which W is: the partial sums, d of every chunk, added in the order of the chunks.
+// to (d) = the partial sums, d of every chunk, added in the order of the chunks.
 template <typename W, typename A>
-at::Tensor sum_partials(const at::Tensor& partials, int64_t chunks, int64_t d, at::ScalarType type) {
-  if (chunks == 1 && partials.scalar_type() == type) return partials;
-  const at::Tensor sums = at::cpu::empty({d}, partials.options().dtype(type));
-  const A* from = partials.const_data_ptr<A>();
-  W* to = sums.mutable_data_ptr<W>();
+void sum_partials(const A* partials, int64_t chunks, int64_t d, W* to) {
   const int64_t grain = std::max<int64_t>(16384 / std::max<int64_t>(chunks, 1), 64);
   at::parallel_for(0, d, grain, [&](int64_t begin, int64_t end) {
     for_columns<A>(begin, end, [&](int64_t c, auto count, int) {
       Vector<A> total{};
-      for (int64_t k = 0; k < chunks; ++k) total += load(from + k * d + c, count);
+      for (int64_t k = 0; k < chunks; ++k) total += load(partials + k * d + c, count);
       store(to + c, total, count);
     });
   });
-  return sums;
 }
 
 }  // namespace

@@ -3,25 +3,16 @@
 // Arithmetic is in the accumulation type (float for every 16- and 32-bit type, double for double); `load` and `store`
 // convert. Operators, comparisons and `mask ? a : b` come with the vector types. Everything is inline and in an
 // anonymous namespace, so that files compiled for different machines never share a function.
+//
+// A product and a sum round once where fma() says so, and twice everywhere else: the compiler is told to fuse nothing
+// by itself (-ffp-contract=off), since it would do so in one loop and not in another that must give the same bits.
 
 #pragma once
 
-#if defined(__x86_64__)
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12's AVX-512 intrinsics start from undefined vectors on purpose
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#else
-#include <immintrin.h>
-#endif
-#endif
-
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include "element.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -34,9 +25,6 @@ constexpr int64_t kVectorBytes = 64;
 #else
 constexpr int64_t kVectorBytes = 32;
 #endif
-
-template <typename T>
-using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 template <typename A>
 constexpr int64_t kLanes = kVectorBytes / static_cast<int64_t>(sizeof(A));
@@ -80,6 +68,34 @@ template <typename A>
 inline Vector<A> broadcast(A value) {
   return Vector<A>{} + value;
 }
+
+// a * b + c, rounded once.
+inline float fma(float a, float b, float c) { return std::fma(a, b, c); }
+inline double fma(double a, double b, double c) { return std::fma(a, b, c); }
+
+#if defined(__AVX512F__)
+inline Vector<float> fma(Vector<float> a, Vector<float> b, Vector<float> c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vector<double> fma(Vector<double> a, Vector<double> b, Vector<double> c) { return _mm512_fmadd_pd(a, b, c); }
+#elif defined(__FMA__)
+inline Vector<float> fma(Vector<float> a, Vector<float> b, Vector<float> c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vector<double> fma(Vector<double> a, Vector<double> b, Vector<double> c) { return _mm256_fmadd_pd(a, b, c); }
+#else
+template <typename A>
+inline Vector<A> fma_of_lanes(Vector<A> a, Vector<A> b, Vector<A> c) {
+  for (int64_t lane = 0; lane < kLanes<A>; ++lane) c[lane] = std::fma(a[lane], b[lane], c[lane]);
+  return c;
+}
+inline Vector<float> fma(Vector<float> a, Vector<float> b, Vector<float> c) { return fma_of_lanes<float>(a, b, c); }
+inline Vector<double> fma(Vector<double> a, Vector<double> b, Vector<double> c) { return fma_of_lanes<double>(a, b, c); }
+#endif
+
+// With a factor, or an addend, that is the same in every lane.
+inline Vector<float> fma(Vector<float> a, float b, Vector<float> c) { return fma(a, broadcast(b), c); }
+inline Vector<double> fma(Vector<double> a, double b, Vector<double> c) { return fma(a, broadcast(b), c); }
+inline Vector<float> fma(Vector<float> a, Vector<float> b, float c) { return fma(a, b, broadcast(c)); }
+inline Vector<double> fma(Vector<double> a, Vector<double> b, double c) { return fma(a, b, broadcast(c)); }
+inline Vector<float> fma(Vector<float> a, float b, float c) { return fma(a, broadcast(b), broadcast(c)); }
+inline Vector<double> fma(Vector<double> a, double b, double c) { return fma(a, broadcast(b), broadcast(c)); }
 
 inline Vector<float> widen(const float* p) {
   Vector<float> v;
@@ -255,19 +271,21 @@ inline void for_columns(int64_t begin, int64_t end, Body&& body) {
   if (c < end) body(c, end - c, 0);
 }
 
-// body(kVectors) for rows of d columns: how many vectors they are, where that is few, else 0.
-template <typename A, typename Body>
+// The types that models are run in. Others are served by the general code of a kernel, without its special cases.
+template <typename T>
+constexpr bool kIsCommon = std::is_same_v<T, float> || std::is_same_v<T, c10::BFloat16>;
+
+// body(kVectors) for rows of d columns of T: how many vectors they are, where that is few, else 0.
+template <typename T, typename Body>
 inline void with_vectors(int64_t d, Body&& body) {
-  switch ((d + kLanes<A> - 1) / kLanes<A>) {
-    case 1:
-      return body(std::integral_constant<int, 1>());
-    case 2:
-      return body(std::integral_constant<int, 2>());
-    case 3:
-      return body(std::integral_constant<int, 3>());
-    default:
-      return body(std::integral_constant<int, 0>());
+  if constexpr (kIsCommon<T>) {
+    constexpr int64_t lanes = kLanes<Accumulate<T>>;
+    const int64_t vectors = (d + lanes - 1) / lanes;
+    if (vectors == 1) return body(std::integral_constant<int, 1>());
+    if (vectors == 2) return body(std::integral_constant<int, 2>());
+    if (vectors == 3) return body(std::integral_constant<int, 3>());
   }
+  body(std::integral_constant<int, 0>());
 }
 
 // body(flag) and body(flag, flag) with each flag a constant: a test in a loop costs more than a loop for each answer.

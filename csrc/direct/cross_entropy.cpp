@@ -1,8 +1,8 @@
 // The short way of transformer_fast.ops.linear_cross_entropy.
 #include "functions.h"
 
-#include "../cpu/cross_entropy.h"
-#include "../cpu/types.h"
+#include "../ops/cross_entropy.h"
+#include "../ops/tensors.h"
 #include "call.h"
 #include "node.h"
 

@@ -1,7 +1,7 @@
 // The short way of transformer_fast.ops.layer_norm.
 #include "functions.h"
 
-#include "../cpu/norm.h"
+#include "../ops/norm.h"
 #include "call.h"
 #include "node.h"
 

@@ -1,8 +1,11 @@
 """Loads the C++/CUDA extension ``transformer_fast._C``, or says why it cannot and what to run.
 
-Nothing here raises: a package whose extension is missing, broken, built for another torch or for another CPU still
-imports, and :func:`status` tells which it is. The text the build left in the file is read *before* the file is
-loaded, since a module built for another torch can crash the interpreter instead of failing.
+A package whose extension is missing, broken, built for another torch or without kernels for this CPU still imports, and
+:func:`status` tells which it is. The text the build left in the file is read *before* the file is loaded, since a module
+built for another torch can crash the interpreter instead of failing.
+
+The kernels for the CPU are libraries beside it, one for each instruction set (``_cpu_avx2``, ``_cpu_avx512``, ...). The
+best one that the processor runs is taken, or the one that the environment variable ``TRANSFORMER_FAST_CPU`` names.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ import functools
 import importlib
 import json
 import mmap
-import platform
+import os
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -23,10 +26,16 @@ import torch
 _PACKAGE = Path(__file__).resolve().parent.parent
 _REMEDY = "run `make setup`, or `pip install --no-build-isolation -e .`, in the folder of transformer_fast"
 _MARK = b"transformer_fast build: "
+INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "generic")
+"""All there are kernels for: AVX-512 with and without products of bfloat16, AVX2 with FMA, and any CPU that is not x86."""
 
 
 def load() -> bool:
-    """Whether the native kernels (``torch.ops.transformer_fast_native``) are there; loads them on the first call."""
+    """Whether the native kernels (``torch.ops.transformer_fast_native``) are there; loads them on the first call.
+
+    Raises:
+        ValueError: where ``TRANSFORMER_FAST_CPU`` names kernels that there are not, or that this CPU cannot run.
+    """
     return _outcome()[0]
 
 
@@ -43,15 +52,15 @@ def status() -> str:
 def build_info() -> dict[str, Any]:
     """What the extension was built with; empty if it is not loaded.
 
-    Keys: ``torch``, ``cuda`` and ``arch_list`` (None for a CPU build), ``native_arch``, ``compiler``, ``vector``
-    ("avx512", "avx2" or "baseline"), ``cpu_features``.
+    Keys: ``torch``, ``cuda`` and ``arch_list`` (None for a CPU build), ``compiler``, and ``instruction_set``, of
+    :data:`INSTRUCTION_SETS`, the one whose kernels are in use.
     """
     return dict(_outcome()[2])
 
 
 @functools.cache
 def _outcome() -> tuple[bool, str, dict[str, Any]]:
-    path = _find()
+    path = _find("_C")
     if path is None:
         return False, f"the C++ extension is missing: {_REMEDY}", {}
     built = _read_build(path)
@@ -60,19 +69,47 @@ def _outcome() -> tuple[bool, str, dict[str, Any]]:
     if built["torch"] != torch.__version__:
         message = f"the C++ extension was built for torch {built['torch']}, but this is torch {torch.__version__}"
         return False, f"{message}: {_REMEDY}", {}
-    if lacking := _lacking(built["cpu_features"]):
-        message = f"the C++ extension was built for a CPU with {', '.join(lacking)}, which this one lacks"
-        return False, f"{message}: {_REMEDY} on this machine", {}
     try:
-        importlib.import_module("transformer_fast._C")
+        module = importlib.import_module("transformer_fast._C")
     except ImportError as error:
         return False, f"the C++ extension {path.name} does not load ({error}): {_REMEDY}", {}
+    chosen, reason = _choose_kernels(module.supported_instruction_sets(), os.environ.get("TRANSFORMER_FAST_CPU", ""))
+    if chosen is None:
+        return False, reason, {}
+    try:
+        module.load_kernels(str(_library(chosen)))
+    except RuntimeError as error:
+        return False, f"the kernels for {chosen} do not load ({str(error).splitlines()[0]}): {_REMEDY}", {}
     device = f"CUDA {built['cuda']} for {built['arch_list']}" if built["cuda"] else "CPU only"
-    return True, f"loaded: {device}, {built['vector']} vectors, torch {built['torch']}, {built['compiler']}", built
+    message = f"loaded: {device}, {chosen} kernels{reason}, torch {built['torch']}, {built['compiler']}"
+    return True, message, {**built, "instruction_set": chosen}
 
 
-def _find() -> Path | None:
-    candidates = (_PACKAGE / f"_C{suffix}" for suffix in EXTENSION_SUFFIXES)
+def _choose_kernels(supported: list[str], asked: str) -> tuple[str | None, str]:
+    """The instruction set to take, or None, and why: of those that the CPU supports, the best first, one that is built."""
+    built = [name for name in INSTRUCTION_SETS if _library(name)]
+    usable = [name for name in supported if name in built]
+    if asked:
+        if asked not in INSTRUCTION_SETS:
+            raise ValueError(f"TRANSFORMER_FAST_CPU: expected one of {', '.join(INSTRUCTION_SETS)}, got {asked!r}")
+        if asked not in usable:
+            lack = "this CPU does not run them" if asked not in supported else "they were not built"
+            rest = f"; there are {', '.join(usable)}" if usable else ""
+            raise ValueError(f"TRANSFORMER_FAST_CPU={asked}, but {lack}{rest}")
+        return asked, " (as TRANSFORMER_FAST_CPU asks)"
+    if usable:
+        return usable[0], ""
+    if not supported:
+        return None, "this CPU is older than the kernels: they need AVX2 and FMA"
+    return None, f"no kernels for {' or '.join(supported)} were built, only for {', '.join(built) or 'nothing'}: {_REMEDY}"
+
+
+def _library(instruction_set: str) -> Path | None:
+    return _find(f"_cpu_{instruction_set}")
+
+
+def _find(module: str) -> Path | None:
+    candidates = (_PACKAGE / f"{module}{suffix}" for suffix in EXTENSION_SUFFIXES)
     return next((path for path in candidates if path.is_file()), None)
 
 
@@ -86,16 +123,4 @@ def _read_build(path: Path) -> dict[str, Any] | None:
             built = json.loads(content.readline())
     except (OSError, ValueError):
         return None
-    return built if {"torch", "cuda", "arch_list", "vector", "cpu_features", "compiler"} <= built.keys() else None
-
-
-def _lacking(features: list[str]) -> list[str]:
-    """Those of the CPU features that this machine does not have (empty where there is no /proc/cpuinfo to ask)."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return []
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return []
-    present = set(next((line for line in text.splitlines() if line.startswith("flags")), "").split())
-    return [feature for feature in features if present and feature not in present]
+    return built if {"torch", "cuda", "arch_list", "compiler"} <= built.keys() else None

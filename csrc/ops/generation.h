@@ -1,4 +1,4 @@
-// Linear layers for the few rows of a decoding step (step_linear.cpp).
+// What a step of decoding needs besides the ops.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,7 +7,7 @@
 
 namespace transformer_fast {
 
-// x (..., in), fp32 -> (..., outputs); packed: from pack_step_weight, (outputs / 32 rounded up, in, 32).
+// x (..., in), fp32 -> (..., outputs); packed: from pack_step_weight, (panels, in, outputs of a panel).
 at::Tensor step_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                        int64_t outputs, bool relu);
 

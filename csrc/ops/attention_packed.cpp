@@ -89,7 +89,7 @@ std::tuple<Tensor, Tensor> attention_packed_forward(const Tensor& q, const Tenso
     for (const int64_t b : sequences.by_work())
       calls.push_back({problem_of<T, A>(q, k, v, sequences, b, options), tokens<T>(out, sequences.starts_q[b]),
                        token_statistics<A>(logsumexp, sequences.starts_q[b])});
-    attention_forward_cpu<T, A>(calls);
+    kernels().of<T>().attention_forward(calls);
   });
   return {out, logsumexp};
 }
@@ -121,7 +121,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_packed_backward(
              grad_logsumexp ? token_statistics<const A>(*grad_logsumexp, start_q) : View<const A>{},
              tokens<T>(grad_q, start_q), tokens<T>(grad_k, start_k), tokens<T>(grad_v, start_k)});
     }
-    attention_backward_cpu<T, A>(calls);
+    kernels().of<T>().attention_backward(calls);
   });
   return {grad_q, grad_k, grad_v};
 }

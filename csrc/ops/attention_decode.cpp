@@ -38,7 +38,7 @@ std::tuple<Tensor, Tensor> attention_decode(const Tensor& q, const Tensor& k_cac
       problem.pages = pages.const_data_ptr<int32_t>();
       problem.pages_stride = pages.size(1), problem.page_size = k_cache.size(1);
     }
-    attention_forward_cpu<T, A>(call);
+    kernels().of<T>().attention_forward(call);
   });
   return {out, logsumexp};
 }

@@ -3,7 +3,7 @@
 // The kernels are those of the ops; models/decoder.py says the same in Python.
 #include "attention_tensors.h"
 #include "norm.h"
-#include "step_linear.h"
+#include "generation.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -25,7 +25,7 @@ Tensor onednn_linear(const Tensor& x, const Tensor& weight, const Tensor& bias, 
   return op.call(x, weight, bias, relu ? "relu" : "none", c10::List<std::optional<at::Scalar>>(), "");
 }
 
-// Calls attention_forward_cpu: q (B, H, Lq, D) -> the same shape, contiguous as (B, Lq, H, D).
+// Attention of q (B, H, Lq, D) -> the same shape, contiguous as (B, Lq, H, D).
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& lengths) {
   const int64_t B = q.size(0), H = q.size(1), Lq = q.size(2), D = q.size(3);
   const Tensor out = at::empty({B, Lq, H, D}, q.options()), logsumexp = at::empty({B, H, Lq}, q.options());
@@ -35,7 +35,7 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalT
   problem.q = view<const float>(q), problem.k = view<const float>(k), problem.v = view<const float>(v);
   if (lengths) problem.lengths = view<const int32_t>(lengths->view({-1, 1, 1, 1}));
   problem.scale = 1 / std::sqrt(static_cast<float>(D));
-  attention_forward_cpu<float, float>(call);
+  kernels().of<float>().attention_forward(call);
   return out;
 }
 

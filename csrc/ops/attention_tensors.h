@@ -1,8 +1,8 @@
 // From the tensors of an attention op to what its kernels take.
 #pragma once
 
-#include "attention.h"
-#include "types.h"
+#include "../cpu/kernels.h"
+#include "tensors.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
@@ -12,9 +12,6 @@
 
 namespace transformer_fast {
 namespace {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 template <typename T>
 View<T> view(const Tensor& tensor) {
@@ -83,13 +80,5 @@ inline Tensor empty_statistics(const Tensor& q, at::IntArrayRef sizes) {
 }
 
 }  // namespace
-
-// torch.ops.transformer_fast_native.attention_backward on the CPU.
-std::tuple<Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-    const Tensor& logsumexp, const OptionalTensor& keep, const OptionalTensor& key_keep, const OptionalTensor& lengths,
-    const OptionalTensor& bias, std::optional<int64_t> causal, double scale, double dropout_p,
-    const OptionalTensor& seed, bool zero_empty_rows, const OptionalTensor& grad_logsumexp,
-    const OptionalTensor& kept, const OptionalTensor& kept_factors);
 
 }  // namespace transformer_fast

@@ -1,18 +1,17 @@
 // What a search wants to know of logits (rows, vocabulary): the best tokens, and the logarithm of the normaliser.
+#include "generation.h"
+
 #include "exponential.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
-#include <torch/library.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
-#include <tuple>
 
 namespace transformer_fast {
 namespace {
 
-using at::Tensor;
 using V = Vector<float>;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -56,42 +55,21 @@ float find_log_normalizer(const float* row, int64_t columns) {
 }
 
 template <typename Task>
-void for_rows(const Tensor& logits, Task task) {
-  at::parallel_for(0, logits.size(0), std::max<int64_t>(1, 32768 / logits.size(1)), [&](int64_t begin, int64_t end) {
+void for_rows(int64_t rows, int64_t columns, Task task) {
+  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / columns), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) task(row);
   });
 }
 
-std::tuple<Tensor, Tensor> best_tokens(const Tensor& logits, int64_t k) {
-  const Tensor given = logits.contiguous();
-  const int64_t rows = given.size(0), columns = given.size(1);
-  const Tensor best = at::empty({rows, k}, given.options());
-  const Tensor token = at::empty({rows, k}, given.options().dtype(at::kLong));
-  const float* from = given.const_data_ptr<float>();
-  float* to = best.mutable_data_ptr<float>();
-  int64_t* to_token = token.mutable_data_ptr<int64_t>();
-  for_rows(given, [&](int64_t r) { find_best(from + r * columns, columns, k, to + r * k, to_token + r * k); });
-  return {best, token};
-}
-
-Tensor log_normalizer(const Tensor& logits) {
-  const Tensor given = logits.contiguous(), out = at::empty({given.size(0)}, given.options());
-  const float* from = given.const_data_ptr<float>();
-  float* to = out.mutable_data_ptr<float>();
-  for_rows(given, [&](int64_t r) { to[r] = find_log_normalizer(from + r * given.size(1), given.size(1)); });
-  return out;
-}
-
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
-  m.def("best_tokens(Tensor logits, int k) -> (Tensor best, Tensor token)");
-  m.def("log_normalizer(Tensor logits) -> Tensor");
+void best_tokens(const float* logits, int64_t rows, int64_t columns, int64_t k, float* best, int64_t* token) {
+  for_rows(rows, columns,
+           [&](int64_t r) { find_best(logits + r * columns, columns, k, best + r * k, token + r * k); });
 }
 
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
-  m.impl("best_tokens", best_tokens);
-  m.impl("log_normalizer", log_normalizer);
+void log_normalizer(const float* logits, int64_t rows, int64_t columns, float* out) {
+  for_rows(rows, columns, [&](int64_t r) { out[r] = find_log_normalizer(logits + r * columns, columns); });
 }
 
 }  // namespace transformer_fast

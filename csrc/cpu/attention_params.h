@@ -1,0 +1,133 @@
+// Masked attention on the CPU: what its kernels take. T is the type of the tensors' elements, A that of the arithmetic.
+#pragma once
+
+#include "element.h"
+
+#include <algorithm>
+
+namespace transformer_fast {
+
+constexpr int64_t kQueryTile = 64;
+constexpr int64_t kKeyTile = 128;  // a multiple of 32, the keys of four Philox calls
+constexpr int64_t kMostStored = int64_t{1} << 26;  // weights or gradients of scores in memory; past that, found again
+constexpr int64_t kFewQueries = 2;  // up to here a call goes row by row (attention_rows.h) and makes no tile of scores
+
+// A 4-D tensor (batch, head, row, column); a size of 1 has stride 0.
+template <typename T>
+struct View {
+  T* data = nullptr;
+  int64_t stride[4] = {0, 0, 0, 0};
+
+  T* at(int64_t b, int64_t h, int64_t row) const { return data + b * stride[0] + h * stride[1] + row * stride[2]; }
+  int64_t row_stride() const { return stride[2]; }
+  int64_t column_stride() const { return stride[3]; }
+};
+
+// An additive bias: in the arithmetic's dtype, or in the tensors' own, then converted as it is read.
+template <typename T, typename A>
+struct Bias {
+  View<const A> wide;
+  View<const T> own;
+
+  explicit operator bool() const { return wide.data != nullptr || own.data != nullptr; }
+  int64_t row_stride() const { return own.data ? own.row_stride() : wide.row_stride(); }
+
+  // The same seen from element (b, h, i, j).
+  Bias from(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    Bias moved = *this;
+    if (own.data) moved.own.data = own.at(b, h, i) + j * own.column_stride();
+    if (wide.data) moved.wide.data = wide.at(b, h, i) + j * wide.column_stride();
+    return moved;
+  }
+
+  A at(int64_t i, int64_t j) const {
+    return own.data ? static_cast<A>(own.data[i * own.row_stride() + j * own.column_stride()])
+                    : wide.data[i * wide.row_stride() + j * wide.column_stride()];
+  }
+};
+
+// A call. T is the tensors' dtype, A that of the arithmetic.
+template <typename T, typename A>
+struct AttentionProblem {
+  using Element = T;
+  using Arithmetic = A;
+  int64_t B, H, Hkv, Lq, Lk, D;
+  View<const T> q, k, v;
+  View<const bool> keep, key_keep;
+  Bias<T, A> bias;
+  View<const int32_t> lengths;  // (B, 1, Lq|1, 1)
+  bool causal;
+  int64_t causal_offset;
+  A scale;
+  double dropout_p;
+  int64_t seed;
+  bool zero_empty_rows;
+  int64_t first_batch = 0;  // what dropout counts batches from
+  // A paged cache: key j of batch entry b is row j % page_size of page pages[b * pages_stride + j / page_size], and the
+  // first stride of k and v is that of a page. Forward of few queries only.
+  const int32_t* pages = nullptr;
+  int64_t pages_stride = 0, page_size = 0;
+};
+
+// Keys at or past this are blocked for query i of batch entry b by its length and the look-ahead.
+template <typename T, typename A>
+int64_t key_limit(const AttentionProblem<T, A>& problem, int64_t b, int64_t i) {
+  int64_t limit = problem.Lk;
+  if (problem.lengths.data) limit = std::min<int64_t>(limit, *problem.lengths.at(b, 0, i));
+  if (problem.causal) limit = std::min(limit, std::max<int64_t>(0, i + 1 + problem.causal_offset));
+  return limit;
+}
+
+// Weights that a forward keeps for its backward, in the tiles that both work on: for each block of queries and each key
+// of it the lanes of the block, to be multiplied by a factor that each tile has for each query. Or nothing.
+template <typename T, typename A>
+struct KeptWeights {
+  T* weights = nullptr;  // (B, H, lanes, Lk), `lanes` being Lq in whole vectors
+  A* factors = nullptr;  // (B, H, key tiles, lanes)
+  int64_t H = 0, lanes = 0, Lk = 0;
+
+  explicit operator bool() const { return weights != nullptr; }
+
+  // The lanes of `key`, of which there are `block_lanes`; those of the next key follow.
+  T* at(int64_t b, int64_t h, int64_t first_query, int64_t block_lanes, int64_t key) const {
+    return weights + ((b * H + h) * lanes + first_query) * Lk + key * block_lanes;
+  }
+
+  A* factors_at(int64_t b, int64_t h, int64_t first_query, int64_t key) const {
+    return factors + ((b * H + h) * tiles(Lk) + key / kKeyTile) * lanes + first_query;
+  }
+
+  static int64_t tiles(int64_t Lk) { return (Lk + kKeyTile - 1) / kKeyTile; }
+};
+
+// A padded batch is one of these, a packed one has one for each sequence. Statistics are (batch, head, query).
+template <typename T, typename A>
+struct AttentionForward {
+  using Element = T;
+  using Arithmetic = A;
+  AttentionProblem<T, A> problem;
+  View<T> out;
+  View<A> logsumexp;
+  KeptWeights<T, A> kept = {};  // not with dropout, not for few queries
+};
+
+template <typename T, typename A>
+struct AttentionBackward {
+  using Element = T;
+  using Arithmetic = A;
+  AttentionProblem<T, A> problem;
+  View<const T> grad_out, out;
+  View<const A> logsumexp, grad_logsumexp;
+  View<T> grad_q, grad_k, grad_v;
+  View<T> grad_scores = {};  // (B, H, Lq, Lk), or nothing; not for few queries
+  KeptWeights<T, A> kept = {};
+};
+
+// The gradient of an additive bias: of the same sizes, (B | 1, H | 1, Lq | 1, Lk | 1), contiguous.
+template <typename A>
+struct BiasGradientResult {
+  A* data;
+  int64_t sizes[4];
+};
+
+}  // namespace transformer_fast

@@ -1,0 +1,64 @@
+// Embedding on the CPU (embedding.cpp, embedding_backward.cpp, positional_table.cpp): what its kernels take.
+#pragma once
+
+#include "element.h"
+
+namespace transformer_fast {
+
+// Contiguous integers of either width.
+struct Integers {
+  const int64_t* wide = nullptr;
+  const int32_t* narrow = nullptr;
+
+  explicit operator bool() const { return wide || narrow; }
+  int64_t operator[](int64_t i) const { return wide ? wide[i] : narrow[i]; }
+};
+
+// A matrix with any strides, or nothing.
+template <typename T>
+struct StridedMatrix {
+  const T* data = nullptr;
+  int64_t row_stride = 0, column_stride = 1;
+
+  explicit operator bool() const { return data != nullptr; }
+};
+
+// out[r] = dropout(source[row of r] * scale + table[position of r]). A row whose id is not in the vocabulary is left as it
+// was, and encode() then returns false.
+template <typename T>
+struct EncodeParams {
+  T* out;  // (rows, d), contiguous
+  int64_t rows, length, d;  // row r stands at r % length in its sequence r / length
+  StridedMatrix<T> source;
+  Integers ids;        // the row of the source for each row; without, they are the same
+  int64_t vocabulary;  // how many rows the source has, where there are ids
+  double scale;
+  // May be absent; in the type of the elements or in that of the arithmetic, from the first position on.
+  StridedMatrix<T> narrow_table;
+  StridedMatrix<Accumulate<T>> wide_table;
+  Integers first_positions;  // of each sequence; 0 without
+  DropoutParams dropout;
+};
+
+// Where an id is not in the vocabulary, embed_backward() returns false and has written nothing.
+template <typename T>
+struct EmbedBackwardParams {
+  const T* grad;  // (rows, d), contiguous
+  Integers ids;
+  T* grad_weight;  // (vocabulary, d)
+  int64_t rows, d, vocabulary;
+  int64_t padding_idx;  // or -1
+  double scale;
+  DropoutParams dropout;
+};
+
+// x + the table, again and again, both contiguous.
+template <typename T>
+struct AddRepeatedParams {
+  const T *x, *narrow_table;
+  const Accumulate<T>* wide_table;  // one of the two
+  T* out;
+  int64_t elements, repeated;  // of x; of the table
+};
+
+}  // namespace transformer_fast

@@ -1,0 +1,64 @@
+// The one symbol that the library of an instruction set exports.
+#include "kernels.h"
+
+#include "build_config.h"
+#include "vec.h"
+
+namespace transformer_fast {
+
+template <typename T, typename A>
+void attention_forward(c10::ArrayRef<AttentionForward<T, A>> calls);
+template <typename T, typename A>
+void attention_backward(c10::ArrayRef<AttentionBackward<T, A>> calls);
+template <typename T, typename A>
+void attention_weights(const AttentionProblem<T, A>& problem, T* weights);
+template <typename T, typename A>
+void attention_grad_bias(const AttentionBackward<T, A>& call, const BiasGradientResult<A>& grad);
+template <typename T>
+void norm_forward(const NormForwardParams<T>& params);
+template <typename T>
+void norm_backward(const NormBackwardParams<T>& params);
+template <typename T>
+void dropout_forward(const DropoutForwardParams<T>& params);
+template <typename T>
+void dropout_backward(const DropoutBackwardParams<T>& params);
+template <typename T>
+bool encode(const EncodeParams<T>& params);
+template <typename T>
+bool embed_backward(const EmbedBackwardParams<T>& params);
+template <typename T>
+void add_repeated(const AddRepeatedParams<T>& params);
+template <typename T>
+void cross_entropy_rows(const CrossEntropyParams<T>& params);
+void fill_positional_table(float* table, int64_t length, int64_t d);
+void best_tokens(const float* logits, int64_t rows, int64_t columns, int64_t k, float* best, int64_t* token);
+void log_normalizer(const float* logits, int64_t rows, int64_t columns, float* out);
+void pack_step_weight(const float* const* rows, int64_t outputs, int64_t depth, float* packed);
+void step_linear(const StepLinearParams& params);
+
+namespace {
+
+template <typename T>
+constexpr TypedKernels<T> typed_kernels() {
+  using A = Accumulate<T>;
+  TypedKernels<T> kernels{
+      &attention_forward<T, A>, &attention_backward<T, A>, &attention_weights<T, A>, &attention_grad_bias<T, A>,
+      &norm_forward<T>,         &norm_backward<T>,         &dropout_forward<T>,      &dropout_backward<T>,
+      &encode<T>,               &embed_backward<T>,        nullptr,                  &cross_entropy_rows<T>};
+  if constexpr (sizeof(T) == 2) kernels.add_repeated = &add_repeated<T>;
+  return kernels;
+}
+
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) const Kernels* transformer_fast_kernels() {
+  static constexpr Kernels kernels{
+      TRANSFORMER_FAST_BUILD,
+      kVectorBytes,
+      {typed_kernels<float>(), typed_kernels<double>(), typed_kernels<c10::Half>(), typed_kernels<c10::BFloat16>()},
+      &fill_positional_table,
+      {&best_tokens, &log_normalizer, 2 * kLanes<float>, &pack_step_weight, &step_linear}};
+  return &kernels;
+}
+
+}  // namespace transformer_fast

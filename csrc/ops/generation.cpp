@@ -1,0 +1,98 @@
+// What decoding needs besides the ops, on the CPU, from tensors to what the kernels take.
+#include "generation.h"
+
+#include "../cpu/kernels.h"
+#include "tensors.h"
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <tuple>
+#include <vector>
+
+namespace transformer_fast {
+namespace {
+
+// cache (layers, rows, 2, heads, capacity, d), contiguous: the first `length` positions of row sources[i] become those
+// of row targets[i], in every layer. No row is both a source and a target, so the order does not matter.
+void copy_cache_rows(Tensor cache, at::IntArrayRef sources, at::IntArrayRef targets, int64_t length) {
+  const int64_t position = cache.size(5) * cache.element_size();
+  const int64_t head = cache.size(4) * position, heads = cache.size(2) * cache.size(3), row = heads * head;
+  const int64_t moves = static_cast<int64_t>(sources.size()), bytes = length * position;
+  if (bytes == 0 || moves == 0) return;
+  char* data = static_cast<char*>(cache.mutable_data_ptr());
+  const int64_t grain = std::max<int64_t>(1, 65536 / bytes);
+  at::parallel_for(0, cache.size(0) * moves * heads, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t layer = task / (moves * heads), move = task / heads % moves, h = task % heads;
+      char* rows = data + layer * cache.size(1) * row + h * head;
+      std::memcpy(rows + targets[move] * row, rows + sources[move] * row, bytes);
+    }
+  });
+}
+
+// The k best tokens of each row of logits (rows, vocabulary), the best first: their logits, and which they are.
+std::tuple<Tensor, Tensor> best_tokens(const Tensor& logits, int64_t k) {
+  const Tensor given = logits.contiguous();
+  const int64_t rows = given.size(0), columns = given.size(1);
+  const Tensor best = at::empty({rows, k}, given.options());
+  const Tensor token = at::empty({rows, k}, given.options().dtype(at::kLong));
+  kernels().generation.best_tokens(given.const_data_ptr<float>(), rows, columns, k, best.mutable_data_ptr<float>(),
+                        token.mutable_data_ptr<int64_t>());
+  return {best, token};
+}
+
+Tensor log_normalizer(const Tensor& logits) {
+  const Tensor given = logits.contiguous(), out = at::empty({given.size(0)}, given.options());
+  kernels().generation.log_normalizer(given.const_data_ptr<float>(), given.size(0), given.size(1), out.mutable_data_ptr<float>());
+  return out;
+}
+
+Tensor pack_step_weight(at::TensorList weights) {
+  const int64_t depth = weights[0].size(1), panel = kernels().generation.panel;
+  std::vector<Tensor> kept;
+  std::vector<const float*> rows;
+  for (const Tensor& weight : weights) {
+    kept.push_back(weight.contiguous());
+    for (int64_t n = 0; n < weight.size(0); ++n) rows.push_back(kept.back().const_data_ptr<float>() + n * depth);
+  }
+  const int64_t outputs = static_cast<int64_t>(rows.size()), panels = (outputs + panel - 1) / panel;
+  const Tensor packed = at::cpu::empty({panels, depth, panel}, weights[0].options());
+  kernels().generation.pack_step_weight(rows.data(), outputs, depth, packed.mutable_data_ptr<float>());
+  return packed;
+}
+
+}  // namespace
+
+Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool relu) {
+  const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
+  const int64_t depth = packed.size(1);
+  auto sizes = x.sizes().vec();
+  sizes.back() = outputs;
+  const Tensor out = at::cpu::empty(sizes, x.options());
+  kernels().generation.step_linear({input.const_data_ptr<float>(), packed.const_data_ptr<float>(),
+                         bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
+                         input.numel() / depth, depth, outputs, relu});
+  return out;
+}
+
+TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
+  m.def("copy_cache_rows(Tensor(a!) cache, int[] sources, int[] targets, int length) -> ()");
+  m.def("best_tokens(Tensor logits, int k) -> (Tensor best, Tensor token)");
+  m.def("log_normalizer(Tensor logits) -> Tensor");
+  m.def("pack_step_weight(Tensor[] weights) -> Tensor");
+  m.def("step_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
+  m.impl("copy_cache_rows", copy_cache_rows);
+  m.impl("best_tokens", best_tokens);
+  m.impl("log_normalizer", log_normalizer);
+  m.impl("pack_step_weight", pack_step_weight);
+  m.impl("step_linear", step_linear);
+}
+
+}  // namespace transformer_fast
