@@ -213,8 +213,10 @@ def test_nothing_of_the_model_changes() -> None:
     m, (src, lengths) = annotated(), batch()
     tfast.accelerate(m)
     before, state = {k: v.clone() for k, v in m.state_dict().items()}, torch.get_rng_state()
+    m.decoder.layers[0].feed_forward.eval()
+    modes = [part.training for part in m.modules()]
     tfast.greedy(m, src, **given(lengths))
-    assert m.training and torch.equal(torch.get_rng_state(), state)
+    assert [part.training for part in m.modules()] == modes and torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(before[name], value) for name, value in m.state_dict().items())
 
 

@@ -179,7 +179,7 @@ def decoder_of_ours(decoder: nn.Module, embed: nn.Module, longest: int) -> Decod
             _take_over(layer, theirs, width)
         ours.norm = _norm(decoder.norm)
     ours.embed.lut, ours.pe.pe = lookup.lut, getattr(positions, positions.face_name)
-    return ours.eval()
+    return ours
 
 
 def _is_as_swapped(module: nn.Module) -> bool:
