@@ -140,6 +140,67 @@ class AnnotatedDecoderLayer(nn.Module):
         return self.sublayer[2](x, self.feed_forward)
 
 
+class AnnotatedEncoder(nn.Module):
+    def __init__(self, layer: nn.Module, N: int) -> None:
+        super().__init__()
+        self.layers, self.norm = clones(layer, N), AnnotatedNorm(layer.size)
+
+    def forward(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, mask)
+        return self.norm(x)
+
+
+class AnnotatedDecoder(AnnotatedEncoder):
+    def forward(self, x: Tensor, memory: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, memory, src_mask, tgt_mask)
+        return self.norm(x)
+
+
+class Generator(nn.Module):
+    def __init__(self, d_model: int, vocab: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(d_model, vocab)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).log_softmax(-1)
+
+
+class EncoderDecoder(nn.Module):
+    """The annotated text's model, whose generator is a module beside it, which forward does not call."""
+
+    def __init__(
+        self, encoder: nn.Module, decoder: nn.Module, src_embed: nn.Module, tgt_embed: nn.Module, generator: nn.Module
+    ) -> None:
+        super().__init__()
+        self.encoder, self.decoder = encoder, decoder
+        self.src_embed, self.tgt_embed, self.generator = src_embed, tgt_embed, generator
+
+    def forward(self, src: Tensor, tgt: Tensor, src_mask: Tensor | None, tgt_mask: Tensor | None) -> Tensor:
+        return self.decode(self.encode(src, src_mask), src_mask, tgt, tgt_mask)
+
+    def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
+        return self.encoder(self.src_embed(src), src_mask)
+
+    def decode(self, memory: Tensor, src_mask: Tensor | None, tgt: Tensor, tgt_mask: Tensor | None) -> Tensor:
+        return self.decoder(self.tgt_embed(tgt), memory, src_mask, tgt_mask)
+
+
+def make_model(src_vocab: int, tgt_vocab: int, N: int, d_model: int, d_ff: int, h: int, dropout: float = 0.1):
+    """As the annotated text makes it."""
+    attention, inner = AnnotatedAttention(h, d_model, dropout), AnnotatedFeedForward(d_model, d_ff, dropout)
+    layer = AnnotatedEncoderLayer(d_model, copy.deepcopy(attention), copy.deepcopy(inner), dropout)
+    heads = copy.deepcopy(attention), copy.deepcopy(attention)
+    embeds = (nn.Sequential(Embeddings(d_model, v), Positions(d_model, dropout)) for v in (src_vocab, tgt_vocab))
+    return EncoderDecoder(
+        AnnotatedEncoder(layer, N),
+        AnnotatedDecoder(AnnotatedDecoderLayer(d_model, *heads, copy.deepcopy(inner), dropout), N),
+        *embeds,
+        Generator(d_model, tgt_vocab),
+    )
+
+
 class Annotated(nn.Module):
     """An encoder-decoder in the style of the well-known annotated text."""
 

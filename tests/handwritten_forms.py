@@ -77,6 +77,11 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
         lambda: annotated_layer(True),
         lambda: (x(), x(S), keep(B, 1, S), tfast.layers.subsequentmask(L)),
     ),
+    "annotated encoder": (lambda: hw.AnnotatedEncoder(annotated_layer(False), 3), lambda: (x(), keep(B, 1, L))),
+    "annotated decoder": (
+        lambda: hw.AnnotatedDecoder(annotated_layer(True), 2),
+        lambda: (x(), x(S), keep(B, 1, S), tfast.layers.subsequentmask(L)),
+    ),
     "bert feed forward": (lambda: hw.BertFeedForward(D, 12), lambda: (x(),)),
     "bert block": (lambda: hw.BertBlock(D, 2, 12), lambda: (x(), keep(B, 1, 1, L).expand(B, 1, L, L))),
     "bert token + position": (lambda: bert.BERTEmbedding(11, D), lambda: (ids(),)),

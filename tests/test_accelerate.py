@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
+import handwritten as hw
 import pytest
 import torch
 import torch.nn.functional as F
@@ -43,6 +45,10 @@ class Broken(Named):
         raise RuntimeError("not today")
 
 
+def stock() -> nn.Module:
+    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+
 def reasons(model: nn.Module) -> dict[str, str]:
     return {row.path: row.why for row in tfast.accelerate(model).left}
 
@@ -74,6 +80,47 @@ def test_undo_and_a_second_time() -> None:
     assert [type(child) for child in m.modules()] == types
     report.undo()  # nothing left to take back
     assert tfast.accelerate(m).swapped
+
+
+@pytest.mark.parametrize("make", [
+    lambda: reference.Transformer(11, 11, 8, 1, 2, 0.1), lambda: hw.make_model(11, 11, 2, 8, 12, 2), stock,
+], ids=["classic", "annotated", "torch"])  # fmt: skip
+def test_a_second_time_says_what_was_swapped_before(make: Callable[[], nn.Module]) -> None:
+    m = make()
+    first = tfast.accelerate(m)
+    assert not first.already
+    fast = [type(child) for child in m.modules()]
+    again = tfast.accelerate(m)
+    assert [type(child) for child in m.modules()] == fast, "swapped once more"
+    assert {row.path for row in again.already} == {row.path for row in first.swapped}
+    last = str(again).splitlines()[-1]
+    assert f"nothing was changed: {len(first.swapped)} modules of this model run on the fused ops already" in last
+    assert f"already, {len(first.left)} left" in last and "no module of this model" not in last
+    again.undo()  # takes back what it did: nothing
+    assert [type(child) for child in m.modules()] == fast
+
+
+def test_a_second_time_swaps_what_came_since() -> None:
+    m = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8))
+    tfast.accelerate(m)
+    m.append(nn.LayerNorm(8))
+    again = tfast.accelerate(m)
+    assert [row.path for row in again.swapped] == ["2"]
+    assert "1 modules swapped, 1 on the fused ops already, 0 left" in str(again)
+
+
+def test_a_model_of_ours_runs_on_the_fused_ops_already() -> None:
+    report = tfast.accelerate(tfast.Transformer(11, 11, 8, 1, 2, 0.1))
+    assert {row.was for row in report.swapped} == {"nn.Embedding"} and report.already == report.left
+    assert f"2 modules swapped, {len(report.left)} on the fused ops already, 0 left" in str(report)
+
+
+def test_what_holds_swapped_modules_says_how_many() -> None:
+    """Its own code may do anything, so it is named; that it holds nothing fast would not be true."""
+    found = reasons(nn.ModuleDict({"annotated": hw.make_model(11, 11, 2, 8, 12, 2)}))
+    assert set(found) == {"annotated", "annotated.generator"}
+    assert re.fullmatch(r"unknown structure; \d\d of the modules inside it run on the fused ops", found["annotated"])
+    assert found["annotated.generator"] == "unknown structure; 0 of the modules inside it run on the fused ops"
 
 
 def test_a_model_it_cannot_help_is_left_and_the_report_says_so() -> None:
@@ -238,10 +285,6 @@ def replaced(name: str, by: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Mo
         setattr(m.get_submodule(parent), last, by(m.get_submodule(name)))
 
     return change
-
-
-def stock() -> nn.Module:
-    return nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
 
 
 def classic() -> nn.Module:

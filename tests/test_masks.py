@@ -57,6 +57,26 @@ def test_and_is_the_intersection_of_every_pair():
             assert torch.equal(full(a & b), full(a) & full(b))
 
 
+@pytest.mark.parametrize(
+    ("t", "named"),
+    [
+        (torch.ones(B, 1, 1, LK).bool(), ("keep(t) if", "blocked(t) if")),
+        (torch.ones(B).int(), ("keep(t) if", "blocked(t) if", "lengths(t) if")),
+        (torch.ones(LQ, LK), ("keep(t.bool()) if", "blocked(t) if", "bias(t) if")),
+    ],
+    ids=["bool", "int", "float"],
+)
+def test_a_bare_tensor_does_not_combine_and_every_reading_is_named(t, named):
+    """Whether True means kept or blocked, and where the heads stand, differs from library to library."""
+    for combine in (lambda: AttentionMask.causal() & t, lambda: t & AttentionMask.causal()):
+        with pytest.raises(TypeError, match="several ways") as raised:
+            combine()
+        assert str(t.dtype) in str(raised.value) and str(tuple(t.shape)) in str(raised.value)
+        assert [constructor for constructor in named if constructor not in str(raised.value)] == []
+    with pytest.raises(TypeError, match="AttentionMask & NoneType: both sides"):
+        AttentionMask.causal() & None
+
+
 def test_padding_and_dense_stay_apart():
     """Combining a (1, 1, Lq, Lk) mask with padding must not build one (Lq, Lk) mask for each sentence."""
     mask = AttentionMask.keep(torch.ones(1, 1, LQ, LK).bool()) & AttentionMask.keep(torch.ones(B, 1, 1, LK).bool())

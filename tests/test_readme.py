@@ -1,99 +1,113 @@
-"""What README shows must run."""
+"""What README shows must run, each block by itself: people copy one of them."""
 
+import functools
+import importlib.util
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 import transformer_fast as tfast
 from transformer_fast import cli
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "README.md").read_text()
+README = ROOT / "README.md"
+TEXT = README.read_text()
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
-def test_the_ten_lines(capsys):
-    example = re.findall(r"## Ten lines\n\n```python\n(.*?)```", TEXT, re.DOTALL)[0]
-    assert len([line for line in example.splitlines() if line]) <= 10
-    exec(compile(example, "README.md", "exec"), {})
-    shown = capsys.readouterr().out
+def blocks(page: Path) -> list[str]:
+    """The Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@functools.cache
+def shown_by(block: str) -> str:
+    """What a block prints in a fresh interpreter, in an empty folder, without network; raises where it fails."""
+    package = Path(tfast.__file__).parent.parent
+    environment = os.environ | {"PYTHONPATH": str(package), "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-c", block]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
+    assert run.returncode == 0, f"{run.stdout}{run.stderr}\nin a fresh interpreter, of\n{block}"
+    return run.stdout
+
+
+def every_block():
+    """All blocks of README, and the first of each page of docs/; test_docs.py runs each page as a whole."""
+    for page, found in [(README, blocks(README)), *((page, blocks(page)[:1]) for page in PAGES)]:
+        for number, block in enumerate(found, start=1):
+            yield pytest.param(block, id=f"{page.stem} {number}")
+
+
+@pytest.mark.parametrize("block", list(every_block()))
+def test_every_block_runs_alone(block, tmp_path, monkeypatch):
+    if "transformers" in re.findall(r"^import (\w+)", block, re.MULTILINE):
+        pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    shown_by(block)
+
+
+def test_every_block_is_a_python_block_that_was_found():
+    assert 2 * len(blocks(README)) == TEXT.count("```") and len(blocks(README)) >= 5
+
+
+def block_with(text: str) -> str:
+    """README's one block that has this text."""
+    (block,) = (block for block in blocks(README) if text in block)
+    return block
+
+
+def test_the_ten_lines():
+    block = block_with("tfast.explain")
+    assert len([line for line in block.splitlines() if line]) <= 10
+    shown = shown_by(block)
     assert "torch.Size([32, 30, 8000])" in shown and "lengths (32,)" in shown
 
 
 def test_one_op_at_a_time():
-    example = re.findall(r"One op at a time:\n\n```python\n(.*?)```", TEXT, re.DOTALL)[0]
-    x = torch.randn(2, 5, 512)
-    names = {
-        "q": torch.randn(2, 4, 5, 8),
-        "k": torch.randn(2, 4, 5, 8),
-        "v": torch.randn(2, 4, 5, 8),
-        "lengths": torch.tensor([5, 2]),
-        "x": x,
-        "y": torch.randn_like(x),
-        "weight": torch.ones(512),
-        "bias": torch.zeros(512),
-        "ids": torch.randint(0, 9, (2, 5)),
-        "learned": torch.zeros(4, 5, 5, requires_grad=True),
-        "tokens": torch.randn(7, 4, 8),
-        "cu_seqlens": torch.tensor([0, 5, 7], dtype=torch.int32),
-        "newest": torch.randn(2, 4, 1, 8),
-        "k_cache": torch.randn(2, 4, 6, 8),
-        "v_cache": torch.randn(2, 4, 6, 8),
-        "vocabulary_weight": torch.randn(9, 512),
-        "target": torch.randint(0, 9, (2, 5)),
-    }
-    example = example.replace("tfast.embed(ids, weight", "tfast.embed(ids, embedding")
-    names["embedding"] = torch.randn(9, 512)
-    exec("import transformer_fast as tfast\n" + example, names)
-    assert names["weights"].shape == (2, 4, 5, 5) and names["lse"].shape == (2, 4, 5)
-    assert names["out"].shape == (2, 4, 1, 8) and names["x"].shape == (2, 5, 512) and names["loss"].isfinite()
+    shown = shown_by(block_with("attention_packed"))
+    shapes = [tuple(map(int, shape.split(", "))) for shape in re.findall(r"Size\(\[(.*?)\]\)", shown)]
+    assert shapes == [(2, 4, 1, 64), (2, 4, 5, 5), (2, 4, 5), (2, 5, 512)]
+    assert float(shown.split()[-1]) > 0
 
 
 def test_packed_and_its_loss():
-    ten_lines = re.findall(r"## Ten lines\n\n```python\n(.*?)```", TEXT, re.DOTALL)[0].split("logits =")[0]
-    packed = re.findall(r"```python\n(model\.packed = True.*?)```", TEXT, re.DOTALL)[0]
-    names = {}
-    exec(ten_lines + packed, names)
-    assert names["loss"].isfinite() and names["loss"].requires_grad
+    assert 0 < float(shown_by(block_with("packed=True"))) < 100
 
 
-def test_the_twelve_lines_of_accelerate(capsys):
-    example = re.findall(r"```python\n(import copy.*?)```", TEXT, re.DOTALL)[0]
-    assert len([line for line in example.splitlines() if line]) <= 12
-    exec(compile(example, "README.md", "exec"), {})
-    shown = capsys.readouterr().out
+def test_the_twelve_lines_of_accelerate():
+    block = block_with("tfast.accelerate")
+    assert len([line for line in block.splitlines() if line]) <= 12
+    shown = shown_by(block)
     differences = [float(text) for text in re.findall(r"largest difference: (\S+)", shown)]
     assert len(differences) == 2 and max(differences) <= 1e-4
     assert "layers.TransformerEncoder" in shown and "fused Encoder" in shown
 
 
-def test_the_line_for_hugging_face():
-    transformers = pytest.importorskip("transformers")
-    example = re.findall(r"```python\n(tfast\.integrations.*?)```", TEXT, re.DOTALL)[0]
-
-    class AutoModelForSeq2SeqLM:
-        """Instead of a model from the network a small one of the same kind."""
-
-        @staticmethod
-        def from_pretrained(name, **options):
-            assert name == "Helsinki-NLP/opus-mt-en-de"
-            sizes = {"vocab_size": 40, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1}
-            heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
-            ids = {"pad_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
-            config = transformers.MarianConfig(**sizes, **heads, **ids, **options)
-            return transformers.MarianMTModel(config)
-
-    names = {"tfast": tfast, "AutoModelForSeq2SeqLM": AutoModelForSeq2SeqLM}
-    exec(example, names)
-    assert names["model"].config._attn_implementation == "transformer_fast"
-    assert names["model"](torch.ones(1, 3).long(), decoder_input_ids=torch.ones(1, 2).long()).logits.isfinite().all()
+def test_the_lines_for_hugging_face():
+    pytest.importorskip("transformers")
+    assert "torch.Size([1, 2, 100])" in shown_by(block_with("import transformers"))
 
 
-def test_no_example_is_left_out():
-    """Each test above runs one block; the pages under docs/ are run whole by test_docs.py."""
-    assert TEXT.count("```python") == 5 and TEXT.count("```") == 10
+def headline():
+    """benchmarks/headline.py"""
+    spec = importlib.util.spec_from_file_location("headline", ROOT / "benchmarks" / "headline.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_headline_is_what_the_records_say():
+    """The picture is the one that is drawn from them, and the sentence above it has the same numbers."""
+    module = headline()
+    assert module.PICTURE.read_text() == module.draw(), "python benchmarks/headline.py draws it again"
+    attention, step = ([module.said(bar.times) for bar in rows if bar.ours] for rows in module.groups().values())
+    sentence = re.search(r"\*\*Masked attention.*?\*\*", TEXT, re.DOTALL)[0]
+    assert re.findall(r"\d+(?:\.\d)?", sentence) == [*attention, *step]
 
 
 REQUIRED = "--source train.en --target train.de --save runs/en-de"  # what "train ..." stands for

@@ -90,9 +90,13 @@ class AttentionMask:
         return cls(additive_bias=_four_dimensions(bias))
 
     def __and__(self, other: AttentionMask) -> AttentionMask:
-        """Keys that both masks allow; biases add up."""
+        """Keys that both masks allow; biases add up.
+
+        Raises:
+            TypeError: for a tensor, which could be read two ways; the message names the constructors to choose from.
+        """
         if not isinstance(other, AttentionMask):
-            return NotImplemented
+            raise _not_a_mask(other)
         return AttentionMask(
             _combine(self.keep_mask, other.keep_mask, torch.logical_and),
             _combine(self.key_keep_mask, other.key_keep_mask, torch.logical_and),
@@ -100,6 +104,10 @@ class AttentionMask:
             _combine(self.causal_offset, other.causal_offset, min),
             _combine(self.additive_bias, other.additive_bias, torch.add),
         )
+
+    def __rand__(self, other: object) -> AttentionMask:
+        """``tensor & mask``: the same error as ``mask & tensor``."""
+        raise _not_a_mask(other)
 
     def to(self, device: torch.device | str) -> AttentionMask:
         """The same mask with its tensors on ``device``."""
@@ -160,6 +168,24 @@ def _checked_offset(offset: int) -> int:
     if isinstance(offset, bool) or not isinstance(offset, int):
         raise TypeError(f"causal offset: expected an int, got {type(offset).__name__}")
     return offset
+
+
+def _not_a_mask(other: object) -> TypeError:
+    """What to write instead of ``mask & other``."""
+    if not isinstance(other, Tensor):
+        return TypeError(f"AttentionMask & {type(other).__name__}: both sides must be an AttentionMask")
+    # Libraries differ in what True means, and in whether the head axis is already there, so nothing is guessed.
+    keep, blocked = "AttentionMask.keep(t) if nonzero means kept", "AttentionMask.blocked(t) if nonzero means blocked"
+    readings = [keep, blocked]
+    if other.is_floating_point():
+        keep = "AttentionMask.keep(t.bool()) if nonzero means kept"
+        readings = [keep, blocked, "AttentionMask.bias(t) if it is added to the scores"]
+    elif other.dtype != torch.bool:
+        readings.append("AttentionMask.lengths(t) if it holds lengths")
+    return TypeError(
+        f"AttentionMask & tensor: a {other.dtype} tensor {tuple(other.shape)} can be read in several ways. Combine "
+        f"the mask with {'; '.join(readings)}."
+    )
 
 
 def _boolean(mask: Tensor, dialect: str) -> Tensor:

@@ -8,6 +8,9 @@ from typing import Any
 
 from torch import nn
 
+ALREADY = "it runs on the fused ops already"
+"""Why a module is left that was swapped before, or is one of this package."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -36,7 +39,7 @@ class Report:
 
     @property
     def swapped(self) -> list[Row]:
-        """The modules that run on the fused ops now."""
+        """The modules that this call put on the fused ops."""
         return [row for row in self.rows if row.now is not None]
 
     @property
@@ -44,8 +47,13 @@ class Report:
         """The modules that were left as they were, each with the reason."""
         return [row for row in self.rows if row.now is None]
 
+    @property
+    def already(self) -> list[Row]:
+        """Those among the left that run on the fused ops already: swapped by an earlier call, or ours."""
+        return [row for row in self.rows if row.why == ALREADY]
+
     def undo(self) -> None:
-        """Make every module of the model again what it was. Its parameters are those it has now."""
+        """Make every module that this call swapped again what it was. Its parameters are those it has now."""
         for module, original, fast, attributes in reversed(self._originals):
             if type(module) is fast:
                 module.__class__ = original
@@ -59,10 +67,17 @@ class Report:
         widths = [max(len(line[column]) for line in table) for column in range(3)]
         lines = ["  ".join((*(c.ljust(w) for c, w in zip(line, widths)), line[3])).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in (*widths, len(header[3]))))
-        done = f"{len(self.swapped)} modules swapped, {len(self.left)} left"
-        if not self.swapped:
-            done = "nothing was changed: no module of this model runs faster on the fused ops"
-            lines = lines if self.rows else []
+        done = self._summary()
         if self.plain:
             done += "; nothing to gain in " + ", ".join(f"{n} {name}" for name, n in sorted(self.plain.items()))
-        return "\n".join([*lines, done])
+        return "\n".join([*lines, done] if self.rows else [done])
+
+    def _summary(self) -> str:
+        already = len(self.already)
+        left = f"{len(self.left) - already} left"
+        if self.swapped:
+            before = f"{already} on the fused ops already, " if already else ""
+            return f"{len(self.swapped)} modules swapped, {before}{left}"
+        if already:
+            return f"nothing was changed: {already} modules of this model run on the fused ops already, {left}"
+        return "nothing was changed: no module of this model runs faster on the fused ops"

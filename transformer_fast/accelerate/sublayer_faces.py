@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.norm import active_dropout
-from ..ops.dropout import dropout as fused_dropout
+from ..layers.norm import Unsummed, active_dropout, norm_and_sum
 from .attention_faces import BertHeadsFace, HeadsFace, some_keep
 from .faces import Face, PostNormSublayerFace, SublayerFace, children, is_dropout, own_parameters, takes, width_of
 
@@ -41,16 +40,19 @@ class SublayersFace(Face):
     def _face_skipped(self) -> list[nn.Module]:
         return [m for sublayer in self.face_sublayers(self) for m in (sublayer, sublayer.norm, sublayer.dropout)]
 
-    def face_run(self, x: Tensor, functions: Iterable[Any]) -> Tensor:
-        """Every function of the norm of what came before."""
-        made, p = None, 0.0
-        for function, sublayer in zip(functions, self.face_sublayers(self), strict=True):
-            if made is None:
-                normed = sublayer.norm(x)
-            else:
-                normed, x = sublayer.norm(made, residual=x, dropout_p=p)
-            made, p = function(normed), active_dropout(sublayer.dropout)
-        return fused_dropout(made, p, residual=x)
+    def face_functions(self, *args: Any) -> tuple[Any, ...]:
+        """What each sublayer is given to call, for the arguments that follow x."""
+        raise NotImplementedError
+
+    def face_unsummed(self, x: Tensor | Unsummed, *args: Any) -> Unsummed:
+        """The layer's output, its last sum left to the norm that follows; x may be such an output."""
+        for function, sublayer in zip(self.face_functions(*args), self.face_sublayers(self), strict=True):
+            normed, x = norm_and_sum(sublayer.norm, x)
+            x = Unsummed(x, function(normed), active_dropout(sublayer.dropout))
+        return x
+
+    def face_fused(self, x: Tensor, *args: Any) -> Tensor:
+        return self.face_unsummed(x, *args).summed()
 
 
 class AnnotatedEncoderLayerFace(SublayersFace):
@@ -64,8 +66,8 @@ class AnnotatedEncoderLayerFace(SublayersFace):
         yield x, None
         yield x, some_keep(2, 1, 5)
 
-    def face_fused(self, x: Tensor, mask: Any) -> Tensor:
-        return self.face_run(x, (lambda x: self.self_attn(x, x, x, mask), self.feed_forward))
+    def face_functions(self, mask: Any) -> tuple[Any, ...]:
+        return lambda x: self.self_attn(x, x, x, mask), self.feed_forward
 
 
 class AnnotatedDecoderLayerFace(SublayersFace):
@@ -80,10 +82,52 @@ class AnnotatedDecoderLayerFace(SublayersFace):
         yield x, memory, None, None
         yield x, memory, some_keep(2, 1, 3), torch.ones(1, 5, 5, dtype=torch.bool).tril()
 
-    def face_fused(self, x: Tensor, memory: Tensor, src_mask: Any, tgt_mask: Any) -> Tensor:
+    def face_functions(self, memory: Tensor, src_mask: Any, tgt_mask: Any) -> tuple[Any, ...]:
         own, cross = self.self_attn, self.src_attn
-        functions = lambda x: own(x, x, x, tgt_mask), lambda x: cross(x, memory, memory, src_mask), self.feed_forward
-        return self.face_run(x, functions)
+        return lambda x: own(x, x, x, tgt_mask), lambda x: cross(x, memory, memory, src_mask), self.feed_forward
+
+
+class AnnotatedEncoderFace(Face):
+    """``layers`` and a last ``norm``, (x, mask): the sum that ends a layer is one op with the norm that follows."""
+
+    face_skips = ("norm",)
+    face_layer: type[SublayersFace] = AnnotatedEncoderLayerFace
+
+    @classmethod
+    def matches(cls, module: nn.Module) -> bool:
+        if children(module) != {"layers", "norm"} or own_parameters(module):
+            return False
+        if not isinstance(module.layers, nn.ModuleList) or not takes(module, cls.face_layer.face_arguments):
+            return False
+        exact = [isinstance(layer, cls.face_layer) for layer in module.layers]
+        return bool(exact) and all(exact) and width_of(module.norm) is not None
+
+    @classmethod
+    def calls(cls, module: nn.Module) -> Iterable[tuple[Any, ...]]:
+        return cls.face_layer.calls(module.layers[0])
+
+    def _face_skipped(self) -> list[nn.Module]:
+        return [*super()._face_skipped(), *self.layers]
+
+    def _face_fits(self) -> bool:
+        return super()._face_fits() and all(map(self._face_layer_fits, self.layers))
+
+    def _face_layer_fits(self, layer: nn.Module) -> bool:
+        """Whether nobody would miss it if this layer were not called, and its last sum left to the next norm."""
+        if not isinstance(layer, self.face_layer) or "forward" in layer.__dict__ or layer._compiled_call_impl:
+            return False
+        return layer._face_fits()
+
+    def face_fused(self, x: Tensor, *args: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer.face_unsummed(x, *args)
+        return norm_and_sum(self.norm, x)[0]
+
+
+class AnnotatedDecoderFace(AnnotatedEncoderFace):
+    """The same of decoder layers, (x, memory, src_mask, tgt_mask)."""
+
+    face_layer = AnnotatedDecoderLayerFace
 
 
 class BertBlockFace(SublayersFace):
@@ -106,5 +150,8 @@ class BertBlockFace(SublayersFace):
         yield x, None
         yield x, some_keep(2, 1, 1, 5)
 
+    def face_functions(self, mask: Any) -> tuple[Any, ...]:
+        return lambda x: self.attention(x, x, x, mask), self.feed_forward
+
     def face_fused(self, x: Tensor, mask: Any) -> Tensor:
-        return self.dropout(self.face_run(x, (lambda x: self.attention(x, x, x, mask), self.feed_forward)))
+        return self.dropout(super().face_fused(x, mask))

@@ -15,7 +15,7 @@ from ..layers import torch_stacks
 from . import attention_faces, d2l_faces, embedding_faces, faces, layer_faces, sublayer_faces, tensorflow_faces
 from .faces import Face, fast_class
 from .probe import probe, signature
-from .report import Report, Row
+from .report import ALREADY, Report, Row
 
 FACES: tuple[type[Face], ...] = (
     faces.NormFace,
@@ -46,6 +46,8 @@ FACES: tuple[type[Face], ...] = (
     layer_faces.DecoderFace,
     sublayer_faces.AnnotatedEncoderLayerFace,
     sublayer_faces.AnnotatedDecoderLayerFace,
+    sublayer_faces.AnnotatedEncoderFace,
+    sublayer_faces.AnnotatedDecoderFace,
     sublayer_faces.BertBlockFace,
     tensorflow_faces.TensorflowEncoderLayerFace,
     tensorflow_faces.TensorflowDecoderLayerFace,
@@ -108,7 +110,8 @@ def accelerate(model: nn.Module) -> Report:
     layers, and so ``nn.Transformer``) and hand-written ones of the structures people know from the classic texts change
     their class and nothing else: parameters, buffers, state-dict keys, hooks, mode, dtype, device and optimizers stay,
     and masks keep the meaning they have at each module. A hand-written module is swapped only where its numbers agree
-    with the fused op's on random input. Call it before the model is compiled or sharded.
+    with the fused op's on random input. Call it before the model is compiled or sharded. A second call says which
+    modules are swapped already, and swaps those that have come since.
 
     Args:
         model: any module; it may itself be one of those that are swapped.
@@ -132,6 +135,7 @@ class _Walk:
         self.report = Report()
         self.order = {path: place for place, (path, _) in enumerate(model.named_modules())}
         self.seen: set[int] = set()
+        self.fused: set[int] = set()  # modules that run on the fused ops, from this call or before
         self.probed: dict[Any, str | None] = {}
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
@@ -147,10 +151,9 @@ class _Walk:
             if child is not None:
                 self.visit(child, f"{path}.{name}" if path else name)
         was = type(module)
-        if was.__module__.startswith("transformer_fast.") and not was.__module__.startswith(
-            ("transformer_fast.reference", "transformer_fast.translation")
-        ):
-            self._leave(path, module, "it runs on the fused ops already")
+        if isinstance(module, Face) or _is_ours(was):
+            self._leave(path, module, ALREADY)
+            self.fused.add(id(module))
         elif was in _TORCH:
             self._torch(path, module)
         elif isinstance(module, tuple(_TORCH)) and parametrize.is_parametrized(module):
@@ -168,7 +171,9 @@ class _Walk:
     def _other(self, path: str, module: nn.Module) -> None:
         family = next((base for base in _TORCH if isinstance(module, base)), None)
         reason = f"a subclass of nn.{family.__name__} may compute something else" if family else "unknown structure"
-        reason += "; what is inside it was looked at" if module._modules else ""
+        if module._modules:  # its own code may still do anything, so it is named; what it holds is counted
+            fused = len(self.fused.intersection(map(id, module.modules())))
+            reason += f"; {fused} of the modules inside it run on the fused ops"
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             self._leave(path, module, "its sizes are not known before its first call")
             return
@@ -205,9 +210,16 @@ class _Walk:
         if left:
             module.__dict__["_recall"] = next(iter(left.values()))
         module.__class__ = made
+        self.fused.add(id(module))
 
     def _leave(self, path: str, module: nn.Module, reason: str) -> None:
         self.report.rows.append(Row(path, _name(type(module)), None, reason))
+
+
+def _is_ours(kind: type[nn.Module]) -> bool:
+    """Whether a class of this package computes on the fused ops."""
+    plain = ("transformer_fast.reference", "transformer_fast.translation")
+    return kind.__module__.startswith("transformer_fast.") and not kind.__module__.startswith(plain)
 
 
 def _matches(face: type[Face], module: nn.Module) -> bool:

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from ..layers import DecoderLayer, MultiHeadAttention
 from ..layers.attention import layer_mask
 from ..models import Decoder
 from . import graphs
 from .cache import DecoderCache
+from .forms import Form, form_of
 from .fused import fused_step
 from .graphs import StaticStep
 from .weights import prepared
@@ -77,16 +77,10 @@ def check_request(
         raise ValueError(f"src must be an integer tensor of token ids (batch, length), got {got}")
     if src.shape[0] > 0 and src.shape[1] == 0:
         raise ValueError(f"src has {src.shape[0]} sentences but no positions; expected at least one token each")
-    missing = [name for name in ("encoder", "decoder", "out") if not hasattr(model, name)]
-    if missing:
-        raise ValueError(
-            f"model must have encoder, decoder and out, like transformer_fast.Transformer; {type(model).__name__} "
-            f"has no {', '.join(missing)}"
-        )
+    vocabulary = form_of(model).vocabulary
     parameter = next(model.parameters(), None)
     if parameter is not None and parameter.device != src.device:
         raise ValueError(f"src is on {src.device} but the model is on {parameter.device}; expected one device")
-    vocabulary = getattr(model.out, "out_features", None)
     for name, token in (("bos", bos), ("eos", eos)):
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise ValueError(f"{name} must be a token id (an int >= 0), got {token!r}")
@@ -134,11 +128,11 @@ class Decoding:
     """The open hypotheses of a batch, one a row, and the models that continue them.
 
     Args:
-        models: as `transformer_fast.Transformer`; of several, the mean of their probabilities counts.
+        models: each of a form that `form_of` knows; of several, the mean of their probabilities counts.
         request: from `check_request`; one row for each sentence at first.
         rows: how many rows there will be at most.
-        cache: keep keys and values where a model can (a decoder of `transformer_fast`), so that a step costs one
-            position; without, every step runs the decoder over the whole prefix.
+        cache: keep keys and values where a model can (see `forms`), so that a step costs one position; without, every
+            step runs the decoder over the whole prefix.
         attention: know the newest position's attention to the source.
         graph: replay the cached steps as CUDA graphs.
 
@@ -157,13 +151,16 @@ class Decoding:
         graph: bool = False,
     ) -> None:
         self._steps = []
-        for model in models:
-            cached = cache and can_cache(model.decoder)
+        longest = int(request.limits.max()) if len(request.limits) else 1
+        for form in map(form_of, models):
+            memory = form.encode(request.src, request.src_mask)
+            decoder = form.cached_decoder(memory, request.src_mask, longest) if cache else None
             if graph:
-                self._steps.append(_graphed(model, request, rows, cached, attention))
+                self._steps.append(_graphed(decoder, form.out, memory, request, rows, attention))
+            elif decoder is not None:
+                self._steps.append(_Cached(decoder, form.out, memory, request, rows, attention))
             else:
-                kind = _Cached(model, request, rows, attention) if cached else _Uncached(model, request, attention)
-                self._steps.append(kind)
+                self._steps.append(_Uncached(form, memory, request, attention))
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
@@ -199,10 +196,11 @@ class Decoding:
 class _Cached:
     """A model that computes the newest position only."""
 
-    def __init__(self, model: nn.Module, request: Request, rows: int, attention: bool) -> None:
-        memory = model.encoder(request.src, request.src_mask)
+    def __init__(
+        self, decoder: Decoder, out: nn.Module, memory: Tensor, request: Request, rows: int, attention: bool
+    ) -> None:
         most = max(rows, memory.shape[0])
-        self._decoder, self._out = prepared(model.decoder, most), prepared(model.out, most)
+        self._decoder, self._out = prepared(decoder, most), prepared(out, most)
         self._cache = DecoderCache(self._decoder, memory, request.src_mask, rows=rows, record=attention)
         self._fused = fused_step(self._decoder, self._cache)
 
@@ -222,23 +220,24 @@ class _Cached:
         self._cache.select(rows.tolist())
 
 
-def _graphed(model: nn.Module, request: Request, rows: int, cached: bool, attention: bool) -> StaticStep:
+def _graphed(
+    decoder: Decoder | None, out: nn.Module, memory: Tensor, request: Request, rows: int, attention: bool
+) -> StaticStep:
     """A model whose steps are replayed as CUDA graphs."""
-    reason = graphs.obstacle(request.src.device, request.src_mask, cached, attention)
+    reason = graphs.obstacle(request.src.device, request.src_mask, decoder is not None, attention)
     if reason is not None:
         raise ValueError(f"graph=True cannot be: {reason}")
-    memory = model.encoder(request.src, request.src_mask)
-    return StaticStep(model.decoder, model.out, memory, request.lengths(), rows=rows)
+    return StaticStep(decoder, out, memory, request.lengths(), rows=rows)
 
 
 class _Uncached:
     """A model that runs over the whole prefix: any model, and the oracle of `_Cached`."""
 
-    def __init__(self, model: nn.Module, request: Request, attention: bool) -> None:
-        if attention and not hasattr(model.decoder, "layers"):
-            raise ValueError(f"{type(model.decoder).__name__} has no layers whose attention could be read")
-        self._model, self._mask, self._attention = model, request.src_mask, attention
-        self._memory = model.encoder(request.src, request.src_mask)
+    def __init__(self, form: Form, memory: Tensor, request: Request, attention: bool) -> None:
+        self._reader = form.reader() if attention else None
+        if attention and self._reader is None:
+            raise ValueError(f"{type(form.model.decoder).__name__} has no layers whose attention could be read")
+        self._form, self._mask, self._memory = form, request.src_mask, memory
         self._causal = torch.ones(1, 0, 0, dtype=torch.bool, device=request.src.device)
         self._sentence = torch.arange(request.src.shape[0], device=request.src.device)
         self.attention: Tensor | None = None
@@ -250,20 +249,21 @@ class _Uncached:
             grown = torch.ones(2 * length, 2 * length, dtype=torch.bool, device=tokens.device)
             self._causal = grown.tril().unsqueeze(0)
         causal = self._causal[:, :length, :length]
-        last = self._model.decoder.layers[-1].attn_2 if self._attention else None
-        hook = last.register_forward_pre_hook(self._record, with_kwargs=True) if self._attention else None
+        hook = None
+        if self._reader is not None:
+            hook = self._reader[0].register_forward_pre_hook(self._record, with_kwargs=True)
         try:
-            hidden = self._model.decoder(tokens, self._memory, self._mask, causal)
+            hidden = self._form.decode(tokens, self._memory, self._mask, causal)
         finally:
             if hook is not None:
                 hook.remove()
-        return self._model.out(hidden[:, -1])
+        return self._form.out(hidden[:, -1])
 
     def _record(self, module: nn.Module, inputs: tuple[Tensor, ...], options: dict) -> None:
         newest, memory = inputs[0][:, -1:], inputs[1]
+        _, queries, keys = self._reader
         q, k = (
-            linear(x).unflatten(-1, (module.h, -1)).transpose(1, 2)
-            for linear, x in ((module.q_linear, newest), (module.k_linear, memory))
+            linear(x).unflatten(-1, (module.h, -1)).transpose(1, 2) for linear, x in ((queries, newest), (keys, memory))
         )
         weights = ops.attention(q, k, k, layer_mask(self._mask), return_weights=True)[1]
         self.attention = weights.float().mean(dim=1).squeeze(1)
@@ -275,14 +275,6 @@ class _Uncached:
         self._sentence = sentence
         self._memory = self._memory[rows]
         self._mask = None if self._mask is None else self._mask[rows]
-
-
-def can_cache(decoder: nn.Module) -> bool:
-    """Whether a decoder takes a cache: ours, of our own layers."""
-    return isinstance(decoder, Decoder) and all(
-        isinstance(layer, DecoderLayer) and type(layer.attn_1) is type(layer.attn_2) is MultiHeadAttention
-        for layer in decoder.layers
-    )
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from .beam import Search
 from .config import GenerationConfig, Span
 from .decoding import Hypothesis, Request, check_request, evaluating
+from .forms import form_of
 from .greedy import follow
 from .rules import Rules
 
@@ -49,7 +50,7 @@ def generate(
         raise ValueError("model is an empty list; expected at least one model")
     given = {"src_lengths": src_lengths, "src_mask": src_mask, "bos": bos, "eos": eos, "pad": pad, "max_length": None}
     request, *_ = [check_request(one, src, **given) for one in models]
-    vocabularies = {getattr(one.out, "out_features", None) for one in models}
+    vocabularies = {form_of(one).vocabulary for one in models}
     if len(vocabularies) > 1:
         raise ValueError(f"the models have target vocabularies of different sizes: {sorted(map(str, vocabularies))}")
     vocabulary = vocabularies.pop()

@@ -30,16 +30,16 @@ def greedy(
     """Translate a batch, taking the most likely token at every step.
 
     model: `transformer_fast.Transformer`, or any module with `encoder(src, src_mask)`,
-        `decoder(trg, memory, src_mask, trg_mask)` and `out`. It runs in evaluation mode without gradients and
-        gets its own mode back.
+        `decoder(trg, memory, src_mask, trg_mask)` and `out`, or The Annotated Transformer's `EncoderDecoder` with its
+        `generator`. It runs in evaluation mode without gradients and gets its own mode back.
     src: (B, S) integer source ids on the model's device. B = 0 gives [].
     src_lengths: (B,) true lengths, or src_mask: bool (B, 1, S), True = read; or pad: the id not to read.
         With none of the three every position is read.
     bos, eos: the target ids that begin and end an answer.
     max_length: the most tokens of an answer, EOS included: one int, or one for each sentence. Default
         2 * (source length) + 20. An answer that reaches it is returned as it stands.
-    cache: keep keys and values between the steps, where the decoder is one of ours; False runs it over the whole
-        prefix at every step. The answers are the same.
+    cache: keep keys and values between the steps, where the decoder is one of ours, or the annotated text's after
+        `accelerate`; False runs it over the whole prefix at every step. The answers are the same.
 
     Returns B lists of target ids, in the order of src, without BOS and EOS.
     Raises ValueError for input that cannot be decoded, FloatingPointError if the model answers NaN.

@@ -4,7 +4,7 @@ runs."""
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from ..masks import AttentionMask, and_causal, as_attention_mask
 from . import _direct, _library
 from ._attention_checks import check_inputs, check_mask, check_options, normal_lengths
 from ._attention_launched import by_launchers
+from ._names import unknown_names
 
 MASK_SCHEMA = (
     "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, int? causal, float scale, "
@@ -36,6 +37,7 @@ def attention(
     empty_rows: str = "uniform",
     return_weights: bool | str = False,
     return_logsumexp: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, ...]:
     """Masked scaled dot-product attention (Vaswani et al., "Attention Is All You Need", 2017, section 3.2.1).
 
@@ -64,6 +66,8 @@ def attention(
         TypeError: for non-tensors, non-float or mixed dtypes, or a mask that can be read two ways.
         ValueError: for shapes, lengths, devices or options that do not fit; the message names them.
     """
+    if unknown:
+        raise unknown_names("attention", unknown)
     mask = as_attention_mask(mask)
     if bias is not None:
         mask = mask & AttentionMask.bias(bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from .. import backends, reference
 from . import _direct, _library
 from ._attention_checks import check_tensors, shape_error
+from ._names import unknown_names
 from .attention import check_backend
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -24,6 +26,7 @@ def attention_decode(
     page_table: Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
+    **unknown: Never,
 ) -> Tensor:
     """Attention of the newest positions of every sequence to its cache of keys and values, for generation.
 
@@ -51,6 +54,8 @@ def attention_decode(
             CPU; on a GPU, where looking would wait for it, they are trusted.
         RuntimeError: where q or the cache requires a gradient.
     """
+    if unknown:
+        raise unknown_names("attention_decode", unknown)
     launched = _direct.launched("attention", q)
     if (direct := launched or _direct.native()) is not None:
         given = (q, k_cache, v_cache, lengths, page_table, causal, scale)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import backends, reference
 from . import _direct, _library
 from ._attention_checks import check_options, check_tensors, shape_error
+from ._names import unknown_names
 from .attention import check_backend
 
 _SCHEMA = (
@@ -35,6 +36,7 @@ def attention_packed(
     dropout_p: float = 0.0,
     empty_rows: str = "uniform",
     return_logsumexp: bool = False,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of every sequence of a packed batch to its own keys: ``transformer_fast.attention`` without padding.
 
@@ -62,6 +64,8 @@ def attention_packed(
         ValueError: for shapes, devices or options that do not fit. That ``cu_seqlens`` rise from 0 to the number of
             tokens is checked on CPU; on a GPU, where looking would wait for it, they are trusted.
     """
+    if unknown:
+        raise unknown_names("attention_packed", unknown)
     launched = _direct.launched("attention", q)
     seed = None
     if dropout_p > 0.0 and isinstance(q, Tensor):

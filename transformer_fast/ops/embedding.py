@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Never
+
 import torch
 from torch import Tensor
 
 from .. import backends, configs, reference
 from . import _direct, _library
+from ._names import unknown_names
 
 
 def embed(
@@ -18,6 +21,7 @@ def embed(
     offset: int | Tensor = 0,
     padding_idx: int | None = None,
     dropout_p: float = 0.0,
+    **unknown: Never,
 ) -> Tensor:
     """``dropout(weight[ids] * scale + table[offset : offset + L])`` in one pass (Vaswani et al., "Attention Is All
     You Need", 2017, sections 3.4, 3.5 and 5.4), with no mask and no intermediate stored for the backward.
@@ -46,6 +50,8 @@ def embed(
             and its place. On a GPU, where looking would stall it, the output row is NaN and such an id contributes no
             gradient.
     """
+    if unknown:
+        raise unknown_names("embed", unknown)
     seed = _library.draw_seed(weight.device) if dropout_p > 0.0 and isinstance(weight, Tensor) else None
     if direct := _direct.native():
         result = direct.embed(ids, weight, table, scale, offset, padding_idx, dropout_p, seed)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Never
 
 import torch
 from torch import Tensor
 
 from .. import backends, reference
 from . import _direct, _library
+from ._names import unknown_names
 
 KINDS = ("layer", "std")
+_SHAPE = (int, tuple, list)
 
 
 def layer_norm(
@@ -22,6 +25,7 @@ def layer_norm(
     kind: str = "layer",
     residual: Tensor | None = None,
     dropout_p: float = 0.0,
+    **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Normalise the last dimension, in one pass together with the residual and the dropout before it.
 
@@ -47,6 +51,8 @@ def layer_norm(
         TypeError: for non-tensors and non-float dtypes.
         ValueError: for shapes, devices or options that do not fit; the message names them.
     """
+    if unknown:
+        raise unknown_names("layer_norm", unknown)
     seed = _library.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
     if direct := _direct.native():
         result = direct.layer_norm(x, weight, bias, eps, kind, residual, dropout_p, seed)
@@ -75,7 +81,8 @@ def _check(
         if t is None and name != "x":
             continue
         if not isinstance(t, Tensor):
-            raise TypeError(f"layer_norm: {name} must be a tensor, got {type(t).__name__}")
+            hint = "; leave out the normalized_shape of torch's" if name == "weight" and isinstance(t, _SHAPE) else ""
+            raise TypeError(f"layer_norm: {name} must be a tensor, got {type(t).__name__}{hint}")
         if not t.is_floating_point():
             raise TypeError(f"layer_norm: {name} must be a float tensor, got {t.dtype}")
         if t.device != x.device:

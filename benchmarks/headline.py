@@ -1,0 +1,97 @@
+"""Draws the README's picture from the records: how many times as fast as eager PyTorch attention and a whole step are.
+
+python benchmarks/headline.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PICTURE = ROOT / "docs" / "images" / "headline.svg"
+WIDTH, LEFT, BAR, GAP, SCALE_END = 720, 250, 18, 6, 40
+STYLE = """
+  text { font: 13px system-ui, sans-serif; fill: #24292f }
+  .title { font-weight: 600 }
+  .peer { fill: #9aa4af } .ours { fill: #2da44e }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3 } .peer { fill: #6e7681 } .ours { fill: #3fb950 }
+  }
+"""
+
+
+class Bar(NamedTuple):
+    """How many times as fast as eager PyTorch something is."""
+
+    label: str
+    times: float
+    ours: bool
+
+
+def record(folder: str, case: str) -> dict[str, float]:
+    """A case's ratios by peer, from the table of a record: how many times as fast as it ours is."""
+    head: list[str] = []
+    for line in (RESULTS / folder / "benchmarks.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if cells[0] == "case":
+            head = cells
+        elif cells[0] == case:
+            return {
+                name.removeprefix("x "): float(cell)
+                for name, cell in zip(head, cells, strict=True)
+                if name.startswith("x ") and cell not in ("", "refused")
+            }
+    raise KeyError(f"no case {case!r} in {RESULTS / folder / 'benchmarks.md'}")
+
+
+def groups() -> dict[str, list[Bar]]:
+    """What is drawn: titles, and bars from the slowest peer to ours without padding."""
+    attention = record("cpu", "attention: sentences-b64h8kmax-p0.1-float32-train")
+    step = record("cpu-model", "training_step: base-b16-l64")
+    return {
+        "Attention, padding mask and dropout, forward + backward": bars(attention, "sdpa math", "PyTorch's SDPA"),
+        "Training step, the paper's base model": bars(step, "nn.Transformer", "nn.Transformer"),
+    }
+
+
+def bars(ratios: dict[str, float], peer: str, label: str) -> list[Bar]:
+    eager = ratios["eager"]
+    return [
+        Bar("eager PyTorch", 1.0, False),
+        Bar(label, eager / ratios[peer], False),
+        Bar("transformer_fast", eager, True),
+        Bar("transformer_fast, packed", eager / ratios["ours packed"], True),
+    ]
+
+
+def draw() -> str:
+    """The picture as SVG, for light and dark pages. Each group has its own scale."""
+    y, parts = 0, []
+    for title, rows in groups().items():
+        y += 24
+        parts.append(f'<text class="title" x="0" y="{y}">{title}: times as fast as eager</text>')
+        y += 8
+        unit = (WIDTH - LEFT - SCALE_END) / max(row.times for row in rows)
+        for row in rows:
+            kind, middle, width = "ours" if row.ours else "peer", y + BAR - 5, row.times * unit
+            parts.append(f'<text x="{LEFT - 8}" y="{middle}" text-anchor="end">{row.label}</text>')
+            parts.append(f'<rect class="{kind}" x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" rx="2"/>')
+            parts.append(f'<text x="{LEFT + width + 6:.1f}" y="{middle}">{said(row.times)}</text>')
+            y += BAR + GAP
+        y += GAP
+    size = f'width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}"'
+    return "\n".join(
+        [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}</style>", *parts, "</svg>", ""]
+    )
+
+
+def said(times: float) -> str:
+    """A ratio with two digits, as the README has it."""
+    return f"{times:.0f}" if times >= 10 else f"{times:.1f}"
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw())
+    print(PICTURE)

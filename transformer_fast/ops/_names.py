@@ -1,0 +1,92 @@
+"""Arguments under the names of other libraries: what to write here instead.
+
+The public ops take them in ``**unknown``, which costs an empty dictionary a call; a wrapper that catches the TypeError
+would cost several times that, at every call, for the sake of a message. Annotated as ``Never``, it is refused by type
+checkers as any unknown name is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+_SHARED = {
+    "is_causal": "causal=True",
+    "softmax_scale": "scale=",
+    "sm_scale": "scale=",
+    "dropout": "dropout_p=",
+    "p": "dropout_p=",
+    "enable_gqa": "nothing: k and v may have fewer heads than q",
+    "deterministic": "nothing: two runs agree bit for bit",
+    "return_lse": "return_logsumexp=True",
+    "return_attn_probs": "return_logsumexp=True",
+}
+_ATTENTION = {
+    **_SHARED,
+    "return_attn_probs": "return_weights=True for the weights, return_logsumexp=True for the logsumexp",
+    "attn_mask": (
+        "mask=AttentionMask.keep(t) if True means kept (scaled_dot_product_attention), mask=AttentionMask.blocked(t) "
+        "if True means blocked (nn.MultiheadAttention), bias=t if it is a float added to the scores"
+    ),
+    "attn_bias": "bias=t for a float added to the scores, causal=True for a look-ahead",
+    "attention_mask": "mask=AttentionMask.keep(t[:, None, None, :]) for a (B, Lk) mask, 1 = kept",
+    "key_padding_mask": "mask=AttentionMask.blocked(t[:, None, None, :]) for a (B, Lk) mask, True = blocked",
+    "valid_lens": "mask=AttentionMask.lengths(t)",
+    "lengths": "mask=AttentionMask.lengths(t)",
+    "alibi_slopes": "bias= with the slopes times the distances",
+    "window_size": "mask=AttentionMask.keep(t) with a band of True",
+    "need_weights": "return_weights=True",
+    "cu_seqlens_q": "attention_packed, which takes packed sequences",
+}
+_PACKED = {
+    **_SHARED,
+    "max_seqlen_q": "max_q=",
+    "max_seqlen_k": "max_k=",
+    "mask": "causal=True, or attention: packed sequences have no other mask",
+    "attn_mask": "causal=True, or attention: packed sequences have no other mask",
+    "attn_bias": "causal=True, or attention: packed sequences have no bias",
+    "bias": "attention: packed sequences have no bias",
+    "key_padding_mask": "nothing: packed sequences have no padding",
+    "return_weights": "attention: packed sequences have no matrix of weights",
+}
+_DECODE = {
+    **{name: said for name, said in _SHARED.items() if not said.startswith(("dropout_p", "return"))},
+    "cache_seqlens": "lengths, the newest keys included",
+    "block_table": "page_table=",
+    "mask": "lengths: what lies past them is not read",
+    "attn_mask": "lengths: what lies past them is not read",
+    "key_padding_mask": "lengths: what lies past them is not read",
+    "dropout": "nothing: decoding has no dropout",
+    "dropout_p": "nothing: decoding has no dropout",
+}
+_NORM = {
+    "normalized_shape": "nothing: the last dimension is normed, as wide as weight and bias are",
+    "gamma": "weight",
+    "beta": "bias",
+    "epsilon": "eps=",
+    "dropout": "dropout_p=",
+    "p": "dropout_p=",
+}
+_EMBED = {
+    "input": "ids",
+    "embedding": "weight",
+    "pe": "table=",
+    "positions": "table=, and offset= for the position of the first id",
+    "dropout": "dropout_p=",
+    "p": "dropout_p=",
+    **dict.fromkeys(("max_norm", "norm_type", "scale_grad_by_freq", "sparse"), "torch.nn.functional.embedding for it"),
+}
+HINTS: Mapping[str, Mapping[str, str]] = {
+    "attention": _ATTENTION,
+    "attention_packed": _PACKED,
+    "attention_decode": _DECODE,
+    "layer_norm": _NORM,
+    "embed": _EMBED,
+}
+"""What to write instead, by the public op and by the name that somebody gave."""
+
+
+def unknown_names(op: str, names: Iterable[str]) -> TypeError:
+    """The error for keyword arguments that an op does not have; of a well-known one it says what to write."""
+    hints = HINTS[op]
+    said = [f"{name}; write {hints[name]}" if name in hints else name for name in names]
+    return TypeError(f"{op}() got an unexpected keyword argument: " + ". Also: ".join(said))
