@@ -167,7 +167,7 @@ def _obstacle(name: str, op: str, device: torch.device, dtype: torch.dtype) -> s
     """Why a backend cannot run a call, or None."""
     if name == "native":
         if not extension.load():
-            return extension.status()
+            return extension.obstacle()
         if device.type == "cuda" and op != "embedding":
             return f'the extension has no CUDA {op}; on CUDA it is a Triton kernel (backend "triton")'
         if device.type == "cuda" and not extension.build_info()["cuda"]:

@@ -21,7 +21,13 @@ from typing import Any
 import torch
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_REMEDY = "run `make setup`, or `pip install --no-build-isolation -e .`, in the folder of transformer_fast"
+_IN_A_CHECKOUT = "run `make setup`, or `pip install --no-build-isolation -e .`, in the folder of transformer_fast"
+_INSTALLED = (
+    "install it again from its sources, which builds it here: "
+    "`pip install --force-reinstall --no-deps --no-build-isolation transformer_fast-*.tar.gz`"
+)
+_REMEDY = _IN_A_CHECKOUT if (_PACKAGE.parent / "setup.py").is_file() else _INSTALLED
+_MEANWHILE = "until then the eager reference runs instead: the same numbers, slower"
 _MARK = b"transformer_fast build: "
 
 
@@ -36,8 +42,13 @@ def module() -> ModuleType | None:
 
 
 def status() -> str:
-    """One line for people: loaded and with what, or what is wrong and what to run."""
-    return _outcome()[1]
+    """One line for people: loaded and with what, or what is wrong, what to run, and what runs until then."""
+    return _outcome()[1] if load() else f"{obstacle()}; {_MEANWHILE}"
+
+
+def obstacle() -> str:
+    """Why the extension is not loaded and what to run; empty if it is."""
+    return "" if load() else _outcome()[1]
 
 
 def build_info() -> dict[str, Any]:
@@ -59,7 +70,7 @@ def _outcome() -> tuple[bool, str, dict[str, Any]]:
         return False, f"the C++ extension {path.name} is broken (no build record in it): {_REMEDY}", {}
     if built["torch"] != torch.__version__:
         message = f"the C++ extension was built for torch {built['torch']}, but this is torch {torch.__version__}"
-        return False, f"{message}: {_REMEDY}", {}
+        return False, f"{message}: {_REMEDY}; or `pip install torch=={built['torch']}`", {}
     if lacking := _lacking(built["cpu_features"]):
         message = f"the C++ extension was built for a CPU with {', '.join(lacking)}, which this one lacks"
         return False, f"{message}: {_REMEDY} on this machine", {}
