@@ -104,7 +104,10 @@ class Build(cpp_extension.BuildExtension):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        in_place = bool(self.inplace or getattr(self, "editable_mode", False))  # setuptools clears inplace in run()
+        editable = getattr(self, "editable_mode", False)  # setuptools clears inplace in run()
+        in_place = bool(self.inplace or editable)
+        if editable:  # where `build_ext --inplace` builds: setuptools' temporary folder would compile all of it each time
+            self.build_temp = os.path.join("build", f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
         self.native = os.environ.get("TRANSFORMER_FAST_NATIVE_ARCH", "1" if in_place else "0") == "1"
 
     def build_extensions(self) -> None:
