@@ -106,7 +106,7 @@ class Build(cpp_extension.BuildExtension):
         super().finalize_options()
         editable = getattr(self, "editable_mode", False)  # setuptools clears inplace in run()
         in_place = bool(self.inplace or editable)
-        if editable:  # where `build_ext --inplace` builds: setuptools' temporary folder would compile all of it each time
+        if editable:  # where `build_ext --inplace` builds; in setuptools' temporary folder all would be compiled again
             self.build_temp = os.path.join("build", f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
         self.native = os.environ.get("TRANSFORMER_FAST_NATIVE_ARCH", "1" if in_place else "0") == "1"
 

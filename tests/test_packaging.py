@@ -12,16 +12,23 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
+import zipfile
 from email import message_from_bytes
 from email.message import Message
 from pathlib import Path
 
 import pytest
+import torch
 
 import transformer_fast
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD_SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+NEEDS_WHEEL = pytest.mark.skipif(
+    os.environ.get("TRANSFORMER_FAST_TEST_WHEEL") != "1",
+    reason="compiles all C++ again: TRANSFORMER_FAST_TEST_WHEEL=1 runs it, as .ci/run does",
+)
 OUTPUT = ("build", "demo", "dist", "results", "runs", "*.egg-info", "__pycache__")
 NOT_SOURCES = (".git", ".venv*", ".*_cache", ".hypothesis", ".benchmarks", *OUTPUT)
 
@@ -90,3 +97,86 @@ def check_metadata(metadata: Message) -> None:
     classifiers = metadata.get_all("Classifier")
     assert "Typing :: Typed" in classifiers and "Operating System :: POSIX :: Linux" in classifiers
     assert not any(kind.startswith("License ::") for kind in classifiers), "the expression says it; both are refused"
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel that pip builds from the source distribution and nothing else."""
+    folder = tmp_path_factory.mktemp("wheel")
+    variables = {"TRANSFORMER_FAST_CUDA": "0", "TRANSFORMER_FAST_NATIVE_ARCH": "0"}
+    variables["MAX_JOBS"] = os.environ.get("MAX_JOBS", "1")  # other tests run beside it
+    build = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder), str(sdist))
+    run(sys.executable, *build, cwd=folder, **variables)
+    (path,) = folder.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a new environment with the wheel; torch and the extras come from this one by a path alone.
+
+    A `.pth` file in the borrowed folder, such as that of an editable install, is not read through such a path.
+    """
+    environment = tmp_path_factory.mktemp("stranger")
+    venv.create(environment, with_pip=True)
+    scripts = environment / "bin"
+    (packages,) = (environment / "lib").glob("python*/site-packages")
+    (packages / "borrowed.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
+    install = ("-m", "pip", "install", "--no-deps", "--no-index", "--ignore-installed", str(wheel))
+    run(str(scripts / "python"), *install, cwd=environment)
+    return scripts
+
+
+@NEEDS_WHEEL
+def test_the_wheel_is_whole(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(name) for name in names if name.endswith(".dist-info/METADATA"))
+    check_metadata(message_from_bytes(metadata))
+    files = {name for name in names if name.startswith("transformer_fast/")}
+    assert sources("transformer_fast") == {name for name in files if not name.endswith(".so")}
+    assert any(name.startswith("transformer_fast/_C.") for name in files)
+    assert {name.split("/")[0] for name in names - files} == {wheel.name.split("-cp")[0] + ".dist-info"}
+    assert "none-any" not in wheel.name, "it is of one Python and one machine"
+
+
+SMOKE = """
+import pathlib, sys, torch, transformer_fast as tfast
+from transformer_fast.kernels import extension
+
+home = pathlib.Path(tfast.__file__).resolve()
+assert home.is_relative_to(pathlib.Path(sys.prefix).resolve()), home
+assert extension.load(), extension.status()
+assert pathlib.Path(extension.module().__file__).parent == home.parent
+assert not extension.build_info()["native_arch"], "a wheel must run on machines unlike this one"
+gradients = {}
+for backend in ("native", "reference"):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 33, 24, requires_grad=True) for _ in range(3))
+    with tfast.backend(backend):
+        tfast.attention(q, k, v, causal=True, dropout_p=0.1).square().sum().backward()
+    gradients[backend] = torch.stack([q.grad, k.grad, v.grad])
+assert torch.allclose(*gradients.values(), atol=1e-4), "the kernels and the reference differ"
+print("it works")
+"""
+
+
+@NEEDS_WHEEL
+def test_the_wheel_computes_in_a_new_environment(stranger: Path, tmp_path: Path) -> None:
+    assert run(str(stranger / "python"), "-c", SMOKE, cwd=tmp_path).endswith("it works\n")
+
+
+@NEEDS_WHEEL
+def test_its_command_runs_from_an_empty_folder(stranger: Path, tmp_path: Path) -> None:
+    command = str(stranger / "transformer-fast")
+    assert run(command, "--version", cwd=tmp_path) == f"transformer_fast {transformer_fast.__version__}\n"
+    assert "C++ extension: loaded: " in run(command, "info", cwd=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    demo = [command, "demo", "--max-steps", "2"]
+    done = subprocess.run(demo, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    # Two updates teach it nothing, and it says so; all it does stands in the folder.
+    assert done.returncode == 1 and "below the goal of 98%" in done.stdout, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and "FAILED" not in done.stdout
+    made = {path.name for path in (tmp_path / "demo").iterdir()}
+    assert made == {"attention.png", "data", "positional_encoding.png", "run"}
