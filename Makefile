@@ -51,6 +51,7 @@ test: setup
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --backend native --seed $(SEED) --count $(COUNT)

@@ -43,7 +43,7 @@ _chosen = os.environ.get("TRANSFORMER_FAST_BACKEND", "auto")
 
 def _constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.compiler.assume_constant_result``, which would import the whole compiler to set this one mark."""
-    function._dynamo_marked_constant = True
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -13,6 +14,39 @@ from . import _direct, _library
 KINDS = ("layer", "std")
 
 
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    kind: str = "layer",
+    residual: None = None,
+    dropout_p: float = 0.0,
+) -> Tensor: ...
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    kind: str = "layer",
+    residual: Tensor,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    kind: str = "layer",
+    residual: Tensor | None,
+    dropout_p: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def layer_norm(
     x: Tensor,
     weight: Tensor | None,
