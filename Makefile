@@ -4,7 +4,7 @@
 # make gpu     on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
 # make fuzz    random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
 # make wheel   a source distribution, and a wheel built from it, in dist
-# make fmt     format and fix what ruff can
+# make fmt     format Python and C++, and fix what ruff can
 #
 # Each does its own set-up: a virtual environment in .venv, pinned packages, the extension built in place.
 
@@ -18,7 +18,8 @@ COUNT ?= 2000
 
 PROGRESS := $(PYTHON) tools/progress.py
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
-SOURCES := setup.py $(wildcard csrc/* csrc/*/*)
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+SOURCES := setup.py $(CSRC)
 
 .PHONY: setup demo test lint fuzz fmt wheel bench gpu cuda-check oldest clean
 
@@ -52,6 +53,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run --Werror $(CSRC)
 
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --backend native --seed $(SEED) --count $(COUNT)
@@ -61,6 +63,7 @@ fuzz: setup
 fmt: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CSRC)
 
 wheel: setup
 	rm -rf dist

@@ -180,3 +180,11 @@ def test_its_command_runs_from_an_empty_folder(stranger: Path, tmp_path: Path) -
     assert "Traceback" not in done.stderr and "FAILED" not in done.stdout
     made = {path.name for path in (tmp_path / "demo").iterdir()}
     assert made == {"attention.png", "data", "positional_encoding.png", "run"}
+
+
+@NEEDS_WHEEL
+def test_a_type_checker_sees_the_installed_types(stranger: Path, tmp_path: Path) -> None:
+    pytest.importorskip("mypy")
+    shutil.copy(ROOT / "tests/typing/public_api.py", tmp_path)
+    options = ("--python-executable", str(stranger / "python"), "--cache-dir", "cache", "--warn-unused-ignores")
+    assert "Success" in run(sys.executable, "-m", "mypy", *options, "public_api.py", cwd=tmp_path)
