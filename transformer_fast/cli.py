@@ -27,6 +27,7 @@ EXTRAS = {
     "safetensors": "translation",
     "tqdm": "translation",
     "matplotlib": "plots",
+    "numpy": "plots",
     "tensorboard": "tensorboard",
 }
 NEEDED = {"demo": ("translation", "plots")}  # extras of a command that needs more than one
