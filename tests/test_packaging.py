@@ -25,10 +25,6 @@ import transformer_fast
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD_SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
-NEEDS_WHEEL = pytest.mark.skipif(
-    os.environ.get("TRANSFORMER_FAST_TEST_WHEEL") != "1",
-    reason="compiles all C++ again: TRANSFORMER_FAST_TEST_WHEEL=1 runs it, as .ci/run does",
-)
 OUTPUT = ("build", "demo", "dist", "results", "runs", "*.egg-info", "__pycache__")
 NOT_SOURCES = (".git", ".venv*", ".*_cache", ".hypothesis", ".benchmarks", *OUTPUT)
 
@@ -100,10 +96,24 @@ def check_metadata(metadata: Message) -> None:
     assert not any(kind.startswith("License ::") for kind in classifiers), "the expression says it; both are refused"
 
 
-@pytest.fixture(scope="module")
-def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.mark.skipif(
+    os.environ.get("TRANSFORMER_FAST_TEST_WHEEL") != "1",
+    reason="compiles all C++ again: TRANSFORMER_FAST_TEST_WHEEL=1 runs it, as .ci/run does",
+)
+def test_a_stranger_can_use_the_wheel(sdist: Path, tmp_path: Path) -> None:
+    """One test, since its parts share what takes minutes: pytest-xdist would build a wheel for each of its workers."""
+    for name in ("wheel", "environment", "program", "command", "types"):
+        (tmp_path / name).mkdir()
+    wheel = built(sdist, tmp_path / "wheel")
+    check_wheel(wheel)
+    scripts = installed(wheel, tmp_path / "environment")
+    assert run(str(scripts / "python"), "-c", SMOKE, cwd=tmp_path / "program").endswith("it works\n")
+    check_command(scripts / "transformer-fast", tmp_path / "command")
+    check_types(scripts / "python", tmp_path / "types")
+
+
+def built(sdist: Path, folder: Path) -> Path:
     """The wheel that pip builds from the source distribution and nothing else."""
-    folder = tmp_path_factory.mktemp("wheel")
     variables = {"TRANSFORMER_FAST_CUDA": "0", "TRANSFORMER_FAST_NATIVE_ARCH": "0"}
     variables["MAX_JOBS"] = os.environ.get("MAX_JOBS", "1")  # other tests run beside it
     build = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder), str(sdist))
@@ -112,13 +122,11 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel: Path, environment: Path) -> Path:
     """The programs of a new environment with the wheel; torch and the extras come from this one by a path alone.
 
     A `.pth` file in the borrowed folder, such as that of an editable install, is not read through such a path.
     """
-    environment = tmp_path_factory.mktemp("stranger")
     venv.create(environment, with_pip=True)
     scripts = environment / "bin"
     (packages,) = (environment / "lib").glob("python*/site-packages")
@@ -128,8 +136,7 @@ def stranger(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return scripts
 
 
-@NEEDS_WHEEL
-def test_the_wheel_is_whole(wheel: Path) -> None:
+def check_wheel(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         (metadata,) = (archive.read(name) for name in names if name.endswith(".dist-info/METADATA"))
@@ -162,30 +169,23 @@ print("it works")
 """
 
 
-@NEEDS_WHEEL
-def test_the_wheel_computes_in_a_new_environment(stranger: Path, tmp_path: Path) -> None:
-    assert run(str(stranger / "python"), "-c", SMOKE, cwd=tmp_path).endswith("it works\n")
-
-
-@NEEDS_WHEEL
-def test_its_command_runs_from_an_empty_folder(stranger: Path, tmp_path: Path) -> None:
-    command = str(stranger / "transformer-fast")
-    assert run(command, "--version", cwd=tmp_path) == f"transformer_fast {transformer_fast.__version__}\n"
-    assert "C++ extension: loaded: " in run(command, "info", cwd=tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def check_command(command: Path, folder: Path) -> None:
+    """From an empty folder, which `demo` alone writes to."""
+    assert run(str(command), "--version", cwd=folder) == f"transformer_fast {transformer_fast.__version__}\n"
+    assert "C++ extension: loaded: " in run(str(command), "info", cwd=folder)
+    assert list(folder.iterdir()) == []
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    demo = [command, "demo", "--max-steps", "2"]
-    done = subprocess.run(demo, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    demo = [str(command), "demo", "--max-steps", "2"]
+    done = subprocess.run(demo, cwd=folder, env=environment, capture_output=True, text=True)
     # Two updates teach it nothing, and it says so; all it does stands in the folder.
     assert done.returncode == 1 and "below the goal of 98%" in done.stdout, done.stdout + done.stderr
     assert "Traceback" not in done.stderr and "FAILED" not in done.stdout
-    made = {path.name for path in (tmp_path / "demo").iterdir()}
+    made = {path.name for path in (folder / "demo").iterdir()}
     assert made == {"attention.png", "data", "positional_encoding.png", "run"}
 
 
-@NEEDS_WHEEL
-def test_a_type_checker_sees_the_installed_types(stranger: Path, tmp_path: Path) -> None:
-    pytest.importorskip("mypy")
-    shutil.copy(ROOT / "tests/typing/public_api.py", tmp_path)
-    options = ("--python-executable", str(stranger / "python"), "--cache-dir", "cache", "--warn-unused-ignores")
-    assert "Success" in run(sys.executable, "-m", "mypy", *options, "public_api.py", cwd=tmp_path)
+def check_types(python: Path, folder: Path) -> None:
+    """A user's program sees the types of the installed package; `make lint` shows it those of the tree."""
+    shutil.copy(ROOT / "tests/typing/public_api.py", folder)
+    options = ("--python-executable", str(python), "--cache-dir", "cache", "--warn-unused-ignores")
+    assert "Success" in run(sys.executable, "-m", "mypy", *options, "public_api.py", cwd=folder)
