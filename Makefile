@@ -1,9 +1,10 @@
 # make demo    train a small translator here, check every op against the reference, draw two pictures
-# make test    lint, the whole test suite, every Triton kernel compiled for three GPU architectures
+# make test    lint, the whole test suite, every Triton kernel compiled for three GPU architectures; one verdict
 # make bench   the benchmark suite on this machine
 # make gpu     on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
 # make fuzz    random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
-# make fmt     format and fix what ruff can
+# make wheel   a source distribution, and a wheel built from it, in dist
+# make fmt     format Python and C++, and fix what ruff can
 #
 # Each does its own set-up: a virtual environment in .venv, pinned packages, the extension built in place.
 
@@ -15,35 +16,44 @@ RESULTS ?= results
 SEED ?= 0
 COUNT ?= 2000
 
-SOURCES := setup.py pyproject.toml $(wildcard csrc/* csrc/*/*)
+PROGRESS := $(PYTHON) tools/progress.py
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+SOURCES := setup.py $(CSRC)
 
-.PHONY: setup demo test lint fuzz fmt bench gpu cuda-check oldest clean
+.PHONY: setup demo test lint fuzz fmt wheel bench gpu cuda-check oldest clean
 
-setup: $(VENV)/.built
+setup: $(VENV)/.linked
 
 $(VENV)/.installed: requirements.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "transformer_fast needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.11"; exit 1; }
 	@command -v $${CXX:-c++} > /dev/null || { echo "transformer_fast needs a C++ compiler (g++), and there is none on PATH"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	@$(PROGRESS) "virtual environment" $(PYTHON) -m venv $(VENV)
+	@$(PROGRESS) "packages" $(PIP) -r requirements.txt
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.installed $(SOURCES)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@$(PROGRESS) "C++ extension" $(BIN)/python setup.py build_ext --inplace
 	@$(BIN)/python -m transformer_fast info --build
+	@touch $@
+
+# Makes the package importable from everywhere, and its command; ninja finds the extension built.
+$(VENV)/.linked: pyproject.toml | $(VENV)/.built
+	@$(PROGRESS) "package" $(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
 demo: setup
 	$(BIN)/python -m transformer_fast demo --out demo
 
-test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) tests --ignore tests/interpreter
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(WORKERS) tests/interpreter
+test: setup
+	@$(BIN)/python tools/run_tests.py --workers $(WORKERS)
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	@echo $(BIN)/clang-format --dry-run csrc && $(BIN)/clang-format --dry-run --Werror $(CSRC)
 
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --backend native --seed $(SEED) --count $(COUNT)
@@ -53,6 +63,11 @@ fuzz: setup
 fmt: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	@echo $(BIN)/clang-format -i csrc && $(BIN)/clang-format -i $(CSRC)
+
+wheel: setup
+	rm -rf dist
+	@$(PROGRESS) "source distribution and wheel" $(BIN)/python -m build --no-isolation
 
 bench: setup
 	mkdir -p $(RESULTS)
@@ -70,4 +85,4 @@ oldest: setup
 	$(BIN)/python tools/oldest_check.py
 
 clean:
-	rm -rf $(VENV) .venv-cuda .venv-oldest build *.egg-info transformer_fast/_C*.so $(RESULTS) demo
+	rm -rf $(VENV) .venv-cuda .venv-oldest build dist *.egg-info transformer_fast/*.so $(RESULTS) demo

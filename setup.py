@@ -111,7 +111,10 @@ class Build(cpp_extension.BuildExtension):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        in_place = bool(self.inplace or getattr(self, "editable_mode", False))  # setuptools clears inplace in run()
+        editable = getattr(self, "editable_mode", False)  # setuptools clears inplace in run()
+        in_place = bool(self.inplace or editable)
+        if editable:  # where `build_ext --inplace` builds; in setuptools' temporary folder all would be compiled again
+            self.build_temp = os.path.join("build", f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
         chosen = instruction_sets(os.environ.get("TRANSFORMER_FAST_CPU_SETS", "host" if in_place else "all"))
         left_out = {kernels_name(name) for name in known_sets() if name not in chosen}
         self.extensions = [extension for extension in self.extensions if extension.name not in left_out]
@@ -127,6 +130,7 @@ class Build(cpp_extension.BuildExtension):
             "compiler": compiler_name(compiler),
         }
         include = str(write_build_config(Path(self.build_temp), information))
+        module.sources = write_units(module.sources, Path(self.build_temp, "units"))
         for extension in self.extensions:
             extension.include_dirs.append(include)
         super().build_extensions()
@@ -140,6 +144,30 @@ class Build(cpp_extension.BuildExtension):
             super().build_extension(extension)
         finally:
             self.build_temp = folder
+
+
+# Files of the module that are compiled as one. Most of what a compiler does with each is to read PyTorch's headers.
+UNITS = {
+    "direct_attention": ("attention", "attention_decode", "attention_launchers", "launching", "multihead"),
+    "direct_rows": ("cross_entropy", "dropout", "embedding", "norm"),
+    "ops_attention": ("attention", "attention_decode", "attention_packed", "decoder_step"),
+    "ops_rows": ("cross_entropy", "dropout", "embedding", "generation", "norm"),
+}
+
+
+def write_units(files: list[str], folder: Path) -> list[str]:
+    """The sources with those of each unit replaced by one file that includes them; others are compiled alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    units, rest = [], list(files)
+    for name, stems in UNITS.items():
+        parts = [f"csrc/{name.partition('_')[0]}/{stem}.cpp" for stem in stems]
+        rest = [file for file in rest if file not in parts]
+        unit = folder / f"{name}.cpp"
+        text = "".join(f'#include "{ROOT / part}"\n' for part in parts)
+        if not unit.exists() or unit.read_text() != text:  # an unchanged one must not look newer to ninja
+            unit.write_text(text)
+        units.append(str(unit.resolve()))
+    return [*units, *rest]
 
 
 def write_build_config(folder: Path, information: dict[str, object]) -> Path:
@@ -171,7 +199,7 @@ def kernels_name(instruction_set: str) -> str:
 
 def kernels_extension(name: str, flags: list[str]) -> cpp_extension.Extension:
     """The kernels for one instruction set: a library, which the module loads; it is no module for Python."""
-    # csrc/cpu/vec.h says where a product and a sum round once. GCC 12 warns inside its own AVX-512 headers (bug 105593).
+    # csrc/cpu/vec.h says where a product and a sum round once. GCC 12 warns inside its own headers (bug 105593).
     cxx = [*CXX_FLAGS, *flags, "-ffp-contract=off", "-Wno-maybe-uninitialized"]
     return cpp_extension.CppExtension(
         kernels_name(name),

@@ -39,8 +39,8 @@ void load_kernels(const std::string& path) {
   const auto get = reinterpret_cast<const Kernels* (*)()>(dlsym(library, "transformer_fast_kernels"));
   TORCH_CHECK(get != nullptr, path, " has no kernels of transformer_fast");
   const Kernels* const kernels = get();
-  TORCH_CHECK(std::strcmp(kernels->build, TRANSFORMER_FAST_BUILD) == 0, path, " comes from another build: ",
-              kernels->build, ", where this module is of ", TRANSFORMER_FAST_BUILD);
+  TORCH_CHECK(std::strcmp(kernels->build, TRANSFORMER_FAST_BUILD) == 0, path,
+              " comes from another build: ", kernels->build, ", where this module is of ", TRANSFORMER_FAST_BUILD);
   loaded = kernels;
 }
 

@@ -29,9 +29,7 @@ constexpr int kDrawsPerCall = 8;
 struct PhiloxWords {
   uint32_t word[4];
 
-  TF_HOST_DEVICE uint32_t draw(int i) const {
-    return (word[i >> 1] >> (16 * (i & 1))) & 0xFFFFu;
-  }
+  TF_HOST_DEVICE uint32_t draw(int i) const { return (word[i >> 1] >> (16 * (i & 1))) & 0xFFFFu; }
 };
 
 TF_HOST_DEVICE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed) {

@@ -301,20 +301,22 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
 
 BARE = """
 import sys
-sys.modules.update(dict.fromkeys(["sentencepiece", "sacrebleu", "safetensors", "tqdm", "matplotlib"]))
+sys.modules.update(dict.fromkeys(["sentencepiece", "sacrebleu", "safetensors", "tqdm", "matplotlib", "numpy"]))
 from transformer_fast import cli, verification
-for arguments in (["info"], ["plot"], ["translate", "--model", "x"], ["train", "--source", "x"]):
+for arguments in (["info"], ["demo"], ["plot"], ["translate", "--model", "x"], ["train", "--source", "x"]):
     print(cli.main(arguments), flush=True)
 """
 
 
 def test_without_the_extras_the_rest_works_and_each_is_named():
     done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=120)
-    assert done.stdout.splitlines()[-4:] == ["0", "1", "1", "1"], done.stderr
-    plot, translate, train = done.stderr.splitlines()[-3:]
-    assert plot.endswith("this command needs matplotlib; run: pip install 'transformer_fast[plots]'")
+    assert done.stdout.splitlines()[-5:] == ["0", "1", "1", "1", "1"], done.stderr
+    demo, plot, translate, train = done.stderr.splitlines()[-4:]
+    every = "sentencepiece, sacrebleu, safetensors, tqdm"
+    assert demo.endswith(f"needs {every}, matplotlib, numpy; run: pip install 'transformer_fast[translation,plots]'")
+    assert plot.endswith("this command needs matplotlib, numpy; run: pip install 'transformer_fast[plots]'")
     for line in (translate, train):
-        assert "this command needs s" in line and line.endswith("run: pip install 'transformer_fast[translation]'")
+        assert line.endswith(f"this command needs {every}; run: pip install 'transformer_fast[translation]'")
 
 
 def test_a_bug_keeps_its_traceback_and_debug_shows_every_one(monkeypatch, folder):

@@ -26,8 +26,13 @@ with warnings.catch_warnings(record=True) as caught:
     from transformer_fast.kernels import extension
     tfast.embed(torch.tensor([0]), torch.ones(1, 4))
     tfast.embed(torch.tensor([0]), torch.ones(1, 4))
+    warnings.simplefilter("ignore")
+    q, k, v = torch.randn(3, 2, 4, 5, 8)
+    out = tfast.attention(q, k, v, causal=True)
+    with tfast.backend("reference"):
+        same = torch.equal(out, tfast.attention(q, k, v, causal=True))
     ours = [str(w.message) for w in caught if "transformer_fast" in str(w.message)]
-print(extension.load(), len(ours), extension.status(), *ours, sep="\\n")
+print(extension.load(), len(ours), extension.status(), *ours, same, sep="\\n")
 try:
     with tfast.backend("native"):
         tfast.embed(torch.tensor([0]), torch.ones(1, 4))
@@ -59,10 +64,11 @@ STUBS = {
 
 @pytest.fixture(scope="session")
 def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package without its extension."""
+    """A copy of the package without its extension, in a checkout's place: beside a setup.py."""
     folder = tmp_path_factory.mktemp("copy")
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(ROOT / "transformer_fast", folder / "transformer_fast", ignore=ignored)
+    (folder / "setup.py").touch()
     return folder
 
 
@@ -70,6 +76,26 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("stub", STUBS)
 def test_a_useless_extension_still_imports_and_says_what_to_run(package: Path, stub: str) -> None:
     content, expected = STUBS[stub]
+    (package / "setup.py").touch()
+    status, warning, refused = useless_extension(package, content)
+    for text in (status, warning, refused):
+        assert expected in text and "run `make setup`" in text
+    assert ("; or `pip install torch==2.9.9+cu999`" in status) == (stub == "another torch")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo and ELF files")
+def test_installed_for_another_torch_names_both_ways_out_and_what_runs(package: Path) -> None:
+    (package / "setup.py").unlink(missing_ok=True)
+    status, warning, refused = useless_extension(package, STUBS["another torch"][0])
+    for text in (status, warning, refused):
+        assert STUBS["another torch"][1] in text and "make setup" not in text
+        assert "--no-build-isolation transformer_fast-*.tar.gz`; or `pip install torch==2.9.9+cu999`" in text
+    assert status.endswith("; until then the eager reference runs instead: the same numbers, slower")
+    assert warning.startswith("transformer_fast: embedding on cpu in torch.float32 runs on the eager reference: the ")
+
+
+def useless_extension(package: Path, content: bytes | dict[str, object] | None) -> tuple[str, str, str]:
+    """With this as the extension: its status, the one warning of two calls, and what asking for it raises."""
     file = package / "transformer_fast" / f"_C{EXTENSION_SUFFIXES[0]}"
     file.unlink(missing_ok=True)
     if content is not None:
@@ -82,10 +108,9 @@ def test_a_useless_extension_still_imports_and_says_what_to_run(package: Path, s
         env={**os.environ, "PYTHONPATH": str(package), "TRANSFORMER_FAST_BACKEND": "auto"},
     )
     assert result.returncode == 0, result.stderr
-    loaded, warned, status, warning, refused = result.stdout.strip().split("\n")
-    assert loaded == "False" and warned == "1"
-    for text in (status, warning, refused):
-        assert expected in text and "run `make setup`" in text
+    loaded, warned, status, warning, as_the_reference, refused = result.stdout.strip().split("\n")
+    assert loaded == "False" and warned == "1" and as_the_reference == "True"
+    return status, warning, refused
 
 
 def record(build: dict[str, object]) -> bytes:

@@ -43,7 +43,7 @@ _chosen = os.environ.get("TRANSFORMER_FAST_BACKEND", "auto")
 
 def _constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``torch.compiler.assume_constant_result``, which would import the whole compiler to set this one mark."""
-    function._dynamo_marked_constant = True
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
@@ -167,7 +167,7 @@ def _obstacle(name: str, op: str, device: torch.device, dtype: torch.dtype) -> s
     """Why a backend cannot run a call, or None."""
     if name == "native":
         if not extension.load():
-            return extension.status()
+            return extension.obstacle()
         if device.type == "cuda" and op != "embedding":
             return f'the extension has no CUDA {op}; on CUDA it is a Triton kernel (backend "triton")'
         if device.type == "cuda" and not extension.build_info()["cuda"]:

@@ -13,6 +13,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -26,8 +27,10 @@ EXTRAS = {
     "safetensors": "translation",
     "tqdm": "translation",
     "matplotlib": "plots",
+    "numpy": "plots",
     "tensorboard": "tensorboard",
 }
+NEEDED = {"demo": ("translation", "plots")}  # extras of a command that needs more than one
 OPS = ("attention", "norm", "dropout", "embedding")
 
 
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = _exit_code(error)
         if code is None or os.environ.get("TRANSFORMER_FAST_DEBUG") == "1":
             raise
-        print(f"transformer_fast: error: {_message(error)}", file=sys.stderr)
+        print(f"transformer_fast: error: {_message(error, argv[0])}", file=sys.stderr)
         return code
 
 
@@ -76,12 +79,18 @@ def _top(error: ModuleNotFoundError) -> str:
     return (error.name or "").partition(".")[0]
 
 
-def _message(error: Exception) -> str:
+def _message(error: Exception, command: str) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return f"this command needs {_top(error)}; run: pip install 'transformer_fast[{EXTRAS[_top(error)]}]'"
+        return _lacking(NEEDED.get(command, (EXTRAS[_top(error)],)), _top(error))
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return " ".join(str(error).split())
+
+
+def _lacking(extras: Sequence[str], found: str) -> str:
+    """All that is missing at once, not what was imported first; `found` is that one, which may be there but too old."""
+    modules = [module for module, extra in EXTRAS.items() if extra in extras and find_spec(module) is None] or [found]
+    return f"this command needs {', '.join(modules)}; run: pip install 'transformer_fast[{','.join(extras)}]'"
 
 
 def _parser(*, training: bool) -> argparse.ArgumentParser:

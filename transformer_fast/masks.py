@@ -20,10 +20,13 @@ Masks combine with ``&``. Padding, a dense mask and a look-ahead stay apart, so 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+_Part = TypeVar("_Part", Tensor, int)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -111,8 +114,9 @@ class AttentionMask:
 
     def to(self, device: torch.device | str) -> AttentionMask:
         """The same mask with its tensors on ``device``."""
-        values = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return AttentionMask(*(value.to(device) if isinstance(value, Tensor) else value for value in values))
+        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        moved = {name: value.to(device) for name, value in parts.items() if isinstance(value, Tensor)}
+        return AttentionMask(**{**parts, **moved})
 
     def dense(self, Lq: int, Lk: int, device: torch.device | str | None = None) -> Tensor:
         """The whole mask as one bool keep tensor broadcastable to (B, H, Lq, Lk): for oracles and pictures."""
@@ -209,7 +213,7 @@ def _four_dimensions(mask: Tensor) -> Tensor:
     return mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
 
 
-def _combine(a, b, both):
+def _combine(a: _Part | None, b: _Part | None, both: Callable[[_Part, _Part], _Part]) -> _Part | None:
     if a is None or b is None:
         return b if a is None else a
     return both(a, b)

@@ -83,7 +83,7 @@ def pack(x: Tensor, mask: Tensor | AttentionMask | None = None) -> tuple[Tensor,
     if not isinstance(x, Tensor) or x.dim() < 2:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         raise ValueError(f"pack: x must be a tensor (batch, length, ...), got {got}")
-    packing = packing_of(mask, *x.shape[:2], x.device)
+    packing = packing_of(mask, x.shape[0], x.shape[1], x.device)
     return take(x, packing), packing
 
 
@@ -130,6 +130,7 @@ def packing_of(
         return _traced(lengths, keep, batch, length, device)
     if lengths is not None:
         return _from_lengths(lengths, batch, length, device)
+    assert keep is not None
     keep = _to(keep, device)
     counts = keep.sum(1)
     cu_seqlens = _running_sum(counts)
@@ -156,6 +157,7 @@ def _traced(lengths: Tensor | None, keep: Tensor | None, batch: int, length: int
     """For torch.compile and torch.export: the number of tokens is left open, and no sequence is longer than L."""
     if lengths is not None:
         keep = torch.arange(length, device=device) < lengths.to(device)[:, None]
+    assert keep is not None
     indices = keep.to(device).flatten().nonzero().squeeze(1)
     return Packing(_running_sum(keep.sum(1)), indices, batch, length, length, indices.shape[0])
 
@@ -173,8 +175,8 @@ def _to(t: Tensor, device: torch.device) -> Tensor:
 
 def _lengths_or_keep(
     mask: Tensor | AttentionMask | None, batch: int, length: int
-) -> tuple[Tensor, None] | tuple[None, Tensor]:
-    """A padding mask as lengths (B,), or where that cannot say it as a bool keep mask (B, L)."""
+) -> tuple[Tensor | None, Tensor | None]:
+    """A padding mask as lengths (B,), or where that cannot say it as a bool keep mask (B, L); one of the two."""
     if mask is None or batch * length == 0:
         mask = AttentionMask.lengths(torch.full((batch,), length))
     elif isinstance(mask, Tensor) and mask.dim() == 1:
@@ -214,4 +216,5 @@ def _beside_padding(mask: AttentionMask) -> str:
         return "a look-ahead (causal)"
     what = "a dense keep mask" if mask.keep_mask is not None else "a length for each query"
     part = mask.keep_mask if mask.keep_mask is not None else mask.key_lengths
+    assert part is not None
     return f"{what} of shape {tuple(part.shape)}"

@@ -172,8 +172,8 @@ struct TileDropout {
     }
     rounds(c);
     for (int w = 0; w < 4; ++w)
-      words[w] = reinterpret_cast<IntegerVector<A>>(
-          parts == 1 ? c[w][0] : (c[w][0] & 0xffffffff) | (c[w][parts - 1] << 32));
+      words[w] =
+          reinterpret_cast<IntegerVector<A>>(parts == 1 ? c[w][0] : (c[w][0] & 0xffffffff) | (c[w][parts - 1] << 32));
   }
 
   // body(row, kept) over the rows of a tile whose first key is first_key, a multiple of 32; kept: all ones or zeros.

@@ -17,8 +17,7 @@ class KeyRangeBackward {
   static constexpr int64_t kW = kLanes<A>;
   using E = Operand<T>;
 
-  KeyRangeBackward(const AttentionBackward<T, A>& call, int64_t b, int64_t kv_head, int64_t first_key,
-                   int64_t last_key)
+  KeyRangeBackward(const AttentionBackward<T, A>& call, int64_t b, int64_t kv_head, int64_t first_key, int64_t last_key)
       : call_(call), problem_(call.problem), b_(b), kv_head_(kv_head), first_key_(first_key), last_key_(last_key),
         width_(round_up(problem_.D, kW)), gradients_(call, b, sizes(), buffers_) {
     std::tie(query_rows_, grad_out_rows_, grad_q_, grad_k_, grad_v_) =
@@ -60,8 +59,7 @@ class KeyRangeBackward {
     skip(h, first_query, queries, end, last_key_, fresh);
     if (first_key_ == end) return std::fill(grad_q_, grad_q_ + queries * width_, A(0));
     const auto& grad_out = call_.grad_out;
-    const Rows<E> q_rows =
-        load_rows(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_rows_));
+    const Rows<E> q_rows = load_rows(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_rows_));
     const Rows<E> grad_out_rows =
         load_rows(grad_out.at(b_, h, first_query), grad_out.row_stride(), queries, p.D, operand(grad_out_rows_));
     for (int64_t first = first_key_; first < end; first += kKeyTile) {
@@ -110,16 +108,15 @@ class KeyRangeBackward {
                 Rows<E> grad_out_rows, bool fresh, bool fresh_queries) {
     const auto& k = problem_.k;
     const int64_t offset = (first_key - first_key_) * width_;
-    multiply_add(keys, width_, queries, gradients_.weights_over_queries(keys), grad_out_rows, fresh,
-                 grad_v_ + offset, width_);
-    multiply_add(keys, width_, queries, gradients_.grads_over_queries(keys), q_rows, fresh, grad_k_ + offset,
+    multiply_add(keys, width_, queries, gradients_.weights_over_queries(keys), grad_out_rows, fresh, grad_v_ + offset,
                  width_);
+    multiply_add(keys, width_, queries, gradients_.grads_over_queries(keys), q_rows, fresh, grad_k_ + offset, width_);
     const Matrix<E> grad_scores = gradients_.grads_over_keys(keys);
     if (call_.grad_scores.data) store_scores(h, first_query, queries, first_key, keys, grad_scores);
-    multiply_add(queries, width_, keys, grad_scores,
-                 load_rows(k.at(b_, kv_head_, first_key), k.row_stride(), keys, problem_.D,
-                           operand(gradients_.staged())),
-                 fresh_queries, grad_q_, width_);
+    multiply_add(
+        queries, width_, keys, grad_scores,
+        load_rows(k.at(b_, kv_head_, first_key), k.row_stride(), keys, problem_.D, operand(gradients_.staged())),
+        fresh_queries, grad_q_, width_);
   }
 
   static E* operand(A* buffer) { return reinterpret_cast<E*>(buffer); }
@@ -154,14 +151,18 @@ class Backward {
     }
     const Buffer<A> parts(room);
     A* const storage = parts.data();
-    for_tasks(calls_.size(), [&](int64_t c) { return tasks_of(c); }, work, [&](int64_t c, int64_t task) {
-      const KeyRanges ranges = ranges_of(c);
-      run_range(calls_[c], task / ranges.count, task % ranges.count * ranges.length, ranges.length,
-                ranges.count > 1 ? storage + starts[c] + task % ranges.count * query_elements(c) : nullptr);
-    });
+    for_tasks(
+        calls_.size(), [&](int64_t c) { return tasks_of(c); }, work,
+        [&](int64_t c, int64_t task) {
+          const KeyRanges ranges = ranges_of(c);
+          run_range(calls_[c], task / ranges.count, task % ranges.count * ranges.length, ranges.length,
+                    ranges.count > 1 ? storage + starts[c] + task % ranges.count * query_elements(c) : nullptr);
+        });
     if (storage == nullptr) return;
-    for_tasks(calls_.size(), [&](int64_t c) { return ranges_of(c).count > 1 ? calls_[c].problem.B * calls_[c].problem.H : 0; },
-              double(room), [&](int64_t c, int64_t head) { sum_parts(c, head, storage + starts[c]); });
+    for_tasks(
+        calls_.size(),
+        [&](int64_t c) { return ranges_of(c).count > 1 ? calls_[c].problem.B * calls_[c].problem.H : 0; }, double(room),
+        [&](int64_t c, int64_t head) { sum_parts(c, head, storage + starts[c]); });
   }
 
  private:
@@ -184,11 +185,9 @@ class Backward {
     const int64_t group = p.H / p.Hkv, of_batch = p.H * p.Lq * p.D;
     if (has_few_queries(p))
       RowsBackward<T, A>(call, b, kv_head)
-          .run(first_key, last_key,
-               partial_q ? partial_q + b * of_batch + kv_head * group * p.Lq * p.D : nullptr);
+          .run(first_key, last_key, partial_q ? partial_q + b * of_batch + kv_head * group * p.Lq * p.D : nullptr);
     else
-      KeyRangeBackward<T, A>(call, b, kv_head, first_key, last_key)
-          .run(partial_q ? partial_q + b * of_batch : nullptr);
+      KeyRangeBackward<T, A>(call, b, kv_head, first_key, last_key).run(partial_q ? partial_q + b * of_batch : nullptr);
   }
 
   // grad_q of one head = the sum of the ranges' parts, in order.
@@ -201,7 +200,8 @@ class Backward {
       for (int64_t d = 0; d < p.D; d += kLanes<A>) {
         const int64_t count = std::min(kLanes<A>, p.D - d);
         Vector<A> total{};
-        for (int64_t range = 0; range < ranges; ++range) total += load_some(part + range * query_elements(c) + d, count);
+        for (int64_t range = 0; range < ranges; ++range)
+          total += load_some(part + range * query_elements(c) + d, count);
         store_result(target + d, total, count);
       }
     }

@@ -115,9 +115,8 @@ class ForwardBlock {
       const int64_t keys = std::min(kKeyTile, problem_.Lk - first);
       for (int64_t lane = 0; lane < lanes_; lane += kW) {
         const Vector<A> weight = widen(total_ + lane) == 0 ? broadcast(A(1)) : Vector<A>{};
-        for_rows(dropout(), keys, first, first_query_ + lane, [&](int64_t row, auto kept) {
-          narrow(scores_ + row * lanes_ + lane, where_kept<A>(kept, weight));
-        });
+        for_rows(dropout(), keys, first, first_query_ + lane,
+                 [&](int64_t row, auto kept) { narrow(scores_ + row * lanes_ + lane, where_kept<A>(kept, weight)); });
       }
       add_values(first, keys, true);
     }
@@ -175,16 +174,18 @@ class Forward {
     }
     const Buffer<A> parts(room);
     A* const storage = parts.data();
-    for_tasks(calls_.size(), [&](int64_t c) { return tasks_of(c); }, work, [&](int64_t c, int64_t task) {
-      const auto& p = calls_[c].problem;
-      if (!has_few_queries(p)) return run_block(c, task);
-      const KeyRanges ranges = ranges_of(c);
-      const int64_t head = task / ranges.count, first = task % ranges.count * ranges.length;
-      const int64_t slot = task % ranges.count * p.B * p.Hkv + head;
-      RowsForward<T, A>(calls_[c], head / p.Hkv, head % p.Hkv)
-          .run(first, std::min(p.Lk, first + ranges.length),
-               ranges.count > 1 ? storage + starts[c] + slot * part_size(c) : nullptr);
-    });
+    for_tasks(
+        calls_.size(), [&](int64_t c) { return tasks_of(c); }, work,
+        [&](int64_t c, int64_t task) {
+          const auto& p = calls_[c].problem;
+          if (!has_few_queries(p)) return run_block(c, task);
+          const KeyRanges ranges = ranges_of(c);
+          const int64_t head = task / ranges.count, first = task % ranges.count * ranges.length;
+          const int64_t slot = task % ranges.count * p.B * p.Hkv + head;
+          RowsForward<T, A>(calls_[c], head / p.Hkv, head % p.Hkv)
+              .run(first, std::min(p.Lk, first + ranges.length),
+                   ranges.count > 1 ? storage + starts[c] + slot * part_size(c) : nullptr);
+        });
     if (storage == nullptr) return;
     for (std::size_t c = 0; c < calls_.size(); ++c)
       if (const int64_t ranges = ranges_of(c).count; ranges > 1) {

@@ -21,7 +21,9 @@ class BiasGradient {
   void run() {
     const auto& p = problem_;
     for_tasks(sizes_[0] * sizes_[1] * own_blocks_, 2 * double(p.B * p.H * p.Lq) * double(p.Lk * p.D),
-              [&](int64_t task) { run_part(task / own_blocks_ / sizes_[1], task / own_blocks_ % sizes_[1], task % own_blocks_); });
+              [&](int64_t task) {
+                run_part(task / own_blocks_ / sizes_[1], task / own_blocks_ % sizes_[1], task % own_blocks_);
+              });
   }
 
  private:
@@ -45,7 +47,8 @@ class BiasGradient {
           const int64_t first_query = block * kQueryTile, queries = std::min(kQueryTile, p.Lq - first_query);
           const int64_t end = gradients.load(h, first_query, queries, 0, p.Lk);
           for (int64_t first = 0; first < end; first += kKeyTile)
-            add_tile(gradients, first, gradients.find(first, std::min(kKeyTile, end - first)), queries, lanes, sums.data());
+            add_tile(gradients, first, gradients.find(first, std::min(kKeyTile, end - first)), queries, lanes,
+                     sums.data());
         }
     }
     write(own_b, own_h, own_block * kQueryTile, lanes, sums.data());
@@ -57,7 +60,8 @@ class BiasGradient {
     const int64_t key_stride = sizes_[3] == 1 ? 0 : lanes;
     for (int64_t j = 0; j < keys; ++j)
       for (int64_t lane = 0; lane < queries; lane += kW) {
-        const Vector<A> grad = load_some(gradients.grads() + j * gradients.lanes() + lane, std::min(kW, queries - lane));
+        const Vector<A> grad =
+            load_some(gradients.grads() + j * gradients.lanes() + lane, std::min(kW, queries - lane));
         A* sum = sums + (first_key + j) * key_stride + lane;
         narrow(sum, widen(sum) + grad);
       }

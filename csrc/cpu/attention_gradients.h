@@ -178,8 +178,8 @@ class ScoreGradients {
     }
     const auto& p = problem_;
     const T* v = p.v.at(b_, kv_head_, first_key);
-    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, End<A>::put(),
-             grads_, lanes_);
+    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_,
+             End<A>::put(), grads_, lanes_);
     if (call_.kept) {
       pass == Pass::kOnly ? weigh_kept(first_key, keys) : add_kept_to_delta(first_key, keys);
       return keys;
@@ -254,8 +254,7 @@ class ScoreGradients {
     }
     if (queries_ % 2 != 0)
       for (int64_t row = 0; row < keys; ++row)
-        for (int64_t first : {int64_t{0}, lanes_ / 2})
-          clear_partner(weights_ + row * lanes_ + first, queries_);
+        for (int64_t first : {int64_t{0}, lanes_ / 2}) clear_partner(weights_ + row * lanes_ + first, queries_);
 #endif
   }
 
@@ -266,8 +265,7 @@ class ScoreGradients {
   Weighed weighed(const KeptLanes& kept, int64_t row, int64_t lane) const {
     const Vector<A> weight = widen(kept.weights + row * lanes_) * kept.factor;
     const auto blocked = weight == A(0);  // keeps a NaN or Inf value of the key out of its gradient
-    return {weight + kept.uniform,
-            blocked ? Vector<A>{} : weight * (widen(grads_ + row * lanes_ + lane) - kept.delta)};
+    return {weight + kept.uniform, blocked ? Vector<A>{} : weight * (widen(grads_ + row * lanes_ + lane) - kept.delta)};
   }
 
   // Scores, for one vector of queries, to dropped weights, and the gradients of those to the gradients of scores. In a

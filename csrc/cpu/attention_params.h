@@ -8,7 +8,7 @@
 namespace transformer_fast {
 
 constexpr int64_t kQueryTile = 64;
-constexpr int64_t kKeyTile = 128;  // a multiple of 32, the keys of four Philox calls
+constexpr int64_t kKeyTile = 128;                  // a multiple of 32, the keys of four Philox calls
 constexpr int64_t kMostStored = int64_t{1} << 26;  // weights or gradients of scores in memory; past that, found again
 constexpr int64_t kFewQueries = 2;  // up to here a call goes row by row (attention_rows.h) and makes no tile of scores
 

@@ -21,8 +21,8 @@ class RowsBackward {
     A* buffers[std::size(sizes)];
     Workspace<A>::of_this_thread().divide(sizes, buffers);
     A** next = buffers;
-    for (A** buffer : {&q_operands_, &grad_operands_, &q_, &grad_out_, &grad_q_, &numbers_, &weights_, &grads_, &grad_k_,
-                       &grad_v_})
+    for (A** buffer :
+         {&q_operands_, &grad_operands_, &q_, &grad_out_, &grad_q_, &numbers_, &weights_, &grads_, &grad_k_, &grad_v_})
       *buffer = *next++;
   }
 
@@ -153,7 +153,8 @@ class RowsBackward {
     add_rows(grads_, k, p.k.row_stride(), keys, p.D, grad_q_ + row * width_);
   }
 
-  void write_outer_product(const A* weights, const A* vector, int64_t count, A factor, T* target, int64_t stride) const {
+  void write_outer_product(const A* weights, const A* vector, int64_t count, A factor, T* target,
+                           int64_t stride) const {
     for (int64_t j = 0; j < count; ++j)
       for (int64_t d = 0; d < problem_.D; d += kW) {
         const Vector<A> product = weights[j] == 0 ? Vector<A>{} : weights[j] * factor * widen(vector + d);

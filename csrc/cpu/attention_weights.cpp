@@ -46,8 +46,8 @@ class WeightsBlock {
     const bool few = has_few_queries(p);
     Rows<E> query{};
     if (!few)
-      query = load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D,
-                         reinterpret_cast<E*>(query_lanes_));
+      query =
+          load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D, reinterpret_cast<E*>(query_lanes_));
     BlockMask<T, A> mask(p, b_, h_, first_query_, queries_, key_addend_);
     for (int64_t first = 0; first < p.Lk; first += kKeyTile) {
       A* scores = scores_ + first * lanes_;

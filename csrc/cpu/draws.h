@@ -24,11 +24,9 @@ constexpr int64_t kDrawRoom = kDrawColumns + 2 * kCounters * kDrawsPerCall;  // 
 // The low 32 bits of every lane times a 32-bit constant.
 inline CounterVector multiply(CounterVector v, uint32_t constant) {
 #if defined(__AVX512F__)
-  return reinterpret_cast<CounterVector>(
-      _mm512_mul_epu32(reinterpret_cast<__m512i>(v), _mm512_set1_epi64(constant)));
+  return reinterpret_cast<CounterVector>(_mm512_mul_epu32(reinterpret_cast<__m512i>(v), _mm512_set1_epi64(constant)));
 #elif defined(__AVX2__)
-  return reinterpret_cast<CounterVector>(
-      _mm256_mul_epu32(reinterpret_cast<__m256i>(v), _mm256_set1_epi64x(constant)));
+  return reinterpret_cast<CounterVector>(_mm256_mul_epu32(reinterpret_cast<__m256i>(v), _mm256_set1_epi64x(constant)));
 #else
   return (v & 0xffffffff) * constant;
 #endif

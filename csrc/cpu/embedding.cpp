@@ -103,8 +103,8 @@ class Positions {
 
 // y = dropout(x * scale + t) of some columns; without t, nothing is added, and without draws, nothing is dropped.
 template <typename T, typename Table, typename A = Accumulate<T>>
-__attribute__((flatten)) void encode_columns(
-    const T* x, A scale, const Table* t, const uint16_t* draws, const Dropout& dropout, T* y, int64_t count) {
+__attribute__((flatten)) void encode_columns(const T* x, A scale, const Table* t, const uint16_t* draws,
+                                             const Dropout& dropout, T* y, int64_t count) {
   with_flags(t, draws, [&](auto add, auto drop) {
     for_columns<A>(0, count, [&, dropout = dropout](int64_t c, auto lanes, int) {
       Vector<A> v;
@@ -173,12 +173,11 @@ struct Encoding {
       for (int64_t r = first, count; table && r < last; r += count) {
         count = last - r;
         const int64_t position = positions.next(count);
-        gather(table, [](int64_t p) { return p; }, position, position + count, d,
-               table_room + (r - first) * d);
+        gather(table, [](int64_t p) { return p; }, position, position + count, d, table_room + (r - first) * d);
       }
-      encode_columns<T, Table>(
-          source_room, scale, table ? table_room : nullptr, drop ? draws.side_by_side(first, last) : nullptr, dropout,
-          out + first * d, (last - first) * d);
+      encode_columns<T, Table>(source_room, scale, table ? table_room : nullptr,
+                               drop ? draws.side_by_side(first, last) : nullptr, dropout, out + first * d,
+                               (last - first) * d);
     });
   }
 

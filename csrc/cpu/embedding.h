@@ -27,7 +27,7 @@ struct StridedMatrix {
 // was, and encode() then returns false.
 template <typename T>
 struct EncodeParams {
-  T* out;  // (rows, d), contiguous
+  T* out;                   // (rows, d), contiguous
   int64_t rows, length, d;  // row r stands at r % length in its sequence r / length
   StridedMatrix<T> source;
   Integers ids;        // the row of the source for each row; without, they are the same

@@ -27,7 +27,7 @@ inline Vector<double> exponential(Vector<double> x) {
   x = x < -709.4 ? broadcast(-709.4) : x;
   const Vector<double> shifted = fma(x, 1.4426950408889634, shift), n = shifted - shift;
   const Vector<double> r = fma(n, -0x1.a39ef35793c76p-33, fma(n, -0x1.62e42fee00000p-1, x));
-  constexpr double factorial[] = {1,     1,      2,       6,        24,        120,       720,
+  constexpr double factorial[] = {1,     1,      2,       6,        24,        120,        720,
                                   5040., 40320., 362880., 3628800., 39916800., 479001600., 6227020800.};
   Vector<double> p = broadcast(1 / factorial[13]);
   for (int i = 12; i >= 0; --i) p = fma(p, r, 1 / factorial[i]);

@@ -41,10 +41,18 @@ namespace {
 template <typename T>
 constexpr TypedKernels<T> typed_kernels() {
   using A = Accumulate<T>;
-  TypedKernels<T> kernels{
-      &attention_forward<T, A>, &attention_backward<T, A>, &attention_weights<T, A>, &attention_grad_bias<T, A>,
-      &norm_forward<T>,         &norm_backward<T>,         &dropout_forward<T>,      &dropout_backward<T>,
-      &encode<T>,               &embed_backward<T>,        nullptr,                  &cross_entropy_rows<T>};
+  TypedKernels<T> kernels{&attention_forward<T, A>,
+                          &attention_backward<T, A>,
+                          &attention_weights<T, A>,
+                          &attention_grad_bias<T, A>,
+                          &norm_forward<T>,
+                          &norm_backward<T>,
+                          &dropout_forward<T>,
+                          &dropout_backward<T>,
+                          &encode<T>,
+                          &embed_backward<T>,
+                          nullptr,
+                          &cross_entropy_rows<T>};
   if constexpr (sizeof(T) == 2) kernels.add_repeated = &add_repeated<T>;
   return kernels;
 }

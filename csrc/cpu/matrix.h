@@ -159,8 +159,8 @@ void multiply_columns(int64_t rows, int64_t vectors, int64_t depth, Matrix<E> a,
 
 // Where A is exactly 0, B is not read into the sum: a blocked key's NaN or Inf must not pass as 0 * NaN.
 template <typename E>
-void multiply_add_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b,
-                                 Accumulate<E>* c, int64_t c_stride) {
+void multiply_add_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, Accumulate<E>* c,
+                                 int64_t c_stride) {
   using A = Accumulate<E>;
   const auto part = [](const E& element, int64_t step) {
     if constexpr (std::is_same_v<E, Pair>)
@@ -183,8 +183,8 @@ void multiply_add_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, M
 // c (rows, columns) = end(a (rows, depth) b (depth, columns)); `columns` and the rows of b and c are whole vectors, a and
 // b are padded with zeros to whole elements of the depth.
 template <typename E>
-void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, End<Accumulate<E>> end, Accumulate<E>* c,
-              int64_t c_stride) {
+void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, End<Accumulate<E>> end,
+              Accumulate<E>* c, int64_t c_stride) {
   multiply_columns<kPanelVectors>(rows, columns / kLanes<Accumulate<E>>, (depth + kSteps<E> - 1) / kSteps<E>, a, b.data,
                                   b.stride, end, c, c_stride);
 }

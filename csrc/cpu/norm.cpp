@@ -82,8 +82,8 @@ template <int kVectors, typename T, typename A = Accumulate<T>>
 A row_mean(const T* x, int64_t d) {
   const A first = static_cast<A>(x[0]);
   Vector<A> sums[slots_of(kVectors)] = {};
-  for_columns<A, kVectors>(
-      0, d, [&](int64_t c, auto count, int slot) { sums[slot] += load(x + c, count, first) - first; });
+  for_columns<A, kVectors>(0, d,
+                           [&](int64_t c, auto count, int slot) { sums[slot] += load(x + c, count, first) - first; });
   return first + sum(sums) / d;
 }
 
@@ -202,9 +202,8 @@ struct Forward {
     at::parallel_for(0, count, std::max<int64_t>(1, kGrain / added.d), [&](int64_t begin, int64_t end) {
       if constexpr (kVectors == 0 && std::is_same_v<T, A>) {
         if (added.residual)
-          return with_flags(weight, bias, [&](auto has_weight, auto has_bias) {
-            added_rows<has_weight, has_bias>(begin, end);
-          });
+          return with_flags(weight, bias,
+                            [&](auto has_weight, auto has_bias) { added_rows<has_weight, has_bias>(begin, end); });
       }
       rows<kVectors>(begin, end);
     });

@@ -207,8 +207,9 @@ void norm_backward(const NormBackwardParams<T>& p) {
   using A = Accumulate<T>;
   const int64_t rows = p.rows, d = p.d;
   const WideParameters<T> parameters(p.weight, {}, d);
-  const Backward<T> backward{p.dy,     p.x,      p.grad_summed,   parameters.weight, p.mean, p.rstd,
-                             p.grad_x, p.grad_residual, d, p.std, Dropout(p.dropout)};
+  const Backward<T> backward{p.dy,   p.x,    p.grad_summed,     parameters.weight,
+                             p.mean, p.rstd, p.grad_x,          p.grad_residual,
+                             d,      p.std,  Dropout(p.dropout)};
   const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
   const bool by_columns = sum_by_columns(rows, d);
   const int64_t sums = by_columns ? 1 : chunks;
@@ -218,7 +219,8 @@ void norm_backward(const NormBackwardParams<T>& p) {
   const bool with_rows = needs_sums && !by_columns;
   with_vectors<T>(d, [&](auto vectors) {
     at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
-      backward.template chunks<vectors>(begin, end, per_chunk, rows, with_rows ? dw : nullptr, with_rows ? db : nullptr);
+      backward.template chunks<vectors>(begin, end, per_chunk, rows, with_rows ? dw : nullptr,
+                                        with_rows ? db : nullptr);
     });
   });
   if (by_columns && needs_sums)

@@ -37,7 +37,8 @@ class WideParameters {
  private:
   static const A* widened(const Parameter<T>& parameter, int64_t d, A* room) {
     if (!parameter.narrow) return parameter.wide;
-    for_columns<A>(0, d, [&](int64_t c, auto count, int) { store(room + c, load(parameter.narrow + c, count), count); });
+    for_columns<A>(0, d,
+                   [&](int64_t c, auto count, int) { store(room + c, load(parameter.narrow + c, count), count); });
     return room;
   }
 };

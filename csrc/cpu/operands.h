@@ -90,8 +90,7 @@ inline Rows<Operand<T>> load_lanes(const T* source, int64_t stride, int64_t quer
 
 // A tile's rows as the right operand of a product over the rows: in place where they already lie so.
 template <typename T>
-inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows, int64_t columns,
-                                  Operand<T>* scratch) {
+inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows, int64_t columns, Operand<T>* scratch) {
   using A = Accumulate<T>;
   constexpr int64_t lanes = kLanes<A>;
   const int64_t padded = round_up(columns, lanes);
@@ -155,8 +154,7 @@ inline Matrix<Operand<T>> load_factors(const T* source, int64_t stride, int64_t 
 template <typename T>
 inline void store_result(T* p, Vector<Accumulate<T>> v, int64_t count) {
 #if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<T, c10::BFloat16>)
-    return store_half_bits(p, packed_halves(v, Vector<float>{}), count);
+  if constexpr (std::is_same_v<T, c10::BFloat16>) return store_half_bits(p, packed_halves(v, Vector<float>{}), count);
 #endif
   store_some(p, v, count);
 }

@@ -119,9 +119,8 @@ void pack_step_weight(const float* const* rows, int64_t outputs, int64_t depth, 
       float* block = packed + panel * depth * kPanel;
       if (columns < kPanel) std::fill_n(block, depth * kPanel, 0.0f);
       const auto row_at = [&](int64_t n, int64_t k, int64_t count) { return load_some(from[n] + k, count); };
-      transpose_rows<float>(columns, depth, row_at, [&](int64_t k, int64_t n, Vector<float> v) {
-        narrow(block + k * kPanel + n, v);
-      });
+      transpose_rows<float>(columns, depth, row_at,
+                            [&](int64_t k, int64_t n, Vector<float> v) { narrow(block + k * kPanel + n, v); });
     }
   });
 }

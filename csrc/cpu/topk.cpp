@@ -64,8 +64,7 @@ void for_rows(int64_t rows, int64_t columns, Task task) {
 }  // namespace
 
 void best_tokens(const float* logits, int64_t rows, int64_t columns, int64_t k, float* best, int64_t* token) {
-  for_rows(rows, columns,
-           [&](int64_t r) { find_best(logits + r * columns, columns, k, best + r * k, token + r * k); });
+  for_rows(rows, columns, [&](int64_t r) { find_best(logits + r * columns, columns, k, best + r * k, token + r * k); });
 }
 
 void log_normalizer(const float* logits, int64_t rows, int64_t columns, float* out) {

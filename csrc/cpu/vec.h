@@ -86,7 +86,9 @@ inline Vector<A> fma_of_lanes(Vector<A> a, Vector<A> b, Vector<A> c) {
   return c;
 }
 inline Vector<float> fma(Vector<float> a, Vector<float> b, Vector<float> c) { return fma_of_lanes<float>(a, b, c); }
-inline Vector<double> fma(Vector<double> a, Vector<double> b, Vector<double> c) { return fma_of_lanes<double>(a, b, c); }
+inline Vector<double> fma(Vector<double> a, Vector<double> b, Vector<double> c) {
+  return fma_of_lanes<double>(a, b, c);
+}
 #endif
 
 // With a factor, or an addend, that is the same in every lane.
@@ -228,9 +230,9 @@ template <typename T, typename Count>
 inline Vector<Accumulate<T>> load_far(const T* p, Count count) {
 #if defined(__AVX512F__)
   if constexpr (std::is_same_v<T, float> && std::is_same_v<Count, Full<float>>)
-    return reinterpret_cast<Vector<float>>(_mm512_insertf64x4(
-        _mm512_castpd256_pd512(_mm256_loadu_pd(reinterpret_cast<const double*>(p))),
-        _mm256_loadu_pd(reinterpret_cast<const double*>(p + 8)), 1));
+    return reinterpret_cast<Vector<float>>(
+        _mm512_insertf64x4(_mm512_castpd256_pd512(_mm256_loadu_pd(reinterpret_cast<const double*>(p))),
+                           _mm256_loadu_pd(reinterpret_cast<const double*>(p + 8)), 1));
 #endif
   return load(p, count);
 }

@@ -25,25 +25,24 @@ struct Matrix {
   explicit Matrix(const at::Tensor& m)
       : data(m.const_data_ptr<T>()), rows(m.size(0)), row_stride(m.stride(0)), column_stride(m.stride(1)) {}
 
-  bool wide() const {
-    return data == nullptr || wide_rows(data, row_stride, column_stride, sizeof(T));
-  }
+  bool wide() const { return data == nullptr || wide_rows(data, row_stride, column_stride, sizeof(T)); }
 };
 
 // out[r] = dropout(source[ids[r]] * scale + table[offset + offsets[r / length] + r % length]); without ids, row r of the
 // source; without offsets, none.
 template <bool kWide, typename T, typename Table>
-__global__ void __launch_bounds__(kThreads) encode_kernel(
-    T* __restrict__ out, const Rows rows, const Matrix<T> source, const DeviceIds ids, const float scale,
-    const Matrix<Table> table, const int64_t offset, const DeviceIds offsets, const DeviceDropout dropout) {
+__global__ void __launch_bounds__(kThreads)
+    encode_kernel(T* __restrict__ out, const Rows rows, const Matrix<T> source, const DeviceIds ids, const float scale,
+                  const Matrix<Table> table, const int64_t offset, const DeviceIds offsets,
+                  const DeviceDropout dropout) {
   const bool gather = ids.given();
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   for (int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; r < rows.count; r += step) {
     const int64_t from = gather ? ids[r] : r;
     // A 64-bit division costs as much as the dropout; nearly every batch has fewer than 2^31 rows.
     const int64_t sequence = rows.count < (int64_t{1} << 31)
-        ? static_cast<int64_t>(static_cast<uint32_t>(r) / static_cast<uint32_t>(rows.length))
-        : r / rows.length;
+                                 ? static_cast<int64_t>(static_cast<uint32_t>(r) / static_cast<uint32_t>(rows.length))
+                                 : r / rows.length;
     const int64_t position = offset + (offsets.given() ? offsets[sequence] : 0) + r - sequence * rows.length;
     const bool valid = from >= 0 && from < source.rows && (!table.data || (position >= 0 && position < table.rows));
     for (int64_t c = static_cast<int64_t>(threadIdx.x) * kPiece; c < rows.d; c += blockDim.x * kPiece) {
@@ -72,9 +71,9 @@ __global__ void __launch_bounds__(kThreads) encode_kernel(
 }
 
 template <typename T, typename Table>
-void launch_encode(
-    const at::Tensor& out, const Rows& rows, const at::Tensor& source, const DeviceIds& ids, double scale,
-    const OptionalTensor& table, int64_t offset, const DeviceIds& offsets, const DeviceDropout& dropout) {
+void launch_encode(const at::Tensor& out, const Rows& rows, const at::Tensor& source, const DeviceIds& ids,
+                   double scale, const OptionalTensor& table, int64_t offset, const DeviceIds& offsets,
+                   const DeviceDropout& dropout) {
   const Matrix<T> from(source);
   const Matrix<Table> encoding = table ? Matrix<Table>(*table) : Matrix<Table>();
   T* y = out.mutable_data_ptr<T>();
@@ -86,9 +85,9 @@ void launch_encode(
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
-void encode(
-    const at::Tensor& out, const Rows& rows, const at::Tensor& source, const DeviceIds& ids, double scale,
-    const OptionalTensor& table, int64_t offset, const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
+void encode(const at::Tensor& out, const Rows& rows, const at::Tensor& source, const DeviceIds& ids, double scale,
+            const OptionalTensor& table, int64_t offset, const OptionalTensor& offsets, double p,
+            const OptionalTensor& seed) {
   const DeviceDropout dropout(p, seed);
   const at::Tensor dense = offsets ? offsets->contiguous() : at::Tensor();
   const DeviceIds starts = offsets ? DeviceIds(dense) : DeviceIds();
@@ -101,9 +100,8 @@ void encode(
   });
 }
 
-at::Tensor embed(
-    const at::Tensor& ids, const at::Tensor& weight, const OptionalTensor& table, double scale, int64_t offset,
-    const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
+at::Tensor embed(const at::Tensor& ids, const at::Tensor& weight, const OptionalTensor& table, double scale,
+                 int64_t offset, const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
   const Rows rows = check_embed(ids, weight, table, offset, offsets, p, seed);
   const c10::cuda::CUDAGuard guard(weight.device());
   auto shape = ids.sizes().vec();
@@ -115,9 +113,8 @@ at::Tensor embed(
   return out;
 }
 
-at::Tensor add_positional(
-    const at::Tensor& x, const OptionalTensor& table, int64_t offset, const OptionalTensor& offsets, double p,
-    const OptionalTensor& seed) {
+at::Tensor add_positional(const at::Tensor& x, const OptionalTensor& table, int64_t offset,
+                          const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
   const Rows rows = check_add_positional(x, table, offset, offsets, p, seed);
   const c10::cuda::CUDAGuard guard(x.device());
   const at::Tensor out = at::empty(x.sizes(), x.options());
@@ -126,8 +123,8 @@ at::Tensor add_positional(
   return out;
 }
 
-__global__ void __launch_bounds__(kThreads) positional_kernel(
-    float* __restrict__ table, const int64_t length, const int64_t d) {
+__global__ void __launch_bounds__(kThreads)
+    positional_kernel(float* __restrict__ table, const int64_t length, const int64_t d) {
   const int64_t pairs = (d + 1) / 2, step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < length * pairs; i += step) {
     const int64_t row = i / pairs, pair = i % pairs;
@@ -144,8 +141,8 @@ void fill_positional_table(const at::Tensor& table) {
   const int64_t threads = table.size(0) * ((table.size(1) + 1) / 2);
   if (threads == 0) return;
   const unsigned grid = grid_size(threads, dim3(1, kThreads));
-  positional_kernel<<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      table.mutable_data_ptr<float>(), table.size(0), table.size(1));
+  positional_kernel<<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(table.mutable_data_ptr<float>(),
+                                                                              table.size(0), table.size(1));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

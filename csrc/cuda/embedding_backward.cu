@@ -24,9 +24,7 @@ struct Gradient {
   float scale;
   DeviceDropout dropout;
 
-  __device__ __forceinline__ bool counts(int64_t id) const {
-    return id >= 0 && id < vocabulary && id != padding_idx;
-  }
+  __device__ __forceinline__ bool counts(int64_t id) const { return id >= 0 && id < vocabulary && id != padding_idx; }
 
   // dropout'(grad) of one row, eight columns.
   template <bool kWide>
@@ -46,8 +44,8 @@ struct Sorted {
 // partial is (stretches, 2, d): of the id that came in from the stretch before, and of the one that begins here and
 // goes on into the next.
 template <bool kWide, typename T>
-__global__ void __launch_bounds__(kThreads) stretch_kernel(
-    T* __restrict__ out, float* __restrict__ partial, const Gradient<T> g, const Sorted sorted) {
+__global__ void __launch_bounds__(kThreads)
+    stretch_kernel(T* __restrict__ out, float* __restrict__ partial, const Gradient<T> g, const Sorted sorted) {
   constexpr int kAhead = 4;  // rows loaded before they are summed, to have their latencies overlap
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   for (int64_t s = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; s < sorted.stretches; s += step) {
@@ -98,8 +96,8 @@ __global__ void __launch_bounds__(kThreads) stretch_kernel(
 // One block for each tile of columns of an id that begins in a stretch and goes on: adds its partial sums, blockDim.y
 // times kAhead of them at a time.
 template <bool kWide, typename T>
-__global__ void __launch_bounds__(kThreads) join_kernel(
-    T* __restrict__ out, const float* __restrict__ partial, const Gradient<T> g, const Sorted sorted) {
+__global__ void __launch_bounds__(kThreads)
+    join_kernel(T* __restrict__ out, const float* __restrict__ partial, const Gradient<T> g, const Sorted sorted) {
   constexpr int kAhead = 4;
   __shared__ float sums[kThreads][kPiece];
   const int64_t columns = static_cast<int64_t>(blockDim.x) * kPiece, tiles = (g.d + columns - 1) / columns;
@@ -150,8 +148,8 @@ __global__ void __launch_bounds__(kThreads) join_kernel(
 
 // The ids to sort by: those that do not count as one number past the vocabulary.
 template <typename Key>
-__global__ void __launch_bounds__(kThreads) key_kernel(
-    Key* __restrict__ keys, const DeviceIds ids, const int64_t rows, const int64_t vocabulary, const int64_t padding_idx) {
+__global__ void __launch_bounds__(kThreads) key_kernel(Key* __restrict__ keys, const DeviceIds ids, const int64_t rows,
+                                                       const int64_t vocabulary, const int64_t padding_idx) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; r < rows; r += step) {
     const int64_t id = ids[r];
@@ -160,8 +158,8 @@ __global__ void __launch_bounds__(kThreads) key_kernel(
 }
 
 template <bool kWide, typename T>
-__global__ void __launch_bounds__(kThreads) atomic_kernel(
-    float* __restrict__ out, const Gradient<T> g, const DeviceIds ids) {
+__global__ void __launch_bounds__(kThreads)
+    atomic_kernel(float* __restrict__ out, const Gradient<T> g, const DeviceIds ids) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
   for (int64_t r = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; r < g.rows; r += step) {
     const int64_t id = ids[r];
@@ -190,8 +188,8 @@ at::Tensor sort_keys(const Gradient<T>& g, const at::Tensor& ids) {
   const at::Tensor keys = at::empty({g.rows}, ids.options().dtype(c10::CppTypeToScalarType<Key>::value));
   const unsigned grid = grid_size(g.rows, dim3(1, kThreads));
   const auto kernel = key_kernel<Key>;
-  kernel<<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      keys.template mutable_data_ptr<Key>(), DeviceIds(ids), g.rows, g.vocabulary, g.padding_idx);
+  kernel<<<grid, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(keys.template mutable_data_ptr<Key>(),
+                                                                   DeviceIds(ids), g.rows, g.vocabulary, g.padding_idx);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return keys;
 }
@@ -199,9 +197,9 @@ at::Tensor sort_keys(const Gradient<T>& g, const at::Tensor& ids) {
 template <typename T>
 at::Tensor sorted_gradient(const Gradient<T>& g, const at::Tensor& ids, const at::TensorOptions& options) {
   const at::Tensor out = at::zeros({g.vocabulary, g.d}, options);
-  const at::Tensor keys = g.vocabulary <= std::numeric_limits<int16_t>::max() ? sort_keys<int16_t>(g, ids)
-      : g.vocabulary <= std::numeric_limits<int32_t>::max()                   ? sort_keys<int32_t>(g, ids)
-                                                                              : sort_keys<int64_t>(g, ids);
+  const at::Tensor keys = g.vocabulary <= std::numeric_limits<int16_t>::max()   ? sort_keys<int16_t>(g, ids)
+                          : g.vocabulary <= std::numeric_limits<int32_t>::max() ? sort_keys<int32_t>(g, ids)
+                                                                                : sort_keys<int64_t>(g, ids);
   const auto [ordered, row] = at::sort(keys, /*stable=*/true, /*dim=*/0, /*descending=*/false);
   const int64_t tokens = tokens_per_stretch(g.rows), stretches = (g.rows + tokens - 1) / tokens;
   const Sorted sorted{DeviceIds(ordered), row.template const_data_ptr<int64_t>(), tokens, stretches};
@@ -219,8 +217,8 @@ at::Tensor sorted_gradient(const Gradient<T>& g, const at::Tensor& ids, const at
     const dim3 join_block(across, kThreads / across);
     const int64_t tiles = (g.d + across * kPiece - 1) / (across * kPiece);
     const auto join = wide ? join_kernel<true, T> : join_kernel<false, T>;
-    join<<<grid_size((stretches - 1) * tiles, dim3(1, 1)), join_block, 0, stream>>>(
-        y, partial.const_data_ptr<float>(), g, sorted);
+    join<<<grid_size((stretches - 1) * tiles, dim3(1, 1)), join_block, 0, stream>>>(y, partial.const_data_ptr<float>(),
+                                                                                    g, sorted);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return out;
@@ -231,25 +229,24 @@ at::Tensor atomic_gradient(const Gradient<T>& g, const at::Tensor& ids, const at
   const at::Tensor sum = at::zeros({g.vocabulary, g.d}, options.dtype(at::kFloat));
   const dim3 block = block_shape(g.d);
   const auto kernel = wide_rows(g.grad, g.d, 1, sizeof(T)) ? atomic_kernel<true, T> : atomic_kernel<false, T>;
-  kernel<<<grid_size(g.rows, block), block, 0, c10::cuda::getCurrentCUDAStream()>>>(
-      sum.mutable_data_ptr<float>(), g, DeviceIds(ids));
+  kernel<<<grid_size(g.rows, block), block, 0, c10::cuda::getCurrentCUDAStream()>>>(sum.mutable_data_ptr<float>(), g,
+                                                                                    DeviceIds(ids));
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return sum.to(options.dtype());
 }
 
-at::Tensor embed_backward(
-    const at::Tensor& grad_out, const at::Tensor& ids, int64_t vocabulary, double scale,
-    std::optional<int64_t> padding_idx, double p, const OptionalTensor& seed, bool deterministic) {
+at::Tensor embed_backward(const at::Tensor& grad_out, const at::Tensor& ids, int64_t vocabulary, double scale,
+                          std::optional<int64_t> padding_idx, double p, const OptionalTensor& seed,
+                          bool deterministic) {
   check_backward(grad_out, ids, vocabulary, p, seed);
   const c10::cuda::CUDAGuard guard(grad_out.device());
   const at::Tensor grad = grad_out.contiguous(), dense = ids.contiguous();
   if (grad.numel() == 0) return at::zeros({vocabulary, grad.size(-1)}, grad.options());
   return for_element_type(grad.scalar_type(), [&](auto element) {
     using T = decltype(element);
-    const Gradient<T> g{grad.const_data_ptr<T>(),     dense.numel(),
-                        grad.size(-1),                vocabulary,
-                        padding_idx.value_or(-1),     static_cast<float>(scale),
-                        DeviceDropout(p, seed)};
+    const Gradient<T> g{
+        grad.const_data_ptr<T>(),  dense.numel(),         grad.size(-1), vocabulary, padding_idx.value_or(-1),
+        static_cast<float>(scale), DeviceDropout(p, seed)};
     return deterministic ? sorted_gradient(g, dense, grad.options()) : atomic_gradient(g, dense, grad.options());
   });
 }

@@ -92,14 +92,12 @@ struct DeviceIds {
   DeviceIds() = default;
   explicit DeviceIds(const at::Tensor& ids) : data(ids.const_data_ptr()), bytes(static_cast<int>(ids.element_size())) {}
 
-  __device__ __forceinline__ bool given() const {
-    return data != nullptr;
-  }
+  __device__ __forceinline__ bool given() const { return data != nullptr; }
 
   __device__ __forceinline__ int64_t operator[](int64_t i) const {
-    return bytes == 8 ? static_cast<const int64_t*>(data)[i]
-        : bytes == 4  ? static_cast<const int32_t*>(data)[i]
-                      : static_cast<const int16_t*>(data)[i];
+    return bytes == 8   ? static_cast<const int64_t*>(data)[i]
+           : bytes == 4 ? static_cast<const int32_t*>(data)[i]
+                        : static_cast<const int16_t*>(data)[i];
   }
 };
 

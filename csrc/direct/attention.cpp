@@ -21,8 +21,8 @@ using ForwardTraining = std::tuple<Tensor, Tensor, OptionalTensor, OptionalTenso
 using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                                     const Tensor&, const Tensor&, const OptionalTensor&,
                                                     const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                                    std::optional<int64_t>, double, double, const OptionalTensor&,
-                                                    bool, const OptionalTensor&, const OptionalTensor&,
+                                                    std::optional<int64_t>, double, double, const OptionalTensor&, bool,
+                                                    const OptionalTensor&, const OptionalTensor&,
                                                     const OptionalTensor&);
 using PackedForward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                                  const Tensor&, int64_t, int64_t, bool, double, double,
@@ -84,11 +84,11 @@ struct OnCpu {
     }
     const auto& [cu_seqlens_q, cu_seqlens_k, max_q, max_k] = m.packed;
     auto [grad_q, grad_k, grad_v] =
-        cu_seqlens_q ? packed(grad_out, q, k, v, found[0], found[1], std::nullopt, *cu_seqlens_q, *cu_seqlens_k, max_q,
-                              max_k, m.causal.has_value(), m.scale, m.dropout_p, m.seed, m.zero_empty_rows)
-                     : native(grad_out, q, k, v, found[0], found[1], m.keep, m.key_keep, m.lengths, m.bias, m.causal,
-                              m.scale, m.dropout_p, m.seed, m.zero_empty_rows, std::nullopt, or_none(found[2]),
-                              or_none(found[3]));
+        cu_seqlens_q
+            ? packed(grad_out, q, k, v, found[0], found[1], std::nullopt, *cu_seqlens_q, *cu_seqlens_k, max_q, max_k,
+                     m.causal.has_value(), m.scale, m.dropout_p, m.seed, m.zero_empty_rows)
+            : native(grad_out, q, k, v, found[0], found[1], m.keep, m.key_keep, m.lengths, m.bias, m.causal, m.scale,
+                     m.dropout_p, m.seed, m.zero_empty_rows, std::nullopt, or_none(found[2]), or_none(found[3]));
     return {grad_q, grad_k, grad_v, Tensor()};
   }
 };

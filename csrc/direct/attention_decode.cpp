@@ -16,7 +16,7 @@ using Decode = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Te
 // They live as long as the process: nothing is left to free when it ends.
 PyObject *launcher = nullptr, *division = nullptr;
 
-struct Call {
+struct DecodeCall {
   Tensor q, k, v, lengths;  // the cache (B, Hkv, S, D), or with a page table (pages, page_size, Hkv, D)
   OptionalTensor page_table;
   bool causal;
@@ -26,7 +26,7 @@ struct Call {
   int64_t capacity() const { return page_table ? page_table->size(1) * k.size(1) : k.size(2); }
 };
 
-bool shapes_fit(const Call& call) {
+bool shapes_fit(const DecodeCall& call) {
   const Tensor &q = call.q, &k = call.k, &v = call.v, &lengths = call.lengths;
   if (q.dim() != 4 || k.dim() != 4 || v.sizes() != k.sizes() || k.size(3) != q.size(3)) return false;
   if (q.stride(3) != 1 || k.stride(3) != 1 || v.stride(3) != 1) return false;
@@ -40,7 +40,7 @@ bool shapes_fit(const Call& call) {
 }
 
 // Whether the pages that hold keys are there, which is looked at on the CPU only.
-bool pages_exist(const Call& call) {
+bool pages_exist(const DecodeCall& call) {
   if (!call.page_table || !call.page_table->is_cpu()) return true;
   const int64_t pages = call.k.size(0), page_size = call.k.size(1), stride = call.page_table->stride(0);
   const int32_t* const lengths = call.lengths.const_data_ptr<int32_t>();
@@ -52,7 +52,7 @@ bool pages_exist(const Call& call) {
 }
 
 // By the launches of an earlier call like this one; undefined where there was none.
-Tensor launched_again(const Call& call) {
+Tensor launched_again(const DecodeCall& call) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const Tensor& q = call.q;
   KnownCall known;
@@ -68,7 +68,8 @@ Tensor launched_again(const Call& call) {
                                                  call.capacity(), q.element_size());
   const auto parts = py::cast<int64_t>(divided[2]);
   // sums, peaks and totals: part_buffers of kernels/attention_decode.py.
-  const int64_t rows = parts * logsumexp.numel(), peaks = rounded_up(rows * q.size(3)), totals = peaks + rounded_up(rows);
+  const int64_t rows = parts * logsumexp.numel(), peaks = rounded_up(rows * q.size(3)),
+                totals = peaks + rounded_up(rows);
   const Tensor buffer = parts == 1 ? Tensor() : at::empty({totals + rows}, logsumexp.options());
   for (const int64_t place : {int64_t{0}, peaks, totals})
     known.output(parts == 1 ? nullptr : buffer.const_data_ptr<float>() + place);
@@ -81,9 +82,13 @@ Tensor launched_again(const Call& call) {
 py::object attention_decode(bool launched, py::handle q_, py::handle k_cache, py::handle v_cache, py::handle lengths,
                             py::handle page_table, py::handle causal, py::handle scale) {
   Arguments arguments(launched);
-  Call call{arguments.floating(q_),    arguments.floating(k_cache),           arguments.floating(v_cache),
-            arguments.tensor(lengths), arguments.optional_tensor(page_table), arguments.boolean(causal),
-            scale.is_none() ? 0 : arguments.number(scale)};
+  DecodeCall call{arguments.floating(q_),
+                  arguments.floating(k_cache),
+                  arguments.floating(v_cache),
+                  arguments.tensor(lengths),
+                  arguments.optional_tensor(page_table),
+                  arguments.boolean(causal),
+                  scale.is_none() ? 0 : arguments.number(scale)};
   const Tensor& q = call.q;
   if (!arguments.ok() || !shapes_fit(call) || !alike(q, call.k, call.v)) return py::none();
   if (needs_gradient(q, call.k, call.v) || (launched && !launchable(q))) return py::none();

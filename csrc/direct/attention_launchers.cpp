@@ -58,13 +58,26 @@ bool only_launches(const Tensor& q, const Tensor& k, const Mask& m) {
 }  // namespace
 
 MaskTensors Mask::tensors() const {
-  return {or_undefined(keep), or_undefined(key_keep), or_undefined(lengths), or_undefined(bias), or_undefined(seed),
-          or_undefined(packed.cu_seqlens_q), or_undefined(packed.cu_seqlens_k)};
+  return {or_undefined(keep),
+          or_undefined(key_keep),
+          or_undefined(lengths),
+          or_undefined(bias),
+          or_undefined(seed),
+          or_undefined(packed.cu_seqlens_q),
+          or_undefined(packed.cu_seqlens_k)};
 }
 
 Mask Mask::with(const Tensor* saved) const {
-  return {or_none(saved[0]), or_none(saved[1]), or_none(saved[2]), or_none(saved[3]), or_none(saved[4]),
-          causal, seed_value, scale, dropout_p, zero_empty_rows,
+  return {or_none(saved[0]),
+          or_none(saved[1]),
+          or_none(saved[2]),
+          or_none(saved[3]),
+          or_none(saved[4]),
+          causal,
+          seed_value,
+          scale,
+          dropout_p,
+          zero_empty_rows,
           {or_none(saved[5]), or_none(saved[6]), packed.max_q, packed.max_k}};
 }
 
@@ -105,8 +118,7 @@ variable_list ByLaunchers::backward(const Tensor& grad_out, const Tensor& q, con
       const int64_t rows = logsumexp.numel(), queries = logsumexp.size(-1);
       const int64_t tiles = rows / queries * ((queries + delta_rows - 1) / delta_rows);
       const bool summed = q.scalar_type() == at::kFloat || m.bias;
-      const Tensor buffer =
-          at::empty({rounded_up(rows) * (summed ? 2 : 1) + tiles}, logsumexp.options());
+      const Tensor buffer = at::empty({rounded_up(rows) * (summed ? 2 : 1) + tiles}, logsumexp.options());
       const float* const delta = buffer.const_data_ptr<float>();
       const float* const sums = delta + rounded_up(rows);
       call.output(delta);

@@ -29,7 +29,16 @@ struct Mask {
 
   // The same without tensors, which autograd saves apart, where a change in place is noticed.
   Mask options() const {
-    return {{}, {}, {}, {}, {}, causal, seed_value, scale, dropout_p, zero_empty_rows,
+    return {{},
+            {},
+            {},
+            {},
+            {},
+            causal,
+            seed_value,
+            scale,
+            dropout_p,
+            zero_empty_rows,
             {{}, {}, packed.max_q, packed.max_k}};
   }
   // The tensors, undefined where there is none, and a mask with them again.

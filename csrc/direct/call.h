@@ -162,8 +162,6 @@ class Native<Result(Args...)> {
   c10::TypedOperatorHandle<Result(Args...)> op_;
 };
 
-inline py::object wrap(const Tensor& tensor) {
-  return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
-}
+inline py::object wrap(const Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
 
 }  // namespace transformer_fast::direct

@@ -76,8 +76,7 @@ py::object linear_cross_entropy(py::handle x_, py::handle weight_, py::handle bi
     return py::none();
   arguments.require(x.size(-1) == weight.size(1) && x.scalar_type() == weight.scalar_type());
   arguments.require(target.scalar_type() == at::kLong && target.sizes() == x.sizes().slice(0, x.dim() - 1));
-  if (bias)
-    arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
+  if (bias) arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
   if (!arguments.ok()) return py::none();
 
   HANDLE_TH_ERRORS

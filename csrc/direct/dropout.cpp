@@ -14,7 +14,8 @@
 namespace transformer_fast::direct {
 namespace {
 
-using Forward = Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, bool, double, const OptionalTensor&);
+using Forward = Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, bool, double,
+                       const OptionalTensor&);
 using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, bool, double, const OptionalTensor&,
                                             bool);
 
@@ -88,7 +89,8 @@ py::object dropout(py::handle x_, py::handle p_, py::handle bias_, py::handle re
 int64_t draw_number() {
   constexpr int64_t low = std::numeric_limits<int64_t>::min();
   at::uniform_int_from_to_distribution<int64_t> distribution(std::numeric_limits<uint64_t>::max(), low);
-  auto* generator = at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
+  auto* generator =
+      at::get_generator_or_default<at::CPUGeneratorImpl>(std::nullopt, at::detail::getDefaultCPUGenerator());
   const std::lock_guard<std::mutex> lock(generator->mutex_);
   return distribution(generator);
 }

@@ -95,7 +95,8 @@ struct Offset {
   }
 
   bool fits(at::IntArrayRef sequences) const {
-    return !each || ((each->scalar_type() == at::kLong || each->scalar_type() == at::kInt) && each->sizes() == sequences);
+    return !each ||
+           ((each->scalar_type() == at::kLong || each->scalar_type() == at::kInt) && each->sizes() == sequences);
   }
 };
 

@@ -32,14 +32,15 @@ object attention_decode(bool launched, handle q, handle k_cache, handle v_cache,
 void set_decode_launcher(object launcher, object division);
 // The launchers, which also take cu_seqlens_q, cu_seqlens_k, max_q and max_k last, (None, None, 0, 0) for no packed batch;
 // find of kernels/calls.py; up to how many keys no order of tiles is derived; rows of a tile of the delta kernel.
-void set_attention_launchers(object forward, object backward, object find, int64_t longest_unordered, int64_t delta_rows);
+void set_attention_launchers(object forward, object backward, object find, int64_t longest_unordered,
+                             int64_t delta_rows);
 object dropout(handle x, handle p, handle bias, handle residual, handle relu, handle seed);
 object layer_norm(handle x, handle weight, handle bias, handle eps, handle kind, handle residual, handle dropout_p,
                   handle seed);
 object linear_cross_entropy(handle x, handle weight, handle bias, handle target, handle label_smoothing,
                             handle ignore_index, handle reduction, handle chunk_elements);
-object embed(handle ids, handle weight, handle table, handle scale, handle offset, handle padding_idx,
-             handle dropout_p, handle seed);
+object embed(handle ids, handle weight, handle table, handle scale, handle offset, handle padding_idx, handle dropout_p,
+             handle seed);
 object add_positional(handle x, handle table, handle offset, handle dropout_p, handle seed);
 
 // What tells one launch of kernels from another, of two tuples of tensors, None and ints: (bytes that say which layouts the

@@ -82,8 +82,7 @@ void KnownCall::start() const {
 void set_finder(py::object find) { finder = find.release().ptr(); }
 
 void start(py::handle calls, py::handle pointers, py::handle stream) {
-  start_each(
-      calls, [&](Py_ssize_t number) { return PyList_GET_ITEM(pointers.ptr(), number); }, stream);
+  start_each(calls, [&](Py_ssize_t number) { return PyList_GET_ITEM(pointers.ptr(), number); }, stream);
 }
 
 py::object layouts(py::handle inputs, py::handle outputs) {
@@ -92,8 +91,7 @@ py::object layouts(py::handle inputs, py::handle outputs) {
   const auto given = PyTuple_GET_SIZE(inputs.ptr()), all = given + PyTuple_GET_SIZE(outputs.ptr());
   py::list addresses(all);
   for (Py_ssize_t i = 0; i < all; ++i) {
-    PyObject* const item =
-        i < given ? PyTuple_GET_ITEM(inputs.ptr(), i) : PyTuple_GET_ITEM(outputs.ptr(), i - given);
+    PyObject* const item = i < given ? PyTuple_GET_ITEM(inputs.ptr(), i) : PyTuple_GET_ITEM(outputs.ptr(), i - given);
     if (item == Py_None || PyLong_CheckExact(item)) {
       if (i < given) item == Py_None ? key.add_none() : key.add_integer();
       addresses[i] = item == Py_None ? py::object(py::int_(0)) : py::reinterpret_borrow<py::object>(item);
@@ -112,16 +110,15 @@ py::object layouts(py::handle inputs, py::handle outputs) {
 py::object empties_like(py::args tensors) {
   const at::AutoDispatchBelowADInplaceOrView below;
   py::tuple result(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i)
-    result[i] = wrap(at::empty_like(THPVariable_Unpack(tensors[i].ptr())));
+  for (size_t i = 0; i < tensors.size(); ++i) result[i] = wrap(at::empty_like(THPVariable_Unpack(tensors[i].ptr())));
   return result;
 }
 
 std::tuple<Tensor, Tensor> empty_outputs_of(const Tensor& q) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const auto options = q.options().dtype(at::kFloat);
-  return {at::empty_like(q), q.dim() == 4 ? at::empty(q.sizes().slice(0, 3), options)
-                                          : at::empty({q.size(1), q.size(0)}, options)};
+  return {at::empty_like(q),
+          q.dim() == 4 ? at::empty(q.sizes().slice(0, 3), options) : at::empty({q.size(1), q.size(0)}, options)};
 }
 
 py::object empty_outputs(py::handle q) {

@@ -71,7 +71,8 @@ py::object multihead_attention(py::handle query_, py::handle key_, py::handle va
   const std::optional<int64_t> causal = arguments.optional_integer(causal_);
   const bool need_weights = arguments.boolean(need_weights_), average = arguments.boolean(average_);
   if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU)) return py::none();
-  if (needs_gradient(query, key, value, module.in_weight, module.in_bias, out_weight, out_bias, bias)) return py::none();
+  if (needs_gradient(query, key, value, module.in_weight, module.in_bias, out_weight, out_bias, bias))
+    return py::none();
   for (const Tensor* t : {&query, &key, &value})
     arguments.require(t->dim() == 3 && t->size(2) == module.in_weight.size(1));
   for (const Tensor* t : {&key, &value, &module.in_weight, &out_weight})

@@ -50,11 +50,12 @@ inline void refuse_second_derivative(const char* op, const variable_list& gradie
     for (const at::Tensor& tensor : *tensors)
       if (tensor.defined() && tensor.requires_grad()) edges.push_back(torch::autograd::impl::gradient_edge(tensor));
   if (edges.empty()) return;
-  const auto error = make_node<torch::autograd::Error>(
-      std::string("transformer_fast::") + op +
-          "_backward cannot be differentiated again: the fused kernels have no second derivative. Run the forward under "
-          "transformer_fast.backend(\"reference\") to differentiate twice.",
-      std::move(edges));
+  const auto error =
+      make_node<torch::autograd::Error>(std::string("transformer_fast::") + op +
+                                            "_backward cannot be differentiated again: the fused kernels have no "
+                                            "second derivative. Run the forward under "
+                                            "transformer_fast.backend(\"reference\") to differentiate twice.",
+                                        std::move(edges));
   for (const at::Tensor& gradient : gradients) {
     const auto same = [&](const at::Tensor& grad) { return grad.is_same(gradient); };
     if (gradient.defined() && !gradient.requires_grad() && std::none_of(grads.begin(), grads.end(), same))

@@ -87,8 +87,7 @@ py::object layer_norm(py::handle x_, py::handle weight_, py::handle bias_, py::h
       results = LayerNorm::forward(x, residual, weight, bias, seed, eps, std, dropout_p);
     } else {
       const at::AutoDispatchBelowADInplaceOrView below;
-      const NormResult result =
-          norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, nullptr, nullptr);
+      const NormResult result = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, nullptr, nullptr);
       results = {result.out, result.summed};
     }
   }

@@ -31,7 +31,8 @@ Outcome forward(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
                  using A = typename std::decay_t<decltype(problem)>::Arithmetic;
                  if (keep_weights) {
                    const int64_t vector = kernels().vector_bytes / static_cast<int64_t>(sizeof(A));
-                   const int64_t lanes = (problem.Lq + vector - 1) / vector * vector, tiles = KeptWeights<T, A>::tiles(problem.Lk);
+                   const int64_t lanes = (problem.Lq + vector - 1) / vector * vector,
+                                 tiles = KeptWeights<T, A>::tiles(problem.Lk);
                    weights = at::empty({problem.B, problem.H, lanes, problem.Lk}, q.options());
                    factors = empty_statistics(q, {problem.B, problem.H, tiles, lanes});
                  }
@@ -41,29 +42,32 @@ Outcome forward(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
   return {out, logsumexp, weights, factors};
 }
 
-std::tuple<Tensor, Tensor> attention_forward(
-    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& keep, const OptionalTensor& key_keep,
-    const OptionalTensor& lengths, const OptionalTensor& bias, std::optional<int64_t> causal, double scale,
-    double dropout_p, const OptionalTensor& seed, bool zero_empty_rows) {
-  const auto [out, logsumexp, weights, factors] = forward(q, k, v, keep, key_keep, lengths, bias, causal, scale,
-                                                          dropout_p, seed, zero_empty_rows, false);
+std::tuple<Tensor, Tensor> attention_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const OptionalTensor& keep, const OptionalTensor& key_keep,
+                                             const OptionalTensor& lengths, const OptionalTensor& bias,
+                                             std::optional<int64_t> causal, double scale, double dropout_p,
+                                             const OptionalTensor& seed, bool zero_empty_rows) {
+  const auto [out, logsumexp, weights, factors] =
+      forward(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows, false);
   return {out, logsumexp};
 }
 
-Outcome attention_forward_training(
-    const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& keep, const OptionalTensor& key_keep,
-    const OptionalTensor& lengths, const OptionalTensor& bias, std::optional<int64_t> causal, double scale,
-    double dropout_p, const OptionalTensor& seed, bool zero_empty_rows) {
+Outcome attention_forward_training(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& keep,
+                                   const OptionalTensor& key_keep, const OptionalTensor& lengths,
+                                   const OptionalTensor& bias, std::optional<int64_t> causal, double scale,
+                                   double dropout_p, const OptionalTensor& seed, bool zero_empty_rows) {
   return forward(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
                  keeps_weights(q, k, bias, dropout_p));
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward(
-    const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-    const Tensor& logsumexp, const OptionalTensor& keep, const OptionalTensor& key_keep, const OptionalTensor& lengths,
-    const OptionalTensor& bias, std::optional<int64_t> causal, double scale, double dropout_p,
-    const OptionalTensor& seed, bool zero_empty_rows, const OptionalTensor& grad_logsumexp,
-    const OptionalTensor& kept, const OptionalTensor& kept_factors) {
+std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                                                      const Tensor& v, const Tensor& out, const Tensor& logsumexp,
+                                                      const OptionalTensor& keep, const OptionalTensor& key_keep,
+                                                      const OptionalTensor& lengths, const OptionalTensor& bias,
+                                                      std::optional<int64_t> causal, double scale, double dropout_p,
+                                                      const OptionalTensor& seed, bool zero_empty_rows,
+                                                      const OptionalTensor& grad_logsumexp, const OptionalTensor& kept,
+                                                      const OptionalTensor& kept_factors) {
   Tensor grad_q = at::empty_like(q), grad_k = at::empty_like(k), grad_v = at::empty_like(v);
   if (q.numel() == 0 || k.numel() == 0) return {grad_q.zero_(), grad_k.zero_(), grad_v.zero_()};
   with_problem(q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows,
@@ -71,9 +75,16 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
                  using T = typename std::decay_t<decltype(problem)>::Element;
                  using A = typename std::decay_t<decltype(problem)>::Arithmetic;
                  kernels().of<T>().attention_backward(AttentionBackward<T, A>{
-                     problem, view<const T>(grad_out), view<const T>(out), statistics_view<const A>(logsumexp),
-                     grad_logsumexp ? statistics_view<const A>(*grad_logsumexp) : View<const A>{}, view<T>(grad_q),
-                     view<T>(grad_k), view<T>(grad_v), {}, kept_weights(problem, kept, kept_factors)});
+                     problem,
+                     view<const T>(grad_out),
+                     view<const T>(out),
+                     statistics_view<const A>(logsumexp),
+                     grad_logsumexp ? statistics_view<const A>(*grad_logsumexp) : View<const A>{},
+                     view<T>(grad_q),
+                     view<T>(grad_k),
+                     view<T>(grad_v),
+                     {},
+                     kept_weights(problem, kept, kept_factors)});
                });
   return {grad_q, grad_k, grad_v};
 }
@@ -89,9 +100,15 @@ Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor
                [&](const auto& problem) {
                  using T = typename std::decay_t<decltype(problem)>::Element;
                  using A = typename std::decay_t<decltype(problem)>::Arithmetic;
-                 const AttentionBackward<T, A> call{
-                     problem, view<const T>(grad_out), view<const T>(out), statistics_view<const A>(logsumexp),
-                     grad_logsumexp ? statistics_view<const A>(*grad_logsumexp) : View<const A>{}, {}, {}, {}};
+                 const AttentionBackward<T, A> call{problem,
+                                                    view<const T>(grad_out),
+                                                    view<const T>(out),
+                                                    statistics_view<const A>(logsumexp),
+                                                    grad_logsumexp ? statistics_view<const A>(*grad_logsumexp)
+                                                                   : View<const A>{},
+                                                    {},
+                                                    {},
+                                                    {}};
                  kernels().of<T>().attention_grad_bias(
                      call, {grad.mutable_data_ptr<A>(), {bias.size(0), bias.size(1), bias.size(2), bias.size(3)}});
                });

@@ -115,11 +115,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_packed_backward(
       if (sequences.keys(b) == 0)  // no task will come by
         grad_q.narrow(0, start_q, sequences.queries(b)).zero_();
       else
-        calls.push_back(
-            {problem_of<T, A>(q, k, v, sequences, b, options), tokens<const T>(grad_out, start_q),
-             tokens<const T>(out, start_q), token_statistics<const A>(logsumexp, start_q),
-             grad_logsumexp ? token_statistics<const A>(*grad_logsumexp, start_q) : View<const A>{},
-             tokens<T>(grad_q, start_q), tokens<T>(grad_k, start_k), tokens<T>(grad_v, start_k)});
+        calls.push_back({problem_of<T, A>(q, k, v, sequences, b, options), tokens<const T>(grad_out, start_q),
+                         tokens<const T>(out, start_q), token_statistics<const A>(logsumexp, start_q),
+                         grad_logsumexp ? token_statistics<const A>(*grad_logsumexp, start_q) : View<const A>{},
+                         tokens<T>(grad_q, start_q), tokens<T>(grad_k, start_k), tokens<T>(grad_v, start_k)});
     }
     kernels().of<T>().attention_backward(calls);
   });

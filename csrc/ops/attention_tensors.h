@@ -58,11 +58,10 @@ void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
     using A = Accumulate<scalar_t>;
     OptionalTensor converted;
     body(AttentionProblem<scalar_t, A>{
-        q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3),
-        view<const scalar_t>(q), view<const scalar_t>(k), view<const scalar_t>(v),
-        view<const bool>(keep), view<const bool>(key_keep), bias_view<scalar_t, A>(bias, converted), view<const int32_t>(per_query),
-        causal.has_value(), causal.value_or(0), static_cast<A>(scale),
-        dropout_p, seed ? *seed->const_data_ptr<int64_t>() : 0, zero_empty_rows});
+        q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), view<const scalar_t>(q),
+        view<const scalar_t>(k), view<const scalar_t>(v), view<const bool>(keep), view<const bool>(key_keep),
+        bias_view<scalar_t, A>(bias, converted), view<const int32_t>(per_query), causal.has_value(), causal.value_or(0),
+        static_cast<A>(scale), dropout_p, seed ? *seed->const_data_ptr<int64_t>() : 0, zero_empty_rows});
   });
 }
 

@@ -2,8 +2,8 @@
 // kernels of a decoding step, in Python and the dispatcher, is as long as several of them and runs on one thread.
 // The kernels are those of the ops; models/decoder.py says the same in Python.
 #include "attention_tensors.h"
-#include "norm.h"
 #include "generation.h"
+#include "norm.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -88,8 +88,9 @@ struct Step {
     const Tensor known = cross.select(0, layer);
     const int64_t sentences = known.size(0), H = known.size(2), D = known.size(4), d = H * D;
     const Tensor q = slots ? queries.index_select(0, *slots) : queries;
-    const Tensor out = attend(q.view({sentences, -1, H, D}).transpose(1, 2), known.select(1, 0), known.select(1, 1),
-                              source_lengths).view({-1, d});
+    const Tensor out =
+        attend(q.view({sentences, -1, H, D}).transpose(1, 2), known.select(1, 0), known.select(1, 1), source_lengths)
+            .view({-1, d});
     return places ? out.index_select(0, *places) : out;
   }
 };
@@ -98,8 +99,7 @@ Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const T
                     const OptionalTensor& source_lengths, const OptionalTensor& slots, const OptionalTensor& places,
                     bool norm_first, bool std, double eps) {
   const Step step{own, cross, length, source_lengths, slots, places, norm_first, std, eps};
-  for (int64_t layer = 0; layer < own.size(0); ++layer)
-    x = step.through(layer, weights.data() + 2 * kParts * layer, x);
+  for (int64_t layer = 0; layer < own.size(0); ++layer) x = step.through(layer, weights.data() + 2 * kParts * layer, x);
   return x;
 }
 

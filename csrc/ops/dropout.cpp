@@ -38,10 +38,9 @@ std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const Option
   const Tensor grad_bias = at::cpu::empty({has_bias ? d : 0}, sum_options);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad_out.scalar_type(), "dropout_backward", [&] {
     using T = scalar_t;
-    kernels().of<T>().dropout_backward({gradient.const_data_ptr<T>(), relu ? output.const_data_ptr<T>() : nullptr,
-                                        out.mutable_data_ptr<T>(),
-                                        has_bias ? grad_bias.mutable_data_ptr<Accumulate<T>>() : nullptr, rows, d,
-                                        dropout_params(p, seed)});
+    kernels().of<T>().dropout_backward(
+        {gradient.const_data_ptr<T>(), relu ? output.const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(),
+         has_bias ? grad_bias.mutable_data_ptr<Accumulate<T>>() : nullptr, rows, d, dropout_params(p, seed)});
   });
   return {out, grad_bias};
 }

@@ -1,6 +1,6 @@
 // Embedding on the CPU, from tensors to what the kernels take.
-#include "../cpu/kernels.h"
 #include "../embedding.h"
+#include "../cpu/kernels.h"
 #include "tensors.h"
 
 #include <ATen/ATen.h>
@@ -32,9 +32,8 @@ Integers integers(const Tensor& tensor) {
   int64_t rest = row;
   for (int64_t dim = tensor.dim(); dim-- > 0; rest /= tensor.size(dim))
     place = std::to_string(rest % tensor.size(dim)) + (place.empty() ? "" : ", ") + place;
-  TORCH_CHECK_INDEX(
-      false, "ids[", place, "] is ", ids[row], ", but the vocabulary has ", vocabulary, " rows: expected 0 <= id < ",
-      vocabulary);
+  TORCH_CHECK_INDEX(false, "ids[", place, "] is ", ids[row], ", but the vocabulary has ", vocabulary,
+                    " rows: expected 0 <= id < ", vocabulary);
 }
 
 // Each sequence must find its positions in the table.
@@ -42,9 +41,9 @@ void check_offsets(const Integers& offsets, const OptionalTensor& table, const R
   if (!offsets || !table) return;
   for (int64_t i = 0; i < rows.count / rows.length; ++i) {
     const int64_t first = offset + offsets[i];
-    TORCH_CHECK_INDEX(
-        first >= 0 && first + rows.length <= table->size(0), "offset ", offsets[i], " of sequence ", i,
-        ": positions ", first, " to ", first + rows.length - 1, " are not all in the table of ", table->size(0));
+    TORCH_CHECK_INDEX(first >= 0 && first + rows.length <= table->size(0), "offset ", offsets[i], " of sequence ", i,
+                      ": positions ", first, " to ", first + rows.length - 1, " are not all in the table of ",
+                      table->size(0));
   }
 }
 
@@ -64,7 +63,8 @@ bool encode(const Tensor& out, const Rows& rows, const Tensor& source, const Ten
     if (ids.defined()) params.ids = integers(ids), params.vocabulary = source.size(0);
     params.scale = scale, params.first_positions = first_positions, params.dropout = dropout_params(p, seed);
     const bool narrow = table && table->scalar_type() == out.scalar_type() && !std::is_same_v<T, A>;
-    const Tensor typed = table && !narrow ? in_type(*table, c10::CppTypeToScalarType<A>::value) : table.value_or(Tensor());
+    const Tensor typed =
+        table && !narrow ? in_type(*table, c10::CppTypeToScalarType<A>::value) : table.value_or(Tensor());
     if (narrow)
       params.narrow_table = {typed.const_data_ptr<T>() + offset * typed.stride(0), typed.stride(0), typed.stride(1)};
     else if (table)
@@ -82,7 +82,8 @@ Tensor embed(const Tensor& ids, const Tensor& weight, const OptionalTensor& tabl
   const Tensor out = at::cpu::empty(shape, weight.options());
   if (rows.empty()) return out;
   const Tensor dense = ids.contiguous();
-  if (!encode(out, rows, weight, dense, scale, table, offset, offsets, p, seed)) raise_invalid_id(dense, weight.size(0));
+  if (!encode(out, rows, weight, dense, scale, table, offset, offsets, p, seed))
+    raise_invalid_id(dense, weight.size(0));
   return out;
 }
 

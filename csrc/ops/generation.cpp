@@ -41,13 +41,14 @@ std::tuple<Tensor, Tensor> best_tokens(const Tensor& logits, int64_t k) {
   const Tensor best = at::empty({rows, k}, given.options());
   const Tensor token = at::empty({rows, k}, given.options().dtype(at::kLong));
   kernels().generation.best_tokens(given.const_data_ptr<float>(), rows, columns, k, best.mutable_data_ptr<float>(),
-                        token.mutable_data_ptr<int64_t>());
+                                   token.mutable_data_ptr<int64_t>());
   return {best, token};
 }
 
 Tensor log_normalizer(const Tensor& logits) {
   const Tensor given = logits.contiguous(), out = at::empty({given.size(0)}, given.options());
-  kernels().generation.log_normalizer(given.const_data_ptr<float>(), given.size(0), given.size(1), out.mutable_data_ptr<float>());
+  kernels().generation.log_normalizer(given.const_data_ptr<float>(), given.size(0), given.size(1),
+                                      out.mutable_data_ptr<float>());
   return out;
 }
 
@@ -74,8 +75,8 @@ Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& 
   sizes.back() = outputs;
   const Tensor out = at::cpu::empty(sizes, x.options());
   kernels().generation.step_linear({input.const_data_ptr<float>(), packed.const_data_ptr<float>(),
-                         bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
-                         input.numel() / depth, depth, outputs, relu});
+                                    bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
+                                    input.numel() / depth, depth, outputs, relu});
   return out;
 }
 

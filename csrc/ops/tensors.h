@@ -19,9 +19,7 @@ inline at::ScalarType arithmetic_type(const at::Tensor& x) {
 }
 
 // x in another type. ATen's own call costs a tenth of a microsecond to find out that there is nothing to do.
-inline at::Tensor in_type(const at::Tensor& x, at::ScalarType type) {
-  return x.scalar_type() == type ? x : x.to(type);
-}
+inline at::Tensor in_type(const at::Tensor& x, at::ScalarType type) { return x.scalar_type() == type ? x : x.to(type); }
 
 // Parameters (d), of any type, as a kernel for elements of type T takes them; what had to be converted lives as long.
 template <typename T>

@@ -149,7 +149,8 @@ class Search:
             whose = torch.arange(batch, device=total.device)[:, None].expand_as(token)
             chosen.index_put_((whose[taken], token[taken]), chosen.new_ones(()), accumulate=True)
             each.append((total, parent, token))
-        return tuple(torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*each, strict=True))
+        total, parent, token = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*each, strict=True))
+        return total, parent, token
 
     def _best_of(
         self, rows: Tensor, unit: Tensor, known: Tensor, logits: Tensor, ranking: Tensor
@@ -190,8 +191,8 @@ class Search:
         # nothing by the other and have the kindest length.
         lengths = self.limits if config.length_penalty > 0 else torch.full_like(self.limits, length + 1)
         reachable = open_log_prob.amax(dim=1).double() / length_penalty_of(lengths.double(), config)
-        bar = torch.tensor(bar, dtype=torch.float64, device=reachable.device).repeat_interleave(self.groups)
-        return (bar >= reachable) & (bar > -torch.inf)
+        least = torch.tensor(bar, dtype=torch.float64, device=reachable.device).repeat_interleave(self.groups)
+        return (least >= reachable) & (least > -torch.inf)
 
     def _keep_stuck(self, valid: Tensor) -> None:
         """A unit none of whose hypotheses can go on keeps them, as cut off."""
@@ -202,10 +203,10 @@ class Search:
 
     def _record(self, rows: Tensor, last: Tensor | None, log_prob: Tensor, length: int, *, finished: bool) -> None:
         tokens = self.tokens[rows, 1:]
-        tokens = (tokens if last is None else torch.cat([tokens, last[:, None]], dim=1)).tolist()
-        maps = [None] * len(tokens) if self.attention is None else self.attention[rows].unbind()
+        answers = (tokens if last is None else torch.cat([tokens, last[:, None]], dim=1)).tolist()
+        maps = [None] * len(answers) if self.attention is None else self.attention[rows].unbind()
         sentences = (self.unit[rows] // self.groups).tolist()
-        for index, ids, value, attention in zip(sentences, tokens, log_prob.tolist(), maps, strict=True):
+        for index, ids, value, attention in zip(sentences, answers, log_prob.tolist(), maps, strict=True):
             self.found[index].append(
                 scored_hypothesis(self.config, self.request, index, ids, value, length, finished, attention)
             )

@@ -48,8 +48,10 @@ def generate(
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:
         raise ValueError("model is an empty list; expected at least one model")
-    given = {"src_lengths": src_lengths, "src_mask": src_mask, "bos": bos, "eos": eos, "pad": pad, "max_length": None}
-    request, *_ = [check_request(one, src, **given) for one in models]
+    request, *_ = [
+        check_request(one, src, src_lengths=src_lengths, src_mask=src_mask, bos=bos, eos=eos, pad=pad, max_length=None)
+        for one in models
+    ]
     vocabularies = {form_of(one).vocabulary for one in models}
     if len(vocabularies) > 1:
         raise ValueError(f"the models have target vocabularies of different sizes: {sorted(map(str, vocabularies))}")

@@ -85,7 +85,7 @@ def follow(
         if scored:
             chosen = logits.gather(1, choice[:, None]).squeeze(1)
             log_prob += torch.where(stuck, 0.0, (chosen - log_normalizer(logits)).double())
-        if attends:
+        if attention is not None:
             attention = torch.cat([attention, decoding.attention[:, None]], dim=1)
         tokens = torch.cat([tokens, choice[:, None]], dim=1)
         ended = stuck | (choice == request.eos)
@@ -97,12 +97,11 @@ def follow(
             for index, ids, without_last, was_stuck, value, weights in zip(*leaving, maps, strict=True):
                 body, length = ids[1:-1] if without_last else ids[1:], len(ids) - 1 - was_stuck
                 finished = without_last and not was_stuck
-                found = scored_hypothesis(config, request, index, body, value, length, finished, weights)
-                answers[index].append(found)
+                answers[index].append(scored_hypothesis(config, request, index, body, value, length, finished, weights))
             rows = (~closed).nonzero().squeeze(1)
             row, sentence, tokens, log_prob = row[rows], sentence[rows], tokens[rows], log_prob[rows]
             attention = None if attention is None else attention[rows]
             decoding.select(rows)
-    for found in answers:
-        found.sort(key=lambda hypothesis: -hypothesis.score)
+    for hypotheses in answers:
+        hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
     return answers

@@ -54,7 +54,7 @@ class Rules:
         allowed = logits.clone()
         if self._suppress is not None:
             allowed[:, self._suppress] = -torch.inf
-        if step + 1 < self._most:
+        if self._least is not None and step + 1 < self._most:
             allowed[self._least[sentence] > step + 1, self._eos] = -torch.inf
         if repeats:
             windows = tokens[:, 1:].unfold(1, n, 1)  # (rows, step - n + 1, n)

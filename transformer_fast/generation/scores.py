@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,10 @@ LEAST_COVERAGE = 1e-10
 """A source token that no attention reached at all counts as if it had got this much."""
 
 
+@overload
+def length_penalty(length: int, config: GenerationConfig) -> float: ...
+@overload
+def length_penalty(length: Tensor, config: GenerationConfig) -> Tensor: ...
 def length_penalty(length: Tensor | int, config: GenerationConfig) -> Tensor | float:
     """What log P of an answer of this many tokens, EOS included, is divided by."""
     base = (5 + length) / 6 if config.length_norm == "gnmt" else length

@@ -24,7 +24,13 @@ from typing import Any
 import torch
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-_REMEDY = "run `make setup`, or `pip install --no-build-isolation -e .`, in the folder of transformer_fast"
+_IN_A_CHECKOUT = "run `make setup`, or `pip install --no-build-isolation -e .`, in the folder of transformer_fast"
+_INSTALLED = (
+    "install it again from its sources, which builds it here: "
+    "`pip install --force-reinstall --no-deps --no-build-isolation transformer_fast-*.tar.gz`"
+)
+_REMEDY = _IN_A_CHECKOUT if (_PACKAGE.parent / "setup.py").is_file() else _INSTALLED
+_MEANWHILE = "until then the eager reference runs instead: the same numbers, slower"
 _MARK = b"transformer_fast build: "
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "generic")
 """All there are kernels for: AVX-512 with and without products of bfloat16, AVX2 with FMA, and any CPU that is not x86."""
@@ -45,8 +51,13 @@ def module() -> ModuleType | None:
 
 
 def status() -> str:
-    """One line for people: loaded and with what, or what is wrong and what to run."""
-    return _outcome()[1]
+    """One line for people: loaded and with what, or what is wrong, what to run, and what runs until then."""
+    return _outcome()[1] if load() else f"{obstacle()}; {_MEANWHILE}"
+
+
+def obstacle() -> str:
+    """Why the extension is not loaded and what to run; empty if it is."""
+    return "" if load() else _outcome()[1]
 
 
 def build_info() -> dict[str, Any]:
@@ -68,7 +79,7 @@ def _outcome() -> tuple[bool, str, dict[str, Any]]:
         return False, f"the C++ extension {path.name} is broken (no build record in it): {_REMEDY}", {}
     if built["torch"] != torch.__version__:
         message = f"the C++ extension was built for torch {built['torch']}, but this is torch {torch.__version__}"
-        return False, f"{message}: {_REMEDY}", {}
+        return False, f"{message}: {_REMEDY}; or `pip install torch=={built['torch']}`", {}
     try:
         module = importlib.import_module("transformer_fast._C")
     except ImportError as error:
@@ -101,7 +112,10 @@ def _choose_kernels(supported: list[str], asked: str) -> tuple[str | None, str]:
         return usable[0], ""
     if not supported:
         return None, "this CPU is older than the kernels: they need AVX2 and FMA"
-    return None, f"no kernels for {' or '.join(supported)} were built, only for {', '.join(built) or 'nothing'}: {_REMEDY}"
+    return (
+        None,
+        f"no kernels for {' or '.join(supported)} were built, only for {', '.join(built) or 'nothing'}: {_REMEDY}",
+    )
 
 
 def _library(instruction_set: str) -> Path | None:

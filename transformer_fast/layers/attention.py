@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from typing import Protocol, overload
 
 from torch import Tensor, nn
 
@@ -24,6 +24,10 @@ class KeyValues(Protocol):
         """x (rows, 1, d_model), what the newest queries are made of -> the heads' outputs (rows, 1, d_model)."""
 
 
+@overload
+def layer_mask(mask: Tensor | AttentionMask | None) -> AttentionMask | None: ...
+@overload
+def layer_mask(mask: LayerMask) -> AttentionMask | PackedMask | None: ...
 def layer_mask(mask: LayerMask) -> AttentionMask | PackedMask | None:
     """A layer's mask in normal form: keep masks (B, 1, Lk) and (B, Lq, Lk) become an
     :class:`~transformer_fast.AttentionMask`, and get their head axis here.
@@ -62,24 +66,28 @@ def attention(
         dropout: acts on the weights when it is in training mode.
         verbose: print the weights after dropout; padded only.
     """
-    options = {"scale": 1.0 / math.sqrt(d_k), "dropout_p": active_dropout(dropout) if dropout is not None else 0.0}
+    scale, p = 1.0 / math.sqrt(d_k), active_dropout(dropout) if dropout is not None else 0.0
     if isinstance(mask, PackedMask):
         if verbose:
             raise ValueError("attention: verbose prints weights (B, h, Lq, Lk), which packed inputs do not have")
+        q, k, v = (t.transpose(0, 1) for t in (q, k, v))
         return ops.attention_packed(
-            *(t.transpose(0, 1) for t in (q, k, v)),
+            q,
+            k,
+            v,
             mask.queries.cu_seqlens,
             mask.keys.cu_seqlens,
             max_q=mask.queries.max_length,
             max_k=mask.keys.max_length,
             causal=mask.causal,
-            **options,
+            scale=scale,
+            dropout_p=p,
         ).transpose(0, 1)
     if verbose:
-        out, weights = ops.attention(q, k, v, layer_mask(mask), return_weights="dropped", **options)
+        out, weights = ops.attention(q, k, v, layer_mask(mask), scale=scale, dropout_p=p, return_weights="dropped")
         print(weights)
         return out
-    return ops.attention(q, k, v, layer_mask(mask), **options)
+    return ops.attention(q, k, v, layer_mask(mask), scale=scale, dropout_p=p)
 
 
 class MultiHeadAttention(nn.Module):

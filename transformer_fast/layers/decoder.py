@@ -86,10 +86,11 @@ class DecoderLayer(nn.Module):
         """The output of a pre-norm layer, its last sum left to the norm that follows; x may be such an output."""
         own, cross = (None, None) if cache is None else cache
         p_1, p_2, p_3 = (active_dropout(d) for d in (self.dropout_1, self.dropout_2, self.dropout_3))
-        x2, x = norm_and_sum(self.norm_1, x)
-        x2, x = self.norm_2(self.attn_1(x2, x2, x2, trg_mask, cache=own), residual=x, dropout_p=p_1)
-        x2, x = self.norm_3(self.attn_2(x2, e_outputs, e_outputs, src_mask, cache=cross), residual=x, dropout_p=p_2)
-        return Unsummed(x, self.ff(x2), p_3)
+        y, total = norm_and_sum(self.norm_1, x)
+        y, total = self.norm_2(self.attn_1(y, y, y, trg_mask, cache=own), residual=total, dropout_p=p_1)
+        seen = self.attn_2(y, e_outputs, e_outputs, src_mask, cache=cross)
+        y, total = self.norm_3(seen, residual=total, dropout_p=p_2)
+        return Unsummed(total, self.ff(y), p_3)
 
 
 def subsequentmask(size: int) -> Tensor:

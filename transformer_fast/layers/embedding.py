@@ -39,14 +39,15 @@ class Embedder(nn.Module):
         Packed ids (T,) stand where their ``packing`` says, and become (T, d_model).
         """
         table = positions.table(offset + (x.shape[-1] if packing is None else packing.length))
+        start: int | Tensor = offset
         if packing is not None:  # each token is a sequence of its own
-            x, offset = x.unsqueeze(-1), offset + packing.positions
+            x, start = x.unsqueeze(-1), offset + packing.positions
         out = embed(
             x,
             self.lut.weight,
             table,
             scale=math.sqrt(self.d_model),
-            offset=offset,
+            offset=start,
             padding_idx=self.lut.padding_idx,
             dropout_p=active_dropout(positions.dropout),
         )
@@ -68,6 +69,7 @@ class SinusoidalTable(nn.Module):
     """What the buffer is called."""
     table_is_stored = True
     """Whether a state dict must have it; where not, one without it leaves the table as it was made."""
+    _extended: Tensor | None
 
     def __init__(self, d_model: int, max_len: int) -> None:
         super().__init__()

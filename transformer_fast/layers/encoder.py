@@ -58,6 +58,6 @@ class EncoderLayer(nn.Module):
 
     def unsummed(self, x: Tensor | Unsummed, mask: LayerMask) -> Unsummed:
         """The output of a pre-norm layer, its last sum left to the norm that follows; x may be such an output."""
-        x2, x = norm_and_sum(self.norm_1, x)
-        x2, x = self.norm_2(self.attn(x2, x2, x2, mask), residual=x, dropout_p=active_dropout(self.dropout_1))
-        return Unsummed(x, self.ff(x2), active_dropout(self.dropout_2))
+        y, total = norm_and_sum(self.norm_1, x)
+        y, total = self.norm_2(self.attn(y, y, y, mask), residual=total, dropout_p=active_dropout(self.dropout_1))
+        return Unsummed(total, self.ff(y), active_dropout(self.dropout_2))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -44,15 +46,16 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
         x: (..., d_in).
         p: dropout probability, 0 outside training.
     """
-    plain = _is_plain_linear(linear)
-    if plain and p > 0.0 and linear.bias is not None and backends.resolve("dropout", x.device, x.dtype) == "triton":
+    if not _is_plain_linear(linear):
+        return fused_dropout(linear(x), p, relu=True)
+    if p > 0.0 and linear.bias is not None and backends.resolve("dropout", x.device, x.dtype) == "triton":
         return fused_dropout(F.linear(x, linear.weight), p, bias=linear.bias, relu=True)
     inner = linear(x)
-    if plain and p == 0.0 and type(inner) is Tensor:
+    if p == 0.0 and type(inner) is Tensor:
         return inner.relu_()  # over what nobody else has
     return fused_dropout(inner, p, relu=True)
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
+def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     replaced = "forward" in module.__dict__
     return type(module) is nn.Linear and not replaced and unwatched(module)

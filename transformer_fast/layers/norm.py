@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,10 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.zeros(d_model))
         self.eps = eps
 
+    @overload
+    def forward(self, x: Tensor, *, residual: None = None, dropout_p: float = 0.0) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, *, residual: Tensor, dropout_p: float = 0.0) -> tuple[Tensor, Tensor]: ...
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -40,6 +44,10 @@ class Norm(nn.Module):
 class LayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` over the last dimension, with the same two forms of forward as :class:`Norm`."""
 
+    @overload
+    def forward(self, x: Tensor, *, residual: None = None, dropout_p: float = 0.0) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, *, residual: Tensor, dropout_p: float = 0.0) -> tuple[Tensor, Tensor]: ...
     def forward(
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:

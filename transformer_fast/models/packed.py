@@ -27,9 +27,10 @@ def packed_masks(
     Raises:
         ValueError: for a mask that is more than padding (and, for the target, look-ahead).
     """
-    source = packing_of(layer_mask(src_mask), *src.shape, src.device)
-    padding, causal = _padding_and_look_ahead(layer_mask(trg_mask), trg.shape[1])
-    target = packing_of(padding, *trg.shape, trg.device)
+    (batch, src_length), (_, trg_length) = src.shape, trg.shape
+    source = packing_of(layer_mask(src_mask), batch, src_length, src.device)
+    padding, causal = _padding_and_look_ahead(layer_mask(trg_mask), trg_length)
+    target = packing_of(padding, trg.shape[0], trg_length, trg.device)
     return PackedMask(source, source), PackedMask(target, source), PackedMask(target, target, causal)
 
 

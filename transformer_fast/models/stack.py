@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -65,23 +65,24 @@ class Stack(nn.Module):
         """The norm of what leaves the last layer. Between two pre-norm layers the sum that ends one and the norm that
         begins the next are one op; with ``checkpoint_activations`` nothing but the layers' outputs is kept."""
         again = self.checkpoint_activations and torch.is_grad_enabled()
+        y: Tensor | Unsummed = x
         for layer in self.layers:
             if not again and _may_stay_open(layer):
-                x = layer.unsummed(x, *inputs)
+                y = layer.unsummed(y, *inputs)
                 continue
-            x = x.summed() if isinstance(x, Unsummed) else x
-            x = checkpoint(layer, x, *inputs, use_reentrant=False) if again else layer(x, *inputs)
-        if not isinstance(x, Unsummed):
-            return self.norm(x)
-        return norm_and_sum(self.norm, x)[0] if _fuses(self.norm) else self.norm(x.summed())
+            y = y.summed() if isinstance(y, Unsummed) else y
+            y = checkpoint(layer, y, *inputs, use_reentrant=False) if again else layer(y, *inputs)
+        if not isinstance(y, Unsummed):
+            return self.norm(y)
+        return norm_and_sum(self.norm, y)[0] if _fuses(self.norm) else self.norm(y.summed())
 
 
-def _may_stay_open(layer: nn.Module) -> bool:
+def _may_stay_open(layer: Any) -> TypeGuard[EncoderLayer | DecoderLayer]:
     """Whether nobody would miss it if a layer were not called, and its last sum left to the next norm."""
     if type(layer) not in (EncoderLayer, DecoderLayer) or "forward" in layer.__dict__ or not layer.norm_first:
         return False
     return layer._compiled_call_impl is None and unwatched(layer) and _fuses(layer.norm_1)
 
 
-def _fuses(norm: nn.Module) -> bool:
+def _fuses(norm: nn.Module) -> TypeGuard[Norm | LayerNorm]:
     return isinstance(norm, Norm | LayerNorm)

@@ -114,7 +114,11 @@ class Transformer(nn.Module):
             A scalar in float32 (float64 for float64).
         """
         hidden, queries = self._hidden(src, trg, src_mask, trg_mask)
-        options = {"label_smoothing": label_smoothing, "ignore_index": ignore_index, "reduction": reduction}
+        options: dict[str, Any] = {
+            "label_smoothing": label_smoothing,
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+        }
         target = target if queries is None else take(target, queries)
         if type(self.out) is not nn.Linear:  # somebody's own output layer
             logits = self.out(hidden).flatten(0, -2)

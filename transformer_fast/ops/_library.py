@@ -104,7 +104,7 @@ def draw_launch_seed(device: torch.device, as_number: bool) -> int | torch.Tenso
     if torch.compiler.is_compiling() or captured or not (as_number or on_cuda):
         return draw_seed(device)
     native = extension.module()
-    number = native.draw_number() if native else draw_seed(_CPU).item()
+    number = native.draw_number() if native else int(draw_seed(_CPU).item())
     return number if as_number else torch.full((1,), number, dtype=torch.int64, device=device)
 
 

@@ -4,7 +4,7 @@ runs."""
 from __future__ import annotations
 
 import math
-from typing import Any, Never
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +24,72 @@ MASK_SCHEMA = (
 MAX_TRITON_HEAD_DIM = 256
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of :func:`attention` that do not change what it returns."""
+
+    bias: Tensor | None
+    causal: bool | int
+    scale: float | None
+    dropout_p: float
+    empty_rows: str
+
+
+# What a type checker reads: how many tensors come back.
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | Tensor | None = None,
+    *,
+    return_weights: Literal[False] = False,
+    return_logsumexp: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | Tensor | None = None,
+    *,
+    return_weights: Literal[True, "dropped"],
+    return_logsumexp: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | Tensor | None = None,
+    *,
+    return_weights: Literal[False] = False,
+    return_logsumexp: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | Tensor | None = None,
+    *,
+    return_weights: Literal[True, "dropped"],
+    return_logsumexp: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | Tensor | None = None,
+    *,
+    return_weights: bool | str = False,
+    return_logsumexp: bool = False,
+    **options: Unpack[_Options],
+) -> Tensor | tuple[Tensor, ...]: ...
 def attention(
     q: Tensor,
     k: Tensor,
@@ -77,17 +143,17 @@ def attention(
     seed, out = None, None
     if dropout_p > 0.0 and isinstance(q, Tensor):
         seed = _library.draw_launch_seed(q.device, launched is not None)
-    causal = and_causal(mask.causal_offset, causal)
-    parts = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, causal, scale)
+    offset = and_causal(mask.causal_offset, causal)
+    given = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, offset, scale)
     if launched:
-        out = by_launchers(launched, q, k, v, parts, dropout_p, seed, empty_rows)
+        out = by_launchers(launched, q, k, v, given, dropout_p, seed, empty_rows)
     elif not return_logsumexp and return_weights in (False, True, "dropped") and (direct := _direct.native()):
-        out = direct.attention(q, k, v, *parts, dropout_p, seed, empty_rows)
+        out = direct.attention(q, k, v, *given, dropout_p, seed, empty_rows)
     if out is not None:
         if not return_weights:
             return out
-        dropout = (float(dropout_p), seed) if return_weights == "dropped" else (0.0, None)
-        return out, _native_weights(q, k, parts, *dropout, empty_rows == "zero")
+        drawn = (float(dropout_p), seed) if return_weights == "dropped" else (0.0, None)
+        return out, _native_weights(q, k, given, *drawn, empty_rows == "zero")
     if isinstance(seed, int):
         seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
@@ -107,7 +173,7 @@ def attention(
     lengths = mask.key_lengths
     if lengths is not None:
         lengths = normal_lengths(lengths, B, Lq, Lk)
-    parts = (mask.keep_mask, key_keep, lengths, bias, causal, scale, float(dropout_p), seed)
+    parts = (mask.keep_mask, key_keep, lengths, bias, offset, scale, float(dropout_p), seed)
 
     check_backend(backend, q, v)
     if backend == "reference":
@@ -157,7 +223,7 @@ def check_backend(backend: str, q: Tensor, v: Tensor) -> None:
 
 
 def _dropped(weights: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
-    if dropout_p == 0.0:
+    if dropout_p == 0.0 or seed is None:
         return weights
     kept = reference.dropout.attention_keep(seed, dropout_p, *weights.shape)
     return (weights * reference.dropout.rescale(dropout_p)).masked_fill(~kept, 0.0)

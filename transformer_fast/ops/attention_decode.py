@@ -74,8 +74,9 @@ def attention_decode(
     backend = backends.resolve("attention", q.device, q.dtype)
     check_backend(backend, q, v_cache)
     if backend == "reference":
-        options = {"lengths": lengths, "page_table": page_table, "causal": causal, "scale": scale}
-        return reference.attention.attention_decode(q, k_cache, v_cache, **options)[0]
+        return reference.attention.attention_decode(
+            q, k_cache, v_cache, lengths=lengths, page_table=page_table, causal=causal, scale=scale
+        )[0]
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
     args = (q, k_cache, v_cache, lengths, page_table, causal, scale, backend)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Never
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,39 @@ _SCHEMA = (
 )
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of :func:`attention_packed` that do not change what it returns."""
+
+    max_q: int | None
+    max_k: int | None
+    causal: bool
+    scale: float | None
+    dropout_p: float
+    empty_rows: str
+
+
+@overload
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_logsumexp: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_logsumexp: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...
 def attention_packed(
     q: Tensor,
     k: Tensor,

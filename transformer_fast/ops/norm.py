@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Never
+from typing import Never, overload
 
 import torch
 from torch import Tensor
@@ -16,6 +16,39 @@ KINDS = ("layer", "std")
 _SHAPE = (int, tuple, list)
 
 
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    kind: str = "layer",
+    residual: None = None,
+    dropout_p: float = 0.0,
+) -> Tensor: ...
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    kind: str = "layer",
+    residual: Tensor,
+    dropout_p: float = 0.0,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    kind: str = "layer",
+    residual: Tensor | None,
+    dropout_p: float = 0.0,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def layer_norm(
     x: Tensor,
     weight: Tensor | None,

@@ -1,0 +1,86 @@
+"""What `make` runs: the set-up that is never silent, and the parts of the tests with their one verdict."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+TOOLS = Path(__file__).resolve().parent.parent / "tools"
+
+
+@pytest.fixture
+def progress() -> ModuleType:
+    return tool("progress")
+
+
+@pytest.fixture
+def run_tests() -> ModuleType:
+    return tool("run_tests")
+
+
+def tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"tools_{name}", TOOLS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+BUILD = """
+import sys, time
+print("transformer_fast: CPU kernels only (because)")
+print("running build_ext")
+print("[1/12] c++ -MMD -MF /x/build/a.o.d -I/x/csrc -c -c /x/csrc/cpu/a.cpp -o /x/a.o", flush=True)
+time.sleep(0.5)
+print("Collecting numpy==2.0 (from -r requirements.txt (line 4))")
+print("error: x", file=sys.stderr)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_progress_shows_steps_and_is_never_silent(
+    progress: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], code: int
+) -> None:
+    monkeypatch.setattr(progress, "QUIET", 0.1)
+    assert progress.main(["build", sys.executable, "-c", BUILD, str(code)]) == code
+    lines = capfd.readouterr().out.splitlines()
+    shown = ("   transformer_fast: CPU kernels only (because)", "   [1/12] csrc/cpu/a.cpp", "   Collecting numpy==2.0")
+    assert [line for line in lines if line in shown] == list(shown)
+    assert any(line.startswith("   ... ") for line in lines[lines.index(shown[1]) : lines.index(shown[2])])
+    assert ("running build_ext" in lines) == ("error: x" in lines) == (code == 3), "all of it, if it failed"
+    assert lines[-1].startswith("build: " + ("done" if code == 0 else "failed with exit code 3"))
+
+
+def test_every_part_runs_and_one_red_one_makes_the_verdict_red(
+    run_tests: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "test_red.py").write_text("def test_red(): assert False\ndef test_green(): pass\n")
+    (tmp_path / "test_green.py").write_text("import os\ndef test_green(): assert os.environ['MARK'] == '1'\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    pytest_here = [sys.executable, "-m", "pytest", "--color=yes", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    red = run_tests.Part("red", [*pytest_here, str(tmp_path / "test_red.py")])
+    green = run_tests.Part("green", [*pytest_here, str(tmp_path / "test_green.py")], {"MARK": "1"})
+    lint = run_tests.Part("lint", [sys.executable, "-c", "print('line too long'); raise SystemExit(2)"])
+
+    assert run_tests.run_all([lint, red, green]) == 1
+    output, verdict = capfd.readouterr().out.split("== verdict\n")
+    assert "line too long" in output and "short test summary info" in output, "what each said stays on the screen"
+    lines = verdict.splitlines()
+    assert lines[0].split()[:3] == ["lint", "FAILED", "(2)"]
+    assert lines[1].split()[:3] == ["red", "FAILED", "(1)"] and "1 failed, 1 passed in " in lines[1]
+    assert lines[2].split()[:2] == ["green", "passed"] and "1 passed in " in lines[2]
+    assert lines[3] == "FAILED: lint, red"
+
+    assert run_tests.run_all([green]) == 0
+    assert capfd.readouterr().out.endswith("\nall passed\n")
+
+
+def test_make_test_consists_of_lint_the_suite_and_the_interpreter(run_tests: ModuleType) -> None:
+    parts = {part.name: part for part in run_tests.parts("2")}
+    assert list(parts)[:1] == ["lint"] and {"tests", "interpreter"} <= parts.keys()
+    assert parts["interpreter"].environment == {"TRITON_INTERPRET": "1"}

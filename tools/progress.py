@@ -1,0 +1,80 @@
+"""Runs a command of the set-up and shows what it is doing in short lines, never nothing for long.
+
+    python tools/progress.py "C++ extension" python setup.py build_ext --inplace
+
+Shown are the packages pip collects and installs, each finished step of ninja with its counter, and what setup.py says;
+where nothing happens for some seconds, how long it has been. If the command fails, all it printed.
+Needs the standard library alone: it runs before anything is installed.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+
+QUIET = 8.0  # seconds without a line, after which one says how long it takes
+STEP = re.compile(r"\[\d+/\d+\]")
+SOURCE = re.compile(r"\s-c\s+([^-\s]\S*)")
+PLAIN = ("Collecting ", "Installing ", "Successfully ", "transformer_fast: ", "* ")
+
+
+def main(arguments: list[str]) -> int:
+    what, *command = arguments
+    say(f"{what}: {' '.join(command)}")
+    start = shown = time.monotonic()
+    everything = []
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=read, args=(process.stdout, lines), daemon=True).start()
+    while True:
+        try:
+            line = lines.get(timeout=max(0.0, shown + QUIET - time.monotonic()))
+        except queue.Empty:
+            short = f"... {time.monotonic() - start:.0f} s"
+        else:
+            if line is None:
+                break
+            everything.append(line)
+            short = shortened(line)
+        if short:
+            say(f"   {short}")
+            shown = time.monotonic()
+    code = process.wait()
+    if code != 0:
+        say("".join(everything))
+    say(f"{what}: {'done' if code == 0 else f'failed with exit code {code}'} ({time.monotonic() - start:.0f} s)")
+    return code
+
+
+def read(stream: Iterable[str], lines: queue.SimpleQueue[str | None]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def shortened(line: str) -> str:
+    """What is worth a line of its own on the screen; empty for all else."""
+    line = line.strip()
+    if step := STEP.match(line):
+        source = SOURCE.search(line)
+        what = f"csrc/{source.group(1).rpartition('/csrc/')[2]}" if source else line[step.end() :].strip()[:80]
+        return f"{step.group()} {what}"
+    if not line.startswith(PLAIN):
+        return ""
+    return line.partition(" (from ")[0][:110]
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
