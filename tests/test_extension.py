@@ -43,10 +43,7 @@ BUILD = {
     "torch": torch.__version__,
     "cuda": None,
     "arch_list": None,
-    "native_arch": True,
     "compiler": "c++",
-    "vector": "avx2",
-    "cpu_features": [],
 }
 STUBS = {
     "missing": (None, "is missing"),
@@ -57,7 +54,6 @@ STUBS = {
         {**BUILD, "torch": "2.9.9+cu999"},
         f"was built for torch 2.9.9+cu999, but this is torch {torch.__version__}",
     ),
-    "another CPU": ({**BUILD, "cpu_features": ["avx2", "amx-future"]}, "was built for a CPU with amx-future, which"),
     "does not load": (BUILD, "does not load ("),
 }
 
@@ -90,7 +86,7 @@ def test_installed_for_another_torch_names_both_ways_out_and_what_runs(package: 
     for text in (status, warning, refused):
         assert STUBS["another torch"][1] in text and "make setup" not in text
         assert "--no-build-isolation transformer_fast-*.tar.gz`; or `pip install torch==2.9.9+cu999`" in text
-    assert status.endswith("; until then the eager reference runs instead: the same numbers, slower")
+    assert status.endswith("; the eager reference runs instead: the same numbers, slower")
     assert warning.startswith("transformer_fast: embedding on cpu in torch.float32 runs on the eager reference: the ")
 
 
@@ -122,14 +118,13 @@ needs_extension = pytest.mark.skipif(not extension.load(), reason=extension.stat
 
 @needs_extension
 def test_the_loaded_extension_tells_what_it_is() -> None:
-    from transformer_fast import _C
-
     info = extension.build_info()
-    assert info == _C.build_info()
-    assert info.keys() == BUILD.keys()
-    assert info["torch"] == torch.__version__ and info["vector"] in ("avx512", "avx2", "baseline")
+    chosen = info.pop("instruction_set")
+    assert info == extension.module().build_info()
+    assert info.keys() == BUILD.keys() and info["torch"] == torch.__version__
+    assert chosen in extension.module().supported_instruction_sets()
     assert re.match(r"\S+ \d+\.\d+", info["compiler"])
-    assert extension.status().startswith("loaded: ") and info["vector"] in extension.status()
+    assert extension.status().startswith("loaded: ") and f"{chosen} kernels" in extension.status()
 
 
 @needs_extension
@@ -227,12 +222,91 @@ def test_choice_of_cuda(
         assert names["want_cuda"]() is expected
 
 
-def test_the_compiler_is_asked_what_it_will_use() -> None:
+SETS = ["avx512_bf16", "avx512", "avx2"]
+
+
+@pytest.mark.parametrize(
+    "supported,built,asked,expected",
+    [
+        (SETS, SETS, "", "avx512_bf16"),
+        (SETS, ["avx512", "avx2"], "", "avx512"),
+        (["avx2"], SETS, "", "avx2"),
+        (SETS, SETS, "avx2", "avx2"),
+        (["generic"], ["generic"], "", "generic"),
+        ([], SETS, "", "this CPU is older than the kernels: they need AVX2 and FMA"),
+        (["avx2"], ["avx512"], "", "no kernels for avx2 were built, only for avx512: run `make setup`"),
+        (["avx2"], [], "", "no kernels for avx2 were built, only for nothing: run `make setup`"),
+    ],
+)
+def test_choice_of_kernels(
+    supported: list[str], built: list[str], asked: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(extension, "_library", lambda name: Path(name) if name in built else None)
+    chosen, reason = extension._choose_kernels(supported, asked)
+    assert chosen == expected or (chosen is None and reason.startswith(expected))
+
+
+@pytest.mark.parametrize(
+    "asked,expected",
+    [
+        ("avx1024", "TRANSFORMER_FAST_CPU: expected one of avx512_bf16, avx512, avx2, generic, got 'avx1024'"),
+        ("avx512", "TRANSFORMER_FAST_CPU=avx512, but this CPU does not run them; there are avx2"),
+        ("generic", "TRANSFORMER_FAST_CPU=generic, but this CPU does not run them; there are avx2"),
+    ],
+)
+def test_kernels_that_cannot_run_are_refused(asked: str, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "_library", lambda name: Path(name))
+    with pytest.raises(ValueError, match=f"^{re.escape(expected)}$"):
+        extension._choose_kernels(["avx2"], asked)
+
+
+@needs_extension
+@pytest.mark.parametrize("name", extension.module().supported_instruction_sets() if extension.load() else [])
+def test_the_environment_chooses_the_kernels(name: str) -> None:
+    code = "from transformer_fast.kernels import extension; print(extension.status())"
+    result = run_with_kernels(name, code)
+    if extension._library(name) is None:
+        assert f"TRANSFORMER_FAST_CPU={name}, but they were not built" in result.stderr
+    else:
+        assert f", {name} kernels (as TRANSFORMER_FAST_CPU asks), " in result.stdout
+
+
+@needs_extension
+def test_an_unknown_name_of_kernels_is_an_error_at_the_first_op() -> None:
+    code = "import torch, transformer_fast as t; t.embed(torch.tensor([0]), torch.ones(1, 4))"
+    result = run_with_kernels("mmx", code)
+    assert result.returncode != 0 and "ValueError: TRANSFORMER_FAST_CPU: expected one of" in result.stderr
+
+
+def run_with_kernels(name: str, code: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TRANSFORMER_FAST_CPU": name}
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@needs_extension
+def test_kernels_of_another_build_are_refused(tmp_path: Path) -> None:
+    path = extension._library(extension.build_info()["instruction_set"])
+    other = tmp_path / path.name
+    other.write_bytes(path.read_bytes().replace(b'"torch": "', b'"troch": "'))
+    with pytest.raises(RuntimeError, match="comes from another build"):
+        extension.module().load_kernels(str(other))
+    empty = tmp_path / f"empty_{path.name}"
+    empty.write_bytes(b"")
+    with pytest.raises(RuntimeError, match="file too short"):
+        extension.module().load_kernels(str(empty))
+
+
+def test_sets_to_build() -> None:
     source = (ROOT / "setup.py").read_text().rpartition("\nsetup(")[0]
     names: dict = {"__file__": str(ROOT / "setup.py"), "__name__": "transformer_fast_setup"}
     exec(compile(source, "setup.py", "exec"), names)
-    facts = names["compiler_facts"](["c++"], names["cpu_flags"](native=False))
-    if "-mavx2" in names["cpu_flags"](native=False):
-        assert facts["vector"] == "avx2" and facts["cpu_features"] == ["avx2", "fma", "f16c"]
-    else:
-        assert facts["vector"] == "baseline"
+    choose, known = names["instruction_sets"], list(names["known_sets"]())
+    assert choose("all") == known and set(choose("host")) <= set(known)
+    assert choose(",".join(known[:2])) == known[:2]
+    with pytest.raises(SystemExit, match="expected host, all, or names of .*, got 'mmx'"):
+        choose("mmx")
+    if extension.load():
+        assert set(choose("host")) == set(extension.module().supported_instruction_sets())
+    if "avx2" in known:
+        names["cpu_flags"] = lambda: {"avx2", "fma", "bmi2"}
+        assert choose("host") == ["avx2"]

@@ -1,8 +1,8 @@
 """Loads the C++/CUDA extension ``transformer_fast._C``, or says why it cannot and what to run.
 
-A package whose extension is missing, broken, built for another torch or without kernels for this CPU still imports, and
-:func:`status` tells which it is. The text the build left in the file is read *before* the file is loaded, since a module
-built for another torch can crash the interpreter instead of failing.
+A package whose extension is missing, broken, built for another torch or without kernels for this CPU still imports,
+and :func:`status` tells which it is. The text the build left in the file is read *before* the file is loaded, since a
+module built for another torch can crash the interpreter instead of failing.
 
 The kernels for the CPU are libraries beside it, one for each instruction set (``_cpu_avx2``, ``_cpu_avx512``, ...). The
 best one that the processor runs is taken, or the one that the environment variable ``TRANSFORMER_FAST_CPU`` names.
@@ -30,10 +30,10 @@ _INSTALLED = (
     "`pip install --force-reinstall --no-deps --no-build-isolation transformer_fast-*.tar.gz`"
 )
 _REMEDY = _IN_A_CHECKOUT if (_PACKAGE.parent / "setup.py").is_file() else _INSTALLED
-_MEANWHILE = "until then the eager reference runs instead: the same numbers, slower"
+_MEANWHILE = "the eager reference runs instead: the same numbers, slower"
 _MARK = b"transformer_fast build: "
 INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "generic")
-"""All there are kernels for: AVX-512 with and without products of bfloat16, AVX2 with FMA, and any CPU that is not x86."""
+"""What there are kernels for: AVX-512 with and without products of bfloat16, AVX2 with FMA, any CPU that is not x86."""
 
 
 def load() -> bool:
@@ -97,7 +97,7 @@ def _outcome() -> tuple[bool, str, dict[str, Any]]:
 
 
 def _choose_kernels(supported: list[str], asked: str) -> tuple[str | None, str]:
-    """The instruction set to take, or None, and why: of those that the CPU supports, the best first, one that is built."""
+    """The instruction set to take, or None, and why. `supported`: those that the CPU runs, the best first."""
     built = [name for name in INSTRUCTION_SETS if _library(name)]
     usable = [name for name in supported if name in built]
     if asked:
@@ -112,10 +112,8 @@ def _choose_kernels(supported: list[str], asked: str) -> tuple[str | None, str]:
         return usable[0], ""
     if not supported:
         return None, "this CPU is older than the kernels: they need AVX2 and FMA"
-    return (
-        None,
-        f"no kernels for {' or '.join(supported)} were built, only for {', '.join(built) or 'nothing'}: {_REMEDY}",
-    )
+    lack = f"no kernels for {' or '.join(supported)} were built, only for {', '.join(built) or 'nothing'}"
+    return None, f"{lack}: {_REMEDY}"
 
 
 def _library(instruction_set: str) -> Path | None:
