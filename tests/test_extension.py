@@ -303,7 +303,7 @@ def test_sets_to_build() -> None:
     choose, known = names["instruction_sets"], list(names["known_sets"]())
     assert choose("all") == known and set(choose("host")) <= set(known)
     assert choose(",".join(known[:2])) == known[:2]
-    with pytest.raises(SystemExit, match="expected host, all, or names of .*, got 'mmx'"):
+    with pytest.raises(SystemExit, match=r"expected host, all, or names of .*, got 'mmx'"):
         choose("mmx")
     if extension.load():
         assert set(choose("host")) == set(extension.module().supported_instruction_sets())
