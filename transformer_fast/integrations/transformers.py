@@ -9,6 +9,7 @@ weights beside the fused path. A query with every key blocked (left padding) att
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,26 +17,42 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..masks import AttentionMask
+from . import dispatch
 
 NAME = "transformer_fast"
 _COMPACT = "_transformer_fast_mask"
-_UNSUPPORTED = {"softcap": "soft-capped scores", "s_aux": "attention sinks", "cache": "a paged cache"}
+_UNSUPPORTED = {
+    "softcap": "soft-capped scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "sparse attention by indices",
+    "block_indices": "sparse attention by blocks",
+    "cache": "a paged cache",
+}
+_registered: set[str] = set()
 
 
 def register(name: str = NAME) -> None:
     """Make ``attn_implementation=name`` known to transformers (4.53 or later); more than once does no harm.
 
+    From then on a model whose layers do not call transformers' attention interface is refused when it is made with
+    this name, or when it is given the name later: ``PreTrainedModel.__init__``, ``post_init`` and
+    ``set_attn_implementation`` ask for it, since transformers itself asks only for "sdpa" and its own other names.
+
     Raises:
         ImportError: where transformers is missing or older.
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
         raise ImportError(
             "integrations.transformers needs Hugging Face transformers 4.53 or later: pip install -U transformers"
         ) from error
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
+    if not _registered:
+        _check_models_of(PreTrainedModel)
+    _registered.add(name)
 
 
 def attention_forward(
@@ -89,9 +106,14 @@ def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """What transformers asks for the masks of a forward pass: the bool keep mask of its "sdpa", (B, 1, Lq, Lk).
 
     Padding and look-ahead are also left on it in normal form, which the kernels read instead.
+
+    Raises:
+        NotImplementedError: where the model that asks for it does not call transformers' attention interface.
     """
     from transformers.masking_utils import sdpa_mask
 
+    if not torch.compiler.is_compiling():
+        dispatch.refuse_caller(kwargs.get("config"), _registered)
     dense = sdpa_mask(*args, **kwargs)
     keys, pattern = kwargs.get("attention_mask"), kwargs.get("mask_function")
     offset, first = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
@@ -108,6 +130,35 @@ def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     elif pattern is masking_utils.causal_mask_function and type(offset) is int:
         setattr(dense, _COMPACT, padding & AttentionMask.causal(offset - first))
     return dense
+
+
+def _check_models_of(base: type[nn.Module]) -> None:
+    """Make transformers' base class refuse what ``dispatch`` finds, before and after a model's layers are made."""
+    init, post_init, set_implementation = base.__init__, base.post_init, base.set_attn_implementation
+
+    @functools.wraps(init)
+    def checked_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if (name := dispatch.implementation_of(self)) in _registered:
+            dispatch.refuse_class(type(self), name)
+
+    @functools.wraps(post_init)
+    def checked_post_init(self: nn.Module) -> None:
+        post_init(self)
+        dispatch.refuse(self, _registered)
+
+    @functools.wraps(set_implementation)
+    def checked_set(self: nn.Module, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
+        before = [(config, config._attn_implementation) for config in dispatch.configs_of(self)]
+        set_implementation(self, attn_implementation, *args, **kwargs)
+        try:
+            dispatch.refuse(self, _registered, attn_implementation if isinstance(attn_implementation, str) else None)
+        except NotImplementedError:
+            for config, implementation in before:
+                config._attn_implementation_internal = implementation
+            raise
+
+    base.__init__, base.post_init, base.set_attn_implementation = checked_init, checked_post_init, checked_set
 
 
 def _mask_and_bias(mask: Tensor | None, Lq: int, Lk: int) -> tuple[AttentionMask | None, Tensor | None]:

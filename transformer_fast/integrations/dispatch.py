@@ -1,0 +1,236 @@
+"""Which models of transformers really call the attention implementation that they are given.
+
+transformers accepts a registered name for every model class. It does not ask whether the class's layers look the name
+up: many older models compute attention themselves, and take only their mask from the implementation. Such a model would
+add a mask in our form to its scores, and be wrong without a word; so it is refused.
+
+What a layer does is read from its byte code, not from a list of models: that holds for remote code and for models of
+tomorrow too. Three questions are asked of a layer's methods and of the functions of its file that they call.
+
+- Does it look an implementation up? Then it names transformers' ``ALL_ATTENTION_FUNCTIONS``.
+- Does it compute attention? Then it takes a softmax of a matrix product, or calls a fused attention.
+- Does it take a mask? Then its ``forward`` has an argument of such a name.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+_LOOKUPS = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface"}
+_PRODUCTS = ("matmul", "bmm", "einsum", "@")  # or a name with one of these in it
+_FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward", "flash_attn_func", "flash_attn_varlen_func"}
+
+_checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # configs and models by id
+
+
+def refuse(model: nn.Module, names: set[str], asked: str | None = None) -> None:
+    """Raise if a part of ``model`` that is to use one of the implementations ``names`` would not.
+
+    A part is a model of transformers together with the layers that belong to no model inside it.
+
+    Args:
+        model: with all its layers.
+        names: the implementations that are ours.
+        asked: the implementation of every part; by default what the config of each says.
+
+    Raises:
+        NotImplementedError: it names the model's class, the layer's, the implementation and what to do instead.
+    """
+    for part, layers in _parts(model):
+        name = asked or implementation_of(part)
+        if name in names:
+            _judge(type(part), layers, name)
+            _checked[id(part.config)] = part.config
+
+
+def refuse_class(cls: type[nn.Module], name: str) -> None:
+    """``refuse`` for a model class, before its layers exist.
+
+    Some classes choose their layers from a table by the implementation's name, and would stop with a bare KeyError.
+
+    Raises:
+        NotImplementedError: as ``refuse``.
+    """
+    from transformers import PreTrainedModel
+
+    layers: dict[type, bool] = {}
+    todo = [cls]
+    for made in todo:
+        for found in _named_by_init(made):
+            if isinstance(found, dict) and "eager" in found and name not in found:
+                if any(isinstance(choice, type) and issubclass(choice, nn.Module) for choice in found.values()):
+                    raise NotImplementedError(_message(cls, found["eager"], name))
+            elif (
+                isinstance(found, type)
+                and issubclass(found, nn.Module)
+                and not issubclass(found, PreTrainedModel)
+                and found not in layers
+            ):
+                layers[found] = True
+                todo.append(found)
+    _judge(cls, layers, name)
+
+
+def refuse_caller(config: Any, names: set[str]) -> None:
+    """``refuse`` for the model whose ``forward`` is running and asked for a mask, once for each config.
+
+    This finds a model whose config was given the name after the model was made.
+
+    Raises:
+        NotImplementedError: as ``refuse``.
+    """
+    if _checked.get(id(config)) is config:
+        return
+    from transformers import PreTrainedModel
+
+    frame = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), PreTrainedModel):
+        frame = frame.f_back
+    if frame is not None and _checked.get(id(model := frame.f_locals["self"])) is not model:
+        refuse(model, names)
+        _checked[id(model)] = model
+    if config is not None:
+        _checked[id(config)] = config
+
+
+def implementation_of(model: nn.Module) -> str | None:
+    """The name of the attention implementation in a model's config."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configs of the models in ``model``, and the configs inside them."""
+    configs = [part.config for part, _ in _parts(model)]
+    for config in configs:
+        inner = (getattr(config, key, None) for key in getattr(config, "sub_configs", ()))
+        configs.extend(other for other in inner if other is not None)
+    return configs
+
+
+def _judge(part: type[nn.Module], layers: Iterable[type[nn.Module]], name: str) -> None:
+    """Raise if one of the layers of a part computes attention where the implementation should.
+
+    A part without any attention (a convolutional backbone, Mamba) passes: there is nothing to replace. A class that
+    says ``_supports_sdpa`` is trusted with layers of its own, since our masks are those of "sdpa"; but not where those
+    layers are all it has and compare the implementation's name themselves.
+    """
+    alone = not any(_calls_the_interface(layer) for layer in layers)
+    trusted = getattr(part, "_supports_sdpa", False)
+    for layer in layers:
+        if not _computes_attention(layer):
+            continue
+        masked = _takes_a_mask(layer)
+        if trusted:
+            wrong = alone and masked and "_attn_implementation" in _names(layer)
+        else:
+            wrong = masked or (
+                alone and "att" in layer.__name__.lower()
+            )  # a loss or a head may hold such a product too
+        if wrong:
+            raise NotImplementedError(_message(part, layer, name))
+
+
+def _message(model: type, layer: type, name: str) -> str:
+    return (
+        f'{model.__name__} cannot use attn_implementation="{name}": its {layer.__name__} computes attention itself '
+        'and does not call transformers\' attention interface. Use attn_implementation="eager" for it; '
+        "tfast.accelerate(model) still swaps the norms and embeddings it knows. Where it is a part of a larger model, "
+        f'name one for each part, such as attn_implementation={{"text_config": "{name}", "vision_config": "eager"}}'
+    )
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[nn.Module, list[type[nn.Module]]]]:
+    """(model of transformers, classes of the layers that belong to it) for each of those in ``model``."""
+    from transformers import PreTrainedModel
+
+    parts = [model]
+    for part in parts:
+        layers, todo = {}, list(part.children())
+        while todo:
+            module = todo.pop()
+            if isinstance(module, PreTrainedModel):
+                parts.append(module)
+                continue
+            layers[type(module)] = True
+            todo.extend(module.children())
+        yield part, list(layers)
+
+
+def _calls_the_interface(layer: type[nn.Module]) -> bool:
+    return not _LOOKUPS.isdisjoint(_names(layer))
+
+
+def _computes_attention(layer: type[nn.Module]) -> bool:
+    """Whether a layer that does not call the interface computes attention by itself."""
+    names = _names(layer)
+    if not _LOOKUPS.isdisjoint(names):
+        return False
+    if not _FUSED.isdisjoint(names):
+        return True
+    lower = [name.lower() for name in names]
+    return any("softmax" in name for name in lower) and any(part in name for name in lower for part in _PRODUCTS)
+
+
+@functools.cache
+def _takes_a_mask(layer: type[nn.Module]) -> bool:
+    return any(name.endswith("mask") for name in inspect.signature(layer.forward).parameters)
+
+
+@functools.cache
+def _names(layer: type[nn.Module]) -> frozenset[str]:
+    """Every name that the methods of a layer use, and "@" for the operator; none for the layers of torch itself."""
+    functions = [function for base in _own_bases(layer) for function in _functions(vars(base).values())]
+    names: set[str] = set()
+    seen: set[types.FunctionType] = set()
+    while functions:
+        function = functions.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        for code in _codes(function.__code__):
+            names.update(code.co_names)
+            if any(step.opname == "BINARY_OP" and step.argrepr.startswith("@") for step in dis.get_instructions(code)):
+                names.add("@")
+            called = _functions(function.__globals__.get(name) for name in code.co_names)
+            functions.extend(other for other in called if other.__module__ == function.__module__)
+    return frozenset(names)
+
+
+def _named_by_init(cls: type[nn.Module]) -> Iterator[Any]:
+    """The globals that the constructors of a class name: the layers it makes, the tables it looks into."""
+    for base in _own_bases(cls):
+        for function in _functions([vars(base).get("__init__")]):
+            for code in _codes(function.__code__):
+                yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+
+
+def _own_bases(cls: type[nn.Module]) -> Iterator[type]:
+    """The classes that a layer or model inherits from, without those of torch and transformers' base classes."""
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] != "torch" and not base.__module__.startswith("transformers.modeling_"):
+            yield base
+
+
+def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
+    """The Python functions among ``values``, without their decorators."""
+    for value in values:
+        function = getattr(value, "__func__", value)
+        if isinstance(function, types.FunctionType):
+            yield inspect.unwrap(function)
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code and that of the functions written inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
