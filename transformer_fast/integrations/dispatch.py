@@ -5,16 +5,15 @@ up: many older models compute attention themselves, and take only their mask fro
 add a mask in our form to its scores, and be wrong without a word; so it is refused.
 
 What a layer does is read from its byte code, not from a list of models: that holds for remote code and for models of
-tomorrow too. Three questions are asked of a layer's methods and of the functions of its file that they call.
+tomorrow too. Three questions are asked of a layer's methods and of the functions of its package that they call.
 
 - Does it look an implementation up? Then it names transformers' ``ALL_ATTENTION_FUNCTIONS``.
-- Does it compute attention? Then it takes a softmax of a matrix product, or calls a fused attention.
-- Does it take a mask? Then its ``forward`` has an argument of such a name.
+- Does it take a mask and a softmax, or call a fused attention? Then it uses masks by itself.
+- Is its class called an attention? Then it should look an implementation up, if no layer beside it does.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import sys
@@ -26,13 +25,16 @@ from typing import Any
 from torch import nn
 
 _LOOKUPS = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface"}
-_PRODUCTS = ("matmul", "bmm", "einsum", "@")  # or a name with one of these in it
 _FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward", "flash_attn_func", "flash_attn_varlen_func"}
+
+NEEDS_MASKS = "_transformer_fast_needs_masks"
+"""Set on the class of a config whose models were never tried with "sdpa": their layers may not say whether they are
+causal where the mask is left out. On the class, so that it is not saved with the config."""
 
 _checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # configs and models by id
 
 
-def refuse(model: nn.Module, names: set[str], asked: str | None = None) -> None:
+def refuse(model: nn.Module, names: set[str], asked: dict[int, str] | None = None) -> None:
     """Raise if a part of ``model`` that is to use one of the implementations ``names`` would not.
 
     A part is a model of transformers together with the layers that belong to no model inside it.
@@ -40,15 +42,18 @@ def refuse(model: nn.Module, names: set[str], asked: str | None = None) -> None:
     Args:
         model: with all its layers.
         names: the implementations that are ours.
-        asked: the implementation of every part; by default what the config of each says.
+        asked: the implementation that is wanted, by the id of a config (``asked_of``); for the others, and by default,
+            it is what the config says.
 
     Raises:
         NotImplementedError: it names the model's class, the layer's, the implementation and what to do instead.
     """
     for part, layers in _parts(model):
-        name = asked or implementation_of(part)
+        name = (asked or {}).get(id(getattr(part, "config", None))) or implementation_of(part)
         if name in names:
             _judge(type(part), layers, name)
+            if not _is_trusted(type(part)):
+                setattr(type(part.config), NEEDS_MASKS, True)
             _checked[id(part.config)] = part.config
 
 
@@ -116,33 +121,45 @@ def configs_of(model: nn.Module) -> list[Any]:
     return configs
 
 
+def asked_of(model: nn.Module, wanted: str | dict[str, Any]) -> dict[int, str]:
+    """The implementation that ``model.set_attn_implementation(wanted)`` asks for, by the id of each config."""
+    if isinstance(wanted, str):
+        return {id(config): wanted for config in configs_of(model)}
+    names, todo = {}, [(model.config, wanted)]
+    for config, asked in todo:
+        if isinstance(asked, str):
+            names[id(config)] = asked
+            continue
+        for key, value in asked.items():
+            inner = getattr(config, key, None) if key else config
+            if inner is not None:
+                todo.append((inner, value))
+    return names
+
+
 def _judge(part: type[nn.Module], layers: Iterable[type[nn.Module]], name: str) -> None:
-    """Raise if one of the layers of a part computes attention where the implementation should.
+    """Raise if one of the layers of a part does what the implementation should do.
 
     A part without any attention (a convolutional backbone, Mamba) passes: there is nothing to replace. A class that
     says ``_supports_sdpa`` is trusted with layers of its own, since our masks are those of "sdpa"; but not where those
     layers are all it has and compare the implementation's name themselves.
     """
     alone = not any(_calls_the_interface(layer) for layer in layers)
-    trusted = getattr(part, "_supports_sdpa", False)
+    trusted = _is_trusted(part)
     for layer in layers:
-        if not _computes_attention(layer):
-            continue
-        masked = _takes_a_mask(layer)
+        by_itself = _uses_masks_by_itself(layer)
         if trusted:
-            wrong = alone and masked and "_attn_implementation" in _names(layer)
+            wrong = alone and by_itself and "_attn_implementation" in _names(layer)
         else:
-            wrong = masked or (
-                alone and "att" in layer.__name__.lower()
-            )  # a loss or a head may hold such a product too
+            wrong = by_itself or (alone and "attention" in layer.__name__.lower())
         if wrong:
             raise NotImplementedError(_message(part, layer, name))
 
 
 def _message(model: type, layer: type, name: str) -> str:
     return (
-        f'{model.__name__} cannot use attn_implementation="{name}": its {layer.__name__} computes attention itself '
-        'and does not call transformers\' attention interface. Use attn_implementation="eager" for it; '
+        f'{model.__name__} cannot use attn_implementation="{name}": its {layer.__name__} computes attention or uses '
+        'masks by itself, and does not call transformers\' attention interface. Use attn_implementation="eager"; '
         "tfast.accelerate(model) still swaps the norms and embeddings it knows. Where it is a part of a larger model, "
         f'name one for each part, such as attn_implementation={{"text_config": "{name}", "vision_config": "eager"}}'
     )
@@ -165,29 +182,27 @@ def _parts(model: nn.Module) -> Iterator[tuple[nn.Module, list[type[nn.Module]]]
         yield part, list(layers)
 
 
+def _is_trusted(part: type[nn.Module]) -> bool:
+    return getattr(part, "_supports_sdpa", False)
+
+
 def _calls_the_interface(layer: type[nn.Module]) -> bool:
     return not _LOOKUPS.isdisjoint(_names(layer))
 
 
-def _computes_attention(layer: type[nn.Module]) -> bool:
-    """Whether a layer that does not call the interface computes attention by itself."""
-    names = _names(layer)
-    if not _LOOKUPS.isdisjoint(names):
-        return False
-    if not _FUSED.isdisjoint(names):
-        return True
-    lower = [name.lower() for name in names]
-    return any("softmax" in name for name in lower) and any(part in name for name in lower for part in _PRODUCTS)
-
-
 @functools.cache
-def _takes_a_mask(layer: type[nn.Module]) -> bool:
-    return any(name.endswith("mask") for name in inspect.signature(layer.forward).parameters)
+def _uses_masks_by_itself(layer: type[nn.Module]) -> bool:
+    names = _names(layer)
+    return (
+        any(name.endswith("mask") for name in inspect.signature(layer.forward).parameters)
+        and _LOOKUPS.isdisjoint(names)
+        and (any("softmax" in name.lower() for name in names) or not _FUSED.isdisjoint(names))
+    )
 
 
 @functools.cache
 def _names(layer: type[nn.Module]) -> frozenset[str]:
-    """Every name that the methods of a layer use, and "@" for the operator; none for the layers of torch itself."""
+    """Every name that the methods of a layer use; none for the layers of torch itself."""
     functions = [function for base in _own_bases(layer) for function in _functions(vars(base).values())]
     names: set[str] = set()
     seen: set[types.FunctionType] = set()
@@ -198,10 +213,8 @@ def _names(layer: type[nn.Module]) -> frozenset[str]:
         seen.add(function)
         for code in _codes(function.__code__):
             names.update(code.co_names)
-            if any(step.opname == "BINARY_OP" and step.argrepr.startswith("@") for step in dis.get_instructions(code)):
-                names.add("@")
             called = _functions(function.__globals__.get(name) for name in code.co_names)
-            functions.extend(other for other in called if other.__module__ == function.__module__)
+            functions.extend(other for other in called if _package(other) == _package(function))
     return frozenset(names)
 
 
@@ -226,6 +239,10 @@ def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
         function = getattr(value, "__func__", value)
         if isinstance(function, types.FunctionType):
             yield inspect.unwrap(function)
+
+
+def _package(function: types.FunctionType) -> str:
+    return function.__module__.rpartition(".")[0]
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -83,11 +83,12 @@ def attention_forward(
         (B, Lq, H, D), and with ``output_attentions=True`` the weights (B, H, Lq, Lk) after dropout.
 
     Raises:
-        NotImplementedError: for soft-capped scores, attention sinks and paged caches.
+        NotImplementedError: for soft-capped scores, attention sinks, sparse attention by indices and paged caches.
     """
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
-            raise NotImplementedError(f'attn_implementation="{NAME}" has no {what} ({option}=); use "eager"')
+            layer = type(module).__name__
+            raise NotImplementedError(f'{layer}: attn_implementation="{NAME}" has no {what} ({option}=); use "eager"')
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
@@ -114,21 +115,26 @@ def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
     if not torch.compiler.is_compiling():
         dispatch.refuse_caller(kwargs.get("config"), _registered)
+    if getattr(kwargs.get("config"), dispatch.NEEDS_MASKS, False):
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     dense = sdpa_mask(*args, **kwargs)
     keys, pattern = kwargs.get("attention_mask"), kwargs.get("mask_function")
     offset, first = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
-    if dense is None or keys is None or torch.compiler.is_compiling() or type(first) is not int:
+    if dense is None or torch.compiler.is_compiling() or type(first) is not int:
         return dense
 
     from transformers import masking_utils  # which torch.compile of torch 2.11 does not follow
 
-    if keys.dim() != 2 or keys.shape[1] < first + dense.shape[-1]:
-        return dense
-    padding = AttentionMask.keep(keys[:, None, None, first : first + dense.shape[-1]].to(torch.bool))
-    if pattern is getattr(masking_utils, "bidirectional_mask_function", None):
-        setattr(dense, _COMPACT, padding)
-    elif pattern is masking_utils.causal_mask_function and type(offset) is int:
-        setattr(dense, _COMPACT, padding & AttentionMask.causal(offset - first))
+    compact = None
+    if keys is not None:
+        if keys.dim() != 2 or keys.shape[1] < first + dense.shape[-1]:
+            return dense
+        compact = AttentionMask.keep(keys[:, None, None, first : first + dense.shape[-1]].to(torch.bool))
+    if pattern is masking_utils.causal_mask_function and type(offset) is int:
+        causal = AttentionMask.causal(offset - first)
+        setattr(dense, _COMPACT, causal if compact is None else compact & causal)
+    elif compact is not None and pattern is getattr(masking_utils, "bidirectional_mask_function", None):
+        setattr(dense, _COMPACT, compact)
     return dense
 
 
@@ -152,7 +158,7 @@ def _check_models_of(base: type[nn.Module]) -> None:
         before = [(config, config._attn_implementation) for config in dispatch.configs_of(self)]
         set_implementation(self, attn_implementation, *args, **kwargs)
         try:
-            dispatch.refuse(self, _registered, attn_implementation if isinstance(attn_implementation, str) else None)
+            dispatch.refuse(self, _registered, dispatch.asked_of(self, attn_implementation))
         except NotImplementedError:
             for config, implementation in before:
                 config._attn_implementation_internal = implementation
