@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5")
 
 from transformers.masking_utils import create_causal_mask  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
@@ -68,6 +68,17 @@ def test_at_its_first_call_when_only_the_config_was_changed() -> None:
             model(input_ids=IDS)
 
 
+def test_compiled_first_it_is_as_eager() -> None:
+    """A traced call cannot be refused; it is given the mask that eager is given."""
+    torch._dynamo.reset()
+    model = bloom(attn_implementation="eager").eval()
+    given = {"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1, 1]]), "use_cache": False}
+    expected = model(**given).logits
+    model.config._attn_implementation = NAME
+    logits = torch.compile(model, backend="eager")(**given).logits
+    torch.testing.assert_close(logits[:, 1:], expected[:, 1:])
+
+
 @pytest.mark.parametrize(("config", "layer"), [
     (transformers.GPTJConfig(vocab_size=40, n_embd=16, n_layer=1, n_head=4, rotary_dim=4), "GPTJAttention"),
     (transformers.MptConfig(vocab_size=40, d_model=16, n_layers=1, n_heads=4), "MptAttention"),
@@ -119,17 +130,23 @@ class Mixing(nn.Module):
         return softmax_of(scores if attention_mask is None else scores + attention_mask[:, 0]) @ x
 
 
+def eager_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, sharpness: Any = None
+) -> None:
+    """What the file of a model has for "eager", with an argument that only this model knows."""
+
+
 class Calling(nn.Module):
     """A layer that calls the interface, and never says that it is causal or not."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, sharpness: float | None = None) -> None:
         super().__init__()
-        self.config, self.is_causal = config, False
+        self.config, self.is_causal, self.sharpness = config, False, sharpness
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
         heads = x.unsqueeze(1)
-        return attend(self, heads, heads, heads, attention_mask)[0].flatten(2)
+        return attend(self, heads, heads, heads, attention_mask, sharpness=self.sharpness)[0].flatten(2)
 
 
 class Handwritten(transformers.PreTrainedModel):
@@ -164,6 +181,12 @@ def test_remote_code_that_nobody_listed() -> None:
         Handwritten(config, Calling(config), Mixing())
 
 
+def test_an_argument_that_only_one_model_has() -> None:
+    config = ours()
+    with pytest.raises(NotImplementedError, match=r'Calling: .*"transformer_fast" .*\(sharpness=\); use "eager"'):
+        Handwritten(config, Calling(config, sharpness=2.0))(IDS)
+
+
 @pytest.mark.parametrize("padding", [None, torch.tensor([[1, 1, 1, 0]])], ids=["none", "right"])
 def test_a_layer_that_does_not_say_it_is_causal_sees_no_later_token(padding: Tensor | None) -> None:
     config = ours()
@@ -185,6 +208,13 @@ def test_without_any_attention_there_is_nothing_to_refuse() -> None:
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     config = transformers.MambaConfig(**sizes)
     assert transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)(input_ids=IDS)
+
+
+def test_what_the_error_says_to_do_instead_works() -> None:
+    model = bloom(attn_implementation="eager").eval()
+    expected = model(input_ids=IDS).logits
+    assert len(tfast.accelerate(model).swapped) >= 3
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected)
 
 
 def test_other_implementations_are_left_alone() -> None:

@@ -27,9 +27,16 @@ from torch import nn
 _LOOKUPS = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface"}
 _FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward", "flash_attn_func", "flash_attn_varlen_func"}
 
-NEEDS_MASKS = "_transformer_fast_needs_masks"
-"""Set on the class of a config whose models were never tried with "sdpa": their layers may not say whether they are
-causal where the mask is left out. On the class, so that it is not saved with the config."""
+OWN_ARGUMENTS = "_transformer_fast_own_arguments"
+"""Set on the class of a layer: arguments of the eager attention in its file that no other model's attention has."""
+_COMMON_ARGUMENTS = {
+    "module", "query", "key", "value", "query_states", "key_states", "value_states", "attention_mask", "scaling",
+    "dropout", "is_causal", "position_bias", "sliding_window", "output_attentions", "training", "kwargs", "args",
+}  # fmt: skip
+
+# Set on the class of a config, where torch.compile can read them and where they are not saved with the config.
+_CHECKED = "_transformer_fast_checked"
+_NEEDS_MASKS = "_transformer_fast_needs_masks"
 
 _checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # configs and models by id
 
@@ -48,13 +55,21 @@ def refuse(model: nn.Module, names: set[str], asked: dict[int, str] | None = Non
     Raises:
         NotImplementedError: it names the model's class, the layer's, the implementation and what to do instead.
     """
+    passed = []
     for part, layers in _parts(model):
         name = (asked or {}).get(id(getattr(part, "config", None))) or implementation_of(part)
         if name in names:
             _judge(type(part), layers, name)
-            if not _is_trusted(type(part)):
-                setattr(type(part.config), NEEDS_MASKS, True)
-            _checked[id(part.config)] = part.config
+            passed.append((part, layers))
+    for part, layers in passed:  # only now: two parts may have one config
+        for layer in layers:
+            if arguments := _own_arguments(layer):
+                setattr(layer, OWN_ARGUMENTS, arguments)
+        kind = type(part.config)
+        setattr(kind, _CHECKED, kind)
+        if not _is_trusted(type(part)):
+            setattr(kind, _NEEDS_MASKS, True)
+        _checked[id(part.config)] = part.config
 
 
 def refuse_class(cls: type[nn.Module], name: str) -> None:
@@ -71,18 +86,13 @@ def refuse_class(cls: type[nn.Module], name: str) -> None:
     todo = [cls]
     for made in todo:
         for found in _named_by_init(made):
-            if isinstance(found, dict) and "eager" in found and name not in found:
-                if any(isinstance(choice, type) and issubclass(choice, nn.Module) for choice in found.values()):
-                    raise NotImplementedError(_message(cls, found["eager"], name))
-            elif (
-                isinstance(found, type)
-                and issubclass(found, nn.Module)
-                and not issubclass(found, PreTrainedModel)
-                and found not in layers
-            ):
+            if isinstance(found, dict) and _is_layer(found.get("eager")) and name not in found:
+                raise NotImplementedError(_message(cls, found["eager"], name))
+            if _is_layer(found) and not issubclass(found, PreTrainedModel) and found not in layers:
                 layers[found] = True
                 todo.append(found)
-    _judge(cls, layers, name)
+    if not any(_calls_the_interface(layer) for layer in layers):  # else only some of them may be made
+        _judge(cls, layers, name)
 
 
 def refuse_caller(config: Any, names: set[str]) -> None:
@@ -105,6 +115,19 @@ def refuse_caller(config: Any, names: set[str]) -> None:
         _checked[id(model)] = model
     if config is not None:
         _checked[id(config)] = config
+
+
+def is_checked(config: Any) -> bool:
+    """Whether a model with a config of this class was made with one of our implementations, and not refused."""
+    return getattr(config, _CHECKED, None) is type(config)
+
+
+def needs_masks(config: Any) -> bool:
+    """Whether the models of a config were never tried with "sdpa".
+
+    Their layers may not say whether they are causal, so that a mask must not be left out for them.
+    """
+    return getattr(config, _NEEDS_MASKS, False)
 
 
 def implementation_of(model: nn.Module) -> str | None:
@@ -198,6 +221,19 @@ def _uses_masks_by_itself(layer: type[nn.Module]) -> bool:
         and _LOOKUPS.isdisjoint(names)
         and (any("softmax" in name.lower() for name in names) or not _FUSED.isdisjoint(names))
     )
+
+
+@functools.cache
+def _own_arguments(layer: type[nn.Module]) -> tuple[str, ...]:
+    file = vars(sys.modules.get(layer.__module__, types))
+    eager = file.get("eager_attention_forward") if _calls_the_interface(layer) else None
+    if not isinstance(eager, types.FunctionType):
+        return ()
+    return tuple(name for name in inspect.signature(eager).parameters if name not in _COMMON_ARGUMENTS)
+
+
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 @functools.cache

@@ -28,6 +28,7 @@ _UNSUPPORTED = {
     "indices": "sparse attention by indices",
     "block_indices": "sparse attention by blocks",
     "cache": "a paged cache",
+    "head_mask": "masks of whole heads",
 }
 _registered: set[str] = set()
 
@@ -83,12 +84,19 @@ def attention_forward(
         (B, Lq, H, D), and with ``output_attentions=True`` the weights (B, H, Lq, Lk) after dropout.
 
     Raises:
-        NotImplementedError: for soft-capped scores, attention sinks, sparse attention by indices and paged caches.
+        NotImplementedError: for what the kernels lack (soft-capped scores, attention sinks, sparse attention by
+            indices, masks of whole heads, paged caches), and for an argument that only its own eager attention has.
     """
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
             layer = type(module).__name__
             raise NotImplementedError(f'{layer}: attn_implementation="{NAME}" has no {what} ({option}=); use "eager"')
+    for option in getattr(type(module), dispatch.OWN_ARGUMENTS, ()):
+        if kwargs.get(option) is not None:
+            layer = type(module).__name__
+            raise NotImplementedError(
+                f'{layer}: attn_implementation="{NAME}" has no such argument ({option}=); use "eager"'
+            )
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
@@ -106,16 +114,20 @@ def attention_forward(
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """What transformers asks for the masks of a forward pass: the bool keep mask of its "sdpa", (B, 1, Lq, Lk).
 
-    Padding and look-ahead are also left on it in normal form, which the kernels read instead.
+    It is None where ``is_causal`` of the layers says enough. Padding and look-ahead are also left on it in normal form,
+    which the kernels read instead.
 
     Raises:
         NotImplementedError: where the model that asks for it does not call transformers' attention interface.
     """
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import eager_mask, sdpa_mask
 
+    config = kwargs.get("config")
     if not torch.compiler.is_compiling():
-        dispatch.refuse_caller(kwargs.get("config"), _registered)
-    if getattr(kwargs.get("config"), dispatch.NEEDS_MASKS, False):
+        dispatch.refuse_caller(config, _registered)
+    elif not dispatch.is_checked(config):  # the caller cannot be found while it is traced: a mask that is right for all
+        return eager_mask(*args, **kwargs)
+    if dispatch.needs_masks(config):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     dense = sdpa_mask(*args, **kwargs)
     keys, pattern = kwargs.get("attention_mask"), kwargs.get("mask_function")
@@ -140,7 +152,8 @@ def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 def _check_models_of(base: type[nn.Module]) -> None:
     """Make transformers' base class refuse what ``dispatch`` finds, before and after a model's layers are made."""
-    init, post_init, set_implementation = base.__init__, base.post_init, base.set_attn_implementation
+    init, post_init = base.__init__, base.post_init
+    set_implementation = getattr(base, "set_attn_implementation", None)  # since transformers 4.54
 
     @functools.wraps(init)
     def checked_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -153,7 +166,7 @@ def _check_models_of(base: type[nn.Module]) -> None:
         post_init(self)
         dispatch.refuse(self, _registered)
 
-    @functools.wraps(set_implementation)
+    @functools.wraps(set_implementation or post_init)
     def checked_set(self: nn.Module, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
         before = [(config, config._attn_implementation) for config in dispatch.configs_of(self)]
         set_implementation(self, attn_implementation, *args, **kwargs)
@@ -164,7 +177,9 @@ def _check_models_of(base: type[nn.Module]) -> None:
                 config._attn_implementation_internal = implementation
             raise
 
-    base.__init__, base.post_init, base.set_attn_implementation = checked_init, checked_post_init, checked_set
+    base.__init__, base.post_init = checked_init, checked_post_init
+    if set_implementation is not None:
+        base.set_attn_implementation = checked_set
 
 
 def _mask_and_bias(mask: Tensor | None, Lq: int, Lk: int) -> tuple[AttentionMask | None, Tensor | None]:
