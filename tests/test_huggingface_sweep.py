@@ -73,5 +73,6 @@ def test_a_lost_mask_shows(name: str) -> None:
 def test_without_the_check_such_a_model_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = next(case for case in CASES if case.name == name)
     monkeypatch.setattr(dispatch, "_judge", lambda *args: None)
+    monkeypatch.setattr(dispatch, "_CHECKED", "_passed_by_this_test_alone")
     with pytest.raises((AssertionError, AttributeError, RuntimeError)):
         sweep.verdict(case)
