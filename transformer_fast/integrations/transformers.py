@@ -9,6 +9,7 @@ weights beside the fused path. A query with every key blocked (left padding) att
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,26 +17,43 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..masks import AttentionMask
+from . import dispatch
 
 NAME = "transformer_fast"
 _COMPACT = "_transformer_fast_mask"
-_UNSUPPORTED = {"softcap": "soft-capped scores", "s_aux": "attention sinks", "cache": "a paged cache"}
+_UNSUPPORTED = {
+    "softcap": "soft-capped scores",
+    "s_aux": "attention sinks",
+    "sinks": "attention sinks",
+    "indices": "sparse attention by indices",
+    "block_indices": "sparse attention by blocks",
+    "cache": "a paged cache",
+    "head_mask": "masks of whole heads",
+}
+_registered: set[str] = set()
 
 
 def register(name: str = NAME) -> None:
     """Make ``attn_implementation=name`` known to transformers (4.53 or later); more than once does no harm.
 
+    From then on a model whose layers do not call transformers' attention interface is refused when it is made with
+    this name, or when it is given the name later: ``PreTrainedModel.__init__``, ``post_init`` and
+    ``set_attn_implementation`` ask for it, since transformers itself asks only for "sdpa" and its own other names.
+
     Raises:
         ImportError: where transformers is missing or older.
     """
     try:
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
         raise ImportError(
             "integrations.transformers needs Hugging Face transformers 4.53 or later: pip install -U transformers"
         ) from error
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
+    if not _registered:
+        _check_models_of(PreTrainedModel)
+    _registered.add(name)
 
 
 def attention_forward(
@@ -66,11 +84,19 @@ def attention_forward(
         (B, Lq, H, D), and with ``output_attentions=True`` the weights (B, H, Lq, Lk) after dropout.
 
     Raises:
-        NotImplementedError: for soft-capped scores, attention sinks and paged caches.
+        NotImplementedError: for what the kernels lack (soft-capped scores, attention sinks, sparse attention by
+            indices, masks of whole heads, paged caches), and for an argument that only its own eager attention has.
     """
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
-            raise NotImplementedError(f'attn_implementation="{NAME}" has no {what} ({option}=); use "eager"')
+            layer = type(module).__name__
+            raise NotImplementedError(f'{layer}: attn_implementation="{NAME}" has no {what} ({option}=); use "eager"')
+    for option in getattr(type(module), dispatch.OWN_ARGUMENTS, ()):
+        if kwargs.get(option) is not None:
+            layer = type(module).__name__
+            raise NotImplementedError(
+                f'{layer}: attn_implementation="{NAME}" has no such argument ({option}=); use "eager"'
+            )
     if query.shape[0] != key.shape[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
@@ -88,26 +114,72 @@ def attention_forward(
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """What transformers asks for the masks of a forward pass: the bool keep mask of its "sdpa", (B, 1, Lq, Lk).
 
-    Padding and look-ahead are also left on it in normal form, which the kernels read instead.
-    """
-    from transformers.masking_utils import sdpa_mask
+    It is None where ``is_causal`` of the layers says enough. Padding and look-ahead are also left on it in normal form,
+    which the kernels read instead.
 
+    Raises:
+        NotImplementedError: where the model that asks for it does not call transformers' attention interface.
+    """
+    from transformers.masking_utils import eager_mask, sdpa_mask
+
+    config = kwargs.get("config")
+    if not torch.compiler.is_compiling():
+        dispatch.refuse_caller(config, _registered)
+    elif not dispatch.is_checked(config):  # the caller cannot be found while it is traced: a mask that is right for all
+        return eager_mask(*args, **kwargs)
+    if dispatch.needs_masks(config):
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     dense = sdpa_mask(*args, **kwargs)
     keys, pattern = kwargs.get("attention_mask"), kwargs.get("mask_function")
     offset, first = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
-    if dense is None or keys is None or torch.compiler.is_compiling() or type(first) is not int:
+    if dense is None or torch.compiler.is_compiling() or type(first) is not int:
         return dense
 
     from transformers import masking_utils  # which torch.compile of torch 2.11 does not follow
 
-    if keys.dim() != 2 or keys.shape[1] < first + dense.shape[-1]:
-        return dense
-    padding = AttentionMask.keep(keys[:, None, None, first : first + dense.shape[-1]].to(torch.bool))
-    if pattern is getattr(masking_utils, "bidirectional_mask_function", None):
-        setattr(dense, _COMPACT, padding)
-    elif pattern is masking_utils.causal_mask_function and type(offset) is int:
-        setattr(dense, _COMPACT, padding & AttentionMask.causal(offset - first))
+    compact = None
+    if keys is not None:
+        if keys.dim() != 2 or keys.shape[1] < first + dense.shape[-1]:
+            return dense
+        compact = AttentionMask.keep(keys[:, None, None, first : first + dense.shape[-1]].to(torch.bool))
+    if pattern is masking_utils.causal_mask_function and type(offset) is int:
+        causal = AttentionMask.causal(offset - first)
+        setattr(dense, _COMPACT, causal if compact is None else compact & causal)
+    elif compact is not None and pattern is getattr(masking_utils, "bidirectional_mask_function", None):
+        setattr(dense, _COMPACT, compact)
     return dense
+
+
+def _check_models_of(base: type[nn.Module]) -> None:
+    """Make transformers' base class refuse what ``dispatch`` finds, before and after a model's layers are made."""
+    init, post_init = base.__init__, base.post_init
+    set_implementation = getattr(base, "set_attn_implementation", None)  # since transformers 4.54
+
+    @functools.wraps(init)
+    def checked_init(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if (name := dispatch.implementation_of(self)) in _registered:
+            dispatch.refuse_class(type(self), name)
+
+    @functools.wraps(post_init)
+    def checked_post_init(self: nn.Module) -> None:
+        post_init(self)
+        dispatch.refuse(self, _registered)
+
+    @functools.wraps(set_implementation or post_init)
+    def checked_set(self: nn.Module, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
+        before = [(config, config._attn_implementation) for config in dispatch.configs_of(self)]
+        set_implementation(self, attn_implementation, *args, **kwargs)
+        try:
+            dispatch.refuse(self, _registered, dispatch.asked_of(self, attn_implementation))
+        except NotImplementedError:
+            for config, implementation in before:
+                config._attn_implementation_internal = implementation
+            raise
+
+    base.__init__, base.post_init = checked_init, checked_post_init
+    if set_implementation is not None:
+        base.set_attn_implementation = checked_set
 
 
 def _mask_and_bias(mask: Tensor | None, Lq: int, Lk: int) -> tuple[AttentionMask | None, Tensor | None]:

@@ -1,0 +1,181 @@
+"""One model of transformers with attn_implementation="transformer_fast", held to the same model with "eager"."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import huggingface_models as models
+import torch
+from helpers import errors
+from torch import Tensor, nn
+
+import transformer_fast.integrations.transformers as integration
+
+ULPS = 8.0
+EQUAL, UNTOUCHED, REFUSED, NOT_MADE = "equal", "equal, nothing to replace", "refused", "not made"
+
+
+def sides(case: models.Case) -> list[str]:
+    """The paddings a case is tried with."""
+    if case.kind in ("image", "image to text"):
+        return ["none"]
+    return ["none", "right", "left"] if "text" in case.kind or case.kind in models.LANGUAGE else ["none", "right"]
+
+
+def verdict(case: models.Case) -> tuple[str, str]:
+    """(what a user gets, the message of a refusal or why the model is not made).
+
+    Raises:
+        AssertionError: where the numbers are not those of eager, or a causal model sees what comes later.
+        Exception: any other that the model raises, with "transformer_fast" alone.
+    """
+    try:
+        eager = models.make(case, "eager")
+        models.enlarge(eager)
+        for side in sides(case):
+            _logits(eager, models.inputs(case, side))
+    except Exception as error:
+        return NOT_MADE, f"{type(error).__name__}: {error}"
+    calls: list[None] = []
+    try:
+        with _counted(calls):
+            model = models.make(case, integration.NAME)
+            model.load_state_dict(eager.state_dict())
+            three = Three(model, eager, copy.deepcopy(eager).double())
+            for side in sides(case):
+                _hold(case, three, side)
+    except NotImplementedError as error:
+        return REFUSED, str(error)
+    return (EQUAL if calls else UNTOUCHED), ""
+
+
+class Three:
+    """A model with our attention, the same with eager's, and the same in fp64."""
+
+    def __init__(self, model: nn.Module, eager: nn.Module, exact: nn.Module) -> None:
+        self.model, self.eager, self.exact = model, eager, exact
+
+    def hold(self, run: Callable[[nn.Module], Tensor], ours: Tensor, what: str) -> None:
+        """Raise where ``ours`` is further from the fp64 truth than eager, by the gate of every kernel.
+
+        A single run of eager may be lucky. Where it was, eager is run with weights that are moved by a unit in the
+        last place, which is what another order of the same sums does, up to eight times; the worst is what it is worth.
+
+        Args:
+            run: gives what a model computes.
+            ours: what our model computed, of the shape that ``run`` gives.
+        """
+        exact, allowed = run(self.exact), 0.0
+        assert exact.isfinite().all(), f"{what}: the oracle is not finite"
+        for attempt in range(9):
+            other = self.eager if attempt == 0 else self._moved(attempt)
+            error, enough, _ = errors(ours, run(other), exact, ULPS)
+            allowed = max(allowed, enough)
+            if error <= allowed:
+                return
+        raise AssertionError(f"{what}: error {error:.3e}, allowed {allowed:.3e}")
+
+    @functools.cache  # noqa: B019 - lives as long as the test
+    def _moved(self, seed: int) -> nn.Module:
+        generator, moved = torch.Generator().manual_seed(seed), copy.deepcopy(self.eager)
+        with torch.no_grad():
+            for parameter in moved.parameters():
+                step = torch.randint(-1, 2, parameter.shape, generator=generator)
+                parameter.mul_(1 + step * torch.finfo(parameter.dtype).eps)
+        return moved
+
+
+def _hold(case: models.Case, three: Three, side: str) -> None:
+    given = models.inputs(case, side)
+    kept = given["attention_mask"] == 1 if side != "none" and case.kind in ("causal", "masked") else ...
+
+    def all_tokens(model: nn.Module) -> Tensor:
+        return _logits(model, given)[kept]
+
+    three.hold(all_tokens, all_tokens(three.model), f"{case}, padding {side}")
+    ids = "input_ids" if case.kind == "causal" else "decoder_input_ids"
+    if ids not in given:
+        return
+    changed = given | {ids: given[ids].clone()}
+    changed[ids][:, -1] = given[ids][:, -1] % 40 + 4
+    before = kept[:, :-1] if torch.is_tensor(kept) else ...
+
+    def earlier(model: nn.Module) -> Tensor:
+        return _logits(model, given)[:, :-1][before]
+
+    three.hold(earlier, _logits(three.model, changed)[:, :-1][before], f"{case}, padding {side}, a later token")
+    if case.kind == "causal" and _keeps_a_cache(three.eager, given):
+        three.hold(lambda model: _step(model, given), _step(three.model, given), f"{case}, padding {side}, a cache")
+
+
+@torch.no_grad()
+def _logits(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+    """What a model computes, (B, L, vocabulary) for language models; fp64 for a model in fp64."""
+    with _softmax_in_the_dtype_of_its_input():
+        return _first(model(**_in_dtype_of(model, given)))
+
+
+@torch.no_grad()
+def _step(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
+    """The logits of the last token, (B, vocabulary), after the others were read into a cache."""
+    ids, mask = given["input_ids"], given.get("attention_mask")
+    with _softmax_in_the_dtype_of_its_input():
+        start = {"input_ids": ids[:, :-1]} | ({} if mask is None else {"attention_mask": mask[:, :-1]})
+        read = model(**start, use_cache=True)
+        rest = {"input_ids": ids[:, -1:]} | ({} if mask is None else {"attention_mask": mask})
+        return model(**rest, past_key_values=read.past_key_values, use_cache=True).logits[:, -1][_last_kept(mask)]
+
+
+def _last_kept(mask: Tensor | None) -> Any:
+    return ... if mask is None else mask[:, -1] == 1
+
+
+def _keeps_a_cache(eager: nn.Module, given: dict[str, Tensor]) -> bool:
+    try:
+        _step(eager, given)
+    except Exception:  # a model without one, or with one of its own kind
+        return False
+    return True
+
+
+def _first(output: Any) -> Tensor:
+    for name in ("logits", "logits_per_image"):
+        if getattr(output, name, None) is not None:
+            return getattr(output, name)
+    raise TypeError(f"{type(output).__name__} has no logits")
+
+
+def _in_dtype_of(model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
+    dtype = next(model.parameters()).dtype
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in given.items()}
+
+
+@contextlib.contextmanager
+def _softmax_in_the_dtype_of_its_input() -> Iterator[None]:
+    """Eager layers ask for a softmax in fp32, in fp64 too: that would be less exact, and turn fp64's least mask into
+    -inf, so that a query without keys becomes NaN where in fp32 it attends to all."""
+    softmax = torch.nn.functional.softmax
+
+    def exact(x: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
+        return softmax(x, dim=dim, dtype=torch.float64 if x.dtype == torch.float64 else dtype)
+
+    with mock.patch("torch.nn.functional.softmax", exact):
+        yield
+
+
+@contextlib.contextmanager
+def _counted(calls: list[None]) -> Iterator[None]:
+    """One entry in ``calls`` for each call of our attention."""
+    attention = integration.ops.attention
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        return attention(*args, **kwargs)
+
+    with mock.patch.object(integration.ops, "attention", count):
+        yield

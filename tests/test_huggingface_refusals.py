@@ -1,0 +1,225 @@
+"""Models whose layers do not call the attention interface: when they are refused, and what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+
+transformers = pytest.importorskip("transformers", minversion="5")
+
+from transformers.masking_utils import create_causal_mask  # noqa: E402
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
+
+NAME = "transformer_fast"
+IDS = torch.tensor([[5, 6, 7, 8]])
+BLOOM = {"vocab_size": 40, "hidden_size": 16, "n_layer": 1, "n_head": 4}
+BERT = {
+    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24,
+}  # fmt: skip
+XGLM = {"vocab_size": 40, "d_model": 16, "ffn_dim": 24, "num_layers": 1, "attention_heads": 4}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    tfast.integrations.transformers.register()
+
+
+def bloom(**options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_config(transformers.BloomConfig(**BLOOM), **options)
+
+
+def refused(model: str = "BloomModel", layer: str = "BloomAttention") -> Any:
+    words = f'{model} cannot use attn_implementation="transformer_fast": its {layer} .*attn_implementation="eager"'
+    return pytest.raises(NotImplementedError, match=words)
+
+
+def test_when_it_is_made(tmp_path: Path) -> None:
+    with refused():
+        bloom(attn_implementation=NAME)
+    config = transformers.BloomConfig(**BLOOM)
+    config._attn_implementation = NAME
+    with refused():
+        transformers.BloomForCausalLM(config)
+    bloom().save_pretrained(tmp_path)
+    with refused():
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME)
+
+
+def test_when_it_is_given_the_name_later_and_it_stays_as_it_was() -> None:
+    model = bloom(attn_implementation="eager").eval()
+    expected = model(input_ids=IDS).logits
+    with refused():
+        model.set_attn_implementation(NAME)
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(input_ids=IDS).logits, expected)
+
+
+def test_at_its_first_call_when_only_the_config_was_changed() -> None:
+    model = bloom()
+    model.config._attn_implementation = NAME
+    for _ in range(2):
+        with refused():
+            model(input_ids=IDS)
+
+
+def test_compiled_first_it_is_as_eager() -> None:
+    """A traced call cannot be refused; it is given the mask that eager is given."""
+    torch._dynamo.reset()
+    model = bloom(attn_implementation="eager").eval()
+    given = {"input_ids": IDS, "attention_mask": torch.tensor([[0, 1, 1, 1]]), "use_cache": False}
+    expected = model(**given).logits
+    model.config._attn_implementation = NAME
+    logits = torch.compile(model, backend="eager")(**given).logits
+    torch.testing.assert_close(logits[:, 1:], expected[:, 1:])
+
+
+@pytest.mark.parametrize(("config", "layer"), [
+    (transformers.GPTJConfig(vocab_size=40, n_embd=16, n_layer=1, n_head=4, rotary_dim=4), "GPTJAttention"),
+    (transformers.MptConfig(vocab_size=40, d_model=16, n_layers=1, n_heads=4), "MptAttention"),
+    (transformers.FalconConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=4),
+     "FalconAttention"),
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
+def test_no_bare_error_from_a_table_of_layers(config: Any, layer: str) -> None:
+    with refused(r"\w+Model", layer):
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+
+
+def two_parts() -> Any:
+    decoder = transformers.XGLMConfig(**XGLM, is_decoder=True, add_cross_attention=True)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**BERT), decoder)
+    config.decoder_start_token_id, config.pad_token_id = 1, 0
+    return config
+
+
+def test_one_part_of_two() -> None:
+    with refused("XGLMModel", "XGLMAttention"):
+        transformers.AutoModelForSeq2SeqLM.from_config(two_parts(), attn_implementation=NAME)
+    eager = transformers.AutoModelForSeq2SeqLM.from_config(two_parts(), attn_implementation="eager").eval()
+    given = {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0]]), "decoder_input_ids": IDS[:, :3]}
+    expected = eager(**given).logits
+    with refused("XGLMModel", "XGLMAttention"):
+        eager.set_attn_implementation(NAME)
+    assert eager.encoder.config._attn_implementation == "eager"
+    eager.set_attn_implementation({"encoder": NAME, "decoder": "eager"})
+    assert (eager.encoder.config._attn_implementation, eager.decoder.config._attn_implementation) == (NAME, "eager")
+    torch.testing.assert_close(eager(**given).logits, expected)
+    with refused("XGLMModel", "XGLMAttention"):
+        eager.set_attn_implementation({"encoder": "eager", "decoder": NAME})
+    assert eager.encoder.config._attn_implementation == NAME
+
+
+class Settings(transformers.PretrainedConfig):
+    model_type = "written_by_hand"
+
+
+def softmax_of(scores: Tensor) -> Tensor:
+    return scores.softmax(-1)
+
+
+class Mixing(nn.Module):
+    """Attention under another name, with the softmax in a function."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        scores = x @ x.mT
+        return softmax_of(scores if attention_mask is None else scores + attention_mask[:, 0]) @ x
+
+
+def eager_attention_forward(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, sharpness: Any = None
+) -> None:
+    """What the file of a model has for "eager", with an argument that only this model knows."""
+
+
+class Calling(nn.Module):
+    """A layer that calls the interface, and never says that it is causal or not."""
+
+    def __init__(self, config: Any, sharpness: float | None = None) -> None:
+        super().__init__()
+        self.config, self.is_causal, self.sharpness = config, False, sharpness
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+        heads = x.unsqueeze(1)
+        return attend(self, heads, heads, heads, attention_mask, sharpness=self.sharpness)[0].flatten(2)
+
+
+class Handwritten(transformers.PreTrainedModel):
+    """A model as in remote code, with layers that are chosen when it is made."""
+
+    config_class = Settings
+
+    def __init__(self, config: Any, *layers: nn.Module) -> None:
+        super().__init__(config)
+        self.embed, self.layers = nn.Embedding(40, 8), nn.ModuleList(layers)
+        self.post_init()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        x = self.embed(input_ids)
+        mask = create_causal_mask(self.config, x, attention_mask, past_key_values=None)
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+def ours() -> Settings:
+    config = Settings()
+    config._attn_implementation = NAME
+    return config
+
+
+def test_remote_code_that_nobody_listed() -> None:
+    with refused("Handwritten", "Mixing"):
+        Handwritten(ours(), Mixing())
+    config = ours()
+    with refused("Handwritten", "Mixing"):
+        Handwritten(config, Calling(config), Mixing())
+
+
+def test_an_argument_that_only_one_model_has() -> None:
+    config = ours()
+    with pytest.raises(NotImplementedError, match=r'Calling: .*"transformer_fast" .*\(sharpness=\); use "eager"'):
+        Handwritten(config, Calling(config, sharpness=2.0))(IDS)
+
+
+@pytest.mark.parametrize("padding", [None, torch.tensor([[1, 1, 1, 0]])], ids=["none", "right"])
+def test_a_layer_that_does_not_say_it_is_causal_sees_no_later_token(padding: Tensor | None) -> None:
+    config = ours()
+    model = Handwritten(config, Calling(config))
+    changed = IDS.clone()
+    changed[:, 2] = 30
+    before, after = (model(ids, padding) for ids in (IDS, changed))
+    torch.testing.assert_close(before[:, :2], after[:, :2])
+    assert not torch.equal(before[:, 2], after[:, 2])
+
+
+def test_the_config_is_saved_as_before() -> None:
+    config = ours()
+    Handwritten(config, Calling(config))
+    assert not any(NAME in str(item) for item in config.to_dict().items())
+
+
+def test_without_any_attention_there_is_nothing_to_refuse() -> None:
+    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    config = transformers.MambaConfig(**sizes)
+    assert transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)(input_ids=IDS)
+
+
+def test_what_the_error_says_to_do_instead_works() -> None:
+    model = bloom(attn_implementation="eager").eval()
+    expected = model(input_ids=IDS).logits
+    assert len(tfast.accelerate(model).swapped) >= 3
+    torch.testing.assert_close(model(input_ids=IDS).logits, expected)
+
+
+def test_other_implementations_are_left_alone() -> None:
+    model = bloom(attn_implementation="eager")
+    model.set_attn_implementation("eager")
+    assert model.config._attn_implementation == "eager"
+    with pytest.raises(ValueError, match="scaled_dot_product_attention"):
+        bloom(attn_implementation="sdpa")

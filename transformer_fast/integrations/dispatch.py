@@ -1,0 +1,289 @@
+"""Which models of transformers really call the attention implementation that they are given.
+
+transformers accepts a registered name for every model class. It does not ask whether the class's layers look the name
+up: many older models compute attention themselves, and take only their mask from the implementation. Such a model would
+add a mask in our form to its scores, and be wrong without a word; so it is refused.
+
+What a layer does is read from its byte code, not from a list of models: that holds for remote code and for models of
+tomorrow too. Three questions are asked of a layer's methods and of the functions of its package that they call.
+
+- Does it look an implementation up? Then it names transformers' ``ALL_ATTENTION_FUNCTIONS``.
+- Does it take a mask and a softmax, or call a fused attention? Then it uses masks by itself.
+- Is its class called an attention? Then it should look an implementation up, if no layer beside it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+
+_LOOKUPS = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface"}
+_FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward", "flash_attn_func", "flash_attn_varlen_func"}
+
+OWN_ARGUMENTS = "_transformer_fast_own_arguments"
+"""Set on the class of a layer: arguments of the eager attention in its file that no other model's attention has."""
+_COMMON_ARGUMENTS = {
+    "module", "query", "key", "value", "query_states", "key_states", "value_states", "attention_mask", "scaling",
+    "dropout", "is_causal", "position_bias", "sliding_window", "output_attentions", "training", "kwargs", "args",
+}  # fmt: skip
+
+# Set on the class of a config, where torch.compile can read them and where they are not saved with the config.
+_CHECKED = "_transformer_fast_checked"
+_NEEDS_MASKS = "_transformer_fast_needs_masks"
+
+_checked: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # configs and models by id
+
+
+def refuse(model: nn.Module, names: set[str], asked: dict[int, str] | None = None) -> None:
+    """Raise if a part of ``model`` that is to use one of the implementations ``names`` would not.
+
+    A part is a model of transformers together with the layers that belong to no model inside it.
+
+    Args:
+        model: with all its layers.
+        names: the implementations that are ours.
+        asked: the implementation that is wanted, by the id of a config (``asked_of``); for the others, and by default,
+            it is what the config says.
+
+    Raises:
+        NotImplementedError: it names the model's class, the layer's, the implementation and what to do instead.
+    """
+    passed = []
+    for part, layers in _parts(model):
+        name = (asked or {}).get(id(getattr(part, "config", None))) or implementation_of(part)
+        if name in names:
+            _judge(type(part), layers, name)
+            passed.append((part, layers))
+    for part, layers in passed:  # only now: two parts may have one config
+        for layer in layers:
+            if arguments := _own_arguments(layer):
+                setattr(layer, OWN_ARGUMENTS, arguments)
+        kind = type(part.config)
+        setattr(kind, _CHECKED, kind)
+        if not _is_trusted(type(part)):
+            setattr(kind, _NEEDS_MASKS, True)
+        _checked[id(part.config)] = part.config
+
+
+def refuse_class(cls: type[nn.Module], name: str) -> None:
+    """``refuse`` for a model class, before its layers exist.
+
+    Some classes choose their layers from a table by the implementation's name, and would stop with a bare KeyError.
+
+    Raises:
+        NotImplementedError: as ``refuse``.
+    """
+    from transformers import PreTrainedModel
+
+    layers: dict[type, bool] = {}
+    todo = [cls]
+    for made in todo:
+        for found in _named_by_init(made):
+            if isinstance(found, dict) and _is_layer(found.get("eager")) and name not in found:
+                raise NotImplementedError(_message(cls, found["eager"], name))
+            if _is_layer(found) and not issubclass(found, PreTrainedModel) and found not in layers:
+                layers[found] = True
+                todo.append(found)
+    if not any(_calls_the_interface(layer) for layer in layers):  # else only some of them may be made
+        _judge(cls, layers, name)
+
+
+def refuse_caller(config: Any, names: set[str]) -> None:
+    """``refuse`` for the model whose ``forward`` is running and asked for a mask, once for each config.
+
+    This finds a model whose config was given the name after the model was made.
+
+    Raises:
+        NotImplementedError: as ``refuse``.
+    """
+    if _checked.get(id(config)) is config:
+        return
+    from transformers import PreTrainedModel
+
+    frame = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), PreTrainedModel):
+        frame = frame.f_back
+    if frame is not None and _checked.get(id(model := frame.f_locals["self"])) is not model:
+        refuse(model, names)
+        _checked[id(model)] = model
+    if config is not None:
+        _checked[id(config)] = config
+
+
+def is_checked(config: Any) -> bool:
+    """Whether a model with a config of this class was made with one of our implementations, and not refused."""
+    return getattr(config, _CHECKED, None) is type(config)
+
+
+def needs_masks(config: Any) -> bool:
+    """Whether the models of a config were never tried with "sdpa".
+
+    Their layers may not say whether they are causal, so that a mask must not be left out for them.
+    """
+    return getattr(config, _NEEDS_MASKS, False)
+
+
+def implementation_of(model: nn.Module) -> str | None:
+    """The name of the attention implementation in a model's config."""
+    return getattr(getattr(model, "config", None), "_attn_implementation", None)
+
+
+def configs_of(model: nn.Module) -> list[Any]:
+    """The configs of the models in ``model``, and the configs inside them."""
+    configs = [part.config for part, _ in _parts(model)]
+    for config in configs:
+        inner = (getattr(config, key, None) for key in getattr(config, "sub_configs", ()))
+        configs.extend(other for other in inner if other is not None)
+    return configs
+
+
+def asked_of(model: nn.Module, wanted: str | dict[str, Any]) -> dict[int, str]:
+    """The implementation that ``model.set_attn_implementation(wanted)`` asks for, by the id of each config."""
+    if isinstance(wanted, str):
+        return {id(config): wanted for config in configs_of(model)}
+    names, todo = {}, [(model.config, wanted)]
+    for config, asked in todo:
+        if isinstance(asked, str):
+            names[id(config)] = asked
+            continue
+        for key, value in asked.items():
+            inner = getattr(config, key, None) if key else config
+            if inner is not None:
+                todo.append((inner, value))
+    return names
+
+
+def _judge(part: type[nn.Module], layers: Iterable[type[nn.Module]], name: str) -> None:
+    """Raise if one of the layers of a part does what the implementation should do.
+
+    A part without any attention (a convolutional backbone, Mamba) passes: there is nothing to replace. A class that
+    says ``_supports_sdpa`` is trusted with layers of its own, since our masks are those of "sdpa"; but not where those
+    layers are all it has and compare the implementation's name themselves.
+    """
+    alone = not any(_calls_the_interface(layer) for layer in layers)
+    trusted = _is_trusted(part)
+    for layer in layers:
+        by_itself = _uses_masks_by_itself(layer)
+        if trusted:
+            wrong = alone and by_itself and "_attn_implementation" in _names(layer)
+        else:
+            wrong = by_itself or (alone and "attention" in layer.__name__.lower())
+        if wrong:
+            raise NotImplementedError(_message(part, layer, name))
+
+
+def _message(model: type, layer: type, name: str) -> str:
+    return (
+        f'{model.__name__} cannot use attn_implementation="{name}": its {layer.__name__} computes attention or uses '
+        'masks by itself, and does not call transformers\' attention interface. Use attn_implementation="eager"; '
+        "tfast.accelerate(model) still swaps the norms and embeddings it knows. Where it is a part of a larger model, "
+        f'name one for each part, such as attn_implementation={{"text_config": "{name}", "vision_config": "eager"}}'
+    )
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[nn.Module, list[type[nn.Module]]]]:
+    """(model of transformers, classes of the layers that belong to it) for each of those in ``model``."""
+    from transformers import PreTrainedModel
+
+    parts = [model]
+    for part in parts:
+        layers, todo = {}, list(part.children())
+        while todo:
+            module = todo.pop()
+            if isinstance(module, PreTrainedModel):
+                parts.append(module)
+                continue
+            layers[type(module)] = True
+            todo.extend(module.children())
+        yield part, list(layers)
+
+
+def _is_trusted(part: type[nn.Module]) -> bool:
+    return getattr(part, "_supports_sdpa", False)
+
+
+def _calls_the_interface(layer: type[nn.Module]) -> bool:
+    return not _LOOKUPS.isdisjoint(_names(layer))
+
+
+@functools.cache
+def _uses_masks_by_itself(layer: type[nn.Module]) -> bool:
+    names = _names(layer)
+    return (
+        any(name.endswith("mask") for name in inspect.signature(layer.forward).parameters)
+        and _LOOKUPS.isdisjoint(names)
+        and (any("softmax" in name.lower() for name in names) or not _FUSED.isdisjoint(names))
+    )
+
+
+@functools.cache
+def _own_arguments(layer: type[nn.Module]) -> tuple[str, ...]:
+    file = vars(sys.modules.get(layer.__module__, types))
+    eager = file.get("eager_attention_forward") if _calls_the_interface(layer) else None
+    if not isinstance(eager, types.FunctionType):
+        return ()
+    return tuple(name for name in inspect.signature(eager).parameters if name not in _COMMON_ARGUMENTS)
+
+
+def _is_layer(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+@functools.cache
+def _names(layer: type[nn.Module]) -> frozenset[str]:
+    """Every name that the methods of a layer use; none for the layers of torch itself."""
+    functions = [function for base in _own_bases(layer) for function in _functions(vars(base).values())]
+    names: set[str] = set()
+    seen: set[types.FunctionType] = set()
+    while functions:
+        function = functions.pop()
+        if function in seen:
+            continue
+        seen.add(function)
+        for code in _codes(function.__code__):
+            names.update(code.co_names)
+            called = _functions(function.__globals__.get(name) for name in code.co_names)
+            functions.extend(other for other in called if _package(other) == _package(function))
+    return frozenset(names)
+
+
+def _named_by_init(cls: type[nn.Module]) -> Iterator[Any]:
+    """The globals that the constructors of a class name: the layers it makes, the tables it looks into."""
+    for base in _own_bases(cls):
+        for function in _functions([vars(base).get("__init__")]):
+            for code in _codes(function.__code__):
+                yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+
+
+def _own_bases(cls: type[nn.Module]) -> Iterator[type]:
+    """The classes that a layer or model inherits from, without those of torch and transformers' base classes."""
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] != "torch" and not base.__module__.startswith("transformers.modeling_"):
+            yield base
+
+
+def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
+    """The Python functions among ``values``, without their decorators."""
+    for value in values:
+        function = getattr(value, "__func__", value)
+        if isinstance(function, types.FunctionType):
+            yield inspect.unwrap(function)
+
+
+def _package(function: types.FunctionType) -> str:
+    return function.__module__.rpartition(".")[0]
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A function's code and that of the functions written inside it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
