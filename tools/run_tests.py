@@ -15,6 +15,20 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+# What runs the kernels of the CPU by themselves: on every instruction set that the machine has, not on the best alone.
+KERNEL_TESTS = (
+    "test_attention*.py",
+    "test_cross_entropy.py",
+    "test_direct.py",
+    "test_dropout.py",
+    "test_embedding*.py",
+    "test_generation_fused.py",
+    "test_norm.py",
+    "test_packing.py",
+    "test_pages.py",
+    "test_step_linear.py",
+)
+SETS = "from transformer_fast.kernels import extension; print(*extension.usable_instruction_sets())"
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 SUMMARY = re.compile(r"=+ (.* in [\d.]+s.*?) =+")
 
@@ -27,14 +41,23 @@ class Part:
 
 
 def parts(workers: str) -> list[Part]:
-    """What `make test` consists of; a further vector unit, say, is one more line."""
+    """What `make test` consists of."""
     pytest = [sys.executable, "-m", "pytest", "-n", workers, f"--color={'yes' if sys.stdout.isatty() else 'no'}"]
     interpreted = {"TRITON_INTERPRET": "1"}
+    kernel_tests = sorted(str(path) for name in KERNEL_TESTS for path in (ROOT / "tests").glob(name))
     return [
         Part("lint", ["make", "--no-print-directory", "lint"]),
         Part("tests", [*pytest, "tests", "--ignore", "tests/interpreter"]),
+        *(Part(name, [*pytest, *kernel_tests], {"TRANSFORMER_FAST_CPU": name}) for name in other_instruction_sets()),
         Part("interpreter", [*pytest, "tests/interpreter"], interpreted),
     ]
+
+
+def other_instruction_sets() -> list[str]:
+    """Those with kernels that this machine runs besides the one that the suite runs on."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRANSFORMER_FAST_CPU"}
+    names = subprocess.run([sys.executable, "-c", SETS], cwd=ROOT, env=variables, capture_output=True, text=True).stdout
+    return [name for name in names.split()[1:] if "TRANSFORMER_FAST_CPU" not in os.environ]
 
 
 def main() -> int:
@@ -47,7 +70,7 @@ def run_all(todo: list[Part]) -> int:
     """Run each and print the verdict; 1 if one failed."""
     verdict, failed = [], []
     for part in todo:
-        print(f"\n== {part.name}: {' '.join(part.command)}", flush=True)
+        print(f"\n== {part.name}: {shortened(part.command)}", flush=True)
         start = time.monotonic()
         code, summary = run(part)
         if code != 0:
@@ -57,6 +80,10 @@ def run_all(todo: list[Part]) -> int:
     verdict.append(f"FAILED: {', '.join(failed)}" if failed else "all passed")
     print("\n== verdict", *verdict, sep="\n", flush=True)
     return 1 if failed else 0
+
+
+def shortened(command: list[str]) -> str:
+    return f"{' '.join(command[:9])} ..." if len(command) > 9 else " ".join(command)
 
 
 def run(part: Part) -> tuple[int, str]:

@@ -69,6 +69,13 @@ def build_info() -> dict[str, Any]:
     return dict(_outcome()[2])
 
 
+def usable_instruction_sets() -> list[str]:
+    """Those that this CPU runs and that were built, the best first; ``TRANSFORMER_FAST_CPU`` may name one of them."""
+    if not load():
+        return []
+    return [name for name in module().supported_instruction_sets() if _library(name)]
+
+
 @functools.cache
 def _outcome() -> tuple[bool, str, dict[str, Any]]:
     path = _find("_C")
