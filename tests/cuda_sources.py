@@ -35,7 +35,7 @@ def host_source() -> str:
     text = "\n".join(path.read_text() for path in SOURCES)
     text, launches = LAUNCH.subn(r"cuda_on_cpu::launch(\1, \2, ", text)
     assert launches == text.count("C10_CUDA_KERNEL_LAUNCH_CHECK()"), "a launch was not recognised, or is not checked"
-    schemas = re.search(r"TORCH_LIBRARY_FRAGMENT.*?\n}\n", (ROOT / "csrc/cpu/embedding.cpp").read_text(), re.DOTALL)
+    schemas = re.search(r"TORCH_LIBRARY_FRAGMENT.*?\n}\n", (ROOT / "csrc/ops/embedding.cpp").read_text(), re.DOTALL)
     assert schemas is not None
     text = text.replace('#include "rows.cuh"', '#include "cuda/rows.cuh"') + schemas[0]
     text = text.replace("(transformer_fast_native, CUDA, m)", f"({LIBRARY}, CPU, m)")
