@@ -178,8 +178,8 @@ class ScoreGradients {
     }
     const auto& p = problem_;
     const T* v = p.v.at(b_, kv_head_, first_key);
-    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_,
-             End<A>::put(), grads_, lanes_);
+    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, Scaled<A>{1},
+             grads_, lanes_);
     if (call_.kept) {
       pass == Pass::kOnly ? weigh_kept(first_key, keys) : add_kept_to_delta(first_key, keys);
       return keys;

@@ -56,9 +56,9 @@ class BlockMask {
   template <typename E>
   void find_scores(int64_t keys, Matrix<E> key_rows, Rows<E> queries, A* scores) const {
     if (has_pairs_)
-      multiply(keys, lanes_, problem_.D, key_rows, queries, End<A>::mask(problem_.scale), scores, lanes_);
+      multiply(keys, lanes_, problem_.D, key_rows, queries, Masked<A>{problem_.scale}, scores, lanes_);
     else
-      multiply(keys, lanes_, problem_.D, key_rows, queries, End<A>::put(problem_.scale), scores, lanes_);
+      multiply(keys, lanes_, problem_.D, key_rows, queries, Scaled<A>{problem_.scale}, scores, lanes_);
     apply_keys_and_limits(keys, scores);
   }
 

@@ -83,36 +83,51 @@ struct Rows {
   bool finite;
 };
 
-// What becomes of a product. One function serves all: a loop over the depth for each of them would be compiled four times.
+// What becomes of a product: added to what c holds, or put in its place, as it is, or times a factor and then masked or
+// not.
+struct Added {};
+
+struct Put {
+  template <typename V, typename A>
+  V operator()(V product, const A*) const {
+    return product;
+  }
+};
+
 template <typename A>
-struct End {
-  enum Kind { kPut, kAdd, kMask } kind;  // in the place of what c holds, added to it, or added where that is not -inf
-  A factor = 1;                          // of the product; with kAdd there is none
+struct Scaled {
+  A factor;
 
-  static End put(A factor = 1) { return {kPut, factor}; }
-  static End add() { return {kAdd}; }
-  static End mask(A factor) { return {kMask, factor}; }
+  Vector<A> operator()(Vector<A> product, const A*) const { return product * factor; }
+};
 
-  Vector<A> start(const A* c) const { return kind == kAdd ? widen(c) : Vector<A>{}; }
+// `c` holds addends before. Where one is -inf, so is the result, whatever the product is.
+template <typename A>
+struct Masked {
+  A factor;
 
-  // Where what c holds is -inf, so is the result, whatever the product is.
-  Vector<A> finish(Vector<A> product, const A* c) const {
-    if (kind != kMask) return product * factor;
+  Vector<A> operator()(Vector<A> product, const A* c) const {
     const Vector<A> addend = widen(c);
     return addend == -std::numeric_limits<A>::infinity() ? addend : fma(product, factor, addend);
   }
 };
 
-template <int kRows, int kVectors, typename E>
+template <int kRows, int kVectors, typename E, typename End>
 inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_column, const E* b, int64_t b_stride,
-                           End<Accumulate<E>> end, Accumulate<E>* c, int64_t c_stride) {
+                           End end, Accumulate<E>* c, int64_t c_stride) {
   using A = Accumulate<E>;
   constexpr int64_t lanes = kLanes<A>;
+  constexpr bool kAdd = std::is_same_v<End, Added>;
   Vector<A> sums[kRows][kVectors];
 #pragma GCC unroll 6
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
-    for (int n = 0; n < kVectors; ++n) sums[m][n] = end.start(c + m * c_stride + n * lanes);
+    for (int n = 0; n < kVectors; ++n) {
+      if constexpr (kAdd)
+        sums[m][n] = widen(c + m * c_stride + n * lanes);
+      else
+        sums[m][n] = Vector<A>{};
+    }
   for (int64_t k = 0; k < depth; ++k) {
     Vector<A> row[kVectors];
     for (int n = 0; n < kVectors; ++n) row[n] = widen(b + k * b_stride + n * lanes);
@@ -126,13 +141,16 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) {
       A* target = c + m * c_stride + n * lanes;
-      narrow(target, end.finish(sums[m][n], target));
+      if constexpr (kAdd)
+        narrow(target, sums[m][n]);
+      else
+        narrow(target, end(sums[m][n], target));
     }
 }
 
-template <int kRows, int kVectors, typename E>
+template <int kRows, int kVectors, typename E, typename End>
 inline void multiply_last_rows(int64_t rows, int64_t depth, const E* a, int64_t a_row, int64_t a_column, const E* b,
-                               int64_t b_stride, End<Accumulate<E>> end, Accumulate<E>* c, int64_t c_stride) {
+                               int64_t b_stride, End end, Accumulate<E>* c, int64_t c_stride) {
   if constexpr (kRows > 0) {
     if (rows == kRows)
       multiply_panel<kRows, kVectors>(depth, a, a_row, a_column, b, b_stride, end, c, c_stride);
@@ -141,9 +159,9 @@ inline void multiply_last_rows(int64_t rows, int64_t depth, const E* a, int64_t 
   }
 }
 
-template <int kVectors, typename E>
-void multiply_columns(int64_t rows, int64_t vectors, int64_t depth, Matrix<E> a, const E* b, int64_t b_stride,
-                      End<Accumulate<E>> end, Accumulate<E>* c, int64_t c_stride) {
+template <int kVectors, typename E, typename End>
+void multiply_columns(int64_t rows, int64_t vectors, int64_t depth, Matrix<E> a, const E* b, int64_t b_stride, End end,
+                      Accumulate<E>* c, int64_t c_stride) {
   constexpr int64_t columns = kVectors * kLanes<Accumulate<E>>;
   for (; vectors >= kVectors; vectors -= kVectors, b += columns, c += columns) {
     int64_t m = 0;
@@ -182,9 +200,9 @@ void multiply_add_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, M
 
 // c (rows, columns) = end(a (rows, depth) b (depth, columns)); `columns` and the rows of b and c are whole vectors, a and
 // b are padded with zeros to whole elements of the depth.
-template <typename E>
-void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, End<Accumulate<E>> end,
-              Accumulate<E>* c, int64_t c_stride) {
+template <typename E, typename End>
+void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, End end, Accumulate<E>* c,
+              int64_t c_stride) {
   multiply_columns<kPanelVectors>(rows, columns / kLanes<Accumulate<E>>, (depth + kSteps<E> - 1) / kSteps<E>, a, b.data,
                                   b.stride, end, c, c_stride);
 }
@@ -197,9 +215,10 @@ void multiply_add(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Row
   if (!b.finite) {
     for (int64_t m = 0; fresh && m < rows; ++m) std::fill(c + m * c_stride, c + m * c_stride + columns, 0);
     multiply_add_skipping_zeros(rows, columns, elements, a, b, c, c_stride);
+  } else if (fresh) {
+    multiply_columns<kPanelVectors>(rows, vectors, elements, a, b.data, b.stride, Put{}, c, c_stride);
   } else {
-    const auto end = fresh ? End<Accumulate<E>>::put() : End<Accumulate<E>>::add();
-    multiply_columns<kPanelVectors>(rows, vectors, elements, a, b.data, b.stride, end, c, c_stride);
+    multiply_columns<kPanelVectors>(rows, vectors, elements, a, b.data, b.stride, Added{}, c, c_stride);
   }
 }
 
