@@ -157,7 +157,64 @@ inline void narrow(c10::Half* p, Vector<float> v) {
 #endif
 }
 
-// `count` lanes, the others zero.
+// At most eight elements, without a call.
+template <typename T>
+inline void copy_few(const T* from, T* to, int64_t count) {
+  if (count & 8) return void(std::memcpy(to, from, 8 * sizeof(T)));
+  if (count & 4) std::memcpy(to, from, 4 * sizeof(T)), from += 4, to += 4;
+  if (count & 2) std::memcpy(to, from, 2 * sizeof(T)), from += 2, to += 2;
+  if (count & 1) std::memcpy(to, from, sizeof(T));
+}
+
+// All ones in the first `count` lanes, else zero.
+template <typename A>
+inline IntegerVector<A> first_lanes(int64_t count) {
+  IntegerVector<A> lane;
+  for (int64_t i = 0; i < kLanes<A>; ++i) lane[i] = i;
+  return lane < static_cast<IntegerLane<A>>(count);
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The bits of at most eight 16-bit elements, put together in registers: a load of what was just stored in smaller pieces
+// would wait for them.
+template <typename T>
+inline __m128i load_short(const T* p, int64_t count) {
+  if (count == 8) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  uint64_t whole = 0;
+  uint32_t two = 0;
+  uint16_t one = 0;
+  if (count & 4) std::memcpy(&whole, p, sizeof(whole));
+  if (count & 2) std::memcpy(&two, p + (count & 4), sizeof(two));
+  if (count & 1) std::memcpy(&one, p + (count & 6), sizeof(one));
+  const uint64_t rest = two | static_cast<uint64_t>(one) << (count & 2 ? 32 : 0);
+  return count & 4 ? _mm_set_epi64x(rest, whole) : _mm_set_epi64x(0, rest);
+}
+
+template <typename T>
+inline void store_short(T* p, __m128i bits, int64_t count) {
+  if (count == 8) return _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bits);
+  uint64_t rest = _mm_cvtsi128_si64(bits);
+  if (count & 4) {
+    std::memcpy(p, &rest, 8);
+    p += 4;
+    rest = _mm_extract_epi64(bits, 1);
+  }
+  if (count & 2) {
+    std::memcpy(p, &rest, 4);
+    p += 2;
+    rest >>= 32;
+  }
+  if (count & 1) std::memcpy(p, &rest, 2);
+}
+
+inline Vector<float> widen_short(const c10::Half*, __m128i bits) { return _mm256_cvtph_ps(bits); }
+
+inline Vector<float> widen_short(const c10::BFloat16*, __m128i bits) {
+  return reinterpret_cast<Vector<float>>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+#endif
+
+// `count` lanes, at most all, the others zero.
 template <typename T>
 inline Vector<Accumulate<T>> load_few(const T* p, int64_t count) {
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
@@ -169,16 +226,31 @@ inline Vector<Accumulate<T>> load_few(const T* p, int64_t count) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), _mm256_maskz_loadu_epi16(mask, p));
     return widen(lanes);
   }
+#elif defined(__AVX2__)
+  if constexpr (std::is_same_v<T, float>)
+    return _mm256_maskload_ps(p, reinterpret_cast<__m256i>(first_lanes<float>(count)));
+  if constexpr (std::is_same_v<T, double>)
+    return _mm256_maskload_pd(p, reinterpret_cast<__m256i>(first_lanes<double>(count)));
+  if constexpr (sizeof(T) == 2) return widen_short(p, load_short(p, count));
 #endif
   T lanes[kLanes<Accumulate<T>>] = {};
-  std::memcpy(lanes, p, count * sizeof(T));
+  copy_few(p, lanes, count);
   return widen(lanes);
 }
 
 template <typename T>
 inline void store_few(T* p, Vector<Accumulate<T>> v, int64_t count) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (std::is_same_v<T, float>)
+    return _mm256_maskstore_ps(p, reinterpret_cast<__m256i>(first_lanes<float>(count)), v);
+  if constexpr (std::is_same_v<T, double>)
+    return _mm256_maskstore_pd(p, reinterpret_cast<__m256i>(first_lanes<double>(count)), v);
+#endif
   T lanes[kLanes<Accumulate<T>>];
   narrow(lanes, v);
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (sizeof(T) == 2) return store_short(p, _mm_loadu_si128(reinterpret_cast<const __m128i*>(lanes)), count);
+#endif
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
   const uint32_t mask = (1u << count) - 1;
   if constexpr (sizeof(T) == 2)
@@ -186,7 +258,7 @@ inline void store_few(T* p, Vector<Accumulate<T>> v, int64_t count) {
   if constexpr (std::is_same_v<T, float>) return _mm512_mask_storeu_ps(p, mask, v);
   if constexpr (std::is_same_v<T, double>) return _mm512_mask_storeu_pd(p, mask, v);
 #endif
-  std::memcpy(p, lanes, count * sizeof(T));
+  copy_few<T>(lanes, p, count);
 }
 
 // The same in a loop that mostly meets whole vectors.
@@ -213,9 +285,7 @@ inline Vector<A> filled(Vector<A> v, Full<A>, A) {
 
 template <typename A>
 inline Vector<A> filled(Vector<A> v, int64_t count, A fill) {
-  IntegerVector<A> lane;
-  for (int64_t i = 0; i < kLanes<A>; ++i) lane[i] = i;
-  return lane < static_cast<IntegerLane<A>>(count) ? v : broadcast<A>(fill);
+  return first_lanes<A>(count) ? v : broadcast<A>(fill);
 }
 
 // Lanes past `count` hold `fill`.
@@ -273,17 +343,17 @@ inline void for_columns(int64_t begin, int64_t end, Body&& body) {
   if (c < end) body(c, end - c, 0);
 }
 
-// The types that models are run in. Others are served by the general code of a kernel, without its special cases.
+// The types that models are run in. Others do without most of a kernel's special cases.
 template <typename T>
 constexpr bool kIsCommon = std::is_same_v<T, float> || std::is_same_v<T, c10::BFloat16>;
 
 // body(kVectors) for rows of d columns of T: how many vectors they are, where that is few, else 0.
 template <typename T, typename Body>
 inline void with_vectors(int64_t d, Body&& body) {
+  constexpr int64_t lanes = kLanes<Accumulate<T>>;
+  const int64_t vectors = (d + lanes - 1) / lanes;
+  if (vectors == 1) return body(std::integral_constant<int, 1>());
   if constexpr (kIsCommon<T>) {
-    constexpr int64_t lanes = kLanes<Accumulate<T>>;
-    const int64_t vectors = (d + lanes - 1) / lanes;
-    if (vectors == 1) return body(std::integral_constant<int, 1>());
     if (vectors == 2) return body(std::integral_constant<int, 2>());
     if (vectors == 3) return body(std::integral_constant<int, 3>());
   }
