@@ -1,6 +1,6 @@
 # make demo    train a small translator here, check every op against the reference, draw two pictures
 # make test    lint, the whole test suite, every Triton kernel compiled for three GPU architectures; one verdict
-# make bench   the benchmark suite on this machine
+# make bench   the benchmark suite on this machine; CPU=avx2: as on one without AVX-512
 # make gpu     on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
 # make fuzz    random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
 # make wheel   a source distribution, and a wheel built from it, in dist
@@ -15,6 +15,10 @@ WORKERS ?= 2
 RESULTS ?= results
 SEED ?= 0
 COUNT ?= 2000
+# make bench CPU=avx2: both sides without AVX-512, as on a machine that has none
+CPU ?=
+BENCH_CPU := $(if $(CPU),TRANSFORMER_FAST_CPU=$(CPU) ATEN_CPU_CAPABILITY=$(CPU) DNNL_MAX_CPU_ISA=$(CPU) \
+  MKL_ENABLE_INSTRUCTIONS=$(CPU))
 
 PROGRESS := $(PYTHON) tools/progress.py
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
@@ -71,7 +75,7 @@ wheel: setup
 
 bench: setup
 	mkdir -p $(RESULTS)
-	$(BIN)/python -m pytest benchmarks --benchmark-json $(RESULTS)/benchmarks.json
+	$(BENCH_CPU) $(BIN)/python -m pytest benchmarks --benchmark-json $(RESULTS)/benchmarks.json
 	$(BIN)/python benchmarks/report.py $(RESULTS)/benchmarks.json --out $(RESULTS)
 
 gpu:

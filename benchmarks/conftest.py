@@ -15,6 +15,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from transformer_fast.kernels import extension
+
 from harness import Call, Comparison, Inputs, ceilings, compare
 
 
@@ -75,6 +77,8 @@ def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: di
         torch=torch.__version__,
         python=platform.python_version(),
         threads=torch.get_num_threads(),
+        kernels=extension.build_info().get("instruction_set"),
+        torch_cpu_capability=torch.backends.cpu.get_cpu_capability(),
         gpu=torch.cuda.get_device_name(0) if cuda else None,
         driver=_output("nvidia-smi", "--query-gpu=driver_version,clocks.sm,clocks.mem", "--format=csv,noheader"),
         ceilings=ceilings("cuda" if cuda else "cpu"),

@@ -31,6 +31,8 @@ def machine(info: dict[str, Any]) -> str:
     """One line: on what all this was measured."""
     limits = info["ceilings"]
     where = info["gpu"] or f"{info['cpu'].get('brand_raw', 'CPU')}, {info['threads']} threads"
+    if info.get("kernels"):
+        where += f"; kernels for {info['kernels']}, PyTorch's for {info['torch_cpu_capability']}"
     return (
         f"{where}; torch {info['torch']}; commit {info['commit']}; copy {limits['copy'] / 1e9:.0f} GB/s, "
         f"matmul {limits['matmul'] / 1e12:.2f} TFLOP/s measured in this run."

@@ -14,7 +14,7 @@ from .ops._attention_checks import normal_lengths
 from .ops.attention import check_backend
 
 NATIVE_TILE = (64, 128)
-"""Queries and keys a tile in csrc/cpu/attention.h."""
+"""Queries and keys a tile in csrc/cpu/attention_params.h."""
 
 _PATHS = {
     "native": "the C++ kernel of the extension (scores of one tile at a time; nothing of size Lq x Lk is stored)",

@@ -1,4 +1,4 @@
-"""A decoding step of all layers as one call into the C++ extension, `csrc/cpu/decoder_step.cpp`.
+"""A decoding step of all layers as one call into the C++ extension, `csrc/ops/decoder_step.cpp`.
 
 Some hundred calls of small ops a step are a fifth of it on one thread of a CPU, and more on two, since nothing runs
 beside them. Taken only where it is sure to compute what the modules would; they are its oracle.
