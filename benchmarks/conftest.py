@@ -15,9 +15,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from transformer_fast.kernels import extension
-
 from harness import Call, Comparison, Inputs, ceilings, compare
+
+from transformer_fast.kernels import extension
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
