@@ -3,7 +3,8 @@
 # make bench      the benchmark suite on this machine
 # make gpu        on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
 # make fuzz       random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
-# make sanitize   the ops' tests and random calls under the sanitizers for memory and undefined behaviour
+# make sanitize   the ops' tests and random calls under the sanitizers for memory and undefined behaviour;
+#                 make sanitize-threads, under the one for races
 # make arm-check  compile the CPU kernels for aarch64, and run them in qemu
 # make wheel      a source distribution, and a wheel built from it, in dist
 # make fmt        format Python and C++, and fix what ruff can
@@ -24,7 +25,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 SOURCES := setup.py $(CSRC)
 FORMATTED := $(CSRC) $(wildcard tests/*.cpp tools/*.cpp)
 
-.PHONY: setup demo test lint fuzz fmt wheel bench gpu cuda-check oldest arm-check sanitize clean
+.PHONY: setup demo test lint fuzz fmt wheel bench gpu cuda-check oldest arm-check sanitize sanitize-threads clean
 
 setup: $(VENV)/.linked
 
@@ -92,6 +93,9 @@ arm-check: $(VENV)/.installed
 
 sanitize: $(VENV)/.installed
 	$(BIN)/python tools/sanitize.py
+
+sanitize-threads: $(VENV)/.installed
+	$(BIN)/python tools/sanitize.py --threads
 
 clean:
 	rm -rf $(VENV) .venv-cuda .venv-oldest build dist *.egg-info transformer_fast/*.so $(RESULTS) demo

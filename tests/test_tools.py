@@ -98,11 +98,10 @@ tests/test_norm.py .......csrc/cpu/norm.cpp:17:58: runtime error: shift exponent
 def test_reports_of_both_sanitizers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TOOLS))
     sanitize = tool("sanitize")
-    monkeypatch.setattr(sanitize, "REPORTS", tmp_path)
-    assert sanitize.reports(".... 12 passed in 3.00s") == ""
-    assert sanitize.reports(REPORT) == REPORT.strip().partition("\n\n")[0]
+    assert sanitize.found_reports(".... 12 passed in 3.00s", tmp_path) == ""
+    assert sanitize.found_reports(REPORT, tmp_path) == REPORT.strip().partition("\n\n")[0]
     (tmp_path / "report.1").write_text("AddressSanitizer: heap-buffer-overflow")
-    assert sanitize.reports("") == "AddressSanitizer: heap-buffer-overflow"
+    assert sanitize.found_reports("", tmp_path) == "AddressSanitizer: heap-buffer-overflow"
     assert sanitize.SUMMARY.findall(REPORT) == ["12 passed in 3.00s"]
 
 

@@ -1,5 +1,7 @@
-// Two faults as a kernel might have them, which tools/sanitize.py makes to see that they would be reported. It is built as
-// the kernels are, and is no part of the package.
+// Faults as a kernel might have them, which tools/sanitize.py makes to see that they would be reported. They are built as
+// the kernels are, and are no part of the package.
+#include <omp.h>
+
 #include <cstdint>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
@@ -16,4 +18,19 @@ EXPORTED int32_t mask_of_too_many_lanes(int32_t count) {
   int32_t mask = 0;
   for (int32_t lane = 0; lane < count; ++lane) mask |= 1 << lane;
   return mask;
+}
+
+// Every thread adds to the same sum.
+EXPORTED void sum_by_threads_at_once(const float* row, int64_t columns, float* sum) {
+#pragma omp parallel for
+  for (int64_t c = 0; c < columns; ++c) *sum += row[c];
+}
+
+// No fault: the sums of the threads, added after the last of them. It must be no report.
+EXPORTED float sum_by_threads(const float* row, int64_t columns) {
+  float sums[256] = {}, sum = 0;
+#pragma omp parallel for
+  for (int64_t c = 0; c < columns; ++c) sums[omp_get_thread_num()] += row[c];
+  for (const float one : sums) sum += one;
+  return sum;
 }

@@ -1,16 +1,20 @@
-"""``make sanitize``: the CPU kernels under AddressSanitizer and UndefinedBehaviorSanitizer (GCC on Linux).
+"""``make sanitize``: the CPU kernels under GCC's sanitizers, on Linux; ``make sanitize-threads``: under that for races.
 
 Module and kernels, those for AVX2 and the best that this machine runs, are built with the sanitizers in a copy of the
-sources under build/sanitize, so that the extension in use is left alone; a second run builds only what changed. With
-each set of kernels run the tests of the ops, and random calls (tests/fuzz.py). Any report fails. Before that, two
-planted faults (tools/planted_faults.cpp) must be reported, in the memory of a tensor as torch gives it to kernels.
+sources under build, so that the extension in use is left alone; a second run builds only what changed. With each set of
+kernels run the tests of the ops, and random calls (tests/fuzz.py). Any report fails. Before that, planted faults
+(tools/planted_faults.cpp) must be reported, in the memory of a tensor as torch gives it to kernels.
 
-What it cannot see: elements written past a part of a buffer that lies inside the same allocation.
+What they cannot see: elements written past a part of a buffer that lies inside the same allocation.
+
+ThreadSanitizer takes the end of a parallel loop for a race with GCC's OpenMP, which is built without it. LLVM's, put
+in its place, tells it what happens through a tool, Archer.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import shutil
@@ -21,10 +25,6 @@ from pathlib import Path
 
 from cuda_check import ROOT, copy_sources, timed
 
-FOLDER = ROOT / "build/sanitize"
-REPORTS = FOLDER / "reports"
-# vptr needs type information of torch that its libraries do not export.
-SANITIZERS = ["-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize=vptr"]
 # One set that is on nearly every x86 machine, where another one is the best.
 COMMON_SET = "avx2"
 TESTS = (
@@ -39,75 +39,135 @@ TESTS = (
     "test_packing.py",
     "test_pages.py",
 )
+COMPILER = os.environ.get("CXX", "c++").split()
 SUMMARY = re.compile(r"(\d+ (?:passed|failed).* in [\d.]+s.*)$", re.MULTILINE)
 # A report of UndefinedBehaviorSanitizer: its line, and the stack below it.
 UNDEFINED = re.compile(r"^.*: runtime error: .*(?:\n +#\d+ .*)*", re.MULTILINE)
 SUPPORTED = "import torch; from transformer_fast import _C; print(*_C.supported_instruction_sets())"
-# What is planted, and what its report says.
-PLANTED = {
-    "row = torch.ones(64); faults.row_sum_past_the_end(ctypes.c_void_p(row.data_ptr()), ctypes.c_int64(64))": (
-        "heap-buffer-overflow",
-        "in row_sum_past_the_end",
-    ),
-    "faults.mask_of_too_many_lanes(34)": ("runtime error: shift exponent 32 is too large", "planted_faults.cpp"),
-}
+CALL = """
+import ctypes, torch
+faults = ctypes.CDLL({library!r})
+row, result = torch.ones(50_000), torch.zeros(1)
+pointer, columns, sum = ctypes.c_void_p(row.data_ptr()), ctypes.c_int64(row.numel()), ctypes.c_void_p(result.data_ptr())
+{call}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sanitizer:
+    """A build and how to run it. ``with_best``: not the common set of kernels alone. ``planted``: calls of
+    planted_faults.cpp, and what their report says; None where there must be none."""
+
+    folder: Path
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...]
+    threads: int
+    with_best: bool
+    planted: dict[str, str | None]
+
+    @property
+    def reports(self) -> Path:
+        return self.folder / "reports"
+
+
+MEMORY = Sanitizer(
+    folder=ROOT / "build/sanitize",
+    # vptr needs type information of torch that its libraries do not export.
+    flags=("-fsanitize=address,undefined", "-fno-sanitize=vptr"),
+    libraries=("libasan.so", "libubsan.so"),
+    threads=1,
+    with_best=True,
+    planted={
+        "row_sum_past_the_end(pointer, columns)": "heap-buffer-overflow",
+        "mask_of_too_many_lanes(34)": "runtime error: shift exponent 32 is too large",
+    },
+)
+THREADS = Sanitizer(
+    folder=ROOT / "build/sanitize_threads",
+    flags=("-fsanitize=thread",),
+    libraries=("libtsan.so",),
+    threads=3,
+    with_best=False,  # which thread does what is the same with every set
+    planted={"sum_by_threads_at_once(pointer, columns, sum)": "data race", "sum_by_threads(pointer, columns)": None},
+)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", help="instruction sets, as in avx2,avx512 (default: avx2 and this machine's best)")
+    parser.add_argument("--threads", action="store_true", help="look for races, not for faults of memory")
+    parser.add_argument("--sets", help="instruction sets, as in avx2,avx512 (default: avx2, and this machine's best)")
     parser.add_argument("--count", type=int, default=600, help="random calls with each set (default: %(default)s)")
     options = parser.parse_args()
-    copy_sources(FOLDER)
-    shutil.copytree(ROOT / "tests", FOLDER / "tests", dirs_exist_ok=True)
-    check_planted_faults()
-
-    sets = options.sets.split(",") if options.sets else ["host"]
-    if sets == ["host"] and os.uname().machine == "x86_64":
-        build([COMMON_SET])
-        best = run([sys.executable, "-c", SUPPORTED], sanitized())[1].split()[0]
-        sets = list(dict.fromkeys([COMMON_SET, best]))
-    build(sets)
+    sanitizer = THREADS if options.threads else MEMORY
+    environment = sanitized(sanitizer)  # says what is not installed before anything is built
+    copy_sources(sanitizer.folder)
+    shutil.copytree(ROOT / "tests", sanitizer.folder / "tests", dirs_exist_ok=True)
+    check_planted_faults(sanitizer, environment)
+    sets = built(sanitizer, environment, options.sets)
     for name in sets:
-        check_kernels(name, options)
+        check_kernels(sanitizer, {**environment, "TRANSFORMER_FAST_CPU": name}, options.count)
     print(f"sanitize: no report ({', '.join(sets)})")
 
 
-def build(sets: list[str]) -> None:
+def built(sanitizer: Sanitizer, environment: dict[str, str], asked: str | None) -> list[str]:
+    """The instruction sets whose kernels were built: those asked for, or the common one and perhaps the best."""
+    sets = asked.split(",") if asked else [COMMON_SET if os.uname().machine == "x86_64" else "generic"]
+    build(sanitizer, sets)
+    if sanitizer.with_best and not asked:
+        best = run(sanitizer, [sys.executable, "-c", SUPPORTED], environment)[1].split()[0]
+        if best not in sets:
+            sets.append(best)
+            build(sanitizer, sets)
+    return sets
+
+
+def build(sanitizer: Sanitizer, sets: list[str]) -> None:
     variables = {
         **os.environ,
         "TRANSFORMER_FAST_CUDA": "0",
         "TRANSFORMER_FAST_CPU_SETS": ",".join(sets),
-        "TRANSFORMER_FAST_CXX_FLAGS": " ".join(SANITIZERS),
+        "TRANSFORMER_FAST_CXX_FLAGS": " ".join(flags(sanitizer)),
     }
     command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    timed(f"built {', '.join(sets)}", command, cwd=FOLDER, env=variables)
+    timed(f"built {', '.join(sets)}", command, cwd=sanitizer.folder, env=variables)
 
 
-def check_planted_faults() -> None:
-    """Stop unless each planted fault is reported."""
-    library = FOLDER / "planted_faults.so"
-    source = ROOT / "tools/planted_faults.cpp"
-    compiler = os.environ.get("CXX", "c++").split()
-    subprocess.run([*compiler, *SANITIZERS, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    for call, words in PLANTED.items():
-        code = f"import ctypes, torch; faults = ctypes.CDLL({str(library)!r}); {call}"
-        report = reports(run([sys.executable, "-c", code], sanitized())[1])
-        if missing := [word for word in words if word not in report]:
-            sys.exit(f"{report}\nsanitize: the planted fault was not seen: no {missing[0]!r} in the report of {call}")
-        print(f"sanitize: seen, as planted: {words[0]}", flush=True)
+def flags(sanitizer: Sanitizer) -> list[str]:
+    return ["-O1", "-g1", "-fno-omit-frame-pointer", *sanitizer.flags]
 
 
-def check_kernels(name: str, options: argparse.Namespace) -> None:
+def check_planted_faults(sanitizer: Sanitizer, environment: dict[str, str]) -> None:
+    """Stop unless each planted fault is reported, and what is none is not."""
+    faults = sanitizer.folder / "planted_faults.so"
+    made = faults.with_suffix(".o")
+    source = str(ROOT / "tools/planted_faults.cpp")
+    # As setup.py does it: compiled with OpenMP, linked without.
+    compile_it = [*COMPILER, "-std=c++20", *flags(sanitizer), "-fopenmp", "-fPIC", "-c", source, "-o", str(made)]
+    subprocess.run(compile_it, check=True)
+    subprocess.run([*COMPILER, *flags(sanitizer), "-shared", str(made), "-o", str(faults)], check=True)
+    for call, words in sanitizer.planted.items():
+        code = CALL.format(library=str(faults), call=f"faults.{call}")
+        output, report = run_and_look(sanitizer, [sys.executable, "-c", code], environment)[1:]
+        if words is None and report:
+            sys.exit(f"{report}\nsanitize: there is no fault in {call}, but a report")
+        if words is not None and words not in report:
+            sys.exit(
+                f"{output}{report}\nsanitize: the planted fault was not seen: no {words!r} in the report of {call}"
+            )
+        print(f"sanitize: seen, as planted: {words}" if words else f"sanitize: not reported: {call}", flush=True)
+
+
+def check_kernels(sanitizer: Sanitizer, environment: dict[str, str], count: int) -> None:
     """The tests and random calls with the kernels of one instruction set; stop at a report or a failure."""
-    tests = [str(path) for pattern in TESTS for path in sorted((FOLDER / "tests").glob(pattern))]
-    environment = {**sanitized(), "TRANSFORMER_FAST_CPU": name, "PYTHONPATH": str(FOLDER)}
+    name = environment["TRANSFORMER_FAST_CPU"]
+    tests = [str(path) for pattern in TESTS for path in sorted((sanitizer.folder / "tests").glob(pattern))]
+    # -s: what UndefinedBehaviorSanitizer prints must not stay with pytest.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", *tests]
-    fuzz = [sys.executable, "tests/fuzz.py", "--backend", "native", "--count", str(options.count)]
-    for what, command in (("tests", pytest), (f"{options.count} random calls", fuzz)):
+    fuzz = [sys.executable, "tests/fuzz.py", "--backend", "native", "--count", str(count)]
+    for what, command in (("tests", pytest), (f"{count} random calls", fuzz)):
         start = time.monotonic()
-        code, output = run(command, environment)
-        if report := reports(output):
+        code, output, report = run_and_look(sanitizer, command, environment)
+        if report:
             sys.exit(f"{report}\nsanitize: the {what} with the {name} kernels made the reports above")
         if code != 0:
             sys.exit(f"{output}\nsanitize: the {what} with the {name} kernels failed ({code}), without a report")
@@ -116,42 +176,57 @@ def check_kernels(name: str, options: argparse.Namespace) -> None:
         print(f"sanitize: {name}: {what}: {said}", flush=True)
 
 
-def sanitized() -> dict[str, str]:
-    """The environment in which Python, which is not built with them, runs what is; empties the folder of reports."""
-    shutil.rmtree(REPORTS, ignore_errors=True)
-    REPORTS.mkdir(parents=True)
-    return {
+def sanitized(sanitizer: Sanitizer) -> dict[str, str]:
+    """The environment in which Python, which is not built with sanitizers, runs what is."""
+    # libstdc++ too, or the first exception finds that the sanitizer, which looked for it early, has none.
+    libraries = [library(name) for name in (*sanitizer.libraries, "libstdc++.so.6")]
+    reports = f"log_path={sanitizer.reports}/report"
+    environment = {
         **os.environ,
-        # libstdc++ too, or the first exception finds that the sanitizer, which looked for it early, has none.
-        "LD_PRELOAD": " ".join(library(name) for name in ("libasan.so", "libubsan.so", "libstdc++.so.6")),
-        # Python and torch keep memory until they end.
-        "ASAN_OPTIONS": f"detect_leaks=0:log_path={REPORTS}/report",
+        "ASAN_OPTIONS": f"detect_leaks=0:{reports}",  # Python and torch keep memory until they end
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "OMP_NUM_THREADS": "1",
+        "TSAN_OPTIONS": f"ignore_noninstrumented_modules=1:{reports}",  # torch's own loops
+        "OMP_NUM_THREADS": str(sanitizer.threads),
         "TRANSFORMER_FAST_BACKEND": "native",
+        "PYTHONPATH": str(sanitizer.folder),
     }
+    if sanitizer is THREADS:
+        archers = sorted(Path("/usr/lib").glob("llvm-*/lib/libarcher.so"))
+        if not archers:
+            sys.exit("sanitize --threads needs LLVM's OpenMP with Archer, and finds none: apt-get install libomp-dev")
+        environment["OMP_TOOL_LIBRARIES"] = str(archers[-1])
+        libraries.append(str(archers[-1].parent / "libomp.so.5"))
+    return {**environment, "LD_PRELOAD": " ".join(libraries)}
 
 
 def library(name: str) -> str:
     """Where the compiler has a library of the sanitizers."""
-    compiler = os.environ.get("CXX", "c++").split()
-    path = subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+    path = subprocess.run([*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
     if not Path(path.strip()).is_absolute():
-        sys.exit(f"sanitize needs GCC's {name}, and {compiler[0]} has none")
+        sys.exit(f"sanitize needs GCC's {name}, and {COMPILER[0]} has none")
     return path.strip()
 
 
-def run(command: list[str], environment: dict[str, str]) -> tuple[int, str]:
-    """The exit code of a command in the copy, and what it said."""
+def run_and_look(sanitizer: Sanitizer, command: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+    """The exit code of a command in the copy, what it said, and what was reported."""
+    shutil.rmtree(sanitizer.reports, ignore_errors=True)
+    sanitizer.reports.mkdir(parents=True)
+    code, output = run(sanitizer, command, environment)
+    return code, output, found_reports(output, sanitizer.reports)
+
+
+def run(sanitizer: Sanitizer, command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+    if sanitizer is THREADS:  # which does not find its way among addresses drawn at random
+        command = ["setarch", "-R", *command]
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, cwd=FOLDER, env=environment, **output)
+    done = subprocess.run(command, cwd=sanitizer.folder, env=environment, **output)
     return done.returncode, done.stdout
 
 
-def reports(output: str) -> str:
-    """What the sanitizers reported: AddressSanitizer in files, the other one, which stops nothing, in the output."""
+def found_reports(output: str, folder: Path) -> str:
+    """What the sanitizers reported: in files, or, of undefined behaviour, which stops nothing, in the output."""
     undefined = UNDEFINED.findall(output)
-    return "\n".join([*undefined, *(path.read_text(errors="replace") for path in sorted(REPORTS.iterdir()))])
+    return "\n".join([*undefined, *(path.read_text(errors="replace") for path in sorted(folder.iterdir()))])
 
 
 if __name__ == "__main__":
