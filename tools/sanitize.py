@@ -44,6 +44,11 @@ SUMMARY = re.compile(r"(\d+ (?:passed|failed).* in [\d.]+s.*)$", re.MULTILINE)
 # A report of UndefinedBehaviorSanitizer: its line, and the stack below it.
 UNDEFINED = re.compile(r"^.*: runtime error: .*(?:\n +#\d+ .*)*", re.MULTILINE)
 SUPPORTED = "import torch; from transformer_fast import _C; print(*_C.supported_instruction_sets())"
+MODULE = """
+from pathlib import Path
+from transformer_fast.kernels import extension
+print(Path(extension.module().__file__).parent.parent, extension.build_info()["instruction_set"])
+"""
 CALL = """
 import ctypes, torch
 faults = ctypes.CDLL({library!r})
@@ -161,16 +166,19 @@ def check_kernels(sanitizer: Sanitizer, environment: dict[str, str], count: int)
     """The tests and random calls with the kernels of one instruction set; stop at a report or a failure."""
     name = environment["TRANSFORMER_FAST_CPU"]
     tests = [str(path) for pattern in TESTS for path in sorted((sanitizer.folder / "tests").glob(pattern))]
+    module = run(sanitizer, [sys.executable, "-c", MODULE], environment)[1].split()
+    if module != [str(sanitizer.folder), name]:
+        sys.exit(f"sanitize: not the kernels that were built here for {name}, but {' '.join(module)}")
     # -s: what UndefinedBehaviorSanitizer prints must not stay with pytest.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", *tests]
     fuzz = [sys.executable, "tests/fuzz.py", "--backend", "native", "--count", str(count)]
     for what, command in (("tests", pytest), (f"{count} random calls", fuzz)):
         start = time.monotonic()
-        code, output, report = run_and_look(sanitizer, command, environment)
+        code, output, report = run_and_look(sanitizer, command, environment, show=True)
         if report:
             sys.exit(f"{report}\nsanitize: the {what} with the {name} kernels made the reports above")
         if code != 0:
-            sys.exit(f"{output}\nsanitize: the {what} with the {name} kernels failed ({code}), without a report")
+            sys.exit(f"sanitize: the {what} with the {name} kernels failed ({code}), without a report")
         summary = SUMMARY.findall(output)
         said = summary[-1] if summary else f"in {time.monotonic() - start:.0f} s"
         print(f"sanitize: {name}: {what}: {said}", flush=True)
@@ -207,20 +215,28 @@ def library(name: str) -> str:
     return path.strip()
 
 
-def run_and_look(sanitizer: Sanitizer, command: list[str], environment: dict[str, str]) -> tuple[int, str, str]:
+def run_and_look(
+    sanitizer: Sanitizer, command: list[str], environment: dict[str, str], show: bool = False
+) -> tuple[int, str, str]:
     """The exit code of a command in the copy, what it said, and what was reported."""
     shutil.rmtree(sanitizer.reports, ignore_errors=True)
     sanitizer.reports.mkdir(parents=True)
-    code, output = run(sanitizer, command, environment)
+    code, output = run(sanitizer, command, environment, show)
     return code, output, found_reports(output, sanitizer.reports)
 
 
-def run(sanitizer: Sanitizer, command: list[str], environment: dict[str, str]) -> tuple[int, str]:
+def run(sanitizer: Sanitizer, command: list[str], environment: dict[str, str], show: bool = False) -> tuple[int, str]:
     if sanitizer is THREADS:  # which does not find its way among addresses drawn at random
         command = ["setarch", "-R", *command]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    done = subprocess.run(command, cwd=sanitizer.folder, env=environment, **output)
-    return done.returncode, done.stdout
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    text = b""
+    with subprocess.Popen(command, cwd=sanitizer.folder, env=environment, **output) as process:
+        while chunk := os.read(process.stdout.fileno(), 65536):  # not by lines: dots of progress have no end of line
+            text += chunk
+            if show:
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+    return process.returncode, text.decode(errors="replace")
 
 
 def found_reports(output: str, folder: Path) -> str:
