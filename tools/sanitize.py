@@ -5,7 +5,8 @@ sources under build, so that the extension in use is left alone; a second run bu
 kernels run the tests of the ops, and random calls (tests/fuzz.py). Any report fails. Before that, planted faults
 (tools/planted_faults.cpp) must be reported, in the memory of a tensor as torch gives it to kernels.
 
-What they cannot see: elements written past a part of a buffer that lies inside the same allocation.
+What they cannot see: elements past a part of a buffer that lies inside the same allocation; and accesses by AVX-512's
+masked instructions, which GCC does not instrument (with AVX2 the same code copies the few elements of a row's end).
 
 ThreadSanitizer takes the end of a parallel loop for a race with GCC's OpenMP, which is built without it. LLVM's, put
 in its place, tells it what happens through a tool, Archer.
