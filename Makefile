@@ -1,10 +1,13 @@
-# make demo    train a small translator here, check every op against the reference, draw two pictures
-# make test    lint, the whole test suite, every Triton kernel compiled for three GPU architectures; one verdict
-# make bench   the benchmark suite on this machine; CPU=avx2: as on one without AVX-512
-# make gpu     on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
-# make fuzz    random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
-# make wheel   a source distribution, and a wheel built from it, in dist
-# make fmt     format Python and C++, and fix what ruff can
+# make demo       train a small translator here, check every op against the reference, draw two pictures
+# make test       lint, the whole test suite, every Triton kernel compiled for three GPU architectures; one verdict
+# make bench      the benchmark suite on this machine; CPU=avx2: as on one without AVX-512
+# make gpu        on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
+# make fuzz       random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
+# make sanitize   the ops' tests and random calls under the sanitizers for memory and undefined behaviour;
+#                 make sanitize-threads, under the one for races
+# make arm-check  compile the CPU kernels for aarch64, and run them in qemu
+# make wheel      a source distribution, and a wheel built from it, in dist
+# make fmt        format Python and C++, and fix what ruff can
 #
 # Each does its own set-up: a virtual environment in .venv, pinned packages, the extension built in place.
 
@@ -24,8 +27,9 @@ PROGRESS := $(PYTHON) tools/progress.py
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := setup.py $(CSRC)
+FORMATTED := $(CSRC) $(wildcard tests/*.cpp tools/*.cpp)
 
-.PHONY: setup demo test lint fuzz fmt wheel bench gpu cuda-check oldest clean
+.PHONY: setup demo test lint fuzz fmt wheel bench gpu cuda-check oldest arm-check sanitize sanitize-threads clean
 
 setup: $(VENV)/.linked
 
@@ -57,7 +61,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	@echo $(BIN)/clang-format --dry-run csrc && $(BIN)/clang-format --dry-run --Werror $(CSRC)
+	@echo $(BIN)/clang-format --dry-run csrc && $(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 
 fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --backend native --seed $(SEED) --count $(COUNT)
@@ -67,7 +71,7 @@ fuzz: setup
 fmt: setup
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	@echo $(BIN)/clang-format -i csrc && $(BIN)/clang-format -i $(CSRC)
+	@echo $(BIN)/clang-format -i csrc && $(BIN)/clang-format -i $(FORMATTED)
 
 wheel: setup
 	rm -rf dist
@@ -87,6 +91,15 @@ cuda-check: setup
 
 oldest: setup
 	$(BIN)/python tools/oldest_check.py
+
+arm-check: $(VENV)/.installed
+	$(BIN)/python tools/arm_check.py
+
+sanitize: $(VENV)/.installed
+	$(BIN)/python tools/sanitize.py
+
+sanitize-threads: $(VENV)/.installed
+	$(BIN)/python tools/sanitize.py --threads
 
 clean:
 	rm -rf $(VENV) .venv-cuda .venv-oldest build dist *.egg-info transformer_fast/*.so $(RESULTS) demo

@@ -6,6 +6,8 @@ Environment:
     TRANSFORMER_FAST_CPU_SETS     instruction sets that get kernels: "host", those that this machine runs (default of an
                                   in-place or editable build), "all" (default of a wheel), or names, "avx2,avx512".
     TORCH_CUDA_ARCH_LIST          GPU architectures; default "8.0;9.0+PTX". No GPU is looked for.
+    TRANSFORMER_FAST_CXX_FLAGS    further flags for the compiler and the linker, behind the ones below; the symbols are
+                                  then kept. For tools/sanitize.py and for debuggers.
     MAX_JOBS                      compilers at once.
 """
 
@@ -191,6 +193,9 @@ if sys.platform == "linux":
     # loads, so torch.set_num_threads governs these kernels too and there is never a second thread pool.
     CXX_FLAGS.append("-fopenmp")
     LINK_FLAGS += ["-Wl,--as-needed", "-s"]
+if further := shlex.split(os.environ.get("TRANSFORMER_FAST_CXX_FLAGS", "")):
+    CXX_FLAGS += further
+    LINK_FLAGS = [flag for flag in LINK_FLAGS if flag != "-s"] + further
 
 
 def kernels_name(instruction_set: str) -> str:

@@ -84,3 +84,27 @@ def test_make_test_consists_of_lint_the_suite_and_the_interpreter(run_tests: Mod
     parts = {part.name: part for part in run_tests.parts("2")}
     assert list(parts)[:1] == ["lint"] and {"tests", "interpreter"} <= parts.keys()
     assert parts["interpreter"].environment == {"TRITON_INTERPRET": "1"}
+
+
+REPORT = """
+tests/test_norm.py .......csrc/cpu/norm.cpp:17:58: runtime error: shift exponent 32 is too large for 32-bit type 'int'
+    #0 0x7f in norm csrc/cpu/norm.cpp:17
+    #1 0x7f  (/lib/libffi.so.8+0x6f79)
+
+.... 12 passed in 3.00s
+"""
+
+
+def test_reports_of_both_sanitizers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(TOOLS))
+    sanitize = tool("sanitize")
+    assert sanitize.found_reports(".... 12 passed in 3.00s", tmp_path) == ""
+    assert sanitize.found_reports(REPORT, tmp_path) == REPORT.strip().partition("\n\n")[0]
+    (tmp_path / "report.1").write_text("AddressSanitizer: heap-buffer-overflow")
+    assert sanitize.found_reports("", tmp_path) == "AddressSanitizer: heap-buffer-overflow"
+    assert sanitize.SUMMARY.findall(REPORT) == ["12 passed in 3.00s"]
+
+
+def test_arm_check_compiles_as_setup_does() -> None:
+    flags = tool("arm_check").kernel_flags((TOOLS.parent / "setup.py").read_text())
+    assert {"-std=c++20", "-O3", "-fopenmp", "-ffp-contract=off"} <= set(flags)

@@ -74,7 +74,7 @@ def copy_sources(folder: Path) -> Path:
     for name in ("csrc", "transformer_fast"):
         shutil.rmtree(folder / name, ignore_errors=True)
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy2(ROOT / name, folder / name)
     return folder
 

@@ -11,4 +11,6 @@
 #else
 #include <immintrin.h>
 #endif
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif

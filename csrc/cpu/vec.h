@@ -79,6 +79,25 @@ inline Vector<double> fma(Vector<double> a, Vector<double> b, Vector<double> c) 
 #elif defined(__FMA__)
 inline Vector<float> fma(Vector<float> a, Vector<float> b, Vector<float> c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vector<double> fma(Vector<double> a, Vector<double> b, Vector<double> c) { return _mm256_fmadd_pd(a, b, c); }
+#elif defined(__aarch64__)  // by halves: of a loop over the lanes the compiler makes one instruction for each lane
+inline Vector<float> fma(Vector<float> a, Vector<float> b, Vector<float> c) {
+  float32x4_t x[2], y[2], z[2];
+  std::memcpy(x, &a, sizeof(a));
+  std::memcpy(y, &b, sizeof(b));
+  std::memcpy(z, &c, sizeof(c));
+  for (int half = 0; half < 2; ++half) z[half] = vfmaq_f32(z[half], x[half], y[half]);
+  std::memcpy(&c, z, sizeof(c));
+  return c;
+}
+inline Vector<double> fma(Vector<double> a, Vector<double> b, Vector<double> c) {
+  float64x2_t x[2], y[2], z[2];
+  std::memcpy(x, &a, sizeof(a));
+  std::memcpy(y, &b, sizeof(b));
+  std::memcpy(z, &c, sizeof(c));
+  for (int half = 0; half < 2; ++half) z[half] = vfmaq_f64(z[half], x[half], y[half]);
+  std::memcpy(&c, z, sizeof(c));
+  return c;
+}
 #else
 template <typename A>
 inline Vector<A> fma_of_lanes(Vector<A> a, Vector<A> b, Vector<A> c) {

@@ -1,0 +1,101 @@
+"""``make arm-check``: compile the CPU kernels (``_cpu_generic``) for aarch64 and run them in qemu, on any machine.
+
+Every file of csrc/cpu, and csrc/instruction_set.cpp, which asks what processor it is on, is compiled as setup.py
+compiles it, by a cross compiler, against the headers of the torch in use (they are the same for every processor), and
+linked into a library. What the kernels take from libtorch itself stays undefined there: there is no libtorch for
+aarch64 here. Where there is qemu, two programs then compare the functions and the kernels with plain loops:
+tests/portable_helpers.cpp, and tests/portable_kernels.cpp, which holds what they need of libtorch.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build/arm_check"
+TRIPLE = "aarch64-linux-gnu"
+QEMU = "qemu-aarch64-static"
+ELSEWHERE = ROOT / "csrc/instruction_set.cpp"
+# Where the vectors would not be pairs of NEON registers, which hold 16 bytes.
+VECTORS = '#include "cpu/vec.h"\nstatic_assert(transformer_fast::kVectorBytes == 32);\n'
+
+
+def main() -> None:
+    compiler = shutil.which(f"{TRIPLE}-g++")
+    if compiler is None:
+        sys.exit(f"arm-check needs a cross compiler, and there is none: apt-get install g++-{TRIPLE}")
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / "build_config.h").write_text('#pragma once\n#define TRANSFORMER_FAST_BUILD "arm-check"\n')
+    command = [compiler, *kernel_flags((ROOT / "setup.py").read_text()), *includes()]
+
+    sources = [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), ELSEWHERE]
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
+        objects = list(pool.map(lambda source: compiled(command, source), sources))
+    library = FOLDER / "_cpu_generic.so"
+    run([compiler, "-shared", "-Wl,--as-needed", *map(str, objects), "-o", str(library)])
+    run([*command, "-fsyntax-only", "-x", "c++", "-"], input=VECTORS)
+    size = library.stat().st_size / 1e6
+    say(f"{len(objects)} files linked: {library.relative_to(ROOT)}, {size:.1f} MB, vectors of 32 bytes")
+
+    qemu = shutil.which(QEMU)
+    if qemu is None:
+        say(f"not run: there is no {QEMU} (apt-get install qemu-user-static)")
+        return
+    kernels = [file for source, file in zip(sources, objects, strict=True) if source != ELSEWHERE]
+    for name, linked in (("portable_helpers", []), ("portable_kernels", kernels)):
+        program = FOLDER / name
+        # Static, since qemu would look for aarch64's libraries where this machine's are.
+        inputs = [f"{ROOT}/tests/{name}.cpp", *map(str, linked)]
+        run([*command, "-static", "-Wl,--no-warnings", *inputs, "-o", str(program)])
+        start = time.monotonic()
+        said = run([qemu, str(program)]).strip()
+        say(f"in qemu: {said} ({time.monotonic() - start:.0f} s)")
+
+
+def kernel_flags(setup: str) -> list[str]:
+    """What setup.py, of this text, compiles the kernels with on Linux."""
+    flags = next(
+        ast.literal_eval(node.value)
+        for node in ast.parse(setup).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CXX_FLAGS"
+    )
+    return [*flags, "-fopenmp", "-ffp-contract=off", "-Wno-maybe-uninitialized", "-fPIC", "-Werror"]
+
+
+def includes() -> list[str]:
+    """Folders of headers; warnings in torch's own are not ours."""
+    torch = [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
+    return [f"-I{ROOT}/csrc", f"-I{FOLDER}", *torch]
+
+
+def compiled(command: list[str], source: Path) -> Path:
+    start = time.monotonic()
+    target = FOLDER / f"{source.stem}.o"
+    run([*command, "-c", str(source), "-o", str(target)])
+    say(f"compiled {source.relative_to(ROOT)} ({time.monotonic() - start:.0f} s)")
+    return target
+
+
+def run(command: list[str], **options: str) -> str:
+    """Standard output of a command; stop with what it said where it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    if done.returncode != 0:
+        sys.exit(f"{done.stdout}{done.stderr}\narm-check: failed ({done.returncode}): {' '.join(command)}")
+    return done.stdout
+
+
+def say(message: str) -> None:
+    print(f"arm-check: {message}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

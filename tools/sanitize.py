@@ -1,0 +1,250 @@
+"""``make sanitize``: the CPU kernels under GCC's sanitizers, on Linux; ``make sanitize-threads``: under that for races.
+
+Module and kernels, those for AVX2 and the best that this machine runs, are built with the sanitizers in a copy of the
+sources under build, so that the extension in use is left alone; a second run builds only what changed. With each set of
+kernels run the tests of the ops, and random calls (tests/fuzz.py). Any report fails. Before that, planted faults
+(tools/planted_faults.cpp) must be reported, in the memory of a tensor as torch gives it to kernels.
+
+What they cannot see: elements past a part of a buffer that lies inside the same allocation; and accesses by AVX-512's
+masked instructions, which GCC does not instrument (with AVX2 the same code copies the few elements of a row's end).
+
+ThreadSanitizer takes the end of a parallel loop for a race with GCC's OpenMP, which is built without it. LLVM's, put
+in its place, tells it what happens through a tool, Archer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from cuda_check import ROOT, copy_sources, timed
+
+# One set that is on nearly every x86 machine, where another one is the best.
+COMMON_SET = "avx2"
+TESTS = (
+    "test_norm.py",
+    "test_dropout.py",
+    "test_embedding.py",
+    "test_embedding_inputs.py",
+    "test_cross_entropy.py",
+    "test_attention*.py",
+    "test_step_linear.py",
+    "test_generation_fused.py",
+    "test_packing.py",
+    "test_pages.py",
+)
+COMPILER = os.environ.get("CXX", "c++").split()
+SUMMARY = re.compile(r"(\d+ (?:passed|failed).* in [\d.]+s.*)$", re.MULTILINE)
+# A report of UndefinedBehaviorSanitizer: its line, and the stack below it.
+UNDEFINED = re.compile(r"^.*: runtime error: .*(?:\n +#\d+ .*)*", re.MULTILINE)
+SUPPORTED = "import torch; from transformer_fast import _C; print(*_C.supported_instruction_sets())"
+MODULE = """
+from pathlib import Path
+from transformer_fast.kernels import extension
+print(Path(extension.module().__file__).parent.parent, extension.build_info()["instruction_set"])
+"""
+CALL = """
+import ctypes, torch
+faults = ctypes.CDLL({library!r})
+row, result = torch.ones(50_000), torch.zeros(1)
+pointer, columns, sum = ctypes.c_void_p(row.data_ptr()), ctypes.c_int64(row.numel()), ctypes.c_void_p(result.data_ptr())
+{call}
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sanitizer:
+    """A build and how to run it. ``with_best``: not the common set of kernels alone. ``planted``: calls of
+    planted_faults.cpp, and what their report says; None where there must be none."""
+
+    folder: Path
+    flags: tuple[str, ...]
+    libraries: tuple[str, ...]
+    threads: int
+    with_best: bool
+    planted: dict[str, str | None]
+
+    @property
+    def reports(self) -> Path:
+        return self.folder / "reports"
+
+
+MEMORY = Sanitizer(
+    folder=ROOT / "build/sanitize",
+    # vptr needs type information of torch that its libraries do not export.
+    flags=("-fsanitize=address,undefined", "-fno-sanitize=vptr"),
+    libraries=("libasan.so", "libubsan.so"),
+    threads=1,
+    with_best=True,
+    planted={
+        "row_sum_past_the_end(pointer, columns)": "heap-buffer-overflow",
+        "mask_of_too_many_lanes(34)": "runtime error: shift exponent 32 is too large",
+    },
+)
+THREADS = Sanitizer(
+    folder=ROOT / "build/sanitize_threads",
+    flags=("-fsanitize=thread",),
+    libraries=("libtsan.so",),
+    threads=3,
+    with_best=False,  # which thread does what is the same with every set
+    planted={"sum_by_threads_at_once(pointer, columns, sum)": "data race", "sum_by_threads(pointer, columns)": None},
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", action="store_true", help="look for races, not for faults of memory")
+    parser.add_argument("--sets", help="instruction sets, as in avx2,avx512 (default: avx2, and this machine's best)")
+    parser.add_argument("--count", type=int, default=600, help="random calls with each set (default: %(default)s)")
+    options = parser.parse_args()
+    sanitizer = THREADS if options.threads else MEMORY
+    environment = sanitized(sanitizer)  # says what is not installed before anything is built
+    copy_sources(sanitizer.folder)
+    shutil.copytree(ROOT / "tests", sanitizer.folder / "tests", dirs_exist_ok=True)
+    check_planted_faults(sanitizer, environment)
+    sets = built(sanitizer, environment, options.sets)
+    for name in sets:
+        check_kernels(sanitizer, {**environment, "TRANSFORMER_FAST_CPU": name}, options.count)
+    print(f"sanitize: no report ({', '.join(sets)})")
+
+
+def built(sanitizer: Sanitizer, environment: dict[str, str], asked: str | None) -> list[str]:
+    """The instruction sets whose kernels were built: those asked for, or the common one and perhaps the best."""
+    sets = asked.split(",") if asked else [COMMON_SET if os.uname().machine == "x86_64" else "generic"]
+    build(sanitizer, sets)
+    if sanitizer.with_best and not asked:
+        best = run(sanitizer, [sys.executable, "-c", SUPPORTED], environment)[1].split()[0]
+        if best not in sets:
+            sets.append(best)
+            build(sanitizer, sets)
+    return sets
+
+
+def build(sanitizer: Sanitizer, sets: list[str]) -> None:
+    variables = {
+        **os.environ,
+        "TRANSFORMER_FAST_CUDA": "0",
+        "TRANSFORMER_FAST_CPU_SETS": ",".join(sets),
+        "TRANSFORMER_FAST_CXX_FLAGS": " ".join(flags(sanitizer)),
+    }
+    command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    timed(f"built {', '.join(sets)}", command, cwd=sanitizer.folder, env=variables)
+
+
+def flags(sanitizer: Sanitizer) -> list[str]:
+    return ["-O1", "-g1", "-fno-omit-frame-pointer", *sanitizer.flags]
+
+
+def check_planted_faults(sanitizer: Sanitizer, environment: dict[str, str]) -> None:
+    """Stop unless each planted fault is reported, and what is none is not."""
+    faults = sanitizer.folder / "planted_faults.so"
+    made = faults.with_suffix(".o")
+    source = str(ROOT / "tools/planted_faults.cpp")
+    # As setup.py does it: compiled with OpenMP, linked without.
+    compile_it = [*COMPILER, "-std=c++20", *flags(sanitizer), "-fopenmp", "-fPIC", "-c", source, "-o", str(made)]
+    subprocess.run(compile_it, check=True)
+    subprocess.run([*COMPILER, *flags(sanitizer), "-shared", str(made), "-o", str(faults)], check=True)
+    for call, words in sanitizer.planted.items():
+        code = CALL.format(library=str(faults), call=f"faults.{call}")
+        output, report = run_and_look(sanitizer, [sys.executable, "-c", code], environment)[1:]
+        if words is None and report:
+            sys.exit(f"{report}\nsanitize: there is no fault in {call}, but a report")
+        if words is not None and words not in report:
+            sys.exit(
+                f"{output}{report}\nsanitize: the planted fault was not seen: no {words!r} in the report of {call}"
+            )
+        print(f"sanitize: seen, as planted: {words}" if words else f"sanitize: not reported: {call}", flush=True)
+
+
+def check_kernels(sanitizer: Sanitizer, environment: dict[str, str], count: int) -> None:
+    """The tests and random calls with the kernels of one instruction set; stop at a report or a failure."""
+    name = environment["TRANSFORMER_FAST_CPU"]
+    tests = [str(path) for pattern in TESTS for path in sorted((sanitizer.folder / "tests").glob(pattern))]
+    module = run(sanitizer, [sys.executable, "-c", MODULE], environment)[1].split()
+    if module != [str(sanitizer.folder), name]:
+        sys.exit(f"sanitize: not the kernels that were built here for {name}, but {' '.join(module)}")
+    # -s: what UndefinedBehaviorSanitizer prints must not stay with pytest.
+    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", *tests]
+    fuzz = [sys.executable, "tests/fuzz.py", "--backend", "native", "--count", str(count)]
+    for what, command in (("tests", pytest), (f"{count} random calls", fuzz)):
+        start = time.monotonic()
+        code, output, report = run_and_look(sanitizer, command, environment, show=True)
+        if report:
+            sys.exit(f"{report}\nsanitize: the {what} with the {name} kernels made the reports above")
+        if code != 0:
+            sys.exit(f"sanitize: the {what} with the {name} kernels failed ({code}), without a report")
+        summary = SUMMARY.findall(output)
+        said = summary[-1] if summary else f"in {time.monotonic() - start:.0f} s"
+        print(f"sanitize: {name}: {what}: {said}", flush=True)
+
+
+def sanitized(sanitizer: Sanitizer) -> dict[str, str]:
+    """The environment in which Python, which is not built with sanitizers, runs what is."""
+    # libstdc++ too, or the first exception finds that the sanitizer, which looked for it early, has none.
+    libraries = [library(name) for name in (*sanitizer.libraries, "libstdc++.so.6")]
+    reports = f"log_path={sanitizer.reports}/report"
+    environment = {
+        **os.environ,
+        "ASAN_OPTIONS": f"detect_leaks=0:{reports}",  # Python and torch keep memory until they end
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "TSAN_OPTIONS": f"ignore_noninstrumented_modules=1:{reports}",  # torch's own loops
+        "OMP_NUM_THREADS": str(sanitizer.threads),
+        "TRANSFORMER_FAST_BACKEND": "native",
+        "PYTHONPATH": str(sanitizer.folder),
+    }
+    if sanitizer is THREADS:
+        archers = sorted(Path("/usr/lib").glob("llvm-*/lib/libarcher.so"))
+        if not archers:
+            sys.exit("sanitize --threads needs LLVM's OpenMP with Archer, and finds none: apt-get install libomp-dev")
+        environment["OMP_TOOL_LIBRARIES"] = str(archers[-1])
+        libraries.append(str(archers[-1].parent / "libomp.so.5"))
+    return {**environment, "LD_PRELOAD": " ".join(libraries)}
+
+
+def library(name: str) -> str:
+    """Where the compiler has a library of the sanitizers."""
+    path = subprocess.run([*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
+    if not Path(path.strip()).is_absolute():
+        sys.exit(f"sanitize needs GCC's {name}, and {COMPILER[0]} has none")
+    return path.strip()
+
+
+def run_and_look(
+    sanitizer: Sanitizer, command: list[str], environment: dict[str, str], show: bool = False
+) -> tuple[int, str, str]:
+    """The exit code of a command in the copy, what it said, and what was reported."""
+    shutil.rmtree(sanitizer.reports, ignore_errors=True)
+    sanitizer.reports.mkdir(parents=True)
+    code, output = run(sanitizer, command, environment, show)
+    return code, output, found_reports(output, sanitizer.reports)
+
+
+def run(sanitizer: Sanitizer, command: list[str], environment: dict[str, str], show: bool = False) -> tuple[int, str]:
+    if sanitizer is THREADS:  # which does not find its way among addresses drawn at random
+        command = ["setarch", "-R", *command]
+    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    text = b""
+    with subprocess.Popen(command, cwd=sanitizer.folder, env=environment, **output) as process:
+        while chunk := os.read(process.stdout.fileno(), 65536):  # not by lines: dots of progress have no end of line
+            text += chunk
+            if show:
+                sys.stdout.buffer.write(chunk)
+                sys.stdout.buffer.flush()
+    return process.returncode, text.decode(errors="replace")
+
+
+def found_reports(output: str, folder: Path) -> str:
+    """What the sanitizers reported: in files, or, of undefined behaviour, which stops nothing, in the output."""
+    undefined = UNDEFINED.findall(output)
+    return "\n".join([*undefined, *(path.read_text(errors="replace") for path in sorted(folder.iterdir()))])
+
+
+if __name__ == "__main__":
+    main()
