@@ -3,7 +3,6 @@
 
 #include "call.h"
 
-#include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 
 namespace transformer_fast::direct {

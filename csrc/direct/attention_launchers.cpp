@@ -3,7 +3,8 @@
 #include "functions.h"
 #include "launching.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 namespace transformer_fast::direct {
 namespace {

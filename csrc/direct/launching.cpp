@@ -5,8 +5,8 @@
 #include "call.h"
 #include "functions.h"
 
-#include <ATen/ATen.h>
-
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <cstdint>
 
 namespace transformer_fast::direct {

@@ -4,8 +4,8 @@
 
 #include "call.h"
 
-#include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/ops/linear.h>
 
 #include <cmath>
 

@@ -1,6 +1,7 @@
 // torch.ops.transformer_fast_native.attention_decode on the CPU: a few new queries against a contiguous or paged cache.
 #include "attention_tensors.h"
 
+#include <ATen/TensorOperators.h>
 #include <torch/library.h>
 
 #include <tuple>

@@ -4,8 +4,10 @@
 #include "../cpu/kernels.h"
 #include "tensors.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 
 #include <optional>
 #include <tuple>

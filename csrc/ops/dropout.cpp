@@ -2,8 +2,8 @@
 #include "../cpu/kernels.h"
 #include "tensors.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <tuple>

@@ -3,9 +3,9 @@
 #include "../cpu/kernels.h"
 #include "tensors.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Dispatch.h>
 #include <ATen/ops/add_cpu_dispatch.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <string>

@@ -4,8 +4,8 @@
 #include "../cpu/kernels.h"
 #include "tensors.h"
 
-#include <ATen/ATen.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
