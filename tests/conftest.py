@@ -16,6 +16,11 @@ pytest_plugins = [
 ]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The wheel's test first: it takes minutes, in which the other workers have enough to do."""
+    items.sort(key=lambda item: item.name != "test_a_stranger_can_use_the_wheel")
+
+
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def device(request: pytest.FixtureRequest) -> torch.device:
     """CPU, and CUDA where there is one."""
