@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 QUIET = 8.0  # seconds without a line, after which one says how long it takes
 STEP = re.compile(r"\[\d+/\d+\]")
@@ -62,11 +63,17 @@ def shortened(line: str) -> str:
     line = line.strip()
     if step := STEP.match(line):
         source = SOURCE.search(line)
-        what = f"csrc/{source.group(1).rpartition('/csrc/')[2]}" if source else line[step.end() :].strip()[:80]
+        what = named(source.group(1)) if source else line[step.end() :].strip()[:80]
         return f"{step.group()} {what}"
     if not line.startswith(PLAIN):
         return ""
     return line.partition(" (from ")[0][:110]
+
+
+def named(path: str) -> str:
+    """csrc/cpu/norm.cpp, for a source; the name alone of a file that setup.py makes."""
+    _, folder, rest = path.rpartition("csrc/")
+    return folder + rest if folder else Path(path).name
 
 
 def say(text: str) -> None:
