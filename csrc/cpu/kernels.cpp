@@ -2,7 +2,7 @@
 #include "kernels.h"
 
 #include "build_config.h"
-#include "vec.h"
+#include "vector_types.h"
 
 namespace transformer_fast {
 
@@ -65,7 +65,7 @@ extern "C" __attribute__((visibility("default"))) const Kernels* transformer_fas
       kVectorBytes,
       {typed_kernels<float>(), typed_kernels<double>(), typed_kernels<c10::Half>(), typed_kernels<c10::BFloat16>()},
       &fill_positional_table,
-      {&best_tokens, &log_normalizer, 2 * kLanes<float>, &pack_step_weight, &step_linear}};
+      {&best_tokens, &log_normalizer, kStepPanel, &pack_step_weight, &step_linear}};
   return &kernels;
 }
 

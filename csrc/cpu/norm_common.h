@@ -29,7 +29,7 @@ class WideParameters {
     static thread_local KeptBuffer<A> kept;
     A* const room = weight.narrow || bias.narrow ? kept.reserve(2 * d) : nullptr;
     this->weight = widened(weight, d, room);
-    this->bias = widened(bias, d, room + d);
+    this->bias = widened(bias, d, room ? room + d : nullptr);
   }
 
   const A *weight, *bias;

@@ -16,7 +16,7 @@ namespace {
 
 using V = Vector<float>;
 
-constexpr int64_t kW = kLanes<float>, kPanel = 2 * kW;
+constexpr int64_t kW = kLanes<float>, kPanel = kStepPanel;
 constexpr int64_t kDepth = 64;  // inputs at a time: their weights, the next ones and the rows stay in the first cache
 constexpr int64_t kLine = 64 / sizeof(float);
 constexpr int64_t kLines = kPanel / kLine;  // that a step reads of the weights: 1 or 2
