@@ -116,6 +116,9 @@ int64_t key_heads(c10::ArrayRef<Call> calls) {
   return heads;
 }
 
+using Even = std::integral_constant<int, 0>;
+using Odd = std::integral_constant<int, 1>;
+
 // Which weights of a tile dropout keeps, eight rows at a time (the contract is in reference/dropout.py).
 template <typename A>
 struct TileDropout {
@@ -129,11 +132,10 @@ struct TileDropout {
 
   // Draws of query i for kKeysDrawn keys from first_key, a multiple of kKeysDrawn.
   void draw_row(int64_t first_key, int64_t i, uint16_t* draws) const {
-    CounterVector c[4][1] = {{},
+    CounterVector c[4][1] = {{lane_numbers() + static_cast<uint64_t>(first_key / 8)},
                              {CounterVector{} + static_cast<uint64_t>(i)},
                              {CounterVector{} + static_cast<uint64_t>(head)},
                              {CounterVector{} + static_cast<uint64_t>(batch)}};
-    for (int64_t lane = 0; lane < kCounters; ++lane) c[0][0][lane] = static_cast<uint64_t>(first_key / 8 + lane);
     rounds(c);
     uint32_t words[4 * kCounters];
     for (int64_t lane = 0; lane < kCounters; ++lane)  // lane % 4: which pair of keys in each eighth of a group of 32
@@ -165,8 +167,7 @@ struct TileDropout {
     CounterVector c[4][parts];
     for (int u = 0; u < parts; ++u) {
       c[0][u] = CounterVector{} + static_cast<uint64_t>(call);
-      c[1][u] = CounterVector{};
-      for (int64_t lane = 0; lane < kCounters; ++lane) c[1][u][lane] = static_cast<uint64_t>(first + lane * parts + u);
+      c[1][u] = lane_numbers() * parts + static_cast<uint64_t>(first + u);
       c[2][u] = CounterVector{} + static_cast<uint64_t>(head);
       c[3][u] = CounterVector{} + static_cast<uint64_t>(batch);
     }
@@ -176,7 +177,8 @@ struct TileDropout {
           reinterpret_cast<IntegerVector<A>>(parts == 1 ? c[w][0] : (c[w][0] & 0xffffffff) | (c[w][parts - 1] << 32));
   }
 
-  // body(row, kept) over the rows of a tile whose first key is first_key, a multiple of 32; kept: all ones or zeros.
+  // body(row, parity, kept) over the rows of a tile whose first key is first_key, a multiple of 32; parity: of the row, a
+  // constant; kept: all ones or zeros.
   template <typename Body>
   void for_rows(int64_t rows, int64_t first_key, int64_t first_query, Body body) const {
     const IntegerLane<A> threshold = dropout.rate.threshold;
@@ -184,11 +186,11 @@ struct TileDropout {
     for (int64_t group = 0; group < rows; group += 32)
       for (int64_t pair = 0; pair < 4 && group + 2 * pair < rows; ++pair) {
         draw((first_key + group) / 32 * 4 + pair, first_query, words);
-        for (int w = 0; w < 4; ++w)
-          for (int half = 0; half < 2; ++half) {
-            const int64_t row = group + 8 * w + 2 * pair + half;
-            if (row < rows) body(row, ((words[w] >> (16 * half)) & 0xffff) >= threshold);
-          }
+        for (int w = 0; w < 4; ++w) {
+          const int64_t row = group + 8 * w + 2 * pair;
+          if (row < rows) body(row, Even{}, (words[w] & 0xffff) >= threshold);
+          if (row + 1 < rows) body(row + 1, Odd{}, ((words[w] >> 16) & 0xffff) >= threshold);
+        }
       }
   }
 };
@@ -211,7 +213,10 @@ inline void for_rows(const TileDropout<A>* dropout, int64_t rows, int64_t first_
   if (dropout != nullptr)
     dropout->for_rows(rows, first_key, first_query, body);
   else
-    for (int64_t row = 0; row < rows; ++row) body(row, AllKept{});
+    for (int64_t row = 0; row < rows; row += 2) {
+      body(row, Even{}, AllKept{});
+      if (row + 1 < rows) body(row + 1, Odd{}, AllKept{});
+    }
 }
 
 }  // namespace

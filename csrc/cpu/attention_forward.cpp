@@ -96,10 +96,10 @@ class ForwardBlock {
     }
     const Vector<A> origin = maximum == kBlocked<A> ? Vector<A>{} : maximum;  // -inf - -inf would be NaN
     Vector<A> totals[2] = {};
-    for_rows(dropout(), keys, first_key, first_query_ + lane, [&](int64_t row, auto kept) {
+    for_rows(dropout(), keys, first_key, first_query_ + lane, [&](int64_t row, auto parity, auto kept) {
       A* score = scores + row * lanes_;
       const Vector<A> weight = exponential(widen(score) - origin);
-      totals[row & 1] += weight;
+      totals[parity] += weight;
       narrow(score, where_kept<A>(kept, weight));
     });
     const Vector<A> factor = exponential(before - origin);
@@ -115,8 +115,9 @@ class ForwardBlock {
       const int64_t keys = std::min(kKeyTile, problem_.Lk - first);
       for (int64_t lane = 0; lane < lanes_; lane += kW) {
         const Vector<A> weight = widen(total_ + lane) == 0 ? broadcast(A(1)) : Vector<A>{};
-        for_rows(dropout(), keys, first, first_query_ + lane,
-                 [&](int64_t row, auto kept) { narrow(scores_ + row * lanes_ + lane, where_kept<A>(kept, weight)); });
+        for_rows(dropout(), keys, first, first_query_ + lane, [&](int64_t row, auto, auto kept) {
+          narrow(scores_ + row * lanes_ + lane, where_kept<A>(kept, weight));
+        });
       }
       add_values(first, keys, true);
     }

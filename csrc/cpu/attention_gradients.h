@@ -275,7 +275,7 @@ class ScoreGradients {
     const Vector<A> logsumexp = widen(logsumexp_ + lane), rest = widen(rest_ + lane), uniform = widen(uniform_ + lane);
     const A rescale = rescale_;
     Vector<A> delta = widen(delta_ + lane);
-    for_rows(dropout_ ? &*dropout_ : nullptr, keys, first_key, first_query_ + lane, [&](int64_t row, auto kept) {
+    for_rows(dropout_ ? &*dropout_ : nullptr, keys, first_key, first_query_ + lane, [&](int64_t row, auto, auto kept) {
       A* weights = weights_ + row * lanes_ + lane;
       A* grads = grads_ + row * lanes_ + lane;
       const Vector<A> score = widen(weights);

@@ -96,7 +96,7 @@ class WeightsBlock {
     const Vector<A> none = broadcast(problem_.zero_empty_rows ? A(0) : rescale / static_cast<A>(Lk));
     const auto unseen = total == 0;
     const Vector<A> factor = rescale / (unseen ? broadcast(A(1)) : total);
-    for_rows(dropout_ ? &*dropout_ : nullptr, Lk, 0, first_query_ + lane, [&](int64_t j, auto kept) {
+    for_rows(dropout_ ? &*dropout_ : nullptr, Lk, 0, first_query_ + lane, [&](int64_t j, auto, auto kept) {
       A* weight = scores + j * lanes_;
       narrow(weight, where_kept<A>(kept, unseen ? none : widen(weight) * factor));
     });

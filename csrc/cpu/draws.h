@@ -10,12 +10,20 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 namespace transformer_fast {
 namespace {
 
 typedef uint64_t CounterVector __attribute__((vector_size(kVectorBytes)));
 constexpr int64_t kCounters = kVectorBytes / 8;
+
+// 0, 1, 2 .. of the lanes; a constant, where a loop over the lanes becomes an insertion for each.
+template <std::size_t... lane>
+inline CounterVector ascending(std::index_sequence<lane...>) {
+  return CounterVector{lane...};
+}
+inline CounterVector lane_numbers() { return ascending(std::make_index_sequence<kCounters>()); }
 
 // Columns handled at a time, and the room their draws take: whole vectors are written, so a few more than asked for.
 constexpr int64_t kDrawColumns = 1024;
@@ -51,7 +59,7 @@ struct Batch {
   // From one call of one row on.
   Batch(uint64_t first_row, uint64_t first_call) {
     for (int u = 0; u < 2; ++u) {
-      for (int64_t lane = 0; lane < kCounters; ++lane) call[u][lane] = first_call + u * kCounters + lane;
+      call[u] = lane_numbers() + (first_call + u * kCounters);
       row[u] = CounterVector{} + first_row;
     }
   }

@@ -64,7 +64,7 @@ using Full = std::integral_constant<int64_t, kLanes<A>>;
 
 template <typename A>
 inline Vector<A> broadcast(A value) {
-  return Vector<A>{} + value;
+  return value - Vector<A>{};  // not a sum: 0 + -0 is 0, so that the compiler could not leave it out
 }
 
 // a * b + c, rounded once.
