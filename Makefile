@@ -21,7 +21,7 @@ COUNT ?= 2000
 # make bench CPU=avx2: both sides without AVX-512, as on a machine that has none
 CPU ?=
 BENCH_CPU := $(if $(CPU),TRANSFORMER_FAST_CPU=$(CPU) ATEN_CPU_CAPABILITY=$(CPU) DNNL_MAX_CPU_ISA=$(CPU) \
-  MKL_ENABLE_INSTRUCTIONS=$(CPU))
+  MKL_ENABLE_INSTRUCTIONS=$(CPU) TORCHINDUCTOR_CACHE_DIR=$(CURDIR)/build/inductor-$(CPU))
 
 PROGRESS := $(PYTHON) tools/progress.py
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
