@@ -150,10 +150,14 @@ class Build(cpp_extension.BuildExtension):
 
 # Files of the module that are compiled as one. Most of what a compiler does with each is to read PyTorch's headers.
 UNITS = {
-    "direct_attention": ("attention", "attention_decode", "attention_launchers", "launching", "multihead"),
-    "direct_rows": ("cross_entropy", "dropout", "embedding", "norm"),
-    "ops_attention": ("attention", "attention_decode", "attention_packed", "decoder_step"),
-    "ops_rows": ("cross_entropy", "dropout", "embedding", "generation", "norm"),
+    "attention": (
+        *("direct/attention", "direct/attention_decode", "direct/attention_launchers", "direct/launching"),
+        *("direct/multihead", "ops/attention", "ops/attention_decode", "ops/attention_packed", "ops/decoder_step"),
+    ),
+    "rows": (
+        *("direct/cross_entropy", "direct/dropout", "direct/embedding", "direct/norm"),
+        *("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/generation", "ops/norm"),
+    ),
 }
 
 
@@ -162,7 +166,7 @@ def write_units(files: list[str], folder: Path) -> list[str]:
     folder.mkdir(parents=True, exist_ok=True)
     units, rest = [], list(files)
     for name, stems in UNITS.items():
-        parts = [f"csrc/{name.partition('_')[0]}/{stem}.cpp" for stem in stems]
+        parts = [f"csrc/{stem}.cpp" for stem in stems]
         rest = [file for file in rest if file not in parts]
         unit = folder / f"{name}.cpp"
         text = "".join(f'#include "{ROOT / part}"\n' for part in parts)
