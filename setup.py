@@ -151,13 +151,10 @@ class Build(cpp_extension.BuildExtension):
 # Files of the module that are compiled as one. Most of what a compiler does with each is to read PyTorch's headers.
 UNITS = {
     "attention": (
-        *("direct/attention", "direct/attention_decode", "direct/attention_launchers", "direct/launching"),
-        *("direct/multihead", "ops/attention", "ops/attention_decode", "ops/attention_packed", "ops/decoder_step"),
+        *("direct/launching", "direct/multihead", "ops/attention", "ops/attention_cpu", "ops/attention_decode"),
+        *("ops/attention_packed", "ops/attention_triton", "ops/decoder_step"),
     ),
-    "rows": (
-        *("direct/cross_entropy", "direct/dropout", "direct/embedding", "direct/norm"),
-        *("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/generation", "ops/norm"),
-    ),
+    "rows": ("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/generation", "ops/norm", "ops/seed"),
 }
 
 

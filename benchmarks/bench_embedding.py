@@ -131,8 +131,8 @@ def test_gradient_sorted_or_atomic(versus, device, on, shape, kind):
     def call(deterministic):
         def run(inputs):
             ids, grad = inputs
-            native = torch.ops.transformer_fast_native
-            return native.embed_backward(grad, ids, vocabulary, 1.0, None, 0.0, None, deterministic)
+            backward = torch.ops.transformer_fast.embed_backward
+            return backward(grad, ids, vocabulary, 1.0, None, 0.0, None, deterministic)
 
         return run
 

@@ -1,4 +1,4 @@
-// The Python module transformer_fast._C. Loading it registers every op's kernels in torch.ops.transformer_fast_native.
+// The Python module transformer_fast._C. Loading it registers every op's kernels in torch.ops.transformer_fast.
 //
 // Each op declares its schemas and its call of the CPU's kernels in ops/<op>.cpp (TORCH_LIBRARY_FRAGMENT and
 // TORCH_LIBRARY_IMPL); the kernels are in cpu/ and cuda/. They carry no autograd and trust what they are given:
@@ -23,7 +23,7 @@ constexpr size_t kPrefix = sizeof("transformer_fast build: ") - 1;
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Registers the native kernels of transformer_fast in torch.ops.transformer_fast_native.";
+  m.doc() = "Registers the native kernels of transformer_fast in torch.ops.transformer_fast.";
   m.def(
       "build_info",
       [] {
@@ -40,9 +40,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("attention_launched", &direct::attention_launched);
   m.def("multihead_attention", &direct::multihead_attention);
   m.def("attention_packed", &direct::attention_packed);
-  m.def("set_attention_launchers", &direct::set_attention_launchers);
+  m.def("set_launch_cache", &direct::set_launch_cache);
   m.def("attention_decode", &direct::attention_decode);
-  m.def("set_decode_launcher", &direct::set_decode_launcher);
   m.def("layouts", &direct::layouts);
   m.def("start", &direct::start);
   m.def("empties_like", &direct::empties_like);

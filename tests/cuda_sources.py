@@ -35,10 +35,12 @@ def host_source() -> str:
     text = "\n".join(path.read_text() for path in SOURCES)
     text, launches = LAUNCH.subn(r"cuda_on_cpu::launch(\1, \2, ", text)
     assert launches == text.count("C10_CUDA_KERNEL_LAUNCH_CHECK()"), "a launch was not recognised, or is not checked"
-    schemas = re.search(r"TORCH_LIBRARY_FRAGMENT.*?\n}\n", (ROOT / "csrc/ops/embedding.cpp").read_text(), re.DOTALL)
-    assert schemas is not None
-    text = text.replace('#include "rows.cuh"', '#include "cuda/rows.cuh"') + schemas[0]
-    text = text.replace("(transformer_fast_native, CUDA, m)", f"({LIBRARY}, CPU, m)")
+    ops = (ROOT / "csrc/ops/embedding.cpp").read_text()
+    schemas = re.findall(r"^constexpr const char\* k\w+ =.*?;\n", ops, re.DOTALL | re.MULTILINE)
+    schemas += re.findall(r"TORCH_LIBRARY_FRAGMENT.*?\n}\n", ops, re.DOTALL)
+    assert len(schemas) == 5, "four schemas and their definition"
+    text = text.replace('#include "rows.cuh"', '#include "cuda/rows.cuh"') + "".join(schemas)
+    text = text.replace("(transformer_fast, CUDA, m)", f"({LIBRARY}, CPU, m)")
     philox = """
 extern "C" __attribute__((visibility("default"))) void philox_words(
     uint64_t seed, int64_t row, int64_t chunk, uint32_t* words) {
@@ -46,7 +48,7 @@ extern "C" __attribute__((visibility("default"))) void philox_words(
   std::copy_n(result.word, 4, words);
 }
 """
-    return '#include "cuda_on_cpu.h"\n' + text.replace("transformer_fast_native", LIBRARY) + philox
+    return '#include "cuda_on_cpu.h"\n' + text.replace("(transformer_fast, m)", f"({LIBRARY}, m)") + philox
 
 
 def build_for_cpu() -> Path:

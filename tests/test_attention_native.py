@@ -1,4 +1,4 @@
-"""The C++ attention kernels by themselves (``torch.ops.transformer_fast_native``): against the fp64 oracle, and at the
+"""The C++ attention kernels by themselves (backend "native" of the ops): against the fp64 oracle, and at the
 edges where such kernels break. What the door adds is tested in test_attention.py."""
 
 import itertools
@@ -26,7 +26,7 @@ def _extension() -> None:
 
 def tail(parts: dict, scale: float, dropout_p: float, empty_rows: str) -> tuple:
     named = (parts.get(name) for name in ("keep", "key_keep", "lengths", "bias", "causal"))
-    return *named, scale, dropout_p, SEED if dropout_p else None, empty_rows == "zero"
+    return *named, scale, dropout_p, SEED if dropout_p else None, empty_rows == "zero", "native"
 
 
 def native(
@@ -34,10 +34,10 @@ def native(
 ) -> tuple[Tensor, ...]:
     """out, logsumexp and the gradients of q, k, v by the C++ kernels, every byte of them NaN beforehand."""
     options = tail(parts, 1 / math.sqrt(q.shape[-1]), dropout_p, empty_rows)
-    ops = torch.ops.transformer_fast_native
+    ops = torch.ops.transformer_fast
     with poisoned_memory():
-        out, logsumexp = ops.attention_forward(q, k, v, *options)
-        grads = ops.attention_backward(grad_out, q, k, v, out, logsumexp, *options)
+        out, logsumexp = ops.attention(q, k, v, *options)
+        grads = ops.attention_backward(grad_out, q, k, v, out, logsumexp, None, *options)
     return out, logsumexp, *grads
 
 
@@ -162,7 +162,7 @@ def test_dropout_drops_exactly_what_the_contract_says():
     B, H, Lq, Lk, p = 2, 3, 37, 70, 0.3
     q, k = torch.zeros(B, H, Lq, Lk), torch.zeros(B, H, Lk, Lk)
     v = torch.eye(Lk).expand(B, H, Lk, Lk)
-    out = torch.ops.transformer_fast_native.attention_forward(q, k, v, *tail({}, 1.0, p, "uniform"))[0]
+    out = torch.ops.transformer_fast.attention(q, k, v, *tail({}, 1.0, p, "uniform"))[0]
     assert torch.equal(out != 0, attention_keep(SEED, p, B, H, Lq, Lk))
     assert torch.allclose(out[out != 0], torch.tensor(1 / Lk / (1 - p)))
 
@@ -249,24 +249,9 @@ def test_a_query_has_the_same_output_in_any_company():
     # Its row of the score tile depends on neither the other queries nor the batch.
     q, k, v, _ = inputs(3, 2, 2, 70, 60, 16)
     options = tail({}, 0.25, 0.0, "uniform")
-    op = torch.ops.transformer_fast_native.attention_forward
+    op = torch.ops.transformer_fast.attention
     whole = op(q, k, v, *options)[0]
     assert torch.equal(whole[1:2, :, 16:48], op(q[1:2, :, 16:48], k[1:2], v[1:2], *options)[0])
-
-
-class Native(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, options):
-        out, logsumexp = torch.ops.transformer_fast_native.attention_forward(q, k, v, *options)
-        ctx.save_for_backward(q, k, v, out, logsumexp)
-        ctx.options = options
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        return *torch.ops.transformer_fast_native.attention_backward(
-            grad_out.contiguous(), *ctx.saved_tensors, *ctx.options
-        ), None
 
 
 @pytest.mark.parametrize("empty_rows", ["uniform", "zero"])
@@ -275,7 +260,7 @@ def test_gradcheck_in_double(empty_rows):
     parts = {"lengths": torch.tensor([0, 4], dtype=torch.int32), "causal": 1, "bias": torch.randn(1, 2, 4, 5).double()}
     options = tail(parts, 0.7, 0.2, empty_rows)
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    assert torch.autograd.gradcheck(lambda *t: Native.apply(*t, options), leaves)
+    assert torch.autograd.gradcheck(lambda *t: torch.ops.transformer_fast.attention(*t, *options)[0], leaves)
 
 
 def test_every_pair_of_masks():

@@ -29,7 +29,7 @@ def inputs(B, H, Hkv, Lq, Lk, D, dtype):
 
 def tail(parts, D, dropout_p, empty_rows):
     named = (parts.get(name) for name in ("keep", "key_keep", "lengths", "bias", "causal"))
-    return *named, 1 / math.sqrt(D), dropout_p, SEED if dropout_p else None, empty_rows == "zero"
+    return *named, 1 / math.sqrt(D), dropout_p, SEED if dropout_p else None, empty_rows == "zero", "native"
 
 
 def oracle(q, k, v, parts, dropout_p, empty_rows, dtype):
@@ -48,12 +48,12 @@ def test_gradient_through_the_logsumexp(Lq, Lk, dtype, empty_rows):
     q, k, v, grad_out = inputs(2, 4, 2, Lq, Lk, 24, dtype)
     parts = {"lengths": torch.tensor([0, Lk - 7], dtype=torch.int32), "causal": Lk - Lq}
     options = tail(parts, 24, 0.1, empty_rows)
-    ops = torch.ops.transformer_fast_native
-    out, logsumexp = ops.attention_forward(q, k, v, *options)
+    ops = torch.ops.transformer_fast
+    out, logsumexp = ops.attention(q, k, v, *options)
     grad_logsumexp = torch.randn_like(logsumexp)
     with poisoned_memory():
-        actual = ops.attention_backward(grad_out, q, k, v, out, logsumexp, *options, grad_logsumexp)
-    without = ops.attention_backward(grad_out, q, k, v, out, logsumexp, *options)
+        actual = ops.attention_backward(grad_out, q, k, v, out, logsumexp, grad_logsumexp, *options)
+    without = ops.attention_backward(grad_out, q, k, v, out, logsumexp, None, *options)
 
     def gradients(wide):
         leaves, out, _, logsumexp = oracle(q, k, v, parts, 0.1, empty_rows, wide)
@@ -77,11 +77,11 @@ def bias_gradients(tensors, parts, bias, dropout_p=0.1, empty_rows="uniform", gr
     D = q.shape[-1]
     parts = {**parts, "bias": bias}
     options = tail(parts, D, dropout_p, empty_rows)
-    ops = torch.ops.transformer_fast_native
-    out, logsumexp = ops.attention_forward(q, k, v, *options)
+    ops = torch.ops.transformer_fast
+    out, logsumexp = ops.attention(q, k, v, *options)
     received = torch.randn_like(logsumexp) if grad_logsumexp else None
     with poisoned_memory():
-        actual = ops.attention_grad_bias(grad_out, q, k, v, out, logsumexp, *options, received)
+        actual = ops.attention_grad_bias(grad_out, q, k, v, out, logsumexp, received, *options)
 
     def of(dtype):
         leaf = bias.detach().to(dtype).requires_grad_()
@@ -126,7 +126,7 @@ def test_gradient_of_a_bias_of_another_dtype_and_of_nothing():
     nothing = torch.empty(2, 2, 0, 8)
     options = tail({"bias": torch.randn(1, 2, 1, 9)}, 8, 0.0, "uniform")
     arguments = nothing, nothing, torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8), nothing, torch.empty(2, 2, 0)
-    assert torch.ops.transformer_fast_native.attention_grad_bias(*arguments, *options, None).eq(0).all()
+    assert torch.ops.transformer_fast.attention_grad_bias(*arguments, None, *options).eq(0).all()
 
 
 @pytest.mark.parametrize("Lq", [2, 40])
@@ -136,9 +136,9 @@ def test_a_row_pushed_down_as_a_whole_keeps_its_gradients(Lq):
     bias = torch.full((2, 1, 1, 200), -1e9)
     bias[1, ..., :150] = -3000.0
     options = tail({"bias": bias}, 16, 0.0, "uniform")
-    ops = torch.ops.transformer_fast_native
-    out, logsumexp = ops.attention_forward(q, k, v, *options)
-    actual = ops.attention_backward(grad_out, q, k, v, out, logsumexp, *options)
+    ops = torch.ops.transformer_fast
+    out, logsumexp = ops.attention(q, k, v, *options)
+    actual = ops.attention_backward(grad_out, q, k, v, out, logsumexp, None, *options)
     gradients = []
     for dtype in (torch.float32, torch.float64):
         leaves, out, *_ = oracle(q, k, v, {"bias": bias}, 0.0, "uniform", dtype)
@@ -157,8 +157,8 @@ def test_weights(mask, dtype, dropout_p):
     q, k, v, _ = inputs(2, 4, 2, 70, 150, 24, dtype)
     for empty_rows in ("uniform", "zero"):
         options = tail(parts, 24, dropout_p, empty_rows)
-        ops = torch.ops.transformer_fast_native
-        logsumexp = ops.attention_forward(q, k, v, *options)[1]
+        ops = torch.ops.transformer_fast
+        logsumexp = ops.attention(q, k, v, *options)[1]
         with poisoned_memory():
             actual = ops.attention_weights(q, k, logsumexp, *options)
         assert actual.dtype == dtype
@@ -176,7 +176,7 @@ def test_weights_at_the_edges_of_tiles(Lq, Lk):
     q, k, v, _ = inputs(1, 2, 1, Lq, Lk, 9, torch.bfloat16)
     k[..., -1, :] = math.nan
     parts = {"lengths": torch.tensor([Lk - 1], dtype=torch.int32)}
-    actual = torch.ops.transformer_fast_native.attention_weights(q, k, torch.empty(0), *tail(parts, 9, 0.0, "zero"))
+    actual = torch.ops.transformer_fast.attention_weights(q, k, None, *tail(parts, 9, 0.0, "zero"))
     eager, exact = (oracle(q, k, v, parts, 0.0, "zero", wide)[2].detach() for wide in (q.dtype, torch.float64))
     assert_as_exact_as_eager(actual, eager, exact, what="weights")
 
@@ -185,15 +185,15 @@ def test_extras_give_the_same_bits_with_any_number_of_threads():
     tensors = inputs(2, 2, 1, 150, 300, 20, torch.float32)
     bias = torch.randn(1, 2, 150, 300)
     options = tail({"bias": bias}, 20, 0.1, "uniform")
-    ops = torch.ops.transformer_fast_native
+    ops = torch.ops.transformer_fast
     q, k, v, grad_out = tensors
     before = torch.get_num_threads()
     try:
         runs = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            out, logsumexp = ops.attention_forward(q, k, v, *options)
-            grad = ops.attention_grad_bias(grad_out, q, k, v, out, logsumexp, *options, None)
+            out, logsumexp = ops.attention(q, k, v, *options)
+            grad = ops.attention_grad_bias(grad_out, q, k, v, out, logsumexp, None, *options)
             runs.append((grad, ops.attention_weights(q, k, logsumexp, *options)))
     finally:
         torch.set_num_threads(before)

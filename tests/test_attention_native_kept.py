@@ -29,19 +29,34 @@ def inputs(B, H, Hkv, Lq, Lk, D, dtype=torch.float32, *, bias=None):
 def tail(tensors, parts, dropout_p=0.0, empty_rows="uniform"):
     named = (parts.get(name) for name in ("keep", "key_keep", "lengths"))
     scale = tensors[0].shape[-1] ** -0.5
-    return *named, tensors[3], parts.get("causal"), scale, dropout_p, None, empty_rows == "zero"
+    return *named, tensors[3], parts.get("causal"), scale, dropout_p, None, empty_rows == "zero", "native"
+
+
+def kept_tensors(call, shape):
+    """What `call` returns, and which tensors it saves whose last sizes are at least `shape`: weights, and no bias."""
+    saved = []
+
+    def pack(t):
+        saved.append(t)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        result = call()
+    return result, [t for t in saved if t.dim() == 4 and t.shape[2] >= shape[0] and t.shape[3] == shape[1]]
 
 
 def native(tensors, parts, *, empty_rows="uniform", grad_logsumexp=None):
     """The output, and the gradients of q, k, v and the bias from the kept weights, every byte NaN beforehand."""
-    q, k, v, _, grad_out = tensors
-    options = tail(tensors, parts, 0.0, empty_rows)
-    ops = torch.ops.transformer_fast_native
+    *leaves, grad_out = (t.detach() for t in tensors)
+    q, k, v, bias = (t.requires_grad_() for t in leaves)
+    options = tail((q, k, v, bias), parts, 0.0, empty_rows)
     with poisoned_memory():
-        out, logsumexp, kept, factors = ops.attention_forward_training(q, k, v, *options)
-        assert kept is not None and kept.dtype == q.dtype
-        grads = ops.attention_backward_bias(grad_out, q, k, v, out, logsumexp, *options, grad_logsumexp, kept, factors)
-    return out, *grads
+        call = lambda: torch.ops.transformer_fast.attention(q, k, v, *options)  # noqa: E731
+        results, kept = kept_tensors(call, (q.shape[2], k.shape[2]))
+        assert any(t.dtype == q.dtype and t.shape[:2] == q.shape[:2] and t is not bias for t in kept)
+        received = (grad_out,) if grad_logsumexp is None else (grad_out, grad_logsumexp)
+        grads = torch.autograd.grad(results[: len(received)], (q, k, v, bias), received)
+    return results[0].detach(), *grads
 
 
 def oracle(tensors, parts, dtype, *, empty_rows="uniform", grad_logsumexp=None):
@@ -92,12 +107,13 @@ def test_a_row_pushed_down_as_a_whole():
 
 def test_only_what_pays_is_kept():
     q, k, v, bias, _ = inputs(1, 2, 2, 40, 30, 8)
-    forward = torch.ops.transformer_fast_native.attention_forward_training
-    seed = torch.zeros(1, dtype=torch.int64)
+    q.requires_grad_()
 
     def kept(q, bias, dropout_p=0.0):
-        options = None, None, None, bias, None, 1.0, dropout_p, seed, False
-        return forward(q, k, v, *options)[2] is not None
+        call = lambda: tfast.attention(q, k, v, bias=bias, dropout_p=dropout_p)  # noqa: E731
+        with tfast.backend("native"):
+            found = kept_tensors(call, (q.shape[2], 30))[1]
+        return any(bias is None or t.data_ptr() != bias.data_ptr() for t in found)
 
     assert kept(q, bias)
     assert not kept(q, bias, 0.1) and not kept(q, None) and not kept(q, bias[..., :1, :]) and not kept(q, bias[..., :1])

@@ -33,14 +33,14 @@ def packed_inputs(lengths_q, lengths_k, dtype, H=4, Hkv=2, D=24):
 
 def options(lengths_q, lengths_k, D, causal=False, dropout_p=0.0):
     sequences = starts(lengths_q), starts(lengths_k), max(lengths_q, default=0), max(lengths_k, default=0)
-    return *sequences, causal, 1 / math.sqrt(D), dropout_p, SEED if dropout_p else None, False
+    return *sequences, causal, 1 / math.sqrt(D), dropout_p, SEED if dropout_p else None, False, "native"
 
 
 def native_packed(tensors, arguments, grad_logsumexp=None):
     q, k, v, grad_out = tensors
-    ops = torch.ops.transformer_fast_native
+    ops = torch.ops.transformer_fast
     with poisoned_memory():
-        out, logsumexp = ops.attention_packed_forward(q, k, v, *arguments)
+        out, logsumexp = ops.attention_packed(q, k, v, *arguments)
         grads = ops.attention_packed_backward(grad_out, q, k, v, out, logsumexp, grad_logsumexp, *arguments)
     return out, logsumexp, *grads
 
@@ -79,12 +79,12 @@ def test_packed_has_the_bits_of_each_sequence_alone(dtype):
     q, k, v, grad_out = packed_inputs(lengths, lengths, dtype, H=16, Hkv=16)
     arguments = options(lengths, lengths, 24, causal=True)
     out, logsumexp, *grads = native_packed((q, k, v, grad_out), arguments)
-    ops = torch.ops.transformer_fast_native
-    tail = None, None, None, None, 0, arguments[5], 0.0, None, False
+    ops = torch.ops.transformer_fast
+    tail = None, None, None, None, 0, arguments[5], 0.0, None, False, "native"
     for start, length in zip(starts(lengths).tolist(), lengths):
         q1, k1, v1, grad1 = (t[start : start + length].transpose(0, 1).unsqueeze(0) for t in (q, k, v, grad_out))
-        alone, logsumexp1 = ops.attention_forward(q1, k1, v1, *tail)
-        grads1 = ops.attention_backward(grad1, q1, k1, v1, alone, logsumexp1, *tail)
+        alone, logsumexp1 = ops.attention(q1, k1, v1, *tail)
+        grads1 = ops.attention_backward(grad1, q1, k1, v1, alone, logsumexp1, None, *tail)
         for a, b in zip((out, *grads), (alone, *grads1)):
             assert torch.equal(a[start : start + length], b[0].transpose(0, 1))
         assert torch.equal(logsumexp[:, start : start + length], logsumexp1[0])
@@ -144,7 +144,7 @@ def test_decode_is_the_reference(H, Hkv, Lq, page_size, causal, dtype):
         used = torch.arange(table.shape[1]) * page_size < lengths.view(4, 1)
         table = table.where(used, -12345)
     with poisoned_memory():
-        out, logsumexp = torch.ops.transformer_fast_native.attention_decode(q, k, v, lengths, table, causal, D**-0.5)
+        out, logsumexp = torch.ops.transformer_fast.attention_decode(q, k, v, lengths, table, causal, D**-0.5, "native")
     same = {"lengths": lengths, "page_table": table, "causal": causal, "scale": D**-0.5}
     eager = attention_decode(q, k, v, **same)
     exact = attention_decode(q.double(), k.double(), v.double(), **same)
@@ -158,14 +158,14 @@ def test_decode_is_the_reference(H, Hkv, Lq, page_size, causal, dtype):
 def test_decode_gives_the_same_bits_with_any_number_of_threads_and_from_pages():
     q, k, v = torch.randn(1, 4, 1, 64), torch.randn(1, 2, 2000, 64), torch.randn(1, 2, 2000, 64)
     lengths, table = torch.tensor([1999], dtype=torch.int32), torch.randperm(16).view(1, 16).to(torch.int32)
-    decode = torch.ops.transformer_fast_native.attention_decode
+    decode = torch.ops.transformer_fast.attention_decode
     before = torch.get_num_threads()
     try:
         runs = []
         for threads in (1, 2, 3, 2):
             torch.set_num_threads(threads)
-            runs.append(decode(q, k, v, lengths, None, True, 0.125))
-        runs.append(decode(q, *(paged(t, 128, 16, table) for t in (k, v)), lengths, table, True, 0.125))
+            runs.append(decode(q, k, v, lengths, None, True, 0.125, "native"))
+        runs.append(decode(q, *(paged(t, 128, 16, table) for t in (k, v)), lengths, table, True, 0.125, "native"))
     finally:
         torch.set_num_threads(before)
     for other in runs[1:]:
@@ -173,8 +173,8 @@ def test_decode_gives_the_same_bits_with_any_number_of_threads_and_from_pages():
 
 
 def test_decode_of_an_empty_batch():
-    out, logsumexp = torch.ops.transformer_fast_native.attention_decode(
+    out, logsumexp = torch.ops.transformer_fast.attention_decode(
         torch.empty(0, 2, 1, 8), torch.empty(0, 2, 9, 8), torch.empty(0, 2, 9, 8), torch.empty(0, dtype=torch.int32),
-        None, True, 1.0,
+        None, True, 1.0, "native",
     )  # fmt: skip
     assert out.shape == (0, 2, 1, 8) and logsumexp.shape == (0, 2, 1)

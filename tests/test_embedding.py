@@ -362,18 +362,18 @@ def test_second_derivative_of_the_lookup_is_refused_clearly() -> None:
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 def test_opcheck(dropout_p: float, device: torch.device) -> None:
-    ops, backend = torch.ops.transformer_fast, "native"
+    ops = torch.ops.transformer_fast
     ids, weight, table = case((2, 5), 7, 12, 1, torch.float32, device)
     seed = torch.tensor([3], device=device) if dropout_p else None
     weight.requires_grad_()
-    torch.library.opcheck(ops.embed.default, (ids, weight, table, 2.0, 1, None, 3, dropout_p, seed, backend))
+    torch.library.opcheck(ops.embed.default, (ids, weight, table, 2.0, 1, None, 3, dropout_p, seed, True))
     x = torch.randn(2, 5, 12, device=device, requires_grad=True)
-    torch.library.opcheck(ops.add_positional.default, (x, table, 1, None, dropout_p, seed, backend))
-    torch.library.opcheck(ops.add_positional.default, (x, None, 0, None, dropout_p, seed, backend))
+    torch.library.opcheck(ops.add_positional.default, (x, table, 1, None, dropout_p, seed))
+    torch.library.opcheck(ops.add_positional.default, (x, None, 0, None, dropout_p, seed))
     offsets = torch.tensor([1, 0], device=device)
-    torch.library.opcheck(ops.embed.default, (ids, weight, table, 2.0, 0, offsets, 3, dropout_p, seed, backend))
-    torch.library.opcheck(ops.add_positional.default, (x, table, 0, offsets, dropout_p, seed, backend))
-    args = (x.detach(), ids, 7, 2.0, 3, dropout_p, seed, True, backend)
+    torch.library.opcheck(ops.embed.default, (ids, weight, table, 2.0, 0, offsets, 3, dropout_p, seed, True))
+    torch.library.opcheck(ops.add_positional.default, (x, table, 0, offsets, dropout_p, seed))
+    args = (x.detach(), ids, 7, 2.0, 3, dropout_p, seed, True)
     torch.library.opcheck(ops.embed_backward.default, args)
 
 

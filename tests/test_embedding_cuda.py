@@ -29,7 +29,7 @@ def cuda() -> SimpleNamespace:
 def native() -> SimpleNamespace:
     if not extension.load():
         pytest.skip(extension.status())
-    return torch.ops.transformer_fast_native
+    return torch.ops.transformer_fast
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -44,30 +44,30 @@ def test_forward(cuda: SimpleNamespace, native: SimpleNamespace, dtype: torch.dt
     for table in (None, torch.randn(8, d), torch.randn(8, d).to(dtype), torch.randn(d, 8).t()):
         for p in (0.0, 0.3):
             with poisoned_memory():
-                out = cuda.embed(ids, weight, table, 3.0, 2, None, p, SEED)
-                narrow = cuda.embed(ids.int(), weight.t().contiguous().t(), table, 3.0, 2, None, p, SEED)
-            expected = native.embed(ids, weight, table, 3.0, 2, None, p, SEED)
+                out = cuda.embed(ids, weight, table, 3.0, 2, None, None, p, SEED, True)
+                narrow = cuda.embed(ids.int(), weight.t().contiguous().t(), table, 3.0, 2, None, None, p, SEED, True)
+            expected = native.embed(ids, weight, table, 3.0, 2, None, None, p, SEED, True)
             close(out, expected)
             assert torch.equal(out == 0, expected == 0)
             assert torch.equal(out, narrow)
     x = torch.randn(2, 6, d).to(dtype)
     close(cuda.add_positional(x, None, 0, None, 0.5, SEED), native.add_positional(x, None, 0, None, 0.5, SEED))
     shifted = torch.randn(13 * d + 1).to(dtype)[1:].view(13, d)  # not 16-byte aligned
-    assert torch.equal(cuda.embed(ids, shifted, None, 1.0, 0, None, 0.0, None), shifted[ids])
+    assert torch.equal(cuda.embed(ids, shifted, None, 1.0, 0, None, None, 0.0, None, True), shifted[ids])
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
 def test_an_offset_for_each_sequence(cuda: SimpleNamespace, native: SimpleNamespace, dtype: torch.dtype) -> None:
     ids, weight, table = torch.randint(0, 9, (5, 3)), torch.randn(9, 24), torch.randn(8, 24)
     offsets = torch.tensor([0, 5, 2, 2, 4], dtype=dtype)
-    out = cuda.embed(ids, weight, table, 3.0, 0, offsets, 0.3, SEED)
-    close(out, native.embed(ids, weight, table, 3.0, 0, offsets, 0.3, SEED))
+    out = cuda.embed(ids, weight, table, 3.0, 0, offsets, None, 0.3, SEED, True)
+    close(out, native.embed(ids, weight, table, 3.0, 0, offsets, None, 0.3, SEED, True))
     added = cuda.add_positional(out, table, 0, offsets, 0.3, SEED)
     close(added, native.add_positional(out, table, 0, offsets, 0.3, SEED))
-    out = cuda.embed(ids, weight, table, 3.0, 0, offsets + 2, 0.0, None)  # positions 5 to 9 in a table of 8
+    out = cuda.embed(ids, weight, table, 3.0, 0, offsets + 2, None, 0.0, None, True)  # positions 5 to 9 in a table of 8
     outside = (offsets[:, None] + torch.arange(2, 5) >= 8)[..., None].expand_as(out)
     assert torch.equal(out.isnan(), outside)
-    assert cuda.embed(ids, weight, table, 3.0, 0, offsets - 1, 0.0, None).isnan().all(-1).sum() == 1
+    assert cuda.embed(ids, weight, table, 3.0, 0, offsets - 1, None, 0.0, None, True).isnan().all(-1).sum() == 1
 
 
 @pytest.mark.parametrize("kind", ["distinct", "hot", "skewed", "long runs", "one", "padding only"])
@@ -126,7 +126,7 @@ def test_long_batches_cut_longer_stretches(cuda: SimpleNamespace, native: Simple
 
 def test_ids_outside_the_vocabulary_are_never_followed(cuda: SimpleNamespace) -> None:
     ids = torch.tensor([[0, -1, 2], [3, 2**40, 1]])
-    out = cuda.embed(ids, torch.ones(3, 20), torch.ones(3, 20), 1.0, 0, None, 0.5, SEED)
+    out = cuda.embed(ids, torch.ones(3, 20), torch.ones(3, 20), 1.0, 0, None, None, 0.5, SEED, True)
     bad = torch.tensor([[False, True, False], [True, True, False]])
     assert out[bad].isnan().all() and not out[~bad].isnan().any()
     for deterministic in (True, False):
@@ -180,7 +180,7 @@ class TestOnAGpu:
         ids = torch.randint(0, 50, (64, 100), device="cuda") ** 2 // 50
         grad, seed = torch.randn(64, 100, 96, device="cuda"), SEED.cuda()
         sort, again, atomic = (
-            torch.ops.transformer_fast_native.embed_backward(grad, ids, 50, 2.0, 4, 0.1, seed, deterministic)
+            torch.ops.transformer_fast.embed_backward(grad, ids, 50, 2.0, 4, 0.1, seed, deterministic)
             for deterministic in (True, True, False)
         )
         assert torch.equal(sort, again)

@@ -19,7 +19,7 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_place(bad: int) -> None:
     with pytest.raises(IndexError, match=expected):
         embed(ids, torch.randn(7, 5))
     with pytest.raises(IndexError, match=expected):
-        torch.ops.transformer_fast.embed_backward(torch.zeros(2, 3, 4, 5), ids, 7, 1.0, None, 0.0, None, True, "native")
+        torch.ops.transformer_fast.embed_backward(torch.zeros(2, 3, 4, 5), ids, 7, 1.0, None, 0.0, None, True)
 
 
 IDS, W, T = torch.zeros(2, 3, dtype=torch.long), torch.zeros(4, 6), torch.zeros(5, 6)
@@ -89,11 +89,13 @@ def test_bad_input_gives_one_clear_error(name: str) -> None:
 
 
 def test_bad_direct_calls_of_the_native_ops_are_refused_too() -> None:
-    native = torch.ops.transformer_fast_native
+    native = torch.ops.transformer_fast
     with pytest.raises(ValueError, match="table: expected at least"):
-        native.embed(IDS, W, T[:2], 1.0, 0, None, 0.0, None)
+        native.embed(IDS, W, T[:2], 1.0, 0, None, None, 0.0, None, True)
     with pytest.raises(ValueError, match="offsets: expected an int64 or int32 for each of 2 sequences"):
-        native.embed(IDS, W, None, 1.0, 0, IDS[:1, :1], 0.0, None)  # a kernel reads them with or without a table
+        native.embed(
+            IDS, W, None, 1.0, 0, IDS[:1, :1], None, 0.0, None, True
+        )  # a kernel reads them with or without a table
     with pytest.raises(ValueError, match="seed"):
         native.add_positional(X, None, 0, None, 0.5, None)
     with pytest.raises(ValueError, match="grad_out"):

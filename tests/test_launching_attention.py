@@ -48,7 +48,6 @@ def test_a_whole_call_of_attention_takes_the_short_way(on_a_gpu, monkeypatch, na
     call()
     call()  # what is derived from the mask is made once, and the call after that finds it
     monkeypatch.setattr(attention, "check_inputs", None)
-    monkeypatch.setattr(attention, "_autograd", None)
     monkeypatch.setattr(calls_kept, "_prepare_and_run", None)
     node, forward, both = call()
     assert node == "transformer_fast::attention_backward" and (forward, both) == (1, 4)

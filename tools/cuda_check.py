@@ -24,7 +24,7 @@ import torch
 from transformer_fast.kernels import extension
 assert extension.load(), extension.status()
 for op in ("embed", "embed_backward", "add_positional", "fill_positional_table"):
-    name = f"transformer_fast_native::{op}"
+    name = f"transformer_fast::{op}"
     assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"), f"{name} has no CUDA kernel"
 print(extension.status())
 """

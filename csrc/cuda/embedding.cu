@@ -101,7 +101,8 @@ void encode(const at::Tensor& out, const Rows& rows, const at::Tensor& source, c
 }
 
 at::Tensor embed(const at::Tensor& ids, const at::Tensor& weight, const OptionalTensor& table, double scale,
-                 int64_t offset, const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
+                 int64_t offset, const OptionalTensor& offsets, std::optional<int64_t> /* padding_idx */, double p,
+                 const OptionalTensor& seed, bool /* deterministic */) {
   const Rows rows = check_embed(ids, weight, table, offset, offsets, p, seed);
   const c10::cuda::CUDAGuard guard(weight.device());
   auto shape = ids.sizes().vec();
@@ -149,7 +150,7 @@ void fill_positional_table(const at::Tensor& table) {
 }  // namespace
 }  // namespace transformer_fast
 
-TORCH_LIBRARY_IMPL(transformer_fast_native, CUDA, m) {
+TORCH_LIBRARY_IMPL(transformer_fast, CUDA, m) {
   m.impl("embed", TORCH_FN(transformer_fast::embed));
   m.impl("add_positional", TORCH_FN(transformer_fast::add_positional));
   m.impl("fill_positional_table", TORCH_FN(transformer_fast::fill_positional_table));

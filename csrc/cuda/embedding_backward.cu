@@ -254,6 +254,4 @@ at::Tensor embed_backward(const at::Tensor& grad_out, const at::Tensor& ids, int
 }  // namespace
 }  // namespace transformer_fast
 
-TORCH_LIBRARY_IMPL(transformer_fast_native, CUDA, m) {
-  m.impl("embed_backward", TORCH_FN(transformer_fast::embed_backward));
-}
+TORCH_LIBRARY_IMPL(transformer_fast, CUDA, m) { m.impl("embed_backward", TORCH_FN(transformer_fast::embed_backward)); }

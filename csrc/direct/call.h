@@ -10,12 +10,12 @@
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <optional>
 #include <tuple>
 
@@ -27,7 +27,7 @@ using OptionalTensor = std::optional<Tensor>;
 
 // Whether anything in this thread looks at the calls that PyTorch dispatches (a mode, a transform, a tracer), or autograd
 // has been switched off below.
-inline bool watched() {
+inline bool has_active_modes() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   const c10::DispatchKeySet usual = c10::default_included_set | c10::autocast_dispatch_keyset;
   const c10::DispatchKeySet without_autograd = local.excluded_ & c10::autograd_dispatch_keyset_with_ADInplaceOrView;
@@ -44,6 +44,13 @@ inline bool is_plain(const Tensor& tensor) {
   return usual.has_all(tensor.key_set());
 }
 
+// Whether each of some tensors, undefined ones aside, is, and nothing looks at the calls that are made of them.
+template <typename Tensors>
+bool is_plain_eager(const Tensors& tensors) {
+  const auto plain = [](const Tensor& tensor) { return !tensor.defined() || is_plain(tensor); };
+  return !has_active_modes() && std::all_of(tensors.begin(), tensors.end(), plain);
+}
+
 // The same for memory of a GPU.
 inline bool is_plain_cuda(const Tensor& tensor) {
   constexpr auto bit = c10::BackendComponent::CUDABit;
@@ -53,6 +60,11 @@ inline bool is_plain_cuda(const Tensor& tensor) {
   return usual.has_all(tensor.key_set());
 }
 
+// Whether a tensor is memory of the CPU or a GPU and nothing looks at the calls that are made of it.
+inline bool is_plain_memory(const Tensor& tensor) {
+  return !has_active_modes() && (is_plain(tensor) || is_plain_cuda(tensor));
+}
+
 // Whether forward-mode differentiation follows the tensor.
 inline bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
 
@@ -60,7 +72,7 @@ inline bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*
 class Arguments {
  public:
   // `any_device`: tensors may be of a GPU, as they may where a launcher in Python gets them.
-  explicit Arguments(bool any_device = false) : ok_(!watched()), any_device_(any_device) {}
+  explicit Arguments(bool any_device = false) : ok_(!has_active_modes()), any_device_(any_device) {}
 
   bool ok() const { return ok_; }
   void require(bool condition) { ok_ = ok_ && condition; }
@@ -140,27 +152,6 @@ bool needs_gradient(const Tensors&... tensors) {
 // Between arguments, which may be None, and what autograd saves, which may be undefined.
 inline Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Tensor(); }
 inline OptionalTensor or_none(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
-
-// An op of torch.ops.transformer_fast_native, found once; it carries no autograd and is called without.
-template <typename Signature>
-class Native;
-
-template <typename Result, typename... Args>
-class Native<Result(Args...)> {
- public:
-  explicit Native(const char* name)
-      : op_(c10::Dispatcher::singleton()
-                .findSchemaOrThrow((std::string("transformer_fast_native::") + name).c_str(), "")
-                .template typed<Result(Args...)>()) {}
-
-  Result operator()(Args... args) const {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return op_.call(std::forward<Args>(args)...);
-  }
-
- private:
-  c10::TypedOperatorHandle<Result(Args...)> op_;
-};
 
 inline py::object wrap(const Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
 

@@ -27,13 +27,9 @@ object attention_packed(bool launched, handle q, handle k, handle v, handle cu_s
 // Attention of the newest queries to a cache, by its launcher or by the kernel of the CPU.
 object attention_decode(bool launched, handle q, handle k_cache, handle v_cache, handle lengths, handle page_table,
                         handle causal, handle scale);
-// That launcher: (q, k_cache, v_cache, lengths, page_table, causal, scale) -> out; and its division
-// of the work, of which the third number is in how many parts the keys are split.
-void set_decode_launcher(object launcher, object division);
-// The launchers, which also take cu_seqlens_q, cu_seqlens_k, max_q and max_k last, (None, None, 0, 0) for no packed batch;
-// find of kernels/calls.py; up to how many keys no order of tiles is derived; rows of a tile of the delta kernel.
-void set_attention_launchers(object forward, object backward, object find, int64_t longest_unordered,
-                             int64_t delta_rows);
+// Where launches of Triton kernels are kept: find of kernels/calls.py; up to how many keys no order of tiles is derived; rows
+// of a tile of the delta kernel.
+void set_launch_cache(object find, int64_t longest_unordered, int64_t delta_rows);
 object dropout(handle x, handle p, handle bias, handle residual, handle relu, handle seed);
 object layer_norm(handle x, handle weight, handle bias, handle eps, handle kind, handle residual, handle dropout_p,
                   handle seed);

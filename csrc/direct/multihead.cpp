@@ -2,6 +2,7 @@
 // Python as a short sequence takes to compute.
 #include "functions.h"
 
+#include "../ops/attention.h"
 #include "call.h"
 
 #include <ATen/autocast_mode.h>
@@ -11,13 +12,6 @@
 
 namespace transformer_fast::direct {
 namespace {
-
-using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                           const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                           std::optional<int64_t>, double, double, const OptionalTensor&, bool);
-using Weights = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                       const OptionalTensor&, const OptionalTensor&, std::optional<int64_t>, double, double,
-                       const OptionalTensor&, bool);
 
 // A call that may be served; heads are (batch, heads, length, head_dim) views.
 struct Heads {
@@ -85,17 +79,16 @@ py::object multihead_attention(py::handle query_, py::handle key_, py::handle va
   {
     const py::gil_scoped_release no_gil;
     const at::AutoDispatchBelowADInplaceOrView below;
-    static const Native<Forward> attend("attention_forward");
-    static const Native<Weights> weigh("attention_weights");
     const auto parts = module.project(query, key, value);
     const Tensor &q = parts[0], &k = parts[1];
-    const double scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
-    const auto [heads, logsumexp] =
-        attend(q, k, parts[2], keep, key_keep, std::nullopt, bias, causal, scale, 0, std::nullopt, true);
+    AttentionParams params;
+    params.keep = keep, params.key_keep = key_keep, params.bias = bias, params.causal = causal;
+    params.scale = 1 / std::sqrt(static_cast<double>(q.size(3))), params.zero_empty_rows = true;
+    const Tensor heads = attention_forward(q, k, parts[2], params, false).out;
     const Tensor merged = module.batch_first ? heads.transpose(1, 2) : heads.permute({2, 0, 1, 3});
     out = at::linear(merged.reshape(query.sizes()), out_weight, out_bias);
     if (need_weights) {
-      weights = weigh(q, k, logsumexp, keep, key_keep, std::nullopt, bias, causal, scale, 0, std::nullopt, true);
+      weights = attention_weights(q, k, params);
       if (average) weights = weights.mean(1);
     }
   }

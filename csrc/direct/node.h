@@ -13,7 +13,9 @@
 #include <array>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 
@@ -63,6 +65,19 @@ inline void refuse_second_derivative(const char* op, const variable_list& gradie
   }
 }
 
+// What an op of a backward returned where autograd is on: no function of its inputs that could be differentiated.
+template <typename... Results>
+std::tuple<Results...> undifferentiable(const char* op, const std::tuple<Results...>& results,
+                                        const variable_list& inputs) {
+  if (at::GradMode::is_enabled())
+    std::apply([&](const Results&... result) { refuse_second_derivative(op, {result...}, {}, inputs); }, results);
+  return results;
+}
+
+// Whether the gradients that an op's backward finds are made of ops that can be differentiated: it then says so.
+template <typename Op>
+concept DifferentiableBackward = requires { Op::kDifferentiableBackward; };
+
 // Op gives kName, Options, kSaved (how many tensors it saves) and
 //   variable_list backward(const variable_list& grads, const variable_list& saved, const Options&, const Needs&)
 // with a gradient, or an undefined tensor, for each of its inputs. At least one of grads is defined there.
@@ -100,7 +115,8 @@ class OpNode final : public torch::autograd::Node {
     for (const auto& tensor : saved_) saved.push_back(tensor.unpack(getptr()));
     variable_list gradients;
     {
-      const at::NoGradGuard no_grad;
+      std::optional<at::NoGradGuard> no_grad;
+      if constexpr (!DifferentiableBackward<Op>) no_grad.emplace();
       gradients = Op::backward(grads, saved, options_, Needs(*this));
     }
     if (at::GradMode::is_enabled()) refuse_second_derivative(Op::kName, gradients, grads, saved);

@@ -1,24 +1,21 @@
-// torch.ops.transformer_fast_native.attention_packed_forward / attention_packed_backward on the CPU: every sequence of a
-// packed batch is a problem of its own, and all share one list of tasks.
+// Attention of a packed batch on the CPU: every sequence is a problem of its own, and all share one list of tasks.
 #include "attention_tensors.h"
 
-#include <torch/library.h>
-
+#include <algorithm>
 #include <numeric>
-#include <tuple>
+#include <vector>
 
 namespace transformer_fast {
 namespace {
 
-struct Options {
-  bool causal;
-  double scale, dropout_p;
-  int64_t seed;
-  bool zero_empty_rows;
-};
-
 // The sequences of a batch: rows starts[b] .. starts[b + 1] - 1 are those of sequence b.
 struct Sequences {
+  explicit Sequences(const PackedBatch& batch)
+      : cu_seqlens_q(batch.cu_seqlens_q->contiguous()), cu_seqlens_k(batch.cu_seqlens_k->contiguous()),
+        starts_q(cu_seqlens_q.const_data_ptr<int32_t>()), starts_k(cu_seqlens_k.const_data_ptr<int32_t>()),
+        count(cu_seqlens_q.size(0) - 1) {}
+
+  Tensor cu_seqlens_q, cu_seqlens_k;
   const int32_t *starts_q, *starts_k;
   int64_t count;
 
@@ -55,56 +52,48 @@ View<T> token_statistics(const Tensor& tensor, int64_t start) {
 
 template <typename T, typename A>
 AttentionProblem<T, A> problem_of(const Tensor& q, const Tensor& k, const Tensor& v, const Sequences& sequences,
-                                  int64_t b, const Options& options) {
+                                  int64_t b, const AttentionParams& params) {
   AttentionProblem<T, A> problem{};
   problem.B = 1, problem.H = q.size(1), problem.Hkv = k.size(1), problem.D = q.size(2);
   problem.Lq = sequences.queries(b), problem.Lk = sequences.keys(b);
   problem.q = tokens<const T>(q, sequences.starts_q[b]);
   problem.k = tokens<const T>(k, sequences.starts_k[b]);
   problem.v = tokens<const T>(v, sequences.starts_k[b]);
-  problem.causal = options.causal, problem.scale = static_cast<A>(options.scale);
-  problem.dropout_p = options.dropout_p, problem.seed = options.seed, problem.zero_empty_rows = options.zero_empty_rows;
+  problem.causal = params.causal.has_value(), problem.scale = static_cast<A>(params.scale);
+  problem.dropout_p = params.dropout_p, problem.seed = params.seed ? *params.seed->const_data_ptr<int64_t>() : 0;
+  problem.zero_empty_rows = params.zero_empty_rows;
   problem.first_batch = b;
   return problem;
 }
 
-Options options_of(bool causal, double scale, double dropout_p, const OptionalTensor& seed, bool zero_empty_rows) {
-  return {causal, scale, dropout_p, seed ? *seed->const_data_ptr<int64_t>() : 0, zero_empty_rows};
-}
+}  // namespace
 
-std::tuple<Tensor, Tensor> attention_packed_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                    const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, int64_t,
-                                                    int64_t, bool causal, double scale, double dropout_p,
-                                                    const OptionalTensor& seed, bool zero_empty_rows) {
-  Tensor out = at::empty_like(q), logsumexp = empty_statistics(q, {q.size(1), q.size(0)});
-  const Tensor starts_q = cu_seqlens_q.contiguous(), starts_k = cu_seqlens_k.contiguous();
-  const Sequences sequences{starts_q.const_data_ptr<int32_t>(), starts_k.const_data_ptr<int32_t>(),
-                            starts_q.size(0) - 1};
-  const Options options = options_of(causal, scale, dropout_p, seed, zero_empty_rows);
+AttentionResult attention_packed_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                         const AttentionParams& params) {
+  const AttentionResult result{at::empty_like(q), empty_statistics(q, {q.size(1), q.size(0)}), {}, {}};
+  const Sequences sequences(params.packed);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention_packed", [&] {
     using T = scalar_t;
     using A = Accumulate<T>;
     std::vector<AttentionForward<T, A>> calls;
     calls.reserve(sequences.count);
     for (const int64_t b : sequences.by_work())
-      calls.push_back({problem_of<T, A>(q, k, v, sequences, b, options), tokens<T>(out, sequences.starts_q[b]),
-                       token_statistics<A>(logsumexp, sequences.starts_q[b])});
+      calls.push_back({problem_of<T, A>(q, k, v, sequences, b, params), tokens<T>(result.out, sequences.starts_q[b]),
+                       token_statistics<A>(result.logsumexp, sequences.starts_q[b])});
     kernels().of<T>().attention_forward(calls);
   });
-  return {out, logsumexp};
+  return result;
 }
 
-std::tuple<Tensor, Tensor, Tensor> attention_packed_backward(
-    const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-    const Tensor& logsumexp, const OptionalTensor& grad_logsumexp, const Tensor& cu_seqlens_q,
-    const Tensor& cu_seqlens_k, int64_t, int64_t, bool causal, double scale, double dropout_p,
-    const OptionalTensor& seed, bool zero_empty_rows) {
-  Tensor grad_q = at::empty_like(q), grad_k = at::empty_like(k), grad_v = at::empty_like(v);
-  if (q.numel() == 0 || k.numel() == 0) return {grad_q.zero_(), grad_k.zero_(), grad_v.zero_()};
-  const Tensor starts_q = cu_seqlens_q.contiguous(), starts_k = cu_seqlens_k.contiguous();
-  const Sequences sequences{starts_q.const_data_ptr<int32_t>(), starts_k.const_data_ptr<int32_t>(),
-                            starts_q.size(0) - 1};
-  const Options options = options_of(causal, scale, dropout_p, seed, zero_empty_rows);
+AttentionGradients attention_packed_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const AttentionResult& result, const OptionalTensor& grad_logsumexp,
+                                             const AttentionParams& params) {
+  AttentionGradients grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}};
+  if (q.numel() == 0 || k.numel() == 0) {
+    for (Tensor* grad : {&grads.q, &grads.k, &grads.v}) grad->zero_();
+    return grads;
+  }
+  const Sequences sequences(params.packed);
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention_packed_backward", [&] {
     using T = scalar_t;
     using A = Accumulate<T>;
@@ -113,34 +102,16 @@ std::tuple<Tensor, Tensor, Tensor> attention_packed_backward(
     for (const int64_t b : sequences.by_work()) {
       const int64_t start_q = sequences.starts_q[b], start_k = sequences.starts_k[b];
       if (sequences.keys(b) == 0)  // no task will come by
-        grad_q.narrow(0, start_q, sequences.queries(b)).zero_();
+        grads.q.narrow(0, start_q, sequences.queries(b)).zero_();
       else
-        calls.push_back({problem_of<T, A>(q, k, v, sequences, b, options), tokens<const T>(grad_out, start_q),
-                         tokens<const T>(out, start_q), token_statistics<const A>(logsumexp, start_q),
+        calls.push_back({problem_of<T, A>(q, k, v, sequences, b, params), tokens<const T>(grad_out, start_q),
+                         tokens<const T>(result.out, start_q), token_statistics<const A>(result.logsumexp, start_q),
                          grad_logsumexp ? token_statistics<const A>(*grad_logsumexp, start_q) : View<const A>{},
-                         tokens<T>(grad_q, start_q), tokens<T>(grad_k, start_k), tokens<T>(grad_v, start_k)});
+                         tokens<T>(grads.q, start_q), tokens<T>(grads.k, start_k), tokens<T>(grads.v, start_k)});
     }
     kernels().of<T>().attention_backward(calls);
   });
-  return {grad_q, grad_k, grad_v};
+  return grads;
 }
 
-TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
-  m.def(
-      "attention_packed_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_q, "
-      "int max_k, bool causal, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows) "
-      "-> (Tensor out, Tensor logsumexp)");
-  m.def(
-      "attention_packed_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
-      "Tensor? grad_logsumexp, Tensor cu_seqlens_q, Tensor cu_seqlens_k, int max_q, int max_k, bool causal, "
-      "float scale, float dropout_p, Tensor? seed, bool zero_empty_rows) "
-      "-> (Tensor grad_q, Tensor grad_k, Tensor grad_v)");
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
-  m.impl("attention_packed_forward", &attention_packed_forward);
-  m.impl("attention_packed_backward", &attention_packed_backward);
-}
-
-}  // namespace
 }  // namespace transformer_fast

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../cpu/kernels.h"
-#include "tensors.h"
+#include "attention.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/arange.h>
@@ -34,6 +34,11 @@ View<T> statistics_view(const Tensor& tensor) {
   return view<T>(tensor.unsqueeze(-1));
 }
 
+template <typename T>
+View<T> statistics_view(const OptionalTensor& tensor) {
+  return tensor ? statistics_view<T>(*tensor) : View<T>{};
+}
+
 // The bias in one of the two dtypes; what is broadcast stays one copy. Keeps a converted one alive.
 template <typename T, typename A>
 Bias<T, A> bias_view(const OptionalTensor& bias, OptionalTensor& converted) {
@@ -49,10 +54,8 @@ Bias<T, A> bias_view(const OptionalTensor& bias, OptionalTensor& converted) {
 
 // Calls body(problem) with a problem of the right types.
 template <typename Body>
-void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& keep,
-                  const OptionalTensor& key_keep, const OptionalTensor& lengths, const OptionalTensor& bias,
-                  std::optional<int64_t> causal, double scale, double dropout_p, const OptionalTensor& seed,
-                  bool zero_empty_rows, Body body) {
+void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params, Body body) {
+  const auto& lengths = params.lengths;
   const OptionalTensor per_query =
       lengths ? OptionalTensor(lengths->dim() == 1 ? lengths->view({-1, 1, 1, 1}) : lengths->unsqueeze(1).unsqueeze(-1))
               : std::nullopt;
@@ -61,19 +64,20 @@ void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const Optio
     OptionalTensor converted;
     body(AttentionProblem<scalar_t, A>{
         q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), view<const scalar_t>(q),
-        view<const scalar_t>(k), view<const scalar_t>(v), view<const bool>(keep), view<const bool>(key_keep),
-        bias_view<scalar_t, A>(bias, converted), view<const int32_t>(per_query), causal.has_value(), causal.value_or(0),
-        static_cast<A>(scale), dropout_p, seed ? *seed->const_data_ptr<int64_t>() : 0, zero_empty_rows});
+        view<const scalar_t>(k), view<const scalar_t>(v), view<const bool>(params.keep),
+        view<const bool>(params.key_keep), bias_view<scalar_t, A>(params.bias, converted),
+        view<const int32_t>(per_query), params.causal.has_value(), params.causal.value_or(0),
+        static_cast<A>(params.scale), params.dropout_p, params.seed ? *params.seed->const_data_ptr<int64_t>() : 0,
+        params.zero_empty_rows});
   });
 }
 
-// The two tensors of kept weights, which both may be missing, as the kernels take them.
+// What a forward kept, if it did, as the kernels take it.
 template <typename T, typename A>
-KeptWeights<T, A> kept_weights(const AttentionProblem<T, A>& problem, const OptionalTensor& weights,
-                               const OptionalTensor& factors) {
-  if (!weights) return {};
-  return {static_cast<T*>(weights->data_ptr()), static_cast<A*>(factors->data_ptr()), problem.H, weights->size(2),
-          problem.Lk};
+KeptWeights<T, A> kept_weights(const AttentionProblem<T, A>& problem, const AttentionResult& result) {
+  if (!result.kept) return {};
+  return {static_cast<T*>(result.kept->data_ptr()), static_cast<A*>(result.kept_factors->data_ptr()), problem.H,
+          result.kept->size(2), problem.Lk};
 }
 
 inline Tensor empty_statistics(const Tensor& q, at::IntArrayRef sizes) {

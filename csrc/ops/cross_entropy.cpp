@@ -1,25 +1,54 @@
-// A linear layer and the label-smoothed cross entropy of its logits. The logits are made in chunks of rows; each chunk
-// gives its losses and, where a gradient is asked for, is turned into its own and multiplied into the others at once.
-// Rows that are ignored are left out.
-#include "cross_entropy.h"
-
+// A linear layer and the label-smoothed cross entropy of its logits: the op of torch.ops.transformer_fast, from schema to
+// kernel. transformer_fast/ops/cross_entropy.py documents and checks what it takes.
+//
+// The logits are made in chunks of rows; each chunk gives its losses and, where a gradient is asked for, is turned into
+// its own and multiplied into the others at once. Rows that are ignored are left out.
 #include "../cpu/kernels.h"
+#include "../direct/call.h"
+#include "../direct/functions.h"
+#include "../direct/node.h"
+#include "operator.h"
+#include "python_function.h"
 #include "tensors.h"
 
 #include <ATen/Dispatch.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
+#include <string>
 #include <tuple>
 
 namespace transformer_fast {
+namespace cross_entropy_op {
 namespace {
+
+using direct::needs_gradient, direct::Needs, direct::or_undefined, direct::requires_grad;
+using torch::autograd::variable_list;
+
+// The gradients asked for are those of x, weight and bias; (0,) where one is not. All are still to be multiplied by
+// `scale`, a number.
+constexpr const char* kSchema =
+    "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, float smoothing, SymInt ignore_index, "
+    "bool mean, bool[3] gradients, SymInt chunk_elements, str backend) -> "
+    "(Tensor loss, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor scale)";
+
+// The loss, and the gradients of x, weight and bias: undefined where none was asked for. That of bias, and that of
+// weight where it was summed over chunks, are in the type of the arithmetic.
+struct Result {
+  Tensor loss;
+  std::array<Tensor, 3> gradients;
+  Tensor scale;
+};
 
 // The losses from `start` on, of logits (rows, vocabulary), contiguous; where asked for, the gradient of their sum is
 // written over the logits.
@@ -59,10 +88,9 @@ void accumulate(Tensor result, const Tensor& a, const Tensor& b, double scale, b
   }
 }
 
-// linear_cross_entropy() where every target counts.
-CrossEntropyResult of_counted(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                              double smoothing, bool mean, const std::array<bool, 3>& gradients,
-                              int64_t chunk_elements) {
+// compute() where every target counts.
+Result of_counted(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                  double smoothing, bool mean, const std::array<bool, 3>& gradients, int64_t chunk_elements) {
   const int64_t rows = x.size(0), vocabulary = weight.size(0);
   const at::ScalarType wide = arithmetic_type(x);
   const int64_t most = std::max<int64_t>(64, chunk_elements / std::max<int64_t>(1, vocabulary));
@@ -70,7 +98,7 @@ CrossEntropyResult of_counted(const Tensor& x, const Tensor& weight, const Optio
   const double last = mean && rows > 0 ? 1.0 / rows : 1.0, scale = x.scalar_type() == at::kHalf ? 1.0 : last;
   const Tensor losses = at::empty({rows}, x.options().dtype(wide));
   const bool any = gradients[0] || gradients[1] || gradients[2], whole = rows <= most;
-  CrossEntropyResult result;
+  Result result;
   if (any) result.scale = at::scalar_tensor(last / scale, losses.options());
   auto& [grad_x, grad_weight, grad_bias] = result.gradients;
   if (gradients[0]) grad_x = at::empty(x.sizes(), x.options());
@@ -93,28 +121,11 @@ CrossEntropyResult of_counted(const Tensor& x, const Tensor& weight, const Optio
   return result;
 }
 
-using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-// An op returns tensors: where there is no gradient, an empty one.
-FiveTensors linear_cross_entropy_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                                    const Tensor& target, double smoothing, int64_t ignore_index, bool mean,
-                                    bool gradients, int64_t chunk_elements) {
-  const auto result = linear_cross_entropy(x, weight, bias, target, smoothing, ignore_index, mean,
-                                           {gradients, gradients, gradients && bias}, chunk_elements);
-  const auto& [grad_x, grad_weight, grad_bias] = result.gradients;
-  const auto or_empty = [](const Tensor& gradient, const at::TensorOptions& options) {
-    return gradient.defined() ? gradient.to(options) : at::empty({0}, options);
-  };
-  const auto wide = result.loss.options();
-  return {result.loss, or_empty(grad_x, x.options()), or_empty(grad_weight, wide), or_empty(grad_bias, wide),
-          gradients ? result.scale : at::ones({}, wide)};
-}
-
-}  // namespace
-
-CrossEntropyResult linear_cross_entropy(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                                        const Tensor& target_, double smoothing, int64_t ignore_index, bool mean,
-                                        const std::array<bool, 3>& gradients, int64_t chunk_elements) {
+// x (rows, d), weight (vocabulary, d), bias (vocabulary,), target (rows,) int64. The loss is the sum over the rows
+// whose target is not ignore_index, or their mean. At a time there are `chunk_elements` logits, or those of 64 rows.
+Result compute(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target_,
+               double smoothing, int64_t ignore_index, bool mean, const std::array<bool, 3>& gradients,
+               int64_t chunk_elements) {
   const Tensor target = target_.contiguous();
   const int64_t rows = target.numel(), count = count_targets(target, ignore_index, weight.size(0));
   if (count == rows) return of_counted(x, weight, bias, target, smoothing, mean, gradients, chunk_elements);
@@ -126,12 +137,164 @@ CrossEntropyResult linear_cross_entropy(const Tensor& x, const Tensor& weight, c
   return result;
 }
 
-TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
-  m.def(
-      "linear_cross_entropy(Tensor x, Tensor weight, Tensor? bias, Tensor target, float smoothing, int ignore_index, "
-      "bool mean, bool gradients, int chunk_elements) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+FiveTensors forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                    double smoothing, c10::SymInt ignore_index, bool mean, std::array<bool, 3> gradients,
+                    c10::SymInt chunk_elements, std::string_view backend) {
+  const int64_t ignored = ignore_index.guard_int(__FILE__, __LINE__),
+                chunk = chunk_elements.guard_int(__FILE__, __LINE__);
+  if (!is_native(backend)) {
+    static const PythonFunction launcher("transformer_fast.kernels.cross_entropy", "linear_cross_entropy");
+    return std::tuple_cat(launcher.tensors<5>(x, weight, bias, target, smoothing, ignored, mean, gradients, chunk));
+  }
+  const Result result = compute(x, weight, bias, target, smoothing, ignored, mean, gradients, chunk);
+  const auto& [grad_x, grad_weight, grad_bias] = result.gradients;
+  const auto or_empty = [](const Tensor& gradient, const at::TensorOptions& options) {
+    return gradient.defined() ? gradient.to(options) : at::empty({0}, options);
+  };
+  const auto wide = result.loss.options();
+  return {result.loss, or_empty(grad_x, x.options()), or_empty(grad_weight, wide), or_empty(grad_bias, wide),
+          result.scale.defined() ? result.scale : at::ones({}, wide)};
 }
 
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) { m.impl("linear_cross_entropy", linear_cross_entropy_op); }
+FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& /* bias */,
+                         const Tensor& /* target */, double /* smoothing */, c10::SymInt /* ignore_index */,
+                         bool /* mean */, std::array<bool, 3> gradients, c10::SymInt /* chunk_elements */,
+                         std::string_view /* backend */) {
+  const at::ScalarType wide = arithmetic_type(x);
+  const auto gradient = [](bool asked, const Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType type) {
+    return asked ? meta_tensor(like, sizes, type) : meta_tensor(like, {0}, type);
+  };
+  return {meta_tensor(x, {}, wide), gradient(gradients[0], x, x.sym_sizes(), x.scalar_type()),
+          gradient(gradients[1], weight, weight.sym_sizes(), wide),
+          gradient(gradients[2], weight, {weight.sym_size(0)}, wide), meta_tensor(x, {}, wide)};
+}
+
+const auto& forward_op() {
+  static const Operator<decltype(forward)> op("linear_cross_entropy");
+  return op;
+}
+
+struct LinearCrossEntropy {
+  static constexpr const char* kName = "linear_cross_entropy";
+  static constexpr size_t kSaved = 7;  // the inputs, their gradients, and the scale of those
+
+  struct Options {};
+
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options&,
+                                const Needs& needs) {
+    const Tensor scale = grads[0] * saved[6];
+    // What was kept for a graph that ends here is scaled where it lies, and handed over.
+    const bool ends = !torch::autograd::get_current_graph_task_keep_graph() && direct::is_plain_memory(grads[0]);
+    const bool scaled = ends && scale.is_cpu() && scale.item<double>() == 1;
+    variable_list gradients(3);
+    for (size_t i = 0; i < 3; ++i) {
+      const Tensor& gradient = saved[3 + i];
+      if (!needs[i] || !gradient.defined()) continue;
+      const Tensor result = scaled ? gradient : ends ? gradient.mul_(scale) : gradient * scale;
+      gradients[i] = in_type(result, saved[i].scalar_type());
+    }
+    return gradients;
+  }
+};
+
+// `direct`: whether the kernel may be called without the dispatcher. `gradients` are those asked for besides what autograd
+// needs: a compiled graph, in which nothing is recorded, asks for all of them.
+Result recorded(bool direct, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                double smoothing, const c10::SymInt& ignore_index, bool mean, std::array<bool, 3> gradients,
+                const c10::SymInt& chunk_elements, std::string_view backend) {
+  const bool records = needs_gradient(x, weight, bias);
+  const std::array<bool, 3> needs = {gradients[0] || (records && requires_grad(x)),
+                                     gradients[1] || (records && requires_grad(weight)),
+                                     gradients[2] || (records && requires_grad(bias))};
+  Result result;
+  if (direct) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor rows = x.dim() == 2 ? x : x.reshape({target.numel(), x.size(-1)});
+    const Tensor targets = target.dim() == 1 ? target : target.reshape(-1);
+    result = compute(rows, weight, bias, targets, smoothing, ignore_index.expect_int(), mean, needs,
+                     chunk_elements.expect_int());
+    if (needs[0]) result.gradients[0] = result.gradients[0].view(x.sizes());
+  } else {
+    auto& [grad_x, grad_weight, grad_bias] = result.gradients;
+    std::tie(result.loss, grad_x, grad_weight, grad_bias, result.scale) =
+        below_autograd(forward, forward_op(), false, x, weight, bias, target, smoothing, ignore_index, mean, needs,
+                       chunk_elements, backend);
+  }
+  const auto& [grad_x, grad_weight, grad_bias] = result.gradients;
+  if (records)
+    direct::record<LinearCrossEntropy>({result.loss},
+                                       {x, weight, or_undefined(bias), grad_x, grad_weight, grad_bias, result.scale},
+                                       {}, x, weight, bias);
+  return result;
+}
+
+FiveTensors forward_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                             double smoothing, c10::SymInt ignore_index, bool mean, std::array<bool, 3> gradients,
+                             c10::SymInt chunk_elements, std::string_view backend) {
+  const Result result =
+      recorded(false, x, weight, bias, target, smoothing, ignore_index, mean, gradients, chunk_elements, backend);
+  const auto& [grad_x, grad_weight, grad_bias] = result.gradients;
+  return {result.loss, grad_x, grad_weight, grad_bias, result.scale};
+}
+
+// As F.linear casts.
+template <c10::DeviceType device, c10::DispatchKey key>
+FiveTensors forward_autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                             double smoothing, c10::SymInt ignore_index, bool mean, std::array<bool, 3> gradients,
+                             c10::SymInt chunk_elements, std::string_view backend) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
+  const auto cast = [type = at::autocast::get_autocast_dtype(device)](const auto& tensor) {
+    return at::autocast::cached_cast(type, tensor, device);
+  };
+  return forward_op()(cast(x), cast(weight), cast(bias), target, smoothing, ignore_index, mean, gradients,
+                      chunk_elements, backend);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def(kSchema); }
+TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) { m.impl("linear_cross_entropy", forward); }
+TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) { m.impl("linear_cross_entropy", forward_meta); }
+TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) { m.impl("linear_cross_entropy", forward_autograd); }
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) {
+  m.impl("linear_cross_entropy", forward_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>);
+}
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) {
+  m.impl("linear_cross_entropy", forward_autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>);
+}
+
+}  // namespace cross_entropy_op
+
+// The eager fast path.
+py::object direct::linear_cross_entropy(py::handle x_, py::handle weight_, py::handle bias_, py::handle target_,
+                                        py::handle smoothing_, py::handle ignore_index_, py::handle reduction,
+                                        py::handle chunk_elements_) {
+  Arguments arguments;
+  const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_), target = arguments.tensor(target_);
+  const OptionalTensor bias = arguments.optional_floating(bias_);
+  const double smoothing = arguments.probability(smoothing_);
+  const int64_t ignore_index = arguments.integer(ignore_index_), chunk_elements = arguments.integer(chunk_elements_);
+  const bool mean = is_text(reduction, "mean");
+  arguments.require(mean || is_text(reduction, "sum"));
+  if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU) || x.dim() < 2 || weight.dim() != 2)
+    return py::none();
+  arguments.require(x.size(-1) == weight.size(1) && x.scalar_type() == weight.scalar_type());
+  arguments.require(target.scalar_type() == at::kLong && target.sizes() == x.sizes().slice(0, x.dim() - 1));
+  if (bias) arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
+  if (!arguments.ok()) return py::none();
+
+  HANDLE_TH_ERRORS
+  Tensor loss;
+  {
+    const py::gil_scoped_release no_gil;
+    loss = cross_entropy_op::recorded(true, x, weight, bias, target, smoothing, ignore_index, mean, {}, chunk_elements,
+                                      "native")
+               .loss;
+  }
+  return wrap(loss);
+  END_HANDLE_TH_ERRORS_PYBIND
+}
 
 }  // namespace transformer_fast

@@ -105,13 +105,13 @@ Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const T
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "decoder_step(Tensor x, Tensor[] weights, Tensor(a!) own, Tensor cross, int length, Tensor? source_lengths, "
       "Tensor? slots, Tensor? places, bool norm_first, bool std, float eps) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) { m.impl("decoder_step", decoder_step); }
-TORCH_LIBRARY_IMPL(transformer_fast_native, MkldnnCPU, m) { m.impl("decoder_step", decoder_step); }  // by its weights
+TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("decoder_step", decoder_step); }
+TORCH_LIBRARY_IMPL(transformer_fast, MkldnnCPU, m) { m.impl("decoder_step", decoder_step); }  // by its weights
 
 }  // namespace transformer_fast

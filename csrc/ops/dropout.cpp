@@ -1,18 +1,42 @@
-// y = [residual +] dropout([relu] (x [+ bias])) and its backward on the CPU, from tensors to what the kernels take.
+// y = [residual +] dropout([relu] (x [+ bias])): the op of torch.ops.transformer_fast, from schema to kernel.
+// transformer_fast/ops/dropout.py documents and checks what it takes.
 #include "../cpu/kernels.h"
+#include "../direct/call.h"
+#include "../direct/functions.h"
+#include "../direct/node.h"
+#include "operator.h"
+#include "python_function.h"
 #include "tensors.h"
 
 #include <ATen/Dispatch.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/relu.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
+#include <string>
 #include <tuple>
 
 namespace transformer_fast {
+namespace dropout_op {
 namespace {
 
-Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
-               const OptionalTensor& seed) {
+using direct::needs_gradient, direct::Needs, direct::or_none, direct::or_undefined;
+using torch::autograd::variable_list;
+
+constexpr const char* kForward =
+    "dropout(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed, str backend) -> Tensor";
+// The gradient of the bias is in the type of the arithmetic; (0,) where there is none.
+constexpr const char* kBackward =
+    "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias, str backend) "
+    "-> (Tensor grad_x, Tensor grad_bias)";
+
+Tensor forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
+               const OptionalTensor& seed, std::string_view backend) {
+  if (!is_native(backend)) {
+    static const PythonFunction launcher("transformer_fast.kernels.dropout", "dropout_forward");
+    return launcher.tensor(x, bias, residual, relu, p, seed);
+  }
   const Tensor input = x.contiguous(), added = residual ? residual->contiguous() : Tensor();
   const Tensor out = at::cpu::empty(x.sizes(), x.options());
   if (x.numel() == 0) return out;
@@ -27,9 +51,12 @@ Tensor dropout(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
   return out;
 }
 
-// (gradient of x, gradient of the bias in the type of the arithmetic, or (0,) where there is none)
-std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
-                                            const OptionalTensor& seed, bool has_bias) {
+std::tuple<Tensor, Tensor> backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
+                                    const OptionalTensor& seed, bool has_bias, std::string_view backend) {
+  if (!is_native(backend)) {
+    static const PythonFunction launcher("transformer_fast.kernels.dropout", "dropout_backward");
+    return std::tuple_cat(launcher.tensors<2>(grad_out, y, relu, p, seed, has_bias));
+  }
   const Tensor gradient = grad_out.contiguous(), output = relu ? y->contiguous() : Tensor();
   const Tensor out = at::cpu::empty(grad_out.sizes(), grad_out.options());
   const int64_t d = grad_out.size(-1), rows = d > 0 ? grad_out.numel() / d : 0;
@@ -45,18 +72,124 @@ std::tuple<Tensor, Tensor> dropout_backward(const Tensor& grad_out, const Option
   return {out, grad_bias};
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
-  m.def("dropout(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed) -> Tensor");
-  m.def(
-      "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias) "
-      "-> (Tensor, Tensor)");
+Tensor forward_meta(const Tensor& x, const OptionalTensor& /* bias */, const OptionalTensor& /* residual */,
+                    bool /* relu */, double /* p */, const OptionalTensor& /* seed */, std::string_view /* backend */) {
+  return meta_tensor(x, x.sym_sizes());
 }
 
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
-  m.impl("dropout", dropout);
-  m.impl("dropout_backward", dropout_backward);
+std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad_out, const OptionalTensor& /* y */, bool /* relu */,
+                                         double /* p */, const OptionalTensor& /* seed */, bool has_bias,
+                                         std::string_view /* backend */) {
+  return {meta_tensor(grad_out, grad_out.sym_sizes()),
+          meta_tensor(grad_out, {has_bias ? grad_out.sym_size(-1) : c10::SymInt(0)}, arithmetic_type(grad_out))};
+}
+
+const auto& forward_op() {
+  static const Operator<decltype(forward)> op("dropout");
+  return op;
+}
+
+const auto& backward_op() {
+  static const Operator<decltype(backward)> op("dropout_backward");
+  return op;
+}
+
+struct Dropout {
+  static constexpr const char* kName = "dropout";
+  static constexpr size_t kSaved = 2;
+
+  struct Options {
+    bool relu;
+    double p;
+    std::optional<at::ScalarType> bias;
+    std::string backend;
+  };
+
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
+                                const Needs& needs) {
+    Tensor grad_x, grad_bias;
+    if (needs[0] || needs[1])
+      std::tie(grad_x, grad_bias) = below_autograd(
+          dropout_op::backward, backward_op(), direct::is_plain_eager(grads) && direct::is_plain_eager(saved), grads[0],
+          or_none(saved[0]), options.relu, options.p, or_none(saved[1]), needs[1], options.backend);
+    return {grad_x, needs[1] ? in_type(grad_bias, *options.bias) : Tensor(), grads[0]};
+  }
+};
+
+// `direct`: whether the kernel may be called without the dispatcher.
+Tensor recorded(bool direct, const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
+                double p, const OptionalTensor& seed, std::string_view backend) {
+  const Tensor out = below_autograd(forward, forward_op(), direct, x, bias, residual, relu, p, seed, backend);
+  // With ReLU the output alone tells which elements pass a gradient: those that are positive.
+  if (needs_gradient(x, bias, residual))
+    direct::record<Dropout>({out}, {relu ? out : Tensor(), or_undefined(seed)},
+                            {relu, p, bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend)},
+                            x, bias, residual);
+  return out;
+}
+
+Tensor forward_autograd(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
+                        double p, const OptionalTensor& seed, std::string_view backend) {
+  return recorded(false, x, bias, residual, relu, p, seed, backend);
+}
+
+std::tuple<Tensor, Tensor> backward_autograd(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
+                                             const OptionalTensor& seed, bool has_bias, std::string_view backend) {
+  const auto gradients = below_autograd(backward, backward_op(), false, grad_out, y, relu, p, seed, has_bias, backend);
+  return direct::undifferentiable("dropout", gradients, {grad_out, or_undefined(y)});
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  m.def(kForward);
+  m.def(kBackward);
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {
+  m.impl("dropout", forward);
+  m.impl("dropout_backward", backward);
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
+  m.impl("dropout", forward_meta);
+  m.impl("dropout_backward", backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
+  m.impl("dropout", forward_autograd);
+  m.impl("dropout_backward", backward_autograd);
+}
+
+}  // namespace dropout_op
+
+// The eager fast path.
+py::object direct::dropout(py::handle x_, py::handle p_, py::handle bias_, py::handle residual_, py::handle relu_,
+                           py::handle seed_) {
+  Arguments arguments;
+  const Tensor x = arguments.floating(x_);
+  const OptionalTensor bias = arguments.optional_floating(bias_), residual = arguments.optional_floating(residual_);
+  const OptionalTensor seed = arguments.optional_tensor(seed_);
+  const double p = arguments.probability(p_);
+  const bool relu = arguments.boolean(relu_);
+  if (!arguments.ok() || x.dim() == 0 || (p > 0 && !seed)) return py::none();
+  if (residual && (residual->sizes() != x.sizes() || residual->scalar_type() != x.scalar_type())) return py::none();
+  if (bias && (bias->dim() != 1 || bias->size(0) != x.size(-1))) return py::none();
+  if (p == 0 && !bias && !relu && !residual) return py::reinterpret_borrow<py::object>(x_);
+
+  Tensor out;
+  {
+    const py::gil_scoped_release no_gil;
+    if (p == 0 && !bias) {  // without a mask to draw, plain PyTorch is one or two passes already
+      out = relu ? x.relu() : x;
+      if (residual) out = residual->add(out);
+    } else {
+      // The backward reads the sign of the ReLU off the op's own output, which a residual would hide.
+      out = dropout_op::recorded(true, x, bias, relu ? std::nullopt : residual, relu, p, seed, "native");
+      if (relu && residual) out = residual->add(out);
+    }
+  }
+  return wrap(out);
 }
 
 }  // namespace transformer_fast

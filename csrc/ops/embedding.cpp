@@ -1,11 +1,20 @@
-// Embedding on the CPU, from tensors to what the kernels take.
+// embed, add_positional and the positional table: the ops of torch.ops.transformer_fast, from schema to kernel.
+// transformer_fast/ops/embedding.py documents and checks what they take; csrc/cuda has their kernels for a GPU.
 #include "../embedding.h"
 #include "../cpu/kernels.h"
+#include "../direct/call.h"
+#include "../direct/functions.h"
+#include "../direct/node.h"
+#include "operator.h"
 #include "tensors.h"
 
 #include <ATen/Dispatch.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/add_cpu_dispatch.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
 
 #include <string>
@@ -15,7 +24,21 @@
 #endif
 
 namespace transformer_fast {
+namespace embedding_op {
 namespace {
+
+using direct::needs_gradient, direct::Needs, direct::or_none, direct::or_undefined, direct::requires_grad;
+using torch::autograd::variable_list;
+
+constexpr const char* kEmbed =
+    "embed(Tensor ids, Tensor weight, Tensor? table, float scale, SymInt offset, Tensor? offsets, int? padding_idx, "
+    "float dropout_p, Tensor? seed, bool deterministic) -> Tensor";
+constexpr const char* kEmbedBackward =
+    "embed_backward(Tensor grad_out, Tensor ids, SymInt num_embeddings, float scale, int? padding_idx, "
+    "float dropout_p, Tensor? seed, bool deterministic) -> Tensor";
+constexpr const char* kAddPositional =
+    "add_positional(Tensor x, Tensor? table, SymInt offset, Tensor? offsets, float dropout_p, Tensor? seed) -> Tensor";
+constexpr const char* kPositionalTable = "fill_positional_table(Tensor(a!) table) -> ()";
 
 // Of a contiguous tensor of int64 or int32; it must outlive them.
 Integers integers(const Tensor& tensor) {
@@ -75,7 +98,8 @@ bool encode(const Tensor& out, const Rows& rows, const Tensor& source, const Ten
 }
 
 Tensor embed(const Tensor& ids, const Tensor& weight, const OptionalTensor& table, double scale, int64_t offset,
-             const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
+             const OptionalTensor& offsets, std::optional<int64_t> /* padding_idx */, double p,
+             const OptionalTensor& seed, bool /* deterministic: always */) {
   const Rows rows = check_embed(ids, weight, table, offset, offsets, p, seed);
   auto shape = ids.sizes().vec();
   shape.push_back(rows.d);
@@ -148,25 +172,301 @@ void fill_positional_table(const Tensor& table) {
   if (table.numel() > 0) kernels().fill_positional_table(table.mutable_data_ptr<float>(), table.size(0), table.size(1));
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
-  m.def(
-      "embed(Tensor ids, Tensor weight, Tensor? table, float scale, int offset, Tensor? offsets, "
-      "float dropout_p, Tensor? seed) -> Tensor");
-  m.def(
-      "embed_backward(Tensor grad_out, Tensor ids, int num_embeddings, float scale, int? padding_idx, float dropout_p, "
-      "Tensor? seed, bool deterministic) -> Tensor");
-  m.def(
-      "add_positional(Tensor x, Tensor? table, int offset, Tensor? offsets, float dropout_p, Tensor? seed) -> Tensor");
-  m.def("fill_positional_table(Tensor(a!) table) -> ()");
+Tensor embed_meta(const Tensor& ids, const Tensor& weight, const OptionalTensor& /* table */, double /* scale */,
+                  c10::SymInt /* offset */, const OptionalTensor& /* offsets */,
+                  std::optional<int64_t> /* padding_idx */, double /* p */, const OptionalTensor& /* seed */,
+                  bool /* deterministic */) {
+  auto sizes = ids.sym_sizes().vec();
+  sizes.push_back(weight.sym_size(1));
+  return meta_tensor(weight, sizes);
 }
 
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
+Tensor embed_backward_meta(const Tensor& grad_out, const Tensor& /* ids */, c10::SymInt vocabulary, double /* scale */,
+                           std::optional<int64_t> /* padding_idx */, double /* p */, const OptionalTensor& /* seed */,
+                           bool /* deterministic */) {
+  return meta_tensor(grad_out, {vocabulary, grad_out.sym_size(-1)});
+}
+
+Tensor add_positional_meta(const Tensor& x, const OptionalTensor& /* table */, c10::SymInt /* offset */,
+                           const OptionalTensor& /* offsets */, double /* p */, const OptionalTensor& /* seed */) {
+  return meta_tensor(x, x.sym_sizes());
+}
+
+void fill_positional_table_meta(const Tensor& /* table */) {}
+
+const auto& embed_op() {
+  static const Operator<Tensor(const Tensor&, const Tensor&, const OptionalTensor&, double, c10::SymInt,
+                               const OptionalTensor&, std::optional<int64_t>, double, const OptionalTensor&, bool)>
+      op("embed");
+  return op;
+}
+
+const auto& embed_backward_op() {
+  static const Operator<Tensor(const Tensor&, const Tensor&, c10::SymInt, double, std::optional<int64_t>, double,
+                               const OptionalTensor&, bool)>
+      op("embed_backward");
+  return op;
+}
+
+const auto& add_positional_op() {
+  static const Operator<Tensor(const Tensor&, const OptionalTensor&, c10::SymInt, const OptionalTensor&, double,
+                               const OptionalTensor&)>
+      op("add_positional");
+  return op;
+}
+
+// A table of positions that was read from `offset` on, or from `offset` + an offset for each sequence.
+struct Table {
+  c10::SymInt length, offset;
+  at::ScalarType type;
+
+  Table(const OptionalTensor& table, const c10::SymInt& first)
+      : length(table ? table->sym_size(0) : c10::SymInt(0)), offset(first),
+        type(table ? table->scalar_type() : at::kFloat) {}
+
+  // Its gradient: of each position used, the sum over everything that stood there.
+  Tensor gradient(const Tensor& grad, const OptionalTensor& offsets) const {
+    const c10::SymInt rows = grad.sym_size(-2);
+    if (offsets) {  // then positions are like the ids of a lookup
+      const Tensor steps = at::arange(rows, at::TensorOptions(at::kLong).device(grad.device()));
+      const Tensor positions = offsets->unsqueeze(-1).to(at::kLong) + steps;
+      constexpr bool deterministic = true;
+      return embed_backward_op()(grad, positions, length, 1.0, std::nullopt, 0.0, std::nullopt, deterministic).to(type);
+    }
+    const Tensor stacked = grad.dim() > 2 ? grad.flatten(0, -3) : grad.unsqueeze(0);
+    const Tensor sum = stacked.sum(0, /*keepdim=*/false, arithmetic_type(grad));
+    return at::constant_pad_nd_symint(sum, {0, 0, offset, length - offset - rows}).to(type);
+  }
+};
+
+// The forward's mask applied to a gradient: the same op without a table.
+Tensor dropped(const Tensor& grad, double p, const OptionalTensor& seed) {
+  return p > 0 ? add_positional_op()(grad, std::nullopt, 0, std::nullopt, p, seed) : grad;
+}
+
+// In a backward: nothing is recorded, unless it is to be differentiated again.
+class BelowAutogradUnlessNeeded {
+ public:
+  BelowAutogradUnlessNeeded() {
+    if (!at::GradMode::is_enabled()) below_.emplace();
+  }
+
+ private:
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_;
+};
+
+struct Embed {
+  static constexpr const char* kName = "embed";
+  static constexpr size_t kSaved = 3;
+  static constexpr bool kDifferentiableBackward = true;  // that of the table
+
+  struct Options {
+    c10::SymInt vocabulary;
+    double scale;
+    std::optional<int64_t> padding_idx;
+    double dropout_p;
+    bool deterministic;
+    Table table;
+  };
+
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
+                                const Needs& needs) {
+    const bool direct = direct::is_plain_eager(grads) && direct::is_plain_eager(saved);
+    const BelowAutogradUnlessNeeded below;
+    const auto& [vocabulary, scale, padding_idx, p, deterministic, table] = options;
+    const OptionalTensor offsets = or_none(saved[1]), seed = or_none(saved[2]);
+    variable_list gradients(2);
+    if (needs[0] && direct)
+      gradients[0] = embed_backward(grads[0], saved[0], vocabulary.expect_int(), scale, padding_idx, p, seed, true);
+    else if (needs[0])
+      gradients[0] = embed_backward_op()(grads[0], saved[0], vocabulary, scale, padding_idx, p, seed, deterministic);
+    if (needs[1]) gradients[1] = table.gradient(dropped(grads[0], p, seed), offsets);
+    return gradients;
+  }
+};
+
+struct AddPositional {
+  static constexpr const char* kName = "add_positional";
+  static constexpr size_t kSaved = 2;
+  static constexpr bool kDifferentiableBackward = true;
+
+  struct Options {
+    double dropout_p;
+    Table table;
+  };
+
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
+                                const Needs& needs) {
+    const BelowAutogradUnlessNeeded below;
+    const Tensor grad = dropped(grads[0], options.dropout_p, or_none(saved[1]));
+    return {grad, needs[1] ? options.table.gradient(grad, or_none(saved[0])) : Tensor()};
+  }
+};
+
+// `direct`: whether the kernel may be called without the dispatcher.
+Tensor recorded_embed(bool direct, const Tensor& ids, const Tensor& weight, const OptionalTensor& table, double scale,
+                      const c10::SymInt& offset, const OptionalTensor& offsets, std::optional<int64_t> padding_idx,
+                      double p, const OptionalTensor& seed, bool deterministic) {
+  Tensor out;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    out = direct ? embed(ids, weight, table, scale, offset.expect_int(), offsets, padding_idx, p, seed, deterministic)
+                 : embed_op()(ids, weight, table, scale, offset, offsets, padding_idx, p, seed, deterministic);
+  }
+  if (needs_gradient(weight, table))
+    direct::record<Embed>({out}, {ids, or_undefined(offsets), or_undefined(seed)},
+                          {weight.sym_size(0), scale, padding_idx, p, deterministic, Table(table, offset)}, weight,
+                          table);
+  return out;
+}
+
+Tensor recorded_add_positional(bool direct, const Tensor& x, const OptionalTensor& table, const c10::SymInt& offset,
+                               const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
+  Tensor out;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    out = direct ? add_positional(x, table, offset.expect_int(), offsets, p, seed)
+                 : add_positional_op()(x, table, offset, offsets, p, seed);
+  }
+  if (needs_gradient(x, table))
+    direct::record<AddPositional>({out}, {or_undefined(offsets), or_undefined(seed)}, {p, Table(table, offset)}, x,
+                                  table);
+  return out;
+}
+
+Tensor embed_autograd(const Tensor& ids, const Tensor& weight, const OptionalTensor& table, double scale,
+                      c10::SymInt offset, const OptionalTensor& offsets, std::optional<int64_t> padding_idx, double p,
+                      const OptionalTensor& seed, bool deterministic) {
+  return recorded_embed(false, ids, weight, table, scale, offset, offsets, padding_idx, p, seed, deterministic);
+}
+
+Tensor embed_backward_autograd(const Tensor& grad_out, const Tensor& ids, c10::SymInt vocabulary, double scale,
+                               std::optional<int64_t> padding_idx, double p, const OptionalTensor& seed,
+                               bool deterministic) {
+  std::tuple<Tensor> gradient;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    gradient = embed_backward_op()(grad_out, ids, vocabulary, scale, padding_idx, p, seed, deterministic);
+  }
+  return std::get<0>(direct::undifferentiable("embed", gradient, {grad_out}));
+}
+
+Tensor add_positional_autograd(const Tensor& x, const OptionalTensor& table, c10::SymInt offset,
+                               const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
+  return recorded_add_positional(false, x, table, offset, offsets, p, seed);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  m.def(kEmbed);
+  m.def(kEmbedBackward);
+  m.def(kAddPositional);
+  m.def(kPositionalTable);
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("embed", TORCH_FN(embed));
   m.impl("embed_backward", TORCH_FN(embed_backward));
   m.impl("add_positional", TORCH_FN(add_positional));
   m.impl("fill_positional_table", TORCH_FN(fill_positional_table));
 }
 
+TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
+  m.impl("embed", TORCH_FN(embed_meta));
+  m.impl("embed_backward", TORCH_FN(embed_backward_meta));
+  m.impl("add_positional", TORCH_FN(add_positional_meta));
+  m.impl("fill_positional_table", TORCH_FN(fill_positional_table_meta));
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
+  m.impl("embed", TORCH_FN(embed_autograd));
+  m.impl("embed_backward", TORCH_FN(embed_backward_autograd));
+  m.impl("add_positional", TORCH_FN(add_positional_autograd));
+}
+
+}  // namespace embedding_op
+
+// The eager fast paths.
+namespace direct {
+namespace {
+
+bool table_fits(const Tensor& table, const Tensor& x, int64_t offset, int64_t length) {
+  return (table.scalar_type() == at::kFloat || table.scalar_type() == x.scalar_type()) && table.dim() == 2 &&
+         table.size(1) == x.size(-1) && offset >= 0 && table.size(0) - offset >= length;
+}
+
+// Where sequences begin: one number for all of them, or one each.
+struct Offset {
+  int64_t common = 0;
+  OptionalTensor each;
+
+  Offset(Arguments& arguments, py::handle given) {
+    if (THPVariable_Check(given.ptr()))
+      each = arguments.tensor(given);
+    else
+      common = arguments.integer(given);
+  }
+
+  bool fits(at::IntArrayRef sequences) const {
+    return !each ||
+           ((each->scalar_type() == at::kLong || each->scalar_type() == at::kInt) && each->sizes() == sequences);
+  }
+};
+
+}  // namespace
+
+py::object embed(py::handle ids_, py::handle weight_, py::handle table_, py::handle scale_, py::handle offset_,
+                 py::handle padding_idx_, py::handle dropout_p_, py::handle seed_) {
+  Arguments arguments;
+  const Tensor ids = arguments.tensor(ids_), weight = arguments.floating(weight_);
+  const OptionalTensor table = arguments.optional_floating(table_), seed = arguments.optional_tensor(seed_);
+  const double scale = arguments.number(scale_), dropout_p = arguments.probability(dropout_p_);
+  const Offset offset(arguments, offset_);
+  std::optional<int64_t> padding_idx = arguments.optional_integer(padding_idx_);
+  if (!arguments.ok() || ids.dim() == 0 || weight.dim() != 2) return py::none();
+  const int64_t vocabulary = weight.size(0);
+  arguments.require(ids.scalar_type() == at::kLong || ids.scalar_type() == at::kInt);
+  arguments.require(offset.common >= 0 && (dropout_p == 0 || seed));
+  arguments.require(offset.fits(ids.sizes().slice(0, ids.dim() - 1)));
+  if (table) arguments.require(table_fits(*table, weight, offset.common, ids.size(-1)));
+  if (padding_idx) {
+    arguments.require(-vocabulary <= *padding_idx && *padding_idx < vocabulary);
+    if (*padding_idx < 0) *padding_idx += vocabulary;
+  }
+  if (!arguments.ok()) return py::none();
+
+  HANDLE_TH_ERRORS
+  Tensor out;
+  {
+    const py::gil_scoped_release no_gil;
+    out = embedding_op::recorded_embed(true, ids, weight, table, scale, offset.common, offset.each, padding_idx,
+                                       dropout_p, seed, /*deterministic=*/true);
+  }
+  return wrap(out);
+  END_HANDLE_TH_ERRORS_PYBIND
+}
+
+py::object add_positional(py::handle x_, py::handle table_, py::handle offset_, py::handle dropout_p_,
+                          py::handle seed_) {
+  Arguments arguments;
+  const Tensor x = arguments.floating(x_), table = arguments.floating(table_);
+  const OptionalTensor seed = arguments.optional_tensor(seed_);
+  const Offset offset(arguments, offset_);
+  const double dropout_p = arguments.probability(dropout_p_);
+  if (!arguments.ok() || x.dim() < 2 || !table_fits(table, x, offset.common, x.size(-2)) || (dropout_p > 0 && !seed) ||
+      !offset.fits(x.sizes().slice(0, x.dim() - 2)))
+    return py::none();
+
+  HANDLE_TH_ERRORS
+  Tensor out;
+  {
+    const py::gil_scoped_release no_gil;
+    out = embedding_op::recorded_add_positional(true, x, table, offset.common, offset.each, dropout_p, seed);
+  }
+  return wrap(out);
+  END_HANDLE_TH_ERRORS_PYBIND
+}
+
+}  // namespace direct
 }  // namespace transformer_fast

@@ -80,7 +80,7 @@ Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& 
   return out;
 }
 
-TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def("copy_cache_rows(Tensor(a!) cache, int[] sources, int[] targets, int length) -> ()");
   m.def("best_tokens(Tensor logits, int k) -> (Tensor best, Tensor token)");
   m.def("log_normalizer(Tensor logits) -> Tensor");
@@ -88,7 +88,7 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
   m.def("step_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
+TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("copy_cache_rows", copy_cache_rows);
   m.impl("best_tokens", best_tokens);
   m.impl("log_normalizer", log_normalizer);

@@ -1,13 +1,20 @@
-// LayerNorm and Norm on the CPU, from tensors to what the kernels take, and the ops.
+// LayerNorm and Norm, alone or of residual + dropout(x): the op of torch.ops.transformer_fast, from schema to kernel.
+// transformer_fast/ops/norm.py documents and checks what it takes.
 #include "norm.h"
 
 #include "../cpu/kernels.h"
-#include "tensors.h"
+#include "../direct/call.h"
+#include "../direct/functions.h"
+#include "../direct/node.h"
+#include "operator.h"
+#include "python_function.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <string>
 #include <tuple>
 
 namespace transformer_fast {
@@ -88,17 +95,33 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
   return gradients;
 }
 
+namespace norm_op {
 namespace {
 
+using direct::needs_gradient, direct::Needs, direct::or_none, direct::or_undefined;
+using torch::autograd::variable_list;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+constexpr const char* kForward =
+    "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool std, float dropout_p, "
+    "Tensor? seed, str backend) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)";
+constexpr const char* kBackward =
+    "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
+    "float eps, bool std, float dropout_p, Tensor? seed, bool has_residual, bool has_bias, str backend) "
+    "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)";
 
 // An op returns tensors: where there is nothing, an empty one.
 Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
   return tensor.defined() ? tensor : at::empty({0}, options);
 }
 
-FourTensors layer_norm(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                       const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed) {
+FourTensors forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                    const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
+                    std::string_view backend) {
+  if (!is_native(backend)) {
+    static const PythonFunction launcher("transformer_fast.kernels.norm", "norm_forward");
+    return std::tuple_cat(launcher.tensors<4>(x, residual, weight, bias, eps, std, dropout_p, seed));
+  }
   const auto options = x.options().dtype(arithmetic_type(x));
   const int64_t rows = x.numel() / x.size(-1);
   const Tensor mean = at::empty({rows}, options), rstd = at::empty({rows}, options);
@@ -107,10 +130,25 @@ FourTensors layer_norm(const Tensor& x, const OptionalTensor& residual, const Op
   return {out, or_empty(summed, x.options()), mean, rstd};
 }
 
-FourTensors layer_norm_backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
-                                const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, double /* eps */,
-                                bool std, double dropout_p, const OptionalTensor& seed, bool /* has_residual */,
-                                bool has_bias) {
+FourTensors forward_meta(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& /* weight */,
+                         const OptionalTensor& /* bias */, double /* eps */, bool /* std */, double /* dropout_p */,
+                         const OptionalTensor& /* seed */, std::string_view /* backend */) {
+  c10::SymInt rows = 1;
+  for (const c10::SymInt& size : x.sym_sizes().slice(0, x.dim() - 1)) rows = rows * size;
+  const auto statistics = [&] { return meta_tensor(x, {rows}, arithmetic_type(x)); };
+  return {meta_tensor(x, x.sym_sizes()), residual ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}), statistics(),
+          statistics()};
+}
+
+FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
+                     const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, double /* eps */, bool std,
+                     double dropout_p, const OptionalTensor& seed, bool /* has_residual */, bool has_bias,
+                     std::string_view backend) {
+  if (!is_native(backend)) {
+    static const PythonFunction launcher("transformer_fast.kernels.norm_backward", "norm_backward");
+    return std::tuple_cat(
+        launcher.tensors<4>(grad_out, grad_summed, x, weight, mean, rstd, std, dropout_p, seed, has_bias));
+  }
   const Tensor means = mean.contiguous(), rstds = rstd.contiguous();
   const auto gradients = norm_backward(grad_out, grad_summed, x, weight, means.const_data_ptr(), rstds.const_data_ptr(),
                                        std, dropout_p, seed, {true, weight.has_value(), has_bias});
@@ -119,21 +157,153 @@ FourTensors layer_norm_backward(const Tensor& grad_out, const OptionalTensor& gr
           or_empty(gradients.bias, weight_options).to(weight_options)};
 }
 
-}  // namespace
-
-TORCH_LIBRARY_FRAGMENT(transformer_fast_native, m) {
-  m.def(
-      "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool std, float dropout_p, "
-      "Tensor? seed) -> (Tensor, Tensor, Tensor, Tensor)");
-  m.def(
-      "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-      "float eps, bool std, float dropout_p, Tensor? seed, bool has_residual, bool has_bias) "
-      "-> (Tensor, Tensor, Tensor, Tensor)");
+FourTensors backward_meta(const Tensor& /* grad_out */, const OptionalTensor& /* grad_summed */, const Tensor& x,
+                          const OptionalTensor& weight, const Tensor& /* mean */, const Tensor& /* rstd */,
+                          double /* eps */, bool /* std */, double dropout_p, const OptionalTensor& /* seed */,
+                          bool /* has_residual */, bool has_bias, std::string_view /* backend */) {
+  const auto rows = [&](bool asked) { return asked ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}); };
+  const auto parameter = [&](bool asked) {
+    return meta_tensor(weight ? *weight : x, {asked ? x.sym_size(-1) : c10::SymInt(0)});
+  };
+  return {rows(true), rows(dropout_p > 0), parameter(weight.has_value()), parameter(has_bias)};
 }
 
-TORCH_LIBRARY_IMPL(transformer_fast_native, CPU, m) {
-  m.impl("layer_norm", layer_norm);
-  m.impl("layer_norm_backward", layer_norm_backward);
+const auto& forward_op() {
+  static const Operator<decltype(forward)> op("layer_norm");
+  return op;
+}
+
+const auto& backward_op() {
+  static const Operator<decltype(backward)> op("layer_norm_backward");
+  return op;
+}
+
+// The autograd node.
+struct LayerNorm {
+  static constexpr const char* kName = "layer_norm";
+  static constexpr size_t kSaved = 5;
+
+  struct Options {
+    double eps;
+    bool std;
+    double dropout_p;
+    bool has_residual;
+    std::optional<at::ScalarType> bias;
+    std::string backend;
+  };
+
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
+                                const Needs& needs) {
+    const bool direct_call =
+        is_native(options.backend) && direct::is_plain_eager(grads) && direct::is_plain_eager(saved);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const Tensor &x = saved[0], &mean = saved[2], &rstd = saved[3];
+    const OptionalTensor weight = or_none(saved[1]), seed = or_none(saved[4]);
+    const OptionalTensor grad_summed = grads.size() > 1 ? or_none(grads[1]) : std::nullopt;
+    const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
+    NormGradients gradients;
+    if (direct_call)
+      gradients = norm_backward(grad_out, grad_summed, x, weight, mean.const_data_ptr(), rstd.const_data_ptr(),
+                                options.std, options.dropout_p, seed, {needs[0] || needs[1], needs[2], needs[3]});
+    else
+      std::tie(gradients.x, gradients.residual, gradients.weight, gradients.bias) =
+          backward_op()(grad_out, grad_summed, x, weight, mean, rstd, options.eps, options.std, options.dropout_p, seed,
+                        options.has_residual, options.bias.has_value(), options.backend);
+    if (options.dropout_p == 0) gradients.residual = gradients.x;
+    if (!weight) gradients.weight = Tensor();
+    if (options.bias && gradients.bias.defined()) gradients.bias = in_type(gradients.bias, *options.bias);
+    return {gradients.x, options.has_residual ? gradients.residual : Tensor(), gradients.weight,
+            options.bias ? gradients.bias : Tensor()};
+  }
+};
+
+// `direct`: whether the kernel may be called without the dispatcher.
+FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                     const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
+                     std::string_view backend) {
+  const auto results =
+      below_autograd(forward, forward_op(), direct, x, residual, weight, bias, eps, std, dropout_p, seed, backend);
+  if (!needs_gradient(x, residual, weight, bias)) return results;
+  const auto& [out, summed, mean, rstd] = results;
+  direct::record<LayerNorm>(residual ? variable_list{out, summed} : variable_list{out},
+                            {residual ? summed : x, or_undefined(weight), mean, rstd, or_undefined(seed)},
+                            {eps, std, dropout_p, residual.has_value(),
+                             bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend)},
+                            x, residual, weight, bias);
+  return results;
+}
+
+FourTensors forward_autograd(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                             const OptionalTensor& bias, double eps, bool std, double dropout_p,
+                             const OptionalTensor& seed, std::string_view backend) {
+  return recorded(false, x, residual, weight, bias, eps, std, dropout_p, seed, backend);
+}
+
+FourTensors backward_autograd(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
+                              const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, double eps,
+                              bool std, double dropout_p, const OptionalTensor& seed, bool has_residual, bool has_bias,
+                              std::string_view backend) {
+  const auto gradients = below_autograd(backward, backward_op(), false, grad_out, grad_summed, x, weight, mean, rstd,
+                                        eps, std, dropout_p, seed, has_residual, has_bias, backend);
+  return direct::undifferentiable("layer_norm", gradients,
+                                  {grad_out, or_undefined(grad_summed), x, or_undefined(weight), mean, rstd});
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  m.def(kForward);
+  m.def(kBackward);
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {
+  m.impl("layer_norm", forward);
+  m.impl("layer_norm_backward", backward);
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
+  m.impl("layer_norm", forward_meta);
+  m.impl("layer_norm_backward", backward_meta);
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
+  m.impl("layer_norm", forward_autograd);
+  m.impl("layer_norm_backward", backward_autograd);
+}
+
+}  // namespace norm_op
+
+// The eager fast path.
+py::object direct::layer_norm(py::handle x_, py::handle weight_, py::handle bias_, py::handle eps_, py::handle kind,
+                              py::handle residual_, py::handle dropout_p_, py::handle seed_) {
+  Arguments arguments;
+  const Tensor x = arguments.floating(x_);
+  const OptionalTensor weight = arguments.optional_floating(weight_), bias = arguments.optional_floating(bias_);
+  const OptionalTensor residual = arguments.optional_floating(residual_), seed = arguments.optional_tensor(seed_);
+  const double eps = arguments.number(eps_), dropout_p = arguments.probability(dropout_p_);
+  const bool std = is_text(kind, "std");
+  if (!arguments.ok() || x.dim() == 0) return py::none();
+  const int64_t d = x.size(-1);
+  arguments.require(std ? d > 1 : d > 0 && is_text(kind, "layer"));
+  for (const OptionalTensor* t : {&weight, &bias})
+    if (*t) arguments.require((*t)->dim() == 1 && (*t)->size(0) == d);
+  if (residual) arguments.require(residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type());
+  arguments.require(dropout_p == 0 || (residual && seed));
+  if (!arguments.ok()) return py::none();
+
+  Tensor out, summed;
+  {
+    const py::gil_scoped_release no_gil;
+    if (needs_gradient(x, residual, weight, bias)) {
+      std::tie(out, summed, std::ignore, std::ignore) =
+          norm_op::recorded(true, x, residual, weight, bias, eps, std, dropout_p, seed, "native");
+    } else {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      const NormResult result = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, nullptr, nullptr);
+      out = result.out, summed = result.summed;
+    }
+  }
+  return residual ? py::make_tuple(wrap(out), wrap(summed)) : wrap(out);
 }
 
 }  // namespace transformer_fast

@@ -229,7 +229,7 @@ def _places(parents: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
 def move_rows(cache: Tensor, moves: list[tuple[int, int]], length: int) -> None:
     """The first `length` positions of rows of a cache (layers, rows, 2, heads, capacity, d_k), to other rows."""
     if cache.device.type == "cpu" and extension.load():
-        torch.ops.transformer_fast_native.copy_cache_rows(cache, *map(list, zip(*moves, strict=True)), length)
+        torch.ops.transformer_fast.copy_cache_rows(cache, *map(list, zip(*moves, strict=True)), length)
     else:
         _move(cache[..., :length, :].unbind(0), moves)
 

@@ -14,7 +14,7 @@ def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Of equal ones the first token comes first on a CPU in fp32; elsewhere in no order. What is -inf has any token.
     """
     if _is_ours(logits):
-        return torch.ops.transformer_fast_native.best_tokens(logits, k)
+        return torch.ops.transformer_fast.best_tokens(logits, k)
     return logits.max(dim=-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1)
 
 
@@ -22,7 +22,7 @@ def log_normalizer(logits: Tensor) -> Tensor:
     """logits (rows, vocabulary) -> their logsumexp (rows,): log P of a token is its logit less this, so that a
     log-softmax of the whole vocabulary need not be written."""
     if _is_ours(logits):
-        return torch.ops.transformer_fast_native.log_normalizer(logits)
+        return torch.ops.transformer_fast.log_normalizer(logits)
     return logits.logsumexp(dim=-1)
 
 

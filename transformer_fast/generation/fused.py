@@ -50,7 +50,7 @@ class FusedStep:
         slots, places, _ = cache.grid or (None, None, 0)
         x = self._decoder.embed.with_positions(tokens[:, None], self._decoder.pe, cache.length).squeeze(1)
         state = cache.own(rows), cache.cross, cache.length, cache.source_lengths, slots, places
-        return self._decoder.norm(torch.ops.transformer_fast_native.decoder_step(x, operands, *state, *self._form))
+        return self._decoder.norm(torch.ops.transformer_fast.decoder_step(x, operands, *state, *self._form))
 
 
 def fused_step(decoder: nn.Module, cache: DecoderCache) -> FusedStep | None:

@@ -61,7 +61,7 @@ class StepLinear(nn.Module):
         if weight.is_mkldnn:
             after = "relu" if self._relu else "none"
             return torch.ops.mkldnn._linear_pointwise(x, weight, self.bias, after, [], "")
-        return torch.ops.transformer_fast_native.step_linear(x, weight, self.bias, self._outputs, self._relu)
+        return torch.ops.transformer_fast.step_linear(x, weight, self.bias, self._outputs, self._relu)
 
     def operand(self, rows: int) -> Tensor | None:
         """The weight in the form in which that many rows are multiplied: a dense one for `step_linear`, an mkldnn one
@@ -70,7 +70,7 @@ class StepLinear(nn.Module):
             return None
         if self._ours and rows <= FEW:
             if self._packed is None:
-                self._packed = torch.ops.transformer_fast_native.pack_step_weight(self._weights)
+                self._packed = torch.ops.transformer_fast.pack_step_weight(self._weights)
             return self._packed
         if self._onednn and self._blocked is None:
             self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight, rows)

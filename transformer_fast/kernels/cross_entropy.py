@@ -104,6 +104,85 @@ def cross_entropy_rows(logits: Tensor, target: Tensor, smoothing: float, ignore_
     return losses
 
 
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    smoothing: float,
+    ignore_index: int,
+    mean: bool,
+    gradients: tuple[bool, bool, bool],
+    chunk_elements: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The op of csrc/ops/cross_entropy.cpp, its rows by Triton.
+
+    Args:
+        x: (rows, d), fp32, fp16 or bf16.
+        weight, bias: (vocabulary, d) and (vocabulary,) or None, of x's dtype.
+        target: int64 (rows,).
+        smoothing, ignore_index, mean: as in :func:`transformer_fast.linear_cross_entropy`.
+        gradients: which are asked for, of x, weight and bias.
+        chunk_elements: how many logits there are at a time, or those of 64 rows.
+
+    Returns:
+        loss () fp32; the gradients, or (0,) where one is not asked for: of x in its dtype, of weight and bias in fp32,
+        each still to be multiplied by the last, () fp32.
+    """
+    rows, vocabulary = x.shape[0], weight.shape[0]
+    if x.device.type == "cpu":
+        _check_targets(target, ignore_index, vocabulary)
+    # The gradients are those of the sum, not yet divided by the count: 16-bit numbers of a sensible size. Sums over
+    # chunks are made in float32, from the first chunk on.
+    total = torch.zeros((), dtype=torch.float32, device=x.device)
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if gradients[0] else x.new_empty(0)
+    grad_weight = weight.new_empty(weight.shape if gradients[1] else (0,), dtype=torch.float32)
+    grad_bias = weight.new_empty(vocabulary if gradients[2] else 0, dtype=torch.float32)
+    count = (target != ignore_index).sum() if mean else torch.ones_like(total)
+    scale = count.to(torch.float32).clamp(min=1).reciprocal()
+    if rows == 0:
+        return total / count, grad_x, grad_weight.zero_(), grad_bias.zero_(), scale
+    step = max(64, chunk_elements // max(1, vocabulary))
+    buffer = x.new_empty(min(rows, step), vocabulary)
+    for start in range(0, rows, step):
+        chunk = x[start : start + step]
+        logits = buffer[: chunk.shape[0]]
+        if bias is None:
+            torch.mm(chunk, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, chunk, weight.t(), out=logits)
+        total += cross_entropy_rows(logits, target[start : start + step], smoothing, ignore_index, any(gradients)).sum()
+        if gradients[0]:
+            torch.mm(logits, weight, out=grad_x[start : start + step])
+        if gradients[1]:
+            _accumulate(grad_weight, logits.t(), chunk, first=start == 0)
+        if gradients[2]:
+            sums = logits.sum(0, dtype=torch.float32)
+            grad_bias = sums if start == 0 else grad_bias.add_(sums)
+    return total / count, grad_x, grad_weight, grad_bias, scale
+
+
+def _check_targets(target: Tensor, ignore_index: int, vocabulary: int) -> None:
+    """Raise for a target outside the vocabulary, one of those that count, as the native kernel does."""
+    wrong = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
+    if wrong.any():
+        place = int(wrong.nonzero()[0, 0])
+        raise IndexError(
+            f"linear_cross_entropy: target {place} of {target.numel()} is {int(target[place])}, but the vocabulary has "
+            f"{vocabulary} rows: expected 0 <= target < {vocabulary}, or ignore_index"
+        )
+
+
+def _accumulate(result: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """``result = a @ b`` for the first product, ``result += a @ b`` for those after it; result may be wider."""
+    if result.dtype == a.dtype:
+        torch.mm(a, b, out=result) if first else result.addmm_(a, b)
+    elif first:
+        result.copy_(torch.mm(a, b))
+    else:
+        result += torch.mm(a, b)
+
+
 def compile_cases(arch: str) -> Iterator[Launch]:
     """A launch for every config, with and without the gradient, in bf16."""
     for vocabulary in CROSS_ENTROPY:

@@ -37,7 +37,7 @@ INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "generic")
 
 
 def load() -> bool:
-    """Whether the native kernels (``torch.ops.transformer_fast_native``) are there; loads them on the first call.
+    """Whether the native kernels (``torch.ops.transformer_fast``) are there; loads them on the first call.
 
     Raises:
         ValueError: where ``TRANSFORMER_FAST_CPU`` names kernels that there are not, or that this CPU cannot run.

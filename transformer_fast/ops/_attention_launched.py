@@ -39,38 +39,10 @@ def _normal(lengths: Tensor, q: Any, k: Any) -> Tensor | None:
 
 
 @functools.cache
-def set_launchers(extension: Any) -> None:
-    """Tell the extension what launches attention, and where to find calls that only repeat launches."""
+def set_launch_cache(extension: Any) -> None:
+    """Tell the extension where to find calls that only repeat launches."""
     from ..configs import LONG
-    from ..kernels import attention, attention_backward, attention_decode
     from ..kernels.attention_backward_kv import DELTA_ROWS
     from ..kernels.calls import find
 
-    def split(options: tuple) -> dict[str, Any]:
-        """The keywords of a launcher from all that follows its tensors: the mask's parts, and where sequences lie."""
-        *mask, cu_seqlens_q, cu_seqlens_k, max_q, max_k = options
-        keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows = mask
-        shared = {"scale": scale, "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero_empty_rows}
-        if cu_seqlens_q is None:
-            parts = {"keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": bias, "causal": causal}
-        else:
-            parts = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_q": max_q, "max_k": max_k}
-            parts["causal"] = causal is not None
-        return shared | parts
-
-    def forward(q, k, v, *options):
-        packed = options[-4] is not None
-        launcher = attention.attention_packed_forward if packed else attention.attention_forward
-        return launcher(q, k, v, **split(options))
-
-    def backward(grad_out, q, k, v, out, logsumexp, *options):
-        packed = options[-4] is not None
-        launcher = attention_backward.attention_packed_backward if packed else attention_backward.attention_backward
-        return launcher(grad_out, q, k, v, out, logsumexp, **split(options))
-
-    def decode(q, k_cache, v_cache, lengths, page_table, causal, scale):
-        options = {"lengths": lengths, "page_table": page_table, "causal": causal, "scale": scale}
-        return attention_decode.attention_decode(q, k_cache, v_cache, **options)[0]
-
-    extension.set_decode_launcher(decode, attention_decode.division)
-    extension.set_attention_launchers(forward, backward, find, LONG, DELTA_ROWS)
+    extension.set_launch_cache(find, LONG, DELTA_ROWS)

@@ -8,7 +8,6 @@ somebody uses it. On the CPU the whole call is then one of C++ (csrc/direct); on
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,8 +16,7 @@ from torch.nn import Parameter
 
 from .. import backends
 from ..kernels import extension
-from . import _library
-from ._attention_launched import set_launchers
+from ._attention_launched import set_launch_cache
 
 _LAUNCHED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -44,7 +42,7 @@ def _launching(asked: str, op: str, device: torch.device, dtype: torch.dtype) ->
         return None
     module = extension.module() if backends.resolve(op, device, dtype) == "triton" else None
     if module is not None:
-        set_launchers(module)
+        set_launch_cache(module)
     return module
 
 
@@ -54,11 +52,3 @@ def is_plain(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all(t is None or ((type(t) is Tensor or type(t) is Parameter) and not t.is_meta) for t in tensors)
-
-
-def run(op: Any, implementation: Callable[..., Any], tensors: int, *args: Any) -> Any:
-    """What ``op(*args)`` computes, without autograd; ``args`` starts with ``tensors`` optional tensors."""
-    if is_plain(*args[:tensors]):
-        return implementation(*args)
-    with _library.below_autograd():
-        return op(*args)

@@ -1,4 +1,4 @@
-"""Attention of a few new queries to a long cache: the door (argument checks), the op, and which kernel runs."""
+"""Attention of a few new queries to a long cache. The op itself is in csrc/ops/attention_decode.cpp."""
 
 from __future__ import annotations
 
@@ -79,9 +79,8 @@ def attention_decode(
         )[0]
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
-    args = (q, k_cache, v_cache, lengths, page_table, causal, scale, backend)
-    call = _attention_decode if _direct.is_plain(*args[:5]) and not autocast else _op
-    return call(*args)[0]
+    op = torch.ops.transformer_fast.attention_decode.default
+    return op(q, k_cache, v_cache, lengths, page_table, causal, scale, backend)[0]
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, autocast: bool) -> None:
@@ -151,32 +150,3 @@ def _refuse_gradient(*tensors: Tensor) -> None:
         raise RuntimeError(
             "attention_decode has no gradient: call it under torch.no_grad(), or use transformer_fast.attention"
         )
-
-
-def _attention_decode(q, k_cache, v_cache, lengths, page_table, causal, scale, backend):
-    if backend == "native":
-        native = torch.ops.transformer_fast_native.attention_decode
-        return native(q, k_cache, v_cache, lengths, page_table, causal, scale)
-    from ..kernels.attention_decode import attention_decode
-
-    return attention_decode(q, k_cache, v_cache, lengths=lengths, page_table=page_table, causal=causal, scale=scale)
-
-
-def _fake(q, *rest):
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=statistics)
-
-
-def _autograd(q, k_cache, v_cache, *rest):
-    _refuse_gradient(q, k_cache, v_cache)
-    return _direct.run(_op, _attention_decode, 5, q, k_cache, v_cache, *rest)
-
-
-_op = _library.register(
-    "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, bool causal, "
-    "float scale, str backend) -> (Tensor out, Tensor logsumexp)",
-    implementation=_attention_decode,
-    fake=_fake,
-    autograd=_autograd,
-)
-_library.register_autocast(_op, ("q", "k_cache", "v_cache"))

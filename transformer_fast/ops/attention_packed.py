@@ -1,4 +1,4 @@
-"""Attention over packed sequences: the door (argument checks), the op and its backward, and which kernel runs."""
+"""Attention over packed sequences. The op itself is in csrc/ops/attention.cpp."""
 
 from __future__ import annotations
 
@@ -15,11 +15,6 @@ from . import _direct, _library
 from ._attention_checks import check_options, check_tensors, shape_error
 from ._names import unknown_names
 from .attention import check_backend
-
-_SCHEMA = (
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, bool causal, float scale, float dropout_p, "
-    "Tensor? seed, bool zero_empty_rows, str backend"
-)
 
 
 class _Options(TypedDict, total=False):
@@ -125,7 +120,6 @@ def attention_packed(
             f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
         )
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    plain = _direct.is_plain(q, k, v, cu_seqlens_q, cu_seqlens_k) and not autocast
     backend = backends.resolve("attention", q.device, q.dtype)
     parts = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, float(dropout_p), seed, empty_rows == "zero")
 
@@ -138,7 +132,7 @@ def attention_packed(
     D, Dv = q.shape[-1], v.shape[-1]
     if Dv != D:  # zero columns change neither the scores nor the other columns of the output
         q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-    out, logsumexp = (_autograd if plain else _op)(q, k, v, *parts, backend)
+    out, logsumexp = torch.ops.transformer_fast.attention_packed.default(q, k, v, *parts, backend)
     out = out if Dv == out.shape[-1] else out[..., :Dv]
     return (out, logsumexp) if return_logsumexp else out
 
@@ -184,87 +178,8 @@ def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int
     return found
 
 
-def _attention_packed(q, k, v, *tail):
-    *parts, backend = tail
-    if backend == "native":
-        return torch.ops.transformer_fast_native.attention_packed_forward(q, k, v, *parts)
-    from ..kernels.attention import attention_packed_forward
-
-    return attention_packed_forward(q, k, v, **_named(parts))
-
-
-def _attention_packed_backward(grad_out, q, k, v, out, logsumexp, grad_logsumexp, *tail):
-    *parts, backend = tail
-    inputs = grad_out, q, k, v, out, logsumexp
-    if backend == "native":
-        return torch.ops.transformer_fast_native.attention_packed_backward(*inputs, grad_logsumexp, *parts)
-    from ..kernels.attention_backward import attention_packed_backward
-
-    return attention_packed_backward(*inputs, **_named(parts), grad_logsumexp=grad_logsumexp)
-
-
 def _named(parts: Any) -> dict[str, Any]:
     names = (
         "cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "causal", "scale", "dropout_p", "seed", "zero_empty_rows",
     )  # fmt: skip
     return dict(zip(names, parts, strict=True))
-
-
-def _fake(q, k, v, *tail):
-    statistics = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return torch.empty_like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=statistics)
-
-
-def _fake_backward(grad_out, q, k, v, *rest):
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-class _AttentionPacked(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest):
-        *options, seed, zero_empty_rows, backend = rest
-        out, logsumexp = _direct.run(_op, _attention_packed, 5, q, k, v, cu_seqlens_q, cu_seqlens_k, *rest)
-        ctx.save_for_backward(q, k, v, out, logsumexp, cu_seqlens_q, cu_seqlens_k, seed)
-        ctx.options = options, zero_empty_rows, backend
-        ctx.set_materialize_grads(False)
-        return out, logsumexp
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_logsumexp):
-        if grad_out is None and grad_logsumexp is None:
-            return (None,) * 13
-        q, k, v, out, logsumexp, cu_seqlens_q, cu_seqlens_k, seed = ctx.saved_tensors
-        options, zero_empty_rows, backend = ctx.options
-        if grad_out is None:
-            grad_out = torch.zeros_like(out)
-        elif grad_out.stride(-1) != 1:
-            grad_out = grad_out.contiguous()
-        inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
-        args = (*inputs, cu_seqlens_q, cu_seqlens_k, *options, seed, zero_empty_rows, backend)
-        # With create_graph the op itself must run: it is what says that there is no second derivative.
-        if torch.is_grad_enabled():
-            grads = _op_backward(*args)
-        else:
-            grads = _direct.run(_op_backward, _attention_packed_backward, 9, *args)
-        return (*grads, *(None,) * 10)
-
-
-def _autograd(*args):
-    if torch.is_grad_enabled() and any(t.requires_grad for t in args[:3]):
-        return _AttentionPacked.apply(*args)
-    return _direct.run(_op, _attention_packed, 5, *args)
-
-
-_op = _library.register(
-    f"attention_packed(Tensor q, Tensor k, Tensor v, {_SCHEMA}) -> (Tensor out, Tensor logsumexp)",
-    implementation=_attention_packed,
-    fake=_fake,
-    autograd=_autograd,
-)
-_op_backward = _library.register(
-    "attention_packed_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, "
-    f"Tensor? grad_logsumexp, {_SCHEMA}) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
-    implementation=_attention_packed_backward,
-    fake=_fake_backward,
-)
-_library.register_autocast(_op, ("q", "k", "v"))

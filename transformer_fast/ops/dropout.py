@@ -1,4 +1,4 @@
-"""The dropout op: the door (argument checks), the op and its backward, and which kernel runs."""
+"""Dropout with what stands around it. The op itself is in csrc/ops/dropout.cpp."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def dropout(
     backend = backends.resolve("dropout", x.device, x.dtype)
     if backend == "reference" or (p == 0.0 and bias is None):  # plain PyTorch is one or two passes already
         return reference.dropout.dropout(x, p, seed, bias=bias, residual=residual, relu=relu)
-    call = _autograd if _direct.is_plain(x, bias, residual) else _op
+    op = torch.ops.transformer_fast.dropout.default
     if relu and residual is not None:
         # The backward reads the sign of the ReLU off the op's own output, which a residual would hide.
-        return residual + call(x, bias, None, True, p, seed, backend)
-    return call(x, bias, residual, relu, p, seed, backend)
+        return residual + op(x, bias, None, True, p, seed, backend)
+    return op(x, bias, residual, relu, p, seed, backend)
 
 
 def _check(x: Tensor, p: float, bias: Tensor | None, residual: Tensor | None) -> None:
@@ -76,80 +76,3 @@ def _check(x: Tensor, p: float, bias: Tensor | None, residual: Tensor | None) ->
             raise ValueError(f"dropout: x is on {x.device} but {name} on {t.device}")
     if not 0.0 <= p <= 1.0:
         raise ValueError(f"dropout: p must lie in [0, 1], got {p}")
-
-
-def _dropout(x, bias, residual, relu, p, seed, backend):
-    if backend == "native":
-        return torch.ops.transformer_fast_native.dropout(x, bias, residual, relu, p, seed)
-    from ..kernels.dropout import dropout_forward
-
-    return dropout_forward(x, bias, residual, relu, p, seed)
-
-
-def _dropout_backward(grad_out, y, relu, p, seed, has_bias, backend):
-    if backend == "native":
-        return torch.ops.transformer_fast_native.dropout_backward(grad_out, y, relu, p, seed, has_bias)
-    from ..kernels.dropout import dropout_backward
-
-    return dropout_backward(grad_out, y, relu, p, seed, has_bias)
-
-
-def _fake(x, bias, residual, relu, p, seed, backend):
-    return x.new_empty(x.shape)
-
-
-def _fake_backward(grad_out, y, relu, p, seed, has_bias, backend):
-    wide = torch.float64 if grad_out.dtype == torch.float64 else torch.float32
-    return grad_out.new_empty(grad_out.shape), grad_out.new_empty((grad_out.shape[-1] if has_bias else 0,), dtype=wide)
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, bias, residual, relu, p, seed, backend):
-        out = _direct.run(_op, _dropout, 3, x, bias, residual, relu, p, seed, backend)
-        # With ReLU the output alone tells which elements pass a gradient: those that are positive.
-        ctx.save_for_backward(out if relu else None, seed)
-        ctx.options = relu, p
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.backend = backend
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        y, seed = ctx.saved_tensors
-        grad_x = grad_bias = None
-        has_bias = ctx.needs_input_grad[1]
-        if ctx.needs_input_grad[0] or has_bias:
-            args = grad_out, y, *ctx.options, seed, has_bias, ctx.backend
-            # With create_graph the op itself must run: it is what says that there is no second derivative.
-            grad_x, grad_bias = (
-                _op_backward(*args)
-                if torch.is_grad_enabled()
-                else _direct.run(_op_backward, _dropout_backward, 2, *args)
-            )
-        return (
-            grad_x,
-            grad_bias.to(ctx.bias_dtype) if has_bias else None,
-            grad_out if ctx.needs_input_grad[2] else None,
-            *(None,) * 4,
-        )
-
-
-def _autograd(x, bias, residual, relu, p, seed, backend):
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, bias, residual)):
-        return _Dropout.apply(x, bias, residual, relu, p, seed, backend)
-    return _direct.run(_op, _dropout, 3, x, bias, residual, relu, p, seed, backend)
-
-
-_op = _library.register(
-    "dropout(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed, str backend) -> Tensor",
-    implementation=_dropout,
-    fake=_fake,
-    autograd=_autograd,
-)
-_op_backward = _library.register(
-    "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias, str backend) "
-    "-> (Tensor grad_x, Tensor grad_bias)",
-    implementation=_dropout_backward,
-    fake=_fake_backward,
-)

@@ -1,4 +1,4 @@
-"""The embedding op: the door (argument checks), the op and its backward, and which kernel runs."""
+"""Token embedding with positions and dropout, and the positional table. The ops are in csrc/ops/embedding.cpp."""
 
 from __future__ import annotations
 
@@ -82,10 +82,8 @@ def embed(
             dropout_p=dropout_p,
             seed=seed,
         )
-    args = ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, backend
-    if not _direct.is_plain(ids, weight, table, offsets):
-        return _op_embed(*args)
-    return _Embed.apply(*args) if _needs_gradient(weight, table) else _embed(*args)
+    op = torch.ops.transformer_fast.embed.default
+    return op(ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, _deterministic())
 
 
 def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p: float = 0.0) -> Tensor:
@@ -121,10 +119,7 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
     backend = backends.resolve("embedding", x.device, x.dtype)
     if backend == "reference":
         return reference.embedding.add_positional(x, table, offset if offsets is None else offsets, dropout_p, seed)
-    args = x, table, offset, offsets, dropout_p, seed, backend
-    if not _direct.is_plain(x, table, offsets):
-        return _op_add(*args)
-    return _AddPositional.apply(*args) if _needs_gradient(x, table) else _add(*args)
+    return torch.ops.transformer_fast.add_positional.default(x, table, offset, offsets, dropout_p, seed)
 
 
 def positional_table(length: int, d_model: int) -> Tensor:
@@ -146,7 +141,7 @@ def positional_table(length: int, d_model: int) -> Tensor:
     # It is made once for a model: where something traces, the plain PyTorch formula serves as well.
     if not _direct.is_plain(table) or backends.resolve("embedding", table.device, table.dtype) == "reference":
         return reference.embedding.positional_table(length, d_model)
-    torch.ops.transformer_fast_native.fill_positional_table(table)
+    torch.ops.transformer_fast.fill_positional_table(table)
     return table
 
 
@@ -209,135 +204,5 @@ def _check_options(op: str, offset: int, dropout_p: float) -> None:
         raise ValueError(f"{op}: dropout_p must lie in [0, 1], got {dropout_p}")
 
 
-def _embed(ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, backend):
-    return torch.ops.transformer_fast_native.embed(ids, weight, table, scale, offset, offsets, dropout_p, seed)
-
-
-def _embed_backward(grad_out, ids, num_embeddings, scale, padding_idx, dropout_p, seed, deterministic, backend):
-    return torch.ops.transformer_fast_native.embed_backward(
-        grad_out, ids, num_embeddings, scale, padding_idx, dropout_p, seed, deterministic
-    )
-
-
-def _add(x, table, offset, offsets, dropout_p, seed, backend):
-    return torch.ops.transformer_fast_native.add_positional(x, table, offset, offsets, dropout_p, seed)
-
-
-def _fake_embed(ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, backend):
-    return weight.new_empty((*ids.shape, weight.shape[1]))
-
-
-def _fake_embed_backward(grad_out, ids, num_embeddings, scale, padding_idx, dropout_p, seed, deterministic, backend):
-    return grad_out.new_empty((num_embeddings, grad_out.shape[-1]))
-
-
-def _fake_add(x, table, offset, offsets, dropout_p, seed, backend):
-    return x.new_empty(x.shape)
-
-
-class _Embed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, backend):
-        args = ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, backend
-        out = _direct.run(_op_embed, _embed, 3, *args)
-        ctx.save_for_backward(ids, offsets, seed)
-        ctx.vocabulary = weight.shape[0]
-        ctx.options = scale, padding_idx, dropout_p
-        ctx.table = None if table is None else (table.shape, table.dtype, offset)
-        ctx.backend = backend
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        ids, offsets, seed = ctx.saved_tensors
-        scale, padding_idx, dropout_p = ctx.options
-        grad_weight = grad_table = None
-        if ctx.needs_input_grad[1]:
-            args = grad_out, ids, ctx.vocabulary, scale, padding_idx, dropout_p, seed, _deterministic(), ctx.backend
-            # With create_graph the op itself must run: it is what says that there is no second derivative.
-            grad_weight = (
-                _op_embed_backward(*args)
-                if torch.is_grad_enabled()
-                else _direct.run(_op_embed_backward, _embed_backward, 2, *args)
-            )
-        if ctx.needs_input_grad[2]:
-            grad = _dropped(grad_out, dropout_p, seed, ctx.backend)
-            grad_table = _table_gradient(grad, *ctx.table, offsets, ctx.backend)
-        return None, grad_weight, grad_table, *(None,) * 7
-
-
-class _AddPositional(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, table, offset, offsets, dropout_p, seed, backend):
-        out = _direct.run(_op_add, _add, 2, x, table, offset, offsets, dropout_p, seed, backend)
-        ctx.save_for_backward(offsets, seed)
-        ctx.options = dropout_p, backend
-        ctx.table = None if table is None else (table.shape, table.dtype, offset)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad_out):
-        dropout_p, backend = ctx.options
-        offsets, seed = ctx.saved_tensors
-        grad_x = _dropped(grad_out, dropout_p, seed, backend)
-        grad_table = _table_gradient(grad_x, *ctx.table, offsets, backend) if ctx.needs_input_grad[1] else None
-        return grad_x if ctx.needs_input_grad[0] else None, grad_table, *(None,) * 5
-
-
-def _dropped(grad, dropout_p, seed, backend):
-    """The forward's mask applied to a gradient: the same op without a table, so it can be differentiated again."""
-    return _op_add(grad, None, 0, None, dropout_p, seed, backend) if dropout_p > 0.0 else grad
-
-
-def _deterministic():
+def _deterministic() -> bool:
     return configs.EMBEDDING_GRADIENT == "sorted" or torch.are_deterministic_algorithms_enabled()
-
-
-def _table_gradient(grad, shape, dtype, offset, offsets, backend):
-    """The gradient of a (positions, d) table: of each position used, the sum over everything that stood there."""
-    if offsets is not None:  # then positions are like the ids of a lookup
-        positions = offsets.unsqueeze(-1).long() + torch.arange(grad.shape[-2], device=grad.device)
-        args = grad, positions, shape[0], 1.0, None, 0.0, None, _deterministic(), backend
-        return _op_embed_backward(*args).to(dtype)
-    stacked = grad.flatten(0, -3) if grad.dim() > 2 else grad.unsqueeze(0)
-    by_position = stacked.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32))
-    below = shape[0] - offset - grad.shape[-2]
-    return torch.nn.functional.pad(by_position, (0, 0, offset, below)).to(dtype)
-
-
-def _needs_gradient(x, table):
-    return torch.is_grad_enabled() and (x.requires_grad or (table is not None and table.requires_grad))
-
-
-def _embed_autograd(*args):
-    if _needs_gradient(args[1], args[2]):
-        return _Embed.apply(*args)
-    return _direct.run(_op_embed, _embed, 3, *args)
-
-
-def _add_autograd(*args):
-    if _needs_gradient(args[0], args[1]):
-        return _AddPositional.apply(*args)
-    return _direct.run(_op_add, _add, 2, *args)
-
-
-_op_embed = _library.register(
-    "embed(Tensor ids, Tensor weight, Tensor? table, float scale, SymInt offset, Tensor? offsets, int? padding_idx, "
-    "float dropout_p, Tensor? seed, str backend) -> Tensor",
-    implementation=_embed,
-    fake=_fake_embed,
-    autograd=_embed_autograd,
-)
-_op_embed_backward = _library.register(
-    "embed_backward(Tensor grad_out, Tensor ids, SymInt num_embeddings, float scale, int? padding_idx, "
-    "float dropout_p, Tensor? seed, bool deterministic, str backend) -> Tensor",
-    implementation=_embed_backward,
-    fake=_fake_embed_backward,
-)
-_op_add = _library.register(
-    "add_positional(Tensor x, Tensor? table, SymInt offset, Tensor? offsets, float dropout_p, Tensor? seed, "
-    "str backend) -> Tensor",
-    implementation=_add,
-    fake=_fake_add,
-    autograd=_add_autograd,
-)

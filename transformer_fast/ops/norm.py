@@ -1,8 +1,7 @@
-"""The norm op: the door (argument checks), the op and its backward, and which kernel runs."""
+"""LayerNorm and Norm, alone or of residual + dropout(x). The op itself is in csrc/ops/norm.cpp."""
 
 from __future__ import annotations
 
-import math
 from typing import Never, overload
 
 import torch
@@ -100,8 +99,8 @@ def layer_norm(
         return reference.norm.layer_norm(
             x, weight, bias, eps, std=std, residual=residual, dropout_p=dropout_p, seed=seed
         )
-    call = _autograd if _direct.is_plain(x, residual, weight, bias) else _op
-    out, summed, _, _ = call(x, residual, weight, bias, eps, std, dropout_p, seed, backend)
+    op = torch.ops.transformer_fast.layer_norm.default
+    out, summed, _, _ = op(x, residual, weight, bias, eps, std, dropout_p, seed, backend)
     return out if residual is None else (out, summed)
 
 
@@ -142,109 +141,3 @@ def _check(
         raise ValueError(
             f"layer_norm: dropout_p = {dropout_p} needs a residual (dropout acts on x in residual + dropout(x))"
         )
-
-
-def _layer_norm(x, residual, weight, bias, eps, std, dropout_p, seed, backend):
-    if backend == "native":
-        return torch.ops.transformer_fast_native.layer_norm(x, residual, weight, bias, eps, std, dropout_p, seed)
-    from ..kernels.norm import norm_forward
-
-    return norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed)
-
-
-def _layer_norm_backward(grad_out, grad_summed, x, weight, mean, rstd, eps, std, dropout_p, seed, *tail):
-    has_residual, has_bias, backend = tail
-    if backend == "native":
-        return torch.ops.transformer_fast_native.layer_norm_backward(
-            grad_out, grad_summed, x, weight, mean, rstd, eps, std, dropout_p, seed, has_residual, has_bias
-        )
-    from ..kernels.norm_backward import norm_backward
-
-    return norm_backward(grad_out, grad_summed, x, weight, mean, rstd, std, dropout_p, seed, has_bias)
-
-
-def _fake(x, residual, weight, bias, eps, std, dropout_p, seed, backend):
-    statistics = x.new_empty(
-        (math.prod(x.shape[:-1]),), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32
-    )
-    summed = x.new_empty(x.shape if residual is not None else (0,))
-    return x.new_empty(x.shape), summed, statistics, torch.empty_like(statistics)
-
-
-def _fake_backward(grad_out, grad_summed, x, weight, mean, rstd, eps, std, dropout_p, seed, *tail):
-    _, has_bias, _ = tail
-    d = x.shape[-1]
-    like_weight = x if weight is None else weight
-    return (
-        x.new_empty(x.shape),
-        x.new_empty(x.shape if dropout_p > 0.0 else (0,)),
-        like_weight.new_empty((d if weight is not None else 0,)),
-        like_weight.new_empty((d if has_bias else 0,)),
-    )
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, std, dropout_p, seed, backend):
-        out, summed, mean, rstd = _direct.run(
-            _op, _layer_norm, 4, x, residual, weight, bias, eps, std, dropout_p, seed, backend
-        )
-        ctx.save_for_backward(x if residual is None else summed, weight, mean, rstd, seed)
-        ctx.options = eps, std, dropout_p
-        ctx.tail = residual is not None, bias is not None, backend
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        if residual is None:
-            ctx.mark_non_differentiable(summed, mean, rstd)
-        else:
-            ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)
-        return out, summed, mean, rstd
-
-    @staticmethod
-    def backward(ctx, grad_out, grad_summed, *_):
-        x, weight, mean, rstd, seed = ctx.saved_tensors
-        eps, std, dropout_p = ctx.options
-        if grad_out is None:  # only the sum was used
-            if grad_summed is None:
-                return (None,) * 9
-            grad_out = torch.zeros_like(x)
-        args = grad_out, grad_summed, x, weight, mean, rstd, eps, std, dropout_p, seed, *ctx.tail
-        # With create_graph the op itself must run: it is what says that there is no second derivative.
-        grads = (
-            _op_backward(*args)
-            if torch.is_grad_enabled()
-            else _direct.run(_op_backward, _layer_norm_backward, 6, *args)
-        )
-        grad_x, grad_residual, grad_weight, grad_bias = grads
-        has_residual, has_bias, _ = ctx.tail
-        if has_residual and dropout_p == 0.0:
-            grad_residual = grad_x
-        return (
-            grad_x,
-            grad_residual if has_residual else None,
-            grad_weight if weight is not None else None,
-            grad_bias.to(ctx.bias_dtype) if has_bias else None,
-            *(None,) * 5,
-        )
-
-
-def _autograd(*args):
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in args[:4]):
-        return _LayerNorm.apply(*args)
-    return _direct.run(_op, _layer_norm, 4, *args)
-
-
-_op = _library.register(
-    "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool std, float dropout_p, "
-    "Tensor? seed, str backend) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)",
-    implementation=_layer_norm,
-    fake=_fake,
-    autograd=_autograd,
-)
-_op_backward = _library.register(
-    "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-    "float eps, bool std, float dropout_p, Tensor? seed, bool has_residual, bool has_bias, str backend) "
-    "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
-    implementation=_layer_norm_backward,
-    fake=_fake_backward,
-)

@@ -1,0 +1,80 @@
+// Attention of tensors on the CPU. Inputs are checked by whoever calls: the last dimensions have unit stride.
+#pragma once
+
+#include "tensors.h"
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+namespace transformer_fast {
+
+// Where the sequences of a packed batch lie.
+struct PackedBatch {
+  OptionalTensor cu_seqlens_q, cu_seqlens_k;  // int32 (sequences + 1,), rising from 0; none: the batch is not packed
+  c10::SymInt max_q = 0, max_k = 0;           // lengths of the longest
+};
+
+// What is masked, scaled and dropped, in the normal form that transformer_fast/ops/attention.py makes of its arguments.
+struct AttentionParams {
+  static constexpr size_t kTensors = 7;
+
+  OptionalTensor keep;            // bool (B | 1, H | 1, Lq | 1, Lk | 1)
+  OptionalTensor key_keep;        // bool (B | 1, H | 1, 1, Lk)
+  OptionalTensor lengths;         // int32 (B,) or (B, Lq): how many keys a query sees
+  OptionalTensor bias;            // float (B | 1, H | 1, Lq | 1, Lk | 1), added to the scaled scores
+  std::optional<int64_t> causal;  // query i sees keys up to i + causal
+  double scale = 1, dropout_p = 0;
+  OptionalTensor seed;                // int64 (1,), with dropout
+  std::optional<int64_t> seed_value;  // instead of it, for launchers alone
+  bool zero_empty_rows = false;
+  std::string backend = "native";  // whose kernels run: "native" or "triton"
+  PackedBatch packed;
+
+  bool is_packed() const { return packed.cu_seqlens_q.has_value(); }
+
+  // Autograd saves tensors apart, where a change in place is noticed: those here, undefined where there is none; the rest
+  // without them; and the whole again.
+  std::array<Tensor, kTensors> tensors() const;
+  AttentionParams without_tensors() const;
+  AttentionParams with(const Tensor* saved) const;
+};
+
+// What a forward found. In training it may keep weights for its backward, in the tiles that both work on.
+struct AttentionResult {
+  Tensor out, logsumexp;
+  OptionalTensor kept, kept_factors;
+};
+
+// That of the bias where it is asked for.
+struct AttentionGradients {
+  Tensor q, k, v, bias;
+};
+
+// q (B, H, Lq, D), k and v (B, Hkv, Lk, D) -> out like q, logsumexp (B, H, Lq); packed: q (T, H, D), k and v
+// (Tk, Hkv, D) -> out like q, logsumexp (H, T).
+AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
+                                  bool training);
+AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                      const AttentionResult& result, const OptionalTensor& grad_logsumexp,
+                                      const AttentionParams& params, bool bias);
+AttentionResult attention_packed_forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                                         const AttentionParams& params);
+AttentionGradients attention_packed_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const AttentionResult& result, const OptionalTensor& grad_logsumexp,
+                                             const AttentionParams& params);
+
+// Few new queries q (B, H, Lq, D) against a cache (B, Hkv, S, D), or with a page table, int32 (B, pages of a sequence), one
+// of pages (pages, page_size, Hkv, D). Lengths are int32 (B,).
+AttentionResult attention_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
+                                 const OptionalTensor& page_table, bool causal, double scale);
+
+// The gradient of the bias alone.
+Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                           const AttentionResult& result, const OptionalTensor& grad_logsumexp,
+                           const AttentionParams& params);
+// (B, H, Lq, Lk), found again from q and k.
+Tensor attention_weights(const Tensor& q, const Tensor& k, const AttentionParams& params);
+
+}  // namespace transformer_fast

@@ -1,0 +1,20 @@
+// Attention by the Triton kernels of transformer_fast/kernels: by the launches of an earlier call like this one, or by
+// their launchers in Python. Arguments and results are those of attention.h. All take the GIL.
+#pragma once
+
+#include "attention.h"
+
+namespace transformer_fast {
+
+AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params);
+// The gradients of q, k and v.
+AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                             const AttentionResult& result, const OptionalTensor& grad_logsumexp,
+                                             const AttentionParams& params);
+Tensor launch_attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                  const AttentionResult& result, const OptionalTensor& grad_logsumexp,
+                                  const AttentionParams& params);
+Tensor launch_attention_weights(const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp,
+                                const AttentionParams& params);
+
+}  // namespace transformer_fast

@@ -1,0 +1,73 @@
+// A function written in Python: a launcher of Triton kernels, or a gradient that the reference gives.
+#pragma once
+
+#include "../direct/call.h"
+
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <optional>
+
+namespace transformer_fast {
+
+class __attribute__((visibility("hidden"))) PythonFunction {  // as its field is
+ public:
+  // The module is imported at the first call.
+  PythonFunction(const char* module, const char* name) : module_(module), name_(name) {}
+
+  // The tensor that it returns. Takes the GIL.
+  template <typename... Args>
+  at::Tensor tensor(const Args&... args) const {
+    const pybind11::gil_scoped_acquire gil;
+    return THPVariable_Unpack(call(pybind11::dict(), args...).ptr());
+  }
+
+  // The tensors of the tuple that it returns.
+  template <size_t count, typename... Args>
+  std::array<at::Tensor, count> tensors(const Args&... args) const {
+    const pybind11::gil_scoped_acquire gil;
+    return unpacked<count>(call(pybind11::dict(), args...));
+  }
+
+  // What it returns. The GIL must be held.
+  template <typename... Args>
+  pybind11::object call(const pybind11::dict& keywords, const Args&... args) const {
+    if (imported_ == nullptr) imported_ = pybind11::module_::import(module_).release().ptr();
+    const pybind11::object function = pybind11::handle(imported_).attr(name_);
+    const pybind11::tuple given = pybind11::make_tuple(object(args)...);
+    PyObject* const result = PyObject_Call(function.ptr(), given.ptr(), keywords.ptr());
+    if (result != nullptr) return pybind11::reinterpret_steal<pybind11::object>(result);
+    // An exception of Python passes through PyTorch as its own kind, which no thread of autograd forgets.
+    python_error error;
+    error.persist();
+    throw error;
+  }
+
+  // The tensors of a tuple, undefined where it has None.
+  template <size_t count>
+  static std::array<at::Tensor, count> unpacked(const pybind11::object& tuple) {
+    std::array<at::Tensor, count> tensors;
+    for (size_t i = 0; i < count; ++i)
+      if (PyObject* const item = PyTuple_GET_ITEM(tuple.ptr(), i); item != Py_None)
+        tensors[i] = THPVariable_Unpack(item);
+    return tensors;
+  }
+
+  template <typename T>
+  static pybind11::object object(const T& value) {
+    return pybind11::cast(value);
+  }
+  static pybind11::object object(const at::Tensor& tensor) {
+    return tensor.defined() ? direct::wrap(tensor) : pybind11::none();
+  }
+  static pybind11::object object(const std::optional<at::Tensor>& tensor) {
+    return tensor ? direct::wrap(*tensor) : pybind11::none();
+  }
+
+ private:
+  const char *module_, *name_;
+  mutable PyObject* imported_ = nullptr;  // lives as long as the process: nothing is left to free when it ends
+};
+
+}  // namespace transformer_fast
