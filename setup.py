@@ -151,8 +151,8 @@ class Build(cpp_extension.BuildExtension):
 # Files of the module that are compiled as one. Most of what a compiler does with each is to read PyTorch's headers.
 UNITS = {
     "attention": (
-        *("direct/launching", "direct/multihead", "ops/attention", "ops/attention_cpu", "ops/attention_decode"),
-        *("ops/attention_packed", "ops/attention_triton", "ops/decoder_step"),
+        *("ops/attention", "ops/attention_cpu", "ops/attention_decode", "ops/attention_packed", "ops/decoder_step"),
+        *("ops/multihead", "triton/attention", "triton/launch_cache"),
     ),
     "rows": ("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/generation", "ops/norm", "ops/seed"),
 }
@@ -219,7 +219,7 @@ def kernels_extension(name: str, flags: list[str]) -> cpp_extension.Extension:
 def module_extension() -> cpp_extension.Extension:
     """The module: checks, autograd and the call of kernels, compiled for any processor; and the CUDA kernels."""
     with_cuda = want_cuda()
-    files = [*sources("direct"), *sources("ops"), *sources("")]
+    files = [*sources("ops"), *sources("triton"), *sources("")]
     nvcc = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-Xcompiler=-fvisibility=hidden"]
     if with_cuda:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)

@@ -23,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import transformer_fast as tfast
 from transformer_fast import reference
-from transformer_fast.ops import _library
+from transformer_fast.ops import _seed
 from transformer_fast.packing import Packing, packing_of, take
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -162,8 +162,8 @@ class Setting:
         seed, rows = torch.tensor([7], device=self.device), min(self.case.queries, 512)
         *padded, grad_out = inputs.padded
         with (
-            mock.patch.object(_library, "draw_seed", lambda _: seed),
-            mock.patch.object(_library, "draw_launch_seed", lambda *_: seed),
+            mock.patch.object(_seed, "draw_seed", lambda _: seed),
+            mock.patch.object(_seed, "draw_launch_seed", lambda *_: seed),
         ):
             ours, packed = self.ours(*padded), self.ours_packed(*inputs.packed[:3])
         head = [t[:1, :1, :rows] if i == 0 else t[:1, :1] for i, t in enumerate(padded)]

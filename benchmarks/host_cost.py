@@ -46,7 +46,7 @@ class DoesNothing:
 
 
 def pretend_to_have_a_gpu() -> None:
-    """Let the doors take the Triton kernels on CPU tensors, compiled for sm_90 and never run."""
+    """Let the public functions take the Triton kernels on CPU tensors, compiled for sm_90 and never run."""
     from triton.backends.compiler import GPUTarget
 
     utils = SimpleNamespace(

@@ -25,7 +25,7 @@ import bench_model
 import torch
 from harness import ceilings
 
-from transformer_fast.ops import _direct
+from transformer_fast.ops import _eager
 
 KINDS = {
     "loss": ("cross_entropy", "log_softmax", "nll_loss"),
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    _direct.native = lambda: None  # the long way, on which every op has a name
+    _eager.native = lambda: None  # by the dispatcher, where every op has a name
     text = f"fp32, {torch.get_num_threads()} threads, torch {torch.__version__}; medians of {args.rounds} steps\n"
     for shape in args.shape:
         text += f"\n## {shape}\n\n{table(*profile(shape, args.sides, args.rounds))}\n"

@@ -1,15 +1,15 @@
-// The Python module transformer_fast._C. Loading it registers every op's kernels in torch.ops.transformer_fast.
+// The Python module transformer_fast._C. Loading it registers every op in torch.ops.transformer_fast; what it gives to
+// Python itself is the ops' eager fast path (ops/eager.h).
 //
-// Each op declares its schemas and its call of the CPU's kernels in ops/<op>.cpp (TORCH_LIBRARY_FRAGMENT and
-// TORCH_LIBRARY_IMPL); the kernels are in cpu/ and cuda/. They carry no autograd and trust what they are given:
-// transformer_fast/ops checks it. The kernels of cpu/ are libraries of their own, one for each instruction set, of which
-// load_kernels() takes one.
+// Each op stands in ops/<op>.cpp; its kernels are in cpu/, in cuda/, and, in Triton, in transformer_fast/kernels. Those of
+// cpu/ are libraries of their own, one for each instruction set, of which load_kernels() takes one.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include "build_config.h"
-#include "direct/functions.h"
+#include "cpu/attention_params.h"
 #include "instruction_set.h"
+#include "ops/eager.h"
 
 namespace py = pybind11;
 
@@ -23,7 +23,7 @@ constexpr size_t kPrefix = sizeof("transformer_fast build: ") - 1;
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "Registers the native kernels of transformer_fast in torch.ops.transformer_fast.";
+  m.doc() = "Registers the ops of transformer_fast, and gives their eager fast path.";
   m.def(
       "build_info",
       [] {
@@ -33,24 +33,25 @@ PYBIND11_MODULE(_C, m) {
       "What this module was built with: torch, cuda, arch_list, compiler (dict).");
   m.def("supported_instruction_sets", &transformer_fast::supported_instruction_sets,
         "The instruction sets with kernels that this processor runs, the best first.");
+  m.attr("attention_tile") = py::make_tuple(transformer_fast::kQueryTile, transformer_fast::kKeyTile);
   m.def("load_kernels", &transformer_fast::load_kernels, "Loads the library of kernels at a path.");
 
-  namespace direct = transformer_fast::direct;
-  m.def("attention", &direct::attention);
-  m.def("attention_launched", &direct::attention_launched);
-  m.def("multihead_attention", &direct::multihead_attention);
-  m.def("attention_packed", &direct::attention_packed);
-  m.def("set_launch_cache", &direct::set_launch_cache);
-  m.def("attention_decode", &direct::attention_decode);
-  m.def("layouts", &direct::layouts);
-  m.def("start", &direct::start);
-  m.def("empties_like", &direct::empties_like);
-  m.def("empty_outputs", &direct::empty_outputs);
-  m.def("dropout", &direct::dropout);
-  m.def("layer_norm", &direct::layer_norm);
-  m.def("linear_cross_entropy", &direct::linear_cross_entropy);
-  m.def("embed", &direct::embed);
-  m.def("add_positional", &direct::add_positional);
-  m.def("draw_seed", &direct::draw_seed);
-  m.def("draw_number", &direct::draw_number);
+  namespace eager = transformer_fast::eager;
+  m.def("attention", &eager::attention);
+  m.def("attention_launched", &eager::attention_launched);
+  m.def("multihead_attention", &eager::multihead_attention);
+  m.def("attention_packed", &eager::attention_packed);
+  m.def("set_launch_cache", &eager::set_launch_cache);
+  m.def("attention_decode", &eager::attention_decode);
+  m.def("layouts", &eager::layouts);
+  m.def("start", &eager::start);
+  m.def("empties_like", &eager::empties_like);
+  m.def("empty_outputs", &eager::empty_outputs);
+  m.def("dropout", &eager::dropout);
+  m.def("layer_norm", &eager::layer_norm);
+  m.def("linear_cross_entropy", &eager::linear_cross_entropy);
+  m.def("embed", &eager::embed);
+  m.def("add_positional", &eager::add_positional);
+  m.def("draw_seed", &eager::draw_seed);
+  m.def("draw_number", &eager::draw_number);
 }

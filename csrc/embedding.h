@@ -1,5 +1,5 @@
 // What the CPU and the CUDA kernels of the embedding share: the sizes of a call, and the checks that keep a wrong call
-// from reading out of bounds. The messages written for people are the door's (transformer_fast/ops/embedding.py).
+// from reading out of bounds. The messages written for people are those of transformer_fast/ops/embedding.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -65,7 +65,7 @@ def fixed_seed(value: int) -> Iterator[Tensor]:
     def draw_for_launch(device: torch.device, as_number: bool) -> int | Tensor:
         return value if as_number else draw(device)
 
-    module = "transformer_fast.ops._library"
+    module = "transformer_fast.ops._seed"
     with mock.patch(f"{module}.draw_seed", draw), mock.patch(f"{module}.draw_launch_seed", draw_for_launch):
         yield torch.tensor([value], dtype=torch.int64)
 

@@ -18,7 +18,7 @@ import transformer_fast as tfast
 from transformer_fast import backends
 from transformer_fast.kernels import calls
 from transformer_fast.kernels.launching import Launch
-from transformer_fast.ops import _direct
+from transformer_fast.ops import _eager
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are not launched", allow_module_level=True)
@@ -98,12 +98,12 @@ def floats(*shape, offset=0):
 
 def forget_backends():
     backends._resolved.cache_clear()
-    _direct._launching.cache_clear()
+    _eager._launching.cache_clear()
 
 
 @pytest.fixture
 def on_a_gpu(launched, monkeypatch):
-    """The doors take the Triton kernels, as on a GPU, on CPU tensors that only the recording driver gets."""
+    """The public functions take the Triton kernels, as on a GPU, on CPU tensors that only the recording driver gets."""
     monkeypatch.setattr(backends, "_obstacle", lambda *_: None)
     forget_backends()
     with tfast.backend("triton"):

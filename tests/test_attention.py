@@ -1,4 +1,4 @@
-"""``tfast.attention`` through its door: every backend of this machine against the fp64 oracle, and the op itself."""
+"""``tfast.attention`` as users call it: every backend of this machine against the fp64 oracle, and the op itself."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""``tfast.attention_decode`` through its door, and its oracle against attention over each cache alone."""
+"""``tfast.attention_decode`` as users call it, and its oracle against attention over each cache alone."""
 
 import math
 

@@ -1,5 +1,5 @@
 """The C++ attention kernels by themselves (backend "native" of the ops): against the fp64 oracle, and at the
-edges where such kernels break. What the door adds is tested in test_attention.py."""
+edges where such kernels break. What the public function adds is tested in test_attention.py."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""``tfast.attention_packed`` through its door, and its oracle against the padded one."""
+"""``tfast.attention_packed`` as users call it, and its oracle against the padded one."""
 
 import math
 

@@ -60,14 +60,14 @@ def test_four_names_and_four_masks_are_one_attention():
             assert torch.allclose(attention(X, mask), expected, atol=1e-6), family
 
 
-@pytest.mark.parametrize("door", MASKS)
+@pytest.mark.parametrize("family", MASKS)
 @pytest.mark.parametrize("origin", MASKS)
-def test_a_mask_of_another_family_is_an_error(door, origin):
+def test_a_mask_of_another_family_is_an_error(family, origin):
     """Never a guess: read the wrong way round, a mask hides the words and shows the padding and the future."""
-    if door == origin:
+    if family == origin:
         return
     with pytest.raises((TypeError, ValueError), match=r"mask|valid_lens"):
-        same_attention()[door](X, MASKS[origin])
+        same_attention()[family](X, MASKS[origin])
 
 
 @pytest.mark.parametrize("family", ["layers", "bert", "tensorflow"])

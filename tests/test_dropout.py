@@ -1,4 +1,4 @@
-"""The dropout door: every backend of this machine draws exactly the mask of the contract, and the op itself."""
+"""Dropout: every backend of this machine draws exactly the mask of the contract, and the op itself."""
 
 import pytest
 import torch
@@ -62,7 +62,7 @@ def test_a_32_bit_bias_with_16_bit_rows(device):
 
 
 def compare(shape, dtype, p, added, relu, device, bias_dtype=None):
-    """Hold the door to the gate: the output and every gradient, with poisoned memory."""
+    """Hold it to the gate: the output and every gradient, with poisoned memory."""
     tensors = {"x": torch.randn(shape), "residual": torch.randn(shape), "bias": torch.randn(shape[-1])}
     tensors = {name: t.to(device, dtype) for name, t in tensors.items() if name == "x" or name in added}
     if bias_dtype is not None:

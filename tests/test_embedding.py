@@ -37,7 +37,7 @@ SHAPES = {
 
 def supported(device: torch.device, dtype: torch.dtype) -> None:
     if device.type == "cuda" and dtype == torch.float64:
-        pytest.skip("the CUDA kernels take no float64; the door uses the reference")
+        pytest.skip("the CUDA kernels take no float64; the reference runs")
 
 
 def case(shape: tuple[int, ...], vocabulary: int, d: int, offset: int, dtype: torch.dtype, device: torch.device):

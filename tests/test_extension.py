@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -310,3 +311,9 @@ def test_sets_to_build() -> None:
     if "avx2" in known:
         names["cpu_flags"] = lambda: {"avx2", "fma", "bmi2"}
         assert choose("host") == ["avx2"]
+
+
+def test_explain_names_the_tile_of_the_kernels() -> None:
+    assert extension.load(), extension.status()
+    explain = importlib.import_module("transformer_fast.explain")  # the package has its function under this name
+    assert extension.module().attention_tile == explain.NATIVE_TILE

@@ -9,7 +9,7 @@ from torch import nn
 
 from transformer_fast import GenerationConfig, Transformer, beam_search, generate, greedy
 from transformer_fast.generation.beam import Search
-from transformer_fast.generation.cache import DecoderCache, _places, move_rows
+from transformer_fast.generation.cache import DecoderCache, assign_slots, move_rows
 from transformer_fast.generation.decoding import Decoding, check_request
 from transformer_fast.generation.fused import FusedStep
 from transformer_fast.kernels import extension
@@ -135,11 +135,11 @@ def test_a_cache_is_free_when_its_call_ends(options):
 
 
 def test_a_row_keeps_its_place_where_it_can():
-    assert _places([0, 1, 2]) == ([0, 1, 2], [])
-    assert _places([0, 0, 2]) == ([0, 1, 2], [(0, 1)])  # one copy: the second child of 0 takes the place of 1
-    assert _places([1, 1, 1]) == ([1, 0, 2], [(1, 0), (1, 2)])
-    assert _places([0, 3, 2]) == ([0, 1, 2], [(3, 1)])  # the last fills the hole of one that left
-    assert _places([2, 0]) == ([1, 0], [(2, 1)])
+    assert assign_slots([0, 1, 2]) == ([0, 1, 2], [])
+    assert assign_slots([0, 0, 2]) == ([0, 1, 2], [(0, 1)])  # one copy: the second child of 0 takes the place of 1
+    assert assign_slots([1, 1, 1]) == ([1, 0, 2], [(1, 0), (1, 2)])
+    assert assign_slots([0, 3, 2]) == ([0, 1, 2], [(3, 1)])  # the last fills the hole of one that left
+    assert assign_slots([2, 0]) == ([1, 0], [(2, 1)])
 
 
 def test_what_is_copied_from_is_not_copied_to():
@@ -147,7 +147,7 @@ def test_what_is_copied_from_is_not_copied_to():
     for _ in range(300):
         rows, kept = (int(torch.randint(1, 12, (), generator=generator)) for _ in range(2))
         parents = torch.randint(rows, (kept,), generator=generator).tolist()
-        places, moves = _places(parents)
+        places, moves = assign_slots(parents)
         held = {place: place for place in range(max(rows, kept))}
         held |= {to: source for source, to in moves}
         assert sorted(places) == list(range(kept)) and [held[place] for place in places] == parents

@@ -1,4 +1,4 @@
-"""The short way to launch a Triton kernel against Triton's own, without a GPU: a driver that only records."""
+"""The fast path to launch a Triton kernel against Triton's own, without a GPU: a driver that only records."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_driver_gets_what_triton_gives_it(launched):
         arguments = {name: value for name, value in launch.arguments.items() if name != "another"}
         launch.kernel[(launch.grid,)](**arguments, **launch.options())
     assert len(ours) == len(launches)
-    assert all(call[6:9] == (None, None, None) for call in ours), "the long way was taken"
+    assert all(call[6:9] == (None, None, None) for call in ours), "the fast path was not taken"
     for launch, short, long in zip(launches, ours, launched, strict=True):
         assert seen(short) == seen(long), launch.arguments
 

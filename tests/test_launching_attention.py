@@ -152,7 +152,7 @@ def test_what_was_derived_from_a_mask_is_not_used_after_it_was_written_to(on_a_g
 
 
 def test_the_seed_of_a_launch_is_a_number_that_backward_gets_again(on_a_gpu):
-    from transformer_fast.ops import _library
+    from transformer_fast.ops import _seed
 
     q, k, v = (floats(2, 4, 24, 32).requires_grad_() for _ in range(3))
     for _ in range(2):
@@ -161,21 +161,21 @@ def test_the_seed_of_a_launch_is_a_number_that_backward_gets_again(on_a_gpu):
         out = tfast.attention(q, k, v, dropout_p=0.1)
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         torch.manual_seed(6)
-        number = _library.draw_seed(torch.device("cpu")).item()
+        number = _seed.draw_seed(torch.device("cpu")).item()
         launches = [seen(driver_call)[-1] for driver_call in on_a_gpu]
         assert [number in arguments for arguments in launches] == [True, False, True, True], "delta has no dropout"
 
 
 def test_a_captured_graph_draws_its_seed_on_the_device(monkeypatch):
     """A number would be one mask for every replay."""
-    from transformer_fast.ops import _library
+    from transformer_fast.ops import _seed
 
     drawn = torch.tensor([5])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(_library, "draw_seed", lambda device: drawn)
-    assert _library.draw_launch_seed(torch.device("cuda"), as_number=True) is drawn
+    monkeypatch.setattr(_seed, "draw_seed", lambda device: drawn)
+    assert _seed.draw_launch_seed(torch.device("cuda"), as_number=True) is drawn
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert isinstance(_library.draw_launch_seed(torch.device("cuda"), as_number=True), int)
+    assert isinstance(_seed.draw_launch_seed(torch.device("cuda"), as_number=True), int)
 
 
 def test_new_lengths_compile_nothing(on_a_gpu):
@@ -193,14 +193,14 @@ def test_new_lengths_compile_nothing(on_a_gpu):
 
 
 def wrong_calls():
-    """The wrong inputs of every door of attention, by name: (call, error, message)."""
+    """The wrong inputs of every public function of attention, by name: (call, error, message)."""
     rows = {name: tuple(row) for name, row in (test_wrong_inputs.ATTENTION | test_wrong_inputs.MASKS).items()}
     rows = {name: row for name, row in rows.items() if not name.startswith(("triton on CPU", "layer"))}
     for module in (test_attention_packed, test_attention_decode):
-        door = getattr(tfast, module.__name__.removeprefix("test_"))
+        function = getattr(tfast, module.__name__.removeprefix("test_"))
         for name, (arguments, options, error, says) in module.WRONG.items():
-            call = functools.partial(door, *arguments, **options)
-            rows[f"{door.__name__}: {name}"] = call, error, says
+            call = functools.partial(function, *arguments, **options)
+            rows[f"{function.__name__}: {name}"] = call, error, says
     wide, ends = floats(1, 1, 2, 257), torch.tensor([0, 2], dtype=torch.int32)
     too_wide = ValueError, r"head_dim up to 256.*257\)"
     rows["d over 256"] = functools.partial(tfast.attention, wide, wide, wide), *too_wide

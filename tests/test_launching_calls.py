@@ -213,6 +213,6 @@ def test_launchers_do_again_what_they_did(launched, monkeypatch, name):
     launched.clear()
     call, given = layer(name)
     call()
-    # The long way made what is derived from the mask first.
+    # The call before made what is derived from the mask first.
     assert outcomes(launched, given) == outcomes(long[-len(launched) :], long_given)
     assert launched and all(call[6:9] == (None, None, None) for call in launched)

@@ -1,4 +1,4 @@
-"""``tfast.layer_norm`` through its door: every backend of this machine against the fp64 oracle, and the op itself."""
+"""``tfast.layer_norm`` as users call it: every backend of this machine against the fp64 oracle, and the op itself."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ FUSED = {"plain": (False, 0.0), "residual": (True, 0.0), "residual and dropout":
 
 
 def make(rows, d, dtype, residual, *, weights=None, device="cpu", offset=0.0, spread=1.0):
-    """x, residual, weight, bias and the gradients of what the door returns."""
+    """x, residual, weight, bias and the gradients of what it returns."""
 
     def random(*shape):
         return torch.randn(shape, dtype=torch.float64)
@@ -50,7 +50,7 @@ def oracle(kind, eps, dropout_p, seed):
     return call
 
 
-def door(kind, eps, dropout_p):
+def norm_of(kind, eps, dropout_p):
     def call(x, residual, weight, bias):
         return tfast.layer_norm(x, weight, bias, eps, kind=kind, residual=residual, dropout_p=dropout_p)
 
@@ -58,9 +58,9 @@ def door(kind, eps, dropout_p):
 
 
 def compare(tensors, grads, kind, dropout_p=0.0, eps=1e-5):
-    """Hold the door to the gate: outputs and every gradient, with poisoned memory."""
+    """Hold it to the gate: outputs and every gradient, with poisoned memory."""
     with fixed_seed(-987654321987654321) as seed, poisoned_memory():
-        actual = outcome(door(kind, eps, dropout_p), tensors, grads)
+        actual = outcome(norm_of(kind, eps, dropout_p), tensors, grads)
     check = oracle(kind, eps, dropout_p, seed.to(tensors[0].device))
     eager = outcome(check, tensors, grads)
     exact = outcome(check, [None if t is None else t.double() for t in tensors], grads)
@@ -105,7 +105,7 @@ def test_without_weight_or_bias(rows, d, absent, kind, device):
 
 def test_width_one(device):
     tensors, grads = make(5, 1, torch.float32, False, device=device)
-    out, grad_x, grad_weight, grad_bias = outcome(door("layer", 1e-5, 0.0), tensors, grads)
+    out, grad_x, grad_weight, grad_bias = outcome(norm_of("layer", 1e-5, 0.0), tensors, grads)
     assert torch.equal(out, tensors[3].expand(5, 1))
     assert torch.equal(grad_weight, torch.zeros(1, device=device))
     torch.testing.assert_close(grad_bias, grads[0].sum(0))
@@ -132,7 +132,7 @@ def test_a_constant_row_gives_the_bias_exactly(value, dtype, kind, device):
     (x, _, weight, bias), (grad_out, *_) = make(6, 333, dtype, False, device=device)
     x.fill_(value)
     eps = 1e-3 if dtype == torch.float16 else 1e-6  # the gradient is as large as 1 / eps, and float16 ends at 65504
-    out, *gradients = outcome(door(kind, eps, 0.0), (x, None, weight, bias), [grad_out])
+    out, *gradients = outcome(norm_of(kind, eps, 0.0), (x, None, weight, bias), [grad_out])
     assert torch.equal(out, bias.expand_as(out))
     assert all(g.isfinite().all() for g in gradients)
     assert torch.equal(gradients[1], torch.zeros_like(weight))
@@ -174,8 +174,8 @@ def test_any_strides(kind, device):
         for residual in (None, torch.randn_like(x)):
             tensors = x, residual, weight, bias
             grads = [grad_out] * (1 if residual is None else 2)
-            actual = outcome(door(kind, 1e-5, 0.0), tensors, grads)
-            dense = outcome(door(kind, 1e-5, 0.0), [t if t is None else t.contiguous() for t in tensors], grads)
+            actual = outcome(norm_of(kind, 1e-5, 0.0), tensors, grads)
+            dense = outcome(norm_of(kind, 1e-5, 0.0), [t if t is None else t.contiguous() for t in tensors], grads)
             assert all(torch.equal(a, b) for a, b in zip(actual, dense, strict=True)), name
 
 
@@ -185,7 +185,7 @@ def test_no_rows(shape, fused, device):
     residual, dropout_p = FUSED[fused]
     tensors, grads = make(0, 16, torch.float32, residual, device=device)
     tensors = [t.reshape(shape) if t is not None and t.dim() == 2 else t for t in tensors]
-    out, *rest = outcome(door("std", 1e-5, dropout_p), tensors, [g.reshape(shape) for g in grads])
+    out, *rest = outcome(norm_of("std", 1e-5, dropout_p), tensors, [g.reshape(shape) for g in grads])
     assert out.shape == shape
     assert torch.equal(rest[-1], torch.zeros(16, device=device)) and torch.equal(rest[-2], rest[-1])
 
@@ -200,7 +200,7 @@ def test_two_runs_agree_bit_for_bit_on_any_number_of_threads(rows, d, kind, devi
         for count in (1, 2, 3, 3):
             torch.set_num_threads(count)
             with fixed_seed(11):
-                outcomes.append(outcome(door(kind, 1e-5, 0.2), tensors, grads))
+                outcomes.append(outcome(norm_of(kind, 1e-5, 0.2), tensors, grads))
     finally:
         torch.set_num_threads(threads)
     for other in outcomes[1:]:
@@ -233,7 +233,7 @@ def test_one_of_the_two_outputs_used_alone(used, device):
     tensors, grads = make(17, 24, torch.float32, True, device=device)
     with fixed_seed(3) as seed:
         leaves = [t.clone().requires_grad_() for t in tensors]
-        actual = torch.autograd.grad(door("layer", 1e-5, 0.3)(*leaves)[used], leaves[:2], grads[0])
+        actual = torch.autograd.grad(norm_of("layer", 1e-5, 0.3)(*leaves)[used], leaves[:2], grads[0])
         expected = torch.autograd.grad(oracle("layer", 1e-5, 0.3, seed.to(device))(*leaves)[used], leaves[:2], grads[0])
     for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e)
@@ -246,9 +246,9 @@ def test_frozen_inputs_leave_the_other_gradients_as_they_are(kind, fused, frozen
     residual, dropout_p = FUSED[fused]
     tensors, grads = make(65, 37, torch.float32, residual, device=device)
     with fixed_seed(5):
-        _, *expected = outcome(door(kind, 1e-5, dropout_p), tensors, grads)[residual:]
+        _, *expected = outcome(norm_of(kind, 1e-5, dropout_p), tensors, grads)[residual:]
         leaves = [t if t is None else t.clone().requires_grad_(i not in frozen) for i, t in enumerate(tensors)]
-        outputs = door(kind, 1e-5, dropout_p)(*leaves)
+        outputs = norm_of(kind, 1e-5, dropout_p)(*leaves)
     torch.autograd.backward(outputs if residual else [outputs], grads)
     for leaf, gradient in zip((t for t in leaves if t is not None), expected, strict=True):
         assert torch.equal(leaf.grad, gradient) if leaf.requires_grad else leaf.grad is None
@@ -280,7 +280,7 @@ def test_gradcheck_in_double(fused, kind):
     tensors, _ = make(3, 11, torch.float64, residual)
     leaves = [None if t is None else t.requires_grad_() for t in tensors]
     with fixed_seed(7):
-        assert torch.autograd.gradcheck(door(kind, 1e-5, dropout_p), leaves)
+        assert torch.autograd.gradcheck(norm_of(kind, 1e-5, dropout_p), leaves)
 
 
 @pytest.mark.parametrize("fused", FUSED)
@@ -295,14 +295,14 @@ def test_opcheck(fused, device):
     x, added, weight, bias = (None if t is None else t.detach() for t in leaves)
     _, summed, mean, rstd = op(x, added, weight, bias, 1e-5, True, dropout_p, seed, backend)
     rows = summed if residual else x
-    tail = weight, mean, rstd, 1e-5, True, dropout_p, seed, residual, True, backend
+    tail = weight, mean, rstd, True, dropout_p, seed, True, backend
     backward = torch.ops.transformer_fast.layer_norm_backward.default
     torch.library.opcheck(backward, (grads[0], grads[1] if residual else None, rows, *tail))
 
 
 def test_compiles(device):
     tensors, _ = make(6, 32, torch.float32, True, device=device)
-    call = door("std", 1e-6, 0.0)
+    call = norm_of("std", 1e-6, 0.0)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     for a, b in zip(compiled(*tensors), call(*tensors), strict=True):
         assert torch.equal(a, b)

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 KERNEL_TESTS = (
     "test_attention*.py",
     "test_cross_entropy.py",
-    "test_direct.py",
+    "test_eager.py",
     "test_dropout.py",
     "test_embedding*.py",
     "test_generation_fused.py",

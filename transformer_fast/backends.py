@@ -178,6 +178,8 @@ def _obstacle(name: str, op: str, device: torch.device, dtype: torch.dtype) -> s
         return "Triton kernels run on a GPU; on CPU tensors only with TRITON_INTERPRET=1 set before the program starts"
     elif not _triton_imports():
         return "triton is not installed; run `pip install triton`"
+    elif not extension.load():  # the ops are registered there
+        return extension.obstacle()
     if dtype == torch.float64 and device.type == "cuda":
         return "the GPU kernels take float32, float16 and bfloat16"
     if dtype == torch.float64 and name == "triton":

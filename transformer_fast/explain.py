@@ -68,7 +68,9 @@ def _describe_tiles(
         from .kernels.launching import architecture_of
 
         kind = call_kind(Lk, parts | {"bias": mask.additive_bias, "seed": True if dropout_p > 0.0 else None}, None)
-        config = attention_config("forward", architecture_of(q), q.element_size() * 8, padded_head_dim(q), kind)
+        config = attention_config(
+            "forward", architecture_of(q), q.element_size() * 8, padded_head_dim(q.shape[-1]), kind
+        )
         tile = config.block_queries, config.block_keys
     if parts["lengths"] is not None:
         parts["lengths"] = normal_lengths(parts["lengths"], B, Lq, Lk)

@@ -2,12 +2,12 @@
 // fast paths. transformer_fast/ops/attention.py and attention_packed.py document and check what they take.
 #include "attention.h"
 
-#include "../direct/attention_checks.h"
-#include "../direct/functions.h"
-#include "../direct/node.h"
-#include "attention_triton.h"
+#include "../triton/attention.h"
+#include "../triton/python_function.h"
+#include "attention_checks.h"
+#include "eager.h"
+#include "node.h"
 #include "operator.h"
-#include "python_function.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty_like.h>
@@ -24,7 +24,7 @@ namespace attention_op {
 namespace {
 
 namespace py = pybind11;
-using direct::needs_gradient, direct::Needs, direct::or_none, direct::or_undefined;
+using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined;
 using torch::autograd::variable_list;
 using TwoTensors = std::tuple<Tensor, Tensor>;
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
@@ -166,9 +166,9 @@ Tensor weights_meta(const AttentionParams& /* params */, const Tensor& q, const 
 // Whether the kernels may be called without the dispatcher: for plain memory, with nothing that looks at the call.
 template <typename Tensors>
 bool is_direct(const AttentionParams& params, const Tensors& tensors) {
-  if (is_native(params.backend)) return direct::is_plain_eager(tensors);
-  const auto plain = [](const Tensor& t) { return !t.defined() || direct::is_plain(t) || direct::is_plain_cuda(t); };
-  return !direct::has_active_modes() && std::all_of(tensors.begin(), tensors.end(), plain);
+  if (is_native(params.backend)) return eager::is_plain_eager(tensors);
+  const auto plain = [](const Tensor& t) { return !t.defined() || eager::is_plain(t) || eager::is_plain_cuda(t); };
+  return !eager::has_active_modes() && std::all_of(tensors.begin(), tensors.end(), plain);
 }
 
 struct Attention {
@@ -223,7 +223,7 @@ AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& par
                                                    : dispatch<forward>("attention", params, q, k, v);
   }
   if (!records) return result;
-  direct::OpNode<Attention>::Saved saved = {q, k, v};
+  eager::OpNode<Attention>::Saved saved = {q, k, v};
   const auto tensors = params.tensors();
   std::copy(tensors.begin(), tensors.end(), &saved[3]);
   saved[Attention::kResult] = result.out, saved[Attention::kResult + 1] = result.logsumexp;
@@ -231,7 +231,7 @@ AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& par
   saved[Attention::kResult + 3] = or_undefined(result.kept_factors);
   variable_list returned = {result.out, result.logsumexp};
   returned.resize(outputs);
-  direct::record<Attention>(returned, saved, params.without_tensors(), q, k, v, params.bias);
+  eager::record<Attention>(returned, saved, params.without_tensors(), q, k, v, params.bias);
   return result;
 }
 
@@ -254,7 +254,7 @@ ThreeTensors backward_autograd(const AttentionParams& params, const Tensor& grad
                                : dispatch<attention_op::backward>("attention_backward", params, grad_out, q, k, v, out,
                                                                   logsumexp, grad_logsumexp);
   }
-  return direct::undifferentiable("attention", grads, {grad_out, q, k, v, out, logsumexp});
+  return eager::undifferentiable("attention", grads, {grad_out, q, k, v, out, logsumexp});
 }
 
 Tensor grad_bias_autograd(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
@@ -265,7 +265,7 @@ Tensor grad_bias_autograd(const AttentionParams& params, const Tensor& grad_out,
     const at::AutoDispatchBelowADInplaceOrView below;
     grad = dispatch<grad_bias>("attention_grad_bias", params, grad_out, q, k, v, out, logsumexp, grad_logsumexp);
   }
-  return std::get<0>(direct::undifferentiable("attention", grad, {grad_out, q, k, v, out, logsumexp}));
+  return std::get<0>(eager::undifferentiable("attention", grad, {grad_out, q, k, v, out, logsumexp}));
 }
 
 // Rare: a loss on the weights. They are a function of q, k and the bias, and the reference knows it.
@@ -301,10 +301,10 @@ Tensor weights_autograd(const AttentionParams& params, const Tensor& q, const Te
     result = dispatch<weights>("attention_weights", params, q, k, logsumexp);
   }
   if (!needs_gradient(q, k, params.bias)) return result;
-  direct::OpNode<AttentionWeights>::Saved saved = {q, k};
+  eager::OpNode<AttentionWeights>::Saved saved = {q, k};
   const auto tensors = params.tensors();
   std::copy(tensors.begin(), tensors.end(), &saved[2]);
-  direct::record<AttentionWeights>({result}, saved, params.without_tensors(), q, k, params.bias);
+  eager::record<AttentionWeights>({result}, saved, params.without_tensors(), q, k, params.bias);
   return result;
 }
 
@@ -381,7 +381,7 @@ TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) {
 }  // namespace attention_op
 
 // The eager fast paths.
-namespace direct {
+namespace eager {
 namespace {
 
 bool shapes_fit(const Tensor& q, const Tensor& k, const Tensor& v) {
@@ -435,7 +435,7 @@ bool are_normal(const Tensor& lengths, int64_t B, int64_t Lq) {
          (lengths.dim() == 1 || lengths.size(1) == Lq);
 }
 
-// What the door was given; q is undefined where the call is declined.
+// What the public function was given; q is undefined where the call must go by the dispatcher.
 struct Call {
   Tensor q, k, v;
   AttentionParams params;
@@ -530,5 +530,5 @@ py::object attention_packed(bool launched, py::handle q_, py::handle k_, py::han
   return wrap(run(q, k, v, params));
 }
 
-}  // namespace direct
+}  // namespace eager
 }  // namespace transformer_fast

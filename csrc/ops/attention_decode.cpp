@@ -1,11 +1,11 @@
 // Attention of a few new queries to a contiguous or paged cache: the op of torch.ops.transformer_fast, from schema to kernel.
 // transformer_fast/ops/attention_decode.py documents and checks what it takes. It has no gradient.
-#include "../direct/attention_checks.h"
-#include "../direct/functions.h"
-#include "../direct/launching.h"
+#include "../triton/launch_cache.h"
+#include "../triton/python_function.h"
+#include "attention_checks.h"
 #include "attention_tensors.h"
+#include "eager.h"
 #include "operator.h"
-#include "python_function.h"
 
 #include <ATen/TensorOperators.h>
 #include <ATen/autocast_mode.h>
@@ -94,7 +94,7 @@ const auto& forward_op() {
 
 TwoTensors forward_autograd(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
                             const OptionalTensor& page_table, bool causal, double scale, std::string_view backend) {
-  TORCH_CHECK(!direct::needs_gradient(q, k_cache, v_cache),
+  TORCH_CHECK(!eager::needs_gradient(q, k_cache, v_cache),
               "attention_decode has no gradient: call it under torch.no_grad(), or use transformer_fast.attention");
   return below_autograd(forward, forward_op(), false, q, k_cache, v_cache, lengths, page_table, causal, scale, backend);
 }
@@ -125,7 +125,7 @@ TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) {
 }  // namespace decode_op
 
 // The eager fast path.
-namespace direct {
+namespace eager {
 namespace {
 
 struct DecodeCall {
@@ -167,15 +167,15 @@ bool pages_exist(const DecodeCall& call) {
 Tensor launched_again(const DecodeCall& call) {
   const at::AutoDispatchBelowADInplaceOrView below;
   const Tensor& q = call.q;
-  KnownCall known;
-  known.input(q);
-  for (const Tensor& cache : {call.k, call.v}) known.input(call.page_table ? cache.transpose(1, 2) : cache);
-  known.input(call.lengths);
-  known.input(call.page_table);
-  if (!known.find(py::make_tuple("attention decode", call.causal, call.scale), py::tuple(), q)) return {};
+  CachedLaunch cached;
+  cached.input(q);
+  for (const Tensor& cache : {call.k, call.v}) cached.input(call.page_table ? cache.transpose(1, 2) : cache);
+  cached.input(call.lengths);
+  cached.input(call.page_table);
+  if (!cached.lookup(py::make_tuple("attention decode", call.causal, call.scale), py::tuple(), q)) return {};
   const auto [out, logsumexp] = empty_outputs_of(q);
-  known.output(out.const_data_ptr());
-  known.output(logsumexp.const_data_ptr());
+  cached.output(out.const_data_ptr());
+  cached.output(logsumexp.const_data_ptr());
   static const PythonFunction division("transformer_fast.kernels.attention_decode", "division");
   const py::tuple divided = division.call(py::dict(), q.size(0), q.size(1), q.size(2), q.size(3), call.key_heads(),
                                           call.capacity(), q.element_size());
@@ -185,8 +185,8 @@ Tensor launched_again(const DecodeCall& call) {
                 totals = peaks + rounded_up(rows);
   const Tensor buffer = parts == 1 ? Tensor() : at::empty({totals + rows}, logsumexp.options());
   for (const int64_t place : {int64_t{0}, peaks, totals})
-    known.output(parts == 1 ? nullptr : buffer.const_data_ptr<float>() + place);
-  known.start();
+    cached.output(parts == 1 ? nullptr : buffer.const_data_ptr<float>() + place);
+  cached.replay();
   return out;
 }
 
@@ -226,5 +226,5 @@ py::object attention_decode(bool launched, py::handle q_, py::handle k_cache, py
   return wrap(launch_decode(q, call.k, call.v, call.lengths, call.page_table, call.causal, call.scale).out);
 }
 
-}  // namespace direct
+}  // namespace eager
 }  // namespace transformer_fast

@@ -4,11 +4,11 @@
 // The logits are made in chunks of rows; each chunk gives its losses and, where a gradient is asked for, is turned into
 // its own and multiplied into the others at once. Rows that are ignored are left out.
 #include "../cpu/kernels.h"
-#include "../direct/call.h"
-#include "../direct/functions.h"
-#include "../direct/node.h"
+#include "../triton/python_function.h"
+#include "eager.h"
+#include "eager_call.h"
+#include "node.h"
 #include "operator.h"
-#include "python_function.h"
 #include "tensors.h"
 
 #include <ATen/Dispatch.h>
@@ -32,7 +32,7 @@ namespace transformer_fast {
 namespace cross_entropy_op {
 namespace {
 
-using direct::needs_gradient, direct::Needs, direct::or_undefined, direct::requires_grad;
+using eager::needs_gradient, eager::Needs, eager::or_undefined, eager::requires_grad;
 using torch::autograd::variable_list;
 
 // The gradients asked for are those of x, weight and bias; (0,) where one is not. All are still to be multiplied by
@@ -186,7 +186,7 @@ struct LinearCrossEntropy {
                                 const Needs& needs) {
     const Tensor scale = grads[0] * saved[6];
     // What was kept for a graph that ends here is scaled where it lies, and handed over.
-    const bool ends = !torch::autograd::get_current_graph_task_keep_graph() && direct::is_plain_memory(grads[0]);
+    const bool ends = !torch::autograd::get_current_graph_task_keep_graph() && eager::is_plain_memory(grads[0]);
     const bool scaled = ends && scale.is_cpu() && scale.item<double>() == 1;
     variable_list gradients(3);
     for (size_t i = 0; i < 3; ++i) {
@@ -224,9 +224,9 @@ Result recorded(bool direct, const Tensor& x, const Tensor& weight, const Option
   }
   const auto& [grad_x, grad_weight, grad_bias] = result.gradients;
   if (records)
-    direct::record<LinearCrossEntropy>({result.loss},
-                                       {x, weight, or_undefined(bias), grad_x, grad_weight, grad_bias, result.scale},
-                                       {}, x, weight, bias);
+    eager::record<LinearCrossEntropy>({result.loss},
+                                      {x, weight, or_undefined(bias), grad_x, grad_weight, grad_bias, result.scale}, {},
+                                      x, weight, bias);
   return result;
 }
 
@@ -268,9 +268,9 @@ TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) {
 }  // namespace cross_entropy_op
 
 // The eager fast path.
-py::object direct::linear_cross_entropy(py::handle x_, py::handle weight_, py::handle bias_, py::handle target_,
-                                        py::handle smoothing_, py::handle ignore_index_, py::handle reduction,
-                                        py::handle chunk_elements_) {
+py::object eager::linear_cross_entropy(py::handle x_, py::handle weight_, py::handle bias_, py::handle target_,
+                                       py::handle smoothing_, py::handle ignore_index_, py::handle reduction,
+                                       py::handle chunk_elements_) {
   Arguments arguments;
   const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_), target = arguments.tensor(target_);
   const OptionalTensor bias = arguments.optional_floating(bias_);

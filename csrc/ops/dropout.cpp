@@ -1,11 +1,11 @@
 // y = [residual +] dropout([relu] (x [+ bias])): the op of torch.ops.transformer_fast, from schema to kernel.
 // transformer_fast/ops/dropout.py documents and checks what it takes.
 #include "../cpu/kernels.h"
-#include "../direct/call.h"
-#include "../direct/functions.h"
-#include "../direct/node.h"
+#include "../triton/python_function.h"
+#include "eager.h"
+#include "eager_call.h"
+#include "node.h"
 #include "operator.h"
-#include "python_function.h"
 #include "tensors.h"
 
 #include <ATen/Dispatch.h>
@@ -21,7 +21,7 @@ namespace transformer_fast {
 namespace dropout_op {
 namespace {
 
-using direct::needs_gradient, direct::Needs, direct::or_none, direct::or_undefined;
+using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined;
 using torch::autograd::variable_list;
 
 constexpr const char* kForward =
@@ -110,7 +110,7 @@ struct Dropout {
     Tensor grad_x, grad_bias;
     if (needs[0] || needs[1])
       std::tie(grad_x, grad_bias) = below_autograd(
-          dropout_op::backward, backward_op(), direct::is_plain_eager(grads) && direct::is_plain_eager(saved), grads[0],
+          dropout_op::backward, backward_op(), eager::is_plain_eager(grads) && eager::is_plain_eager(saved), grads[0],
           or_none(saved[0]), options.relu, options.p, or_none(saved[1]), needs[1], options.backend);
     return {grad_x, needs[1] ? in_type(grad_bias, *options.bias) : Tensor(), grads[0]};
   }
@@ -122,9 +122,9 @@ Tensor recorded(bool direct, const Tensor& x, const OptionalTensor& bias, const 
   const Tensor out = below_autograd(forward, forward_op(), direct, x, bias, residual, relu, p, seed, backend);
   // With ReLU the output alone tells which elements pass a gradient: those that are positive.
   if (needs_gradient(x, bias, residual))
-    direct::record<Dropout>({out}, {relu ? out : Tensor(), or_undefined(seed)},
-                            {relu, p, bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend)},
-                            x, bias, residual);
+    eager::record<Dropout>({out}, {relu ? out : Tensor(), or_undefined(seed)},
+                           {relu, p, bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend)}, x,
+                           bias, residual);
   return out;
 }
 
@@ -136,7 +136,7 @@ Tensor forward_autograd(const Tensor& x, const OptionalTensor& bias, const Optio
 std::tuple<Tensor, Tensor> backward_autograd(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
                                              const OptionalTensor& seed, bool has_bias, std::string_view backend) {
   const auto gradients = below_autograd(backward, backward_op(), false, grad_out, y, relu, p, seed, has_bias, backend);
-  return direct::undifferentiable("dropout", gradients, {grad_out, or_undefined(y)});
+  return eager::undifferentiable("dropout", gradients, {grad_out, or_undefined(y)});
 }
 
 }  // namespace
@@ -164,8 +164,8 @@ TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
 }  // namespace dropout_op
 
 // The eager fast path.
-py::object direct::dropout(py::handle x_, py::handle p_, py::handle bias_, py::handle residual_, py::handle relu_,
-                           py::handle seed_) {
+py::object eager::dropout(py::handle x_, py::handle p_, py::handle bias_, py::handle residual_, py::handle relu_,
+                          py::handle seed_) {
   Arguments arguments;
   const Tensor x = arguments.floating(x_);
   const OptionalTensor bias = arguments.optional_floating(bias_), residual = arguments.optional_floating(residual_);

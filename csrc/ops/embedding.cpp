@@ -2,9 +2,9 @@
 // transformer_fast/ops/embedding.py documents and checks what they take; csrc/cuda has their kernels for a GPU.
 #include "../embedding.h"
 #include "../cpu/kernels.h"
-#include "../direct/call.h"
-#include "../direct/functions.h"
-#include "../direct/node.h"
+#include "eager.h"
+#include "eager_call.h"
+#include "node.h"
 #include "operator.h"
 #include "tensors.h"
 
@@ -27,7 +27,7 @@ namespace transformer_fast {
 namespace embedding_op {
 namespace {
 
-using direct::needs_gradient, direct::Needs, direct::or_none, direct::or_undefined, direct::requires_grad;
+using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined, eager::requires_grad;
 using torch::autograd::variable_list;
 
 constexpr const char* kEmbed =
@@ -271,7 +271,7 @@ struct Embed {
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
-    const bool direct = direct::is_plain_eager(grads) && direct::is_plain_eager(saved);
+    const bool direct = eager::is_plain_eager(grads) && eager::is_plain_eager(saved);
     const BelowAutogradUnlessNeeded below;
     const auto& [vocabulary, scale, padding_idx, p, deterministic, table] = options;
     const OptionalTensor offsets = or_none(saved[1]), seed = or_none(saved[2]);
@@ -314,9 +314,9 @@ Tensor recorded_embed(bool direct, const Tensor& ids, const Tensor& weight, cons
                  : embed_op()(ids, weight, table, scale, offset, offsets, padding_idx, p, seed, deterministic);
   }
   if (needs_gradient(weight, table))
-    direct::record<Embed>({out}, {ids, or_undefined(offsets), or_undefined(seed)},
-                          {weight.sym_size(0), scale, padding_idx, p, deterministic, Table(table, offset)}, weight,
-                          table);
+    eager::record<Embed>({out}, {ids, or_undefined(offsets), or_undefined(seed)},
+                         {weight.sym_size(0), scale, padding_idx, p, deterministic, Table(table, offset)}, weight,
+                         table);
   return out;
 }
 
@@ -329,8 +329,8 @@ Tensor recorded_add_positional(bool direct, const Tensor& x, const OptionalTenso
                  : add_positional_op()(x, table, offset, offsets, p, seed);
   }
   if (needs_gradient(x, table))
-    direct::record<AddPositional>({out}, {or_undefined(offsets), or_undefined(seed)}, {p, Table(table, offset)}, x,
-                                  table);
+    eager::record<AddPositional>({out}, {or_undefined(offsets), or_undefined(seed)}, {p, Table(table, offset)}, x,
+                                 table);
   return out;
 }
 
@@ -348,7 +348,7 @@ Tensor embed_backward_autograd(const Tensor& grad_out, const Tensor& ids, c10::S
     const at::AutoDispatchBelowADInplaceOrView below;
     gradient = embed_backward_op()(grad_out, ids, vocabulary, scale, padding_idx, p, seed, deterministic);
   }
-  return std::get<0>(direct::undifferentiable("embed", gradient, {grad_out}));
+  return std::get<0>(eager::undifferentiable("embed", gradient, {grad_out}));
 }
 
 Tensor add_positional_autograd(const Tensor& x, const OptionalTensor& table, c10::SymInt offset,
@@ -388,7 +388,7 @@ TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
 }  // namespace embedding_op
 
 // The eager fast paths.
-namespace direct {
+namespace eager {
 namespace {
 
 bool table_fits(const Tensor& table, const Tensor& x, int64_t offset, int64_t length) {
@@ -468,5 +468,5 @@ py::object add_positional(py::handle x_, py::handle table_, py::handle offset_, 
   END_HANDLE_TH_ERRORS_PYBIND
 }
 
-}  // namespace direct
+}  // namespace eager
 }  // namespace transformer_fast

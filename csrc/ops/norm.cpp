@@ -3,11 +3,11 @@
 #include "norm.h"
 
 #include "../cpu/kernels.h"
-#include "../direct/call.h"
-#include "../direct/functions.h"
-#include "../direct/node.h"
+#include "../triton/python_function.h"
+#include "eager.h"
+#include "eager_call.h"
+#include "node.h"
 #include "operator.h"
-#include "python_function.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
@@ -98,7 +98,7 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
 namespace norm_op {
 namespace {
 
-using direct::needs_gradient, direct::Needs, direct::or_none, direct::or_undefined;
+using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined;
 using torch::autograd::variable_list;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
@@ -107,7 +107,7 @@ constexpr const char* kForward =
     "Tensor? seed, str backend) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)";
 constexpr const char* kBackward =
     "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-    "float eps, bool std, float dropout_p, Tensor? seed, bool has_residual, bool has_bias, str backend) "
+    "bool std, float dropout_p, Tensor? seed, bool has_bias, str backend) "
     "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)";
 
 // An op returns tensors: where there is nothing, an empty one.
@@ -141,9 +141,8 @@ FourTensors forward_meta(const Tensor& x, const OptionalTensor& residual, const 
 }
 
 FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
-                     const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, double /* eps */, bool std,
-                     double dropout_p, const OptionalTensor& seed, bool /* has_residual */, bool has_bias,
-                     std::string_view backend) {
+                     const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, bool std, double dropout_p,
+                     const OptionalTensor& seed, bool has_bias, std::string_view backend) {
   if (!is_native(backend)) {
     static const PythonFunction launcher("transformer_fast.kernels.norm_backward", "norm_backward");
     return std::tuple_cat(
@@ -159,8 +158,8 @@ FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, 
 
 FourTensors backward_meta(const Tensor& /* grad_out */, const OptionalTensor& /* grad_summed */, const Tensor& x,
                           const OptionalTensor& weight, const Tensor& /* mean */, const Tensor& /* rstd */,
-                          double /* eps */, bool /* std */, double dropout_p, const OptionalTensor& /* seed */,
-                          bool /* has_residual */, bool has_bias, std::string_view /* backend */) {
+                          bool /* std */, double dropout_p, const OptionalTensor& /* seed */, bool has_bias,
+                          std::string_view /* backend */) {
   const auto rows = [&](bool asked) { return asked ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}); };
   const auto parameter = [&](bool asked) {
     return meta_tensor(weight ? *weight : x, {asked ? x.sym_size(-1) : c10::SymInt(0)});
@@ -184,7 +183,6 @@ struct LayerNorm {
   static constexpr size_t kSaved = 5;
 
   struct Options {
-    double eps;
     bool std;
     double dropout_p;
     bool has_residual;
@@ -194,8 +192,7 @@ struct LayerNorm {
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
-    const bool direct_call =
-        is_native(options.backend) && direct::is_plain_eager(grads) && direct::is_plain_eager(saved);
+    const bool direct_call = is_native(options.backend) && eager::is_plain_eager(grads) && eager::is_plain_eager(saved);
     const at::AutoDispatchBelowADInplaceOrView below;
     const Tensor &x = saved[0], &mean = saved[2], &rstd = saved[3];
     const OptionalTensor weight = or_none(saved[1]), seed = or_none(saved[4]);
@@ -207,8 +204,8 @@ struct LayerNorm {
                                 options.std, options.dropout_p, seed, {needs[0] || needs[1], needs[2], needs[3]});
     else
       std::tie(gradients.x, gradients.residual, gradients.weight, gradients.bias) =
-          backward_op()(grad_out, grad_summed, x, weight, mean, rstd, options.eps, options.std, options.dropout_p, seed,
-                        options.has_residual, options.bias.has_value(), options.backend);
+          backward_op()(grad_out, grad_summed, x, weight, mean, rstd, options.std, options.dropout_p, seed,
+                        options.bias.has_value(), options.backend);
     if (options.dropout_p == 0) gradients.residual = gradients.x;
     if (!weight) gradients.weight = Tensor();
     if (options.bias && gradients.bias.defined()) gradients.bias = in_type(gradients.bias, *options.bias);
@@ -225,11 +222,11 @@ FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residua
       below_autograd(forward, forward_op(), direct, x, residual, weight, bias, eps, std, dropout_p, seed, backend);
   if (!needs_gradient(x, residual, weight, bias)) return results;
   const auto& [out, summed, mean, rstd] = results;
-  direct::record<LayerNorm>(residual ? variable_list{out, summed} : variable_list{out},
-                            {residual ? summed : x, or_undefined(weight), mean, rstd, or_undefined(seed)},
-                            {eps, std, dropout_p, residual.has_value(),
-                             bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend)},
-                            x, residual, weight, bias);
+  eager::record<LayerNorm>(residual ? variable_list{out, summed} : variable_list{out},
+                           {residual ? summed : x, or_undefined(weight), mean, rstd, or_undefined(seed)},
+                           {std, dropout_p, residual.has_value(),
+                            bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend)},
+                           x, residual, weight, bias);
   return results;
 }
 
@@ -240,13 +237,12 @@ FourTensors forward_autograd(const Tensor& x, const OptionalTensor& residual, co
 }
 
 FourTensors backward_autograd(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
-                              const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, double eps,
-                              bool std, double dropout_p, const OptionalTensor& seed, bool has_residual, bool has_bias,
-                              std::string_view backend) {
+                              const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, bool std,
+                              double dropout_p, const OptionalTensor& seed, bool has_bias, std::string_view backend) {
   const auto gradients = below_autograd(backward, backward_op(), false, grad_out, grad_summed, x, weight, mean, rstd,
-                                        eps, std, dropout_p, seed, has_residual, has_bias, backend);
-  return direct::undifferentiable("layer_norm", gradients,
-                                  {grad_out, or_undefined(grad_summed), x, or_undefined(weight), mean, rstd});
+                                        std, dropout_p, seed, has_bias, backend);
+  return eager::undifferentiable("layer_norm", gradients,
+                                 {grad_out, or_undefined(grad_summed), x, or_undefined(weight), mean, rstd});
 }
 
 }  // namespace
@@ -274,8 +270,8 @@ TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
 }  // namespace norm_op
 
 // The eager fast path.
-py::object direct::layer_norm(py::handle x_, py::handle weight_, py::handle bias_, py::handle eps_, py::handle kind,
-                              py::handle residual_, py::handle dropout_p_, py::handle seed_) {
+py::object eager::layer_norm(py::handle x_, py::handle weight_, py::handle bias_, py::handle eps_, py::handle kind,
+                             py::handle residual_, py::handle dropout_p_, py::handle seed_) {
   Arguments arguments;
   const Tensor x = arguments.floating(x_);
   const OptionalTensor weight = arguments.optional_floating(weight_), bias = arguments.optional_floating(bias_);

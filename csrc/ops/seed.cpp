@@ -1,6 +1,6 @@
 // The seed of one dropout mask, drawn from PyTorch's generator for the CPU.
-#include "../direct/call.h"
-#include "../direct/functions.h"
+#include "eager.h"
+#include "eager_call.h"
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/DistributionsHelper.h>
@@ -9,7 +9,7 @@
 #include <limits>
 #include <mutex>
 
-namespace transformer_fast::direct {
+namespace transformer_fast::eager {
 
 int64_t draw_number() {
   constexpr int64_t low = std::numeric_limits<int64_t>::min();
@@ -26,4 +26,4 @@ py::object draw_seed() {
   return wrap(seed);
 }
 
-}  // namespace transformer_fast::direct
+}  // namespace transformer_fast::eager

@@ -1,4 +1,4 @@
-"""The whole line on Triton kernels: doors, autograd and layers against the reference backend."""
+"""The whole line on Triton kernels: public functions, autograd and layers against the reference backend."""
 
 import pytest
 import torch

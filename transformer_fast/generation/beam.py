@@ -19,12 +19,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .choice import best_tokens, log_normalizer
 from .config import GenerationConfig
 from .decoding import Decoding, Hypothesis, Lengths, Request, check_request, evaluating
 from .rules import Rules
 from .scores import length_penalty as length_penalty_of
 from .scores import scored_hypothesis
+from .topk import best_tokens, log_normalizer
 
 
 def beam_search(

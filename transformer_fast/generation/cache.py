@@ -79,7 +79,7 @@ class DecoderCache:
     def select(self, rows: list[int]) -> None:
         """Keep these of the caller's rows, in this order; one named several times is continued several times."""
         parents = [self._slots[row] for row in rows]
-        slots, moves = _places(parents)
+        slots, moves = assign_slots(parents)
         sentences = [0] * len(slots)
         for slot, parent in zip(slots, parents, strict=True):
             sentences[slot] = self._sentences[parent]
@@ -118,7 +118,7 @@ class DecoderCache:
         kept = sorted(set(sentences))
         if len(kept) == self.cross.shape[1]:
             return sentences
-        places, moves = _places(kept)
+        places, moves = assign_slots(kept)
         _move(self.cross.unbind(0), moves)
         self.cross = self.cross[:, : len(kept)]
         if self._mask is not None:
@@ -206,7 +206,7 @@ class _Cross:
         return self._cache.read_source(self._layer, attention.q_linear(x), attention.h, self._record)
 
 
-def _places(parents: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
+def assign_slots(parents: list[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """New places 0 .. len(parents) - 1: each parent keeps its own for its first child, others take what is left.
 
     Returns the places, and which copies that needs: (from, to). No place is both: what is copied from stays where it

@@ -20,7 +20,7 @@ from .. import ops
 from ..layers.attention import MultiHeadAttention
 from ..layers.decoder import LayerCache
 from ..layers.embedding import PositionalEncoder
-from .cache import BLOCK, _places, move_rows
+from .cache import BLOCK, assign_slots, move_rows
 from .weights import joined, prepared
 
 Replay = Callable[[], Tensor]
@@ -136,7 +136,7 @@ class StaticStep:
     def select(self, rows: Tensor) -> None:
         """Keep these of the caller's rows, in this order."""
         parents = [self._slots[row] for row in rows.tolist()]
-        self._slots, moves = _places(parents)
+        self._slots, moves = assign_slots(parents)
         sentences = [0] * len(parents)
         for slot, parent in zip(self._slots, parents, strict=True):
             sentences[slot] = self._sentences[parent]

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .choice import best_tokens, log_normalizer
 from .config import GenerationConfig
 from .decoding import Decoding, Hypothesis, Lengths, Request, check_request, evaluating
 from .rules import Rules
 from .sampling import Sampler
 from .scores import scored_hypothesis
+from .topk import best_tokens, log_normalizer
 
 
 def greedy(

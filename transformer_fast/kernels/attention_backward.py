@@ -29,7 +29,13 @@ from .launching import Launch, architecture_of, blocks_of, empties_like, widen_b
 def delta_arguments(grad_out: Tensor, out: Tensor) -> dict[str, object]:
     """The arguments of the delta kernel that are no tensors."""
     _, H, Lq, D = out.shape
-    arguments = {"heads": H, "queries": Lq, "HEAD_DIM": D, "BLOCK_D": padded_head_dim(out), "ROWS": DELTA_ROWS}
+    arguments = {
+        "heads": H,
+        "queries": Lq,
+        "HEAD_DIM": D,
+        "BLOCK_D": padded_head_dim(out.shape[-1]),
+        "ROWS": DELTA_ROWS,
+    }
     strides = tensor_arguments(grad_out=grad_out, out=out)
     return arguments | {name: value for name, value in strides.items() if not isinstance(value, Tensor)}
 
@@ -64,7 +70,9 @@ def backward_launches(
     statistics = {"logsumexp": logsumexp, "delta": delta}
     plan = planned(
         ("delta", q.dtype, whole.shape, whole.stride(), out.stride()),
-        lambda: Plan(f"attention delta {str(q.dtype)[6:]} d{padded_head_dim(q)}", grid, delta_arguments(whole, out)),
+        lambda: Plan(
+            f"attention delta {str(q.dtype)[6:]} d{padded_head_dim(q.shape[-1])}", grid, delta_arguments(whole, out)
+        ),
     )
     return [
         Launch(

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_tiles import LN2, LOG2E, load_rows, tensor_arguments, within_reach
+from .attention_tiles import LN2, LOG2E, load_rows, padded_head_dim, tensor_arguments, within_reach
 from .calls import run_again
 from .launching import Launch, blocks_of, widen_bf16_if_interpreted
 
@@ -197,14 +197,10 @@ def capacity_of(k: Tensor, page_table: Tensor | None) -> int:
     return k.shape[2] * (1 if page_table is None else page_table.shape[1])
 
 
-def _padded(head_dim: int) -> int:
-    return max(32, 1 << (head_dim - 1).bit_length())
-
-
 @functools.lru_cache(maxsize=4096)
 def division(B: int, H: int, Lq: int, D: int, Hkv: int, capacity: int, itemsize: int) -> tuple[int, int, int]:
     """(rows a tile, programs for one part of the keys, parts) of a call."""
-    most_rows, keys, _, _ = TILES[itemsize * 8, _padded(D)]
+    most_rows, keys, _, _ = TILES[itemsize * 8, padded_head_dim(D)]
     block_rows = min(most_rows, max(16, 1 << (H // Hkv * Lq - 1).bit_length()))
     programs = B * Hkv * blocks_of(H // Hkv * Lq, block_rows)
     return block_rows, programs, max(1, min(blocks_of(PROGRAMS, programs), blocks_of(capacity, keys), MOST_PARTS))
@@ -236,7 +232,7 @@ def decode_launches(
     page_size = 0 if page_table is None else k.shape[2]
     B, H, Lq, D = q.shape
     Hkv = k.shape[1]
-    block_d = _padded(q.shape[3])
+    block_d = padded_head_dim(q.shape[3])
     _, keys, warps, stages = TILES[q.element_size() * 8, block_d]
     warps *= block_rows // 16
     rows = B * H * Lq

@@ -213,7 +213,7 @@ def _grad_bias_kernel(
 
 def sharing(q: Tensor, k: Tensor, bias: Tensor) -> tuple[int, list[int], int, int]:
     """(tiles of the bias, how many of each dimension one of them stands for, parts of its sum, steps of a part)."""
-    rows, keys, _ = TILES[q.element_size() * 8, padded_head_dim(q)]
+    rows, keys, _ = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])]
     counts = (*q.shape[:2], blocks_of(q.shape[2], rows), blocks_of(k.shape[2], keys))
     each = [n if size == 1 else 1 for n, size in zip(counts, bias.shape, strict=True)]
     tiles, total = 1, 1

@@ -110,7 +110,7 @@ def tile_launch(
     bias = None if mask["bias"] is None else within_reach(mask["bias"])
     seed = mask["seed"] if mask["dropout_p"] > 0.0 else None
     kind = call_kind(k.shape[2], mask, packed)
-    config = attention_config(name, arch, q.element_size() * 8, padded_head_dim(q), kind)
+    config = attention_config(name, arch, q.element_size() * 8, padded_head_dim(q.shape[-1]), kind)
     key = (
         name, arch, config, q.dtype, q.shape, k.shape, *[t.stride() for t in tensors.values()],
         None if lengths is None else lengths.stride(), None if bias is None else (bias.shape, bias.stride()),

@@ -22,8 +22,8 @@ from ..configs import ATTENTION
 from .attention_tiles import jit, key_limits
 from .launching import Launch, blocks_of, run
 from .remembered import remembered
+from .tile_share import FULL, PARTIAL
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
 _PARTIAL, _FULL = tl.constexpr(PARTIAL), tl.constexpr(FULL)
 
 # Rows of words are whole chunks of this many keys: no tile of keys reaches past one.

@@ -145,9 +145,9 @@ def within_reach(t: Tensor) -> Tensor:
     return t.contiguous() if reach > 256 * WIDEST_STRIDE else t
 
 
-def padded_head_dim(q: Tensor) -> int:
-    """The power of two that holds q's last dimension in a kernel."""
-    return max(32, 1 << (q.shape[-1] - 1).bit_length())
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two that holds a head_dim in a kernel."""
+    return max(32, 1 << (head_dim - 1).bit_length())
 
 
 def bounded_offset(causal: int | None, Lq: int, Lk: int) -> int:
@@ -207,7 +207,7 @@ def mask_arguments(
         "keys": Lk,
         "causal_offset": bounded_offset(causal, Lq, Lk),
         "HEAD_DIM": D,
-        "BLOCK_D": padded_head_dim(q),
+        "BLOCK_D": padded_head_dim(q.shape[-1]),
         "ZERO_EMPTY_ROWS": zero_empty_rows,
     }
     return arguments

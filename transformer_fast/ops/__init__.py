@@ -1,4 +1,4 @@
-"""The doors: each op's argument checks, registration and choice of kernel."""
+"""The public functions of the ops: what they document, and their argument checks. The ops are in csrc/ops."""
 
 from .attention import attention
 from .attention_decode import attention_decode

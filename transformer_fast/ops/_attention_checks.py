@@ -1,4 +1,4 @@
-"""What the door of attention checks, and the mask's parts as the kernels take them."""
+"""What the public functions of attention check, and the mask's parts as the kernels take them."""
 
 from __future__ import annotations
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..masks import AttentionMask, and_causal, as_attention_mask
-from . import _direct, _library
+from . import _eager, _seed
 from ._attention_checks import check_inputs, check_mask, check_options, normal_lengths
-from ._attention_launched import by_launchers
+from ._attention_triton import by_launchers
 from ._names import unknown_names
 
 MAX_TRITON_HEAD_DIM = 256
@@ -135,15 +135,15 @@ def attention(
         mask = mask & AttentionMask.bias(bias)
     bias = mask.additive_bias
     only_out = not (return_weights or return_logsumexp)
-    launched = _direct.launched("attention", q) if only_out else None
+    launched = _eager.launched("attention", q) if only_out else None
     seed, out = None, None
     if dropout_p > 0.0 and isinstance(q, Tensor):
-        seed = _library.draw_launch_seed(q.device, launched is not None)
+        seed = _seed.draw_launch_seed(q.device, launched is not None)
     offset = and_causal(mask.causal_offset, causal)
     given = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, offset, scale)
     if launched:
         out = by_launchers(launched, q, k, v, given, dropout_p, seed, empty_rows)
-    elif not return_logsumexp and return_weights in (False, True, "dropped") and (direct := _direct.native()):
+    elif not return_logsumexp and return_weights in (False, True, "dropped") and (direct := _eager.native()):
         out = direct.attention(q, k, v, *given, dropout_p, seed, empty_rows)
     if out is not None:
         if not return_weights:
@@ -153,7 +153,7 @@ def attention(
     if isinstance(seed, int):
         seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
-    autocast = _library.autocast_enabled(q)
+    autocast = _eager.autocast_enabled(q)
     check_inputs(q, k, v, autocast)
     check_options("attention", dropout_p, empty_rows)
     if return_weights not in (False, True, "dropped"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
-from . import _direct, _library
+from . import _eager
 from ._attention_checks import check_tensors, shape_error
 from ._names import unknown_names
 from .attention import check_backend
@@ -56,14 +56,14 @@ def attention_decode(
     """
     if unknown:
         raise unknown_names("attention_decode", unknown)
-    launched = _direct.launched("attention", q)
-    if (direct := launched or _direct.native()) is not None:
+    launched = _eager.launched("attention", q)
+    if (direct := launched or _eager.native()) is not None:
         given = (q, k_cache, v_cache, lengths, page_table, causal, scale)
         out = direct.attention_decode(launched is not None, *given)
         if out is not None:
             return out
 
-    autocast = _library.autocast_enabled(q)
+    autocast = _eager.autocast_enabled(q)
     _check_inputs(q, k_cache, v_cache, page_table, autocast)
     if not isinstance(causal, bool):
         raise TypeError(f"attention_decode: causal must be True or False, got {causal!r}")

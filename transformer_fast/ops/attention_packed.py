@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, reference
-from . import _direct, _library
+from . import _eager, _seed
 from ._attention_checks import check_options, check_tensors, shape_error
 from ._names import unknown_names
 from .attention import check_backend
@@ -94,11 +94,11 @@ def attention_packed(
     """
     if unknown:
         raise unknown_names("attention_packed", unknown)
-    launched = _direct.launched("attention", q)
+    launched = _eager.launched("attention", q)
     seed = None
     if dropout_p > 0.0 and isinstance(q, Tensor):
-        seed = _library.draw_launch_seed(q.device, launched is not None)
-    direct = None if return_logsumexp else launched or _direct.native()
+        seed = _seed.draw_launch_seed(q.device, launched is not None)
+    direct = None if return_logsumexp else launched or _eager.native()
     if direct is not None:
         given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, dropout_p, seed, empty_rows)
         out = direct.attention_packed(launched is not None, *given)
@@ -107,7 +107,7 @@ def attention_packed(
     if isinstance(seed, int):
         seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
-    autocast = _library.autocast_enabled(q)
+    autocast = _eager.autocast_enabled(q)
     _check_inputs(q, k, v, autocast)
     check_options("attention_packed", dropout_p, empty_rows)
     if not isinstance(causal, bool):

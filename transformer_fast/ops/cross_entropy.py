@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
-from . import _direct, _library
+from . import _eager
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits that exist at a time: on a CPU not far from what its caches hold, on a GPU enough rows to fill it."""
@@ -46,11 +46,11 @@ def linear_cross_entropy(
         IndexError: on CPU, for a target outside the vocabulary; names it and its place. On a GPU, where looking would
             stall it, the loss is NaN.
     """
-    if direct := _direct.native():
+    if direct := _eager.native():
         args = x, weight, bias, target, label_smoothing, ignore_index, reduction, CHUNK_ELEMENTS["cpu"]
         if (loss := direct.linear_cross_entropy(*args)) is not None:
             return loss
-    autocast = _library.autocast_enabled(x)
+    autocast = _eager.autocast_enabled(x)
     _check(x, weight, bias, target, label_smoothing, reduction, autocast)
     backend = backends.resolve("cross_entropy", x.device, x.dtype)
     if backend == "reference":

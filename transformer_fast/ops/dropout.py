@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
-from . import _direct, _library
+from . import _eager, _seed
 
 
 def dropout(
@@ -33,8 +33,8 @@ def dropout(
         TypeError: for non-tensors and non-float dtypes.
         ValueError: for shapes, devices or a ``p`` that do not fit; the message names them.
     """
-    seed = _library.draw_seed(x.device) if p > 0.0 and isinstance(x, Tensor) else None
-    if direct := _direct.native():
+    seed = _seed.draw_seed(x.device) if p > 0.0 and isinstance(x, Tensor) else None
+    if direct := _eager.native():
         result = direct.dropout(x, p, bias, residual, relu, seed)
         if result is not None:
             return result

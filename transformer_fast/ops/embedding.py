@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, configs, reference
-from . import _direct, _library
+from . import _eager, _seed
 from ._names import unknown_names
 
 
@@ -52,8 +52,8 @@ def embed(
     """
     if unknown:
         raise unknown_names("embed", unknown)
-    seed = _library.draw_seed(weight.device) if dropout_p > 0.0 and isinstance(weight, Tensor) else None
-    if direct := _direct.native():
+    seed = _seed.draw_seed(weight.device) if dropout_p > 0.0 and isinstance(weight, Tensor) else None
+    if direct := _eager.native():
         result = direct.embed(ids, weight, table, scale, offset, padding_idx, dropout_p, seed)
         if result is not None:
             return result
@@ -100,8 +100,8 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
     Raises:
         TypeError, ValueError, IndexError: as for :func:`embed`.
     """
-    seed = _library.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
-    if direct := _direct.native():
+    seed = _seed.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
+    if direct := _eager.native():
         result = direct.add_positional(x, table, offset, dropout_p, seed)
         if result is not None:
             return result
@@ -139,7 +139,7 @@ def positional_table(length: int, d_model: int) -> Tensor:
     if table.is_meta:
         return table
     # It is made once for a model: where something traces, the plain PyTorch formula serves as well.
-    if not _direct.is_plain(table) or backends.resolve("embedding", table.device, table.dtype) == "reference":
+    if not _eager.is_plain(table) or backends.resolve("embedding", table.device, table.dtype) == "reference":
         return reference.embedding.positional_table(length, d_model)
     torch.ops.transformer_fast.fill_positional_table(table)
     return table

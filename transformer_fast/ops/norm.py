@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
-from . import _direct, _library
+from . import _eager, _seed
 from ._names import unknown_names
 
 KINDS = ("layer", "std")
@@ -85,8 +85,8 @@ def layer_norm(
     """
     if unknown:
         raise unknown_names("layer_norm", unknown)
-    seed = _library.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
-    if direct := _direct.native():
+    seed = _seed.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
+    if direct := _eager.native():
         result = direct.layer_norm(x, weight, bias, eps, kind, residual, dropout_p, seed)
         if result is not None:
             return result

@@ -1,5 +1,5 @@
-// A call of launchers written in Python (of Triton kernels) that an earlier one resembles:
-// transformer_fast.kernels.calls keeps its launches, of which only the addresses change. Used with the GIL held.
+// Launches of Triton kernels, which transformer_fast.kernels.calls keeps: a call that an earlier one resembles repeats them
+// with other addresses. Used with the GIL held.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +10,7 @@
 #include <tuple>
 #include <vector>
 
-namespace transformer_fast::direct {
+namespace transformer_fast::eager {
 
 // Which layouts the inputs of a call have.
 class LayoutKey {
@@ -26,7 +26,7 @@ class LayoutKey {
   std::string bytes_;
 };
 
-class __attribute__((visibility("hidden"))) KnownCall {  // as its fields are
+class __attribute__((visibility("hidden"))) CachedLaunch {  // as its fields are
  public:
   // The next input of the call, in the launcher's order; undefined counts as None.
   void input(const at::Tensor& tensor);
@@ -35,9 +35,9 @@ class __attribute__((visibility("hidden"))) KnownCall {  // as its fields are
   // The next output: memory whose layout follows from the inputs, nullptr for None.
   void output(const void* memory);
 
-  // Whether there was such a call, which start() then repeats. Arguments as kernels/calls.py has them.
-  bool find(const pybind11::tuple& scalars, const pybind11::tuple& sources, const at::Tensor& first);
-  void start() const;
+  // Whether there was such a call, which replay() then repeats. Arguments as kernels/calls.py has them.
+  bool lookup(const pybind11::tuple& scalars, const pybind11::tuple& sources, const at::Tensor& first);
+  void replay() const;
 
  private:
   LayoutKey key_;
@@ -49,11 +49,11 @@ class __attribute__((visibility("hidden"))) KnownCall {  // as its fields are
 // How many floats of a buffer so many take, for what follows them to be aligned.
 inline int64_t rounded_up(int64_t count) { return (count + 15) / 16 * 16; }
 
-// Where KnownCall::find asks: find of kernels/calls.py.
+// Where CachedLaunch::find asks: find of kernels/calls.py.
 void set_finder(pybind11::object find);
 
 // What attention returns for q, (B, H, Lq, D) or packed (T, H, D), uninitialised: out like q, and logsumexp (B, H, Lq)
 // or (H, T) in fp32.
 std::tuple<at::Tensor, at::Tensor> empty_outputs_of(const at::Tensor& q);
 
-}  // namespace transformer_fast::direct
+}  // namespace transformer_fast::eager

@@ -1,8 +1,8 @@
-"""The short ways to an op's implementation.
+"""The eager fast path to an op.
 
-Going through PyTorch's dispatcher costs a Python op some 10 microseconds a call, and an autograd rule in Python 50:
-more than the kernel itself on a small tensor. What they serve - tracing, subclasses, modes - is only needed where
-somebody uses it. On the CPU the whole call is then one of C++ (csrc/direct); on a GPU the dispatcher is left out.
+PyTorch's dispatcher, called from Python, costs some microseconds: more than the kernel itself on a small tensor. What
+it serves - tracing, subclasses, modes - is only needed where somebody uses it. So a public function first gives the
+whole call to the extension (csrc/ops/eager.h), which returns None where the dispatcher must serve it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 
 from .. import backends
 from ..kernels import extension
-from ._attention_launched import set_launch_cache
+from ._attention_triton import set_launch_cache
 
 _LAUNCHED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -52,3 +52,8 @@ def is_plain(*tensors: Tensor | None) -> bool:
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
     return all(t is None or ((type(t) is Tensor or type(t) is Parameter) and not t.is_meta) for t in tensors)
+
+
+def autocast_enabled(t: Any) -> bool:
+    """Whether autocast is on where a tensor lives; the meta device, which computes nothing, has none."""
+    return isinstance(t, Tensor) and not t.is_meta and torch.is_autocast_enabled(t.device.type)

@@ -19,7 +19,7 @@
 #include <type_traits>
 #include <utility>
 
-namespace transformer_fast::direct {
+namespace transformer_fast::eager {
 
 using torch::autograd::variable_list;
 
@@ -137,4 +137,4 @@ void record(const variable_list& outputs, const typename OpNode<Op>::Saved& save
   node->save(saved, outputs);
 }
 
-}  // namespace transformer_fast::direct
+}  // namespace transformer_fast::eager

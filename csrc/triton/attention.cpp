@@ -1,7 +1,7 @@
-#include "attention_triton.h"
+#include "attention.h"
 
-#include "../direct/functions.h"
-#include "../direct/launching.h"
+#include "../ops/eager.h"
+#include "launch_cache.h"
 #include "python_function.h"
 
 #include <ATen/ops/empty.h>
@@ -11,7 +11,7 @@ namespace transformer_fast {
 namespace {
 
 namespace py = pybind11;
-using direct::KnownCall, direct::rounded_up, direct::wrap;
+using eager::CachedLaunch, eager::rounded_up, eager::wrap;
 
 int64_t longest_unordered = 0, delta_rows = 1;
 
@@ -64,7 +64,7 @@ py::tuple scalars_of(const char* name, const char* packed_name, const AttentionP
   return py::make_tuple(name, causal, params.scale, params.dropout_p, params.zero_empty_rows);
 }
 
-void add_mask(KnownCall& call, const AttentionParams& params) {
+void add_mask(CachedLaunch& call, const AttentionParams& params) {
   for (const OptionalTensor* part : {&params.keep, &params.key_keep, &params.lengths, &params.bias}) call.input(*part);
   if (params.seed_value)
     call.input(*params.seed_value);
@@ -87,14 +87,14 @@ AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor&
   static const PythonFunction packed("transformer_fast.kernels.attention", "attention_packed_forward");
   const py::gil_scoped_acquire gil;
   if (only_launches(q, k, params)) {
-    KnownCall call;
+    CachedLaunch call;
     for (const Tensor* tensor : {&q, &k, &v}) call.input(*tensor);
     add_mask(call, params);
-    if (call.find(scalars_of("attention forward", "attention packed forward", params), sources_of(k, params), q)) {
-      auto [out, logsumexp] = direct::empty_outputs_of(q);
+    if (call.lookup(scalars_of("attention forward", "attention packed forward", params), sources_of(k, params), q)) {
+      auto [out, logsumexp] = eager::empty_outputs_of(q);
       call.output(out.const_data_ptr());
       call.output(logsumexp.const_data_ptr());
-      call.start();
+      call.replay();
       return {out, logsumexp, {}, {}};
     }
   }
@@ -111,12 +111,12 @@ AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tenso
   const Tensor &out = result.out, &logsumexp = result.logsumexp;
   const py::gil_scoped_acquire gil;
   if (only_launches(q, k, params) && !grad_logsumexp) {
-    KnownCall call;
+    CachedLaunch call;
     for (const Tensor* tensor : {&grad_out, &q, &k, &v, &out, &logsumexp}) call.input(*tensor);
     call.input(OptionalTensor());  // no gradient of the logsumexp
     add_mask(call, params);
-    if (call.find(scalars_of("attention backward", "attention packed backward", params), sources_of(k, params),
-                  grad_out)) {
+    if (call.lookup(scalars_of("attention backward", "attention packed backward", params), sources_of(k, params),
+                    grad_out)) {
       const at::AutoDispatchBelowADInplaceOrView below;
       const AttentionGradients grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}};
       for (const Tensor* grad : {&grads.q, &grads.k, &grads.v}) call.output(grad->const_data_ptr());
@@ -130,7 +130,7 @@ AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tenso
       call.output(delta);
       call.output(sums + (summed ? rounded_up(rows) : 0));
       call.output(summed ? sums : nullptr);
-      call.start();
+      call.replay();
       return grads;
     }
   }
@@ -159,7 +159,7 @@ Tensor launch_attention_weights(const Tensor& q, const Tensor& k, const Optional
   return THPVariable_Unpack(launcher.call(keywords_of(params), q, k, logsumexp).ptr());
 }
 
-void direct::set_launch_cache(py::object find, int64_t longest_unordered_, int64_t delta_rows_) {
+void eager::set_launch_cache(py::object find, int64_t longest_unordered_, int64_t delta_rows_) {
   set_finder(std::move(find));
   longest_unordered = longest_unordered_;
   delta_rows = delta_rows_;

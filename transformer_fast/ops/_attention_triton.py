@@ -15,7 +15,7 @@ def by_launchers(extension: Any, q: Any, k: Any, v: Any, parts: tuple, *options:
 
     Args:
         extension: ``transformer_fast._C``.
-        q, k, v: as the door was given them.
+        q, k, v: as the public function was given them.
         parts: the mask's keep, key_keep, lengths, bias and causal offset, and the scale, likewise.
         options: dropout_p, the seed (int64 (1,), or a number) and empty_rows.
     """

@@ -1,18 +1,17 @@
-// The short ways, one for each door of transformer_fast/ops. Each returns the result, or None where it declines.
+// The eager fast paths, one for each public function of transformer_fast/ops. Each returns the result, or None where the
+// call must go by the dispatcher.
 #pragma once
 
 #include <pybind11/pybind11.h>
 
-namespace transformer_fast::direct {
+namespace transformer_fast::eager {
 
 using pybind11::handle;
 using pybind11::object;
 
 object attention(handle q, handle k, handle v, handle keep, handle key_keep, handle lengths, handle bias, handle causal,
                  handle scale, handle dropout_p, handle seed, handle empty_rows);
-// The same for launchers in Python, on any device: (q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p,
-// seed, zero_empty_rows) -> (out, logsumexp), and with grad_out before and (out, logsumexp) after q, k, v -> the three
-// gradients. Lengths must be int32 and within bounds. The seed may be an int.
+// The same by Triton kernels, on any device. Lengths must be int32 and within bounds. The seed may be an int.
 object attention_launched(handle q, handle k, handle v, handle keep, handle key_keep, handle lengths, handle bias,
                           handle causal, handle scale, handle dropout_p, handle seed, handle empty_rows);
 // nn.MultiheadAttention without gradients: queries, keys, values (B, L, E) or (L, B, E), its weights and biases, the mask in
@@ -20,11 +19,11 @@ object attention_launched(handle q, handle k, handle v, handle keep, handle key_
 object multihead_attention(handle query, handle key, handle value, handle in_weight, handle in_bias, handle out_weight,
                            handle out_bias, handle heads, handle batch_first, handle keep, handle key_keep, handle bias,
                            handle causal, handle need_weights, handle average);
-// Attention over packed sequences, by those launchers or by the kernels of the CPU.
+// Attention over packed sequences, by Triton kernels or by those of the CPU.
 object attention_packed(bool launched, handle q, handle k, handle v, handle cu_seqlens_q, handle cu_seqlens_k,
                         handle max_q, handle max_k, handle causal, handle scale, handle dropout_p, handle seed,
                         handle empty_rows);
-// Attention of the newest queries to a cache, by its launcher or by the kernel of the CPU.
+// Attention of the newest queries to a cache, by Triton kernels or by those of the CPU.
 object attention_decode(bool launched, handle q, handle k_cache, handle v_cache, handle lengths, handle page_table,
                         handle causal, handle scale);
 // Where launches of Triton kernels are kept: find of kernels/calls.py; up to how many keys no order of tiles is derived; rows
@@ -53,4 +52,4 @@ object empty_outputs(handle q);
 object draw_seed();
 int64_t draw_number();  // the same as a number
 
-}  // namespace transformer_fast::direct
+}  // namespace transformer_fast::eager

@@ -1,16 +1,16 @@
 // nn.MultiheadAttention in evaluation, projections and weights included: between its kernels run as many microseconds of
 // Python as a short sequence takes to compute.
-#include "functions.h"
+#include "eager.h"
 
-#include "../ops/attention.h"
-#include "call.h"
+#include "attention.h"
+#include "eager_call.h"
 
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/linear.h>
 
 #include <cmath>
 
-namespace transformer_fast::direct {
+namespace transformer_fast::eager {
 namespace {
 
 // A call that may be served; heads are (batch, heads, length, head_dim) views.
@@ -95,4 +95,4 @@ py::object multihead_attention(py::handle query_, py::handle key_, py::handle va
   return py::make_tuple(wrap(out), need_weights ? wrap(weights) : py::none());
 }
 
-}  // namespace transformer_fast::direct
+}  // namespace transformer_fast::eager

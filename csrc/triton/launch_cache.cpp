@@ -1,15 +1,15 @@
 // What transformer_fast.kernels.launching and .calls ask of the tensors of a call, and how a call is repeated: in
 // Python each question costs as much as all of them here.
-#include "launching.h"
+#include "launch_cache.h"
 
-#include "call.h"
-#include "functions.h"
+#include "../ops/eager.h"
+#include "../ops/eager_call.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <cstdint>
 
-namespace transformer_fast::direct {
+namespace transformer_fast::eager {
 namespace {
 
 PyObject* finder = nullptr;
@@ -46,7 +46,7 @@ void LayoutKey::add(const Tensor& tensor) {
   for (const int64_t stride : tensor.strides()) add(stride);
 }
 
-void KnownCall::input(const Tensor& tensor) {
+void CachedLaunch::input(const Tensor& tensor) {
   if (!tensor.defined()) {
     key_.add_none();
     addresses_.push_back(py::int_(0));
@@ -56,24 +56,24 @@ void KnownCall::input(const Tensor& tensor) {
   output(tensor.const_data_ptr());
 }
 
-void KnownCall::input(int64_t number) {
+void CachedLaunch::input(int64_t number) {
   key_.add_integer();
   addresses_.push_back(py::int_(number));
 }
 
-void KnownCall::output(const void* memory) {
+void CachedLaunch::output(const void* memory) {
   const auto address = reinterpret_cast<uintptr_t>(memory);
   bits_ |= address;
   addresses_.push_back(py::int_(address));
 }
 
-bool KnownCall::find(const py::tuple& scalars, const py::tuple& sources, const Tensor& first) {
+bool CachedLaunch::lookup(const py::tuple& scalars, const py::tuple& sources, const Tensor& first) {
   if (finder == nullptr || bits_ % 16 != 0) return false;
   found_ = py::handle(finder)(scalars, key_.bytes(), sources, static_cast<int64_t>(first.get_device()));
   return !found_.is_none();
 }
 
-void KnownCall::start() const {
+void CachedLaunch::replay() const {
   start_each(
       PyTuple_GET_ITEM(found_.ptr(), 0), [this](Py_ssize_t number) { return addresses_[number].ptr(); },
       PyTuple_GET_ITEM(found_.ptr(), 1));
@@ -126,4 +126,4 @@ py::object empty_outputs(py::handle q) {
   return py::make_tuple(wrap(out), wrap(logsumexp));
 }
 
-}  // namespace transformer_fast::direct
+}  // namespace transformer_fast::eager

@@ -1,11 +1,11 @@
-// Checks that all doors of attention share.
+// Checks that the eager fast paths of attention share.
 #pragma once
 
-#include "call.h"
+#include "eager_call.h"
 
 #include <ATen/autocast_mode.h>
 
-namespace transformer_fast::direct {
+namespace transformer_fast::eager {
 
 // Of one device, on which autocast changes nothing, and of one type.
 inline bool alike(const Tensor& q, const Tensor& k, const Tensor& v) {
@@ -13,7 +13,7 @@ inline bool alike(const Tensor& q, const Tensor& k, const Tensor& v) {
          v.scalar_type() == q.scalar_type() && !at::autocast::is_autocast_enabled(q.device().type());
 }
 
-// What the kernels behind the launchers take.
+// What the Triton kernels take.
 inline bool launchable(const Tensor& q) {
   constexpr int64_t kLargestHeadDim = 256;
   return q.size(-1) <= kLargestHeadDim && q.scalar_type() != at::kDouble;
@@ -37,4 +37,4 @@ inline OptionalTensor int_lengths(const Tensor& lengths, int64_t most) {
   return wide ? lengths.to(at::kInt) : lengths;
 }
 
-}  // namespace transformer_fast::direct
+}  // namespace transformer_fast::eager

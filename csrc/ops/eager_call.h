@@ -1,9 +1,8 @@
-// The short way of a call on the CPU: from its door in transformer_fast/ops straight to the kernel, with the autograd
-// rule in C++. A small tensor is computed in a microsecond; PyTorch's dispatcher and an autograd rule in Python cost ten
-// to fifty.
+// What the eager fast paths share. PyTorch's dispatcher, called from Python, costs some microseconds, and a kernel on a small
+// tensor one: so a public function of transformer_fast/ops first calls the extension itself (eager.h).
 //
-// A function here takes what its door was given and *declines*, returning None, whatever is not a valid call of plain
-// CPU tensors in plain eager mode. The door then takes the long way, which says what is wrong, or traces, or wraps.
+// A fast path takes what the public function was given and returns None for whatever is not a valid call of plain CPU
+// tensors in plain eager mode. The public function then says what is wrong, or calls the op by the dispatcher.
 #pragma once
 
 #include <ATen/EmptyTensor.h>
@@ -19,7 +18,7 @@
 #include <optional>
 #include <tuple>
 
-namespace transformer_fast::direct {
+namespace transformer_fast::eager {
 
 namespace py = pybind11;
 using at::Tensor;
@@ -155,4 +154,4 @@ inline OptionalTensor or_none(const Tensor& tensor) { return tensor.defined() ? 
 
 inline py::object wrap(const Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
 
-}  // namespace transformer_fast::direct
+}  // namespace transformer_fast::eager

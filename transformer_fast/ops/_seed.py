@@ -1,20 +1,12 @@
-"""What the public functions of all ops share: the seed of a dropout mask, and whether autocast is on."""
+"""The seed of a dropout mask."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from ..kernels import extension
 
 _CPU = torch.device("cpu")
-
-
-def autocast_enabled(t: Any) -> bool:
-    """Whether autocast is on where a tensor lives; the meta device, which computes nothing, has none."""
-    return isinstance(t, Tensor) and not t.is_meta and torch.is_autocast_enabled(t.device.type)
 
 
 def draw_seed(device: torch.device) -> torch.Tensor:

@@ -1,7 +1,7 @@
 // A function written in Python: a launcher of Triton kernels, or a gradient that the reference gives.
 #pragma once
 
-#include "../direct/call.h"
+#include "../ops/eager_call.h"
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
@@ -59,10 +59,10 @@ class __attribute__((visibility("hidden"))) PythonFunction {  // as its field is
     return pybind11::cast(value);
   }
   static pybind11::object object(const at::Tensor& tensor) {
-    return tensor.defined() ? direct::wrap(tensor) : pybind11::none();
+    return tensor.defined() ? eager::wrap(tensor) : pybind11::none();
   }
   static pybind11::object object(const std::optional<at::Tensor>& tensor) {
-    return tensor ? direct::wrap(*tensor) : pybind11::none();
+    return tensor ? eager::wrap(*tensor) : pybind11::none();
   }
 
  private:

@@ -1,4 +1,4 @@
-"""The short way of a call on the CPU (csrc/direct): the numbers of the long way, and never where it must not go."""
+"""The eager fast path on the CPU (csrc/ops/eager.h): the numbers of the dispatcher, and never where it must not go."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 import transformer_fast as tfast
 from transformer_fast import ops
 from transformer_fast.kernels import extension
-from transformer_fast.ops import _direct, _library
+from transformer_fast.ops import _eager, _seed
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -25,7 +25,7 @@ def leaf(*shape, dtype=torch.float32):
 
 
 def calls(dtype=torch.float32):
-    """name -> (op of the leaves, leaves): every door with the options that change its path."""
+    """name -> (op of the leaves, leaves): every public function with the options that change its path."""
     torch.manual_seed(0)
     x, residual, weight, bias = leaf(3, 5, 24, dtype=dtype), leaf(3, 5, 24, dtype=dtype), leaf(24), leaf(24)
     vocabulary, table = leaf(11, 24, dtype=dtype), torch.randn(9, 24)
@@ -109,7 +109,7 @@ def outcome(op, leaves):
 
 @pytest.fixture
 def only_short():
-    """Counts the calls that went the short way; one that was declined fails."""
+    """Counts the calls that took the fast path; one that did not fails."""
     taken = []
 
     class Watch:
@@ -122,12 +122,12 @@ def only_short():
 
             return call
 
-    with mock.patch.object(_direct, "native", Watch):
+    with mock.patch.object(_eager, "native", Watch):
         yield taken
 
 
 def long_way():
-    return mock.patch.object(_direct, "native", lambda: None)
+    return mock.patch.object(_eager, "native", lambda: None)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -289,13 +289,13 @@ def test_another_backend_is_honoured(name):
     op, leaves = calls()[name]
     with tfast.backend("reference"), mock.patch.object(extension, "module", side_effect=AssertionError("taken")):
         seed = torch.tensor([5])
-        with mock.patch.object(_library, "draw_seed", lambda _: seed):
+        with mock.patch.object(_seed, "draw_seed", lambda _: seed):
             op(*leaves)
 
 
 def test_the_seed_is_the_number_torch_draws():
     torch.manual_seed(11)
-    ours = [_library.draw_seed(torch.device("cpu")) for _ in range(3)]
+    ours = [_seed.draw_seed(torch.device("cpu")) for _ in range(3)]
     after = torch.rand(1)
     torch.manual_seed(11)
     assert ours == [torch.randint(-(2**63), 2**63 - 1, (1,)) for _ in range(3)]

@@ -2,7 +2,7 @@
 // their launchers in Python. Arguments and results are those of attention.h. All take the GIL.
 #pragma once
 
-#include "attention.h"
+#include "../ops/attention.h"
 
 namespace transformer_fast {
 
