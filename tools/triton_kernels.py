@@ -1,12 +1,11 @@
 """Ahead-of-time compilation of Triton kernels, for GPUs that are not here.
 
-Every kernel module lists in ``compile_cases(arch)`` the launches its configs can cause. Each is compiled as a launch
+tools/triton_cases.py lists the launches that the configs of each kernel module can cause. Each is compiled as a launch
 would compile it - the same specialisation, asked of Triton's own binder - and the cubin's resources are read back.
 """
 
 from __future__ import annotations
 
-import importlib
 import re
 import subprocess
 import tempfile
@@ -85,26 +84,12 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text.stdout)}
 
 
-MODULES = (
-    "attention",
-    "attention_backward",
-    "attention_tile_map",
-    "attention_weights",
-    "attention_grad_bias",
-    "attention_decode",
-    "norm",
-    "norm_backward",
-    "dropout",
-    "cross_entropy",
-)
-"""The kernel modules of transformer_fast.kernels that have Triton kernels."""
-
-
 def cases() -> Iterable[tuple[int, object]]:
     """(compute capability, launch) of every config of every kernel on every architecture."""
+    from triton_cases import CASES
+
     from transformer_fast.configs import ARCHITECTURES
 
     for name, capability in ARCHITECTURES.items():
-        for module in MODULES:
-            kernels = importlib.import_module(f"transformer_fast.kernels.{module}")
-            yield from {launch.name: (capability, launch) for launch in kernels.compile_cases(name)}.values()
+        for launches in CASES.values():
+            yield from {launch.name: (capability, launch) for launch in launches(name)}.values()

@@ -9,12 +9,10 @@ or Inf in V at a key that some rows of a tile block (0 * NaN is NaN inside a mat
 and then the program repeats its tile once, carefully.
 """
 
-from collections.abc import Iterator
-
 import triton.language as tl
 from torch import Tensor
 
-from .attention_launches import Packed, example_tile_calls, packed_mask, packed_view, run_call, tile_launch
+from .attention_launches import Packed, packed_mask, packed_view, run_call, tile_launch
 from .attention_steps import (
     allowed_tile,
     in_order,
@@ -292,9 +290,3 @@ def attention_packed_forward(
     name = "attention packed forward", max_q, max_k
     run_call(name, (q, k, v), (out, logsumexp), max_k, mask, packed, launches)
     return out, logsumexp
-
-
-def compile_cases(arch: str) -> Iterator[Launch]:
-    """A launch for every forward config of an architecture class."""
-    for (q, logsumexp), mask, packed in example_tile_calls():
-        yield forward_launch(q, q, q, q, logsumexp, arch, mask, packed)

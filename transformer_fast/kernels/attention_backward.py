@@ -5,8 +5,6 @@ Method: T. Dao, "FlashAttention-2", 2023, section 3.1.2, as three kernels: delta
 Every sum has one owner and one order: two runs agree bit for bit.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -15,7 +13,6 @@ from .attention_backward_q import delta_kernel, grad_q_kernel
 from .attention_launches import (
     Packed,
     Plan,
-    example_tile_calls,
     packed_mask,
     packed_view,
     planned,
@@ -216,10 +213,3 @@ def attention_packed_backward(
     name = "attention packed backward", max_q, max_k
     run_call(name, inputs, outputs, max_k, mask, packed, launches)
     return _signed(gradients, scale)
-
-
-def compile_cases(arch: str) -> Iterator[Launch]:
-    """The launches of every backward config of an architecture class."""
-    for (q, logsumexp), mask, packed in example_tile_calls():
-        buffers = row_buffers(q, logsumexp, mask["bias"])
-        yield from backward_launches(q, q, q, q, logsumexp, (q, q), (q, q, q), buffers, arch, mask, None, packed)

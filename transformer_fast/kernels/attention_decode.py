@@ -7,7 +7,6 @@ comes from each sequence's own length, read by the program: programs past its la
 """
 
 import functools
-from collections.abc import Iterator
 
 import torch
 import triton
@@ -206,7 +205,7 @@ def division(B: int, H: int, Lq: int, D: int, Hkv: int, capacity: int, itemsize:
     return block_rows, programs, max(1, min(blocks_of(PROGRAMS, programs), blocks_of(capacity, keys), MOST_PARTS))
 
 
-def _division_of(q: Tensor, k: Tensor, page_table: Tensor | None) -> tuple[int, int, int]:
+def division_of(q: Tensor, k: Tensor, page_table: Tensor | None) -> tuple[int, int, int]:
     return division(*q.shape, k.shape[1], capacity_of(k, page_table), q.element_size())
 
 
@@ -228,7 +227,7 @@ def decode_launches(
 
     k, v: (B, Hkv, S, D), or with a page table (pages, Hkv, page_size, D).
     """
-    block_rows, programs, parts = _division_of(q, k, page_table)
+    block_rows, programs, parts = division_of(q, k, page_table)
     page_size = 0 if page_table is None else k.shape[2]
     B, H, Lq, D = q.shape
     Hkv = k.shape[1]
@@ -308,7 +307,7 @@ def attention_decode(
     run_again(
         ("attention decode", causal, scale),
         (q, k, v, lengths.contiguous(), page_table),
-        (out, logsumexp, *part_buffers(q, _division_of(q, k, page_table)[2])),
+        (out, logsumexp, *part_buffers(q, division_of(q, k, page_table)[2])),
         lambda *tensors: decode_launches(*tensors, causal, scale),
     )
     return out, logsumexp
@@ -316,25 +315,3 @@ def attention_decode(
 
 def _head_major(k: Tensor, v: Tensor, page_table: Tensor | None) -> tuple[Tensor, Tensor]:
     return (k, v) if page_table is None else (k.transpose(1, 2), v.transpose(1, 2))
-
-
-def compile_cases(arch: str) -> Iterator[Launch]:
-    """Both launches of every config; for most also with 32 rows, and with the cache in one piece, in pages as large as
-    a tile, and in smaller ones."""
-
-    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def call(dtype: torch.dtype, B: int, H: int, Hkv: int, Lq: int, D: int, S: int, page_size: int) -> list[Launch]:
-        q, lengths = meta(B, H, Lq, D, dtype=dtype), meta(B, dtype=torch.int32)
-        table = meta(B, S // page_size, dtype=torch.int32) if page_size else None
-        k = meta(64, Hkv, page_size, D, dtype=dtype) if page_size else meta(B, Hkv, S, D, dtype=dtype)
-        buffers = part_buffers(q, _division_of(q, k, table)[2])
-        return decode_launches(q, k, k, lengths, table, q, meta(B, H, Lq, dtype=torch.float32), *buffers, True, 1.0)
-
-    for bits, block_d in TILES:
-        dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
-        for Lq, page_size in ((1, 0), (1, 64), (4, 16), (8, 0)):
-            if page_size == 16 or (bits == 16 and block_d > 32):
-                yield from call(dtype, 2, 32, 8, Lq, block_d, 4096, page_size)
-    yield from call(torch.float16, 64, 16, 16, 1, 64, 512, 0)

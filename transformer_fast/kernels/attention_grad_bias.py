@@ -6,8 +6,6 @@ A program owns one tile of the bias and walks over those, in one order; where to
 a tile and their fp32 parts are added afterwards. Nothing is atomic: two runs agree bit for bit.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -19,7 +17,6 @@ from .attention_tile_map import bits_arguments
 from .attention_tiles import (
     RUNTIME_INTEGERS,
     at_head,
-    example_calls,
     exponential,
     jit,
     key_limits,
@@ -331,13 +328,3 @@ def _attention_grad_bias(
     outputs = (*empties_like(logsumexp, logsumexp), sums)
     run_call(("attention grad_bias",), inputs, outputs, 0, mask, None, _grad_bias_call)
     return (sums[0] if len(sums) == 1 else sums.sum(0),)
-
-
-def compile_cases(arch: str) -> Iterator[Launch]:
-    """The launches of every config; of the shapes of a bias, T5's, ALiBi's two and the smallest."""
-    for number, ((q, logsumexp), mask) in enumerate(example_calls()):
-        L = q.shape[2]
-        shape = ((1, 4, L, L), (1, 4, 1, L), (2, 1, L, 1), (1, 1, 1, 1))[number % 4]
-        mask = mask | {"bias": torch.empty(shape, dtype=torch.float32, device="meta")}
-        sums = part_sums(mask["bias"], sharing(q, q, mask["bias"])[2])
-        yield from grad_bias_launches(q, q, q, q, q, logsumexp, logsumexp, logsumexp, logsumexp, sums, mask)

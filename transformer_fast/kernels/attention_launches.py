@@ -3,10 +3,9 @@
 What depends on shapes, strides and options alone is worked out once and kept: most of a short call would be this.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..configs import LONG, AttentionConfig, attention_config
@@ -212,37 +211,3 @@ def packed_mask(
         "causal": 0 if causal else None, "scale": scale, "dropout_p": dropout_p, "seed": seed,
         "zero_empty_rows": zero_empty_rows,
     }  # fmt: skip
-
-
-def example_tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, object], Packed | None]]:
-    """Calls on meta tensors that between them use every config of an architecture in every way that changes what is
-    compiled much: ((q, logsumexp), mask, packed)."""
-
-    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def call(dtype: torch.dtype, D: int, L: int, kind: str):
-        mask = packed_mask(False, 1.0, 0.1, meta(1, dtype=torch.int64), False)
-        packed = None
-        if kind in ("limits", "mapped", "biased"):
-            mask["lengths"] = meta(2, dtype=torch.int32)
-        if kind in ("mapped", "biased"):
-            mask |= {"keep": meta(2, 1, L, L, dtype=torch.bool), "key_keep": meta(2, 1, 1, L, dtype=torch.bool)}
-        if kind == "biased":
-            mask["bias"] = meta(1, 4, L, L, dtype=torch.float32)
-        if kind == "packed":
-            packed = Packed(meta(3, dtype=torch.int32), meta(3, dtype=torch.int32), 2 * L)
-        if kind == "plain":
-            mask |= {"dropout_p": 0.0, "seed": None}
-        return (meta(2, 4, L, D, dtype=dtype), meta(2, 4, L, dtype=torch.float32)), mask, packed
-
-    for D in (32, 64, 128):
-        for kind in ("limits", "mapped", "packed"):
-            yield call(torch.bfloat16, D, 256, kind)
-            yield call(torch.bfloat16, D, 1024, kind)
-        yield call(torch.bfloat16, D, 1024, "plain")
-        yield call(torch.bfloat16, D, 1023, "biased")
-    yield call(torch.float16, 64, 1024, "mapped")
-    yield call(torch.bfloat16, 256, 1023, "biased")
-    for D in (32, 64, 128, 256):
-        yield call(torch.float32, D, 1024, "limits")

@@ -10,7 +10,6 @@ kernels differs; those that agree share them. All of it stays on the mask's tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +17,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import ATTENTION
 from .attention_tiles import jit, key_limits
 from .launching import Launch, blocks_of, run
 from .remembered import remembered
@@ -350,16 +348,3 @@ def _lists(classes: Tensor, bits: dict[str, object], columns: bool, ordered: boo
 def _run(launches: list[Launch], on: Tensor) -> None:
     if not on.is_meta:
         run(launches, on)
-
-
-def compile_cases(arch: str) -> Iterator[Launch]:
-    """The launches that make a map for each tile of an architecture class."""
-    for L in (256, 255):
-        mask = torch.empty((2, 1, L, L), dtype=torch.bool, device="meta")
-        yield pack_launch(mask, mask.new_empty((2, 1, L, 8), dtype=torch.int32))
-    key_keep, lengths = mask[:, :, :1], torch.empty(2, dtype=torch.int32, device="meta")
-    for tile in sorted({(c.block_queries, c.block_keys) for key, c in ATTENTION.items() if key[1] == arch}):
-        classes = mask.new_empty((2, 1, -(-L // tile[0]), -(-L // tile[1])), dtype=torch.int8)
-        yield classes_launch(classes, mask, key_keep, lengths, 0, L, L, tile)
-    lists = classes.to(torch.int32)
-    yield lists_launch(classes, lists, lists, False)

@@ -5,9 +5,6 @@ into one number a query, its limit: key j is visible iff ``j < limit``. So a til
 comparing two integers, and only what has a value per (query, key) - keep masks, additive bias - is read.
 """
 
-from collections.abc import Iterator
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -211,36 +208,3 @@ def mask_arguments(
         "ZERO_EMPTY_ROWS": zero_empty_rows,
     }
     return arguments
-
-
-def example_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, object]]]:
-    """Calls on meta tensors that between them use every config of an architecture: ((q, logsumexp), mask).
-
-    Each config once, with all that its class allows: no key count or stride of a dense mask is a multiple of 16.
-    """
-
-    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def call(dtype: torch.dtype, D: int, L: int, lengths: bool, dense: bool):
-        mask = {
-            "keep": meta(2, 1, L, L, dtype=torch.bool) if dense else None,
-            "key_keep": meta(2, 1, 1, L, dtype=torch.bool) if dense else None,
-            "lengths": meta(2, dtype=torch.int32) if lengths else None,
-            "bias": meta(1, 4, L, L, dtype=torch.float32) if dense else None,
-            "causal": None,
-            "scale": 1.0,
-            "dropout_p": 0.1 if lengths else 0.0,
-            "seed": meta(1, dtype=torch.int64) if lengths else None,
-            "zero_empty_rows": False,
-        }
-        return (meta(2, 4, L, D, dtype=dtype), meta(2, 4, L, dtype=torch.float32)), mask
-
-    for D in (32, 64, 128):
-        yield call(torch.bfloat16, D, 256, True, False)
-        yield call(torch.bfloat16, D, 1024, True, False)
-        yield call(torch.bfloat16, D, 1023, True, True)
-    yield call(torch.float16, 64, 1024, False, False)
-    yield call(torch.bfloat16, 256, 1023, True, True)
-    for D in (32, 64, 128, 256):
-        yield call(torch.float32, D, 1024, True, False)

@@ -4,8 +4,6 @@ The forward stores one number a row rather than Lq x Lk weights (T. Dao, "FlashA
 whoever asks for weights pays one matrix product and the store.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,6 @@ from .attention_tiles import (
     LOG2E,
     any_true,
     at_head,
-    example_calls,
     exponential,
     jit,
     key_limits,
@@ -234,10 +231,3 @@ def _attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor, **mask: object) 
     if out.numel() > 0:
         run_call(("attention weights",), (q, k, logsumexp), (out,), 0, mask, None, _weights_call)
     return (out,)
-
-
-def compile_cases(arch: str) -> Iterator[Launch]:
-    """A launch for every config."""
-    for (q, logsumexp), mask in example_calls():
-        out = torch.empty((*q.shape[:3], q.shape[2]), dtype=q.dtype, device="meta")
-        yield weights_launch(q, q, logsumexp, out, mask)

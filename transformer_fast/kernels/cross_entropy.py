@@ -4,8 +4,6 @@ One program a row, which it reads twice from memory (softmax statistics kept onl
 "Online normalizer calculation for softmax", 2018) and writes once.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -181,13 +179,3 @@ def _accumulate(result: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
         result.copy_(torch.mm(a, b))
     else:
         result += torch.mm(a, b)
-
-
-def compile_cases(arch: str) -> Iterator[Launch]:
-    """A launch for every config, with and without the gradient, in bf16."""
-    for vocabulary in CROSS_ENTROPY:
-        logits = torch.empty((1024, vocabulary), dtype=torch.bfloat16, device="meta")
-        target = torch.empty((1024,), dtype=torch.int64, device="meta")
-        losses = torch.empty((1024,), dtype=torch.float32, device="meta")
-        for gradient in (False, True):
-            yield rows_launch(logits, target, losses, 0.1, -100, gradient)

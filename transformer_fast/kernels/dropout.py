@@ -4,8 +4,6 @@ The gradient of the bias is summed on the way: a bounded number of programs shar
 and keeps its part in registers; a last kernel adds the parts in a fixed order. No atomics: two runs agree bit for bit.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -195,15 +193,3 @@ def dropout_backward(
             lambda grad_out, y, seed, *outputs: backward_launches(grad_out, y, *outputs, p, seed),
         )  # fmt: skip
     return grad_x, grad_bias
-
-
-def compile_cases(arch: str) -> Iterator[Launch]:
-    """A launch for every config, forward and backward, with everything they can do and with nothing, in bf16."""
-    for d in (64, 512, 4096):
-        x = torch.empty((1024, d), dtype=torch.bfloat16, device="meta")
-        bias = torch.empty((d,), dtype=torch.float32, device="meta")
-        seed = torch.empty((1,), dtype=torch.int64, device="meta")
-        partials = torch.empty((sharing_programs(1024, d, 132), d), dtype=torch.float32, device="meta")
-        yield forward_launch(x, bias, x, x, True, 0.1, seed)
-        yield from backward_launches(x, None, x, None, None, 0.1, seed)
-        yield from backward_launches(x, None, x, bias, partials, 0.1, seed)

@@ -7,14 +7,12 @@ A program holds a tile of whole rows in registers, reads them once and writes th
 walked in blocks of columns by one program each. Statistics are fp32, in two passes: mean, then centred squares.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import NORM, norm_config
+from ..configs import norm_config
 from .calls import run_again
 from .launching import Launch
 from .philox import elementwise_keep_tile, load_seed
@@ -231,14 +229,3 @@ def norm_forward(
 
 def _contiguous(vector: Tensor | None) -> Tensor | None:
     return None if vector is None else vector.contiguous()
-
-
-def compile_cases(arch: str) -> Iterator[Launch]:
-    """A launch for every forward config, with everything a launch can do switched on; the widest in fp32 too."""
-    widths = sorted(width for kernel, width in NORM if kernel == "forward" and width > 0)
-    for d, dtype in [*((d, torch.bfloat16) for d in (*widths, 65536)), (widths[-1], torch.float32)]:
-        x = torch.empty((1024, d), dtype=dtype, device="meta")
-        vector = torch.empty((d,), dtype=torch.float32, device="meta")
-        statistics = torch.empty((1024,), dtype=torch.float32, device="meta")
-        seed = torch.empty((1,), dtype=torch.int64, device="meta")
-        yield forward_launch(x, x, vector, vector, x, x, statistics, statistics, 1e-6, True, 0.1, seed)

@@ -16,14 +16,12 @@ an H100) lie in its L2 cache. An element of 16 bits costs 6 bytes of memory, and
 more with each further one.
 """
 
-from collections.abc import Iterator
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import NORM, norm_config
+from ..configs import norm_config
 from .calls import run_again
 from .launching import Launch, blocks_of, multiprocessors_of
 from .norm import as_rows, dropout_arguments, load_tile
@@ -307,25 +305,3 @@ def norm_backward(
             lambda *tensors: backward_launches(*tensors[:6], *tensors[7:], std, dropout_p, tensors[6], programs),
         )
     return grad_x, grad_residual, grad_weight, grad_bias
-
-
-def compile_cases(arch: str) -> Iterator[Launch]:
-    """The launches of every backward config, with everything switched on; the widest in fp32 too."""
-    widths = sorted(width for kernel, width in NORM if kernel == "backward" and width > 0)
-    names = set()
-    wide = (2 * widths[-1], 3 * widths[-1], 65536)  # slices of two, three and four blocks
-    in_bf16 = ((d, torch.bfloat16) for d in (*widths, *wide))
-    for d, dtype in [*in_bf16, (widths[-1], torch.float32), (65536, torch.float32)]:
-        x = torch.empty((1024, d), dtype=dtype, device="meta")
-        vector = torch.empty((d,), dtype=torch.float32, device="meta")
-        statistics = torch.empty((1024,), dtype=torch.float32, device="meta")
-        seed = torch.empty((1,), dtype=torch.int64, device="meta")
-        programs = sharing_programs(1024, d, 132)
-        partials = torch.empty((2, programs, d), dtype=torch.float32, device="meta")
-        launches = backward_launches(
-            x, x, x, vector, statistics, statistics, x, x, vector, vector, partials, True, 0.1, seed, programs
-        )
-        for launch in launches:
-            if launch.name not in names:
-                names.add(launch.name)
-                yield launch

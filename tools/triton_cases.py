@@ -1,0 +1,235 @@
+"""The launches that the configs of the Triton kernels can cause, on meta tensors: what there is to compile.
+
+One function for each module of transformer_fast.kernels, of an architecture class of configs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from transformer_fast.configs import ATTENTION, CROSS_ENTROPY, NORM
+from transformer_fast.kernels import (
+    attention,
+    attention_backward,
+    attention_decode,
+    attention_grad_bias,
+    attention_tile_map,
+    attention_weights,
+    cross_entropy,
+    dropout,
+    norm,
+    norm_backward,
+)
+from transformer_fast.kernels.attention_launches import Packed, packed_mask
+from transformer_fast.kernels.launching import Launch
+
+
+def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, object], Packed | None]]:
+    """Calls on meta tensors that between them use every config of an architecture in every way that changes what is
+    compiled much: ((q, logsumexp), mask, packed)."""
+
+    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def call(dtype: torch.dtype, D: int, L: int, kind: str):
+        mask = packed_mask(False, 1.0, 0.1, meta(1, dtype=torch.int64), False)
+        packed = None
+        if kind in ("limits", "mapped", "biased"):
+            mask["lengths"] = meta(2, dtype=torch.int32)
+        if kind in ("mapped", "biased"):
+            mask |= {"keep": meta(2, 1, L, L, dtype=torch.bool), "key_keep": meta(2, 1, 1, L, dtype=torch.bool)}
+        if kind == "biased":
+            mask["bias"] = meta(1, 4, L, L, dtype=torch.float32)
+        if kind == "packed":
+            packed = Packed(meta(3, dtype=torch.int32), meta(3, dtype=torch.int32), 2 * L)
+        if kind == "plain":
+            mask |= {"dropout_p": 0.0, "seed": None}
+        return (meta(2, 4, L, D, dtype=dtype), meta(2, 4, L, dtype=torch.float32)), mask, packed
+
+    for D in (32, 64, 128):
+        for kind in ("limits", "mapped", "packed"):
+            yield call(torch.bfloat16, D, 256, kind)
+            yield call(torch.bfloat16, D, 1024, kind)
+        yield call(torch.bfloat16, D, 1024, "plain")
+        yield call(torch.bfloat16, D, 1023, "biased")
+    yield call(torch.float16, 64, 1024, "mapped")
+    yield call(torch.bfloat16, 256, 1023, "biased")
+    for D in (32, 64, 128, 256):
+        yield call(torch.float32, D, 1024, "limits")
+
+
+def dense_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, object]]]:
+    """Calls on meta tensors that between them use every config of an architecture: ((q, logsumexp), mask).
+
+    Each config once, with all that its class allows: no key count or stride of a dense mask is a multiple of 16.
+    """
+
+    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def call(dtype: torch.dtype, D: int, L: int, lengths: bool, dense: bool):
+        mask = {
+            "keep": meta(2, 1, L, L, dtype=torch.bool) if dense else None,
+            "key_keep": meta(2, 1, 1, L, dtype=torch.bool) if dense else None,
+            "lengths": meta(2, dtype=torch.int32) if lengths else None,
+            "bias": meta(1, 4, L, L, dtype=torch.float32) if dense else None,
+            "causal": None,
+            "scale": 1.0,
+            "dropout_p": 0.1 if lengths else 0.0,
+            "seed": meta(1, dtype=torch.int64) if lengths else None,
+            "zero_empty_rows": False,
+        }
+        return (meta(2, 4, L, D, dtype=dtype), meta(2, 4, L, dtype=torch.float32)), mask
+
+    for D in (32, 64, 128):
+        yield call(torch.bfloat16, D, 256, True, False)
+        yield call(torch.bfloat16, D, 1024, True, False)
+        yield call(torch.bfloat16, D, 1023, True, True)
+    yield call(torch.float16, 64, 1024, False, False)
+    yield call(torch.bfloat16, 256, 1023, True, True)
+    for D in (32, 64, 128, 256):
+        yield call(torch.float32, D, 1024, True, False)
+
+
+def attention_cases(arch: str) -> Iterator[Launch]:
+    """A launch for every forward config of an architecture class."""
+    for (q, logsumexp), mask, packed in tile_calls():
+        yield attention.forward_launch(q, q, q, q, logsumexp, arch, mask, packed)
+
+
+def attention_backward_cases(arch: str) -> Iterator[Launch]:
+    """The launches of every backward config of an architecture class."""
+    for (q, logsumexp), mask, packed in tile_calls():
+        buffers = attention_backward.row_buffers(q, logsumexp, mask["bias"])
+        yield from attention_backward.backward_launches(
+            q, q, q, q, logsumexp, (q, q), (q, q, q), buffers, arch, mask, None, packed
+        )
+
+
+def attention_tile_map_cases(arch: str) -> Iterator[Launch]:
+    """The launches that make a map for each tile of an architecture class."""
+    for L in (256, 255):
+        mask = torch.empty((2, 1, L, L), dtype=torch.bool, device="meta")
+        yield attention_tile_map.pack_launch(mask, mask.new_empty((2, 1, L, 8), dtype=torch.int32))
+    key_keep, lengths = mask[:, :, :1], torch.empty(2, dtype=torch.int32, device="meta")
+    for tile in sorted({(c.block_queries, c.block_keys) for key, c in ATTENTION.items() if key[1] == arch}):
+        classes = mask.new_empty((2, 1, -(-L // tile[0]), -(-L // tile[1])), dtype=torch.int8)
+        yield attention_tile_map.classes_launch(classes, mask, key_keep, lengths, 0, L, L, tile)
+    lists = classes.to(torch.int32)
+    yield attention_tile_map.lists_launch(classes, lists, lists, False)
+
+
+def attention_weights_cases(arch: str) -> Iterator[Launch]:
+    """A launch for every config."""
+    for (q, logsumexp), mask in dense_calls():
+        out = torch.empty((*q.shape[:3], q.shape[2]), dtype=q.dtype, device="meta")
+        yield attention_weights.weights_launch(q, q, logsumexp, out, mask)
+
+
+def attention_grad_bias_cases(arch: str) -> Iterator[Launch]:
+    """The launches of every config; of the shapes of a bias, T5's, ALiBi's two and the smallest."""
+    for number, ((q, logsumexp), mask) in enumerate(dense_calls()):
+        L = q.shape[2]
+        shape = ((1, 4, L, L), (1, 4, 1, L), (2, 1, L, 1), (1, 1, 1, 1))[number % 4]
+        mask = mask | {"bias": torch.empty(shape, dtype=torch.float32, device="meta")}
+        sums = attention_grad_bias.part_sums(mask["bias"], attention_grad_bias.sharing(q, q, mask["bias"])[2])
+        yield from attention_grad_bias.grad_bias_launches(
+            q, q, q, q, q, logsumexp, logsumexp, logsumexp, logsumexp, sums, mask
+        )
+
+
+def attention_decode_cases(arch: str) -> Iterator[Launch]:
+    """Both launches of every config; for most also with 32 rows, and with the cache in one piece, in pages as large as
+    a tile, and in smaller ones."""
+
+    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def call(dtype: torch.dtype, B: int, H: int, Hkv: int, Lq: int, D: int, S: int, page_size: int) -> list[Launch]:
+        q, lengths = meta(B, H, Lq, D, dtype=dtype), meta(B, dtype=torch.int32)
+        table = meta(B, S // page_size, dtype=torch.int32) if page_size else None
+        k = meta(64, Hkv, page_size, D, dtype=dtype) if page_size else meta(B, Hkv, S, D, dtype=dtype)
+        buffers = attention_decode.part_buffers(q, attention_decode.division_of(q, k, table)[2])
+        return attention_decode.decode_launches(
+            q, k, k, lengths, table, q, meta(B, H, Lq, dtype=torch.float32), *buffers, True, 1.0
+        )
+
+    for bits, block_d in attention_decode.TILES:
+        dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
+        for Lq, page_size in ((1, 0), (1, 64), (4, 16), (8, 0)):
+            if page_size == 16 or (bits == 16 and block_d > 32):
+                yield from call(dtype, 2, 32, 8, Lq, block_d, 4096, page_size)
+    yield from call(torch.float16, 64, 16, 16, 1, 64, 512, 0)
+
+
+def norm_cases(arch: str) -> Iterator[Launch]:
+    """A launch for every forward config, with everything a launch can do switched on; the widest in fp32 too."""
+    widths = sorted(width for kernel, width in NORM if kernel == "forward" and width > 0)
+    for d, dtype in [*((d, torch.bfloat16) for d in (*widths, 65536)), (widths[-1], torch.float32)]:
+        x = torch.empty((1024, d), dtype=dtype, device="meta")
+        vector = torch.empty((d,), dtype=torch.float32, device="meta")
+        statistics = torch.empty((1024,), dtype=torch.float32, device="meta")
+        seed = torch.empty((1,), dtype=torch.int64, device="meta")
+        yield norm.forward_launch(x, x, vector, vector, x, x, statistics, statistics, 1e-6, True, 0.1, seed)
+
+
+def norm_backward_cases(arch: str) -> Iterator[Launch]:
+    """The launches of every backward config, with everything switched on; the widest in fp32 too."""
+    widths = sorted(width for kernel, width in NORM if kernel == "backward" and width > 0)
+    names = set()
+    wide = (2 * widths[-1], 3 * widths[-1], 65536)  # slices of two, three and four blocks
+    in_bf16 = ((d, torch.bfloat16) for d in (*widths, *wide))
+    for d, dtype in [*in_bf16, (widths[-1], torch.float32), (65536, torch.float32)]:
+        x = torch.empty((1024, d), dtype=dtype, device="meta")
+        vector = torch.empty((d,), dtype=torch.float32, device="meta")
+        statistics = torch.empty((1024,), dtype=torch.float32, device="meta")
+        seed = torch.empty((1,), dtype=torch.int64, device="meta")
+        programs = norm_backward.sharing_programs(1024, d, 132)
+        partials = torch.empty((2, programs, d), dtype=torch.float32, device="meta")
+        launches = norm_backward.backward_launches(
+            x, x, x, vector, statistics, statistics, x, x, vector, vector, partials, True, 0.1, seed, programs
+        )
+        for launch in launches:
+            if launch.name not in names:
+                names.add(launch.name)
+                yield launch
+
+
+def dropout_cases(arch: str) -> Iterator[Launch]:
+    """A launch for every config, forward and backward, with everything they can do and with nothing, in bf16."""
+    for d in (64, 512, 4096):
+        x = torch.empty((1024, d), dtype=torch.bfloat16, device="meta")
+        bias = torch.empty((d,), dtype=torch.float32, device="meta")
+        seed = torch.empty((1,), dtype=torch.int64, device="meta")
+        partials = torch.empty((dropout.sharing_programs(1024, d, 132), d), dtype=torch.float32, device="meta")
+        yield dropout.forward_launch(x, bias, x, x, True, 0.1, seed)
+        yield from dropout.backward_launches(x, None, x, None, None, 0.1, seed)
+        yield from dropout.backward_launches(x, None, x, bias, partials, 0.1, seed)
+
+
+def cross_entropy_cases(arch: str) -> Iterator[Launch]:
+    """A launch for every config, with and without the gradient, in bf16."""
+    for vocabulary in CROSS_ENTROPY:
+        logits = torch.empty((1024, vocabulary), dtype=torch.bfloat16, device="meta")
+        target = torch.empty((1024,), dtype=torch.int64, device="meta")
+        losses = torch.empty((1024,), dtype=torch.float32, device="meta")
+        for gradient in (False, True):
+            yield cross_entropy.rows_launch(logits, target, losses, 0.1, -100, gradient)
+
+
+CASES: dict[str, Callable[[str], Iterator[Launch]]] = {
+    "attention": attention_cases,
+    "attention_backward": attention_backward_cases,
+    "attention_tile_map": attention_tile_map_cases,
+    "attention_weights": attention_weights_cases,
+    "attention_grad_bias": attention_grad_bias_cases,
+    "attention_decode": attention_decode_cases,
+    "norm": norm_cases,
+    "norm_backward": norm_backward_cases,
+    "dropout": dropout_cases,
+    "cross_entropy": cross_entropy_cases,
+}
+"""By module of transformer_fast.kernels, all that have Triton kernels."""
