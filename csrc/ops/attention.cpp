@@ -83,6 +83,11 @@ struct Packed<function> {
   }
 };
 
+TwoTensors forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v);
+ThreeTensors backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                      const Tensor& v, const Tensor& out, const Tensor& logsumexp,
+                      const OptionalTensor& grad_logsumexp);
+
 // Calls an op by the dispatcher.
 template <auto function, typename... Inputs>
 auto dispatch(const char* name, const AttentionParams& p, const Inputs&... inputs) {
@@ -96,6 +101,18 @@ auto dispatch_packed(const char* name, const AttentionParams& p, const Inputs&..
   static const Operator<std::remove_pointer_t<decltype(&Packed<function>::call)>> op(name);
   return op(inputs..., *p.packed.cu_seqlens_q, *p.packed.cu_seqlens_k, p.packed.max_q, p.packed.max_k,
             p.causal.has_value(), p.scale, p.dropout_p, p.seed, p.zero_empty_rows, p.backend);
+}
+
+template <typename... Inputs>
+auto dispatch_forward(const AttentionParams& params, const Inputs&... inputs) {
+  return params.is_packed() ? dispatch_packed<forward>("attention_packed", params, inputs...)
+                            : dispatch<forward>("attention", params, inputs...);
+}
+
+template <typename... Inputs>
+auto dispatch_backward(const AttentionParams& params, const Inputs&... inputs) {
+  return params.is_packed() ? dispatch_packed<backward>("attention_packed_backward", params, inputs...)
+                            : dispatch<backward>("attention_backward", params, inputs...);
 }
 
 AttentionResult compute(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -193,17 +210,12 @@ struct Attention {
       return {gradients.q, gradients.k, gradients.v, gradients.bias};
     }
     variable_list gradients(4);
-    const auto call = [&](auto dispatched, const char* name) {
-      return dispatched(name, params, grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp);
-    };
     if (needs[0] || needs[1] || needs[2])
       std::tie(gradients[0], gradients[1], gradients[2]) =
-          params.is_packed()
-              ? call([](auto&&... args) { return dispatch_packed<attention_op::backward>(args...); },
-                     "attention_packed_backward")
-              : call([](auto&&... args) { return dispatch<attention_op::backward>(args...); }, "attention_backward");
+          dispatch_backward(params, grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp);
     if (needs[3])
-      gradients[3] = call([](auto&&... args) { return dispatch<grad_bias>(args...); }, "attention_grad_bias");
+      gradients[3] = dispatch<grad_bias>("attention_grad_bias", params, grad_out, q, k, v, result.out, result.logsumexp,
+                                         grad_logsumexp);
     return gradients;
   }
 };
@@ -218,9 +230,7 @@ AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& par
     if (direct)
       result = compute(params, q, k, v, records);
     else
-      std::tie(result.out, result.logsumexp) = params.is_packed()
-                                                   ? dispatch_packed<forward>("attention_packed", params, q, k, v)
-                                                   : dispatch<forward>("attention", params, q, k, v);
+      std::tie(result.out, result.logsumexp) = dispatch_forward(params, q, k, v);
   }
   if (!records) return result;
   eager::OpNode<Attention>::Saved saved = {q, k, v};
@@ -242,17 +252,14 @@ TwoTensors forward_autograd(const AttentionParams& params, const Tensor& q, cons
   return {result.out, result.logsumexp};
 }
 
-// A rule of its own would serve nobody: that there is no second derivative is said by the node above.
+// Of the ops of the backward, called by themselves: what they return cannot be differentiated.
 ThreeTensors backward_autograd(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
                                const Tensor& v, const Tensor& out, const Tensor& logsumexp,
                                const OptionalTensor& grad_logsumexp) {
   ThreeTensors grads;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    grads = params.is_packed() ? dispatch_packed<attention_op::backward>("attention_packed_backward", params, grad_out,
-                                                                         q, k, v, out, logsumexp, grad_logsumexp)
-                               : dispatch<attention_op::backward>("attention_backward", params, grad_out, q, k, v, out,
-                                                                  logsumexp, grad_logsumexp);
+    grads = dispatch_backward(params, grad_out, q, k, v, out, logsumexp, grad_logsumexp);
   }
   return eager::undifferentiable("attention", grads, {grad_out, q, k, v, out, logsumexp});
 }
@@ -317,9 +324,7 @@ auto autocast(const Tensor& tensor) {
 template <c10::DeviceType device, c10::DispatchKey key>
 TwoTensors forward_autocast(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
-  const Tensor cast_q = autocast<device>(q), cast_k = autocast<device>(k), cast_v = autocast<device>(v);
-  return params.is_packed() ? dispatch_packed<forward>("attention_packed", params, cast_q, cast_k, cast_v)
-                            : dispatch<forward>("attention", params, cast_q, cast_k, cast_v);
+  return dispatch_forward(params, autocast<device>(q), autocast<device>(k), autocast<device>(v));
 }
 
 template <c10::DeviceType device, c10::DispatchKey key>
