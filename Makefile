@@ -6,7 +6,8 @@
 # make sanitize   the ops' tests and random calls under the sanitizers for memory and undefined behaviour;
 #                 make sanitize-threads, under the one for races
 # make arm-check  compile the CPU kernels for aarch64, and run them in qemu
-# make wheel      a source distribution, and a wheel built from it, in dist
+# make wheel      a source distribution, and a wheel built from it, in dist; URL=https://host/owner/name: where README's
+#                 links lead from a package index
 # make fmt        format Python and C++, and fix what ruff can
 #
 # Each does its own set-up: a virtual environment in .venv, pinned packages, the extension built in place.
@@ -75,7 +76,7 @@ fmt: setup
 
 wheel: setup
 	rm -rf dist
-	@$(PROGRESS) "source distribution and wheel" $(BIN)/python -m build --no-isolation
+	@$(PROGRESS) "source distribution and wheel" env TRANSFORMER_FAST_URL=$(URL) $(BIN)/python -m build --no-isolation
 
 bench: setup
 	mkdir -p $(RESULTS)

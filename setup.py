@@ -8,6 +8,8 @@ Environment:
     TORCH_CUDA_ARCH_LIST          GPU architectures; default "8.0;9.0+PTX". No GPU is looked for.
     TRANSFORMER_FAST_CXX_FLAGS    further flags for the compiler and the linker, behind the ones below; the symbols are
                                   then kept. For tools/sanitize.py and for debuggers.
+    TRANSFORMER_FAST_URL          where the repository is published, https://host/owner/name: README's links then lead
+                                  there from a package index, too, and the package names its pages.
     MAX_JOBS                      compilers at once.
 """
 
@@ -16,6 +18,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -234,7 +237,23 @@ def module_extension() -> cpp_extension.Extension:
     )
 
 
+def description(url: str) -> dict[str, object]:
+    """README as the package's description, and its pages. From a package index a link within the repository is dead."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = {"long_description": text, "long_description_content_type": "text/markdown"}
+    if not url:
+        return shown
+    if not re.fullmatch(r"https://[^/\s]+/[^/\s]+/[^/\s]+", url):
+        raise SystemExit(f"TRANSFORMER_FAST_URL: expected https://host/owner/name, got {url!r}")
+    within = r"\]\((?!https?:|#)"
+    text = re.sub(rf"(!\[[^\]]*){within}", rf"\1]({url}/raw/HEAD/", text)
+    shown["long_description"] = re.sub(within, f"]({url}/blob/HEAD/", text)
+    pages = {"Documentation": "blob/HEAD/docs", "Changelog": "blob/HEAD/CHANGELOG.md", "Issues": "issues"}
+    return {**shown, "project_urls": {"Homepage": url, **{name: f"{url}/{page}" for name, page in pages.items()}}}
+
+
 setup(
+    **description(os.environ.get("TRANSFORMER_FAST_URL", "").rstrip("/")),
     ext_modules=[*(kernels_extension(name, flags) for name, (flags, _) in known_sets().items()), module_extension()],
     cmdclass={"build_ext": Build},
 )

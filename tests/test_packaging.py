@@ -84,10 +84,33 @@ def test_the_metadata_says_what_the_package_says(sdist: Path) -> None:
         metadata = message_from_bytes(archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/PKG-INFO").read())
     check_metadata(metadata)
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert "version" not in project and project["dynamic"] == ["version"], "the version stands in __init__.py alone"
+    assert "version" not in project and project["dynamic"][0] == "version", "the version stands in __init__.py alone"
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
     assert cited.group(1) == transformer_fast.__version__
     assert transformer_fast.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+METADATA = BUILD_SDIST.replace("build_sdist", "prepare_metadata_for_build_wheel")
+
+
+@pytest.mark.parametrize("url", ["", "https://example.org/someone/transformer_fast"])
+def test_links_of_the_description_lead_somewhere_from_a_package_index(url: str, tmp_path: Path) -> None:
+    """They cannot be relative there; where the repository is published is known to who builds the package."""
+    pytest.importorskip("setuptools", "77", reason="pyproject.toml builds with setuptools>=77")
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT, tree, ignore=lambda at, names: not_sources(Path(at), names))
+    run(sys.executable, "-c", METADATA, str(tmp_path), cwd=tree, TRANSFORMER_FAST_CUDA="0", TRANSFORMER_FAST_URL=url)
+    (path,) = tmp_path.glob("*.dist-info/METADATA")
+    metadata = message_from_bytes(path.read_bytes())
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", metadata.get_payload()) if not link.startswith("#")]
+    assert len(links) > 5 and metadata["Description-Content-Type"].startswith("text/markdown")
+    pages = metadata.get_all("Project-URL", [])
+    if not url:
+        assert not pages and not any(link.startswith("http") for link in links)
+        return
+    assert f"Homepage, {url}" in pages and all(f", {url}" in page for page in pages)
+    assert f"{url}/raw/HEAD/docs/images/headline.svg" in links and all(link.startswith(f"{url}/") for link in links)
+    assert all((ROOT / link.partition("/HEAD/")[2].partition("#")[0]).exists() for link in links)
 
 
 def check_metadata(metadata: Message) -> None:
