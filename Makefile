@@ -76,7 +76,7 @@ fmt: setup
 
 wheel: setup
 	rm -rf dist
-	@$(PROGRESS) "source distribution and wheel" env TRANSFORMER_FAST_URL=$(URL) $(BIN)/python -m build --no-isolation
+	@$(PROGRESS) "source distribution and wheel" $(if $(URL),env TRANSFORMER_FAST_URL=$(URL)) $(BIN)/python -m build --no-isolation
 
 bench: setup
 	mkdir -p $(RESULTS)

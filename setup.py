@@ -154,10 +154,13 @@ class Build(cpp_extension.BuildExtension):
 # Files of the module that are compiled as one. Most of what a compiler does with each is to read PyTorch's headers.
 UNITS = {
     "attention": (
-        *("ops/attention", "ops/attention_cpu", "ops/attention_decode", "ops/attention_packed", "ops/decoder_step"),
-        *("ops/multihead", "triton/attention", "triton/launch_cache"),
+        *("ops/attention", "ops/attention_cpu", "ops/attention_decode", "ops/attention_eager", "ops/attention_packed"),
+        *("ops/decoder_step", "ops/multihead", "triton/attention", "triton/launch_cache"),
     ),
-    "rows": ("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/generation", "ops/norm", "ops/seed"),
+    "rows": (
+        *("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/embedding_cpu", "ops/generation", "ops/norm"),
+        "ops/seed",
+    ),
 }
 
 

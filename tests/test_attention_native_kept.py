@@ -51,8 +51,8 @@ def native(tensors, parts, *, empty_rows="uniform", grad_logsumexp=None):
     q, k, v, bias = (t.requires_grad_() for t in leaves)
     options = tail((q, k, v, bias), parts, 0.0, empty_rows)
     with poisoned_memory():
-        call = lambda: torch.ops.transformer_fast.attention(q, k, v, *options)  # noqa: E731
-        results, kept = kept_tensors(call, (q.shape[2], k.shape[2]))
+        shape = q.shape[2], k.shape[2]
+        results, kept = kept_tensors(lambda: torch.ops.transformer_fast.attention(q, k, v, *options), shape)
         assert any(t.dtype == q.dtype and t.shape[:2] == q.shape[:2] and t is not bias for t in kept)
         received = (grad_out,) if grad_logsumexp is None else (grad_out, grad_logsumexp)
         grads = torch.autograd.grad(results[: len(received)], (q, k, v, bias), received)
@@ -110,9 +110,8 @@ def test_only_what_pays_is_kept():
     q.requires_grad_()
 
     def kept(q, bias, dropout_p=0.0):
-        call = lambda: tfast.attention(q, k, v, bias=bias, dropout_p=dropout_p)  # noqa: E731
         with tfast.backend("native"):
-            found = kept_tensors(call, (q.shape[2], 30))[1]
+            found = kept_tensors(lambda: tfast.attention(q, k, v, bias=bias, dropout_p=dropout_p), (q.shape[2], 30))[1]
         return any(bias is None or t.data_ptr() != bias.data_ptr() for t in found)
 
     assert kept(q, bias)

@@ -8,7 +8,6 @@
 #include "operator.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -99,14 +98,12 @@ TwoTensors forward_autograd(const Tensor& q, const Tensor& k_cache, const Tensor
   return below_autograd(forward, forward_op(), false, q, k_cache, v_cache, lengths, page_table, causal, scale, backend);
 }
 
-template <c10::DeviceType device, c10::DispatchKey key>
+template <c10::DeviceType device>
 TwoTensors forward_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
                             const OptionalTensor& page_table, bool causal, double scale, std::string_view backend) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
-  const auto cast = [type = at::autocast::get_autocast_dtype(device)](const Tensor& tensor) {
-    return at::autocast::cached_cast(type, tensor, device);
-  };
-  return forward_op()(cast(q), cast(k_cache), cast(v_cache), lengths, page_table, causal, scale, backend);
+  const NoAutocast<device> no_autocast;
+  return forward_op()(autocast<device>(q), autocast<device>(k_cache), autocast<device>(v_cache), lengths, page_table,
+                      causal, scale, backend);
 }
 
 }  // namespace
@@ -115,12 +112,8 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def(kSchema); }
 TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) { m.impl("attention_decode", forward); }
 TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) { m.impl("attention_decode", forward_meta); }
 TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) { m.impl("attention_decode", forward_autograd); }
-TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) {
-  m.impl("attention_decode", forward_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>);
-}
-TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) {
-  m.impl("attention_decode", forward_autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>);
-}
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { m.impl("attention_decode", forward_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { m.impl("attention_decode", forward_autocast<at::kCUDA>); }
 
 }  // namespace decode_op
 

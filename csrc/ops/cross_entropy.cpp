@@ -12,7 +12,6 @@
 #include "tensors.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
@@ -186,7 +185,8 @@ struct LinearCrossEntropy {
                                 const Needs& needs) {
     const Tensor scale = grads[0] * saved[6];
     // What was kept for a graph that ends here is scaled where it lies, and handed over.
-    const bool ends = !torch::autograd::get_current_graph_task_keep_graph() && eager::is_plain_memory(grads[0]);
+    const bool ends =
+        !torch::autograd::get_current_graph_task_keep_graph() && eager::is_plain_eager(grads, /*any_device=*/true);
     const bool scaled = ends && scale.is_cpu() && scale.item<double>() == 1;
     variable_list gradients(3);
     for (size_t i = 0; i < 3; ++i) {
@@ -240,16 +240,13 @@ FiveTensors forward_autograd(const Tensor& x, const Tensor& weight, const Option
 }
 
 // As F.linear casts.
-template <c10::DeviceType device, c10::DispatchKey key>
+template <c10::DeviceType device>
 FiveTensors forward_autocast(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                              double smoothing, c10::SymInt ignore_index, bool mean, std::array<bool, 3> gradients,
                              c10::SymInt chunk_elements, std::string_view backend) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(key);
-  const auto cast = [type = at::autocast::get_autocast_dtype(device)](const auto& tensor) {
-    return at::autocast::cached_cast(type, tensor, device);
-  };
-  return forward_op()(cast(x), cast(weight), cast(bias), target, smoothing, ignore_index, mean, gradients,
-                      chunk_elements, backend);
+  const NoAutocast<device> no_autocast;
+  return forward_op()(autocast<device>(x), autocast<device>(weight), autocast<device>(bias), target, smoothing,
+                      ignore_index, mean, gradients, chunk_elements, backend);
 }
 
 }  // namespace
@@ -258,12 +255,8 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def(kSchema); }
 TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) { m.impl("linear_cross_entropy", forward); }
 TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) { m.impl("linear_cross_entropy", forward_meta); }
 TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) { m.impl("linear_cross_entropy", forward_autograd); }
-TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) {
-  m.impl("linear_cross_entropy", forward_autocast<at::kCPU, c10::DispatchKey::AutocastCPU>);
-}
-TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) {
-  m.impl("linear_cross_entropy", forward_autocast<at::kCUDA, c10::DispatchKey::AutocastCUDA>);
-}
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { m.impl("linear_cross_entropy", forward_autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { m.impl("linear_cross_entropy", forward_autocast<at::kCUDA>); }
 
 }  // namespace cross_entropy_op
 

@@ -133,12 +133,6 @@ Tensor forward_autograd(const Tensor& x, const OptionalTensor& bias, const Optio
   return recorded(false, x, bias, residual, relu, p, seed, backend);
 }
 
-std::tuple<Tensor, Tensor> backward_autograd(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
-                                             const OptionalTensor& seed, bool has_bias, std::string_view backend) {
-  const auto gradients = below_autograd(backward, backward_op(), false, grad_out, y, relu, p, seed, has_bias, backend);
-  return eager::undifferentiable("dropout", gradients, {grad_out, or_undefined(y)});
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
@@ -158,7 +152,7 @@ TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
 
 TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
   m.impl("dropout", forward_autograd);
-  m.impl("dropout_backward", backward_autograd);
+  m.impl("dropout_backward", eager::Undifferentiable<"dropout_backward", backward>::call);
 }
 
 }  // namespace dropout_op

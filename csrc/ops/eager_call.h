@@ -34,34 +34,25 @@ inline bool has_active_modes() {
          at::impl::torch_function_mode_enabled();
 }
 
-// Whether a tensor is nothing but memory of the CPU: no subclass, no wrapper, no lazy negation, not sparse.
-inline bool is_plain(const Tensor& tensor) {
-  static const c10::DispatchKeySet usual = [] {
+// Whether a tensor is nothing but memory of the CPU, or where `any_device` of a GPU: no subclass, no wrapper, no lazy
+// negation, not sparse.
+inline bool is_plain(const Tensor& tensor, bool any_device = false) {
+  static const c10::DispatchKeySet on_cpu = [] {
     const c10::InferenceMode outside(false);  // tensors made in inference mode have fewer keys
     return at::detail::empty_cpu({0}, at::kFloat).key_set();
   }();
-  return usual.has_all(tensor.key_set());
+  constexpr auto cuda = c10::BackendComponent::CUDABit;
+  static const c10::DispatchKeySet on_cuda = c10::DispatchKeySet(c10::DispatchKey::CUDA) |
+                                             c10::getAutogradRelatedKeySetFromBackend(cuda) |
+                                             c10::getAutocastRelatedKeySetFromBackend(cuda);
+  return on_cpu.has_all(tensor.key_set()) || (any_device && on_cuda.has_all(tensor.key_set()));
 }
 
 // Whether each of some tensors, undefined ones aside, is, and nothing looks at the calls that are made of them.
 template <typename Tensors>
-bool is_plain_eager(const Tensors& tensors) {
-  const auto plain = [](const Tensor& tensor) { return !tensor.defined() || is_plain(tensor); };
+bool is_plain_eager(const Tensors& tensors, bool any_device = false) {
+  const auto plain = [&](const Tensor& tensor) { return !tensor.defined() || is_plain(tensor, any_device); };
   return !has_active_modes() && std::all_of(tensors.begin(), tensors.end(), plain);
-}
-
-// The same for memory of a GPU.
-inline bool is_plain_cuda(const Tensor& tensor) {
-  constexpr auto bit = c10::BackendComponent::CUDABit;
-  static const c10::DispatchKeySet usual = c10::DispatchKeySet(c10::DispatchKey::CUDA) |
-                                           c10::getAutogradRelatedKeySetFromBackend(bit) |
-                                           c10::getAutocastRelatedKeySetFromBackend(bit);
-  return usual.has_all(tensor.key_set());
-}
-
-// Whether a tensor is memory of the CPU or a GPU and nothing looks at the calls that are made of it.
-inline bool is_plain_memory(const Tensor& tensor) {
-  return !has_active_modes() && (is_plain(tensor) || is_plain_cuda(tensor));
 }
 
 // Whether forward-mode differentiation follows the tensor.
@@ -79,8 +70,7 @@ class Arguments {
   Tensor tensor(py::handle argument) {
     if (!ok_ || !THPVariable_CheckExact(argument.ptr())) return refused();
     const Tensor& tensor = THPVariable_Unpack(argument.ptr());
-    const bool plain = is_plain(tensor) || (any_device_ && is_plain_cuda(tensor));
-    return plain && !has_tangent(tensor) ? tensor : refused();
+    return is_plain(tensor, any_device_) && !has_tangent(tensor) ? tensor : refused();
   }
 
   // float64, float32, float16 or bfloat16.

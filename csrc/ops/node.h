@@ -2,6 +2,8 @@
 // torch::autograd::Function costs some microseconds more of each call, which is as much as a kernel on a small tensor.
 #pragma once
 
+#include "operator.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/function.h>
@@ -45,7 +47,7 @@ class Needs {
 
 // Marks gradients as functions of what they were computed from that cannot be differentiated: doing so raises. One that
 // is a gradient of `grads` itself stays differentiable.
-inline void refuse_second_derivative(const char* op, const variable_list& gradients, const variable_list& grads,
+inline void refuse_second_derivative(const std::string& op, const variable_list& gradients, const variable_list& grads,
                                      const variable_list& saved) {
   torch::autograd::edge_list edges;
   for (const variable_list* tensors : {&grads, &saved})
@@ -53,10 +55,9 @@ inline void refuse_second_derivative(const char* op, const variable_list& gradie
       if (tensor.defined() && tensor.requires_grad()) edges.push_back(torch::autograd::impl::gradient_edge(tensor));
   if (edges.empty()) return;
   const auto error =
-      make_node<torch::autograd::Error>(std::string("transformer_fast::") + op +
-                                            "_backward cannot be differentiated again: the fused kernels have no "
-                                            "second derivative. Run the forward under "
-                                            "transformer_fast.backend(\"reference\") to differentiate twice.",
+      make_node<torch::autograd::Error>(op + " cannot be differentiated again: the fused kernels have no "
+                                             "second derivative. Run the forward under "
+                                             "transformer_fast.backend(\"reference\") to differentiate twice.",
                                         std::move(edges));
   for (const at::Tensor& gradient : gradients) {
     const auto same = [&](const at::Tensor& grad) { return grad.is_same(gradient); };
@@ -65,14 +66,40 @@ inline void refuse_second_derivative(const char* op, const variable_list& gradie
   }
 }
 
-// What an op of a backward returned where autograd is on: no function of its inputs that could be differentiated.
-template <typename... Results>
-std::tuple<Results...> undifferentiable(const char* op, const std::tuple<Results...>& results,
-                                        const variable_list& inputs) {
-  if (at::GradMode::is_enabled())
-    std::apply([&](const Results&... result) { refuse_second_derivative(op, {result...}, {}, inputs); }, results);
-  return results;
+inline void append(variable_list& tensors, const at::Tensor& tensor) { tensors.push_back(tensor); }
+inline void append(variable_list& tensors, const std::optional<at::Tensor>& tensor) {
+  if (tensor) tensors.push_back(*tensor);
 }
+template <typename... Tensors>
+void append(variable_list& tensors, const std::tuple<Tensors...>& several) {
+  std::apply([&](const Tensors&... tensor) { (append(tensors, tensor), ...); }, several);
+}
+template <typename Other>
+void append(variable_list&, const Other&) {}
+
+// An op's name as an argument of a template.
+template <size_t size>
+struct Name {
+  char text[size];
+  constexpr Name(const char (&given)[size]) { std::copy_n(given, size, text); }
+};
+
+// The autograd rule of an op of a backward, called by itself: what it returns cannot be differentiated.
+template <Name name, auto implementation>
+struct Undifferentiable;
+template <Name name, typename Result, typename... Args, Result (*implementation)(Args...)>
+struct Undifferentiable<name, implementation> {
+  static Result call(Args... args) {
+    static const Operator<Result(Args...)> op(name.text);
+    const Result results = below_autograd(implementation, op, /*direct=*/false, args...);
+    if (!at::GradMode::is_enabled()) return results;
+    variable_list inputs, gradients;
+    (append(inputs, args), ...);
+    append(gradients, results);
+    refuse_second_derivative(std::string("transformer_fast::") + name.text, gradients, {}, inputs);
+    return results;
+  }
+};
 
 // Whether the gradients that an op's backward finds are made of ops that can be differentiated: it then says so.
 template <typename Op>
@@ -119,7 +146,7 @@ class OpNode final : public torch::autograd::Node {
       if constexpr (!DifferentiableBackward<Op>) no_grad.emplace();
       gradients = Op::backward(grads, saved, options_, Needs(*this));
     }
-    if (at::GradMode::is_enabled()) refuse_second_derivative(Op::kName, gradients, grads, saved);
+    if (at::GradMode::is_enabled()) refuse_second_derivative(name(), gradients, grads, saved);
     return gradients;
   }
 

@@ -236,15 +236,6 @@ FourTensors forward_autograd(const Tensor& x, const OptionalTensor& residual, co
   return recorded(false, x, residual, weight, bias, eps, std, dropout_p, seed, backend);
 }
 
-FourTensors backward_autograd(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
-                              const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, bool std,
-                              double dropout_p, const OptionalTensor& seed, bool has_bias, std::string_view backend) {
-  const auto gradients = below_autograd(backward, backward_op(), false, grad_out, grad_summed, x, weight, mean, rstd,
-                                        std, dropout_p, seed, has_bias, backend);
-  return eager::undifferentiable("layer_norm", gradients,
-                                 {grad_out, or_undefined(grad_summed), x, or_undefined(weight), mean, rstd});
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
@@ -264,7 +255,7 @@ TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
 
 TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
   m.impl("layer_norm", forward_autograd);
-  m.impl("layer_norm_backward", backward_autograd);
+  m.impl("layer_norm_backward", eager::Undifferentiable<"layer_norm_backward", backward>::call);
 }
 
 }  // namespace norm_op

@@ -3,6 +3,7 @@
 // tracing, tensor subclasses and modes, or by its eager fast path, which calls the same functions.
 #pragma once
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -41,6 +42,16 @@ Result below_autograd(Result (*implementation)(Args...), const Operator<Result(A
   const at::AutoDispatchBelowADInplaceOrView below;
   return direct ? implementation(args...) : op(args...);
 }
+
+// What autocast makes of an op's tensor, or of one that may be missing; and the scope in which it is off.
+template <c10::DeviceType device, typename MaybeTensor>
+MaybeTensor autocast(const MaybeTensor& tensor) {
+  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
+}
+template <c10::DeviceType device>
+struct NoAutocast {
+  const c10::impl::ExcludeDispatchKeyGuard guard{at::autocast::get_autocast_dispatch_key_from_device_type(device)};
+};
 
 // Whether an op's argument `backend` asks for the kernels of csrc, and not for those in Triton.
 inline bool is_native(std::string_view backend) { return backend == "native"; }

@@ -19,7 +19,8 @@ py::object seed_of(const AttentionParams& params) {
   return params.seed_value ? py::object(py::int_(*params.seed_value)) : PythonFunction::object(params.seed);
 }
 
-// The arguments of a launcher but for its tensors.
+}  // namespace
+
 py::dict keywords_of(const AttentionParams& params) {
   py::dict keywords;
   if (params.is_packed()) {
@@ -38,6 +39,8 @@ py::dict keywords_of(const AttentionParams& params) {
   keywords["zero_empty_rows"] = params.zero_empty_rows;
   return keywords;
 }
+
+namespace {
 
 // The contents from which a call derives the order of its tiles: run_call of kernels/attention_launches.py.
 py::tuple sources_of(const Tensor& k, const AttentionParams& params) {

@@ -4,7 +4,12 @@
 
 #include "../ops/attention.h"
 
+#include <pybind11/pybind11.h>
+
 namespace transformer_fast {
+
+// What functions in Python take beside their tensors, as keywords. The GIL must be held.
+pybind11::dict keywords_of(const AttentionParams& params);
 
 AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params);
 // The gradients of q, k and v.

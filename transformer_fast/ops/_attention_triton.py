@@ -10,7 +10,7 @@ from torch import Tensor
 from ._attention_checks import kept_lengths, normal_lengths
 
 
-def by_launchers(extension: Any, q: Any, k: Any, v: Any, parts: tuple, *options: Any) -> Tensor | None:
+def attention_by_triton(extension: Any, q: Any, k: Any, v: Any, parts: tuple, *options: Any) -> Tensor | None:
     """What the call gives, or None where the extension declines it.
 
     Args:

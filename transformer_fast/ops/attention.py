@@ -14,7 +14,7 @@ from .. import backends, reference
 from ..masks import AttentionMask, and_causal, as_attention_mask
 from . import _eager, _seed
 from ._attention_checks import check_inputs, check_mask, check_options, normal_lengths
-from ._attention_triton import by_launchers
+from ._attention_triton import attention_by_triton
 from ._names import unknown_names
 
 MAX_TRITON_HEAD_DIM = 256
@@ -142,7 +142,7 @@ def attention(
     offset = and_causal(mask.causal_offset, causal)
     given = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, offset, scale)
     if launched:
-        out = by_launchers(launched, q, k, v, given, dropout_p, seed, empty_rows)
+        out = attention_by_triton(launched, q, k, v, given, dropout_p, seed, empty_rows)
     elif not return_logsumexp and return_weights in (False, True, "dropped") and (direct := _eager.native()):
         out = direct.attention(q, k, v, *given, dropout_p, seed, empty_rows)
     if out is not None:
@@ -227,17 +227,18 @@ def weights_gradients(
     q: Tensor,
     k: Tensor,
     *,
-    mask: dict[str, Any],
     dropout_p: float,
     seed: Tensor | None,
-    empty_rows: str,
+    zero_empty_rows: bool,
     needed: tuple[bool, bool, bool],
+    **mask: Any,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k and the bias from one of the weights, by the reference; ``needed`` says of which."""
+    given = {"q": q, "k": k, "bias": mask["bias"]}
+    empty_rows = "zero" if zero_empty_rows else "uniform"
     with torch.enable_grad():
-        given = {"q": q, "k": k, "bias": mask["bias"]}
         leaves = {name: given[name].detach().requires_grad_() for name, need in zip(given, needed, strict=True) if need}
-        q, k, mask = leaves.get("q", q), leaves.get("k", k), {**mask, "bias": leaves.get("bias", mask["bias"])}
+        q, k, mask["bias"] = (given | leaves).values()
         weights = reference.attention.attention(q, k, k, **mask, dropout_p=0.0, seed=None, empty_rows=empty_rows)[1]
         weights = _dropped(weights, dropout_p, seed)
     found = dict(zip(leaves, torch.autograd.grad(weights, list(leaves.values()), grad_weights), strict=True))

@@ -1,0 +1,164 @@
+// The ops of embedding.cpp on the CPU, from tensors to what the kernels take.
+#include "../cpu/kernels.h"
+#include "../embedding.h"
+#include "embedding.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/ops/add_cpu_dispatch.h>
+#include <ATen/ops/empty.h>
+
+#include <string>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace transformer_fast::embedding_op {
+namespace {
+
+// Of a contiguous tensor of int64 or int32; it must outlive them.
+Integers integers(const Tensor& tensor) {
+  if (tensor.scalar_type() == at::kLong) return {tensor.const_data_ptr<int64_t>(), nullptr};
+  return {nullptr, tensor.const_data_ptr<int32_t>()};
+}
+
+// Says where the first id that is not in the vocabulary stands.
+[[noreturn]] void raise_invalid_id(const Tensor& tensor, int64_t vocabulary) {
+  const Integers ids = integers(tensor);
+  int64_t row = 0;
+  while (ids[row] >= 0 && ids[row] < vocabulary) ++row;
+  std::string place;
+  int64_t rest = row;
+  for (int64_t dim = tensor.dim(); dim-- > 0; rest /= tensor.size(dim))
+    place = std::to_string(rest % tensor.size(dim)) + (place.empty() ? "" : ", ") + place;
+  TORCH_CHECK_INDEX(false, "ids[", place, "] is ", ids[row], ", but the vocabulary has ", vocabulary,
+                    " rows: expected 0 <= id < ", vocabulary);
+}
+
+// Each sequence must find its positions in the table.
+void check_offsets(const Integers& offsets, const OptionalTensor& table, const Rows& rows, int64_t offset) {
+  if (!offsets || !table) return;
+  for (int64_t i = 0; i < rows.count / rows.length; ++i) {
+    const int64_t first = offset + offsets[i];
+    TORCH_CHECK_INDEX(first >= 0 && first + rows.length <= table->size(0), "offset ", offsets[i], " of sequence ", i,
+                      ": positions ", first, " to ", first + rows.length - 1, " are not all in the table of ",
+                      table->size(0));
+  }
+}
+
+// Fills `out` from the rows of `source`, of which ids choose if they are given. Returns whether all ids were in it.
+bool encode(const Tensor& out, const Rows& rows, const Tensor& source, const Tensor& ids, double scale,
+            const OptionalTensor& table, int64_t offset, const OptionalTensor& offsets, double p,
+            const OptionalTensor& seed) {
+  const Tensor starts = offsets ? offsets->contiguous() : Tensor();
+  const Integers first_positions = offsets && table ? integers(starts) : Integers{};
+  check_offsets(first_positions, table, rows, offset);
+  bool all_valid = true;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out.scalar_type(), "embed", [&] {
+    using T = scalar_t;
+    using A = Accumulate<T>;
+    EncodeParams<T> params{out.mutable_data_ptr<T>(), rows.count, rows.length, rows.d};
+    params.source = {source.const_data_ptr<T>(), source.stride(0), source.stride(1)};
+    if (ids.defined()) params.ids = integers(ids), params.vocabulary = source.size(0);
+    params.scale = scale, params.first_positions = first_positions, params.dropout = dropout_params(p, seed);
+    const bool narrow = table && table->scalar_type() == out.scalar_type() && !std::is_same_v<T, A>;
+    const Tensor typed =
+        table && !narrow ? in_type(*table, c10::CppTypeToScalarType<A>::value) : table.value_or(Tensor());
+    if (narrow)
+      params.narrow_table = {typed.const_data_ptr<T>() + offset * typed.stride(0), typed.stride(0), typed.stride(1)};
+    else if (table)
+      params.wide_table = {typed.const_data_ptr<A>() + offset * typed.stride(0), typed.stride(0), typed.stride(1)};
+    all_valid = kernels().of<T>().encode(params);
+  });
+  return all_valid;
+}
+
+}  // namespace
+
+Tensor embed(const Tensor& ids, const Tensor& weight, const OptionalTensor& table, double scale, c10::SymInt first,
+             const OptionalTensor& offsets, std::optional<int64_t> /* padding_idx */, double p,
+             const OptionalTensor& seed, bool /* deterministic: always */) {
+  const int64_t offset = first.expect_int();
+  const Rows rows = check_embed(ids, weight, table, offset, offsets, p, seed);
+  auto shape = ids.sizes().vec();
+  shape.push_back(rows.d);
+  const Tensor out = at::cpu::empty(shape, weight.options());
+  if (rows.empty()) return out;
+  const Tensor dense = ids.contiguous();
+  if (!encode(out, rows, weight, dense, scale, table, offset, offsets, p, seed))
+    raise_invalid_id(dense, weight.size(0));
+  return out;
+}
+
+namespace {
+
+// The gradient has the size of the weight, so a large one is fresh memory from the system on every step, and faulting
+// it in by small pages costs several times what writing it does.
+void prefer_huge_pages(void* memory, size_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = 2 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kPage * kPage;
+  if (end > begin + 8 * kPage) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only a hint
+#endif
+}
+
+}  // namespace
+
+Tensor embed_backward(const Tensor& grad_out, const Tensor& ids, c10::SymInt num_embeddings, double scale,
+                      std::optional<int64_t> padding_idx, double p, const OptionalTensor& seed,
+                      bool /* deterministic: always */) {
+  const int64_t vocabulary = num_embeddings.expect_int();
+  check_backward(grad_out, ids, vocabulary, p, seed);
+  const Tensor grad = grad_out.contiguous(), dense = ids.contiguous();
+  const int64_t d = grad.size(-1);
+  const Tensor out = at::empty({vocabulary, d}, grad.options());
+  if (out.numel() == 0) return out;
+  prefer_huge_pages(out.mutable_data_ptr(), out.nbytes());
+  bool all_valid = true;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad.scalar_type(), "embed_backward", [&] {
+    using T = scalar_t;
+    all_valid = kernels().of<T>().embed_backward({grad.const_data_ptr<T>(), integers(dense), out.mutable_data_ptr<T>(),
+                                                  dense.numel(), d, vocabulary, padding_idx.value_or(-1), scale,
+                                                  dropout_params(p, seed)});
+  });
+  if (!all_valid) raise_invalid_id(dense, vocabulary);
+  return out;
+}
+
+namespace {
+
+// x + the table, again and again: nothing tells one row of a sequence from the next. Both are contiguous.
+Tensor add_repeated(const Tensor& x, const Tensor& table) {
+  if (x.element_size() >= 4) return at::cpu::add(x, table);
+  const Tensor out = at::cpu::empty(x.sizes(), x.options());
+  const bool narrow = table.scalar_type() == x.scalar_type();
+  AT_DISPATCH_REDUCED_FLOATING_TYPES(x.scalar_type(), "add_positional", [&] {
+    using T = scalar_t;
+    kernels().of<T>().add_repeated({x.const_data_ptr<T>(), narrow ? table.const_data_ptr<T>() : nullptr,
+                                    narrow ? nullptr : table.const_data_ptr<float>(), out.mutable_data_ptr<T>(),
+                                    x.numel(), table.numel()});
+  });
+  return out;
+}
+
+}  // namespace
+
+Tensor add_positional(const Tensor& x, const OptionalTensor& table, c10::SymInt first, const OptionalTensor& offsets,
+                      double p, const OptionalTensor& seed) {
+  const int64_t offset = first.expect_int();
+  const Rows rows = check_add_positional(x, table, offset, offsets, p, seed);
+  if (rows.empty()) return at::cpu::empty(x.sizes(), x.options());
+  if (x.is_contiguous() && table && table->is_contiguous() && !offsets && p == 0)
+    return add_repeated(x, table->narrow(0, offset, rows.length));
+  const Tensor out = at::cpu::empty(x.sizes(), x.options());
+  encode(out, rows, x.reshape({rows.count, rows.d}), Tensor(), 1.0, table, offset, offsets, p, seed);
+  return out;
+}
+
+void fill_positional_table(const Tensor& table) {
+  check_positional_table(table);
+  if (table.numel() > 0) kernels().fill_positional_table(table.mutable_data_ptr<float>(), table.size(0), table.size(1));
+}
+
+}  // namespace transformer_fast::embedding_op
