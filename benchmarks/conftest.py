@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from harness import Call, Comparison, Inputs, ceilings, compare
 
-from transformer_fast.kernels import extension
+from transformer_fast import extension
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

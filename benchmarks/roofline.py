@@ -23,9 +23,9 @@ import torch
 from attention_cases import CUDA, Case
 from triton_kernels import Compiled, cases, compile_launch
 
-from transformer_fast.configs import attention_config
-from transformer_fast.kernels.attention_launches import call_kind
-from transformer_fast.kernels.tile_share import WorkShare, packed_work_share, work_share
+from transformer_fast.tile_share import WorkShare, packed_work_share, work_share
+from transformer_fast.triton.attention.launches import call_kind
+from transformer_fast.triton.configs import attention_config
 
 RESULTS = Path(__file__).resolve().parent / "results" / "static"
 COPY = 3.0e12

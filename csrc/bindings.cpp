@@ -1,7 +1,7 @@
 // The Python module transformer_fast._C. Loading it registers every op in torch.ops.transformer_fast; what it gives to
 // Python itself is the ops' eager fast path (ops/eager.h).
 //
-// Each op stands in ops/<op>.cpp; its kernels are in cpu/, in cuda/, and, in Triton, in transformer_fast/kernels. Those of
+// Each op stands in ops/<op>.cpp; its kernels are in cpu/, in cuda/, and, in Triton, in transformer_fast/triton. Those of
 // cpu/ are libraries of their own, one for each instruction set, of which load_kernels() takes one.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -15,7 +15,7 @@ namespace py = pybind11;
 
 namespace {
 
-// transformer_fast/kernels/extension.py looks for this text in the file *before* loading it: a module built for another
+// transformer_fast/extension.py looks for this text in the file *before* loading it: a module built for another
 // torch can crash while it loads, and then nothing could say why.
 constexpr char kBuild[] = "transformer_fast build: " TRANSFORMER_FAST_BUILD "\n";
 constexpr size_t kPrefix = sizeof("transformer_fast build: ") - 1;

@@ -1,5 +1,5 @@
 // The random-number contract, version 1: the dropout mask is a pure function of (seed, position), equal bit for bit in
-// the reference (reference/dropout.py), in Triton (kernels/philox.py) and here, on the host and on the device.
+// the reference (reference/dropout.py), in Triton (triton/philox.py) and here, on the host and on the device.
 //
 // Philox 4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 // The key is the 64-bit seed. One call gives four 32-bit words, each word two 16-bit draws (low half first).

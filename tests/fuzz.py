@@ -357,7 +357,7 @@ def check(c: Config, backend: str) -> None:
 
 def small_tiles() -> dict[object, object]:
     """Tiles of 32 x 32 for every attention kernel, for the interpreter: an item for each entry of the table."""
-    from transformer_fast import configs
+    from transformer_fast.triton import configs
 
     return dict.fromkeys(configs.ATTENTION, configs.AttentionConfig(32, 32, 4, 1))
 
@@ -371,7 +371,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="(divide by zero|invalid value|overflow) encountered")
     if arguments.backend == "triton" and DEVICE.type == "cpu":
-        from transformer_fast import configs
+        from transformer_fast.triton import configs
 
         configs.ATTENTION.update(small_tiles())
     interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""

@@ -9,7 +9,7 @@ import torch
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 from torch import Tensor
 
-from transformer_fast.kernels import extension
+from transformer_fast import extension
 from transformer_fast.reference.attention import attention as reference
 from transformer_fast.reference.dropout import attention_keep
 

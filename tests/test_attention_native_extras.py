@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
-from transformer_fast.kernels import extension
+from transformer_fast import extension
 from transformer_fast.reference.attention import attention as reference
 from transformer_fast.reference.dropout import attention_keep
 

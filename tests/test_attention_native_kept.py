@@ -7,7 +7,7 @@ import torch
 from helpers import assert_as_exact_as_eager, poisoned_memory
 
 import transformer_fast as tfast
-from transformer_fast.kernels import extension
+from transformer_fast import extension
 from transformer_fast.reference.attention import attention as reference
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]

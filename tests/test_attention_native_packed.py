@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import assert_as_exact_as_eager, poisoned_memory
 
-from transformer_fast.kernels import extension
+from transformer_fast import extension
 from transformer_fast.reference.attention import attention_decode, attention_packed
 
 SEED = torch.tensor([77_000_111_222_333], dtype=torch.int64)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from transformer_fast.kernels import extension
+from transformer_fast import extension
 
 ROOT = Path(__file__).parent.parent
 

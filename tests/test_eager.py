@@ -13,8 +13,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
 import transformer_fast as tfast
-from transformer_fast import ops
-from transformer_fast.kernels import extension
+from transformer_fast import extension, ops
 from transformer_fast.ops import _eager, _seed
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
@@ -306,7 +305,7 @@ def test_a_first_call_in_inference_mode_does_not_close_the_way():
     """What a plain tensor is was once decided by the first call, and there inference tensors have fewer keys."""
     program = """
 import torch
-from transformer_fast.kernels import extension
+from transformer_fast import extension
 _C = extension.module()
 x = torch.ones(2, 8)
 with torch.inference_mode():

@@ -11,8 +11,7 @@ from helpers import assert_as_exact_as_eager, fixed_seed, poisoned_memory
 from torch import Tensor
 
 import transformer_fast as tfast
-from transformer_fast import reference
-from transformer_fast.kernels import extension
+from transformer_fast import extension, reference
 from transformer_fast.ops.embedding import add_positional, embed, positional_table
 
 pytestmark = pytest.mark.skipif(not extension.load(), reason=extension.status())

@@ -11,8 +11,7 @@ import pytest
 import torch
 from helpers import poisoned_memory
 
-from transformer_fast import reference
-from transformer_fast.kernels import extension
+from transformer_fast import extension, reference
 from transformer_fast.ops.embedding import embed, positional_table
 
 SEED = torch.tensor([-0x123456789ABCDEF])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from transformer_fast.kernels import extension
+from transformer_fast import extension
 from transformer_fast.ops.embedding import add_positional, embed, positional_table
 
 pytestmark = pytest.mark.skipif(not extension.load(), reason=extension.status())

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from transformer_fast.kernels import extension
+from transformer_fast import extension
 
 ROOT = Path(__file__).resolve().parent.parent
 PROGRAM = """
@@ -24,7 +24,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     import torch
     import transformer_fast as tfast
-    from transformer_fast.kernels import extension
+    from transformer_fast import extension
     tfast.embed(torch.tensor([0]), torch.ones(1, 4))
     tfast.embed(torch.tensor([0]), torch.ones(1, 4))
     warnings.simplefilter("ignore")
@@ -138,9 +138,7 @@ def test_build_info_cannot_be_changed_from_outside() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_extension_runs_on_the_openmp_runtime_of_torch() -> None:
     """In a process of its own: other libraries bring runtimes of their own."""
-    code = (
-        "from transformer_fast.kernels import extension; assert extension.load(); print(open('/proc/self/maps').read())"
-    )
+    code = "from transformer_fast import extension; assert extension.load(); print(open('/proc/self/maps').read())"
     maps = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
     runtimes = {line.split()[-1] for line in maps.splitlines() if re.search(r"/lib(gomp|iomp5|omp)[-.]", line)}
     assert len(runtimes) <= 1, runtimes
@@ -264,7 +262,7 @@ def test_kernels_that_cannot_run_are_refused(asked: str, expected: str, monkeypa
 @needs_extension
 @pytest.mark.parametrize("name", extension.module().supported_instruction_sets() if extension.load() else [])
 def test_the_environment_chooses_the_kernels(name: str) -> None:
-    code = "from transformer_fast.kernels import extension; print(extension.status())"
+    code = "from transformer_fast import extension; print(extension.status())"
     result = run_with_kernels(name, code)
     if extension._library(name) is None:
         assert f"TRANSFORMER_FAST_CPU={name}, but they were not built" in result.stderr

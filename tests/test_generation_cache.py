@@ -7,12 +7,11 @@ import torch
 from helpers import assert_as_exact_as_eager
 from torch import nn
 
-from transformer_fast import GenerationConfig, Transformer, beam_search, generate, greedy
+from transformer_fast import GenerationConfig, Transformer, beam_search, extension, generate, greedy
 from transformer_fast.generation.beam import Search
 from transformer_fast.generation.cache import DecoderCache, assign_slots, move_rows
 from transformer_fast.generation.decoding import Decoding, check_request
 from transformer_fast.generation.fused import FusedStep
-from transformer_fast.kernels import extension
 from transformer_fast.layers import MultiHeadAttention
 
 BOS, EOS, VOCAB = 0, 1, 30

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import transformer_fast as tfast
-from transformer_fast import GenerationConfig
+from transformer_fast import GenerationConfig, extension
 from transformer_fast.generation.decoding import Decoding, _Cached, _Uncached, check_request
-from transformer_fast.kernels import extension
 
 BOS, EOS, VOCAB, D, LONGEST = 0, 1, 30, 32, 24
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers import assert_as_exact_as_eager, poisoned_memory
 
+from transformer_fast import extension
 from transformer_fast.generation.topk import best_tokens, log_normalizer
-from transformer_fast.kernels import extension
 
 INF, NAN = float("inf"), float("nan")
 

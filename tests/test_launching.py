@@ -8,7 +8,7 @@ import pytest
 import torch
 
 recording = pytest.importorskip("recording_driver")
-launching = pytest.importorskip("transformer_fast.kernels.launching")
+launching = pytest.importorskip("transformer_fast.triton.launcher")
 launched, seen, floats, launch_of = recording.launched, recording.seen, recording.floats, recording.launch_of
 kernel = recording.kernel
 run, Launch = launching.run, launching.Launch
@@ -42,7 +42,8 @@ def test_the_driver_gets_what_triton_gives_it(launched):
 
 def test_the_package_kernels_too(launched):
     """As above, for a kernel of each file that launches often, in two lengths that must not compile twice."""
-    from transformer_fast.kernels import attention_backward, dropout, norm
+    from transformer_fast.triton import dropout, norm
+    from transformer_fast.triton.attention import backward
 
     seed, first = torch.tensor([3]), None
     for rows in (24, 37):
@@ -50,13 +51,13 @@ def test_the_package_kernels_too(launched):
         q, logsumexp = floats(1, 2, rows, 16), floats(1, 2, rows)
         mask = {"keep": None, "key_keep": None, "lengths": None, "bias": None, "causal": 0, "scale": 0.5}
         mask |= {"dropout_p": 0.0, "seed": None, "zero_empty_rows": False}
-        backward = attention_backward.backward_launches(
-            q, q, q, q, logsumexp, (q, q), (q, q, q), attention_backward.row_buffers(q, logsumexp, None), "sm90", mask
+        delta, *_ = backward.backward_launches(
+            q, q, q, q, logsumexp, (q, q), (q, q, q), backward.row_buffers(q, logsumexp, None), "sm90", mask
         )
         launches = [
             norm.forward_launch(x, x, vector, vector, x, x, sums, sums, 1e-5, False, 0.1, seed),
             dropout.forward_launch(x, None, None, x, True, 0.1, seed),
-            backward[0],
+            delta,
         ]
         run(launches, x)
         launched.clear()

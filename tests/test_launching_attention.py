@@ -14,8 +14,8 @@ import torch
 import transformer_fast as tfast
 
 recording = pytest.importorskip("recording_driver")
-attention_decode = pytest.importorskip("transformer_fast.kernels.attention_decode")
-calls_kept = pytest.importorskip("transformer_fast.kernels.calls")
+attention_decode = pytest.importorskip("transformer_fast.triton.attention.decode")
+calls_kept = pytest.importorskip("transformer_fast.triton.launch_cache")
 launched, on_a_gpu, seen, floats = recording.launched, recording.on_a_gpu, recording.seen, recording.floats
 outcomes = recording.outcomes
 
@@ -96,10 +96,9 @@ def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypat
     kernels = [driver_call[4] for driver_call in on_a_gpu]
     # Without what made the map of the mask's tiles, which is kept with the call.
     by_launchers = outcomes([driver_call for driver_call in first if driver_call[4] in kernels], tensors)
-    for module in ("attention", "attention_backward"):
+    for module in ("forward", "backward"):
         for name in ("attention", "attention_packed"):
-            end = "backward" if module.endswith("backward") else "forward"
-            monkeypatch.setattr(f"transformer_fast.kernels.{module}.{name}_{end}", None)
+            monkeypatch.setattr(f"transformer_fast.triton.attention.{module}.{name}_{module}", None)
     assert outcomes(*call()) == by_launchers
     assert len(on_a_gpu) == 4 and all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
 
@@ -124,7 +123,7 @@ def test_the_extension_decodes_again_what_the_launcher_did(on_a_gpu, monkeypatch
         return list(on_a_gpu), {"q": q, "k": k, "v": v, "lengths": lengths, "out": out}
 
     by_launcher = outcomes(*call())
-    monkeypatch.setattr("transformer_fast.kernels.attention_decode.run_again", None)
+    monkeypatch.setattr("transformer_fast.triton.attention.decode.run_again", None)
     assert outcomes(*call()) == by_launcher
     assert len(on_a_gpu) == (1 if kind == "one part" else 2)
     if kind != "one part":

@@ -7,12 +7,12 @@ import functools
 import pytest
 import torch
 
-from transformer_fast import configs
+from transformer_fast.triton import configs
 
 recording = pytest.importorskip("recording_driver")
 triton = pytest.importorskip("triton")
-launching = pytest.importorskip("transformer_fast.kernels.launching")
-calls_kept = pytest.importorskip("transformer_fast.kernels.calls")
+launching = pytest.importorskip("transformer_fast.triton.launcher")
+calls_kept = pytest.importorskip("transformer_fast.triton.launch_cache")
 launched, seen, floats, launch_of = recording.launched, recording.seen, recording.floats, recording.launch_of
 outcomes = recording.outcomes
 run, run_again, STREAM = launching.run, calls_kept.run_again, recording.STREAM
@@ -152,16 +152,8 @@ def key_keep():
 
 def layer(name):
     """A call of a launcher on new tensors, which it gives by name."""
-    from transformer_fast.kernels import (
-        attention,
-        attention_backward,
-        attention_decode,
-        attention_grad_bias,
-        attention_weights,
-        dropout,
-        norm,
-        norm_backward,
-    )
+    from transformer_fast.triton import dropout, norm, norm_backward
+    from transformer_fast.triton.attention import backward, decode, forward, grad_bias, weights
 
     x, y, weight, bias = floats(24, 64), floats(24, 64), floats(64), floats(64)
     mean, rstd, seed = floats(24), floats(24), torch.tensor([3])
@@ -173,19 +165,19 @@ def layer(name):
     rows, ends = [floats(24, 4, 16) for _ in range(5)], torch.tensor([0, 9, 24], dtype=torch.int32)
     ragged = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_q": 15, "max_k": 15, "causal": True, "scale": 0.5}
     ragged |= {"dropout_p": 0.0, "seed": None, "zero_empty_rows": False}
-    back = attention_backward.attention_packed_backward
+    back = backward.attention_packed_backward
     calls = {
-        "attention": lambda: attention.attention_forward(q, k, k, **padded),
-        "attention backward": lambda: attention_backward.attention_backward(q, q, k, k, q, lse, **padded),
-        "packed": lambda: attention.attention_packed_forward(*rows[:3], **ragged),
+        "attention": lambda: forward.attention_forward(q, k, k, **padded),
+        "attention backward": lambda: backward.attention_backward(q, q, k, k, q, lse, **padded),
+        "packed": lambda: forward.attention_packed_forward(*rows[:3], **ragged),
         "packed backward": lambda: back(*rows, lse, **ragged),
         "norm": lambda: norm.norm_forward(x, y, weight, bias, 1e-5, False, 0.1, seed),
         "norm backward": lambda: norm_backward.norm_backward(x, None, y, weight, mean, rstd, True, 0.1, seed, True),
         "dropout": lambda: dropout.dropout_forward(x, bias, y, True, 0.1, seed),
         "dropout backward": lambda: dropout.dropout_backward(x, y, True, 0.1, seed, True),
-        "weights": lambda: attention_weights.attention_weights(q, k, lse, **mask),
-        "grad_bias": lambda: attention_grad_bias.attention_grad_bias(q, q, k, k, q, lse, **mask),
-        "decode": lambda: attention_decode.attention_decode(
+        "weights": lambda: weights.attention_weights(q, k, lse, **mask),
+        "grad_bias": lambda: grad_bias.attention_grad_bias(q, q, k, k, q, lse, **mask),
+        "decode": lambda: decode.attention_decode(
             q, k.transpose(1, 2), k.transpose(1, 2), lengths=lengths, page_table=pages, causal=True, scale=0.5
         ),
     }

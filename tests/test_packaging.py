@@ -176,7 +176,7 @@ def check_wheel(wheel: Path) -> None:
 
 SMOKE = """
 import pathlib, sys, torch, transformer_fast as tfast
-from transformer_fast.kernels import extension
+from transformer_fast import extension
 
 home = pathlib.Path(tfast.__file__).resolve()
 assert home.is_relative_to(pathlib.Path(sys.prefix).resolve()), home

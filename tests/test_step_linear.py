@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from helpers import assert_as_exact_as_eager, poisoned_memory
 from torch import nn
 
+from transformer_fast import extension
 from transformer_fast.generation import weights
 from transformer_fast.generation.weights import StepFeedForward, StepLinear, joined, prepared
-from transformer_fast.kernels import extension
 from transformer_fast.layers import FeedForward
 
 SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs

@@ -21,7 +21,7 @@ TORCH = "2.14.1"
 PACKAGES = (f"torch=={TORCH}", "setuptools", "wheel", "ninja", "pybind11", "numpy")
 CHECK = """
 import torch
-from transformer_fast.kernels import extension
+from transformer_fast import extension
 assert extension.load(), extension.status()
 for op in ("embed", "embed_backward", "add_positional", "fill_positional_table"):
     name = f"transformer_fast::{op}"

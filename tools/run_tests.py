@@ -28,7 +28,7 @@ KERNEL_TESTS = (
     "test_pages.py",
     "test_step_linear.py",
 )
-SETS = "from transformer_fast.kernels import extension; print(*extension.usable_instruction_sets())"
+SETS = "from transformer_fast import extension; print(*extension.usable_instruction_sets())"
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 SUMMARY = re.compile(r"=+ (.* in [\d.]+s.*?) =+")
 

@@ -47,7 +47,7 @@ UNDEFINED = re.compile(r"^.*: runtime error: .*(?:\n +#\d+ .*)*", re.MULTILINE)
 SUPPORTED = "import torch; from transformer_fast import _C; print(*_C.supported_instruction_sets())"
 MODULE = """
 from pathlib import Path
-from transformer_fast.kernels import extension
+from transformer_fast import extension
 print(Path(extension.module().__file__).parent.parent, extension.build_info()["instruction_set"])
 """
 CALL = """

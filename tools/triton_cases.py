@@ -1,6 +1,6 @@
 """The launches that the configs of the Triton kernels can cause, on meta tensors: what there is to compile.
 
-One function for each module of transformer_fast.kernels, of an architecture class of configs.py.
+One function for each module of transformer_fast.triton, of an architecture class of configs.py.
 """
 
 from __future__ import annotations
@@ -10,21 +10,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from transformer_fast.configs import ATTENTION, CROSS_ENTROPY, NORM
-from transformer_fast.kernels import (
-    attention,
-    attention_backward,
-    attention_decode,
-    attention_grad_bias,
-    attention_tile_map,
-    attention_weights,
-    cross_entropy,
-    dropout,
-    norm,
-    norm_backward,
-)
-from transformer_fast.kernels.attention_launches import Packed, packed_mask
-from transformer_fast.kernels.launching import Launch
+from transformer_fast.triton import cross_entropy, dropout, norm, norm_backward
+from transformer_fast.triton.attention import backward, decode, forward, grad_bias, tile_map, weights
+from transformer_fast.triton.attention.launches import Packed, packed_mask
+from transformer_fast.triton.configs import ATTENTION, CROSS_ENTROPY, NORM
+from transformer_fast.triton.launcher import Launch
 
 
 def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, object], Packed | None]]:
@@ -97,14 +87,14 @@ def dense_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, object]]]:
 def attention_cases(arch: str) -> Iterator[Launch]:
     """A launch for every forward config of an architecture class."""
     for (q, logsumexp), mask, packed in tile_calls():
-        yield attention.forward_launch(q, q, q, q, logsumexp, arch, mask, packed)
+        yield forward.forward_launch(q, q, q, q, logsumexp, arch, mask, packed)
 
 
 def attention_backward_cases(arch: str) -> Iterator[Launch]:
     """The launches of every backward config of an architecture class."""
     for (q, logsumexp), mask, packed in tile_calls():
-        buffers = attention_backward.row_buffers(q, logsumexp, mask["bias"])
-        yield from attention_backward.backward_launches(
+        buffers = backward.row_buffers(q, logsumexp, mask["bias"])
+        yield from backward.backward_launches(
             q, q, q, q, logsumexp, (q, q), (q, q, q), buffers, arch, mask, None, packed
         )
 
@@ -113,20 +103,20 @@ def attention_tile_map_cases(arch: str) -> Iterator[Launch]:
     """The launches that make a map for each tile of an architecture class."""
     for L in (256, 255):
         mask = torch.empty((2, 1, L, L), dtype=torch.bool, device="meta")
-        yield attention_tile_map.pack_launch(mask, mask.new_empty((2, 1, L, 8), dtype=torch.int32))
+        yield tile_map.pack_launch(mask, mask.new_empty((2, 1, L, 8), dtype=torch.int32))
     key_keep, lengths = mask[:, :, :1], torch.empty(2, dtype=torch.int32, device="meta")
     for tile in sorted({(c.block_queries, c.block_keys) for key, c in ATTENTION.items() if key[1] == arch}):
         classes = mask.new_empty((2, 1, -(-L // tile[0]), -(-L // tile[1])), dtype=torch.int8)
-        yield attention_tile_map.classes_launch(classes, mask, key_keep, lengths, 0, L, L, tile)
+        yield tile_map.classes_launch(classes, mask, key_keep, lengths, 0, L, L, tile)
     lists = classes.to(torch.int32)
-    yield attention_tile_map.lists_launch(classes, lists, lists, False)
+    yield tile_map.lists_launch(classes, lists, lists, False)
 
 
 def attention_weights_cases(arch: str) -> Iterator[Launch]:
     """A launch for every config."""
     for (q, logsumexp), mask in dense_calls():
         out = torch.empty((*q.shape[:3], q.shape[2]), dtype=q.dtype, device="meta")
-        yield attention_weights.weights_launch(q, q, logsumexp, out, mask)
+        yield weights.weights_launch(q, q, logsumexp, out, mask)
 
 
 def attention_grad_bias_cases(arch: str) -> Iterator[Launch]:
@@ -135,10 +125,8 @@ def attention_grad_bias_cases(arch: str) -> Iterator[Launch]:
         L = q.shape[2]
         shape = ((1, 4, L, L), (1, 4, 1, L), (2, 1, L, 1), (1, 1, 1, 1))[number % 4]
         mask = mask | {"bias": torch.empty(shape, dtype=torch.float32, device="meta")}
-        sums = attention_grad_bias.part_sums(mask["bias"], attention_grad_bias.sharing(q, q, mask["bias"])[2])
-        yield from attention_grad_bias.grad_bias_launches(
-            q, q, q, q, q, logsumexp, logsumexp, logsumexp, logsumexp, sums, mask
-        )
+        sums = grad_bias.part_sums(mask["bias"], grad_bias.sharing(q, q, mask["bias"])[2])
+        yield from grad_bias.grad_bias_launches(q, q, q, q, q, logsumexp, logsumexp, logsumexp, logsumexp, sums, mask)
 
 
 def attention_decode_cases(arch: str) -> Iterator[Launch]:
@@ -152,12 +140,12 @@ def attention_decode_cases(arch: str) -> Iterator[Launch]:
         q, lengths = meta(B, H, Lq, D, dtype=dtype), meta(B, dtype=torch.int32)
         table = meta(B, S // page_size, dtype=torch.int32) if page_size else None
         k = meta(64, Hkv, page_size, D, dtype=dtype) if page_size else meta(B, Hkv, S, D, dtype=dtype)
-        buffers = attention_decode.part_buffers(q, attention_decode.division_of(q, k, table)[2])
-        return attention_decode.decode_launches(
+        buffers = decode.part_buffers(q, decode.division_of(q, k, table)[2])
+        return decode.decode_launches(
             q, k, k, lengths, table, q, meta(B, H, Lq, dtype=torch.float32), *buffers, True, 1.0
         )
 
-    for bits, block_d in attention_decode.TILES:
+    for bits, block_d in decode.TILES:
         dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
         for Lq, page_size in ((1, 0), (1, 64), (4, 16), (8, 0)):
             if page_size == 16 or (bits == 16 and block_d > 32):
@@ -232,4 +220,4 @@ CASES: dict[str, Callable[[str], Iterator[Launch]]] = {
     "dropout": dropout_cases,
     "cross_entropy": cross_entropy_cases,
 }
-"""By module of transformer_fast.kernels, all that have Triton kernels."""
+"""By module of transformer_fast.triton, all that have Triton kernels."""

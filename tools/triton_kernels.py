@@ -36,7 +36,7 @@ class Compiled:
 
 
 def compile_launch(launch, arch: int) -> Compiled:
-    """Compile a :class:`transformer_fast.kernels.launching.Launch` for compute capability `arch`."""
+    """Compile a :class:`transformer_fast.triton.launcher.Launch` for compute capability `arch`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
@@ -88,7 +88,7 @@ def cases() -> Iterable[tuple[int, object]]:
     """(compute capability, launch) of every config of every kernel on every architecture."""
     from triton_cases import CASES
 
-    from transformer_fast.configs import ARCHITECTURES
+    from transformer_fast.triton.configs import ARCHITECTURES
 
     for name, capability in ARCHITECTURES.items():
         for launches in CASES.values():

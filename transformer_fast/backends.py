@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from .kernels import extension
+from . import extension
 
 NAMES = ("auto", "native", "triton", "reference")
 _ON_CUDA = {

@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, backends, score_command, translate_command
-from .kernels import extension
+from . import __version__, backends, extension, score_command, translate_command
 
 EXTRAS = {
     "sentencepiece": "translation",

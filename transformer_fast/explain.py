@@ -7,11 +7,11 @@ from typing import Any
 from torch import Tensor
 
 from . import backends
-from .configs import attention_config
-from .kernels.tile_share import work_share
 from .masks import AttentionMask, as_attention_mask
 from .ops._attention_checks import normal_lengths
 from .ops.attention import check_backend
+from .tile_share import work_share
+from .triton.configs import attention_config
 
 NATIVE_TILE = (64, 128)
 """Queries and keys a tile in csrc/cpu/attention_params.h."""
@@ -63,9 +63,9 @@ def _describe_tiles(
     (B, _, Lq, _), Lk = q.shape, k.shape[2]
     tile = NATIVE_TILE
     if backend == "triton":
-        from .kernels.attention_launches import call_kind
-        from .kernels.attention_tiles import padded_head_dim
-        from .kernels.launching import architecture_of
+        from .triton.attention.launches import call_kind
+        from .triton.attention.tiles import padded_head_dim
+        from .triton.launcher import architecture_of
 
         kind = call_kind(Lk, parts | {"bias": mask.additive_bias, "seed": True if dropout_p > 0.0 else None}, None)
         config = attention_config(

@@ -26,7 +26,7 @@ Tensor visible_keys(const Tensor& lengths, int64_t Lq, bool causal) {
 
 AttentionResult launch_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
                               const OptionalTensor& page_table, bool causal, double scale) {
-  static const PythonFunction launcher("transformer_fast.kernels.attention_decode", "attention_decode");
+  static const PythonFunction launcher("transformer_fast.triton.attention.decode", "attention_decode");
   const pybind11::gil_scoped_acquire gil;
   pybind11::dict keywords;
   keywords["lengths"] = PythonFunction::object(lengths), keywords["page_table"] = PythonFunction::object(page_table);
@@ -169,11 +169,11 @@ Tensor launched_again(const DecodeCall& call) {
   const auto [out, logsumexp] = empty_outputs_of(q);
   cached.output(out.const_data_ptr());
   cached.output(logsumexp.const_data_ptr());
-  static const PythonFunction division("transformer_fast.kernels.attention_decode", "division");
+  static const PythonFunction division("transformer_fast.triton.attention.decode", "division");
   const py::tuple divided = division.call(py::dict(), q.size(0), q.size(1), q.size(2), q.size(3), call.key_heads(),
                                           call.capacity(), q.element_size());
   const auto parts = py::cast<int64_t>(divided[2]);
-  // sums, peaks and totals: part_buffers of kernels/attention_decode.py.
+  // sums, peaks and totals: part_buffers of triton/attention/decode.py.
   const int64_t rows = parts * logsumexp.numel(), peaks = rounded_up(rows * q.size(3)),
                 totals = peaks + rounded_up(rows);
   const Tensor buffer = parts == 1 ? Tensor() : at::empty({totals + rows}, logsumexp.options());

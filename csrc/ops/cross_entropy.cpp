@@ -144,7 +144,7 @@ FiveTensors forward(const Tensor& x, const Tensor& weight, const OptionalTensor&
   const int64_t ignored = ignore_index.guard_int(__FILE__, __LINE__),
                 chunk = chunk_elements.guard_int(__FILE__, __LINE__);
   if (!is_native(backend)) {
-    static const PythonFunction launcher("transformer_fast.kernels.cross_entropy", "linear_cross_entropy");
+    static const PythonFunction launcher("transformer_fast.triton.cross_entropy", "linear_cross_entropy");
     return std::tuple_cat(launcher.tensors<5>(x, weight, bias, target, smoothing, ignored, mean, gradients, chunk));
   }
   const Result result = compute(x, weight, bias, target, smoothing, ignored, mean, gradients, chunk);

@@ -34,7 +34,7 @@ constexpr const char* kBackward =
 Tensor forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
                const OptionalTensor& seed, std::string_view backend) {
   if (!is_native(backend)) {
-    static const PythonFunction launcher("transformer_fast.kernels.dropout", "dropout_forward");
+    static const PythonFunction launcher("transformer_fast.triton.dropout", "dropout_forward");
     return launcher.tensor(x, bias, residual, relu, p, seed);
   }
   const Tensor input = x.contiguous(), added = residual ? residual->contiguous() : Tensor();
@@ -54,7 +54,7 @@ Tensor forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor
 std::tuple<Tensor, Tensor> backward(const Tensor& grad_out, const OptionalTensor& y, bool relu, double p,
                                     const OptionalTensor& seed, bool has_bias, std::string_view backend) {
   if (!is_native(backend)) {
-    static const PythonFunction launcher("transformer_fast.kernels.dropout", "dropout_backward");
+    static const PythonFunction launcher("transformer_fast.triton.dropout", "dropout_backward");
     return std::tuple_cat(launcher.tensors<2>(grad_out, y, relu, p, seed, has_bias));
   }
   const Tensor gradient = grad_out.contiguous(), output = relu ? y->contiguous() : Tensor();

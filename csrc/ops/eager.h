@@ -26,7 +26,7 @@ object attention_packed(bool launched, handle q, handle k, handle v, handle cu_s
 // Attention of the newest queries to a cache, by Triton kernels or by those of the CPU.
 object attention_decode(bool launched, handle q, handle k_cache, handle v_cache, handle lengths, handle page_table,
                         handle causal, handle scale);
-// Where launches of Triton kernels are kept: find of kernels/calls.py; up to how many keys no order of tiles is derived; rows
+// Where launches of Triton kernels are kept: find of triton/launch_cache.py; up to how many keys no order of tiles is derived; rows
 // of a tile of the delta kernel.
 void set_launch_cache(object find, int64_t longest_unordered, int64_t delta_rows);
 object dropout(handle x, handle p, handle bias, handle residual, handle relu, handle seed);
@@ -41,7 +41,7 @@ object add_positional(handle x, handle table, handle offset, handle dropout_p, h
 // What tells one launch of kernels from another, of two tuples of tensors, None and ints: (bytes that say which layouts the
 // inputs have, [address of each input and output, or the int itself], whether all addresses are multiples of 16).
 object layouts(handle inputs, handle outputs);
-// Starts launches kept by kernels/calls.py: (launches, address of each tensor, stream).
+// Starts launches kept by triton/launch_cache.py: (launches, address of each tensor, stream).
 void start(handle calls, handle pointers, handle stream);
 // torch.empty_like of each, without gradients.
 object empties_like(pybind11::args tensors);

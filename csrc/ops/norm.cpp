@@ -119,7 +119,7 @@ FourTensors forward(const Tensor& x, const OptionalTensor& residual, const Optio
                     const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
                     std::string_view backend) {
   if (!is_native(backend)) {
-    static const PythonFunction launcher("transformer_fast.kernels.norm", "norm_forward");
+    static const PythonFunction launcher("transformer_fast.triton.norm", "norm_forward");
     return std::tuple_cat(launcher.tensors<4>(x, residual, weight, bias, eps, std, dropout_p, seed));
   }
   const auto options = x.options().dtype(arithmetic_type(x));
@@ -144,7 +144,7 @@ FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, 
                      const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, bool std, double dropout_p,
                      const OptionalTensor& seed, bool has_bias, std::string_view backend) {
   if (!is_native(backend)) {
-    static const PythonFunction launcher("transformer_fast.kernels.norm_backward", "norm_backward");
+    static const PythonFunction launcher("transformer_fast.triton.norm_backward", "norm_backward");
     return std::tuple_cat(
         launcher.tensors<4>(grad_out, grad_summed, x, weight, mean, rstd, std, dropout_p, seed, has_bias));
   }

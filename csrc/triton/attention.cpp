@@ -42,7 +42,7 @@ py::dict keywords_of(const AttentionParams& params) {
 
 namespace {
 
-// The contents from which a call derives the order of its tiles: run_call of kernels/attention_launches.py.
+// The contents from which a call derives the order of its tiles: run_call of triton/attention/launches.py.
 py::tuple sources_of(const Tensor& k, const AttentionParams& params) {
   if (params.keep || params.key_keep) {
     py::list parts;
@@ -86,8 +86,8 @@ bool only_launches(const Tensor& q, const Tensor& k, const AttentionParams& para
 }  // namespace
 
 AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params) {
-  static const PythonFunction padded("transformer_fast.kernels.attention", "attention_forward");
-  static const PythonFunction packed("transformer_fast.kernels.attention", "attention_packed_forward");
+  static const PythonFunction padded("transformer_fast.triton.attention.forward", "attention_forward");
+  static const PythonFunction packed("transformer_fast.triton.attention.forward", "attention_packed_forward");
   const py::gil_scoped_acquire gil;
   if (only_launches(q, k, params)) {
     CachedLaunch call;
@@ -109,8 +109,8 @@ AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor&
 AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                              const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                                              const AttentionParams& params) {
-  static const PythonFunction padded("transformer_fast.kernels.attention_backward", "attention_backward");
-  static const PythonFunction packed("transformer_fast.kernels.attention_backward", "attention_packed_backward");
+  static const PythonFunction padded("transformer_fast.triton.attention.backward", "attention_backward");
+  static const PythonFunction packed("transformer_fast.triton.attention.backward", "attention_packed_backward");
   const Tensor &out = result.out, &logsumexp = result.logsumexp;
   const py::gil_scoped_acquire gil;
   if (only_launches(q, k, params) && !grad_logsumexp) {
@@ -123,7 +123,7 @@ AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tenso
       const at::AutoDispatchBelowADInplaceOrView below;
       const AttentionGradients grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}};
       for (const Tensor* grad : {&grads.q, &grads.k, &grads.v}) call.output(grad->const_data_ptr());
-      // delta, which tiles of rows have empty ones, and sums of weights: row_buffers of kernels/attention_backward.py.
+      // delta, which tiles of rows have empty ones, and sums of weights: row_buffers of triton/attention/backward.py.
       const int64_t rows = logsumexp.numel(), queries = logsumexp.size(-1);
       const int64_t tiles = rows / queries * ((queries + delta_rows - 1) / delta_rows);
       const bool summed = q.scalar_type() == at::kFloat || params.bias;
@@ -148,7 +148,7 @@ AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tenso
 Tensor launch_attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                   const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                                   const AttentionParams& params) {
-  static const PythonFunction launcher("transformer_fast.kernels.attention_grad_bias", "attention_grad_bias");
+  static const PythonFunction launcher("transformer_fast.triton.attention.grad_bias", "attention_grad_bias");
   const py::gil_scoped_acquire gil;
   py::dict keywords = keywords_of(params);
   keywords["grad_logsumexp"] = PythonFunction::object(grad_logsumexp);
@@ -157,7 +157,7 @@ Tensor launch_attention_grad_bias(const Tensor& grad_out, const Tensor& q, const
 
 Tensor launch_attention_weights(const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp,
                                 const AttentionParams& params) {
-  static const PythonFunction launcher("transformer_fast.kernels.attention_weights", "attention_weights");
+  static const PythonFunction launcher("transformer_fast.triton.attention.weights", "attention_weights");
   const py::gil_scoped_acquire gil;
   return THPVariable_Unpack(launcher.call(keywords_of(params), q, k, logsumexp).ptr());
 }

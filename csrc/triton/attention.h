@@ -1,4 +1,4 @@
-// Attention by the Triton kernels of transformer_fast/kernels: by the launches of an earlier call like this one, or by
+// Attention by the Triton kernels of transformer_fast/triton: by the launches of an earlier call like this one, or by
 // their launchers in Python. Arguments and results are those of attention.h. All take the GIL.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What transformer_fast.kernels.launching and .calls ask of the tensors of a call, and how a call is repeated: in
+// What transformer_fast.triton.launcher and .launch_cache ask of the tensors of a call, and how a call is repeated: in
 // Python each question costs as much as all of them here.
 #include "launch_cache.h"
 
@@ -14,7 +14,7 @@ namespace {
 
 PyObject* finder = nullptr;
 
-// Places in the tuples of kernels/calls.py: a Ready, and the stream among its arguments.
+// Places in the tuples of triton/launch_cache.py: a Ready, and the stream among its arguments.
 constexpr Py_ssize_t kRun = 0, kArguments = 1, kPointers = 2, kStream = 3;
 
 template <typename AddressOf>

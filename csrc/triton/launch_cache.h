@@ -1,4 +1,4 @@
-// Launches of Triton kernels, which transformer_fast.kernels.calls keeps: a call that an earlier one resembles repeats them
+// Launches of Triton kernels, which transformer_fast.triton.launch_cache keeps: a call that an earlier one resembles repeats them
 // with other addresses. Used with the GIL held.
 #pragma once
 
@@ -35,7 +35,7 @@ class __attribute__((visibility("hidden"))) CachedLaunch {  // as its fields are
   // The next output: memory whose layout follows from the inputs, nullptr for None.
   void output(const void* memory);
 
-  // Whether there was such a call, which replay() then repeats. Arguments as kernels/calls.py has them.
+  // Whether there was such a call, which replay() then repeats. Arguments as triton/launch_cache.py has them.
   bool lookup(const pybind11::tuple& scalars, const pybind11::tuple& sources, const at::Tensor& first);
   void replay() const;
 
@@ -49,7 +49,7 @@ class __attribute__((visibility("hidden"))) CachedLaunch {  // as its fields are
 // How many floats of a buffer so many take, for what follows them to be aligned.
 inline int64_t rounded_up(int64_t count) { return (count + 15) / 16 * 16; }
 
-// Where CachedLaunch::find asks: find of kernels/calls.py.
+// Where CachedLaunch::find asks: find of triton/launch_cache.py.
 void set_finder(pybind11::object find);
 
 // What attention returns for q, (B, H, Lq, D) or packed (T, H, D), uninitialised: out like q, and logsumexp (B, H, Lq)

@@ -7,9 +7,9 @@ import torch
 from attention_calls import DEVICE, DTYPES, random
 from helpers import assert_as_exact_as_eager, poisoned_memory
 
-from transformer_fast.kernels import attention_decode as module
-from transformer_fast.kernels.attention_decode import attention_decode
 from transformer_fast.reference.attention import attention
+from transformer_fast.triton.attention import decode as module
+from transformer_fast.triton.attention.decode import attention_decode
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
 

@@ -7,10 +7,10 @@ import torch
 from attention_calls import DEVICE, DTYPES, random
 from helpers import assert_as_exact_as_eager, poisoned_memory
 
-from transformer_fast import configs
-from transformer_fast.kernels.attention import attention_forward, attention_packed_forward
-from transformer_fast.kernels.attention_backward import attention_backward, attention_packed_backward
 from transformer_fast.reference.attention import attention_packed as reference
+from transformer_fast.triton import configs
+from transformer_fast.triton.attention.backward import attention_backward, attention_packed_backward
+from transformer_fast.triton.attention.forward import attention_forward, attention_packed_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
 
@@ -25,7 +25,7 @@ def small_tiles(monkeypatch, device):
     if device.type == "cpu":
         for key in configs.ATTENTION:
             monkeypatch.setitem(configs.ATTENTION, key, configs.AttentionConfig(32, 32, 4, 1))
-    monkeypatch.setattr("transformer_fast.kernels.attention_launches.LONG", 35)
+    monkeypatch.setattr("transformer_fast.triton.attention.launches.LONG", 35)
 
 
 def starts(lengths):

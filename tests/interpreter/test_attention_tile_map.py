@@ -9,17 +9,10 @@ import torch
 from attention_calls import DEVICE, call_of, inputs, random, reference_call
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
-from transformer_fast import configs
-from transformer_fast.kernels import (
-    attention,
-    attention_backward,
-    attention_backward_kv,
-    attention_backward_q,
-    attention_tile_map,
-)
-from transformer_fast.kernels.attention_tile_map import length_order, mask_bits, packed_order, tile_lists
-from transformer_fast.kernels.remembered import ENTRIES, remembered
-from transformer_fast.kernels.tile_share import (
+from transformer_fast.masks import dense_keep
+from transformer_fast.reference.attention import attention as reference
+from transformer_fast.tensor_cache import ENTRIES, remembered
+from transformer_fast.tile_share import (
     EMPTY,
     FULL,
     PARTIAL,
@@ -28,8 +21,9 @@ from transformer_fast.kernels.tile_share import (
     tile_classes,
     work_share,
 )
-from transformer_fast.masks import dense_keep
-from transformer_fast.reference.attention import attention as reference
+from transformer_fast.triton import configs
+from transformer_fast.triton.attention import backward, backward_kv, backward_q, forward, tile_map
+from transformer_fast.triton.attention.tile_map import length_order, mask_bits, packed_order, tile_lists
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
 
@@ -150,15 +144,15 @@ def visits(monkeypatch, call, tensors):
 
         monkeypatch.setattr(module, "load_rows", load_rows)
 
-    watch(attention, "forward", 64)
-    watch(attention_backward_q, "grad_q", 64)
-    out, logsumexp = attention.attention_forward(*tensors[:3], **call)
-    forward = counts.pop("forward") // 2
+    watch(forward, "forward", 64)
+    watch(backward_q, "grad_q", 64)
+    out, logsumexp = forward.attention_forward(*tensors[:3], **call)
+    forward_tiles = counts.pop("forward") // 2
     q, k, v, grad = tensors
     # The tile of queries has as many rows as that of delta.
-    watch(attention_backward_kv, "grad_kv", 32)
-    attention_backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
-    return forward, counts["grad_q"] // 2, counts["grad_kv"] // 2
+    watch(backward_kv, "grad_kv", 32)
+    backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
+    return forward_tiles, counts["grad_q"] // 2, counts["grad_kv"] // 2
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="loads are watched in the interpreter")
@@ -177,7 +171,7 @@ def test_the_map_is_believed(kind, allowed):
     changed = keep.clone()
     changed[:, :, 32:64, 128:192] = allowed
     assert not torch.equal(keep, changed)
-    original = attention_tile_map._classes
+    original = tile_map._classes
 
     def classes(*args):
         found = original(*args)
@@ -186,9 +180,9 @@ def test_the_map_is_believed(kind, allowed):
 
     q, k, v, grad = inputs(B, H, 1, LQ, LK, D, torch.float32)
     call = call_of({"keep": keep}, D, zero_empty_rows=True)
-    with mock.patch.object(attention_tile_map, "_classes", classes):
-        out, logsumexp = attention.attention_forward(q, k, v, **call)
-        ours = out, *attention_backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
+    with mock.patch.object(tile_map, "_classes", classes):
+        out, logsumexp = forward.attention_forward(q, k, v, **call)
+        ours = out, *backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
 
     def truth(dtype):
         leaves = [t.cpu().to(dtype).requires_grad_() for t in (q, k, v)]
@@ -206,12 +200,12 @@ def test_heavy_rows_first_changes_nothing_but_the_order(dialect, monkeypatch):
 
     def run():
         with poisoned_memory():
-            out, logsumexp = attention.attention_forward(q, k, v, **call)
-            return out, logsumexp, *attention_backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
+            out, logsumexp = forward.attention_forward(q, k, v, **call)
+            return out, logsumexp, *backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
 
     plain = run()
-    monkeypatch.setattr("transformer_fast.kernels.attention_launches.LONG", 100)
-    with mock.patch.object(attention_tile_map, "_most_first", wraps=attention_tile_map._most_first) as ordering:
+    monkeypatch.setattr("transformer_fast.triton.attention.launches.LONG", 100)
+    with mock.patch.object(tile_map, "_most_first", wraps=tile_map._most_first) as ordering:
         for one, two in zip(plain, run(), strict=True):
             assert torch.equal(one, two)
     assert ordering.called

@@ -7,10 +7,10 @@ import torch
 from attention_calls import DTYPES, call_of, inputs, random, reference_call
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
-from transformer_fast.kernels.attention import attention_forward
-from transformer_fast.kernels.attention_weights import attention_weights
 from transformer_fast.reference.attention import attention as reference
 from transformer_fast.reference.dropout import attention_keep
+from transformer_fast.triton.attention.forward import attention_forward
+from transformer_fast.triton.attention.weights import attention_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
 

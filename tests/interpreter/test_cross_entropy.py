@@ -5,7 +5,7 @@ import torch
 from test_cross_entropy import *  # noqa: F403
 
 import transformer_fast as tfast
-from transformer_fast.kernels.cross_entropy import cross_entropy_rows
+from transformer_fast.triton.cross_entropy import cross_entropy_rows
 
 test_double_precision_is_double_throughout = None  # on Triton there is none
 test_opcheck = None  # of the native op

@@ -6,9 +6,9 @@ from helpers import assert_as_exact_as_eager, poisoned_memory
 
 import transformer_fast as tfast
 from transformer_fast import reference
-from transformer_fast.configs import DROPOUT, DropoutConfig
-from transformer_fast.kernels.dropout import dropout_backward, dropout_forward
 from transformer_fast.layers import FeedForward, feed_forward
+from transformer_fast.triton.configs import DROPOUT, DropoutConfig
+from transformer_fast.triton.dropout import dropout_backward, dropout_forward
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])

@@ -3,7 +3,7 @@
 import fuzz
 import pytest
 
-from transformer_fast import configs
+from transformer_fast.triton import configs
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
 

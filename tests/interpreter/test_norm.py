@@ -7,10 +7,10 @@ import pytest
 import torch
 from helpers import assert_as_exact_as_eager, poisoned_memory
 
-from transformer_fast.configs import NORM, NormConfig
-from transformer_fast.kernels.norm import norm_forward
-from transformer_fast.kernels.norm_backward import norm_backward
 from transformer_fast.reference.norm import layer_norm as reference
+from transformer_fast.triton.configs import NORM, NormConfig
+from transformer_fast.triton.norm import norm_forward
+from transformer_fast.triton.norm_backward import norm_backward
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])

@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
-from transformer_fast import configs
-from transformer_fast.kernels.attention import attention_forward
-from transformer_fast.kernels.attention_backward import attention_backward
 from transformer_fast.reference.attention import attention as reference
+from transformer_fast.triton import configs
+from transformer_fast.triton.attention.backward import attention_backward
+from transformer_fast.triton.attention.forward import attention_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
 
@@ -184,7 +184,7 @@ def test_gradient_of_the_logsumexp(dialect, magnitude):
 
 def test_rows_too_far_apart_for_32_bits_are_copied(monkeypatch):
     """As if they were: every tensor whose rows are not neighbours."""
-    monkeypatch.setattr("transformer_fast.kernels.attention_tiles.WIDEST_STRIDE", 60)
+    monkeypatch.setattr("transformer_fast.triton.attention.tiles.WIDEST_STRIDE", 60)
     B, H, Lq, Lk, D = 1, 2, 20, 40, 8
     q, k, v, grad = (random(B, L, H, 64, seed=i)[..., :D].transpose(1, 2) for i, L in enumerate((Lq, Lk, Lk, Lq)))
     mask = {"bias": random(1, 1, Lq, 128, seed=5)[..., :Lk], "keep": random(1, 1, Lq, 128, seed=6)[..., :Lk] > 0}

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..kernels import extension
+from .. import extension, ops
 from ..layers.attention import MultiHeadAttention
 from ..layers.decoder import LayerCache
 from ..masks import AttentionMask

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .. import backends
-from ..kernels import extension
+from .. import backends, extension
 from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm
 from ..models import Decoder
 from .cache import DecoderCache

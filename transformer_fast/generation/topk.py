@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import extension
+from .. import extension
 
 
 def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

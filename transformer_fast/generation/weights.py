@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..kernels import extension
+from .. import extension
 from ..layers import FeedForward
 from ..layers.hooks import unwatched
 

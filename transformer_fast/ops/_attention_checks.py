@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..kernels.remembered import recall, remembered
 from ..masks import AttentionMask
+from ..tensor_cache import recall, remembered
 
 
 def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:

@@ -41,8 +41,8 @@ def _normal(lengths: Tensor, q: Any, k: Any) -> Tensor | None:
 @functools.cache
 def set_launch_cache(extension: Any) -> None:
     """Tell the extension where to find calls that only repeat launches."""
-    from ..configs import LONG
-    from ..kernels.attention_backward_kv import DELTA_ROWS
-    from ..kernels.calls import find
+    from ..triton.attention.backward_kv import DELTA_ROWS
+    from ..triton.configs import LONG
+    from ..triton.launch_cache import find
 
     extension.set_launch_cache(find, LONG, DELTA_ROWS)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .. import backends
-from ..kernels import extension
+from .. import backends, extension
 from ._attention_triton import set_launch_cache
 
 _LAUNCHED_TYPES = (torch.float32, torch.float16, torch.bfloat16)

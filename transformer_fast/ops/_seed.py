@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..kernels import extension
+from .. import extension
 
 _CPU = torch.device("cpu")
 

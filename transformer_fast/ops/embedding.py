@@ -7,7 +7,8 @@ from typing import Never
 import torch
 from torch import Tensor
 
-from .. import backends, configs, reference
+from .. import backends, reference
+from ..triton import configs
 from . import _eager, _seed
 from ._names import unknown_names
 

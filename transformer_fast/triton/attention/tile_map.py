@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_tiles import jit, key_limits
-from .launching import Launch, blocks_of, run
-from .remembered import remembered
-from .tile_share import FULL, PARTIAL
+from ...tensor_cache import remembered
+from ...tile_share import FULL, PARTIAL
+from ..launcher import Launch, blocks_of, run
+from .tiles import jit, key_limits
 
 _PARTIAL, _FULL = tl.constexpr(PARTIAL), tl.constexpr(FULL)
 

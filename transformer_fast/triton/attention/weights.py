@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_launches import run_call
-from .attention_steps import masked_scores
-from .attention_tile_map import bits_arguments
-from .attention_tiles import (
+from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
+from ..philox import attention_keep_tile, load_seed
+from .launches import run_call
+from .steps import masked_scores
+from .tile_map import bits_arguments
+from .tiles import (
     LOG2E,
     any_true,
     at_head,
@@ -24,8 +26,6 @@ from .attention_tiles import (
     tensor_arguments,
     within_reach,
 )
-from .launching import Launch, blocks_of, widen_bf16_if_interpreted
-from .philox import attention_keep_tile, load_seed
 
 # (query rows, keys, warps) a tile by bits of the type and padded head size.
 TILES = {
@@ -203,7 +203,7 @@ def attention_weights(
     seed: Tensor | None,
     zero_empty_rows: bool,
 ) -> Tensor:
-    """The weights of :func:`~.attention.attention_forward` by Triton, after dropout if there is a seed.
+    """The weights of :func:`~.forward.attention_forward` by Triton, after dropout if there is a seed.
 
     Args:
         q: (B, H, Lq, D), fp32, fp16 or bf16; last stride 1.

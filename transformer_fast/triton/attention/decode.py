@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_tiles import LN2, LOG2E, load_rows, padded_head_dim, tensor_arguments, within_reach
-from .calls import run_again
-from .launching import Launch, blocks_of, widen_bf16_if_interpreted
+from ..launch_cache import run_again
+from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
+from .tiles import LN2, LOG2E, load_rows, padded_head_dim, tensor_arguments, within_reach
 
 # Parts are made until about so many programs run (a few for each multiprocessor), but never more than MOST_PARTS a row.
 PROGRAMS = 512

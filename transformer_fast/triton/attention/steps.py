@@ -2,14 +2,14 @@
 
 Three kinds of call run the same kernels. A padded one bounds its keys by limits (lengths, causal, the end of the keys)
 and steps through the tiles within them by arithmetic. One with a dense mask steps through lists (see
-:mod:`.attention_tile_map`). A packed one finds its sequence in `cu_seqlens`, and from there is like the first.
+:mod:`.tile_map`). A packed one finds its sequence in `cu_seqlens`, and from there is like the first.
 """
 
 import triton
 import triton.language as tl
 
-from .attention_tile_map import allowed_words
-from .attention_tiles import biased_scores, within_limits
+from .tile_map import allowed_words
+from .tiles import biased_scores, within_limits
 
 
 @triton.jit

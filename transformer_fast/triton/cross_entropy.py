@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import CROSS_ENTROPY
-from .launching import Launch, run
+from .configs import CROSS_ENTROPY
+from .launcher import Launch, run
 
 
 @triton.jit(do_not_specialize=["vocabulary", "ignore_index"])

@@ -178,7 +178,7 @@ def mask_arguments(
     **dense: Tensor | None,
 ) -> dict[str, object]:
     """Kernel arguments that say what is masked, scaled and dropped, but for dense masks, of which kernels read bits
-    (:mod:`.attention_tile_map`). Size-1 dimensions of a bias get stride 0."""
+    (:mod:`.tile_map`). Size-1 dimensions of a bias get stride 0."""
     H, Lq, D = q.shape[1:]
     Hkv, Lk = k.shape[1:3]
     strides = [0, 0, 0, 0]

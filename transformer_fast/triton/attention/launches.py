@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..configs import LONG, AttentionConfig, attention_config
-from .attention_tile_map import NO_MAP, length_order, packed_order, tile_lists
-from .attention_tiles import bounded_offset, mask_arguments, padded_head_dim, tensor_arguments, within_reach
-from .calls import run_again
-from .launching import Launch, blocks_of
+from ..launch_cache import run_again
+from ..launcher import Launch, blocks_of
+from .tile_map import NO_MAP, length_order, packed_order, tile_lists
+from .tiles import bounded_offset, mask_arguments, padded_head_dim, tensor_arguments, within_reach
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +171,7 @@ def run_call(
 
     Args:
         scalars: hashable, what tells this launcher and its own options apart.
-        inputs, outputs: see :func:`.calls.run_again`.
+        inputs, outputs: see :func:`..launch_cache.run_again`.
         keys: keys of the call, which decide whether there is an order to derive.
         mask, packed: as given to the launcher.
         prepare: the launches from (inputs, outputs, mask, packed).

@@ -6,7 +6,8 @@ without keys, whose weight is 1/Lk on every key, may lie outside those, and are 
 
 import triton.language as tl
 
-from .attention_steps import (
+from ..philox import attention_keep_tile, load_seed
+from .steps import (
     allowed_tile,
     in_order,
     masked_scores,
@@ -15,7 +16,7 @@ from .attention_steps import (
     statistics_row,
     tile_at,
 )
-from .attention_tiles import (
+from .tiles import (
     LOG2E,
     any_true,
     at_head,
@@ -25,7 +26,6 @@ from .attention_tiles import (
     load_rows,
     store_rows,
 )
-from .philox import attention_keep_tile, load_seed
 
 DELTA_ROWS = 32
 _ROWS = tl.constexpr(DELTA_ROWS)

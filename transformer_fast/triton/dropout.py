@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import dropout_config
-from .calls import run_again
-from .launching import Launch, blocks_of, multiprocessors_of
+from .configs import dropout_config
+from .launch_cache import run_again
+from .launcher import Launch, blocks_of, multiprocessors_of
 from .norm import dropout_arguments
 from .norm_backward import sum_of_partials
 from .philox import elementwise_keep_tile, load_seed

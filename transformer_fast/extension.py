@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-_PACKAGE = Path(__file__).resolve().parent.parent
+_PACKAGE = Path(__file__).resolve().parent
 _IN_A_CHECKOUT = "run `make setup`, or `pip install --no-build-isolation -e .`, in the folder of transformer_fast"
 _INSTALLED = (
     "install it again from its sources, which builds it here: "

@@ -21,9 +21,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import norm_config
-from .calls import run_again
-from .launching import Launch, blocks_of, multiprocessors_of
+from .configs import norm_config
+from .launch_cache import run_again
+from .launcher import Launch, blocks_of, multiprocessors_of
 from .norm import as_rows, dropout_arguments, load_tile
 from .philox import elementwise_keep_tile, load_seed
 

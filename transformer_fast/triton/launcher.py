@@ -1,8 +1,8 @@
 """A Triton launch as a value: what runs it on a device is also what compiles it ahead of time in the tests.
 
 Triton finds the compiled kernel of a launch anew each time, which costs more than a short kernel runs. :func:`run`
-keeps each by what Triton specialises on: constants, types, alignment of pointers; :mod:`.calls` keeps whole calls.
-Either leads to the same driver call with the same arguments.
+keeps each by what Triton specialises on: constants, types, alignment of pointers; :mod:`.launch_cache` keeps whole
+calls. Either leads to the same driver call with the same arguments.
 
 Both leave the first launch of a kind to Triton, and every launch while a profiler's hooks are set, in the interpreter,
 and with a Triton other than those whose compiled kernels are known to be called like this (3.6 to 3.8).
@@ -19,8 +19,8 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-from ..configs import architecture
-from . import extension
+from .. import extension
+from .configs import architecture
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
 SHORT_WAY = (3, 6) <= VERSION <= (3, 8) and not triton.knobs.runtime.interpret and torch.version.hip is None

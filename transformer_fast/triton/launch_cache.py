@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from triton.runtime import JITFunction, driver
 
-from ..configs import Table
-from . import extension, launching
-from .launching import Launch, launch_arguments, must_take_the_long_way, run, run_short
-from .remembered import recall_by_key, remembered
+from .. import extension
+from ..tensor_cache import recall_by_key, remembered
+from . import launcher
+from .configs import Table
+from .launcher import Launch, launch_arguments, must_take_the_long_way, run, run_short
 
 # Calls remembered. Past that all are forgotten at once: lengths that change with every batch must not fill the memory.
 MOST_CALLS = 4096
@@ -56,7 +57,7 @@ def find(scalars: tuple, layout: object, sources: tuple[Tensor, ...], device: in
         layout: what :func:`layouts` told of the inputs, all pointers being multiples of 16.
         device: number of the tensors' GPU; -1 on the CPU.
     """
-    if not launching.SHORT_WAY or must_take_the_long_way() or _changes_seen != Table.changes:
+    if not launcher.SHORT_WAY or must_take_the_long_way() or _changes_seen != Table.changes:
         return None
     active = driver.active
     current = active.get_current_device()
@@ -92,11 +93,11 @@ def run_again(
             start where one of them does: a call that needs another, such as a copy, is prepared each time.
         sources, derived: for launches that also take tensors computed from the *contents* of some inputs (a tile map):
             those inputs, and the names of the arguments. The call is then kept on the first source, by
-            :func:`.remembered.remembered`, until one of them is written to.
+            :func:`..tensor_cache.remembered`, until one of them is written to.
     """
     global _changes_seen
     first = inputs[0]
-    if not launching.SHORT_WAY or must_take_the_long_way():
+    if not launcher.SHORT_WAY or must_take_the_long_way():
         return run(prepare(*inputs, *outputs), first)
     device = driver.active.get_current_device()
     if first.is_cuda and first.get_device() != device:

@@ -1,6 +1,6 @@
 """How much of an attention call's (queries x keys) holds work, in plain PyTorch: for people, plans and tests.
 
-What :mod:`.attention_tile_map` finds on the device, and the kernels' limits by arithmetic, counted tile by tile.
+What :mod:`.triton.attention.tile_map` finds on the device, and the kernels' limits by arithmetic, counted tile by tile.
 """
 
 from __future__ import annotations

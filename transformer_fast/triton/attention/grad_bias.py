@@ -11,10 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_launches import run_call
-from .attention_steps import masked_scores
-from .attention_tile_map import bits_arguments
-from .attention_tiles import (
+from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
+from ..philox import attention_keep_tile, load_seed
+from .launches import run_call
+from .steps import masked_scores
+from .tile_map import bits_arguments
+from .tiles import (
     RUNTIME_INTEGERS,
     at_head,
     exponential,
@@ -26,9 +28,7 @@ from .attention_tiles import (
     tensor_arguments,
     within_reach,
 )
-from .attention_weights import TILES, summed_rows
-from .launching import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
-from .philox import attention_keep_tile, load_seed
+from .weights import TILES, summed_rows
 
 # A bias of fewer tiles than this is shared out until about so many programs run: a few for each multiprocessor.
 PROGRAMS = 512
@@ -287,7 +287,7 @@ def attention_grad_bias(
     zero_empty_rows: bool,
     grad_logsumexp: Tensor | None = None,
 ) -> Tensor:
-    """Gradient of the bias of :func:`~.attention.attention_forward`, by Triton.
+    """Gradient of the bias of :func:`~.forward.attention_forward`, by Triton.
 
     Args:
         grad_out: (B, H, Lq, D), the gradient of out; any strides.

@@ -5,7 +5,8 @@ The second loops over the tiles of keys that its queries see, as the forward doe
 
 import triton.language as tl
 
-from .attention_steps import (
+from ..philox import attention_keep_tile, load_seed
+from .steps import (
     allowed_tile,
     in_order,
     key_steps,
@@ -14,7 +15,7 @@ from .attention_steps import (
     statistics_row,
     tile_at,
 )
-from .attention_tiles import (
+from .tiles import (
     LOG2E,
     any_true,
     at_head,
@@ -24,7 +25,6 @@ from .attention_tiles import (
     load_rows,
     store_rows,
 )
-from .philox import attention_keep_tile, load_seed
 
 
 @jit

@@ -12,8 +12,10 @@ and then the program repeats its tile once, carefully.
 import triton.language as tl
 from torch import Tensor
 
-from .attention_launches import Packed, packed_mask, packed_view, run_call, tile_launch
-from .attention_steps import (
+from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted
+from ..philox import attention_keep_tile, load_seed
+from .launches import Packed, packed_mask, packed_view, run_call, tile_launch
+from .steps import (
     allowed_tile,
     in_order,
     key_steps,
@@ -22,7 +24,7 @@ from .attention_steps import (
     statistics_row,
     tile_at,
 )
-from .attention_tiles import (
+from .tiles import (
     LN2,
     LOG2E,
     any_true,
@@ -35,8 +37,6 @@ from .attention_tiles import (
     store_rows,
     within_reach,
 )
-from .launching import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted
-from .philox import attention_keep_tile, load_seed
 
 CAREFUL_KEYS = tl.constexpr(32)
 
@@ -217,7 +217,7 @@ def attention_forward(
         bias: any float, broadcastable to (B, H, Lq, Lk), added to the scaled scores; -inf blocks.
         causal: query i sees keys j <= i + causal; None for no such bound.
         scale: multiplies q k^T.
-        dropout_p, seed: dropout on the weights, drawn by :mod:`.philox`; seed int64 (1,) on q's device, the number
+        dropout_p, seed: dropout on the weights, drawn by :mod:`..philox`; seed int64 (1,) on q's device, the number
             itself, or None.
         zero_empty_rows: a row without keys is 0 rather than the mean of v.
 

@@ -1,16 +1,17 @@
 """Masked attention, backward: weights are computed again from the logsumexp, tile by tile.
 
 Method: T. Dao, "FlashAttention-2", 2023, section 3.1.2, as three kernels: delta (one number a row), the gradient of q
-(both in :mod:`.attention_backward_q`), and the gradients of k and v (:mod:`.attention_backward_kv`).
+(both in :mod:`.backward_q`), and the gradients of k and v (:mod:`.backward_kv`).
 Every sum has one owner and one order: two runs agree bit for bit.
 """
 
 import torch
 from torch import Tensor
 
-from .attention_backward_kv import DELTA_ROWS, grad_kv_kernel
-from .attention_backward_q import delta_kernel, grad_q_kernel
-from .attention_launches import (
+from ..launcher import Launch, architecture_of, blocks_of, empties_like, widen_bf16_if_interpreted
+from .backward_kv import DELTA_ROWS, grad_kv_kernel
+from .backward_q import delta_kernel, grad_q_kernel
+from .launches import (
     Packed,
     Plan,
     packed_mask,
@@ -19,8 +20,7 @@ from .attention_launches import (
     run_call,
     tile_launch,
 )
-from .attention_tiles import padded_head_dim, positive_scale, tensor_arguments, within_reach
-from .launching import Launch, architecture_of, blocks_of, empties_like, widen_bf16_if_interpreted
+from .tiles import padded_head_dim, positive_scale, tensor_arguments, within_reach
 
 
 def delta_arguments(grad_out: Tensor, out: Tensor) -> dict[str, object]:
@@ -114,7 +114,7 @@ def attention_backward(
     zero_empty_rows: bool,
     grad_logsumexp: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`~.attention.attention_forward` by Triton.
+    """Gradients of :func:`~.forward.attention_forward` by Triton.
 
     Args:
         grad_out: (B, H, Lq, D), the gradient of out; any strides.
@@ -176,7 +176,7 @@ def attention_packed_backward(
     zero_empty_rows: bool,
     grad_logsumexp: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of :func:`~.attention.attention_packed_forward` by the kernels of :func:`attention_backward`.
+    """Gradients of :func:`~.forward.attention_packed_forward` by the kernels of :func:`attention_backward`.
 
     Args:
         grad_out: (Tq, H, D), the gradient of out; any strides.

@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..configs import norm_config
-from .calls import run_again
-from .launching import Launch
+from .configs import norm_config
+from .launch_cache import run_again
+from .launcher import Launch
 from .philox import elementwise_keep_tile, load_seed
 
 

@@ -1,0 +1,1 @@
+"""Masked attention: kernels and launchers."""
