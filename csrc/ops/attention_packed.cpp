@@ -59,7 +59,7 @@ AttentionProblem<T, A> problem_of(const Tensor& q, const Tensor& k, const Tensor
   problem.q = tokens<const T>(q, sequences.starts_q[b]);
   problem.k = tokens<const T>(k, sequences.starts_k[b]);
   problem.v = tokens<const T>(v, sequences.starts_k[b]);
-  problem.causal = params.causal.has_value(), problem.scale = static_cast<A>(params.scale);
+  problem.upper = diagonal(params.causal, kNoDiagonal), problem.scale = static_cast<A>(params.scale);
   problem.dropout_p = params.dropout_p, problem.seed = params.seed ? *params.seed->const_data_ptr<int64_t>() : 0;
   problem.zero_empty_rows = params.zero_empty_rows;
   problem.first_batch = b;
