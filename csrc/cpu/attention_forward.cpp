@@ -22,7 +22,7 @@ class ForwardBlock {
     Workspace<A>::of_this_thread().divide(sizes, buffers);
     std::tie(query_lanes_, scores_, sum_, staged_, key_addend_) =
         std::tie(buffers[0], buffers[1], buffers[2], buffers[3], buffers[4]);
-    if (problem.dropout_p > 0) dropout_.emplace(problem, b, h);
+    if (problem.dropout.p > 0) dropout_.emplace(problem, b, h);
   }
 
   void run(const AttentionForward<T, A>& call) {

@@ -23,7 +23,7 @@ class ScoreGradients {
   // The workspace also gives `more` buffers.
   template <std::size_t n>
   ScoreGradients(const AttentionBackward<T, A>& call, int64_t b, const int64_t (&more)[n], A* (&buffers)[n])
-      : call_(call), problem_(call.problem), b_(b), rescale_(static_cast<A>(DropoutRate(problem_.dropout_p).scale)) {
+      : call_(call), problem_(call.problem), b_(b), rescale_(static_cast<A>(DropoutRate(problem_.dropout.p).scale)) {
     const int64_t queries = std::min(kQueryTile, problem_.Lq), lanes = round_up(queries, kW);
     const int64_t D = problem_.D, keys = std::min(kKeyTile, problem_.Lk), tile = keys * lanes;
     int64_t sizes[6 + n] = {D * lanes, D * lanes, tile, tile, keys * round_up(D, kW), keys};
@@ -40,7 +40,7 @@ class ScoreGradients {
     const auto& p = problem_;
     h_ = h, kv_head_ = h / (p.H / p.Hkv), first_query_ = first_query, queries_ = queries;
     lanes_ = round_up(queries, kW);
-    if (p.dropout_p > 0) dropout_.emplace(p, b_, h);
+    if (p.dropout.p > 0) dropout_.emplace(p, b_, h);
     uniform_rows_ = load_statistics();
     mask_.emplace(p, b_, h, first_query, queries, key_addend_);
     const Range visible = mask_->keys(), needed = uniform_rows_ ? Range{0, p.Lk} : visible;

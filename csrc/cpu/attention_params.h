@@ -74,10 +74,10 @@ struct AttentionProblem {
   Bias<T, A> bias;
   View<const int32_t> lengths;                        // (B, 1, Lq|1, 1)
   int64_t lower = -kNoDiagonal, upper = kNoDiagonal;  // query i sees keys from i + lower to i + upper
-  A scale;
-  double dropout_p;
-  int64_t seed;
-  bool zero_empty_rows;
+  bool bottom_right = false;                          // the diagonals end at the last query and the last of its keys
+  A scale = 1;
+  DropoutParams dropout = {0, 0};
+  bool zero_empty_rows = false;
   int64_t first_batch = 0;  // what dropout counts batches from
   // A paged cache: key j of batch entry b is row j % page_size of page pages[b * pages_stride + j / page_size], and the
   // first stride of k and v is that of a page. Forward of few queries only.
@@ -90,7 +90,8 @@ template <typename T, typename A>
 Range visible_keys(const AttentionProblem<T, A>& problem, int64_t b, int64_t i) {
   int64_t length = problem.Lk;
   if (problem.lengths.data) length = std::min<int64_t>(length, *problem.lengths.at(b, 0, i));
-  const Range keys{std::max<int64_t>(0, i + problem.lower), std::min(length, i + problem.upper + 1)};
+  const int64_t own = problem.bottom_right ? i + length - problem.Lq : i;
+  const Range keys{std::max<int64_t>(0, own + problem.lower), std::min(length, own + problem.upper + 1)};
   return keys.empty() ? Range{} : keys;
 }
 
@@ -124,7 +125,7 @@ struct AttentionForward {
   AttentionProblem<T, A> problem;
   View<T> out;
   View<A> logsumexp;
-  KeptWeights<T, A> kept = {};  // not with dropout, not for few queries
+  KeptWeights<T, A> kept = {};  // not with dropout or a lower diagonal, not for few queries
 };
 
 template <typename T, typename A>

@@ -15,7 +15,7 @@ class RowsBackward {
 
   RowsBackward(const AttentionBackward<T, A>& call, int64_t b, int64_t kv_head)
       : call_(call), problem_(call.problem), rows_(problem_, b, kv_head), b_(b), kv_head_(kv_head),
-        width_(round_up(problem_.D, kW)), rescale_(static_cast<A>(DropoutRate(problem_.dropout_p).scale)) {
+        width_(round_up(problem_.D, kW)), rescale_(static_cast<A>(DropoutRate(problem_.dropout.p).scale)) {
     const int64_t rows = rows_.count() * width_, keys = kRowKeys * width_;
     const int64_t sizes[] = {rows, rows, rows, rows, rows, rows_.count() * kNumbers, kRowKeys, kRowKeys, keys, keys};
     A* buffers[std::size(sizes)];
@@ -129,9 +129,9 @@ class RowsBackward {
     rows_.find_scores(row, q_operands_ + row * width_, k, first, keys, weights_);
     multiply_rows(v, p.v.row_stride(), keys, p.D, grad_operands_ + row * width_, A(1), grads_);
     uint16_t draws[kRowKeys];
-    if (p.dropout_p > 0) {
+    if (p.dropout.p > 0) {
       rows_.draw(row, first, keys, draws);
-      drop(draws, DropoutRate(p.dropout_p), keys, rescale_, grads_);
+      drop(draws, DropoutRate(p.dropout.p), keys, rescale_, grads_);
     }
     Vector<A> products{};
     for (int64_t j = 0; j < keys; j += kW) {
@@ -150,7 +150,7 @@ class RowsBackward {
       narrow(grads_ + j, (weight == 0) | (broadcast(uniform) > 0) ? Vector<A>{} : grad);
     }
     std::fill(weights_ + keys, weights_ + round_up(keys, kW), A(0));
-    if (p.dropout_p > 0) drop(draws, DropoutRate(p.dropout_p), keys, rescale_, weights_);
+    if (p.dropout.p > 0) drop(draws, DropoutRate(p.dropout.p), keys, rescale_, weights_);
     add_rows(grads_, k, p.k.row_stride(), keys, p.D, grad_q_ + row * width_);
   }
 

@@ -108,17 +108,17 @@ class RowsForward {
   }
 
   void drop_weights(int64_t row, int64_t first, int64_t keys) {
-    if (problem_.dropout_p == 0) return;
+    if (problem_.dropout.p == 0) return;
     uint16_t draws[kRowKeys];
     rows_.draw(row, first, keys, draws);
-    drop(draws, DropoutRate(problem_.dropout_p), keys, A(1), weights_);
+    drop(draws, DropoutRate(problem_.dropout.p), keys, A(1), weights_);
   }
 
   void finish(int64_t row, RowPart<A> part) {
     const int64_t h = rows_.head(row), i = rows_.position(row);
     *call_.logsumexp.at(b_, h, i) = *part.total == 0 ? kBlocked<A> : *part.maximum + std::log(*part.total);
     if (*part.total == 0 && !problem_.zero_empty_rows) add_all_values(row, part);
-    const A rescale = problem_.dropout_p > 0 ? static_cast<A>(DropoutRate(problem_.dropout_p).scale) : A(1);
+    const A rescale = problem_.dropout.p > 0 ? static_cast<A>(DropoutRate(problem_.dropout.p).scale) : A(1);
     const A factor = *part.total == 0 ? A(0) : rescale / *part.total;
     T* out = call_.out.at(b_, h, i);
     for (int64_t d = 0; d < problem_.D; d += kW)

@@ -20,7 +20,7 @@ class WeightsBlock {
     A* buffers[std::size(sizes)];
     Workspace<A>::of_this_thread().divide(sizes, buffers);
     std::tie(query_lanes_, staged_, key_addend_, scores_) = std::tie(buffers[0], buffers[1], buffers[2], buffers[3]);
-    if (problem.dropout_p > 0) dropout_.emplace(problem, b, h);
+    if (problem.dropout.p > 0) dropout_.emplace(problem, b, h);
   }
 
   // Writes the rows of the block, Lk elements each.
