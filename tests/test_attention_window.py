@@ -110,8 +110,11 @@ def mask_of(name: str, B: int, H: int, Lq: int, Lk: int) -> dict:
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "mask, dtype",
+    # Beside a large bias the scores of the fp64 oracle are rounded as far as those of the kernel, so it is no truth.
+    [(mask, dtype) for mask in MASKS for dtype in DTYPES if (mask, dtype) != ("large bias", torch.float64)],
+)
 def test_with_every_other_part_of_the_mask(mask, dtype, dropout_p):
     parts = mask_of(mask, 2, 4, 150, 270)
     if "bias" in parts:
