@@ -22,12 +22,12 @@ template <typename T, typename A>
 class BlockMask {
  public:
   // `key_addend` has room for a number for each key of a tile.
-  BlockMask(const AttentionProblem<T, A>& problem, int64_t b, int64_t h, int64_t first_query, int64_t queries,
+  BlockMask(const AttentionKernelParams<T, A>& params, int64_t b, int64_t h, int64_t first_query, int64_t queries,
             A* key_addend)
-      : problem_(problem), b_(b), h_(h), first_query_(first_query), queries_(queries),
+      : params_(params), b_(b), h_(h), first_query_(first_query), queries_(queries),
         lanes_(round_up(queries, kLanes<A>)), key_addend_(key_addend) {
     for (int64_t i = 0; i < queries; ++i) {
-      const Range keys = visible_keys(problem, b, first_query + i);
+      const Range keys = visible_keys(params, b, first_query + i);
       begins_[i] = keys.begin, ends_[i] = keys.end;
       visible_ = visible_.hull(keys);
       visible_to_all_ = visible_to_all_.intersection(keys);
@@ -44,7 +44,7 @@ class BlockMask {
   // many keys are left when those blocked for every query are cut off the end.
   int64_t load(int64_t first_key, int64_t keys, A* scores) {
     first_key_ = first_key;
-    const auto& [keep, key_keep, bias] = std::tie(problem_.keep, problem_.key_keep, problem_.bias);
+    const auto& [keep, key_keep, bias] = std::tie(params_.keep, params_.key_keep, params_.bias);
     has_pairs_ = (keep.data && keep.row_stride() != 0) || (bias && bias.row_stride() != 0);
     has_keys_ = key_keep.data || (keep.data && keep.row_stride() == 0) || (bias && bias.row_stride() == 0);
     if (has_keys_) load_keys(keys);
@@ -57,9 +57,9 @@ class BlockMask {
   template <typename E>
   void find_scores(int64_t keys, Matrix<E> key_rows, Rows<E> queries, A* scores) const {
     if (has_pairs_)
-      multiply(keys, lanes_, problem_.D, key_rows, queries, Masked<A>{problem_.scale}, scores, lanes_);
+      multiply(keys, lanes_, params_.D, key_rows, queries, Masked<A>{params_.scale}, scores, lanes_);
     else
-      multiply(keys, lanes_, problem_.D, key_rows, queries, Scaled<A>{problem_.scale}, scores, lanes_);
+      multiply(keys, lanes_, params_.D, key_rows, queries, Scaled<A>{params_.scale}, scores, lanes_);
     apply_keys_and_bounds(keys, scores);
   }
 
@@ -92,7 +92,7 @@ class BlockMask {
 
  private:
   void load_keys(int64_t keys) {
-    const auto& [keep, key_keep, bias] = std::tie(problem_.keep, problem_.key_keep, problem_.bias);
+    const auto& [keep, key_keep, bias] = std::tie(params_.keep, params_.key_keep, params_.bias);
     std::fill(key_addend_, key_addend_ + keys, A(0));
     if (bias && bias.row_stride() == 0) {
       const auto row = bias.from(b_, h_, 0, first_key_);
@@ -108,8 +108,8 @@ class BlockMask {
 
   // What the mask and the bias add to each pair of key and query.
   void load_pairs(int64_t keys, A* scores) const {
-    const auto& keep = problem_.keep;
-    const auto bias = problem_.bias ? problem_.bias.from(b_, h_, first_query_, first_key_) : problem_.bias;
+    const auto& keep = params_.keep;
+    const auto bias = params_.bias ? params_.bias.from(b_, h_, first_query_, first_key_) : params_.bias;
     const bool* kept = keep.data && keep.row_stride() != 0 ? row_of(keep, first_query_) : nullptr;
     const bool added = bias && bias.row_stride() != 0;
     if constexpr (std::is_same_v<T, c10::BFloat16>)
@@ -163,7 +163,7 @@ class BlockMask {
     return view.at(b_, h_, row) + first_key_ * view.column_stride();
   }
 
-  const AttentionProblem<T, A>& problem_;
+  const AttentionKernelParams<T, A>& params_;
   int64_t b_, h_, first_query_, queries_, lanes_;
   A* key_addend_;
   int64_t first_key_ = 0;

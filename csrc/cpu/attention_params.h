@@ -11,7 +11,8 @@ constexpr int64_t kQueryTile = 64;
 constexpr int64_t kKeyTile = 128;
 constexpr int64_t kKeyStep = 32;  // tiles of keys start at multiples of it: the keys of four Philox calls
 constexpr int64_t kNoDiagonal = int64_t{1} << 48;  // lies outside of every mask
-constexpr int64_t kMostStored = int64_t{1} << 26;  // weights or gradients of scores in memory; past that, found again
+constexpr int64_t kMaxSavedScores = int64_t{1}
+                                    << 26;  // weights or gradients of scores in memory; past that, found again
 constexpr int64_t kFewQueries = 2;  // up to here a call goes row by row (attention_rows.h) and makes no tile of scores
 
 // A 4-D tensor (batch, head, row, column); a size of 1 has stride 0.
@@ -65,7 +66,7 @@ struct Range {
 
 // A call. T is the tensors' dtype, A that of the arithmetic.
 template <typename T, typename A>
-struct AttentionProblem {
+struct AttentionKernelParams {
   using Element = T;
   using Arithmetic = A;
   int64_t B, H, Hkv, Lq, Lk, D;
@@ -87,18 +88,18 @@ struct AttentionProblem {
 
 // The keys that query i of batch entry b may see by its length and the diagonals; {0, 0} if there is none.
 template <typename T, typename A>
-Range visible_keys(const AttentionProblem<T, A>& problem, int64_t b, int64_t i) {
-  int64_t length = problem.Lk;
-  if (problem.lengths.data) length = std::min<int64_t>(length, *problem.lengths.at(b, 0, i));
-  const int64_t own = problem.bottom_right ? i + length - problem.Lq : i;
-  const Range keys{std::max<int64_t>(0, own + problem.lower), std::min(length, own + problem.upper + 1)};
+Range visible_keys(const AttentionKernelParams<T, A>& params, int64_t b, int64_t i) {
+  int64_t length = params.Lk;
+  if (params.lengths.data) length = std::min<int64_t>(length, *params.lengths.at(b, 0, i));
+  const int64_t own = params.bottom_right ? i + length - params.Lq : i;
+  const Range keys{std::max<int64_t>(0, own + params.lower), std::min(length, own + params.upper + 1)};
   return keys.empty() ? Range{} : keys;
 }
 
 // Weights that a forward keeps for its backward, in the tiles that both work on: for each block of queries and each key
 // of it the lanes of the block, to be multiplied by a factor that each tile has for each query. Or nothing.
 template <typename T, typename A>
-struct KeptWeights {
+struct SavedProbs {
   T* weights = nullptr;  // (B, H, lanes, Lk), `lanes` being Lq in whole vectors
   A* factors = nullptr;  // (B, H, key tiles, lanes)
   int64_t H = 0, lanes = 0, Lk = 0;
@@ -122,22 +123,22 @@ template <typename T, typename A>
 struct AttentionForward {
   using Element = T;
   using Arithmetic = A;
-  AttentionProblem<T, A> problem;
+  AttentionKernelParams<T, A> params;
   View<T> out;
   View<A> logsumexp;
-  KeptWeights<T, A> kept = {};  // not with dropout or a lower diagonal, not for few queries
+  SavedProbs<T, A> saved_probs = {};  // not with dropout or a lower diagonal, not for few queries
 };
 
 template <typename T, typename A>
 struct AttentionBackward {
   using Element = T;
   using Arithmetic = A;
-  AttentionProblem<T, A> problem;
+  AttentionKernelParams<T, A> params;
   View<const T> grad_out, out;
   View<const A> logsumexp, grad_logsumexp;
   View<T> grad_q, grad_k, grad_v;
   View<T> grad_scores = {};  // (B, H, Lq, Lk), or nothing; not for few queries
-  KeptWeights<T, A> kept = {};
+  SavedProbs<T, A> saved_probs = {};
 };
 
 // The gradient of an additive bias: of the same sizes, (B | 1, H | 1, Lq | 1, Lk | 1), contiguous.

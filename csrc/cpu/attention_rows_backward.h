@@ -14,8 +14,8 @@ class RowsBackward {
   static constexpr int64_t kW = kLanes<A>;
 
   RowsBackward(const AttentionBackward<T, A>& call, int64_t b, int64_t kv_head)
-      : call_(call), problem_(call.problem), rows_(problem_, b, kv_head), b_(b), kv_head_(kv_head),
-        width_(round_up(problem_.D, kW)), rescale_(static_cast<A>(DropoutRate(problem_.dropout.p).scale)) {
+      : call_(call), params_(call.params), rows_(params_, b, kv_head), b_(b), kv_head_(kv_head),
+        width_(round_up(params_.D, kW)), rescale_(static_cast<A>(DropoutRate(params_.dropout.p).scale)) {
     const int64_t rows = rows_.count() * width_, keys = kRowKeys * width_;
     const int64_t sizes[] = {rows, rows, rows, rows, rows, rows_.count() * kNumbers, kRowKeys, kRowKeys, keys, keys};
     A* buffers[std::size(sizes)];
@@ -45,7 +45,7 @@ class RowsBackward {
         if (some > 0) find_gradients(0, first, some, all_at_once);
         std::fill(weights_ + some, weights_ + keys, A(0));
         std::fill(grads_ + some, grads_ + keys, A(0));
-        write_outer_product(grads_, q_, keys, problem_.scale, grad_keys, grad_k.row_stride());
+        write_outer_product(grads_, q_, keys, params_.scale, grad_keys, grad_k.row_stride());
         write_outer_product(weights_, grad_out_, keys, A(1), grad_values, grad_v.row_stride());
         continue;
       }
@@ -56,15 +56,15 @@ class RowsBackward {
         add_outer_product(weights_, grad_out_ + row * width_, some, width_, grad_v_);
         add_outer_product(grads_, q_ + row * width_, some, width_, grad_k_);
       }
-      write(grad_k_, keys, problem_.scale, grad_keys, grad_k.row_stride());
+      write(grad_k_, keys, params_.scale, grad_keys, grad_k.row_stride());
       write(grad_v_, keys, A(1), grad_values, grad_v.row_stride());
     }
     for (int64_t row = 0; row < rows_.count(); ++row) {
       T* target = call_.grad_q.at(b_, rows_.head(row), rows_.position(row));
       if (partial_q)
-        write(grad_q_ + row * width_, 1, problem_.scale, partial_q + row * problem_.D, 0);
+        write(grad_q_ + row * width_, 1, params_.scale, partial_q + row * params_.D, 0);
       else
-        write(grad_q_ + row * width_, 1, problem_.scale, target, 0);
+        write(grad_q_ + row * width_, 1, params_.scale, target, 0);
     }
   }
 
@@ -75,8 +75,8 @@ class RowsBackward {
 
   // Returns which keys the row needs: all of them where none is allowed and all weigh the same.
   Range load(int64_t row) {
-    const int64_t h = rows_.head(row), i = rows_.position(row), D = problem_.D;
-    const T* q = problem_.q.at(b_, h, i);
+    const int64_t h = rows_.head(row), i = rows_.position(row), D = params_.D;
+    const T* q = params_.q.at(b_, h, i);
     const T* grad_out = call_.grad_out.at(b_, h, i);
     copy_operands(q, D, q_operands_ + row * width_);
     copy_operands(grad_out, D, grad_operands_ + row * width_);
@@ -89,9 +89,9 @@ class RowsBackward {
     number(row, kGradLogsumexp) = call_.grad_logsumexp.data ? *call_.grad_logsumexp.at(b_, h, i) : A(0);
     number(row, kRest) = 0;
     if (is_large(number(row, kLogsumexp))) sum_again(row);
-    const bool uniform = number(row, kLogsumexp) == kBlocked<A> && !problem_.zero_empty_rows;
-    number(row, kUniform) = uniform ? A(1) / static_cast<A>(problem_.Lk) : A(0);
-    return uniform ? Range{0, problem_.Lk} : rows_.visible(row);
+    const bool uniform = number(row, kLogsumexp) == kBlocked<A> && !params_.zero_empty_rows;
+    number(row, kUniform) = uniform ? A(1) / static_cast<A>(params_.Lk) : A(0);
+    return uniform ? Range{0, params_.Lk} : rows_.visible(row);
   }
 
   // The logsumexp in two numbers, the maximum and the rest, from all scores.
@@ -114,14 +114,14 @@ class RowsBackward {
   void load_delta(int64_t row) {
     const T* out = call_.out.at(b_, rows_.head(row), rows_.position(row));
     Vector<A> products{};
-    for (int64_t d = 0; d < problem_.D; d += kW)
-      products = fma(load_some(out + d, std::min(kW, problem_.D - d)), widen(grad_out_ + row * width_ + d), products);
+    for (int64_t d = 0; d < params_.D; d += kW)
+      products = fma(load_some(out + d, std::min(kW, params_.D - d)), widen(grad_out_ + row * width_ + d), products);
     number(row, kDelta) = lane_sum<A>(products) - number(row, kGradLogsumexp);
   }
 
   // Dropped weights of some keys and the gradients of their scores; adds to the gradient of q.
   void find_gradients(int64_t row, int64_t first, int64_t keys, bool sum_delta) {
-    const auto& p = problem_;
+    const auto& p = params_;
     const T *k, *v;
     rows_.find_keys(first, keys, &k, &v);
     const A uniform = number(row, kUniform), logsumexp = number(row, kLogsumexp);
@@ -157,21 +157,21 @@ class RowsBackward {
   void write_outer_product(const A* weights, const A* vector, int64_t count, A factor, T* target,
                            int64_t stride) const {
     for (int64_t j = 0; j < count; ++j)
-      for (int64_t d = 0; d < problem_.D; d += kW) {
+      for (int64_t d = 0; d < params_.D; d += kW) {
         const Vector<A> product = weights[j] == 0 ? Vector<A>{} : weights[j] * factor * widen(vector + d);
-        store_result(target + j * stride + d, product, std::min(kW, problem_.D - d));
+        store_result(target + j * stride + d, product, std::min(kW, params_.D - d));
       }
   }
 
   template <typename U>
   void write(const A* rows, int64_t count, A factor, U* target, int64_t stride) const {
     for (int64_t i = 0; i < count; ++i)
-      for (int64_t d = 0; d < problem_.D; d += kW)
-        store_result(target + i * stride + d, widen(rows + i * width_ + d) * factor, std::min(kW, problem_.D - d));
+      for (int64_t d = 0; d < params_.D; d += kW)
+        store_result(target + i * stride + d, widen(rows + i * width_ + d) * factor, std::min(kW, params_.D - d));
   }
 
   const AttentionBackward<T, A>& call_;
-  const AttentionProblem<T, A>& problem_;
+  const AttentionKernelParams<T, A>& params_;
   QueryRows<T, A> rows_;
   int64_t b_, kv_head_, width_;
   A rescale_;

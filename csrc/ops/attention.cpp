@@ -208,8 +208,8 @@ AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& par
   const auto tensors = params.tensors();
   std::copy(tensors.begin(), tensors.end(), &saved[3]);
   saved[Attention::kResult] = result.out, saved[Attention::kResult + 1] = result.logsumexp;
-  saved[Attention::kResult + 2] = or_undefined(result.kept);
-  saved[Attention::kResult + 3] = or_undefined(result.kept_factors);
+  saved[Attention::kResult + 2] = or_undefined(result.saved_probs);
+  saved[Attention::kResult + 3] = or_undefined(result.saved_factors);
   variable_list returned = {result.out, result.logsumexp};
   returned.resize(outputs);
   eager::record<Attention>(returned, saved, params.without_tensors(), q, k, v, params.bias);

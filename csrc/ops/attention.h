@@ -45,7 +45,7 @@ struct AttentionParams {
 // What a forward found. In training it may keep weights for its backward, in the tiles that both work on.
 struct AttentionResult {
   Tensor out, logsumexp;
-  OptionalTensor kept, kept_factors;
+  OptionalTensor saved_probs, saved_factors;
 };
 
 // That of the bias where it is asked for.

@@ -59,16 +59,17 @@ TwoTensors compute(const DecodeParams& params) {
     using T = scalar_t;
     using A = Accumulate<T>;
     AttentionForward<T, A> call{{}, view<T>(out), statistics_view<A>(logsumexp)};
-    auto& problem = call.problem;
-    problem.B = q.size(0), problem.H = q.size(1), problem.Hkv = k.size(1), problem.Lq = q.size(2);
-    problem.D = q.size(3), problem.Lk = lengths.max().item<int32_t>();
-    problem.q = view<const T>(q), problem.k = view<const T>(k), problem.v = view<const T>(v);
-    problem.lengths = view<const int32_t>(lengths.view({-1, 1, 1, 1})), problem.bottom_right = true;
-    set_diagonals(problem, params.causal, params.window);
-    problem.scale = static_cast<A>(params.scale), problem.zero_empty_rows = true;
+    auto& kernel_params = call.params;
+    kernel_params.B = q.size(0), kernel_params.H = q.size(1), kernel_params.Hkv = k.size(1),
+    kernel_params.Lq = q.size(2);
+    kernel_params.D = q.size(3), kernel_params.Lk = lengths.max().item<int32_t>();
+    kernel_params.q = view<const T>(q), kernel_params.k = view<const T>(k), kernel_params.v = view<const T>(v);
+    kernel_params.lengths = view<const int32_t>(lengths.view({-1, 1, 1, 1})), kernel_params.bottom_right = true;
+    set_diagonals(kernel_params, params.causal, params.window);
+    kernel_params.scale = static_cast<A>(params.scale), kernel_params.zero_empty_rows = true;
     if (pages.defined()) {
-      problem.pages = pages.const_data_ptr<int32_t>();
-      problem.pages_stride = pages.size(1), problem.page_size = params.k.size(1);
+      kernel_params.pages = pages.const_data_ptr<int32_t>();
+      kernel_params.pages_stride = pages.size(1), kernel_params.page_size = params.k.size(1);
     }
     kernels().of<T>().attention_forward(call);
   });
