@@ -38,7 +38,6 @@ PYBIND11_MODULE(_C, m) {
 
   namespace eager = transformer_fast::eager;
   m.def("attention", &eager::attention);
-  m.def("attention_launched", &eager::attention_launched);
   m.def("multihead_attention", &eager::multihead_attention);
   m.def("attention_packed", &eager::attention_packed);
   m.def("set_launch_cache", &eager::set_launch_cache);

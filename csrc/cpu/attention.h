@@ -112,7 +112,7 @@ struct KeyRanges {
 template <typename Call>
 int64_t key_heads(c10::ArrayRef<Call> calls) {
   int64_t heads = 0;
-  for (const Call& call : calls) heads += call.problem.B * call.problem.Hkv;
+  for (const Call& call : calls) heads += call.params.B * call.params.Hkv;
   return heads;
 }
 
@@ -126,9 +126,8 @@ struct TileDropout {
   uint32_t head, batch;
 
   template <typename T>
-  TileDropout(const AttentionProblem<T, A>& problem, int64_t b, int64_t h)
-      : dropout(DropoutParams{problem.dropout_p, problem.seed}), head(static_cast<uint32_t>(h)),
-        batch(static_cast<uint32_t>(problem.first_batch + b)) {}
+  TileDropout(const AttentionKernelParams<T, A>& params, int64_t b, int64_t h)
+      : dropout(params.dropout), head(static_cast<uint32_t>(h)), batch(static_cast<uint32_t>(params.first_batch + b)) {}
 
   // Draws of query i for kKeysDrawn keys from first_key, a multiple of kKeysDrawn.
   void draw_row(int64_t first_key, int64_t i, uint16_t* draws) const {

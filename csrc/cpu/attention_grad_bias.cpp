@@ -15,11 +15,11 @@ class BiasGradient {
   static constexpr int64_t kW = kLanes<A>;
 
   BiasGradient(const AttentionBackward<T, A>& call, const BiasGradientResult<A>& grad)
-      : call_(call), problem_(call.problem), sizes_(grad.sizes), grad_(grad.data),
-        blocks_((problem_.Lq + kQueryTile - 1) / kQueryTile), own_blocks_(sizes_[2] == 1 ? 1 : blocks_) {}
+      : call_(call), params_(call.params), sizes_(grad.sizes), grad_(grad.data),
+        blocks_((params_.Lq + kQueryTile - 1) / kQueryTile), own_blocks_(sizes_[2] == 1 ? 1 : blocks_) {}
 
   void run() {
-    const auto& p = problem_;
+    const auto& p = params_;
     for_tasks(sizes_[0] * sizes_[1] * own_blocks_, 2 * double(p.B * p.H * p.Lq) * double(p.Lk * p.D),
               [&](int64_t task) {
                 run_part(task / own_blocks_ / sizes_[1], task / own_blocks_ % sizes_[1], task % own_blocks_);
@@ -29,7 +29,7 @@ class BiasGradient {
  private:
   // One head's worth of the bias, and one block of its queries.
   void run_part(int64_t own_b, int64_t own_h, int64_t own_block) {
-    const auto& p = problem_;
+    const auto& p = params_;
     const int64_t lanes = round_up(std::min(kQueryTile, p.Lq), kW);
     std::vector<A> sums(sizes_[3] * lanes, A(0));  // (Lk | 1, lanes)
     const auto range = [](int64_t size, int64_t own, int64_t all) {
@@ -45,9 +45,9 @@ class BiasGradient {
       for (int64_t h = first_h; h < last_h; ++h)
         for (int64_t block = first_block; block < last_block; ++block) {
           const int64_t first_query = block * kQueryTile, queries = std::min(kQueryTile, p.Lq - first_query);
-          const int64_t end = gradients.load(h, first_query, queries, 0, p.Lk);
-          for (int64_t first = 0; first < end; first += kKeyTile)
-            add_tile(gradients, first, gradients.find(first, std::min(kKeyTile, end - first)), queries, lanes,
+          const Range keys = gradients.load(h, first_query, queries, {0, p.Lk});
+          for (int64_t first = keys.begin; first < keys.end; first += kKeyTile)
+            add_tile(gradients, first, gradients.find(first, std::min(kKeyTile, keys.end - first)), queries, lanes,
                      sums.data());
         }
     }
@@ -74,13 +74,13 @@ class BiasGradient {
       if (sizes_[2] == 1)
         target[j] = std::accumulate(sums + j * lanes, sums + (j + 1) * lanes, A(0));
       else
-        for (int64_t i = 0; i < std::min(kQueryTile, problem_.Lq - first_query); ++i)
+        for (int64_t i = 0; i < std::min(kQueryTile, params_.Lq - first_query); ++i)
           target[i * columns + j] = sums[j * lanes + i];
     }
   }
 
   const AttentionBackward<T, A>& call_;
-  const AttentionProblem<T, A>& problem_;
+  const AttentionKernelParams<T, A>& params_;
   const int64_t (&sizes_)[4];
   A* grad_;
   int64_t blocks_, own_blocks_;

@@ -23,9 +23,9 @@ class ScoreGradients {
   // The workspace also gives `more` buffers.
   template <std::size_t n>
   ScoreGradients(const AttentionBackward<T, A>& call, int64_t b, const int64_t (&more)[n], A* (&buffers)[n])
-      : call_(call), problem_(call.problem), b_(b), rescale_(static_cast<A>(DropoutRate(problem_.dropout_p).scale)) {
-    const int64_t queries = std::min(kQueryTile, problem_.Lq), lanes = round_up(queries, kW);
-    const int64_t D = problem_.D, keys = std::min(kKeyTile, problem_.Lk), tile = keys * lanes;
+      : call_(call), params_(call.params), b_(b), rescale_(static_cast<A>(DropoutRate(params_.dropout.p).scale)) {
+    const int64_t queries = std::min(kQueryTile, params_.Lq), lanes = round_up(queries, kW);
+    const int64_t D = params_.D, keys = std::min(kKeyTile, params_.Lk), tile = keys * lanes;
     int64_t sizes[6 + n] = {D * lanes, D * lanes, tile, tile, keys * round_up(D, kW), keys};
     std::copy(more, more + n, sizes + 6);
     A* all[6 + n];
@@ -35,47 +35,49 @@ class ScoreGradients {
     std::copy(all + 6, all + 6 + n, buffers);
   }
 
-  // Prepares a block of queries and keys first_key .. last_key - 1; returns the end of the keys that matter.
-  int64_t load(int64_t h, int64_t first_query, int64_t queries, int64_t first_key, int64_t last_key) {
-    const auto& p = problem_;
+  // Prepares a block of queries and a range of keys; returns those of them that matter, where its tiles lie.
+  Range load(int64_t h, int64_t first_query, int64_t queries, Range range) {
+    const auto& p = params_;
     h_ = h, kv_head_ = h / (p.H / p.Hkv), first_query_ = first_query, queries_ = queries;
     lanes_ = round_up(queries, kW);
-    if (p.dropout_p > 0) dropout_.emplace(p, b_, h);
+    if (p.dropout.p > 0) dropout_.emplace(p, b_, h);
     uniform_rows_ = load_statistics();
     mask_.emplace(p, b_, h, first_query, queries, key_addend_);
-    const int64_t end = uniform_rows_ ? last_key : std::min(last_key, mask_->keys());
-    if (first_key >= end) return end;
-    if (!call_.kept)  // else no score is found again
+    const Range visible = mask_->keys(), needed = uniform_rows_ ? Range{0, p.Lk} : visible;
+    const Range keys = needed.intersection(range);
+    if (keys.empty()) return keys;
+    if (!call_.saved_probs)  // else no score is found again
       q_ = load_lanes(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_lanes_));
     grad_out_ = load_lanes(call_.grad_out.at(b_, h, first_query), call_.grad_out.row_stride(), queries, p.D,
                            operand(grad_out_lanes_));
     // The forward adds up the scores of few queries in another order, and large ones then differ from those found here:
     // to its logsumexp and its output no weight here would belong exactly.
-    const bool again = !call_.kept && (has_large_ || has_few_queries(p));
+    const bool again = !call_.saved_probs && (has_large_ || has_few_queries(p));
     if (again) sum_again();
-    sum_delta_ = first_key == 0 && mask_->keys() <= std::min(last_key, kKeyTile);
+    first_tile_ = keys.begin;
+    sum_delta_ = keys.begin == needed.begin && visible.end <= std::min(range.end, keys.begin + kKeyTile);
     std::fill(delta_, delta_ + lanes_, A(0));
     if (!sum_delta_) {
       if (again)
-        for (int64_t first = 0; first < mask_->keys(); first += kKeyTile)
-          find_weights(first, std::min(kKeyTile, mask_->keys() - first), Pass::kSum);
+        for (int64_t first = visible.begin; first < visible.end; first += kKeyTile)
+          find_weights(first, std::min(kKeyTile, visible.end - first), Pass::kSum);
       else
         load_delta();
       take_off_grad_logsumexp();
     }
-    return end;
+    return keys;
   }
 
   // Finds the weights (after dropout) and the gradients of the scores of a tile, the two that are read below; returns how
   // many keys there are left of `keys`.
   int64_t find(int64_t first_key, int64_t keys) {
-    // Its keys are all there are, and give delta too.
-    const bool only_tile = sum_delta_ && first_key == 0;
+    // All keys that a query sees are in it, and give delta too.
+    const bool only_tile = sum_delta_ && first_key == first_tile_;
     keys = find_weights(first_key, keys, only_tile ? Pass::kSum : Pass::kOnly);
     if (!only_tile) return keys;
     take_off_grad_logsumexp();
-    if (call_.kept)
-      weigh_kept(first_key, keys);
+    if (call_.saved_probs)
+      load_saved(first_key, keys);
     else
       for (int64_t lane = 0; lane < lanes_; lane += kW) differentiate(keys, lane);
     return keys;
@@ -102,14 +104,14 @@ class ScoreGradients {
   enum class Pass { kOnly, kSum };
 
   void find_scores(int64_t first_key, int64_t keys) {
-    const auto& p = problem_;
+    const auto& p = params_;
     const T* k = p.k.at(b_, kv_head_, first_key);
     mask_->find_scores(keys, load_factors(k, p.k.row_stride(), keys, p.D, operand(staged_)), q_, weights_);
   }
 
   // What every key of the block needs to know of a query; whether some query has no allowed key and weighs all alike.
   bool load_statistics() {
-    const auto& p = problem_;
+    const auto& p = params_;
     bool any = false;
     has_large_ = false;
     std::fill(rest_, rest_ + lanes_, A(0));
@@ -132,8 +134,9 @@ class ScoreGradients {
   void sum_again() {
     std::fill(logsumexp_, logsumexp_ + queries_, kBlocked<A>);
     std::fill(rest_, rest_ + lanes_, A(0));
-    for (int64_t first = 0; first < mask_->keys(); first += kKeyTile) {
-      const int64_t keys = mask_->load(first, std::min(kKeyTile, mask_->keys() - first), weights_);
+    const Range visible = mask_->keys();
+    for (int64_t first = visible.begin; first < visible.end; first += kKeyTile) {
+      const int64_t keys = mask_->load(first, std::min(kKeyTile, visible.end - first), weights_);
       if (keys == 0) continue;
       find_scores(first, keys);
       for (int64_t i = 0; i < queries_; ++i) {
@@ -154,8 +157,8 @@ class ScoreGradients {
       const T* out = call_.out.at(b_, h_, first_query_ + i);
       const T* grad_out = call_.grad_out.at(b_, h_, first_query_ + i);
       Vector<A> products{};
-      for (int64_t d = 0; d < problem_.D; d += kW) {
-        const int64_t count = std::min(kW, problem_.D - d);
+      for (int64_t d = 0; d < params_.D; d += kW) {
+        const int64_t count = std::min(kW, params_.D - d);
         products = fma(load_some(out + d, count), load_some(grad_out + d, count), products);
       }
       delta_[i] = lane_sum<A>(products);
@@ -170,18 +173,18 @@ class ScoreGradients {
   // Fills `weights` and `grads`; returns how many keys there are left of `keys`. What sums delta gives a row with one key
   // a gradient of exactly 0, as in eager.
   int64_t find_weights(int64_t first_key, int64_t keys, Pass pass) {
-    if (!call_.kept) {
+    if (!call_.saved_probs) {
       const int64_t visible = mask_->load(first_key, keys, weights_);
       if (!uniform_rows_) keys = visible;
       if (keys == 0) return 0;
       find_scores(first_key, keys);
     }
-    const auto& p = problem_;
+    const auto& p = params_;
     const T* v = p.v.at(b_, kv_head_, first_key);
     multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, Scaled<A>{1},
              grads_, lanes_);
-    if (call_.kept) {
-      pass == Pass::kOnly ? weigh_kept(first_key, keys) : add_kept_to_delta(first_key, keys);
+    if (call_.saved_probs) {
+      pass == Pass::kOnly ? load_saved(first_key, keys) : add_saved_to_delta(first_key, keys);
       return keys;
     }
     for (int64_t lane = 0; lane < lanes_; lane += kW)
@@ -190,23 +193,23 @@ class ScoreGradients {
   }
 
   // What a vector of lanes needs to know to read the weights that the forward kept.
-  struct KeptLanes {
+  struct SavedLanes {
     const T* weights;
     Vector<A> factor, delta, uniform;
   };
 
-  KeptLanes kept_lanes(int64_t first_key, int64_t lane) const {
-    return {call_.kept.at(b_, h_, first_query_, lanes_, first_key) + lane,
-            widen(call_.kept.factors_at(b_, h_, first_query_, first_key) + lane), widen(delta_ + lane),
+  SavedLanes saved_lanes(int64_t first_key, int64_t lane) const {
+    return {call_.saved_probs.at(b_, h_, first_query_, lanes_, first_key) + lane,
+            widen(call_.saved_probs.factors_at(b_, h_, first_query_, first_key) + lane), widen(delta_ + lane),
             widen(uniform_ + lane)};
   }
 
-  void add_kept_to_delta(int64_t first_key, int64_t keys) {
+  void add_saved_to_delta(int64_t first_key, int64_t keys) {
     for (int64_t lane = 0; lane < lanes_; lane += kW) {
-      const KeptLanes kept = kept_lanes(first_key, lane);
-      Vector<A> sum = kept.delta;
+      const SavedLanes saved = saved_lanes(first_key, lane);
+      Vector<A> sum = saved.delta;
       for (int64_t row = 0; row < keys; ++row) {
-        const Vector<A> weight = widen(kept.weights + row * lanes_) * kept.factor;
+        const Vector<A> weight = widen(saved.weights + row * lanes_) * saved.factor;
         // Keeps a NaN or Inf value of a blocked key out.
         const Vector<A> grad = weight == A(0) ? Vector<A>{} : widen(grads_ + row * lanes_ + lane);
         sum = fma(weight, grad, sum);
@@ -215,13 +218,13 @@ class ScoreGradients {
     }
   }
 
-  // The weights that the forward kept, and the gradients of weights to those of scores.
-  void weigh_kept(int64_t first_key, int64_t keys) {
-    if constexpr (kPacks) return pack_kept(first_key, keys);
+  // The weights that the forward saved, and the gradients of weights to those of scores.
+  void load_saved(int64_t first_key, int64_t keys) {
+    if constexpr (kPacks) return pack_saved(first_key, keys);
     for (int64_t lane = 0; lane < lanes_; lane += kW) {
-      const KeptLanes kept = kept_lanes(first_key, lane);
+      const SavedLanes saved = saved_lanes(first_key, lane);
       for (int64_t row = 0; row < keys; ++row) {
-        const auto [weight, grad] = weighed(kept, row, lane);
+        const auto [weight, grad] = weighed(saved, row, lane);
         narrow(weights_ + row * lanes_ + lane, weight);
         narrow(grads_ + row * lanes_ + lane, grad);
       }
@@ -230,11 +233,11 @@ class ScoreGradients {
 
   // The same straight to the operands of the products: over the queries the weights of a key, then its gradients, in one
   // row of `weights`; over the keys the gradients, in `grads`.
-  void pack_kept(int64_t first_key, int64_t keys) {
+  void pack_saved(int64_t first_key, int64_t keys) {
 #if defined(__AVX512BF16__)
     for (int64_t lane = 0; lane < lanes_; lane += 2 * kW) {
       const bool two = lane + kW < lanes_;
-      const KeptLanes low = kept_lanes(first_key, lane), high = kept_lanes(first_key, two ? lane + kW : lane);
+      const SavedLanes low = saved_lanes(first_key, lane), high = saved_lanes(first_key, two ? lane + kW : lane);
       const auto store = [two](A* target, Vector<A> halves) {
         two ? narrow(target, halves) : store_half_bits(reinterpret_cast<T*>(target), halves, kW);
       };
@@ -262,10 +265,11 @@ class ScoreGradients {
     Vector<A> weight, grad;  // of the score
   };
 
-  Weighed weighed(const KeptLanes& kept, int64_t row, int64_t lane) const {
-    const Vector<A> weight = widen(kept.weights + row * lanes_) * kept.factor;
+  Weighed weighed(const SavedLanes& saved, int64_t row, int64_t lane) const {
+    const Vector<A> weight = widen(saved.weights + row * lanes_) * saved.factor;
     const auto blocked = weight == A(0);  // keeps a NaN or Inf value of the key out of its gradient
-    return {weight + kept.uniform, blocked ? Vector<A>{} : weight * (widen(grads_ + row * lanes_ + lane) - kept.delta)};
+    return {weight + saved.uniform,
+            blocked ? Vector<A>{} : weight * (widen(grads_ + row * lanes_ + lane) - saved.delta)};
   }
 
   // Scores, for one vector of queries, to dropped weights, and the gradients of those to the gradients of scores. In a
@@ -311,7 +315,7 @@ class ScoreGradients {
 
   static constexpr bool kPacks = !std::is_same_v<E, A>;
 
-  bool packed() const { return kPacks && call_.kept; }
+  bool packed() const { return kPacks && call_.saved_probs; }
 
   Matrix<E> packed_over_queries(int64_t offset) const {
     return {reinterpret_cast<const E*>(weights_ + offset), lanes_, 1};
@@ -320,10 +324,10 @@ class ScoreGradients {
   static E* operand(A* buffer) { return reinterpret_cast<E*>(buffer); }
 
   const AttentionBackward<T, A>& call_;
-  const AttentionProblem<T, A>& problem_;
+  const AttentionKernelParams<T, A>& params_;
   int64_t b_;
   A rescale_;
-  int64_t h_ = 0, kv_head_ = 0, first_query_ = 0, queries_ = 0, lanes_ = 0;
+  int64_t h_ = 0, kv_head_ = 0, first_query_ = 0, queries_ = 0, lanes_ = 0, first_tile_ = 0;
   bool uniform_rows_ = false, has_large_ = false, sum_delta_ = false;
   A *query_lanes_, *grad_out_lanes_, *weights_, *grads_, *staged_, *key_addend_;
   Rows<E> q_, grad_out_;

@@ -22,28 +22,29 @@ template <typename T, typename A>
 class BlockMask {
  public:
   // `key_addend` has room for a number for each key of a tile.
-  BlockMask(const AttentionProblem<T, A>& problem, int64_t b, int64_t h, int64_t first_query, int64_t queries,
+  BlockMask(const AttentionKernelParams<T, A>& params, int64_t b, int64_t h, int64_t first_query, int64_t queries,
             A* key_addend)
-      : problem_(problem), b_(b), h_(h), first_query_(first_query), queries_(queries),
+      : params_(params), b_(b), h_(h), first_query_(first_query), queries_(queries),
         lanes_(round_up(queries, kLanes<A>)), key_addend_(key_addend) {
-    smallest_limit_ = problem.Lk;
     for (int64_t i = 0; i < queries; ++i) {
-      const int64_t limit = key_limit(problem, b, first_query + i);
-      limits_[i] = limit;
-      smallest_limit_ = std::min(smallest_limit_, limit);
-      keys_ = std::max(keys_, limit);
+      const Range keys = visible_keys(params, b, first_query + i);
+      begins_[i] = keys.begin, ends_[i] = keys.end;
+      visible_ = visible_.hull(keys);
+      visible_to_all_ = visible_to_all_.intersection(keys);
     }
-    for (int64_t i = queries; i < lanes_; ++i) limits_[i] = keys_;
+    visible_ = visible_.from_multiple(kKeyStep);
+    for (int64_t i = queries; i < lanes_; ++i) begins_[i] = visible_.begin, ends_[i] = visible_.end;
   }
 
-  // Keys at or past this are blocked for every query of the block.
-  int64_t keys() const { return keys_; }
+  // The keys that some query of the block may see by lengths and diagonals, from a multiple of kKeyStep on: where its tiles
+  // lie.
+  Range keys() const { return visible_; }
 
   // Prepares the tile of keys [first_key, first_key + keys) and of what will be its scores, (keys, lanes); returns how
   // many keys are left when those blocked for every query are cut off the end.
   int64_t load(int64_t first_key, int64_t keys, A* scores) {
     first_key_ = first_key;
-    const auto& [keep, key_keep, bias] = std::tie(problem_.keep, problem_.key_keep, problem_.bias);
+    const auto& [keep, key_keep, bias] = std::tie(params_.keep, params_.key_keep, params_.bias);
     has_pairs_ = (keep.data && keep.row_stride() != 0) || (bias && bias.row_stride() != 0);
     has_keys_ = key_keep.data || (keep.data && keep.row_stride() == 0) || (bias && bias.row_stride() == 0);
     if (has_keys_) load_keys(keys);
@@ -56,34 +57,42 @@ class BlockMask {
   template <typename E>
   void find_scores(int64_t keys, Matrix<E> key_rows, Rows<E> queries, A* scores) const {
     if (has_pairs_)
-      multiply(keys, lanes_, problem_.D, key_rows, queries, Masked<A>{problem_.scale}, scores, lanes_);
+      multiply(keys, lanes_, params_.D, key_rows, queries, Masked<A>{params_.scale}, scores, lanes_);
     else
-      multiply(keys, lanes_, problem_.D, key_rows, queries, Scaled<A>{problem_.scale}, scores, lanes_);
-    apply_keys_and_limits(keys, scores);
+      multiply(keys, lanes_, params_.D, key_rows, queries, Scaled<A>{params_.scale}, scores, lanes_);
+    apply_keys_and_bounds(keys, scores);
   }
 
   // Whether load() left addends in the place of the scores, for each pair of key and query; else it left that alone.
   bool has_pairs() const { return has_pairs_; }
 
-  // What the mask and the bias hold for a key alone, and lengths and the look-ahead.
-  void apply_keys_and_limits(int64_t keys, A* scores) const {
-    const int64_t first_row = has_keys_ ? 0 : std::max<int64_t>(0, smallest_limit_ - first_key_);
-    if (first_row >= keys) return;
+  // What the mask and the bias hold for a key alone, and where the keys of each query begin and end.
+  void apply_keys_and_bounds(int64_t keys, A* scores) const {
+    const int64_t first_row = has_keys_ ? 0 : std::max<int64_t>(0, visible_to_all_.end - first_key_);
+    const int64_t begun =
+        std::min(keys, visible_to_all_.begin - first_key_);  // from this row on all queries have begun
+    if (first_row >= keys && begun <= 0) return;
     for (int64_t lane = 0; lane < lanes_; lane += kLanes<A>) {
-      IntegerVector<A> limits;
-      std::memcpy(&limits, limits_ + lane, sizeof(limits));
+      IntegerVector<A> begins, ends;
+      std::memcpy(&begins, begins_ + lane, sizeof(begins));
+      std::memcpy(&ends, ends_ + lane, sizeof(ends));
       for (int64_t row = first_row; row < keys; ++row) {
         const Vector<A> addend = broadcast(has_keys_ ? key_addend_[row] : A(0));
-        const auto blocked = (addend == kBlocked<A>) | (limits <= static_cast<IntegerLane<A>>(first_key_ + row));
+        const auto blocked = (addend == kBlocked<A>) | (ends <= static_cast<IntegerLane<A>>(first_key_ + row));
         A* score = scores + row * lanes_ + lane;
         narrow(score, blocked ? broadcast(kBlocked<A>) : widen(score) + addend);
+      }
+      for (int64_t row = 0; row < begun; ++row) {
+        A* score = scores + row * lanes_ + lane;
+        const auto blocked = begins > static_cast<IntegerLane<A>>(first_key_ + row);
+        narrow(score, blocked ? broadcast(kBlocked<A>) : widen(score));
       }
     }
   }
 
  private:
   void load_keys(int64_t keys) {
-    const auto& [keep, key_keep, bias] = std::tie(problem_.keep, problem_.key_keep, problem_.bias);
+    const auto& [keep, key_keep, bias] = std::tie(params_.keep, params_.key_keep, params_.bias);
     std::fill(key_addend_, key_addend_ + keys, A(0));
     if (bias && bias.row_stride() == 0) {
       const auto row = bias.from(b_, h_, 0, first_key_);
@@ -99,8 +108,8 @@ class BlockMask {
 
   // What the mask and the bias add to each pair of key and query.
   void load_pairs(int64_t keys, A* scores) const {
-    const auto& keep = problem_.keep;
-    const auto bias = problem_.bias ? problem_.bias.from(b_, h_, first_query_, first_key_) : problem_.bias;
+    const auto& keep = params_.keep;
+    const auto bias = params_.bias ? params_.bias.from(b_, h_, first_query_, first_key_) : params_.bias;
     const bool* kept = keep.data && keep.row_stride() != 0 ? row_of(keep, first_query_) : nullptr;
     const bool added = bias && bias.row_stride() != 0;
     if constexpr (std::is_same_v<T, c10::BFloat16>)
@@ -154,12 +163,13 @@ class BlockMask {
     return view.at(b_, h_, row) + first_key_ * view.column_stride();
   }
 
-  const AttentionProblem<T, A>& problem_;
+  const AttentionKernelParams<T, A>& params_;
   int64_t b_, h_, first_query_, queries_, lanes_;
   A* key_addend_;
-  int64_t first_key_ = 0, smallest_limit_, keys_ = 0;
+  int64_t first_key_ = 0;
+  Range visible_, visible_to_all_{0, std::numeric_limits<int64_t>::max()};
   bool has_keys_ = false, has_pairs_ = false;
-  IntegerLane<A> limits_[kQueryTile];
+  IntegerLane<A> begins_[kQueryTile], ends_[kQueryTile];
 };
 
 }  // namespace

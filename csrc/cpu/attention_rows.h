@@ -12,8 +12,8 @@ namespace {
 constexpr int64_t kRowKeys = 64;  // keys taken at a time: they stay in the cache for all queries of a group
 
 template <typename T, typename A>
-bool has_few_queries(const AttentionProblem<T, A>& problem) {
-  return problem.Lq <= kFewQueries || problem.pages != nullptr;
+bool has_few_queries(const AttentionKernelParams<T, A>& params) {
+  return params.Lq <= kFewQueries || params.pages != nullptr;
 }
 
 // Calls body(true_type) where rows of D elements are whole vectors of operands, else body(false_type).
@@ -120,18 +120,18 @@ class QueryRows {
  public:
   static constexpr int64_t kW = kLanes<A>;
 
-  QueryRows(const AttentionProblem<T, A>& problem, int64_t b, int64_t kv_head)
-      : problem_(problem), b_(b), kv_head_(kv_head), group_(problem.H / problem.Hkv) {}
+  QueryRows(const AttentionKernelParams<T, A>& params, int64_t b, int64_t kv_head)
+      : params_(params), b_(b), kv_head_(kv_head), group_(params.H / params.Hkv) {}
 
-  int64_t count() const { return group_ * problem_.Lq; }
-  int64_t head(int64_t row) const { return kv_head_ * group_ + row / problem_.Lq; }
-  int64_t position(int64_t row) const { return row % problem_.Lq; }
-  // Keys at or past this are blocked for the row.
-  int64_t limit(int64_t row) const { return key_limit(problem_, b_, position(row)); }
+  int64_t count() const { return group_ * params_.Lq; }
+  int64_t head(int64_t row) const { return kv_head_ * group_ + row / params_.Lq; }
+  int64_t position(int64_t row) const { return row % params_.Lq; }
+  // The keys that the row may see by its length and the diagonals.
+  Range visible(int64_t row) const { return visible_keys(params_, b_, position(row)); }
 
   // Where key `first` and its value lie, and how many of `count` lie behind it at one stride.
   int64_t find_keys(int64_t first, int64_t count, const T** k, const T** v) const {
-    const auto& p = problem_;
+    const auto& p = params_;
     if (p.pages == nullptr) {
       *k = p.k.at(b_, kv_head_, first), *v = p.v.at(b_, kv_head_, first);
       return count;
@@ -143,7 +143,7 @@ class QueryRows {
 
   // The first keys of the head after this one, or null.
   const T* next_head() const {
-    const auto& p = problem_;
+    const auto& p = params_;
     if (p.pages != nullptr || (kv_head_ + 1 == p.Hkv && b_ + 1 == p.B)) return nullptr;
     return kv_head_ + 1 < p.Hkv ? p.k.at(b_, kv_head_ + 1, 0) : p.k.at(b_ + 1, 0, 0);
   }
@@ -151,16 +151,20 @@ class QueryRows {
   // The masked scores of keys first .. first + count - 1, and -inf up to whole vectors; values lie ahead, or null.
   void find_scores(int64_t row, const A* query, const T* k, int64_t first, int64_t count, A* scores,
                    const T* ahead = nullptr) const {
-    const auto& p = problem_;
+    const auto& p = params_;
     if (ahead)
       multiply_rows<true>(k, p.k.row_stride(), count, p.D, query, p.scale, scores, Ahead<T>{ahead, p.v.row_stride()});
     else
       multiply_rows(k, p.k.row_stride(), count, p.D, query, p.scale, scores);
-    const int64_t h = head(row), i = position(row), end = std::clamp<int64_t>(limit(row) - first, 0, count);
+    const int64_t h = head(row), i = position(row);
+    const Range keys = visible(row);
+    const int64_t begin = std::clamp<int64_t>(keys.begin - first, 0, count);
+    const int64_t end = std::clamp<int64_t>(keys.end - first, 0, count);
+    std::fill(scores, scores + begin, kBlocked<A>);
     std::fill(scores + end, scores + round_up(count, kW), kBlocked<A>);
     if (p.bias) {
       const auto bias = p.bias.from(b_, h, i, first);
-      for (int64_t j = 0; j < end; ++j) {
+      for (int64_t j = begin; j < end; ++j) {
         const A added = bias.at(0, j);
         scores[j] = added == kBlocked<A> ? added : scores[j] + added;
       }
@@ -168,19 +172,19 @@ class QueryRows {
     for (const auto* mask : {&p.keep, &p.key_keep}) {
       if (!mask->data) continue;
       const bool* kept = mask->at(b_, h, i) + first * mask->column_stride();
-      for (int64_t j = 0; j < end; ++j)
+      for (int64_t j = begin; j < end; ++j)
         if (!kept[j * mask->column_stride()]) scores[j] = kBlocked<A>;
     }
   }
 
   // Draws for keys first .. first + count - 1, first a multiple of kKeysDrawn; whole vectors of draws are written.
   void draw(int64_t row, int64_t first, int64_t count, uint16_t* draws) const {
-    const TileDropout<A> dropout(problem_, b_, head(row));
+    const TileDropout<A> dropout(params_, b_, head(row));
     for (int64_t j = 0; j < count; j += kKeysDrawn) dropout.draw_row(first + j, position(row), draws + j);
   }
 
  private:
-  const AttentionProblem<T, A>& problem_;
+  const AttentionKernelParams<T, A>& params_;
   int64_t b_, kv_head_, group_;
 };
 

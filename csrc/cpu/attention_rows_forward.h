@@ -11,11 +11,11 @@ namespace {
 template <typename A>
 struct RowPart {
   A* sum;  // (D, padded)
-  A *maximum, *total;
+  A *row_max, *row_sum;
 
   static int64_t size(int64_t width) { return width + kLanes<A>; }
   RowPart(A* storage, int64_t row, int64_t width)
-      : sum(storage + row * size(width)), maximum(sum + width), total(maximum + 1) {}
+      : sum(storage + row * size(width)), row_max(sum + width), row_sum(row_max + 1) {}
 };
 
 template <typename T, typename A>
@@ -24,25 +24,26 @@ class RowsForward {
   static constexpr int64_t kW = kLanes<A>;
 
   RowsForward(const AttentionForward<T, A>& call, int64_t b, int64_t kv_head)
-      : call_(call), problem_(call.problem), rows_(problem_, b, kv_head), b_(b), width_(round_up(problem_.D, kW)) {
+      : call_(call), params_(call.params), rows_(params_, b, kv_head), b_(b), width_(round_up(params_.D, kW)) {
     const int64_t sizes[] = {rows_.count() * width_, rows_.count() * RowPart<A>::size(width_), kRowKeys};
     A* buffers[std::size(sizes)];
     Workspace<A>::of_this_thread().divide(sizes, buffers);
     std::tie(queries_, parts_, weights_) = std::tie(buffers[0], buffers[1], buffers[2]);
   }
 
-  // Of keys first_key .. last_key - 1. Into `parts` if they are not all keys, else finished.
-  void run(int64_t first_key, int64_t last_key, A* parts) {
+  // Of `count` keys from number `offset` of those on that some row sees. Into `parts` if they are not all, else finished.
+  void run(int64_t offset, int64_t count, A* parts) {
     A* storage = parts ? parts : parts_;
-    int64_t end = 0;
+    Range visible;
     for (int64_t row = 0; row < rows_.count(); ++row) {
-      copy_operands(problem_.q.at(b_, rows_.head(row), rows_.position(row)), problem_.D, queries_ + row * width_);
+      copy_operands(params_.q.at(b_, rows_.head(row), rows_.position(row)), params_.D, queries_ + row * width_);
       const RowPart<A> part(storage, row, width_);
       std::fill(part.sum, part.sum + width_, A(0));
-      *part.maximum = kBlocked<A>, *part.total = 0;
-      end = std::max(end, rows_.limit(row));
+      *part.row_max = kBlocked<A>, *part.row_sum = 0;
+      visible = visible.hull(rows_.visible(row));
     }
-    end = std::min(end, last_key);
+    const int64_t first_key = visible.from_multiple(kRowKeys).begin + offset;
+    const int64_t end = std::min(visible.end, first_key + count);
     for (int64_t first = first_key; first < end;) {
       const T *k, *v;
       const int64_t keys = rows_.find_keys(first, std::min(kRowKeys, end - first), &k, &v);
@@ -64,13 +65,13 @@ class RowsForward {
       const RowPart<A> joined(parts, row, width_);
       for (int64_t range = 1; range < ranges; ++range) {
         const RowPart<A> part(parts + range * stride, row, width_);
-        if (*part.total == 0) continue;
-        const A maximum = std::max(*joined.maximum, *part.maximum);
-        const A before = std::exp(*joined.maximum - maximum), added = std::exp(*part.maximum - maximum);
-        *joined.total = *joined.total * before + *part.total * added;
+        if (*part.row_sum == 0) continue;
+        const A maximum = std::max(*joined.row_max, *part.row_max);
+        const A before = std::exp(*joined.row_max - maximum), added = std::exp(*part.row_max - maximum);
+        *joined.row_sum = *joined.row_sum * before + *part.row_sum * added;
         for (int64_t d = 0; d < width_; d += kW)
           narrow(joined.sum + d, fma(widen(joined.sum + d), before, widen(part.sum + d) * added));
-        *joined.maximum = maximum;
+        *joined.row_max = maximum;
       }
       finish(row, joined);
     }
@@ -79,9 +80,9 @@ class RowsForward {
  private:
   void add_keys(int64_t row, const T* k, const T* v, int64_t first, int64_t keys, RowPart<A> part, const T* after) {
     rows_.find_scores(row, queries_ + row * width_, k, first, keys, weights_, row == 0 ? v : nullptr);
-    Vector<A> maxima = broadcast(*part.maximum);
+    Vector<A> maxima = broadcast(*part.row_max);
     for (int64_t j = 0; j < keys; j += kW) maxima = widen(weights_ + j) > maxima ? widen(weights_ + j) : maxima;
-    A maximum = *part.maximum;
+    A maximum = *part.row_max;
     for (int64_t lane = 0; lane < kW; ++lane) maximum = std::max(maximum, static_cast<A>(maxima[lane]));
     // A NaN score passes no comparison; the sum below carries it.
     const A origin = maximum == kBlocked<A> ? A(0) : maximum;
@@ -91,54 +92,54 @@ class RowsForward {
       totals += weight;
       narrow(weights_ + j, weight);
     }
-    if (maximum != *part.maximum && *part.maximum != kBlocked<A>) {
-      const A shrink = std::exp(*part.maximum - maximum);
-      *part.total *= shrink;
+    if (maximum != *part.row_max && *part.row_max != kBlocked<A>) {
+      const A shrink = std::exp(*part.row_max - maximum);
+      *part.row_sum *= shrink;
       for (int64_t d = 0; d < width_; d += kW) narrow(part.sum + d, widen(part.sum + d) * shrink);
     }
-    *part.maximum = maximum;
-    *part.total += lane_sum<A>(totals);
+    *part.row_max = maximum;
+    *part.row_sum += lane_sum<A>(totals);
     drop_weights(row, first, keys);
-    const int64_t stride = problem_.v.row_stride();
+    const int64_t stride = params_.v.row_stride();
     if (after)
-      add_rows<false, true>(weights_, v, stride, keys, problem_.D, part.sum, Ahead<T>{after, problem_.k.row_stride()});
+      add_rows<false, true>(weights_, v, stride, keys, params_.D, part.sum, Ahead<T>{after, params_.k.row_stride()});
     else
-      add_rows(weights_, v, stride, keys, problem_.D, part.sum);
+      add_rows(weights_, v, stride, keys, params_.D, part.sum);
   }
 
   void drop_weights(int64_t row, int64_t first, int64_t keys) {
-    if (problem_.dropout_p == 0) return;
+    if (params_.dropout.p == 0) return;
     uint16_t draws[kRowKeys];
     rows_.draw(row, first, keys, draws);
-    drop(draws, DropoutRate(problem_.dropout_p), keys, A(1), weights_);
+    drop(draws, DropoutRate(params_.dropout.p), keys, A(1), weights_);
   }
 
   void finish(int64_t row, RowPart<A> part) {
     const int64_t h = rows_.head(row), i = rows_.position(row);
-    *call_.logsumexp.at(b_, h, i) = *part.total == 0 ? kBlocked<A> : *part.maximum + std::log(*part.total);
-    if (*part.total == 0 && !problem_.zero_empty_rows) add_all_values(row, part);
-    const A rescale = problem_.dropout_p > 0 ? static_cast<A>(DropoutRate(problem_.dropout_p).scale) : A(1);
-    const A factor = *part.total == 0 ? A(0) : rescale / *part.total;
+    *call_.logsumexp.at(b_, h, i) = *part.row_sum == 0 ? kBlocked<A> : *part.row_max + std::log(*part.row_sum);
+    if (*part.row_sum == 0 && !params_.zero_empty_rows) add_all_values(row, part);
+    const A rescale = params_.dropout.p > 0 ? static_cast<A>(DropoutRate(params_.dropout.p).scale) : A(1);
+    const A factor = *part.row_sum == 0 ? A(0) : rescale / *part.row_sum;
     T* out = call_.out.at(b_, h, i);
-    for (int64_t d = 0; d < problem_.D; d += kW)
-      store_result(out + d, widen(part.sum + d) * factor, std::min(kW, problem_.D - d));
+    for (int64_t d = 0; d < params_.D; d += kW)
+      store_result(out + d, widen(part.sum + d) * factor, std::min(kW, params_.D - d));
   }
 
   // No key is allowed: all weigh the same, and a NaN or Inf value, blocked like all others, counts as 0.
   void add_all_values(int64_t row, RowPart<A> part) {
-    for (int64_t first = 0; first < problem_.Lk; first += kRowKeys) {
-      const int64_t keys = std::min(kRowKeys, problem_.Lk - first);
+    for (int64_t first = 0; first < params_.Lk; first += kRowKeys) {
+      const int64_t keys = std::min(kRowKeys, params_.Lk - first);
       const T *k, *v;
       rows_.find_keys(first, keys, &k, &v);
       std::fill(weights_, weights_ + kRowKeys, A(1));
       drop_weights(row, first, keys);
-      add_rows<true>(weights_, v, problem_.v.row_stride(), keys, problem_.D, part.sum);
+      add_rows<true>(weights_, v, params_.v.row_stride(), keys, params_.D, part.sum);
     }
-    *part.total = static_cast<A>(problem_.Lk);
+    *part.row_sum = static_cast<A>(params_.Lk);
   }
 
   const AttentionForward<T, A>& call_;
-  const AttentionProblem<T, A>& problem_;
+  const AttentionKernelParams<T, A>& params_;
   QueryRows<T, A> rows_;
   int64_t b_, width_;
   A *queries_, *parts_, *weights_;

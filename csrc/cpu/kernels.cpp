@@ -11,7 +11,7 @@ void attention_forward(c10::ArrayRef<AttentionForward<T, A>> calls);
 template <typename T, typename A>
 void attention_backward(c10::ArrayRef<AttentionBackward<T, A>> calls);
 template <typename T, typename A>
-void attention_weights(const AttentionProblem<T, A>& problem, T* weights);
+void attention_weights(const AttentionKernelParams<T, A>& params, T* weights);
 template <typename T, typename A>
 void attention_grad_bias(const AttentionBackward<T, A>& call, const BiasGradientResult<A>& grad);
 template <typename T>

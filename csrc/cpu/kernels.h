@@ -25,7 +25,7 @@ struct TypedKernels {
   using A = Accumulate<T>;
   void (*attention_forward)(c10::ArrayRef<AttentionForward<T, A>>);
   void (*attention_backward)(c10::ArrayRef<AttentionBackward<T, A>>);
-  void (*attention_weights)(const AttentionProblem<T, A>&, T* weights);  // (B, H, Lq, Lk), contiguous
+  void (*attention_weights)(const AttentionKernelParams<T, A>&, T* weights);  // (B, H, Lq, Lk), contiguous
   void (*attention_grad_bias)(const AttentionBackward<T, A>&, const BiasGradientResult<A>&);
   void (*norm_forward)(const NormForwardParams<T>&);
   void (*norm_backward)(const NormBackwardParams<T>&);

@@ -10,12 +10,14 @@ Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Te
 OptionalTensor or_none(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
 // Whether a forward keeps the weights for its backward. To compute them again takes a product and the exponentials, and
-// with an addend for each pair of query and key and nothing dropped, that is more than eager spends on keeping them.
-bool keeps_weights(const Tensor& q, const Tensor& k, const AttentionParams& params) {
+// with an addend for each pair of query and key and nothing dropped, that is more than eager spends on keeping them. With
+// a window most of them would be zeros.
+bool saves_probs(const Tensor& q, const Tensor& k, const AttentionParams& params) {
   const OptionalTensor& bias = params.bias;
-  if (!bias || bias->size(2) == 1 || bias->size(3) == 1 || params.dropout_p > 0 || q.size(2) <= kFewQueries)
+  if (!bias || params.window || bias->size(2) == 1 || bias->size(3) == 1 || params.dropout_p > 0 ||
+      q.size(2) <= kFewQueries)
     return false;
-  return q.numel() > 0 && q.size(0) * q.size(1) * q.size(2) * k.size(2) <= kMostStored;
+  return q.numel() > 0 && q.size(0) * q.size(1) * q.size(2) * k.size(2) <= kMaxSavedScores;
 }
 
 }  // namespace
@@ -46,17 +48,19 @@ AttentionParams AttentionParams::with(const Tensor* saved) const {
 AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                                   bool training) {
   AttentionResult result{at::empty_like(q), empty_statistics(q, q.sizes().slice(0, 3)), {}, {}};
-  with_problem(q, k, v, params, [&](const auto& problem) {
-    using T = typename std::decay_t<decltype(problem)>::Element;
-    using A = typename std::decay_t<decltype(problem)>::Arithmetic;
-    if (training && keeps_weights(q, k, params)) {
+  with_kernel_params(q, k, v, params, [&](const auto& kernel_params) {
+    using T = typename std::decay_t<decltype(kernel_params)>::Element;
+    using A = typename std::decay_t<decltype(kernel_params)>::Arithmetic;
+    if (training && saves_probs(q, k, params)) {
       const int64_t vector = kernels().vector_bytes / static_cast<int64_t>(sizeof(A));
-      const int64_t lanes = (problem.Lq + vector - 1) / vector * vector, tiles = KeptWeights<T, A>::tiles(problem.Lk);
-      result.kept = at::empty({problem.B, problem.H, lanes, problem.Lk}, q.options());
-      result.kept_factors = empty_statistics(q, {problem.B, problem.H, tiles, lanes});
+      const int64_t lanes = (kernel_params.Lq + vector - 1) / vector * vector,
+                    tiles = SavedProbs<T, A>::tiles(kernel_params.Lk);
+      result.saved_probs = at::empty({kernel_params.B, kernel_params.H, lanes, kernel_params.Lk}, q.options());
+      result.saved_factors = empty_statistics(q, {kernel_params.B, kernel_params.H, tiles, lanes});
     }
-    kernels().of<T>().attention_forward(AttentionForward<T, A>{
-        problem, view<T>(result.out), statistics_view<A>(result.logsumexp), kept_weights(problem, result)});
+    kernels().of<T>().attention_forward(AttentionForward<T, A>{kernel_params, view<T>(result.out),
+                                                               statistics_view<A>(result.logsumexp),
+                                                               saved_probs_view(kernel_params, result)});
   });
   return result;
 }
@@ -67,20 +71,20 @@ AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, c
   AttentionGradients grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}};
   const int64_t scores = q.size(0) * q.size(1) * q.size(2) * k.size(2);
   // The gradient of the bias sums those of the scores, which are stored where they are not too many.
-  const bool stores = bias && q.size(2) > kFewQueries && scores > 0 && q.size(3) > 0 && scores <= kMostStored;
+  const bool stores = bias && q.size(2) > kFewQueries && scores > 0 && q.size(3) > 0 && scores <= kMaxSavedScores;
   if (bias && !stores) grads.bias = attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
   if (q.numel() == 0 || k.numel() == 0) {
     for (Tensor* grad : {&grads.q, &grads.k, &grads.v}) grad->zero_();
     return grads;
   }
   const Tensor grad_scores = stores ? at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options()) : Tensor();
-  with_problem(q, k, v, params, [&](const auto& problem) {
-    using T = typename std::decay_t<decltype(problem)>::Element;
-    using A = typename std::decay_t<decltype(problem)>::Arithmetic;
+  with_kernel_params(q, k, v, params, [&](const auto& kernel_params) {
+    using T = typename std::decay_t<decltype(kernel_params)>::Element;
+    using A = typename std::decay_t<decltype(kernel_params)>::Arithmetic;
     kernels().of<T>().attention_backward(AttentionBackward<T, A>{
-        problem, view<const T>(grad_out), view<const T>(result.out), statistics_view<const A>(result.logsumexp),
+        kernel_params, view<const T>(grad_out), view<const T>(result.out), statistics_view<const A>(result.logsumexp),
         statistics_view<const A>(grad_logsumexp), view<T>(grads.q), view<T>(grads.k), view<T>(grads.v),
-        stores ? view<T>(grad_scores) : View<T>{}, kept_weights(problem, result)});
+        stores ? view<T>(grad_scores) : View<T>{}, saved_probs_view(kernel_params, result)});
   });
   if (stores) grads.bias = grad_scores.sum_to_size(params.bias->sizes()).to(params.bias->scalar_type());
   return grads;
@@ -92,10 +96,10 @@ Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor
   const Tensor& bias = *params.bias;
   Tensor grad = empty_statistics(q, bias.sizes());
   if (q.numel() == 0 || k.numel() == 0) return grad.zero_().to(bias.scalar_type());
-  with_problem(q, k, v, params, [&](const auto& problem) {
-    using T = typename std::decay_t<decltype(problem)>::Element;
-    using A = typename std::decay_t<decltype(problem)>::Arithmetic;
-    const AttentionBackward<T, A> call{problem,
+  with_kernel_params(q, k, v, params, [&](const auto& kernel_params) {
+    using T = typename std::decay_t<decltype(kernel_params)>::Element;
+    using A = typename std::decay_t<decltype(kernel_params)>::Arithmetic;
+    const AttentionBackward<T, A> call{kernel_params,
                                        view<const T>(grad_out),
                                        view<const T>(result.out),
                                        statistics_view<const A>(result.logsumexp),
@@ -112,9 +116,9 @@ Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor
 Tensor attention_weights(const Tensor& q, const Tensor& k, const AttentionParams& params) {
   Tensor weights = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
   if (weights.numel() == 0) return weights;
-  with_problem(q, k, k, params, [&](const auto& problem) {
-    using T = typename std::decay_t<decltype(problem)>::Element;
-    kernels().of<T>().attention_weights(problem, weights.mutable_data_ptr<T>());
+  with_kernel_params(q, k, k, params, [&](const auto& kernel_params) {
+    using T = typename std::decay_t<decltype(kernel_params)>::Element;
+    kernels().of<T>().attention_weights(kernel_params, weights.mutable_data_ptr<T>());
   });
   return weights;
 }

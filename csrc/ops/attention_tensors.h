@@ -52,9 +52,25 @@ Bias<T, A> bias_view(const OptionalTensor& bias, OptionalTensor& converted) {
   return {view<const A>(*converted), {}};
 }
 
-// Calls body(problem) with a problem of the right types.
+// Within what the kernels' arithmetic holds.
+template <typename T, typename A>
+void set_diagonals(AttentionKernelParams<T, A>& kernel_params, std::optional<int64_t> causal,
+                   std::optional<int64_t> window) {
+  kernel_params.upper = std::clamp(causal.value_or(kNoDiagonal), -kNoDiagonal, kNoDiagonal);
+  kernel_params.lower = std::clamp(window.value_or(-kNoDiagonal), -kNoDiagonal, kNoDiagonal);
+}
+
+// What padded and packed batches have alike.
+template <typename T, typename A>
+void set_options(AttentionKernelParams<T, A>& kernel_params, const AttentionParams& params) {
+  set_diagonals(kernel_params, params.causal, params.window);
+  kernel_params.scale = static_cast<A>(params.scale), kernel_params.zero_empty_rows = params.zero_empty_rows;
+  kernel_params.dropout = dropout_params(params.dropout_p, params.seed);
+}
+
+// Calls body(kernel_params) with a kernel_params of the right types.
 template <typename Body>
-void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params, Body body) {
+void with_kernel_params(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params, Body body) {
   const auto& lengths = params.lengths;
   const OptionalTensor per_query =
       lengths ? OptionalTensor(lengths->dim() == 1 ? lengths->view({-1, 1, 1, 1}) : lengths->unsqueeze(1).unsqueeze(-1))
@@ -62,22 +78,30 @@ void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const Atten
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention", [&] {
     using A = Accumulate<scalar_t>;
     OptionalTensor converted;
-    body(AttentionProblem<scalar_t, A>{
-        q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), view<const scalar_t>(q),
-        view<const scalar_t>(k), view<const scalar_t>(v), view<const bool>(params.keep),
-        view<const bool>(params.key_keep), bias_view<scalar_t, A>(params.bias, converted),
-        view<const int32_t>(per_query), params.causal.has_value(), params.causal.value_or(0),
-        static_cast<A>(params.scale), params.dropout_p, params.seed ? *params.seed->const_data_ptr<int64_t>() : 0,
-        params.zero_empty_rows});
+    AttentionKernelParams<scalar_t, A> kernel_params{q.size(0),
+                                                     q.size(1),
+                                                     k.size(1),
+                                                     q.size(2),
+                                                     k.size(2),
+                                                     q.size(3),
+                                                     view<const scalar_t>(q),
+                                                     view<const scalar_t>(k),
+                                                     view<const scalar_t>(v),
+                                                     view<const bool>(params.keep),
+                                                     view<const bool>(params.key_keep),
+                                                     bias_view<scalar_t, A>(params.bias, converted),
+                                                     view<const int32_t>(per_query)};
+    set_options(kernel_params, params);
+    body(kernel_params);
   });
 }
 
 // What a forward kept, if it did, as the kernels take it.
 template <typename T, typename A>
-KeptWeights<T, A> kept_weights(const AttentionProblem<T, A>& problem, const AttentionResult& result) {
-  if (!result.kept) return {};
-  return {static_cast<T*>(result.kept->data_ptr()), static_cast<A*>(result.kept_factors->data_ptr()), problem.H,
-          result.kept->size(2), problem.Lk};
+SavedProbs<T, A> saved_probs_view(const AttentionKernelParams<T, A>& kernel_params, const AttentionResult& result) {
+  if (!result.saved_probs) return {};
+  return {static_cast<T*>(result.saved_probs->data_ptr()), static_cast<A*>(result.saved_factors->data_ptr()),
+          kernel_params.H, result.saved_probs->size(2), kernel_params.Lk};
 }
 
 inline Tensor empty_statistics(const Tensor& q, at::IntArrayRef sizes) {

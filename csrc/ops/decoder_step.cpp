@@ -30,11 +30,11 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalT
   const int64_t B = q.size(0), H = q.size(1), Lq = q.size(2), D = q.size(3);
   const Tensor out = at::empty({B, Lq, H, D}, q.options()), logsumexp = at::empty({B, H, Lq}, q.options());
   AttentionForward<float, float> call{{}, view<float>(out.transpose(1, 2)), statistics_view<float>(logsumexp)};
-  auto& problem = call.problem;
-  problem.B = B, problem.H = problem.Hkv = H, problem.Lq = Lq, problem.Lk = k.size(2), problem.D = D;
-  problem.q = view<const float>(q), problem.k = view<const float>(k), problem.v = view<const float>(v);
-  if (lengths) problem.lengths = view<const int32_t>(lengths->view({-1, 1, 1, 1}));
-  problem.scale = 1 / std::sqrt(static_cast<float>(D));
+  auto& params = call.params;
+  params.B = B, params.H = params.Hkv = H, params.Lq = Lq, params.Lk = k.size(2), params.D = D;
+  params.q = view<const float>(q), params.k = view<const float>(k), params.v = view<const float>(v);
+  if (lengths) params.lengths = view<const int32_t>(lengths->view({-1, 1, 1, 1}));
+  params.scale = 1 / std::sqrt(static_cast<float>(D));
   kernels().of<float>().attention_forward(call);
   return out;
 }
