@@ -1,0 +1,54 @@
+"""What is masked, scaled and dropped in a call of attention, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Where the sequences of a packed batch lie.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and Tk: sequence b has the queries, and sees the
+            keys, from entry b to entry b + 1.
+        max_q, max_k: at least the length of the longest sequence.
+    """
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_q: int
+    max_k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionParams:
+    """The arguments of attention beside q (B, H, Lq, D), k and v (B, Hkv, Lk, D).
+
+    Args:
+        keep: bool, broadcastable to (B, H, Lq, Lk), any strides; True = visible.
+        key_keep: bool (B|1, H|1, 1, Lk), a second mask on keys alone.
+        lengths: int32 (B,) or (B, Lq): keys at or past it are blocked; 0 <= length <= Lk.
+        bias: any float, broadcastable to (B, H, Lq, Lk), added to the scaled scores; -inf blocks.
+        causal: query i sees keys j <= i + causal; None for no such bound.
+        window: query i sees keys j >= i + window; None for no such bound.
+        scale: multiplies q k^T.
+        dropout_p, seed: dropout on the weights; seed int64 (1,) on q's device, the number itself, or None.
+        zero_empty_rows: a row without keys is 0 rather than the mean of v.
+        packed: for q (Tq, H, D), k and v (Tk, Hkv, D), which sequences they hold; then keep, key_keep, lengths and bias
+            are None, and queries and keys count within each sequence. None for a padded batch.
+    """
+
+    keep: Tensor | None = None
+    key_keep: Tensor | None = None
+    lengths: Tensor | None = None
+    bias: Tensor | None = None
+    causal: int | None = None
+    window: int | None = None
+    scale: float = 1.0
+    dropout_p: float = 0.0
+    seed: Tensor | int | None = None
+    zero_empty_rows: bool = False
+    packed: PackedBatch | None = None
