@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import pytest
 import torch
 
+from transformer_fast.attention_params import AttentionParams, PackedBatch
 from transformer_fast.triton import configs
 
 recording = pytest.importorskip("recording_driver")
@@ -159,24 +161,21 @@ def layer(name):
     mean, rstd, seed = floats(24), floats(24), torch.tensor([3])
     q, k, lse, added = floats(1, 4, 8, 16), floats(1, 2, 40, 16), floats(1, 4, 8), floats(1, 4, 1, 40)
     lengths, pages = torch.tensor([33], dtype=torch.int32), torch.zeros(1, 9, dtype=torch.int32)
-    mask = {"keep": None, "key_keep": None, "lengths": lengths, "bias": added, "causal": None, "scale": 0.5}
-    mask |= {"dropout_p": 0.1, "seed": seed, "zero_empty_rows": False}
-    padded = mask | {"bias": None, "lengths": None, "key_keep": key_keep()}
+    mask = AttentionParams(lengths=lengths, bias=added, scale=0.5, dropout_p=0.1, seed=seed)
+    padded = dataclasses.replace(mask, bias=None, lengths=None, key_keep=key_keep())
     rows, ends = [floats(24, 4, 16) for _ in range(5)], torch.tensor([0, 9, 24], dtype=torch.int32)
-    ragged = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_q": 15, "max_k": 15, "causal": True, "scale": 0.5}
-    ragged |= {"dropout_p": 0.0, "seed": None, "zero_empty_rows": False}
-    back = backward.attention_packed_backward
+    ragged = AttentionParams(causal=0, scale=0.5, packed=PackedBatch(ends, ends, 15, 15))
     calls = {
-        "attention": lambda: forward.attention_forward(q, k, k, **padded),
-        "attention backward": lambda: backward.attention_backward(q, q, k, k, q, lse, **padded),
-        "packed": lambda: forward.attention_packed_forward(*rows[:3], **ragged),
-        "packed backward": lambda: back(*rows, lse, **ragged),
+        "attention": lambda: forward.attention_forward(q, k, k, padded),
+        "attention backward": lambda: backward.attention_backward(q, q, k, k, q, lse, padded),
+        "packed": lambda: forward.attention_forward(*rows[:3], ragged),
+        "packed backward": lambda: backward.attention_backward(*rows, lse, ragged),
         "norm": lambda: norm.norm_forward(x, y, weight, bias, 1e-5, False, 0.1, seed),
         "norm backward": lambda: norm_backward.norm_backward(x, None, y, weight, mean, rstd, True, 0.1, seed, True),
         "dropout": lambda: dropout.dropout_forward(x, bias, y, True, 0.1, seed),
         "dropout backward": lambda: dropout.dropout_backward(x, y, True, 0.1, seed, True),
-        "weights": lambda: weights.attention_weights(q, k, lse, **mask),
-        "grad_bias": lambda: grad_bias.attention_grad_bias(q, q, k, k, q, lse, **mask),
+        "weights": lambda: weights.attention_weights(q, k, lse, mask),
+        "grad_bias": lambda: grad_bias.attention_grad_bias(q, q, k, k, q, lse, mask),
         "decode": lambda: decode.attention_decode(
             q, k.transpose(1, 2), k.transpose(1, 2), lengths=lengths, page_table=pages, causal=True, scale=0.5
         ),

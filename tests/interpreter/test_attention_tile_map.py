@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -146,12 +147,12 @@ def visits(monkeypatch, call, tensors):
 
     watch(forward, "forward", 64)
     watch(backward_q, "grad_q", 64)
-    out, logsumexp = forward.attention_forward(*tensors[:3], **call)
+    out, logsumexp = forward.attention_forward(*tensors[:3], call)
     forward_tiles = counts.pop("forward") // 2
     q, k, v, grad = tensors
     # The tile of queries has as many rows as that of delta.
     watch(backward_kv, "grad_kv", 32)
-    backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
+    backward.attention_backward(grad, q, k, v, out, logsumexp, call)
     return forward_tiles, counts["grad_q"] // 2, counts["grad_kv"] // 2
 
 
@@ -181,12 +182,12 @@ def test_the_map_is_believed(kind, allowed):
     q, k, v, grad = inputs(B, H, 1, LQ, LK, D, torch.float32)
     call = call_of({"keep": keep}, D, zero_empty_rows=True)
     with mock.patch.object(tile_map, "_classes", classes):
-        out, logsumexp = forward.attention_forward(q, k, v, **call)
-        ours = out, *backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
+        out, logsumexp = forward.attention_forward(q, k, v, call)
+        ours = out, *backward.attention_backward(grad, q, k, v, out, logsumexp, call)
 
     def truth(dtype):
         leaves = [t.cpu().to(dtype).requires_grad_() for t in (q, k, v)]
-        result = reference(*leaves, **reference_call(call | {"keep": changed}))[0]
+        result = reference(*leaves, **reference_call(replace(call, keep=changed)))[0]
         return result.detach(), *torch.autograd.grad(result, leaves, grad.cpu().to(dtype))
 
     for values in zip((t.cpu() for t in ours), truth(torch.float32), truth(torch.float64), strict=True):
@@ -200,8 +201,8 @@ def test_heavy_rows_first_changes_nothing_but_the_order(dialect, monkeypatch):
 
     def run():
         with poisoned_memory():
-            out, logsumexp = forward.attention_forward(q, k, v, **call)
-            return out, logsumexp, *backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
+            out, logsumexp = forward.attention_forward(q, k, v, call)
+            return out, logsumexp, *backward.attention_backward(grad, q, k, v, out, logsumexp, call)
 
     plain = run()
     monkeypatch.setattr("transformer_fast.triton.attention.launches.LONG", 100)

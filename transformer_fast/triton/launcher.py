@@ -11,7 +11,7 @@ and with a Triton other than those whose compiled kernels are known to be called
 import functools
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,6 +20,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
 from .. import extension
+from ..attention_params import AttentionParams
 from .configs import architecture
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
@@ -203,11 +204,15 @@ def widen_bf16_if_interpreted(results: int):
             return launcher
 
         def widen(value):
+            if isinstance(value, AttentionParams):
+                return replace(value, bias=widen(value.bias))
             return value.float() if isinstance(value, Tensor) and value.dtype == torch.bfloat16 else value
 
         @functools.wraps(launcher)
         def wide(*args, **kwargs):
             outputs = launcher(*map(widen, args), **{name: widen(value) for name, value in kwargs.items()})
+            if isinstance(outputs, Tensor):
+                return outputs.to(args[0].dtype)
             return tuple(t.to(args[0].dtype) if i < results else t for i, t in enumerate(outputs))
 
         return wide
