@@ -53,6 +53,7 @@ struct Padded<function> {
                      lengths,
                      bias,
                      causal,
+                     std::nullopt,
                      scale,
                      dropout_p,
                      seed,
@@ -261,9 +262,8 @@ struct AttentionWeights {
     static const PythonFunction function("transformer_fast.ops.attention", "weights_gradients");
     const AttentionParams p = options.with(&saved[2]);
     const py::gil_scoped_acquire gil;
-    py::dict keywords = keywords_of(p);
-    keywords["needed"] = py::make_tuple(needs[0], needs[1], needs[2]);
-    const auto gradients = PythonFunction::unpacked<3>(function.call(keywords, grads[0], saved[0], saved[1]));
+    const py::object needed = py::make_tuple(needs[0], needs[1], needs[2]);
+    const auto gradients = function.tensors<3>(grads[0], saved[0], saved[1], python_params(p), needed);
     return {gradients.begin(), gradients.end()};
   }
 };

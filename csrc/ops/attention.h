@@ -25,6 +25,7 @@ struct AttentionParams {
   OptionalTensor lengths;         // int32 (B,) or (B, Lq): how many keys a query sees
   OptionalTensor bias;            // float (B | 1, H | 1, Lq | 1, Lk | 1), added to the scaled scores
   std::optional<int64_t> causal;  // query i sees keys up to i + causal
+  std::optional<int64_t> window;  // ... and from i + window on
   double scale = 1, dropout_p = 0;
   OptionalTensor seed;                // int64 (1,), with dropout
   std::optional<int64_t> seed_value;  // instead of it, for launchers alone

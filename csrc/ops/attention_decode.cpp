@@ -158,29 +158,16 @@ bool pages_exist(const DecodeCall& call) {
 
 // By the launches of an earlier call like this one; undefined where there was none.
 Tensor launched_again(const DecodeCall& call) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const Tensor& q = call.q;
-  CachedLaunch cached;
-  cached.input(q);
-  for (const Tensor& cache : {call.k, call.v}) cached.input(call.page_table ? cache.transpose(1, 2) : cache);
-  cached.input(call.lengths);
-  cached.input(call.page_table);
-  if (!cached.lookup(py::make_tuple("attention decode", call.causal, call.scale), py::tuple(), q)) return {};
-  const auto [out, logsumexp] = empty_outputs_of(q);
-  cached.output(out.const_data_ptr());
-  cached.output(logsumexp.const_data_ptr());
-  static const PythonFunction division("transformer_fast.triton.attention.decode", "division");
-  const py::tuple divided = division.call(py::dict(), q.size(0), q.size(1), q.size(2), q.size(3), call.key_heads(),
-                                          call.capacity(), q.element_size());
-  const auto parts = py::cast<int64_t>(divided[2]);
-  // sums, peaks and totals: part_buffers of triton/attention/decode.py.
-  const int64_t rows = parts * logsumexp.numel(), peaks = rounded_up(rows * q.size(3)),
-                totals = peaks + rounded_up(rows);
-  const Tensor buffer = parts == 1 ? Tensor() : at::empty({totals + rows}, logsumexp.options());
-  for (const int64_t place : {int64_t{0}, peaks, totals})
-    cached.output(parts == 1 ? nullptr : buffer.const_data_ptr<float>() + place);
-  cached.replay();
-  return out;
+  LaunchCall launches;
+  launches.scalar("attention decode");
+  launches.scalar(call.causal);
+  launches.scalar(call.scale);
+  launches.input(call.q);
+  for (const Tensor& cache : {call.k, call.v}) launches.input(call.page_table ? cache.transpose(1, 2) : cache);
+  launches.input(call.lengths);
+  launches.input(call.page_table);
+  const auto results = LaunchCache::instance().replay(launches, 2);
+  return results.empty() ? Tensor() : results[0];
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
 from transformer_fast.masks import dense_keep
 from transformer_fast.reference.attention import attention as reference
-from transformer_fast.tensor_cache import ENTRIES, remembered
+from transformer_fast.tensor_cache import ENTRIES, get_or_compute
 from transformer_fast.tile_share import (
     EMPTY,
     FULL,
@@ -243,7 +243,7 @@ def test_one_map_for_all_layers_until_the_mask_is_written_to():
 def test_what_is_kept_does_not_grow_without_end():
     holder, made = torch.zeros(3), []
     for key in (*range(ENTRIES + 1), 0, ENTRIES):
-        remembered(holder, (key,), (), lambda key=key: made.append(key))
+        get_or_compute(holder, (key,), (), lambda key=key: made.append(key))
     assert made == [*range(ENTRIES + 1), 0]
     with torch.inference_mode():
         mask = torch.ones(1, 1, 2, 3, dtype=torch.bool)
