@@ -39,7 +39,6 @@ PYBIND11_MODULE(_C, m) {
 
   namespace eager = transformer_fast::eager;
   m.def("attention", &eager::attention);
-  m.def("attention_launched", &eager::attention_launched);
   m.def("multihead_attention", &eager::multihead_attention);
   m.def("attention_packed", &eager::attention_packed);
   m.def("attention_decode", &eager::attention_decode);

@@ -123,9 +123,9 @@ def test_opcheck():
     op, q, k = torch.ops.transformer_fast.attention_decode.default, torch.randn(2, 4, 2, 8), torch.randn(2, 2, 6, 8)
     lengths = torch.tensor([6, 3], dtype=torch.int32)
     backend = backends.resolve("attention", q.device, q.dtype)
-    torch.library.opcheck(op, (q, k, k, lengths, None, True, 0.3, backend))
+    torch.library.opcheck(op, (q, k, k, lengths, None, 0, -3, 0.3, backend))
     table = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
-    torch.library.opcheck(op, (q, k.transpose(1, 2), k.transpose(1, 2), lengths, table, True, 0.3, backend))
+    torch.library.opcheck(op, (q, k.transpose(1, 2), k.transpose(1, 2), lengths, table, 0, None, 0.3, backend))
 
 
 def test_autocast_and_compile(device):

@@ -178,7 +178,7 @@ def test_opcheck():
     q, k, v = (torch.randn(n, 2, 8, requires_grad=True) for n in (5, 4, 4))
     cu_q, cu_k = torch.tensor([0, 2, 2, 5]).int(), torch.tensor([0, 3, 4, 4]).int()
     backend = backends.resolve("attention", q.device, q.dtype)
-    tail = (cu_q, cu_k, 3, 3, True, 0.3, 0.1, torch.tensor([3]), False, backend)
+    tail = (cu_q, cu_k, 3, 3, 0, -1, 0.3, 0.1, torch.tensor([3]), False, backend)
     torch.library.opcheck(op.default, (q, k, v, *tail))
     q, k, v = (t.detach() for t in (q, k, v))
     out, logsumexp = op(q, k, v, *tail)

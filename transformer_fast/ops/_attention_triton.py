@@ -23,7 +23,7 @@ def attention_by_triton(extension: Any, q: Any, k: Any, v: Any, parts: tuple, *o
         lengths = _normal(lengths, q, k)
         if lengths is None:
             return None
-    return extension.attention_launched(q, k, v, keep, key_keep, lengths, *rest, *options)
+    return extension.attention(True, q, k, v, keep, key_keep, lengths, *rest, *options)
 
 
 def _normal(lengths: Tensor, q: Any, k: Any) -> Tensor | None:

@@ -141,11 +141,11 @@ def attention(
     if dropout_p > 0.0 and isinstance(q, Tensor):
         seed = _seed.draw_launch_seed(q.device, launched is not None)
     offset = and_causal(mask.causal_offset, causal)
-    given = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, offset, scale)
+    given = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, offset, None, scale)
     if launched:
         out = attention_by_triton(launched, q, k, v, given, dropout_p, seed, empty_rows)
     elif not return_logsumexp and return_weights in (False, True, "dropped") and (direct := _eager.native()):
-        out = direct.attention(q, k, v, *given, dropout_p, seed, empty_rows)
+        out = direct.attention(False, q, k, v, *given, dropout_p, seed, empty_rows)
     if out is not None:
         if not return_weights:
             return out
@@ -183,6 +183,7 @@ def attention(
         if Dv != D:  # zero columns change neither the scores nor the other columns of the output
             q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
         ops, tail = torch.ops.transformer_fast, (empty_rows == "zero", backend)
+        parts = (*parts[:5], None, *parts[5:])
         out, logsumexp = ops.attention.default(q, k, v, *parts, *tail)
         out = out if Dv == out.shape[-1] else out[..., :Dv]
         if return_weights:
@@ -195,7 +196,7 @@ def attention(
 
 def _native_weights(q, k, parts, dropout_p, seed, zero_empty_rows):
     """The weights beside an output that the extension computed, and so checked; it makes them from q and k alone."""
-    keep, key_keep, lengths, bias, causal, scale = parts
+    keep, key_keep, lengths, bias, causal, window, scale = parts
     Lk = k.shape[2]
     if key_keep is not None and key_keep.shape[-1] != Lk:
         key_keep = key_keep.expand(-1, -1, -1, Lk)
@@ -203,7 +204,7 @@ def _native_weights(q, k, parts, dropout_p, seed, zero_empty_rows):
         lengths = normal_lengths(lengths, q.shape[0], q.shape[2], Lk)
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    parts = (keep, key_keep, lengths, bias, causal, scale, dropout_p, seed)
+    parts = (keep, key_keep, lengths, bias, causal, window, scale, dropout_p, seed)
     return torch.ops.transformer_fast.attention_weights.default(q, k, None, *parts, zero_empty_rows, "native")
 
 

@@ -56,17 +56,18 @@ def attention_decode(
     """
     if unknown:
         raise unknown_names("attention_decode", unknown)
+    if not isinstance(causal, bool):
+        raise TypeError(f"attention_decode: causal must be True or False, got {causal!r}")
+    diagonals = (0 if causal else None, None)
     launched = _eager.launched("attention", q)
     if (direct := launched or _eager.native()) is not None:
-        given = (q, k_cache, v_cache, lengths, page_table, causal, scale)
+        given = (q, k_cache, v_cache, lengths, page_table, *diagonals, scale)
         out = direct.attention_decode(launched is not None, *given)
         if out is not None:
             return out
 
     autocast = _eager.autocast_enabled(q)
     _check_inputs(q, k_cache, v_cache, page_table, autocast)
-    if not isinstance(causal, bool):
-        raise TypeError(f"attention_decode: causal must be True or False, got {causal!r}")
     lengths = _check_lengths(lengths, q, k_cache, page_table)
     _refuse_gradient(q, k_cache, v_cache)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -80,7 +81,7 @@ def attention_decode(
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
     op = torch.ops.transformer_fast.attention_decode.default
-    return op(q, k_cache, v_cache, lengths, page_table, causal, scale, backend)[0]
+    return op(q, k_cache, v_cache, lengths, page_table, *diagonals, scale, backend)[0]
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, autocast: bool) -> None:

@@ -94,13 +94,16 @@ def attention_packed(
     """
     if unknown:
         raise unknown_names("attention_packed", unknown)
+    if not isinstance(causal, bool):
+        raise TypeError(f"attention_packed: causal must be True or False, got {causal!r}")
+    diagonals = (0 if causal else None, None)
     launched = _eager.launched("attention", q)
     seed = None
     if dropout_p > 0.0 and isinstance(q, Tensor):
         seed = _seed.draw_launch_seed(q.device, launched is not None)
     direct = None if return_logsumexp else launched or _eager.native()
     if direct is not None:
-        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, dropout_p, seed, empty_rows)
+        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *diagonals, scale, dropout_p, seed, empty_rows)
         out = direct.attention_packed(launched is not None, *given)
         if out is not None:
             return out
@@ -110,8 +113,6 @@ def attention_packed(
     autocast = _eager.autocast_enabled(q)
     _check_inputs(q, k, v, autocast)
     check_options("attention_packed", dropout_p, empty_rows)
-    if not isinstance(causal, bool):
-        raise TypeError(f"attention_packed: causal must be True or False, got {causal!r}")
     max_q = _check_sequences("q", cu_seqlens_q, q, max_q)
     max_k = _check_sequences("k", cu_seqlens_k, k, max_k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
@@ -132,7 +133,9 @@ def attention_packed(
     D, Dv = q.shape[-1], v.shape[-1]
     if Dv != D:  # zero columns change neither the scores nor the other columns of the output
         q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-    out, logsumexp = torch.ops.transformer_fast.attention_packed.default(q, k, v, *parts, backend)
+    out, logsumexp = torch.ops.transformer_fast.attention_packed.default(
+        q, k, v, *parts[:4], *diagonals, *parts[5:], backend
+    )
     out = out if Dv == out.shape[-1] else out[..., :Dv]
     return (out, logsumexp) if return_logsumexp else out
 
