@@ -14,7 +14,9 @@ MASKS = list(mask_parts(1, 1, 1, 1, torch.Generator()))
 
 
 def normal_form(parts: dict) -> AttentionMask:
-    return AttentionMask(parts.get("keep"), parts.get("key_keep"), parts.get("lengths"), parts.get("causal"))
+    names = {"keep": "keep_mask", "key_keep": "key_keep_mask", "lengths": "key_lengths"}
+    names |= {"causal": "causal_offset", "window": "window_offset"}
+    return AttentionMask(**{names[name]: part for name, part in parts.items()})
 
 
 def to(parts: dict, device: torch.device) -> dict:

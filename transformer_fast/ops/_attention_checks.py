@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import backends
-from ..masks import AttentionMask
+from ..masks import AttentionMask, and_causal
 from ..tensor_cache import get, get_or_compute
 
 
@@ -65,6 +65,21 @@ def check_options(op: str, dropout_p: float, empty_rows: str) -> None:
         raise ValueError(f"{op}: dropout_p must lie in [0, 1], got {dropout_p}")
     if empty_rows not in ("uniform", "zero"):
         raise ValueError(f'{op}: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
+
+
+def bounds_of(op: str, mask: AttentionMask | None, causal: bool) -> tuple[int | None, int | None]:
+    """The causal and the window offset of a call whose mask may have no other part."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"{op}: causal must be True or False, got {causal!r}")
+    if mask is None:
+        return (0 if causal else None), None
+    if not isinstance(mask, AttentionMask):
+        raise TypeError(f"{op}: mask must be an AttentionMask, got {type(mask).__name__}")
+    if mask.tensors():
+        raise ValueError(
+            f"{op}: mask may say AttentionMask.window and AttentionMask.causal alone, got {', '.join(mask.tensors())}"
+        )
+    return and_causal(mask.causal_offset, causal), mask.window_offset
 
 
 def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:

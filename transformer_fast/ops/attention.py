@@ -141,7 +141,7 @@ def attention(
     if dropout_p > 0.0 and isinstance(q, Tensor):
         seed = _seed.draw_launch_seed(q.device, launched is not None)
     offset = and_causal(mask.causal_offset, causal)
-    given = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, offset, None, scale)
+    given = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, offset, mask.window_offset, scale)
     if launched:
         out = attention_by_triton(launched, q, k, v, given, dropout_p, seed, empty_rows)
     elif not return_logsumexp and return_weights in (False, True, "dropped") and (direct := _eager.native()):
@@ -170,7 +170,7 @@ def attention(
     lengths = mask.key_lengths
     if lengths is not None:
         lengths = normal_lengths(lengths, B, Lq, Lk)
-    parts = (mask.keep_mask, key_keep, lengths, bias, offset, scale, float(dropout_p), seed)
+    parts = (mask.keep_mask, key_keep, lengths, bias, offset, mask.window_offset, scale, float(dropout_p), seed)
 
     check_backend(backend, q, v)
     if backend == "reference":
@@ -183,7 +183,6 @@ def attention(
         if Dv != D:  # zero columns change neither the scores nor the other columns of the output
             q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
         ops, tail = torch.ops.transformer_fast, (empty_rows == "zero", backend)
-        parts = (*parts[:5], None, *parts[5:])
         out, logsumexp = ops.attention.default(q, k, v, *parts, *tail)
         out = out if Dv == out.shape[-1] else out[..., :Dv]
         if return_weights:
@@ -229,7 +228,7 @@ def weights_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k and the bias from one of the weights, by the reference; ``needed`` says of which."""
     given: dict[str, Any] = {"q": q, "k": k, "bias": params.bias}
-    mask = {name: getattr(params, name) for name in ("keep", "key_keep", "lengths", "causal", "scale")}
+    mask = {name: getattr(params, name) for name in ("keep", "key_keep", "lengths", "causal", "window", "scale")}
     empty_rows = "zero" if params.zero_empty_rows else "uniform"
     with torch.enable_grad():
         leaves = {name: given[name].detach().requires_grad_() for name, need in zip(given, needed, strict=True) if need}
@@ -241,5 +240,5 @@ def weights_gradients(
 
 
 def _named(parts: Any) -> dict[str, Any]:
-    names = ("keep", "key_keep", "lengths", "bias", "causal", "scale", "dropout_p", "seed")
+    names = ("keep", "key_keep", "lengths", "bias", "causal", "window", "scale", "dropout_p", "seed")
     return dict(zip(names, parts, strict=True))
