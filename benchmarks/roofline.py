@@ -23,6 +23,7 @@ import torch
 from attention_cases import CUDA, Case
 from triton_kernels import Compiled, cases, compile_launch
 
+from transformer_fast.attention_params import AttentionParams, PackedBatch
 from transformer_fast.tile_share import WorkShare, packed_work_share, work_share
 from transformer_fast.triton.attention.launches import call_kind
 from transformer_fast.triton.configs import attention_config
@@ -92,9 +93,10 @@ def estimates(arch: str = "sm90") -> Iterable[dict[str, object]]:
 def estimate(case: Case, arch: str, packed: bool) -> dict[str, object]:
     queries, keys = case.query_lengths(), case.key_lengths()
     masked = case.lengths != "full"
-    mask = dict.fromkeys(("keep", "key_keep", "bias"))
-    mask |= {"lengths": keys if masked and not packed else None, "seed": True if case.dropout_p else None}
-    kind = call_kind(case.keys, mask, True if packed else None)
+    params = AttentionParams(lengths=keys if masked and not packed else None, dropout_p=case.dropout_p)
+    if packed:
+        params = dataclasses.replace(params, packed=PackedBatch(queries, keys, case.queries, case.keys))
+    kind = call_kind(case.keys, params)
     operations, shares, tiles = 0, {}, {}
     for kernel in ("forward", "grad_q", "grad_kv") if case.backward else ("forward",):
         config = attention_config(kernel, arch, case.dtype.itemsize * 8, max(32, case.D), kind)

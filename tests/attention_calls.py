@@ -1,9 +1,13 @@
-"""Inputs and keyword arguments of one call of an attention kernel, for the tests."""
+"""Inputs and parameters of one call of an attention kernel, for the tests."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
+
+from transformer_fast.attention_params import AttentionParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -21,16 +25,17 @@ def inputs(B: int, H: int, Hkv: int, Lq: int, Lk: int, D: int, dtype: torch.dtyp
     return [random(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
 
 
-def call_of(mask: dict, D: int, **more: object) -> dict[str, object]:
-    """Every keyword argument of the launchers, on the device."""
-    call = dict.fromkeys(("keep", "key_keep", "lengths", "bias", "causal", "seed"))
-    call |= {"scale": D**-0.5, "dropout_p": 0.0, "zero_empty_rows": False} | mask | more
-    if call["dropout_p"] > 0.0:
+def call_of(mask: dict, D: int, **more: object) -> AttentionParams:
+    """The parameters of a call, on the device; with a seed if there is dropout."""
+    call = {"scale": D**-0.5} | mask | more
+    if call.get("dropout_p", 0.0) > 0.0:
         call["seed"] = torch.tensor([-987654321987654321])
-    return {name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in call.items()}
+    return AttentionParams(**{name: t.to(DEVICE) if isinstance(t, Tensor) else t for name, t in call.items()})
 
 
-def reference_call(call: dict[str, object]) -> dict[str, object]:
+def reference_call(params: AttentionParams) -> dict[str, object]:
     """The same arguments as :func:`transformer_fast.reference.attention.attention` takes them, on CPU."""
+    call = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
+    del call["packed"], call["window"]
     call = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in call.items()}
     return call | {"empty_rows": "zero" if call.pop("zero_empty_rows") else "uniform"}

@@ -42,6 +42,7 @@ def test_the_driver_gets_what_triton_gives_it(launched):
 
 def test_the_package_kernels_too(launched):
     """As above, for a kernel of each file that launches often, in two lengths that must not compile twice."""
+    from transformer_fast.attention_params import AttentionParams
     from transformer_fast.triton import dropout, norm
     from transformer_fast.triton.attention import backward
 
@@ -49,11 +50,8 @@ def test_the_package_kernels_too(launched):
     for rows in (24, 37):
         x, vector, sums = floats(rows, 64), floats(64), floats(rows)
         q, logsumexp = floats(1, 2, rows, 16), floats(1, 2, rows)
-        mask = {"keep": None, "key_keep": None, "lengths": None, "bias": None, "causal": 0, "scale": 0.5}
-        mask |= {"dropout_p": 0.0, "seed": None, "zero_empty_rows": False}
-        delta, *_ = backward.backward_launches(
-            q, q, q, q, logsumexp, (q, q), (q, q, q), backward.row_buffers(q, logsumexp, None), "sm90", mask
-        )
+        inputs, outputs = (q, q, q, q, q, logsumexp, None), (q, q, q, *backward.row_buffers(q, logsumexp, None))
+        delta, *_ = backward.backward_launches(inputs, outputs, AttentionParams(causal=0, scale=0.5), "sm90")
         launches = [
             norm.forward_launch(x, x, vector, vector, x, x, sums, sums, 1e-5, False, 0.1, seed),
             dropout.forward_launch(x, None, None, x, True, 0.1, seed),

@@ -6,38 +6,43 @@ One function for each module of transformer_fast.triton, of an architecture clas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from transformer_fast.attention_params import AttentionParams, PackedBatch
 from transformer_fast.triton import cross_entropy, dropout, norm, norm_backward
 from transformer_fast.triton.attention import backward, decode, forward, grad_bias, tile_map, weights
-from transformer_fast.triton.attention.launches import Packed, packed_mask
 from transformer_fast.triton.configs import ATTENTION, CROSS_ENTROPY, NORM
 from transformer_fast.triton.launcher import Launch
 
 
-def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, object], Packed | None]]:
+def meta(*shape: int, dtype: torch.dtype) -> Tensor:
+    """A tensor without contents."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
     """Calls on meta tensors that between them use every config of an architecture in every way that changes what is
-    compiled much: ((q, logsumexp), mask, packed)."""
+    compiled much: ((q, logsumexp), params)."""
 
-    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def call(dtype: torch.dtype, D: int, L: int, kind: str):
-        mask = packed_mask(False, 1.0, 0.1, meta(1, dtype=torch.int64), False)
-        packed = None
-        if kind in ("limits", "mapped", "biased"):
-            mask["lengths"] = meta(2, dtype=torch.int32)
-        if kind in ("mapped", "biased"):
-            mask |= {"keep": meta(2, 1, L, L, dtype=torch.bool), "key_keep": meta(2, 1, 1, L, dtype=torch.bool)}
-        if kind == "biased":
-            mask["bias"] = meta(1, 4, L, L, dtype=torch.float32)
-        if kind == "packed":
-            packed = Packed(meta(3, dtype=torch.int32), meta(3, dtype=torch.int32), 2 * L)
+    def call(dtype: torch.dtype, D: int, L: int, kind: str) -> tuple[tuple[Tensor, Tensor], AttentionParams]:
         if kind == "plain":
-            mask |= {"dropout_p": 0.0, "seed": None}
-        return (meta(2, 4, L, D, dtype=dtype), meta(2, 4, L, dtype=torch.float32)), mask, packed
+            params = AttentionParams()
+        else:
+            params = AttentionParams(dropout_p=0.1, seed=meta(1, dtype=torch.int64))
+        if kind in ("limits", "mapped", "biased"):
+            params = replace(params, lengths=meta(2, dtype=torch.int32))
+        if kind in ("mapped", "biased"):
+            keep, key_keep = meta(2, 1, L, L, dtype=torch.bool), meta(2, 1, 1, L, dtype=torch.bool)
+            params = replace(params, keep=keep, key_keep=key_keep)
+        if kind == "biased":
+            params = replace(params, bias=meta(1, 4, L, L, dtype=torch.float32))
+        if kind == "packed":
+            params = replace(params, packed=PackedBatch(*[meta(3, dtype=torch.int32)] * 2, L, L))
+            return (meta(2 * L, 4, D, dtype=dtype), meta(4, 2 * L, dtype=torch.float32)), params
+        return (meta(2, 4, L, D, dtype=dtype), meta(2, 4, L, dtype=torch.float32)), params
 
     for D in (32, 64, 128):
         for kind in ("limits", "mapped", "packed"):
@@ -51,28 +56,21 @@ def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, object], Pac
         yield call(torch.float32, D, 1024, "limits")
 
 
-def dense_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, object]]]:
-    """Calls on meta tensors that between them use every config of an architecture: ((q, logsumexp), mask).
+def dense_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
+    """Calls on meta tensors that between them use every config of an architecture: ((q, logsumexp), params).
 
     Each config once, with all that its class allows: no key count or stride of a dense mask is a multiple of 16.
     """
 
-    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
     def call(dtype: torch.dtype, D: int, L: int, lengths: bool, dense: bool):
-        mask = {
-            "keep": meta(2, 1, L, L, dtype=torch.bool) if dense else None,
-            "key_keep": meta(2, 1, 1, L, dtype=torch.bool) if dense else None,
-            "lengths": meta(2, dtype=torch.int32) if lengths else None,
-            "bias": meta(1, 4, L, L, dtype=torch.float32) if dense else None,
-            "causal": None,
-            "scale": 1.0,
-            "dropout_p": 0.1 if lengths else 0.0,
-            "seed": meta(1, dtype=torch.int64) if lengths else None,
-            "zero_empty_rows": False,
-        }
-        return (meta(2, 4, L, D, dtype=dtype), meta(2, 4, L, dtype=torch.float32)), mask
+        params = AttentionParams()
+        if dense:
+            keep, key_keep = meta(2, 1, L, L, dtype=torch.bool), meta(2, 1, 1, L, dtype=torch.bool)
+            params = AttentionParams(keep=keep, key_keep=key_keep, bias=meta(1, 4, L, L, dtype=torch.float32))
+        if lengths:
+            seed = meta(1, dtype=torch.int64)
+            params = replace(params, lengths=meta(2, dtype=torch.int32), dropout_p=0.1, seed=seed)
+        return (meta(2, 4, L, D, dtype=dtype), meta(2, 4, L, dtype=torch.float32)), params
 
     for D in (32, 64, 128):
         yield call(torch.bfloat16, D, 256, True, False)
@@ -86,17 +84,15 @@ def dense_calls() -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, object]]]:
 
 def attention_cases(arch: str) -> Iterator[Launch]:
     """A launch for every forward config of an architecture class."""
-    for (q, logsumexp), mask, packed in tile_calls():
-        yield forward.forward_launch(q, q, q, q, logsumexp, arch, mask, packed)
+    for (q, logsumexp), params in tile_calls():
+        yield from forward.forward_launches((q, q, q), (q, logsumexp), params, arch)
 
 
 def attention_backward_cases(arch: str) -> Iterator[Launch]:
     """The launches of every backward config of an architecture class."""
-    for (q, logsumexp), mask, packed in tile_calls():
-        buffers = backward.row_buffers(q, logsumexp, mask["bias"])
-        yield from backward.backward_launches(
-            q, q, q, q, logsumexp, (q, q), (q, q, q), buffers, arch, mask, None, packed
-        )
+    for (q, logsumexp), params in tile_calls():
+        outputs = q, q, q, *backward.row_buffers(q, logsumexp, params.bias)
+        yield from backward.backward_launches((q, q, q, q, q, logsumexp, None), outputs, params, arch)
 
 
 def attention_tile_map_cases(arch: str) -> Iterator[Launch]:
@@ -114,27 +110,25 @@ def attention_tile_map_cases(arch: str) -> Iterator[Launch]:
 
 def attention_weights_cases(arch: str) -> Iterator[Launch]:
     """A launch for every config."""
-    for (q, logsumexp), mask in dense_calls():
-        out = torch.empty((*q.shape[:3], q.shape[2]), dtype=q.dtype, device="meta")
-        yield weights.weights_launch(q, q, logsumexp, out, mask)
+    for (q, logsumexp), params in dense_calls():
+        out = meta(*q.shape[:3], q.shape[2], dtype=q.dtype)
+        yield from weights.weights_launches((q, q, logsumexp), (out,), params)
 
 
 def attention_grad_bias_cases(arch: str) -> Iterator[Launch]:
     """The launches of every config; of the shapes of a bias, T5's, ALiBi's two and the smallest."""
-    for number, ((q, logsumexp), mask) in enumerate(dense_calls()):
+    for number, ((q, logsumexp), params) in enumerate(dense_calls()):
         L = q.shape[2]
         shape = ((1, 4, L, L), (1, 4, 1, L), (2, 1, L, 1), (1, 1, 1, 1))[number % 4]
-        mask = mask | {"bias": torch.empty(shape, dtype=torch.float32, device="meta")}
-        sums = grad_bias.part_sums(mask["bias"], grad_bias.sharing(q, q, mask["bias"])[2])
-        yield from grad_bias.grad_bias_launches(q, q, q, q, q, logsumexp, logsumexp, logsumexp, logsumexp, sums, mask)
+        params = replace(params, bias=meta(*shape, dtype=torch.float32))
+        sums = grad_bias.part_sums(params.bias, grad_bias.sharing(q, q, params.bias)[2])
+        outputs = logsumexp, logsumexp, sums
+        yield from grad_bias.grad_bias_launches((q, q, q, q, q, logsumexp, logsumexp), outputs, params)
 
 
 def attention_decode_cases(arch: str) -> Iterator[Launch]:
     """Both launches of every config; for most also with 32 rows, and with the cache in one piece, in pages as large as
     a tile, and in smaller ones."""
-
-    def meta(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
 
     def call(dtype: torch.dtype, B: int, H: int, Hkv: int, Lq: int, D: int, S: int, page_size: int) -> list[Launch]:
         q, lengths = meta(B, H, Lq, D, dtype=dtype), meta(B, dtype=torch.int32)

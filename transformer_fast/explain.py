@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from . import backends
+from .attention_params import AttentionParams
 from .masks import AttentionMask, as_attention_mask
 from .ops._attention_checks import normal_lengths
 from .ops.attention import check_backend
@@ -67,7 +68,7 @@ def _describe_tiles(
         from .triton.attention.tiles import padded_head_dim
         from .triton.launcher import architecture_of
 
-        kind = call_kind(Lk, parts | {"bias": mask.additive_bias, "seed": True if dropout_p > 0.0 else None}, None)
+        kind = call_kind(Lk, AttentionParams(**parts, bias=mask.additive_bias, dropout_p=dropout_p))
         config = attention_config(
             "forward", architecture_of(q), q.element_size() * 8, padded_head_dim(q.shape[-1]), kind
         )

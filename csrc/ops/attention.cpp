@@ -236,9 +236,8 @@ struct AttentionWeights {
     static const PythonFunction function("transformer_fast.ops.attention", "weights_gradients");
     const AttentionParams p = options.with(&saved[2]);
     const py::gil_scoped_acquire gil;
-    py::dict keywords = keywords_of(p);
-    keywords["needed"] = py::make_tuple(needs[0], needs[1], needs[2]);
-    const auto gradients = PythonFunction::unpacked<3>(function.call(keywords, grads[0], saved[0], saved[1]));
+    const py::object needed = py::make_tuple(needs[0], needs[1], needs[2]);
+    const auto gradients = function.tensors<3>(grads[0], saved[0], saved[1], python_params(p), needed);
     return {gradients.begin(), gradients.end()};
   }
 };

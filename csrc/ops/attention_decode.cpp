@@ -41,6 +41,19 @@ struct DecodeParams {
 TwoTensors launch(const DecodeParams& params) {
   static const PythonFunction launcher("transformer_fast.triton.attention.decode", "attention_decode");
   const pybind11::gil_scoped_acquire gil;
+  if (params.q.numel() > 0 && params.k.numel() > 0) {
+    LaunchCall call;
+    call.scalar("attention decode");
+    call.scalar(params.causal);
+    call.scalar(params.window);
+    call.scalar(params.scale);
+    call.input(params.q);
+    call.input(params.heads_first(params.k));
+    call.input(params.heads_first(params.v));
+    call.input(params.lengths);
+    call.input(params.page_table);
+    if (const auto results = LaunchCache::instance().replay(call, 2); !results.empty()) return {results[0], results[1]};
+  }
   pybind11::dict keywords;
   keywords["lengths"] = PythonFunction::object(params.lengths);
   keywords["page_table"] = PythonFunction::object(params.page_table);
@@ -150,34 +163,6 @@ bool pages_exist(const DecodeParams& call) {
   return true;
 }
 
-// By the launches of an earlier call like this one; undefined where there was none.
-Tensor launched_again(const DecodeParams& call) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const Tensor& q = call.q;
-  CachedLaunch cached;
-  cached.input(q);
-  for (const Tensor& cache : {call.k, call.v}) cached.input(call.heads_first(cache));
-  cached.input(call.lengths);
-  cached.input(call.page_table);
-  if (!cached.lookup(py::make_tuple("attention decode", call.causal, call.window, call.scale), py::tuple(), q))
-    return {};
-  const auto [out, logsumexp] = empty_outputs_of(q);
-  cached.output(out.const_data_ptr());
-  cached.output(logsumexp.const_data_ptr());
-  static const PythonFunction division("transformer_fast.triton.attention.decode", "division");
-  const py::tuple divided = division.call(py::dict(), q.size(0), q.size(1), q.size(2), q.size(3), call.key_heads(),
-                                          call.capacity(), q.element_size());
-  const auto parts = py::cast<int64_t>(divided[2]);
-  // sums, peaks and totals: part_buffers of triton/attention/decode.py.
-  const int64_t rows = parts * logsumexp.numel(), peaks = rounded_up(rows * q.size(3)),
-                totals = peaks + rounded_up(rows);
-  const Tensor buffer = parts == 1 ? Tensor() : at::empty({totals + rows}, logsumexp.options());
-  for (const int64_t place : {int64_t{0}, peaks, totals})
-    cached.output(parts == 1 ? nullptr : buffer.const_data_ptr<float>() + place);
-  cached.replay();
-  return out;
-}
-
 }  // namespace
 
 py::object attention_decode(bool launched, py::handle q_, py::handle k_cache, py::handle v_cache, py::handle lengths,
@@ -202,8 +187,7 @@ py::object attention_decode(bool launched, py::handle q_, py::handle k_cache, py
 
   Tensor out;
   if (launched) {
-    if (q.numel() > 0 && call.k.numel() > 0) out = launched_again(call);
-    if (!out.defined()) out = std::get<0>(decode_op::launch(call));
+    out = std::get<0>(decode_op::launch(call));
   } else {
     const py::gil_scoped_release no_gil;
     const at::AutoDispatchBelowADInplaceOrView below;

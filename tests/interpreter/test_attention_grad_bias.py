@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -41,15 +42,14 @@ def small_tiles(monkeypatch, device):
 
 def kernel(q, k, v, grad, call, grad_logsumexp=None):
     with poisoned_memory():
-        out, logsumexp = attention_forward(q, k, v, **call)
-        return attention_grad_bias(grad, q, k, v, out, logsumexp, **call, grad_logsumexp=grad_logsumexp)
+        out, logsumexp = attention_forward(q, k, v, call)
+        return attention_grad_bias(grad, q, k, v, out, logsumexp, call, grad_logsumexp)
 
 
 def oracle(q, k, v, grad, call, dtype, grad_logsumexp=None):
     q, k, v = (t.cpu().to(dtype) for t in (q, k, v))
-    call = reference_call(call)
-    bias = call["bias"].to(torch.promote_types(dtype, call["bias"].dtype)).requires_grad_()
-    out, _, logsumexp = reference(q, k, v, **call | {"bias": bias})
+    bias = call.bias.cpu().to(torch.promote_types(dtype, call.bias.dtype)).requires_grad_()
+    out, _, logsumexp = reference(q, k, v, **reference_call(replace(call, bias=bias)))
     outputs, gradients = (out,), (grad.cpu().to(dtype),)
     if grad_logsumexp is not None:
         outputs, gradients = (*outputs, logsumexp), (*gradients, grad_logsumexp.cpu().to(logsumexp.dtype))
@@ -58,7 +58,7 @@ def oracle(q, k, v, grad, call, dtype, grad_logsumexp=None):
 
 def check(q, k, v, grad, call, grad_logsumexp=None):
     ours = kernel(q, k, v, grad, call, grad_logsumexp).cpu()
-    bias = call["bias"]
+    bias = call.bias
     assert ours.dtype == bias.dtype
     exact = oracle(q, k, v, grad, call, torch.float64, grad_logsumexp)
     eager = oracle(q, k, v, grad, call, q.dtype, grad_logsumexp).to(bias.dtype)
@@ -67,7 +67,7 @@ def check(q, k, v, grad, call, grad_logsumexp=None):
     coarser = max(1.0, torch.finfo(q.dtype).eps / torch.finfo(bias.dtype).eps)
     if bias.shape[3] == 1 and grad_logsumexp is None:
         # A softmax does not see what is added to all its scores: these gradients are 0, by terms that cancel.
-        full = call | {"bias": bias.expand(*q.shape[:3], k.shape[2])}
+        full = replace(call, bias=bias.expand(*q.shape[:3], k.shape[2]))
         terms = oracle(q, k, v, grad, full, torch.float64).abs().max()
         assert ours.abs().max() <= 4.0 * behind**0.5 * coarser * torch.finfo(bias.dtype).eps * terms
     else:
@@ -140,7 +140,7 @@ def test_blocked_keys_do_not_leak():
         dirty_k[:, :, 35:] = torch.nan
         dirty_v[:, :, 35:] = torch.inf
         if "causal" in mask:  # the five first rows are empty and uniform
-            call = call | {"zero_empty_rows": True}
+            call = replace(call, zero_empty_rows=True)
         assert torch.equal(kernel(q, dirty_k, dirty_v, grad, call), clean)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import replace
+
 import pytest
 import torch
-from attention_calls import DEVICE, DTYPES, random
+from attention_calls import DEVICE, DTYPES, random, reference_call
 from helpers import assert_as_exact_as_eager, poisoned_memory
 
+from transformer_fast.attention_params import AttentionParams, PackedBatch
 from transformer_fast.reference.attention import attention_packed as reference
 from transformer_fast.triton import configs
-from transformer_fast.triton.attention.backward import attention_backward, attention_packed_backward
-from transformer_fast.triton.attention.forward import attention_forward, attention_packed_forward
+from transformer_fast.triton.attention.backward import attention_backward
+from transformer_fast.triton.attention.forward import attention_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
 
@@ -33,14 +37,10 @@ def starts(lengths):
 
 
 def call_of(lengths_q, lengths_k, **more):
-    call = {
-        "cu_seqlens_q": starts(lengths_q), "cu_seqlens_k": starts(lengths_k), "max_q": max(lengths_q),
-        "max_k": max(lengths_k), "causal": False, "scale": D**-0.5, "dropout_p": 0.0, "seed": None,
-        "zero_empty_rows": False,
-    } | more  # fmt: skip
-    if call["dropout_p"] > 0.0:
-        call["seed"] = torch.tensor([2**40 + 5], device=DEVICE)
-    return call
+    packed = PackedBatch(starts(lengths_q), starts(lengths_k), max(lengths_q), max(lengths_k))
+    if more.get("dropout_p", 0.0) > 0.0:
+        more["seed"] = torch.tensor([2**40 + 5], device=DEVICE)
+    return AttentionParams(**{"scale": D**-0.5, "packed": packed} | more)
 
 
 def inputs(lengths_q, lengths_k, H, Hkv, dtype):
@@ -51,15 +51,19 @@ def inputs(lengths_q, lengths_k, H, Hkv, dtype):
 
 def kernel(q, k, v, grad, call, grad_logsumexp=None):
     with poisoned_memory():
-        out, logsumexp = attention_packed_forward(q, k, v, **call)
-        grads = attention_packed_backward(grad, q, k, v, out, logsumexp, **call, grad_logsumexp=grad_logsumexp)
+        out, logsumexp = attention_forward(q, k, v, call)
+        grads = attention_backward(grad, q, k, v, out, logsumexp, call, grad_logsumexp)
     return out, logsumexp, *grads
 
 
 def oracle(q, k, v, grad, call, dtype, grad_logsumexp=None):
     leaves = [t.detach().cpu().to(dtype).requires_grad_() for t in (q, k, v)]
-    call = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
-    out, logsumexp = reference(*leaves, **call)
+    options = reference_call(call)
+    for part in ("keep", "key_keep", "lengths", "bias", "empty_rows"):
+        del options[part]
+    places = dataclasses.asdict(call.packed) | {"causal": options.pop("causal") is not None}
+    places = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in places.items()}
+    out, logsumexp = reference(*leaves, **places, **options, zero_empty_rows=call.zero_empty_rows)
     loss = (out * grad.cpu().to(dtype)).sum()
     if grad_logsumexp is not None:
         loss = loss + (logsumexp.masked_fill(logsumexp == -torch.inf, 0.0) * grad_logsumexp.cpu()).sum()
@@ -73,14 +77,12 @@ def check(q, k, v, grad, call, grad_logsumexp=None):
     assert torch.equal(ours[1] == -torch.inf, exact[1] == -torch.inf)
     names = ("out", "logsumexp", "grad_q", "grad_k", "grad_v")
     for name, *values in zip(names, ours, eager, exact, strict=True):
-        rows = q.shape[1] // k.shape[1] * call["max_q"] if name in ("grad_k", "grad_v") else 1
+        rows = q.shape[1] // k.shape[1] * call.packed.max_q if name in ("grad_k", "grad_v") else 1
         assert_as_exact_as_eager(*values, ulps=4.0 * rows**0.5, what=name)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("lengths_k", "causal"), [(SELF, False), (SELF, True), (CROSS_KEYS, False), (CROSS_KEYS, True)]
-)
+@pytest.mark.parametrize(("lengths_k", "causal"), [(SELF, None), (SELF, 0), (CROSS_KEYS, None), (CROSS_KEYS, 0)])
 def test_is_the_oracle(lengths_k, causal, dtype):
     """Self and cross, causal from the first row of each sequence; sequences of no rows, no keys, and one of each."""
     check(*inputs(SELF, lengths_k, 2, 1, dtype), call_of(SELF, lengths_k, causal=causal))
@@ -101,11 +103,11 @@ def test_strided():
     """q, k and v as columns of one projection; a gradient that is one number."""
     total = sum(SELF)
     q, k, v = random(total, 3, 2, D + 3)[..., 3:].unbind(1)
-    check(q, k, v, random(1, 1, 1).expand(total, 2, D), call_of(SELF, SELF, causal=True))
+    check(q, k, v, random(1, 1, 1).expand(total, 2, D), call_of(SELF, SELF, causal=0))
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [None, 0])
 def test_equals_padded_bit_for_bit(causal, dropout_p):
     """The same weights dropped, and the same sums in the same order."""
     lengths, H = [33, 4, 1, 40], 2
@@ -121,11 +123,9 @@ def test_equals_padded_bit_for_bit(causal, dropout_p):
         return torch.cat([row[:, :n].transpose(0, 1) for row, n in zip(t, lengths, strict=True)])
 
     q, k, v, grad = (padded(t) for t in tensors)
-    same = {name: call[name] for name in ("scale", "dropout_p", "seed", "zero_empty_rows")}
-    same |= {"keep": None, "key_keep": None, "bias": None, "causal": 0 if causal else None}
-    same["lengths"] = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
-    padded_out, padded_logsumexp = attention_forward(q, k, v, **same)
-    padded_grads = attention_backward(grad, q, k, v, padded_out, padded_logsumexp, **same)
+    same = replace(call, packed=None, lengths=torch.tensor(lengths, dtype=torch.int32, device=DEVICE))
+    padded_out, padded_logsumexp = attention_forward(q, k, v, same)
+    padded_grads = attention_backward(grad, q, k, v, padded_out, padded_logsumexp, same)
     for ours, theirs in zip((out, *grads), (padded_out, *padded_grads), strict=True):
         assert torch.equal(ours, packed(theirs))
     assert torch.equal(logsumexp.t(), packed(padded_logsumexp.unsqueeze(-1)).squeeze(-1))
@@ -134,7 +134,7 @@ def test_equals_padded_bit_for_bit(causal, dropout_p):
 def test_two_runs_agree_and_a_longer_bound_changes_nothing():
     tensors, call = inputs(SELF, CROSS_KEYS, 2, 1, torch.float16), call_of(SELF, CROSS_KEYS, dropout_p=0.2)
     first = kernel(*tensors, call)
-    for other in (call, call | {"max_q": 97, "max_k": 131}):
+    for other in (call, replace(call, packed=replace(call.packed, max_q=97, max_k=131))):
         for one, two in zip(first, kernel(*tensors, other), strict=True):
             assert torch.equal(one, two)
 
@@ -142,7 +142,7 @@ def test_two_runs_agree_and_a_longer_bound_changes_nothing():
 def test_a_sequence_does_not_reach_its_neighbours():
     """NaN in every row of one sequence, a tile of which holds rows of others."""
     lengths = [6, 5, 40]
-    clean, call = inputs(lengths, lengths, 2, 1, torch.float32), call_of(lengths, lengths, causal=True)
+    clean, call = inputs(lengths, lengths, 2, 1, torch.float32), call_of(lengths, lengths, causal=0)
     dirty = [t.clone() for t in clean]
     for t in dirty:
         t[6:11] = torch.nan

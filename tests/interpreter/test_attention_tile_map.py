@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -11,7 +12,7 @@ from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
 from transformer_fast.masks import dense_keep
 from transformer_fast.reference.attention import attention as reference
-from transformer_fast.tensor_cache import ENTRIES, remembered
+from transformer_fast.tensor_cache import ENTRIES, get_or_compute
 from transformer_fast.tile_share import (
     EMPTY,
     FULL,
@@ -146,12 +147,12 @@ def visits(monkeypatch, call, tensors):
 
     watch(forward, "forward", 64)
     watch(backward_q, "grad_q", 64)
-    out, logsumexp = forward.attention_forward(*tensors[:3], **call)
+    out, logsumexp = forward.attention_forward(*tensors[:3], call)
     forward_tiles = counts.pop("forward") // 2
     q, k, v, grad = tensors
     # The tile of queries has as many rows as that of delta.
     watch(backward_kv, "grad_kv", 32)
-    backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
+    backward.attention_backward(grad, q, k, v, out, logsumexp, call)
     return forward_tiles, counts["grad_q"] // 2, counts["grad_kv"] // 2
 
 
@@ -181,12 +182,12 @@ def test_the_map_is_believed(kind, allowed):
     q, k, v, grad = inputs(B, H, 1, LQ, LK, D, torch.float32)
     call = call_of({"keep": keep}, D, zero_empty_rows=True)
     with mock.patch.object(tile_map, "_classes", classes):
-        out, logsumexp = forward.attention_forward(q, k, v, **call)
-        ours = out, *backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
+        out, logsumexp = forward.attention_forward(q, k, v, call)
+        ours = out, *backward.attention_backward(grad, q, k, v, out, logsumexp, call)
 
     def truth(dtype):
         leaves = [t.cpu().to(dtype).requires_grad_() for t in (q, k, v)]
-        result = reference(*leaves, **reference_call(call | {"keep": changed}))[0]
+        result = reference(*leaves, **reference_call(replace(call, keep=changed)))[0]
         return result.detach(), *torch.autograd.grad(result, leaves, grad.cpu().to(dtype))
 
     for values in zip((t.cpu() for t in ours), truth(torch.float32), truth(torch.float64), strict=True):
@@ -200,8 +201,8 @@ def test_heavy_rows_first_changes_nothing_but_the_order(dialect, monkeypatch):
 
     def run():
         with poisoned_memory():
-            out, logsumexp = forward.attention_forward(q, k, v, **call)
-            return out, logsumexp, *backward.attention_backward(grad, q, k, v, out, logsumexp, **call)
+            out, logsumexp = forward.attention_forward(q, k, v, call)
+            return out, logsumexp, *backward.attention_backward(grad, q, k, v, out, logsumexp, call)
 
     plain = run()
     monkeypatch.setattr("transformer_fast.triton.attention.launches.LONG", 100)
@@ -242,7 +243,7 @@ def test_one_map_for_all_layers_until_the_mask_is_written_to():
 def test_what_is_kept_does_not_grow_without_end():
     holder, made = torch.zeros(3), []
     for key in (*range(ENTRIES + 1), 0, ENTRIES):
-        remembered(holder, (key,), (), lambda key=key: made.append(key))
+        get_or_compute(holder, (key,), (), lambda key=key: made.append(key))
     assert made == [*range(ENTRIES + 1), 0]
     with torch.inference_mode():
         mask = torch.ones(1, 1, 2, 3, dtype=torch.bool)

@@ -19,16 +19,16 @@ DIALECTS = list(mask_parts(1, 1, 1, 1, torch.Generator()))
 
 def kernel(q, k, v, call):
     with poisoned_memory():
-        _, logsumexp = attention_forward(q, k, v, **call)
-        return attention_weights(q, k, logsumexp, **call)
+        _, logsumexp = attention_forward(q, k, v, call)
+        return attention_weights(q, k, logsumexp, call)
 
 
 def oracle(q, k, v, call, dtype):
     q, k, v = (t.cpu().to(dtype) for t in (q, k, v))
     weights = reference(q, k, v, **reference_call(call))[1]
-    if call["seed"] is not None:
-        kept = attention_keep(call["seed"].cpu(), call["dropout_p"], *weights.shape)
-        weights = (weights / (1.0 - call["dropout_p"])).masked_fill(~kept, 0.0)
+    if call.seed is not None:
+        kept = attention_keep(call.seed.cpu(), call.dropout_p, *weights.shape)
+        weights = (weights / (1.0 - call.dropout_p)).masked_fill(~kept, 0.0)
     return weights
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_calls import DTYPES, call_of, inputs, random, reference_call
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
 from transformer_fast.reference.attention import attention as reference
@@ -17,10 +18,7 @@ from transformer_fast.triton.attention.forward import attention_forward
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 DIALECTS = list(mask_parts(1, 1, 1, 1, torch.Generator()))
-PARTS = ("keep", "key_keep", "lengths", "bias", "causal")
 NAMES = ("out", "grad_q", "grad_k", "grad_v")
 
 
@@ -32,39 +30,17 @@ def small_tiles(monkeypatch, device):
             monkeypatch.setitem(configs.ATTENTION, key, configs.AttentionConfig(32, 32, 4, 1))
 
 
-def random(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
-
-
-def inputs(B, H, Hkv, Lq, Lk, D, dtype):
-    """q, k, v and the gradient of the output."""
-    shapes = [(B, H, Lq, D), (B, Hkv, Lk, D), (B, Hkv, Lk, D), (B, H, Lq, D)]
-    return [random(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
-
-
-def call_of(mask, D, **more):
-    """Every keyword argument of the launchers, on the device."""
-    call = dict.fromkeys((*PARTS, "seed")) | {"scale": D**-0.5, "dropout_p": 0.0, "zero_empty_rows": False}
-    call |= mask | more
-    if call["dropout_p"] > 0.0:
-        call["seed"] = torch.tensor([-987654321987654321])
-    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in call.items()}
-
-
 def kernel(q, k, v, grad, call):
     """Output, its logsumexp, and the three gradients, in memory that starts as NaN."""
     with poisoned_memory():
-        out, logsumexp = attention_forward(q, k, v, **call)
-        return out, logsumexp, *attention_backward(grad, q, k, v, out, logsumexp, **call)
+        out, logsumexp = attention_forward(q, k, v, call)
+        return out, logsumexp, *attention_backward(grad, q, k, v, out, logsumexp, call)
 
 
 def oracle(q, k, v, grad, call, dtype):
     """The same five by the reference, in `dtype`, on CPU."""
     q, k, v = (t.detach().cpu().to(dtype).requires_grad_() for t in (q, k, v))
-    call = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
-    empty_rows = "zero" if call.pop("zero_empty_rows") else "uniform"
-    out, _, logsumexp = reference(q, k, v, **call, empty_rows=empty_rows)
+    out, _, logsumexp = reference(q, k, v, **reference_call(call))
     return out.detach(), logsumexp.detach(), *torch.autograd.grad(out, (q, k, v), grad.cpu().to(dtype))
 
 
@@ -82,9 +58,7 @@ def check(q, k, v, grad, call):
         if name in ("grad_q", "grad_k") and not exact.any():
             # One visible key a row: gradients of scores are differences of equal numbers, one of them (through
             # `out`) rounded to the type. Eager never rounds it, so it is no measure; what cancels is.
-            cancelling = (
-                grad.abs().max() * v.abs().max() * q.shape[-1] * call["scale"] * max(q.abs().max(), k.abs().max())
-            )
+            cancelling = grad.abs().max() * v.abs().max() * q.shape[-1] * call.scale * max(q.abs().max(), k.abs().max())
             assert ours.abs().max() <= torch.finfo(q.dtype).eps * cancelling, name
             continue
         # The gradients of k and v are sums over all queries of all heads of their group.
@@ -162,16 +136,14 @@ def test_gradient_of_the_logsumexp(dialect, magnitude):
     q, k, v, grad = inputs(B, H, 2, Lq, Lk, D, torch.float32)
     mask = mask_parts(B, H, Lq, Lk, torch.Generator().manual_seed(4))[dialect]
     call, q = call_of(mask, D), q * magnitude
-    out, logsumexp = attention_forward(q, k, v, **call)
+    out, logsumexp = attention_forward(q, k, v, call)
     grad_logsumexp = random(B, H, 1, seed=5).expand(B, H, Lq).where(logsumexp > -torch.inf, torch.nan)
     with poisoned_memory():
-        ours = attention_backward(grad, q, k, v, out, logsumexp, **call, grad_logsumexp=grad_logsumexp)
+        ours = attention_backward(grad, q, k, v, out, logsumexp, call, grad_logsumexp)
 
     def by_the_reference(dtype):
         leaves = [t.cpu().to(dtype).requires_grad_() for t in (q, k, v)]
-        parts = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in call.items()}
-        del parts["zero_empty_rows"]
-        out, _, logsumexp = reference(*leaves, **parts, empty_rows="uniform")
+        out, _, logsumexp = reference(*leaves, **reference_call(call))
         given = grad_logsumexp.cpu().to(dtype).nan_to_num(0.0)
         loss = (out * grad.cpu().to(dtype)).sum() + (logsumexp.masked_fill(logsumexp == -torch.inf, 0.0) * given).sum()
         return torch.autograd.grad(loss, leaves)
@@ -206,7 +178,7 @@ def test_very_negative_rows_past_a_half_tile():
     q, k, v, grad = inputs(1, 1, 1, 192, 192, 16, torch.float32)
     call = call_of({}, 16, scale=1.0)
     q, k = q.abs() + 2, -k.abs() - 2
-    assert attention_forward(q, k, v, **call)[1].max() < -88
+    assert attention_forward(q, k, v, call)[1].max() < -88
     check(q, k, v, grad, call)
 
 

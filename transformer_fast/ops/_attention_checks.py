@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import backends
 from ..masks import AttentionMask, and_causal
-from ..tensor_cache import recall, remembered
+from ..tensor_cache import get, get_or_compute
 
 
 def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:
@@ -111,12 +111,12 @@ def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
         lengths = lengths.expand(B, *lengths.shape[1:])
     if torch.compiler.is_compiling() or type(lengths) is not Tensor or backends.in_transform():
         return lengths.clamp(0, Lk).to(torch.int32)
-    return remembered(lengths, ("normal lengths", Lk), (), lambda: _checked_lengths(lengths, Lk))
+    return get_or_compute(lengths, ("normal lengths", Lk), (), lambda: _checked_lengths(lengths, Lk))
 
 
 def kept_lengths(lengths: Tensor, Lk: int) -> Tensor | None:
     """What :func:`normal_lengths` keeps on these lengths, if it has seen them before."""
-    return recall(lengths, ("normal lengths", Lk)) if type(lengths) is Tensor else None
+    return get(lengths, ("normal lengths", Lk)) if type(lengths) is Tensor else None
 
 
 def _checked_lengths(lengths: Tensor, Lk: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch import Tensor
@@ -36,13 +35,3 @@ def _normal(lengths: Tensor, q: Any, k: Any) -> Tensor | None:
         return kept
     B, _, Lq, _ = q.shape
     return normal_lengths(lengths, B, Lq, k.shape[2]) if lengths.shape in ((B,), (B, Lq)) else None
-
-
-@functools.cache
-def set_launch_cache(extension: Any) -> None:
-    """Tell the extension where to find calls that only repeat launches."""
-    from ..triton.attention.backward_kv import DELTA_ROWS
-    from ..triton.configs import LONG
-    from ..triton.launch_cache import find
-
-    extension.set_launch_cache(find, LONG, DELTA_ROWS)

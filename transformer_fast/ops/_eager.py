@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import backends, extension
-from ._attention_triton import set_launch_cache
 
 _LAUNCHED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -39,10 +38,7 @@ def launched(op: str, q: Tensor) -> Any | None:
 def _launching(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> Any | None:
     if dtype not in _LAUNCHED_TYPES or not (device.type == "cuda" or asked == "triton"):
         return None
-    module = extension.module() if backends.resolve(op, device, dtype) == "triton" else None
-    if module is not None:
-        set_launch_cache(module)
-    return module
+    return extension.module() if backends.resolve(op, device, dtype) == "triton" else None
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, reference
+from ..attention_params import AttentionParams
 from ..masks import AttentionMask, and_causal, as_attention_mask
 from . import _eager, _seed
 from ._attention_checks import check_inputs, check_mask, check_options, normal_lengths
@@ -215,7 +216,7 @@ def check_backend(backend: str, q: Tensor, v: Tensor) -> None:
         )
 
 
-def _dropped(weights: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
+def _dropped(weights: Tensor, dropout_p: float, seed: Any) -> Tensor:
     if dropout_p == 0.0 or seed is None:
         return weights
     kept = reference.dropout.attention_keep(seed, dropout_p, *weights.shape)
@@ -223,24 +224,17 @@ def _dropped(weights: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
 
 
 def weights_gradients(
-    grad_weights: Tensor,
-    q: Tensor,
-    k: Tensor,
-    *,
-    dropout_p: float,
-    seed: Tensor | None,
-    zero_empty_rows: bool,
-    needed: tuple[bool, bool, bool],
-    **mask: Any,
+    grad_weights: Tensor, q: Tensor, k: Tensor, params: AttentionParams, needed: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k and the bias from one of the weights, by the reference; ``needed`` says of which."""
-    given = {"q": q, "k": k, "bias": mask["bias"]}
-    empty_rows = "zero" if zero_empty_rows else "uniform"
+    given: dict[str, Any] = {"q": q, "k": k, "bias": params.bias}
+    mask = {name: getattr(params, name) for name in ("keep", "key_keep", "lengths", "causal", "window", "scale")}
+    empty_rows = "zero" if params.zero_empty_rows else "uniform"
     with torch.enable_grad():
         leaves = {name: given[name].detach().requires_grad_() for name, need in zip(given, needed, strict=True) if need}
-        q, k, mask["bias"] = (given | leaves).values()
-        weights = reference.attention.attention(q, k, k, **mask, dropout_p=0.0, seed=None, empty_rows=empty_rows)[1]
-        weights = _dropped(weights, dropout_p, seed)
+        q, k, bias = (given | leaves).values()
+        weights = reference.attention.attention(q, k, k, **mask, bias=bias, empty_rows=empty_rows)[1]
+        weights = _dropped(weights, params.dropout_p, params.seed)
     found = dict(zip(leaves, torch.autograd.grad(weights, list(leaves.values()), grad_weights), strict=True))
     return tuple(found.get(name) for name in given)
 

@@ -9,12 +9,15 @@ or Inf in V at a key that some rows of a tile block (0 * NaN is NaN inside a mat
 and then the program repeats its tile once, carefully.
 """
 
+from dataclasses import replace
+
 import triton.language as tl
 from torch import Tensor
 
+from ...attention_params import AttentionParams
 from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted
 from ..philox import attention_keep_tile, load_seed
-from .launches import Packed, packed_mask, packed_view, run_call, tile_launch
+from .launches import kernel_views, run_call, tile_launch
 from .steps import (
     allowed_tile,
     in_order,
@@ -35,7 +38,6 @@ from .tiles import (
     load_rows,
     positive_scale,
     store_rows,
-    within_reach,
 )
 
 CAREFUL_KEYS = tl.constexpr(32)
@@ -181,112 +183,36 @@ def _forward_kernel(
     tl.store(logsumexp + row, logsum, mask=row < queries)
 
 
-def forward_launch(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, arch: str, mask: dict[str, object],
-    packed: Packed | None = None,
-) -> Launch:  # fmt: skip
-    """The forward launch for these tensors; `mask` is :func:`attention_forward`'s keyword arguments."""
+def forward_launches(
+    inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], params: AttentionParams, arch: str | None = None
+) -> list[Launch]:
+    """The launch from :func:`attention_forward`'s tensors to its results, for an architecture class."""
+    (q, k, v), (out, logsumexp) = inputs, outputs
+    q, scale, _ = positive_scale(q, params.scale)
+    params = replace(params, scale=scale)
+    q, k, v = kernel_views(params, (q,), (k, v))
+    (out,) = kernel_views(params, (out,), (), written=True)
     tensors = {"q": q, "k": k, "v": v, "out": out}
-    return tile_launch("forward", _forward_kernel, q, k, arch, tensors, {"logsumexp": logsumexp}, mask, packed)
+    arch = architecture_of(q) if arch is None else arch
+    return [tile_launch("forward", _forward_kernel, q, k, arch, tensors, {"logsumexp": logsumexp}, params)]
 
 
 @widen_bf16_if_interpreted(results=1)
-def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    keep: Tensor | None,
-    key_keep: Tensor | None,
-    lengths: Tensor | None,
-    bias: Tensor | None,
-    causal: int | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | int | None,
-    zero_empty_rows: bool,
-) -> tuple[Tensor, Tensor]:
+def attention_forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
     """Masked attention by Triton.
 
     Args:
-        q: (B, H, Lq, D), fp32, fp16 or bf16; D from 1 to 256; last stride 1.
-        k, v: (B, Hkv, Lk, D) of q's dtype; ``Hkv`` divides ``H``; last stride 1.
-        keep: bool, broadcastable to (B, H, Lq, Lk), any strides; True = visible.
-        key_keep: bool (B|1, H|1, 1, Lk), a second mask on keys alone.
-        lengths: int32 (B,) or (B, Lq): keys at or past it are blocked; 0 <= length <= Lk.
-        bias: any float, broadcastable to (B, H, Lq, Lk), added to the scaled scores; -inf blocks.
-        causal: query i sees keys j <= i + causal; None for no such bound.
-        scale: multiplies q k^T.
-        dropout_p, seed: dropout on the weights, drawn by :mod:`..philox`; seed int64 (1,) on q's device, the number
-            itself, or None.
-        zero_empty_rows: a row without keys is 0 rather than the mean of v.
+        q: (B, H, Lq, D), fp32, fp16 or bf16; D from 1 to 256; last stride 1. Of a packed batch (Tq, H, D).
+        k, v: (B, Hkv, Lk, D) of q's dtype; ``Hkv`` divides ``H``; last stride 1. Of a packed batch (Tk, Hkv, D).
+        params: what is masked, scaled and dropped. Dropout is drawn by :mod:`..philox`; query i and key j of sequence b
+            of a packed batch draw as in a padded one.
 
     Returns:
-        out (B, H, Lq, D) in q's dtype and logsumexp (B, H, Lq) fp32, -inf for a row without keys.
+        out like q and logsumexp (B, H, Lq) fp32, or (H, Tq) of a packed batch; -inf for a row without keys.
     """
     out, logsumexp = empty_outputs(q)
-    if q.numel() == 0 or k.shape[2] == 0:
+    if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), logsumexp.fill_(float("-inf"))
-    mask = {
-        "keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": bias, "causal": causal, "scale": scale,
-        "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero_empty_rows,
-    }  # fmt: skip
-    run_call(("attention forward",), (q, k, v), (out, logsumexp), k.shape[2], mask, None, _forward_call)
-    return out, logsumexp
-
-
-def _forward_call(inputs, outputs, mask: dict[str, object], packed: Packed | None) -> list[Launch]:
-    q, k, v = map(within_reach, inputs)
-    q, scale, _ = positive_scale(q, mask["scale"])
-    return [forward_launch(q, k, v, *outputs, architecture_of(q), mask | {"scale": scale}, packed)]
-
-
-@widen_bf16_if_interpreted(results=1)
-def attention_packed_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_q: int,
-    max_k: int,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | int | None,
-    zero_empty_rows: bool,
-) -> tuple[Tensor, Tensor]:
-    """Attention within each sequence of a packed batch, by the kernel of :func:`attention_forward`.
-
-    Args:
-        q: (Tq, H, D), fp32, fp16 or bf16; D from 1 to 256; any strides, the last 1.
-        k, v: (Tk, Hkv, D) of q's dtype; ``Hkv`` divides ``H``; last stride 1.
-        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and Tk: the queries of sequence b are the rows
-            from entry b to entry b + 1, and see the keys between the same entries of the other.
-        max_q, max_k: at least the length of the longest sequence.
-        causal: whether query i of a sequence sees only its keys j <= i.
-        scale, dropout_p, seed, zero_empty_rows: as for :func:`attention_forward`; the weight of query i and key j of
-            sequence b is dropped as in a padded batch.
-
-    Returns:
-        out (Tq, H, D) in q's dtype and logsumexp (H, Tq) fp32. A sequence without keys gets 0 and -inf.
-    """
-    out, logsumexp = empty_outputs(q)
-    B = cu_seqlens_q.shape[0] - 1
-    if q.numel() == 0 or k.shape[0] == 0:
-        return out.zero_(), logsumexp.fill_(float("-inf"))
-    mask = packed_mask(causal, scale, dropout_p, seed, zero_empty_rows)
-
-    def launches(inputs, outputs, mask: dict[str, object], packed: Packed | None) -> list[Launch]:
-        (q, k, v), (out, logsumexp) = inputs, outputs
-        q, scale, _ = positive_scale(q, mask["scale"])
-        q, out = (packed_view(t, B, max_q) for t in (q, out))
-        k, v = (packed_view(t, B, max_k) for t in (k, v))
-        mask = mask | {"scale": scale}
-        return [forward_launch(q, k, v, out, logsumexp, architecture_of(q), mask, packed)]
-
-    packed = Packed(cu_seqlens_q, cu_seqlens_k, q.shape[0])
-    name = "attention packed forward", max_q, max_k
-    run_call(name, (q, k, v), (out, logsumexp), max_k, mask, packed, launches)
+    keys = k.shape[2] if params.packed is None else params.packed.max_k
+    run_call("attention forward", (q, k, v), (out, logsumexp), keys, params, forward_launches)
     return out, logsumexp

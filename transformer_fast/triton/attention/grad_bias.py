@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from ..philox import attention_keep_tile, load_seed
 from .launches import run_call
@@ -226,16 +227,20 @@ def part_sums(bias: Tensor, parts: int) -> Tensor:
 
 
 def grad_bias_launches(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
-    delta: Tensor, row_sums: Tensor, sums: Tensor, mask: dict[str, object],
-) -> list[Launch]:  # fmt: skip
-    """The two launches that fill `sums` (:func:`part_sums`) by way of `delta` and `row_sums`, both like logsumexp.
+    inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], params: AttentionParams
+) -> list[Launch]:
+    """The two launches from :func:`attention_grad_bias`'s tensors to the gradient, or its parts.
 
-    `mask` is :func:`attention_grad_bias`'s keyword arguments.
+    Args:
+        inputs: grad_out, q, k, v, out, logsumexp, grad_logsumexp.
+        outputs: delta and sums of weights, both like logsumexp, and :func:`part_sums`.
+        params: as given to the launcher.
     """
-    bias = mask["bias"]
-    masking = mask_arguments(q, k, **mask) | bits_arguments(mask["keep"], mask["key_keep"])
-    del masking["ZERO_EMPTY_ROWS"]
+    *tensors, logsumexp, grad_logsumexp = inputs
+    grad_out, q, k, v, out = map(within_reach, tensors)
+    delta, row_sums, sums = outputs
+    bias = params.bias
+    masking = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep)
     block_d = masking["BLOCK_D"]
     rows, keys, warps = TILES[q.element_size() * 8, block_d]
     row_rows, row_keys, row_warps = ROW_TILES[q.element_size() * 8, block_d]
@@ -269,29 +274,14 @@ def grad_bias_launches(
 
 
 def attention_grad_bias(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    *,
-    keep: Tensor | None,
-    key_keep: Tensor | None,
-    lengths: Tensor | None,
-    bias: Tensor,
-    causal: int | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    zero_empty_rows: bool,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
     grad_logsumexp: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Gradient of the bias of :func:`~.forward.attention_forward`, by Triton.
 
     Args:
         grad_out: (B, H, Lq, D), the gradient of out; any strides.
-        q, k, v and the mask: as given to the forward launcher; `bias` (B|1, H|1, Lq|1, Lk|1).
+        q, k, v, params: as given to the forward launcher; the bias (B|1, H|1, Lq|1, Lk|1).
         out, logsumexp: as it returned them.
         grad_logsumexp: (B, H, Lq) fp32, the gradient of logsumexp, or None.
 
@@ -299,24 +289,16 @@ def attention_grad_bias(
         The gradient in bias's shape and dtype, contiguous, summed in fp32: 0 where bias is -inf and from rows without
         keys. Bitwise equal from run to run.
     """
-    mask = {
-        "keep": keep, "key_keep": key_keep, "lengths": lengths, "bias": bias, "causal": causal, "scale": scale,
-        "dropout_p": dropout_p, "seed": seed, "zero_empty_rows": zero_empty_rows,
-    }  # fmt: skip
-    return _attention_grad_bias(grad_out, q, k, v, out, logsumexp, grad_logsumexp, **mask)[0].to(bias.dtype)
-
-
-def _grad_bias_call(inputs, outputs, mask: dict[str, object], _) -> list[Launch]:
-    *tensors, logsumexp, grad_logsumexp = inputs
-    return grad_bias_launches(*map(within_reach, tensors), logsumexp, grad_logsumexp, *outputs, mask)
+    gradient = _attention_grad_bias(grad_out, q, k, v, out, logsumexp, params, grad_logsumexp)[0]
+    return gradient.to(params.bias.dtype)
 
 
 @widen_bf16_if_interpreted(results=0)
 def _attention_grad_bias(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, grad_logsumexp: Tensor | None,
-    **mask: object,
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
+    grad_logsumexp: Tensor | None,
 ) -> tuple[Tensor]:  # fmt: skip
-    bias = mask["bias"]
+    bias = params.bias
     if q.numel() == 0 or k.numel() == 0 or bias.numel() == 0:
         return (torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device),)
     if grad_out.stride(-1) != 1:
@@ -326,5 +308,5 @@ def _attention_grad_bias(
     sums = part_sums(bias, sharing(q, k, bias)[2])
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
     outputs = (*empties_like(logsumexp, logsumexp), sums)
-    run_call(("attention grad_bias",), inputs, outputs, 0, mask, None, _grad_bias_call)
+    run_call("attention grad_bias", inputs, outputs, 0, params, grad_bias_launches)
     return (sums[0] if len(sums) == 1 else sums.sum(0),)

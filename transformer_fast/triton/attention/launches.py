@@ -1,46 +1,30 @@
-"""From an attention call to the launch of one of its kernels.
+"""From an attention call to the launch of one of its kernels."""
 
-What depends on shapes, strides and options alone is worked out once and kept: most of a short call would be this.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from torch import Tensor
 
-from ..configs import LONG, AttentionConfig, attention_config
-from ..launch_cache import run_again
+from ...attention_params import AttentionParams
+from ..configs import LONG, attention_config
+from ..launch_cache import run_cached
 from ..launcher import Launch, blocks_of
 from .tile_map import NO_MAP, length_order, packed_order, tile_lists
-from .tiles import bounded_offset, mask_arguments, padded_head_dim, tensor_arguments, within_reach
+from .tiles import bounded_offset, mask_arguments, tensor_arguments, within_reach
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
-    """Where the sequences of a packed batch lie.
-
-    Args:
-        cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0: sequence b has the rows from entry b to entry b + 1.
-        total_queries: rows of q in all.
-    """
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    total_queries: int
-
-
-def call_kind(keys: int, mask: dict[str, object], packed: Packed | None) -> str:
+def call_kind(keys: int, params: AttentionParams) -> str:
     """Which entry of the tile table a call takes."""
-    if mask["bias"] is not None:
+    if params.bias is not None:
         return "biased"
     if keys <= LONG:
         return "short"
-    masked = any(mask[part] is not None for part in ("keep", "key_keep", "lengths", "seed")) or packed is not None
-    return "long" if masked else "plain"
+    parts = (params.keep, params.key_keep, params.lengths, params.packed)
+    return "long" if params.dropout_p > 0.0 or any(part is not None for part in parts) else "plain"
 
 
 def order_arguments(
-    q: Tensor, k: Tensor, tile: tuple[int, int], columns: bool, mask: dict[str, object], packed: Packed | None
+    q: Tensor, k: Tensor, tile: tuple[int, int], columns: bool, params: AttentionParams
 ) -> dict[str, object]:
     """The arguments that a tile map adds, or those that say that there is none, but perhaps an order of batches.
 
@@ -48,16 +32,16 @@ def order_arguments(
         q, k: (B, H, Lq, D) and (B, Hkv, Lk, D).
         tile: queries and keys a tile.
         columns: for a program a tile of keys, which steps through queries.
-        mask, packed: as given to the launcher.
+        params: as given to the launcher.
     """
-    keep, key_keep, lengths, causal = mask["keep"], mask["key_keep"], mask["lengths"], mask["causal"]
+    lengths, packed = params.lengths, params.packed
     B, _, queries, _ = q.shape
     keys = k.shape[2]
     # Shorter programs end together in any order.
     ordered = keys > LONG
-    if keep is not None or key_keep is not None:
-        causal_offset = bounded_offset(causal, queries, keys)
-        call = keep, key_keep, lengths, causal_offset, B, queries, keys, tile
+    if params.keep is not None or params.key_keep is not None:
+        causal_offset = bounded_offset(params.causal, queries, keys)
+        call = params.keep, params.key_keep, lengths, causal_offset, B, queries, keys, tile
         return tile_lists(*call, columns=columns, ordered=ordered).arguments
     if ordered and packed is not None:
         return NO_MAP | {"batch_order": packed_order(packed.cu_seqlens_q, packed.cu_seqlens_k)}
@@ -66,33 +50,9 @@ def order_arguments(
     return NO_MAP
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What of a launch depends on shapes, strides and options alone, and so is the same from call to call."""
-
-    name: str
-    grid: int
-    arguments: dict[str, object]
-
-
-PLANS = 1024
-"""Plans kept; beyond that all are made anew."""
-_plans: dict[tuple, Plan] = {}
-
-
-def planned(key: tuple, make: Callable[[], Plan]) -> Plan:
-    """`make()`, or what it gave for this key before."""
-    plan = _plans.get(key)
-    if plan is None:
-        if len(_plans) >= PLANS:
-            _plans.clear()
-        plan = _plans[key] = make()
-    return plan
-
-
 def tile_launch(
     name: str, kernel, q: Tensor, k: Tensor, arch: str, tensors: dict[str, Tensor], rows: dict[str, Tensor | None],
-    mask: dict[str, object], packed: Packed | None,
+    params: AttentionParams,
 ) -> Launch:  # fmt: skip
     """Launch of an attention kernel with its tile from the table.
 
@@ -102,60 +62,35 @@ def tile_launch(
         q, k: (B, H, Lq, D) and (B, Hkv, Lk, D).
         arch: architecture class.
         tensors: (B, H, L, D) tensors by argument, q and k among them.
-        rows: tensors with a number a row, or None, by argument.
-        mask, packed: as given to the launcher.
+        rows: tensors with a number a row, or None, by argument; logsumexp among them.
+        params: as given to the launcher.
     """
-    lengths = mask["lengths"]
-    bias = None if mask["bias"] is None else within_reach(mask["bias"])
-    seed = mask["seed"] if mask["dropout_p"] > 0.0 else None
-    kind = call_kind(k.shape[2], mask, packed)
-    config = attention_config(name, arch, q.element_size() * 8, padded_head_dim(q.shape[-1]), kind)
-    key = (
-        name, arch, config, q.dtype, q.shape, k.shape, *[t.stride() for t in tensors.values()],
-        None if lengths is None else lengths.stride(), None if bias is None else (bias.shape, bias.stride()),
-        mask["keep"] is None and mask["key_keep"] is None, seed is None, packed is None, mask["causal"], mask["scale"],
-        mask["dropout_p"], mask["zero_empty_rows"],
-    )  # fmt: skip
-    plan = planned(key, lambda: _plan(name, q, k, config, tensors, mask | {"bias": bias}, packed))
+    arguments = mask_arguments(q, k, params) | tensor_arguments(**tensors)
+    kind = call_kind(k.shape[2], params)
+    config = attention_config(name, arch, q.element_size() * 8, arguments["BLOCK_D"], kind)
     tile = config.block_queries, config.block_keys
-    return Launch(
-        plan.name,
-        kernel,
-        plan.grid,
-        {
-            **plan.arguments, **order_arguments(q, k, tile, name == "grad_kv", mask, packed), **tensors, **rows,
-            "lengths": lengths, "bias": bias, "seed": seed,
-            "cu_seqlens_q": None if packed is None else packed.cu_seqlens_q,
-            "cu_seqlens_k": None if packed is None else packed.cu_seqlens_k,
-            "total_queries": q.shape[2] if packed is None else packed.total_queries,
-        },
-        config.num_warps,
-        config.num_stages,
-        config.max_registers,
-    )  # fmt: skip
-
-
-def _plan(
-    name: str, q: Tensor, k: Tensor, config: AttentionConfig, tensors: dict[str, Tensor], mask: dict[str, object],
-    packed: Packed | None,
-) -> Plan:  # fmt: skip
-    arguments = mask_arguments(q, k, **mask) | tensor_arguments(**tensors)
-    arguments |= {"BLOCK_QUERIES": config.block_queries, "BLOCK_KEYS": config.block_keys}
     kinds = {
-        "mapped": mask["keep"] is not None or mask["key_keep"] is not None, "biased": mask["bias"] is not None,
-        "packed": packed is not None, "dropout": arguments["seed"] is not None,
+        "mapped": params.keep is not None or params.key_keep is not None, "biased": params.bias is not None,
+        "packed": params.packed is not None, "dropout": arguments["seed"] is not None,
     }  # fmt: skip
     over, block = (k, config.block_keys) if name == "grad_kv" else (q, config.block_queries)
-    return Plan(
+    return Launch(
         f"attention {name} {str(q.dtype)[6:]} d{arguments['BLOCK_D']} {config.block_queries}x{config.block_keys}"
         f" {config.num_warps} warps {config.num_stages} stages"
         f"{'' if config.max_registers is None else f' {config.max_registers} registers'}"
         f"{''.join(f' {kind}' for kind, true in kinds.items() if true)}",
+        kernel,
         blocks_of(over.shape[2], block) * over.shape[0] * over.shape[1],
         {
-            name: value for name, value in arguments.items()
-            if not isinstance(value, Tensor) and name not in NO_MAP
+            **arguments, **order_arguments(q, k, tile, name == "grad_kv", params), **rows,
+            "cu_seqlens_q": None if params.packed is None else params.packed.cu_seqlens_q,
+            "cu_seqlens_k": None if params.packed is None else params.packed.cu_seqlens_k,
+            "total_queries": rows["logsumexp"].shape[-1],
+            "BLOCK_QUERIES": config.block_queries, "BLOCK_KEYS": config.block_keys,
         },
+        config.num_warps,
+        config.num_stages,
+        config.max_registers,
     )  # fmt: skip
 
 
@@ -164,22 +99,22 @@ MAP_TENSORS = frozenset(("keep", "key_keep", "tile_list", "tile_counts", "tile_o
 
 
 def run_call(
-    scalars: tuple, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...], keys: int,
-    mask: dict[str, object], packed: Packed | None, prepare: Callable[..., list[Launch]],
+    name: str, inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...], keys: int,
+    params: AttentionParams, prepare: Callable[..., list[Launch]],
 ) -> None:  # fmt: skip
     """Run the launches of an attention call, or those of an earlier call like it, with its pointers.
 
     Args:
-        scalars: hashable, what tells this launcher and its own options apart.
-        inputs, outputs: see :func:`..launch_cache.run_again`.
+        name: tells this launcher from the others.
+        inputs, outputs: see :func:`..launch_cache.run_cached`.
         keys: keys of the call, which decide whether there is an order to derive.
-        mask, packed: as given to the launcher.
-        prepare: the launches from (inputs, outputs, mask, packed).
+        params: as given to the launcher.
+        prepare: the launches from (inputs, outputs, params).
     """
-    keep, key_keep, lengths = mask["keep"], mask["key_keep"], mask["lengths"]
+    packed, lengths = params.packed, params.lengths
     sources: tuple[Tensor, ...] = ()
-    if keep is not None or key_keep is not None:
-        sources = tuple([t for t in (keep, key_keep, lengths) if t is not None])
+    if params.keep is not None or params.key_keep is not None:
+        sources = tuple([t for t in (params.keep, params.key_keep, lengths) if t is not None])
     elif keys > LONG and packed is not None:
         sources = packed.cu_seqlens_k, packed.cu_seqlens_q
     elif keys > LONG and lengths is not None and lengths.dim() == 1:
@@ -189,12 +124,16 @@ def run_call(
 
     def launches(*tensors: Tensor | None) -> list[Launch]:
         rest = tensors[parts + len(places) :]
-        where = None if packed is None else Packed(*tensors[parts : parts + 2], packed.total_queries)
-        return prepare(tensors[:own], rest, mask | dict(zip(PARTS, tensors[own:parts], strict=True)), where)
+        given = dict(zip(PARTS, tensors[own:parts], strict=True))
+        if packed is not None:
+            starts_q, starts_k = tensors[parts : parts + 2]
+            given["packed"] = replace(packed, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
+        return prepare(tensors[:own], rest, replace(params, **given))
 
-    options = mask["causal"], mask["scale"], mask["dropout_p"], mask["zero_empty_rows"]
-    inputs = (*inputs, *[mask[part] for part in PARTS], *places)
-    run_again((*scalars, *options), inputs, outputs, launches, sources, MAP_TENSORS)
+    lengths_of_packed = () if packed is None else (packed.max_q, packed.max_k)
+    options = params.causal, params.window, params.scale, params.dropout_p, params.zero_empty_rows
+    inputs = (*inputs, *[getattr(params, part) for part in PARTS], *places)
+    run_cached((name, *lengths_of_packed, *options), inputs, outputs, launches, sources, MAP_TENSORS)
 
 
 def packed_view(t: Tensor, batches: int, longest: int) -> Tensor:
@@ -203,11 +142,17 @@ def packed_view(t: Tensor, batches: int, longest: int) -> Tensor:
     return within_reach(t.transpose(0, 1))[:, :longest].expand(batches, -1, -1, -1)
 
 
-def packed_mask(
-    causal: bool, scale: float, dropout_p: float, seed: Tensor | None, zero_empty_rows: bool
-) -> dict[str, object]:
-    """The mask keywords of a packed call."""
-    return dict.fromkeys(("keep", "key_keep", "lengths", "bias")) | {
-        "causal": 0 if causal else None, "scale": scale, "dropout_p": dropout_p, "seed": seed,
-        "zero_empty_rows": zero_empty_rows,
-    }  # fmt: skip
+def kernel_views(
+    params: AttentionParams, queries: Iterable[Tensor], keys: Iterable[Tensor], *, written: bool = False
+) -> list[Tensor]:
+    """Tensors of a call as the kernels take them, (B, H, L, D): those like q, then those like k.
+
+    Args:
+        params: as given to the launcher.
+        queries, keys: (B, H, L, D), or of a packed batch (T, H, D).
+        written: whether the kernels write to them, so that they must not be copied.
+    """
+    if params.packed is None:
+        return [t if written else within_reach(t) for t in (*queries, *keys)]
+    packed, B = params.packed, params.packed.cu_seqlens_q.shape[0] - 1
+    return [packed_view(t, B, packed.max_q) for t in queries] + [packed_view(t, B, packed.max_k) for t in keys]

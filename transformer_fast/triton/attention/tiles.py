@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...attention_params import AttentionParams
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -164,21 +166,10 @@ def tensor_arguments(**tensors: Tensor) -> dict[str, object]:
     return arguments
 
 
-def mask_arguments(
-    q: Tensor,
-    k: Tensor,
-    *,
-    lengths: Tensor | None,
-    bias: Tensor | None,
-    causal: int | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | int | None,
-    zero_empty_rows: bool,
-    **dense: Tensor | None,
-) -> dict[str, object]:
+def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, object]:
     """Kernel arguments that say what is masked, scaled and dropped, but for dense masks, of which kernels read bits
     (:mod:`.tile_map`). Size-1 dimensions of a bias get stride 0."""
+    lengths, bias, dropout_p = params.lengths, params.bias, params.dropout_p
     H, Lq, D = q.shape[1:]
     Hkv, Lk = k.shape[1:3]
     strides = [0, 0, 0, 0]
@@ -194,17 +185,17 @@ def mask_arguments(
         "lengths": lengths,
         "lengths_batch": 0 if lengths is None else lengths.stride(0),
         "lengths_query": 0 if lengths is None or lengths.dim() == 1 else lengths.stride(1),
-        "seed": seed if dropout_p > 0.0 else None,
+        "seed": params.seed if dropout_p > 0.0 else None,
         "threshold": round(dropout_p * 65536),
         "rescale": 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
-        "scale": scale,
+        "scale": params.scale,
         "heads": H,
         "group": H // Hkv,
         "queries": Lq,
         "keys": Lk,
-        "causal_offset": bounded_offset(causal, Lq, Lk),
+        "causal_offset": bounded_offset(params.causal, Lq, Lk),
         "HEAD_DIM": D,
         "BLOCK_D": padded_head_dim(q.shape[-1]),
-        "ZERO_EMPTY_ROWS": zero_empty_rows,
+        "ZERO_EMPTY_ROWS": params.zero_empty_rows,
     }
     return arguments

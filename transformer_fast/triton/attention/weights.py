@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
 from ..philox import attention_keep_tile, load_seed
 from .launches import run_call
@@ -169,65 +170,43 @@ def _weights_kernel(
         tl.store(pointers, weights.to(out.dtype.element_ty), mask=inside)
 
 
-def weights_launch(q: Tensor, k: Tensor, logsumexp: Tensor, out: Tensor, mask: dict[str, object]) -> Launch:
-    """The launch that fills `out`; `mask` is :func:`attention_weights`'s keyword arguments."""
-    masking = mask_arguments(q, k, **mask) | bits_arguments(mask["keep"], mask["key_keep"])
+def weights_launches(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], params: AttentionParams) -> list[Launch]:
+    """The launch from :func:`attention_weights`'s tensors to its result."""
+    (q, k, logsumexp), (out,) = inputs, outputs
+    q, k = within_reach(q), within_reach(k)
+    masking = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep)
     unit = 16 if k.shape[2] % 16 == 0 else 1
     rows, keys, warps = TILES[q.element_size() * 8, masking["BLOCK_D"]]
-    return Launch(
-        name=f"attention weights {str(q.dtype)[6:]} d{masking['BLOCK_D']} {rows}x{keys} {warps} warps"
-        f"{' bias' if mask['bias'] is not None else ''}{' dropout' if masking['seed'] is not None else ''}",
-        kernel=_weights_kernel,
-        grid=blocks_of(q.shape[2], rows) * q.shape[0] * q.shape[1],
-        arguments=tensor_arguments(q=q, k=k)
-        | masking
-        | {"logsumexp": logsumexp, "out": out, "out_row": k.shape[2] // unit, "OUT_UNIT": unit}
-        | {"BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
-        num_warps=warps,
-        num_stages=1,
-    )
+    return [
+        Launch(
+            name=f"attention weights {str(q.dtype)[6:]} d{masking['BLOCK_D']} {rows}x{keys} {warps} warps"
+            f"{' bias' if params.bias is not None else ''}{' dropout' if masking['seed'] is not None else ''}",
+            kernel=_weights_kernel,
+            grid=blocks_of(q.shape[2], rows) * q.shape[0] * q.shape[1],
+            arguments=tensor_arguments(q=q, k=k)
+            | masking
+            | {"logsumexp": logsumexp, "out": out, "out_row": k.shape[2] // unit, "OUT_UNIT": unit}
+            | {"BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
+            num_warps=warps,
+            num_stages=1,
+        )
+    ]
 
 
-def attention_weights(
-    q: Tensor,
-    k: Tensor,
-    logsumexp: Tensor,
-    *,
-    keep: Tensor | None,
-    key_keep: Tensor | None,
-    lengths: Tensor | None,
-    bias: Tensor | None,
-    causal: int | None,
-    scale: float,
-    dropout_p: float,
-    seed: Tensor | None,
-    zero_empty_rows: bool,
-) -> Tensor:
+@widen_bf16_if_interpreted(results=1)
+def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor, params: AttentionParams) -> Tensor:
     """The weights of :func:`~.forward.attention_forward` by Triton, after dropout if there is a seed.
 
     Args:
         q: (B, H, Lq, D), fp32, fp16 or bf16; last stride 1.
         k: (B, Hkv, Lk, D) of q's dtype; last stride 1.
         logsumexp: (B, H, Lq) fp32, as the forward returned it.
-        keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, zero_empty_rows: those of the forward.
+        params: that of the forward, of a padded batch.
 
     Returns:
         (B, H, Lq, Lk) in q's dtype, contiguous. A row without keys is 1/Lk everywhere, or 0 with `zero_empty_rows`.
     """
-    return _attention_weights(
-        q, k, logsumexp, keep=keep, key_keep=key_keep, lengths=lengths, bias=bias, causal=causal, scale=scale,
-        dropout_p=dropout_p, seed=seed, zero_empty_rows=zero_empty_rows,
-    )[0]  # fmt: skip
-
-
-def _weights_call(inputs, outputs, mask: dict[str, object], _) -> list[Launch]:
-    q, k, logsumexp = inputs
-    return [weights_launch(within_reach(q), within_reach(k), logsumexp, *outputs, mask)]
-
-
-@widen_bf16_if_interpreted(results=1)
-def _attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor, **mask: object) -> tuple[Tensor]:
     out = torch.empty((*q.shape[:3], k.shape[2]), dtype=q.dtype, device=q.device)
     if out.numel() > 0:
-        run_call(("attention weights",), (q, k, logsumexp), (out,), 0, mask, None, _weights_call)
-    return (out,)
+        run_call("attention weights", (q, k, logsumexp), (out,), 0, params, weights_launches)
+    return out
