@@ -99,9 +99,9 @@ def test_lists_hold_the_tiles_with_work(dialect, tile):
             numbers, kinds = lists.lists[place].tolist(), classes[b, h, line]
             assert numbers[:full] == (kinds == FULL).nonzero().flatten().tolist()
             assert numbers[::-1][:partial] == (kinds == PARTIAL).nonzero().flatten().tolist()
-        ordered = work.expand(B, shape[1], -1)[: shape[0]].gather(2, lists.line_order.long())
+        ordered = work.expand(B, shape[1], -1)[: shape[0]].gather(2, lists.row_order.long())
         assert (ordered.diff(dim=2) <= 0).all()
-        assert torch.equal(lists.line_order.sort(2).values[0, 0].cpu(), torch.arange(shape[2], dtype=torch.int32))
+        assert torch.equal(lists.row_order.sort(2).values[0, 0].cpu(), torch.arange(shape[2], dtype=torch.int32))
         if shape[0] > 1:
             assert (work.expand(B, shape[1], -1).sum((1, 2))[lists.batch_order.long()].diff() <= 0).all()
 
