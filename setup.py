@@ -211,7 +211,7 @@ def kernels_name(instruction_set: str) -> str:
 
 def kernels_extension(name: str, flags: list[str]) -> cpp_extension.Extension:
     """The kernels for one instruction set: a library, which the module loads; it is no module for Python."""
-    # csrc/cpu/vec.h says where a product and a sum round once. GCC 12 warns inside its own headers (bug 105593).
+    # csrc/cpu/simd/vec.h says where a product and a sum round once. GCC 12 warns inside its own headers (bug 105593).
     cxx = [*CXX_FLAGS, *flags, "-ffp-contract=off", "-Wno-maybe-uninitialized"]
     return cpp_extension.CppExtension(
         kernels_name(name),

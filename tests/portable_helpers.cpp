@@ -1,8 +1,8 @@
 // The functions that every CPU kernel is made of, each against plain arithmetic: a program, built by
 // tests/test_portable.py for a processor without AVX2 and by tools/arm_check.py for aarch64. Needs no libtorch.
-#include "cpu/draws.h"
-#include "cpu/exponential.h"
-#include "cpu/operands.h"
+#include "cpu/simd/philox_dropout.h"
+#include "cpu/simd/exp.h"
+#include "cpu/simd/operands.h"
 
 #include <cstdio>
 #include <cstdlib>

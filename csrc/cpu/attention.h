@@ -8,9 +8,9 @@
 #include "attention_params.h"
 
 #include "buffer.h"
-#include "draws.h"
-#include "exponential.h"
-#include "operands.h"
+#include "simd/exp.h"
+#include "simd/operands.h"
+#include "simd/philox_dropout.h"
 
 #include <ATen/Parallel.h>
 #include <c10/util/ArrayRef.h>

@@ -6,7 +6,7 @@
 // A row is read from the first-level cache three times and from memory once.
 #include "cross_entropy.h"
 
-#include "exponential.h"
+#include "simd/exp.h"
 
 #include <ATen/Parallel.h>
 

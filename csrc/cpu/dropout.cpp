@@ -4,10 +4,10 @@
 #include "dropout.h"
 
 #include "buffer.h"
-#include "draws.h"
-#include "pages.h"
 #include "partials.h"
-#include "vec.h"
+#include "simd/philox_dropout.h"
+#include "simd/prefault.h"
+#include "simd/vec.h"
 
 #include <ATen/Parallel.h>
 

@@ -1,7 +1,7 @@
 // Types of elements, as the kernels of the CPU and the code that calls them see them.
 #pragma once
 
-#include "intrinsics.h"
+#include "simd/intrinsics.h"
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>

@@ -2,10 +2,10 @@
 // is in embedding_backward.cpp, the sinusoidal table in positional_table.cpp.
 #include "embedding.h"
 
-#include "draws.h"
 #include "grain.h"
-#include "pages.h"
-#include "vec.h"
+#include "simd/philox_dropout.h"
+#include "simd/prefault.h"
+#include "simd/vec.h"
 
 #include <ATen/Parallel.h>
 

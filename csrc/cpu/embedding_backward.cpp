@@ -4,9 +4,9 @@
 // on every run and for every number of threads.
 #include "embedding.h"
 
-#include "draws.h"
 #include "grain.h"
-#include "vec.h"
+#include "simd/philox_dropout.h"
+#include "simd/vec.h"
 
 #include <ATen/Parallel.h>
 

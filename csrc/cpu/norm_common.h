@@ -4,9 +4,9 @@
 #include "norm.h"
 
 #include "buffer.h"
-#include "draws.h"
-#include "pages.h"
-#include "vec.h"
+#include "simd/philox_dropout.h"
+#include "simd/prefault.h"
+#include "simd/vec.h"
 
 #include <ATen/Parallel.h>
 

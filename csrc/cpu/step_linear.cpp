@@ -5,7 +5,7 @@
 #include "generation.h"
 
 #include "buffer.h"
-#include "operands.h"
+#include "simd/operands.h"
 
 #include <ATen/Parallel.h>
 
@@ -20,11 +20,8 @@ constexpr int64_t kW = kLanes<float>, kPanel = kStepPanel;
 constexpr int64_t kDepth = 64;  // inputs at a time: their weights, the next ones and the rows stay in the first cache
 constexpr int64_t kLine = 64 / sizeof(float);
 constexpr int64_t kLines = kPanel / kLine;  // that a step reads of the weights: 1 or 2
-#if defined(__AVX512F__)
-constexpr int kMostRows = 12;  // 12 x 2 sums, 2 vectors of weights and a broadcast of 32 registers
-#else
-constexpr int kMostRows = 6;
-#endif
+// 12 x 2 sums, 2 vectors of weights and a broadcast of 32 registers.
+constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
 
 struct InputRows {
   const float* data;

@@ -15,9 +15,6 @@
 namespace transformer_fast {
 namespace {
 
-typedef uint64_t CounterVector __attribute__((vector_size(kVectorBytes)));
-constexpr int64_t kCounters = kVectorBytes / 8;
-
 // 0, 1, 2 .. of the lanes; a constant, where a loop over the lanes becomes an insertion for each.
 template <std::size_t... lane>
 inline CounterVector ascending(std::index_sequence<lane...>) {
@@ -29,26 +26,12 @@ inline CounterVector lane_numbers() { return ascending(std::make_index_sequence<
 constexpr int64_t kDrawColumns = 1024;
 constexpr int64_t kDrawRoom = kDrawColumns + 2 * kCounters * kDrawsPerCall;  // a batch more
 
-// The low 32 bits of every lane times a 32-bit constant.
-inline CounterVector multiply(CounterVector v, uint32_t constant) {
-#if defined(__AVX512F__)
-  return reinterpret_cast<CounterVector>(_mm512_mul_epu32(reinterpret_cast<__m512i>(v), _mm512_set1_epi64(constant)));
-#elif defined(__AVX2__)
-  return reinterpret_cast<CounterVector>(_mm256_mul_epu32(reinterpret_cast<__m256i>(v), _mm256_set1_epi64x(constant)));
-#else
-  return (v & 0xffffffff) * constant;
-#endif
-}
-
 // Interleaves two vectors: low gets the first halves of both, high the second halves.
-inline void interleave(CounterVector a, CounterVector b, CounterVector& low, CounterVector& high) {
-#if defined(__AVX512F__)
-  low = __builtin_shuffle(a, b, CounterVector{0, 8, 1, 9, 2, 10, 3, 11});
-  high = __builtin_shuffle(a, b, CounterVector{4, 12, 5, 13, 6, 14, 7, 15});
-#else
-  low = __builtin_shuffle(a, b, CounterVector{0, 4, 1, 5});
-  high = __builtin_shuffle(a, b, CounterVector{2, 6, 3, 7});
-#endif
+template <std::size_t... lane>
+inline void interleave(CounterVector a, CounterVector b, CounterVector& low, CounterVector& high,
+                       std::index_sequence<lane...>) {
+  low = __builtin_shuffle(a, b, CounterVector{lane / 2 + lane % 2 * kCounters...});
+  high = __builtin_shuffle(a, b, CounterVector{kCounters / 2 + lane / 2 + lane % 2 * kCounters...});
 }
 
 // The calls that are made at once: call[u][lane] of row[u][lane].
@@ -111,7 +94,8 @@ inline void draw_batch(uint64_t seed, const Batch& batch, uint16_t* draws) {
   }
   for (int u = 0; u < 2; ++u) {
     CounterVector low, high;
-    interleave((c0[u] & 0xffffffff) | (c1[u] << 32), (c2[u] & 0xffffffff) | (c3[u] << 32), low, high);
+    interleave((c0[u] & 0xffffffff) | (c1[u] << 32), (c2[u] & 0xffffffff) | (c3[u] << 32), low, high,
+               std::make_index_sequence<kCounters>());
     std::memcpy(draws + u * 8 * kCounters, &low, sizeof(low));
     std::memcpy(draws + u * 8 * kCounters + 4 * kCounters, &high, sizeof(high));
   }
