@@ -17,7 +17,7 @@ using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // Rows of a matrix, `stride` elements apart, whose columns are neighbours; or nothing.
 template <typename T>
-struct RowMatrix {
+struct RowView {
   T* data = nullptr;
   int64_t stride = 0;
 

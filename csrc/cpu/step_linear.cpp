@@ -98,9 +98,9 @@ void multiply_some(int64_t rows, InputRows x, const float* weights, const Next& 
 // The rows of a thread's own copy: rows a power of two apart would share a few sets of the cache.
 InputRows copy_rows(const float* x, int64_t rows, int64_t depth) {
   if (rows == 1) return {x, depth};
-  static thread_local KeptBuffer<float> kept;
+  static thread_local GrowingBuffer<float> buffer;
   const int64_t stride = depth + kLine;
-  float* const copy = kept.reserve(rows * stride);
+  float* const copy = buffer.reserve(rows * stride);
   for (int64_t m = 0; m < rows; ++m) std::copy_n(x + m * depth, depth, copy + m * stride);
   return {copy, stride};
 }

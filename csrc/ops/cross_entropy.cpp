@@ -184,7 +184,7 @@ struct LinearCrossEntropy {
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options&,
                                 const Needs& needs) {
     const Tensor scale = grads[0] * saved[6];
-    // What was kept for a graph that ends here is scaled where it lies, and handed over.
+    // What was saved for a graph that ends here is scaled where it lies, and handed over.
     const bool ends =
         !torch::autograd::get_current_graph_task_keep_graph() && eager::is_plain_eager(grads, /*any_device=*/true);
     const bool scaled = ends && scale.is_cpu() && scale.item<double>() == 1;

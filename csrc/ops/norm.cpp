@@ -30,18 +30,18 @@ Tensor as_rows(const Tensor& x) {
 OptionalTensor as_rows(const OptionalTensor& x) { return x ? OptionalTensor(as_rows(*x)) : OptionalTensor(); }
 
 template <typename T>
-RowMatrix<const T> rows_of(const Tensor& x) {
+RowView<const T> rows_of(const Tensor& x) {
   return {x.const_data_ptr<T>(), x.stride(0)};
 }
 
 template <typename T>
-RowMatrix<const T> rows_of(const OptionalTensor& x) {
-  return x ? rows_of<T>(*x) : RowMatrix<const T>{};
+RowView<const T> rows_of(const OptionalTensor& x) {
+  return x ? rows_of<T>(*x) : RowView<const T>{};
 }
 
 // Of a result, which is contiguous, or nothing.
 template <typename T>
-RowMatrix<T> result_rows(const Tensor& result, int64_t d) {
+RowView<T> result_rows(const Tensor& result, int64_t d) {
   return {result.defined() ? result.mutable_data_ptr<T>() : nullptr, d};
 }
 

@@ -22,7 +22,7 @@ inline V fma(V a, V b, V c) {
 
 // The low 32 bits of every lane times a 32-bit constant.
 template <typename V>
-inline V multiply(V v, uint32_t constant) {
+inline V multiply_low_words(V v, uint32_t constant) {
   return (v & 0xffffffff) * constant;
 }
 

@@ -38,7 +38,7 @@ inline V add_products(V sums, V a, V b) {
 }
 
 template <typename E, typename V>
-inline V multiply_add(V sums, E factor, V row) {
+inline V add_product(V sums, E factor, V row) {
   if constexpr (std::is_same_v<E, Pair>)
     return add_pairs(sums, row, broadcast_pair(factor));
   else
@@ -113,7 +113,7 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
     for (int n = 0; n < kVectors; ++n) row[n] = widen(b + k * b_stride + n * lanes);
     for (int m = 0; m < kRows; ++m) {
       const E element = a[m * a_row + k * a_column];
-      for (int n = 0; n < kVectors; ++n) sums[m][n] = multiply_add(sums[m][n], element, row[n]);
+      for (int n = 0; n < kVectors; ++n) sums[m][n] = add_product(sums[m][n], element, row[n]);
     }
   }
 #pragma GCC unroll 6

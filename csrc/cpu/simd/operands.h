@@ -100,7 +100,7 @@ inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows,
         const Vector<A> upper = load_bits(row, count), lower = load_bits(row + stride, r + 1 < rows ? count : 0);
         const Vector<A> pairs[2] = {halves_interleaved(upper, lower, 0), halves_interleaved(upper, lower, 16)};
         for (int64_t n = 0; n * lanes < count; ++n) {
-          poison = multiply_add(poison, Pair{}, pairs[n]);
+          poison = add_product(poison, Pair{}, pairs[n]);
           narrow(reinterpret_cast<A*>(scratch + r / 2 * padded + c + n * lanes), pairs[n]);
         }
       }

@@ -1,7 +1,7 @@
-// Dropout on the CPU: the 16-bit draws of a stretch of one row, by the elementwise contract of philox.h.
+// Dropout on the CPU: 16 random bits for each element, by the elementwise contract of philox.h.
 //
-// The draws go through a small buffer that stays in the first-level cache: making them (64-bit integer lanes) and
-// using them (lanes of the element's type) are then two plain loops, and no kernel knows how a counter is laid out.
+// They go through a small buffer that stays in the first-level cache: making them (64-bit integer lanes) and using them
+// (lanes of the element's type) are then two plain loops, and no kernel knows how a counter is laid out.
 
 #pragma once
 
@@ -22,9 +22,9 @@ inline CounterVector ascending(std::index_sequence<lane...>) {
 }
 inline CounterVector lane_numbers() { return ascending(std::make_index_sequence<kCounters>()); }
 
-// Columns handled at a time, and the room their draws take: whole vectors are written, so a few more than asked for.
-constexpr int64_t kDrawColumns = 1024;
-constexpr int64_t kDrawRoom = kDrawColumns + 2 * kCounters * kDrawsPerCall;  // a batch more
+// Columns in a chunk, and the room for their random bits, 16 each: whole vectors are written, so a few more than asked for.
+constexpr int64_t kChunkColumns = 1024;
+constexpr int64_t kBitsRoom = kChunkColumns + 2 * kCounters * kColumnsPerCall;  // a batch more
 
 // Interleaves two vectors: low gets the first halves of both, high the second halves.
 template <std::size_t... lane>
@@ -68,10 +68,10 @@ struct Batch {
   }
 };
 
-// Philox 4x32-10 of a batch, 8 draws for each call. One 32-bit word sits in the low half of each 64-bit lane, where the
+// Philox 4x32-10 of a batch, the bits of 8 columns for each call. One 32-bit word sits in the low half of each 64-bit lane, where the
 // multiplication wants it; two independent vectors hide its latency. The upper halves carry garbage that no
 // multiplication reads.
-inline void draw_batch(uint64_t seed, const Batch& batch, uint16_t* draws) {
+inline void philox_batch(uint64_t seed, const Batch& batch, uint16_t* bits) {
   CounterVector c0[2], c1[2], c2[2], c3[2];
   for (int u = 0; u < 2; ++u) {
     c0[u] = batch.call[u];
@@ -83,7 +83,8 @@ inline void draw_batch(uint64_t seed, const Batch& batch, uint16_t* draws) {
 #pragma GCC unroll 10
   for (int round = 0; round < kPhiloxRounds; ++round) {
     for (int u = 0; u < 2; ++u) {
-      const CounterVector product0 = multiply(c0[u], kPhiloxM0), product1 = multiply(c2[u], kPhiloxM1);
+      const CounterVector product0 = multiply_low_words(c0[u], kPhiloxM0),
+                          product1 = multiply_low_words(c2[u], kPhiloxM1);
       c0[u] = (product1 >> 32) ^ c1[u] ^ static_cast<uint64_t>(key0);
       c1[u] = product1;
       c2[u] = (product0 >> 32) ^ c3[u] ^ static_cast<uint64_t>(key1);
@@ -96,8 +97,8 @@ inline void draw_batch(uint64_t seed, const Batch& batch, uint16_t* draws) {
     CounterVector low, high;
     interleave((c0[u] & 0xffffffff) | (c1[u] << 32), (c2[u] & 0xffffffff) | (c3[u] << 32), low, high,
                std::make_index_sequence<kCounters>());
-    std::memcpy(draws + u * 8 * kCounters, &low, sizeof(low));
-    std::memcpy(draws + u * 8 * kCounters + 4 * kCounters, &high, sizeof(high));
+    std::memcpy(bits + u * 8 * kCounters, &low, sizeof(low));
+    std::memcpy(bits + u * 8 * kCounters + 4 * kCounters, &high, sizeof(high));
   }
 }
 
@@ -109,73 +110,73 @@ struct Dropout {
   Dropout() = default;
   explicit Dropout(const DropoutParams& params) : seed(static_cast<uint64_t>(params.seed)), rate(params.p) {}
 
-  // Draws of columns [column, column + count) of one row; column % 8 == 0, count <= kDrawColumns, draws[kDrawRoom].
-  void draw(int64_t row, int64_t column, int64_t count, uint16_t* draws) const {
-    for (int64_t c = 0; c < count; c += Batch::kCalls * kDrawsPerCall)
-      draw_batch(seed, Batch(row, (column + c) / kDrawsPerCall), draws + c);
+  // The bits of columns [column, column + count) of one row; column % 8 == 0, count <= kChunkColumns, bits[kBitsRoom].
+  void random_bits(int64_t row, int64_t column, int64_t count, uint16_t* bits) const {
+    for (int64_t c = 0; c < count; c += Batch::kCalls * kColumnsPerCall)
+      philox_batch(seed, Batch(row, (column + c) / kColumnsPerCall), bits + c);
   }
 
   template <typename A>
-  Vector<A> apply(Vector<A> v, const uint16_t* draws) const {
-    ShortVector<A> bits;
-    std::memcpy(&bits, draws, sizeof(bits));
+  Vector<A> apply(Vector<A> v, const uint16_t* bits) const {
+    ShortVector<A> lanes;
+    std::memcpy(&lanes, bits, sizeof(lanes));
     const auto threshold = IntegerVector<A>{} + static_cast<IntegerLane<A>>(rate.threshold);
-    const auto keep = __builtin_convertvector(bits, IntegerVector<A>) >= threshold;
+    const auto keep = __builtin_convertvector(lanes, IntegerVector<A>) >= threshold;
     return keep ? v * static_cast<A>(rate.scale) : Vector<A>{};
   }
 };
 
-// The draws of rows that follow one another, d columns each: of a stretch of a wide row when it is asked for, of narrow
+// The random bits of rows that follow one another, d columns each: of a chunk of a wide row when it is asked for, of narrow
 // rows for many at once, each of which would leave half a batch of calls or more to waste.
-class RowDraws {
+class RandomBits {
  public:
   // Of the rows before `end`.
-  RowDraws(const Dropout& dropout, int64_t d, int64_t end)
-      : dropout_(dropout), d_(d), calls_((d + kDrawsPerCall - 1) / kDrawsPerCall), end_(end) {}
+  RandomBits(const Dropout& dropout, int64_t d, int64_t end)
+      : dropout_(dropout), d_(d), calls_((d + kColumnsPerCall - 1) / kColumnsPerCall), end_(end) {}
 
-  // As Dropout::draw, valid until the next call.
+  // As Dropout::random_bits, valid until the next call.
   const uint16_t* of(int64_t row, int64_t column, int64_t count) {
     if (calls_ > Batch::kCalls / 2) {
-      dropout_.draw(row, column, count, draws_);
-      return draws_;
+      dropout_.random_bits(row, column, count, bits_);
+      return bits_;
     }
     return of_narrow(row) + column;
   }
 
-  // The draws of narrow rows, of kDrawColumns elements together at most, side by side and as long as the rows.
+  // The bits of narrow rows, of kChunkColumns elements together at most, side by side and as long as the rows.
   const uint16_t* side_by_side(int64_t first, int64_t last) {
     const uint16_t* const held = of_narrow(first);
-    if (d_ % kDrawsPerCall == 0 && last <= last_) return held;
+    if (d_ % kColumnsPerCall == 0 && last <= last_) return held;
     uint16_t* place = packed_;
     for (int64_t row = first; row < last; ++row, place += d_) {
-      const uint16_t* const draws = of_narrow(row);
-      for (int64_t c = 0; c < d_; c += kDrawsPerCall)  // more than there are, which the next row overwrites
-        std::memcpy(place + c, draws + c, kDrawsPerCall * sizeof(uint16_t));
+      const uint16_t* const bits = of_narrow(row);
+      for (int64_t c = 0; c < d_; c += kColumnsPerCall)  // more than there are, which the next row overwrites
+        std::memcpy(place + c, bits + c, kColumnsPerCall * sizeof(uint16_t));
     }
     return packed_;
   }
 
  private:
   const uint16_t* of_narrow(int64_t row) {
-    if (row < first_ || row >= last_) draw_rows(row);
-    return draws_ + (row - first_) * calls_ * kDrawsPerCall;
+    if (row < first_ || row >= last_) fill_rows(row);
+    return bits_ + (row - first_) * calls_ * kColumnsPerCall;
   }
 
-  void draw_rows(int64_t row) {
+  void fill_rows(int64_t row) {
     first_ = row;
-    last_ = std::min(end_, row + kDrawColumns / kDrawsPerCall / calls_);
+    last_ = std::min(end_, row + kChunkColumns / kColumnsPerCall / calls_);
     Batch batch(row, 0);
     batch.wrap(calls_);
-    const int64_t draws = (last_ - first_) * calls_ * kDrawsPerCall;
-    for (int64_t i = 0; i < draws; i += Batch::kCalls * kDrawsPerCall, batch.advance(calls_))
-      draw_batch(dropout_.seed, batch, draws_ + i);
+    const int64_t count = (last_ - first_) * calls_ * kColumnsPerCall;
+    for (int64_t i = 0; i < count; i += Batch::kCalls * kColumnsPerCall, batch.advance(calls_))
+      philox_batch(dropout_.seed, batch, bits_ + i);
   }
 
   const Dropout dropout_;
   const int64_t d_, calls_, end_;
-  int64_t first_ = 0, last_ = 0;  // the narrow rows whose draws are held
-  alignas(64) uint16_t draws_[kDrawRoom];
-  alignas(64) uint16_t packed_[kDrawColumns + kDrawsPerCall];
+  int64_t first_ = 0, last_ = 0;  // the narrow rows whose bits are held
+  alignas(64) uint16_t bits_[kBitsRoom];
+  alignas(64) uint16_t packed_[kChunkColumns + kColumnsPerCall];
 };
 
 }  // namespace
