@@ -86,24 +86,20 @@ TwoTensors forward_meta(const Tensor& q, const Tensor& /* k_cache */, const Tens
   return {at::empty_like(q), meta_tensor(q, q.sym_sizes().slice(0, 3), arithmetic_type(q))};
 }
 
-const auto& forward_op() {
-  static const Operator<decltype(forward)> op("attention_decode");
-  return op;
-}
-
 TwoTensors forward_autograd(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
                             const OptionalTensor& page_table, bool causal, double scale, std::string_view backend) {
   TORCH_CHECK(!eager::needs_gradient(q, k_cache, v_cache),
               "attention_decode has no gradient: call it under torch.no_grad(), or use transformer_fast.attention");
-  return below_autograd(forward, forward_op(), false, q, k_cache, v_cache, lengths, page_table, causal, scale, backend);
+  return below_autograd<"attention_decode", forward>(false, q, k_cache, v_cache, lengths, page_table, causal, scale,
+                                                     backend);
 }
 
 template <c10::DeviceType device>
 TwoTensors forward_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
                             const OptionalTensor& page_table, bool causal, double scale, std::string_view backend) {
   const NoAutocast<device> no_autocast;
-  return forward_op()(autocast<device>(q), autocast<device>(k_cache), autocast<device>(v_cache), lengths, page_table,
-                      causal, scale, backend);
+  return op<"attention_decode", forward>()(autocast<device>(q), autocast<device>(k_cache), autocast<device>(v_cache),
+                                           lengths, page_table, causal, scale, backend);
 }
 
 }  // namespace
