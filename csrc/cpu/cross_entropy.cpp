@@ -60,9 +60,6 @@ void cross_entropy_rows(const CrossEntropyParams<T>& p) {
   });
 }
 
-template void cross_entropy_rows(const CrossEntropyParams<float>&);
-template void cross_entropy_rows(const CrossEntropyParams<double>&);
-template void cross_entropy_rows(const CrossEntropyParams<c10::Half>&);
-template void cross_entropy_rows(const CrossEntropyParams<c10::BFloat16>&);
+TRANSFORMER_FAST_FOR_EACH_TYPE(void, cross_entropy_rows, CrossEntropyParams)
 
 }  // namespace transformer_fast

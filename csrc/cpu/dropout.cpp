@@ -4,6 +4,7 @@
 #include "dropout.h"
 
 #include "buffer.h"
+#include "grain.h"
 #include "partials.h"
 #include "simd/philox_dropout.h"
 #include "simd/prefault.h"
@@ -15,8 +16,6 @@
 
 namespace transformer_fast {
 namespace {
-
-constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
 
 // Narrow rows that are handled as one. Their first column is 0, and what there is for each column they find repeated.
 template <typename A>
@@ -31,7 +30,7 @@ template <typename T, typename Body>
 void for_chunks(int64_t rows, int64_t d, T* to, bool drop, const Dropout& dropout, Body&& body) {
   const int64_t block = rows_as_one<Accumulate<T>>(d);
   if (block > 1) {
-    at::parallel_for(0, rows, kGrain / d, [&](int64_t begin, int64_t end) __attribute__((flatten)) {
+    at::parallel_for(0, rows, grain(d), [&](int64_t begin, int64_t end) __attribute__((flatten)) {
       Pages pages(to + begin * d, to + end * d);
       RandomBits random(dropout, d, end);
       for_blocks(to, d, begin, end, block, pages, [&](int64_t first, int64_t last) {
@@ -41,19 +40,19 @@ void for_chunks(int64_t rows, int64_t d, T* to, bool drop, const Dropout& dropou
     return;
   }
   const int64_t chunks = (d + kChunkColumns - 1) / kChunkColumns;
-  const int64_t grain = std::max<int64_t>(1, kGrain / std::min(d, kChunkColumns));
-  at::parallel_for(0, rows * chunks, grain, [&](int64_t begin, int64_t end) __attribute__((flatten)) {
-    int64_t row = begin / chunks, column = begin % chunks * kChunkColumns;
-    Pages pages(to + row * d + column, to + end / chunks * d + end % chunks * kChunkColumns);
-    RandomBits random(dropout, d, rows);
-    for (int64_t i = begin; i < end; ++i) {
-      const int64_t element = row * d + column, elements = std::min(kChunkColumns, d - column);
-      pages.prefault(to + element + elements);
-      body(column, element, elements, drop ? random.of(row, column, elements) : nullptr);
-      column += kChunkColumns;
-      if (column >= d) ++row, column = 0;
-    }
-  });
+  at::parallel_for(0, rows * chunks, grain(std::min(d, kChunkColumns)),
+                   [&](int64_t begin, int64_t end) __attribute__((flatten)) {
+                     int64_t row = begin / chunks, column = begin % chunks * kChunkColumns;
+                     Pages pages(to + row * d + column, to + end / chunks * d + end % chunks * kChunkColumns);
+                     RandomBits random(dropout, d, rows);
+                     for (int64_t i = begin; i < end; ++i) {
+                       const int64_t element = row * d + column, elements = std::min(kChunkColumns, d - column);
+                       pages.prefault(to + element + elements);
+                       body(column, element, elements, drop ? random.of(row, column, elements) : nullptr);
+                       column += kChunkColumns;
+                       if (column >= d) ++row, column = 0;
+                     }
+                   });
 }
 
 // A bias as for_chunks() finds it: in the type of the arithmetic, repeated for narrow rows.
@@ -164,13 +163,7 @@ void dropout_backward(const DropoutBackwardParams<T>& p) {
   sum_partials(sums, chunks * block, d, p.grad_bias);
 }
 
-template void dropout_forward(const DropoutForwardParams<float>&);
-template void dropout_forward(const DropoutForwardParams<double>&);
-template void dropout_forward(const DropoutForwardParams<c10::Half>&);
-template void dropout_forward(const DropoutForwardParams<c10::BFloat16>&);
-template void dropout_backward(const DropoutBackwardParams<float>&);
-template void dropout_backward(const DropoutBackwardParams<double>&);
-template void dropout_backward(const DropoutBackwardParams<c10::Half>&);
-template void dropout_backward(const DropoutBackwardParams<c10::BFloat16>&);
+TRANSFORMER_FAST_FOR_EACH_TYPE(void, dropout_forward, DropoutForwardParams)
+TRANSFORMER_FAST_FOR_EACH_TYPE(void, dropout_backward, DropoutBackwardParams)
 
 }  // namespace transformer_fast

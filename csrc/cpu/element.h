@@ -40,4 +40,11 @@ struct DropoutParams {
   int64_t seed = 0;
 };
 
+// Compiles a kernel for each type of elements.
+#define TRANSFORMER_FAST_FOR_EACH_TYPE(Result, kernel, Params) \
+  template Result kernel(const Params<float>&);                \
+  template Result kernel(const Params<double>&);               \
+  template Result kernel(const Params<c10::Half>&);            \
+  template Result kernel(const Params<c10::BFloat16>&);
+
 }  // namespace transformer_fast

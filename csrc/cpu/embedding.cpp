@@ -232,10 +232,7 @@ void add_repeated(const AddRepeatedParams<T>& p) {
   p.narrow_table ? add(p.narrow_table) : add(p.wide_table);
 }
 
-template bool encode(const EncodeParams<float>&);
-template bool encode(const EncodeParams<double>&);
-template bool encode(const EncodeParams<c10::Half>&);
-template bool encode(const EncodeParams<c10::BFloat16>&);
+TRANSFORMER_FAST_FOR_EACH_TYPE(bool, encode, EncodeParams)
 template void add_repeated(const AddRepeatedParams<c10::Half>&);
 template void add_repeated(const AddRepeatedParams<c10::BFloat16>&);
 

@@ -144,9 +144,6 @@ bool embed_backward(const EmbedBackwardParams<T>& p) {
   return by_id.all_valid;
 }
 
-template bool embed_backward(const EmbedBackwardParams<float>&);
-template bool embed_backward(const EmbedBackwardParams<double>&);
-template bool embed_backward(const EmbedBackwardParams<c10::Half>&);
-template bool embed_backward(const EmbedBackwardParams<c10::BFloat16>&);
+TRANSFORMER_FAST_FOR_EACH_TYPE(bool, embed_backward, EmbedBackwardParams)
 
 }  // namespace transformer_fast

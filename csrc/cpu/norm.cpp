@@ -6,6 +6,7 @@
 // A row fits in a cache near the core, so the statistics take two plain passes over it: as accurate as Welford's
 // method and free of its divisions.
 
+#include "grain.h"
 #include "norm_common.h"
 
 #include <algorithm>
@@ -13,8 +14,6 @@
 
 namespace transformer_fast {
 namespace {
-
-constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
 
 // summed = residual + dropout(x), some elements of it; each vector is passed to use(vector, column, count, slot).
 template <typename T, typename Use>
@@ -199,7 +198,7 @@ struct Forward {
 
   template <int kVectors>
   void all_rows(int64_t count) const {
-    at::parallel_for(0, count, std::max<int64_t>(1, kGrain / added.d), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, count, grain(added.d), [&](int64_t begin, int64_t end) {
       if constexpr (kVectors == 0 && std::is_same_v<T, A>) {
         if (added.residual)
           return with_flags(weight, bias,
@@ -226,9 +225,6 @@ void norm_forward(const NormForwardParams<T>& p) {
   with_vectors<T>(p.d, [&](auto vectors) { forward.template all_rows<vectors>(p.rows); });
 }
 
-template void norm_forward(const NormForwardParams<float>&);
-template void norm_forward(const NormForwardParams<double>&);
-template void norm_forward(const NormForwardParams<c10::Half>&);
-template void norm_forward(const NormForwardParams<c10::BFloat16>&);
+TRANSFORMER_FAST_FOR_EACH_TYPE(void, norm_forward, NormForwardParams)
 
 }  // namespace transformer_fast

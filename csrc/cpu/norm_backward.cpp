@@ -79,7 +79,7 @@ struct Backward {
     });
     const auto totals = [](const auto& sums) {
       if constexpr (kRows == 1) return Four<A>{lanes_added(sums[0])};
-      return four_sums<A>(sums);
+      return four_lanes_added<A>(sums[0], sums[1], sums[2], sums[3]);
     };
     const A part = 1 / static_cast<A>(d);
     Four<A> slope = totals(gh_sums);
@@ -239,9 +239,6 @@ void norm_backward(const NormBackwardParams<T>& p) {
   finish(db, p.grad_bias);
 }
 
-template void norm_backward(const NormBackwardParams<float>&);
-template void norm_backward(const NormBackwardParams<double>&);
-template void norm_backward(const NormBackwardParams<c10::Half>&);
-template void norm_backward(const NormBackwardParams<c10::BFloat16>&);
+TRANSFORMER_FAST_FOR_EACH_TYPE(void, norm_backward, NormBackwardParams)
 
 }  // namespace transformer_fast

@@ -20,23 +20,17 @@
 namespace transformer_fast {
 namespace {
 
-// (rows, d) with unit stride along the columns; a view wherever the strides allow one.
+// (rows, d) with unit stride along the columns; a view wherever the strides allow one. Or nothing.
 Tensor as_rows(const Tensor& x) {
+  if (!x.defined()) return x;
   const int64_t d = x.size(-1);
   const Tensor dense = d == 1 || x.stride(-1) == 1 ? x : x.contiguous();
   return dense.dim() == 2 ? dense : dense.reshape({x.numel() / d, d});
 }
 
-OptionalTensor as_rows(const OptionalTensor& x) { return x ? OptionalTensor(as_rows(*x)) : OptionalTensor(); }
-
 template <typename T>
 RowView<const T> rows_of(const Tensor& x) {
-  return {x.const_data_ptr<T>(), x.stride(0)};
-}
-
-template <typename T>
-RowView<const T> rows_of(const OptionalTensor& x) {
-  return x ? rows_of<T>(*x) : RowView<const T>{};
+  return x.defined() ? RowView<const T>{x.const_data_ptr<T>(), x.stride(0)} : RowView<const T>{};
 }
 
 // Of a result, which is contiguous, or nothing.
@@ -50,8 +44,7 @@ RowView<T> result_rows(const Tensor& result, int64_t d) {
 NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                         const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
                         void* mean, void* rstd) {
-  const Tensor x_rows = as_rows(x);
-  const OptionalTensor residual_rows = as_rows(residual);
+  const Tensor x_rows = as_rows(x), residual_rows = as_rows(eager::or_undefined(residual));
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
   NormResult result{at::cpu::empty(x.sizes(), x.options()), {}};
   if (residual) result.summed = at::cpu::empty(x.sizes(), x.options());
@@ -71,7 +64,7 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
                             const OptionalTensor& weight, const void* mean, const void* rstd, bool std,
                             double dropout_p, const OptionalTensor& seed, NormNeeds needs) {
   const Tensor dy_rows = as_rows(grad_out), x_rows = as_rows(x);
-  const OptionalTensor grad_summed_rows = as_rows(grad_summed);
+  const Tensor grad_summed_rows = as_rows(eager::or_undefined(grad_summed));
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
   const bool narrow_weights = weight && weight->scalar_type() == x.scalar_type();
   const auto weight_options = x.options().dtype(narrow_weights ? x.scalar_type() : arithmetic_type(x));

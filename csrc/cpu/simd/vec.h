@@ -146,18 +146,13 @@ inline auto lanes_added(V v) {
   }
 }
 
-// Of which the last ones may be absent.
-template <typename V, size_t kSlots>
-inline V slots_added(const V (&slots)[kSlots]) {
-  if constexpr (kSlots == 1) return slots[0];
-  if constexpr (kSlots == 2) return slots[0] + slots[1];
-  if constexpr (kSlots == 3) return (slots[0] + slots[1]) + slots[2];
-  if constexpr (kSlots == 4) return (slots[0] + slots[1]) + (slots[2] + slots[3]);
-}
-
+// The sum of all lanes of all slots.
 template <typename V, size_t kSlots>
 inline auto sum(const V (&slots)[kSlots]) {
-  return lanes_added(slots_added(slots));
+  if constexpr (kSlots == 1) return lanes_added(slots[0]);
+  if constexpr (kSlots == 2) return lanes_added(slots[0] + slots[1]);
+  if constexpr (kSlots == 3) return lanes_added((slots[0] + slots[1]) + slots[2]);
+  if constexpr (kSlots == 4) return lanes_added((slots[0] + slots[1]) + (slots[2] + slots[3]));
 }
 
 // Four numbers, such as one for each of four rows.
@@ -188,12 +183,6 @@ inline Four<A> four_lanes_added(V a, V b, V c, V d) {
     const V cd = __builtin_shuffle(c, d, Order{0, 4, 1, 5}) + __builtin_shuffle(c, d, Order{2, 6, 3, 7});
     return __builtin_shuffle(ab, cd, Order{0, 1, 4, 5}) + __builtin_shuffle(ab, cd, Order{2, 3, 6, 7});
   }
-}
-
-// The sum of the lanes of each.
-template <typename A>
-inline Four<A> four_sums(const Vector<A> (&v)[4]) {
-  return four_lanes_added<A>(v[0], v[1], v[2], v[3]);
 }
 
 }  // namespace
