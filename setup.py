@@ -172,9 +172,7 @@ def write_units(files: list[str], folder: Path) -> list[str]:
         parts = [f"csrc/{stem}.cpp" for stem in stems]
         rest = [file for file in rest if file not in parts]
         unit = folder / f"{name}.cpp"
-        text = "".join(f'#include "{ROOT / part}"\n' for part in parts)
-        if not unit.exists() or unit.read_text() != text:  # an unchanged one must not look newer to ninja
-            unit.write_text(text)
+        write_changed(unit, "".join(f'#include "{ROOT / part}"\n' for part in parts))
         units.append(str(unit.resolve()))
     return [*units, *rest]
 
@@ -182,10 +180,14 @@ def write_units(files: list[str], folder: Path) -> list[str]:
 def write_build_config(folder: Path, information: dict[str, object]) -> Path:
     header = folder.resolve() / "build_config.h"
     header.parent.mkdir(parents=True, exist_ok=True)
-    text = f'#pragma once\n#define TRANSFORMER_FAST_BUILD R"json({json.dumps(information)})json"\n'
-    if not header.exists() or header.read_text() != text:  # an unchanged header must not look newer to ninja
-        header.write_text(text)
+    write_changed(header, f'#pragma once\n#define TRANSFORMER_FAST_BUILD R"json({json.dumps(information)})json"\n')
     return header.parent
+
+
+def write_changed(file: Path, text: str) -> None:
+    """An unchanged file must not look newer to ninja."""
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)
 
 
 def sources(folder: str) -> list[str]:
@@ -211,7 +213,7 @@ def kernels_name(instruction_set: str) -> str:
 
 def kernels_extension(name: str, flags: list[str]) -> cpp_extension.Extension:
     """The kernels for one instruction set: a library, which the module loads; it is no module for Python."""
-    # csrc/cpu/vec.h says where a product and a sum round once. GCC 12 warns inside its own headers (bug 105593).
+    # csrc/cpu/simd/vec.h says where a product and a sum round once. GCC 12 warns inside its own headers (bug 105593).
     cxx = [*CXX_FLAGS, *flags, "-ffp-contract=off", "-Wno-maybe-uninitialized"]
     return cpp_extension.CppExtension(
         kernels_name(name),

@@ -2,12 +2,12 @@
 // the reference (reference/dropout.py), in Triton (triton/philox.py) and here, on the host and on the device.
 //
 // Philox 4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
-// The key is the 64-bit seed. One call gives four 32-bit words, each word two 16-bit draws (low half first).
-// An element is kept iff its draw >= threshold = round(p * 65536); kept values are multiplied by 1 / (1 - p).
+// The key is the 64-bit seed. One call gives four 32-bit words, each word two 16-bit numbers (low half first).
+// An element is kept iff its number >= threshold = round(p * 65536); kept values are multiplied by 1 / (1 - p).
 //
 // Elementwise dropout of a (rows, d) view, row r, column c:
 //   counter = (c >> 3, low half of r, high half of r, 0), word (c >> 1) & 3, half c & 1
-// so the eight draws of one call, read as little-endian uint16, are those of eight neighbouring columns.
+// so the eight numbers of one call, read as little-endian uint16, are those of eight neighbouring columns.
 #pragma once
 
 #include <cmath>
@@ -24,12 +24,12 @@ namespace transformer_fast {
 constexpr uint32_t kPhiloxM0 = 0xD2511F53u, kPhiloxM1 = 0xCD9E8D57u;  // multipliers
 constexpr uint32_t kPhiloxW0 = 0x9E3779B9u, kPhiloxW1 = 0xBB67AE85u;  // added to the key after each round
 constexpr int kPhiloxRounds = 10;
-constexpr int kDrawsPerCall = 8;
+constexpr int kColumnsPerCall = 8;  // each has 16 random bits
 
 struct PhiloxWords {
   uint32_t word[4];
 
-  TF_HOST_DEVICE uint32_t draw(int i) const { return (word[i >> 1] >> (16 * (i & 1))) & 0xFFFFu; }
+  TF_HOST_DEVICE uint32_t bits(int i) const { return (word[i >> 1] >> (16 * (i & 1))) & 0xFFFFu; }
 };
 
 TF_HOST_DEVICE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed) {

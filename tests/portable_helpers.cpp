@@ -1,8 +1,8 @@
 // The functions that every CPU kernel is made of, each against plain arithmetic: a program, built by
 // tests/test_portable.py for a processor without AVX2 and by tools/arm_check.py for aarch64. Needs no libtorch.
-#include "cpu/draws.h"
-#include "cpu/exponential.h"
-#include "cpu/operands.h"
+#include "cpu/simd/exp.h"
+#include "cpu/simd/operands.h"
+#include "cpu/simd/philox_dropout.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -71,25 +71,24 @@ void check_conversion() {
   }
 }
 
-// The draws of a row, wide or narrow, against philox.h itself.
-void check_draws() {
+// The bits of a row, wide or narrow, against philox.h itself.
+void check_random_bits() {
   DropoutParams params;
   params.p = 0.25, params.seed = (int64_t{1} << 41) + 7;
   const Dropout dropout(params);
-  const auto expected = [&](int64_t row, int64_t c) { return philox_elementwise(params.seed, row, c / 8).draw(c % 8); };
+  const auto expected = [&](int64_t row, int64_t c) { return philox_elementwise(params.seed, row, c / 8).bits(c % 8); };
   for (const int64_t d : {1, 3, 8, 24, 40, 64, 130, 1000, 2500}) {
     const int64_t first = (int64_t{1} << 33) + 5;
-    RowDraws draws(dropout, d, first + 20);
+    RandomBits random(dropout, d, first + 20);
     for (int64_t row = first; row < first + 20; ++row)
-      for (int64_t column = 0; column < d; column += kDrawColumns) {
-        const int64_t count = std::min(kDrawColumns, d - column);
-        const uint16_t* const found = draws.of(row, column, count);
-        for (int64_t c = 0; c < count; ++c) check(found[c] == expected(row, column + c), "draws of a row");
+      for (int64_t column = 0; column < d; column += kChunkColumns) {
+        const int64_t count = std::min(kChunkColumns, d - column);
+        const uint16_t* const found = random.of(row, column, count);
+        for (int64_t c = 0; c < count; ++c) check(found[c] == expected(row, column + c), "bits of a row");
       }
-    if (d * 20 > kDrawColumns) continue;
-    const uint16_t* const found = draws.side_by_side(first, first + 20);
-    for (int64_t i = 0; i < 20 * d; ++i)
-      check(found[i] == expected(first + i / d, i % d), "draws of rows side by side");
+    if (d * 20 > kChunkColumns) continue;
+    const uint16_t* const found = random.side_by_side(first, first + 20);
+    for (int64_t i = 0; i < 20 * d; ++i) check(found[i] == expected(first + i / d, i % d), "bits of rows side by side");
   }
 }
 
@@ -132,7 +131,7 @@ int main() {
   check_exponential<double>(-708);
   check_conversion<c10::Half>();
   check_conversion<c10::BFloat16>();
-  check_draws();
+  check_random_bits();
   check_lanes<float>();
   check_lanes<double>();
   check_part_of_a_vector<float>();

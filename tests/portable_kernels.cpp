@@ -123,7 +123,7 @@ void check_dropout(int64_t rows, int64_t d) {
   table.of<T>().dropout_forward(params);
   vector<double> expected(rows * d);
   for (int64_t i = 0; i < rows * d; ++i) {
-    const bool keep = philox_elementwise(params.dropout.seed, i / d, i % d / 8).draw(i % d % 8) >= rate.threshold;
+    const bool keep = philox_elementwise(params.dropout.seed, i / d, i % d / 8).bits(i % d % 8) >= rate.threshold;
     expected[i] = keep ? x[i] * rate.scale : 0;
     if ((static_cast<double>(out[i]) != 0) != keep) std::printf("wrong: the mask of dropout\n"), std::exit(1);
   }

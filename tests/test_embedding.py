@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not extension.load(), reason=extension.status())
 
 SEED = -0x123456789ABCDEF
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# ids shape, vocabulary, d, offset: narrow and odd widths, one vector and a tail, more than one stretch of 1024 columns,
+# ids shape, vocabulary, d, offset: narrow and odd widths, one vector and a tail, more than one chunk of 1024 columns,
 # the widest rows
 SHAPES = {
     "one": ((1, 1), 1, 1, 0),

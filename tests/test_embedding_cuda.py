@@ -106,7 +106,7 @@ def test_ids_are_sorted_as_narrow_integers(cuda: SimpleNamespace, native: Simple
 
 @pytest.mark.parametrize("d", [8, 200, 264])
 def test_a_hot_id_among_others_in_every_tile_of_columns(cuda: SimpleNamespace, native: SimpleNamespace, d: int) -> None:
-    """Half a batch one id, the rest frequent as in text: the join adds many stretches, in tiles of 256 columns."""
+    """Half a batch one id, the rest frequent as in text: the join adds many chunks, in tiles of 256 columns."""
     ids = torch.cat((torch.full((700,), 3), (1000 ** torch.rand(700)).long()))[torch.randperm(1400)]
     grad = torch.randint(-8, 9, (1400, d)).float()  # sums of small integers are exact in any order
     expected = native.embed_backward(grad, ids, 1000, 0.5, 0, 0.0, None, True)
@@ -115,7 +115,7 @@ def test_a_hot_id_among_others_in_every_tile_of_columns(cuda: SimpleNamespace, n
             assert torch.equal(cuda.embed_backward(grad, ids, 1000, 0.5, 0, 0.0, None, deterministic), expected)
 
 
-def test_long_batches_cut_longer_stretches(cuda: SimpleNamespace, native: SimpleNamespace) -> None:
+def test_long_batches_cut_longer_chunks(cuda: SimpleNamespace, native: SimpleNamespace) -> None:
     ids = (torch.rand(40_000) ** 3 * 60).long()
     grad = torch.randint(-8, 9, (40_000, 4)).float()  # sums of small integers are exact in any order
     for deterministic in (True, False):

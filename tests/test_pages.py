@@ -1,4 +1,4 @@
-"""Results that are new memory at every call (csrc/cpu/pages.h): the same, bit by bit, as those of a few rows at a time.
+"""Results in new memory at every call (csrc/cpu/simd/prefault.h): bit by bit those of a few rows at a time.
 
 glibc asks the system for every block of 32 MiB or more, so such a result is new memory; a few rows are not asked for.
 """

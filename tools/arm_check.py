@@ -26,7 +26,7 @@ TRIPLE = "aarch64-linux-gnu"
 QEMU = "qemu-aarch64-static"
 ELSEWHERE = ROOT / "csrc/instruction_set.cpp"
 # Where the vectors would not be pairs of NEON registers, which hold 16 bytes.
-VECTORS = '#include "cpu/vec.h"\nstatic_assert(transformer_fast::kVectorBytes == 32);\n'
+VECTORS = '#include "cpu/simd/vec.h"\nstatic_assert(transformer_fast::kVectorBytes == 32);\n'
 
 
 def main() -> None:

@@ -8,9 +8,9 @@
 #include "attention_params.h"
 
 #include "buffer.h"
-#include "draws.h"
-#include "exponential.h"
-#include "operands.h"
+#include "simd/exp.h"
+#include "simd/operands.h"
+#include "simd/philox_dropout.h"
 
 #include <ATen/Parallel.h>
 #include <c10/util/ArrayRef.h>
@@ -60,7 +60,7 @@ class Workspace {
 
  private:
   static constexpr int64_t kAlign = 64 / sizeof(A);
-  KeptBuffer<A> kept_;
+  GrowingBuffer<A> kept_;
 };
 
 // Runs task(i) for every i, each once, on whichever thread is free: ragged batches make tasks of very different sizes.
@@ -149,7 +149,8 @@ struct TileDropout {
 #pragma GCC unroll 10
     for (int round = 0; round < kPhiloxRounds; ++round) {
       for (int u = 0; u < parts; ++u) {
-        const CounterVector product0 = multiply(c[0][u], kPhiloxM0), product1 = multiply(c[2][u], kPhiloxM1);
+        const CounterVector product0 = multiply_low_words(c[0][u], kPhiloxM0),
+                            product1 = multiply_low_words(c[2][u], kPhiloxM1);
         c[0][u] = (product1 >> 32) ^ c[1][u] ^ static_cast<uint64_t>(key0);
         c[1][u] = product1;
         c[2][u] = (product0 >> 32) ^ c[3][u] ^ static_cast<uint64_t>(key1);

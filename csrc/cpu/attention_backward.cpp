@@ -100,11 +100,9 @@ class KeyRangeBackward {
     transpose_rows<A>((keys + kSteps<E> - 1) / kSteps<E>, queries, row_at, [&](int64_t i, int64_t j, Vector<A> row) {
       const int64_t first = j * kSteps<E>;
       T* target = scores + i * stride + first;
-#if defined(__AVX512BF16__)
       if constexpr (std::is_same_v<E, Pair>)
         store_bits(target, row, keys - first);
       else
-#endif
         store_result(target, row, std::min(kW, keys - first));
     });
   }

@@ -3,7 +3,7 @@
 
 #include "attention_mask.h"
 #include "attention_rows.h"
-#include "bfloat16_bits.h"
+#include "simd/operands.h"
 
 namespace transformer_fast {
 namespace {
@@ -234,7 +234,6 @@ class ScoreGradients {
   // The same straight to the operands of the products: over the queries the weights of a key, then its gradients, in one
   // row of `weights`; over the keys the gradients, in `grads`.
   void pack_saved(int64_t first_key, int64_t keys) {
-#if defined(__AVX512BF16__)
     for (int64_t lane = 0; lane < lanes_; lane += 2 * kW) {
       const bool two = lane + kW < lanes_;
       const SavedLanes low = saved_lanes(first_key, lane), high = saved_lanes(first_key, two ? lane + kW : lane);
@@ -258,7 +257,6 @@ class ScoreGradients {
     if (queries_ % 2 != 0)
       for (int64_t row = 0; row < keys; ++row)
         for (int64_t first : {int64_t{0}, lanes_ / 2}) clear_partner(weights_ + row * lanes_ + first, queries_);
-#endif
   }
 
   struct Weighed {

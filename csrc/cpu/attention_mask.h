@@ -2,7 +2,7 @@
 #pragma once
 
 #include "attention.h"
-#include "bfloat16_bits.h"
+#include "simd/operands.h"
 
 namespace transformer_fast {
 namespace {

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "attention.h"
-#include "bfloat16_bits.h"
+#include "simd/operands.h"
 
 namespace transformer_fast {
 namespace {
@@ -28,11 +28,9 @@ inline void with_whole_vectors(int64_t D, Body body) {
 // A vector of a row's operands, the first one `unit` operands into the row; zeros past the end of the row.
 template <bool kWhole, typename T>
 inline Vector<Accumulate<T>> load_operands(const T* row, int64_t unit, int64_t D) {
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<Operand<T>, Pair>)
+  if constexpr (kPaired<T>)
     return kWhole ? widen(reinterpret_cast<const float*>(row) + unit) : load_bits(row + 2 * unit, D - 2 * unit);
   else
-#endif
     return kWhole ? widen(row + unit) : load_some(row + unit, std::min(kLanes<Accumulate<T>>, D - unit));
 }
 

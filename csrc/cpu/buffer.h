@@ -26,9 +26,9 @@ class Buffer {
   std::unique_ptr<A[], Free> storage_;
 };
 
-// A buffer that a thread keeps from call to call and only ever grows.
+// A buffer that is reused from call to call and only ever grows.
 template <typename A>
-class KeptBuffer {
+class GrowingBuffer {
  public:
   A* reserve(int64_t size) {
     if (size > size_) buffer_.resize(size), size_ = size;

@@ -6,7 +6,7 @@
 // A row is read from the first-level cache three times and from memory once.
 #include "cross_entropy.h"
 
-#include "exponential.h"
+#include "simd/exp.h"
 
 #include <ATen/Parallel.h>
 
@@ -27,24 +27,24 @@ A largest(const Vector<A>& v) {
 template <typename T, typename A = Accumulate<T>>
 A row_loss(T* x, int64_t vocabulary, int64_t target, A smoothing, bool gradient) {
   constexpr A kLowest = -std::numeric_limits<A>::infinity();
-  Vector<A> peaks = broadcast<A>(kLowest), sums[4] = {}, totals[4] = {};
+  Vector<A> lane_max = broadcast<A>(kLowest), sums[4] = {}, exp_sums[4] = {};
   for_columns<A>(0, vocabulary, [&](int64_t c, auto count, int slot) {
     const auto v = load(x + c, count, kLowest);
-    peaks = v > peaks ? v : peaks;
+    lane_max = v > lane_max ? v : lane_max;
     if (smoothing > 0) sums[slot] += load(x + c, count);
   });
-  const A peak = largest<A>(peaks), at_target = static_cast<A>(x[target]);
+  const A row_max = largest<A>(lane_max), at_target = static_cast<A>(x[target]);
   for_columns<A>(0, vocabulary, [&](int64_t c, auto count, int slot) {
-    totals[slot] += exponential(load(x + c, count, kLowest) - peak);
+    exp_sums[slot] += exponential(load(x + c, count, kLowest) - row_max);
   });
-  const A total = sum(totals), lse = peak + std::log(total);
+  const A exp_sum = sum(exp_sums), lse = row_max + std::log(exp_sum);
   if (gradient) {
-    const A even = smoothing / vocabulary, scale = 1 / total;
+    const A even = smoothing / vocabulary, scale = 1 / exp_sum;
     for_columns<A>(0, vocabulary, [&](int64_t c, auto count, int) {
-      store(x + c, fma(exponential(load(x + c, count) - peak), scale, -even), count);
+      store(x + c, fma(exponential(load(x + c, count) - row_max), scale, -even), count);
     });
     // Once more from its own terms: the difference of two 16-bit numbers would be rounded twice.
-    x[target] = static_cast<T>(std::exp(at_target - peak) * scale - even - (1 - smoothing));
+    x[target] = static_cast<T>(std::exp(at_target - row_max) * scale - even - (1 - smoothing));
   }
   const A smooth = smoothing > 0 ? smoothing * (lse - sum(sums) / vocabulary) : A(0);
   return (1 - smoothing) * (lse - at_target) + smooth;
@@ -60,9 +60,6 @@ void cross_entropy_rows(const CrossEntropyParams<T>& p) {
   });
 }
 
-template void cross_entropy_rows(const CrossEntropyParams<float>&);
-template void cross_entropy_rows(const CrossEntropyParams<double>&);
-template void cross_entropy_rows(const CrossEntropyParams<c10::Half>&);
-template void cross_entropy_rows(const CrossEntropyParams<c10::BFloat16>&);
+TRANSFORMER_FAST_FOR_EACH_TYPE(void, cross_entropy_rows, CrossEntropyParams)
 
 }  // namespace transformer_fast

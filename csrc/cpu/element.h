@@ -1,7 +1,7 @@
 // Types of elements, as the kernels of the CPU and the code that calls them see them.
 #pragma once
 
-#include "intrinsics.h"
+#include "simd/intrinsics.h"
 
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
@@ -17,7 +17,7 @@ using Accumulate = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
 // Rows of a matrix, `stride` elements apart, whose columns are neighbours; or nothing.
 template <typename T>
-struct RowMatrix {
+struct RowView {
   T* data = nullptr;
   int64_t stride = 0;
 
@@ -39,5 +39,12 @@ struct DropoutParams {
   double p = 0;
   int64_t seed = 0;
 };
+
+// Compiles a kernel for each type of elements.
+#define TRANSFORMER_FAST_FOR_EACH_TYPE(Result, kernel, Params) \
+  template Result kernel(const Params<float>&);                \
+  template Result kernel(const Params<double>&);               \
+  template Result kernel(const Params<c10::Half>&);            \
+  template Result kernel(const Params<c10::BFloat16>&);
 
 }  // namespace transformer_fast

@@ -2,10 +2,10 @@
 // is in embedding_backward.cpp, the sinusoidal table in positional_table.cpp.
 #include "embedding.h"
 
-#include "draws.h"
 #include "grain.h"
-#include "pages.h"
-#include "vec.h"
+#include "simd/philox_dropout.h"
+#include "simd/prefault.h"
+#include "simd/vec.h"
 
 #include <ATen/Parallel.h>
 
@@ -25,7 +25,7 @@ void copy_columns(const T* from, int64_t stride, int64_t count, T* to) {
 
 // `count` columns of a row from `column` on; copied to `room` only where they are not neighbours (a transposed matrix).
 template <typename T>
-const T* columns_of(const StridedMatrix<T>& matrix, int64_t row, int64_t column, int64_t count, T* room) {
+const T* columns_of(const StridedView<T>& matrix, int64_t row, int64_t column, int64_t count, T* room) {
   const T* first = matrix.data + row * matrix.row_stride + column * matrix.column_stride;
   if (matrix.column_stride == 1) return first;
   copy_columns(first, matrix.column_stride, count, room);
@@ -42,7 +42,7 @@ void copy_bytes(const char* from, char* to, int64_t bytes) {
 
 // The rows source_row(begin) .. source_row(end - 1) side by side; a negative one leaves its place as it was.
 template <typename T, typename SourceRow>
-void gather(StridedMatrix<T> source, SourceRow source_row, int64_t begin, int64_t end, int64_t d, T* to) {
+void gather(StridedView<T> source, SourceRow source_row, int64_t begin, int64_t end, int64_t d, T* to) {
   const int64_t bytes = d * static_cast<int64_t>(sizeof(T));
   const auto copy_rows = [=](auto copy_row) {
     T* place = to;
@@ -101,18 +101,18 @@ class Positions {
   const Integers& first_positions_;
 };
 
-// y = dropout(x * scale + t) of some columns; without t, nothing is added, and without draws, nothing is dropped.
+// y = dropout(x * scale + t) of some columns; without t, nothing is added, and without random bits, nothing is dropped.
 template <typename T, typename Table, typename A = Accumulate<T>>
-__attribute__((flatten)) void encode_columns(const T* x, A scale, const Table* t, const uint16_t* draws,
+__attribute__((flatten)) void encode_columns(const T* x, A scale, const Table* t, const uint16_t* bits,
                                              const Dropout& dropout, T* y, int64_t count) {
-  with_flags(t, draws, [&](auto add, auto drop) {
+  with_flags(t, bits, [&](auto add, auto drop) {
     for_columns<A>(0, count, [&, dropout = dropout](int64_t c, auto lanes, int) {
       Vector<A> v;
       if constexpr (add)
         v = fma(load(x + c, lanes), scale, load(t + c, lanes));
       else
         v = load(x + c, lanes) * scale;
-      if constexpr (drop) v = dropout.template apply<A>(v, draws + c);
+      if constexpr (drop) v = dropout.template apply<A>(v, bits + c);
       store(y + c, v, lanes);
     });
   });
@@ -124,7 +124,7 @@ template <typename T, typename Table>
 struct Encoding {
   using A = Accumulate<T>;
   const EncodeParams<T>& call;
-  StridedMatrix<Table> table;
+  StridedView<Table> table;
   std::atomic<bool>* all_valid;  // ids; set to false where one is not
   bool drop = call.dropout.p > 0;
   Dropout dropout{call.dropout};
@@ -164,11 +164,11 @@ struct Encoding {
 
   // Rows of less than a few vectors are brought side by side, and encoded as one.
   __attribute__((flatten)) void encode_narrow(int64_t begin, int64_t end, Pages& pages) const {
-    alignas(64) T source_room[kDrawColumns];
-    alignas(64) Table table_room[kDrawColumns];
-    RowDraws draws(dropout, d, end);
+    alignas(64) T source_room[kChunkColumns];
+    alignas(64) Table table_room[kChunkColumns];
+    RandomBits random(dropout, d, end);
     Positions positions(begin, call.length, call.first_positions);
-    for_blocks(out, d, begin, end, kDrawColumns / d, pages, [&](int64_t first, int64_t last) {
+    for_blocks(out, d, begin, end, kChunkColumns / d, pages, [&](int64_t first, int64_t last) {
       gather(call.source, [this](int64_t r) { return source_row(r); }, first, last, d, source_room);
       for (int64_t r = first, count; table && r < last; r += count) {
         count = last - r;
@@ -176,26 +176,26 @@ struct Encoding {
         gather(table, [](int64_t p) { return p; }, position, position + count, d, table_room + (r - first) * d);
       }
       encode_columns<T, Table>(source_room, scale, table ? table_room : nullptr,
-                               drop ? draws.side_by_side(first, last) : nullptr, dropout, out + first * d,
+                               drop ? random.side_by_side(first, last) : nullptr, dropout, out + first * d,
                                (last - first) * d);
     });
   }
 
   void encode_wide(int64_t begin, int64_t end, Pages& pages) const {
-    alignas(64) T source_room[kDrawColumns];
-    alignas(64) Table table_room[kDrawColumns];
-    RowDraws row_draws(dropout, d, end);
+    alignas(64) T source_room[kChunkColumns];
+    alignas(64) Table table_room[kChunkColumns];
+    RandomBits random(dropout, d, end);
     Positions positions(begin, call.length, call.first_positions);
     for (int64_t r = begin; r < end; ++r) {
       const int64_t position = positions.next(), from = source_row(r);
       if (from < 0) continue;
-      pages.reach(out + (r + 1) * d);
-      for (int64_t start = 0; start < d; start += kDrawColumns) {
-        const int64_t count = std::min(kDrawColumns, d - start);
+      pages.prefault(out + (r + 1) * d);
+      for (int64_t start = 0; start < d; start += kChunkColumns) {
+        const int64_t count = std::min(kChunkColumns, d - start);
         const T* x = columns_of(call.source, from, start, count, source_room);
         const Table* t = table ? columns_of(table, position, start, count, table_room) : nullptr;
-        const uint16_t* draws = drop ? row_draws.of(r, start, count) : nullptr;
-        encode_columns<T, Table>(x, scale, t, draws, dropout, out + r * d + start, count);
+        const uint16_t* bits = drop ? random.of(r, start, count) : nullptr;
+        encode_columns<T, Table>(x, scale, t, bits, dropout, out + r * d + start, count);
       }
     }
   }
@@ -221,7 +221,7 @@ void add_repeated(const AddRepeatedParams<T>& p) {
       int64_t place = begin % p.repeated;
       for (int64_t i = begin, count; i < end; i += count) {
         count = std::min(std::min(end - i, p.repeated - place), kCopied);
-        pages.reach(p.out + i + count);
+        pages.prefault(p.out + i + count);
         for_columns<float>(0, count, [&](int64_t c, auto lanes, int) {
           store(p.out + i + c, load(p.x + i + c, lanes) + load(t + place + c, lanes), lanes);
         });
@@ -232,10 +232,7 @@ void add_repeated(const AddRepeatedParams<T>& p) {
   p.narrow_table ? add(p.narrow_table) : add(p.wide_table);
 }
 
-template bool encode(const EncodeParams<float>&);
-template bool encode(const EncodeParams<double>&);
-template bool encode(const EncodeParams<c10::Half>&);
-template bool encode(const EncodeParams<c10::BFloat16>&);
+TRANSFORMER_FAST_FOR_EACH_TYPE(bool, encode, EncodeParams)
 template void add_repeated(const AddRepeatedParams<c10::Half>&);
 template void add_repeated(const AddRepeatedParams<c10::BFloat16>&);
 

@@ -16,7 +16,7 @@ struct Integers {
 
 // A matrix with any strides, or nothing.
 template <typename T>
-struct StridedMatrix {
+struct StridedView {
   const T* data = nullptr;
   int64_t row_stride = 0, column_stride = 1;
 
@@ -29,13 +29,13 @@ template <typename T>
 struct EncodeParams {
   T* out;                   // (rows, d), contiguous
   int64_t rows, length, d;  // row r stands at r % length in its sequence r / length
-  StridedMatrix<T> source;
+  StridedView<T> source;
   Integers ids;        // the row of the source for each row; without, they are the same
   int64_t vocabulary;  // how many rows the source has, where there are ids
   double scale;
   // May be absent; in the type of the elements or in that of the arithmetic, from the first position on.
-  StridedMatrix<T> narrow_table;
-  StridedMatrix<Accumulate<T>> wide_table;
+  StridedView<T> narrow_table;
+  StridedView<Accumulate<T>> wide_table;
   Integers first_positions;  // of each sequence; 0 without
   DropoutParams dropout;
 };

@@ -4,9 +4,9 @@
 // on every run and for every number of threads.
 #include "embedding.h"
 
-#include "draws.h"
 #include "grain.h"
-#include "vec.h"
+#include "simd/philox_dropout.h"
+#include "simd/vec.h"
 
 #include <ATen/Parallel.h>
 
@@ -49,7 +49,7 @@ class WeightGradient {
       : grad_(grad), d_(d), by_id_(by_id), scale_(static_cast<A>(scale)), p_(p), dropout_(dropout) {}
 
   void write(T* out, int64_t vocabulary) const {
-    // Along this axis each id has length 1 + its number of rows, so equal stretches are about equal work.
+    // Along this axis each id has length 1 + its number of rows, so equal parts are about equal work.
     const auto& starts = by_id_.starts;
     const int64_t length = vocabulary + starts.back();
     at::parallel_for(0, length, grain(d_), [&](int64_t begin, int64_t end) {
@@ -105,18 +105,18 @@ class WeightGradient {
   // out = scale * sum of dropout'(grad row) over by_id.order[first .. first + count)
   template <typename Out>
   void sum_rows(Out* out, int64_t first, int64_t count, A scale) const {
-    alignas(64) A total[kDrawColumns];
-    alignas(64) uint16_t draws[kDrawRoom];
-    for (int64_t start = 0; start < d_; start += kDrawColumns) {
-      const int64_t columns = std::min(kDrawColumns, d_ - start);
+    alignas(64) A total[kChunkColumns];
+    alignas(64) uint16_t bits[kBitsRoom];
+    for (int64_t start = 0; start < d_; start += kChunkColumns) {
+      const int64_t columns = std::min(kChunkColumns, d_ - start);
       std::fill_n(total, columns, A(0));
       for (int64_t i = first; i < first + count; ++i) {
         const int64_t row = by_id_.order[i];
         const T* g = grad_ + row * d_ + start;
-        if (p_ > 0) dropout_.draw(row, start, columns, draws);
+        if (p_ > 0) dropout_.random_bits(row, start, columns, bits);
         for_columns<A>(0, columns, [&](int64_t c, auto lanes, int) {
           Vector<A> v = load(g + c, lanes);
-          if (p_ > 0) v = dropout_.template apply<A>(v, draws + c);
+          if (p_ > 0) v = dropout_.template apply<A>(v, bits + c);
           store(total + c, load(total + c, lanes) + v, lanes);
         });
       }
@@ -144,9 +144,6 @@ bool embed_backward(const EmbedBackwardParams<T>& p) {
   return by_id.all_valid;
 }
 
-template bool embed_backward(const EmbedBackwardParams<float>&);
-template bool embed_backward(const EmbedBackwardParams<double>&);
-template bool embed_backward(const EmbedBackwardParams<c10::Half>&);
-template bool embed_backward(const EmbedBackwardParams<c10::BFloat16>&);
+TRANSFORMER_FAST_FOR_EACH_TYPE(bool, embed_backward, EmbedBackwardParams)
 
 }  // namespace transformer_fast

@@ -2,7 +2,7 @@
 #include "kernels.h"
 
 #include "build_config.h"
-#include "vector_types.h"
+#include "simd/vec.h"
 
 namespace transformer_fast {
 

@@ -6,6 +6,7 @@
 // A row fits in a cache near the core, so the statistics take two plain passes over it: as accurate as Welford's
 // method and free of its divisions.
 
+#include "grain.h"
 #include "norm_common.h"
 
 #include <algorithm>
@@ -14,17 +15,15 @@
 namespace transformer_fast {
 namespace {
 
-constexpr int64_t kGrain = 16384;  // elements below which a second thread costs more than it brings
-
 // summed = residual + dropout(x), some elements of it; each vector is passed to use(vector, column, count, slot).
 template <typename T, typename Use>
-void add(const T* x, const T* residual, T* summed, int64_t elements, const uint16_t* draws, const Dropout& dropout,
+void add(const T* x, const T* residual, T* summed, int64_t elements, const uint16_t* bits, const Dropout& dropout,
          const Use& use) {
   using A = Accumulate<T>;
-  with_flag(draws, [&](auto drop) {
+  with_flag(bits, [&](auto drop) {
     for_columns<A>(0, elements, [&, dropout = dropout](int64_t c, auto count, int slot) {
       auto v = load_far(x + c, count);
-      if constexpr (drop) v = dropout.template apply<A>(v, draws + c);
+      if constexpr (drop) v = dropout.template apply<A>(v, bits + c);
       v += load_far(residual + c, count);
       store(summed + c, v, count);
       use(v, c, count, slot);
@@ -35,44 +34,44 @@ void add(const T* x, const T* residual, T* summed, int64_t elements, const uint1
 // summed = residual + dropout(x), of which the rows are asked for; or, without a residual, x alone.
 template <typename T>
 struct Addition {
-  RowMatrix<const T> x, residual;
-  RowMatrix<T> summed;
+  RowView<const T> x, residual;
+  RowView<T> summed;
   int64_t d;
   bool drop;
   Dropout dropout;
 
-  // One row, in stretches of which the draws are held.
+  // One row, in chunks whose random bits are held.
   template <typename Use>
-  void row(int64_t r, RowDraws& draws, const Use& use) const {
-    const int64_t most = drop ? kDrawColumns : d;
+  void row(int64_t r, RandomBits& random, const Use& use) const {
+    const int64_t most = drop ? kChunkColumns : d;
     for (int64_t start = 0; start < d; start += most) {
       const int64_t columns = std::min(most, d - start);
       add(x.row(r) + start, residual.row(r) + start, summed.row(r) + start, columns,
-          drop ? draws.of(r, start, columns) : nullptr, dropout,
+          drop ? random.of(r, start, columns) : nullptr, dropout,
           [&](auto v, int64_t c, auto count, int slot) { use(v, start + c, count, slot); });
     }
   }
 
   // One row, whose mean it returns. At each of its vectors, also(column, count) is called.
   template <typename Also>
-  __attribute__((flatten)) T row_and_mean(int64_t r, RowDraws& draws, const Also& also) const {
+  __attribute__((flatten)) T row_and_mean(int64_t r, RandomBits& random, const Also& also) const {
     const T first = drop ? residual.row(r)[0] : x.row(r)[0] + residual.row(r)[0];
     Vector<T> sums[4] = {};
-    row(r, draws, [&](auto v, int64_t c, auto count, int slot) {
+    row(r, random, [&](auto v, int64_t c, auto count, int slot) {
       sums[slot] += filled<T>(v, count, first) - first;
       also(c, count);
     });
     return first + sum(sums) / d;
   }
 
-  // The rows from `first` up to `last`: as one where they are neighbours and so are their draws.
-  __attribute__((flatten)) void rows(int64_t first, int64_t last, RowDraws& draws) const {
+  // The rows from `first` up to `last`: as one where they are neighbours and so are their random bits.
+  __attribute__((flatten)) void rows(int64_t first, int64_t last, RandomBits& random) const {
     const auto no_use = [](auto, int64_t, auto, int) {};
     if (x.stride == d && residual.stride == d && (!drop || d <= kNarrow<Accumulate<T>>)) {
       add(x.row(first), residual.row(first), summed.row(first), (last - first) * d,
-          drop ? draws.side_by_side(first, last) : nullptr, dropout, no_use);
+          drop ? random.side_by_side(first, last) : nullptr, dropout, no_use);
     } else {
-      for (int64_t r = first; r < last; ++r) row(r, draws, no_use);
+      for (int64_t r = first; r < last; ++r) row(r, random, no_use);
     }
   }
 };
@@ -127,13 +126,13 @@ struct Forward {
   using A = Accumulate<T>;
   Addition<T> added;
   const A *weight, *bias;
-  RowMatrix<T> out;
+  RowView<T> out;
   A *mean, *rstd;  // or nullptr
   A eps;
   bool std;
 
-  RowMatrix<const T> x() const {
-    return added.residual ? RowMatrix<const T>{added.summed.data, added.summed.stride} : added.x;
+  RowView<const T> x() const {
+    return added.residual ? RowView<const T>{added.summed.data, added.summed.stride} : added.x;
   }
 
   template <int kVectors, typename Also>
@@ -151,16 +150,16 @@ struct Forward {
   // The rows [begin, end), one after the other; what is added is added a cache's worth ahead.
   template <int kVectors>
   void rows(int64_t begin, int64_t end) const {
-    const int64_t d = added.d, block = std::max<int64_t>(1, kDrawColumns / d);
+    const int64_t d = added.d, block = std::max<int64_t>(1, kChunkColumns / d);
     const bool asks_ahead = added.residual && d * sizeof(T) < kPageBytes;  // more would push out the lines in use
     Pages out_pages = pages_of(out, begin, end), summed_pages = pages_of(added.summed, begin, end);
-    RowDraws draws(added.dropout, d, end);
+    RandomBits random(added.dropout, d, end);
     for (int64_t first = begin, last; first < end; first = last) {
       last = std::min(end, first + block);
-      out_pages.reach(out.row(last));
+      out_pages.prefault(out.row(last));
       if (added.residual) {
-        summed_pages.reach(added.summed.row(last));
-        added.rows(first, last, draws);
+        summed_pages.prefault(added.summed.row(last));
+        added.rows(first, last, random);
       }
       for (int64_t r = first; r < last; ++r) {
         const A mean_r = row_mean<kVectors>(x().row(r), d);
@@ -184,22 +183,22 @@ struct Forward {
   __attribute__((flatten)) void added_rows(int64_t begin, int64_t end) const {
     const int64_t d = added.d;
     Pages out_pages = pages_of(out, begin, end), summed_pages = pages_of(added.summed, begin, end);
-    RowDraws draws(added.dropout, d, end);
+    RandomBits random(added.dropout, d, end);
     const auto row_after = [&](int64_t r, const auto& write_row_before) {
-      out_pages.reach(out.row(r));
-      summed_pages.reach(added.summed.row(r + 1));
-      const A mean_r = added.row_and_mean(r, draws, write_row_before);
+      out_pages.prefault(out.row(r));
+      summed_pages.prefault(added.summed.row(r + 1));
+      const A mean_r = added.row_and_mean(r, random, write_row_before);
       return normed<kWeight, kBias>(r, mean_r, rstd_of<0>(r, mean_r, [](int64_t) {}));
     };
     auto row = row_after(begin, [](int64_t, auto) {});
     for (int64_t r = begin + 1; r < end; ++r) row = row_after(r, row);
-    out_pages.reach(out.row(end));
+    out_pages.prefault(out.row(end));
     for_columns<A>(0, d, [&](int64_t c, auto count, int) { row(c, count); });
   }
 
   template <int kVectors>
   void all_rows(int64_t count) const {
-    at::parallel_for(0, count, std::max<int64_t>(1, kGrain / added.d), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, count, grain(added.d), [&](int64_t begin, int64_t end) {
       if constexpr (kVectors == 0 && std::is_same_v<T, A>) {
         if (added.residual)
           return with_flags(weight, bias,
@@ -226,9 +225,6 @@ void norm_forward(const NormForwardParams<T>& p) {
   with_vectors<T>(p.d, [&](auto vectors) { forward.template all_rows<vectors>(p.rows); });
 }
 
-template void norm_forward(const NormForwardParams<float>&);
-template void norm_forward(const NormForwardParams<double>&);
-template void norm_forward(const NormForwardParams<c10::Half>&);
-template void norm_forward(const NormForwardParams<c10::BFloat16>&);
+TRANSFORMER_FAST_FOR_EACH_TYPE(void, norm_forward, NormForwardParams)
 
 }  // namespace transformer_fast

@@ -39,10 +39,10 @@ struct RowGradients {
 template <typename T>
 struct Backward {
   using A = Accumulate<T>;
-  RowMatrix<const T> dy, x, grad_summed;  // in; grad_summed may be absent
-  const A* weight;                        // in; may be absent
-  const A *mean, *rstd;                   // in
-  RowMatrix<T> grad_x, grad_residual;     // out; absent if not asked for; grad_residual differs with dropout only
+  RowView<const T> dy, x, grad_summed;  // in; grad_summed may be absent
+  const A* weight;                      // in; may be absent
+  const A *mean, *rstd;                 // in
+  RowView<T> grad_x, grad_residual;     // out; absent if not asked for; grad_residual differs with dropout only
   int64_t d;
   bool std;
   Dropout dropout;
@@ -79,7 +79,7 @@ struct Backward {
     });
     const auto totals = [](const auto& sums) {
       if constexpr (kRows == 1) return Four<A>{lanes_added(sums[0])};
-      return four_sums<A>(sums);
+      return four_lanes_added<A>(sums[0], sums[1], sums[2], sums[3]);
     };
     const A part = 1 / static_cast<A>(d);
     Four<A> slope = totals(gh_sums);
@@ -96,9 +96,9 @@ struct Backward {
   // them, for all that the compiler knows.
   template <bool kDrop, int kVectors>
   __attribute__((flatten)) void write_rows(int64_t first, int64_t last, const RowGradients<A>& sums,
-                                           RowDraws& row_draws) const {
-    const RowMatrix<const T> from = dy, at = x, summed = grad_summed;
-    const RowMatrix<T> to = grad_x, also_to = grad_residual;
+                                           RandomBits& random) const {
+    const RowView<const T> from = dy, at = x, summed = grad_summed;
+    const RowView<T> to = grad_x, also_to = grad_residual;
     const A* const scale = weight;
     const Dropout mask = dropout;
     const int64_t columns = d;
@@ -108,9 +108,9 @@ struct Backward {
       T *const to_x = to.row(r), *const to_residual = kDrop ? also_to.row(r) : nullptr;
       const A mean_r = mean[r], rstd_r = rstd[r];
       const A shift = sums.average[r - first] * rstd_r, tilt = sums.slope[r - first] * rstd_r * rstd_r;
-      const auto stretch = [&](int64_t start, int64_t end) {
-        const uint16_t* draws = nullptr;
-        if constexpr (kDrop) draws = row_draws.of(r, start, end - start);
+      const auto write_columns = [&](int64_t start, int64_t end) {
+        const uint16_t* bits = nullptr;
+        if constexpr (kDrop) bits = random.of(r, start, end - start);
         with_flags(scale, summed_row, [&](auto has_weight, auto has_summed) {
           for_columns<A, kVectors>(start, end, [&](int64_t c, auto count, int) {
             auto gradient = load(dy_row + c, count) * rstd_r;
@@ -119,17 +119,17 @@ struct Backward {
             if constexpr (has_summed) gradient += load(summed_row + c, count);
             if constexpr (kDrop) {
               store(to_residual + c, gradient, count);
-              gradient = mask.template apply<A>(gradient, draws + c - start);
+              gradient = mask.template apply<A>(gradient, bits + c - start);
             }
             store(to_x + c, gradient, count);
           });
         });
       };
       if constexpr (kVectors > 0 || !kDrop) {
-        stretch(0, columns);
+        write_columns(0, columns);
       } else {
-        for (int64_t start = 0; start < columns; start += kDrawColumns)
-          stretch(start, std::min(columns, start + kDrawColumns));
+        for (int64_t start = 0; start < columns; start += kChunkColumns)
+          write_columns(start, std::min(columns, start + kChunkColumns));
       }
     }
   }
@@ -164,16 +164,16 @@ struct Backward {
 
   // The gradients of the rows from `begin` up to `end` and, where dw and db are given, their part of the weights'.
   template <int kVectors>
-  void chunk(int64_t begin, int64_t end, bool together, A* dw, A* db, RowDraws& draws, Pages& x_pages,
+  void chunk(int64_t begin, int64_t end, bool together, A* dw, A* db, RandomBits& random, Pages& x_pages,
              Pages& residual_pages) const {
     const auto rows = [&](int64_t first, auto count) {
       constexpr int kRows = count;
-      x_pages.reach(grad_x.row(first + kRows));
-      residual_pages.reach(grad_residual.row(first + kRows));
+      x_pages.prefault(grad_x.row(first + kRows));
+      residual_pages.prefault(grad_residual.row(first + kRows));
       const RowGradients<A> sums = std ? row_gradients<true, kRows, kVectors>(first, dw, db)
                                        : row_gradients<false, kRows, kVectors>(first, dw, db);
-      grad_residual ? write_rows<true, kVectors>(first, first + kRows, sums, draws)
-                    : write_rows<false, kVectors>(first, first + kRows, sums, draws);
+      grad_residual ? write_rows<true, kVectors>(first, first + kRows, sums, random)
+                    : write_rows<false, kVectors>(first, first + kRows, sums, random);
     };
     if (dw) std::fill_n(dw, d, A(0)), std::fill_n(db, d, A(0));
     int64_t r = begin;
@@ -187,13 +187,13 @@ struct Backward {
   void chunks(int64_t begin, int64_t end, int64_t size, int64_t rows, A* dw, A* db) const {
     const int64_t first = begin * size, last = std::min(rows, end * size);
     const bool together = d <= kShort || d >= kLong || rows * d * static_cast<int64_t>(sizeof(T)) <= kCached;
-    RowDraws draws(dropout, d, last);
+    RandomBits random(dropout, d, last);
     Pages x_pages = pages_of(grad_x, first, last), residual_pages = pages_of(grad_residual, first, last);
     for (int64_t k = begin, r = first; k < end; ++k, r += size) {
       A *const own_dw = dw ? dw + k * d : nullptr, *const own_db = db ? db + k * d : nullptr;
       const int64_t next = std::min(rows, r + size);
       if (grad_x)
-        chunk<kVectors>(r, next, together, own_dw, own_db, draws, x_pages, residual_pages);
+        chunk<kVectors>(r, next, together, own_dw, own_db, random, x_pages, residual_pages);
       else if (dw)
         sum_weights(r, next, 0, d, own_dw, own_db);
     }
@@ -239,9 +239,6 @@ void norm_backward(const NormBackwardParams<T>& p) {
   finish(db, p.grad_bias);
 }
 
-template void norm_backward(const NormBackwardParams<float>&);
-template void norm_backward(const NormBackwardParams<double>&);
-template void norm_backward(const NormBackwardParams<c10::Half>&);
-template void norm_backward(const NormBackwardParams<c10::BFloat16>&);
+TRANSFORMER_FAST_FOR_EACH_TYPE(void, norm_backward, NormBackwardParams)
 
 }  // namespace transformer_fast

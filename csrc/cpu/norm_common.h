@@ -4,9 +4,9 @@
 #include "norm.h"
 
 #include "buffer.h"
-#include "draws.h"
-#include "pages.h"
-#include "vec.h"
+#include "simd/philox_dropout.h"
+#include "simd/prefault.h"
+#include "simd/vec.h"
 
 #include <ATen/Parallel.h>
 
@@ -14,7 +14,7 @@ namespace transformer_fast {
 namespace {
 
 template <typename T>
-inline Pages pages_of(RowMatrix<T> result, int64_t begin, int64_t end) {
+inline Pages pages_of(RowView<T> result, int64_t begin, int64_t end) {
   return result ? Pages(result.row(begin), result.row(end)) : Pages();
 }
 
@@ -26,8 +26,8 @@ class WideParameters {
  public:
   // Valid until the thread's next call.
   WideParameters(const Parameter<T>& weight, const Parameter<T>& bias, int64_t d) {
-    static thread_local KeptBuffer<A> kept;
-    A* const room = weight.narrow || bias.narrow ? kept.reserve(2 * d) : nullptr;
+    static thread_local GrowingBuffer<A> buffer;
+    A* const room = weight.narrow || bias.narrow ? buffer.reserve(2 * d) : nullptr;
     this->weight = widened(weight, d, room);
     this->bias = widened(bias, d, room ? room + d : nullptr);
   }

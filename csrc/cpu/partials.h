@@ -2,7 +2,7 @@
 // is the same, bit by bit, on any number of threads.
 #pragma once
 
-#include "vec.h"
+#include "simd/vec.h"
 
 #include <ATen/Parallel.h>
 

@@ -5,7 +5,7 @@
 #include "generation.h"
 
 #include "buffer.h"
-#include "operands.h"
+#include "simd/operands.h"
 
 #include <ATen/Parallel.h>
 
@@ -20,11 +20,8 @@ constexpr int64_t kW = kLanes<float>, kPanel = kStepPanel;
 constexpr int64_t kDepth = 64;  // inputs at a time: their weights, the next ones and the rows stay in the first cache
 constexpr int64_t kLine = 64 / sizeof(float);
 constexpr int64_t kLines = kPanel / kLine;  // that a step reads of the weights: 1 or 2
-#if defined(__AVX512F__)
-constexpr int kMostRows = 12;  // 12 x 2 sums, 2 vectors of weights and a broadcast of 32 registers
-#else
-constexpr int kMostRows = 6;
-#endif
+// 12 x 2 sums, 2 vectors of weights and a broadcast of 32 registers.
+constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
 
 struct InputRows {
   const float* data;
@@ -101,9 +98,9 @@ void multiply_some(int64_t rows, InputRows x, const float* weights, const Next& 
 // The rows of a thread's own copy: rows a power of two apart would share a few sets of the cache.
 InputRows copy_rows(const float* x, int64_t rows, int64_t depth) {
   if (rows == 1) return {x, depth};
-  static thread_local KeptBuffer<float> kept;
+  static thread_local GrowingBuffer<float> buffer;
   const int64_t stride = depth + kLine;
-  float* const copy = kept.reserve(rows * stride);
+  float* const copy = buffer.reserve(rows * stride);
   for (int64_t m = 0; m < rows; ++m) std::copy_n(x + m * depth, depth, copy + m * stride);
   return {copy, stride};
 }

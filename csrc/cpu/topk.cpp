@@ -1,7 +1,7 @@
 // What a search wants to know of logits (rows, vocabulary): the best tokens, and the logarithm of the normaliser.
 #include "generation.h"
 
-#include "exponential.h"
+#include "simd/exp.h"
 
 #include <ATen/Parallel.h>
 
@@ -17,7 +17,7 @@ using V = Vector<float>;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // The k greatest of a row, the greatest first, of equal ones the first first. Neither -inf nor NaN is found; what is
-// then missing at the end is -inf, of token 0. After some columns hardly any is greater than all that were kept.
+// then missing at the end is -inf, of token 0. After some columns hardly any is greater than all that are in the list.
 void find_best(const float* row, int64_t columns, int64_t k, float* best, int64_t* token) {
   std::fill_n(best, k, -kInfinity);
   std::fill_n(token, k, 0);

@@ -17,12 +17,12 @@ namespace {
 
 // A matrix of `rows` rows, read at any strides.
 template <typename T>
-struct Matrix {
+struct DeviceMatrix {
   const T* data = nullptr;
   int64_t rows = 0, row_stride = 0, column_stride = 1;
 
-  Matrix() = default;
-  explicit Matrix(const at::Tensor& m)
+  DeviceMatrix() = default;
+  explicit DeviceMatrix(const at::Tensor& m)
       : data(m.const_data_ptr<T>()), rows(m.size(0)), row_stride(m.stride(0)), column_stride(m.stride(1)) {}
 
   bool wide() const { return data == nullptr || wide_rows(data, row_stride, column_stride, sizeof(T)); }
@@ -32,8 +32,8 @@ struct Matrix {
 // source; without offsets, none.
 template <bool kWide, typename T, typename Table>
 __global__ void __launch_bounds__(kThreads)
-    encode_kernel(T* __restrict__ out, const Rows rows, const Matrix<T> source, const DeviceIds ids, const float scale,
-                  const Matrix<Table> table, const int64_t offset, const DeviceIds offsets,
+    encode_kernel(T* __restrict__ out, const Rows rows, const DeviceMatrix<T> source, const DeviceIds ids,
+                  const float scale, const DeviceMatrix<Table> table, const int64_t offset, const DeviceIds offsets,
                   const DeviceDropout dropout) {
   const bool gather = ids.given();
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
@@ -74,8 +74,8 @@ template <typename T, typename Table>
 void launch_encode(const at::Tensor& out, const Rows& rows, const at::Tensor& source, const DeviceIds& ids,
                    double scale, const OptionalTensor& table, int64_t offset, const DeviceIds& offsets,
                    const DeviceDropout& dropout) {
-  const Matrix<T> from(source);
-  const Matrix<Table> encoding = table ? Matrix<Table>(*table) : Matrix<Table>();
+  const DeviceMatrix<T> from(source);
+  const DeviceMatrix<Table> encoding = table ? DeviceMatrix<Table>(*table) : DeviceMatrix<Table>();
   T* y = out.mutable_data_ptr<T>();
   const bool wide = from.wide() && encoding.wide() && wide_rows(y, rows.d, 1, sizeof(T));
   const dim3 block = block_shape(rows.d);

@@ -1,7 +1,7 @@
 // The gradient of the embedding's weight on the GPU, two ways.
 //
-// Sorted (deterministic): the ids are sorted on the device and the order is cut into stretches. A thread walks one for
-// eight columns and writes every id that begins and ends there; ids that cross into other stretches leave partial sums,
+// Sorted (deterministic): the ids are sorted on the device and the order is cut into chunks. A thread walks one for
+// eight columns and writes every id that begins and ends there; ids that cross into other chunks leave partial sums,
 // which a second kernel adds in a fixed order. No atomics, no host synchronisation, and an id that fills the batch is
 // still spread over the GPU, in both kernels. A radix sort passes over its keys once for every eight bits, so the ids are
 // sorted as the narrowest integers that hold the vocabulary: most of a call's time on a small batch is this sort.
@@ -34,21 +34,21 @@ struct Gradient {
   }
 };
 
-// The rows of grad in order of their ids, cut into stretches of `tokens`.
+// The rows of grad in order of their ids, cut into chunks of `tokens`.
 struct Sorted {
   DeviceIds ids;
   const int64_t* row;
-  int64_t tokens, stretches;
+  int64_t tokens, chunks;
 };
 
-// partial is (stretches, 2, d): of the id that came in from the stretch before, and of the one that begins here and
+// partial is (chunks, 2, d): of the id that came in from the chunk before, and of the one that begins here and
 // goes on into the next.
 template <bool kWide, typename T>
 __global__ void __launch_bounds__(kThreads)
-    stretch_kernel(T* __restrict__ out, float* __restrict__ partial, const Gradient<T> g, const Sorted sorted) {
+    chunk_kernel(T* __restrict__ out, float* __restrict__ partial, const Gradient<T> g, const Sorted sorted) {
   constexpr int kAhead = 4;  // rows loaded before they are summed, to have their latencies overlap
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.y;
-  for (int64_t s = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; s < sorted.stretches; s += step) {
+  for (int64_t s = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y; s < sorted.chunks; s += step) {
     const int64_t begin = s * sorted.tokens, end = min(begin + sorted.tokens, g.rows);
     const int64_t before = begin > 0 ? sorted.ids[begin - 1] : -1, after = end < g.rows ? sorted.ids[end] : -1;
     const bool came_in = begin > 0 && before == sorted.ids[begin];
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// One block for each tile of columns of an id that begins in a stretch and goes on: adds its partial sums, blockDim.y
+// One block for each tile of columns of an id that begins in a chunk and goes on: adds its partial sums, blockDim.y
 // times kAhead of them at a time.
 template <bool kWide, typename T>
 __global__ void __launch_bounds__(kThreads)
@@ -101,13 +101,13 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kAhead = 4;
   __shared__ float sums[kThreads][kPiece];
   const int64_t columns = static_cast<int64_t>(blockDim.x) * kPiece, tiles = (g.d + columns - 1) / columns;
-  for (int64_t b = blockIdx.x; b < (sorted.stretches - 1) * tiles; b += gridDim.x) {
+  for (int64_t b = blockIdx.x; b < (sorted.chunks - 1) * tiles; b += gridDim.x) {
     const int64_t s = b / tiles, c = b % tiles * columns + static_cast<int64_t>(threadIdx.x) * kPiece;
     const int64_t begin = s * sorted.tokens, end = begin + sorted.tokens, id = sorted.ids[end];
     const bool goes_on = id == sorted.ids[end - 1] && g.counts(id);
     const bool begins_here = begin == 0 || sorted.ids[begin - 1] != id;
     if (!goes_on || !begins_here) continue;
-    int64_t last = s + 1, beyond = sorted.stretches;  // the last stretch that this id reaches: its first token tells
+    int64_t last = s + 1, beyond = sorted.chunks;  // the last chunk that this id reaches: its first token tells
     while (beyond - last > 1) {
       const int64_t middle = last + (beyond - last) / 2;
       if (sorted.ids[middle * sorted.tokens] == id)
@@ -175,9 +175,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Longer stretches for longer batches, so that joining the sums of one hot id stays cheap beside making them. From the
+// Longer chunks for longer batches, so that joining the sums of one hot id stays cheap beside making them. From the
 // number of rows alone: the order of summation must not depend on the GPU.
-int64_t tokens_per_stretch(int64_t rows) {
+int64_t tokens_per_chunk(int64_t rows) {
   int64_t tokens = 8;
   while (16 * tokens * tokens < rows) tokens *= 2;
   return tokens;
@@ -201,24 +201,24 @@ at::Tensor sorted_gradient(const Gradient<T>& g, const at::Tensor& ids, const at
                           : g.vocabulary <= std::numeric_limits<int32_t>::max() ? sort_keys<int32_t>(g, ids)
                                                                                 : sort_keys<int64_t>(g, ids);
   const auto [ordered, row] = at::sort(keys, /*stable=*/true, /*dim=*/0, /*descending=*/false);
-  const int64_t tokens = tokens_per_stretch(g.rows), stretches = (g.rows + tokens - 1) / tokens;
-  const Sorted sorted{DeviceIds(ordered), row.template const_data_ptr<int64_t>(), tokens, stretches};
-  const at::Tensor partial = at::empty({stretches, 2, g.d}, options.dtype(at::kFloat));
+  const int64_t tokens = tokens_per_chunk(g.rows), chunks = (g.rows + tokens - 1) / tokens;
+  const Sorted sorted{DeviceIds(ordered), row.template const_data_ptr<int64_t>(), tokens, chunks};
+  const at::Tensor partial = at::empty({chunks, 2, g.d}, options.dtype(at::kFloat));
   const auto stream = c10::cuda::getCurrentCUDAStream();
   T* y = out.template mutable_data_ptr<T>();
   const bool wide = wide_rows(g.grad, g.d, 1, sizeof(T)) && wide_rows(y, g.d, 1, sizeof(T));
 
   const dim3 block = block_shape(g.d);
-  const auto kernel = wide ? stretch_kernel<true, T> : stretch_kernel<false, T>;
-  kernel<<<grid_size(stretches, block), block, 0, stream>>>(y, partial.mutable_data_ptr<float>(), g, sorted);
+  const auto kernel = wide ? chunk_kernel<true, T> : chunk_kernel<false, T>;
+  kernel<<<grid_size(chunks, block), block, 0, stream>>>(y, partial.mutable_data_ptr<float>(), g, sorted);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
-  if (stretches > 1) {
+  if (chunks > 1) {
     const unsigned across = std::min(block.x, 32u);
     const dim3 join_block(across, kThreads / across);
     const int64_t tiles = (g.d + across * kPiece - 1) / (across * kPiece);
     const auto join = wide ? join_kernel<true, T> : join_kernel<false, T>;
-    join<<<grid_size((stretches - 1) * tiles, dim3(1, 1)), join_block, 0, stream>>>(y, partial.const_data_ptr<float>(),
-                                                                                    g, sorted);
+    join<<<grid_size((chunks - 1) * tiles, dim3(1, 1)), join_block, 0, stream>>>(y, partial.const_data_ptr<float>(), g,
+                                                                                 sorted);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
   return out;

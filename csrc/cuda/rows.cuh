@@ -14,7 +14,7 @@
 namespace transformer_fast {
 
 constexpr int kThreads = 256;
-constexpr int kPiece = kDrawsPerCall;
+constexpr int kPiece = kColumnsPerCall;
 
 template <typename T>
 struct alignas(16) Part {
@@ -80,7 +80,7 @@ struct DeviceDropout {
     if (seed == nullptr) return;
     const PhiloxWords words = philox_elementwise(static_cast<uint64_t>(*seed), row, column / kPiece);
 #pragma unroll
-    for (int i = 0; i < kPiece; ++i) x[i] = words.draw(i) >= threshold ? x[i] * scale : 0.f;
+    for (int i = 0; i < kPiece; ++i) x[i] = words.bits(i) >= threshold ? x[i] * scale : 0.f;
   }
 };
 

@@ -103,22 +103,17 @@ struct Layers<TwoTensors(const Tensor&, const Tensor&, const Tensor&, Rest...)> 
     return {at::empty_like(q), meta_tensor(q, q.sym_sizes().slice(0, 3), arithmetic_type(q))};
   }
 
-  static const auto& op() {
-    static const Operator<decltype(forward)> op("attention_decode");
-    return op;
-  }
-
   static TwoTensors autograd(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, Rest... rest) {
     TORCH_CHECK(!eager::needs_gradient(q, k_cache, v_cache),
                 "attention_decode has no gradient: call it under torch.no_grad(), or use transformer_fast.attention");
-    return below_autograd(forward, op(), false, q, k_cache, v_cache, rest...);
+    return below_autograd<"attention_decode", forward>(false, q, k_cache, v_cache, rest...);
   }
 
   template <c10::DeviceType device>
   static TwoTensors autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, Rest... rest) {
     const NoAutocast<device> no_autocast;
     const auto cast = [](const Tensor& tensor) { return transformer_fast::autocast<device>(tensor); };
-    return op()(cast(q), cast(k_cache), cast(v_cache), rest...);
+    return op<"attention_decode", forward>()(cast(q), cast(k_cache), cast(v_cache), rest...);
   }
 };
 using Decode = Layers<decltype(forward)>;

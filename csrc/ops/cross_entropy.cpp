@@ -18,7 +18,6 @@
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
@@ -42,12 +41,8 @@ constexpr const char* kSchema =
     "(Tensor loss, Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor scale)";
 
 // The loss, and the gradients of x, weight and bias: undefined where none was asked for. That of bias, and that of
-// weight where it was summed over chunks, are in the type of the arithmetic.
-struct Result {
-  Tensor loss;
-  std::array<Tensor, 3> gradients;
-  Tensor scale;
-};
+// weight where it was summed over chunks, are in the type of the arithmetic. Last their scale.
+using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The losses from `start` on, of logits (rows, vocabulary), contiguous; where asked for, the gradient of their sum is
 // written over the logits.
@@ -88,8 +83,8 @@ void accumulate(Tensor result, const Tensor& a, const Tensor& b, double scale, b
 }
 
 // compute() where every target counts.
-Result of_counted(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                  double smoothing, bool mean, const std::array<bool, 3>& gradients, int64_t chunk_elements) {
+FiveTensors of_counted(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
+                       double smoothing, bool mean, const std::array<bool, 3>& gradients, int64_t chunk_elements) {
   const int64_t rows = x.size(0), vocabulary = weight.size(0);
   const at::ScalarType wide = arithmetic_type(x);
   const int64_t most = std::max<int64_t>(64, chunk_elements / std::max<int64_t>(1, vocabulary));
@@ -97,9 +92,8 @@ Result of_counted(const Tensor& x, const Tensor& weight, const OptionalTensor& b
   const double last = mean && rows > 0 ? 1.0 / rows : 1.0, scale = x.scalar_type() == at::kHalf ? 1.0 : last;
   const Tensor losses = at::empty({rows}, x.options().dtype(wide));
   const bool any = gradients[0] || gradients[1] || gradients[2], whole = rows <= most;
-  Result result;
-  if (any) result.scale = at::scalar_tensor(last / scale, losses.options());
-  auto& [grad_x, grad_weight, grad_bias] = result.gradients;
+  Tensor scale_tensor, grad_x, grad_weight, grad_bias;
+  if (any) scale_tensor = at::scalar_tensor(last / scale, losses.options());
   if (gradients[0]) grad_x = at::empty(x.sizes(), x.options());
   if (gradients[1]) grad_weight = at::empty(weight.sizes(), whole ? weight.options() : losses.options());
   if (gradients[2]) grad_bias = at::zeros({vocabulary}, losses.options());
@@ -116,27 +110,24 @@ Result of_counted(const Tensor& x, const Tensor& weight, const OptionalTensor& b
     if (gradients[2]) grad_bias.add_(logits.sum(0, /*keepdim=*/false, wide), scale);
   }
   if (gradients[1] && rows == 0) grad_weight.zero_();
-  result.loss = mean ? losses.mean() : losses.sum();
-  return result;
+  return {mean ? losses.mean() : losses.sum(), grad_x, grad_weight, grad_bias, scale_tensor};
 }
 
 // x (rows, d), weight (vocabulary, d), bias (vocabulary,), target (rows,) int64. The loss is the sum over the rows
 // whose target is not ignore_index, or their mean. At a time there are `chunk_elements` logits, or those of 64 rows.
-Result compute(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target_,
-               double smoothing, int64_t ignore_index, bool mean, const std::array<bool, 3>& gradients,
-               int64_t chunk_elements) {
+FiveTensors compute(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target_,
+                    double smoothing, int64_t ignore_index, bool mean, const std::array<bool, 3>& gradients,
+                    int64_t chunk_elements) {
   const Tensor target = target_.contiguous();
   const int64_t rows = target.numel(), count = count_targets(target, ignore_index, weight.size(0));
   if (count == rows) return of_counted(x, weight, bias, target, smoothing, mean, gradients, chunk_elements);
   const Tensor counted = target.ne(ignore_index).nonzero().squeeze(1);
-  auto result = of_counted(x.index_select(0, counted), weight, bias, target.index_select(0, counted), smoothing, mean,
-                           gradients, chunk_elements);
-  Tensor& grad_x = result.gradients[0];
+  auto results = of_counted(x.index_select(0, counted), weight, bias, target.index_select(0, counted), smoothing, mean,
+                            gradients, chunk_elements);
+  Tensor& grad_x = std::get<1>(results);
   if (gradients[0]) grad_x = at::zeros(x.sizes(), x.options()).index_copy_(0, counted, grad_x);
-  return result;
+  return results;
 }
-
-using FiveTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 FiveTensors forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
                     double smoothing, c10::SymInt ignore_index, bool mean, std::array<bool, 3> gradients,
@@ -147,20 +138,18 @@ FiveTensors forward(const Tensor& x, const Tensor& weight, const OptionalTensor&
     static const PythonFunction launcher("transformer_fast.triton.cross_entropy", "linear_cross_entropy");
     return std::tuple_cat(launcher.tensors<5>(x, weight, bias, target, smoothing, ignored, mean, gradients, chunk));
   }
-  const Result result = compute(x, weight, bias, target, smoothing, ignored, mean, gradients, chunk);
-  const auto& [grad_x, grad_weight, grad_bias] = result.gradients;
+  const auto [loss, grad_x, grad_weight, grad_bias, scale] =
+      compute(x, weight, bias, target, smoothing, ignored, mean, gradients, chunk);
   const auto or_empty = [](const Tensor& gradient, const at::TensorOptions& options) {
     return gradient.defined() ? gradient.to(options) : at::empty({0}, options);
   };
-  const auto wide = result.loss.options();
-  return {result.loss, or_empty(grad_x, x.options()), or_empty(grad_weight, wide), or_empty(grad_bias, wide),
-          result.scale.defined() ? result.scale : at::ones({}, wide)};
+  const auto wide = loss.options();
+  return {loss, or_empty(grad_x, x.options()), or_empty(grad_weight, wide), or_empty(grad_bias, wide),
+          scale.defined() ? scale : at::ones({}, wide)};
 }
 
-FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTensor& /* bias */,
-                         const Tensor& /* target */, double /* smoothing */, c10::SymInt /* ignore_index */,
-                         bool /* mean */, std::array<bool, 3> gradients, c10::SymInt /* chunk_elements */,
-                         std::string_view /* backend */) {
+FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTensor&, const Tensor&, double,
+                         c10::SymInt, bool, std::array<bool, 3> gradients, c10::SymInt, std::string_view) {
   const at::ScalarType wide = arithmetic_type(x);
   const auto gradient = [](bool asked, const Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType type) {
     return asked ? meta_tensor(like, sizes, type) : meta_tensor(like, {0}, type);
@@ -168,11 +157,6 @@ FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTe
   return {meta_tensor(x, {}, wide), gradient(gradients[0], x, x.sym_sizes(), x.scalar_type()),
           gradient(gradients[1], weight, weight.sym_sizes(), wide),
           gradient(gradients[2], weight, {weight.sym_size(0)}, wide), meta_tensor(x, {}, wide)};
-}
-
-const auto& forward_op() {
-  static const Operator<decltype(forward)> op("linear_cross_entropy");
-  return op;
 }
 
 struct LinearCrossEntropy {
@@ -184,7 +168,7 @@ struct LinearCrossEntropy {
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options&,
                                 const Needs& needs) {
     const Tensor scale = grads[0] * saved[6];
-    // What was kept for a graph that ends here is scaled where it lies, and handed over.
+    // What was saved for a graph that ends here is scaled where it lies, and handed over.
     const bool ends =
         !torch::autograd::get_current_graph_task_keep_graph() && eager::is_plain_eager(grads, /*any_device=*/true);
     const bool scaled = ends && scale.is_cpu() && scale.item<double>() == 1;
@@ -201,42 +185,30 @@ struct LinearCrossEntropy {
 
 // `direct`: whether the kernel may be called without the dispatcher. `gradients` are those asked for besides what autograd
 // needs: a compiled graph, in which nothing is recorded, asks for all of them.
-Result recorded(bool direct, const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                double smoothing, const c10::SymInt& ignore_index, bool mean, std::array<bool, 3> gradients,
-                const c10::SymInt& chunk_elements, std::string_view backend) {
+FiveTensors recorded(bool direct, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                     const Tensor& target, double smoothing, c10::SymInt ignore_index, bool mean,
+                     std::array<bool, 3> gradients, c10::SymInt chunk_elements, std::string_view backend) {
   const bool records = needs_gradient(x, weight, bias);
   const std::array<bool, 3> needs = {gradients[0] || (records && requires_grad(x)),
                                      gradients[1] || (records && requires_grad(weight)),
                                      gradients[2] || (records && requires_grad(bias))};
-  Result result;
+  FiveTensors results;
+  auto& [loss, grad_x, grad_weight, grad_bias, scale] = results;
   if (direct) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const Tensor rows = x.dim() == 2 ? x : x.reshape({target.numel(), x.size(-1)});
     const Tensor targets = target.dim() == 1 ? target : target.reshape(-1);
-    result = compute(rows, weight, bias, targets, smoothing, ignore_index.expect_int(), mean, needs,
-                     chunk_elements.expect_int());
-    if (needs[0]) result.gradients[0] = result.gradients[0].view(x.sizes());
+    results = compute(rows, weight, bias, targets, smoothing, ignore_index.expect_int(), mean, needs,
+                      chunk_elements.expect_int());
+    if (needs[0]) grad_x = grad_x.view(x.sizes());
   } else {
-    auto& [grad_x, grad_weight, grad_bias] = result.gradients;
-    std::tie(result.loss, grad_x, grad_weight, grad_bias, result.scale) =
-        below_autograd(forward, forward_op(), false, x, weight, bias, target, smoothing, ignore_index, mean, needs,
-                       chunk_elements, backend);
+    results = below_autograd<"linear_cross_entropy", forward>(false, x, weight, bias, target, smoothing, ignore_index,
+                                                              mean, needs, chunk_elements, backend);
   }
-  const auto& [grad_x, grad_weight, grad_bias] = result.gradients;
   if (records)
-    eager::record<LinearCrossEntropy>({result.loss},
-                                      {x, weight, or_undefined(bias), grad_x, grad_weight, grad_bias, result.scale}, {},
-                                      x, weight, bias);
-  return result;
-}
-
-FiveTensors forward_autograd(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const Tensor& target,
-                             double smoothing, c10::SymInt ignore_index, bool mean, std::array<bool, 3> gradients,
-                             c10::SymInt chunk_elements, std::string_view backend) {
-  const Result result =
-      recorded(false, x, weight, bias, target, smoothing, ignore_index, mean, gradients, chunk_elements, backend);
-  const auto& [grad_x, grad_weight, grad_bias] = result.gradients;
-  return {result.loss, grad_x, grad_weight, grad_bias, result.scale};
+    eager::record<LinearCrossEntropy>({loss}, {x, weight, or_undefined(bias), grad_x, grad_weight, grad_bias, scale},
+                                      {}, x, weight, bias);
+  return results;
 }
 
 // As F.linear casts.
@@ -245,16 +217,14 @@ FiveTensors forward_autocast(const Tensor& x, const Tensor& weight, const Option
                              double smoothing, c10::SymInt ignore_index, bool mean, std::array<bool, 3> gradients,
                              c10::SymInt chunk_elements, std::string_view backend) {
   const NoAutocast<device> no_autocast;
-  return forward_op()(autocast<device>(x), autocast<device>(weight), autocast<device>(bias), target, smoothing,
-                      ignore_index, mean, gradients, chunk_elements, backend);
+  return op<"linear_cross_entropy", forward>()(autocast<device>(x), autocast<device>(weight), autocast<device>(bias),
+                                               target, smoothing, ignore_index, mean, gradients, chunk_elements,
+                                               backend);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def(kSchema); }
-TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) { m.impl("linear_cross_entropy", forward); }
-TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) { m.impl("linear_cross_entropy", forward_meta); }
-TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) { m.impl("linear_cross_entropy", forward_autograd); }
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { define<forward, forward_meta, Dispatched<recorded>::call>(m, kSchema); }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { m.impl("linear_cross_entropy", forward_autocast<at::kCPU>); }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { m.impl("linear_cross_entropy", forward_autocast<at::kCUDA>); }
 
@@ -278,16 +248,10 @@ py::object eager::linear_cross_entropy(py::handle x_, py::handle weight_, py::ha
   if (bias) arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
   if (!arguments.ok()) return py::none();
 
-  HANDLE_TH_ERRORS
-  Tensor loss;
-  {
-    const py::gil_scoped_release no_gil;
-    loss = cross_entropy_op::recorded(true, x, weight, bias, target, smoothing, ignore_index, mean, {}, chunk_elements,
-                                      "native")
-               .loss;
-  }
-  return wrap(loss);
-  END_HANDLE_TH_ERRORS_PYBIND
+  return computed([&] {
+    return std::get<0>(cross_entropy_op::recorded(true, x, weight, bias, target, smoothing, ignore_index, mean, {},
+                                                  chunk_elements, "native"));
+  });
 }
 
 }  // namespace transformer_fast

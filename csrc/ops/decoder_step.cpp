@@ -43,7 +43,9 @@ struct Step {
   Tensor own;    // (layers, most rows, 2, H, capacity, D)
   Tensor cross;  // (layers, sentences, 2, H, S, D)
   int64_t length;
-  OptionalTensor source_lengths, slots, places;
+  OptionalTensor source_lengths;
+  OptionalTensor row_of_slot,
+      slot_of_row;  // each sentence has as many slots as the widest; absent where rows are slots
   bool norm_first, std;
   double eps;
 
@@ -87,18 +89,18 @@ struct Step {
   Tensor of_source(int64_t layer, const Tensor& queries) const {
     const Tensor known = cross.select(0, layer);
     const int64_t sentences = known.size(0), H = known.size(2), D = known.size(4), d = H * D;
-    const Tensor q = slots ? queries.index_select(0, *slots) : queries;
+    const Tensor q = row_of_slot ? queries.index_select(0, *row_of_slot) : queries;
     const Tensor out =
         attend(q.view({sentences, -1, H, D}).transpose(1, 2), known.select(1, 0), known.select(1, 1), source_lengths)
             .view({-1, d});
-    return places ? out.index_select(0, *places) : out;
+    return slot_of_row ? out.index_select(0, *slot_of_row) : out;
   }
 };
 
 Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const Tensor& cross, int64_t length,
-                    const OptionalTensor& source_lengths, const OptionalTensor& slots, const OptionalTensor& places,
-                    bool norm_first, bool std, double eps) {
-  const Step step{own, cross, length, source_lengths, slots, places, norm_first, std, eps};
+                    const OptionalTensor& source_lengths, const OptionalTensor& row_of_slot,
+                    const OptionalTensor& slot_of_row, bool norm_first, bool std, double eps) {
+  const Step step{own, cross, length, source_lengths, row_of_slot, slot_of_row, norm_first, std, eps};
   for (int64_t layer = 0; layer < own.size(0); ++layer) x = step.through(layer, weights.data() + 2 * kParts * layer, x);
   return x;
 }
@@ -108,7 +110,7 @@ Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const T
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "decoder_step(Tensor x, Tensor[] weights, Tensor(a!) own, Tensor cross, int length, Tensor? source_lengths, "
-      "Tensor? slots, Tensor? places, bool norm_first, bool std, float eps) -> Tensor");
+      "Tensor? row_of_slot, Tensor? slot_of_row, bool norm_first, bool std, float eps) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("decoder_step", decoder_step); }

@@ -24,13 +24,6 @@ namespace {
 using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined;
 using torch::autograd::variable_list;
 
-constexpr const char* kForward =
-    "dropout(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed, str backend) -> Tensor";
-// The gradient of the bias is in the type of the arithmetic; (0,) where there is none.
-constexpr const char* kBackward =
-    "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias, str backend) "
-    "-> (Tensor grad_x, Tensor grad_bias)";
-
 Tensor forward(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu, double p,
                const OptionalTensor& seed, std::string_view backend) {
   if (!is_native(backend)) {
@@ -72,26 +65,15 @@ std::tuple<Tensor, Tensor> backward(const Tensor& grad_out, const OptionalTensor
   return {out, grad_bias};
 }
 
-Tensor forward_meta(const Tensor& x, const OptionalTensor& /* bias */, const OptionalTensor& /* residual */,
-                    bool /* relu */, double /* p */, const OptionalTensor& /* seed */, std::string_view /* backend */) {
+Tensor forward_meta(const Tensor& x, const OptionalTensor&, const OptionalTensor&, bool, double, const OptionalTensor&,
+                    std::string_view) {
   return meta_tensor(x, x.sym_sizes());
 }
 
-std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad_out, const OptionalTensor& /* y */, bool /* relu */,
-                                         double /* p */, const OptionalTensor& /* seed */, bool has_bias,
-                                         std::string_view /* backend */) {
+std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad_out, const OptionalTensor&, bool, double,
+                                         const OptionalTensor&, bool has_bias, std::string_view) {
   return {meta_tensor(grad_out, grad_out.sym_sizes()),
           meta_tensor(grad_out, {has_bias ? grad_out.sym_size(-1) : c10::SymInt(0)}, arithmetic_type(grad_out))};
-}
-
-const auto& forward_op() {
-  static const Operator<decltype(forward)> op("dropout");
-  return op;
-}
-
-const auto& backward_op() {
-  static const Operator<decltype(backward)> op("dropout_backward");
-  return op;
 }
 
 struct Dropout {
@@ -109,9 +91,9 @@ struct Dropout {
                                 const Needs& needs) {
     Tensor grad_x, grad_bias;
     if (needs[0] || needs[1])
-      std::tie(grad_x, grad_bias) = below_autograd(
-          dropout_op::backward, backward_op(), eager::is_plain_eager(grads) && eager::is_plain_eager(saved), grads[0],
-          or_none(saved[0]), options.relu, options.p, or_none(saved[1]), needs[1], options.backend);
+      std::tie(grad_x, grad_bias) = below_autograd<"dropout_backward", dropout_op::backward>(
+          eager::is_plain_eager(grads) && eager::is_plain_eager(saved), grads[0], or_none(saved[0]), options.relu,
+          options.p, or_none(saved[1]), needs[1], options.backend);
     return {grad_x, needs[1] ? in_type(grad_bias, *options.bias) : Tensor(), grads[0]};
   }
 };
@@ -119,7 +101,7 @@ struct Dropout {
 // `direct`: whether the kernel may be called without the dispatcher.
 Tensor recorded(bool direct, const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
                 double p, const OptionalTensor& seed, std::string_view backend) {
-  const Tensor out = below_autograd(forward, forward_op(), direct, x, bias, residual, relu, p, seed, backend);
+  const Tensor out = below_autograd<"dropout", forward>(direct, x, bias, residual, relu, p, seed, backend);
   // With ReLU the output alone tells which elements pass a gradient: those that are positive.
   if (needs_gradient(x, bias, residual))
     eager::record<Dropout>({out}, {relu ? out : Tensor(), or_undefined(seed)},
@@ -128,31 +110,16 @@ Tensor recorded(bool direct, const Tensor& x, const OptionalTensor& bias, const 
   return out;
 }
 
-Tensor forward_autograd(const Tensor& x, const OptionalTensor& bias, const OptionalTensor& residual, bool relu,
-                        double p, const OptionalTensor& seed, std::string_view backend) {
-  return recorded(false, x, bias, residual, relu, p, seed, backend);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(kForward);
-  m.def(kBackward);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {
-  m.impl("dropout", forward);
-  m.impl("dropout_backward", backward);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
-  m.impl("dropout", forward_meta);
-  m.impl("dropout_backward", backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
-  m.impl("dropout", forward_autograd);
-  m.impl("dropout_backward", eager::Undifferentiable<"dropout_backward", backward>::call);
+  define<forward, forward_meta, Dispatched<recorded>::call>(
+      m, "dropout(Tensor x, Tensor? bias, Tensor? residual, bool relu, float p, Tensor? seed, str backend) -> Tensor");
+  // The gradient of the bias is in the type of the arithmetic; (0,) where there is none.
+  define<backward, backward_meta, eager::Undifferentiable<"dropout_backward", backward>::call>(
+      m,
+      "dropout_backward(Tensor grad_out, Tensor? y, bool relu, float p, Tensor? seed, bool has_bias, str backend) "
+      "-> (Tensor grad_x, Tensor grad_bias)");
 }
 
 }  // namespace dropout_op
@@ -171,19 +138,15 @@ py::object eager::dropout(py::handle x_, py::handle p_, py::handle bias_, py::ha
   if (bias && (bias->dim() != 1 || bias->size(0) != x.size(-1))) return py::none();
   if (p == 0 && !bias && !relu && !residual) return py::reinterpret_borrow<py::object>(x_);
 
-  Tensor out;
-  {
-    const py::gil_scoped_release no_gil;
-    if (p == 0 && !bias) {  // without a mask to draw, plain PyTorch is one or two passes already
-      out = relu ? x.relu() : x;
-      if (residual) out = residual->add(out);
-    } else {
-      // The backward reads the sign of the ReLU off the op's own output, which a residual would hide.
-      out = dropout_op::recorded(true, x, bias, relu ? std::nullopt : residual, relu, p, seed, "native");
-      if (relu && residual) out = residual->add(out);
+  return computed([&] {
+    if (p == 0 && !bias) {  // without a mask to make, plain PyTorch is one or two passes already
+      const Tensor out = relu ? x.relu() : x;
+      return residual ? residual->add(out) : out;
     }
-  }
-  return wrap(out);
+    // The backward reads the sign of the ReLU off the op's own output, which a residual would hide.
+    const Tensor out = dropout_op::recorded(true, x, bias, relu ? std::nullopt : residual, relu, p, seed, "native");
+    return relu && residual ? residual->add(out) : out;
+  });
 }
 
 }  // namespace transformer_fast

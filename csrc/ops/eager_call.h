@@ -13,6 +13,7 @@
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
@@ -144,5 +145,18 @@ inline Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tens
 inline OptionalTensor or_none(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
 inline py::object wrap(const Tensor& tensor) { return py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor)); }
+
+// The tensor that compute() returns. Python's lock is not held meanwhile, and errors become Python's.
+template <typename Compute>
+py::object computed(const Compute& compute) {
+  HANDLE_TH_ERRORS
+  Tensor result;
+  {
+    const py::gil_scoped_release no_gil;
+    result = compute();
+  }
+  return wrap(result);
+  END_HANDLE_TH_ERRORS_PYBIND
+}
 
 }  // namespace transformer_fast::eager

@@ -13,7 +13,6 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/Exceptions.h>
 #include <torch/library.h>
 
 namespace transformer_fast {
@@ -33,42 +32,24 @@ constexpr const char* kAddPositional =
     "add_positional(Tensor x, Tensor? table, SymInt offset, Tensor? offsets, float dropout_p, Tensor? seed) -> Tensor";
 constexpr const char* kPositionalTable = "fill_positional_table(Tensor(a!) table) -> ()";
 
-Tensor embed_meta(const Tensor& ids, const Tensor& weight, const OptionalTensor& /* table */, double /* scale */,
-                  c10::SymInt /* offset */, const OptionalTensor& /* offsets */,
-                  std::optional<int64_t> /* padding_idx */, double /* p */, const OptionalTensor& /* seed */,
-                  bool /* deterministic */) {
+Tensor embed_meta(const Tensor& ids, const Tensor& weight, const OptionalTensor&, double, c10::SymInt,
+                  const OptionalTensor&, std::optional<int64_t>, double, const OptionalTensor&, bool) {
   auto sizes = ids.sym_sizes().vec();
   sizes.push_back(weight.sym_size(1));
   return meta_tensor(weight, sizes);
 }
 
-Tensor embed_backward_meta(const Tensor& grad_out, const Tensor& /* ids */, c10::SymInt vocabulary, double /* scale */,
-                           std::optional<int64_t> /* padding_idx */, double /* p */, const OptionalTensor& /* seed */,
-                           bool /* deterministic */) {
+Tensor embed_backward_meta(const Tensor& grad_out, const Tensor&, c10::SymInt vocabulary, double,
+                           std::optional<int64_t>, double, const OptionalTensor&, bool) {
   return meta_tensor(grad_out, {vocabulary, grad_out.sym_size(-1)});
 }
 
-Tensor add_positional_meta(const Tensor& x, const OptionalTensor& /* table */, c10::SymInt /* offset */,
-                           const OptionalTensor& /* offsets */, double /* p */, const OptionalTensor& /* seed */) {
+Tensor add_positional_meta(const Tensor& x, const OptionalTensor&, c10::SymInt, const OptionalTensor&, double,
+                           const OptionalTensor&) {
   return meta_tensor(x, x.sym_sizes());
 }
 
-void fill_positional_table_meta(const Tensor& /* table */) {}
-
-const auto& embed_op() {
-  static const Operator<decltype(embed)> op("embed");
-  return op;
-}
-
-const auto& embed_backward_op() {
-  static const Operator<decltype(embed_backward)> op("embed_backward");
-  return op;
-}
-
-const auto& add_positional_op() {
-  static const Operator<decltype(add_positional)> op("add_positional");
-  return op;
-}
+void fill_positional_table_meta(const Tensor&) {}
 
 // A table of positions that was read from `offset` on, or from `offset` + an offset for each sequence.
 struct Table {
@@ -86,7 +67,9 @@ struct Table {
       const Tensor steps = at::arange(rows, at::TensorOptions(at::kLong).device(grad.device()));
       const Tensor positions = offsets->unsqueeze(-1).to(at::kLong) + steps;
       constexpr bool deterministic = true;
-      return embed_backward_op()(grad, positions, length, 1.0, std::nullopt, 0.0, std::nullopt, deterministic).to(type);
+      return op<"embed_backward", embed_backward>()(grad, positions, length, 1.0, std::nullopt, 0.0, std::nullopt,
+                                                    deterministic)
+          .to(type);
     }
     const Tensor stacked = grad.dim() > 2 ? grad.flatten(0, -3) : grad.unsqueeze(0);
     const Tensor sum = stacked.sum(0, /*keepdim=*/false, arithmetic_type(grad));
@@ -96,7 +79,7 @@ struct Table {
 
 // The forward's mask applied to a gradient: the same op without a table.
 Tensor dropped(const Tensor& grad, double p, const OptionalTensor& seed) {
-  return p > 0 ? add_positional_op()(grad, std::nullopt, 0, std::nullopt, p, seed) : grad;
+  return p > 0 ? op<"add_positional", add_positional>()(grad, std::nullopt, 0, std::nullopt, p, seed) : grad;
 }
 
 struct Embed {
@@ -120,8 +103,8 @@ struct Embed {
     const OptionalTensor offsets = or_none(saved[1]), seed = or_none(saved[2]);
     variable_list gradients(2);
     if (needs[0])
-      gradients[0] = below_autograd(embed_backward, embed_backward_op(), direct, grads[0], saved[0], vocabulary, scale,
-                                    padding_idx, p, seed, deterministic);
+      gradients[0] = below_autograd<"embed_backward", embed_backward>(direct, grads[0], saved[0], vocabulary, scale,
+                                                                      padding_idx, p, seed, deterministic);
     if (needs[1]) gradients[1] = table.gradient(dropped(grads[0], p, seed), offsets);
     return gradients;
   }
@@ -146,10 +129,10 @@ struct AddPositional {
 
 // `direct`: whether the kernel may be called without the dispatcher.
 Tensor recorded_embed(bool direct, const Tensor& ids, const Tensor& weight, const OptionalTensor& table, double scale,
-                      const c10::SymInt& offset, const OptionalTensor& offsets, std::optional<int64_t> padding_idx,
-                      double p, const OptionalTensor& seed, bool deterministic) {
-  const Tensor out = below_autograd(embed, embed_op(), direct, ids, weight, table, scale, offset, offsets, padding_idx,
-                                    p, seed, deterministic);
+                      c10::SymInt offset, const OptionalTensor& offsets, std::optional<int64_t> padding_idx, double p,
+                      const OptionalTensor& seed, bool deterministic) {
+  const Tensor out = below_autograd<"embed", embed>(direct, ids, weight, table, scale, offset, offsets, padding_idx, p,
+                                                    seed, deterministic);
   if (needs_gradient(weight, table))
     eager::record<Embed>({out}, {ids, or_undefined(offsets), or_undefined(seed)},
                          {weight.sym_size(0), scale, padding_idx, p, deterministic, Table(table, offset)}, weight,
@@ -159,22 +142,11 @@ Tensor recorded_embed(bool direct, const Tensor& ids, const Tensor& weight, cons
 
 Tensor recorded_add_positional(bool direct, const Tensor& x, const OptionalTensor& table, const c10::SymInt& offset,
                                const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
-  const Tensor out = below_autograd(add_positional, add_positional_op(), direct, x, table, offset, offsets, p, seed);
+  const Tensor out = below_autograd<"add_positional", add_positional>(direct, x, table, offset, offsets, p, seed);
   if (needs_gradient(x, table))
     eager::record<AddPositional>({out}, {or_undefined(offsets), or_undefined(seed)}, {p, Table(table, offset)}, x,
                                  table);
   return out;
-}
-
-Tensor embed_autograd(const Tensor& ids, const Tensor& weight, const OptionalTensor& table, double scale,
-                      c10::SymInt offset, const OptionalTensor& offsets, std::optional<int64_t> padding_idx, double p,
-                      const OptionalTensor& seed, bool deterministic) {
-  return recorded_embed(false, ids, weight, table, scale, offset, offsets, padding_idx, p, seed, deterministic);
-}
-
-Tensor add_positional_autograd(const Tensor& x, const OptionalTensor& table, c10::SymInt offset,
-                               const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
-  return recorded_add_positional(false, x, table, offset, offsets, p, seed);
 }
 
 }  // namespace
@@ -187,23 +159,23 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("embed", TORCH_FN(embed));
-  m.impl("embed_backward", TORCH_FN(embed_backward));
-  m.impl("add_positional", TORCH_FN(add_positional));
-  m.impl("fill_positional_table", TORCH_FN(fill_positional_table));
+  m.impl("embed", embed);
+  m.impl("embed_backward", embed_backward);
+  m.impl("add_positional", add_positional);
+  m.impl("fill_positional_table", fill_positional_table);
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
-  m.impl("embed", TORCH_FN(embed_meta));
-  m.impl("embed_backward", TORCH_FN(embed_backward_meta));
-  m.impl("add_positional", TORCH_FN(add_positional_meta));
-  m.impl("fill_positional_table", TORCH_FN(fill_positional_table_meta));
+  m.impl("embed", embed_meta);
+  m.impl("embed_backward", embed_backward_meta);
+  m.impl("add_positional", add_positional_meta);
+  m.impl("fill_positional_table", fill_positional_table_meta);
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
-  m.impl("embed", TORCH_FN(embed_autograd));
+  m.impl("embed", Dispatched<recorded_embed>::call);
   m.impl("embed_backward", eager::Undifferentiable<"embed_backward", embed_backward>::call);
-  m.impl("add_positional", TORCH_FN(add_positional_autograd));
+  m.impl("add_positional", Dispatched<recorded_add_positional>::call);
 }
 
 }  // namespace embedding_op
@@ -257,15 +229,10 @@ py::object embed(py::handle ids_, py::handle weight_, py::handle table_, py::han
   }
   if (!arguments.ok()) return py::none();
 
-  HANDLE_TH_ERRORS
-  Tensor out;
-  {
-    const py::gil_scoped_release no_gil;
-    out = embedding_op::recorded_embed(true, ids, weight, table, scale, offset.common, offset.each, padding_idx,
-                                       dropout_p, seed, /*deterministic=*/true);
-  }
-  return wrap(out);
-  END_HANDLE_TH_ERRORS_PYBIND
+  return computed([&] {
+    return embedding_op::recorded_embed(true, ids, weight, table, scale, offset.common, offset.each, padding_idx,
+                                        dropout_p, seed, /*deterministic=*/true);
+  });
 }
 
 py::object add_positional(py::handle x_, py::handle table_, py::handle offset_, py::handle dropout_p_,
@@ -279,14 +246,9 @@ py::object add_positional(py::handle x_, py::handle table_, py::handle offset_, 
       !offset.fits(x.sizes().slice(0, x.dim() - 2)))
     return py::none();
 
-  HANDLE_TH_ERRORS
-  Tensor out;
-  {
-    const py::gil_scoped_release no_gil;
-    out = embedding_op::recorded_add_positional(true, x, table, offset.common, offset.each, dropout_p, seed);
-  }
-  return wrap(out);
-  END_HANDLE_TH_ERRORS_PYBIND
+  return computed([&] {
+    return embedding_op::recorded_add_positional(true, x, table, offset.common, offset.each, dropout_p, seed);
+  });
 }
 
 }  // namespace eager

@@ -54,11 +54,11 @@ Tensor log_normalizer(const Tensor& logits) {
 
 Tensor pack_step_weight(at::TensorList weights) {
   const int64_t depth = weights[0].size(1), panel = kernels().generation.panel;
-  std::vector<Tensor> kept;
+  std::vector<Tensor> saved;
   std::vector<const float*> rows;
   for (const Tensor& weight : weights) {
-    kept.push_back(weight.contiguous());
-    for (int64_t n = 0; n < weight.size(0); ++n) rows.push_back(kept.back().const_data_ptr<float>() + n * depth);
+    saved.push_back(weight.contiguous());
+    for (int64_t n = 0; n < weight.size(0); ++n) rows.push_back(saved.back().const_data_ptr<float>() + n * depth);
   }
   const int64_t outputs = static_cast<int64_t>(rows.size()), panels = (outputs + panel - 1) / panel;
   const Tensor packed = at::cpu::empty({panels, depth, panel}, weights[0].options());

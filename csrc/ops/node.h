@@ -77,21 +77,13 @@ void append(variable_list& tensors, const std::tuple<Tensors...>& several) {
 template <typename Other>
 void append(variable_list&, const Other&) {}
 
-// An op's name as an argument of a template.
-template <size_t size>
-struct Name {
-  char text[size];
-  constexpr Name(const char (&given)[size]) { std::copy_n(given, size, text); }
-};
-
 // The autograd rule of an op of a backward, called by itself: what it returns cannot be differentiated.
 template <Name name, auto implementation>
 struct Undifferentiable;
 template <Name name, typename Result, typename... Args, Result (*implementation)(Args...)>
 struct Undifferentiable<name, implementation> {
   static Result call(Args... args) {
-    static const Operator<Result(Args...)> op(name.text);
-    const Result results = below_autograd(implementation, op, /*direct=*/false, args...);
+    const Result results = below_autograd<name, implementation>(/*direct=*/false, args...);
     if (!at::GradMode::is_enabled()) return results;
     variable_list inputs, gradients;
     (append(inputs, args), ...);

@@ -20,28 +20,22 @@
 namespace transformer_fast {
 namespace {
 
-// (rows, d) with unit stride along the columns; a view wherever the strides allow one.
+// (rows, d) with unit stride along the columns; a view wherever the strides allow one. Or nothing.
 Tensor as_rows(const Tensor& x) {
+  if (!x.defined()) return x;
   const int64_t d = x.size(-1);
   const Tensor dense = d == 1 || x.stride(-1) == 1 ? x : x.contiguous();
   return dense.dim() == 2 ? dense : dense.reshape({x.numel() / d, d});
 }
 
-OptionalTensor as_rows(const OptionalTensor& x) { return x ? OptionalTensor(as_rows(*x)) : OptionalTensor(); }
-
 template <typename T>
-RowMatrix<const T> rows_of(const Tensor& x) {
-  return {x.const_data_ptr<T>(), x.stride(0)};
-}
-
-template <typename T>
-RowMatrix<const T> rows_of(const OptionalTensor& x) {
-  return x ? rows_of<T>(*x) : RowMatrix<const T>{};
+RowView<const T> rows_of(const Tensor& x) {
+  return x.defined() ? RowView<const T>{x.const_data_ptr<T>(), x.stride(0)} : RowView<const T>{};
 }
 
 // Of a result, which is contiguous, or nothing.
 template <typename T>
-RowMatrix<T> result_rows(const Tensor& result, int64_t d) {
+RowView<T> result_rows(const Tensor& result, int64_t d) {
   return {result.defined() ? result.mutable_data_ptr<T>() : nullptr, d};
 }
 
@@ -50,8 +44,7 @@ RowMatrix<T> result_rows(const Tensor& result, int64_t d) {
 NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                         const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
                         void* mean, void* rstd) {
-  const Tensor x_rows = as_rows(x);
-  const OptionalTensor residual_rows = as_rows(residual);
+  const Tensor x_rows = as_rows(x), residual_rows = as_rows(eager::or_undefined(residual));
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
   NormResult result{at::cpu::empty(x.sizes(), x.options()), {}};
   if (residual) result.summed = at::cpu::empty(x.sizes(), x.options());
@@ -71,7 +64,7 @@ NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_s
                             const OptionalTensor& weight, const void* mean, const void* rstd, bool std,
                             double dropout_p, const OptionalTensor& seed, NormNeeds needs) {
   const Tensor dy_rows = as_rows(grad_out), x_rows = as_rows(x);
-  const OptionalTensor grad_summed_rows = as_rows(grad_summed);
+  const Tensor grad_summed_rows = as_rows(eager::or_undefined(grad_summed));
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
   const bool narrow_weights = weight && weight->scalar_type() == x.scalar_type();
   const auto weight_options = x.options().dtype(narrow_weights ? x.scalar_type() : arithmetic_type(x));
@@ -102,14 +95,6 @@ using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined;
 using torch::autograd::variable_list;
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-constexpr const char* kForward =
-    "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool std, float dropout_p, "
-    "Tensor? seed, str backend) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)";
-constexpr const char* kBackward =
-    "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-    "bool std, float dropout_p, Tensor? seed, bool has_bias, str backend) "
-    "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)";
-
 // An op returns tensors: where there is nothing, an empty one.
 Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
   return tensor.defined() ? tensor : at::empty({0}, options);
@@ -130,9 +115,8 @@ FourTensors forward(const Tensor& x, const OptionalTensor& residual, const Optio
   return {out, or_empty(summed, x.options()), mean, rstd};
 }
 
-FourTensors forward_meta(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& /* weight */,
-                         const OptionalTensor& /* bias */, double /* eps */, bool /* std */, double /* dropout_p */,
-                         const OptionalTensor& /* seed */, std::string_view /* backend */) {
+FourTensors forward_meta(const Tensor& x, const OptionalTensor& residual, const OptionalTensor&, const OptionalTensor&,
+                         double, bool, double, const OptionalTensor&, std::string_view) {
   c10::SymInt rows = 1;
   for (const c10::SymInt& size : x.sym_sizes().slice(0, x.dim() - 1)) rows = rows * size;
   const auto statistics = [&] { return meta_tensor(x, {rows}, arithmetic_type(x)); };
@@ -156,25 +140,14 @@ FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, 
           or_empty(gradients.bias, weight_options).to(weight_options)};
 }
 
-FourTensors backward_meta(const Tensor& /* grad_out */, const OptionalTensor& /* grad_summed */, const Tensor& x,
-                          const OptionalTensor& weight, const Tensor& /* mean */, const Tensor& /* rstd */,
-                          bool /* std */, double dropout_p, const OptionalTensor& /* seed */, bool has_bias,
-                          std::string_view /* backend */) {
+FourTensors backward_meta(const Tensor&, const OptionalTensor&, const Tensor& x, const OptionalTensor& weight,
+                          const Tensor&, const Tensor&, bool, double dropout_p, const OptionalTensor&, bool has_bias,
+                          std::string_view) {
   const auto rows = [&](bool asked) { return asked ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}); };
   const auto parameter = [&](bool asked) {
     return meta_tensor(weight ? *weight : x, {asked ? x.sym_size(-1) : c10::SymInt(0)});
   };
   return {rows(true), rows(dropout_p > 0), parameter(weight.has_value()), parameter(has_bias)};
-}
-
-const auto& forward_op() {
-  static const Operator<decltype(forward)> op("layer_norm");
-  return op;
-}
-
-const auto& backward_op() {
-  static const Operator<decltype(backward)> op("layer_norm_backward");
-  return op;
 }
 
 // The autograd node.
@@ -192,20 +165,21 @@ struct LayerNorm {
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
-    const bool direct_call = is_native(options.backend) && eager::is_plain_eager(grads) && eager::is_plain_eager(saved);
+    const bool direct = is_native(options.backend) && eager::is_plain_eager(grads) && eager::is_plain_eager(saved);
     const at::AutoDispatchBelowADInplaceOrView below;
     const Tensor &x = saved[0], &mean = saved[2], &rstd = saved[3];
     const OptionalTensor weight = or_none(saved[1]), seed = or_none(saved[4]);
     const OptionalTensor grad_summed = grads.size() > 1 ? or_none(grads[1]) : std::nullopt;
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
     NormGradients gradients;
-    if (direct_call)
+    if (direct)
       gradients = norm_backward(grad_out, grad_summed, x, weight, mean.const_data_ptr(), rstd.const_data_ptr(),
                                 options.std, options.dropout_p, seed, {needs[0] || needs[1], needs[2], needs[3]});
     else
       std::tie(gradients.x, gradients.residual, gradients.weight, gradients.bias) =
-          backward_op()(grad_out, grad_summed, x, weight, mean, rstd, options.std, options.dropout_p, seed,
-                        options.bias.has_value(), options.backend);
+          op<"layer_norm_backward", norm_op::backward>()(grad_out, grad_summed, x, weight, mean, rstd, options.std,
+                                                         options.dropout_p, seed, options.bias.has_value(),
+                                                         options.backend);
     if (options.dropout_p == 0) gradients.residual = gradients.x;
     if (!weight) gradients.weight = Tensor();
     if (options.bias && gradients.bias.defined()) gradients.bias = in_type(gradients.bias, *options.bias);
@@ -219,7 +193,7 @@ FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residua
                      const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
                      std::string_view backend) {
   const auto results =
-      below_autograd(forward, forward_op(), direct, x, residual, weight, bias, eps, std, dropout_p, seed, backend);
+      below_autograd<"layer_norm", forward>(direct, x, residual, weight, bias, eps, std, dropout_p, seed, backend);
   if (!needs_gradient(x, residual, weight, bias)) return results;
   const auto& [out, summed, mean, rstd] = results;
   eager::record<LayerNorm>(residual ? variable_list{out, summed} : variable_list{out},
@@ -230,32 +204,18 @@ FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residua
   return results;
 }
 
-FourTensors forward_autograd(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                             const OptionalTensor& bias, double eps, bool std, double dropout_p,
-                             const OptionalTensor& seed, std::string_view backend) {
-  return recorded(false, x, residual, weight, bias, eps, std, dropout_p, seed, backend);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(kForward);
-  m.def(kBackward);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {
-  m.impl("layer_norm", forward);
-  m.impl("layer_norm_backward", backward);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
-  m.impl("layer_norm", forward_meta);
-  m.impl("layer_norm_backward", backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
-  m.impl("layer_norm", forward_autograd);
-  m.impl("layer_norm_backward", eager::Undifferentiable<"layer_norm_backward", backward>::call);
+  define<forward, forward_meta, Dispatched<recorded>::call>(
+      m,
+      "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool std, float dropout_p, "
+      "Tensor? seed, str backend) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)");
+  define<backward, backward_meta, eager::Undifferentiable<"layer_norm_backward", backward>::call>(
+      m,
+      "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
+      "bool std, float dropout_p, Tensor? seed, bool has_bias, str backend) "
+      "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)");
 }
 
 }  // namespace norm_op

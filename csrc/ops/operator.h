@@ -8,10 +8,13 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <torch/library.h>
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 namespace transformer_fast {
@@ -34,13 +37,44 @@ class Operator<Result(Args...)> {
   c10::TypedOperatorHandle<Result(Args...)> handle_;
 };
 
+// An op's name as an argument of a template.
+template <size_t size>
+struct Name {
+  char text[size];
+  constexpr Name(const char (&given)[size]) { std::copy_n(given, size, text); }
+};
+
+// The op of this name, which has the signature of its implementation.
+template <Name name, auto implementation>
+const auto& op() {
+  static const Operator<std::remove_pointer_t<decltype(implementation)>> found(name.text);
+  return found;
+}
+
 // What an op computes, recorded by nobody: by its implementation where `direct` says that nothing looks at the call,
 // else by the dispatcher.
-template <typename Result, typename... Args, typename... Given>
-Result below_autograd(Result (*implementation)(Args...), const Operator<Result(Args...)>& op, bool direct,
-                      const Given&... args) {
+template <Name name, auto implementation, typename... Given>
+auto below_autograd(bool direct, const Given&... args) {
   const at::AutoDispatchBelowADInplaceOrView below;
-  return direct ? implementation(args...) : op(args...);
+  return direct ? implementation(args...) : op<name, implementation>()(args...);
+}
+
+// A function that takes whether to call the kernel directly, as the dispatcher calls it.
+template <auto recorded>
+struct Dispatched;
+template <typename Result, typename... Args, Result (*recorded)(bool, Args...)>
+struct Dispatched<recorded> {
+  static Result call(Args... args) { return recorded(/*direct=*/false, args...); }
+};
+
+// Declares an op: its schema, its implementation on every device, on the meta device, and for autograd.
+template <auto implementation, auto meta, auto autograd>
+void define(torch::Library& m, const std::string& schema) {
+  m.def(schema.c_str());
+  const std::string name = schema.substr(0, schema.find('('));
+  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, TORCH_FN(implementation)));
+  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Meta, TORCH_FN(meta)));
+  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, TORCH_FN(autograd)));
 }
 
 // What autocast makes of an op's tensor, or of one that may be missing; and the scope in which it is off.

@@ -16,53 +16,33 @@
 namespace transformer_fast {
 namespace {
 
-#if defined(__AVX512F__)
-constexpr int kPanelVectors = 4;  // 6 x 4 sums, 4 vectors of B and a broadcast fill 32 registers
-#else
-constexpr int kPanelVectors = 2;  // and 6 x 2 sums the 16 of AVX2
-#endif
+// 6 x 4 sums, 4 vectors of B and a broadcast fill 32 registers, 6 x 2 sums the 16 of AVX2.
+constexpr int kPanelVectors = kVectorRegisters == 32 ? 4 : 2;
 constexpr int kPanelRows = 6;
-
-struct Pair {
-  c10::BFloat16 element[2];
-};
 
 // How many steps of the depth one element covers.
 template <typename E>
 constexpr int64_t kSteps = std::is_same_v<E, Pair> ? 2 : 1;
 
 // What the elements of a tensor become in a product.
-#if defined(__AVX512BF16__)
 template <typename T>
-using Operand = std::conditional_t<std::is_same_v<T, c10::BFloat16>, Pair, Accumulate<T>>;
-
-inline Vector<float> multiply_add(Vector<float> sums, Pair factor, Vector<float> pairs) {
-  int32_t bits;
-  std::memcpy(&bits, &factor, sizeof(bits));
-  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(pairs), reinterpret_cast<__m512bh>(_mm512_set1_epi32(bits)));
-}
-
-template <typename E, std::enable_if_t<std::is_same_v<E, Pair>, int> = 0>
-inline Vector<float> add_products(Vector<float> sums, Vector<float> a, Vector<float> b) {
-  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-}
-
-// As many pairs as there are lanes, bit for bit.
-inline Vector<float> widen(const Pair* p) { return widen(reinterpret_cast<const float*>(p)); }
-#else
-template <typename T>
-using Operand = Accumulate<T>;
-#endif
-
-template <typename A>
-inline Vector<A> multiply_add(Vector<A> sums, A factor, Vector<A> row) {
-  return fma(row, factor, sums);
-}
+using Operand = std::conditional_t<kPaired<T>, Pair, Accumulate<T>>;
 
 // sums + a * b, lane by lane; a and b hold elements of type E.
-template <typename E, std::enable_if_t<!std::is_same_v<E, Pair>, int> = 0>
-inline Vector<E> add_products(Vector<E> sums, Vector<E> a, Vector<E> b) {
-  return fma(a, b, sums);
+template <typename E, typename V>
+inline V add_products(V sums, V a, V b) {
+  if constexpr (std::is_same_v<E, Pair>)
+    return add_pairs(sums, a, b);
+  else
+    return fma(a, b, sums);
+}
+
+template <typename E, typename V>
+inline V add_product(V sums, E factor, V row) {
+  if constexpr (std::is_same_v<E, Pair>)
+    return add_pairs(sums, row, broadcast_pair(factor));
+  else
+    return fma(row, factor, sums);
 }
 
 // Element (row, column) is data[row * row_stride + column * column_stride].
@@ -133,7 +113,7 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
     for (int n = 0; n < kVectors; ++n) row[n] = widen(b + k * b_stride + n * lanes);
     for (int m = 0; m < kRows; ++m) {
       const E element = a[m * a_row + k * a_column];
-      for (int n = 0; n < kVectors; ++n) sums[m][n] = multiply_add(sums[m][n], element, row[n]);
+      for (int n = 0; n < kVectors; ++n) sums[m][n] = add_product(sums[m][n], element, row[n]);
     }
   }
 #pragma GCC unroll 6

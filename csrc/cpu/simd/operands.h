@@ -1,8 +1,7 @@
-// Rows of a tensor, and tiles of scores, as operands of the products of matrix.h.
+// Rows of a tensor, and tiles of scores, as operands of the products of micro_gemm.h.
 #pragma once
 
-#include "bfloat16_bits.h"
-#include "matrix.h"
+#include "micro_gemm.h"
 
 #include <cmath>
 #include <utility>
@@ -75,11 +74,9 @@ inline Rows<Operand<T>> load_lanes(const T* source, int64_t stride, int64_t quer
   const int64_t padded = round_up(queries, kLanes<A>);
   fetch_rows(source, stride, queries, D);
   const auto row_at = [&](int64_t i, int64_t d, int64_t count) {
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<E, Pair>)
-      return reinterpret_cast<Vector<A>>(load_bits(source + i * stride + 2 * d, std::min(2 * count, D - 2 * d)));
+    if constexpr (kPaired<T>)
+      return load_bits(source + i * stride + 2 * d, std::min(2 * count, D - 2 * d));
     else
-#endif
       return load_some(source + i * stride + d, count);
   };
   transpose_rows<A>(queries, (D + kSteps<E> - 1) / kSteps<E>, row_at, [&](int64_t d, int64_t i, Vector<A> v) {
@@ -95,8 +92,7 @@ inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows,
   constexpr int64_t lanes = kLanes<A>;
   const int64_t padded = round_up(columns, lanes);
   Vector<A> poison{};  // 0, or NaN as soon as an element is not finite
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<Operand<T>, Pair>) {
+  if constexpr (kPaired<T>) {
     for (int64_t r = 0; r < rows; r += 2)
       for (int64_t c = 0; c < columns; c += 2 * lanes) {
         const int64_t count = std::min(2 * lanes, columns - c);
@@ -104,25 +100,25 @@ inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows,
         const Vector<A> upper = load_bits(row, count), lower = load_bits(row + stride, r + 1 < rows ? count : 0);
         const Vector<A> pairs[2] = {halves_interleaved(upper, lower, 0), halves_interleaved(upper, lower, 16)};
         for (int64_t n = 0; n * lanes < count; ++n) {
-          poison = multiply_add(poison, Pair{}, pairs[n]);
+          poison = add_product(poison, Pair{}, pairs[n]);
           narrow(reinterpret_cast<A*>(scratch + r / 2 * padded + c + n * lanes), pairs[n]);
         }
       }
     return {scratch, padded, lane_sum<A>(poison) == 0};
+  } else {
+    // Far-apart rows would fight over the same cache lines each time a product passes over them.
+    const bool in_place = std::is_same_v<T, A> && stride == columns && columns == padded;
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t c = 0; c < padded; c += lanes) {
+        const Vector<A> v = load_some(source + r * stride + c, std::min(lanes, columns - c));
+        poison = fma(v, A(0), poison);
+        if (!in_place) narrow(scratch + r * padded + c, v);
+      }
+    const bool finite = lane_sum<A>(poison) == 0;
+    if constexpr (std::is_same_v<T, A>)
+      if (in_place) return {source, stride, finite};
+    return {scratch, padded, finite};
   }
-#endif
-  // Far-apart rows would fight over the same cache lines each time a product passes over them.
-  const bool in_place = std::is_same_v<T, A> && stride == columns && columns == padded;
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t c = 0; c < padded; c += lanes) {
-      const Vector<A> v = load_some(source + r * stride + c, std::min(lanes, columns - c));
-      poison = fma(v, A(0), poison);
-      if (!in_place) narrow(reinterpret_cast<A*>(scratch) + r * padded + c, v);
-    }
-  const bool finite = lane_sum<A>(poison) == 0;
-  if constexpr (std::is_same_v<T, A>)
-    if (in_place) return {source, stride, finite};
-  return {scratch, padded, finite};
 }
 
 // A tile's rows as the left operand of a product over D: in place where they can be. Those are then fetched all at once:
@@ -133,7 +129,7 @@ inline Matrix<Operand<T>> load_factors(const T* source, int64_t stride, int64_t 
   if constexpr (std::is_same_v<T, A>) {
     fetch_rows(source, stride, rows, D);
     return {source, stride};
-  } else if constexpr (std::is_same_v<Operand<T>, Pair>) {
+  } else if constexpr (kPaired<T>) {
     if (D % 2 == 0 && stride % 2 == 0) {
       fetch_rows(source, stride, rows, D);
       return {reinterpret_cast<const Pair*>(source), stride / 2};
@@ -153,22 +149,20 @@ inline Matrix<Operand<T>> load_factors(const T* source, int64_t stride, int64_t 
 // store_some for results: faster for bfloat16, where it may flush one below the smallest normal number to zero.
 template <typename T>
 inline void store_result(T* p, Vector<Accumulate<T>> v, int64_t count) {
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<T, c10::BFloat16>) return store_half_bits(p, packed_halves(v, Vector<float>{}), count);
-#endif
-  store_some(p, v, count);
+  if constexpr (kPaired<T>)
+    store_half_bits(p, packed_halves(v, decltype(v){}), count);
+  else
+    store_some(p, v, count);
 }
 
 // target = row * factor, where a row lies in whole vectors. bfloat16 goes by whole cache lines.
 template <typename T, typename A>
 inline void store_row(const A* row, A factor, int64_t columns, T* target) {
   int64_t d = 0;
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<T, c10::BFloat16>)
+  if constexpr (kPaired<T>)
     for (; d + 2 * kLanes<A> <= columns; d += 2 * kLanes<A>)
       narrow(reinterpret_cast<A*>(target + d),
              packed_halves(widen(row + d) * factor, widen(row + d + kLanes<A>) * factor));
-#endif
   for (; d < columns; d += kLanes<A>)
     store_result(target + d, widen(row + d) * factor, std::min(kLanes<A>, columns - d));
 }
@@ -182,7 +176,6 @@ inline Matrix<E> pairs_over_keys(const A* tile, int64_t lanes) {
 // A tile of scores, (keys, lanes) with `lanes` queries, as that operand. Pairs are packed in place.
 template <typename E, typename A>
 inline Matrix<E> over_keys(A* tile, int64_t keys, int64_t lanes) {
-#if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<E, Pair>) {
     for (int64_t j = 0; j < keys; j += 2)
       for (int64_t lane = 0; lane < lanes; lane += kLanes<A>) {
@@ -190,7 +183,6 @@ inline Matrix<E> over_keys(A* tile, int64_t keys, int64_t lanes) {
         narrow(row, packed_pairs(widen(row), j + 1 < keys ? widen(row + lanes) : Vector<A>{}));
       }
   }
-#endif
   return pairs_over_keys<E>(tile, lanes);
 }
 
@@ -203,7 +195,6 @@ inline void clear_partner(A* pairs, int64_t queries) {
 // The same over its queries. Pairs are packed into `packed`, which may be the tile.
 template <typename E, typename A>
 inline Matrix<E> over_queries(const A* tile, int64_t keys, int64_t queries, int64_t lanes, A* packed) {
-#if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<E, Pair>) {
     for (int64_t j = 0; j < keys; ++j) {
       const A* row = tile + j * lanes;
@@ -215,9 +206,9 @@ inline Matrix<E> over_queries(const A* tile, int64_t keys, int64_t queries, int6
       if (queries % 2 != 0) clear_partner(packed + j * lanes, queries);
     }
     return {reinterpret_cast<const Pair*>(packed), lanes, 1};
-  } else
-#endif
+  } else {
     return {tile, lanes, 1};
+  }
 }
 
 // Puts 0 in place of every NaN and Inf among `count` elements.

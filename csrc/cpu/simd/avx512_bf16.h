@@ -1,27 +1,31 @@
-// Vectors of bfloat16 as bits, two to a lane, which is how the instructions for products of bfloat16 take them.
+// Products of bfloat16 by AVX-512's VDPBF16PS, which takes them in pairs, two to a lane; and what makes and stores pairs.
+// Elsewhere nothing of this is defined, and kPaired is false for every type.
 #pragma once
 
-#include "vec.h"
+#include "avx512.h"
 
 namespace transformer_fast {
 namespace {
 
-// The bits of `count` bfloat16, at most two a lane; the others zero.
-inline Vector<float> load_bits(const c10::BFloat16* p, int64_t count) {
-#if defined(__AVX512BW__)
-  const uint64_t mask = count >= 32 ? ~uint32_t{0} : (uint64_t{1} << count) - 1;
-  return reinterpret_cast<Vector<float>>(_mm512_maskz_loadu_epi16(static_cast<__mmask32>(mask), p));
-#else
-  Vector<float> bits{};
-  std::memcpy(&bits, p, std::min<int64_t>(count * sizeof(*p), sizeof(bits)));
-  return bits;
-#endif
+template <>
+constexpr bool kPaired<c10::BFloat16> = true;
+
+// sums + a * b, lane by lane, both products of a lane.
+inline Vector<float> add_pairs(Vector<float> sums, Vector<float> a, Vector<float> b) {
+  return _mm512_dpbf16_ps(sums, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
 }
 
-#if defined(__AVX512BF16__)
+inline Vector<float> broadcast_pair(Pair pair) {
+  int32_t bits;
+  std::memcpy(&bits, &pair, sizeof(bits));
+  return reinterpret_cast<Vector<float>>(_mm512_set1_epi32(bits));
+}
+
+// As many pairs as there are lanes, bit for bit.
+inline Vector<float> widen(const Pair* p) { return widen(reinterpret_cast<const float*>(p)); }
+
 inline void store_bits(c10::BFloat16* p, Vector<float> bits, int64_t count) {
-  const uint64_t mask = count >= 32 ? ~uint32_t{0} : (uint64_t{1} << count) - 1;
-  _mm512_mask_storeu_epi16(p, static_cast<__mmask32>(mask), reinterpret_cast<__m512i>(bits));
+  _mm512_mask_storeu_epi16(p, mask_of_first_bits(count), reinterpret_cast<__m512i>(bits));
 }
 
 // 32 bfloat16: the lanes of `low`, then those of `high`, rounded to nearest even.
@@ -33,7 +37,7 @@ inline Vector<float> packed_halves(Vector<float> low, Vector<float> high) {
 inline void store_half_bits(c10::BFloat16* p, Vector<float> halves, int64_t count) {
   const __m256i low = _mm512_castsi512_si256(reinterpret_cast<__m512i>(halves));
   if (count == 16) return _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), low);
-  _mm256_mask_storeu_epi16(p, static_cast<__mmask16>((1u << count) - 1), low);
+  _mm256_mask_storeu_epi16(p, static_cast<__mmask16>(mask_of_first(count)), low);
 }
 
 typedef uint16_t HalvesVector __attribute__((vector_size(64)));
@@ -54,7 +58,6 @@ inline Vector<float> packed_pairs(Vector<float> low, Vector<float> high) {
   return reinterpret_cast<Vector<float>>(
       _mm512_permutexvar_epi16(reinterpret_cast<__m512i>(order), reinterpret_cast<__m512i>(packed)));
 }
-#endif
 
 }  // namespace
 }  // namespace transformer_fast

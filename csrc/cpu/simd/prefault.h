@@ -19,9 +19,9 @@ namespace {
 
 constexpr intptr_t kPageBytes = 4096;
 constexpr intptr_t kAheadBytes = 262144;  // fits in a core's cache beside the inputs
-constexpr intptr_t kLeastBytes = 524288;  // of a stretch, below which asking costs more than it brings
+constexpr intptr_t kLeastBytes = 524288;  // of a part, below which asking costs more than it brings
 
-// The stretch of a result that one thread writes, in order.
+// The part of a result that one thread writes, in order.
 class Pages {
  public:
   Pages() = default;  // of an absent result
@@ -36,7 +36,7 @@ class Pages {
 
   // To be called before anything up to `place` is written.
   template <typename T>
-  void reach(const T* place) {
+  void prefault(const T* place) {
     while (next_ < end_ && next_ < reinterpret_cast<intptr_t>(place)) populate();
   }
 
@@ -65,7 +65,7 @@ template <typename T, typename Body>
 void for_blocks(T* result, int64_t d, int64_t begin, int64_t end, int64_t rows, Pages& pages, const Body& body) {
   for (int64_t first = begin, last; first < end; first = last) {
     last = first + rows < end ? first + rows : end;
-    pages.reach(result + last * d);
+    pages.prefault(result + last * d);
     body(first, last);
   }
 }

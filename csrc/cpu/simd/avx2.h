@@ -1,0 +1,83 @@
+// The functions of generic.h with AVX2's instructions, and those for fma and float16 that come with it.
+#pragma once
+
+#include "generic.h"
+
+namespace transformer_fast {
+namespace {
+
+inline Vector<float> fma(Vector<float> a, Vector<float> b, Vector<float> c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vector<double> fma(Vector<double> a, Vector<double> b, Vector<double> c) { return _mm256_fmadd_pd(a, b, c); }
+
+inline CounterVector multiply_low_words(CounterVector v, uint32_t constant) {
+  return reinterpret_cast<CounterVector>(_mm256_mul_epu32(reinterpret_cast<__m256i>(v), _mm256_set1_epi64x(constant)));
+}
+
+inline Vector<float> widen(const c10::Half* p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+
+inline void narrow(c10::Half* p, Vector<float> v) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+inline Vector<float> load_few(const float* p, int64_t count) {
+  return _mm256_maskload_ps(p, reinterpret_cast<__m256i>(first_lanes<float>(count)));
+}
+
+inline Vector<double> load_few(const double* p, int64_t count) {
+  return _mm256_maskload_pd(p, reinterpret_cast<__m256i>(first_lanes<double>(count)));
+}
+
+inline void store_few(float* p, Vector<float> v, int64_t count) {
+  _mm256_maskstore_ps(p, reinterpret_cast<__m256i>(first_lanes<float>(count)), v);
+}
+
+inline void store_few(double* p, Vector<double> v, int64_t count) {
+  _mm256_maskstore_pd(p, reinterpret_cast<__m256i>(first_lanes<double>(count)), v);
+}
+
+// The bits of at most eight 16-bit elements, put together in registers: a load of what was just stored in smaller pieces
+// would wait for them.
+template <typename T>
+inline __m128i load_short(const T* p, int64_t count) {
+  if (count == 8) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  uint64_t whole = 0;
+  uint32_t two = 0;
+  uint16_t one = 0;
+  if (count & 4) std::memcpy(&whole, p, sizeof(whole));
+  if (count & 2) std::memcpy(&two, p + (count & 4), sizeof(two));
+  if (count & 1) std::memcpy(&one, p + (count & 6), sizeof(one));
+  const uint64_t rest = two | static_cast<uint64_t>(one) << (count & 2 ? 32 : 0);
+  return count & 4 ? _mm_set_epi64x(rest, whole) : _mm_set_epi64x(0, rest);
+}
+
+inline Vector<float> load_few(const c10::Half* p, int64_t count) { return _mm256_cvtph_ps(load_short(p, count)); }
+
+inline Vector<float> load_few(const c10::BFloat16* p, int64_t count) {
+  return reinterpret_cast<Vector<float>>(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_short(p, count)), 16));
+}
+
+template <typename T>
+  requires(sizeof(T) == 2)
+inline void store_few(T* p, Vector<float> v, int64_t count) {
+  T lanes[kLanes<float>];
+  narrow(lanes, v);
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(lanes));
+  if (count == 8) return _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bits);
+  uint64_t rest = _mm_cvtsi128_si64(bits);
+  if (count & 4) {
+    std::memcpy(p, &rest, 8);
+    p += 4;
+    rest = _mm_extract_epi64(bits, 1);
+  }
+  if (count & 2) {
+    std::memcpy(p, &rest, 4);
+    p += 2;
+    rest >>= 32;
+  }
+  if (count & 1) std::memcpy(p, &rest, 2);
+}
+
+}  // namespace
+}  // namespace transformer_fast

@@ -1,0 +1,27 @@
+// Where generic.h leaves too much to the compiler on aarch64. A vector is a pair of NEON registers.
+#pragma once
+
+#include "generic.h"
+
+namespace transformer_fast {
+namespace {
+
+// By halves: of a loop over the lanes the compiler makes one instruction for each lane.
+inline Vector<float> fma(Vector<float> a, Vector<float> b, Vector<float> c) {
+  const auto x = halves_of(a), y = halves_of(b);
+  auto z = halves_of(c);
+  z.low = vfmaq_f32(z.low, x.low, y.low), z.high = vfmaq_f32(z.high, x.high, y.high);
+  std::memcpy(&c, &z, sizeof(c));
+  return c;
+}
+
+inline Vector<double> fma(Vector<double> a, Vector<double> b, Vector<double> c) {
+  const auto x = halves_of(a), y = halves_of(b);
+  auto z = halves_of(c);
+  z.low = vfmaq_f64(z.low, x.low, y.low), z.high = vfmaq_f64(z.high, x.high, y.high);
+  std::memcpy(&c, &z, sizeof(c));
+  return c;
+}
+
+}  // namespace
+}  // namespace transformer_fast
