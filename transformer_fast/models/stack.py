@@ -58,8 +58,10 @@ class Stack(nn.Module):
 
     def embedded(self, ids: Tensor, mask: AttentionMask | PackedMask | None) -> Tensor:
         """What enters the first layer: ids (B, L) -> (B, L, d_model); packed by the mask, (T,) -> (T, d_model)."""
-        packing = mask.queries if isinstance(mask, PackedMask) else None
-        return self.embed.with_positions(ids, self.pe, packing=packing)
+        if not isinstance(mask, PackedMask):
+            return self.embed.with_positions(ids, self.pe)
+        packing, ids = mask.queries, ids.unsqueeze(-1)  # each token is a sequence of its own
+        return self.embed.with_positions(ids, self.pe, packing.positions, length=packing.length).squeeze(-2)
 
     def through(self, x: Tensor, *inputs: Any) -> Tensor:
         """The norm of what leaves the last layer. Between two pre-norm layers the sum that ends one and the norm that
