@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..accelerate import attention_faces, embedding_faces, faces, sublayer_faces
 from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm
 from ..layers import torch_modules as swapped
-from ..layers.hooks import unwatched
+from ..layers.hooks import is_plain
 from ..models import Decoder
 
 _ANNOTATED = ("encoder", "decoder", "src_embed", "tgt_embed", "generator")
@@ -183,10 +183,8 @@ def decoder_of_ours(decoder: nn.Module, embed: nn.Module, longest: int) -> Decod
 
 
 def _is_as_swapped(module: nn.Module) -> bool:
-    """Whether nobody would miss it if a module were not called, and it is still what `accelerate` made of it."""
-    if "forward" in module.__dict__ or module._compiled_call_impl is not None or not unwatched(module):
-        return False
-    return not isinstance(module, faces.Face) or module._face_fits()
+    """Whether a module need not be called, and is still what `accelerate` made of it."""
+    return is_plain(module) and (not isinstance(module, faces.Face) or module._face_fits())
 
 
 def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
