@@ -65,6 +65,14 @@ def test_the_two_attentions_may_have_other_numbers_of_heads():
     assert greedy(model, src, **given) == greedy(model, src, cache=False, **given)
 
 
+def test_layers_with_other_numbers_of_heads_have_no_cache():
+    model = tiny(1)
+    model.decoder.layers[1].attn_1 = MultiHeadAttention(2, 32)
+    src, lengths = batch(seed=1)
+    given = {"src_lengths": lengths, "bos": BOS, "eos": EOS, "max_length": 12}
+    assert greedy(model, src, **given) == greedy(model, src, cache=False, **given)
+
+
 def test_past_a_block_and_past_the_positional_table():
     model = tiny(max_len=40)
     with torch.no_grad():

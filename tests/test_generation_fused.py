@@ -118,6 +118,7 @@ REASONS: dict[str, tuple[Callable[[tfast.Transformer], object], dict]] = {
     "a hook on a linear layer": (lambda m: m.decoder.layers[0].ff.linear_2.register_forward_hook(lambda *_: None), {}),
     "a hook on all modules": (lambda m: None, {"hooked": True}),
     "a forward of its own": (lambda m: setattr(m.decoder.layers[1].ff, "forward", m.decoder.layers[1].ff.forward), {}),
+    "a compiled module": (lambda m: m.decoder.layers[1].ff.compile(backend="eager"), {}),
     "another eps": (lambda m: setattr(m.decoder.layers[1].norm_2, "eps", 1e-3), {}),
     "a linear layer without bias": (lambda m: setattr(m.decoder.layers[1].attn_2.out, "bias", None), {}),
     "a mask with holes": (lambda m: None, {"src_mask": HOLES}),

@@ -18,7 +18,7 @@ from .. import extension, ops
 from ..layers.attention import MultiHeadAttention
 from ..layers.decoder import LayerCache
 from ..masks import AttentionMask
-from .weights import joined
+from .weights import concat_linears
 
 BLOCK = 64
 
@@ -51,7 +51,7 @@ class DecoderCache:
         self._max_rows = max(rows, batch)
         self._states: Tensor | None = None  # (layers, max rows, 2, heads, capacity, d_k)
         self._heads, self._width = layers[0].attn_1.h, layers[0].attn_1.d_k
-        source = [joined(layer.attn_2.k_linear, layer.attn_2.v_linear)(memory) for layer in layers]
+        source = [concat_linears(layer.attn_2.k_linear, layer.attn_2.v_linear)(memory) for layer in layers]
         heads = layers[0].attn_2.h
         self.cross = torch.stack([states.unflatten(-1, (2, heads, -1)).permute(0, 2, 3, 1, 4) for states in source])
         self._set_mask(None if mask is None else mask.squeeze(1))
@@ -194,7 +194,7 @@ class _SelfAttention:
 
     def __init__(self, cache: DecoderCache, layer: int, attention: MultiHeadAttention, rows: int) -> None:
         self._cache, self._layer = cache, layer
-        self.project = joined(attention.q_linear, attention.k_linear, attention.v_linear, rows=rows)
+        self.project = concat_linears(attention.q_linear, attention.k_linear, attention.v_linear, rows=rows)
 
     def attend(self, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         states = self.project(x).view(x.shape[0], 3, attention.h, attention.d_k)

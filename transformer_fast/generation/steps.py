@@ -18,7 +18,7 @@ from .cache import DecoderCache
 from .forms import Form
 from .fused import fused_step
 from .graphs import StaticCache, StepGraphs, row_class
-from .weights import prepared
+from .weights import prepack
 
 
 class CachedStep:
@@ -46,7 +46,7 @@ class CachedStep:
     ) -> None:
         rows = max(rows, memory.shape[0])
         rows = row_class(rows) if graph else rows
-        self._decoder, self._out = prepared(decoder, rows), prepared(out, rows)
+        self._decoder, self._out = prepack(decoder, rows), prepack(out, rows)
         self._cache: DecoderCache
         self._graphs, self._fused = None, None
         if graph:
