@@ -47,7 +47,7 @@ class DecoderCache:
     ) -> None:
         layers, batch = list(decoder.layers), memory.shape[0]
         self.length = 0
-        self._recorded = len(layers) - 1 if record else None
+        self.record = record
         self._max_rows = max(rows, batch)
         self._states: Tensor | None = None  # (layers, max rows, 2, heads, capacity, d_k)
         self._heads, self._width = layers[0].attn_1.h, layers[0].attn_1.d_k
@@ -101,16 +101,6 @@ class DecoderCache:
         """Where the newest ids of so many rows stand, and how many positions the positional table must have."""
         return self.length, self.length + 1
 
-    @property
-    def records(self) -> bool:
-        """Whether `weights` are kept."""
-        return self._recorded is not None
-
-    @property
-    def mask_is_general(self) -> bool:
-        """Whether the source's mask says more than lengths."""
-        return self.source_mask is not None and self.source_lengths is None
-
     def attend_own(self, layer: int, q: Tensor, states: Tensor) -> Tensor:
         """q (rows, heads, 1, d_k), and keys and values of the newest position (rows, 2, heads, d_k), which are kept
         -> the attention to all positions so far (rows, heads, 1, d_k)."""
@@ -125,7 +115,7 @@ class DecoderCache:
             slots, entries, queries = self.grid
             q = q.index_select(0, slots).view(-1, queries, heads, width)
         k, v = self.cross[layer].unbind(1)
-        if layer == self._recorded:
+        if self.record and layer == len(self.layers) - 1:
             out, weights = ops.attention(q.transpose(1, 2), k, v, self.source_mask, return_weights=True)
             weights = weights.float().mean(dim=1).flatten(0, 1)
             self.weights = weights if self.grid is None else weights.index_select(0, entries)
@@ -177,16 +167,11 @@ class DecoderCache:
     def _set_mask(self, mask: Tensor | None) -> None:
         """mask (sentences, S). Where it is no more than lengths, what lies past them is not even read."""
         self._mask = mask
+        self.source_lengths = lengths = None if mask is None else as_lengths(mask)
         self.source_mask: AttentionMask | None = None
-        self.source_lengths: Tensor | None = None
-        if mask is None:
-            return
-        lengths = mask.sum(dim=1, dtype=torch.int32)
-        if torch.equal(mask, torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]):
-            self.source_lengths = lengths
-            self.source_mask = AttentionMask.lengths(lengths)
-        else:
-            self.source_mask = AttentionMask.keep(mask[:, None, None])
+        if mask is not None:
+            keep = mask[:, None, None]
+            self.source_mask = AttentionMask.keep(keep) if lengths is None else AttentionMask.lengths(lengths)
 
 
 class _SelfAttention:
@@ -210,6 +195,13 @@ class _SourceAttention:
     def attend(self, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         q = attention.q_linear(x).view(x.shape[0], 1, attention.h, attention.d_k)
         return self._cache.attend_source(self._layer, q).reshape(x.shape)
+
+
+def as_lengths(mask: Tensor) -> Tensor | None:
+    """A keep mask (B, S) as lengths, int32 (B,), where it is padding on the right alone; else None."""
+    lengths = mask.sum(dim=1, dtype=torch.int32)
+    padding = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
+    return lengths if torch.equal(mask, padding) else None
 
 
 def assign_slots(parents: list[int]) -> tuple[list[int], list[tuple[int, int]]]:

@@ -37,7 +37,8 @@ class FusedStep:
         """(rows,) newest ids in the order of the cache -> (rows, d_model) what the last norm gives; the cache has their
         keys and values then. None, and nothing done, where this step needs the modules."""
         rows, cache = tokens.shape[0], self._cache
-        if cache.mask_is_general or torch.is_autocast_enabled("cpu"):
+        general_mask = cache.source_mask is not None and cache.source_lengths is None
+        if general_mask or torch.is_autocast_enabled("cpu"):
             return None
         operands = []
         for layer in self._layers:
@@ -57,7 +58,7 @@ class FusedStep:
 def fused_step(decoder: nn.Module, cache: DecoderCache) -> FusedStep | None:
     """The fused steps of a prepacked decoder, or None where its modules must be called."""
     device, dtype = cache.cross.device, cache.cross.dtype
-    if device.type != "cpu" or dtype != torch.float32 or cache.records or not is_plain(decoder, Decoder):
+    if device.type != "cpu" or dtype != torch.float32 or cache.record or not is_plain(decoder, Decoder):
         return None
     if not extension.load() or backends.choose("attention", device, dtype)[0] != "native":
         return None

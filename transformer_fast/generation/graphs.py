@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
-from .cache import DecoderCache
+from .cache import DecoderCache, as_lengths
 
 Replay = Callable[[], Tensor]
 Capture = Callable[[Callable[[], Tensor]], Replay]
@@ -134,15 +134,10 @@ def obstacle(device: torch.device, mask: Tensor | None, cached: bool, attention:
         return "only the cached steps of a decoder of transformer_fast can be recorded (cache=True, our own layers)"
     if attention:
         return "alignments and the coverage penalty read the attention's weights, which a recorded step does not make"
-    if mask is not None and not _is_lengths(mask.squeeze(1)):
+    lengths = None if mask is None else as_lengths(mask.squeeze(1))
+    if mask is not None and (lengths is None or not (lengths > 0).all()):
         return "the source mask must be padding on the right of sentences that have a token"
     return None
-
-
-def _is_lengths(mask: Tensor) -> bool:
-    lengths = mask.sum(dim=1)
-    expected = torch.arange(mask.shape[1], device=mask.device) < lengths[:, None]
-    return torch.equal(mask, expected) and bool((lengths > 0).all())
 
 
 def row_class(rows: int) -> int:
