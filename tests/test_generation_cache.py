@@ -91,7 +91,7 @@ def test_logits_are_as_exact_as_without(dtype):
     src, lengths = batch(5, seed=5)
     generator = torch.Generator().manual_seed(1)
     exact, eager, cached = (
-        Decoding([m], request(m, src, src_lengths=lengths), rows=12, cache=cache)
+        Decoding([m], request(m, src, src_lengths=lengths), GenerationConfig(cache=cache), rows=12)
         for m, cache in ((exact_model, False), (model, False), (model, True))
     )
     tokens = torch.full((5, 1), BOS)

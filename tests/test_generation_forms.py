@@ -102,7 +102,7 @@ def steps(m: nn.Module, src: Tensor, lengths: Tensor, longest: int = LONGEST) ->
     m.eval()
     options = {**given(lengths), "max_length": longest, "src_mask": None, "pad": None}
     with torch.inference_mode():
-        return Decoding([m], check_request(m, src, **options), rows=len(src))._steps[0]
+        return Decoding([m], check_request(m, src, **options), GenerationConfig(), rows=len(src))._steps[0]
 
 
 @pytest.mark.parametrize("change", [None, with_layer_norms, with_gelu, tied], ids=lambda f: getattr(f, "__name__", "-"))

@@ -29,11 +29,10 @@ def tiny(dtype: torch.dtype = torch.float32, **form: object) -> tfast.Transforme
     return tfast.Transformer(VOCAB, VOCAB, 40, 3, 4, 0.1, **{"d_ff": 56, "norm": "layer", **form}).to(dtype).eval()
 
 
-def decoding(
-    model: tfast.Transformer, src: torch.Tensor, lengths: torch.Tensor, rows: int, **options: object
-) -> Decoding:
+def decoding(model: tfast.Transformer, src: torch.Tensor, lengths: torch.Tensor, rows: int) -> Decoding:
     marks = {"src_mask": None, "bos": BOS, "eos": EOS, "pad": None, "max_length": 99}
-    return Decoding([model], check_request(model, src, src_lengths=lengths, **marks), rows=rows, **options)
+    request = check_request(model, src, src_lengths=lengths, **marks)
+    return Decoding([model], request, tfast.GenerationConfig(), rows=rows)
 
 
 @pytest.mark.parametrize("rows", [9, 60])  # with weights in our own order, and in oneDNN's

@@ -74,11 +74,7 @@ class Search:
         self.request, self.config, self.rules, self.groups = request, config, rules, groups
         self.width = config.beam // groups
         self.quota = math.ceil(config.patience * self.width)
-        self.attends = config.reads_attention
-        rows = batch * config.beam
-        self.decoding = Decoding(
-            models, request, rows=rows, cache=config.cache, attention=self.attends, graph=config.graph
-        )
+        self.decoding = Decoding(models, request, config, rows=batch * config.beam)
         self.unit = torch.arange(units, device=device)
         if groups > 1:
             self.decoding.select(self.unit // groups)
@@ -87,7 +83,7 @@ class Search:
         self.slot = torch.zeros(units, dtype=torch.long, device=device)
         self.finished = torch.zeros(units, dtype=torch.long, device=device)
         self.limits = request.limits.repeat_interleave(groups)
-        self.attention = torch.zeros(units, 0, request.src.shape[1], device=device) if self.attends else None
+        self.attention = torch.zeros(units, 0, request.src.shape[1], device=device) if config.reads_attention else None
         self.found: list[list[Hypothesis]] = [[] for _ in range(batch)]
 
     def run(self) -> list[list[Hypothesis]]:

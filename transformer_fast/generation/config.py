@@ -23,7 +23,7 @@ class GenerationConfig:
             log(min(the attention it got in all, 1)) is added to a hypothesis's final score.
         early_stop: stop a sentence at its first n_best finished hypotheses, even if an open one could still win.
         patience: a sentence ends when ceil(patience * beam) hypotheses have finished (Kasai et al. 2022, "A Call for
-            Clarity in Beam Search"). Up to 1 a finished one closes its place; above, the beam stays wide longer.
+            Clarity in Beam Search"). Up to 1 a finished one closes its slot; above, the beam stays wide longer.
         beam_groups: the beam in groups, searched one after the other at each step, in which a group pays `diversity`
             for each time an earlier one has chosen the same token (Vijayakumar et al. 2018, "Diverse Beam Search").
             It must divide the beam. The scores of the hypotheses do not contain what they paid.

@@ -1,8 +1,8 @@
-"""What greedy and beam search share: checked inputs, the step from a prefix to the next token, evaluation mode.
+"""What greedy and beam search share: checked inputs, the step from prefixes to the next token, evaluation mode.
 
-`Decoding` is the only place where generation touches a model. It runs the encoder once, keeps one row for
-every open hypothesis, and answers one question: given the tokens so far, how likely is each next token? The
-searches tell it which rows live on (`select`), which is all that a key/value cache needs to know as well.
+Only `Decoding` calls a model. It runs the encoder once, keeps one row for every open hypothesis, and computes how
+likely each next token is, given the tokens so far. The searches tell it which rows go on (`select`), and a key/value
+cache needs to know no more.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from .config import GenerationConfig
 from .forms import form_of
 from .graphs import obstacle
 from .steps import CachedStep, UncachedStep
@@ -26,7 +27,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Request:
-    """A checked batch: source ids (B, S), keep mask (B, 1, S) or None, the longest answer (B,), and the marks."""
+    """A checked batch: source ids (B, S), keep mask (B, 1, S) or None, tokens of the longest answers (B,), and the ids
+    that begin and end an answer."""
 
     src: Tensor
     src_mask: Tensor | None
@@ -36,9 +38,7 @@ class Request:
 
     def lengths(self) -> Tensor:
         """(B,) how many source positions are read."""
-        if self.src_mask is not None:
-            return self.src_mask.sum(dim=(1, 2))
-        return torch.full((self.src.shape[0],), self.src.shape[1], device=self.src.device)
+        return _source_lengths(self.src, self.src_mask)
 
 
 @dataclass(frozen=True)
@@ -107,15 +107,17 @@ def _source_mask(src: Tensor, lengths: Tensor | None, mask: Tensor | None, pad: 
 
 
 def _limits(src: Tensor, mask: Tensor | None, max_length: Lengths) -> Tensor:
-    batch, width = src.shape
     if max_length is None:
-        if mask is None:
-            return torch.full((batch,), 2 * width + 20, device=src.device)
-        return 2 * mask.sum(dim=(1, 2)) + 20
+        return 2 * _source_lengths(src, mask) + 20
+    batch = src.shape[0]
     limits = torch.as_tensor(max_length, device=src.device)
     if limits.dtype not in _INTEGERS or limits.shape not in ((), (batch,)) or bool((limits < 1).any()):
         raise ValueError(f"max_length must be an int >= 1, or {batch} of them, got {max_length!r}")
     return limits.long().expand(batch)
+
+
+def _source_lengths(src: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.full((src.shape[0],), src.shape[1], device=src.device) if mask is None else mask.sum(dim=(1, 2))
 
 
 class Decoding:
@@ -124,37 +126,28 @@ class Decoding:
     Args:
         models: each of a form that `form_of` knows; of several, the mean of their probabilities counts.
         request: from `check_request`; one row for each sentence at first.
+        config: says whether keys and values are cached where a model can (see `forms`), whether the cached steps are
+            replayed as CUDA graphs, and whether the attention to the source must be known.
         rows: how many rows there will be at most.
-        cache: keep keys and values where a model can (see `forms`), so that a step costs one position; without, every
-            step runs the decoder over the whole prefix.
-        attention: know the newest position's attention to the source.
-        graph: replay the cached steps as CUDA graphs.
 
     Raises:
-        ValueError: with graph, where that cannot be; says why.
+        ValueError: with `config.graph`, where that cannot be; says why.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        request: Request,
-        *,
-        rows: int,
-        cache: bool = True,
-        attention: bool = False,
-        graph: bool = False,
-    ) -> None:
+    def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, *, rows: int) -> None:
         self._steps: list[CachedStep | UncachedStep] = []
-        mask, longest = request.src_mask, int(request.limits.max()) if len(request.limits) else 1
+        mask, attention = request.src_mask, config.reads_attention
+        longest = int(request.limits.max()) if len(request.limits) else 1
         for form in map(form_of, models):
             memory = form.encode(request.src, mask)
-            decoder = form.cached_decoder(memory, mask, longest) if cache else None
-            if graph and (reason := obstacle(request.src.device, mask, decoder is not None, attention)) is not None:
+            decoder = form.cached_decoder(memory, mask, longest) if config.cache else None
+            reason = obstacle(request.src.device, mask, decoder is not None, attention) if config.graph else None
+            if reason is not None:
                 raise ValueError(f"graph=True cannot be: {reason}")
             if decoder is None:
                 self._steps.append(UncachedStep(form, memory, mask, attention=attention))
             else:
-                step = CachedStep(decoder, form.out, memory, mask, rows=rows, attention=attention, graph=graph)
+                step = CachedStep(decoder, form.out, memory, mask, rows=rows, attention=attention, graph=config.graph)
                 self._steps.append(step)
 
     def next_logits(self, tokens: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 A step of decoding is some hundred small kernels, and on a GPU the host, which launches them one by one, is what takes
 the time. A graph launches them all at once, but it replays exactly what it recorded: the same kernels on the same
-addresses and shapes. So nothing in a step with a `StaticCache` depends on how far a translation is or on what was said:
+addresses and shapes. So nothing in a step with a `StaticCache` depends on how many or which tokens there are:
 how many positions the cache holds is a number on the device, rows are as many as their class has (powers of two; the
 rows beyond those in use compute what nobody reads), and a beam changes slots by index tensors. A graph is recorded for
 each class of rows and each capacity of the cache that a call meets.
@@ -131,7 +131,7 @@ def obstacle(device: torch.device, mask: Tensor | None, cached: bool, attention:
     if device.type != "cuda":
         return f"a CUDA graph needs a CUDA device, and the model is on {device}"
     if not cached:
-        return "only the cached steps of a decoder of transformer_fast can be recorded (cache=True, our own layers)"
+        return "only the cached steps of a decoder of transformer_fast can be recorded (cache=True, its own layers)"
     if attention:
         return "alignments and the coverage penalty read the attention's weights, which a recorded step does not make"
     lengths = None if mask is None else as_lengths(mask.squeeze(1))
