@@ -13,7 +13,7 @@
 namespace transformer_fast {
 namespace {
 
-// Where the weight and the bias of each part of a layer stand among its tensors; `weights` in generation/fused.py.
+// Where the weight and the bias of each part of a layer stand among its tensors; `_Layer` in generation/fused.py.
 enum Part { kNorm1, kNorm2, kNorm3, kOwnIn, kOwnOut, kCrossIn, kCrossOut, kFeedIn, kFeedOut, kParts };
 
 // oneDNN's linear layer, for a weight in its own layout.
@@ -43,7 +43,7 @@ struct Step {
   Tensor own;    // (layers, most rows, 2, H, capacity, D)
   Tensor cross;  // (layers, sentences, 2, H, S, D)
   int64_t length;
-  OptionalTensor source_lengths, slots, places;
+  OptionalTensor source_lengths, slots, entries;
   bool norm_first, std;
   double eps;
 
@@ -91,14 +91,14 @@ struct Step {
     const Tensor out =
         attend(q.view({sentences, -1, H, D}).transpose(1, 2), known.select(1, 0), known.select(1, 1), source_lengths)
             .view({-1, d});
-    return places ? out.index_select(0, *places) : out;
+    return entries ? out.index_select(0, *entries) : out;
   }
 };
 
 Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const Tensor& cross, int64_t length,
-                    const OptionalTensor& source_lengths, const OptionalTensor& slots, const OptionalTensor& places,
+                    const OptionalTensor& source_lengths, const OptionalTensor& slots, const OptionalTensor& entries,
                     bool norm_first, bool std, double eps) {
-  const Step step{own, cross, length, source_lengths, slots, places, norm_first, std, eps};
+  const Step step{own, cross, length, source_lengths, slots, entries, norm_first, std, eps};
   for (int64_t layer = 0; layer < own.size(0); ++layer) x = step.through(layer, weights.data() + 2 * kParts * layer, x);
   return x;
 }
@@ -108,7 +108,7 @@ Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const T
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "decoder_step(Tensor x, Tensor[] weights, Tensor(a!) own, Tensor cross, int length, Tensor? source_lengths, "
-      "Tensor? slots, Tensor? places, bool norm_first, bool std, float eps) -> Tensor");
+      "Tensor? slots, Tensor? entries, bool norm_first, bool std, float eps) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("decoder_step", decoder_step); }
