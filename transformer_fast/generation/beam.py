@@ -65,8 +65,8 @@ def beam_search(
 
 
 class Search:
-    """The state of one batch. A unit is a group of the beam of a sentence (the whole beam, where there are no groups);
-    rows are the open hypotheses of all units, unit by unit, best first. Called in `evaluating`."""
+    """The state of one batch. A unit is one group of a sentence's beam (the whole beam, where there are no groups).
+    Rows are the open hypotheses of all units, unit by unit, best first. To be used within `evaluating`."""
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> None:
         batch, device, groups = request.src.shape[0], request.src.device, config.beam_groups
@@ -154,8 +154,8 @@ class Search:
         best, token = best_tokens(ranking, width)
         rank = known[:, None] + best
         total = rank if ranking is logits else known[:, None] + logits.gather(1, token)
-        total = total.masked_fill(best == -torch.inf, -torch.inf)  # whose tokens are any
-        # All logits -inf make NaN; such a row has no continuation.
+        total = total.masked_fill(best == -torch.inf, -torch.inf)  # their tokens are arbitrary
+        # A row whose logits are all -inf has NaN here, and no continuation.
         total, rank = (t.masked_fill(t.isnan(), -torch.inf) for t in (total, rank))
         units, slot = len(self.found), self.slot[rows]
         grid = total.new_full((2, units, self.width, width), -torch.inf)
@@ -171,7 +171,7 @@ class Search:
     def _decided(self, open_log_prob: Tensor, length: int) -> Tensor:
         """(units,) bool: the n_best finished hypotheses are at least as good as all that the open ones can become.
 
-        With groups nothing is decided early: what one group chooses is of weight to the next.
+        With groups nothing is decided early, because what one group chooses changes what the next one does.
         """
         config = self.config
         if self.groups > 1 and not config.early_stop:
@@ -181,15 +181,15 @@ class Search:
             scores = sorted((h.score for h in self.found[index] if h.finished), reverse=True)
             if len(scores) >= config.n_best:
                 bar[index] = torch.inf if config.early_stop else scores[config.n_best - 1]
-        # log P only falls and coverage only costs, so the best an open hypothesis can do is to keep the one, lose
-        # nothing by the other and have the kindest length.
+        # log P only falls and the coverage penalty only lowers a score, so the best score in reach has today's log P,
+        # no coverage penalty, and the length that is penalised least.
         lengths = self.limits if config.length_penalty > 0 else torch.full_like(self.limits, length + 1)
         reachable = open_log_prob.amax(dim=1).double() / length_penalty_of(lengths.double(), config)
         least = torch.tensor(bar, dtype=torch.float64, device=reachable.device).repeat_interleave(self.groups)
         return (least >= reachable) & (least > -torch.inf)
 
     def _keep_stuck(self, valid: Tensor) -> None:
-        """A unit none of whose hypotheses can go on keeps them, as cut off."""
+        """Record the hypotheses of units in which none can go on, as cut off."""
         stuck = ~valid.any(dim=1)[self.unit]
         if bool(stuck.any()):
             rows = stuck.nonzero().squeeze(1)

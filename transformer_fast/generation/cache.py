@@ -8,6 +8,7 @@ rows that moved are copied; `enter` and `leave` translate between the caller's r
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 
@@ -27,7 +28,7 @@ class DecoderCache:
     """The cache of one batch, for a decoder of `transformer_fast`.
 
     Args:
-        decoder: whose layers will be given `self.layers`.
+        decoder: to be called with this cache.
         memory: (B, S, d_model), the encoder's outputs; row i is at first the only hypothesis of sentence i.
         mask: keep mask (B, 1, S) of the source, or None.
         rows: how many hypotheses there will be at most.
@@ -59,7 +60,7 @@ class DecoderCache:
         self._sentences = list(range(batch))  # of the slots: their entries in `cross`
         self._order: tuple[Tensor, Tensor] | None = None
         self.grid: tuple[Tensor, Tensor, int] | None = None
-        me = weakref.proxy(self)  # without a cycle, what was cached is freed at once
+        me = weakref.proxy(self)  # A reference cycle would keep the cache until garbage is next collected.
         self.layers = [
             LayerCache(_SelfAttention(me, i, layer.attn_1, self._max_rows), _SourceAttention(me, i))
             for i, layer in enumerate(layers)
@@ -151,15 +152,14 @@ class DecoderCache:
         """The rows of each sentence as the queries of one batch entry: the slots (sentences * width,) that they are
         read from, the entries (rows,) that the slots have among these, and the width.
 
-        An entry without a row repeats row 0; nobody reads what it gets.
+        An entry without a row repeats slot 0, and its result is not read.
         """
-        seen, ranks = [0] * self.cross.shape[1], []
-        for sentence in self._sentences:
-            ranks.append(seen[sentence])
-            seen[sentence] += 1
-        width, device = max(seen), self.cross.device
+        sentences, device = self.cross.shape[1], self.cross.device
+        counters = [itertools.count() for _ in range(sentences)]
+        ranks = [next(counters[sentence]) for sentence in self._sentences]
+        width = max(ranks) + 1
         entries = [sentence * width + rank for sentence, rank in zip(self._sentences, ranks, strict=True)]
-        slots = [0] * (len(seen) * width)
+        slots = [0] * (sentences * width)
         for slot, entry in enumerate(entries):
             slots[entry] = slot
         return torch.tensor(slots, device=device), torch.tensor(entries, device=device), width

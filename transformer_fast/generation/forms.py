@@ -85,7 +85,7 @@ class AnnotatedForm(Form):
 
     def cached_decoder(self, memory: Tensor, src_mask: Tensor | None, longest: int) -> Decoder | None:
         decoder = as_decoder(self.model.decoder, self.model.tgt_embed, longest)
-        # A decode of the model's own may do more than the annotated text's; then it is called at every step.
+        # A `decode` that does more than call the modules is called at every step.
         if decoder is None or getattr(self.model, "decode", None) is None:
             return decoder
         length, device = min(3, longest), memory.device
@@ -144,8 +144,8 @@ def can_cache(decoder: nn.Module) -> bool:
 def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | None:
     """The Annotated Transformer's decoder and its target embedding as a `Decoder`, on the same parameters.
 
-    None where that is not sure: not swapped by `accelerate`, with hooks, changed since, of other parts than the text's,
-    or with a positional table of fewer than `longest` rows.
+    None where `accelerate` has not proven it, a module has hooks or was changed since, the parts are others than The
+    Annotated Transformer's, or the positional table has fewer than `longest` rows.
     """
     if not isinstance(decoder, sublayer_faces.AnnotatedDecoderFace) or type(embed) is not nn.Sequential:
         return None
@@ -192,7 +192,7 @@ def _fits(attention: nn.Module, width: int) -> bool:
 
 
 def _take_over(layer: DecoderLayer, theirs: nn.Module, width: int) -> None:
-    """Put the parameters of the annotated text's layer into a `DecoderLayer`."""
+    """Put the parameters of The Annotated Transformer's layer into a `DecoderLayer`."""
     layer.norm_1, layer.norm_2, layer.norm_3 = (_norm(sublayer.norm) for sublayer in theirs.face_sublayers(theirs))
     for name, attention in (("attn_1", theirs.self_attn), ("attn_2", theirs.src_attn)):
         ours = MultiHeadAttention(attention.h, width, 0.0)

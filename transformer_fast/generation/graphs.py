@@ -1,11 +1,10 @@
-"""The cached step, recorded as CUDA graphs.
+"""CUDA graphs of the cached step.
 
-A step of decoding is some hundred small kernels, and on a GPU the host, which launches them one by one, is what takes
-the time. A graph launches them all at once, but it replays exactly what it recorded: the same kernels on the same
-addresses and shapes. So nothing in a step with a `StaticCache` depends on how many or which tokens there are:
-how many positions the cache holds is a number on the device, rows are as many as their class has (powers of two; the
-rows beyond those in use compute what nobody reads), and a beam changes slots by index tensors. A graph is recorded for
-each class of rows and each capacity of the cache that a call meets.
+A step of decoding is some hundred small kernels, and on a GPU most of its time is the host launching them one by one. A
+graph launches them all at once, but it replays exactly what it recorded: the same kernels on the same addresses and
+shapes. So in a step with a `StaticCache` the number of positions held is a tensor, the number of rows is that of their
+class (a power of two; what the rows beyond those in use compute is not read), and index tensors of a fixed size say
+where the rows stand. A graph is recorded for each class of rows and each capacity of the cache that a call meets.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ Capture = Callable[[Callable[[], Tensor]], Replay]
 
 
 def record(step: Callable[[], Tensor]) -> Replay:
-    """Record a step as a CUDA graph. It runs twice before, on a stream of its own, so that what is compiled or
-    allocated at a first call is there."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):
+    """Record a step as a CUDA graph. The step runs twice before, on a stream of its own, so that whatever a first call
+    compiles or allocates is there."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
         for _ in range(2):
             step()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         logits = step()
@@ -68,7 +67,7 @@ class StepGraphs:
 class StaticCache(DecoderCache):
     """A `DecoderCache` whose steps a graph can record: what changes from step to step stands at fixed addresses.
 
-    mask: no more than lengths, each at least 1. Attention reads a sentence as a page.
+    mask: no more than lengths, each at least 1.
     """
 
     def __init__(self, decoder: nn.Module, memory: Tensor, mask: Tensor | None, *, rows: int) -> None:
@@ -83,8 +82,8 @@ class StaticCache(DecoderCache):
         self._slots_changed()
 
     def prepare(self, newest: Tensor) -> Tensor:
-        """Before a step: its ids (rows,) and its position go where graphs read them. Returns the ids for the graph, as
-        many as the class of rows has."""
+        """To be called before a step: puts its ids (rows,) and its position where graphs read them. Returns the ids for
+        the graph, as many as the class of rows has."""
         rows = len(newest)
         self.own(rows)
         self._tokens[:rows] = newest
@@ -106,12 +105,12 @@ class StaticCache(DecoderCache):
         return ops.attention_decode(q, *own.unbind(1), self._lengths[: q.shape[0]])
 
     def attend_source(self, layer: int, q: Tensor) -> Tensor:
-        k, v = self.cross[layer].transpose(2, 3).unbind(1)
+        k, v = self.cross[layer].transpose(2, 3).unbind(1)  # a sentence is a page
         lengths, pages = self._source_lengths[: q.shape[0]], self._pages[: q.shape[0], None]
         return ops.attention_decode(q.transpose(1, 2), k, v, lengths, page_table=pages, causal=False).transpose(1, 2)
 
     def _slots_changed(self) -> None:
-        """Rows in use read their sentence, the others the first."""
+        """Slots in use read their sentence, the others the first."""
         rows = len(self._slots)
         slots = torch.tensor([*self._slots, *range(rows, self._max_rows)])
         sentences = torch.tensor([*self._sentences, *[0] * (self._max_rows - rows)]).to(self._pages.device)

@@ -58,13 +58,13 @@ def greedy(
 def follow(
     models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules, *, scored: bool = True
 ) -> list[list[Hypothesis]]:
-    """One token after the other, each the most likely or drawn; unscored, all scores are NaN. Called in `evaluating`.
+    """Choose one token after the other, the most likely one or one drawn. To be called within `evaluating`.
 
-    Returns n_best hypotheses for each sentence, the best score first.
+    Returns n_best hypotheses for each sentence, the best score first; without `scored`, all scores are NaN.
     """
     batch, device, copies = request.src.shape[0], request.src.device, config.n_best
     decoding = Decoding(models, request, config, rows=batch * copies)
-    row = torch.arange(batch * copies, device=device)  # of all answers: what is drawn for one depends on no other
+    row = torch.arange(batch * copies, device=device)  # among all answers, for the draws
     sentence = row // copies
     if copies > 1:
         decoding.select(sentence)

@@ -16,7 +16,7 @@ class Rules:
 
     Args:
         config, request: of the call; least (B,) is the fewest tokens of an answer, EOS included.
-        prefix: for each sentence the ids its answers must begin with, or None. They break every other rule.
+        prefix: for each sentence the ids its answers must begin with, or None. They override every other rule.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Rules:
             self._forced = torch.tensor(rows, device=device)
 
     def reweigh(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """(rows, vocabulary) logits as the repetition penalty has them; tokens (rows, t), BOS first."""
+        """(rows, vocabulary) logits with the repetition penalty applied; tokens (rows, t), BOS first."""
         penalty, chosen = self._config.repetition_penalty, tokens[:, 1:]
         if penalty == 1.0 or chosen.shape[1] == 0:
             return logits

@@ -119,7 +119,7 @@ class UncachedStep:
     def select(self, rows: Tensor) -> None:
         sentence = self._sentence[rows]
         if torch.equal(sentence, self._sentence):
-            return  # rows changed places within their sentences: they share its memory
+            return  # Rows of one sentence share its memory.
         self._sentence = sentence
         self._memory = self._memory[rows]
         self._mask = None if self._mask is None else self._mask[rows]

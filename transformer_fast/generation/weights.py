@@ -113,8 +113,8 @@ def prepack(module: nn.Module, rows: int) -> nn.Module:
         return StepFeedForward(module, rows)
     clone = copy.copy(module)
     children = {name: prepack(child, rows) for name, child in module._modules.items() if child is not None}
-    clone.__dict__["_modules"] = children
-    clone.training = False
+    # Buffers of its own: another call that extends a positional table must not free one that a CUDA graph reads.
+    clone.__dict__.update(_modules=children, _buffers=dict(module._buffers), training=False)
     return clone
 
 

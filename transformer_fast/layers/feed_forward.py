@@ -40,7 +40,7 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
     (benchmarks/bench_feed_forward.py).
 
     Args:
-        linear: an ``nn.Linear``, or anything in its place, which is then called as it is.
+        linear: an ``nn.Linear``; any other module is called as it is.
         x: (..., d_in).
         p: dropout probability, 0 outside training.
     """
@@ -50,5 +50,5 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
         return fused_dropout(F.linear(x, linear.weight), p, bias=linear.bias, relu=True)
     inner = linear(x)
     if p == 0.0 and type(inner) is Tensor:
-        return inner.relu_()  # over what nobody else has
+        return inner.relu_()  # in place, because no one else has this tensor
     return fused_dropout(inner, p, relu=True)

@@ -22,8 +22,8 @@ def has_hooks(*modules: nn.Module) -> bool:
 
 
 def is_plain(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:
-    """Whether a module may be computed without being called: it has no hook, no forward of its own in place of its
-    class's, is not compiled, and where kinds are given, its class is exactly one of them."""
+    """Whether a module may be computed without being called: it has no hooks, its forward has not been replaced, it is
+    not compiled, and where kinds are given, its class is exactly one of them."""
     if (kinds and type(module) not in kinds) or "forward" in module.__dict__:
         return False
     return module._compiled_call_impl is None and not has_hooks(module)
