@@ -65,6 +65,14 @@ def test_the_two_attentions_may_have_other_numbers_of_heads():
     assert greedy(model, src, **given) == greedy(model, src, cache=False, **given)
 
 
+def test_layers_with_other_numbers_of_heads_have_no_cache():
+    model = tiny(1)
+    model.decoder.layers[1].attn_1 = MultiHeadAttention(2, 32)
+    src, lengths = batch(seed=1)
+    given = {"src_lengths": lengths, "bos": BOS, "eos": EOS, "max_length": 12}
+    assert greedy(model, src, **given) == greedy(model, src, cache=False, **given)
+
+
 def test_past_a_block_and_past_the_positional_table():
     model = tiny(max_len=40)
     with torch.no_grad():
@@ -83,7 +91,7 @@ def test_logits_are_as_exact_as_without(dtype):
     src, lengths = batch(5, seed=5)
     generator = torch.Generator().manual_seed(1)
     exact, eager, cached = (
-        Decoding([m], request(m, src, src_lengths=lengths), rows=12, cache=cache)
+        Decoding([m], request(m, src, src_lengths=lengths), GenerationConfig(cache=cache), rows=12)
         for m, cache in ((exact_model, False), (model, False), (model, True))
     )
     tokens = torch.full((5, 1), BOS)

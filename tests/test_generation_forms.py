@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast import GenerationConfig, extension
-from transformer_fast.generation.decoding import Decoding, _Cached, _Uncached, check_request
+from transformer_fast.generation.decoding import Decoding, check_request
+from transformer_fast.generation.steps import CachedStep, UncachedStep
 
 BOS, EOS, VOCAB, D, LONGEST = 0, 1, 30, 32, 24
 
@@ -101,7 +102,7 @@ def steps(m: nn.Module, src: Tensor, lengths: Tensor, longest: int = LONGEST) ->
     m.eval()
     options = {**given(lengths), "max_length": longest, "src_mask": None, "pad": None}
     with torch.inference_mode():
-        return Decoding([m], check_request(m, src, **options), rows=len(src))._steps[0]
+        return Decoding([m], check_request(m, src, **options), GenerationConfig(), rows=len(src))._steps[0]
 
 
 @pytest.mark.parametrize("change", [None, with_layer_norms, with_gelu, tied], ids=lambda f: getattr(f, "__name__", "-"))
@@ -117,7 +118,7 @@ def test_tokens_are_those_of_the_model_s_own_loop(seed: int, change: Callable[[n
     for fast in (False, True):
         if fast:
             tfast.accelerate(m)
-        assert isinstance(steps(m, src, lengths), _Cached if fast else _Uncached)
+        assert isinstance(steps(m, src, lengths), CachedStep if fast else UncachedStep)
         for cache in (True, False):
             assert tfast.greedy(m, src, cache=cache, **given(lengths)) == expected
 
@@ -155,7 +156,7 @@ def test_the_modules_alone_are_enough() -> None:
         assert getattr(alone, name) is None
     assert tfast.greedy(alone, src, **given(lengths)) == expected
     tfast.accelerate(alone)
-    assert isinstance(steps(alone, src, lengths), _Cached)
+    assert isinstance(steps(alone, src, lengths), CachedStep)
     assert tfast.greedy(alone, src, **given(lengths)) == expected
 
 
@@ -165,7 +166,7 @@ def test_a_decode_that_does_more_is_called_at_every_step() -> None:
         expected = own_loop(m, src, lengths)
     assert expected != tfast.greedy(annotated(2), src, **given(lengths)), "its decode changes nothing"
     tfast.accelerate(m)
-    assert isinstance(steps(m, src, lengths), _Uncached)
+    assert isinstance(steps(m, src, lengths), UncachedStep)
     assert tfast.greedy(m, src, **given(lengths)) == expected
 
 
@@ -175,7 +176,7 @@ def test_a_hook_is_not_missed(name: str) -> None:
     tfast.accelerate(m)
     expected, seen = tfast.greedy(m, src, **given(lengths)), []
     m.get_submodule(name).register_forward_hook(lambda *_: seen.append(name))
-    assert isinstance(steps(m, src, lengths), _Uncached)
+    assert isinstance(steps(m, src, lengths), UncachedStep)
     assert tfast.greedy(m, src, **given(lengths)) == expected and seen
 
 
@@ -195,7 +196,7 @@ def test_what_was_changed_since_is_called(change: Callable[[nn.Module], None]) -
     tfast.accelerate(m)
     torch.manual_seed(5)
     change(m)
-    assert isinstance(steps(m, src, lengths), _Uncached)
+    assert isinstance(steps(m, src, lengths), UncachedStep)
     with torch.no_grad():
         expected = own_loop(m.eval(), src, lengths)
     assert tfast.greedy(m, src, **given(lengths)) == expected
@@ -204,8 +205,8 @@ def test_what_was_changed_since_is_called(change: Callable[[nn.Module], None]) -
 def test_past_its_table_the_model_speaks_for_itself() -> None:
     m, (src, lengths) = annotated(), batch()
     tfast.accelerate(m)
-    assert isinstance(steps(m, src, lengths, longest=50), _Cached)  # as many rows as its table has
-    assert isinstance(steps(m, src, lengths, longest=51), _Uncached)
+    assert isinstance(steps(m, src, lengths, longest=50), CachedStep)  # as many rows as its table has
+    assert isinstance(steps(m, src, lengths, longest=51), UncachedStep)
 
 
 def test_nothing_of_the_model_changes() -> None:

@@ -29,11 +29,10 @@ def tiny(dtype: torch.dtype = torch.float32, **form: object) -> tfast.Transforme
     return tfast.Transformer(VOCAB, VOCAB, 40, 3, 4, 0.1, **{"d_ff": 56, "norm": "layer", **form}).to(dtype).eval()
 
 
-def decoding(
-    model: tfast.Transformer, src: torch.Tensor, lengths: torch.Tensor, rows: int, **options: object
-) -> Decoding:
+def decoding(model: tfast.Transformer, src: torch.Tensor, lengths: torch.Tensor, rows: int) -> Decoding:
     marks = {"src_mask": None, "bos": BOS, "eos": EOS, "pad": None, "max_length": 99}
-    return Decoding([model], check_request(model, src, src_lengths=lengths, **marks), rows=rows, **options)
+    request = check_request(model, src, src_lengths=lengths, **marks)
+    return Decoding([model], request, tfast.GenerationConfig(), rows=rows)
 
 
 @pytest.mark.parametrize("rows", [9, 60])  # with weights in our own order, and in oneDNN's
@@ -45,7 +44,7 @@ def test_as_exact_as_the_modules(monkeypatch: pytest.MonkeyPatch, form: dict, ro
     models = tiny(torch.float64, **form), tiny(**form), tiny(**form)
     with torch.inference_mode():
         exact, ours = (decoding(model, src, lengths, rows) for model in models[:2])
-        monkeypatch.setattr("transformer_fast.generation.decoding.fused_step", lambda *_: None)
+        monkeypatch.setattr("transformer_fast.generation.steps.fused_step", lambda *_: None)
         modules = decoding(models[2], src, lengths, rows)
         tokens = torch.full((5, 1), BOS)
         for step in range(8):
@@ -118,6 +117,7 @@ REASONS: dict[str, tuple[Callable[[tfast.Transformer], object], dict]] = {
     "a hook on a linear layer": (lambda m: m.decoder.layers[0].ff.linear_2.register_forward_hook(lambda *_: None), {}),
     "a hook on all modules": (lambda m: None, {"hooked": True}),
     "a forward of its own": (lambda m: setattr(m.decoder.layers[1].ff, "forward", m.decoder.layers[1].ff.forward), {}),
+    "a compiled module": (lambda m: m.decoder.layers[1].ff.compile(backend="eager"), {}),
     "another eps": (lambda m: setattr(m.decoder.layers[1].norm_2, "eps", 1e-3), {}),
     "a linear layer without bias": (lambda m: setattr(m.decoder.layers[1].attn_2.out, "bias", None), {}),
     "a mask with holes": (lambda m: None, {"src_mask": HOLES}),

@@ -9,10 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from transformer_fast import GenerationConfig, Transformer, beam_search, generate
-from transformer_fast.generation import decoding, graphs
-from transformer_fast.generation.graphs import StaticStep, row_class
+from transformer_fast.generation import decoding, steps
+from transformer_fast.generation.graphs import StepGraphs, obstacle, row_class
 from transformer_fast.generation.greedy import follow
 from transformer_fast.generation.rules import Rules
+from transformer_fast.generation.steps import CachedStep
 
 BOS, EOS, VOCAB = 0, 1, 30
 MARKS = {"bos": BOS, "eos": EOS}
@@ -97,10 +98,9 @@ class FakeCapture:
 def capture(monkeypatch):
     """`graph=True` works on this CPU, on steps that run again."""
     capture = FakeCapture()
-    reason = graphs.obstacle
     cuda = torch.device("cuda")
-    monkeypatch.setattr(graphs, "obstacle", lambda device, *rest: reason(cuda, *rest))
-    monkeypatch.setattr(decoding, "StaticStep", functools.partial(StaticStep, capture=capture))
+    monkeypatch.setattr(decoding, "obstacle", lambda device, *rest: obstacle(cuda, *rest))
+    monkeypatch.setattr(steps, "StepGraphs", functools.partial(StepGraphs, capture=capture))
     return capture
 
 
@@ -143,12 +143,14 @@ def test_rows_come_in_classes():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_value_is_asked_for(dtype):
+def test_no_value_is_asked_for(monkeypatch, dtype):
     """On tensors without values: whatever in a step, or between two, waited for one would fail."""
+    monkeypatch.setattr(steps, "StepGraphs", functools.partial(StepGraphs, capture=lambda run: run))
     model = tiny(0, dtype).to("meta")
     with torch.inference_mode():
-        memory, lengths = torch.empty(3, 7, 32, dtype=dtype, device="meta"), torch.empty(3, dtype=torch.long)
-        step = StaticStep(model.decoder, model.out, memory, lengths.to("meta"), rows=6, capture=lambda run: run)
+        memory = torch.empty(3, 7, 32, dtype=dtype, device="meta")
+        mask = torch.empty(3, 1, 7, dtype=torch.bool, device="meta")
+        step = CachedStep(model.decoder, model.out, memory, mask, rows=6, graph=True)
         for _ in range(2):
             logits = step.next_logits(torch.empty(3, 1, dtype=torch.long, device="meta"))
             step.select(torch.tensor([2, 0, 0]))

@@ -8,7 +8,7 @@ from torch import nn
 
 from transformer_fast import extension
 from transformer_fast.generation import weights
-from transformer_fast.generation.weights import StepFeedForward, StepLinear, joined, prepared
+from transformer_fast.generation.weights import StepFeedForward, StepLinear, concat_linears, prepack
 from transformer_fast.layers import FeedForward
 
 SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs
@@ -41,13 +41,13 @@ def test_several_side_by_side():
     for rows in (1, 9, 30):
         x = torch.randn(rows, 50)
         expected = torch.cat([linear(x) for linear in linears], dim=-1)
-        prepared_ones = [prepared(linear, rows) for linear in linears]
-        for together in (joined(*prepared_ones, rows=rows), joined(*prepared_ones)):
+        packed = [prepack(linear, rows) for linear in linears]
+        for together in (concat_linears(*packed, rows=rows), concat_linears(*packed)):
             with torch.inference_mode():
                 torch.testing.assert_close(together(x), expected)
     # Where one has no bias, all are called one by one.
-    mixed = [prepared(linear, 2) for linear in (linears[0], *layers(50, 5, bias=False))]
-    assert joined(*mixed, rows=2)(x[:2]).shape == (2, 45)
+    mixed = [prepack(linear, 2) for linear in (linears[0], *layers(50, 5, bias=False))]
+    assert concat_linears(*mixed, rows=2)(x[:2]).shape == (2, 45)
 
 
 def test_nan_passes_the_relu_and_stays_in_its_row():
@@ -85,11 +85,11 @@ def test_autocast_is_pytorchs():
 def test_feed_forward():
     module = FeedForward(24, 50, 0.3).eval()
     x = torch.randn(3, 1, 24)
-    step = prepared(module, 3)
+    step = prepack(module, 3)
     assert isinstance(step, StepFeedForward)
     torch.testing.assert_close(step(x), module(x))
     module.register_forward_hook(lambda *_: None)
-    assert not isinstance(prepared(module, 3), StepFeedForward)  # a hook is called
+    assert not isinstance(prepack(module, 3), StepFeedForward)  # a hook is called
 
 
 def test_without_the_extension(monkeypatch):

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..layers.hooks import has_hooks
 from ..layers.norm import active_dropout
-from ..layers.torch_modules import Embedding, unwatched
+from ..layers.torch_modules import Embedding
 from ..ops.dropout import dropout as fused_dropout
 from .faces import Face, children, is_dropout, is_known, own_parameters
 
@@ -25,7 +26,7 @@ def embedded(
     where a hook would miss it.
     """
     parts = [embedding] if dropout is None else [embedding, dropout]
-    if not (unwatched(*parts) and all(map(is_known, parts))):
+    if has_hooks(*parts) or not all(map(is_known, parts)):
         return None
     weight = embedding.weight
     fits = table.dim() == 2 and offset + ids.shape[-1] <= table.shape[0] and table.device == ids.device

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layers.feed_forward import linear_relu_dropout
-from ..layers.hooks import unwatched
+from ..layers.hooks import has_hooks
 from ..layers.norm import active_dropout
 from ..layers.torch_modules import Embedding, LayerNorm
 from ..ops.dropout import dropout as fused_dropout
@@ -80,7 +80,7 @@ class Face:
     def _face_fits(self) -> bool:
         skipped = self._face_skipped()
         done = [self._modules[name] for name in self.face_does if name in self._modules]
-        return unwatched(*skipped, *done) and all(map(is_known, skipped))
+        return not has_hooks(*skipped, *done) and all(map(is_known, skipped))
 
     def _face_skipped(self) -> list[nn.Module]:
         return [self._modules[name] for name in self.face_skips if self._modules.get(name) is not None]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..layers.hooks import is_plain
 from ..layers.norm import Unsummed, active_dropout, norm_and_sum
 from .attention_faces import BertHeadsFace, HeadsFace, some_keep
 from .faces import Face, PostNormSublayerFace, SublayerFace, children, is_dropout, own_parameters, takes, width_of
@@ -114,9 +115,7 @@ class AnnotatedEncoderFace(Face):
 
     def _face_layer_fits(self, layer: nn.Module) -> bool:
         """Whether nobody would miss it if this layer were not called, and its last sum left to the next norm."""
-        if not isinstance(layer, self.face_layer) or "forward" in layer.__dict__ or layer._compiled_call_impl:
-            return False
-        return layer._face_fits()
+        return isinstance(layer, self.face_layer) and is_plain(layer) and layer._face_fits()
 
     def face_fused(self, x: Tensor, *args: Any) -> Tensor:
         for layer in self.layers:

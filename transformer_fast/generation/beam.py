@@ -1,7 +1,7 @@
 """Beam search: the most likely whole translations, not the most likely words.
 
 At every step the `beam` best prefixes of a sentence, by cumulative log-probability, are continued with every
-token and the best continuations overall survive. One that ends in EOS is finished: it leaves, and its place
+token and the best continuations overall survive. One that ends in EOS is finished: it leaves, and its slot
 closes with it, so at most `beam` hypotheses finish and a beam of 1 is greedy decoding. Finished ones are ranked by
 
     score = log P(tokens, EOS | source) / ((5 + length) / 6) ** length_penalty        (EOS counts in the length)
@@ -65,8 +65,8 @@ def beam_search(
 
 
 class Search:
-    """The state of one batch. A unit is a group of the beam of a sentence (the whole beam, where there are no groups);
-    rows are the open hypotheses of all units, unit by unit, best first. Called in `evaluating`."""
+    """The state of one batch. A unit is one group of a sentence's beam (the whole beam, where there are no groups).
+    Rows are the open hypotheses of all units, unit by unit, best first. To be used within `evaluating`."""
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> None:
         batch, device, groups = request.src.shape[0], request.src.device, config.beam_groups
@@ -74,11 +74,7 @@ class Search:
         self.request, self.config, self.rules, self.groups = request, config, rules, groups
         self.width = config.beam // groups
         self.quota = math.ceil(config.patience * self.width)
-        self.attends = config.reads_attention
-        rows = batch * config.beam
-        self.decoding = Decoding(
-            models, request, rows=rows, cache=config.cache, attention=self.attends, graph=config.graph
-        )
+        self.decoding = Decoding(models, request, config, rows=batch * config.beam)
         self.unit = torch.arange(units, device=device)
         if groups > 1:
             self.decoding.select(self.unit // groups)
@@ -87,7 +83,7 @@ class Search:
         self.slot = torch.zeros(units, dtype=torch.long, device=device)
         self.finished = torch.zeros(units, dtype=torch.long, device=device)
         self.limits = request.limits.repeat_interleave(groups)
-        self.attention = torch.zeros(units, 0, request.src.shape[1], device=device) if self.attends else None
+        self.attention = torch.zeros(units, 0, request.src.shape[1], device=device) if config.reads_attention else None
         self.found: list[list[Hypothesis]] = [[] for _ in range(batch)]
 
     def run(self) -> list[list[Hypothesis]]:
@@ -100,7 +96,7 @@ class Search:
     def _step(self) -> None:
         length = self.tokens.shape[1]  # of the continuations, BOS aside
         total, parent, token = self._best_continuations()
-        valid = self._has_place(total)
+        valid = self._has_slot(total, self.finished)
         self._keep_stuck(valid)
 
         ends = valid & (token == self.request.eos)
@@ -120,11 +116,10 @@ class Search:
         self.attention = None if self.attention is None else self.attention[rows]
         self.decoding.select(rows)
 
-    def _has_place(self, total: Tensor) -> Tensor:
-        """A place that closed stays closed, and -inf is no hypothesis."""
-        places = max(self.quota, self.width) - self.finished
-        ranks = torch.arange(self.width, device=total.device)
-        return (total > -torch.inf) & (ranks < places[:, None])
+    def _has_slot(self, total: Tensor, finished: Tensor) -> Tensor:
+        """Which continuations (units, width) go on: a slot that closed stays closed, and -inf is no hypothesis."""
+        slots = max(self.quota, self.width) - finished
+        return (total > -torch.inf) & (torch.arange(self.width, device=total.device) < slots[:, None])
 
     def _best_continuations(self) -> tuple[Tensor, Tensor, Tensor]:
         """(units, width) each, best first: cumulative log-probability, row it continues, token it adds."""
@@ -142,10 +137,9 @@ class Search:
             rows = (self.unit % self.groups == group).nonzero().squeeze(1)
             sentence = self.unit[rows] // self.groups
             given = logits[rows]
-            kind = given - self.config.diversity * chosen[sentence]
-            total, parent, token = self._best_of(rows, sentence, known[rows], given, kind)
-            places = (max(self.quota, self.width) - self.finished[group :: self.groups])[:, None]
-            taken = (total > -torch.inf) & (torch.arange(self.width, device=total.device) < places)
+            diverse = given - self.config.diversity * chosen[sentence]
+            total, parent, token = self._best_of(rows, sentence, known[rows], given, diverse)
+            taken = self._has_slot(total, self.finished[group :: self.groups])
             whose = torch.arange(batch, device=total.device)[:, None].expand_as(token)
             chosen.index_put_((whose[taken], token[taken]), chosen.new_ones(()), accumulate=True)
             each.append((total, parent, token))
@@ -160,42 +154,42 @@ class Search:
         best, token = best_tokens(ranking, width)
         rank = known[:, None] + best
         total = rank if ranking is logits else known[:, None] + logits.gather(1, token)
-        total = total.masked_fill(best == -torch.inf, -torch.inf)  # whose tokens are any
-        # All logits -inf make NaN; such a row has no continuation.
+        total = total.masked_fill(best == -torch.inf, -torch.inf)  # their tokens are arbitrary
+        # A row whose logits are all -inf has NaN here, and no continuation.
         total, rank = (t.masked_fill(t.isnan(), -torch.inf) for t in (total, rank))
         units, slot = len(self.found), self.slot[rows]
         grid = total.new_full((2, units, self.width, width), -torch.inf)
         grid[0, unit, slot], grid[1, unit, slot] = rank, total
-        place = torch.zeros(units, self.width, dtype=torch.long, device=total.device)
-        place[unit, slot] = torch.arange(len(rows), device=total.device)
+        row = torch.zeros(units, self.width, dtype=torch.long, device=total.device)
+        row[unit, slot] = torch.arange(len(rows), device=total.device)
         flat = grid[0].flatten(1).topk(self.width, dim=1).indices
-        parent = place.gather(1, flat // width)
+        best, parent = grid[1].flatten(1).gather(1, flat), row.gather(1, flat // width)
         if not len(rows):
-            return grid[1].flatten(1).gather(1, flat), parent, torch.zeros_like(parent)
-        return grid[1].flatten(1).gather(1, flat), rows[parent], token[parent, flat % width]
+            return best, parent, torch.zeros_like(parent)
+        return best, rows[parent], token[parent, flat % width]
 
     def _decided(self, open_log_prob: Tensor, length: int) -> Tensor:
         """(units,) bool: the n_best finished hypotheses are at least as good as all that the open ones can become.
 
-        With groups nothing is decided early: what one group chooses is of weight to the next.
+        With groups nothing is decided early, because what one group chooses changes what the next one does.
         """
-        config, decided = self.config, torch.zeros_like(self.finished, dtype=torch.bool)
+        config = self.config
+        if self.groups > 1 and not config.early_stop:
+            return torch.zeros_like(self.finished, dtype=torch.bool)
         bar = [-torch.inf] * len(self.found)
         for index in set((self.unit // self.groups).tolist()):
             scores = sorted((h.score for h in self.found[index] if h.finished), reverse=True)
             if len(scores) >= config.n_best:
                 bar[index] = torch.inf if config.early_stop else scores[config.n_best - 1]
-        if self.groups > 1 and not config.early_stop:
-            return decided
-        # log P only falls and coverage only costs, so the best an open hypothesis can do is to keep the one, lose
-        # nothing by the other and have the kindest length.
+        # log P only falls and the coverage penalty only lowers a score, so the best score in reach has today's log P,
+        # no coverage penalty, and the length that is penalised least.
         lengths = self.limits if config.length_penalty > 0 else torch.full_like(self.limits, length + 1)
         reachable = open_log_prob.amax(dim=1).double() / length_penalty_of(lengths.double(), config)
         least = torch.tensor(bar, dtype=torch.float64, device=reachable.device).repeat_interleave(self.groups)
         return (least >= reachable) & (least > -torch.inf)
 
     def _keep_stuck(self, valid: Tensor) -> None:
-        """A unit none of whose hypotheses can go on keeps them, as cut off."""
+        """Record the hypotheses of units in which none can go on, as cut off."""
         stuck = ~valid.any(dim=1)[self.unit]
         if bool(stuck.any()):
             rows = stuck.nonzero().squeeze(1)

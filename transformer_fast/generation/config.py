@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +23,7 @@ class GenerationConfig:
             log(min(the attention it got in all, 1)) is added to a hypothesis's final score.
         early_stop: stop a sentence at its first n_best finished hypotheses, even if an open one could still win.
         patience: a sentence ends when ceil(patience * beam) hypotheses have finished (Kasai et al. 2022, "A Call for
-            Clarity in Beam Search"). Up to 1 a finished one closes its place; above, the beam stays wide longer.
+            Clarity in Beam Search"). Up to 1 a finished one closes its slot; above, the beam stays wide longer.
         beam_groups: the beam in groups, searched one after the other at each step, in which a group pays `diversity`
             for each time an earlier one has chosen the same token (Vijayakumar et al. 2018, "Diverse Beam Search").
             It must divide the beam. The scores of the hypotheses do not contain what they paid.
@@ -72,35 +73,31 @@ class GenerationConfig:
     graph: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("beam", "n_best", "beam_groups"):
-            self._require(_is_int(getattr(self, name), 1), name, "an int >= 1")
-        for name in ("top_k", "no_repeat_ngram"):
-            self._require(_is_int(getattr(self, name), 0), name, "an int >= 0")
-        self._require(self.seed is None or _is_int(self.seed, 0), "seed", "None or an int >= 0")
-        for name in ("early_stop", "sample", "alignments", "cache", "graph"):
-            self._require(isinstance(getattr(self, name), bool), name, "True or False")
-        self._require(_is_number(self.length_penalty), "length_penalty", "a finite number")
-        for name in ("coverage_penalty", "diversity"):
-            self._require(_is_number(getattr(self, name), 0.0), name, "a number >= 0")
-        for name in ("patience", "temperature", "repetition_penalty"):
-            value = getattr(self, name)
-            self._require(_is_number(value, 0.0) and value > 0, name, "a number > 0")
-        self._require(_is_number(self.top_p, 0.0) and 0 < self.top_p <= 1, "top_p", "a number in (0, 1]")
-        self._require(self.length_norm in ("gnmt", "power"), "length_norm", '"gnmt" or "power"')
-        for name, least in (("max_length", 1), ("min_length", 0)):
-            self._require(_is_span(getattr(self, name), least), name, f"an int >= {least}, or (a, b) for a * S + b")
         object.__setattr__(self, "suppress", tuple(self.suppress))
-        self._require(all(_is_int(token, 0) for token in self.suppress), "suppress", "target ids")
+        checks: list[tuple[str, Callable[[Any], bool], str]] = [
+            ("beam n_best beam_groups", lambda v: _is_int(v, 1), "an int >= 1"),
+            ("top_k no_repeat_ngram", lambda v: _is_int(v, 0), "an int >= 0"),
+            ("seed", lambda v: v is None or _is_int(v, 0), "None or an int >= 0"),
+            ("early_stop sample alignments cache graph", lambda v: isinstance(v, bool), "True or False"),
+            ("length_penalty", _is_number, "a finite number"),
+            ("coverage_penalty diversity", lambda v: _is_number(v) and v >= 0, "a number >= 0"),
+            ("patience temperature repetition_penalty", lambda v: _is_number(v) and v > 0, "a number > 0"),
+            ("top_p", lambda v: _is_number(v) and 0 < v <= 1, "a number in (0, 1]"),
+            ("length_norm", lambda v: v in ("gnmt", "power"), '"gnmt" or "power"'),
+            ("max_length", lambda v: _is_span(v, 1), "an int >= 1, or (a, b) for a * S + b"),
+            ("min_length", lambda v: _is_span(v, 0), "an int >= 0, or (a, b) for a * S + b"),
+            ("suppress", lambda v: all(_is_int(token, 0) for token in v), "target ids"),
+        ]
+        for names, holds, expected in checks:
+            for name in names.split():
+                if not holds(getattr(self, name)):
+                    raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
         if self.sample and self.beam != 1:
             raise ValueError(f"sample draws n_best answers one by one, without a beam; beam must be 1, got {self.beam}")
         if not self.sample and self.n_best > self.beam:
             raise ValueError(f"n_best is {self.n_best}, but a beam of {self.beam} holds only {self.beam} hypotheses")
         if self.beam % self.beam_groups:
             raise ValueError(f"beam_groups must divide the beam, got {self.beam_groups} groups and beam {self.beam}")
-
-    def _require(self, fine: bool, name: str, expected: str) -> None:
-        if not fine:
-            raise ValueError(f"{name} must be {expected}, got {getattr(self, name)!r}")
 
     @property
     def reads_attention(self) -> bool:
@@ -112,12 +109,11 @@ def _is_int(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_number(value: Any, least: float = -math.inf) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and math.isfinite(value) and value >= least
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_span(value: Any, least: int) -> bool:
     if isinstance(value, tuple):
-        return len(value) == 2 and all(_is_number(part, 0.0) for part in value)
+        return len(value) == 2 and all(_is_number(part) and part >= 0 for part in value)
     return _is_int(value, least)

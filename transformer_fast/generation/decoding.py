@@ -1,8 +1,8 @@
-"""What greedy and beam search share: checked inputs, the step from a prefix to the next token, evaluation mode.
+"""What greedy and beam search share: checked inputs, the step from prefixes to the next token, evaluation mode.
 
-`Decoding` is the only place where generation touches a model. It runs the encoder once, keeps one row for
-every open hypothesis, and answers one question: given the tokens so far, how likely is each next token? The
-searches tell it which rows live on (`select`), which is all that a key/value cache needs to know as well.
+Only `Decoding` calls a model. It runs the encoder once, keeps one row for every open hypothesis, and computes how
+likely each next token is, given the tokens so far. The searches tell it which rows go on (`select`), and a key/value
+cache needs to know no more.
 """
 
 from __future__ import annotations
@@ -15,15 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..layers.attention import layer_mask
-from ..models import Decoder
-from . import graphs
-from .cache import DecoderCache
-from .forms import Form, form_of
-from .fused import fused_step
-from .graphs import StaticStep
-from .weights import prepared
+from .config import GenerationConfig
+from .forms import form_of
+from .graphs import obstacle
+from .steps import CachedStep, UncachedStep
 
 Lengths = int | Sequence[int] | Tensor | None
 
@@ -32,7 +27,8 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Request:
-    """A checked batch: source ids (B, S), keep mask (B, 1, S) or None, the longest answer (B,), and the marks."""
+    """A checked batch: source ids (B, S), keep mask (B, 1, S) or None, tokens of the longest answers (B,), and the ids
+    that begin and end an answer."""
 
     src: Tensor
     src_mask: Tensor | None
@@ -42,9 +38,7 @@ class Request:
 
     def lengths(self) -> Tensor:
         """(B,) how many source positions are read."""
-        if self.src_mask is not None:
-            return self.src_mask.sum(dim=(1, 2))
-        return torch.full((self.src.shape[0],), self.src.shape[1], device=self.src.device)
+        return _source_lengths(self.src, self.src_mask)
 
 
 @dataclass(frozen=True)
@@ -113,15 +107,17 @@ def _source_mask(src: Tensor, lengths: Tensor | None, mask: Tensor | None, pad: 
 
 
 def _limits(src: Tensor, mask: Tensor | None, max_length: Lengths) -> Tensor:
-    batch, width = src.shape
     if max_length is None:
-        if mask is None:
-            return torch.full((batch,), 2 * width + 20, device=src.device)
-        return 2 * mask.sum(dim=(1, 2)) + 20
+        return 2 * _source_lengths(src, mask) + 20
+    batch = src.shape[0]
     limits = torch.as_tensor(max_length, device=src.device)
     if limits.dtype not in _INTEGERS or limits.shape not in ((), (batch,)) or bool((limits < 1).any()):
         raise ValueError(f"max_length must be an int >= 1, or {batch} of them, got {max_length!r}")
     return limits.long().expand(batch)
+
+
+def _source_lengths(src: Tensor, mask: Tensor | None) -> Tensor:
+    return torch.full((src.shape[0],), src.shape[1], device=src.device) if mask is None else mask.sum(dim=(1, 2))
 
 
 class Decoding:
@@ -130,37 +126,29 @@ class Decoding:
     Args:
         models: each of a form that `form_of` knows; of several, the mean of their probabilities counts.
         request: from `check_request`; one row for each sentence at first.
+        config: says whether keys and values are cached where a model can (see `forms`), whether the cached steps are
+            replayed as CUDA graphs, and whether the attention to the source must be known.
         rows: how many rows there will be at most.
-        cache: keep keys and values where a model can (see `forms`), so that a step costs one position; without, every
-            step runs the decoder over the whole prefix.
-        attention: know the newest position's attention to the source.
-        graph: replay the cached steps as CUDA graphs.
 
     Raises:
-        ValueError: with graph, where that cannot be; says why.
+        ValueError: with `config.graph`, where that cannot be; says why.
     """
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        request: Request,
-        *,
-        rows: int,
-        cache: bool = True,
-        attention: bool = False,
-        graph: bool = False,
-    ) -> None:
-        self._steps = []
+    def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, *, rows: int) -> None:
+        self._steps: list[CachedStep | UncachedStep] = []
+        mask, attention = request.src_mask, config.reads_attention
         longest = int(request.limits.max()) if len(request.limits) else 1
         for form in map(form_of, models):
-            memory = form.encode(request.src, request.src_mask)
-            decoder = form.cached_decoder(memory, request.src_mask, longest) if cache else None
-            if graph:
-                self._steps.append(_graphed(decoder, form.out, memory, request, rows, attention))
-            elif decoder is not None:
-                self._steps.append(_Cached(decoder, form.out, memory, request, rows, attention))
+            memory = form.encode(request.src, mask)
+            decoder = form.cached_decoder(memory, mask, longest) if config.cache else None
+            reason = obstacle(request.src.device, mask, decoder is not None, attention) if config.graph else None
+            if reason is not None:
+                raise ValueError(f"graph=True cannot be: {reason}")
+            if decoder is None:
+                self._steps.append(UncachedStep(form, memory, mask, attention=attention))
             else:
-                self._steps.append(_Uncached(form, memory, request, attention))
+                step = CachedStep(decoder, form.out, memory, mask, rows=rows, attention=attention, graph=config.graph)
+                self._steps.append(step)
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
@@ -191,90 +179,6 @@ class Decoding:
         if rows.numel():
             for step in self._steps:
                 step.select(rows)
-
-
-class _Cached:
-    """A model that computes the newest position only."""
-
-    def __init__(
-        self, decoder: Decoder, out: nn.Module, memory: Tensor, request: Request, rows: int, attention: bool
-    ) -> None:
-        most = max(rows, memory.shape[0])
-        self._decoder, self._out = prepared(decoder, most), prepared(out, most)
-        self._cache = DecoderCache(self._decoder, memory, request.src_mask, rows=rows, record=attention)
-        self._fused = fused_step(self._decoder, self._cache)
-
-    def next_logits(self, tokens: Tensor) -> Tensor:
-        cache, newest = self._cache, self._cache.enter(tokens[:, -1])
-        hidden = None if self._fused is None else self._fused(newest)
-        if hidden is None:
-            hidden = self._decoder(newest[:, None], None, None, None, cache=cache)[:, -1]
-        cache.length += 1
-        return self._out(cache.leave(hidden))
-
-    @property
-    def attention(self) -> Tensor:
-        return self._cache.leave(self._cache.weights)
-
-    def select(self, rows: Tensor) -> None:
-        self._cache.select(rows.tolist())
-
-
-def _graphed(
-    decoder: Decoder | None, out: nn.Module, memory: Tensor, request: Request, rows: int, attention: bool
-) -> StaticStep:
-    """A model whose steps are replayed as CUDA graphs."""
-    reason = graphs.obstacle(request.src.device, request.src_mask, decoder is not None, attention)
-    if reason is not None:
-        raise ValueError(f"graph=True cannot be: {reason}")
-    return StaticStep(decoder, out, memory, request.lengths(), rows=rows)
-
-
-class _Uncached:
-    """A model that runs over the whole prefix: any model, and the oracle of `_Cached`."""
-
-    def __init__(self, form: Form, memory: Tensor, request: Request, attention: bool) -> None:
-        self._reader = form.reader() if attention else None
-        if attention and self._reader is None:
-            raise ValueError(f"{type(form.model.decoder).__name__} has no layers whose attention could be read")
-        self._form, self._mask, self._memory = form, request.src_mask, memory
-        self._causal = torch.ones(1, 0, 0, dtype=torch.bool, device=request.src.device)
-        self._sentence = torch.arange(request.src.shape[0], device=request.src.device)
-        self.attention: Tensor | None = None
-
-    def next_logits(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        if self._causal.shape[-1] < length:
-            # Grown by doubling: a slice of one mask serves every step.
-            grown = torch.ones(2 * length, 2 * length, dtype=torch.bool, device=tokens.device)
-            self._causal = grown.tril().unsqueeze(0)
-        causal = self._causal[:, :length, :length]
-        hook = None
-        if self._reader is not None:
-            hook = self._reader[0].register_forward_pre_hook(self._record, with_kwargs=True)
-        try:
-            hidden = self._form.decode(tokens, self._memory, self._mask, causal)
-        finally:
-            if hook is not None:
-                hook.remove()
-        return self._form.out(hidden[:, -1])
-
-    def _record(self, module: nn.Module, inputs: tuple[Tensor, ...], options: dict) -> None:
-        newest, memory = inputs[0][:, -1:], inputs[1]
-        _, queries, keys = self._reader
-        q, k = (
-            linear(x).unflatten(-1, (module.h, -1)).transpose(1, 2) for linear, x in ((queries, newest), (keys, memory))
-        )
-        weights = ops.attention(q, k, k, layer_mask(self._mask), return_weights=True)[1]
-        self.attention = weights.float().mean(dim=1).squeeze(1)
-
-    def select(self, rows: Tensor) -> None:
-        sentence = self._sentence[rows]
-        if torch.equal(sentence, self._sentence):
-            return  # rows changed places within their sentences: they share its memory
-        self._sentence = sentence
-        self._memory = self._memory[rows]
-        self._mask = None if self._mask is None else self._mask[rows]
 
 
 @contextmanager

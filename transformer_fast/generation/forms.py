@@ -1,15 +1,13 @@
 """The forms of model that generation knows, each brought to one: encode, decode a prefix, and a decoder with a cache.
 
-A decoder of `transformer_fast` takes a cache as it stands. The decoder of The Annotated Transformer does once
-`accelerate` has proven what it computes: it is then written down again as one of ours, on the same parameters. Any
-other model is called as it is, over the whole prefix.
+A decoder of `transformer_fast` takes a cache as it is. For the decoder of The Annotated Transformer, once `accelerate`
+has proven what it computes, one is made on the same parameters. Any other model is called over the whole prefix.
 """
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from ..accelerate import attention_faces, embedding_faces, faces, sublayer_faces
 from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm
 from ..layers import torch_modules as swapped
-from ..layers.hooks import unwatched
+from ..layers.hooks import is_plain
 from ..models import Decoder
 
 _ANNOTATED = ("encoder", "decoder", "src_embed", "tgt_embed", "generator")
@@ -83,13 +81,18 @@ class AnnotatedForm(Form):
     def decode(self, tokens: Tensor, memory: Tensor, src_mask: Tensor | None, causal: Tensor) -> Tensor:
         if getattr(self.model, "decode", None) is not None:
             return self.model.decode(memory, src_mask, tokens, causal)
-        return self._by_modules(tokens, memory, src_mask, causal)
+        return self._decode_by_modules(tokens, memory, src_mask, causal)
 
     def cached_decoder(self, memory: Tensor, src_mask: Tensor | None, longest: int) -> Decoder | None:
-        model = self.model
-        decoder = decoder_of_ours(model.decoder, model.tgt_embed, longest)
-        # A decode of the model's own may do more than the annotated text's; then it is called at every step.
-        return decoder if decoder is not None and self._is_the_text_s(memory, src_mask, longest) else None
+        decoder = as_decoder(self.model.decoder, self.model.tgt_embed, longest)
+        # A `decode` that does more than call the modules is called at every step.
+        if decoder is None or getattr(self.model, "decode", None) is None:
+            return decoder
+        length, device = min(3, longest), memory.device
+        tokens = torch.arange(length, device=device)[None] % (self.vocabulary or 1)
+        causal = torch.ones(1, length, length, dtype=torch.bool, device=device).tril()
+        given = tokens, memory[:1], None if src_mask is None else src_mask[:1], causal
+        return decoder if torch.equal(self.decode(*given), self._decode_by_modules(*given)) else None
 
     def reader(self) -> tuple[nn.Module, nn.Module, nn.Module] | None:
         layers = getattr(self.model.decoder, "layers", None)
@@ -97,19 +100,8 @@ class AnnotatedForm(Form):
         linears = getattr(attention, "linears", None)
         return None if linears is None or len(linears) != 4 else (attention, linears[0], linears[1])
 
-    def _by_modules(self, tokens: Tensor, memory: Tensor, src_mask: Tensor | None, causal: Tensor) -> Tensor:
+    def _decode_by_modules(self, tokens: Tensor, memory: Tensor, src_mask: Tensor | None, causal: Tensor) -> Tensor:
         return self.model.decoder(self.model.tgt_embed(tokens), memory, src_mask, causal)
-
-    def _is_the_text_s(self, memory: Tensor, src_mask: Tensor | None, longest: int) -> bool:
-        """Whether `decode` is the decoder of the embedded prefix and nothing more, seen on a short one."""
-        if getattr(self.model, "decode", None) is None:
-            return True
-        memory, src_mask = memory[:1], None if src_mask is None else src_mask[:1]
-        length = min(3, longest)
-        tokens = torch.arange(length, device=memory.device)[None] % (self.vocabulary or 1)
-        causal = torch.ones(1, length, length, dtype=torch.bool, device=memory.device).tril()
-        given = tokens, memory, src_mask, causal
-        return torch.equal(self.decode(*given), self._by_modules(*given))
 
 
 def form_of(model: nn.Module) -> Form:
@@ -130,35 +122,30 @@ def form_of(model: nn.Module) -> Form:
             f"src_embed, tgt_embed and generator, like The Annotated Transformer; {kind} has no {', '.join(nearer)}"
         )
     for name, expected in (("encode", ("src", "src_mask")), ("decode", ("memory", "src_mask", "tgt", "tgt_mask"))):
-        method = getattr(model, name, None)
-        if method is None and not _has_forward(getattr(model, f"{name}r")):
-            raise ValueError(f"{kind}.{name}r is a {type(getattr(model, f'{name}r')).__name__}, which cannot be called")
-        if method is not None and _named(method) != expected:
-            raise ValueError(f"{kind}.{name} takes {_named(method)}; expected {expected}, as The Annotated Transformer")
+        method, module = getattr(model, name, None), getattr(model, f"{name}r")
+        if method is not None:
+            taken = tuple(parameter.replace("trg", "tgt") for parameter in inspect.signature(method).parameters)
+            if taken != expected:
+                raise ValueError(f"{kind}.{name} takes {taken}; expected {expected}, as The Annotated Transformer")
+        elif isinstance(module, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(f"{kind}.{name}r is a {type(module).__name__}, which cannot be called")
     return AnnotatedForm(model)
 
 
-def _has_forward(module: nn.Module) -> bool:
-    return not isinstance(module, nn.ModuleList | nn.ModuleDict)
-
-
-def _named(method: Any) -> tuple[str, ...]:
-    return tuple(name.replace("trg", "tgt") for name in inspect.signature(method).parameters)
-
-
 def can_cache(decoder: nn.Module) -> bool:
-    """Whether a decoder takes a cache: ours, of our own layers."""
-    return isinstance(decoder, Decoder) and all(
-        isinstance(layer, DecoderLayer) and type(layer.attn_1) is type(layer.attn_2) is MultiHeadAttention
-        for layer in decoder.layers
-    )
+    """Whether a decoder takes a cache: a `transformer_fast.models.Decoder` of its own layers, alike in their heads."""
+    if not isinstance(decoder, Decoder) or not all(isinstance(layer, DecoderLayer) for layer in decoder.layers):
+        return False
+    attentions = [(layer.attn_1, layer.attn_2) for layer in decoder.layers]
+    own = all(type(one) is MultiHeadAttention for pair in attentions for one in pair)
+    return own and len({(first.h, second.h) for first, second in attentions}) == 1
 
 
-def decoder_of_ours(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | None:
-    """The Annotated Transformer's decoder and its target embedding as one of our decoders, on the same parameters.
+def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | None:
+    """The Annotated Transformer's decoder and its target embedding as a `Decoder`, on the same parameters.
 
-    None where that is not sure: not swapped by `accelerate`, watched by hooks, changed since, of other parts than the
-    text's, or with a positional table of fewer than `longest` rows.
+    None where `accelerate` has not proven it, a module has hooks or was changed since, the parts are others than The
+    Annotated Transformer's, or the positional table has fewer than `longest` rows.
     """
     if not isinstance(decoder, sublayer_faces.AnnotatedDecoderFace) or type(embed) is not nn.Sequential:
         return None
@@ -167,11 +154,10 @@ def decoder_of_ours(decoder: nn.Module, embed: nn.Module, longest: int) -> Decod
     lookup, positions = embed
     if not isinstance(lookup, embedding_faces.EmbedderFace) or not _serves(positions, lookup.lut.weight, longest):
         return None
-    norms = decoder.norm, *(sublayer.norm for layer in decoder.layers for sublayer in layer.face_sublayers(layer))
-    if None in map(faces.width_of, norms):
-        return None
     width, layers = lookup.d_model, list(decoder.layers)
-    if not all(_fits(layer, width) for layer in layers) or len(set(map(_heads, layers))) != 1:
+    norms = decoder.norm, *(sublayer.norm for layer in layers for sublayer in layer.face_sublayers(layer))
+    attentions = [attention for layer in layers for attention in (layer.self_attn, layer.src_attn)]
+    if None in map(faces.width_of, norms) or not all(_fits(attention, width) for attention in attentions):
         return None
     with torch.device("meta"):  # what is made here is replaced, and costs neither memory nor random numbers
         ours = Decoder(1, width, len(layers), 1, 0.0, d_ff=1, max_len=1)
@@ -179,18 +165,16 @@ def decoder_of_ours(decoder: nn.Module, embed: nn.Module, longest: int) -> Decod
             _take_over(layer, theirs, width)
         ours.norm = _norm(decoder.norm)
     ours.embed.lut, ours.pe.pe = lookup.lut, getattr(positions, positions.face_name)
-    return ours
+    return ours if can_cache(ours) else None
 
 
 def _is_as_swapped(module: nn.Module) -> bool:
-    """Whether nobody would miss it if a module were not called, and it is still what `accelerate` made of it."""
-    if "forward" in module.__dict__ or module._compiled_call_impl is not None or not unwatched(module):
-        return False
-    return not isinstance(module, faces.Face) or module._face_fits()
+    """Whether a module need not be called, and is still what `accelerate` made of it."""
+    return is_plain(module) and (not isinstance(module, faces.Face) or module._face_fits())
 
 
 def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
-    """Whether a positional table is the one that our decoder would read, and long enough."""
+    """Whether a positional table is the one that a `Decoder` would read, and long enough."""
     if not isinstance(positions, embedding_faces.PositionalFace) or positions.face_length != 1:
         return False
     table = getattr(positions, positions.face_name)
@@ -198,45 +182,36 @@ def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
     return same and longest <= table.shape[1]
 
 
-def _fits(layer: nn.Module, width: int) -> bool:
-    """Whether a decoder layer is made of parts that our layers have."""
-    for attention in (layer.self_attn, layer.src_attn):
-        if not isinstance(attention, attention_faces.HeadsFace) or not attention.face_head_axis:
-            return False
-        linears = attention.face_projections(attention)
-        square = all(isinstance(one, nn.Linear) and one.in_features == one.out_features == width for one in linears)
-        if not square or attention.h * attention.d_k != width:
-            return False
-    return True
+def _fits(attention: nn.Module, width: int) -> bool:
+    """Whether an attention is one that `MultiHeadAttention` computes."""
+    if not isinstance(attention, attention_faces.HeadsFace) or not attention.face_head_axis:
+        return False
+    linears = attention.face_projections(attention)
+    square = all(isinstance(one, nn.Linear) and one.in_features == one.out_features == width for one in linears)
+    return square and attention.h * attention.d_k == width
 
 
-def _heads(layer: nn.Module) -> tuple[int, int]:
-    return layer.self_attn.h, layer.src_attn.h
-
-
-def _take_over(ours: DecoderLayer, theirs: nn.Module, width: int) -> None:
-    """Put the parameters of the annotated text's layer into one of our layers."""
-    ours.norm_1, ours.norm_2, ours.norm_3 = (_norm(sublayer.norm) for sublayer in theirs.face_sublayers(theirs))
-    ours.attn_1, ours.attn_2 = (MultiHeadAttention(heads, width, 0.0) for heads in _heads(theirs))
-    for to, attention in ((ours.attn_1, theirs.self_attn), (ours.attn_2, theirs.src_attn)):
-        to.q_linear, to.k_linear, to.v_linear, to.out = attention.face_projections(attention)
+def _take_over(layer: DecoderLayer, theirs: nn.Module, width: int) -> None:
+    """Put the parameters of The Annotated Transformer's layer into a `DecoderLayer`."""
+    layer.norm_1, layer.norm_2, layer.norm_3 = (_norm(sublayer.norm) for sublayer in theirs.face_sublayers(theirs))
+    for name, attention in (("attn_1", theirs.self_attn), ("attn_2", theirs.src_attn)):
+        ours = MultiHeadAttention(attention.h, width, 0.0)
+        ours.q_linear, ours.k_linear, ours.v_linear, ours.out = attention.face_projections(attention)
+        setattr(layer, name, ours)
     inner = theirs.feed_forward
     if getattr(type(inner), "face_made_of", ())[:1] == (faces.AnnotatedFeedForwardFace,):
-        ours.ff.linear_1, ours.ff.linear_2 = inner.w_1, inner.w_2
+        layer.ff.linear_1, layer.ff.linear_2 = inner.w_1, inner.w_2
     else:
-        ours.ff = inner
+        layer.ff = inner
 
 
 def _norm(norm: nn.Module) -> Norm | LayerNorm:
-    """A norm as one of ours, with the same parameters."""
+    """A norm as one of `transformer_fast.layers`, with the same parameters."""
     if isinstance(norm, swapped.LayerNorm):
-        ours, weight = LayerNorm(norm.normalized_shape, norm.eps), norm.weight
+        weight, bias, kind = norm.weight, norm.bias, "layer"
     else:
-        weight = getattr(norm, norm.face_gain)
-        ours = Norm(len(weight), norm.eps) if norm.face_kind == "std" else LayerNorm(len(weight), norm.eps)
-    if isinstance(ours, Norm):
-        ours.alpha, ours.bias = weight, getattr(norm, norm.face_shift)
-    else:
-        ours.weight = weight
-        ours.bias = norm.bias if isinstance(norm, swapped.LayerNorm) else getattr(norm, norm.face_shift)
+        weight, bias, kind = getattr(norm, norm.face_gain), getattr(norm, norm.face_shift), norm.face_kind
+    ours = (Norm if kind == "std" else LayerNorm)(faces.width_of(norm), norm.eps)
+    setattr(ours, "alpha" if kind == "std" else "weight", weight)
+    ours.bias = bias
     return ours

@@ -1,4 +1,4 @@
-"""A decoding step of all layers as one call into the C++ extension, `csrc/ops/decoder_step.cpp`.
+"""The cached step with all layers in one call of the C++ extension, `csrc/ops/decoder_step.cpp`.
 
 Some hundred calls of small ops a step are a fifth of it on one thread of a CPU, and more on two, since nothing runs
 beside them. Taken only where it is sure to compute what the modules would; they are its oracle.
@@ -6,85 +6,82 @@ beside them. Taken only where it is sure to compute what the modules would; they
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 
 from .. import backends, extension
 from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm
+from ..layers.hooks import is_plain
 from ..models import Decoder
 from .cache import DecoderCache
-from .weights import StepFeedForward, StepLinear, is_plain
+from .weights import StepFeedForward, StepLinear
+
+
+class _Layer(NamedTuple):
+    """A decoder layer in the order of `Part` in decoder_step.cpp, and what must be the same in all layers."""
+
+    norms: list[Tensor]  # weight and bias of each
+    linears: list[StepLinear]
+    options: tuple[bool, bool, float]  # norm_first, whether norms divide by std + eps, eps
 
 
 class FusedStep:
-    """Steps of a prepared decoder with its cache; from `fused_step`.
+    """Steps of a prepacked decoder with its cache; from `fused_step`."""
 
-    Args:
-        decoder: from `prepared`, all of it plain modules.
-        cache: of that decoder.
-    """
-
-    def __init__(self, decoder: Decoder, cache: DecoderCache) -> None:
-        self._decoder, self._cache = decoder, cache
-        self._layers = [
-            _parts(layer, known.own.project) for layer, known in zip(decoder.layers, cache.layers, strict=True)
-        ]
-        first = decoder.layers[0]
-        self._form = first.norm_first, type(first.norm_1) is Norm, first.norm_1.eps
+    def __init__(self, decoder: Decoder, cache: DecoderCache, layers: list[_Layer]) -> None:
+        self._decoder, self._cache, self._layers = decoder, cache, layers
 
     def __call__(self, tokens: Tensor) -> Tensor | None:
         """(rows,) newest ids in the order of the cache -> (rows, d_model) what the last norm gives; the cache has their
         keys and values then. None, and nothing done, where this step needs the modules."""
         rows, cache = tokens.shape[0], self._cache
-        if cache.mask_is_general or torch.is_autocast_enabled("cpu"):
+        general_mask = cache.source_mask is not None and cache.source_lengths is None
+        if general_mask or torch.is_autocast_enabled("cpu"):
             return None
         operands = []
-        for norms, linears in self._layers:
-            operands += norms
-            for linear in linears:
+        for layer in self._layers:
+            operands += layer.norms
+            for linear in layer.linears:
                 weight = linear.operand(rows)
                 if weight is None:
                     return None
                 operands += [weight, linear.bias]
-        slots, places, _ = cache.grid or (None, None, 0)
+        slots, entries, _ = cache.grid or (None, None, 0)
         x = self._decoder.embed.with_positions(tokens[:, None], self._decoder.pe, cache.length).squeeze(1)
-        state = cache.own(rows), cache.cross, cache.length, cache.source_lengths, slots, places
-        return self._decoder.norm(torch.ops.transformer_fast.decoder_step(x, operands, *state, *self._form))
+        state = cache.own(rows), cache.cross, cache.length, cache.source_lengths, slots, entries
+        options = self._layers[0].options
+        return self._decoder.norm(torch.ops.transformer_fast.decoder_step(x, operands, *state, *options))
 
 
 def fused_step(decoder: nn.Module, cache: DecoderCache) -> FusedStep | None:
-    """The fused steps of a prepared decoder, or None where its modules must be called."""
-    cross = cache.cross
-    here = cross.device.type == "cpu" and cross.dtype == torch.float32 and extension.load()
-    if not here or cache.records or backends.choose("attention", cross.device, cross.dtype)[0] != "native":
+    """The fused steps of a prepacked decoder, or None where its modules must be called."""
+    device, dtype = cache.cross.device, cache.cross.dtype
+    if device.type != "cpu" or dtype != torch.float32 or cache.record or not is_plain(decoder, Decoder):
         return None
-    forms = {_form(layer, known.own.project) for layer, known in zip(decoder.layers, cache.layers, strict=True)}
-    if len(forms) != 1 or None in forms or not is_plain(decoder, Decoder):
+    if not extension.load() or backends.choose("attention", device, dtype)[0] != "native":
         return None
-    return FusedStep(decoder, cache)
+    layers = [_layer(layer, known.own.project) for layer, known in zip(decoder.layers, cache.layers, strict=True)]
+    if None in layers or len({layer.options for layer in layers}) != 1:
+        return None
+    return FusedStep(decoder, cache, layers)
 
 
-def _form(layer: nn.Module, project: object) -> tuple | None:
-    """What must be the same in all layers; None for one that is not made of plain modules in fp32."""
-    if not is_plain(layer, DecoderLayer):
+def _layer(layer: nn.Module, project: object) -> _Layer | None:
+    """The parts of a decoder layer; None for one that is not made of plain modules in fp32."""
+    if not is_plain(layer, DecoderLayer) or not is_plain(layer.ff, StepFeedForward):
         return None
     norms, attentions = (layer.norm_1, layer.norm_2, layer.norm_3), (layer.attn_1, layer.attn_2)
-    kind = type(layer.norm_1)
-    if kind not in (Norm, LayerNorm) or not all(is_plain(norm, kind) for norm in norms):
+    if not all(is_plain(norm, Norm, LayerNorm) for norm in norms) or len({(type(n), n.eps) for n in norms}) != 1:
         return None
-    if not all(is_plain(one, MultiHeadAttention) for one in attentions) or not is_plain(layer.ff, StepFeedForward):
-        return None
-    tensors, linears = _parts(layer, project)
-    plain = all(isinstance(linear, StepLinear) and linear.bias is not None for linear in linears)
-    if not plain or any(t is None or t.dtype != torch.float32 for t in [*tensors, *(one.bias for one in linears)]):
-        return None
-    eps = {norm.eps for norm in norms}
-    return None if len(eps) > 1 else (layer.norm_first, kind, eps.pop(), layer.attn_1.h, layer.attn_2.h)
-
-
-def _parts(layer: DecoderLayer, project: StepLinear) -> tuple[list[Tensor | None], list[StepLinear]]:
-    """Weights and biases of the norms, and the linear layers, in the order of `Part` in decoder_step.cpp."""
-    norms = layer.norm_1, layer.norm_2, layer.norm_3
-    tensors = [t for norm in norms for t in (norm.alpha if isinstance(norm, Norm) else norm.weight, norm.bias)]
     linears = [project, layer.attn_1.out, layer.attn_2.q_linear, layer.attn_2.out, layer.ff.linear_1, layer.ff.linear_2]
-    return tensors, linears
+    if not all(is_plain(one, MultiHeadAttention) for one in attentions):
+        return None
+    if not all(isinstance(linear, StepLinear) for linear in linears):
+        return None
+    std = type(layer.norm_1) is Norm
+    tensors = [t for norm in norms for t in (norm.alpha if std else norm.weight, norm.bias)]
+    if any(t is None or t.dtype != torch.float32 for t in (*tensors, *(linear.bias for linear in linears))):
+        return None
+    return _Layer(tensors, linears, (layer.norm_first, std, layer.norm_1.eps))

@@ -38,8 +38,8 @@ def greedy(
     bos, eos: the target ids that begin and end an answer.
     max_length: the most tokens of an answer, EOS included: one int, or one for each sentence. Default
         2 * (source length) + 20. An answer that reaches it is returned as it stands.
-    cache: keep keys and values between the steps, where the decoder is one of ours, or the annotated text's after
-        `accelerate`; False runs it over the whole prefix at every step. The answers are the same.
+    cache: keep keys and values between the steps, where the decoder is one of this package, or The Annotated
+        Transformer's after `accelerate`; False runs it over the whole prefix at every step. The answers are the same.
 
     Returns B lists of target ids, in the order of src, without BOS and EOS.
     Raises ValueError for input that cannot be decoded, FloatingPointError if the model answers NaN.
@@ -58,43 +58,42 @@ def greedy(
 def follow(
     models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules, *, scored: bool = True
 ) -> list[list[Hypothesis]]:
-    """One token after the other, each the most likely or drawn; unscored, all scores are NaN. Called in `evaluating`.
+    """Choose one token after the other, the most likely one or one drawn. To be called within `evaluating`.
 
-    Returns n_best hypotheses for each sentence, the best score first.
+    Returns n_best hypotheses for each sentence, the best score first; without `scored`, all scores are NaN.
     """
     batch, device, copies = request.src.shape[0], request.src.device, config.n_best
-    attends = config.reads_attention
-    decoding = Decoding(models, request, rows=batch * copies, cache=config.cache, attention=attends, graph=config.graph)
-    row = torch.arange(batch * copies, device=device)  # of all answers: what is drawn for one depends on no other
+    decoding = Decoding(models, request, config, rows=batch * copies)
+    row = torch.arange(batch * copies, device=device)  # among all answers, for the draws
     sentence = row // copies
     if copies > 1:
         decoding.select(sentence)
     draw = Sampler(config, row.numel()) if config.sample else None
     tokens = torch.full((row.numel(), 1), request.bos, device=device)
     log_prob = torch.full((row.numel(),), 0.0 if scored else torch.nan, dtype=torch.float64, device=device)
-    attention = torch.zeros(row.numel(), 0, request.src.shape[1], device=device) if attends else None
+    attention = torch.zeros(row.numel(), 0, request.src.shape[1], device=device) if config.reads_attention else None
     answers: list[list[Hypothesis]] = [[] for _ in range(batch)]
     while tokens.shape[0]:
         logits = rules.reweigh(decoding.next_logits(tokens), tokens)
         allowed = rules.forbid(logits, tokens, sentence)
-        best, choice = (found.squeeze(1) for found in best_tokens(allowed, 1))
-        # Where every token is impossible (all logits -inf) the answer ends without that last choice.
+        best, token = (found.squeeze(1) for found in best_tokens(allowed, 1))
+        # Where every token is impossible (all logits -inf) the answer ends without that last token.
         stuck = best == -torch.inf
         if draw is not None:
-            choice = draw(allowed, row)
+            token = draw(allowed, row)
         if scored:
-            chosen = logits.gather(1, choice[:, None]).squeeze(1)
+            chosen = logits.gather(1, token[:, None]).squeeze(1)
             log_prob += torch.where(stuck, 0.0, (chosen - log_normalizer(logits)).double())
         if attention is not None:
             attention = torch.cat([attention, decoding.attention[:, None]], dim=1)
-        tokens = torch.cat([tokens, choice[:, None]], dim=1)
-        ended = stuck | (choice == request.eos)
+        tokens = torch.cat([tokens, token[:, None]], dim=1)
+        ended = stuck | (token == request.eos)
         closed = ended | (tokens.shape[1] > request.limits[sentence])
         if bool(closed.any()):
-            place = closed.nonzero().squeeze(1)
-            maps = [None] * len(place) if attention is None else attention[place].unbind()
-            leaving = (t[place].tolist() for t in (sentence, tokens, ended, stuck, log_prob))
-            for index, ids, without_last, was_stuck, value, weights in zip(*leaving, maps, strict=True):
+            leaving = closed.nonzero().squeeze(1)
+            maps = [None] * len(leaving) if attention is None else attention[leaving].unbind()
+            columns = (t[leaving].tolist() for t in (sentence, tokens, ended, stuck, log_prob))
+            for index, ids, without_last, was_stuck, value, weights in zip(*columns, maps, strict=True):
                 body, length = ids[1:-1] if without_last else ids[1:], len(ids) - 1 - was_stuck
                 finished = without_last and not was_stuck
                 answers[index].append(scored_hypothesis(config, request, index, body, value, length, finished, weights))

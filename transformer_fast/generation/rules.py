@@ -16,7 +16,7 @@ class Rules:
 
     Args:
         config, request: of the call; least (B,) is the fewest tokens of an answer, EOS included.
-        prefix: for each sentence the ids its answers must begin with, or None. They break every other rule.
+        prefix: for each sentence the ids its answers must begin with, or None. They override every other rule.
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class Rules:
             self._forced = torch.tensor(rows, device=device)
 
     def reweigh(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """(rows, vocabulary) logits as the repetition penalty has them; tokens (rows, t), BOS first."""
-        penalty, said = self._config.repetition_penalty, tokens[:, 1:]
-        if penalty == 1.0 or said.shape[1] == 0:
+        """(rows, vocabulary) logits with the repetition penalty applied; tokens (rows, t), BOS first."""
+        penalty, chosen = self._config.repetition_penalty, tokens[:, 1:]
+        if penalty == 1.0 or chosen.shape[1] == 0:
             return logits
-        before = logits.gather(1, said)
-        return logits.scatter(1, said, torch.where(before > 0, before / penalty, before * penalty))
+        before = logits.gather(1, chosen)
+        return logits.scatter(1, chosen, torch.where(before > 0, before / penalty, before * penalty))
 
     def forbid(self, logits: Tensor, tokens: Tensor, sentence: Tensor) -> Tensor:
         """The logits, -inf where a token may not follow; sentence (rows,) says whose prefixes these are."""
@@ -59,8 +59,8 @@ class Rules:
         if repeats:
             windows = tokens[:, 1:].unfold(1, n, 1)  # (rows, step - n + 1, n)
             newest = tokens[:, tokens.shape[1] - n + 1 :]
-            row, place = (windows[:, :, : n - 1] == newest[:, None]).all(dim=2).nonzero(as_tuple=True)
-            allowed[row, windows[row, place, n - 1]] = -torch.inf
+            row, start = (windows[:, :, : n - 1] == newest[:, None]).all(dim=2).nonzero(as_tuple=True)
+            allowed[row, windows[row, start, n - 1]] = -torch.inf
         if forced is not None:
             rows = (forced >= 0).nonzero().squeeze(1)
             only = torch.full_like(allowed[rows], -torch.inf)

@@ -25,8 +25,8 @@ class Sampler:
         values, tokens = most_likely(logits / self._config.temperature, self._config.top_k, self._config.top_p)
         cumulative = values.double().softmax(dim=-1).cumsum(dim=-1)
         wanted = uniform[:, None] * cumulative[:, -1:]
-        place = torch.searchsorted(cumulative, wanted, right=True).clamp(max=values.shape[1] - 1)
-        return (place if tokens is None else tokens.gather(1, place)).squeeze(1)
+        index = torch.searchsorted(cumulative, wanted, right=True).clamp(max=values.shape[1] - 1)
+        return (index if tokens is None else tokens.gather(1, index)).squeeze(1)
 
 
 def most_likely(logits: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:

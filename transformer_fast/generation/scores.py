@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,15 +10,13 @@ from torch import Tensor
 from .config import GenerationConfig
 from .decoding import Hypothesis, Request
 
+Length = TypeVar("Length", float, Tensor)
+
 LEAST_COVERAGE = 1e-10
-"""A source token that no attention reached at all counts as if it had got this much."""
+"""The attention that a source token counts as having got at least."""
 
 
-@overload
-def length_penalty(length: int, config: GenerationConfig) -> float: ...
-@overload
-def length_penalty(length: Tensor, config: GenerationConfig) -> Tensor: ...
-def length_penalty(length: Tensor | int, config: GenerationConfig) -> Tensor | float:
+def length_penalty(length: Length, config: GenerationConfig) -> Length:
     """What log P of an answer of this many tokens, EOS included, is divided by."""
     base = (5 + length) / 6 if config.length_norm == "gnmt" else length
     return base**config.length_penalty
@@ -36,7 +34,7 @@ def scored_hypothesis(
 ) -> Hypothesis:
     """The hypothesis with its score. length: tokens with EOS. attention: (at least length, S), or None."""
     # Without a token there is nothing to normalise.
-    score = log_prob / length_penalty(max(length, 1), config)
+    score = log_prob / length_penalty(float(max(length, 1)), config)
     alignment = None
     if attention is not None:
         if config.coverage_penalty > 0:

@@ -11,7 +11,7 @@ from .. import extension
 def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """logits (rows, vocabulary), k <= vocabulary -> the k greatest, the greatest first, and their tokens, (rows, k).
 
-    Of equal ones the first token comes first on a CPU in fp32; elsewhere in no order. What is -inf has any token.
+    Of equal ones the first token comes first on a CPU in fp32; elsewhere in no order. The token of a -inf is arbitrary.
     """
     if _use_native(logits):
         return torch.ops.transformer_fast.best_tokens(logits, k)

@@ -1,6 +1,6 @@
-"""A model's weights in the form in which steps of few rows read them fastest, for the time of one call.
+"""A model's weights in the layout in which steps of few rows read them fastest, for the time of one call.
 
-Nothing of the model itself is changed, so that several threads may decode with one model: `prepared` is a copy of its
+Nothing of the model itself is changed, so that several threads may decode with one model: `prepack` makes a copy of its
 modules that shares their parameters, in which plain linear layers are `StepLinear`.
 """
 
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from .. import extension
 from ..layers import FeedForward
-from ..layers.hooks import unwatched
+from ..layers.hooks import is_plain
 
-FEW = 24
-"""Rows up to which our own product, which is bound by reading the weight, is the fastest."""
-SOME = 512
+NATIVE_ROWS = 24
+"""Rows up to which the native product, which is bound by reading the weight, is the fastest."""
+BLOCKED_ROWS = 512
 """Rows from which PyTorch's own product is as fast as one with a weight in blocks."""
 
 
@@ -27,30 +27,29 @@ class StepLinear(nn.Module):
     """One linear layer for few rows at a time, or several of one input side by side.
 
     In fp32 on a CPU it multiplies with a copy of the weights in the order in which they are read, made when it is first
-    needed: for up to `FEW` rows that of `csrc/cpu/step_linear.cpp`, for up to `SOME` the blocked layout of oneDNN.
-    PyTorch's own product rearranges the weight in every call, which for few rows costs more than the product.
-    Everything else is PyTorch's.
+    needed: for up to `NATIVE_ROWS` that of `csrc/cpu/step_linear.cpp`, for up to `BLOCKED_ROWS` the blocked layout of
+    oneDNN. PyTorch's own product rearranges the weight in every call, which for few rows costs more than the product.
+    It computes everything else.
 
     Args:
         linears: plain linear layers of one input, all with a bias or none.
-        rows: how many there will be at most.
+        rows: how many there will be at most; 0 for a single call, which a copy would not repay.
         relu: of the outputs.
     """
 
     def __init__(self, linears: Sequence[nn.Linear], rows: int, *, relu: bool = False) -> None:
         super().__init__()
-        weights = [linear.weight for linear in linears]
+        self._weights = weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears]
         self.bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
-        self.linears, self._rows, self._relu = list(linears), rows, relu
-        self._weights = weights
+        self.linears, self._relu = list(linears), relu
         self._outputs = sum(weight.shape[0] for weight in weights)
-        self._whole: Tensor | None = None
+        self._concatenated: Tensor | None = None
         self._packed: Tensor | None = None
         self._blocked: Tensor | None = None
-        self._here = all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights)
-        self._ours = rows <= FEW and extension.load()
-        self._onednn = _has_onednn()
+        self._may_copy = rows > 0 and all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights)
+        self._use_native = rows <= NATIVE_ROWS and extension.load()
+        self._use_onednn = _has_onednn()
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
@@ -59,29 +58,29 @@ class StepLinear(nn.Module):
             out = F.linear(x, self.weight, self.bias)
             return out.relu_() if self._relu else out
         if weight.is_mkldnn:
-            after = "relu" if self._relu else "none"
-            return torch.ops.mkldnn._linear_pointwise(x, weight, self.bias, after, [], "")
+            activation = "relu" if self._relu else "none"
+            return torch.ops.mkldnn._linear_pointwise(x, weight, self.bias, activation, [], "")
         return torch.ops.transformer_fast.step_linear(x, weight, self.bias, self._outputs, self._relu)
 
     def operand(self, rows: int) -> Tensor | None:
-        """The weight in the form in which that many rows are multiplied: a dense one for `step_linear`, an mkldnn one
+        """The weight in the layout in which that many rows are multiplied: a dense one for `step_linear`, an mkldnn one
         for oneDNN; None where PyTorch's own product is the one to call."""
-        if not self._here or not 0 < rows <= SOME:
+        if not self._may_copy or not 0 < rows <= BLOCKED_ROWS:
             return None
-        if self._ours and rows <= FEW:
+        if self._use_native and rows <= NATIVE_ROWS:
             if self._packed is None:
                 self._packed = torch.ops.transformer_fast.pack_step_weight(self._weights)
             return self._packed
-        if self._onednn and self._blocked is None:
+        if self._use_onednn and self._blocked is None:
             self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight, rows)
         return self._blocked
 
     @property
     def weight(self) -> Tensor:
         """(out, in)"""
-        if self._whole is None:
-            self._whole = self._weights[0] if len(self._weights) == 1 else torch.cat(self._weights)
-        return self._whole
+        if self._concatenated is None:
+            self._concatenated = self._weights[0] if len(self._weights) == 1 else torch.cat(self._weights)
+        return self._concatenated
 
 
 class StepFeedForward(nn.Module):
@@ -98,44 +97,31 @@ class StepFeedForward(nn.Module):
 
 
 def _has_onednn() -> bool:
-    return (
-        torch.backends.mkldnn.enabled
-        and torch.backends.mkldnn.is_available()
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-    )
+    names = "_linear_pointwise", "_reorder_linear_weight"
+    mkldnn = torch.backends.mkldnn
+    return mkldnn.enabled and mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a module is exactly of a kind, with no hook and no forward of its own: nobody would miss its call."""
-    return type(module) is kind and "forward" not in module.__dict__ and unwatched(module)
-
-
-def prepared(module: nn.Module, rows: int) -> nn.Module:
+def prepack(module: nn.Module, rows: int) -> nn.Module:
     """A copy of a module and all below it, with the same parameters, in evaluation mode, for decoding step by step.
 
     rows: how many a step will have at most.
     """
-    if is_plain(module):
+    if is_plain(module, nn.Linear):
         return StepLinear([module], rows)
-    if is_plain(module, FeedForward) and is_plain(module.linear_1) and is_plain(module.linear_2):
+    if is_plain(module, FeedForward) and all(is_plain(one, nn.Linear) for one in (module.linear_1, module.linear_2)):
         return StepFeedForward(module, rows)
     clone = copy.copy(module)
-    children = {name: prepared(child, rows) for name, child in module._modules.items() if child is not None}
-    clone.__dict__["_modules"] = children
-    clone.training = False
+    children = {name: prepack(child, rows) for name, child in module._modules.items() if child is not None}
+    # Buffers of its own: another call that extends a positional table must not free one that a CUDA graph reads.
+    clone.__dict__.update(_modules=children, _buffers=dict(module._buffers), training=False)
     return clone
 
 
-def joined(*linears: nn.Module, rows: int | None = None) -> Callable[[Tensor], Tensor]:
-    """Several linear layers of one input as one, their outputs side by side; where one is not a plain linear layer,
-    all are called one by one. rows: how many inputs there will be at most; None for a single call, which a copy in
-    another layout would not repay."""
-    same = all(isinstance(linear, StepLinear) for linear in linears)
+def concat_linears(*linears: nn.Module, rows: int = 0) -> Callable[[Tensor], Tensor]:
+    """Several linear layers of one input as one, their outputs side by side; where one is not a `StepLinear`, all are
+    called one by one. rows: as for `StepLinear`."""
     plain = [one for linear in linears if isinstance(linear, StepLinear) for one in linear.linears]
-    if not same or len({linear.bias is None for linear in plain}) > 1:
-        return lambda x: torch.cat([linear(x) for linear in linears], dim=-1)
-    if rows is not None:
+    if len(plain) == len(linears) and len({linear.bias is None for linear in plain}) == 1:
         return StepLinear(plain, rows)
-    whole = StepLinear(plain, 0)
-    return lambda x: F.linear(x, whole.weight, whole.bias)
+    return lambda x: torch.cat([linear(x) for linear in linears], dim=-1)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.embedding import add_positional, embed, positional_table
-from ..packing import Packing
 from .norm import active_dropout
 
 
@@ -32,26 +31,22 @@ class Embedder(nn.Module):
         return embed(x, self.lut.weight, scale=math.sqrt(self.d_model), padding_idx=self.lut.padding_idx)
 
     def with_positions(
-        self, x: Tensor, positions: PositionalEncoder, offset: int = 0, *, packing: Packing | None = None
+        self, x: Tensor, positions: PositionalEncoder, offset: int | Tensor = 0, *, length: int | None = None
     ) -> Tensor:
-        """``positions(self(x))`` in one pass; the first id stands at position ``offset``.
+        """``positions(self(x))`` in one pass, for ids (B, L).
 
-        Packed ids (T,) stand where their ``packing`` says, and become (T, d_model).
+        The first id stands at position ``offset``; with a tensor (B,) each sequence's own does, and ``length`` says how
+        many positions there are.
         """
-        table = positions.table(offset + (x.shape[-1] if packing is None else packing.length))
-        start: int | Tensor = offset
-        if packing is not None:  # each token is a sequence of its own
-            x, start = x.unsqueeze(-1), offset + packing.positions
-        out = embed(
+        return embed(
             x,
             self.lut.weight,
-            table,
+            positions.table(int(offset) + x.shape[-1] if length is None else length),
             scale=math.sqrt(self.d_model),
-            offset=start,
+            offset=offset,
             padding_idx=self.lut.padding_idx,
             dropout_p=active_dropout(positions.dropout),
         )
-        return out if packing is None else out.squeeze(-2)
 
 
 class SinusoidalTable(nn.Module):

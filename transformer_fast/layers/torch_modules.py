@@ -20,7 +20,7 @@ from ..ops.dropout import dropout as fused_dropout
 from ..packing import PackedMask
 from . import norm as _norm
 from .feed_forward import linear_relu_dropout
-from .hooks import unwatched
+from .hooks import has_hooks
 from .norm import active_dropout
 from .torch_masks import TorchMask, torch_mask
 
@@ -166,15 +166,15 @@ class _Layer(nn.Module):
         for name, module in zip(names, modules):
             if not isinstance(module, LayerNorm if name.startswith("norm") else nn.Dropout):
                 return False
-        return unwatched(*modules)
+        return not has_hooks(*modules)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         """The feed-forward network up to its second linear layer; the dropout after that is fused into what follows."""
         p, activation = active_dropout(self.dropout), self.activation
-        if activation is F.relu or (type(activation) is nn.ReLU and unwatched(activation)):
+        if activation is F.relu or (type(activation) is nn.ReLU and not has_hooks(activation)):
             return self.linear2(linear_relu_dropout(self.linear1, x, p))
         inner = self.linear1(x)
-        if activation is F.gelu and type(inner) is Tensor and not inner.requires_grad and unwatched(self.linear1):
+        if activation is F.gelu and type(inner) is Tensor and not inner.requires_grad and not has_hooks(self.linear1):
             return self.linear2(fused_dropout(torch.ops.aten.gelu_(inner), p))
         return self.linear2(fused_dropout(activation(inner), p))
 

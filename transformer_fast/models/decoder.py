@@ -12,10 +12,12 @@ from .stack import Stack
 
 
 class DecoderCache(Protocol):
-    """What earlier calls have computed: how many positions they saw, and a cache for each layer."""
+    """What earlier calls have computed: a cache for each layer."""
 
-    length: int
     layers: list[LayerCache]
+
+    def position(self, rows: int) -> tuple[int | Tensor, int]:
+        """Where the newest ids of so many rows stand, and how many positions the positional table must have."""
 
 
 class Decoder(Stack):
@@ -39,7 +41,8 @@ class Decoder(Stack):
         is the newest id of every row, (rows, 1), the cache stands for the rest, and it grows by this position.
         """
         if cache is not None:
-            x = self.embed.with_positions(trg, self.pe, cache.length)
+            offset, length = cache.position(trg.shape[0])
+            x = self.embed.with_positions(trg, self.pe, offset, length=length)
             for layer, known in zip(self.layers, cache.layers, strict=True):
                 x = layer(x, e_outputs, src_mask, trg_mask, cache=known)
             return self.norm(x)

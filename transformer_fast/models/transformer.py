@@ -120,7 +120,7 @@ class Transformer(nn.Module):
             "reduction": reduction,
         }
         target = target if queries is None else take(target, queries)
-        if type(self.out) is not nn.Linear:  # somebody's own output layer
+        if type(self.out) is not nn.Linear:  # an output layer of another class
             logits = self.out(hidden).flatten(0, -2)
             return nn.functional.cross_entropy(logits.float(), target.flatten(), **options)
         return linear_cross_entropy(hidden, self.out.weight, self.out.bias, target, **options)

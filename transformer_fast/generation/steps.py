@@ -1,0 +1,125 @@
+"""How one model takes a step from prefixes to the logits of the next token: without a cache, or with one.
+
+`UncachedStep` runs the decoder over the whole prefix. `CachedStep` runs it over the newest position; on a CPU all its
+layers are one call where that computes the same (`fused.py`), and on a GPU CUDA graphs can replay it (`graphs.py`).
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor, nn
+
+from .. import ops
+from ..layers.attention import layer_mask
+from ..models import Decoder
+from .cache import DecoderCache
+from .forms import Form
+from .fused import fused_step
+from .graphs import StaticCache, StepGraphs, row_class
+from .weights import prepack
+
+
+class CachedStep:
+    """A model that computes the newest position only.
+
+    Args:
+        decoder, out: of the model.
+        memory: (B, S, d_model), the encoder's outputs.
+        mask: keep mask (B, 1, S) of the source, or None.
+        rows: how many hypotheses there will be at most.
+        attention: know the newest position's attention to the source.
+        graph: replay the steps as CUDA graphs, for which there must be no obstacle.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        out: nn.Module,
+        memory: Tensor,
+        mask: Tensor | None,
+        *,
+        rows: int,
+        attention: bool = False,
+        graph: bool = False,
+    ) -> None:
+        rows = max(rows, memory.shape[0])
+        rows = row_class(rows) if graph else rows
+        self._decoder, self._out = prepack(decoder, rows), prepack(out, rows)
+        self._cache: DecoderCache
+        self._graphs, self._fused = None, None
+        if graph:
+            self._cache = cache = StaticCache(self._decoder, memory, mask, rows=rows)
+            self._graphs = StepGraphs(cache)
+        else:
+            self._cache = DecoderCache(self._decoder, memory, mask, rows=rows, record=attention)
+            self._fused = fused_step(self._decoder, self._cache)
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """(rows, t) prefixes, BOS first -> (rows, vocabulary)."""
+        newest = tokens[:, -1]
+        logits = self._step(newest) if self._graphs is None else self._graphs(self._step, newest)
+        self._cache.length += 1
+        return logits
+
+    @property
+    def attention(self) -> Tensor:
+        return self._cache.leave(self._cache.weights)
+
+    def select(self, rows: Tensor) -> None:
+        self._cache.select(rows.tolist())
+
+    def _step(self, newest: Tensor) -> Tensor:
+        ids = self._cache.enter(newest)
+        hidden = None if self._fused is None else self._fused(ids)
+        if hidden is None:
+            hidden = self._decoder(ids[:, None], None, None, None, cache=self._cache)[:, -1]
+        return self._out(self._cache.leave(hidden))
+
+
+class UncachedStep:
+    """A model that runs over the whole prefix: any model, and the oracle of `CachedStep`."""
+
+    attention: Tensor
+    """(rows, S), where it was asked for."""
+
+    def __init__(self, form: Form, memory: Tensor, mask: Tensor | None, *, attention: bool = False) -> None:
+        self._reader = form.reader() if attention else None
+        if attention and self._reader is None:
+            raise ValueError(f"{type(form.model.decoder).__name__} has no layers whose attention could be read")
+        self._form, self._mask, self._memory = form, mask, memory
+        self._causal = torch.ones(1, 0, 0, dtype=torch.bool, device=memory.device)
+        self._sentence = torch.arange(memory.shape[0], device=memory.device)
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """(rows, t) prefixes, BOS first -> (rows, vocabulary)."""
+        length = tokens.shape[1]
+        if self._causal.shape[-1] < length:
+            # Grown by doubling: a slice of one mask serves every step.
+            grown = torch.ones(2 * length, 2 * length, dtype=torch.bool, device=tokens.device)
+            self._causal = grown.tril().unsqueeze(0)
+        causal = self._causal[:, :length, :length]
+        if self._reader is None:
+            hidden = self._form.decode(tokens, self._memory, self._mask, causal)
+        else:
+            attention, queries, keys = self._reader
+            with attention.register_forward_pre_hook(functools.partial(self._record, queries, keys)):
+                hidden = self._form.decode(tokens, self._memory, self._mask, causal)
+        return self._form.out(hidden[:, -1])
+
+    def _record(self, queries: nn.Module, keys: nn.Module, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        newest, memory = inputs[0][:, -1:], inputs[1]
+        q, k = (
+            linear(x).unflatten(-1, (module.h, -1)).transpose(1, 2) for linear, x in ((queries, newest), (keys, memory))
+        )
+        weights = ops.attention(q, k, k, layer_mask(self._mask), return_weights=True)[1]
+        self.attention = weights.float().mean(dim=1).squeeze(1)
+
+    def select(self, rows: Tensor) -> None:
+        sentence = self._sentence[rows]
+        if torch.equal(sentence, self._sentence):
+            return  # Rows of one sentence share its memory.
+        self._sentence = sentence
+        self._memory = self._memory[rows]
+        self._mask = None if self._mask is None else self._mask[rows]
