@@ -13,7 +13,7 @@
 namespace transformer_fast {
 namespace {
 
-// Where the weight and the bias of each part of a layer stand among its tensors; `weights` in generation/fused.py.
+// Where the weight and the bias of each part of a layer stand among its tensors; `_Layer` in generation/fused.py.
 enum Part { kNorm1, kNorm2, kNorm3, kOwnIn, kOwnOut, kCrossIn, kCrossOut, kFeedIn, kFeedOut, kParts };
 
 // oneDNN's linear layer, for a weight in its own layout.
