@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from transformer_fast import backends, ops, speed, verification
-from transformer_fast.verification import Parity, format_parity, parity, print_parity
+from transformer_fast import backends, ops
+from transformer_fast.cli import speed, verification
+from transformer_fast.cli.verification import Parity, format_parity, parity, print_parity
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import signal
@@ -93,7 +94,7 @@ def open_run(config: TrainConfig, folder: RunFolder) -> tuple[ParallelText, Para
         # Last: from here on the folder is a run.
         write_atomically(
             folder.config,
-            to_json({"format": FORMAT, "config": config.to_dict(), "data": data, "tokenizer_sha256": digest}),
+            to_json({"format": FORMAT, "config": dataclasses.asdict(config), "data": data, "tokenizer_sha256": digest}),
         )
     except OSError as error:
         raise CheckpointError(f"cannot write to the folder {folder.root}: {error.strerror or error}") from None

@@ -134,7 +134,7 @@ def load_config(folder: RunFolder, saved: dict) -> TrainConfig:
         CheckpointError: they are not settings of this version.
     """
     try:
-        return TrainConfig.from_dict(saved["config"])
+        return TrainConfig(**saved["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder.config} does not hold the settings of a run: {error}") from None
 

@@ -15,7 +15,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:  # needs the extras for translation, which the parser must not
-    from .translation.translator import Translation, Translator
+    from ..translation.translator import Translation, Translator
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
     """The command; exit code 1 if a line could not be translated (its line of the output is empty)."""
     if args.input and args.output and Path(args.output).exists() and os.path.samefile(args.input, args.output):
         raise ValueError(f"--input and --output are the same file, {args.input}; it would be lost")
-    from .translation.translator import CHUNK_LINES
+    from ..translation.translator import CHUNK_LINES
 
     with _open_input(args.input) as source:
         translator = _translator(args, device)
@@ -111,10 +111,10 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
 
 
 def _translator(args: argparse.Namespace, device: torch.device) -> Translator:
-    from .generation import GenerationConfig
-    from .translation import load_trained
-    from .translation.ensemble import average, same_tokenizer
-    from .translation.translator import Translator
+    from ..generation import GenerationConfig
+    from ..translation import load_trained
+    from ..translation.ensemble import average, same_tokenizer
+    from ..translation.translator import Translator
 
     runs = [load_trained(folder, which=args.which, device=device) for folder in args.model]
     tokenizer = same_tokenizer(runs, args.model)
@@ -180,7 +180,7 @@ def _open_output(path: str | None) -> Iterator[IO[bytes]]:
 
 def _lines(source: IO[bytes]) -> Iterable[Any]:
     """Lines end at a line feed and nowhere else, as in training; one that is not UTF-8 is a BrokenLine."""
-    from .translation.translator import BrokenLine
+    from ..translation.translator import BrokenLine
 
     for line in source:
         try:

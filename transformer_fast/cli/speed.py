@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import layers, models, reference
-from .masks import AttentionMask
+from .. import layers, models, reference
+from ..masks import AttentionMask
 
 BATCH, LENGTH, WIDTH, HEADS, VOCAB = 32, 64, 256, 4, 2000
 

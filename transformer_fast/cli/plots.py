@@ -17,8 +17,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.image import AxesImage
 from torch import Tensor, nn
 
-from . import ops
-from .translation.tokenizer import Tokenizer
+from .. import ops
+from ..translation.tokenizer import Tokenizer
 
 INK, QUIET = "#22252b", "#6b7280"
 WEIGHTS = "Blues"  # lightness alone carries the value: nothing is paper, everything is ink

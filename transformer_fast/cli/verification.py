@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import backends, ops, reference
-from .masks import AttentionMask
-from .models import Transformer
-from .ops.dropout import dropout
-from .ops.embedding import add_positional
+from .. import backends, ops, reference
+from ..masks import AttentionMask
+from ..models import Transformer
+from ..ops.dropout import dropout
+from ..ops.embedding import add_positional
 
 Tensors = dict[str, Tensor]
 Runner = Callable[[Tensors], Tensor]

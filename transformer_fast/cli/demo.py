@@ -13,12 +13,12 @@ from pathlib import Path
 
 import torch
 
+from ..translation import load_trained, read_lines, train
+from ..translation.numbers import english, make_numbers_corpus, numbers_config
+from ..translation.progress import Progress
+from ..translation.translator import Translator
 from .plots import attention_picture, positional_picture
 from .speed import format_speed, speed
-from .translation import load_trained, read_lines, train
-from .translation.numbers import english, make_numbers_corpus, numbers_config
-from .translation.progress import Progress
-from .translation.translator import Translator
 from .verification import describe, parity, print_parity
 
 TRAINING_PAIRS, UNSEEN = 25_000, 1_000
