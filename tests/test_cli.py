@@ -195,8 +195,8 @@ def test_info_build_tells_make_whether_the_extension_is_there(monkeypatch, capsy
 def test_verify_exit_code(monkeypatch, capsysbinary):
     from transformer_fast.cli import verification
 
-    row = verification.Parity("op", "case", torch.float32, "output", "native", 1.0, 1.0, 2.0)
-    bad = verification.Parity("op", "case", torch.float32, "output", "native", 3.0, 1.0, 2.0)
+    row = verification.Parity("op", "case", torch.float32, "output", "native", 1.0, 2.0, 1.0)
+    bad = verification.Parity("op", "case", torch.float32, "output", "native", 3.0, 2.0, 1.0)
     for rows, expected in (([row, row], 0), ([row, bad], 1)):
         monkeypatch.setattr(verification, "parity", lambda device, rows=rows: iter(rows))
         code, out, _ = run(monkeypatch, capsysbinary, ["verify", "--device", "cpu"])
