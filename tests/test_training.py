@@ -121,7 +121,7 @@ def test_best_is_the_highest_bleu_then_the_lowest_loss(
     assert quality({"bleu": 3.0, "valid_loss": 9.0}) > quality({"bleu": 2.0, "valid_loss": 1.0})
 
 
-def test_without_validation_the_newest_is_served(corpus: dict[str, str], tmp_path: Path) -> None:
+def test_without_validation_the_newest_translates(corpus: dict[str, str], tmp_path: Path) -> None:
     alone = {name: corpus[name] for name in ("source", "target")}
     result = train(short_config(alone, tmp_path, valid_every=2, max_steps=5), Silent())
     assert (result.scores, result.best_step) == ({}, None)

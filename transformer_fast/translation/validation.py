@@ -44,14 +44,14 @@ class Validation:
         if self.text is None or self.corpus is None:
             return {}, "no validation text"
         loss = corpus_loss(model, self.corpus, self.config.batch_tokens, self.device)
-        scores, said = {"valid_loss": loss}, f"validation loss {loss:.3f}, perplexity {math.exp(min(loss, 700)):.2f}"
+        scores, summary = {"valid_loss": loss}, f"validation loss {loss:.3f}, perplexity {math.exp(min(loss, 700)):.2f}"
         if self.config.bleu_sentences:
             part = slice(self.config.bleu_sentences)
             lines = translate_greedily(model, self.tokenizer, self.text.source[part], self.device)
             bleu = corpus_bleu(lines, self.text.target[part], lowercase=self.config.lowercase)
             scores["bleu"] = bleu.score
-            said += f", BLEU {bleu.score:.2f} ({bleu.signature})"
-        return scores, said
+            summary += f", BLEU {bleu.score:.2f} ({bleu.signature})"
+        return scores, summary
 
     def take(self, step: int, scores: Scores) -> bool:
         """Remember the scores of `step`; whether they are the best so far."""
