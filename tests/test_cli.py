@@ -241,7 +241,7 @@ WRONG = {
         2,
         "the same file",
     ),
-    "no beam": (["translate", "--model", "{run}", "--beam", "0"], 2, "beam is 0; expected a whole number >= 1"),
+    "no beam": (["translate", "--model", "{run}", "--beam", "0"], 2, "beam must be an int >= 1, got 0"),
     "odd penalty": (["translate", "--model", "{run}", "--length-penalty", "nan"], 2, "length_penalty must be a finite"),
     "no such device": (["verify", "--device", "tpu"], 2, "--device is 'tpu'; expected auto, cpu, cuda or cuda:N"),
     "no such GPU": (["verify", "--device", "cuda:99"], 2, "but torch sees"),

@@ -6,13 +6,16 @@ measured ("scores"), and a SHA-256 of the weights.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from .checkpoint import FORMAT, RunFolder, Tensors, write_atomically
 from .errors import CheckpointError, ConfigError, os_error_as_checkpoint_error
@@ -51,15 +54,41 @@ def average_checkpoints(folder: RunFolder, last: int) -> Average:
     steps = steps_to_average(folder, last)
     if not steps:
         raise CheckpointError(f"{folder.root} has no checkpoint (no folder step-...) to average; train a model there")
+    states = (folder.load_eval_weights(step)[0] for step in steps)
+    try:
+        return Average(_mean(states), steps, {})
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoints {steps} in {folder.root} are not of one model: {error}") from None
+
+
+@torch.no_grad()
+def average_models(models: Sequence[nn.Module]) -> nn.Module:
+    """A model with the mean of the parameters of some that differ in nothing else, as of the checkpoints of one run
+    (Vaswani et al. 2017, section 6.1); summed in fp64, buffers are the first's.
+
+    Raises:
+        ConfigError: their parameters have different names or shapes.
+    """
+    result = copy.deepcopy(models[0])
+    try:
+        mean = _mean(dict(model.named_parameters()) for model in models)
+    except ValueError:
+        raise ConfigError("only models of one size can be averaged; leave out --average to let them vote") from None
+    for name, parameter in result.named_parameters():
+        parameter.copy_(mean[name])
+    return result
+
+
+def _mean(states: Iterable[Tensors]) -> Tensors:
+    """Summed in fp64, one in memory at a time; raises ValueError where names or shapes differ."""
     total: Tensors = {}
-    for step in steps:
-        tensors, _ = folder.load_eval_weights(step)
+    for count, tensors in enumerate(states, start=1):
         total = total or {name: torch.zeros_like(t, dtype=torch.float64) for name, t in tensors.items()}
         if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in total.items()}:
-            raise CheckpointError(f"{folder.path(step)} is of another model than {folder.path(steps[0])}")
+            raise ValueError(f"number {count} differs from the first in the names or shapes of its weights")
         for name, tensor in tensors.items():
             total[name] += tensor
-    return Average({name: (t / len(steps)).to(tensors[name].dtype) for name, t in total.items()}, steps, {})
+    return {name: (t / count).to(tensors[name].dtype) for name, t in total.items()}
 
 
 def save_average(folder: RunFolder, average: Average) -> None:
