@@ -172,7 +172,7 @@ class _Run:
 
     def _update(self) -> None:
         epochs = self.batches.epochs_done
-        parts = [self.batches.next_part(self.ranks.rank, self.ranks.world_size) for _ in range(self.config.accumulate)]
+        parts = [self.batches.next_batch(self.ranks.rank, self.ranks.world_size) for _ in range(self.config.accumulate)]
         tokens = sum(whole for _, whole in parts)
         self.window.add(*self.learner.update(self.step + 1, [batch for batch, _ in parts], tokens), tokens)
         self.step += 1
