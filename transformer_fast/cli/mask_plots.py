@@ -14,17 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from matplotlib import colormaps
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
+from matplotlib.colors import Colormap, ListedColormap
 from torch import Tensor
 
 from ..dialects import tensorflow
 from ..masks import AttentionMask
 from ..ops import attention
-from .plots import INK, QUIET, WEIGHTS, _figure, _save
+from .plots import INK, QUIET, WEIGHTS, cell_text, new_figure, save
 
-SEEN, HINT, RULE = "#0b4f8a", "#d6e6f5", "#cbd2da"
-"""A key that may be seen; a passed value that says so; the lines between cells."""
+SEEN, HINT = ListedColormap(["white", "#0b4f8a"]), ListedColormap(["white", "#d6e6f5"])
+RULE = "#cbd2da"
+"""Colours of a key that may be seen; of a passed value that says so; of the lines between cells."""
 
 LENGTHS = torch.tensor([5, 3])
 """The batch in every picture: two sentences of five and three tokens, padded to five."""
@@ -171,8 +173,7 @@ def _lines(path: Path, lines: list[Line]) -> Path:
         for line in lines
     ]
     total = sum(heights) + 0.6
-    figure = _figure(CELL * across, CELL * total)
-    figure.set_layout_engine("none")
+    figure = new_figure(CELL * across, CELL * total, layout="none")
 
     def panel(x: float, y: float, table: Tensor) -> Axes:
         rows, columns = table.shape
@@ -183,7 +184,11 @@ def _lines(path: Path, lines: list[Line]) -> Path:
         figure.text(0.35 / across, 1 - (top + title / 2 + 0.2) / total, line.title, color=INK, fontsize=11, va="center")
         x, y = left, top + title + head
         for given in line.given:
-            _table(panel(x, y, given.values), given)
+            axes = panel(x, y, given.values)
+            for row, values in enumerate(given.values.tolist()):
+                for column, value in enumerate(values):
+                    cell_text(axes, row, column, _short(value), INK, size=8)
+            _cells(axes, given.allows, HINT, given.rows, given.columns, given.name)
             x += given.values.shape[1] + gap
         if line.given:
             x = left + given_width
@@ -195,20 +200,10 @@ def _lines(path: Path, lines: list[Line]) -> Path:
                     place / across, 1 - (top + title + 0.15) / total, said, color=QUIET, fontsize=8, va="center"
                 )
         for name, seen in line.seen:
-            axes = panel(x, y, seen)
-            axes.imshow(seen.numpy(), cmap=ListedColormap(["white", SEEN]), vmin=0, vmax=1, aspect="auto")
-            _frame(axes, "query" if name == line.seen[0][0] else "", "key", name)
+            _cells(panel(x, y, seen), seen, SEEN, "query" if name == line.seen[0][0] else "", "key", name)
             x += seen.shape[1] + gap
         top += height
-    return _save(figure, path)
-
-
-def _table(axes: Axes, given: Given) -> None:
-    axes.imshow(given.allows.numpy(), cmap=ListedColormap(["white", HINT]), vmin=0, vmax=1, aspect="auto")
-    for row, values in enumerate(given.values.tolist()):
-        for column, value in enumerate(values):
-            axes.text(column, row, _short(value), ha="center", va="center", fontsize=8, color=INK)
-    _frame(axes, given.rows, given.columns, given.name)
+    return save(figure, path)
 
 
 def _short(value: bool | int | float) -> str:
@@ -219,8 +214,10 @@ def _short(value: bool | int | float) -> str:
     return str(value)
 
 
-def _frame(axes: Axes, rows: str, columns: str, title: str) -> None:
-    height, width = axes.images[0].get_array().shape
+def _cells(axes: Axes, table: Tensor, colors: Colormap, rows: str, columns: str, title: str) -> None:
+    """Draw values from 0 to 1 as cells with lines between them, and name the axes; no name, no numbers of columns."""
+    height, width = table.shape
+    axes.imshow(table.numpy(), cmap=colors, vmin=0, vmax=1, aspect="auto")
     axes.set_xticks([n - 0.5 for n in range(width + 1)], minor=True)
     axes.set_yticks([n - 0.5 for n in range(height + 1)], minor=True)
     axes.grid(which="minor", color=RULE, linewidth=0.8)
@@ -232,8 +229,7 @@ def _frame(axes: Axes, rows: str, columns: str, title: str) -> None:
     axes.set_xlabel(columns, color=QUIET, fontsize=8, labelpad=2.5)
     axes.set_ylabel(rows, color=QUIET, fontsize=8, labelpad=4)
     axes.set_title(title, color=INK, fontsize=8, pad=6, family="monospace")
-    for spine in axes.spines.values():
-        spine.set_color(RULE)
+    axes.spines[:].set_color(RULE)
 
 
 def _empty_row(path: Path) -> Path:
@@ -241,18 +237,17 @@ def _empty_row(path: Path) -> Path:
     keep = torch.ones(5, 5, dtype=torch.bool).tril()
     keep[2] = False
     q, k = torch.randn(2, 1, 1, 5, 8, generator=torch.Generator().manual_seed(4))
-    figure = _figure(8.2, 3.1)
-    figure.set_layout_engine("none")
+    figure = new_figure(8.2, 3.1, layout="none")
     place = {"left": 0.05, "right": 0.99, "top": 0.8, "bottom": 0.03, "wspace": 0.15}
     panels = figure.subplots(1, 3, gridspec_kw=place)
-    panels[0].imshow(keep.numpy(), cmap=ListedColormap(["white", SEEN]), vmin=0, vmax=1)
-    _frame(panels[0], "query", "key", "query 2 sees no key")
+    _cells(panels[0], keep, SEEN, "query", "key", "query 2 sees no key")
     for axes, empty_rows in zip(panels[1:], ("uniform", "zero"), strict=True):
         weights = attention(q, k, k, keep, empty_rows=empty_rows, return_weights=True)[1][0, 0]
-        axes.imshow(weights.numpy(), cmap=WEIGHTS, vmin=0, vmax=1)
         for (row, column), weight in np.ndenumerate(weights.numpy()):
             shown = f"{weight:.2f}".lstrip("0") if weight else "0"
             color = "white" if weight > 0.5 else INK if weight else QUIET
-            axes.text(column, row, shown, ha="center", va="center", fontsize=8, color=color)
-        _frame(axes, "", "key", f'empty_rows="{empty_rows}"')
-    return _save(figure, path)
+            cell_text(axes, row, column, shown, color, size=8)
+        _cells(axes, weights, colormaps[WEIGHTS], "", "key", f'empty_rows="{empty_rows}"')
+    for axes in panels:
+        axes.set_aspect("equal")
+    return save(figure, path)
