@@ -18,24 +18,10 @@ from typing import Any
 
 import torch
 
+from transformer_fast.cli.speed import Timing, interleaved
+
 Inputs = Any
 Call = Callable[[Inputs], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Seconds a call: median, and the 20th and 80th percentile."""
-
-    median: float
-    p20: float
-    p80: float
-
-    @classmethod
-    def of(cls, samples: list[float]) -> Timing:
-        if len(samples) < 2:
-            return cls(samples[0], samples[0], samples[0])
-        cuts = statistics.quantiles(samples, n=10)
-        return cls(statistics.median(samples), cuts[1], cuts[7])
 
 
 @dataclasses.dataclass
@@ -93,28 +79,6 @@ def compare(
     else:
         result.device = interleaved({name: functools.partial(call, inputs) for name, call in runnable.items()}, seconds)
     return result
-
-
-def interleaved(calls: dict[str, Callable[[], Any]], seconds: float, at_least: int = 7) -> dict[str, Timing]:
-    """Wall time of each call, one round of each after the other until each has had about ``seconds``."""
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        start = time.perf_counter()
-        call()
-        once = time.perf_counter() - start
-        repeats[name] = max(1, round(0.002 / max(once, 1e-7)))  # a sample of at least 2 ms
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    spent = 0.0
-    while spent < seconds * len(calls) or min(map(len, samples.values())) < at_least:
-        for name, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                call()
-            elapsed = time.perf_counter() - start
-            samples[name].append(elapsed / repeats[name])
-            spent += elapsed
-    return {name: Timing.of(times) for name, times in samples.items()}
 
 
 def _compare_on_cuda(

@@ -9,9 +9,11 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from transformer_fast.cli.verification import ULPS, errors
+
 
 def assert_as_exact_as_eager(
-    actual: Tensor, eager: Tensor, exact: Tensor, *, ulps: float = 4.0, what: str = "result"
+    actual: Tensor, eager: Tensor, exact: Tensor, *, ulps: float = ULPS, what: str = "result"
 ) -> None:
     """The gate of every kernel: no further from the fp64 truth than twice eager PyTorch in the same dtype.
 
@@ -26,18 +28,6 @@ def assert_as_exact_as_eager(
     assert torch.equal(actual.isfinite(), exact.isfinite()), f"{what}: finite elsewhere than the reference"
     error, allowed, eager_error = errors(actual, eager, exact, ulps)
     assert error <= allowed, f"{what}: error {error:.3e}, allowed {allowed:.3e} (eager: {eager_error:.3e})"
-
-
-def errors(actual: Tensor, eager: Tensor, exact: Tensor, ulps: float) -> tuple[float, float, float]:
-    """(the largest error, what the gate allows, the largest error of eager), where the exact values are finite."""
-    finite = exact.isfinite()
-    if not finite.any():
-        return 0.0, 0.0, 0.0
-    exact = exact.double()[finite]
-    error = (actual.double()[finite] - exact).abs().max().item()
-    eager_error = (eager.double()[finite] - exact).abs().nan_to_num(0.0).max().item()
-    rounding = ulps * torch.finfo(actual.dtype).eps * max(exact.abs().max().item(), 1e-30)
-    return error, 2 * eager_error + rounding, eager_error
 
 
 @contextlib.contextmanager

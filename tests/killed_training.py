@@ -102,7 +102,7 @@ def part(config: TrainConfig, kill: str | None, threads: int) -> int:
 
 def run(job: dict[str, Any]) -> str:
     """Every part of a job; "ok", or what went otherwise than asked for."""
-    config, threads = TrainConfig.from_dict(job["config"]), job["threads"]
+    config, threads = TrainConfig(**job["config"]), job["threads"]
     for kill in job["kills"]:
         status = part(config, kill, threads)
         killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL

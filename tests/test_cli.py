@@ -11,7 +11,8 @@ import sacrebleu
 import torch
 
 from transformer_fast import cli
-from transformer_fast import demo as demo_module
+from transformer_fast.cli import demo as demo_module
+from transformer_fast.cli import info
 from transformer_fast.translation import load_trained, train
 from transformer_fast.translation.numbers import is_held_out, make_numbers_corpus, numbers_config
 from transformer_fast.translation.progress import Silent
@@ -178,7 +179,7 @@ def test_info(monkeypatch, capsysbinary):
     code, out, _ = run(monkeypatch, capsysbinary, ["info"])
     text = "\n".join(out)
     assert code == 0 and torch.__version__ in text and "C++ extension:" in text
-    for op in cli.OPS:
+    for op in info.OPS:
         assert f"   {op}" in text
     code, out, _ = run(monkeypatch, capsysbinary, ["info", "--backend", "reference"])
     assert code == 0 and any("reference: asked for" in line for line in out)
@@ -186,16 +187,16 @@ def test_info(monkeypatch, capsysbinary):
 
 @pytest.mark.parametrize("loaded", [True, False])
 def test_info_build_tells_make_whether_the_extension_is_there(monkeypatch, capsysbinary, loaded):
-    monkeypatch.setattr(cli.extension, "load", lambda: loaded)
-    monkeypatch.setattr(cli.extension, "status", lambda: "said so")
+    monkeypatch.setattr(info.extension, "load", lambda: loaded)
+    monkeypatch.setattr(info.extension, "status", lambda: "said so")
     assert run(monkeypatch, capsysbinary, ["info", "--build"]) == (1 - loaded, ["C++ extension: said so"], "")
 
 
 def test_verify_exit_code(monkeypatch, capsysbinary):
-    from transformer_fast import verification
+    from transformer_fast.cli import verification
 
-    row = verification.Parity("op", "case", torch.float32, "output", "native", 1.0, 1.0, 2.0)
-    bad = verification.Parity("op", "case", torch.float32, "output", "native", 3.0, 1.0, 2.0)
+    row = verification.Parity("op", "case", torch.float32, "output", "native", 1.0, 2.0, 1.0)
+    bad = verification.Parity("op", "case", torch.float32, "output", "native", 3.0, 2.0, 1.0)
     for rows, expected in (([row, row], 0), ([row, bad], 1)):
         monkeypatch.setattr(verification, "parity", lambda device, rows=rows: iter(rows))
         code, out, _ = run(monkeypatch, capsysbinary, ["verify", "--device", "cpu"])
@@ -240,7 +241,7 @@ WRONG = {
         2,
         "the same file",
     ),
-    "no beam": (["translate", "--model", "{run}", "--beam", "0"], 2, "beam is 0; expected a whole number >= 1"),
+    "no beam": (["translate", "--model", "{run}", "--beam", "0"], 2, "beam must be an int >= 1, got 0"),
     "odd penalty": (["translate", "--model", "{run}", "--length-penalty", "nan"], 2, "length_penalty must be a finite"),
     "no such device": (["verify", "--device", "tpu"], 2, "--device is 'tpu'; expected auto, cpu, cuda or cuda:N"),
     "no such GPU": (["verify", "--device", "cuda:99"], 2, "but torch sees"),
@@ -302,7 +303,8 @@ def test_wrong_usage_exits_with_2(arguments, capsys):
 BARE = """
 import sys
 sys.modules.update(dict.fromkeys(["sentencepiece", "sacrebleu", "safetensors", "tqdm", "matplotlib", "numpy"]))
-from transformer_fast import cli, verification
+from transformer_fast import cli
+from transformer_fast.cli import verification
 for arguments in (["info"], ["demo"], ["plot"], ["translate", "--model", "x"], ["train", "--source", "x"]):
     print(cli.main(arguments), flush=True)
 """
@@ -320,7 +322,7 @@ def test_without_the_extras_the_rest_works_and_each_is_named():
 
 
 def test_a_bug_keeps_its_traceback_and_debug_shows_every_one(monkeypatch, folder):
-    monkeypatch.setattr(cli, "_version_of", lambda name: {}[name])
+    monkeypatch.setattr(info, "_version_of", lambda name: {}[name])
     with pytest.raises(KeyError):
         cli.main(["info"])
     monkeypatch.setenv("TRANSFORMER_FAST_DEBUG", "1")
@@ -332,7 +334,7 @@ def test_an_interrupt_is_not_an_error(monkeypatch, capsys):
     def interrupted(name):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_version_of", interrupted)
+    monkeypatch.setattr(info, "_version_of", interrupted)
     assert cli.main(["info"]) == 130 and capsys.readouterr().err == "interrupted\n"
 
 

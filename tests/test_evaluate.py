@@ -11,7 +11,7 @@ import pytest
 import torch
 from small_training import fresh_run, short_config
 
-from transformer_fast.translation.evaluate import corpus_bleu, corpus_loss, exact_share, token_loss
+from transformer_fast.translation.evaluate import corpus_bleu, corpus_loss, token_loss
 from transformer_fast.translation.tokenizer import PAD
 
 
@@ -42,10 +42,6 @@ def test_bleu_has_a_signature() -> None:
     assert same.score == pytest.approx(100.0)
     assert other.score < 20
     assert re.fullmatch(r"nrefs:1\|case:mixed\|eff:no\|tok:13a\|smooth:exp\|version:[\d.]+", same.signature)
-
-
-def test_exact_share() -> None:
-    assert exact_share(["a", "b", "c", "d"], ["a", "x", "c", "d"]) == 0.75
 
 
 def test_validation_loss_does_not_depend_on_the_batches(corpus: dict[str, str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -36,7 +37,7 @@ class Killer:
         self.jobs += 1
         save = self.folder / f"run{self.jobs}"
         config = checkpointed_config(self.corpus, save, **changes)
-        job = {"config": config.to_dict(), "kills": kills, "threads": threads}
+        job = {"config": dataclasses.asdict(config), "kills": kills, "threads": threads}
         print(json.dumps(job), file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()
         assert answer == "ok\n", f"{answer}{self.said()}"

@@ -79,7 +79,7 @@ def test_accumulated_batches_weigh_every_token_alike(corpus: dict[str, str], tmp
     config = short_config(corpus, tmp_path, accumulate=3, dropout=0.0, clip=0.0, batch_tokens=150)
     run = fresh_run(config)
     stream = TokenBatches(run.batches.corpus, config.batch_tokens, config.seed)
-    batches = [next(stream) for _ in range(3)]
+    batches = [stream.next_batch()[0] for _ in range(3)]
     assert len({batch.tokens for batch in batches}) > 1
     loss = sum(token_loss(logits(run.learner.model.train(), b), b.target_out, 0.1) for b in batches)
     loss = loss / sum(b.tokens for b in batches)

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from transformer_fast import Transformer, plots, positional_table, reference
+from transformer_fast import Transformer, positional_table, reference
+from transformer_fast.cli import plots
 from transformer_fast.translation.numbers import english, german
 from transformer_fast.translation.tokenizer import Tokenizer
 

@@ -117,11 +117,11 @@ def test_the_parts_of_a_batch_are_the_batch(corpus: dict[str, object]) -> None:
     empty = 0
     for _ in range(20):
         place = whole.epoch, whole.position
-        batch = next(whole)
+        batch = whole.next_batch()[0]
         parts = []
         for rank in range(4):
             whole.seek(*place)
-            part, tokens = whole.next_part(rank, 4)
+            part, tokens = whole.next_batch(rank, 4)
             assert tokens == batch.tokens and part.tokens == int((part.target_out != PAD).sum())
             empty += part.tokens == 0
             parts += [row[row != PAD].tolist() for row in part.target_out if part.tokens]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from transformer_fast import GenerationConfig, cli
+from transformer_fast.cli.train import add_arguments, config_from_args
 from transformer_fast.translation import ConfigError, TrainConfig, build_model, load_recipe, recipe_names
 
 PLACE = ["--source", "a", "--target", "b", "--save", "c"]
@@ -15,8 +16,8 @@ PLACE = ["--source", "a", "--target", "b", "--save", "c"]
 
 def config(*flags: str) -> TrainConfig:
     parser = argparse.ArgumentParser()
-    TrainConfig.add_arguments(parser)
-    return TrainConfig.from_args(parser.parse_args([*PLACE, *flags]))
+    add_arguments(parser)
+    return config_from_args(parser.parse_args([*PLACE, *flags]))
 
 
 @pytest.mark.parametrize("name", recipe_names())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import io
 import json
 import math
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from transformer_fast.cli.train import add_arguments, config_from_args
 from transformer_fast.translation import ConfigError, TrainConfig, parse_duration
 from transformer_fast.translation.progress import Status, TerminalProgress, format_seconds
 
@@ -58,11 +60,11 @@ def test_bad_setting_is_named_with_what_was_expected(changes: dict[str, Any], me
 
 def test_flags_give_the_same_settings() -> None:
     parser = argparse.ArgumentParser()
-    TrainConfig.add_arguments(parser)
+    add_arguments(parser)
     required = ["--source", "a", "--target", "b", "--save", "c"]
-    assert TrainConfig.from_args(parser.parse_args(required)) == TrainConfig(source="a", target="b", save="c")
+    assert config_from_args(parser.parse_args(required)) == TrainConfig(source="a", target="b", save="c")
     args = parser.parse_args([*required, "--max-time", "20m", "--no-tie-weights", "--d-model", "64", "--lr", "3e-4"])
-    assert TrainConfig.from_args(args) == TrainConfig(
+    assert config_from_args(args) == TrainConfig(
         source="a", target="b", save="c", max_time=1200.0, tie_weights=False, d_model=64, lr=3e-4
     )
     shown = parser.format_help()
@@ -72,7 +74,7 @@ def test_flags_give_the_same_settings() -> None:
 
 def test_settings_survive_json() -> None:
     config = TrainConfig(source="a", target="b", save="c", max_time=12.5, norm_first=False)
-    assert TrainConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert TrainConfig(**json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
 
 class Terminal(io.StringIO):

@@ -11,12 +11,12 @@ import torch
 
 from transformer_fast import GenerationConfig, cli, generate
 from transformer_fast.translation import load_trained, train
-from transformer_fast.translation.ensemble import average
+from transformer_fast.translation.averaging import average_models
 from transformer_fast.translation.errors import ConfigError
 from transformer_fast.translation.numbers import make_numbers_corpus, numbers_config
 from transformer_fast.translation.progress import Silent
 from transformer_fast.translation.tokenizer import EOS
-from transformer_fast.translation.translator import BrokenLine, Translation, Translator, _word_numbers
+from transformer_fast.translation.translator import Translation, Translator, _word_numbers
 
 TINY = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "batch_tokens": 1024, "max_steps": 20, "warmup": 5}
 LINES = ["two thousand forty-one", "", "seven", "nine hundred ninety-nine thousand", "   ", "one hundred one"]
@@ -90,7 +90,7 @@ def test_words_of_pieces():
     assert _word_numbers(["▁a", "<unk>", "b"]) == [0, 1, 2]  # written as "a ⁇ b"
 
 
-def test_a_broken_line_costs_that_line(root, monkeypatch, capsysbinary):
+def test_a_line_that_is_not_utf8_gets_an_empty_translation(root, monkeypatch, capsysbinary):
     command = ["--model", root / "one", "--beam", 1]
     _, expected, _ = run(monkeypatch, capsysbinary, command, b"seven\n\none hundred one\n")
     code, out, err = run(monkeypatch, capsysbinary, command, b"seven\nf\xfcnf\none hundred one\n")
@@ -98,7 +98,7 @@ def test_a_broken_line_costs_that_line(root, monkeypatch, capsysbinary):
     assert err == ("standard input, line 2: not valid UTF-8 (byte 0xfc at column 2); its translation is left empty\n")
 
 
-def test_a_sentence_the_model_cannot_answer_costs_its_line(trained):
+def test_a_sentence_the_model_cannot_answer_gets_an_empty_translation(trained):
     """NaN for one source token: of a batch of five, the four others are translated as ever."""
     lines = ["seven", "two", "one thousand", "nine", "forty-one"]
     expected = list(Translator(trained.model, trained.tokenizer, beam=2).translate(lines))
@@ -110,7 +110,7 @@ def test_a_sentence_the_model_cannot_answer_costs_its_line(trained):
     model.encoder.embed.lut = torch.nn.Embedding.from_pretrained(weight, padding_idx=0)
     translator = Translator(model, trained.tokenizer, beam=2)
     reports = []
-    found = list(translator.translations(lines, broken=lambda *report: reports.append(report)))
+    found = list(translator.translations(lines, on_error=lambda *report: reports.append(report)))
     assert [answers[0].text for answers in found] == [*expected[:2], "", *expected[3:]]
     assert math.isnan(found[2][0].score)
     [(number, reason)] = reports
@@ -119,11 +119,11 @@ def test_a_sentence_the_model_cannot_answer_costs_its_line(trained):
         list(translator.translate(lines))
 
 
-def test_numbers_of_broken_lines_count_from_the_start_of_the_text(trained):
-    lines = ["seven", BrokenLine("torn"), "seven", BrokenLine("burnt"), ""]
+def test_numbers_of_invalid_lines_count_from_the_start_of_the_text(trained):
+    lines = ["seven", ValueError("torn"), "seven", ValueError("burnt"), ""]
     reports = []
     translator = Translator(trained.model, trained.tokenizer, beam=1)
-    found = list(translator.translations(iter(lines), chunk_lines=2, broken=lambda *report: reports.append(report)))
+    found = list(translator.translations(iter(lines), chunk_lines=2, on_error=lambda *report: reports.append(report)))
     assert reports == [(2, "torn"), (4, "burnt")]
     assert found[0] == found[2] and found[4] == [Translation("", alignment=())]
     with pytest.raises(ValueError, match="line 2: torn"):
@@ -137,7 +137,7 @@ def scored(translator):
 def test_several_models_vote_or_are_averaged(root, trained, monkeypatch, capsysbinary):
     text = "\n".join(LINES).encode()
     two = load_trained(root / "two")
-    mean = average([trained.model, two.model])
+    mean = average_models([trained.model, two.model])
     for name, parameter in mean.named_parameters():
         both = [dict(t.model.named_parameters())[name] for t in (trained, two)]
         torch.testing.assert_close(parameter, (both[0] + both[1]) / 2)
@@ -158,7 +158,7 @@ def test_models_that_do_not_fit_each_other_are_refused(root, trained, monkeypatc
     code, _, err = run(monkeypatch, capsysbinary, ["--model", root / "one", other], b"seven\n")
     assert code == 2 and "has another tokenizer than" in err and len(err.splitlines()) == 1
     with pytest.raises(ConfigError, match="one size can be averaged"):
-        average([trained.model, torch.nn.Linear(2, 2)])
+        average_models([trained.model, torch.nn.Linear(2, 2)])
 
 
 def test_drawn_translations(root, monkeypatch, capsysbinary):

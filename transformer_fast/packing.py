@@ -180,20 +180,26 @@ def _lengths_or_keep(
 ) -> tuple[Tensor | None, Tensor | None]:
     """A padding mask as lengths (B,), or where that cannot say it as a bool keep mask (B, L); one of the two."""
     if mask is None or batch * length == 0:
-        mask = AttentionMask.lengths(torch.full((batch,), length))
-    elif isinstance(mask, Tensor) and mask.dim() == 1:
+        return torch.full((batch,), length), None
+    if isinstance(mask, Tensor) and mask.dim() == 1:
         mask = AttentionMask.lengths(mask)
     elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype == torch.bool:
         mask = AttentionMask.keep(mask[:, None, None])
     elif not isinstance(mask, AttentionMask):
         got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"pack: expected lengths (B,), a bool keep mask (B, L) or an AttentionMask, got {got}")
-    lengths, keep = mask.key_lengths, mask.key_keep_mask
-    bounded = mask.causal_offset is not None or mask.window_offset is not None
-    if mask.keep_mask is not None or bounded or (lengths is not None and _per_query(lengths)):
+    lengths, keep, more = mask.key_lengths, mask.key_keep_mask, ""
+    if mask.causal_offset is not None:
+        more = "a look-ahead (causal)"
+    elif mask.window_offset is not None:
+        more = "a window"
+    elif mask.keep_mask is not None:
+        more = f"a dense keep mask of shape {tuple(mask.keep_mask.shape)}"
+    elif lengths is not None and lengths.dim() == 2 and lengths.shape[1] > 1:
+        more = f"a length for each query of shape {tuple(lengths.shape)}"
+    if more:
         raise ValueError(
-            "pack: the mask must be padding alone, lengths (B,) or a keep mask (B, 1, 1, L); this one also has "
-            f"{_beside_padding(mask)}"
+            f"pack: the mask must be padding alone, lengths (B,) or a keep mask (B, 1, 1, L); this one also has {more}"
         )
     if lengths is not None and lengths.shape[0] not in (1, batch):
         raise ValueError(f"pack: lengths of shape {tuple(lengths.shape)} do not fit a batch of {batch}")
@@ -201,23 +207,10 @@ def _lengths_or_keep(
         raise ValueError(
             f"pack: a keep mask of shape {tuple(keep.shape)} does not fit (B, 1, 1, L) = {(batch, 1, 1, length)}"
         )
-    lengths = lengths if lengths is None else lengths.flatten().expand(batch)
+    lengths = None if lengths is None else lengths.flatten().expand(batch)
     if keep is None:
         return (torch.full((batch,), length) if lengths is None else lengths), None
     keep = keep[:, 0, 0].expand(batch, length)
     if lengths is not None:
         keep = keep & (torch.arange(length, device=lengths.device) < lengths[:, None])
     return None, keep
-
-
-def _per_query(lengths: Tensor) -> bool:
-    return lengths.dim() == 2 and lengths.shape[1] > 1
-
-
-def _beside_padding(mask: AttentionMask) -> str:
-    if mask.causal_offset is not None or mask.window_offset is not None:
-        return "a look-ahead (causal) or a window"
-    what = "a dense keep mask" if mask.keep_mask is not None else "a length for each query"
-    part = mask.keep_mask if mask.keep_mask is not None else mask.key_lengths
-    assert part is not None
-    return f"{what} of shape {tuple(part.shape)}"

@@ -6,17 +6,19 @@ measured ("scores"), and a SHA-256 of the weights.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from .checkpoint import FORMAT, RunFolder, Tensors, write_atomically
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError, ConfigError, os_error_as_checkpoint_error
 
 ABOUT = "transformer_fast"
 
@@ -52,15 +54,41 @@ def average_checkpoints(folder: RunFolder, last: int) -> Average:
     steps = steps_to_average(folder, last)
     if not steps:
         raise CheckpointError(f"{folder.root} has no checkpoint (no folder step-...) to average; train a model there")
+    states = (folder.load_eval_weights(step)[0] for step in steps)
+    try:
+        return Average(_mean(states), steps, {})
+    except ValueError as error:
+        raise CheckpointError(f"the checkpoints {steps} in {folder.root} are not of one model: {error}") from None
+
+
+@torch.no_grad()
+def average_models(models: Sequence[nn.Module]) -> nn.Module:
+    """A model with the mean of the parameters of some that differ in nothing else, as of the checkpoints of one run
+    (Vaswani et al. 2017, section 6.1); summed in fp64, buffers are the first's.
+
+    Raises:
+        ConfigError: their parameters have different names or shapes.
+    """
+    result = copy.deepcopy(models[0])
+    try:
+        mean = _mean(dict(model.named_parameters()) for model in models)
+    except ValueError:
+        raise ConfigError("only models of one size can be averaged; leave out --average to let them vote") from None
+    for name, parameter in result.named_parameters():
+        parameter.copy_(mean[name])
+    return result
+
+
+def _mean(states: Iterable[Tensors]) -> Tensors:
+    """Summed in fp64, one in memory at a time; raises ValueError where names or shapes differ."""
     total: Tensors = {}
-    for step in steps:
-        served = folder.load_served(step).tensors
-        total = total or {name: torch.zeros_like(t, dtype=torch.float64) for name, t in served.items()}
-        if {n: t.shape for n, t in served.items()} != {n: t.shape for n, t in total.items()}:
-            raise CheckpointError(f"{folder.path(step)} is of another model than {folder.path(steps[0])}")
-        for name, tensor in served.items():
+    for count, tensors in enumerate(states, start=1):
+        total = total or {name: torch.zeros_like(t, dtype=torch.float64) for name, t in tensors.items()}
+        if {n: t.shape for n, t in tensors.items()} != {n: t.shape for n, t in total.items()}:
+            raise ValueError(f"number {count} differs from the first in the names or shapes of its weights")
+        for name, tensor in tensors.items():
             total[name] += tensor
-    return Average({name: (t / len(steps)).to(served[name].dtype) for name, t in total.items()}, steps, {})
+    return {name: (t / count).to(tensors[name].dtype) for name, t in total.items()}
 
 
 def save_average(folder: RunFolder, average: Average) -> None:
@@ -71,14 +99,11 @@ def save_average(folder: RunFolder, average: Average) -> None:
             there, are untouched.
     """
     about = {"format": FORMAT, "steps": average.steps, "scores": average.scores, "sha256": _digest(average.tensors)}
-    try:
-        # One entry: safetensors writes several in any order, and the same mean should be the same bytes.
-        write_atomically(folder.average, safetensors.torch.save(average.tensors, {ABOUT: json.dumps(about)}))
-    except OSError as error:
-        raise CheckpointError(
-            f"cannot write {folder.average}: {error.strerror or error}. The checkpoints are untouched;"
-            " average them again once it can be written"
-        ) from error
+    # One entry: safetensors writes several in any order, and the same mean should be the same bytes.
+    data = safetensors.torch.save(average.tensors, {ABOUT: json.dumps(about)})
+    advice = ". The checkpoints are untouched; average them again once it can be written"
+    with os_error_as_checkpoint_error(f"cannot write {folder.average}", advice):
+        write_atomically(folder.average, data)
 
 
 def load_average(folder: RunFolder) -> Average:
@@ -87,30 +112,30 @@ def load_average(folder: RunFolder) -> Average:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    about = read_about(folder)
-    try:
-        tensors = safetensors.torch.load_file(folder.average)
-        if _digest(tensors) != about["sha256"]:
-            raise ValueError("its SHA-256 differs from the one it names")
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"{folder.average} is damaged: {error}. Delete it, or average again") from None
-    return Average(tensors, about["steps"], about["scores"])
+    return _read(folder, weights=True)
 
 
-def read_about(folder: RunFolder) -> dict[str, Any]:
-    """The metadata of the run's average: "steps", "scores" and more.
+def average_scores(folder: RunFolder) -> dict[str, float]:
+    """What validation measured of the run's average.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: there is no average, or it is damaged.
     """
+    return _read(folder, weights=False).scores
+
+
+def _read(folder: RunFolder, *, weights: bool) -> Average:
     if not folder.average.exists():
         raise CheckpointError(f"{folder.root} has no {folder.average.name}; make one: average --model {folder.root}")
     try:
         with safe_open(folder.average, "pt") as file:
             about = json.loads((file.metadata() or {}).get(ABOUT, "{}"))
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if weights else {}  # noqa: SIM118
         if about.get("format") != FORMAT:
             raise ValueError(f"its format is {about.get('format')!r}, expected {FORMAT}")
-        return {"steps": list(about["steps"]), "scores": dict(about["scores"]), "sha256": about["sha256"]}
+        if weights and _digest(tensors) != about["sha256"]:
+            raise ValueError("its SHA-256 differs from the one it names")
+        return Average(tensors, list(about["steps"]), dict(about["scores"]))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{folder.average} is damaged: {error}. Delete it, or average again") from None
 

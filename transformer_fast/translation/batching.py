@@ -176,23 +176,17 @@ class TokenBatches:
         rng.shuffle(batches)
         return batches
 
-    def __iter__(self) -> TokenBatches:
-        return self
-
-    def __next__(self) -> Batch:
-        return self.next_part(0, 1)[0]
-
-    def next_part(self, part: int, parts: int) -> tuple[Batch, int]:
-        """One of equal parts of the next batch, and how many targets the whole has. A part that gets no row predicts
-        nothing: its targets are all padding."""
+    def next_batch(self, rank: int = 0, world_size: int = 1) -> tuple[Batch, int]:
+        """The rows of the next batch that this process trains on, and how many targets the whole batch has. If there
+        is no row for it, its batch has one whose targets are all padding."""
         if self.position == len(self._plan):
             self.seek(self.epoch + 1, 0)
         self.position += 1
-        whole = self._plan[self.position - 1]
-        tokens = sum(self.corpus.lengths(i)[1] for i in whole)
-        if rows := whole[part::parts]:
+        indices = self._plan[self.position - 1]
+        tokens = sum(self.corpus.lengths(i)[1] for i in indices)
+        if rows := indices[rank::world_size]:
             return self.corpus.batch(rows), tokens
-        batch = self.corpus.batch(whole[:1])
+        batch = self.corpus.batch(indices[:1])
         return replace(batch, target_out=torch.full_like(batch.target_out, PAD), tokens=0), tokens
 
     @property

@@ -34,7 +34,7 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from .errors import CheckpointError
+from .errors import CheckpointError, os_error_as_checkpoint_error
 from .text import PathLike
 
 FORMAT = 1
@@ -45,19 +45,9 @@ Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Served:
-    """The weights of a checkpoint that translate: the moving average, where there is one."""
-
-    step: int
-    tensors: Tensors
-    state: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class Checkpoint:
     """What `RunFolder.load` returns: named groups of tensors ("model", "optimizer", "ema") and plain values."""
 
-    step: int
     tensors: dict[str, Tensors]
     state: dict[str, Any]
 
@@ -136,11 +126,9 @@ class RunFolder:
         Raises:
             CheckpointError: the folder cannot be created or written, or another process is training in it.
         """
-        try:
+        with os_error_as_checkpoint_error(f"cannot write to the folder {self.root}"):
             self.root.mkdir(parents=True, exist_ok=True)
             lock = open(self.root / ".lock", "wb")  # noqa: SIM115 - closed by the with below
-        except OSError as error:
-            raise CheckpointError(f"cannot write to the folder {self.root}: {error.strerror or error}") from None
         with lock:
             try:
                 # The kernel lets go of the lock when the process dies, however it dies.
@@ -203,11 +191,12 @@ class RunFolder:
         """
         return read_json(self.path(step) / "state.json")
 
-    def load_served(self, step: int) -> Served:
-        """The weights that translate with the checkpoint of `step`; raises as `load` does."""
+    def load_eval_weights(self, step: int) -> tuple[Tensors, dict[str, Any]]:
+        """The weights that translate with the checkpoint of `step`, which are the moving average where there is one,
+        and the checkpoint's plain values; raises as `load` does."""
         group = "ema" if "ema" in _groups(self.state(step)) else "model"
         checkpoint = self.load(step, (group,))
-        return Served(step, checkpoint.tensors[group], checkpoint.state)
+        return checkpoint.tensors[group], checkpoint.state
 
     def load(self, step: int, groups: tuple[str, ...] | None = None) -> Checkpoint:
         """Read and verify the checkpoint of `step`, its tensors on the CPU; all groups unless some are named.
@@ -230,19 +219,23 @@ class RunFolder:
                 tensors[group] = safetensors.torch.load(data)
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
                 raise CheckpointError(f"{path} is damaged: {error}. {self._last_good(step)}") from None
-        return Checkpoint(step, tensors, state)
+        return Checkpoint(tensors, state)
 
-    def best_step(self) -> int:
-        """The step of the best checkpoint, which is the newest one where nothing was measured.
+    def newest_step(self) -> int:
+        """The step of the newest checkpoint.
 
         Raises:
             CheckpointError: the folder has no checkpoint.
         """
-        steps = self.steps()
-        if not steps:
+        if not (steps := self.steps()):
             raise CheckpointError(f"{self.root} has no checkpoint (no folder step-...); train a model there first")
-        best = self.state(steps[-1]).get("best_step")
-        return best if best in steps else steps[-1]
+        return steps[-1]
+
+    def best_step(self) -> int:
+        """The step of the best checkpoint, which is the newest one where nothing was measured; raises as that does."""
+        newest = self.newest_step()
+        best = self.state(newest).get("best_step")
+        return best if best in self.steps() else newest
 
     def _last_good(self, bad_step: int) -> str:
         others = [step for step in self.steps() if step != bad_step]

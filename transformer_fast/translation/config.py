@@ -1,8 +1,7 @@
-"""Every setting of a training run, in one frozen dataclass that also makes its own command-line flags."""
+"""Every setting of a training run, in one frozen dataclass."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import re
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ConfigError
-from .recipes import format_recipes, load_recipe
 
 UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 DURATION = re.compile(r"(?:\d+(?:\.\d+)?[hms])+")
@@ -142,53 +140,6 @@ class TrainConfig:
             missing = "valid_source" if self.valid_source is None else "valid_target"
             raise ConfigError(f"{missing} is missing: validation needs both valid_source and valid_target, or neither")
 
-    @classmethod
-    def add_arguments(cls, parser: argparse.ArgumentParser) -> None:
-        """Give `parser` one flag for each setting, with its help, and --recipe."""
-        parser.add_argument(
-            "--recipe", metavar="NAME", help="start from these settings, a name or a .toml file; flags beside it win"
-        )
-        parser.add_argument("--list-recipes", action=_ListRecipes, help="show the named recipes and exit")
-        group: Any = parser
-        for setting in dataclasses.fields(cls):
-            if setting.name in GROUPS:
-                group = parser.add_argument_group(GROUPS[setting.name])
-            flag, options = "--" + setting.name.replace("_", "-"), dict(setting.metadata["flag"])
-            shown = ""
-            if "choices" not in options and not isinstance(setting.default, bool):
-                options.setdefault("metavar", _metavar(setting))
-            if setting.default is dataclasses.MISSING:
-                options["required"] = True
-            else:
-                options["default"] = argparse.SUPPRESS  # only what was given overrides the recipe
-                if isinstance(setting.default, bool):
-                    options["action"] = argparse.BooleanOptionalAction
-                    shown = f" (default: {'yes' if setting.default else 'no'})"
-                elif setting.default is not None:
-                    options.setdefault("type", type(setting.default))
-                    shown = f" (default: {setting.default})"
-            group.add_argument(flag, help=setting.metadata["help"] + shown, **options)
-
-    @classmethod
-    def from_args(cls, args: argparse.Namespace) -> TrainConfig:
-        """The settings of a parser that `add_arguments` prepared: the flags given, over the recipe's, over the
-        defaults. Other attributes of `args` are ignored.
-
-        Raises:
-            ConfigError: there is no such recipe, or a setting cannot work.
-        """
-        given = {s.name: getattr(args, s.name) for s in dataclasses.fields(cls) if hasattr(args, s.name)}
-        name = getattr(args, "recipe", None)
-        return cls(**((load_recipe(name).training if name else {}) | given))
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """The settings of `to_dict`, as a run folder stores them."""
-        return cls(**values)
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     def differences(self, other: TrainConfig) -> list[str]:
         """Settings that may not change within a run and do: "dropout is 0.3, the run has 0.1"."""
         found = []
@@ -206,37 +157,6 @@ POSITIVE = (
     *("warmup", "keep_last"),
 )
 NOT_NEGATIVE = ("cooldown", "bleu_sentences", "seed", "valid_every", "patience", "average_last")
-
-
-# The first setting of each part of --help.
-GROUPS = {
-    "source": "text and place",
-    "max_time": "when to stop (whichever comes first)",
-    "d_model": "the model",
-    "lowercase": "words and batches",
-    "lr": "learning",
-    "seed": "the machine",
-    "valid_every": "validation, checkpoints, reports",
-}
-
-
-def _metavar(setting: dataclasses.Field) -> str:
-    """What stands for a flag's value in --help."""
-    if setting.name == "save":
-        return "DIR"
-    if setting.name.endswith(("source", "target")):
-        return "F"
-    kind = setting.metadata["flag"].get("type", type(setting.default))
-    return {int: "N", float: "X", parse_duration: "T"}.get(kind, "NAME")
-
-
-class _ListRecipes(argparse.Action):
-    def __init__(self, option_strings: list[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help, default=argparse.SUPPRESS)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(format_recipes())
-        parser.exit()
 
 
 def _is_int(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""A moving average of the weights, which is validated and served in their place."""
+"""A moving average of the weights, which is validated and translates in their place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .checkpoint import Tensors
-from .sharding import part, whole
+from .sharding import distribute_like, gather_full
 
 
 class MovingAverage:
@@ -30,11 +30,11 @@ class MovingAverage:
             average.lerp_(parameter, share)
 
     def tensors(self) -> Tensors:
-        """The averages, by the parameters' names, whole; of a spread model, every process must ask."""
-        return {name: whole(average) for name, _, average in self._pairs}
+        """The full averages by the parameters' names; of a sharded model, every process must call this."""
+        return {name: gather_full(average) for name, _, average in self._pairs}
 
     @torch.no_grad()
     def load(self, tensors: Tensors) -> None:
         """Continue from `tensors`, which has at least the names of :meth:`tensors`."""
         for name, _, average in self._pairs:
-            average.copy_(part(tensors[name], average))
+            average.copy_(distribute_like(tensors[name], average))

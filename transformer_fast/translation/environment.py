@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import os
 import signal
@@ -14,7 +15,7 @@ import torch
 
 from .checkpoint import FORMAT, RunFolder, read_json, to_json, write_atomically
 from .config import TrainConfig
-from .errors import CheckpointError, ConfigError
+from .errors import CheckpointError, ConfigError, os_error_as_checkpoint_error
 from .model import load_config, load_tokenizer
 from .text import ParallelText, read_parallel
 from .tokenizer import Tokenizer
@@ -87,14 +88,9 @@ def open_run(config: TrainConfig, folder: RunFolder) -> tuple[ParallelText, Para
             )
         return text, valid, load_tokenizer(folder, saved, config)
     tokenizer = Tokenizer.train((*text.source, *text.target), config.vocab_size, lowercase=config.lowercase)
-    try:
+    digest = hashlib.sha256(tokenizer.model).hexdigest()
+    run = {"format": FORMAT, "config": dataclasses.asdict(config), "data": data, "tokenizer_sha256": digest}
+    with os_error_as_checkpoint_error(f"cannot write to the folder {folder.root}"):
         write_atomically(folder.tokenizer, tokenizer.model)
-        digest = hashlib.sha256(tokenizer.model).hexdigest()
-        # Last: from here on the folder is a run.
-        write_atomically(
-            folder.config,
-            to_json({"format": FORMAT, "config": config.to_dict(), "data": data, "tokenizer_sha256": digest}),
-        )
-    except OSError as error:
-        raise CheckpointError(f"cannot write to the folder {folder.root}: {error.strerror or error}") from None
+        write_atomically(folder.config, to_json(run))  # last: from here on the folder is a run
     return text, valid, tokenizer

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class TranslationError(Exception):
     """Base of every error that the data, the configuration or the files on disk can cause.
@@ -24,3 +27,12 @@ class CheckpointError(TranslationError, RuntimeError):
 
 class DivergedError(TranslationError, ArithmeticError):
     """The loss or its gradient stopped being a finite number."""
+
+
+@contextlib.contextmanager
+def os_error_as_checkpoint_error(failed: str, advice: str = "") -> Iterator[None]:
+    """Context in which an OSError becomes a CheckpointError: what failed, the system's reason, and advice."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{failed}: {error.strerror or error}{advice}") from error

@@ -1,4 +1,4 @@
-"""How good a model is on held-out text: loss, BLEU and exact matches."""
+"""How good a model is on held-out text: loss and BLEU."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..generation import greedy
 from ..masks import AttentionMask
 from ..models import Transformer
 from .batching import Batch, Corpus, plan_batches
-from .tokenizer import BOS, EOS, PAD, Tokenizer
+from .tokenizer import PAD
 
 
 def logits(model: nn.Module, batch: Batch) -> Tensor:
@@ -61,24 +60,6 @@ def corpus_loss(model: nn.Module, corpus: Corpus, batch_tokens: int, device: tor
     return total / tokens
 
 
-def translate_greedily(
-    model: nn.Module, tokenizer: Tokenizer, lines: Sequence[str], device: torch.device, batch_size: int = 128
-) -> list[str]:
-    """The most likely next token, again and again, for each line; order kept. Sorted by length inside, so that
-    a batch ends when its sentences do."""
-    encoded = tokenizer.encode_source(lines)
-    order = sorted(range(len(lines)), key=lambda i: len(encoded[i]))
-    answers: list[list[int]] = [[] for _ in lines]
-    for start in range(0, len(order), batch_size):
-        part = order[start : start + batch_size]
-        rows = [torch.tensor(encoded[i]) for i in part]
-        source = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD).to(device)
-        lengths = torch.tensor([len(row) for row in rows], device=device)
-        for i, ids in zip(part, greedy(model, source, src_lengths=lengths, bos=BOS, eos=EOS), strict=True):
-            answers[i] = ids
-    return tokenizer.decode(answers)
-
-
 @dataclass(frozen=True)
 class Bleu:
     """sacreBLEU of a corpus, 0..100, and the signature that says how it was computed."""
@@ -99,9 +80,3 @@ def corpus_bleu(
     metric = sacrebleu.BLEU(lowercase=lowercase, tokenize=tokenize, force=True)
     score = metric.corpus_score(list(hypotheses), [list(references)]).score
     return Bleu(score, str(metric.get_signature()))
-
-
-def exact_share(hypotheses: Sequence[str], references: Sequence[str]) -> float:
-    """Share of lines that equal their reference, 0..1."""
-    pairs = list(zip(hypotheses, references, strict=True))
-    return sum(left == right for left, right in pairs) / len(pairs)

@@ -14,37 +14,38 @@ from .checkpoint import Tensors
 from .config import TrainConfig
 from .ema import MovingAverage
 from .environment import amp_dtype
+from .evaluate import batch_loss
 from .model import load_model_tensors, load_optimizer_tensors, model_tensors, optimizer_tensors
 from .optim import build_optimizer, learning_rate
-from .ranks import Objective, Ranks
+from .ranks import Ranks, distribute, gradient_sync
 
 
 class Learner:
-    """One process's part of it, which is all of it where there is one.
+    """One process's share of the model, which is all of it where there is one process.
 
     Args:
         config: the settings.
-        model: freshly initialised, the same in every process; it is moved to `device`, and spread with `config.shard`.
+        model: freshly initialised, the same in every process; it is moved to `device`, and sharded with `config.shard`.
         device: of this process. ranks: the processes.
 
-    What is said to be for all must be called in every process, or those that call it wait forever.
+    A method marked "collective" must be called in every process, or those that call it wait forever.
     """
 
     def __init__(self, config: TrainConfig, model: nn.Module, device: torch.device, ranks: Ranks) -> None:
         self.config, self.device, self.ranks = config, device, ranks
         self.amp = amp_dtype(config, device)
         self.model = model.to(device)
-        self.sharded = config.shard and ranks.world > 1
-        # The first process measures alone, for which the model must be whole.
-        self._twin = copy.deepcopy(model).cpu() if self.sharded and ranks.first else None
-        self.objective = Objective(model, config.label_smoothing, ranks, device if self.sharded else None)
+        self.sharded = config.shard and ranks.world_size > 1
+        # Rank 0 validates alone, for which it needs a model that is not sharded.
+        self._full_model = copy.deepcopy(model).cpu() if self.sharded and not ranks.rank else None
+        self._loss = distribute(_Loss(model, config.label_smoothing), ranks, device if self.sharded else None)
         self.optimizer = build_optimizer(model, config)
         self.ema = MovingAverage(model, config.ema) if config.ema else None
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.amp == torch.float16)
 
     def update(self, step: int, batches: Sequence[Batch], tokens: int) -> tuple[Tensor, Tensor]:
         """Update `step` (1, 2, ...), from this process's parts of batches that have `tokens` targets in all processes.
-        For all.
+        Collective.
 
         Returns:
             The sum of this process's losses, in nats, and the norm of the gradient of the mean loss; 0-dim tensors.
@@ -55,35 +56,33 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for left, batch in zip(reversed(range(len(batches))), batches):
-            with self.objective.separately(left > 0):
+            with gradient_sync(self._loss, left == 0):
+                with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
+                    # The gradients of the processes are averaged, and are to be summed.
+                    loss = self._loss(batch.to(self.device)) * self.ranks.world_size
                 # Divided by the tokens of the whole update: every token weighs the same, however the batches split.
-                loss = self._loss(batch) / tokens
+                loss = loss / tokens
                 self.scaler.scale(loss).backward()
-            total += loss.detach() * tokens / self.ranks.world
+            total += loss.detach() * tokens / self.ranks.world_size
         self.scaler.unscale_(self.optimizer)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip or math.inf)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema:
             self.ema.update(step)
-        # The scaler skips updates with infinite gradients by itself: their norm is no news.
         norm = norm.full_tensor() if self.sharded else norm
+        # The scaler skips updates with infinite gradients by itself, so their norm is not reported.
         return total, torch.zeros_like(norm) if self.scaler.is_enabled() else norm
 
-    def _loss(self, batch: Batch) -> Tensor:
-        batch = batch.to(self.device)
-        with torch.autocast(self.device.type, dtype=self.amp, enabled=self.amp is not None):
-            return self.objective(batch)
-
     def tensors(self) -> dict[str, Tensors]:
-        """All that a checkpoint holds of it, whole: groups "model", "optimizer" and perhaps "ema". For all."""
+        """All that a checkpoint holds of it, unsharded: groups "model", "optimizer" and perhaps "ema". Collective."""
         groups = {"model": model_tensors(self.model), "optimizer": optimizer_tensors(self.model, self.optimizer)}
         if self.ema:
             groups["ema"] = groups["model"] | self.ema.tensors()
         return groups
 
     def load(self, groups: dict[str, Tensors]) -> None:
-        """The inverse of `tensors`, each process with all of them. For all.
+        """The inverse of `tensors`, each process with all of them. Collective.
 
         Raises:
             CheckpointError: they are of another model.
@@ -93,18 +92,29 @@ class Learner:
         if self.ema:
             self.ema.load(groups["ema"])
 
-    def served(self) -> nn.Module:
-        """The model that is validated, with the moving average where there is one; only the first process may use it.
-        For all."""
+    def eval_model(self) -> nn.Module:
+        """The model that is validated, with the moving average where there is one; only rank 0 may use it.
+        Collective."""
         if not self.ema and not self.sharded:
             return self.model
         tensors = model_tensors(self.model)
         if self.ema:
             tensors |= self.ema.tensors()
-        return self.copy_with(tensors) if self.ranks.first else self.model
+        return self.model if self.ranks.rank else self.copy_with(tensors)
 
     def copy_with(self, tensors: Tensors) -> nn.Module:
-        """A whole model with other weights; in the first process."""
-        model = copy.deepcopy(self._twin or self.model)
+        """An unsharded model with other weights; on rank 0."""
+        model = copy.deepcopy(self._full_model or self.model)
         load_model_tensors(model, tensors)
         return model.to(self.device)
+
+
+class _Loss(nn.Module):
+    """`batch_loss` as a module, which DDP and FSDP wrap."""
+
+    def __init__(self, model: nn.Module, smoothing: float) -> None:
+        super().__init__()
+        self.model, self.smoothing = model, smoothing
+
+    def forward(self, batch: Batch) -> Tensor:
+        return batch_loss(self.model, batch, self.smoothing)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from ..models import Transformer
-from .averaging import load_average, read_about
+from .averaging import average_scores, load_average
 from .checkpoint import RunFolder, Tensors, read_json
 from .config import TrainConfig
-from .errors import CheckpointError
+from .errors import CheckpointError, os_error_as_checkpoint_error
 from .scores import quality
-from .sharding import part, whole
+from .sharding import distribute_like, gather_full
 from .text import PathLike
 from .tokenizer import PAD, Tokenizer
 
@@ -67,9 +67,9 @@ def init_weights(model: nn.Module, d_model: int) -> None:
 
 
 def model_tensors(model: nn.Module) -> Tensors:
-    """The state dict without second names of shared tensors: a tied matrix is there once. Whole tensors, also of a
-    model that is spread over processes, each of which must then ask."""
-    return {name: whole(tensor) for name, tensor in _own_tensors(model).items()}
+    """The state dict without second names of shared tensors: a tied matrix is there once. The tensors are full; of a
+    sharded model, every process must call this."""
+    return {name: gather_full(tensor) for name, tensor in _own_tensors(model).items()}
 
 
 def _own_tensors(model: nn.Module) -> Tensors:
@@ -78,7 +78,7 @@ def _own_tensors(model: nn.Module) -> Tensors:
 
 
 def load_model_tensors(model: nn.Module, tensors: Tensors) -> None:
-    """Copy `tensors` (from `model_tensors`) into `model`, which ties the same weights, and may be spread.
+    """Copy `tensors` (from `model_tensors`) into `model`, which ties the same weights, and may be sharded.
 
     Raises:
         CheckpointError: names or shapes differ.
@@ -93,7 +93,7 @@ def load_model_tensors(model: nn.Module, tensors: Tensors) -> None:
             f"the checkpoint is of another model: {len(differing)} tensors differ, the first is {name}:"
             f" {_shape(found.get(name))} in the checkpoint, {_shape(expected.get(name))} expected"
         )
-    model.load_state_dict({name: part(tensor, own[name]) for name, tensor in tensors.items()}, strict=False)
+    model.load_state_dict({name: distribute_like(tensor, own[name]) for name, tensor in tensors.items()}, strict=False)
 
 
 def _shape(shape: torch.Size | None) -> str:
@@ -118,10 +118,8 @@ def load_tokenizer(folder: RunFolder, saved: dict, config: TrainConfig) -> Token
     Raises:
         CheckpointError: missing or altered.
     """
-    try:
+    with os_error_as_checkpoint_error(f"cannot read {folder.tokenizer}"):
         data = folder.tokenizer.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot read {folder.tokenizer}: {error.strerror or error}") from None
     if hashlib.sha256(data).hexdigest() != saved.get("tokenizer_sha256"):
         raise CheckpointError(f"{folder.tokenizer} is damaged: its SHA-256 differs from the one in config.json")
     return Tokenizer(data, lowercase=config.lowercase)
@@ -134,7 +132,7 @@ def load_config(folder: RunFolder, saved: dict) -> TrainConfig:
         CheckpointError: they are not settings of this version.
     """
     try:
-        return TrainConfig.from_dict(saved["config"])
+        return TrainConfig(**saved["config"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{folder.config} does not hold the settings of a run: {error}") from None
 
@@ -165,42 +163,43 @@ def load_trained(
     saved = read_json(run.config)
     config = load_config(run, saved)
     tokenizer = load_tokenizer(run, saved, config)
-    step, tensors, scores = _weights(run, which)
+    if which == "best":
+        step = run.best_step()
+        best = run.state(step).get("scores") or {}
+        if best and run.average.exists() and quality(average_scores(run)) > quality(best):
+            which = "average"
+    if which == "average":
+        average = load_average(run)
+        step, tensors, scores = average.steps[-1], average.tensors, average.scores
+    else:
+        if which == "last":
+            step = run.newest_step()
+        tensors, state = run.load_eval_weights(step)
+        scores = state.get("scores") or {}
     model = build(config, len(tokenizer))
     load_model_tensors(model, tensors)
     return Trained(model.to(device).eval(), tokenizer, config, step, scores)
 
 
-def _weights(run: RunFolder, which: str) -> tuple[int, Tensors, dict[str, float]]:
-    if which == "best":
-        step = run.best_step()
-        best = run.state(step).get("scores") or {}
-        if best and run.average.exists() and quality(read_about(run)["scores"]) > quality(best):
-            which = "average"
-    if which == "average":
-        average = load_average(run)
-        return average.steps[-1], average.tensors, average.scores
-    served = run.load_served(step if which == "best" else run.steps()[-1] if run.steps() else run.best_step())
-    return served.step, served.tensors, served.state.get("scores") or {}
-
-
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """The optimizer's state as flat tensors named "<parameter>:<entry>", whole as those of `model_tensors`.
+    """The optimizer's state as tensors named "<parameter>:<entry>", full as those of `model_tensors`.
 
-    Processes must ask for the parts of a spread tensor in one order; entries read from a file come in any.
+    Processes must gather sharded tensors in one order, so the entries, which a file may give in any, are sorted.
     """
     return {
-        f"{name}:{entry}": whole(torch.as_tensor(value))
+        f"{name}:{entry}": gather_full(torch.as_tensor(value))
         for name, parameter in model.named_parameters()
         for entry, value in sorted(optimizer.state[parameter].items())
     }
 
 
 def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
-    """The inverse of `optimizer_tensors`; tensors are moved to their parameter's device, and spread as it is."""
+    """The inverse of `optimizer_tensors`; tensors are moved to their parameter's device, and sharded as it is."""
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     for key, tensor in tensors.items():
         name, entry = key.rsplit(":", 1)
         parameter = parameters[name]
         moment = tensor.shape == parameter.shape and entry != "step"
-        optimizer.state[parameter][entry] = part(tensor, parameter) if moment else tensor.to(parameter.device)
+        optimizer.state[parameter][entry] = (
+            distribute_like(tensor, parameter) if moment else tensor.to(parameter.device)
+        )

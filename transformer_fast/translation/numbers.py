@@ -32,20 +32,17 @@ GROUP_WEIGHTS = (1, 2, 3, 6)
 HELD_OUT_SHARE = 10  # one number in ten is never trained on
 
 
-def _words(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
-
-
-ENGLISH_UNITS = _words(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
-    " seventeen eighteen nineteen"
+ENGLISH_UNITS, ENGLISH_TENS, GERMAN_UNITS, GERMAN_TENS = (
+    tuple(words.split())
+    for words in (
+        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+        " seventeen eighteen nineteen",
+        "- - twenty thirty forty fifty sixty seventy eighty ninety",
+        "null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn"
+        " siebzehn achtzehn neunzehn",
+        "- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig",
+    )
 )
-ENGLISH_TENS = _words("- - twenty thirty forty fifty sixty seventy eighty ninety")
-GERMAN_UNITS = _words(
-    "null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn"
-    " siebzehn achtzehn neunzehn"
-)
-GERMAN_TENS = _words("- - zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig")
 
 
 def _check(number: int) -> None:
@@ -165,26 +162,9 @@ def numbers_config(folder: PathLike, save: PathLike, **changes: Any) -> TrainCon
         changes: settings to use instead of the recipe's; the cooldown keeps its share of `max_steps`.
     """
     folder, steps = Path(folder), changes.get("max_steps", 800)
-    recipe = {
-        "source": str(folder / "train.en"),
-        "target": str(folder / "train.de"),
-        "valid_source": str(folder / "test.en"),
-        "valid_target": str(folder / "test.de"),
-        "save": str(save),
-        "d_model": 128,
-        "heads": 4,
-        "layers": 2,
-        "d_ff": 512,
-        "dropout": 0.05,
-        "vocab_size": 200,
-        "max_length": 100,
-        "batch_tokens": 2048,
-        "lr": 2e-3,
-        "warmup": 150,
-        "max_steps": steps,
-        "cooldown": 3 * steps // 8,
-        "valid_every": 400,
-        "bleu_sentences": 0,
-        "keep_last": 1,
-    }
-    return TrainConfig(**{**recipe, **changes})
+    sizes = {"d_model": 128, "heads": 4, "layers": 2, "d_ff": 512, "dropout": 0.05, "vocab_size": 200}
+    batches = {"max_length": 100, "batch_tokens": 2048, "lr": 2e-3, "warmup": 150}
+    run = {"max_steps": steps, "cooldown": 3 * steps // 8, "valid_every": 400, "bleu_sentences": 0, "keep_last": 1}
+    files = {"source": "train.en", "target": "train.de", "valid_source": "test.en", "valid_target": "test.de"}
+    paths = {name: str(folder / file) for name, file in files.items()}
+    return TrainConfig(**{**paths, "save": str(save), **sizes, **batches, **run, **changes})

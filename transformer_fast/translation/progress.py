@@ -120,14 +120,5 @@ class TerminalProgress:
             self._bar.close()
 
 
-class Silent:
-    """Reports nothing."""
-
-    def update(self, status: Status) -> None:
-        pass
-
-    def message(self, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+class Silent(Progress):
+    """Reports nothing: what the protocol's own methods do."""

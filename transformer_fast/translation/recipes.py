@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .config import TrainConfig
 from .errors import ConfigError
 
 FOLDER = Path(__file__).parent.parent / "recipes"
@@ -50,17 +51,11 @@ def load_recipe(name: str) -> Recipe:
     recipe = Recipe(path.stem, content.pop("about", ""), content.pop("training", {}), content.pop("translation", {}))
     if content or not (isinstance(recipe.training, dict) and isinstance(recipe.translation, dict)):
         raise ConfigError(f"the recipe {name} may hold about, [training] and [translation], and has {sorted(content)}")
-    if unknown := sorted(recipe.training.keys() - _settings()):
+    if unknown := sorted(recipe.training.keys() - TrainConfig.__dataclass_fields__.keys()):
         raise ConfigError(
             f"the recipe {name} sets {', '.join(unknown)}, which training does not know; see train --help"
         )
     return recipe
-
-
-def _settings() -> set[str]:
-    from .config import TrainConfig  # which reads recipes
-
-    return set(TrainConfig.__dataclass_fields__)
 
 
 def format_recipes() -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checkpoint import RunFolder
-from .errors import CheckpointError
+from .errors import os_error_as_checkpoint_error
 from .ranks import Ranks
 
 VALID = ("valid_loss", "bleu", "average_")  # how the names begin that TensorBoard shows under "valid", not "train"
@@ -40,9 +40,9 @@ class Window:
         self.tokens, self.steps = self.tokens + tokens, self.steps + 1
 
     def sums(self) -> tuple[float, float]:
-        """Of the losses in all processes, and of the norms. Every process must ask."""
+        """Of the losses in all processes, and of the norms. Every process must call this."""
         loss, norm = self._sums.tolist()
-        return self._ranks.total(loss), norm
+        return self._ranks.sum(loss), norm
 
     def begin(self) -> None:
         """A new window."""
@@ -50,13 +50,14 @@ class Window:
         self.tokens = self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it. Every process must ask."""
+        """What a checkpoint holds of it. Every process must call this."""
         return {"window": list(self.sums()), "window_tokens": self.tokens, "window_steps": self.steps}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`, from one that may hold more."""
         self._sums.copy_(torch.tensor(state["window"], dtype=torch.float64))
-        self._sums[0] *= self._ranks.first  # the sum of all is the first one's to keep
+        if self._ranks.rank:
+            self._sums[0] = 0  # rank 0 keeps the sum of all
         self.tokens, self.steps = state["window_tokens"], state["window_steps"]
 
 
@@ -80,19 +81,19 @@ class RunLog:
 
     def begin(self, size: int, step: int) -> None:
         """Drop what was logged after the first `size` bytes, of update `step`; it will happen, and be logged, again."""
-        with self._writing(self.path):
+        with _writing(self.path):
             if self.path.exists() and self.path.stat().st_size > size:
                 os.truncate(self.path, size)
         if self._writer_class is not None:
-            with self._writing(self._events):
+            with _writing(self._events):
                 self._writer = self._writer_class(str(self._events), purge_step=step + 1)
 
     def write(self, line: dict[str, Any]) -> None:
-        """One report, whose numbers are told by their names; "step" is the update it belongs to."""
-        with self._writing(self.path), open(self.path, "a", encoding="utf-8") as log:
+        """One report: numbers by their names; "step" is the update it belongs to."""
+        with _writing(self.path), open(self.path, "a", encoding="utf-8") as log:
             log.write(json.dumps(line) + "\n")
         if self._writer is not None:
-            with self._writing(self._events):
+            with _writing(self._events):
                 for name, value in line.items():
                     if name != "step":
                         group = "valid" if name.startswith(VALID) else "train"
@@ -100,26 +101,22 @@ class RunLog:
 
     def flush(self) -> int:
         """Bring it to the disk; how many bytes `log.jsonl` has."""
-        with self._writing(self.path), open(self.path, "ab") as log:
-            os.fsync(log.fileno())
-            size = log.tell()
         if self._writer is not None:
-            with self._writing(self._events):
+            with _writing(self._events):
                 self._writer.flush()
-        return size
+        with _writing(self.path), open(self.path, "ab") as log:
+            os.fsync(log.fileno())
+            return log.tell()
 
     def close(self) -> None:
         """Nothing is written after this."""
         if self._writer is not None:
-            with self._writing(self._events):
+            with _writing(self._events):
                 self._writer.close()
 
-    @contextlib.contextmanager
-    def _writing(self, path: Any) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+
+def _writing(path: Path) -> contextlib.AbstractContextManager[None]:
+    return os_error_as_checkpoint_error(f"cannot write {path}")
 
 
 def _summary_writer() -> Any:

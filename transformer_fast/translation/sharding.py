@@ -1,4 +1,4 @@
-"""A model whose parameters are spread over processes (FSDP2), and whole tensors in and out of it.
+"""A model whose parameters are spread over processes (FSDP2), and full tensors in and out of it.
 
 FSDP and DTensor are imported where they are used: that takes a second, which translating should not wait for.
 """
@@ -23,21 +23,20 @@ def shard(module: nn.Module, device: torch.device) -> None:
     fully_shard(module, mesh=mesh)
 
 
-def is_spread(tensor: Tensor) -> bool:
-    """Whether it is a DTensor, of which this process has a part."""
-    return hasattr(tensor, "device_mesh")
+def gather_full(tensor: Tensor) -> Tensor:
+    """All of a tensor: of a DTensor, on the CPU, and then every process must call this; else the tensor itself."""
+    return tensor.full_tensor().cpu() if _is_dtensor(tensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, on the CPU if it was spread; then every process must ask for it."""
-    return tensor.full_tensor().cpu() if is_spread(tensor) else tensor
-
-
-def part(tensor: Tensor, like: Tensor) -> Tensor:
-    """Of a whole tensor, which every process has, what this process keeps of one spread like `like`; on its device."""
+def distribute_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """A full tensor, which every process has, spread over the processes and put on the device as `like` is."""
     tensor = tensor.to(like.device)
-    if not is_spread(like):
+    if not _is_dtensor(like):
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    return hasattr(tensor, "device_mesh")

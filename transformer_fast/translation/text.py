@@ -68,19 +68,26 @@ def read_lines(path: PathLike) -> list[str]:
     lines = raw.split(b"\n")
     if not lines[-1]:
         lines.pop()
-    try:
-        return [line.removesuffix(b"\r").decode("utf-8") for line in lines]
-    except UnicodeDecodeError:
-        pass
+    decoded = []
     for number, line in enumerate(lines, start=1):
         try:
-            line.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise DataError(
-                f"{path}, line {number}: not valid UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1});"
-                " convert the file to UTF-8"
-            ) from None
-    raise AssertionError("unreachable: the lines decode one by one but not together")
+            decoded.append(decode_line(line.removesuffix(b"\r")))
+        except ValueError as error:
+            raise DataError(f"{path}, line {number}: {error}; convert the file to UTF-8") from None
+    return decoded
+
+
+def decode_line(line: bytes) -> str:
+    """The text of a line.
+
+    Raises:
+        ValueError: it is not UTF-8; says where.
+    """
+    try:
+        return line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        where = f"byte 0x{line[error.start]:02x} at column {error.start + 1}"
+        raise ValueError(f"not valid UTF-8 ({where})") from None
 
 
 def read_parallel(source: PathLike, target: PathLike) -> ParallelText:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 import sentencepiece
 
@@ -85,21 +86,12 @@ class Tokenizer:
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """Text of each sequence; it ends at the first `eos`, and padding and `bos` are dropped."""
-        return self._processor.decode([self._body(ids) for ids in sequences])
+        bodies = (takewhile(lambda token: token != EOS, ids) for ids in sequences)
+        return self._processor.decode([[int(token) for token in ids if token not in (PAD, BOS)] for ids in bodies])
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The written form of each id, for pictures and logs; a leading U+2581 marks the start of a word."""
         return [self._processor.id_to_piece(int(i)) for i in ids]
-
-    @staticmethod
-    def _body(ids: Sequence[int]) -> list[int]:
-        body: list[int] = []
-        for token in ids:
-            if token == EOS:
-                break
-            if token not in (PAD, BOS):
-                body.append(int(token))
-        return body
 
 
 def _train_bpe(lines: list[str], vocab_size: int) -> bytes:

@@ -29,11 +29,11 @@ from .learner import Learner
 from .model import build_model
 from .optim import learning_rate
 from .progress import Progress, Silent, Status, TerminalProgress, TrainResult
-from .ranks import Ranks, continue_random, joined, random_states, scatter_random
+from .ranks import Ranks, gather_rng_states, process_group, restore_rng_states, seed_rank
 from .reports import RunLog, Window
 from .validation import Validation
 
-STOPPED = (None, "max_steps", "max_time", "patience", "interrupted")  # where processes disagree, the last holds
+STOPPED = (None, "patience", "max_time", "max_steps", "interrupted")  # where several hold, the last is the reason
 REPORT_EVERY = 20  # updates; a report reads the loss back from the device, which an update does not do
 
 
@@ -57,7 +57,7 @@ def train(
     default generators.
 
     Started by torchrun, all processes train one model: each takes its part of the rows of every batch, gradients are
-    summed, and the first writes. An update is the same, up to rounding and the places of dropout, on any number of
+    summed, and rank 0 writes. An update is the same, up to rounding and the places of dropout, on any number of
     processes, so a run may be resumed on another number; the folder must be one they all see.
 
     Raises:
@@ -67,14 +67,14 @@ def train(
         ModuleNotFoundError: TensorBoard is asked for and not installed.
     """
     folder = RunFolder(config.save)
-    with joined(choose_device(config)) as ranks:
-        progress = progress or TerminalProgress() if ranks.first else Silent()
+    with process_group(choose_device(config)) as ranks:
+        progress = Silent() if ranks.rank else progress or TerminalProgress()
         try:
-            with folder.writing() if ranks.first else contextlib.nullcontext(), interruptible() as interrupted:
+            with contextlib.nullcontext() if ranks.rank else folder.writing(), interruptible() as interrupted:
                 return _Run(config, folder, progress, build, clock, ranks).run(interrupted)
         finally:
             progress.close()
-            if ranks.world > 1:
+            if ranks.world_size > 1:
                 # What trains together refers to itself, and to the connections: collected after these are closed, it
                 # may wait for them forever.
                 gc.collect()
@@ -94,8 +94,12 @@ class _Run:
         self.ranks = ranks = ranks or Ranks()
         self.device = choose_device(config)
         amp_dtype(config, self.device)  # what cannot be had is said before anything is read
-        self.log = RunLog(folder, tensorboard=config.tensorboard) if ranks.first else None
-        text, valid, self.tokenizer = self._open()
+        self.log = None if ranks.rank else RunLog(folder, tensorboard=config.tensorboard)
+        if ranks.rank:
+            ranks.barrier()  # rank 0 makes the folder, the others then find it
+        text, valid, self.tokenizer = open_run(replace(config, resume=True) if ranks.rank else config, folder)
+        if not ranks.rank:
+            ranks.barrier()
         corpus = Corpus(text, self.tokenizer, config.max_length)
         self.batches = TokenBatches(corpus, config.batch_tokens, config.seed)
         self.validation = Validation(config, valid, self.tokenizer, self.device)
@@ -108,23 +112,14 @@ class _Run:
         self.last_loss: float | None = None
         self.saved_step = -1
         self._describe(corpus)
-        if self.folder.steps():
-            self._restore(self.folder.steps()[-1])
+        if steps := folder.steps():
+            self._restore(steps[-1])
         else:
             if self.log:
                 self.log.begin(0, 0)
-            scatter_random(self.ranks, config.seed, 0)
+            seed_rank(ranks, config.seed, 0)
         self.clock_start = self.clock()
         self.report_start = (self.clock_start, self.tokens)
-
-    def _open(self) -> Any:
-        """The run's text and tokenizer: the first process makes the folder, the others then find it."""
-        if self.ranks.first:
-            opened = open_run(self.config, self.folder)
-            self.ranks.wait()
-            return opened
-        self.ranks.wait()
-        return open_run(replace(self.config, resume=True), self.folder)
 
     def _describe(self, corpus: Corpus) -> None:
         parameters, amp = sum(p.numel() for p in self.learner.model.parameters()), self.learner.amp
@@ -138,52 +133,46 @@ class _Run:
 
     def run(self, interrupted: threading.Event) -> TrainResult:
         with contextlib.closing(self.log) if self.log else contextlib.nullcontext():
-            return self._run(interrupted)
-
-    def _run(self, interrupted: threading.Event) -> TrainResult:
-        while not (stopped := self._reason_to_stop(interrupted)):
-            self._update()
-            self._show()
-            if self.step % REPORT_EVERY == 0:
-                self._report()
-            if self.step % self.config.valid_every == 0 if self.config.valid_every else self.epoch_ended:
-                self._validate()
+            while not (stopped := self._reason_to_stop(interrupted)):
+                self._update()
+                self._show()
+                if self.step % REPORT_EVERY == 0:
+                    self._report()
+                if self.step % self.config.valid_every == 0 if self.config.valid_every else self.epoch_ended:
+                    self._validate()
+                    self._save()
+            if self.step != self.saved_step:
+                if stopped != "interrupted":
+                    self._validate()
                 self._save()
-        if self.step != self.saved_step:
-            if stopped != "interrupted":
-                self._validate()
-            self._save()
-        averaged = self.config.average_last and stopped != "interrupted"
-        average_scores = self.ranks.of_the_first(self._average() if averaged and self.ranks.first else {})
+            averaged = self.config.average_last and stopped != "interrupted" and not self.ranks.rank
+            average_scores = self.ranks.broadcast_from_rank0(self._average() if averaged else {})
         return TrainResult(
-            str(self.folder.root),
-            self.step,
-            stopped,
-            self._seconds(),
-            self.tokens,
-            self.validation.scores,
-            self.validation.best_step,
-            self.validation.best_scores,
-            average_scores,
+            folder=str(self.folder.root),
+            step=self.step,
+            stopped=stopped,
+            seconds=self._seconds(),
+            tokens=self.tokens,
+            scores=self.validation.scores,
+            best_step=self.validation.best_step,
+            best_scores=self.validation.best_scores,
+            average_scores=average_scores,
         )
 
     def _reason_to_stop(self, interrupted: threading.Event) -> str | None:
-        return STOPPED[int(self.ranks.largest(STOPPED.index(self._own_reason_to_stop(interrupted))))]
-
-    def _own_reason_to_stop(self, interrupted: threading.Event) -> str | None:
-        if interrupted.is_set():
-            return "interrupted"
-        if self.step >= self.config.max_steps:
-            return "max_steps"
-        if self.config.max_time is not None and self._seconds() >= self.config.max_time:
-            return "max_time"
-        if self.config.patience and self.validation.without_better >= self.config.patience:
-            return "patience"
-        return None
+        config = self.config
+        holds = (
+            True,
+            config.patience and self.validation.without_better >= config.patience,
+            config.max_time is not None and self._seconds() >= config.max_time,
+            self.step >= config.max_steps,
+            interrupted.is_set(),
+        )
+        return STOPPED[int(self.ranks.max(max(index for index, held in enumerate(holds) if held)))]
 
     def _update(self) -> None:
         epochs = self.batches.epochs_done
-        parts = [self.batches.next_part(self.ranks.rank, self.ranks.world) for _ in range(self.config.accumulate)]
+        parts = [self.batches.next_batch(self.ranks.rank, self.ranks.world_size) for _ in range(self.config.accumulate)]
         tokens = sum(whole for _, whole in parts)
         self.window.add(*self.learner.update(self.step + 1, [batch for batch, _ in parts], tokens), tokens)
         self.step += 1
@@ -235,22 +224,22 @@ class _Run:
         if self.validation.text is None:
             return
         pause = self.clock()
-        model = self.learner.served()
-        if self.ranks.first:
-            scores, said = self.validation.measure(model)
+        model = self.learner.eval_model()
+        if not self.ranks.rank:
+            scores, summary = self.validation.measure(model)
             best = self.validation.take(self.step, scores)
             self._log(**scores)
-            self.progress.message(f"step {self.step:,}: {said}{', the best so far' if best else ''}")
-        self.validation.restore(self.ranks.of_the_first(self.validation.state()))
+            self.progress.message(f"step {self.step:,}: {summary}{', the best so far' if best else ''}")
+        self.validation.restore(self.ranks.broadcast_from_rank0(self.validation.state()))
         self.report_start = (self.report_start[0] + self.clock() - pause, self.report_start[1])
 
     def _average(self) -> dict[str, float]:
         """Write the mean of the last checkpoints; its scores."""
         average = average_checkpoints(self.folder, self.config.average_last)
-        scores, said = self.validation.measure(self.learner.copy_with(average.tensors))
+        scores, summary = self.validation.measure(self.learner.copy_with(average.tensors))
         save_average(self.folder, replace(average, scores=scores))
         self._log(average_of=len(average.steps), **{f"average_{name}": value for name, value in scores.items()})
-        self.progress.message(f"mean of the checkpoints {', '.join(map(str, average.steps))}: {said}")
+        self.progress.message(f"mean of the checkpoints {', '.join(map(str, average.steps))}: {summary}")
         return scores
 
     # Checkpoints
@@ -258,7 +247,7 @@ class _Run:
     def _save(self) -> None:
         self._check_finite()
         window, groups = self.window.state(), self.learner.tensors()
-        groups["optimizer"] |= random_states(self.ranks, self.device)
+        groups["optimizer"] |= gather_rng_states(self.ranks, self.device)
         self.saved_step = self.step
         if not self.log:
             return
@@ -282,11 +271,10 @@ class _Run:
 
     def _restore(self, step: int) -> None:
         checkpoint = self.folder.load(step)
-        state, groups = checkpoint.state, dict(checkpoint.tensors)
-        rng = {key: tensor for key, tensor in groups["optimizer"].items() if key.startswith("rng:")}
-        groups["optimizer"] = {key: tensor for key, tensor in groups["optimizer"].items() if key not in rng}
-        self.learner.load(groups)
-        continue_random(self.ranks, rng, self.device, self.config.seed, step)
+        state, optimizer = checkpoint.state, checkpoint.tensors["optimizer"]
+        rng = {key: optimizer.pop(key) for key in list(optimizer) if key.startswith("rng:")}
+        self.learner.load(checkpoint.tensors)
+        restore_rng_states(self.ranks, rng, self.device, self.config.seed, step)
         self.step = self.saved_step = step
         try:
             log_bytes = self._continue(state)

@@ -39,13 +39,6 @@ class Translation:
     alignment: tuple[tuple[int, int], ...] | None = None
 
 
-@dataclass(frozen=True)
-class BrokenLine:
-    """Stands among the lines for one that could not be read, and says why."""
-
-    reason: str
-
-
 class Translator:
     """Translates lines of text with a trained model.
 
@@ -74,7 +67,7 @@ class Translator:
         batch_tokens: int = 8192,
         longest: int = 256,
     ) -> None:
-        for name, value, least in (("beam", beam, 1), ("batch_tokens", batch_tokens, 1), ("longest", longest, 2)):
+        for name, value, least in (("batch_tokens", batch_tokens, 1), ("longest", longest, 2)):
             if value < least:
                 raise ConfigError(f"{name} is {value}; expected a whole number >= {least}")
         self.models = [model] if isinstance(model, nn.Module) else list(model)
@@ -93,22 +86,23 @@ class Translator:
 
     def translations(
         self,
-        lines: Iterable[str | BrokenLine],
+        lines: Iterable[str | Exception],
         *,
         chunk_lines: int = CHUNK_LINES,
-        broken: Callable[[int, str], None] | None = None,
+        on_error: Callable[[int, str], None] | None = None,
     ) -> Iterator[list[Translation]]:
         """The best translations of every line, best first, in the order of the lines; at least one, perhaps empty.
 
-        broken: called with number (from 1) and reason for a line that could not be read or translated, which then gets
-            an empty translation; without it the first such line raises.
+        lines: an exception stands for a line that could not be read.
+        on_error: called with number (from 1) and reason for a line that could not be read or translated, which then
+            gets an empty translation; without it the first such line raises.
 
         Raises:
-            ValueError, FloatingPointError, torch.OutOfMemoryError: without `broken`, for such a line.
+            ValueError, FloatingPointError, torch.OutOfMemoryError: without `on_error`, for such a line.
         """
         first = 1
         for chunk in _chunks(lines, chunk_lines):
-            yield from self._translate_chunk(chunk, first, broken)
+            yield from self._translate_chunk(chunk, first, on_error)
             first += len(chunk)
 
     def decode_ids(self, lines: list[str]) -> list[list[int]]:
@@ -116,35 +110,35 @@ class Translator:
         return [found[0].tokens for found in self._decode(self.tokenizer.encode_source(lines))]
 
     def _translate_chunk(
-        self, lines: list[str | BrokenLine], first: int, broken: Callable[[int, str], None] | None
+        self, lines: list[str | Exception], first: int, on_error: Callable[[int, str], None] | None
     ) -> Iterator[list[Translation]]:
-        failed = {number: line.reason for number, line in enumerate(lines) if isinstance(line, BrokenLine)}
-        if failed and broken is None:
-            number, reason = next(iter(failed.items()))
-            raise ValueError(f"line {first + number}: {reason}")
-        whole = [(number, line) for number, line in enumerate(lines) if isinstance(line, str)]
-        pieces = [(number, piece) for number, line in whole for piece in self._pieces(line)]
+        errors = {number: line for number, line in enumerate(lines) if isinstance(line, Exception)}
+        if errors and on_error is None:
+            number, error = next(iter(errors.items()))
+            raise ValueError(f"line {first + number}: {error}")
+        texts = ((number, line) for number, line in enumerate(lines) if number not in errors)
+        pieces = [(number, piece) for number, line in texts for piece in self._pieces(line)]
         sources = self.tokenizer.encode_source([piece for _, piece in pieces])
         found: list[list[Translation]] = [[] for _ in pieces]
         # Longest first: a batch that does not fit into memory shows at once, not after an hour.
         order = sorted(range(len(pieces)), key=lambda i: -len(sources[i]))
         for batch in self._batches(order, sources):
             given = [sources[i] for i in batch]
-            answers = self._decode(given) if broken is None else self._decode_what_can_be(given)
+            answers = self._decode(given) if on_error is None else self._decode_or_errors(given)
             for index, answer in zip(batch, answers, strict=True):
                 if isinstance(answer, Exception):
-                    failed.setdefault(pieces[index][0], str(answer))
+                    errors.setdefault(pieces[index][0], answer)
                 else:
                     found[index] = self._texts(sources[index], answer)
         of_line: list[list[tuple[str, list[Translation]]]] = [[] for _ in lines]
         for (number, piece), answers in zip(pieces, found, strict=True):
             of_line[number].append((piece, answers))
         for number, parts in enumerate(of_line):
-            if number in failed:
-                broken(first + number, failed[number])
+            if number in errors:
+                on_error(first + number, str(errors[number]))
                 yield [Translation("", math.nan, math.nan)]
             else:
-                yield _joined(parts)
+                yield _join_pieces(parts)
 
     def _pieces(self, line: str) -> list[str]:
         def fits(text: str) -> bool:
@@ -172,7 +166,7 @@ class Translator:
         lengths = torch.tensor([len(ids) for ids in sources], device=self.device)
         return generate(self.models, src, src_lengths=lengths, config=self.config, **marks)
 
-    def _decode_what_can_be(self, sources: list[list[int]]) -> list[list[Hypothesis] | Exception]:
+    def _decode_or_errors(self, sources: list[list[int]]) -> list[list[Hypothesis] | Exception]:
         """A batch that fails is halved until the sentence that fails is alone."""
         try:
             return self._decode(sources)
@@ -180,7 +174,7 @@ class Translator:
             if len(sources) == 1:
                 return [error]
         half = len(sources) // 2
-        return self._decode_what_can_be(sources[:half]) + self._decode_what_can_be(sources[half:])
+        return self._decode_or_errors(sources[:half]) + self._decode_or_errors(sources[half:])
 
     def _texts(self, source: list[int], hypotheses: list[Hypothesis]) -> list[Translation]:
         texts = self.tokenizer.decode([hypothesis.tokens for hypothesis in hypotheses])
@@ -195,9 +189,9 @@ class Translator:
         words = _word_numbers(self.tokenizer.pieces(source[:-1]))  # EOS is no word
         if not words or not hypothesis.tokens:
             return ()
-        read = hypothesis.alignment[:, : len(words)].argmax(dim=1).tolist()
-        said = _word_numbers(self.tokenizer.pieces(hypothesis.tokens))
-        pairs = {(words[i], word) for i, word in zip(read, said, strict=True)}
+        attended = hypothesis.alignment[:, : len(words)].argmax(dim=1).tolist()
+        target_words = _word_numbers(self.tokenizer.pieces(hypothesis.tokens))
+        pairs = {(words[i], word) for i, word in zip(attended, target_words, strict=True)}
         return tuple(sorted(pairs, key=lambda pair: pair[::-1]))
 
 
@@ -214,28 +208,29 @@ def _word_numbers(pieces: list[str]) -> list[int]:
     return numbers
 
 
-def _joined(parts: list[tuple[str, list[Translation]]]) -> list[Translation]:
+def _join_pieces(parts: list[tuple[str, list[Translation]]]) -> list[Translation]:
     """The translations of a line from those of its pieces: the best of all, the second best of all, and so on."""
     if not parts:
         return [Translation("", alignment=())]
     if len(parts) == 1:
         return parts[0][1]
-    whole = []
+    joined = []
     for rank in range(min(len(answers) for _, answers in parts)):
         chosen = [answers[rank] for _, answers in parts]
         alignment: list[tuple[int, int]] = []
-        read = said = 0
+        source_words = target_words = 0
         for (piece, _), answer in zip(parts, chosen, strict=True):
-            alignment += [(read + i, said + j) for i, j in answer.alignment or ()]
-            read, said = read + len(piece.split()), said + len(answer.text.split())
+            alignment += [(source_words + i, target_words + j) for i, j in answer.alignment or ()]
+            source_words += len(piece.split())
+            target_words += len(answer.text.split())
         text = " ".join(filter(None, (answer.text for answer in chosen)))
         scores = sum(answer.score for answer in chosen), sum(answer.log_prob for answer in chosen)
-        whole.append(Translation(text, *scores, None if chosen[0].alignment is None else tuple(alignment)))
-    return whole
+        joined.append(Translation(text, *scores, None if chosen[0].alignment is None else tuple(alignment)))
+    return joined
 
 
-def _chunks(lines: Iterable[str | BrokenLine], most: int) -> Iterator[list[str | BrokenLine]]:
-    chunk: list[str | BrokenLine] = []
+def _chunks(lines: Iterable[str | Exception], most: int) -> Iterator[list[str | Exception]]:
+    chunk: list[str | Exception] = []
     characters = 0
     for line in lines:
         chunk.append(line)

@@ -10,10 +10,11 @@ from torch import nn
 
 from .batching import Corpus
 from .config import TrainConfig
-from .evaluate import corpus_bleu, corpus_loss, translate_greedily
+from .evaluate import corpus_bleu, corpus_loss
 from .scores import Scores, quality
 from .text import ParallelText
 from .tokenizer import Tokenizer
+from .translator import Translator
 
 
 class Validation:
@@ -44,14 +45,15 @@ class Validation:
         if self.text is None or self.corpus is None:
             return {}, "no validation text"
         loss = corpus_loss(model, self.corpus, self.config.batch_tokens, self.device)
-        scores, said = {"valid_loss": loss}, f"validation loss {loss:.3f}, perplexity {math.exp(min(loss, 700)):.2f}"
+        scores, summary = {"valid_loss": loss}, f"validation loss {loss:.3f}, perplexity {math.exp(min(loss, 700)):.2f}"
         if self.config.bleu_sentences:
             part = slice(self.config.bleu_sentences)
-            lines = translate_greedily(model, self.tokenizer, self.text.source[part], self.device)
-            bleu = corpus_bleu(lines, self.text.target[part], lowercase=self.config.lowercase)
+            translator = Translator(model, self.tokenizer, beam=1, longest=self.config.max_length)
+            lines = translator.translate(self.text.source[part])
+            bleu = corpus_bleu(list(lines), self.text.target[part], lowercase=self.config.lowercase)
             scores["bleu"] = bleu.score
-            said += f", BLEU {bleu.score:.2f} ({bleu.signature})"
-        return scores, said
+            summary += f", BLEU {bleu.score:.2f} ({bleu.signature})"
+        return scores, summary
 
     def take(self, step: int, scores: Scores) -> bool:
         """Remember the scores of `step`; whether they are the best so far."""

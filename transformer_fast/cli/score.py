@@ -28,8 +28,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """The command."""
-    from .translation import read_parallel
-    from .translation.evaluate import corpus_bleu
+    from ..translation import read_parallel
+    from ..translation.evaluate import corpus_bleu
 
     text = read_parallel(args.hypotheses, args.references)
     for name, options in READING.items():

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import gzip
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:  # needs the extras for translation, which the parser must not
-    from .translation.translator import Translation, Translator
+    from ..translation.translator import Translation, Translator
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -81,55 +82,64 @@ def _span(text: str) -> int | tuple[float, float]:
 
 def run(args: argparse.Namespace, device: torch.device) -> int:
     """The command; exit code 1 if a line could not be translated (its line of the output is empty)."""
+    from tqdm import tqdm
+
+    from ..translation.translator import CHUNK_LINES
+
     if args.input and args.output and Path(args.output).exists() and os.path.samefile(args.input, args.output):
         raise ValueError(f"--input and --output are the same file, {args.input}; it would be lost")
-    from .translation.translator import CHUNK_LINES
-
-    with _open_input(args.input) as source:
+    name, failed = args.input or "standard input", False
+    with contextlib.ExitStack() as stack:
+        source = stack.enter_context(_open_input(args.input)) if args.input else sys.stdin.buffer
         translator = _translator(args, device)
-        # Someone typing wants an answer to every line.
+        target = stack.enter_context(open(args.output, "wb")) if args.output else sys.stdout.buffer
+        # Someone typing wants an answer to every line, and no bar between the answers.
         typed = not args.input and source.isatty()
-        name = args.input or "standard input"
-        broken = 0
-        with _open_output(args.output) as target, _bar(args.input, typed) as bar:
+        hidden, total = typed or not sys.stderr.isatty(), None
+        if args.input and not hidden:
+            with _open_input(args.input) as file:
+                total = sum(1 for _ in file)
+        bar = tqdm(total=total, unit=" lines", file=sys.stderr, disable=hidden, dynamic_ncols=True)
+        stack.enter_context(bar)
 
-            def report(number: int, reason: str) -> None:
-                nonlocal broken
-                broken += 1
-                bar.write(f"{name}, line {number}: {reason}; its translation is left empty", sys.stderr)
+        def report(number: int, reason: str) -> None:
+            nonlocal failed
+            failed = True
+            bar.write(f"{name}, line {number}: {reason}; its translation is left empty", sys.stderr)
 
-            lines = _lines(source)
-            answers = translator.translations(lines, chunk_lines=1 if typed else CHUNK_LINES, broken=report)
-            for number, found in enumerate(answers, start=1):
-                for translation in found:
-                    target.write(_columns(args, number, translation).encode("utf-8") + b"\n")
-                bar.update()
-                if typed:
-                    target.flush()
-            target.flush()
-    return 1 if broken else 0
+        answers = translator.translations(_lines(source), chunk_lines=1 if typed else CHUNK_LINES, on_error=report)
+        for number, found in enumerate(answers, start=1):
+            for translation in found:
+                target.write(_columns(args, number, translation).encode("utf-8") + b"\n")
+            bar.update()
+            if typed:
+                target.flush()
+        target.flush()
+    return 1 if failed else 0
 
 
 def _translator(args: argparse.Namespace, device: torch.device) -> Translator:
-    from .generation import GenerationConfig
-    from .translation import load_trained
-    from .translation.ensemble import average, same_tokenizer
-    from .translation.translator import Translator
+    from ..generation import GenerationConfig
+    from ..translation import ConfigError, load_trained
+    from ..translation.averaging import average_models
+    from ..translation.translator import Translator
 
     runs = [load_trained(folder, which=args.which, device=device) for folder in args.model]
-    tokenizer = same_tokenizer(runs, args.model)
+    tokenizer = runs[0].tokenizer
+    for folder, trained in zip(args.model, runs, strict=True):
+        if trained.tokenizer.model != tokenizer.model:
+            first = args.model[0]
+            raise ConfigError(f"{folder} has another tokenizer than {first}; only models with one can work together")
     models = [trained.model for trained in runs]
-    beam = args.beam if args.beam is not None else 1 if args.sample else 5
-    if beam < 1:
-        raise ValueError(f"beam is {beam}; expected a whole number >= 1")
-    names = ("length_penalty", "length_norm", "coverage_penalty", "no_repeat_ngram", "repetition_penalty")
-    names += ("max_length", "min_length", "patience", "early_stop", "sample", "temperature", "top_k", "top_p", "seed")
-    options = {name: getattr(args, name) for name in (*names, "n_best", "alignments")}
+    names = [field.name for field in dataclasses.fields(GenerationConfig)]
+    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    if args.beam is None:
+        options["beam"] = 1 if args.sample else 5
     suppress = (tokenizer.unk,) if args.no_unk else ()
     return Translator(
-        [average(models)] if args.average else models,
+        average_models(models) if args.average else models,
         tokenizer,
-        config=GenerationConfig(beam=beam, suppress=suppress, **options),
+        config=GenerationConfig(suppress=suppress, **options),
         batch_tokens=args.batch_tokens,
         longest=min(trained.config.max_length for trained in runs),
     )
@@ -146,44 +156,18 @@ def _columns(args: argparse.Namespace, number: int, translation: Translation) ->
 
 
 @contextlib.contextmanager
-def _bar(path: str | None, typed: bool) -> Iterator[Any]:
-    """Lines done, on a terminal; of how many, where there is a file to count them in."""
-    from tqdm import tqdm
-
-    hidden = typed or not sys.stderr.isatty()
-    total = None
-    if path is not None and not hidden:
-        with _open_input(path) as file:
-            total = sum(1 for _ in file)
-    with tqdm(total=total, unit=" lines", file=sys.stderr, disable=hidden, dynamic_ncols=True) as bar:
-        yield bar
-
-
-@contextlib.contextmanager
-def _open_input(path: str | None) -> Iterator[IO[bytes]]:
-    if path is None:
-        yield sys.stdin.buffer
-        return
+def _open_input(path: str) -> Iterator[IO[bytes]]:
     with open(path, "rb") as file:
         zipped = file.peek(2)[:2] == b"\x1f\x8b"
         yield gzip.GzipFile(fileobj=file) if zipped else file
 
 
-@contextlib.contextmanager
-def _open_output(path: str | None) -> Iterator[IO[bytes]]:
-    if path is None:
-        yield sys.stdout.buffer
-        return
-    with open(path, "wb") as file:
-        yield file
-
-
-def _lines(source: IO[bytes]) -> Iterable[Any]:
-    """Lines end at a line feed and nowhere else, as in training; one that is not UTF-8 is a BrokenLine."""
-    from .translation.translator import BrokenLine
+def _lines(source: IO[bytes]) -> Iterator[str | ValueError]:
+    """Lines end at a line feed and nowhere else, as in training; for one that is not UTF-8, the error."""
+    from ..translation.text import decode_line
 
     for line in source:
         try:
-            yield line.rstrip(b"\r\n").decode("utf-8")
-        except UnicodeDecodeError as error:
-            yield BrokenLine(f"not valid UTF-8 (byte 0x{line[error.start]:02x} at column {error.start + 1})")
+            yield decode_line(line.rstrip(b"\r\n"))
+        except ValueError as error:
+            yield error

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -18,19 +17,11 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, backends, extension, score_command, translate_command
+from .. import __version__, backends
+from . import info, score, translate
+from .info import EXTRAS
 
-EXTRAS = {
-    "sentencepiece": "translation",
-    "sacrebleu": "translation",
-    "safetensors": "translation",
-    "tqdm": "translation",
-    "matplotlib": "plots",
-    "numpy": "plots",
-    "tensorboard": "tensorboard",
-}
 NEEDED = {"demo": ("translation", "plots")}  # extras of a command that needs more than one
-OPS = ("attention", "norm", "dropout", "embedding")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,19 +109,19 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
         "Train a translator on two text files whose lines belong together. Learns a joint subword vocabulary, trains,"
         " and writes checkpoints into --save; the same command again goes on where it stopped. Ctrl-C saves and ends."
     )
-    if training:
-        from .translation import TrainConfig
+    if training:  # needs the extras for translation
+        from . import train
 
-        TrainConfig.add_arguments(command)
-    command.set_defaults(run=_train)
+        train.add_arguments(command)
+        command.set_defaults(run=train.run)
 
     command = commands.add_parser("translate", parents=[somewhere], help="translate lines: standard input to output")
-    translate_command.add_arguments(command)
-    command.set_defaults(run=lambda args: translate_command.run(args, _device(args.device)))
+    translate.add_arguments(command)
+    command.set_defaults(run=lambda args: translate.run(args, _device(args.device)))
 
     command = commands.add_parser("score", help="BLEU of translations against their references")
-    score_command.add_arguments(command)
-    command.set_defaults(run=score_command.run)
+    score.add_arguments(command)
+    command.set_defaults(run=score.run)
 
     command = commands.add_parser("average", help="the mean of a run's last checkpoints, as a model")
     command.description = (
@@ -152,7 +143,7 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
         "info", parents=[common], help="versions, the extension's build, which backend and why"
     )
     command.add_argument("--build", action="store_true", help="only the extension; exit code 1 if it is not there")
-    command.set_defaults(run=_info)
+    command.set_defaults(run=info.run)
 
     command = commands.add_parser(
         "plot", parents=[somewhere], help="draw the positional encoding, and a translation's attention"
@@ -165,8 +156,8 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
 
 
 def _demo(args: argparse.Namespace) -> int:
+    from ..translation import parse_duration
     from .demo import demo
-    from .translation import parse_duration
 
     changes: dict[str, object] = {"max_time": parse_duration(args.max_time)}
     if args.max_steps is not None:
@@ -174,23 +165,8 @@ def _demo(args: argparse.Namespace) -> int:
     return 0 if demo(args.out, device=_device(args.device), **changes) else 1
 
 
-def _train(args: argparse.Namespace) -> int:
-    from .translation import TrainConfig, train
-
-    result = train(TrainConfig.from_args(args))
-    if os.environ.get("RANK", "0") != "0":  # torchrun: the first process speaks for all
-        return 130 if result.stopped == "interrupted" else 0
-    scores = ", ".join(f"{name} {value:.3f}" for name, value in result.best_scores.items())
-    print(f"{result.step:,} updates, {result.tokens:,} tokens, {result.seconds:.0f} s ({result.stopped})")
-    print(f"{result.folder}" + (f": best at step {result.best_step:,}, {scores}" if scores else ""))
-    if result.average_scores:
-        scores = ", ".join(f"{name} {value:.3f}" for name, value in result.average_scores.items())
-        print(f"mean of the last checkpoints: {scores}")
-    return 130 if result.stopped == "interrupted" else 0
-
-
 def _average(args: argparse.Namespace) -> int:
-    from .translation import RunFolder, average_checkpoints, save_average
+    from ..translation import RunFolder, average_checkpoints, save_average
 
     folder = RunFolder(args.model)
     average = average_checkpoints(folder, args.last)
@@ -205,49 +181,7 @@ def _verify(args: argparse.Namespace) -> int:
 
     device = _device(args.device)
     print(describe(device))
-    return 0 if all(row.passed for row in print_parity(parity(device))) else 1
-
-
-def _info(args: argparse.Namespace) -> int:
-    if args.build:
-        print(f"C++ extension: {extension.status()}")
-        return 0 if extension.load() else 1
-    print(f"transformer_fast {__version__}, Python {platform.python_version()}, {platform.platform()}")
-    print(f"torch {torch.__version__}, triton {_version_of('triton')}, {torch.get_num_threads()} threads")
-    print(f"C++ extension: {extension.status()}")
-    for name, value in extension.build_info().items():
-        print(f"   {name}: {value}")
-    devices = [torch.device("cpu")]
-    if torch.cuda.is_available():
-        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    else:
-        print("CUDA: torch sees no GPU")
-    for device in devices:
-        what = "cpu" if device.type == "cpu" else f"{device}: {torch.cuda.get_device_name(device)}"
-        print(f"{what} (backend {backends.current()})")
-        for op in OPS:
-            for dtype in (torch.float32, torch.bfloat16):
-                print(f"   {op:10} {str(dtype).removeprefix('torch.'):9} {_choice(op, device, dtype)}")
-    for module, extra in EXTRAS.items():
-        print(f"{module}: {_version_of(module) or f'missing (pip install transformer_fast[{extra}])'}")
-    return 0
-
-
-def _choice(op: str, device: torch.device, dtype: torch.dtype) -> str:
-    try:
-        name, reason = backends.choose(op, device, dtype)
-    except backends.BackendError as error:
-        return f"none: {error}"
-    return f"{name}: {reason}"
-
-
-def _version_of(distribution: str) -> str | None:
-    from importlib import metadata
-
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+    return 0 if print_parity(parity(device)) else 1
 
 
 def _plot(args: argparse.Namespace) -> int:
@@ -258,8 +192,8 @@ def _plot(args: argparse.Namespace) -> int:
     out = Path(args.out)
     print(positional_picture(out / "positional_encoding.png"))
     if args.model:
-        from .translation import load_trained
-        from .translation.translator import Translator
+        from ..translation import load_trained
+        from ..translation.translator import Translator
 
         trained = load_trained(args.model, device=_device(args.device))
         ids = Translator(trained.model, trained.tokenizer).decode_ids([args.text])[0]

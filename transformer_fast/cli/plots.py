@@ -17,8 +17,8 @@ from matplotlib.figure import Figure, SubFigure
 from matplotlib.image import AxesImage
 from torch import Tensor, nn
 
-from . import ops
-from .translation.tokenizer import Tokenizer
+from .. import ops
+from ..translation.tokenizer import Tokenizer
 
 INK, QUIET = "#22252b", "#6b7280"
 WEIGHTS = "Blues"  # lightness alone carries the value: nothing is paper, everything is ink
@@ -76,7 +76,7 @@ def attention_picture(
 
     heads = layers[0].shape[0]
     width, height = max(4.5, 0.42 * len(read)), max(4.0, 0.34 * len(written))
-    figure = _figure(1.55 * width + 2.4, height + 2.4)
+    figure = new_figure(1.55 * width + 2.4, height + 2.4)
     title = f"{source}  \u2192  {tokenizer.decode([translation])[0]}"
     figure.suptitle(textwrap.fill(title, int(10 * figure.get_figwidth())), color=INK, fontsize=14)
     left, right = figure.subfigures(1, 2, width_ratios=(2, 1))
@@ -84,7 +84,7 @@ def attention_picture(
     _alignment(left, sharpest.mean(dim=0), read, written)
     right.suptitle("every head", color=QUIET)
     _heads(right, layers)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _alignment(figure: SubFigure, weights: Tensor, read: list[str], written: list[str]) -> None:
@@ -101,13 +101,7 @@ def _alignment(figure: SubFigure, weights: Tensor, read: list[str], written: lis
     axes.tick_params(which="minor", length=0)
     for (row, column), weight in np.ndenumerate(weights.numpy()):
         if weight >= 0.1:
-            axes.text(
-                *(column, row, f"{weight:.1f}".lstrip("0")),
-                ha="center",
-                va="center",
-                fontsize=9,
-                color="white" if weight > 0.5 else INK,
-            )
+            cell_text(axes, row, column, f"{weight:.1f}".lstrip("0"), "white" if weight > 0.5 else INK)
     bar = figure.colorbar(image, ax=axes, shrink=0.6, pad=0.02, ticks=[0, 0.5, 1])
     bar.outline.set_visible(False)
     bar.set_label("attention weight", color=QUIET)
@@ -130,11 +124,11 @@ def _heads(figure: SubFigure, layers: list[Tensor]) -> None:
 def positional_picture(path: str | os.PathLike[str]) -> Path:
     """Draw the positional encoding: dimensions 4 to 7 of d = 20 over 100 positions as curves, and the table of
     d = 128 as a heat map, its sines and cosines apart. Returns the path of the PNG."""
-    figure = _figure(11, 7.6)
+    figure = new_figure(11, 7.6)
     top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1.15))
     _curves(top)
     _heat_maps(bottom)
-    return _save(figure, path)
+    return save(figure, path)
 
 
 def _curves(figure: SubFigure) -> None:
@@ -177,8 +171,14 @@ def _heat_maps(figure: SubFigure) -> None:
     bar.outline.set_visible(False)
 
 
-def _figure(width: float, height: float) -> Figure:
-    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+def new_figure(width: float, height: float, layout: str = "constrained") -> Figure:
+    """An empty figure, in inches."""
+    return Figure(figsize=(width, height), layout=layout, facecolor="white")
+
+
+def cell_text(axes: Axes, row: int, column: int, text: str, color: str, size: int = 9) -> None:
+    """Write into the middle of a cell."""
+    axes.text(column, row, text, ha="center", va="center", fontsize=size, color=color)
 
 
 def _entropy(weights: Tensor) -> float:
@@ -199,7 +199,8 @@ def _weights(axes: Axes, weights: Tensor) -> AxesImage:
     return axes.imshow(weights.numpy(), cmap=WEIGHTS, vmin=0, vmax=1, aspect="auto", interpolation="nearest")
 
 
-def _save(figure: Figure, path: str | os.PathLike[str]) -> Path:
+def save(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Write a figure as PNG; its folder is made where it is missing."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=144)

@@ -1,45 +1,69 @@
-"""The small speed table of `demo`: the layers as people write them against the drop-in ones, on this machine.
+"""Times of calls that take turns, and the small speed table of `demo`: the drop-in layers against eager ones.
 
-Both sides take turns within one run, on the same inputs, so that whatever else the machine does slows both. The
-eager side is `transformer_fast.reference.layers`: plain PyTorch with torch's own dropout. The full measurements are
-in `benchmarks/`.
+Both sides take turns within one run, on the same inputs, so that whatever else the machine does slows both. In the
+table the eager side is `transformer_fast.reference.layers`: plain PyTorch with torch's own dropout. The full
+measurements are in `benchmarks/`.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from . import layers, models, reference
-from .masks import AttentionMask
+from .. import layers, models, reference
+from ..masks import AttentionMask
 
 BATCH, LENGTH, WIDTH, HEADS, VOCAB = 32, 64, 256, 4, 2000
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Median seconds of one call on each side, and how many calls each median is of."""
+    """Seconds a call: median, and the 20th and 80th percentile."""
 
-    name: str
-    fast: float
-    eager: float
-    calls: int
+    median: float
+    p20: float
+    p80: float
 
-    @property
-    def ratio(self) -> float:
-        """How many times as fast as eager."""
-        return self.eager / self.fast
+    @classmethod
+    def of(cls, samples: list[float]) -> Timing:
+        if len(samples) < 2:
+            return cls(samples[0], samples[0], samples[0])
+        cuts = statistics.quantiles(samples, n=10)
+        return cls(statistics.median(samples), cuts[1], cuts[7])
 
 
-def speed(device: torch.device | str, seconds: float = 2.0) -> Iterator[Timing]:
-    """Time embed, norm, attention and a training step on `device`, about `seconds` for each."""
+def interleaved(calls: dict[str, Callable[[], object]], seconds: float, at_least: int = 7) -> dict[str, Timing]:
+    """Wall time of each call, one round of each after the other until each has had about `seconds`."""
+    repeats = {}
+    for name, call in calls.items():
+        call()
+        start = time.perf_counter()
+        call()
+        once = time.perf_counter() - start
+        repeats[name] = max(1, round(0.002 / max(once, 1e-7)))  # a sample of at least 2 ms
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    spent = 0.0
+    while spent < seconds * len(calls) or min(map(len, samples.values())) < at_least:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(repeats[name]):
+                call()
+            elapsed = time.perf_counter() - start
+            samples[name].append(elapsed / repeats[name])
+            spent += elapsed
+    return {name: Timing.of(times) for name, times in samples.items()}
+
+
+def speed(device: torch.device | str, seconds: float = 2.0) -> Iterator[tuple[str, Timing, Timing]]:
+    """Time embed, norm, attention and a training step on `device`, about `seconds` for each: name, fast and eager."""
     device = torch.device(device)
     for name, make in (
         ("embed + PE + dropout, forward", _embed),
@@ -47,39 +71,23 @@ def speed(device: torch.device | str, seconds: float = 2.0) -> Iterator[Timing]:
         ("attention, padding, forward + backward", _attention),
         ("training step, 2+2 layers, d 256", _training_step),
     ):
-        sides = []
-        for source in (layers, reference.layers):
+        calls = {}
+        for side, source in (("fast", layers), ("eager", reference.layers)):
             torch.manual_seed(0)
-            sides.append(make(source, device))
-        yield _take_turns(name, *sides, device, seconds)
+            calls[side] = partial(_synchronized, make(source, device), device)
+        timings = interleaved(calls, seconds / 2)
+        yield name, timings["fast"], timings["eager"]
 
 
-def format_speed(rows: Iterator[Timing]) -> Iterator[str]:
+def format_speed(rows: Iterable[tuple[str, Timing, Timing]]) -> Iterator[str]:
     """The table as lines of text, one for each row as soon as it is known."""
     yield f"{'B 32, length 64, d 256, fp32':40} {'fast ms':>9} {'eager ms':>9} {'ratio':>7}"
-    for row in rows:
-        yield f"{row.name:40} {1e3 * row.fast:9.3f} {1e3 * row.eager:9.3f} {row.ratio:6.2f}x"
+    for name, fast, eager in rows:
+        yield f"{name:40} {1e3 * fast.median:9.3f} {1e3 * eager.median:9.3f} {eager.median / fast.median:6.2f}x"
 
 
-def _take_turns(
-    name: str, fast: Callable[[], object], eager: Callable[[], object], device: torch.device, seconds: float
-) -> Timing:
-    times: dict[Callable[[], object], list[float]] = {fast: [], eager: []}
-    for call in times:
-        for _ in range(2):
-            call()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times[fast]) < 3:
-        for call, taken in times.items():
-            _wait_for(device)
-            start = time.perf_counter()
-            call()
-            _wait_for(device)
-            taken.append(time.perf_counter() - start)
-    return Timing(name, statistics.median(times[fast]), statistics.median(times[eager]), len(times[fast]))
-
-
-def _wait_for(device: torch.device) -> None:
+def _synchronized(call: Callable[[], object], device: torch.device) -> None:
+    call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

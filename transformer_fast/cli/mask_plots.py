@@ -1,0 +1,253 @@
+"""Pictures of the mask dialects: what is passed, cell by cell, and which keys each query then sees.
+
+The right-hand side is worked out by :class:`transformer_fast.AttentionMask` itself. Needs matplotlib
+(`pip install 'transformer_fast[plots]'`); figures are drawn without a display. The pictures of docs/masks.md:
+``mask_pictures("docs/images")``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.colors import Colormap, ListedColormap
+from torch import Tensor
+
+from ..dialects import tensorflow
+from ..masks import AttentionMask
+from ..ops import attention
+from .plots import INK, QUIET, WEIGHTS, cell_text, new_figure, save
+
+SEEN, HINT = ListedColormap(["white", "#0b4f8a"]), ListedColormap(["white", "#d6e6f5"])
+RULE = "#cbd2da"
+"""Colours of a key that may be seen; of a passed value that says so; of the lines between cells."""
+
+LENGTHS = torch.tensor([5, 3])
+"""The batch in every picture: two sentences of five and three tokens, padded to five."""
+KEEP = torch.arange(5) < LENGTHS[:, None]
+CELL = 0.34
+
+
+class Given(NamedTuple):
+    """A tensor somebody passes: its name, its values as (rows, columns), which of them allow a key, and its axes."""
+
+    name: str
+    values: Tensor
+    allows: Tensor
+    rows: str = ""
+    columns: str = "key"
+
+
+class Line(NamedTuple):
+    """One line of a picture: what it is, what is passed, and by name which keys each query sees, (queries, keys)."""
+
+    title: str
+    given: Sequence[Given]
+    seen: Sequence[tuple[str, Tensor]]
+
+
+def mask_pictures(folder: str | os.PathLike[str]) -> list[Path]:
+    """Draw one picture for each dialect, and one of a query without keys, into ``folder``; returns the paths."""
+    pictures = [_lines(Path(folder) / f"mask_{name}.png", lines()) for name, lines in DIALECTS.items()]
+    return [*pictures, _empty_row(Path(folder) / "mask_empty_row.png")]
+
+
+def _keep_masks() -> list[Line]:
+    dense = KEEP[:, None] & torch.ones(5, 5, dtype=torch.bool).tril()
+    padding = AttentionMask.keep(KEEP[:, None, None])
+    return [
+        Line(
+            "padding: (B, 1, Lk), in dialects.bert (B, 1, 1, Lk), True = keep",
+            [Given("keep", KEEP, KEEP, "sentence")],
+            _sentences(padding),
+        ),
+        Line(
+            "padding and look-ahead: (B, Lq, Lk), in dialects.bert (B, 1, Lq, Lk)",
+            _each("keep", dense, dense),
+            _sentences(AttentionMask.keep(dense[:, None])),
+        ),
+    ]
+
+
+def _blocked_masks() -> list[Line]:
+    ids = torch.where(KEEP, 7, 0)
+    padding, combined, _ = tensorflow.create_masks(ids, ids)
+    return [
+        Line(
+            "create_padding_mask(ids): (B, 1, 1, Lk), 1.0 = blocked",
+            [Given("mask", padding[:, 0, 0], padding[:, 0, 0] == 0, "sentence")],
+            _sentences(AttentionMask.blocked(padding)),
+        ),
+        Line(
+            "create_masks(inp, tar)[1]: (B, 1, Lq, Lk), 1.0 = blocked",
+            _each("mask", combined[:, 0], combined[:, 0] == 0),
+            _sentences(AttentionMask.blocked(combined)),
+        ),
+    ]
+
+
+def _valid_lengths() -> list[Line]:
+    one, each = LENGTHS[:, None], torch.minimum(torch.arange(1, 6), LENGTHS[:, None])
+    return [
+        Line(
+            "one length a sentence: (B,)",
+            [Given("valid_lens", one, torch.ones_like(one), "sentence", "")],
+            _sentences(AttentionMask.lengths(LENGTHS)),
+        ),
+        Line(
+            "one length a query: (B, Lq)",
+            [Given("valid_lens", each, torch.ones_like(each), "sentence", "query")],
+            _sentences(AttentionMask.lengths(each)),
+        ),
+    ]
+
+
+def _torch_masks() -> list[Line]:
+    above = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    added = torch.zeros(5, 5).masked_fill(above, -torch.inf)
+    causal = [("", AttentionMask.causal().dense(5, 5)[0, 0])]
+    return [
+        Line(
+            "nn.MultiheadAttention: key_padding_mask (B, Lk), True = blocked",
+            [Given("key_padding_mask", ~KEEP, KEEP, "sentence")],
+            _sentences(AttentionMask.blocked(~KEEP[:, None, None])),
+        ),
+        Line(
+            "nn.MultiheadAttention: bool attn_mask (Lq, Lk), True = blocked",
+            [Given("attn_mask", above, ~above, "query")],
+            causal,
+        ),
+        Line(
+            "scaled_dot_product_attention: bool attn_mask (Lq, Lk), True = kept",
+            [Given("attn_mask", ~above, ~above, "query")],
+            causal,
+        ),
+        Line(
+            "both: float attn_mask (Lq, Lk), added to the scores",
+            [Given("attn_mask", added, added == 0, "query")],
+            causal,
+        ),
+    ]
+
+
+def _look_ahead() -> list[Line]:
+    shapes = {"causal()": (0, 5), "causal(), 3 queries": (0, 3), "causal(3), 2 queries": (3, 2)}
+    seen = [(name, AttentionMask.causal(offset).dense(Lq, 5)[0, 0]) for name, (offset, Lq) in shapes.items()]
+    return [Line("the future is out of sight; causal(3): two new tokens after a cache of three", [], seen)]
+
+
+DIALECTS: dict[str, Callable[[], list[Line]]] = {
+    "keep": _keep_masks,
+    "blocked": _blocked_masks,
+    "lengths": _valid_lengths,
+    "torch": _torch_masks,
+    "look_ahead": _look_ahead,
+}
+
+
+def _each(name: str, values: Tensor, allows: Tensor) -> list[Given]:
+    """(B, Lq, Lk) as one table for each sentence."""
+    tables = enumerate(zip(values, allows, strict=True))
+    return [Given(f"{name}[{b}]", table, allowed, "query") for b, (table, allowed) in tables]
+
+
+def _sentences(mask: AttentionMask) -> list[tuple[str, Tensor]]:
+    """What the queries of both sentences see."""
+    return [(f"sentence {b}", seen) for b, seen in enumerate(mask.dense(5, 5).expand(2, 1, 5, 5)[:, 0])]
+
+
+def _lines(path: Path, lines: list[Line]) -> Path:
+    # Panels stand where they belong in units of cells, so that a cell has one size in every picture.
+    left, gap, arrow, title, head = 1.3, 1.9, 2.0, 1.5, 2.1
+    given_width = max(sum(given.values.shape[1] + gap for given in line.given) for line in lines)
+    given_width += arrow if given_width else 0.0
+    across = left + given_width + max(sum(seen.shape[1] + gap for _, seen in line.seen) for line in lines)
+    heights = [
+        title + head + max(len(table) for table in (*(g.values for g in line.given), *(s for _, s in line.seen)))
+        for line in lines
+    ]
+    total = sum(heights) + 0.6
+    figure = new_figure(CELL * across, CELL * total, layout="none")
+
+    def panel(x: float, y: float, table: Tensor) -> Axes:
+        rows, columns = table.shape
+        return figure.add_axes((x / across, 1 - (y + rows) / total, columns / across, rows / total))
+
+    top = 0.0
+    for line, height in zip(lines, heights, strict=True):
+        figure.text(0.35 / across, 1 - (top + title / 2 + 0.2) / total, line.title, color=INK, fontsize=11, va="center")
+        x, y = left, top + title + head
+        for given in line.given:
+            axes = panel(x, y, given.values)
+            for row, values in enumerate(given.values.tolist()):
+                for column, value in enumerate(values):
+                    cell_text(axes, row, column, _short(value), INK, size=8)
+            _cells(axes, given.allows, HINT, given.rows, given.columns, given.name)
+            x += given.values.shape[1] + gap
+        if line.given:
+            x = left + given_width
+            figure.text(
+                (x - arrow - 0.6) / across, 1 - (y + 1) / total, "\u2192", color=QUIET, fontsize=22, va="center"
+            )
+            for place, said in ((left, "what you pass"), (x, "dark: the keys that each query sees")):
+                figure.text(
+                    place / across, 1 - (top + title + 0.15) / total, said, color=QUIET, fontsize=8, va="center"
+                )
+        for name, seen in line.seen:
+            _cells(panel(x, y, seen), seen, SEEN, "query" if name == line.seen[0][0] else "", "key", name)
+            x += seen.shape[1] + gap
+        top += height
+    return save(figure, path)
+
+
+def _short(value: bool | int | float) -> str:
+    if isinstance(value, bool):
+        return "T" if value else "F"
+    if isinstance(value, float):
+        return f"{value:.1f}".replace("-inf", "\u2212\u221e")
+    return str(value)
+
+
+def _cells(axes: Axes, table: Tensor, colors: Colormap, rows: str, columns: str, title: str) -> None:
+    """Draw values from 0 to 1 as cells with lines between them, and name the axes; no name, no numbers of columns."""
+    height, width = table.shape
+    axes.imshow(table.numpy(), cmap=colors, vmin=0, vmax=1, aspect="auto")
+    axes.set_xticks([n - 0.5 for n in range(width + 1)], minor=True)
+    axes.set_yticks([n - 0.5 for n in range(height + 1)], minor=True)
+    axes.grid(which="minor", color=RULE, linewidth=0.8)
+    axes.set_xticks(range(width), range(width) if columns else [""] * width)
+    axes.set_yticks(range(height), range(height))
+    axes.tick_params(which="both", length=0, labelsize=7, labelcolor=QUIET, pad=1)
+    axes.xaxis.tick_top()
+    axes.xaxis.set_label_position("top")
+    axes.set_xlabel(columns, color=QUIET, fontsize=8, labelpad=2.5)
+    axes.set_ylabel(rows, color=QUIET, fontsize=8, labelpad=4)
+    axes.set_title(title, color=INK, fontsize=8, pad=6, family="monospace")
+    axes.spines[:].set_color(RULE)
+
+
+def _empty_row(path: Path) -> Path:
+    """A keep mask that leaves query 2 no key, and the weights it gets either way."""
+    keep = torch.ones(5, 5, dtype=torch.bool).tril()
+    keep[2] = False
+    q, k = torch.randn(2, 1, 1, 5, 8, generator=torch.Generator().manual_seed(4))
+    figure = new_figure(8.2, 3.1, layout="none")
+    place = {"left": 0.05, "right": 0.99, "top": 0.8, "bottom": 0.03, "wspace": 0.15}
+    panels = figure.subplots(1, 3, gridspec_kw=place)
+    _cells(panels[0], keep, SEEN, "query", "key", "query 2 sees no key")
+    for axes, empty_rows in zip(panels[1:], ("uniform", "zero"), strict=True):
+        weights = attention(q, k, k, keep, empty_rows=empty_rows, return_weights=True)[1][0, 0]
+        for (row, column), weight in np.ndenumerate(weights.numpy()):
+            shown = f"{weight:.2f}".lstrip("0") if weight else "0"
+            color = "white" if weight > 0.5 else INK if weight else QUIET
+            cell_text(axes, row, column, shown, color, size=8)
+        _cells(axes, weights, colormaps[WEIGHTS], "", "key", f'empty_rows="{empty_rows}"')
+    for axes in panels:
+        axes.set_aspect("equal")
+    return save(figure, path)
