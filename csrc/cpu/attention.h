@@ -17,6 +17,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <initializer_list>
 #include <limits>
 #include <optional>
 #include <tuple>
@@ -44,23 +45,23 @@ Vector<A> load_bias(const Bias<T, A>& bias, int64_t i, int64_t j, int64_t count)
 template <typename A>
 class Workspace {
  public:
-  // `sizes` buffers, each on its own cache lines.
-  template <std::size_t n>
-  void divide(const int64_t (&sizes)[n], A* (&buffers)[n]) {
+  struct Part {
+    A** buffer;
+    int64_t size;
+  };
+  using Parts = std::initializer_list<Part>;
+
+  // Sets each buffer to memory of its size, on cache lines of its own.
+  static void divide(Parts parts, Parts more = {}) {
+    static thread_local GrowingBuffer<A> memory;
+    constexpr int64_t kAlign = 64 / sizeof(A);
     int64_t total = 0;
-    for (const int64_t size : sizes) total += round_up(size, kAlign);
-    A* next = kept_.reserve(total);
-    for (std::size_t i = 0; i < n; next += round_up(sizes[i], kAlign), ++i) buffers[i] = next;
+    for (const Parts& list : {parts, more})
+      for (const auto& [buffer, size] : list) total += round_up(size, kAlign);
+    A* next = memory.reserve(total);
+    for (const Parts& list : {parts, more})
+      for (const auto& [buffer, size] : list) *buffer = next, next += round_up(size, kAlign);
   }
-
-  static Workspace& of_this_thread() {
-    static thread_local Workspace workspace;
-    return workspace;
-  }
-
- private:
-  static constexpr int64_t kAlign = 64 / sizeof(A);
-  GrowingBuffer<A> kept_;
 };
 
 // Runs task(i) for every i, each once, on whichever thread is free: ragged batches make tasks of very different sizes.
@@ -109,11 +110,32 @@ struct KeyRanges {
   int64_t length, count;
 };
 
-template <typename Call>
-int64_t key_heads(c10::ArrayRef<Call> calls) {
-  int64_t heads = 0;
+// The ranges of a call, and memory for what each of them gives to all queries, if there are several.
+template <typename A>
+struct KeySplit {
+  KeyRanges ranges;
+  int64_t size;  // of what one gives
+  A* partial = nullptr;
+
+  A* of_range(int64_t range, int64_t offset) const { return partial ? partial + range * size + offset : nullptr; }
+};
+
+// The split of each call, by how many keys it has and the size of what a range gives; `memory` holds the parts.
+template <typename A, typename Call, typename KeysOf, typename SizeOf>
+std::vector<KeySplit<A>> split_keys(c10::ArrayRef<Call> calls, KeysOf keys_of, SizeOf size_of, Buffer<A>& memory) {
+  int64_t heads = 0, total = 0;
   for (const Call& call : calls) heads += call.params.B * call.params.Hkv;
-  return heads;
+  std::vector<KeySplit<A>> splits;
+  splits.reserve(calls.size());
+  for (const Call& call : calls) {
+    splits.push_back({KeyRanges(heads, keys_of(call.params)), size_of(call.params)});
+    if (const auto& [ranges, size, _] = splits.back(); ranges.count > 1) total += ranges.count * size;
+  }
+  memory.resize(total);
+  A* next = memory.data();
+  for (auto& [ranges, size, partial] : splits)
+    if (ranges.count > 1) partial = next, next += ranges.count * size;
+  return splits;
 }
 
 using Even = std::integral_constant<int, 0>;
@@ -209,8 +231,9 @@ inline Vector<A> where_kept(IntegerVector<A> kept, Vector<A> v, Vector<A> otherw
 }
 
 template <typename A, typename Body>
-inline void for_rows(const TileDropout<A>* dropout, int64_t rows, int64_t first_key, int64_t first_query, Body body) {
-  if (dropout != nullptr)
+inline void for_rows(const std::optional<TileDropout<A>>& dropout, int64_t rows, int64_t first_key, int64_t first_query,
+                     Body body) {
+  if (dropout)
     dropout->for_rows(rows, first_key, first_query, body);
   else
     for (int64_t row = 0; row < rows; row += 2) {

@@ -19,10 +19,12 @@ class KeyRangeBackward {
 
   KeyRangeBackward(const AttentionBackward<T, A>& call, int64_t b, int64_t kv_head, Range range)
       : call_(call), params_(call.params), b_(b), kv_head_(kv_head), range_(range), width_(round_up(params_.D, kW)),
-        gradients_(call, b, sizes(), buffers_) {
-    std::tie(query_rows_, grad_out_rows_, grad_q_, grad_k_, grad_v_) =
-        std::tie(buffers_[0], buffers_[1], buffers_[2], buffers_[3], buffers_[4]);
-  }
+        gradients_(call, b,
+                   {{&query_rows_, block_size()},
+                    {&grad_out_rows_, block_size()},
+                    {&grad_q_, block_size()},
+                    {&grad_k_, range_size()},
+                    {&grad_v_, range_size()}}) {}
 
   // `partial_q`: (H, Lq, D) of this batch entry, where the gradient of q goes when there are several ranges.
   void run(A* partial_q) {
@@ -33,24 +35,20 @@ class KeyRangeBackward {
         const int64_t queries = std::min(kQueryTile, p.Lq - first_query);
         add_queries(h, first_query, queries, h == kv_head_ * group && first_query == 0);
         if (partial_q)
-          write(grad_q_, queries, p.scale, partial_q + (h * p.Lq + first_query) * p.D, p.D);
+          store_rows(grad_q_, width_, queries, p.scale, p.D, partial_q + (h * p.Lq + first_query) * p.D, p.D);
         else
-          write(grad_q_, queries, p.scale, call_.grad_q.at(b_, h, first_query), call_.grad_q.row_stride());
+          store_rows(grad_q_, width_, queries, p.scale, p.D, call_.grad_q.at(b_, h, first_query),
+                     call_.grad_q.row_stride());
       }
     const auto &grad_k = call_.grad_k, &grad_v = call_.grad_v;
     const int64_t first = range_.begin, keys = range_.end - first;
-    write(grad_k_, keys, p.scale, grad_k.at(b_, kv_head_, first), grad_k.row_stride());
-    write(grad_v_, keys, A(1), grad_v.at(b_, kv_head_, first), grad_v.row_stride());
+    store_rows(grad_k_, width_, keys, p.scale, p.D, grad_k.at(b_, kv_head_, first), grad_k.row_stride());
+    store_rows(grad_v_, width_, keys, A(1), p.D, grad_v.at(b_, kv_head_, first), grad_v.row_stride());
   }
 
  private:
-  typedef const int64_t Sizes[5];
-
-  const Sizes& sizes() {
-    const int64_t rows = std::min(kQueryTile, params_.Lq) * width_, range = (range_.end - range_.begin) * width_;
-    for (int i = 0; i < 5; ++i) sizes_[i] = i < 3 ? rows : range;
-    return sizes_;
-  }
+  int64_t block_size() const { return std::min(kQueryTile, params_.Lq) * width_; }
+  int64_t range_size() const { return (range_.end - range_.begin) * width_; }
 
   // `fresh`: these are the first queries, and there are no gradients of keys and values yet.
   void add_queries(int64_t h, int64_t first_query, int64_t queries, bool fresh) {
@@ -64,9 +62,10 @@ class KeyRangeBackward {
     skip(h, first_query, queries, {range_.begin, needed.begin}, fresh);
     skip(h, first_query, queries, {needed.end, range_.end}, fresh);
     const auto& grad_out = call_.grad_out;
-    const Rows<E> q_rows = load_rows(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_rows_));
+    const Rows<E> q_rows =
+        load_rows(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operands<T>(query_rows_));
     const Rows<E> grad_out_rows =
-        load_rows(grad_out.at(b_, h, first_query), grad_out.row_stride(), queries, p.D, operand(grad_out_rows_));
+        load_rows(grad_out.at(b_, h, first_query), grad_out.row_stride(), queries, p.D, operands<T>(grad_out_rows_));
     for (int64_t first = needed.begin; first < needed.end; first += kKeyTile) {
       const int64_t keys = gradients_.find(first, std::min(kKeyTile, needed.end - first));
       if (keys > 0) add_tile(h, first_query, first, keys, queries, q_rows, grad_out_rows, fresh, fresh_queries);
@@ -118,15 +117,8 @@ class KeyRangeBackward {
     if (call_.grad_scores.data) store_scores(h, first_query, queries, first_key, keys, grad_scores);
     multiply_add(
         queries, width_, keys, grad_scores,
-        load_rows(k.at(b_, kv_head_, first_key), k.row_stride(), keys, params_.D, operand(gradients_.staged())),
+        load_rows(k.at(b_, kv_head_, first_key), k.row_stride(), keys, params_.D, operands<T>(gradients_.staged())),
         fresh_queries, grad_q_, width_);
-  }
-
-  static E* operand(A* buffer) { return reinterpret_cast<E*>(buffer); }
-
-  template <typename U>
-  void write(const A* rows, int64_t count, A factor, U* target, int64_t stride) const {
-    for (int64_t i = 0; i < count; ++i) store_row(rows + i * width_, factor, params_.D, target + i * stride);
   }
 
   const AttentionBackward<T, A>& call_;
@@ -134,93 +126,59 @@ class KeyRangeBackward {
   int64_t b_, kv_head_;
   Range range_;
   int64_t width_;
-  int64_t sizes_[5];
-  A* buffers_[5];
-  ScoreGradients<T, A> gradients_;
   A *query_rows_, *grad_out_rows_, *grad_q_, *grad_k_, *grad_v_;
+  ScoreGradients<T, A> gradients_;
 };
 
+// grad_q of one head = the sum of what the ranges gave, in order.
 template <typename T, typename A>
-class Backward {
- public:
-  explicit Backward(c10::ArrayRef<AttentionBackward<T, A>> calls) : calls_(calls), heads_(key_heads(calls)) {}
-
-  void run() {
-    std::vector<int64_t> starts(calls_.size());
-    int64_t room = 0;
-    double work = 0;
-    for (std::size_t c = 0; c < calls_.size(); ++c) {
-      starts[c] = room;
-      if (const int64_t ranges = ranges_of(c).count; ranges > 1) room += ranges * query_elements(c);
-      work += 2.5 * double(query_elements(c)) * double(calls_[c].params.Lk);
-    }
-    const Buffer<A> parts(room);
-    A* const storage = parts.data();
-    for_tasks(
-        calls_.size(), [&](int64_t c) { return tasks_of(c); }, work,
-        [&](int64_t c, int64_t task) {
-          const KeyRanges ranges = ranges_of(c);
-          run_range(calls_[c], task / ranges.count, task % ranges.count * ranges.length, ranges.length,
-                    ranges.count > 1 ? storage + starts[c] + task % ranges.count * query_elements(c) : nullptr);
-        });
-    if (storage == nullptr) return;
-    for_tasks(
-        calls_.size(), [&](int64_t c) { return ranges_of(c).count > 1 ? calls_[c].params.B * calls_[c].params.H : 0; },
-        double(room), [&](int64_t c, int64_t head) { sum_parts(c, head, storage + starts[c]); });
-  }
-
- private:
-  KeyRanges ranges_of(int64_t c) const { return KeyRanges(heads_, calls_[c].params.Lk); }
-
-  int64_t query_elements(int64_t c) const {
-    const auto& p = calls_[c].params;
-    return p.B * p.H * p.Lq * p.D;
-  }
-
-  int64_t tasks_of(int64_t c) const {
-    const auto& p = calls_[c].params;
-    return p.Lk == 0 ? 0 : p.B * p.Hkv * ranges_of(c).count;
-  }
-
-  static void run_range(const AttentionBackward<T, A>& call, int64_t head, int64_t first_key, int64_t length,
-                        A* partial_q) {
-    const auto& p = call.params;
-    const int64_t b = head / p.Hkv, kv_head = head % p.Hkv;
-    const Range range{first_key, std::min(p.Lk, first_key + length)};
-    const int64_t group = p.H / p.Hkv, of_batch = p.H * p.Lq * p.D;
-    if (has_few_queries(p))
-      RowsBackward<T, A>(call, b, kv_head)
-          .run(range, partial_q ? partial_q + b * of_batch + kv_head * group * p.Lq * p.D : nullptr);
-    else
-      KeyRangeBackward<T, A>(call, b, kv_head, range).run(partial_q ? partial_q + b * of_batch : nullptr);
-  }
-
-  // grad_q of one head = the sum of the ranges' parts, in order.
-  void sum_parts(int64_t c, int64_t head, const A* parts) const {
-    const auto& p = calls_[c].params;
-    const int64_t ranges = ranges_of(c).count;
-    for (int64_t i = 0; i < p.Lq; ++i) {
-      T* target = calls_[c].grad_q.at(head / p.H, head % p.H, i);
-      const A* part = parts + (head * p.Lq + i) * p.D;
-      for (int64_t d = 0; d < p.D; d += kLanes<A>) {
-        const int64_t count = std::min(kLanes<A>, p.D - d);
-        Vector<A> total{};
-        for (int64_t range = 0; range < ranges; ++range)
-          total += load_some(part + range * query_elements(c) + d, count);
-        store_result(target + d, total, count);
-      }
+void sum_ranges(const AttentionBackward<T, A>& call, const KeySplit<A>& split, int64_t head) {
+  const auto& p = call.params;
+  for (int64_t i = 0; i < p.Lq; ++i) {
+    T* target = call.grad_q.at(head / p.H, head % p.H, i);
+    for (int64_t d = 0; d < p.D; d += kLanes<A>) {
+      const int64_t count = std::min(kLanes<A>, p.D - d);
+      Vector<A> total{};
+      for (int64_t range = 0; range < split.ranges.count; ++range)
+        total += load_some(split.of_range(range, (head * p.Lq + i) * p.D + d), count);
+      store_result(target + d, total, count);
     }
   }
-
-  c10::ArrayRef<AttentionBackward<T, A>> calls_;
-  int64_t heads_;
-};
+}
 
 }  // namespace
 
 template <typename T, typename A>
 void attention_backward(c10::ArrayRef<AttentionBackward<T, A>> calls) {
-  Backward<T, A>(calls).run();
+  using Params = AttentionKernelParams<T, A>;
+  const auto elements = [](const Params& p) { return p.B * p.H * p.Lq * p.D; };  // of q
+  Buffer<A> memory;
+  const auto splits = split_keys(calls, [](const Params& p) { return p.Lk; }, elements, memory);
+  double work = 0, sum_work = 0;
+  for (std::size_t c = 0; c < calls.size(); ++c) {
+    work += 2.5 * double(elements(calls[c].params)) * double(calls[c].params.Lk);
+    if (splits[c].partial) sum_work += double(splits[c].ranges.count * splits[c].size);
+  }
+  const auto tasks_of = [&](int64_t c) -> int64_t {
+    const Params& p = calls[c].params;
+    return p.Lk == 0 ? 0 : p.B * p.Hkv * splits[c].ranges.count;
+  };
+  for_tasks(calls.size(), tasks_of, work, [&](int64_t c, int64_t task) {
+    const Params& p = calls[c].params;
+    const KeyRanges& ranges = splits[c].ranges;
+    const int64_t head = task / ranges.count, b = head / p.Hkv, kv_head = head % p.Hkv, range = task % ranges.count;
+    const int64_t head_size = p.Lq * p.D, first_key = range * ranges.length;
+    const Range keys{first_key, std::min(p.Lk, first_key + ranges.length)};
+    if (has_few_queries(p))
+      RowsBackward<T, A>(calls[c], b, kv_head)
+          .run(keys, splits[c].of_range(range, (b * p.H + kv_head * (p.H / p.Hkv)) * head_size));
+    else
+      KeyRangeBackward<T, A>(calls[c], b, kv_head, keys).run(splits[c].of_range(range, b * p.H * head_size));
+  });
+  if (memory.data() == nullptr) return;
+  for_tasks(
+      calls.size(), [&](int64_t c) { return splits[c].partial ? calls[c].params.B * calls[c].params.H : 0; }, sum_work,
+      [&](int64_t c, int64_t head) { sum_ranges(calls[c], splits[c], head); });
 }
 
 template void attention_backward(c10::ArrayRef<AttentionBackward<float, float>>);

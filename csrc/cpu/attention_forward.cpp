@@ -17,11 +17,11 @@ class ForwardBlock {
         queries_(std::min(kQueryTile, params.Lq - first_query)), lanes_(round_up(queries_, kW)),
         width_(round_up(params.D, kW)) {
     const int64_t keys = std::min(kKeyTile, params.Lk);
-    const int64_t sizes[] = {params.D * lanes_, keys * lanes_, queries_ * width_, keys * width_, keys};
-    A* buffers[std::size(sizes)];
-    Workspace<A>::of_this_thread().divide(sizes, buffers);
-    std::tie(query_lanes_, scores_, sum_, staged_, key_addend_) =
-        std::tie(buffers[0], buffers[1], buffers[2], buffers[3], buffers[4]);
+    Workspace<A>::divide({{&query_lanes_, params.D * lanes_},
+                          {&scores_, keys * lanes_},
+                          {&sum_, queries_ * width_},
+                          {&staged_, keys * width_},
+                          {&key_addend_, keys}});
     if (params.dropout.p > 0) dropout_.emplace(params, b, h);
   }
 
@@ -30,7 +30,7 @@ class ForwardBlock {
     std::fill(row_max_, row_max_ + lanes_, kBlocked<A>);
     std::fill(row_sum_, row_sum_ + lanes_, A(0));
     query_operand_ = load_lanes(params_.q.at(b_, h_, first_query_), params_.q.row_stride(), queries_, params_.D,
-                                operand(query_lanes_));
+                                operands<T>(query_lanes_));
     BlockMask<T, A> mask(params_, b_, h_, first_query_, queries_, key_addend_);
     const Range visible = mask.keys();
     for (int64_t first = visible.begin; first < visible.end; first += kKeyTile) {
@@ -53,7 +53,7 @@ class ForwardBlock {
   void find_weights(const BlockMask<T, A>& mask, int64_t first_key, int64_t keys) {
     const auto& k = params_.k;
     const Matrix<E> key_rows =
-        load_factors(k.at(b_, kv_head_, first_key), k.row_stride(), keys, params_.D, operand(staged_));
+        load_factors(k.at(b_, kv_head_, first_key), k.row_stride(), keys, params_.D, operands<T>(staged_));
     mask.find_scores(keys, key_rows, query_operand_, scores_);
     A shrink[kQueryTile];
     for (int64_t lane = 0; lane < lanes_; lane += kW) softmax_lanes(first_key, keys, lane, shrink + lane);
@@ -98,7 +98,7 @@ class ForwardBlock {
     }
     const Vector<A> origin = maximum == kBlocked<A> ? Vector<A>{} : maximum;  // -inf - -inf would be NaN
     Vector<A> totals[2] = {};
-    for_rows(dropout(), keys, first_key, first_query_ + lane, [&](int64_t row, auto parity, auto kept) {
+    for_rows(dropout_, keys, first_key, first_query_ + lane, [&](int64_t row, auto parity, auto kept) {
       A* score = scores + row * lanes_;
       const Vector<A> weight = exponential(widen(score) - origin);
       totals[parity] += weight;
@@ -117,7 +117,7 @@ class ForwardBlock {
       const int64_t keys = std::min(kKeyTile, params_.Lk - first);
       for (int64_t lane = 0; lane < lanes_; lane += kW) {
         const Vector<A> weight = widen(row_sum_ + lane) == 0 ? broadcast(A(1)) : Vector<A>{};
-        for_rows(dropout(), keys, first, first_query_ + lane, [&](int64_t row, auto, auto kept) {
+        for_rows(dropout_, keys, first, first_query_ + lane, [&](int64_t row, auto, auto kept) {
           narrow(scores_ + row * lanes_ + lane, where_kept<A>(kept, weight));
         });
       }
@@ -129,10 +129,10 @@ class ForwardBlock {
 
   void add_values(int64_t first_key, int64_t keys, bool replace_non_finite) {
     const auto& v = params_.v;
-    Rows<E> values = load_rows(v.at(b_, kv_head_, first_key), v.row_stride(), keys, params_.D, operand(staged_));
+    Rows<E> values = load_rows(v.at(b_, kv_head_, first_key), v.row_stride(), keys, params_.D, operands<T>(staged_));
     if (!values.finite && replace_non_finite) {
-      zero_non_finite(values.data, (keys + kSteps<E> - 1) / kSteps<E> * width_, operand(staged_));
-      values = {operand(staged_), width_, true};
+      zero_non_finite(values.data, (keys + kSteps<E> - 1) / kSteps<E> * width_, operands<T>(staged_));
+      values = {operands<T>(staged_), width_, true};
     }
     multiply_add(queries_, width_, keys, over_keys<E>(scores_, keys, lanes_), values, fresh_, sum_, width_);
     fresh_ = false;
@@ -146,10 +146,6 @@ class ForwardBlock {
     }
   }
 
-  const TileDropout<A>* dropout() const { return dropout_ ? &*dropout_ : nullptr; }
-
-  static E* operand(A* buffer) { return reinterpret_cast<E*>(buffer); }
-
   const AttentionKernelParams<T, A>& params_;
   int64_t b_, h_, kv_head_, first_query_, queries_, lanes_, width_;
   A *query_lanes_, *scores_, *sum_, *staged_, *key_addend_;
@@ -159,83 +155,47 @@ class ForwardBlock {
   std::optional<TileDropout<A>> dropout_;
 };
 
-template <typename T, typename A>
-class Forward {
- public:
-  explicit Forward(c10::ArrayRef<AttentionForward<T, A>> calls) : calls_(calls), heads_(key_heads(calls)) {}
-
-  void run() {
-    int64_t room = 0;
-    std::vector<int64_t> starts(calls_.size());
-    double work = 0;
-    for (std::size_t c = 0; c < calls_.size(); ++c) {
-      const auto& p = calls_[c].params;
-      starts[c] = room;
-      if (const int64_t ranges = ranges_of(c).count; ranges > 1) room += ranges * part_size(c) * p.B * p.Hkv;
-      // Few queries are bound by memory: a multiplication takes so much longer than in a tile.
-      work += (has_few_queries(p) ? 4.0 : 1.0) * double(p.B * p.H * p.Lq) * double(p.Lk * p.D);
-    }
-    const Buffer<A> parts(room);
-    A* const storage = parts.data();
-    for_tasks(
-        calls_.size(), [&](int64_t c) { return tasks_of(c); }, work,
-        [&](int64_t c, int64_t task) {
-          const auto& p = calls_[c].params;
-          if (!has_few_queries(p)) return run_block(c, task);
-          const KeyRanges ranges = ranges_of(c);
-          const int64_t head = task / ranges.count, range = task % ranges.count;
-          const int64_t slot = range * p.B * p.Hkv + head;
-          RowsForward<T, A>(calls_[c], head / p.Hkv, head % p.Hkv)
-              .run(range * ranges.length, ranges.length,
-                   ranges.count > 1 ? storage + starts[c] + slot * part_size(c) : nullptr);
-        });
-    if (storage == nullptr) return;
-    for (std::size_t c = 0; c < calls_.size(); ++c)
-      if (const int64_t ranges = ranges_of(c).count; ranges > 1) {
-        const auto& p = calls_[c].params;
-        for (int64_t head = 0; head < p.B * p.Hkv; ++head)
-          RowsForward<T, A>(calls_[c], head / p.Hkv, head % p.Hkv)
-              .join(storage + starts[c] + head * part_size(c), ranges, p.B * p.Hkv * part_size(c));
-      }
-  }
-
- private:
-  KeyRanges ranges_of(int64_t c) const {
-    const auto& p = calls_[c].params;
-    // All keys that the queries of a batch entry see, and those that come in front as the first chunk is a whole one.
-    const int64_t span = std::min(p.Lk, p.upper - p.lower + p.Lq + kRowKeys);
-    return KeyRanges(heads_, has_few_queries(p) ? span : 0);
-  }
-
-  // Of one key head and one range.
-  int64_t part_size(int64_t c) const {
-    const auto& p = calls_[c].params;
-    return p.H / p.Hkv * p.Lq * RowPart<A>::size(round_up(p.D, kLanes<A>));
-  }
-
-  static int64_t blocks(const AttentionKernelParams<T, A>& p) { return (p.Lq + kQueryTile - 1) / kQueryTile; }
-
-  int64_t tasks_of(int64_t c) const {
-    const auto& p = calls_[c].params;
-    if (p.Lq == 0) return 0;
-    return has_few_queries(p) ? p.B * p.Hkv * ranges_of(c).count : p.B * p.H * blocks(p);
-  }
-
-  void run_block(int64_t c, int64_t task) const {
-    const auto& p = calls_[c].params;
-    const int64_t head = task / blocks(p), first_query = task % blocks(p) * kQueryTile;
-    ForwardBlock<T, A>(p, head / p.H, head % p.H, first_query).run(calls_[c]);
-  }
-
-  c10::ArrayRef<AttentionForward<T, A>> calls_;
-  int64_t heads_;
-};
-
 }  // namespace
 
 template <typename T, typename A>
 void attention_forward(c10::ArrayRef<AttentionForward<T, A>> calls) {
-  Forward<T, A>(calls).run();
+  using Params = AttentionKernelParams<T, A>;
+  const auto blocks_of = [](const Params& p) { return (p.Lq + kQueryTile - 1) / kQueryTile; };
+  // All keys that the queries of a batch entry see, and those that come in front as the first chunk is a whole one.
+  const auto keys_of = [](const Params& p) {
+    return has_few_queries(p) ? std::min(p.Lk, p.upper - p.lower + p.Lq + kRowKeys) : 0;
+  };
+  const auto head_size = [](const Params& p) {
+    return p.H / p.Hkv * p.Lq * RowPart<A>::size(round_up(p.D, kLanes<A>));
+  };
+  Buffer<A> memory;
+  const auto splits = split_keys(calls, keys_of, [&](const Params& p) { return p.B * p.Hkv * head_size(p); }, memory);
+  const auto tasks_of = [&](int64_t c) -> int64_t {
+    const Params& p = calls[c].params;
+    if (p.Lq == 0) return 0;
+    return has_few_queries(p) ? p.B * p.Hkv * splits[c].ranges.count : p.B * p.H * blocks_of(p);
+  };
+  double work = 0;
+  for (const auto& [p, out, logsumexp, saved_probs] : calls)
+    // Few queries are bound by memory: a multiplication takes so much longer than in a tile.
+    work += (has_few_queries(p) ? 4.0 : 1.0) * double(p.B * p.H * p.Lq) * double(p.Lk * p.D);
+  for_tasks(calls.size(), tasks_of, work, [&](int64_t c, int64_t task) {
+    const Params& p = calls[c].params;
+    if (!has_few_queries(p)) {
+      const int64_t head = task / blocks_of(p), first_query = task % blocks_of(p) * kQueryTile;
+      return ForwardBlock<T, A>(p, head / p.H, head % p.H, first_query).run(calls[c]);
+    }
+    const KeyRanges& ranges = splits[c].ranges;
+    const int64_t head = task / ranges.count, range = task % ranges.count;
+    RowsForward<T, A>(calls[c], head / p.Hkv, head % p.Hkv)
+        .run(range * ranges.length, ranges.length, splits[c].of_range(range, head * head_size(p)));
+  });
+  for (std::size_t c = 0; c < calls.size(); ++c) {
+    const Params& p = calls[c].params;
+    for (int64_t head = 0; splits[c].partial && head < p.B * p.Hkv; ++head)
+      RowsForward<T, A>(calls[c], head / p.Hkv, head % p.Hkv)
+          .join(splits[c].of_range(0, head * head_size(p)), splits[c].ranges.count, splits[c].size);
+  }
 }
 
 template void attention_forward(c10::ArrayRef<AttentionForward<float, float>>);

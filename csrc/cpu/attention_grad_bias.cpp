@@ -38,10 +38,8 @@ class BiasGradient {
     const auto [first_b, last_b] = range(sizes_[0], own_b, p.B);
     const auto [first_h, last_h] = range(sizes_[1], own_h, p.H);
     const auto [first_block, last_block] = range(own_blocks_, own_block, blocks_);
-    const int64_t none[] = {0};
-    A* unused[1];
     for (int64_t b = first_b; b < last_b; ++b) {
-      ScoreGradients<T, A> gradients(call_, b, none, unused);
+      ScoreGradients<T, A> gradients(call_, b);
       for (int64_t h = first_h; h < last_h; ++h)
         for (int64_t block = first_block; block < last_block; ++block) {
           const int64_t first_query = block * kQueryTile, queries = std::min(kQueryTile, p.Lq - first_query);

@@ -14,6 +14,33 @@ bool is_large(A logsumexp) {
   return std::abs(logsumexp) > A(1024) && std::isfinite(logsumexp);
 }
 
+// A logsumexp in two numbers, of which the first is exact.
+template <typename A>
+struct TwoPartLogsumexp {
+  A maximum = kBlocked<A>, sum = 0;
+
+  void add(const A* scores, int64_t count, int64_t stride) {
+    const A before = maximum;
+    for (int64_t j = 0; j < count; ++j) maximum = std::max(maximum, scores[j * stride]);
+    if (maximum == kBlocked<A>) return;
+    sum *= std::exp(before - maximum);
+    for (int64_t j = 0; j < count; ++j) sum += std::exp(scores[j * stride] - maximum);
+  }
+
+  A rest() const { return sum > 0 ? std::log(sum) : A(0); }
+};
+
+template <typename T>
+Accumulate<T> dot(const T* a, const T* b, int64_t D) {
+  using A = Accumulate<T>;
+  Vector<A> products{};
+  for (int64_t d = 0; d < D; d += kLanes<A>) {
+    const int64_t count = std::min(kLanes<A>, D - d);
+    products = fma(load_some(a + d, count), load_some(b + d, count), products);
+  }
+  return lane_sum<A>(products);
+}
+
 template <typename T, typename A>
 class ScoreGradients {
  public:
@@ -21,18 +48,17 @@ class ScoreGradients {
   using E = Operand<T>;
 
   // The workspace also gives `more` buffers.
-  template <std::size_t n>
-  ScoreGradients(const AttentionBackward<T, A>& call, int64_t b, const int64_t (&more)[n], A* (&buffers)[n])
+  ScoreGradients(const AttentionBackward<T, A>& call, int64_t b, typename Workspace<A>::Parts more = {})
       : call_(call), params_(call.params), b_(b), rescale_(static_cast<A>(DropoutRate(params_.dropout.p).scale)) {
     const int64_t queries = std::min(kQueryTile, params_.Lq), lanes = round_up(queries, kW);
     const int64_t D = params_.D, keys = std::min(kKeyTile, params_.Lk), tile = keys * lanes;
-    int64_t sizes[6 + n] = {D * lanes, D * lanes, tile, tile, keys * round_up(D, kW), keys};
-    std::copy(more, more + n, sizes + 6);
-    A* all[6 + n];
-    Workspace<A>::of_this_thread().divide(sizes, all);
-    std::tie(query_lanes_, grad_out_lanes_, weights_, grads_, staged_, key_addend_) =
-        std::tie(all[0], all[1], all[2], all[3], all[4], all[5]);
-    std::copy(all + 6, all + 6 + n, buffers);
+    Workspace<A>::divide({{&query_lanes_, D * lanes},
+                          {&grad_out_lanes_, D * lanes},
+                          {&weights_, tile},
+                          {&grads_, tile},
+                          {&staged_, keys * round_up(D, kW)},
+                          {&key_addend_, keys}},
+                         more);
   }
 
   // Prepares a block of queries and a range of keys; returns those of them that matter, where its tiles lie.
@@ -47,9 +73,9 @@ class ScoreGradients {
     const Range keys = needed.intersection(range);
     if (keys.empty()) return keys;
     if (!call_.saved_probs)  // else no score is found again
-      q_ = load_lanes(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_lanes_));
+      q_ = load_lanes(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operands<T>(query_lanes_));
     grad_out_ = load_lanes(call_.grad_out.at(b_, h, first_query), call_.grad_out.row_stride(), queries, p.D,
-                           operand(grad_out_lanes_));
+                           operands<T>(grad_out_lanes_));
     // The forward adds up the scores of few queries in another order, and large ones then differ from those found here:
     // to its logsumexp and its output no weight here would belong exactly.
     const bool again = !call_.saved_probs && (has_large_ || has_few_queries(p));
@@ -106,7 +132,7 @@ class ScoreGradients {
   void find_scores(int64_t first_key, int64_t keys) {
     const auto& p = params_;
     const T* k = p.k.at(b_, kv_head_, first_key);
-    mask_->find_scores(keys, load_factors(k, p.k.row_stride(), keys, p.D, operand(staged_)), q_, weights_);
+    mask_->find_scores(keys, load_factors(k, p.k.row_stride(), keys, p.D, operands<T>(staged_)), q_, weights_);
   }
 
   // What every key of the block needs to know of a query; whether some query has no allowed key and weighs all alike.
@@ -132,37 +158,21 @@ class ScoreGradients {
 
   // The logsumexp of the block in two numbers, the maximum and the rest, from all scores.
   void sum_again() {
-    std::fill(logsumexp_, logsumexp_ + queries_, kBlocked<A>);
-    std::fill(rest_, rest_ + lanes_, A(0));
+    TwoPartLogsumexp<A> totals[kQueryTile];
     const Range visible = mask_->keys();
     for (int64_t first = visible.begin; first < visible.end; first += kKeyTile) {
       const int64_t keys = mask_->load(first, std::min(kKeyTile, visible.end - first), weights_);
       if (keys == 0) continue;
       find_scores(first, keys);
-      for (int64_t i = 0; i < queries_; ++i) {
-        A maximum = logsumexp_[i];
-        for (int64_t j = 0; j < keys; ++j) maximum = std::max(maximum, weights_[j * lanes_ + i]);
-        if (maximum == kBlocked<A>) continue;
-        A sum = rest_[i] * std::exp(logsumexp_[i] - maximum);
-        for (int64_t j = 0; j < keys; ++j) sum += std::exp(weights_[j * lanes_ + i] - maximum);
-        logsumexp_[i] = maximum, rest_[i] = sum;
-      }
+      for (int64_t i = 0; i < queries_; ++i) totals[i].add(weights_ + i, keys, lanes_);
     }
-    for (int64_t i = 0; i < queries_; ++i) rest_[i] = rest_[i] > 0 ? std::log(rest_[i]) : A(0);
+    for (int64_t i = 0; i < queries_; ++i) logsumexp_[i] = totals[i].maximum, rest_[i] = totals[i].rest();
   }
 
   // delta, the sum over all keys of weight times its gradient, is also the product of the output and its gradient.
   void load_delta() {
-    for (int64_t i = 0; i < queries_; ++i) {
-      const T* out = call_.out.at(b_, h_, first_query_ + i);
-      const T* grad_out = call_.grad_out.at(b_, h_, first_query_ + i);
-      Vector<A> products{};
-      for (int64_t d = 0; d < params_.D; d += kW) {
-        const int64_t count = std::min(kW, params_.D - d);
-        products = fma(load_some(out + d, count), load_some(grad_out + d, count), products);
-      }
-      delta_[i] = lane_sum<A>(products);
-    }
+    for (int64_t i = first_query_; i < first_query_ + queries_; ++i)
+      delta_[i - first_query_] = dot(call_.out.at(b_, h_, i), call_.grad_out.at(b_, h_, i), params_.D);
   }
 
   // The logsumexp grows with each score by its weight.
@@ -181,8 +191,8 @@ class ScoreGradients {
     }
     const auto& p = params_;
     const T* v = p.v.at(b_, kv_head_, first_key);
-    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operand(staged_)), grad_out_, Scaled<A>{1},
-             grads_, lanes_);
+    multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operands<T>(staged_)), grad_out_,
+             Scaled<A>{1}, grads_, lanes_);
     if (call_.saved_probs) {
       pass == Pass::kOnly ? load_saved(first_key, keys) : add_saved_to_delta(first_key, keys);
       return keys;
@@ -277,7 +287,7 @@ class ScoreGradients {
     const Vector<A> logsumexp = widen(logsumexp_ + lane), rest = widen(rest_ + lane), uniform = widen(uniform_ + lane);
     const A rescale = rescale_;
     Vector<A> delta = widen(delta_ + lane);
-    for_rows(dropout_ ? &*dropout_ : nullptr, keys, first_key, first_query_ + lane, [&](int64_t row, auto, auto kept) {
+    for_rows(dropout_, keys, first_key, first_query_ + lane, [&](int64_t row, auto, auto kept) {
       A* weights = weights_ + row * lanes_ + lane;
       A* grads = grads_ + row * lanes_ + lane;
       const Vector<A> score = widen(weights);
@@ -318,8 +328,6 @@ class ScoreGradients {
   Matrix<E> packed_over_queries(int64_t offset) const {
     return {reinterpret_cast<const E*>(weights_ + offset), lanes_, 1};
   }
-
-  static E* operand(A* buffer) { return reinterpret_cast<E*>(buffer); }
 
   const AttentionBackward<T, A>& call_;
   const AttentionKernelParams<T, A>& params_;

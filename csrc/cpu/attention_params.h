@@ -67,9 +67,7 @@ struct Range {
 // A call. T is the tensors' dtype, A that of the arithmetic.
 template <typename T, typename A>
 struct AttentionKernelParams {
-  using Element = T;
-  using Arithmetic = A;
-  int64_t B, H, Hkv, Lq, Lk, D;
+  int64_t B = 0, H = 0, Hkv = 0, Lq = 0, Lk = 0, D = 0;
   View<const T> q, k, v;
   View<const bool> keep, key_keep;
   Bias<T, A> bias;
@@ -121,8 +119,6 @@ struct SavedProbs {
 // A padded batch is one of these, a packed one has one for each sequence. Statistics are (batch, head, query).
 template <typename T, typename A>
 struct AttentionForward {
-  using Element = T;
-  using Arithmetic = A;
   AttentionKernelParams<T, A> params;
   View<T> out;
   View<A> logsumexp;
@@ -131,8 +127,6 @@ struct AttentionForward {
 
 template <typename T, typename A>
 struct AttentionBackward {
-  using Element = T;
-  using Arithmetic = A;
   AttentionKernelParams<T, A> params;
   View<const T> grad_out, out;
   View<const A> logsumexp, grad_logsumexp;

@@ -17,13 +17,16 @@ class RowsBackward {
       : call_(call), params_(call.params), rows_(params_, b, kv_head), b_(b), kv_head_(kv_head),
         width_(round_up(params_.D, kW)), rescale_(static_cast<A>(DropoutRate(params_.dropout.p).scale)) {
     const int64_t rows = rows_.count() * width_, keys = kRowKeys * width_;
-    const int64_t sizes[] = {rows, rows, rows, rows, rows, rows_.count() * kNumbers, kRowKeys, kRowKeys, keys, keys};
-    A* buffers[std::size(sizes)];
-    Workspace<A>::of_this_thread().divide(sizes, buffers);
-    A** next = buffers;
-    for (A** buffer :
-         {&q_operands_, &grad_operands_, &q_, &grad_out_, &grad_q_, &numbers_, &weights_, &grads_, &grad_k_, &grad_v_})
-      *buffer = *next++;
+    Workspace<A>::divide({{&q_operands_, rows},
+                          {&grad_operands_, rows},
+                          {&q_, rows},
+                          {&grad_out_, rows},
+                          {&grad_q_, rows},
+                          {&numbers_, rows_.count() * kNumbers},
+                          {&weights_, kRowKeys},
+                          {&grads_, kRowKeys},
+                          {&grad_k_, keys},
+                          {&grad_v_, keys}});
   }
 
   // Of a range of keys. The gradient of q goes to `partial_q` (rows, D) if they are not all keys.
@@ -56,15 +59,15 @@ class RowsBackward {
         add_outer_product(weights_, grad_out_ + row * width_, some, width_, grad_v_);
         add_outer_product(grads_, q_ + row * width_, some, width_, grad_k_);
       }
-      write(grad_k_, keys, params_.scale, grad_keys, grad_k.row_stride());
-      write(grad_v_, keys, A(1), grad_values, grad_v.row_stride());
+      store_rows(grad_k_, width_, keys, params_.scale, params_.D, grad_keys, grad_k.row_stride());
+      store_rows(grad_v_, width_, keys, A(1), params_.D, grad_values, grad_v.row_stride());
     }
     for (int64_t row = 0; row < rows_.count(); ++row) {
-      T* target = call_.grad_q.at(b_, rows_.head(row), rows_.position(row));
+      const A* grad = grad_q_ + row * width_;
       if (partial_q)
-        write(grad_q_ + row * width_, 1, params_.scale, partial_q + row * params_.D, 0);
+        store_row(grad, params_.scale, params_.D, partial_q + row * params_.D);
       else
-        write(grad_q_ + row * width_, 1, params_.scale, target, 0);
+        store_row(grad, params_.scale, params_.D, call_.grad_q.at(b_, rows_.head(row), rows_.position(row)));
     }
   }
 
@@ -96,27 +99,21 @@ class RowsBackward {
 
   // The logsumexp in two numbers, the maximum and the rest, from all scores.
   void sum_again(int64_t row) {
-    A maximum = kBlocked<A>, sum = 0;
+    TwoPartLogsumexp<A> total;
     const Range visible = rows_.visible(row);
     for (int64_t first = visible.from_multiple(kRowKeys).begin; first < visible.end; first += kRowKeys) {
       const T *k, *v;
       const int64_t keys = rows_.find_keys(first, std::min(kRowKeys, visible.end - first), &k, &v);
       rows_.find_scores(row, q_operands_ + row * width_, k, first, keys, weights_);
-      const A highest = std::max(maximum, *std::max_element(weights_, weights_ + keys));
-      if (highest == kBlocked<A>) continue;
-      sum *= std::exp(maximum - highest);
-      for (int64_t j = 0; j < keys; ++j) sum += std::exp(weights_[j] - highest);
-      maximum = highest;
+      total.add(weights_, keys, 1);
     }
-    number(row, kLogsumexp) = maximum, number(row, kRest) = std::log(sum);
+    number(row, kLogsumexp) = total.maximum, number(row, kRest) = total.rest();
   }
 
   void load_delta(int64_t row) {
-    const T* out = call_.out.at(b_, rows_.head(row), rows_.position(row));
-    Vector<A> products{};
-    for (int64_t d = 0; d < params_.D; d += kW)
-      products = fma(load_some(out + d, std::min(kW, params_.D - d)), widen(grad_out_ + row * width_ + d), products);
-    number(row, kDelta) = lane_sum<A>(products) - number(row, kGradLogsumexp);
+    const int64_t h = rows_.head(row), i = rows_.position(row);
+    number(row, kDelta) =
+        dot(call_.out.at(b_, h, i), call_.grad_out.at(b_, h, i), params_.D) - number(row, kGradLogsumexp);
   }
 
   // Dropped weights of some keys and the gradients of their scores; adds to the gradient of q.
@@ -161,13 +158,6 @@ class RowsBackward {
         const Vector<A> product = weights[j] == 0 ? Vector<A>{} : weights[j] * factor * widen(vector + d);
         store_result(target + j * stride + d, product, std::min(kW, params_.D - d));
       }
-  }
-
-  template <typename U>
-  void write(const A* rows, int64_t count, A factor, U* target, int64_t stride) const {
-    for (int64_t i = 0; i < count; ++i)
-      for (int64_t d = 0; d < params_.D; d += kW)
-        store_result(target + i * stride + d, widen(rows + i * width_ + d) * factor, std::min(kW, params_.D - d));
   }
 
   const AttentionBackward<T, A>& call_;

@@ -25,10 +25,9 @@ class RowsForward {
 
   RowsForward(const AttentionForward<T, A>& call, int64_t b, int64_t kv_head)
       : call_(call), params_(call.params), rows_(params_, b, kv_head), b_(b), width_(round_up(params_.D, kW)) {
-    const int64_t sizes[] = {rows_.count() * width_, rows_.count() * RowPart<A>::size(width_), kRowKeys};
-    A* buffers[std::size(sizes)];
-    Workspace<A>::of_this_thread().divide(sizes, buffers);
-    std::tie(queries_, parts_, weights_) = std::tie(buffers[0], buffers[1], buffers[2]);
+    Workspace<A>::divide({{&queries_, rows_.count() * width_},
+                          {&parts_, rows_.count() * RowPart<A>::size(width_)},
+                          {&weights_, kRowKeys}});
   }
 
   // Of `count` keys from number `offset` of those on that some row sees. Into `parts` if they are not all, else finished.

@@ -16,10 +16,10 @@ class WeightsBlock {
       : params_(params), b_(b), h_(h), first_query_(first_query),
         queries_(std::min(kQueryTile, params.Lq - first_query)), lanes_(round_up(queries_, kW)) {
     const int64_t keys = std::min(kKeyTile, params.Lk);
-    const int64_t sizes[] = {params.D * lanes_, keys * round_up(params.D, kW), keys, params.Lk * lanes_};
-    A* buffers[std::size(sizes)];
-    Workspace<A>::of_this_thread().divide(sizes, buffers);
-    std::tie(query_lanes_, staged_, key_addend_, scores_) = std::tie(buffers[0], buffers[1], buffers[2], buffers[3]);
+    Workspace<A>::divide({{&query_lanes_, params.D * lanes_},
+                          {&staged_, keys * round_up(params.D, kW)},
+                          {&key_addend_, keys},
+                          {&scores_, params.Lk * lanes_}});
     if (params.dropout.p > 0) dropout_.emplace(params, b, h);
   }
 
@@ -28,15 +28,9 @@ class WeightsBlock {
     find_scores();
     for (int64_t lane = 0; lane < lanes_; lane += kW) softmax_lanes(lane);
     const int64_t Lk = params_.Lk;
-    for (int64_t j = 0; j < Lk; j += kW)
-      for (int64_t i = 0; i < queries_; i += kW) {
-        Vector<A> square[kW];
-        for (int64_t row = 0; row < kW; ++row)
-          square[row] = j + row < Lk ? widen(scores_ + (j + row) * lanes_ + i) : Vector<A>{};
-        transpose<A>(square);
-        for (int64_t query = 0; query < std::min(kW, queries_ - i); ++query)
-          store_result(weights + (i + query) * Lk + j, square[query], std::min(kW, Lk - j));
-      }
+    transpose_rows<A>(
+        Lk, queries_, [&](int64_t j, int64_t i, int64_t) { return widen(scores_ + j * lanes_ + i); },
+        [&](int64_t i, int64_t j, Vector<A> row) { store_result(weights + i * Lk + j, row, std::min(kW, Lk - j)); });
   }
 
  private:
@@ -46,8 +40,7 @@ class WeightsBlock {
     const bool few = has_few_queries(p);
     Rows<E> query{};
     if (!few)
-      query =
-          load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D, reinterpret_cast<E*>(query_lanes_));
+      query = load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D, operands<T>(query_lanes_));
     BlockMask<T, A> mask(p, b_, h_, first_query_, queries_, key_addend_);
     const Range visible = mask.keys();
     std::fill(scores_, scores_ + visible.begin * lanes_, kBlocked<A>);
@@ -64,7 +57,7 @@ class WeightsBlock {
         mask.apply_keys_and_bounds(keys, scores);
         continue;
       }
-      const Matrix<E> factors = load_factors(k, p.k.row_stride(), keys, p.D, reinterpret_cast<E*>(staged_));
+      const Matrix<E> factors = load_factors(k, p.k.row_stride(), keys, p.D, operands<T>(staged_));
       mask.find_scores(keys, factors, query, scores);
     }
   }
@@ -98,7 +91,7 @@ class WeightsBlock {
     const Vector<A> none = broadcast(params_.zero_empty_rows ? A(0) : rescale / static_cast<A>(Lk));
     const auto unseen = total == 0;
     const Vector<A> factor = rescale / (unseen ? broadcast(A(1)) : total);
-    for_rows(dropout_ ? &*dropout_ : nullptr, Lk, 0, first_query_ + lane, [&](int64_t j, auto, auto kept) {
+    for_rows(dropout_, Lk, 0, first_query_ + lane, [&](int64_t j, auto, auto kept) {
       A* weight = scores + j * lanes_;
       narrow(weight, where_kept<A>(kept, unseen ? none : widen(weight) * factor));
     });
@@ -106,7 +99,7 @@ class WeightsBlock {
 
   const AttentionKernelParams<T, A>& params_;
   int64_t b_, h_, first_query_, queries_, lanes_;
-  A *query_lanes_, *staged_, *key_addend_, *pair_addend_, *scores_;
+  A *query_lanes_, *staged_, *key_addend_, *scores_;
   std::optional<TileDropout<A>> dropout_;
 };
 

@@ -127,27 +127,23 @@ Tensor weights(const AttentionParams& params, const Tensor& q, const Tensor& k, 
                                    : launch_attention_weights(q, k, logsumexp, params);
 }
 
-TwoTensors forward_meta(const AttentionParams& /* params */, const Tensor& q, const Tensor& /* k */,
-                        const Tensor& /* v */) {
+TwoTensors forward_meta(const AttentionParams&, const Tensor& q, const Tensor&, const Tensor&) {
   const at::ScalarType statistics = arithmetic_type(q);
   if (q.dim() == 3) return {at::empty_like(q), meta_tensor(q, {q.sym_size(1), q.sym_size(0)}, statistics)};
   return {at::empty_like(q), meta_tensor(q, q.sym_sizes().slice(0, 3), statistics)};
 }
 
-ThreeTensors backward_meta(const AttentionParams& /* params */, const Tensor& /* grad_out */, const Tensor& q,
-                           const Tensor& k, const Tensor& v, const Tensor& /* out */, const Tensor& /* logsumexp */,
-                           const OptionalTensor& /* grad_logsumexp */) {
+ThreeTensors backward_meta(const AttentionParams&, const Tensor&, const Tensor& q, const Tensor& k, const Tensor& v,
+                           const Tensor&, const Tensor&, const OptionalTensor&) {
   return {at::empty_like(q), at::empty_like(k), at::empty_like(v)};
 }
 
-Tensor grad_bias_meta(const AttentionParams& params, const Tensor& /* grad_out */, const Tensor& /* q */,
-                      const Tensor& /* k */, const Tensor& /* v */, const Tensor& /* out */,
-                      const Tensor& /* logsumexp */, const OptionalTensor& /* grad_logsumexp */) {
+Tensor grad_bias_meta(const AttentionParams& params, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                      const Tensor&, const Tensor&, const OptionalTensor&) {
   return meta_tensor(*params.bias, params.bias->sym_sizes());
 }
 
-Tensor weights_meta(const AttentionParams& /* params */, const Tensor& q, const Tensor& k,
-                    const OptionalTensor& /* logsumexp */) {
+Tensor weights_meta(const AttentionParams&, const Tensor& q, const Tensor& k, const OptionalTensor&) {
   return meta_tensor(q, {q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2)});
 }
 

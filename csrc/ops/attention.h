@@ -40,6 +40,12 @@ struct AttentionParams {
   std::array<Tensor, kTensors> tensors() const;
   AttentionParams without_tensors() const;
   AttentionParams with(const Tensor* saved) const;
+
+ private:
+  template <typename Params>
+  static std::array<decltype(&std::declval<Params&>().keep), kTensors> tensor_fields(Params& p) {
+    return {&p.keep, &p.key_keep, &p.lengths, &p.bias, &p.seed, &p.packed.cu_seqlens_q, &p.packed.cu_seqlens_k};
+  }
 };
 
 // What a forward found. In training it may keep weights for its backward, in the tiles that both work on.

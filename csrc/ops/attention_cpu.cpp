@@ -2,12 +2,10 @@
 #include "attention.h"
 
 #include "attention_tensors.h"
+#include "eager_call.h"
 
 namespace transformer_fast {
 namespace {
-
-Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Tensor(); }
-OptionalTensor or_none(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
 // Whether a forward keeps the weights for its backward. To compute them again takes a product and the exponentials, and
 // with an addend for each pair of query and key and nothing dropped, that is more than eager spends on keeping them. With
@@ -23,13 +21,9 @@ bool saves_probs(const Tensor& q, const Tensor& k, const AttentionParams& params
 }  // namespace
 
 std::array<Tensor, AttentionParams::kTensors> AttentionParams::tensors() const {
-  return {or_undefined(keep),
-          or_undefined(key_keep),
-          or_undefined(lengths),
-          or_undefined(bias),
-          or_undefined(seed),
-          or_undefined(packed.cu_seqlens_q),
-          or_undefined(packed.cu_seqlens_k)};
+  std::array<Tensor, kTensors> saved;
+  for (size_t i = 0; i < kTensors; ++i) saved[i] = eager::or_undefined(*tensor_fields(*this)[i]);
+  return saved;
 }
 
 AttentionParams AttentionParams::without_tensors() const {
@@ -39,28 +33,22 @@ AttentionParams AttentionParams::without_tensors() const {
 
 AttentionParams AttentionParams::with(const Tensor* saved) const {
   AttentionParams params = *this;
-  params.keep = or_none(saved[0]), params.key_keep = or_none(saved[1]), params.lengths = or_none(saved[2]);
-  params.bias = or_none(saved[3]), params.seed = or_none(saved[4]);
-  params.packed.cu_seqlens_q = or_none(saved[5]), params.packed.cu_seqlens_k = or_none(saved[6]);
+  for (size_t i = 0; i < kTensors; ++i) *tensor_fields(params)[i] = eager::or_none(saved[i]);
   return params;
 }
 
 AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                                   bool training) {
   AttentionResult result{at::empty_like(q), empty_statistics(q, q.sizes().slice(0, 3)), {}, {}};
-  with_kernel_params(q, k, v, params, [&](const auto& kernel_params) {
-    using T = typename std::decay_t<decltype(kernel_params)>::Element;
-    using A = typename std::decay_t<decltype(kernel_params)>::Arithmetic;
+  with_kernel_params(q, k, v, params, [&]<typename T, typename A>(const AttentionKernelParams<T, A>& p) {
     if (training && saves_probs(q, k, params)) {
       const int64_t vector = kernels().vector_bytes / static_cast<int64_t>(sizeof(A));
-      const int64_t lanes = (kernel_params.Lq + vector - 1) / vector * vector,
-                    tiles = SavedProbs<T, A>::tiles(kernel_params.Lk);
-      result.saved_probs = at::empty({kernel_params.B, kernel_params.H, lanes, kernel_params.Lk}, q.options());
-      result.saved_factors = empty_statistics(q, {kernel_params.B, kernel_params.H, tiles, lanes});
+      const int64_t lanes = (p.Lq + vector - 1) / vector * vector, tiles = SavedProbs<T, A>::tiles(p.Lk);
+      result.saved_probs = at::empty({p.B, p.H, lanes, p.Lk}, q.options());
+      result.saved_factors = empty_statistics(q, {p.B, p.H, tiles, lanes});
     }
-    kernels().of<T>().attention_forward(AttentionForward<T, A>{kernel_params, view<T>(result.out),
-                                                               statistics_view<A>(result.logsumexp),
-                                                               saved_probs_view(kernel_params, result)});
+    kernels().of<T>().attention_forward(AttentionForward<T, A>{
+        p, view<T>(result.out), statistics_view<A>(result.logsumexp), saved_probs_view(p, result)});
   });
   return result;
 }
@@ -70,23 +58,22 @@ AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, c
                                       const AttentionParams& params, bool bias) {
   AttentionGradients grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}};
   const int64_t scores = q.size(0) * q.size(1) * q.size(2) * k.size(2);
-  // The gradient of the bias sums those of the scores, which are stored where they are not too many.
-  const bool stores = bias && q.size(2) > kFewQueries && scores > 0 && q.size(3) > 0 && scores <= kMaxSavedScores;
-  if (bias && !stores) grads.bias = attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
+  // The gradient of the bias sums those of the scores, which are saved where they are not too many.
+  const bool saves_scores = bias && q.size(2) > kFewQueries && scores > 0 && q.size(3) > 0 && scores <= kMaxSavedScores;
+  if (bias && !saves_scores) grads.bias = attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
   if (q.numel() == 0 || k.numel() == 0) {
     for (Tensor* grad : {&grads.q, &grads.k, &grads.v}) grad->zero_();
     return grads;
   }
-  const Tensor grad_scores = stores ? at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options()) : Tensor();
-  with_kernel_params(q, k, v, params, [&](const auto& kernel_params) {
-    using T = typename std::decay_t<decltype(kernel_params)>::Element;
-    using A = typename std::decay_t<decltype(kernel_params)>::Arithmetic;
+  const Tensor grad_scores =
+      saves_scores ? at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options()) : Tensor();
+  with_kernel_params(q, k, v, params, [&]<typename T, typename A>(const AttentionKernelParams<T, A>& p) {
     kernels().of<T>().attention_backward(AttentionBackward<T, A>{
-        kernel_params, view<const T>(grad_out), view<const T>(result.out), statistics_view<const A>(result.logsumexp),
+        p, view<const T>(grad_out), view<const T>(result.out), statistics_view<const A>(result.logsumexp),
         statistics_view<const A>(grad_logsumexp), view<T>(grads.q), view<T>(grads.k), view<T>(grads.v),
-        stores ? view<T>(grad_scores) : View<T>{}, saved_probs_view(kernel_params, result)});
+        saves_scores ? view<T>(grad_scores) : View<T>{}, saved_probs_view(p, result)});
   });
-  if (stores) grads.bias = grad_scores.sum_to_size(params.bias->sizes()).to(params.bias->scalar_type());
+  if (saves_scores) grads.bias = grad_scores.sum_to_size(params.bias->sizes()).to(params.bias->scalar_type());
   return grads;
 }
 
@@ -96,17 +83,10 @@ Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor
   const Tensor& bias = *params.bias;
   Tensor grad = empty_statistics(q, bias.sizes());
   if (q.numel() == 0 || k.numel() == 0) return grad.zero_().to(bias.scalar_type());
-  with_kernel_params(q, k, v, params, [&](const auto& kernel_params) {
-    using T = typename std::decay_t<decltype(kernel_params)>::Element;
-    using A = typename std::decay_t<decltype(kernel_params)>::Arithmetic;
-    const AttentionBackward<T, A> call{kernel_params,
-                                       view<const T>(grad_out),
-                                       view<const T>(result.out),
+  with_kernel_params(q, k, v, params, [&]<typename T, typename A>(const AttentionKernelParams<T, A>& p) {
+    const AttentionBackward<T, A> call{p, view<const T>(grad_out), view<const T>(result.out),
                                        statistics_view<const A>(result.logsumexp),
-                                       statistics_view<const A>(grad_logsumexp),
-                                       {},
-                                       {},
-                                       {}};
+                                       statistics_view<const A>(grad_logsumexp)};
     kernels().of<T>().attention_grad_bias(
         call, {grad.mutable_data_ptr<A>(), {bias.size(0), bias.size(1), bias.size(2), bias.size(3)}});
   });
@@ -116,9 +96,8 @@ Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor
 Tensor attention_weights(const Tensor& q, const Tensor& k, const AttentionParams& params) {
   Tensor weights = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
   if (weights.numel() == 0) return weights;
-  with_kernel_params(q, k, k, params, [&](const auto& kernel_params) {
-    using T = typename std::decay_t<decltype(kernel_params)>::Element;
-    kernels().of<T>().attention_weights(kernel_params, weights.mutable_data_ptr<T>());
+  with_kernel_params(q, k, k, params, [&]<typename T, typename A>(const AttentionKernelParams<T, A>& p) {
+    kernels().of<T>().attention_weights(p, weights.mutable_data_ptr<T>());
   });
   return weights;
 }

@@ -71,18 +71,15 @@ TwoTensors compute(const DecodeParams& params) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention_decode", [&] {
     using T = scalar_t;
     using A = Accumulate<T>;
-    AttentionForward<T, A> call{{}, view<T>(out), statistics_view<A>(logsumexp)};
-    auto& kernel_params = call.params;
-    kernel_params.B = q.size(0), kernel_params.H = q.size(1), kernel_params.Hkv = k.size(1),
-    kernel_params.Lq = q.size(2);
-    kernel_params.D = q.size(3), kernel_params.Lk = lengths.max().item<int32_t>();
-    kernel_params.q = view<const T>(q), kernel_params.k = view<const T>(k), kernel_params.v = view<const T>(v);
-    kernel_params.lengths = view<const int32_t>(lengths.view({-1, 1, 1, 1})), kernel_params.bottom_right = true;
-    set_diagonals(kernel_params, params.causal, params.window);
-    kernel_params.scale = static_cast<A>(params.scale), kernel_params.zero_empty_rows = true;
+    AttentionForward<T, A> call{kernel_params_of<T>(q, k, v), view<T>(out), statistics_view<A>(logsumexp)};
+    auto& p = call.params;
+    p.Lk = lengths.max().item<int32_t>();
+    p.lengths = view<const int32_t>(lengths.view({-1, 1, 1, 1})), p.bottom_right = true;
+    set_diagonals(p, params.causal, params.window);
+    p.scale = static_cast<A>(params.scale), p.zero_empty_rows = true;
     if (pages.defined()) {
-      kernel_params.pages = pages.const_data_ptr<int32_t>();
-      kernel_params.pages_stride = pages.size(1), kernel_params.page_size = params.k.size(1);
+      p.pages = pages.const_data_ptr<int32_t>();
+      p.pages_stride = pages.size(1), p.page_size = params.k.size(1);
     }
     kernels().of<T>().attention_forward(call);
   });

@@ -1,4 +1,4 @@
-// Attention of a packed batch on the CPU: every sequence is a kernel_params of its own, and all share one list of tasks.
+// Attention of a packed batch on the CPU: every sequence is a call of its own, and all share one list of tasks.
 #include "attention_tensors.h"
 
 #include <algorithm>
@@ -22,7 +22,7 @@ View<T> token_statistics(const Tensor& tensor, int64_t start) {
 // A sequence, and its first row of q and of k.
 template <typename T, typename A>
 struct Sequence {
-  AttentionKernelParams<T, A> kernel_params{};
+  AttentionKernelParams<T, A> params;
   int64_t start_q = 0, start_k = 0;
 };
 
@@ -38,18 +38,18 @@ void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const Att
     using A = Accumulate<T>;
     std::vector<Sequence<T, A>> sequences(cu_seqlens_q.size(0) - 1);
     for (std::size_t b = 0; b < sequences.size(); ++b) {
-      auto& [kernel_params, start_q, start_k] = sequences[b];
+      auto& [p, start_q, start_k] = sequences[b];
       start_q = starts_q[b], start_k = starts_k[b];
-      kernel_params.B = 1, kernel_params.H = q.size(1), kernel_params.Hkv = k.size(1), kernel_params.D = q.size(2);
-      kernel_params.Lq = starts_q[b + 1] - start_q, kernel_params.Lk = starts_k[b + 1] - start_k;
-      kernel_params.q = tokens<const T>(q, start_q);
-      kernel_params.k = tokens<const T>(k, start_k), kernel_params.v = tokens<const T>(v, start_k);
-      set_options(kernel_params, params);
-      kernel_params.first_batch = b;
+      p.B = 1, p.H = q.size(1), p.Hkv = k.size(1), p.D = q.size(2);
+      p.Lq = starts_q[b + 1] - start_q, p.Lk = starts_k[b + 1] - start_k;
+      p.q = tokens<const T>(q, start_q);
+      p.k = tokens<const T>(k, start_k), p.v = tokens<const T>(v, start_k);
+      set_options(p, params);
+      p.first_batch = b;
     }
     // The longest first, so that no thread is left alone with one at the end.
     std::stable_sort(sequences.begin(), sequences.end(), [](const auto& a, const auto& b) {
-      return a.kernel_params.Lq * a.kernel_params.Lk > b.kernel_params.Lq * b.kernel_params.Lk;
+      return a.params.Lq * a.params.Lk > b.params.Lq * b.params.Lk;
     });
     body(sequences);
   });
@@ -63,8 +63,8 @@ AttentionResult attention_packed_forward(const Tensor& q, const Tensor& k, const
   with_sequences(q, k, v, params, [&]<typename T, typename A>(const std::vector<Sequence<T, A>>& sequences) {
     std::vector<AttentionForward<T, A>> calls;
     calls.reserve(sequences.size());
-    for (const auto& [kernel_params, start_q, start_k] : sequences)
-      calls.push_back({kernel_params, tokens<T>(result.out, start_q), token_statistics<A>(result.logsumexp, start_q)});
+    for (const auto& [p, start_q, start_k] : sequences)
+      calls.push_back({p, tokens<T>(result.out, start_q), token_statistics<A>(result.logsumexp, start_q)});
     kernels().of<T>().attention_forward(calls);
   });
   return result;
@@ -81,11 +81,11 @@ AttentionGradients attention_packed_backward(const Tensor& grad_out, const Tenso
   with_sequences(q, k, v, params, [&]<typename T, typename A>(const std::vector<Sequence<T, A>>& sequences) {
     std::vector<AttentionBackward<T, A>> calls;
     calls.reserve(sequences.size());
-    for (const auto& [kernel_params, start_q, start_k] : sequences)
-      if (kernel_params.Lk == 0)  // no task will come by
-        grads.q.narrow(0, start_q, kernel_params.Lq).zero_();
+    for (const auto& [p, start_q, start_k] : sequences)
+      if (p.Lk == 0)  // no task will come by
+        grads.q.narrow(0, start_q, p.Lq).zero_();
       else
-        calls.push_back({kernel_params, tokens<const T>(grad_out, start_q), tokens<const T>(result.out, start_q),
+        calls.push_back({p, tokens<const T>(grad_out, start_q), tokens<const T>(result.out, start_q),
                          token_statistics<const A>(result.logsumexp, start_q),
                          grad_logsumexp ? token_statistics<const A>(*grad_logsumexp, start_q) : View<const A>{},
                          tokens<T>(grads.q, start_q), tokens<T>(grads.k, start_k), tokens<T>(grads.v, start_k)});

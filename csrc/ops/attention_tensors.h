@@ -52,56 +52,52 @@ Bias<T, A> bias_view(const OptionalTensor& bias, OptionalTensor& converted) {
   return {view<const A>(*converted), {}};
 }
 
+// Of q (B, H, Lq, D), k and v (B, Hkv, Lk, D).
+template <typename T>
+AttentionKernelParams<T, Accumulate<T>> kernel_params_of(const Tensor& q, const Tensor& k, const Tensor& v) {
+  AttentionKernelParams<T, Accumulate<T>> p;
+  p.B = q.size(0), p.H = q.size(1), p.Hkv = k.size(1), p.Lq = q.size(2), p.Lk = k.size(2), p.D = q.size(3);
+  p.q = view<const T>(q), p.k = view<const T>(k), p.v = view<const T>(v);
+  return p;
+}
+
 // Within what the kernels' arithmetic holds.
 template <typename T, typename A>
-void set_diagonals(AttentionKernelParams<T, A>& kernel_params, std::optional<int64_t> causal,
-                   std::optional<int64_t> window) {
-  kernel_params.upper = std::clamp(causal.value_or(kNoDiagonal), -kNoDiagonal, kNoDiagonal);
-  kernel_params.lower = std::clamp(window.value_or(-kNoDiagonal), -kNoDiagonal, kNoDiagonal);
+void set_diagonals(AttentionKernelParams<T, A>& p, std::optional<int64_t> causal, std::optional<int64_t> window) {
+  p.upper = std::clamp(causal.value_or(kNoDiagonal), -kNoDiagonal, kNoDiagonal);
+  p.lower = std::clamp(window.value_or(-kNoDiagonal), -kNoDiagonal, kNoDiagonal);
 }
 
 // What padded and packed batches have alike.
 template <typename T, typename A>
-void set_options(AttentionKernelParams<T, A>& kernel_params, const AttentionParams& params) {
-  set_diagonals(kernel_params, params.causal, params.window);
-  kernel_params.scale = static_cast<A>(params.scale), kernel_params.zero_empty_rows = params.zero_empty_rows;
-  kernel_params.dropout = dropout_params(params.dropout_p, params.seed);
+void set_options(AttentionKernelParams<T, A>& p, const AttentionParams& params) {
+  set_diagonals(p, params.causal, params.window);
+  p.scale = static_cast<A>(params.scale), p.zero_empty_rows = params.zero_empty_rows;
+  p.dropout = dropout_params(params.dropout_p, params.seed);
 }
 
-// Calls body(kernel_params) with a kernel_params of the right types.
+// Calls body(p) with the parameters of the kernels for the tensors' type.
 template <typename Body>
 void with_kernel_params(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params, Body body) {
-  const auto& lengths = params.lengths;
-  const OptionalTensor per_query =
-      lengths ? OptionalTensor(lengths->dim() == 1 ? lengths->view({-1, 1, 1, 1}) : lengths->unsqueeze(1).unsqueeze(-1))
-              : std::nullopt;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention", [&] {
-    using A = Accumulate<scalar_t>;
     OptionalTensor converted;
-    AttentionKernelParams<scalar_t, A> kernel_params{q.size(0),
-                                                     q.size(1),
-                                                     k.size(1),
-                                                     q.size(2),
-                                                     k.size(2),
-                                                     q.size(3),
-                                                     view<const scalar_t>(q),
-                                                     view<const scalar_t>(k),
-                                                     view<const scalar_t>(v),
-                                                     view<const bool>(params.keep),
-                                                     view<const bool>(params.key_keep),
-                                                     bias_view<scalar_t, A>(params.bias, converted),
-                                                     view<const int32_t>(per_query)};
-    set_options(kernel_params, params);
-    body(kernel_params);
+    auto p = kernel_params_of<scalar_t>(q, k, v);
+    p.keep = view<const bool>(params.keep), p.key_keep = view<const bool>(params.key_keep);
+    p.bias = bias_view<scalar_t, Accumulate<scalar_t>>(params.bias, converted);
+    if (const auto& lengths = params.lengths)
+      p.lengths =
+          view<const int32_t>(lengths->dim() == 1 ? lengths->view({-1, 1, 1, 1}) : lengths->unsqueeze(1).unsqueeze(-1));
+    set_options(p, params);
+    body(p);
   });
 }
 
-// What a forward kept, if it did, as the kernels take it.
+// What a forward saved of its weights, if it did, as the kernels take it.
 template <typename T, typename A>
-SavedProbs<T, A> saved_probs_view(const AttentionKernelParams<T, A>& kernel_params, const AttentionResult& result) {
+SavedProbs<T, A> saved_probs_view(const AttentionKernelParams<T, A>& p, const AttentionResult& result) {
   if (!result.saved_probs) return {};
-  return {static_cast<T*>(result.saved_probs->data_ptr()), static_cast<A*>(result.saved_factors->data_ptr()),
-          kernel_params.H, result.saved_probs->size(2), kernel_params.Lk};
+  return {static_cast<T*>(result.saved_probs->data_ptr()), static_cast<A*>(result.saved_factors->data_ptr()), p.H,
+          result.saved_probs->size(2), p.Lk};
 }
 
 inline Tensor empty_statistics(const Tensor& q, at::IntArrayRef sizes) {

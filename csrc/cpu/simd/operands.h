@@ -58,6 +58,12 @@ inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, Store st
     }
 }
 
+// A buffer as room for operands.
+template <typename T>
+inline Operand<T>* operands(Accumulate<T>* buffer) {
+  return reinterpret_cast<Operand<T>*>(buffer);
+}
+
 // Asks for rows that are read next at once: they would otherwise be waited for a few at a time.
 template <typename T>
 inline void fetch_rows(const T* rows, int64_t stride, int64_t count, int64_t columns) {
@@ -165,6 +171,13 @@ inline void store_row(const A* row, A factor, int64_t columns, T* target) {
              packed_halves(widen(row + d) * factor, widen(row + d + kLanes<A>) * factor));
   for (; d < columns; d += kLanes<A>)
     store_result(target + d, widen(row + d) * factor, std::min(kLanes<A>, columns - d));
+}
+
+// The same for `count` rows, `width` apart.
+template <typename T, typename A>
+inline void store_rows(const A* rows, int64_t width, int64_t count, A factor, int64_t columns, T* target,
+                       int64_t stride) {
+  for (int64_t i = 0; i < count; ++i) store_row(rows + i * width, factor, columns, target + i * stride);
 }
 
 // Pairs of keys j and j + 1 that stand in the row of key j, as the left operand of a product over the keys.
