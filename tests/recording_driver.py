@@ -97,7 +97,7 @@ def floats(*shape, offset=0):
 
 def forget_backends():
     backends._resolved.cache_clear()
-    _eager._launching.cache_clear()
+    _eager._runs_on_triton.cache_clear()
 
 
 @pytest.fixture

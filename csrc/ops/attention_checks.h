@@ -22,7 +22,7 @@ inline bool inputs_fit(const Tensor& q, const Tensor& k, const Tensor& v, int64_
 }
 
 // What the Triton kernels take.
-inline bool launchable(const Tensor& q) {
+inline bool triton_takes(const Tensor& q) {
   constexpr int64_t kLargestHeadDim = 256;
   return q.size(-1) <= kLargestHeadDim && q.scalar_type() != at::kDouble;
 }

@@ -157,9 +157,9 @@ bool pages_exist(const DecodeParams& call) {
 
 }  // namespace
 
-py::object attention_decode(bool launched, py::handle q_, py::handle k_cache, py::handle v_cache, py::handle lengths,
+py::object attention_decode(bool by_triton, py::handle q_, py::handle k_cache, py::handle v_cache, py::handle lengths,
                             py::handle page_table, py::handle causal, py::handle window, py::handle scale) {
-  Arguments arguments(launched);
+  Arguments arguments(by_triton);
   DecodeParams call{arguments.floating(q_),
                     arguments.floating(k_cache),
                     arguments.floating(v_cache),
@@ -170,7 +170,7 @@ py::object attention_decode(bool launched, py::handle q_, py::handle k_cache, py
                     scale.is_none() ? 0 : arguments.number(scale)};
   const Tensor& q = call.q;
   if (!arguments.ok() || !shapes_fit(call)) return py::none();
-  if (needs_gradient(q, call.k, call.v) || (launched && !launchable(q))) return py::none();
+  if (needs_gradient(q, call.k, call.v) || (by_triton && !triton_takes(q))) return py::none();
   const OptionalTensor narrow = int_lengths(call.lengths, call.capacity());
   if (!narrow) return py::none();
   call.lengths = *narrow;
@@ -178,7 +178,7 @@ py::object attention_decode(bool launched, py::handle q_, py::handle k_cache, py
   if (scale.is_none()) call.scale = default_scale(q);
 
   Tensor out;
-  if (launched) {
+  if (by_triton) {
     out = std::get<0>(decode_op::launch(call));
   } else {
     const py::gil_scoped_release no_gil;

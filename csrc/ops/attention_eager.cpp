@@ -38,20 +38,20 @@ bool broadcasts(const Tensor& mask, const Tensor& q, const Tensor& k) {
 }
 
 // What all calls have; the scale is 0 for the default, which run() knows.
-AttentionParams read_options(Arguments& arguments, bool launched, py::handle causal, py::handle window,
+AttentionParams read_options(Arguments& arguments, bool by_triton, py::handle causal, py::handle window,
                              py::handle scale, py::handle dropout_p, py::handle seed, py::handle empty_rows) {
   AttentionParams params;
   params.causal = arguments.optional_integer(causal), params.window = arguments.optional_integer(window);
   params.scale = scale.is_none() ? 0 : arguments.number(scale);
   params.dropout_p = arguments.probability(dropout_p);
-  if (PyLong_CheckExact(seed.ptr()) && launched)
+  if (PyLong_CheckExact(seed.ptr()) && by_triton)
     params.seed_value = arguments.integer(seed);
   else
     params.seed = arguments.optional_tensor(seed);
   params.zero_empty_rows = is_text(empty_rows, "zero");
   arguments.require(params.zero_empty_rows || is_text(empty_rows, "uniform"));
   arguments.require(params.dropout_p == 0 || params.seed || params.seed_value);
-  if (launched) params.backend = "triton";
+  if (by_triton) params.backend = "triton";
   return params;
 }
 
@@ -68,42 +68,42 @@ py::object run(const Tensor& q, const Tensor& k, const Tensor& v, AttentionParam
 
 }  // namespace
 
-py::object attention(bool launched, py::handle q_, py::handle k_, py::handle v_, py::handle keep, py::handle key_keep,
+py::object attention(bool by_triton, py::handle q_, py::handle k_, py::handle v_, py::handle keep, py::handle key_keep,
                      py::handle lengths, py::handle bias, py::handle causal, py::handle window, py::handle scale,
                      py::handle dropout_p, py::handle seed, py::handle empty_rows) {
-  Arguments arguments(launched);
+  Arguments arguments(by_triton);
   const Tensor q = arguments.floating(q_), k = arguments.floating(k_), v = arguments.floating(v_);
-  AttentionParams params = read_options(arguments, launched, causal, window, scale, dropout_p, seed, empty_rows);
+  AttentionParams params = read_options(arguments, by_triton, causal, window, scale, dropout_p, seed, empty_rows);
   params.keep = arguments.optional_tensor(keep), params.key_keep = arguments.optional_tensor(key_keep);
   params.lengths = arguments.optional_tensor(lengths), params.bias = arguments.optional_floating(bias);
   if (!arguments.ok() || q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return py::none();
   const int64_t B = q.size(0), Lq = q.size(2), Lk = k.size(2);
   if (k.size(0) != B || !inputs_fit(q, k, v, k.size(1))) return py::none();
-  if (launched && (!launchable(q) || needs_gradient(params.bias))) return py::none();
+  if (by_triton && (!triton_takes(q) || needs_gradient(params.bias))) return py::none();
   for (const OptionalTensor* part : {&params.keep, &params.key_keep, &params.bias})
     if (*part && !(broadcasts(**part, q, k) && (*part)->device() == q.device())) return py::none();
   if (params.key_keep && (params.key_keep->size(2) != 1 || params.key_keep->size(3) != Lk)) return py::none();
   if (OptionalTensor& given = params.lengths) {  // (B,) or (B, Lq)
     if (given->dim() < 1 || given->dim() > 2 || given->size(0) != B || (given->dim() == 2 && given->size(1) != Lq))
       return py::none();
-    if (given->device() != q.device() || (launched && given->scalar_type() != at::kInt)) return py::none();
-    if (!launched) given = int_lengths(*given, Lk);
+    if (given->device() != q.device() || (by_triton && given->scalar_type() != at::kInt)) return py::none();
+    if (!by_triton) given = int_lengths(*given, Lk);
     if (!given) return py::none();
   }
   return run(q, k, v, std::move(params), scale);
 }
 
-py::object attention_packed(bool launched, py::handle q_, py::handle k_, py::handle v_, py::handle cu_seqlens_q,
+py::object attention_packed(bool by_triton, py::handle q_, py::handle k_, py::handle v_, py::handle cu_seqlens_q,
                             py::handle cu_seqlens_k, py::handle max_q, py::handle max_k, py::handle causal,
                             py::handle window, py::handle scale, py::handle dropout_p, py::handle seed,
                             py::handle empty_rows) {
-  Arguments arguments(launched);
+  Arguments arguments(by_triton);
   const Tensor q = arguments.floating(q_), k = arguments.floating(k_), v = arguments.floating(v_);
   const Tensor starts_q = arguments.tensor(cu_seqlens_q), starts_k = arguments.tensor(cu_seqlens_k);
-  AttentionParams params = read_options(arguments, launched, causal, window, scale, dropout_p, seed, empty_rows);
+  AttentionParams params = read_options(arguments, by_triton, causal, window, scale, dropout_p, seed, empty_rows);
   const std::optional<int64_t> most_q = arguments.optional_integer(max_q), most_k = arguments.optional_integer(max_k);
   if (!arguments.ok() || q.dim() != 3 || k.dim() != 3 || v.dim() != 3) return py::none();
-  if (!inputs_fit(q, k, v, k.size(1)) || (launched && !launchable(q))) return py::none();
+  if (!inputs_fit(q, k, v, k.size(1)) || (by_triton && !triton_takes(q))) return py::none();
   const int64_t longest_q = longest_sequence(starts_q, q, most_q), longest_k = longest_sequence(starts_k, k, most_k);
   if (longest_q < 0 || longest_k < 0 || starts_q.sizes() != starts_k.sizes()) return py::none();
   params.packed = {starts_q, starts_k, longest_q, longest_k};

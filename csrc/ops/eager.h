@@ -9,21 +9,22 @@ namespace transformer_fast::eager {
 using pybind11::handle;
 using pybind11::object;
 
-// `launched`: by Triton kernels, on any device, not by those of the CPU; lengths must then be int32 and within bounds, and
+// `by_triton`: by Triton kernels, on any device, not by those of the CPU; lengths must then be int32 and within bounds, and
 // the seed may be an int.
-object attention(bool launched, handle q, handle k, handle v, handle keep, handle key_keep, handle lengths, handle bias,
-                 handle causal, handle window, handle scale, handle dropout_p, handle seed, handle empty_rows);
+object attention(bool by_triton, handle q, handle k, handle v, handle keep, handle key_keep, handle lengths,
+                 handle bias, handle causal, handle window, handle scale, handle dropout_p, handle seed,
+                 handle empty_rows);
 // nn.MultiheadAttention without gradients: queries, keys, values (B, L, E) or (L, B, E), its weights and biases, the mask in
 // normal form -> (out, weights or None).
 object multihead_attention(handle query, handle key, handle value, handle in_weight, handle in_bias, handle out_weight,
                            handle out_bias, handle heads, handle batch_first, handle keep, handle key_keep, handle bias,
                            handle causal, handle need_weights, handle average);
 // Attention over packed sequences.
-object attention_packed(bool launched, handle q, handle k, handle v, handle cu_seqlens_q, handle cu_seqlens_k,
+object attention_packed(bool by_triton, handle q, handle k, handle v, handle cu_seqlens_q, handle cu_seqlens_k,
                         handle max_q, handle max_k, handle causal, handle window, handle scale, handle dropout_p,
                         handle seed, handle empty_rows);
 // Attention of the newest queries to a cache.
-object attention_decode(bool launched, handle q, handle k_cache, handle v_cache, handle lengths, handle page_table,
+object attention_decode(bool by_triton, handle q, handle k_cache, handle v_cache, handle lengths, handle page_table,
                         handle causal, handle window, handle scale);
 object dropout(handle x, handle p, handle bias, handle residual, handle relu, handle seed);
 object layer_norm(handle x, handle weight, handle bias, handle eps, handle kind, handle residual, handle dropout_p,

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import backends
 from ..masks import AttentionMask, and_causal
-from ..tensor_cache import get, get_or_compute
+from ..tensor_cache import get_or_compute
 
 
 def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:
@@ -114,9 +116,12 @@ def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
     return get_or_compute(lengths, ("normal lengths", Lk), (), lambda: _checked_lengths(lengths, Lk))
 
 
-def kept_lengths(lengths: Tensor, Lk: int) -> Tensor | None:
-    """What :func:`normal_lengths` keeps on these lengths, if it has seen them before."""
-    return get(lengths, ("normal lengths", Lk)) if type(lengths) is Tensor else None
+def fitting_lengths(lengths: Tensor | None, q: Any, k: Any) -> Tensor | None:
+    """:func:`normal_lengths` of an unchecked call, or the lengths themselves where they do not fit it."""
+    if lengths is None or not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
+        return lengths
+    B, _, Lq, _ = q.shape
+    return normal_lengths(lengths, B, Lq, k.shape[2]) if lengths.shape in ((B,), (B, Lq)) else lengths
 
 
 def _checked_lengths(lengths: Tensor, Lk: int) -> Tensor:

@@ -14,8 +14,7 @@ from .. import backends, reference
 from ..attention_params import AttentionParams
 from ..masks import AttentionMask, and_causal, as_attention_mask
 from . import _eager, _seed
-from ._attention_checks import check_inputs, check_mask, check_options, normal_lengths
-from ._attention_triton import attention_by_triton
+from ._attention_checks import check_inputs, check_mask, check_options, fitting_lengths, normal_lengths
 from ._names import unknown_names
 
 MAX_TRITON_HEAD_DIM = 256
@@ -136,16 +135,17 @@ def attention(
         mask = mask & AttentionMask.bias(bias)
     bias = mask.additive_bias
     only_out = not (return_weights or return_logsumexp)
-    launched = _eager.launched("attention", q) if only_out else None
+    extension, by_triton = (None, False) if return_logsumexp else _eager.fast_path("attention", q)
+    if return_weights and (by_triton or return_weights not in (True, "dropped")):
+        extension, by_triton = None, False
     seed, out = None, None
     if dropout_p > 0.0 and isinstance(q, Tensor):
-        seed = _seed.draw_launch_seed(q.device, launched is not None)
+        seed = _seed.draw_launch_seed(q.device, by_triton)
     offset = and_causal(mask.causal_offset, causal)
-    given = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, offset, mask.window_offset, scale)
-    if launched:
-        out = attention_by_triton(launched, q, k, v, given, dropout_p, seed, empty_rows)
-    elif not return_logsumexp and return_weights in (False, True, "dropped") and (direct := _eager.native()):
-        out = direct.attention(q, k, v, *given, dropout_p, seed, empty_rows)
+    lengths = fitting_lengths(mask.key_lengths, q, k) if by_triton else mask.key_lengths
+    given = (mask.keep_mask, mask.key_keep_mask, lengths, bias, offset, mask.window_offset, scale)
+    if extension is not None:
+        out = extension.attention(by_triton, q, k, v, *given, dropout_p, seed, empty_rows)
     if out is not None:
         if not return_weights:
             return out

@@ -61,10 +61,10 @@ def attention_decode(
     if unknown:
         raise unknown_names("attention_decode", unknown)
     bounds = bounds_of("attention_decode", mask, causal)
-    launched = _eager.launched("attention", q)
-    if (direct := launched or _eager.native()) is not None:
+    extension, by_triton = _eager.fast_path("attention", q)
+    if extension is not None:
         given = (q, k_cache, v_cache, lengths, page_table, *bounds, scale)
-        out = direct.attention_decode(launched is not None, *given)
+        out = extension.attention_decode(by_triton, *given)
         if out is not None:
             return out
 

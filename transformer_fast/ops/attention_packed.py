@@ -98,15 +98,14 @@ def attention_packed(
     """
     if unknown:
         raise unknown_names("attention_packed", unknown)
-    launched = _eager.launched("attention", q)
+    extension, by_triton = _eager.fast_path("attention", q)
     seed = None
     if dropout_p > 0.0 and isinstance(q, Tensor):
-        seed = _seed.draw_launch_seed(q.device, launched is not None)
+        seed = _seed.draw_launch_seed(q.device, by_triton)
     bounds = bounds_of("attention_packed", mask, causal)
-    direct = None if return_logsumexp else launched or _eager.native()
-    if direct is not None:
+    if extension is not None and not return_logsumexp:
         given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *bounds, scale, dropout_p, seed, empty_rows)
-        out = direct.attention_packed(launched is not None, *given)
+        out = extension.attention_packed(by_triton, *given)
         if out is not None:
             return out
     if isinstance(seed, int):

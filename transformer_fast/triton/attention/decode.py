@@ -221,7 +221,7 @@ def part_buffers(q: Tensor, parts: int) -> tuple[Tensor | None, Tensor | None, T
 
 def decode_launches(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None, out: Tensor, logsumexp: Tensor,
-    sums: Tensor | None, peaks: Tensor | None, totals: Tensor | None, causal: bool, scale: float,
+    sums: Tensor | None, peaks: Tensor | None, totals: Tensor | None, causal: int | None, scale: float,
 ) -> list[Launch]:  # fmt: skip
     """One launch, or two where the keys are split, that fill `out` and `logsumexp` by way of :func:`part_buffers`.
 
@@ -250,7 +250,8 @@ def decode_launches(
             grid=programs * parts,
             arguments=tensor_arguments(q=q, k=k, v=v, out=out) | shared | {
                 "page_table": page_table, "table_batch": 0 if page_table is None else page_table.stride(0),
-                "scale": scale, "BLOCK_ROWS": block_rows, "PAGE_SIZE": page_size, "CAUSAL": causal and Lq > 1,
+                "scale": scale, "BLOCK_ROWS": block_rows, "PAGE_SIZE": page_size,
+                "CAUSAL": causal is not None and Lq > 1,
             },
             num_warps=warps,
             num_stages=stages,
@@ -278,7 +279,8 @@ def attention_decode(
     *,
     lengths: Tensor,
     page_table: Tensor | None,
-    causal: bool,
+    causal: int | None,
+    window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest queries of every sequence to its cache, by Triton; forward only.
@@ -305,7 +307,7 @@ def attention_decode(
         page_table = page_table.contiguous()
     q, k, v = (within_reach(t) for t in (q, *_head_major(k_cache, v_cache, page_table)))
     run_cached(
-        ("attention decode", causal, scale),
+        ("attention decode", causal, window, scale),
         (q, k, v, lengths.contiguous(), page_table),
         (out, logsumexp, *part_buffers(q, division_of(q, k, page_table)[2])),
         lambda *tensors: decode_launches(*tensors, causal, scale),
