@@ -59,7 +59,7 @@ def kernel(q, k, v, grad, call, grad_logsumexp=None):
 def oracle(q, k, v, grad, call, dtype, grad_logsumexp=None):
     leaves = [t.detach().cpu().to(dtype).requires_grad_() for t in (q, k, v)]
     options = reference_call(call)
-    for part in ("keep", "key_keep", "lengths", "bias", "empty_rows"):
+    for part in ("keep", "key_keep", "lengths", "bias", "empty_rows"):  # the rest is shared with a padded batch
         del options[part]
     places = dataclasses.asdict(call.packed) | {"causal": options.pop("causal") is not None}
     places = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in places.items()}
@@ -107,12 +107,12 @@ def test_strided():
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("causal", [None, 0])
-def test_equals_padded_bit_for_bit(causal, dropout_p):
+@pytest.mark.parametrize(("causal", "window"), [(None, None), (0, None), (0, -5), (None, -33)])
+def test_equals_padded_bit_for_bit(causal, window, dropout_p):
     """The same weights dropped, and the same sums in the same order."""
     lengths, H = [33, 4, 1, 40], 2
     tensors = inputs(lengths, lengths, H, 1, torch.float16)
-    call = call_of(lengths, lengths, causal=causal, dropout_p=dropout_p)
+    call = call_of(lengths, lengths, causal=causal, window=window, dropout_p=dropout_p)
     out, logsumexp, *grads = kernel(*tensors, call)
 
     def padded(t):
