@@ -7,7 +7,7 @@ without keys, whose weight is 1/Lk on every key, may lie outside those, and are 
 import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, load_seed
-from .mask import Bounds, Mask, allowed_tile, key_limits, masked_scores, query_rows, query_steps, tile_at
+from .mask import Bounds, Mask, allowed_tile, at_edge, key_limits, masked_scores, query_rows, query_steps, tile_at
 from .steps import program_of, sequence, statistics_row
 from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
 
@@ -30,7 +30,7 @@ def grad_kv_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, total_queries: tl.int64, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -56,24 +56,27 @@ def grad_kv_kernel(
     k_acc = tl.zeros((BLOCK_KEYS, BLOCK_D), tl.float32)
     v_acc = tl.zeros((BLOCK_KEYS, BLOCK_D), tl.float32)
 
-    # Rows without keys give every value the same share, and the key nothing. Elsewhere they weigh nothing. In a packed
-    # batch there are none, but where there are no keys.
-    if not ZERO_EMPTY_ROWS and cu_seqlens_q is None:
-        masked = (tile_list is not None) or (lengths is not None) or BIASED
+    # Rows without keys give every value the same share, and the key nothing. Elsewhere they weigh nothing. Which tiles
+    # of rows hold any is counted over all rows of a packed batch: the first of a sequence may begin before it.
+    if not ZERO_EMPTY_ROWS:
+        masked = (tile_list is not None) or (lengths is not None) or (window is not None) or BIASED
         for member in tl.range(0, tl.where(masked | (causal_offset < 0), group, 0), disable_licm=True):
             head = kv_head * group + member
             random = RandomBits(philox_key, threshold, batch, head)
-            head_grad_out = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
-            first_row = statistics_row(cu_seqlens_q, batch, head, heads, queries, first_query)
-            flagged = tl.cdiv(queries, _ROWS)
-            flags = empty_tiles + statistics_row(cu_seqlens_q, batch, head, heads, flagged, first_query)
-            for begin in tl.range(0, flagged, _SCAN):
+            head_grad_out = at_row(
+                grad_out, batch, head, first_query, grad_out_batch, grad_out_head, grad_out_row, UNIT
+            )
+            first_row = statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
+            flags = empty_tiles + statistics_row(cu_seqlens_q, batch, head, heads, tl.cdiv(total_queries, _ROWS), 0)
+            flagged = tl.cdiv(first_query + queries, _ROWS)
+            for begin in tl.range(first_query // _ROWS, flagged, _SCAN):
                 near = begin + tl.arange(0, _SCAN)
                 found = any_true(tl.load(flags + near, mask=near < flagged, other=0))
                 for near_tile in tl.range(begin, tl.where(found, tl.minimum(begin + _SCAN, flagged), begin)):
-                    start = near_tile * _ROWS
+                    start = near_tile * _ROWS - first_query
                     row = start + tl.arange(0, _ROWS)
-                    empty = tl.load(logsumexp + first_row + row, mask=row < queries, other=0.0) == float("-inf")
+                    own = (row >= 0) & (row < queries)
+                    empty = tl.load(logsumexp + first_row + row, mask=own, other=0.0) == float("-inf")
                     grad_tile = load_rows(head_grad_out, start, queries, grad_out_row, _ROWS, HEAD_DIM, BLOCK_D, UNIT)
                     grad_tile = tl.where(empty[:, None], grad_tile, 0.0)
                     weights = tl.where(empty, 1.0, 0.0)[:, None] + tl.zeros((_ROWS, BLOCK_KEYS), tl.float32)
@@ -90,7 +93,9 @@ def grad_kv_kernel(
         head = kv_head * group + member
         head_q = at_row(q, batch, head, first_query, q_batch, q_head, q_row, UNIT)
         head_grad_out = at_row(grad_out, batch, head, first_query, grad_out_batch, grad_out_head, grad_out_row, UNIT)
-        bounds = Bounds(at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, queries, keys)
+        bounds = Bounds(
+            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+        )
         mask = Mask(
             bounds,
             at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
@@ -127,7 +132,7 @@ def grad_kv_kernel(
                 )
                 scores = tl.where(allowed, scores, float("-inf"))
                 grad_weights = tl.where(allowed, grad_weights, 0.0)
-            elif (step >= steps.full_end) if tile_list is not None else (step < steps.full):
+            elif at_edge(step, steps, tile_list is None, window is not None or tile_list is not None):
                 limit = key_limits(query_rows(start, bounds, BLOCK_QUERIES), bounds)
                 allowed = allowed_tile(start, start_key, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
                 scores = tl.where(allowed, scores, float("-inf"))

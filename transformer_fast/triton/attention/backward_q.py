@@ -6,7 +6,7 @@ The second loops over the tiles of keys that its queries see, as the forward doe
 import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, load_seed
-from .mask import Bounds, Mask, allowed_tile, key_limits, key_steps, masked_scores, query_rows, tile_at
+from .mask import Bounds, Mask, allowed_tile, at_edge, key_limits, key_steps, masked_scores, query_rows, tile_at
 from .steps import program_of, sequence, statistics_row
 from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
 
@@ -51,7 +51,7 @@ def grad_q_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, total_queries: tl.int64, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,9 @@ def grad_q_kernel(
     k = at_row(k, batch, head // group, first_key, k_batch, k_head, k_row, UNIT)
     v = at_row(v, batch, head // group, first_key, v_batch, v_head, v_row, UNIT)
     grad_q = at_row(grad_q, batch, head, first_query, grad_q_batch, grad_q_head, grad_q_row, UNIT)
-    bounds = Bounds(at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, queries, keys)
+    bounds = Bounds(
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+    )
     mask = Mask(
         bounds,
         at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
@@ -86,7 +88,9 @@ def grad_q_kernel(
     rows = query_rows(start_query, bounds, BLOCK_QUERIES)
     limit = key_limits(rows, bounds)
     last_key = tl.maximum(tl.max(limit, 0), 0)
-    steps = key_steps(tile_counts, first_tile_row + tile, limit, last_key, BLOCK_KEYS)
+    steps = key_steps(
+        tile_counts, first_tile_row + tile, start_query, limit, last_key, bounds, BLOCK_QUERIES, BLOCK_KEYS
+    )
     key_tiles = tl.cdiv(keys, BLOCK_KEYS)
     if tile_list is not None:
         tile_list += (first_tile_row + tile).to(tl.int64) * key_tiles
@@ -156,7 +160,7 @@ def grad_q_kernel(
                 )
                 scores = tl.where(allowed, scores, float("-inf"))
                 grad_weights = tl.where(allowed, grad_weights, 0.0)
-            elif step >= steps.full_end:
+            elif at_edge(step, steps, window is not None and tile_list is None, True):
                 allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
                 scores = tl.where(allowed, scores, float("-inf"))
                 grad_weights = tl.where(allowed, grad_weights, 0.0)

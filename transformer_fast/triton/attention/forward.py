@@ -18,7 +18,7 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import kernel_views, run_call, tile_launch
-from .mask import Bounds, Mask, allowed_tile, key_limits, key_steps, masked_scores, query_rows, tile_at
+from .mask import Bounds, Mask, allowed_tile, at_edge, key_limits, key_steps, masked_scores, query_rows, tile_at
 from .steps import program_of, sequence, statistics_row
 from .tiles import LN2, LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, positive_scale, store_rows
 
@@ -37,7 +37,7 @@ def _forward_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, total_queries: tl.int64, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -60,7 +60,9 @@ def _forward_kernel(
     v = at_row(v, batch, head // group, first_key, v_batch, v_head, v_row, UNIT)
     out = at_row(out, batch, head, first_query, out_batch, out_head, out_row, UNIT)
     logsumexp += statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
-    bounds = Bounds(at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, queries, keys)
+    bounds = Bounds(
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+    )
     mask = Mask(
         bounds,
         at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
@@ -71,7 +73,9 @@ def _forward_kernel(
 
     limit = key_limits(query_rows(start_query, bounds, BLOCK_QUERIES), bounds)
     last_key = tl.maximum(tl.max(limit, 0), 0)
-    steps = key_steps(tile_counts, first_tile_row + tile, limit, last_key, BLOCK_KEYS)
+    steps = key_steps(
+        tile_counts, first_tile_row + tile, start_query, limit, last_key, bounds, BLOCK_QUERIES, BLOCK_KEYS
+    )
     key_tiles = tl.cdiv(keys, BLOCK_KEYS)
     if tile_list is not None:
         tile_list += (first_tile_row + tile).to(tl.int64) * key_tiles
@@ -91,7 +95,7 @@ def _forward_kernel(
                 scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
             )
             scores = tl.where(allowed, scores, float("-inf"))
-        elif step >= steps.full_end:
+        elif at_edge(step, steps, window is not None and tile_list is None, True):
             allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
             scores = tl.where(allowed, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) if BIASED else tl.max(scores, 1) * (scale * LOG2E))

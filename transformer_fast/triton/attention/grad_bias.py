@@ -15,7 +15,7 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import run_call
-from .mask import Bounds, Mask, key_limits, masked_scores, query_rows
+from .mask import Bounds, Mask, any_visible, key_limits, masked_scores, query_rows
 from .steps import program_of
 from .tile_map import bits_arguments
 from .tiles import (
@@ -50,7 +50,7 @@ def _rows_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, causal_offset, window, threshold, rescale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -62,7 +62,9 @@ def _rows_kernel(
     k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
     v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
     out = at_head(out, batch, head, out_batch, out_head, UNIT)
-    bounds = Bounds(at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, queries, keys)
+    bounds = Bounds(
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+    )
     mask = Mask(
         bounds,
         at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
@@ -106,7 +108,7 @@ def _grad_bias_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, causal_offset, window, threshold, rescale, scale,
     batches_each, heads_each, query_tiles_each, key_tiles_each, parts, steps,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ONE_QUERY: tl.constexpr, ONE_KEY: tl.constexpr,
@@ -139,7 +141,9 @@ def _grad_bias_kernel(
         batch = own_batch + step // heads_each
 
         row = start_query + tl.arange(0, BLOCK_QUERIES)
-        bounds = Bounds(at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, queries, keys)
+        bounds = Bounds(
+            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+        )
         mask = Mask(
             bounds,
             at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
@@ -150,7 +154,7 @@ def _grad_bias_kernel(
         rows = query_rows(start_query, bounds, BLOCK_QUERIES)
         limit = key_limits(rows, bounds)
         last_key = tl.maximum(tl.max(limit, 0), 0)
-        if start_key < last_key:
+        if any_visible(start_query, start_key, last_key, bounds, BLOCK_KEYS):
             row_number = (batch * heads + head).to(tl.int64) * queries + rows
             shift = tl.load(logsumexp + row_number)
             shift = tl.where(shift == float("-inf"), 0.0, shift)

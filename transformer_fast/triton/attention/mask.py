@@ -3,6 +3,9 @@
 Every part of a mask that is a bound on the key number - lengths, causal, the end of the keys - is folded
 into one number a query, its limit: key j is visible iff ``j < limit``. So a tile is full, partial or empty by
 comparing two integers, and only what has a value per (query, key) - keep masks, additive bias - is read.
+
+A window bounds the keys from below, too: key j is visible to query i only if ``j >= i + window``. A call without a
+window (None) compiles to what it would be without any of this.
 """
 
 from typing import NamedTuple
@@ -18,12 +21,14 @@ class Bounds(NamedTuple):
         lengths: pointer to the batch's first length, or None.
         lengths_query: stride from query to query; 0 for one length for all.
         causal_offset: query i sees keys j <= i + causal_offset.
+        window: query i sees keys j >= i + window; None for no such bound.
         queries, keys: how many there are.
     """
 
     lengths: tl.tensor
     lengths_query: tl.tensor
     causal_offset: tl.tensor
+    window: tl.tensor
     queries: tl.tensor
     keys: tl.tensor
 
@@ -75,16 +80,48 @@ def key_limits(rows, bounds):
 
 
 @triton.jit
-def within_bounds(limit, start_key, KEYS: tl.constexpr):
-    """Which keys of a tile are within the bounds of these queries: bool (queries, KEYS)."""
-    return (start_key + tl.arange(0, KEYS))[None, :] < limit[:, None]
+def first_visible(start_query, bounds):
+    """The first key that any query from this one on may see."""
+    if bounds.window is None:
+        return 0
+    else:
+        return tl.maximum(start_query + bounds.window, 0)
 
 
 @triton.jit
-def key_steps(tile_counts, tile_row, limit, last_key, BLOCK_KEYS: tl.constexpr):
-    """The steps of a tile of queries over tiles of keys."""
+def any_visible(start_query, start_key, last_key, bounds, KEYS: tl.constexpr):
+    """Whether the bounds leave a tile of keys any for the queries from this one on, whose last limit is `last_key`."""
+    if bounds.window is None:
+        return start_key < last_key
+    else:
+        return (start_key < last_key) & (start_key + KEYS > first_visible(start_query, bounds))
+
+
+@triton.jit
+def within_bounds(rows, limit, start_key, bounds, KEYS: tl.constexpr):
+    """Which keys of a tile are within the bounds of these queries: bool (queries, KEYS)."""
+    key = (start_key + tl.arange(0, KEYS))[None, :]
+    inside = key < limit[:, None]
+    if bounds.window is not None:
+        inside = inside & (key >= (rows + bounds.window)[:, None])
+    return inside
+
+
+@triton.jit
+def key_steps(
+    tile_counts, tile_row, start_query, limit, last_key, bounds, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr
+):  # fmt: skip
+    """The steps of a tile of queries over tiles of keys. Within a window, both edges need the mask."""
     if tile_counts is None:
-        return Steps(0, 0, tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS, tl.cdiv(last_key, BLOCK_KEYS))
+        full_end = tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS
+        end = tl.cdiv(last_key, BLOCK_KEYS)
+        if bounds.window is None:
+            return Steps(0, 0, full_end, end)
+        else:
+            first = first_visible(start_query, bounds) // BLOCK_KEYS
+            last_row = tl.minimum(start_query + BLOCK_QUERIES, bounds.queries) - 1
+            full = tl.cdiv(first_visible(last_row, bounds), BLOCK_KEYS)
+            return Steps(first, full - first, full_end - first, end - first)
     else:
         return _listed_steps(tile_counts, tile_row)
 
@@ -106,8 +143,15 @@ def query_steps(
         first = first_row // BLOCK_QUERIES
         full = tl.cdiv(tl.maximum(end_key - 1 - bounds.causal_offset, 0), BLOCK_QUERIES) - first
         full = tl.where(uniform_length & (end_key <= length), full, tiles)
-        end = tl.where((start_key < length) & (first_row < bounds.queries), tiles - first, 0)
-        return Steps(first, full, end, end)
+        visible = (start_key < length) & (first_row < bounds.queries)
+        full_end = tiles - first
+        end = full_end
+        if bounds.window is not None:
+            # Queries from here on see only later keys.
+            past = tl.maximum(tl.minimum(end_key, bounds.keys) - bounds.window, 0)
+            full_end = tl.maximum(start_key + 1 - bounds.window, 0) // BLOCK_QUERIES - first
+            end = tl.minimum(end, tl.cdiv(past, BLOCK_QUERIES) - first)
+        return Steps(first, full, full_end, tl.where(visible, end, 0))
     else:
         return _listed_steps(tile_counts, tile_row)
 
@@ -116,6 +160,17 @@ def query_steps(
 def _listed_steps(tile_counts, tile_row):
     full = tl.load(tile_counts + tile_row * 2)
     return Steps(0, 0, full, full + tl.load(tile_counts + tile_row * 2 + 1))
+
+
+@triton.jit
+def at_edge(step, steps, FRONT: tl.constexpr, BACK: tl.constexpr):
+    """Whether the tile of a step needs the mask, where only steps in front, or at the back, or both may."""
+    if FRONT and BACK:
+        return (step < steps.full) | (step >= steps.full_end)
+    elif FRONT:
+        return step < steps.full
+    else:
+        return step >= steps.full_end
 
 
 @triton.jit
@@ -134,6 +189,10 @@ def allowed_words(start_query, start_key, limit, mask, QUERIES: tl.constexpr, WO
     word = start_key // 32 + tl.arange(0, WORDS)
     inside = limit[:, None] - word[None, :] * 32
     bits = tl.where(inside >= 32, -1, (1 << tl.minimum(tl.maximum(inside, 0), 31)) - 1)
+    if mask.bounds.window is not None:
+        first = query_rows(start_query, mask.bounds, QUERIES) + mask.bounds.window
+        before = first[:, None] - word[None, :] * 32
+        bits &= tl.where(before >= 32, 0, -1 << tl.minimum(tl.maximum(before, 0), 31))
     if mask.keep is not None:
         row = tl.minimum(tl.arange(0, QUERIES), mask.bounds.queries - 1 - start_query)[:, None]
         base = mask.keep + tl.cast(start_query, tl.int64) * mask.keep_query * 8
@@ -147,7 +206,8 @@ def allowed_words(start_query, start_key, limit, mask, QUERIES: tl.constexpr, WO
 def allowed_tile(start_query, start_key, limit, mask, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """Which (query, key) of a tile are allowed: bool (QUERIES, KEYS), by the bounds and, where given, by the bits."""
     if mask.keep is None and mask.key_keep is None:
-        return within_bounds(limit, start_key, KEYS)
+        rows = query_rows(start_query, mask.bounds, QUERIES)
+        return within_bounds(rows, limit, start_key, mask.bounds, KEYS)
     else:
         bits = allowed_words(start_query, start_key, limit, mask, QUERIES, KEYS // 32)
         spread = (tl.expand_dims(bits, 2) >> tl.arange(0, 32)[None, None, :]) & 1

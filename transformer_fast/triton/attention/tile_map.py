@@ -1,8 +1,9 @@
 """The tile map of a mask: which tiles of (queries x keys) hold work, found once on the device for all layers.
 
 A dense mask is packed to bits, 32 keys of one query a word; it is these that the attention kernels read, an eighth of
-the mask. From the bits and the limits (lengths, causal) every tile is classed: empty, partial or full. A program of an
-attention kernel then walks the list of its tiles that hold work, full ones first, and reads bits only in the others.
+the mask. From the bits and the bounds (lengths, causal, window) every tile is classed: empty, partial or full. A
+program of an attention kernel then walks the list of its tiles that hold work, full ones first, and reads bits only in
+the others.
 
 The bits serve every kernel. Classes and lists are made for a kernel's own tile, since the best tile of the three
 kernels differs; those that agree share them. All of it stays on the mask's tensor as an attribute, and goes with it.
@@ -62,7 +63,7 @@ def _classes_kernel(
     keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_word,
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
-    heads, queries, keys, causal_offset,
+    heads, queries, keys, causal_offset, window,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """The class of every tile in one row of tiles."""
@@ -70,7 +71,9 @@ def _classes_kernel(
     key_tiles = tl.cdiv(keys, BLOCK_KEYS)
     batch, head, tile = program_of(heads, queries, None, BLOCK_QUERIES)
     start_query = tile * BLOCK_QUERIES
-    bounds = Bounds(at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, queries, keys)
+    bounds = Bounds(
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+    )
     mask = Mask(
         bounds,
         at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
@@ -152,6 +155,7 @@ def tile_lists(
     key_keep: Tensor | None,
     lengths: Tensor | None,
     causal_offset: int,
+    window: int | None,
     B: int,
     queries: int,
     keys: int,
@@ -167,13 +171,14 @@ def tile_lists(
         key_keep: bool (B|1, H|1, 1, Lk), or None; one of the two is given.
         lengths: int32 (B,) or (B, Lq), or None.
         causal_offset: query i sees keys j <= i + causal_offset; ``keys`` for no such bound.
+        window: query i sees keys j >= i + window; None for no such bound.
         B, queries, keys: the sizes of the call.
         tile: queries and keys a tile, powers of two; at most CHUNK_KEYS keys.
         columns: lists of query tiles for each key tile, rather than of key tiles for each query tile.
         ordered: also order tile rows and batches by work.
     """
     holder = key_keep if keep is None else keep
-    call = (B, queries, keys, causal_offset, tile)
+    call = (B, queries, keys, causal_offset, window, tile)
     others = (key_keep if holder is keep else None, lengths)
     given = keep is not None, key_keep is not None, lengths is not None
 
@@ -258,7 +263,7 @@ def bits_arguments(keep: Tensor | None, key_keep: Tensor | None) -> dict[str, ob
 
 def classes_launch(
     classes: Tensor, keep: Tensor | None, key_keep: Tensor | None, lengths: Tensor | None, causal_offset: int,
-    queries: int, keys: int, tile: tuple[int, int],
+    window: int | None, queries: int, keys: int, tile: tuple[int, int],
 ) -> Launch:  # fmt: skip
     """The launch that fills `classes`."""
     return Launch(
@@ -270,7 +275,7 @@ def classes_launch(
             "classes": classes, "lengths": lengths, "lengths_batch": 0 if lengths is None else lengths.stride(0),
             "lengths_query": 0 if lengths is None or lengths.dim() == 1 else lengths.stride(1),
             "heads": classes.shape[1], "queries": queries, "keys": keys, "causal_offset": causal_offset,
-            "BLOCK_QUERIES": tile[0], "BLOCK_KEYS": tile[1],
+            "window": window, "BLOCK_QUERIES": tile[0], "BLOCK_KEYS": tile[1],
         },
         num_warps=4,
         num_stages=1,
@@ -279,14 +284,14 @@ def classes_launch(
 
 def _classes(
     keep: Tensor | None, key_keep: Tensor | None, lengths: Tensor | None,
-    B: int, queries: int, keys: int, causal_offset: int, tile: tuple[int, int],
+    B: int, queries: int, keys: int, causal_offset: int, window: int | None, tile: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """The class of every tile: int8 (B|1, H|1, query tiles, key tiles) of EMPTY, PARTIAL and FULL."""
     masks = [_without_repeats(t) for t in (keep, key_keep) if t is not None]
     batches = B if lengths is not None else max(t.shape[0] for t in masks)
     shape = (batches, max(t.shape[1] for t in masks), blocks_of(queries, tile[0]), blocks_of(keys, tile[1]))
     classes = torch.empty(shape, dtype=torch.int8, device=masks[0].device)
-    _run([classes_launch(classes, keep, key_keep, lengths, causal_offset, queries, keys, tile)], classes)
+    _run([classes_launch(classes, keep, key_keep, lengths, causal_offset, window, queries, keys, tile)], classes)
     return classes
 
 

@@ -23,7 +23,7 @@ RUNTIME_INTEGERS = (
     ]
     + [f"{name}_{dim}" for name in ("keep", "bias") for dim in ("batch", "head", "query")]
     + ["key_keep_batch", "key_keep_head", "lengths_batch", "lengths_query"]
-    + ["heads", "group", "queries", "keys", "causal_offset", "threshold"]
+    + ["heads", "group", "queries", "keys", "causal_offset", "window", "threshold"]
     + ["total_queries", "map_batch", "map_head", "mask_batch", "mask_head", "mask_query"]
     + ["words", "tile_rows", "across", "head_stride", "row_stride", "tile_stride", "seed"]
 )
@@ -124,6 +124,11 @@ def bounded_offset(causal: int | None, Lq: int, Lk: int) -> int:
     return Lk if causal is None else max(-Lq, min(causal, Lk))
 
 
+def bounded_window(window: int | None, Lq: int, Lk: int) -> int | None:
+    """The window of a kernel; None where every query sees the keys from the first one on."""
+    return None if window is None or window <= 1 - Lq else min(window, Lk)
+
+
 def tensor_arguments(**tensors: Tensor) -> dict[str, object]:
     """Kernel arguments of (B, H, L, D) tensors with last stride 1: each tensor and three strides in units of UNIT."""
     unit = 8 if all(stride % 8 == 0 for t in tensors.values() for stride in t.stride()[:3]) else 1
@@ -141,6 +146,9 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
     lengths, bias, dropout_p = params.lengths, params.bias, params.dropout_p
     H, Lq, D = q.shape[1:]
     Hkv, Lk = k.shape[1:3]
+    window = bounded_window(params.window, Lq, Lk)
+    # Without such a diagonal, a packed sequence has empty rows only where it has no keys, and their mean is 0, too.
+    diagonal_empties = params.packed is None or window is not None or (params.causal is not None and params.causal < 0)
     strides = [0, 0, 0, 0]
     if bias is not None:
         bias = within_reach(bias)
@@ -163,8 +171,9 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
         "queries": Lq,
         "keys": Lk,
         "causal_offset": bounded_offset(params.causal, Lq, Lk),
+        "window": window,
         "HEAD_DIM": D,
         "BLOCK_D": padded_head_dim(q.shape[-1]),
-        "ZERO_EMPTY_ROWS": params.zero_empty_rows,
+        "ZERO_EMPTY_ROWS": params.zero_empty_rows or not diagonal_empties,
     }
     return arguments

@@ -13,7 +13,7 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import run_call
-from .mask import Bounds, Mask, key_limits, masked_scores, query_rows
+from .mask import Bounds, Mask, any_visible, first_visible, key_limits, masked_scores, query_rows
 from .steps import program_of
 from .tile_map import bits_arguments
 from .tiles import (
@@ -47,10 +47,11 @@ def summed_rows(
     do not sum to 1, nor gradients of scores to 0. Only a tile that has such a row walks over the keys.
     """
     too_large = tl.abs(shift) > (4.0 if q_tile.dtype == tl.float32 else 1024.0)
-    end = tl.where(any_true(too_large), last_key, 0)
+    first_key = first_visible(start_query, mask.bounds) // KEYS * KEYS
+    end = tl.where(any_true(too_large), last_key, first_key)
     weight_sum = tl.zeros((QUERIES,), tl.float32)
     gradient_sum = tl.zeros((QUERIES,), tl.float32)
-    for start in tl.range(0, end, KEYS, num_stages=1, disable_licm=True):
+    for start in tl.range(first_key, end, KEYS, num_stages=1, disable_licm=True):
         k_tile = load_rows(k, start, last_key, k_row, KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if mask.bias is None:
@@ -93,7 +94,7 @@ def _weights_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, causal_offset, window, threshold, rescale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -104,7 +105,9 @@ def _weights_kernel(
     start_query = tile * BLOCK_QUERIES
     q = at_head(q, batch, head, q_batch, q_head, UNIT)
     k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
-    bounds = Bounds(at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, queries, keys)
+    bounds = Bounds(
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+    )
     mask = Mask(
         bounds,
         at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
@@ -133,7 +136,7 @@ def _weights_kernel(
     row = tl.arange(0, BLOCK_QUERIES)
     out += (batch_head * queries + start_query) * out_row * OUT_UNIT
     for start in tl.range(0, keys, BLOCK_KEYS, disable_licm=True):
-        # Tiles past the last key that a query may see need no product. Beside a dense mask or a bias, whose kernels
+        # Tiles without a key that a query may see need no product. Beside a dense mask or a bias, whose kernels
         # have no register left for it, they are masked like the others.
         weights = tl.zeros((BLOCK_QUERIES, BLOCK_KEYS), tl.float32)
         if keep is not None or key_keep is not None or bias is not None:  # noqa: SIM114 - decided when compiling
@@ -141,7 +144,7 @@ def _weights_kernel(
                 q_tile, k, k_row, shift, divisor, start_query, start, limit, last_key, scale, mask,
                 HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, BASE_E,
             )  # fmt: skip
-        elif start < last_key:
+        elif any_visible(start_query, start, last_key, bounds, BLOCK_KEYS):
             weights = _tile_of_weights(
                 q_tile, k, k_row, shift, divisor, start_query, start, limit, last_key, scale, mask,
                 HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, BASE_E,
