@@ -52,13 +52,4 @@ struct EmbedBackwardParams {
   DropoutParams dropout;
 };
 
-// x + the table, again and again, both contiguous.
-template <typename T>
-struct AddRepeatedParams {
-  const T *x, *narrow_table;
-  const Accumulate<T>* wide_table;  // one of the two
-  T* out;
-  int64_t elements, repeated;  // of x; of the table
-};
-
 }  // namespace transformer_fast

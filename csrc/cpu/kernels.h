@@ -33,7 +33,6 @@ struct TypedKernels {
   void (*dropout_backward)(const DropoutBackwardParams<T>&);
   bool (*encode)(const EncodeParams<T>&);
   bool (*embed_backward)(const EmbedBackwardParams<T>&);
-  void (*add_repeated)(const AddRepeatedParams<T>&);  // for 16-bit types, else null
   void (*cross_entropy_rows)(const CrossEntropyParams<T>&);
 };
 

@@ -140,7 +140,7 @@ Tensor recorded_embed(bool direct, const Tensor& ids, const Tensor& weight, cons
   return out;
 }
 
-Tensor recorded_add_positional(bool direct, const Tensor& x, const OptionalTensor& table, const c10::SymInt& offset,
+Tensor recorded_add_positional(bool direct, const Tensor& x, const OptionalTensor& table, c10::SymInt offset,
                                const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
   const Tensor out = below_autograd<"add_positional", add_positional>(direct, x, table, offset, offsets, p, seed);
   if (needs_gradient(x, table))
