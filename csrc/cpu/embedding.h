@@ -23,8 +23,8 @@ struct StridedView {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// out[r] = dropout(source[row of r] * scale + table[position of r]). A row whose id is not in the vocabulary is left as it
-// was, and encode() then returns false.
+// out[r] = dropout(source[row of r] * scale + table[position of r]). A row whose id is not in the vocabulary is left as
+// it was, and encode() then returns false.
 template <typename T>
 struct EncodeParams {
   T* out;                   // (rows, d), contiguous
