@@ -1,8 +1,8 @@
 // The Python module transformer_fast._C. Loading it registers every op in torch.ops.transformer_fast; what it gives to
 // Python itself is the ops' eager fast path (ops/eager.h).
 //
-// Each op stands in ops/<op>.cpp; its kernels are in cpu/, in cuda/, and, in Triton, in transformer_fast/triton. Those of
-// cpu/ are libraries of their own, one for each instruction set, of which load_kernels() takes one.
+// Each op stands in ops/<op>.cpp; its kernels are in cpu/, in cuda/, and, in Triton, in transformer_fast/triton. Those
+// of cpu/ are libraries of their own, one for each instruction set, of which load_kernels() takes one.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

@@ -100,7 +100,8 @@ void check_lanes() {
     for (int64_t c = 0; c < lanes; ++c) rows[r][c] = r * lanes + c;
   const Vector<A> slots[4] = {rows[0], rows[1], rows[2], rows[3]};
   check(sum(slots) == 4 * lanes * (4 * lanes - 1) / 2, "the sum of four vectors");
-  for (int64_t r = 0; r < 4; ++r) check(four_sums<A>(slots)[r] == lane_sum<A>(slots[r]), "four sums at once");
+  for (int64_t r = 0; r < 4; ++r)
+    check(four_lanes_added<A>(slots[0], slots[1], slots[2], slots[3])[r] == lane_sum<A>(slots[r]), "four sums");
   transpose<A>(rows);
   for (int64_t r = 0; r < lanes; ++r)
     for (int64_t c = 0; c < lanes; ++c) check(rows[r][c] == c * lanes + r, "a square transposed");

@@ -40,19 +40,19 @@ void for_chunks(int64_t rows, int64_t d, T* to, bool drop, const Dropout& dropou
     return;
   }
   const int64_t chunks = (d + kChunkColumns - 1) / kChunkColumns;
-  at::parallel_for(0, rows * chunks, grain(std::min(d, kChunkColumns)),
-                   [&](int64_t begin, int64_t end) __attribute__((flatten)) {
-                     int64_t row = begin / chunks, column = begin % chunks * kChunkColumns;
-                     Pages pages(to + row * d + column, to + end / chunks * d + end % chunks * kChunkColumns);
-                     RandomBits random(dropout, d, rows);
-                     for (int64_t i = begin; i < end; ++i) {
-                       const int64_t element = row * d + column, elements = std::min(kChunkColumns, d - column);
-                       pages.prefault(to + element + elements);
-                       body(column, element, elements, drop ? random.of(row, column, elements) : nullptr);
-                       column += kChunkColumns;
-                       if (column >= d) ++row, column = 0;
-                     }
-                   });
+  const auto of_wide = [&](int64_t begin, int64_t end) __attribute__((flatten)) {
+    int64_t row = begin / chunks, column = begin % chunks * kChunkColumns;
+    Pages pages(to + row * d + column, to + end / chunks * d + end % chunks * kChunkColumns);
+    RandomBits random(dropout, d, rows);
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t element = row * d + column, elements = std::min(kChunkColumns, d - column);
+      pages.prefault(to + element + elements);
+      body(column, element, elements, drop ? random.of(row, column, elements) : nullptr);
+      column += kChunkColumns;
+      if (column >= d) ++row, column = 0;
+    }
+  };
+  at::parallel_for(0, rows * chunks, grain(std::min(d, kChunkColumns)), of_wide);
 }
 
 // A bias as for_chunks() finds it: in the type of the arithmetic, repeated for narrow rows.

@@ -51,55 +51,30 @@ void gather(StridedView<T> source, SourceRow source_row, int64_t begin, int64_t 
       if (from >= 0) copy_row(source.data + from * source.row_stride, place);
     }
   };
-  const auto copy_rows_by = [=](auto bytes_at_once) {
+  // Of at least as many bytes as are copied at once, or else by half as many.
+  const auto copy_rows_by = [=](auto bytes_at_once, const auto& copy_by_fewer) -> void {
+    constexpr int64_t kBytes = bytes_at_once;
+    if constexpr (kBytes > sizeof(T))
+      if (bytes < kBytes) return copy_by_fewer(std::integral_constant<int64_t, kBytes / 2>(), copy_by_fewer);
     copy_rows([=](const T* row, T* place) {
-      copy_bytes<bytes_at_once>(reinterpret_cast<const char*>(row), reinterpret_cast<char*>(place), bytes);
+      copy_bytes<kBytes>(reinterpret_cast<const char*>(row), reinterpret_cast<char*>(place), bytes);
     });
   };
   if (source.column_stride != 1)
     copy_rows([=](const T* row, T* place) { copy_columns(row, source.column_stride, d, place); });
-  else if (bytes >= 64)
-    copy_rows_by(std::integral_constant<int64_t, 64>());
-  else if (bytes >= 32)
-    copy_rows_by(std::integral_constant<int64_t, 32>());
-  else if (bytes >= 16)
-    copy_rows_by(std::integral_constant<int64_t, 16>());
-  else if (bytes >= 8)
-    copy_rows_by(std::integral_constant<int64_t, 8>());
-  else if (bytes >= 4)
-    copy_rows_by(std::integral_constant<int64_t, 4>());
   else
-    copy_rows_by(std::integral_constant<int64_t, sizeof(T)>());
+    copy_rows_by(std::integral_constant<int64_t, 64>(), copy_rows_by);
 }
 
-// The positions of rows one after another: those of sequence s count up from first_positions[s].
-class Positions {
- public:
-  Positions(int64_t row, int64_t length, const Integers& first_positions)
-      : length_(length), sequence_(row / length), place_(row % length), first_positions_(first_positions) {
-    first_ = first_of(sequence_);
+// body(first row, last row, position of the first) over those of the rows [begin, end) that are of one sequence.
+template <typename Params, typename Body>
+void for_sequences(const Params& call, int64_t begin, int64_t end, const Body& body) {
+  for (int64_t first = begin, last; first < end; first = last) {
+    const int64_t sequence = first / call.length;
+    last = std::min(end, (sequence + 1) * call.length);
+    body(first, last, (call.first_positions ? call.first_positions[sequence] : 0) + first % call.length);
   }
-
-  // The first of as many positions that follow each other as the sequence has, at most `count`, which it sets.
-  int64_t next(int64_t& count) {
-    if (place_ == length_) place_ = 0, first_ = first_of(++sequence_);
-    count = std::min(count, length_ - place_);
-    place_ += count;
-    return first_ + place_ - count;
-  }
-
-  int64_t next() {
-    int64_t one = 1;
-    return next(one);
-  }
-
- private:
-  int64_t first_of(int64_t sequence) const { return first_positions_ ? first_positions_[sequence] : 0; }
-
-  const int64_t length_;
-  int64_t sequence_, place_, first_;
-  const Integers& first_positions_;
-};
+}
 
 // y = dropout(x * scale + t) of some columns; without t, nothing is added, and without random bits, nothing is dropped.
 template <typename T, typename Table, typename A = Accumulate<T>>
@@ -167,14 +142,12 @@ struct Encoding {
     alignas(64) T source_room[kChunkColumns];
     alignas(64) Table table_room[kChunkColumns];
     RandomBits random(dropout, d, end);
-    Positions positions(begin, call.length, call.first_positions);
     for_blocks(out, d, begin, end, kChunkColumns / d, pages, [&](int64_t first, int64_t last) {
       gather(call.source, [this](int64_t r) { return source_row(r); }, first, last, d, source_room);
-      for (int64_t r = first, count; table && r < last; r += count) {
-        count = last - r;
-        const int64_t position = positions.next(count);
-        gather(table, [](int64_t p) { return p; }, position, position + count, d, table_room + (r - first) * d);
-      }
+      if (table)
+        for_sequences(call, first, last, [&](int64_t r, int64_t next, int64_t position) {
+          gather(table, [](int64_t p) { return p; }, position, position + next - r, d, table_room + (r - first) * d);
+        });
       encode_columns<T, Table>(source_room, scale, table ? table_room : nullptr,
                                drop ? random.side_by_side(first, last) : nullptr, dropout, out + first * d,
                                (last - first) * d);
@@ -185,19 +158,20 @@ struct Encoding {
     alignas(64) T source_room[kChunkColumns];
     alignas(64) Table table_room[kChunkColumns];
     RandomBits random(dropout, d, end);
-    Positions positions(begin, call.length, call.first_positions);
-    for (int64_t r = begin; r < end; ++r) {
-      const int64_t position = positions.next(), from = source_row(r);
-      if (from < 0) continue;
-      pages.prefault(out + (r + 1) * d);
-      for (int64_t start = 0; start < d; start += kChunkColumns) {
-        const int64_t count = std::min(kChunkColumns, d - start);
-        const T* x = columns_of(call.source, from, start, count, source_room);
-        const Table* t = table ? columns_of(table, position, start, count, table_room) : nullptr;
-        const uint16_t* bits = drop ? random.of(r, start, count) : nullptr;
-        encode_columns<T, Table>(x, scale, t, bits, dropout, out + r * d + start, count);
+    for_sequences(call, begin, end, [&](int64_t first, int64_t last, int64_t position) {
+      for (int64_t r = first; r < last; ++r, ++position) {
+        const int64_t from = source_row(r);
+        if (from < 0) continue;
+        pages.prefault(out + (r + 1) * d);
+        for (int64_t start = 0; start < d; start += kChunkColumns) {
+          const int64_t count = std::min(kChunkColumns, d - start);
+          const T* x = columns_of(call.source, from, start, count, source_room);
+          const Table* t = table ? columns_of(table, position, start, count, table_room) : nullptr;
+          const uint16_t* bits = drop ? random.of(r, start, count) : nullptr;
+          encode_columns<T, Table>(x, scale, t, bits, dropout, out + r * d + start, count);
+        }
       }
-    }
+    });
   }
 };
 
@@ -213,27 +187,6 @@ bool encode(const EncodeParams<T>& call) {
   return all_valid;
 }
 
-template <typename T>
-void add_repeated(const AddRepeatedParams<T>& p) {
-  const auto add = [&](const auto* t) {
-    at::parallel_for(0, p.elements, kCopied, [&](int64_t begin, int64_t end) __attribute__((flatten)) {
-      Pages pages(p.out + begin, p.out + end);
-      int64_t place = begin % p.repeated;
-      for (int64_t i = begin, count; i < end; i += count) {
-        count = std::min(std::min(end - i, p.repeated - place), kCopied);
-        pages.prefault(p.out + i + count);
-        for_columns<float>(0, count, [&](int64_t c, auto lanes, int) {
-          store(p.out + i + c, load(p.x + i + c, lanes) + load(t + place + c, lanes), lanes);
-        });
-        place = place + count == p.repeated ? 0 : place + count;
-      }
-    });
-  };
-  p.narrow_table ? add(p.narrow_table) : add(p.wide_table);
-}
-
 TRANSFORMER_FAST_FOR_EACH_TYPE(bool, encode, EncodeParams)
-template void add_repeated(const AddRepeatedParams<c10::Half>&);
-template void add_repeated(const AddRepeatedParams<c10::BFloat16>&);
 
 }  // namespace transformer_fast

@@ -23,8 +23,8 @@ struct StridedView {
   explicit operator bool() const { return data != nullptr; }
 };
 
-// out[r] = dropout(source[row of r] * scale + table[position of r]). A row whose id is not in the vocabulary is left as it
-// was, and encode() then returns false.
+// out[r] = dropout(source[row of r] * scale + table[position of r]). A row whose id is not in the vocabulary is left as
+// it was, and encode() then returns false.
 template <typename T>
 struct EncodeParams {
   T* out;                   // (rows, d), contiguous
@@ -50,15 +50,6 @@ struct EmbedBackwardParams {
   int64_t padding_idx;  // or -1
   double scale;
   DropoutParams dropout;
-};
-
-// x + the table, again and again, both contiguous.
-template <typename T>
-struct AddRepeatedParams {
-  const T *x, *narrow_table;
-  const Accumulate<T>* wide_table;  // one of the two
-  T* out;
-  int64_t elements, repeated;  // of x; of the table
 };
 
 }  // namespace transformer_fast

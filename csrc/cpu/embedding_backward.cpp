@@ -41,36 +41,40 @@ struct RowsById {
 constexpr int64_t kSegment = 256;
 
 template <typename T>
-class WeightGradient {
+struct WeightGradient {
   using A = Accumulate<T>;
+  const EmbedBackwardParams<T>& call;
+  const RowsById& by_id;
+  Dropout dropout{call.dropout};
+  bool drop = call.dropout.p > 0;
+  A scale = static_cast<A>(call.scale);
+  int64_t d = call.d;
 
- public:
-  WeightGradient(const T* grad, int64_t d, const RowsById& by_id, double scale, double p, const Dropout& dropout)
-      : grad_(grad), d_(d), by_id_(by_id), scale_(static_cast<A>(scale)), p_(p), dropout_(dropout) {}
-
-  void write(T* out, int64_t vocabulary) const {
+  void write() const {
+    T* const out = call.grad_weight;
+    const int64_t vocabulary = call.vocabulary;
     // Along this axis each id has length 1 + its number of rows, so equal parts are about equal work.
-    const auto& starts = by_id_.starts;
+    const auto& starts = by_id.starts;
     const int64_t length = vocabulary + starts.back();
-    at::parallel_for(0, length, grain(d_), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, length, grain(d), [&](int64_t begin, int64_t end) {
       for (int64_t v = id_at(begin); v < vocabulary && starts[v] + v < end; ++v) {
         const int64_t count = starts[v + 1] - starts[v];
         if (count == 0)
-          std::fill_n(out + v * d_, d_, T(0));
+          std::fill_n(out + v * d, d, T(0));
         else if (count <= kSegment)
-          sum_rows(out + v * d_, starts[v], count, scale_);
+          sum_rows(out + v * d, starts[v], count, scale);
       }
     });
-    for (const auto v : heavy_ids(vocabulary)) write_heavy(out + v * d_, starts[v], starts[v + 1] - starts[v]);
+    for (const auto v : heavy_ids(vocabulary)) write_heavy(out + v * d, starts[v], starts[v + 1] - starts[v]);
   }
 
  private:
   // The first id that begins at or after a place on the axis of write().
   int64_t id_at(int64_t place) const {
-    int64_t low = 0, high = static_cast<int64_t>(by_id_.starts.size()) - 1;
+    int64_t low = 0, high = static_cast<int64_t>(by_id.starts.size()) - 1;
     while (low < high) {
       const int64_t middle = low + (high - low) / 2;
-      if (by_id_.starts[middle] + middle < place)
+      if (by_id.starts[middle] + middle < place)
         low = middle + 1;
       else
         high = middle;
@@ -80,24 +84,24 @@ class WeightGradient {
 
   std::vector<int64_t> heavy_ids(int64_t vocabulary) const {
     std::vector<int64_t> ids;
-    if (by_id_.starts.back() > kSegment)
+    if (by_id.starts.back() > kSegment)
       for (int64_t v = 0; v < vocabulary; ++v)
-        if (by_id_.starts[v + 1] - by_id_.starts[v] > kSegment) ids.push_back(v);
+        if (by_id.starts[v + 1] - by_id.starts[v] > kSegment) ids.push_back(v);
     return ids;
   }
 
   void write_heavy(T* out, int64_t first, int64_t count) const {
     const int64_t segments = (count + kSegment - 1) / kSegment;
-    std::vector<A> partial(segments * d_);
+    std::vector<A> partial(segments * d);
     at::parallel_for(0, segments, 1, [&](int64_t begin, int64_t end) {
       for (int64_t s = begin; s < end; ++s)
-        sum_rows(&partial[s * d_], first + s * kSegment, std::min(kSegment, count - s * kSegment), A(1));
+        sum_rows(&partial[s * d], first + s * kSegment, std::min(kSegment, count - s * kSegment), A(1));
     });
-    at::parallel_for(0, d_, std::max(grain(segments), kLanes<A>), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, d, std::max(grain(segments), kLanes<A>), [&](int64_t begin, int64_t end) {
       for_columns<A>(begin, end, [&](int64_t c, auto lanes, int) {
         Vector<A> total{};
-        for (int64_t s = 0; s < segments; ++s) total += load(&partial[s * d_ + c], lanes);
-        store(out + c, total * scale_, lanes);
+        for (int64_t s = 0; s < segments; ++s) total += load(&partial[s * d + c], lanes);
+        store(out + c, total * scale, lanes);
       });
     });
   }
@@ -107,16 +111,16 @@ class WeightGradient {
   void sum_rows(Out* out, int64_t first, int64_t count, A scale) const {
     alignas(64) A total[kChunkColumns];
     alignas(64) uint16_t bits[kBitsRoom];
-    for (int64_t start = 0; start < d_; start += kChunkColumns) {
-      const int64_t columns = std::min(kChunkColumns, d_ - start);
+    for (int64_t start = 0; start < d; start += kChunkColumns) {
+      const int64_t columns = std::min(kChunkColumns, d - start);
       std::fill_n(total, columns, A(0));
       for (int64_t i = first; i < first + count; ++i) {
-        const int64_t row = by_id_.order[i];
-        const T* g = grad_ + row * d_ + start;
-        if (p_ > 0) dropout_.random_bits(row, start, columns, bits);
+        const int64_t row = by_id.order[i];
+        const T* g = call.grad + row * d + start;
+        if (drop) dropout.random_bits(row, start, columns, bits);
         for_columns<A>(0, columns, [&](int64_t c, auto lanes, int) {
           Vector<A> v = load(g + c, lanes);
-          if (p_ > 0) v = dropout_.template apply<A>(v, bits + c);
+          if (drop) v = dropout.template apply<A>(v, bits + c);
           store(total + c, load(total + c, lanes) + v, lanes);
         });
       }
@@ -125,13 +129,6 @@ class WeightGradient {
       });
     }
   }
-
-  const T* grad_;
-  int64_t d_;
-  const RowsById& by_id_;
-  A scale_;
-  double p_;
-  const Dropout& dropout_;
 };
 
 }  // namespace
@@ -139,8 +136,7 @@ class WeightGradient {
 template <typename T>
 bool embed_backward(const EmbedBackwardParams<T>& p) {
   const RowsById by_id(p.ids, p.rows, p.vocabulary, p.padding_idx);
-  if (by_id.all_valid)
-    WeightGradient<T>(p.grad, p.d, by_id, p.scale, p.dropout.p, Dropout(p.dropout)).write(p.grad_weight, p.vocabulary);
+  if (by_id.all_valid) WeightGradient<T>{p, by_id}.write();
   return by_id.all_valid;
 }
 

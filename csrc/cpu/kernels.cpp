@@ -27,8 +27,6 @@ bool encode(const EncodeParams<T>& params);
 template <typename T>
 bool embed_backward(const EmbedBackwardParams<T>& params);
 template <typename T>
-void add_repeated(const AddRepeatedParams<T>& params);
-template <typename T>
 void cross_entropy_rows(const CrossEntropyParams<T>& params);
 void fill_positional_table(float* table, int64_t length, int64_t d);
 void best_tokens(const float* logits, int64_t rows, int64_t columns, int64_t k, float* best, int64_t* token);
@@ -41,20 +39,10 @@ namespace {
 template <typename T>
 constexpr TypedKernels<T> typed_kernels() {
   using A = Accumulate<T>;
-  TypedKernels<T> kernels{&attention_forward<T, A>,
-                          &attention_backward<T, A>,
-                          &attention_weights<T, A>,
-                          &attention_grad_bias<T, A>,
-                          &norm_forward<T>,
-                          &norm_backward<T>,
-                          &dropout_forward<T>,
-                          &dropout_backward<T>,
-                          &encode<T>,
-                          &embed_backward<T>,
-                          nullptr,
-                          &cross_entropy_rows<T>};
-  if constexpr (sizeof(T) == 2) kernels.add_repeated = &add_repeated<T>;
-  return kernels;
+  return {&attention_forward<T, A>,   &attention_backward<T, A>, &attention_weights<T, A>,
+          &attention_grad_bias<T, A>, &norm_forward<T>,          &norm_backward<T>,
+          &dropout_forward<T>,        &dropout_backward<T>,      &encode<T>,
+          &embed_backward<T>,         &cross_entropy_rows<T>};
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // What the library of one instruction set gives to the module: its kernels. Everything in this folder but kernels.h and
-// the parameters it includes is compiled once for each instruction set, into a library of its own, so that no function is
-// shared between them; csrc/instruction_set.cpp loads the best one that the processor runs.
+// the parameters it includes is compiled once for each instruction set, into a library of its own, so that no function
+// is shared between them; csrc/instruction_set.cpp loads the best one that the processor runs.
 //
 // Kernels trust what they are given, and know no tensors: csrc/ops checks, allocates and records.
 #pragma once
@@ -33,7 +33,6 @@ struct TypedKernels {
   void (*dropout_backward)(const DropoutBackwardParams<T>&);
   bool (*encode)(const EncodeParams<T>&);
   bool (*embed_backward)(const EmbedBackwardParams<T>&);
-  void (*add_repeated)(const AddRepeatedParams<T>&);  // for 16-bit types, else null
   void (*cross_entropy_rows)(const CrossEntropyParams<T>&);
 };
 

@@ -124,46 +124,41 @@ struct NormedRow {
 template <typename T>
 struct Forward {
   using A = Accumulate<T>;
-  Addition<T> added;
+  NormForwardParams<T> p;
   const A *weight, *bias;
-  RowView<T> out;
-  A *mean, *rstd;  // or nullptr
-  A eps;
-  bool std;
+  Addition<T> added{p.x, p.residual, p.summed, p.d, p.dropout.p > 0, Dropout(p.dropout)};
 
-  RowView<const T> x() const {
-    return added.residual ? RowView<const T>{added.summed.data, added.summed.stride} : added.x;
-  }
+  RowView<const T> x() const { return p.residual ? RowView<const T>{p.summed.data, p.summed.stride} : p.x; }
 
   template <int kVectors, typename Also>
   A rstd_of(int64_t r, A mean_r, const Also& also) const {
-    const A rstd_r = row_rstd<kVectors>(x().row(r), mean_r, added.d, eps, std, also);
-    if (mean) mean[r] = mean_r, rstd[r] = rstd_r;
+    const A rstd_r = row_rstd<kVectors>(x().row(r), mean_r, p.d, p.eps, p.std, also);
+    if (p.mean) p.mean[r] = mean_r, p.rstd[r] = rstd_r;
     return rstd_r;
   }
 
   template <bool kWeight, bool kBias>
   auto normed(int64_t r, A mean_r, A rstd_r) const {
-    return NormedRow<T, kWeight, kBias>{x().row(r), weight, bias, out.row(r), mean_r, rstd_r};
+    return NormedRow<T, kWeight, kBias>{x().row(r), weight, bias, p.out.row(r), mean_r, rstd_r};
   }
 
   // The rows [begin, end), one after the other; what is added is added a cache's worth ahead.
   template <int kVectors>
   void rows(int64_t begin, int64_t end) const {
-    const int64_t d = added.d, block = std::max<int64_t>(1, kChunkColumns / d);
-    const bool asks_ahead = added.residual && d * sizeof(T) < kPageBytes;  // more would push out the lines in use
-    Pages out_pages = pages_of(out, begin, end), summed_pages = pages_of(added.summed, begin, end);
+    const int64_t d = p.d, block = std::max<int64_t>(1, kChunkColumns / d);
+    const bool asks_ahead = p.residual && d * sizeof(T) < kPageBytes;  // more would push out the lines in use
+    Pages out_pages = pages_of(p.out, begin, end), summed_pages = pages_of(p.summed, begin, end);
     RandomBits random(added.dropout, d, end);
     for (int64_t first = begin, last; first < end; first = last) {
       last = std::min(end, first + block);
-      out_pages.prefault(out.row(last));
-      if (added.residual) {
-        summed_pages.prefault(added.summed.row(last));
+      out_pages.prefault(p.out.row(last));
+      if (p.residual) {
+        summed_pages.prefault(p.summed.row(last));
         added.rows(first, last, random);
       }
       for (int64_t r = first; r < last; ++r) {
         const A mean_r = row_mean<kVectors>(x().row(r), d);
-        T* const out_r = out.row(r);
+        T* const out_r = p.out.row(r);
         const A rstd_r = rstd_of<kVectors>(r, mean_r, [out_r](int64_t c) { __builtin_prefetch(out_r + c, 1); });
         const T* const ahead = asks_ahead ? x().row(r + 1) : out_r;
         with_flags(weight, bias, [&](auto has_weight, auto has_bias) {
@@ -181,26 +176,26 @@ struct Forward {
   // one before is written, so that memory is read and written all the time.
   template <bool kWeight, bool kBias>
   __attribute__((flatten)) void added_rows(int64_t begin, int64_t end) const {
-    const int64_t d = added.d;
-    Pages out_pages = pages_of(out, begin, end), summed_pages = pages_of(added.summed, begin, end);
+    const int64_t d = p.d;
+    Pages out_pages = pages_of(p.out, begin, end), summed_pages = pages_of(p.summed, begin, end);
     RandomBits random(added.dropout, d, end);
     const auto row_after = [&](int64_t r, const auto& write_row_before) {
-      out_pages.prefault(out.row(r));
-      summed_pages.prefault(added.summed.row(r + 1));
+      out_pages.prefault(p.out.row(r));
+      summed_pages.prefault(p.summed.row(r + 1));
       const A mean_r = added.row_and_mean(r, random, write_row_before);
       return normed<kWeight, kBias>(r, mean_r, rstd_of<0>(r, mean_r, [](int64_t) {}));
     };
     auto row = row_after(begin, [](int64_t, auto) {});
     for (int64_t r = begin + 1; r < end; ++r) row = row_after(r, row);
-    out_pages.prefault(out.row(end));
+    out_pages.prefault(p.out.row(end));
     for_columns<A>(0, d, [&](int64_t c, auto count, int) { row(c, count); });
   }
 
   template <int kVectors>
   void all_rows(int64_t count) const {
-    at::parallel_for(0, count, grain(added.d), [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, count, grain(p.d), [&](int64_t begin, int64_t end) {
       if constexpr (kVectors == 0 && std::is_same_v<T, A>) {
-        if (added.residual)
+        if (p.residual)
           return with_flags(weight, bias,
                             [&](auto has_weight, auto has_bias) { added_rows<has_weight, has_bias>(begin, end); });
       }
@@ -214,14 +209,7 @@ struct Forward {
 template <typename T>
 void norm_forward(const NormForwardParams<T>& p) {
   const WideParameters<T> parameters(p.weight, p.bias, p.d);
-  const Forward<T> forward{{p.x, p.residual, p.summed, p.d, p.dropout.p > 0, Dropout(p.dropout)},
-                           parameters.weight,
-                           parameters.bias,
-                           p.out,
-                           p.mean,
-                           p.rstd,
-                           p.eps,
-                           p.std};
+  const Forward<T> forward{p, parameters.weight, parameters.bias};
   with_vectors<T>(p.d, [&](auto vectors) { forward.template all_rows<vectors>(p.rows); });
 }
 

@@ -39,13 +39,10 @@ struct RowGradients {
 template <typename T>
 struct Backward {
   using A = Accumulate<T>;
-  RowView<const T> dy, x, grad_summed;  // in; grad_summed may be absent
-  const A* weight;                      // in; may be absent
-  const A *mean, *rstd;                 // in
-  RowView<T> grad_x, grad_residual;     // out; absent if not asked for; grad_residual differs with dropout only
-  int64_t d;
-  bool std;
-  Dropout dropout;
+  NormBackwardParams<T> p;
+  const A* weight;  // may be absent
+  int64_t d = p.d;
+  Dropout dropout{p.dropout};
 
   // Of kRows rows from `first` on; where dw and db are given, their part of the weight gradients is added to them.
   template <bool kStd, int kRows, int kVectors>
@@ -55,7 +52,7 @@ struct Backward {
     A means[kRows], rstds[kRows];
     for (int i = 0; i < kRows; ++i) {
       const int64_t r = first + i;
-      dy_rows[i] = dy.row(r), x_rows[i] = x.row(r), means[i] = mean[r], rstds[i] = rstd[r];
+      dy_rows[i] = p.dy.row(r), x_rows[i] = p.x.row(r), means[i] = p.mean[r], rstds[i] = p.rstd[r];
     }
     Vector<A> g_sums[kRowsAtOnce] = {}, gh_sums[kRowsAtOnce] = {}, hh_sums[kRowsAtOnce] = {};
     with_flags(scale, dw, [&](auto has_weight, auto has_sums) {
@@ -97,8 +94,8 @@ struct Backward {
   template <bool kDrop, int kVectors>
   __attribute__((flatten)) void write_rows(int64_t first, int64_t last, const RowGradients<A>& sums,
                                            RandomBits& random) const {
-    const RowView<const T> from = dy, at = x, summed = grad_summed;
-    const RowView<T> to = grad_x, also_to = grad_residual;
+    const RowView<const T> from = p.dy, at = p.x, summed = p.grad_summed;
+    const RowView<T> to = p.grad_x, also_to = p.grad_residual;
     const A* const scale = weight;
     const Dropout mask = dropout;
     const int64_t columns = d;
@@ -106,7 +103,7 @@ struct Backward {
       const T *const dy_row = from.row(r), *const x_row = at.row(r);
       const T* const summed_row = summed ? summed.row(r) : nullptr;
       T *const to_x = to.row(r), *const to_residual = kDrop ? also_to.row(r) : nullptr;
-      const A mean_r = mean[r], rstd_r = rstd[r];
+      const A mean_r = p.mean[r], rstd_r = p.rstd[r];
       const A shift = sums.average[r - first] * rstd_r, tilt = sums.slope[r - first] * rstd_r * rstd_r;
       const auto write_columns = [&](int64_t start, int64_t end) {
         const uint16_t* bits = nullptr;
@@ -140,7 +137,7 @@ struct Backward {
     const T *dy_rows[kRows], *x_rows[kRows];
     A means[kRows], rstds[kRows];
     for (int i = 0; i < kRows; ++i)
-      dy_rows[i] = dy.row(r + i), x_rows[i] = x.row(r + i), means[i] = mean[r + i], rstds[i] = rstd[r + i];
+      dy_rows[i] = p.dy.row(r + i), x_rows[i] = p.x.row(r + i), means[i] = p.mean[r + i], rstds[i] = p.rstd[r + i];
     for_columns<A>(first, last, [&](int64_t c, auto count, int) {
       Vector<A> dw_sum = load(dw + c, count), db_sum = load(db + c, count);
       for (int i = 0; i < kRows; ++i) {
@@ -168,12 +165,12 @@ struct Backward {
              Pages& residual_pages) const {
     const auto rows = [&](int64_t first, auto count) {
       constexpr int kRows = count;
-      x_pages.prefault(grad_x.row(first + kRows));
-      residual_pages.prefault(grad_residual.row(first + kRows));
-      const RowGradients<A> sums = std ? row_gradients<true, kRows, kVectors>(first, dw, db)
-                                       : row_gradients<false, kRows, kVectors>(first, dw, db);
-      grad_residual ? write_rows<true, kVectors>(first, first + kRows, sums, random)
-                    : write_rows<false, kVectors>(first, first + kRows, sums, random);
+      x_pages.prefault(p.grad_x.row(first + kRows));
+      residual_pages.prefault(p.grad_residual.row(first + kRows));
+      const RowGradients<A> sums = p.std ? row_gradients<true, kRows, kVectors>(first, dw, db)
+                                         : row_gradients<false, kRows, kVectors>(first, dw, db);
+      p.grad_residual ? write_rows<true, kVectors>(first, first + kRows, sums, random)
+                      : write_rows<false, kVectors>(first, first + kRows, sums, random);
     };
     if (dw) std::fill_n(dw, d, A(0)), std::fill_n(db, d, A(0));
     int64_t r = begin;
@@ -188,11 +185,11 @@ struct Backward {
     const int64_t first = begin * size, last = std::min(rows, end * size);
     const bool together = d <= kShort || d >= kLong || rows * d * static_cast<int64_t>(sizeof(T)) <= kCached;
     RandomBits random(dropout, d, last);
-    Pages x_pages = pages_of(grad_x, first, last), residual_pages = pages_of(grad_residual, first, last);
+    Pages x_pages = pages_of(p.grad_x, first, last), residual_pages = pages_of(p.grad_residual, first, last);
     for (int64_t k = begin, r = first; k < end; ++k, r += size) {
       A *const own_dw = dw ? dw + k * d : nullptr, *const own_db = db ? db + k * d : nullptr;
       const int64_t next = std::min(rows, r + size);
-      if (grad_x)
+      if (p.grad_x)
         chunk<kVectors>(r, next, together, own_dw, own_db, random, x_pages, residual_pages);
       else if (dw)
         sum_weights(r, next, 0, d, own_dw, own_db);
@@ -207,9 +204,7 @@ void norm_backward(const NormBackwardParams<T>& p) {
   using A = Accumulate<T>;
   const int64_t rows = p.rows, d = p.d;
   const WideParameters<T> parameters(p.weight, {}, d);
-  const Backward<T> backward{p.dy,   p.x,    p.grad_summed,     parameters.weight,
-                             p.mean, p.rstd, p.grad_x,          p.grad_residual,
-                             d,      p.std,  Dropout(p.dropout)};
+  const Backward<T> backward{p, parameters.weight};
   const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
   const bool by_columns = sum_by_columns(rows, d);
   const int64_t sums = by_columns ? 1 : chunks;

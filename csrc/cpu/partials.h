@@ -1,5 +1,5 @@
-// Sums over the rows of a matrix, column by column: in chunks of rows that depend on its shape alone, so that the result
-// is the same, bit by bit, on any number of threads.
+// Sums over the rows of a matrix, column by column: in chunks of rows that depend on its shape alone, so that the
+// result is the same, bit by bit, on any number of threads.
 #pragma once
 
 #include "simd/vec.h"

@@ -1,7 +1,7 @@
 // A linear layer for the few rows of a decoding step. Such a product is bound by reading the weight, so the weight lies
 // in the order in which it is read: panels of two vectors of outputs, in each one input after the other. While a block
-// of a panel is multiplied with all rows, the next is fetched (K. Goto and R. van de Geijn, "Anatomy of high-performance
-// matrix multiplication", 2008, with the small matrix in the place of their packed one).
+// of a panel is multiplied with all rows, the next is fetched (K. Goto and R. van de Geijn, "Anatomy of
+// high-performance matrix multiplication", 2008, with the small matrix in the place of their packed one).
 #include "generation.h"
 
 #include "buffer.h"

@@ -1,8 +1,8 @@
 // Embedding on the GPU: gather * scale + positional encoding + dropout in one pass, and the sinusoidal table.
 //
-// An id outside the vocabulary, or a position outside the table, is never followed: its row of the output is NaN (and an
-// id contributes no gradient), so the mistake shows in the loss without a host synchronisation, a device assertion or a
-// lost CUDA context.
+// An id outside the vocabulary, or a position outside the table, is never followed: its row of the output is NaN (and
+// an id contributes no gradient), so the mistake shows in the loss without a host synchronisation, a device assertion
+// or a lost CUDA context.
 //
 // A thread has one piece of eight columns on its way, in 16-bit types 16 bytes read and 16 written. 1280 of them a
 // multiprocessor (that many fit at 48 registers each), each waiting for an id and then for its row, some 1.2 us, move
@@ -28,8 +28,8 @@ struct DeviceMatrix {
   bool wide() const { return data == nullptr || wide_rows(data, row_stride, column_stride, sizeof(T)); }
 };
 
-// out[r] = dropout(source[ids[r]] * scale + table[offset + offsets[r / length] + r % length]); without ids, row r of the
-// source; without offsets, none.
+// out[r] = dropout(source[ids[r]] * scale + table[offset + offsets[r / length] + r % length]); without ids, row r of
+// the source; without offsets, none.
 template <bool kWide, typename T, typename Table>
 __global__ void __launch_bounds__(kThreads)
     encode_kernel(T* __restrict__ out, const Rows rows, const DeviceMatrix<T> source, const DeviceIds ids,

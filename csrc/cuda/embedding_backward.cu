@@ -3,8 +3,8 @@
 // Sorted (deterministic): the ids are sorted on the device and the order is cut into chunks. A thread walks one for
 // eight columns and writes every id that begins and ends there; ids that cross into other chunks leave partial sums,
 // which a second kernel adds in a fixed order. No atomics, no host synchronisation, and an id that fills the batch is
-// still spread over the GPU, in both kernels. A radix sort passes over its keys once for every eight bits, so the ids are
-// sorted as the narrowest integers that hold the vocabulary: most of a call's time on a small batch is this sort.
+// still spread over the GPU, in both kernels. A radix sort passes over its keys once for every eight bits, so the ids
+// are sorted as the narrowest integers that hold the vocabulary: most of a call's time on a small batch is this sort.
 // Atomic: one pass in batch order with fp32 atomics; no sort, but not repeatable bit for bit.
 #include "rows.cuh"
 

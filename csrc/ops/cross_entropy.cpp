@@ -1,5 +1,5 @@
-// A linear layer and the label-smoothed cross entropy of its logits: the op of torch.ops.transformer_fast, from schema to
-// kernel. transformer_fast/ops/cross_entropy.py documents and checks what it takes.
+// A linear layer and the label-smoothed cross entropy of its logits: the op of torch.ops.transformer_fast, from schema
+// to kernel. transformer_fast/ops/cross_entropy.py documents and checks what it takes.
 //
 // The logits are made in chunks of rows; each chunk gives its losses and, where a gradient is asked for, is turned into
 // its own and multiplied into the others at once. Rows that are ignored are left out.
@@ -183,8 +183,8 @@ struct LinearCrossEntropy {
   }
 };
 
-// `direct`: whether the kernel may be called without the dispatcher. `gradients` are those asked for besides what autograd
-// needs: a compiled graph, in which nothing is recorded, asks for all of them.
+// `direct`: whether the kernel may be called without the dispatcher. `gradients` are those asked for besides what
+// autograd needs: a compiled graph, in which nothing is recorded, asks for all of them.
 FiveTensors recorded(bool direct, const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                      const Tensor& target, double smoothing, c10::SymInt ignore_index, bool mean,
                      std::array<bool, 3> gradients, c10::SymInt chunk_elements, std::string_view backend) {

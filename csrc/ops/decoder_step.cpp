@@ -1,13 +1,15 @@
 // The newest position of every open hypothesis through all layers of a decoder, in one call: what runs between the
 // kernels of a decoding step, in Python and the dispatcher, is as long as several of them and runs on one thread.
 // The kernels are those of the ops; models/decoder.py says the same in Python.
-#include "attention_tensors.h"
+#include "attention.h"
 #include "generation.h"
 #include "norm.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <cmath>
 #include <string_view>
 
 namespace transformer_fast {
@@ -25,18 +27,12 @@ Tensor onednn_linear(const Tensor& x, const Tensor& weight, const Tensor& bias, 
   return op.call(x, weight, bias, relu ? "relu" : "none", c10::List<std::optional<at::Scalar>>(), "");
 }
 
-// Attention of q (B, H, Lq, D) -> the same shape, contiguous as (B, Lq, H, D).
+// Attention of q (B, H, Lq, D) -> (B * Lq, H * D).
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& lengths) {
-  const int64_t B = q.size(0), H = q.size(1), Lq = q.size(2), D = q.size(3);
-  const Tensor out = at::empty({B, Lq, H, D}, q.options()), logsumexp = at::empty({B, H, Lq}, q.options());
-  AttentionForward<float, float> call{{}, view<float>(out.transpose(1, 2)), statistics_view<float>(logsumexp)};
-  auto& params = call.params;
-  params.B = B, params.H = params.Hkv = H, params.Lq = Lq, params.Lk = k.size(2), params.D = D;
-  params.q = view<const float>(q), params.k = view<const float>(k), params.v = view<const float>(v);
-  if (lengths) params.lengths = view<const int32_t>(lengths->view({-1, 1, 1, 1}));
-  params.scale = 1 / std::sqrt(static_cast<float>(D));
-  kernels().of<float>().attention_forward(call);
-  return out;
+  AttentionParams params;
+  params.lengths = lengths, params.scale = 1 / std::sqrt(static_cast<float>(q.size(3)));
+  const Tensor out = attention_forward(q, k, v, params, /*training=*/false).out;
+  return out.transpose(1, 2).reshape({-1, q.size(1) * q.size(3)});
 }
 
 struct Step {
@@ -44,8 +40,7 @@ struct Step {
   Tensor cross;  // (layers, sentences, 2, H, S, D)
   int64_t length;
   OptionalTensor source_lengths;
-  OptionalTensor row_of_slot,
-      slot_of_row;  // each sentence has as many slots as the widest; absent where rows are slots
+  OptionalTensor row_of_slot, slot_of_row;  // each sentence has as many slots as the widest; none: a row is a slot
   bool norm_first, std;
   double eps;
 
@@ -82,17 +77,16 @@ struct Step {
         std::copy_n(from + row * 3 * d + d + head * D, D, to + (row * 2 * H + head) * capacity * D);
     const Tensor known = cache.narrow(3, 0, length + 1);
     const Tensor q = states.view({rows, 3, H, 1, D}).select(1, 0);
-    return attend(q, known.select(1, 0), known.select(1, 1), {}).view({rows, d});
+    return attend(q, known.select(1, 0), known.select(1, 1), {});
   }
 
   // Attention of queries (rows, d) to the source. The hypotheses of a sentence are the queries of one batch entry.
   Tensor of_source(int64_t layer, const Tensor& queries) const {
     const Tensor known = cross.select(0, layer);
-    const int64_t sentences = known.size(0), H = known.size(2), D = known.size(4), d = H * D;
+    const int64_t sentences = known.size(0), H = known.size(2), D = known.size(4);
     const Tensor q = row_of_slot ? queries.index_select(0, *row_of_slot) : queries;
     const Tensor out =
-        attend(q.view({sentences, -1, H, D}).transpose(1, 2), known.select(1, 0), known.select(1, 1), source_lengths)
-            .view({-1, d});
+        attend(q.view({sentences, -1, H, D}).transpose(1, 2), known.select(1, 0), known.select(1, 1), source_lengths);
     return slot_of_row ? out.index_select(0, *slot_of_row) : out;
   }
 };

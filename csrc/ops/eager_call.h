@@ -1,5 +1,5 @@
-// What the eager fast paths share. PyTorch's dispatcher, called from Python, costs some microseconds, and a kernel on a small
-// tensor one: so a public function of transformer_fast/ops first calls the extension itself (eager.h).
+// What the eager fast paths share. PyTorch's dispatcher, called from Python, costs some microseconds, and a kernel on a
+// small tensor one: so a public function of transformer_fast/ops first calls the extension itself (eager.h).
 //
 // A fast path takes what the public function was given and returns None for whatever is not a valid call of plain CPU
 // tensors in plain eager mode. The public function then says what is wrong, or calls the op by the dispatcher.
@@ -26,8 +26,8 @@ namespace py = pybind11;
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Whether anything in this thread looks at the calls that PyTorch dispatches (a mode, a transform, a tracer), or autograd
-// has been switched off below.
+// Whether anything in this thread looks at the calls that PyTorch dispatches (a mode, a transform, a tracer), or
+// autograd has been switched off below.
 inline bool has_active_modes() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
   const c10::DispatchKeySet usual = c10::default_included_set | c10::autocast_dispatch_keyset;

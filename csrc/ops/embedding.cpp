@@ -1,6 +1,6 @@
 // embed, add_positional and the positional table: the ops of torch.ops.transformer_fast, from schema to kernel.
-// transformer_fast/ops/embedding.py documents and checks what they take. Their kernels are called in embedding_cpu.cpp and,
-// for a GPU, in csrc/cuda.
+// transformer_fast/ops/embedding.py documents and checks what they take. Their kernels are called in embedding_cpu.cpp
+// and, for a GPU, in csrc/cuda.
 #include "embedding.h"
 
 #include "eager.h"
@@ -48,8 +48,6 @@ Tensor add_positional_meta(const Tensor& x, const OptionalTensor&, c10::SymInt, 
                            const OptionalTensor&) {
   return meta_tensor(x, x.sym_sizes());
 }
-
-void fill_positional_table_meta(const Tensor&) {}
 
 // A table of positions that was read from `offset` on, or from `offset` + an offset for each sequence.
 struct Table {
@@ -140,7 +138,7 @@ Tensor recorded_embed(bool direct, const Tensor& ids, const Tensor& weight, cons
   return out;
 }
 
-Tensor recorded_add_positional(bool direct, const Tensor& x, const OptionalTensor& table, const c10::SymInt& offset,
+Tensor recorded_add_positional(bool direct, const Tensor& x, const OptionalTensor& table, c10::SymInt offset,
                                const OptionalTensor& offsets, double p, const OptionalTensor& seed) {
   const Tensor out = below_autograd<"add_positional", add_positional>(direct, x, table, offset, offsets, p, seed);
   if (needs_gradient(x, table))
@@ -169,7 +167,7 @@ TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
   m.impl("embed", embed_meta);
   m.impl("embed_backward", embed_backward_meta);
   m.impl("add_positional", add_positional_meta);
-  m.impl("fill_positional_table", fill_positional_table_meta);
+  m.impl("fill_positional_table", [](const Tensor&) {});
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {

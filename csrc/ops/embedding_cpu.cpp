@@ -73,6 +73,17 @@ bool encode(const Tensor& out, const Rows& rows, const Tensor& source, const Ten
   return all_valid;
 }
 
+// The gradient has the size of the weight, so a large one is fresh memory from the system on every step, and faulting
+// it in by small pages costs several times what writing it does.
+void prefer_huge_pages(void* memory, size_t bytes) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = 2 << 20;
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kPage * kPage;
+  if (end > begin + 8 * kPage) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only a hint
+#endif
+}
+
 }  // namespace
 
 Tensor embed(const Tensor& ids, const Tensor& weight, const OptionalTensor& table, double scale, c10::SymInt first,
@@ -89,21 +100,6 @@ Tensor embed(const Tensor& ids, const Tensor& weight, const OptionalTensor& tabl
     raise_invalid_id(dense, weight.size(0));
   return out;
 }
-
-namespace {
-
-// The gradient has the size of the weight, so a large one is fresh memory from the system on every step, and faulting
-// it in by small pages costs several times what writing it does.
-void prefer_huge_pages(void* memory, size_t bytes) {
-#if defined(__linux__)
-  constexpr uintptr_t kPage = 2 << 20;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kPage * kPage;
-  if (end > begin + 8 * kPage) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only a hint
-#endif
-}
-
-}  // namespace
 
 Tensor embed_backward(const Tensor& grad_out, const Tensor& ids, c10::SymInt num_embeddings, double scale,
                       std::optional<int64_t> padding_idx, double p, const OptionalTensor& seed,
@@ -126,32 +122,14 @@ Tensor embed_backward(const Tensor& grad_out, const Tensor& ids, c10::SymInt num
   return out;
 }
 
-namespace {
-
-// x + the table, again and again: nothing tells one row of a sequence from the next. Both are contiguous.
-Tensor add_repeated(const Tensor& x, const Tensor& table) {
-  if (x.element_size() >= 4) return at::cpu::add(x, table);
-  const Tensor out = at::cpu::empty(x.sizes(), x.options());
-  const bool narrow = table.scalar_type() == x.scalar_type();
-  AT_DISPATCH_REDUCED_FLOATING_TYPES(x.scalar_type(), "add_positional", [&] {
-    using T = scalar_t;
-    kernels().of<T>().add_repeated({x.const_data_ptr<T>(), narrow ? table.const_data_ptr<T>() : nullptr,
-                                    narrow ? nullptr : table.const_data_ptr<float>(), out.mutable_data_ptr<T>(),
-                                    x.numel(), table.numel()});
-  });
-  return out;
-}
-
-}  // namespace
-
 Tensor add_positional(const Tensor& x, const OptionalTensor& table, c10::SymInt first, const OptionalTensor& offsets,
                       double p, const OptionalTensor& seed) {
   const int64_t offset = first.expect_int();
   const Rows rows = check_add_positional(x, table, offset, offsets, p, seed);
-  if (rows.empty()) return at::cpu::empty(x.sizes(), x.options());
-  if (x.is_contiguous() && table && table->is_contiguous() && !offsets && p == 0)
-    return add_repeated(x, table->narrow(0, offset, rows.length));
+  if (x.is_contiguous() && table && table->is_contiguous() && !offsets && p == 0 && x.element_size() >= 4)
+    return at::cpu::add(x, table->narrow(0, offset, rows.length));
   const Tensor out = at::cpu::empty(x.sizes(), x.options());
+  if (rows.empty()) return out;
   encode(out, rows, x.reshape({rows.count, rows.d}), Tensor(), 1.0, table, offset, offsets, p, seed);
   return out;
 }

@@ -1,5 +1,5 @@
-// nn.MultiheadAttention in evaluation, projections and weights included: between its kernels run as many microseconds of
-// Python as a short sequence takes to compute.
+// nn.MultiheadAttention in evaluation, projections and weights included: between its kernels run as many microseconds
+// of Python as a short sequence takes to compute.
 #include "eager.h"
 
 #include "attention.h"

@@ -14,6 +14,7 @@
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
+#include <array>
 #include <string>
 #include <tuple>
 
@@ -60,40 +61,41 @@ NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const O
   return result;
 }
 
-NormGradients norm_backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
-                            const OptionalTensor& weight, const void* mean, const void* rstd, bool std,
-                            double dropout_p, const OptionalTensor& seed, NormNeeds needs) {
-  const Tensor dy_rows = as_rows(grad_out), x_rows = as_rows(x);
-  const Tensor grad_summed_rows = as_rows(eager::or_undefined(grad_summed));
+namespace norm_op {
+namespace {
+
+using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined;
+using torch::autograd::variable_list;
+
+using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+
+// Which gradients are asked for: of x and the residual, of the weight (there is one then), of the bias. Undefined are
+// those that are not, and that of the residual without dropout, where it is that of x.
+FourTensors gradients(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
+                      const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, bool std, double dropout_p,
+                      const OptionalTensor& seed, const std::array<bool, 3>& needs) {
+  const Tensor dy_rows = as_rows(grad_out), x_rows = as_rows(x), grad_summed_rows = as_rows(or_undefined(grad_summed));
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
   const bool narrow_weights = weight && weight->scalar_type() == x.scalar_type();
   const auto weight_options = x.options().dtype(narrow_weights ? x.scalar_type() : arithmetic_type(x));
-  NormGradients gradients;
-  if (needs.rows) gradients.x = at::cpu::empty(x.sizes(), x.options());
-  if (needs.rows && dropout_p > 0) gradients.residual = at::cpu::empty(x.sizes(), x.options());
-  if (needs.weight) gradients.weight = at::cpu::empty({d}, weight_options);
-  if (needs.bias) gradients.bias = at::cpu::empty({d}, weight_options);
+  Tensor grad_x, grad_residual, grad_weight, grad_bias;
+  if (needs[0]) grad_x = at::cpu::empty(x.sizes(), x.options());
+  if (needs[0] && dropout_p > 0) grad_residual = at::cpu::empty(x.sizes(), x.options());
+  if (needs[1]) grad_weight = at::cpu::empty({d}, weight_options);
+  if (needs[2]) grad_bias = at::cpu::empty({d}, weight_options);
   const auto pointer = [](const Tensor& t) { return t.defined() ? t.mutable_data_ptr() : nullptr; };
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, x.scalar_type(), "layer_norm_backward", [&] {
     using T = scalar_t;
     using A = Accumulate<T>;
     const ParameterTensor<T> weights(weight);
     kernels().of<T>().norm_backward({rows_of<T>(dy_rows), rows_of<T>(x_rows), rows_of<T>(grad_summed_rows),
-                                     weights.parameter(), static_cast<const A*>(mean), static_cast<const A*>(rstd),
-                                     result_rows<T>(gradients.x, d), result_rows<T>(gradients.residual, d),
-                                     pointer(gradients.weight), pointer(gradients.bias), narrow_weights, rows, d, std,
+                                     weights.parameter(), mean.const_data_ptr<A>(), rstd.const_data_ptr<A>(),
+                                     result_rows<T>(grad_x, d), result_rows<T>(grad_residual, d), pointer(grad_weight),
+                                     pointer(grad_bias), narrow_weights, rows, d, std,
                                      dropout_params(dropout_p, seed)});
   });
-  if (needs.weight) gradients.weight = in_type(gradients.weight, weight->scalar_type());
-  return gradients;
+  return {grad_x, grad_residual, needs[1] ? in_type(grad_weight, weight->scalar_type()) : grad_weight, grad_bias};
 }
-
-namespace norm_op {
-namespace {
-
-using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined;
-using torch::autograd::variable_list;
-using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 // An op returns tensors: where there is nothing, an empty one.
 Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
@@ -132,12 +134,12 @@ FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, 
     return std::tuple_cat(
         launcher.tensors<4>(grad_out, grad_summed, x, weight, mean, rstd, std, dropout_p, seed, has_bias));
   }
-  const Tensor means = mean.contiguous(), rstds = rstd.contiguous();
-  const auto gradients = norm_backward(grad_out, grad_summed, x, weight, means.const_data_ptr(), rstds.const_data_ptr(),
-                                       std, dropout_p, seed, {true, weight.has_value(), has_bias});
+  const auto [grad_x, grad_residual, grad_weight, grad_bias] =
+      gradients(grad_out, grad_summed, x, weight, mean.contiguous(), rstd.contiguous(), std, dropout_p, seed,
+                {true, weight.has_value(), has_bias});
   const auto weight_options = x.options().dtype(weight ? weight->scalar_type() : x.scalar_type());
-  return {gradients.x, or_empty(gradients.residual, x.options()), or_empty(gradients.weight, weight_options),
-          or_empty(gradients.bias, weight_options).to(weight_options)};
+  return {grad_x, or_empty(grad_residual, x.options()), or_empty(grad_weight, weight_options),
+          or_empty(grad_bias, weight_options).to(weight_options)};
 }
 
 FourTensors backward_meta(const Tensor&, const OptionalTensor&, const Tensor& x, const OptionalTensor& weight,
@@ -171,20 +173,18 @@ struct LayerNorm {
     const OptionalTensor weight = or_none(saved[1]), seed = or_none(saved[4]);
     const OptionalTensor grad_summed = grads.size() > 1 ? or_none(grads[1]) : std::nullopt;
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
-    NormGradients gradients;
-    if (direct)
-      gradients = norm_backward(grad_out, grad_summed, x, weight, mean.const_data_ptr(), rstd.const_data_ptr(),
-                                options.std, options.dropout_p, seed, {needs[0] || needs[1], needs[2], needs[3]});
-    else
-      std::tie(gradients.x, gradients.residual, gradients.weight, gradients.bias) =
-          op<"layer_norm_backward", norm_op::backward>()(grad_out, grad_summed, x, weight, mean, rstd, options.std,
-                                                         options.dropout_p, seed, options.bias.has_value(),
-                                                         options.backend);
-    if (options.dropout_p == 0) gradients.residual = gradients.x;
-    if (!weight) gradients.weight = Tensor();
-    if (options.bias && gradients.bias.defined()) gradients.bias = in_type(gradients.bias, *options.bias);
-    return {gradients.x, options.has_residual ? gradients.residual : Tensor(), gradients.weight,
-            options.bias ? gradients.bias : Tensor()};
+    auto [grad_x, grad_residual, grad_weight, grad_bias] =
+        direct ? gradients(grad_out, grad_summed, x, weight, mean, rstd, options.std, options.dropout_p, seed,
+                           {needs[0] || needs[1], needs[2], needs[3]})
+               : op<"layer_norm_backward", norm_op::backward>()(grad_out, grad_summed, x, weight, mean, rstd,
+                                                                options.std, options.dropout_p, seed,
+                                                                options.bias.has_value(), options.backend);
+    if (options.bias && grad_bias.defined()) grad_bias = in_type(grad_bias, *options.bias);
+    return {grad_x,
+            !options.has_residual   ? Tensor()
+            : options.dropout_p > 0 ? grad_residual
+                                    : grad_x,
+            weight ? grad_weight : Tensor(), options.bias ? grad_bias : Tensor()};
   }
 };
 

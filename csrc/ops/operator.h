@@ -1,6 +1,6 @@
-// What the ops of torch.ops.transformer_fast share. Each op stands once, in csrc/ops/<op>.cpp: its schema, its shapes on
-// the meta device, its autograd node and its choice of kernel. From Python it is reached by the dispatcher, which serves
-// tracing, tensor subclasses and modes, or by its eager fast path, which calls the same functions.
+// What the ops of torch.ops.transformer_fast share. Each op stands once, in csrc/ops/<op>.cpp: its schema, its shapes
+// on the meta device, its autograd node and its choice of kernel. From Python it is reached by the dispatcher, which
+// serves tracing, tensor subclasses and modes, or by its eager fast path, which calls the same functions.
 #pragma once
 
 #include <ATen/autocast_mode.h>

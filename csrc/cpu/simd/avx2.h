@@ -37,8 +37,8 @@ inline void store_few(double* p, Vector<double> v, int64_t count) {
   _mm256_maskstore_pd(p, reinterpret_cast<__m256i>(first_lanes<double>(count)), v);
 }
 
-// The bits of at most eight 16-bit elements, put together in registers: a load of what was just stored in smaller pieces
-// would wait for them.
+// The bits of at most eight 16-bit elements, put together in registers: a load of what was just stored in smaller
+// pieces would wait for them.
 template <typename T>
 inline __m128i load_short(const T* p, int64_t count) {
   if (count == 8) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

@@ -1,5 +1,5 @@
-// Products of bfloat16 by AVX-512's VDPBF16PS, which takes them in pairs, two to a lane; and what makes and stores pairs.
-// Elsewhere nothing of this is defined, and kPaired is false for every type.
+// Products of bfloat16 by AVX-512's VDPBF16PS, which takes them in pairs, two to a lane; and what makes and stores
+// pairs. Elsewhere nothing of this is defined, and kPaired is false for every type.
 #pragma once
 
 #include "avx512.h"

@@ -178,8 +178,8 @@ void multiply_add_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, M
       }
 }
 
-// c (rows, columns) = end(a (rows, depth) b (depth, columns)); `columns` and the rows of b and c are whole vectors, a and
-// b are padded with zeros to whole elements of the depth.
+// c (rows, columns) = end(a (rows, depth) b (depth, columns)); `columns` and the rows of b and c are whole vectors, a
+// and b are padded with zeros to whole elements of the depth.
 template <typename E, typename End>
 void multiply(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, End end, Accumulate<E>* c,
               int64_t c_stride) {

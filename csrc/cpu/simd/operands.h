@@ -37,8 +37,8 @@ inline A lane_sum(Vector<A> v) {
 inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 // store(column, row, v) for every column and every vector of rows: lane i of v is what row_at has for row + i and that
-// column. row_at(row, column, count) gives `count` neighbouring columns of a row, and is not called for rows that do not
-// exist: those are zero.
+// column. row_at(row, column, count) gives `count` neighbouring columns of a row, and is not called for rows that do
+// not exist: those are zero.
 template <typename A, typename RowAt, typename Store>
 inline void transpose_rows(int64_t rows, int64_t columns, RowAt row_at, Store store) {
   constexpr int64_t lanes = kLanes<A>;
@@ -127,8 +127,8 @@ inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows,
   }
 }
 
-// A tile's rows as the left operand of a product over D: in place where they can be. Those are then fetched all at once:
-// the product itself would wait for them a few at a time.
+// A tile's rows as the left operand of a product over D: in place where they can be. Those are then fetched all at
+// once: the product itself would wait for them a few at a time.
 template <typename T>
 inline Matrix<Operand<T>> load_factors(const T* source, int64_t stride, int64_t rows, int64_t D, Operand<T>* scratch) {
   using A = Accumulate<T>;

@@ -22,7 +22,8 @@ inline CounterVector ascending(std::index_sequence<lane...>) {
 }
 inline CounterVector lane_numbers() { return ascending(std::make_index_sequence<kCounters>()); }
 
-// Columns in a chunk, and the room for their random bits, 16 each: whole vectors are written, so a few more than asked for.
+// Columns in a chunk, and the room for their random bits, 16 each: whole vectors are written, so a few more than asked
+// for.
 constexpr int64_t kChunkColumns = 1024;
 constexpr int64_t kBitsRoom = kChunkColumns + 2 * kCounters * kColumnsPerCall;  // a batch more
 
@@ -68,9 +69,9 @@ struct Batch {
   }
 };
 
-// Philox 4x32-10 of a batch, the bits of 8 columns for each call. One 32-bit word sits in the low half of each 64-bit lane, where the
-// multiplication wants it; two independent vectors hide its latency. The upper halves carry garbage that no
-// multiplication reads.
+// Philox 4x32-10 of a batch, the bits of 8 columns for each call. One 32-bit word sits in the low half of each 64-bit
+// lane, where the multiplication wants it; two independent vectors hide its latency. The upper halves carry garbage
+// that no multiplication reads.
 inline void philox_batch(uint64_t seed, const Batch& batch, uint16_t* bits) {
   CounterVector c0[2], c1[2], c2[2], c3[2];
   for (int u = 0; u < 2; ++u) {
@@ -126,8 +127,8 @@ struct Dropout {
   }
 };
 
-// The random bits of rows that follow one another, d columns each: of a chunk of a wide row when it is asked for, of narrow
-// rows for many at once, each of which would leave half a batch of calls or more to waste.
+// The random bits of rows that follow one another, d columns each: of a chunk of a wide row when it is asked for, of
+// narrow rows for many at once, each of which would leave half a batch of calls or more to waste.
 class RandomBits {
  public:
   // Of the rows before `end`.

@@ -1,5 +1,5 @@
-// The vector unit that these kernels are compiled for, chosen here and nowhere else. generic.h works on each; a file of a
-// unit's own overloads the functions that its instructions do better.
+// The vector unit that these kernels are compiled for, chosen here and nowhere else. generic.h works on each; a file of
+// a unit's own overloads the functions that its instructions do better.
 #pragma once
 
 #include <cstdint>
