@@ -120,8 +120,8 @@ def test_answers_are_those_without_a_cache(capture, options):
 
 
 def test_a_class_of_shapes_is_captured_once(capture):
-    """Past a block of the cache, and down to fewer rows as sentences end."""
-    model = tiny(2)
+    """Past a block of the cache and the positional table, and down to fewer rows as sentences end."""
+    model = tiny(2, max_len=40)
     with torch.no_grad():
         model.out.bias[EOS] = -1e4
     src, _ = batch(5, seed=2)
