@@ -74,17 +74,17 @@ class MarginSearch(Search):
 def recording(searches: list[MarginSearch]) -> Iterator[None]:
     """Every search of `generate`, greedy ones too (a beam of 1 is greedy decoding), is a MarginSearch of this list."""
     module = importlib.import_module("transformer_fast.generation.generate")
-    before = module.Search, module.follow
+    before = module.Search, module.sample_or_greedy
 
     def search(*arguments: Any) -> MarginSearch:
         searches.append(MarginSearch(*arguments))
         return searches[-1]
 
-    module.Search, module.follow = search, lambda *arguments: search(*arguments).run()
+    module.Search, module.sample_or_greedy = search, lambda *arguments: search(*arguments).run()
     try:
         yield
     finally:
-        module.Search, module.follow = before
+        module.Search, module.sample_or_greedy = before
 
 
 def margins(decode: Callable[[], Any]) -> list[float]:

@@ -67,3 +67,23 @@ def every_finished(model, source, longest, alpha):
             if log_prob > -math.inf:
                 found.append((list(body), log_prob / ((5 + length) / 6) ** alpha))
     return sorted(found, key=lambda pair: -pair[1])
+
+
+def slow_beam(model, source, beam, longest, alpha=0.6, patience=1.0):
+    """The definition, with lists and no early stop: the best continuations for which there are slots survive a step,
+    and one that ends in EOS closes its slot. Returns (tokens without EOS, score) of the finished ones, best first."""
+    survivors, finished, quota = [((), 0.0)], [], math.ceil(patience * beam)
+    for length in range(1, longest + 1):
+        grown = []
+        for tokens, log_prob in survivors:
+            step = model.logits(source, tokens).double().log_softmax(-1)
+            grown += [((*tokens, token), log_prob + step[token].item()) for token in range(model.vocab)]
+        slots = min(beam, max(quota, beam) - len(finished))
+        best = sorted((pair for pair in grown if pair[1] > -math.inf), key=lambda pair: -pair[1])[:slots]
+        finished += [
+            (list(tokens[:-1]), value / ((5 + length) / 6) ** alpha) for tokens, value in best if tokens[-1] == EOS
+        ]
+        survivors = [pair for pair in best if pair[0][-1] != EOS]
+        if len(finished) >= quota or not survivors:
+            break
+    return sorted(finished, key=lambda pair: -pair[1])

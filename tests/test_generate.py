@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from generation_oracle import BOS, EOS, Oracle, every_finished, sources
+from generation_oracle import BOS, EOS, Oracle, every_finished, slow_beam, sources
 
 from transformer_fast import GenerationConfig, Transformer, beam_search, generate, greedy, reference
 
@@ -112,23 +112,6 @@ def test_length_to_a_power(alpha):
         assert tokens == [body for body, _ in ranked[:4]]
 
 
-def slow_beam(model, source, beam, longest, patience=1.0):
-    """The definition with lists, and no early stop: finished hypotheses and their scores, the best first."""
-    survivors, finished, quota = [((), 0.0)], [], math.ceil(patience * beam)
-    for _ in range(longest):
-        grown = []
-        for tokens, log_prob in survivors:
-            step = model.logits(source, tokens).double().log_softmax(-1)
-            grown += [((*tokens, token), log_prob + step[token].item()) for token in range(model.vocab)]
-        places = min(beam, max(quota, beam) - len(finished))
-        chosen = sorted(grown, key=lambda pair: -pair[1])[:places]
-        finished += [(list(tokens[:-1]), value) for tokens, value in chosen if tokens[-1] == EOS]
-        survivors = [pair for pair in chosen if pair[0][-1] != EOS]
-        if len(finished) >= quota or not survivors:
-            break
-    return sorted(((t, v / ((6 + len(t)) / 6) ** 0.6) for t, v in finished), key=lambda pair: -pair[1])
-
-
 @pytest.mark.parametrize("patience", [0.5, 1.0, 2.0])
 def test_patience(patience):
     edit = lambda logits, prefix: logits + torch.eye(7)[EOS] * (len(prefix) - 2)  # noqa: E731
@@ -136,7 +119,7 @@ def test_patience(patience):
     _, found = best(model, src, beam=4, n_best=4, patience=patience, max_length=9)
     counts = set()
     for source, hypotheses in zip(src.sum(1).tolist(), found, strict=True):
-        expected = slow_beam(model, source, 4, 9, patience)
+        expected = slow_beam(model, source, 4, 9, patience=patience)
         complete = [h.tokens for h in hypotheses if h.finished]
         assert complete == [tokens for tokens, _ in expected[:4]]
         counts.add(len(expected))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from generation_oracle import BOS, EOS, Oracle, every_finished, sources
+from generation_oracle import BOS, EOS, Oracle, every_finished, slow_beam, sources
 from torch import nn
 
 from transformer_fast import Transformer, reference
@@ -25,26 +25,6 @@ def test_a_wide_beam_equals_brute_force(vocab, longest, alpha):
         assert all(h.finished for h in hypotheses)
 
 
-def slow_beam(model, source, beam, alpha, longest):
-    """The definition, with lists and no early stop: the best `places` continuations survive a step, and one that
-    ends in EOS closes its place. Returns finished hypotheses, best first."""
-    survivors, places, finished = [((), 0.0)], beam, []
-    for length in range(1, longest + 1):
-        grown = []
-        for tokens, log_prob in survivors:
-            step = model.logits(source, tokens).double().log_softmax(-1)
-            grown += [((*tokens, token), log_prob + step[token].item()) for token in range(model.vocab)]
-        best = sorted((pair for pair in grown if pair[1] > -math.inf), key=lambda pair: -pair[1])[:places]
-        finished += [
-            (list(tokens[:-1]), value / ((5 + length) / 6) ** alpha) for tokens, value in best if tokens[-1] == EOS
-        ]
-        survivors = [pair for pair in best if pair[0][-1] != EOS]
-        places = beam - len(finished)
-        if not places or not survivors:
-            break
-    return sorted(finished, key=lambda pair: -pair[1])
-
-
 @pytest.mark.parametrize("alpha", [-0.7, 0.0, 1.0, 4.0])
 @pytest.mark.parametrize("beam, n_best", [(1, 1), (2, 1), (3, 3), (5, 1), (5, 2)])
 def test_early_stop_changes_nothing(beam, n_best, alpha):
@@ -54,7 +34,7 @@ def test_early_stop_changes_nothing(beam, n_best, alpha):
     got = beam_search(model, src, bos=BOS, eos=EOS, beam=beam, n_best=n_best, length_penalty=alpha, max_length=12)
     stopped_early = 0
     for source, hypotheses in zip(src.sum(1).tolist(), got, strict=True):
-        expected = slow_beam(model, source, beam, alpha, 12)[:n_best]
+        expected = slow_beam(model, source, beam, 12, alpha)[:n_best]
         complete = [h for h in hypotheses if h.finished]
         assert [h.tokens for h in complete] == [tokens for tokens, _ in expected]
         assert [h.score for h in complete] == pytest.approx([score for _, score in expected], abs=1e-4)

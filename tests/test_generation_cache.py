@@ -86,7 +86,7 @@ def test_past_a_block_and_past_the_positional_table():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_logits_are_as_exact_as_without(dtype):
-    """Rows that continue, double, die and change places, for given tokens: each step's logits against fp64."""
+    """Rows that continue, double, end and change slots, for given tokens: each step's logits against fp64."""
     exact_model, model = tiny(5, torch.float64), tiny(5).to(dtype)
     src, lengths = batch(5, seed=5)
     generator = torch.Generator().manual_seed(1)
@@ -120,7 +120,7 @@ def test_a_mask_that_is_no_length_and_a_source_with_nothing_to_read():
 
 
 def test_the_callers_mask_stays_as_it_was():
-    """Sentences that end leave the cache, and others take their places: in the cache's own mask."""
+    """Sentences that end leave the cache, and others take their entries, also in the cache's own mask."""
     model = tiny(2)
     src, _ = batch(6, seed=2)
     mask = torch.rand(6, 1, 7) > 0.4
@@ -141,9 +141,9 @@ def test_a_cache_is_free_when_its_call_ends(options):
         gc.enable()
 
 
-def test_a_row_keeps_its_place_where_it_can():
+def test_a_row_keeps_its_slot_where_it_can():
     assert assign_slots([0, 1, 2]) == ([0, 1, 2], [])
-    assert assign_slots([0, 0, 2]) == ([0, 1, 2], [(0, 1)])  # one copy: the second child of 0 takes the place of 1
+    assert assign_slots([0, 0, 2]) == ([0, 1, 2], [(0, 1)])  # one copy: the second child of 0 takes the slot of 1
     assert assign_slots([1, 1, 1]) == ([1, 0, 2], [(1, 0), (1, 2)])
     assert assign_slots([0, 3, 2]) == ([0, 1, 2], [(3, 1)])  # the last fills the hole of one that left
     assert assign_slots([2, 0]) == ([1, 0], [(2, 1)])
@@ -154,10 +154,10 @@ def test_what_is_copied_from_is_not_copied_to():
     for _ in range(300):
         rows, kept = (int(torch.randint(1, 12, (), generator=generator)) for _ in range(2))
         parents = torch.randint(rows, (kept,), generator=generator).tolist()
-        places, moves = assign_slots(parents)
-        held = {place: place for place in range(max(rows, kept))}
+        slots, moves = assign_slots(parents)
+        held = {slot: slot for slot in range(max(rows, kept))}
         held |= {to: source for source, to in moves}
-        assert sorted(places) == list(range(kept)) and [held[place] for place in places] == parents
+        assert sorted(slots) == list(range(kept)) and [held[slot] for slot in slots] == parents
         assert not {source for source, _ in moves} & {to for _, to in moves}
 
 

@@ -35,10 +35,10 @@ def decoding(model: tfast.Transformer, src: torch.Tensor, lengths: torch.Tensor,
     return Decoding([model], request, tfast.GenerationConfig(), rows=rows)
 
 
-@pytest.mark.parametrize("rows", [9, 60])  # with weights in our own order, and in oneDNN's
+@pytest.mark.parametrize("rows", [9, 60])  # with natively packed weights, and in oneDNN's layout
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_as_exact_as_the_modules(monkeypatch: pytest.MonkeyPatch, form: dict, rows: int) -> None:
-    """Rows that double, die and change places, for given tokens. A source without a token is read too."""
+    """Rows that double, end and change slots, for given tokens. A source without a token is read too."""
     generator = torch.Generator().manual_seed(rows)
     src, lengths = torch.randint(2, VOCAB, (5, 6), generator=generator), torch.tensor([6, 1, 0, 4, 6])
     models = tiny(torch.float64, **form), tiny(**form), tiny(**form)

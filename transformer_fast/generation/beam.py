@@ -130,8 +130,7 @@ class Search:
         logits = self.rules.forbid(logits, self.tokens, self.unit // self.groups)
         if self.groups == 1:
             return self._best_of(torch.arange(len(known), device=known.device), self.unit, known, logits, logits)
-        batch = len(self.found)
-        chosen = logits.new_zeros(batch, logits.shape[1])  # how often, by the groups before
+        chosen = logits.new_zeros(len(self.found), logits.shape[1])  # how often, by the groups before
         each = []
         for group in range(self.groups):
             rows = (self.unit % self.groups == group).nonzero().squeeze(1)
@@ -140,8 +139,7 @@ class Search:
             diverse = given - self.config.diversity * chosen[sentence]
             total, parent, token = self._best_of(rows, sentence, known[rows], given, diverse)
             taken = self._has_slot(total, self.finished[group :: self.groups])
-            whose = torch.arange(batch, device=total.device)[:, None].expand_as(token)
-            chosen.index_put_((whose[taken], token[taken]), chosen.new_ones(()), accumulate=True)
+            chosen.scatter_add_(1, token, taken.to(chosen.dtype))
             each.append((total, parent, token))
         total, parent, token = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*each, strict=True))
         return total, parent, token

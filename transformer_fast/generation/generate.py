@@ -13,7 +13,7 @@ from .beam import Search
 from .config import GenerationConfig, Span
 from .decoding import Hypothesis, Request, check_request, evaluating
 from .forms import form_of
-from .greedy import follow
+from .greedy import sample_or_greedy
 from .rules import Rules
 
 
@@ -69,7 +69,7 @@ def generate(
     rules = Rules(config, request, least, prefix)
     with evaluating(*models):
         if config.sample or config.beam == 1:
-            return follow(models, request, config, rules)
+            return sample_or_greedy(models, request, config, rules)
         return Search(models, request, config, rules).run()
 
 

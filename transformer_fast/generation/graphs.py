@@ -94,13 +94,13 @@ class StaticCache(DecoderCache):
     @property
     def capacity(self) -> int:
         """Positions for which there is room."""
-        return self.own(0).shape[4]
+        return self._states.shape[4]
 
     def position(self, rows: int) -> tuple[Tensor, int]:
         return self._position[:rows], self.capacity
 
     def attend_own(self, layer: int, q: Tensor, states: Tensor) -> Tensor:
-        own = self.own(0)[layer, : q.shape[0]]
+        own = self._states[layer, : q.shape[0]]
         own.index_copy_(3, self._position[:1], states.unsqueeze(3))
         return ops.attention_decode(q, *own.unbind(1), self._lengths[: q.shape[0]])
 

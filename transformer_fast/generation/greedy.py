@@ -51,11 +51,11 @@ def greedy(
         return []
     config = GenerationConfig(cache=cache)
     with evaluating(model):
-        found = follow([model], request, config, Rules(config, request), scored=False)
+        found = sample_or_greedy([model], request, config, Rules(config, request), scored=False)
     return [hypotheses[0].tokens for hypotheses in found]
 
 
-def follow(
+def sample_or_greedy(
     models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules, *, scored: bool = True
 ) -> list[list[Hypothesis]]:
     """Choose one token after the other, the most likely one or one drawn. To be called within `evaluating`.

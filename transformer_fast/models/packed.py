@@ -52,12 +52,9 @@ def _padding_and_look_ahead(mask: AttentionMask | None, length: int) -> tuple[At
         raise ValueError(
             f"packed: the target's look-ahead must have offset 0, got {mask.causal_offset}; {_WHAT_TO_PASS}"
         )
-    padding, causal = (
-        AttentionMask(key_keep_mask=mask.key_keep_mask, key_lengths=mask.key_lengths),
-        mask.causal_offset == 0,
-    )
+    padding = AttentionMask(key_keep_mask=mask.key_keep_mask, key_lengths=mask.key_lengths)
     if mask.keep_mask is None:
-        return padding, causal
+        return padding, mask.causal_offset == 0
     return padding & AttentionMask(key_keep_mask=_padding_of_dense(mask.keep_mask, length)), True
 
 
