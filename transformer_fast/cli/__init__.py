@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _exit_code(error: Exception) -> int | None:
     """What an expected error exits with; None for a bug, which keeps its traceback."""
     if isinstance(error, ModuleNotFoundError):
-        return 1 if _top(error) in EXTRAS else None
+        return 1 if _missing(error) in EXTRAS else None
     # The translation package needs its extras to be imported; its errors can only come from it when it was.
     translation = sys.modules.get("transformer_fast.translation.errors")
     if translation and isinstance(error, translation.DivergedError):
@@ -65,22 +65,20 @@ def _exit_code(error: Exception) -> int | None:
     return None
 
 
-def _top(error: ModuleNotFoundError) -> str:
+def _missing(error: ModuleNotFoundError) -> str:
     return (error.name or "").partition(".")[0]
 
 
 def _message(error: Exception, command: str) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return _lacking(NEEDED.get(command, (EXTRAS[_top(error)],)), _top(error))
+        extras = NEEDED.get(command, (EXTRAS[_missing(error)],))
+        # All packages that are missing, not only the first one imported; that one may be there, but too old.
+        packages = [name for name, extra in EXTRAS.items() if extra in extras and find_spec(name) is None]
+        needed = ", ".join(packages or [_missing(error)])
+        return f"this command needs {needed}; run: pip install 'transformer_fast[{','.join(extras)}]'"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return " ".join(str(error).split())
-
-
-def _lacking(extras: Sequence[str], found: str) -> str:
-    """All that is missing at once, not what was imported first; `found` is that one, which may be there but too old."""
-    modules = [module for module, extra in EXTRAS.items() if extra in extras and find_spec(module) is None] or [found]
-    return f"this command needs {', '.join(modules)}; run: pip install 'transformer_fast[{','.join(extras)}]'"
 
 
 def _parser(*, training: bool) -> argparse.ArgumentParser:
