@@ -52,7 +52,7 @@ def demo(folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", 
     translator = Translator(trained.model, trained.tokenizer, beam=1)
     accurate = _translate(translator, read_lines(corpus["test_source"]), read_lines(corpus["test_target"]))
 
-    say("\n3. every op and the whole model, held to plain PyTorch")
+    say("\n3. every op and the whole model, compared with plain PyTorch")
     say("   error: largest difference to fp64. It may be twice that of plain PyTorch (eager), + 4 ulp.\n")
     passed = print_parity(parity(device, [torch.float32]), indent="   ")
 

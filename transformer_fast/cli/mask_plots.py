@@ -195,9 +195,9 @@ def _lines(path: Path, lines: list[Line]) -> Path:
             figure.text(
                 (x - arrow - 0.6) / across, 1 - (y + 1) / total, "\u2192", color=QUIET, fontsize=22, va="center"
             )
-            for place, said in ((left, "what you pass"), (x, "dark: the keys that each query sees")):
+            for place, text in ((left, "what you pass"), (x, "dark: the keys that each query sees")):
                 figure.text(
-                    place / across, 1 - (top + title + 0.15) / total, said, color=QUIET, fontsize=8, va="center"
+                    place / across, 1 - (top + title + 0.15) / total, text, color=QUIET, fontsize=8, va="center"
                 )
         for name, seen in line.seen:
             _cells(panel(x, y, seen), seen, SEEN, "query" if name == line.seen[0][0] else "", "key", name)

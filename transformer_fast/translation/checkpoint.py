@@ -11,7 +11,7 @@
         state.json             step, place in the data, best step so far, sizes and SHA-256 of the other files
 
 A checkpoint is written into `.tmp-step-...`, every file and then the folder is flushed to disk, and one rename
-makes it visible. So a folder named step-... is always whole, whenever the process was killed; what a killed
+makes it visible. So a folder named step-... is always complete, whenever the process was killed; what a killed
 writer left behind is swept up at the next start. Which checkpoint is the best one is told by the newest
 checkpoint itself: there is no second file that could disagree.
 """

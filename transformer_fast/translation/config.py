@@ -92,7 +92,7 @@ class TrainConfig:
         choices=("auto", "off", "bf16", "fp16"),
     )
     shard: bool = _option(
-        False, "under torchrun, spread weights and optimizer over the processes (FSDP2), not whole in each", free=True
+        False, "under torchrun, shard weights and optimizer over the processes (FSDP2), not all in each", free=True
     )
     checkpoint_activations: bool = _option(
         False,
@@ -109,7 +109,8 @@ class TrainConfig:
         0, "in the end also write the mean of the last so many checkpoints (of epochs, if --valid-every 0)", free=True
     )
     ema: float = _option(
-        0.0, "validate and serve a moving average of the weights with this decay, such as 0.999; 0: the weights"
+        0.0,
+        "validate and translate with a moving average of the weights with this decay, such as 0.999; 0: the weights",
     )
     tensorboard: bool = _option(False, "also log for TensorBoard, into the folder's tensorboard/", free=True)
     resume: bool = _option(True, "continue the run in the folder, if there is one", free=True)
@@ -145,7 +146,7 @@ class TrainConfig:
         found = []
         for setting in dataclasses.fields(self):
             mine, theirs = getattr(self, setting.name), getattr(other, setting.name)
-            # A cooldown hangs on the end of the run, so moving the end would bend the curve already trained.
+            # The cooldown is before the end of the run: with another end, rates already trained with would differ.
             fixed = not setting.metadata["free"] or (setting.name == "max_steps" and other.cooldown)
             if fixed and mine != theirs:
                 found.append(f"{setting.name} is {mine}, the run has {theirs}")
