@@ -48,7 +48,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     searching.add_argument("--coverage-penalty", **real, default=0.0, help="beta of the GNMT penalty (default: 0)")
     searching.add_argument("--no-repeat-ngram", **number, default=0, help="no N tokens in a row twice (default: off)")
     searching.add_argument(
-        "--repetition-penalty", **real, default=1.0, help="on tokens already in the translation (default: 1, off)"
+        "--repetition-penalty", **real, default=1.0, help="on tokens already there (default: 1, off)"
     )
     span = {"type": _span, "metavar": "N|A,B"}
     limit = "at most, end included: a number, or A,B for A * source length + B (default: 2,20)"

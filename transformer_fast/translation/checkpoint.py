@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -42,6 +43,7 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 SCRATCH = ".tmp-"
 
 Tensors = dict[str, Tensor]
+Scores = dict[str, float]  # what validation measured: "valid_loss", in nats a token, and "bleu", as far as measured
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Checkpoint:
 
     tensors: dict[str, Tensors]
     state: dict[str, Any]
+
+
+def quality(scores: Scores) -> tuple[float, float]:
+    """Scores as something to be compared, more being better: by BLEU, else by loss."""
+    return scores.get("bleu", 0.0), -scores.get("valid_loss", math.inf)
 
 
 def _flush_folder(folder: Path) -> None:

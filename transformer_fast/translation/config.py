@@ -110,7 +110,7 @@ class TrainConfig:
     )
     ema: float = _option(
         0.0,
-        "validate and translate with a moving average of the weights with this decay, such as 0.999; 0: the weights",
+        "validate and translate with a moving average of the weights, of this decay, such as 0.999; 0: off",
     )
     tensorboard: bool = _option(False, "also log for TensorBoard, into the folder's tensorboard/", free=True)
     resume: bool = _option(True, "continue the run in the folder, if there is one", free=True)
