@@ -46,9 +46,9 @@ class TrainConfig:
         ConfigError: names the setting, its value and what was expected.
     """
 
-    source: str = field(metadata={"help": "source sentences, one a line, plain or .gz", "free": True, "flag": {}})
-    target: str = field(metadata={"help": "their translations, line by line", "free": True, "flag": {}})
-    save: str = field(metadata={"help": "folder of the run: checkpoints, tokenizer, log", "free": True, "flag": {}})
+    source: str = _option(dataclasses.MISSING, "source sentences, one a line, plain or .gz", free=True)
+    target: str = _option(dataclasses.MISSING, "their translations, line by line", free=True)
+    save: str = _option(dataclasses.MISSING, "folder of the run: checkpoints, tokenizer, log", free=True)
     valid_source: str | None = _option(None, "held-out source sentences", free=True, type=str)
     valid_target: str | None = _option(None, "held-out translations", free=True, type=str)
 
@@ -116,10 +116,11 @@ class TrainConfig:
     resume: bool = _option(True, "continue the run in the folder, if there is one", free=True)
 
     def __post_init__(self) -> None:
-        for name in POSITIVE:
-            _require(_is_int(getattr(self, name)) and getattr(self, name) >= 1, self, name, "a whole number >= 1")
-        for name in NOT_NEGATIVE:
-            _require(_is_int(getattr(self, name)) and getattr(self, name) >= 0, self, name, "a whole number >= 0")
+        for names, least in ((POSITIVE, 1), (NOT_NEGATIVE, 0)):
+            for name in names:
+                value = getattr(self, name)
+                fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+                _require(fits, self, name, f"a whole number >= {least}")
         for name in ("dropout", "label_smoothing", "attention_dropout", "activation_dropout"):
             _require(0 <= (getattr(self, name) or 0.0) < 1, self, name, "a probability, 0 <= p < 1")
         _require(0 <= self.ema < 1, self, "ema", "a decay, 0 <= decay < 1")
@@ -158,10 +159,6 @@ POSITIVE = (
     *("warmup", "keep_last"),
 )
 NOT_NEGATIVE = ("cooldown", "bleu_sentences", "seed", "valid_every", "patience", "average_last")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _require(holds: bool, config: TrainConfig, name: str, expected: str) -> None:
