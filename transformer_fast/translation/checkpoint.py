@@ -114,7 +114,7 @@ class RunFolder:
     """The folder of one training run.
 
     Args:
-        root: the folder; `prepare` creates it.
+        root: the folder; `writing` creates it.
     """
 
     def __init__(self, root: PathLike):
