@@ -28,7 +28,7 @@ from transformer_fast.translation import (
     validation,
 )
 from transformer_fast.translation.averaging import steps_to_average
-from transformer_fast.translation.ema import MovingAverage
+from transformer_fast.translation.optim import MovingAverage
 from transformer_fast.translation.progress import Silent
 
 pytestmark = pytest.mark.usefixtures("one_thread")

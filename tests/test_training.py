@@ -30,9 +30,9 @@ from transformer_fast.translation import (
     validation,
 )
 from transformer_fast.translation.batching import Corpus
+from transformer_fast.translation.checkpoint import quality
 from transformer_fast.translation.numbers import make_numbers_corpus
 from transformer_fast.translation.progress import Silent, Status
-from transformer_fast.translation.scores import quality
 from transformer_fast.translation.translator import Translator
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output (head, less) has left; nothing more can be said there, not even at exit.
+        # The reader of the output (head, less) has closed it; Python must not write there at exit either.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _exit_code(error: Exception) -> int | None:
     """What an expected error exits with; None for a bug, which keeps its traceback."""
     if isinstance(error, ModuleNotFoundError):
-        return 1 if _top(error) in EXTRAS else None
+        return 1 if _missing(error) in EXTRAS else None
     # The translation package needs its extras to be imported; its errors can only come from it when it was.
     translation = sys.modules.get("transformer_fast.translation.errors")
     if translation and isinstance(error, translation.DivergedError):
@@ -65,22 +65,20 @@ def _exit_code(error: Exception) -> int | None:
     return None
 
 
-def _top(error: ModuleNotFoundError) -> str:
+def _missing(error: ModuleNotFoundError) -> str:
     return (error.name or "").partition(".")[0]
 
 
 def _message(error: Exception, command: str) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return _lacking(NEEDED.get(command, (EXTRAS[_top(error)],)), _top(error))
+        extras = NEEDED.get(command, (EXTRAS[_missing(error)],))
+        # All packages that are missing, not only the first one imported; that one may be there, but too old.
+        packages = [name for name, extra in EXTRAS.items() if extra in extras and find_spec(name) is None]
+        needed = ", ".join(packages or [_missing(error)])
+        return f"this command needs {needed}; run: pip install 'transformer_fast[{','.join(extras)}]'"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     return " ".join(str(error).split())
-
-
-def _lacking(extras: Sequence[str], found: str) -> str:
-    """All that is missing at once, not what was imported first; `found` is that one, which may be there but too old."""
-    modules = [module for module, extra in EXTRAS.items() if extra in extras and find_spec(module) is None] or [found]
-    return f"this command needs {', '.join(modules)}; run: pip install 'transformer_fast[{','.join(extras)}]'"
 
 
 def _parser(*, training: bool) -> argparse.ArgumentParser:
@@ -90,12 +88,12 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"transformer_fast {__version__}")
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--backend", choices=backends.NAMES, help="which kernels to run (default: auto)")
-    somewhere = argparse.ArgumentParser(add_help=False, parents=[common])
-    somewhere.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
+    with_device = argparse.ArgumentParser(add_help=False, parents=[common])
+    with_device.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default: auto)")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     command = commands.add_parser(
-        "demo", parents=[somewhere], help="train a small translator here, check and time every op, draw two pictures"
+        "demo", parents=[with_device], help="train a small translator here, check and time every op, draw two pictures"
     )
     command.add_argument("--out", default="demo", metavar="DIR", help="folder for what it makes (default: %(default)s)")
     command.add_argument("--max-steps", type=int, metavar="N", help="updates of training (default: the recipe's)")
@@ -115,7 +113,7 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
         train.add_arguments(command)
         command.set_defaults(run=train.run)
 
-    command = commands.add_parser("translate", parents=[somewhere], help="translate lines: standard input to output")
+    command = commands.add_parser("translate", parents=[with_device], help="translate lines: standard input to output")
     translate.add_arguments(command)
     command.set_defaults(run=lambda args: translate.run(args, _device(args.device)))
 
@@ -135,7 +133,7 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
     command.set_defaults(run=_average)
 
     command = commands.add_parser(
-        "verify", parents=[somewhere], help="parity table of every op here; exit code 1 if one fails"
+        "verify", parents=[with_device], help="parity table of every op here; exit code 1 if one fails"
     )
     command.set_defaults(run=_verify)
 
@@ -146,7 +144,7 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
     command.set_defaults(run=info.run)
 
     command = commands.add_parser(
-        "plot", parents=[somewhere], help="draw the positional encoding, and a translation's attention"
+        "plot", parents=[with_device], help="draw the positional encoding, and a translation's attention"
     )
     command.add_argument("--out", default=".", metavar="DIR", help="folder for the pictures (default: here)")
     command.add_argument("--model", metavar="DIR", help="a trained model, for the attention")

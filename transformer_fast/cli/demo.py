@@ -15,7 +15,6 @@ import torch
 
 from ..translation import load_trained, read_lines, train
 from ..translation.numbers import english, make_numbers_corpus, numbers_config
-from ..translation.progress import Progress
 from ..translation.translator import Translator
 from .plots import attention_picture, positional_picture
 from .speed import format_speed, speed
@@ -29,13 +28,7 @@ EXAMPLES = 6
 say = partial(print, flush=True)  # training reports on standard error; the two must not overtake each other
 
 
-def demo(
-    folder: str | os.PathLike[str],
-    *,
-    device: torch.device | str = "cpu",
-    progress: Progress | None = None,
-    **changes: object,
-) -> bool:
+def demo(folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", **changes: object) -> bool:
     """Run everything and print it; True if the accuracy reached its goal and every op passed.
 
     folder: receives the corpus (data/), the run (run/) and the pictures. A run that is already there is used, or
@@ -49,7 +42,7 @@ def demo(
     say(f"1. train on {TRAINING_PAIRS:,} spelled-out numbers, English to German")
     corpus = make_numbers_corpus(folder / "data", TRAINING_PAIRS, UNSEEN)
     run = folder / "run"
-    result = train(numbers_config(folder / "data", run, device=str(device), **changes), progress)
+    result = train(numbers_config(folder / "data", run, device=str(device), **changes))
     if result.stopped == "interrupted":
         raise KeyboardInterrupt
     say(f"   {result.step:,} updates, {result.tokens:,} tokens, {result.seconds:.0f} s\n")
@@ -59,7 +52,7 @@ def demo(
     translator = Translator(trained.model, trained.tokenizer, beam=1)
     accurate = _translate(translator, read_lines(corpus["test_source"]), read_lines(corpus["test_target"]))
 
-    say("\n3. every op and the whole model, held to plain PyTorch")
+    say("\n3. every op and the whole model, compared with plain PyTorch")
     say("   error: largest difference to fp64. It may be twice that of plain PyTorch (eager), + 4 ulp.\n")
     passed = print_parity(parity(device, [torch.float32]), indent="   ")
 

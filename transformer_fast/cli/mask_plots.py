@@ -179,9 +179,12 @@ def _lines(path: Path, lines: list[Line]) -> Path:
         rows, columns = table.shape
         return figure.add_axes((x / across, 1 - (y + rows) / total, columns / across, rows / total))
 
+    def write(x: float, y: float, text: str, color: str, size: int) -> None:
+        figure.text(x / across, 1 - y / total, text, color=color, fontsize=size, va="center")
+
     top = 0.0
     for line, height in zip(lines, heights, strict=True):
-        figure.text(0.35 / across, 1 - (top + title / 2 + 0.2) / total, line.title, color=INK, fontsize=11, va="center")
+        write(0.35, top + title / 2 + 0.2, line.title, INK, 11)
         x, y = left, top + title + head
         for given in line.given:
             axes = panel(x, y, given.values)
@@ -192,13 +195,9 @@ def _lines(path: Path, lines: list[Line]) -> Path:
             x += given.values.shape[1] + gap
         if line.given:
             x = left + given_width
-            figure.text(
-                (x - arrow - 0.6) / across, 1 - (y + 1) / total, "\u2192", color=QUIET, fontsize=22, va="center"
-            )
-            for place, said in ((left, "what you pass"), (x, "dark: the keys that each query sees")):
-                figure.text(
-                    place / across, 1 - (top + title + 0.15) / total, said, color=QUIET, fontsize=8, va="center"
-                )
+            write(x - arrow - 0.6, y + 1, "\u2192", QUIET, 22)
+            write(left, top + title + 0.15, "what you pass", QUIET, 8)
+            write(x, top + title + 0.15, "dark: the keys that each query sees", QUIET, 8)
         for name, seen in line.seen:
             _cells(panel(x, y, seen), seen, SEEN, "query" if name == line.seen[0][0] else "", "key", name)
             x += seen.shape[1] + gap

@@ -34,8 +34,6 @@ class Timing:
 
     @classmethod
     def of(cls, samples: list[float]) -> Timing:
-        if len(samples) < 2:
-            return cls(samples[0], samples[0], samples[0])
         cuts = statistics.quantiles(samples, n=10)
         return cls(statistics.median(samples), cuts[1], cuts[7])
 

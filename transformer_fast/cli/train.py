@@ -65,15 +65,15 @@ def run(args: argparse.Namespace) -> int:
     code = 130 if result.stopped == "interrupted" else 0
     if os.environ.get("RANK", "0") != "0":  # torchrun: the first process speaks for all
         return code
-    scores = _said(result.best_scores)
+    scores = _format_scores(result.best_scores)
     print(f"{result.step:,} updates, {result.tokens:,} tokens, {result.seconds:.0f} s ({result.stopped})")
     print(f"{result.folder}" + (f": best at step {result.best_step:,}, {scores}" if scores else ""))
     if result.average_scores:
-        print(f"mean of the last checkpoints: {_said(result.average_scores)}")
+        print(f"mean of the last checkpoints: {_format_scores(result.average_scores)}")
     return code
 
 
-def _said(scores: dict[str, float]) -> str:
+def _format_scores(scores: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.3f}" for name, value in scores.items())
 
 

@@ -47,7 +47,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     searching.add_argument("--coverage-penalty", **real, default=0.0, help="beta of the GNMT penalty (default: 0)")
     searching.add_argument("--no-repeat-ngram", **number, default=0, help="no N tokens in a row twice (default: off)")
-    searching.add_argument("--repetition-penalty", **real, default=1.0, help="on what was said (default: 1, off)")
+    searching.add_argument(
+        "--repetition-penalty", **real, default=1.0, help="on tokens already there (default: 1, off)"
+    )
     span = {"type": _span, "metavar": "N|A,B"}
     limit = "at most, end included: a number, or A,B for A * source length + B (default: 2,20)"
     searching.add_argument("--max-length", **span, default=(2.0, 20), help=f"tokens of a translation {limit}")

@@ -1,4 +1,4 @@
-"""The parity table: every op, and the whole Transformer, on this device, held to the eager reference.
+"""The parity table: every op, and the whole Transformer, on this device, compared with the eager reference.
 
 Each case runs three times on the same numbers: in fp64 on the reference (the truth), in its own dtype on the
 reference (what plain PyTorch would give), and in its own dtype on the kernels. The kernels pass if their largest

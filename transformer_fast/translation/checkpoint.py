@@ -11,7 +11,7 @@
         state.json             step, place in the data, best step so far, sizes and SHA-256 of the other files
 
 A checkpoint is written into `.tmp-step-...`, every file and then the folder is flushed to disk, and one rename
-makes it visible. So a folder named step-... is always whole, whenever the process was killed; what a killed
+makes it visible. So a folder named step-... is always complete, whenever the process was killed; what a killed
 writer left behind is swept up at the next start. Which checkpoint is the best one is told by the newest
 checkpoint itself: there is no second file that could disagree.
 """
@@ -22,6 +22,7 @@ import contextlib
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -42,6 +43,7 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 SCRATCH = ".tmp-"
 
 Tensors = dict[str, Tensor]
+Scores = dict[str, float]  # what validation measured: "valid_loss", in nats a token, and "bleu", as far as measured
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Checkpoint:
 
     tensors: dict[str, Tensors]
     state: dict[str, Any]
+
+
+def quality(scores: Scores) -> tuple[float, float]:
+    """Scores as something to be compared, more being better: by BLEU, else by loss."""
+    return scores.get("bleu", 0.0), -scores.get("valid_loss", math.inf)
 
 
 def _flush_folder(folder: Path) -> None:
@@ -107,7 +114,7 @@ class RunFolder:
     """The folder of one training run.
 
     Args:
-        root: the folder; `prepare` creates it.
+        root: the folder; `writing` creates it.
     """
 
     def __init__(self, root: PathLike):

@@ -46,9 +46,9 @@ class TrainConfig:
         ConfigError: names the setting, its value and what was expected.
     """
 
-    source: str = field(metadata={"help": "source sentences, one a line, plain or .gz", "free": True, "flag": {}})
-    target: str = field(metadata={"help": "their translations, line by line", "free": True, "flag": {}})
-    save: str = field(metadata={"help": "folder of the run: checkpoints, tokenizer, log", "free": True, "flag": {}})
+    source: str = _option(dataclasses.MISSING, "source sentences, one a line, plain or .gz", free=True)
+    target: str = _option(dataclasses.MISSING, "their translations, line by line", free=True)
+    save: str = _option(dataclasses.MISSING, "folder of the run: checkpoints, tokenizer, log", free=True)
     valid_source: str | None = _option(None, "held-out source sentences", free=True, type=str)
     valid_target: str | None = _option(None, "held-out translations", free=True, type=str)
 
@@ -92,7 +92,7 @@ class TrainConfig:
         choices=("auto", "off", "bf16", "fp16"),
     )
     shard: bool = _option(
-        False, "under torchrun, spread weights and optimizer over the processes (FSDP2), not whole in each", free=True
+        False, "under torchrun, shard weights and optimizer over the processes (FSDP2), not all in each", free=True
     )
     checkpoint_activations: bool = _option(
         False,
@@ -109,16 +109,18 @@ class TrainConfig:
         0, "in the end also write the mean of the last so many checkpoints (of epochs, if --valid-every 0)", free=True
     )
     ema: float = _option(
-        0.0, "validate and serve a moving average of the weights with this decay, such as 0.999; 0: the weights"
+        0.0,
+        "validate and translate with a moving average of the weights, of this decay, such as 0.999; 0: off",
     )
     tensorboard: bool = _option(False, "also log for TensorBoard, into the folder's tensorboard/", free=True)
     resume: bool = _option(True, "continue the run in the folder, if there is one", free=True)
 
     def __post_init__(self) -> None:
-        for name in POSITIVE:
-            _require(_is_int(getattr(self, name)) and getattr(self, name) >= 1, self, name, "a whole number >= 1")
-        for name in NOT_NEGATIVE:
-            _require(_is_int(getattr(self, name)) and getattr(self, name) >= 0, self, name, "a whole number >= 0")
+        for names, least in ((POSITIVE, 1), (NOT_NEGATIVE, 0)):
+            for name in names:
+                value = getattr(self, name)
+                fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+                _require(fits, self, name, f"a whole number >= {least}")
         for name in ("dropout", "label_smoothing", "attention_dropout", "activation_dropout"):
             _require(0 <= (getattr(self, name) or 0.0) < 1, self, name, "a probability, 0 <= p < 1")
         _require(0 <= self.ema < 1, self, "ema", "a decay, 0 <= decay < 1")
@@ -145,7 +147,7 @@ class TrainConfig:
         found = []
         for setting in dataclasses.fields(self):
             mine, theirs = getattr(self, setting.name), getattr(other, setting.name)
-            # A cooldown hangs on the end of the run, so moving the end would bend the curve already trained.
+            # The cooldown is before the end of the run: with another end, rates already trained with would differ.
             fixed = not setting.metadata["free"] or (setting.name == "max_steps" and other.cooldown)
             if fixed and mine != theirs:
                 found.append(f"{setting.name} is {mine}, the run has {theirs}")
@@ -157,10 +159,6 @@ POSITIVE = (
     *("warmup", "keep_last"),
 )
 NOT_NEGATIVE = ("cooldown", "bleu_sentences", "seed", "valid_every", "patience", "average_last")
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _require(holds: bool, config: TrainConfig, name: str, expected: str) -> None:

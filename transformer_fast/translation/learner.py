@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from .batching import Batch
 from .checkpoint import Tensors
 from .config import TrainConfig
-from .ema import MovingAverage
 from .environment import amp_dtype
 from .evaluate import batch_loss
 from .model import load_model_tensors, load_optimizer_tensors, model_tensors, optimizer_tensors
-from .optim import build_optimizer, learning_rate
+from .optim import MovingAverage, build_optimizer, learning_rate
 from .ranks import Ranks, distribute, gradient_sync
 
 

@@ -11,33 +11,20 @@ from torch import Tensor, nn
 
 from ..models import Transformer
 from .averaging import average_scores, load_average
-from .checkpoint import RunFolder, Tensors, read_json
+from .checkpoint import RunFolder, Scores, Tensors, quality, read_json
 from .config import TrainConfig
 from .errors import CheckpointError, os_error_as_checkpoint_error
-from .scores import quality
-from .sharding import distribute_like, gather_full
+from .ranks import distribute_like, gather_full
 from .text import PathLike
 from .tokenizer import PAD, Tokenizer
 
 
 def build_model(config: TrainConfig, vocab: int) -> nn.Module:
     """A freshly initialised `transformer_fast.Transformer` with one vocabulary of `vocab` pieces for both sides."""
-    model = Transformer(
-        vocab,
-        vocab,
-        config.d_model,
-        config.layers,
-        config.heads,
-        config.dropout,
-        attention_dropout=config.attention_dropout,
-        activation_dropout=config.activation_dropout,
-        d_ff=config.d_ff,
-        norm_first=config.norm_first,
-        norm=config.norm,
-        tie_weights=config.tie_weights,
-        padding_idx=PAD,
-        checkpoint_activations=config.checkpoint_activations,
-    )
+    names = ("attention_dropout", "activation_dropout", "d_ff", "norm_first", "norm", "tie_weights")
+    options = {name: getattr(config, name) for name in (*names, "checkpoint_activations")}
+    sizes = vocab, vocab, config.d_model, config.layers, config.heads
+    model = Transformer(*sizes, config.dropout, padding_idx=PAD, **options)
     init_weights(model, config.d_model)
     return model
 
@@ -109,7 +96,7 @@ class Trained:
     tokenizer: Tokenizer
     config: TrainConfig
     step: int
-    scores: dict[str, float]
+    scores: Scores
 
 
 def load_tokenizer(folder: RunFolder, saved: dict, config: TrainConfig) -> Tokenizer:

@@ -1,11 +1,13 @@
-"""Adam as the paper sets it, and its learning rate."""
+"""Adam as the paper sets it, its learning rate, and a moving average of the weights."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
+from .checkpoint import Tensors
 from .config import TrainConfig
+from .ranks import distribute_like, gather_full
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -25,3 +27,34 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 def build_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Adam:
     """Adam with beta 0.9 and 0.98, eps 1e-9 (the paper, section 5.3), in torch's fused form."""
     return torch.optim.Adam(model.parameters(), lr=config.lr, betas=(0.9, 0.98), eps=1e-9, fused=True)
+
+
+class MovingAverage:
+    """Keeps `decay * average + (1 - decay) * weight` for every parameter, updated after each update of the weights.
+
+    Args:
+        model: whose parameters to follow; the average begins at what they are.
+        decay: 0 <= decay < 1. The first updates use less, min(decay, (1 + n) / (10 + n)) at update n, so that the
+            initial weights are forgotten; a pure function of the step, so that nothing but the average is saved.
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.decay = decay
+        self._pairs = [(name, p, p.detach().clone()) for name, p in model.named_parameters()]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        """Take in the weights after update `step` (1, 2, ...)."""
+        share = 1 - min(self.decay, (1 + step) / (10 + step))
+        for _, parameter, average in self._pairs:
+            average.lerp_(parameter, share)
+
+    def tensors(self) -> Tensors:
+        """The full averages by the parameters' names; of a sharded model, every process must call this."""
+        return {name: gather_full(average) for name, _, average in self._pairs}
+
+    @torch.no_grad()
+    def load(self, tensors: Tensors) -> None:
+        """Continue from `tensors`, which has at least the names of :meth:`tensors`."""
+        for name, _, average in self._pairs:
+            average.copy_(distribute_like(tensors[name], average))

@@ -1,4 +1,4 @@
-"""Named recipes of training: the files of `transformer_fast/recipes`, or anybody's own of the same form.
+"""Named recipes of training: the files of `transformer_fast/recipes`, or your own of the same form.
 
 A recipe is a TOML file: `about`, a text; `[training]`, settings of `TrainConfig` by their names; `[translation]`,
 options of `GenerationConfig` with which its published figure was decoded.

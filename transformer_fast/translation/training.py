@@ -75,8 +75,8 @@ def train(
         finally:
             progress.close()
             if ranks.world_size > 1:
-                # What trains together refers to itself, and to the connections: collected after these are closed, it
-                # may wait for them forever.
+                # DDP and FSDP modules are in reference cycles, and hold connections: if they are freed after these are
+                # closed, that may wait forever.
                 gc.collect()
 
 
@@ -93,7 +93,7 @@ class _Run:
         self.config, self.folder, self.progress, self.clock = config, folder, progress, clock
         self.ranks = ranks = ranks or Ranks()
         self.device = choose_device(config)
-        amp_dtype(config, self.device)  # what cannot be had is said before anything is read
+        amp_dtype(config, self.device)  # raises before anything is read if the device cannot do it
         self.log = None if ranks.rank else RunLog(folder, tensorboard=config.tensorboard)
         if ranks.rank:
             ranks.barrier()  # rank 0 makes the folder, the others then find it
@@ -173,7 +173,7 @@ class _Run:
     def _update(self) -> None:
         epochs = self.batches.epochs_done
         parts = [self.batches.next_batch(self.ranks.rank, self.ranks.world_size) for _ in range(self.config.accumulate)]
-        tokens = sum(whole for _, whole in parts)
+        tokens = sum(count for _, count in parts)
         self.window.add(*self.learner.update(self.step + 1, [batch for batch, _ in parts], tokens), tokens)
         self.step += 1
         self.epoch_ended = self.batches.epochs_done > epochs
@@ -288,7 +288,7 @@ class _Run:
         self.progress.message(f"resumed {self.folder.root} at step {step:,}")
 
     def _continue(self, state: dict[str, Any]) -> int:
-        """Take up what `_save` put down; how long the log was then."""
+        """Restore the plain values that `_save` wrote; returns the length of the log at that time."""
         self.batches.seek(state["epoch"], state["position"])
         self.epoch_ended = state.get("epoch_end", False)
         self.tokens, self.seconds_before = state["tokens"], state["seconds"]

@@ -112,11 +112,11 @@ class Translator:
     def _translate_chunk(
         self, lines: list[str | Exception], first: int, on_error: Callable[[int, str], None] | None
     ) -> Iterator[list[Translation]]:
-        errors = {number: line for number, line in enumerate(lines) if isinstance(line, Exception)}
-        if errors and on_error is None:
-            number, error = next(iter(errors.items()))
-            raise ValueError(f"line {first + number}: {error}")
-        texts = ((number, line) for number, line in enumerate(lines) if number not in errors)
+        reasons = {number: str(line) for number, line in enumerate(lines) if isinstance(line, Exception)}
+        if reasons and on_error is None:
+            number, reason = next(iter(reasons.items()))
+            raise ValueError(f"line {first + number}: {reason}")
+        texts = ((number, line) for number, line in enumerate(lines) if number not in reasons)
         pieces = [(number, piece) for number, line in texts for piece in self._pieces(line)]
         sources = self.tokenizer.encode_source([piece for _, piece in pieces])
         found: list[list[Translation]] = [[] for _ in pieces]
@@ -127,15 +127,15 @@ class Translator:
             answers = self._decode(given) if on_error is None else self._decode_or_errors(given)
             for index, answer in zip(batch, answers, strict=True):
                 if isinstance(answer, Exception):
-                    errors.setdefault(pieces[index][0], answer)
+                    reasons.setdefault(pieces[index][0], str(answer))
                 else:
                     found[index] = self._texts(sources[index], answer)
         of_line: list[list[tuple[str, list[Translation]]]] = [[] for _ in lines]
         for (number, piece), answers in zip(pieces, found, strict=True):
             of_line[number].append((piece, answers))
         for number, parts in enumerate(of_line):
-            if number in errors:
-                on_error(first + number, str(errors[number]))
+            if number in reasons:
+                on_error(first + number, reasons[number])
                 yield [Translation("", math.nan, math.nan)]
             else:
                 yield _join_pieces(parts)

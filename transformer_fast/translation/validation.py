@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from .batching import Corpus
+from .checkpoint import Scores, quality
 from .config import TrainConfig
 from .evaluate import corpus_bleu, corpus_loss
-from .scores import Scores, quality
 from .text import ParallelText
 from .tokenizer import Tokenizer
 from .translator import Translator
