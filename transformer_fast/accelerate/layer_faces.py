@@ -38,7 +38,7 @@ class EncoderLayerFace(Face):
         yield x, some_keep(2, 1, 5)
 
     face_fused = layers.EncoderLayer.forward
-    unsummed = layers.EncoderLayer.unsummed  # which it calls
+    sublayers = layers.EncoderLayer.sublayers  # which it calls
 
 
 class PostNormEncoderLayerFace(EncoderLayerFace):
@@ -61,7 +61,7 @@ class DecoderLayerFace(EncoderLayerFace):
         yield x, memory, some_keep(2, 1, 3), torch.ones(1, 5, 5, dtype=torch.bool).tril()
 
     face_fused = layers.DecoderLayer.forward
-    unsummed = layers.DecoderLayer.unsummed  # which it calls
+    sublayers = layers.DecoderLayer.sublayers  # which it calls
 
 
 class PostNormDecoderLayerFace(DecoderLayerFace):
