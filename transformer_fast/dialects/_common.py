@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
 from ..masks import AttentionMask
@@ -28,6 +32,11 @@ def head_width(module: object, width: int, heads: int) -> int:
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """(B, L, heads * d) -> (B, heads, L, d), a view."""
     return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
+
+
+def project_heads(linears: Iterable[nn.Module], inputs: Iterable[Tensor], heads: int) -> list[Tensor]:
+    """Queries, keys and values (B, heads, L, d) of inputs (B, L, width), each by its own linear layer."""
+    return [split_heads(linear(x), heads) for linear, x in zip(linears, inputs, strict=True)]
 
 
 def merge_heads(x: Tensor) -> Tensor:
@@ -97,3 +106,34 @@ def additive_scores(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
     translate", 2015, appendix A.1.2). The (B, Lq, Lk, n) features are made, as the score has no cheaper form.
     """
     return torch.tanh(query.unsqueeze(2) + key.unsqueeze(1)) @ v
+
+
+LAST_WEIGHTS = "_last_weights"
+"""Where a module has the weights of its last call: a value, or a function of the module that computes them."""
+
+
+class LastWeights:
+    """An attribute with the attention weights of the last call, before dropout and without gradient.
+
+    They are computed when the attribute is read. The attribute may also be set.
+    """
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self
+        if LAST_WEIGHTS not in module.__dict__:
+            raise AttributeError("no call has left weights here yet")
+        weights = module.__dict__[LAST_WEIGHTS]
+        if not isinstance(weights, types.FunctionType):
+            return weights
+        with torch.no_grad():
+            return weights(module)
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__[LAST_WEIGHTS] = value
+
+
+def leave_weights(module: nn.Module, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
+    """Let a module that has :class:`LastWeights` compute those of this call as ``compute(*tensors)``."""
+    detached = [t.detach() for t in tensors]
+    setattr(module, LAST_WEIGHTS, None if torch.compiler.is_compiling() else lambda _: compute(*detached))

@@ -12,7 +12,7 @@ from ..layers.embedding import SinusoidalTable
 from ..layers.norm import active_dropout
 from ..masks import AttentionMask
 from ..ops.embedding import embed
-from ._common import attend, head_width, merge_heads, split_heads, with_head_axis
+from ._common import attend, head_width, merge_heads, project_heads, with_head_axis
 
 __all__ = ["Attention", "BERTEmbedding", "MultiHeadedAttention", "PositionalEmbedding", "TokenEmbedding"]
 
@@ -146,9 +146,7 @@ class MultiHeadedAttention(nn.Module):
         mask: keep mask (B, 1, 1, Lk) or (B, 1, Lq, Lk) (axes of 1 may be more), or an AttentionMask.
         """
         mask = _keep("MultiHeadedAttention", mask, 4)
-        q, k, v = (
-            split_heads(linear(x), self.h) for linear, x in zip(self.linear_layers, (query, key, value), strict=True)
-        )
+        q, k, v = project_heads(self.linear_layers, (query, key, value), self.h)
         heads, _ = self.attention(q, k, v, mask, self.dropout, need_weights=False)
         return self.output_linear(merge_heads(heads))
 

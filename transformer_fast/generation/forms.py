@@ -14,7 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..accelerate import attention_faces, embedding_faces, faces, sublayer_faces
+from ..accelerate.patterns.attention import Heads
+from ..accelerate.patterns.base import follows, pattern_of
+from ..accelerate.patterns.embedding import Embedder, Positional
+from ..accelerate.patterns.feed_forward import ANNOTATED_FEED_FORWARD
+from ..accelerate.patterns.norm import width_of
+from ..accelerate.patterns.sublayer import DECODER
 from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm
 from ..layers import torch_modules as swapped
 from ..layers.hooks import unwatched
@@ -160,15 +165,15 @@ def decoder_of_ours(decoder: nn.Module, embed: nn.Module, longest: int) -> Decod
     None where that is not sure: not swapped by `accelerate`, watched by hooks, changed since, of other parts than the
     text's, or with a positional table of fewer than `longest` rows.
     """
-    if not isinstance(decoder, sublayer_faces.AnnotatedDecoderFace) or type(embed) is not nn.Sequential:
+    if not follows(decoder, DECODER) or type(embed) is not nn.Sequential:
         return None
     if not all(map(_is_as_swapped, (*decoder.modules(), *embed.modules()))) or len(embed) != 2:
         return None
     lookup, positions = embed
-    if not isinstance(lookup, embedding_faces.EmbedderFace) or not _serves(positions, lookup.lut.weight, longest):
+    if not follows(lookup, Embedder) or not _serves(positions, lookup.lut.weight, longest):
         return None
-    norms = decoder.norm, *(sublayer.norm for layer in decoder.layers for sublayer in layer.face_sublayers(layer))
-    if None in map(faces.width_of, norms):
+    norms = decoder.norm, *(sublayer.norm for layer in decoder.layers for sublayer in layer.sublayer)
+    if None in map(width_of, norms):
         return None
     width, layers = lookup.d_model, list(decoder.layers)
     if not all(_fits(layer, width) for layer in layers) or len(set(map(_heads, layers))) != 1:
@@ -178,7 +183,7 @@ def decoder_of_ours(decoder: nn.Module, embed: nn.Module, longest: int) -> Decod
         for theirs, layer in zip(layers, ours.layers, strict=True):
             _take_over(layer, theirs, width)
         ours.norm = _norm(decoder.norm)
-    ours.embed.lut, ours.pe.pe = lookup.lut, getattr(positions, positions.face_name)
+    ours.embed.lut, ours.pe.pe = lookup.lut, getattr(positions, pattern_of(positions).table)
     return ours
 
 
@@ -186,14 +191,15 @@ def _is_as_swapped(module: nn.Module) -> bool:
     """Whether nobody would miss it if a module were not called, and it is still what `accelerate` made of it."""
     if "forward" in module.__dict__ or module._compiled_call_impl is not None or not unwatched(module):
         return False
-    return not isinstance(module, faces.Face) or module._face_fits()
+    pattern = pattern_of(module)
+    return pattern is None or pattern.fits(module)
 
 
 def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
     """Whether a positional table is the one that our decoder would read, and long enough."""
-    if not isinstance(positions, embedding_faces.PositionalFace) or positions.face_length != 1:
+    if not follows(positions, Positional) or pattern_of(positions).length_axis != 1:
         return False
-    table = getattr(positions, positions.face_name)
+    table = getattr(positions, pattern_of(positions).table)
     same = table.device == weight.device and torch.promote_types(table.dtype, weight.dtype) == weight.dtype
     return same and longest <= table.shape[1]
 
@@ -201,9 +207,9 @@ def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
 def _fits(layer: nn.Module, width: int) -> bool:
     """Whether a decoder layer is made of parts that our layers have."""
     for attention in (layer.self_attn, layer.src_attn):
-        if not isinstance(attention, attention_faces.HeadsFace) or not attention.face_head_axis:
+        if not follows(attention, Heads) or not pattern_of(attention).head_axis:
             return False
-        linears = attention.face_projections(attention)
+        linears = pattern_of(attention).projections(attention)
         square = all(isinstance(one, nn.Linear) and one.in_features == one.out_features == width for one in linears)
         if not square or attention.h * attention.d_k != width:
             return False
@@ -216,12 +222,12 @@ def _heads(layer: nn.Module) -> tuple[int, int]:
 
 def _take_over(ours: DecoderLayer, theirs: nn.Module, width: int) -> None:
     """Put the parameters of the annotated text's layer into one of our layers."""
-    ours.norm_1, ours.norm_2, ours.norm_3 = (_norm(sublayer.norm) for sublayer in theirs.face_sublayers(theirs))
+    ours.norm_1, ours.norm_2, ours.norm_3 = (_norm(sublayer.norm) for sublayer in theirs.sublayer)
     ours.attn_1, ours.attn_2 = (MultiHeadAttention(heads, width, 0.0) for heads in _heads(theirs))
     for to, attention in ((ours.attn_1, theirs.self_attn), (ours.attn_2, theirs.src_attn)):
-        to.q_linear, to.k_linear, to.v_linear, to.out = attention.face_projections(attention)
+        to.q_linear, to.k_linear, to.v_linear, to.out = pattern_of(attention).projections(attention)
     inner = theirs.feed_forward
-    if getattr(type(inner), "face_made_of", ())[:1] == (faces.AnnotatedFeedForwardFace,):
+    if pattern_of(inner) is ANNOTATED_FEED_FORWARD:
         ours.ff.linear_1, ours.ff.linear_2 = inner.w_1, inner.w_2
     else:
         ours.ff = inner
@@ -230,13 +236,13 @@ def _take_over(ours: DecoderLayer, theirs: nn.Module, width: int) -> None:
 def _norm(norm: nn.Module) -> Norm | LayerNorm:
     """A norm as one of ours, with the same parameters."""
     if isinstance(norm, swapped.LayerNorm):
-        ours, weight = LayerNorm(norm.normalized_shape, norm.eps), norm.weight
+        ours, weight, bias = LayerNorm(norm.normalized_shape, norm.eps), norm.weight, norm.bias
     else:
-        weight = getattr(norm, norm.face_gain)
-        ours = Norm(len(weight), norm.eps) if norm.face_kind == "std" else LayerNorm(len(weight), norm.eps)
+        pattern = pattern_of(norm)
+        weight, bias = getattr(norm, pattern.gain), getattr(norm, pattern.shift)
+        ours = Norm(len(weight), norm.eps) if pattern.kind == "std" else LayerNorm(len(weight), norm.eps)
     if isinstance(ours, Norm):
-        ours.alpha, ours.bias = weight, getattr(norm, norm.face_shift)
+        ours.alpha, ours.bias = weight, bias
     else:
-        ours.weight = weight
-        ours.bias = norm.bias if isinstance(norm, swapped.LayerNorm) else getattr(norm, norm.face_shift)
+        ours.weight, ours.bias = weight, bias
     return ours

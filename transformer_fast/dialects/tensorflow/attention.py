@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ... import backends
 from ...masks import AttentionMask
-from .._common import attend, head_width, merge_heads, split_heads, with_head_axis
+from .._common import attend, head_width, merge_heads, project_heads, with_head_axis
 
 BlockedMask = Tensor | AttentionMask | None
 """A float mask broadcastable to (B, H, Lq, Lk), 1.0 = blocked and 0.0 = kept; an AttentionMask; or None."""
@@ -61,7 +61,7 @@ class MultiHeadAttention(nn.Module):
         mask, need_weights: as for :func:`scaled_dot_product_attention`.
         """
         mask = blocked_mask("MultiHeadAttention", mask)
-        q, k, v = (split_heads(w(x), self.num_heads) for w, x in ((self.wq, q), (self.wk, k), (self.wv, v)))
+        q, k, v = project_heads((self.wq, self.wk, self.wv), (q, k, v), self.num_heads)
         out, weights = attend("MultiHeadAttention", q, k, v, mask, return_weights=need_weights)
         return self.dense(merge_heads(out)), weights
 

@@ -105,12 +105,24 @@ class Decoder(_Stack):
         """
         look_ahead_mask, padding_mask = blocked_mask("Decoder", look_ahead_mask), blocked_mask("Decoder", padding_mask)
         x = self.embedded(x)
-        attention_weights = {}
-        for number, layer in enumerate(self.dec_layers, start=1):
-            x, block1, block2 = layer(x, enc_output, look_ahead_mask, padding_mask, need_weights=need_weights)
-            attention_weights[f"decoder_layer{number}_block1"] = block1
-            attention_weights[f"decoder_layer{number}_block2"] = block2
-        return x, attention_weights if need_weights else None
+        x, weights = through_decoder(self.dec_layers, x, enc_output, look_ahead_mask, padding_mask, need_weights)
+        return x, weights if need_weights else None
+
+
+def through_decoder(
+    layers: nn.ModuleList,
+    x: Tensor,
+    enc_output: Tensor,
+    look_ahead_mask: BlockedMask = None,
+    padding_mask: BlockedMask = None,
+    need_weights: bool = True,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Decoder layers one after the other: what leaves the last one, and the weights of all by name."""
+    weights = {}
+    for number, layer in enumerate(layers, start=1):
+        x, *both = layer(x, enc_output, look_ahead_mask, padding_mask, need_weights=need_weights)
+        weights |= {f"decoder_layer{number}_block{block}": w for block, w in enumerate(both, start=1)}
+    return x, weights
 
 
 class Transformer(nn.Module):
