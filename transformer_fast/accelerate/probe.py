@@ -127,7 +127,8 @@ def _settings(trial: nn.Module, pattern: Pattern) -> Iterator[tuple[Callable[[],
 
     yield setting(False), False
     yield setting(True), False
-    for dropout in _not_proven(trial, pattern.fused_parts(trial)):
+    fused = [member for part, member in pattern.members(trial) or () if part.fused]
+    for dropout in _not_proven(trial, fused):
         yield setting(True, dropout), True
 
 

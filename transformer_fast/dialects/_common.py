@@ -68,10 +68,13 @@ def attend(
     if axes not in _ADDED or key.dim() != axes or value.dim() != axes:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise ValueError(f"{where}: query, key and value must all be (B, H, L, d), (B, L, d) or (L, d), got {shapes}")
-    q, k, v = (t[_ADDED[axes]] for t in (query, key, value))
-    result = ops.attention(q, k, v, mask, scale=scale, dropout_p=dropout_p, return_weights=return_weights)
+    if axes < 4:
+        query, key, value = (t[_ADDED[axes]] for t in (query, key, value))
+    result = ops.attention(query, key, value, mask, scale=scale, dropout_p=dropout_p, return_weights=return_weights)
     out, weights = result if return_weights else (result, None)
-    return out[_TAKEN[axes]], None if weights is None else weights[_TAKEN[axes]]
+    if axes < 4:
+        out, weights = out[_TAKEN[axes]], None if weights is None else weights[_TAKEN[axes]]
+    return out, weights
 
 
 def attend_by_scores(

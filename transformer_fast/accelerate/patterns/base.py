@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import inspect
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from ...dialects._common import LAST_WEIGHTS, LastWeights
 from ...layers.hooks import unwatched
 from ...layers.torch_modules import Embedding
 
-Kind = Any
-"""What a child must be: a class of modules or of patterns, one pattern, or a function that tells."""
+Kind = Callable[[nn.Module], bool]
+"""Whether a child is what it must be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,38 +31,18 @@ class Part:
     """A child of a module.
 
     Attributes:
-        kind: what it must be.
+        is_one: whether a module is what the child must be.
         fused: ``fused_forward`` does its work without calling it. If it has hooks, the module runs as it was written.
         swapped: it is called in a way that only the fused form understands, so it must not run as it was written.
         many: it is a list of such modules.
         optional: it may be missing.
     """
 
-    kind: Kind
+    is_one: Kind
     fused: bool = False
     swapped: bool = False
     many: bool = False
     optional: bool = False
-
-    def members(self, child: nn.Module | None) -> Iterable[nn.Module]:
-        """The child, or what the list holds."""
-        return () if child is None else child if self.many else (child,)
-
-    def is_one(self, child: nn.Module | None) -> bool:
-        """Whether a child is what it must be."""
-        if child is None:
-            return self.optional
-        if self.many and not isinstance(child, nn.ModuleList | nn.Sequential):
-            return False
-        return all(follows(member, self.kind) for member in self.members(child))
-
-    def fits(self, child: nn.Module | None) -> bool:
-        """Whether it is so still, and whether those whose work is done, or who must be fused, run on the fused ops."""
-        if not self.is_one(child):
-            return False
-        if not (self.fused or self.swapped):
-            return True
-        return all(pattern.fits(member) for member in self.members(child) if (pattern := pattern_of(member)))
 
 
 class Pattern:
@@ -93,7 +73,22 @@ class Pattern:
             return False
         if self.arguments is not None and len(parameters_of(type(m)) or ()) != self.arguments:
             return False
-        return all(part.is_one(m._modules.get(name)) for name, part in self.parts.items())
+        return self.members(m) is not None
+
+    def members(self, m: Any) -> list[tuple[Part, nn.Module]] | None:
+        """Each child, or each member of it, with its part; None where one is missing or is something else."""
+        found = []
+        for name, part in self.parts.items():
+            child = m._modules.get(name)
+            if child is None and part.optional:
+                continue
+            if child is None or (part.many and not isinstance(child, nn.ModuleList | nn.Sequential)):
+                return None
+            for member in child if part.many else (child,):
+                if not part.is_one(member):
+                    return None
+                found.append((part, member))
+        return found
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         """Arguments to try a module with; one that the module itself refuses is not tried."""
@@ -103,17 +98,18 @@ class Pattern:
         """What a module computes, on the fused ops; None where they do not serve, and its own forward must run."""
         raise NotImplementedError
 
-    def fused_parts(self, m: Any) -> list[nn.Module]:
-        """The modules whose work ``fused_forward`` does."""
-        parts = (part.members(m._modules.get(name)) for name, part in self.parts.items() if part.fused)
-        return [member for members in parts for member in members]
-
     def fits(self, m: Any) -> bool:
         """Whether a module is still made of the same parts, and nobody would miss the calls that are left out."""
-        if not all(part.fits(m._modules.get(name)) for name, part in self.parts.items()):
+        fused = []
+        if (members := self.members(m)) is None:
             return False
-        fused = self.fused_parts(m)
-        return unwatched(*fused) and not any("forward" in f.__dict__ or f._compiled_call_impl for f in fused)
+        for part, member in members:
+            if part.fused:
+                fused.append(member)
+            pattern = pattern_of(member) if part.fused or part.swapped else None
+            if pattern is not None and not pattern.fits(member):
+                return False
+        return unwatched(*fused) and not any("forward" in one.__dict__ or one._compiled_call_impl for one in fused)
 
 
 _PATTERNS: dict[str, Pattern] = {}
@@ -139,7 +135,7 @@ def accelerated_class(pattern: Pattern, original: type[nn.Module]) -> type[nn.Mo
 
     @functools.wraps(original.forward)  # torch.export reads the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        ours = {name: kwargs.pop(name) for name in pattern.keywords if name in kwargs}
+        ours = {name: kwargs.pop(name) for name in pattern.keywords if name in kwargs} if kwargs else {}
         ordered = _in_order(parameters, args, kwargs) if kwargs else args
         if ordered is not None and pattern.fits(self):
             result = pattern.fused_forward(self, *ordered, **ours)
@@ -188,13 +184,11 @@ def pattern_of(module: nn.Module) -> Pattern | None:
     return type(module).pattern_and_class[0] if isinstance(module, Accelerated) else None
 
 
-def follows(module: nn.Module, kind: Kind) -> bool:
-    """Whether a module is of a kind."""
-    if isinstance(kind, Pattern):
-        return pattern_of(module) is kind
-    if not isinstance(kind, type):
-        return kind(module)
-    return isinstance(pattern_of(module) if issubclass(kind, Pattern) else module, kind)
+def by(pattern: Pattern | type[Pattern]) -> Kind:
+    """Whether a module was swapped by a pattern, or by one of a class of them."""
+    if isinstance(pattern, Pattern):
+        return lambda m: isinstance(m, Accelerated) and m.pattern_and_class[0] is pattern
+    return lambda m: isinstance(m, Accelerated) and isinstance(m.pattern_and_class[0], pattern)
 
 
 def children(**parts: Part) -> Mapping[str, Part]:
@@ -205,9 +199,9 @@ def children(**parts: Part) -> Mapping[str, Part]:
 ANY = Part(lambda module: True)
 INLINED = Part(lambda module: True, fused=True)
 """A module of any class that has no parameters, whose work ``fused_forward`` does."""
-LINEAR = Part(nn.Linear)
+LINEAR = Part(lambda module: isinstance(module, nn.Linear))
 DROPOUT = Part(lambda module: type(module) is nn.Dropout, fused=True)
-EMBEDDING = Part(Embedding, fused=True)
+EMBEDDING = Part(lambda module: isinstance(module, Embedding), fused=True)
 
 
 def random_keep(*shape: int) -> Tensor:

@@ -14,12 +14,12 @@ from ...dialects._common import LAST_WEIGHTS
 from ...dialects.d2l.attention import attend
 from ...dialects.d2l.blocks import run_decoder_block
 from ...masks import AttentionMask
-from .base import ANY, DROPOUT, EMBEDDING, LINEAR, Part, Pattern, children, parameters_of
+from .base import ANY, DROPOUT, EMBEDDING, LINEAR, Part, Pattern, by, children, parameters_of
 from .embedding import D2L_POSITIONAL, embedded, random_ids
 from .norm import AddNorm
 
 Lengths = Tensor | AttentionMask | None
-_ADD_NORM = Part(AddNorm)
+_ADD_NORM = Part(by(AddNorm))
 
 
 def lengths_mask(valid_lens: Lengths, keys: int) -> AttentionMask | None:
@@ -62,7 +62,7 @@ class D2lAttention(Pattern):
 class D2lHeads(Pattern):
     """``W_q``, ``W_k``, ``W_v``, ``W_o`` around ``attention``, whose heads were folded into the batch."""
 
-    parts = children(W_q=LINEAR, W_k=LINEAR, W_v=LINEAR, W_o=LINEAR, attention=Part(D2lAttention, fused=True))
+    parts = children(W_q=LINEAR, W_k=LINEAR, W_v=LINEAR, W_o=LINEAR, attention=Part(by(D2lAttention), fused=True))
 
     def matches(self, m: Any) -> bool:
         return super().matches(m) and isinstance(m.num_heads, int)
@@ -79,7 +79,7 @@ class D2lEncoderBlock(Pattern):
     """Attention, ``addnorm1``, ``ffn``, ``addnorm2``: (X, valid_lens)."""
 
     # A mask that was lengths goes into the heads, which as they were written would not understand it.
-    parts = children(attention=Part(D2lHeads, swapped=True), addnorm1=_ADD_NORM, ffn=ANY, addnorm2=_ADD_NORM)
+    parts = children(attention=Part(by(D2lHeads), swapped=True), addnorm1=_ADD_NORM, ffn=ANY, addnorm2=_ADD_NORM)
     arguments = 2
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
@@ -94,9 +94,9 @@ class D2lDecoderBlock(Pattern):
     """The decoder's block, (X, state): in training a look-ahead without a tensor of lengths 1 to T."""
 
     parts = children(
-        attention1=Part(D2lHeads, swapped=True),
+        attention1=Part(by(D2lHeads), swapped=True),
         addnorm1=_ADD_NORM,
-        attention2=Part(D2lHeads, swapped=True),
+        attention2=Part(by(D2lHeads), swapped=True),
         addnorm2=_ADD_NORM,
         ffn=ANY,
         addnorm3=_ADD_NORM,
@@ -121,8 +121,8 @@ class D2lStack(Pattern):
         super().__init__(name)
         self.parts = {
             "embedding": EMBEDDING,
-            "pos_encoding": Part(D2L_POSITIONAL, fused=True),
-            "blks": Part(block, swapped=True, many=True),
+            "pos_encoding": Part(by(D2L_POSITIONAL), fused=True),
+            "blks": Part(by(block), swapped=True, many=True),
             **others,
         }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +14,7 @@ from ... import ops
 from ...layers.norm import active_dropout
 from ...layers.torch_modules import Embedding
 from ...ops.dropout import dropout as fused_dropout
-from .base import DROPOUT, EMBEDDING, INLINED, Part, Pattern, children
+from .base import DROPOUT, EMBEDDING, INLINED, Pattern, children
 
 
 def embedded(
@@ -84,10 +85,13 @@ class Positional(Pattern):
         return ops.add_positional(x.transpose(0, 1), table, 0, active_dropout(m.dropout)).transpose(0, 1)
 
 
+_SEGMENT = dataclasses.replace(EMBEDDING, optional=True)
+
+
 class BertEmbedding(Pattern):
     """``dropout(token(ids) + position(ids))``, ``position`` being the table ``pe``; a ``segment`` is added too."""
 
-    parts = children(token=EMBEDDING, position=INLINED, segment=Part(Embedding, optional=True), dropout=DROPOUT)
+    parts = children(token=EMBEDDING, position=INLINED, segment=_SEGMENT, dropout=DROPOUT)
 
     def matches(self, m: Any) -> bool:
         if not super().matches(m):

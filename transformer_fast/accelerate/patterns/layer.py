@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import layers
 from ...layers.norm import post_norm, pre_norm
 from .attention import CLASSIC, keep_mask
-from .base import ANY, DROPOUT, Part, Pattern, pattern_of, random_keep
+from .base import ANY, DROPOUT, Part, Pattern, by, pattern_of, random_keep
 from .embedding import Embedder, Positional, embedded, random_ids
 from .norm import NORM, width_of
 
@@ -40,7 +40,7 @@ class EncoderLayer(Pattern):
         self.parts = {
             **{f"norm_{n}": NORM for n in numbers},
             **{f"dropout_{n}": DROPOUT for n in numbers},
-            **dict.fromkeys(self.attentions, Part(CLASSIC)),
+            **dict.fromkeys(self.attentions, Part(by(CLASSIC))),
             "ff": ANY,
         }
 
@@ -86,8 +86,8 @@ class Stack(Pattern):
         super().__init__(name)
         self.decodes = isinstance(layer_patterns[0], DecoderLayer)
         self.parts = {
-            "embed": Part(Embedder, fused=True),
-            "pe": Part(Positional, fused=True),
+            "embed": Part(by(Embedder), fused=True),
+            "pe": Part(by(Positional), fused=True),
             "layers": Part(lambda layer: pattern_of(layer) in layer_patterns, many=True),
             "norm": ANY,
         }

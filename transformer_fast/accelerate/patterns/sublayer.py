@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...layers.norm import Sublayer, Unsummed, norm_and_sum, pre_norm
 from .attention import BERT, Heads
-from .base import ANY, DROPOUT, Kind, Part, Pattern, pattern_of, random_keep
+from .base import ANY, DROPOUT, Part, Pattern, by, pattern_of, random_keep
 from .layer import decoder_calls, encoder_calls
 from .norm import NORM, SUBLAYER, width_of
 
@@ -18,11 +18,11 @@ from .norm import NORM, SUBLAYER, width_of
 class AnnotatedLayer(Pattern):
     """Pre-norm sublayers in a row: dropout and addition of each run as one op with the norm of the next."""
 
-    def __init__(self, name: str, arguments: int, *attentions: str, heads: Kind = Heads, **others: Part) -> None:
+    def __init__(self, name: str, arguments: int, *attentions: str, heads: Any = Heads, **others: Part) -> None:
         super().__init__(name)
         self.arguments, self.attentions = arguments, attentions
-        sublayers = others or {"sublayer": Part(SUBLAYER, fused=True, many=True)}
-        self.parts = {**dict.fromkeys(attentions, Part(heads)), "feed_forward": ANY, **sublayers}
+        sublayers = others or {"sublayer": Part(by(SUBLAYER), fused=True, many=True)}
+        self.parts = {**dict.fromkeys(attentions, Part(by(heads))), "feed_forward": ANY, **sublayers}
 
     def matches(self, m: Any) -> bool:
         return super().matches(m) and len(self.connections(m)) == 1 + len(self.attentions)
@@ -66,7 +66,7 @@ class AnnotatedStack(Pattern):
     def __init__(self, name: str, layer: AnnotatedLayer) -> None:
         super().__init__(name)
         self.arguments = layer.arguments
-        self.parts = {"layers": Part(layer, fused=True, many=True), "norm": NORM}
+        self.parts = {"layers": Part(by(layer), fused=True, many=True), "norm": NORM}
 
     def matches(self, m: Any) -> bool:
         return super().matches(m) and len(m.layers) > 0
@@ -84,7 +84,7 @@ class BertBlock(AnnotatedLayer):
     """BERT's block: ``input_sublayer``, ``output_sublayer``, and one more dropout."""
 
     def __init__(self, name: str) -> None:
-        connection = Part(SUBLAYER, fused=True)
+        connection = Part(by(SUBLAYER), fused=True)
         others = {"input_sublayer": connection, "output_sublayer": connection, "dropout": DROPOUT}
         super().__init__(name, 2, "attention", heads=BERT, **others)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...dialects import tensorflow
 from ...dialects.tensorflow.models import through_decoder
 from .attention import TensorflowHeads
-from .base import ANY, DROPOUT, EMBEDDING, Part, Pattern, children, random_keep
+from .base import ANY, DROPOUT, EMBEDDING, Part, Pattern, by, children, random_keep
 from .embedding import embedded, random_ids
 from .norm import NORM, width_of
 
@@ -33,7 +33,7 @@ class TensorflowEncoderLayer(Pattern):
     """The tutorial's encoder layer, which looks at no weights."""
 
     parts = children(
-        mha=Part(TensorflowHeads, fused=True),
+        mha=Part(by(TensorflowHeads), fused=True),
         ffn=ANY,
         layernorm1=NORM,
         layernorm2=NORM,
@@ -53,8 +53,8 @@ class TensorflowDecoderLayer(Pattern):
 
     keywords = ("need_weights",)
     parts = children(
-        mha1=Part(TensorflowHeads),
-        mha2=Part(TensorflowHeads),
+        mha1=Part(by(TensorflowHeads)),
+        mha2=Part(by(TensorflowHeads)),
         ffn=ANY,
         layernorm1=NORM,
         layernorm2=NORM,
@@ -83,7 +83,7 @@ class TensorflowStack(Pattern):
     def __init__(self, name: str, layers: str, layer: type[Pattern]) -> None:
         super().__init__(name)
         self.decodes = layer is TensorflowDecoderLayer
-        self.parts = {"embedding": EMBEDDING, "dropout": DROPOUT, layers: Part(layer, many=True)}
+        self.parts = {"embedding": EMBEDDING, "dropout": DROPOUT, layers: Part(by(layer), many=True)}
 
     def matches(self, m: Any) -> bool:
         table = getattr(m, "pos_encoding", None)
