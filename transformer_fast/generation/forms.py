@@ -22,7 +22,7 @@ from ..accelerate.patterns.norm import width_of
 from ..accelerate.patterns.sublayer import DECODER
 from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm
 from ..layers import torch_modules as swapped
-from ..layers.hooks import unwatched
+from ..layers.hooks import is_plain
 from ..models import Decoder
 
 _ANNOTATED = ("encoder", "decoder", "src_embed", "tgt_embed", "generator")
@@ -188,11 +188,9 @@ def decoder_of_ours(decoder: nn.Module, embed: nn.Module, longest: int) -> Decod
 
 
 def _is_as_swapped(module: nn.Module) -> bool:
-    """Whether nobody would miss it if a module were not called, and it is still what `accelerate` made of it."""
-    if "forward" in module.__dict__ or module._compiled_call_impl is not None or not unwatched(module):
-        return False
+    """Whether a module need not be called, and is still what `accelerate` made of it."""
     pattern = pattern_of(module)
-    return pattern is None or pattern.fits(module)
+    return is_plain(module) and (pattern is None or pattern.fits(module))
 
 
 def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:

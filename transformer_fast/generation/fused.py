@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from .. import backends, extension
 from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm
+from ..layers.hooks import is_plain
 from ..models import Decoder
 from .cache import DecoderCache
-from .weights import StepFeedForward, StepLinear, is_plain
+from .weights import StepFeedForward, StepLinear
 
 
 class FusedStep:

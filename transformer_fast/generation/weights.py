@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import extension
 from ..layers import FeedForward
-from ..layers.hooks import unwatched
+from ..layers.hooks import is_plain
 
 FEW = 24
 """Rows up to which our own product, which is bound by reading the weight, is the fastest."""
@@ -106,19 +106,14 @@ def _has_onednn() -> bool:
     )
 
 
-def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a module is exactly of a kind, with no hook and no forward of its own: nobody would miss its call."""
-    return type(module) is kind and "forward" not in module.__dict__ and unwatched(module)
-
-
 def prepared(module: nn.Module, rows: int) -> nn.Module:
     """A copy of a module and all below it, with the same parameters, in evaluation mode, for decoding step by step.
 
     rows: how many a step will have at most.
     """
-    if is_plain(module):
+    if is_plain(module, nn.Linear):
         return StepLinear([module], rows)
-    if is_plain(module, FeedForward) and is_plain(module.linear_1) and is_plain(module.linear_2):
+    if is_plain(module, FeedForward) and all(is_plain(one, nn.Linear) for one in (module.linear_1, module.linear_2)):
         return StepFeedForward(module, rows)
     clone = copy.copy(module)
     children = {name: prepared(child, rows) for name, child in module._modules.items() if child is not None}

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import backends
 from ..ops.dropout import dropout as fused_dropout
-from .hooks import unwatched
+from .hooks import is_plain
 from .norm import active_dropout
 
 
@@ -46,7 +44,7 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
         x: (..., d_in).
         p: dropout probability, 0 outside training.
     """
-    if not _is_plain_linear(linear):
+    if not is_plain(linear, nn.Linear):
         return fused_dropout(linear(x), p, relu=True)
     if p > 0.0 and linear.bias is not None and backends.resolve("dropout", x.device, x.dtype) == "triton":
         return fused_dropout(F.linear(x, linear.weight), p, bias=linear.bias, relu=True)
@@ -54,8 +52,3 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
     if p == 0.0 and type(inner) is Tensor:
         return inner.relu_()  # over what nobody else has
     return fused_dropout(inner, p, relu=True)
-
-
-def _is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    replaced = "forward" in module.__dict__
-    return type(module) is nn.Linear and not replaced and unwatched(module)

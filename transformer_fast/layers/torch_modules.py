@@ -23,7 +23,7 @@ from ..packing import PackedMask
 from . import norm as _norm
 from .attention import packed_attention
 from .feed_forward import linear_relu_dropout
-from .hooks import unwatched
+from .hooks import has_hooks
 from .norm import active_dropout, post_norm, pre_norm
 from .torch_masks import TorchMask, torch_mask
 
@@ -170,16 +170,16 @@ class _Layer(nn.Module):
         if not _may_fuse(nn.Dropout, [self.dropout]):
             return self.linear2(self.dropout(activation(self.linear1(x))))
         p = active_dropout(self.dropout)
-        if activation is F.relu or (type(activation) is nn.ReLU and unwatched(activation)):
+        if activation is F.relu or (type(activation) is nn.ReLU and not has_hooks(activation)):
             return self.linear2(linear_relu_dropout(self.linear1, x, p))
         inner = self.linear1(x)
-        if activation is F.gelu and type(inner) is Tensor and not inner.requires_grad and unwatched(self.linear1):
+        if activation is F.gelu and type(inner) is Tensor and not inner.requires_grad and not has_hooks(self.linear1):
             return self.linear2(fused_dropout(torch.ops.aten.gelu_(inner), p))
         return self.linear2(fused_dropout(activation(inner), p))
 
 
 def _may_fuse(kind: type[nn.Module], modules: Iterable[nn.Module]) -> bool:
-    return all(isinstance(module, kind) for module in modules) and unwatched(*modules)
+    return all(isinstance(module, kind) for module in modules) and not has_hooks(*modules)
 
 
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):

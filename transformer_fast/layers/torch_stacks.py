@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ..backends import in_transform
 from ..packing import PackedMask, Packing, packing_of, take, unpack
+from .hooks import has_hooks
 from .torch_masks import TorchMask, torch_mask
-from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer, unwatched
+from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 
 
 class TransformerEncoder(nn.TransformerEncoder):
@@ -58,7 +59,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         if src.is_cuda and torch.cuda.is_current_stream_capturing():
             return None
         fast = all(isinstance(layer.self_attn, MultiheadAttention) for layer in self.layers)
-        if not fast or not unwatched(*self.layers.modules()):
+        if not fast or has_hooks(*self.layers.modules()):
             return None
         left_aligned = not bool((padding[:, :-1] & ~padding[:, 1:]).any())
         packing = packing_of((~padding).sum(1), *padding.shape, src.device) if left_aligned else None

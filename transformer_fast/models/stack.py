@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ..layers.decoder import DecoderLayer
 from ..layers.embedding import Embedder, PositionalEncoder
 from ..layers.encoder import EncoderLayer
-from ..layers.hooks import unwatched
+from ..layers.hooks import is_plain
 from ..layers.norm import LayerNorm, Norm, Unsummed, make_norm, norm_and_sum, pre_norm
 from ..masks import AttentionMask
 from ..packing import PackedMask
@@ -67,22 +67,17 @@ class Stack(nn.Module):
         again = self.checkpoint_activations and torch.is_grad_enabled()
         y: Tensor | Unsummed = x
         for layer in self.layers:
-            if not again and _may_stay_open(layer):
+            if not again and _leaves_sum(layer):
                 y = pre_norm(y, layer.sublayers(*inputs))
                 continue
             y = y.summed() if isinstance(y, Unsummed) else y
             y = checkpoint(layer, y, *inputs, use_reentrant=False) if again else layer(y, *inputs)
         if not isinstance(y, Unsummed):
             return self.norm(y)
-        return norm_and_sum(self.norm, y)[0] if _fuses(self.norm) else self.norm(y.summed())
+        return norm_and_sum(self.norm, y)[0] if isinstance(self.norm, Norm | LayerNorm) else self.norm(y.summed())
 
 
-def _may_stay_open(layer: Any) -> TypeGuard[EncoderLayer | DecoderLayer]:
-    """Whether nobody would miss it if a layer were not called, and its last sum left to the next norm."""
-    if type(layer) not in (EncoderLayer, DecoderLayer) or "forward" in layer.__dict__ or not layer.norm_first:
-        return False
-    return layer._compiled_call_impl is None and unwatched(layer) and _fuses(layer.norm_1)
-
-
-def _fuses(norm: nn.Module) -> TypeGuard[Norm | LayerNorm]:
-    return isinstance(norm, Norm | LayerNorm)
+def _leaves_sum(layer: Any) -> TypeGuard[EncoderLayer | DecoderLayer]:
+    """Whether a layer need not be called, so that its last sum can be left to the norm that follows."""
+    plain = is_plain(layer, EncoderLayer, DecoderLayer)
+    return plain and layer.norm_first and isinstance(layer.norm_1, Norm | LayerNorm)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dialects._common import LAST_WEIGHTS, LastWeights
-from ...layers.hooks import unwatched
+from ...layers.hooks import is_plain
 from ...layers.torch_modules import Embedding
 
 Kind = Callable[[nn.Module], bool]
@@ -109,7 +109,7 @@ class Pattern:
             pattern = pattern_of(member) if part.fused or part.swapped else None
             if pattern is not None and not pattern.fits(member):
                 return False
-        return unwatched(*fused) and not any("forward" in one.__dict__ or one._compiled_call_impl for one in fused)
+        return all(map(is_plain, fused))
 
 
 _PATTERNS: dict[str, Pattern] = {}
