@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..layers.embedding import SinusoidalTable
+from ..layers.norm import active_dropout
 from ..masks import AttentionMask
+from ..ops.embedding import embed
 
 Weights = bool | str
 """As ``return_weights`` of :func:`transformer_fast.attention`: False, True (before dropout) or "dropped" (after)."""
@@ -42,6 +45,21 @@ def project_heads(linears: Iterable[nn.Module], inputs: Iterable[Tensor], heads:
 def merge_heads(x: Tensor) -> Tensor:
     """(B, heads, L, d) -> (B, L, heads * d)."""
     return x.transpose(-3, -2).flatten(-2)
+
+
+def embed_with_positions(
+    ids: Tensor,
+    embedding: nn.Embedding,
+    positions: SinusoidalTable,
+    dropout: nn.Dropout,
+    *,
+    scale: float = 1.0,
+    offset: int = 0,
+) -> Tensor:
+    """``dropout(embedding(ids) * scale + position)`` in one pass: ids (B, L), the first at ``offset`` -> (B, L, d)."""
+    table, padding_idx = positions.table(offset + ids.shape[-1]), embedding.padding_idx
+    p = active_dropout(dropout)
+    return embed(ids, embedding.weight, table, scale=scale, offset=offset, padding_idx=padding_idx, dropout_p=p)
 
 
 def with_head_axis(mask: Tensor, axes: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,7 +19,6 @@ from .embedding import D2L_POSITIONAL, embedded, random_ids
 from .norm import AddNorm
 
 Lengths = Tensor | AttentionMask | None
-_ADD_NORM = Part(by(AddNorm))
 
 
 def lengths_mask(valid_lens: Lengths, keys: int) -> AttentionMask | None:
@@ -75,41 +74,25 @@ class D2lHeads(Pattern):
         return d2l.MultiHeadAttention.forward(m, queries, keys, values, lengths_mask(valid_lens, keys.shape[1]))
 
 
-class D2lEncoderBlock(Pattern):
-    """Attention, ``addnorm1``, ``ffn``, ``addnorm2``: (X, valid_lens)."""
+class D2lBlock(Pattern):
+    """The blocks, attentions and ``ffn`` each with an ``addnorm``: (X, valid_lens), the decoder's (X, state)."""
 
-    # A mask that was lengths goes into the heads, which as they were written would not understand it.
-    parts = children(attention=Part(by(D2lHeads), swapped=True), addnorm1=_ADD_NORM, ffn=ANY, addnorm2=_ADD_NORM)
     arguments = 2
 
-    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
-        X = torch.randn(2, 5, m.attention.W_q.in_features)
-        return [(X, lengths) for lengths in some_lengths(5, 5)]
-
-    def fused_forward(self, m: Any, X: Tensor, valid_lens: Lengths) -> Tensor:
-        return d2l.EncoderBlock.forward(m, X, lengths_mask(valid_lens, X.shape[1]))
-
-
-class D2lDecoderBlock(Pattern):
-    """The decoder's block, (X, state): in training a look-ahead without a tensor of lengths 1 to T."""
-
-    parts = children(
-        attention1=Part(by(D2lHeads), swapped=True),
-        addnorm1=_ADD_NORM,
-        attention2=Part(by(D2lHeads), swapped=True),
-        addnorm2=_ADD_NORM,
-        ffn=ANY,
-        addnorm3=_ADD_NORM,
-    )
-    arguments = 2
+    def __init__(self, name: str, forward: Callable[..., Any], *attentions: str) -> None:
+        super().__init__(name)
+        self.forward, self.attentions = forward, attentions
+        # A stack gives them a mask in place of lengths, which as they were written they would not understand.
+        heads, norms = Part(by(D2lHeads), swapped=True), (f"addnorm{n}" for n in range(1, 2 + len(attentions)))
+        self.parts = {**dict.fromkeys(attentions, heads), "ffn": ANY, **dict.fromkeys(norms, Part(by(AddNorm)))}
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
-        d = m.attention1.W_q.in_features
+        d = getattr(m, self.attentions[0]).W_q.in_features
         X = torch.randn(2, 5, d)
-        return [(X, state) for state in some_states(d, m.i + 1)]
+        return [(X, given) for given in (some_lengths(5, 5) if len(self.attentions) == 1 else some_states(d, m.i + 1))]
 
-    def fused_forward(self, m: Any, X: Tensor, state: list[Any]) -> tuple[Tensor, list[Any]]:
-        return run_decoder_block(m, X, state)
+    def fused_forward(self, m: Any, X: Tensor, given: Lengths | list[Any]) -> Any:
+        return self.forward(m, X, given)
 
 
 class D2lStack(Pattern):
@@ -117,7 +100,7 @@ class D2lStack(Pattern):
 
     weights = ("attention_weights", "_attention_weights")
 
-    def __init__(self, name: str, block: type[Pattern], **others: Part) -> None:
+    def __init__(self, name: str, block: D2lBlock, **others: Part) -> None:
         super().__init__(name)
         self.parts = {
             "embedding": EMBEDDING,
@@ -158,11 +141,9 @@ class D2lEncoder(D2lStack):
 
 
 class D2lDecoder(D2lStack):
-    """The decoder, (ids, state); in the chapter's every call begins at position 0, others count on from the state."""
+    """The decoder, (ids, state). Every call begins at position 0, as the chapter writes it."""
 
-    def __init__(self, name: str, *, counts_on: bool) -> None:
-        super().__init__(name, D2lDecoderBlock, dense=ANY)
-        self.counts_on = counts_on
+    counts_on = False
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         ids = random_ids(m.embedding)
@@ -178,12 +159,18 @@ class D2lDecoder(D2lStack):
         return m.dense(X), state
 
 
+class D2lCountingDecoder(D2lDecoder):
+    """The same where positions count on from the state."""
+
+    counts_on = True
+
+
 PATTERNS = (
     D2lAttention(),
     D2lHeads(),
-    D2lEncoderBlock(),
-    D2lDecoderBlock(),
-    D2lEncoder("D2lEncoder", D2lEncoderBlock),
-    D2lDecoder("D2lDecoder", counts_on=False),
-    D2lDecoder("D2lCountingDecoder", counts_on=True),
+    ENCODER_BLOCK := D2lBlock("D2lEncoderBlock", d2l.EncoderBlock.forward, "attention"),
+    DECODER_BLOCK := D2lBlock("D2lDecoderBlock", run_decoder_block, "attention1", "attention2"),
+    D2lEncoder("D2lEncoder", ENCODER_BLOCK),
+    D2lDecoder("D2lDecoder", DECODER_BLOCK, dense=ANY),
+    D2lCountingDecoder("D2lCountingDecoder", DECODER_BLOCK, dense=ANY),
 )

@@ -28,67 +28,47 @@ def decoder_calls(x: Tensor, width: int) -> Iterable[tuple[Any, ...]]:
     return (x, memory, None, None), (x, memory, random_keep(2, 1, 3), look_ahead)
 
 
-class EncoderLayer(Pattern):
-    """The classic encoder layer; dropout, residual addition and the norm that follows run as one op."""
+class Layer(Pattern):
+    """The classic layers; dropout, residual addition and the norm that follows run as one op."""
 
-    attentions: tuple[str, ...] = ("attn",)
-
-    def __init__(self, name: str, *, norm_first: bool) -> None:
+    def __init__(self, name: str, layer: type[layers.EncoderLayer | layers.DecoderLayer], *, norm_first: bool) -> None:
         super().__init__(name)
-        self.norm_first = norm_first
-        numbers = range(1, 2 + len(self.attentions))
-        self.parts = {
-            **{f"norm_{n}": NORM for n in numbers},
-            **{f"dropout_{n}": DROPOUT for n in numbers},
-            **dict.fromkeys(self.attentions, Part(by(CLASSIC))),
-            "ff": ANY,
-        }
-
-    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
-        return encoder_calls(torch.randn(2, 5, width_of(m.norm_1)))
-
-    def sublayers(self, m: Any, *args: Any) -> tuple[layers.norm.Sublayer, ...]:
-        """The layer's sublayers in their order, for the arguments that follow x."""
-        return layers.EncoderLayer.sublayers(m, *args)
-
-    def fused_forward(self, m: Any, x: Tensor, *args: Any) -> Tensor:
-        sublayers = self.sublayers(m, *args)
-        return pre_norm(x, sublayers).summed() if self.norm_first else post_norm(x, sublayers)
-
-
-class DecoderLayer(EncoderLayer):
-    """The classic decoder layer."""
-
-    attentions = ("attn_1", "attn_2")
+        self.layer, self.norm_first, self.decodes = layer, norm_first, layer is layers.DecoderLayer
+        attentions = ("attn_1", "attn_2") if self.decodes else ("attn",)
+        self.parts = {**dict.fromkeys(attentions, Part(by(CLASSIC))), "ff": ANY}
+        for number in range(1, 2 + len(attentions)):
+            self.parts |= {f"norm_{number}": NORM, f"dropout_{number}": DROPOUT}
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         width = width_of(m.norm_1)
-        return decoder_calls(torch.randn(2, 5, width), width)
+        x = torch.randn(2, 5, width)
+        return decoder_calls(x, width) if self.decodes else encoder_calls(x)
 
-    def sublayers(self, m: Any, *args: Any) -> tuple[layers.norm.Sublayer, ...]:
-        return layers.DecoderLayer.sublayers(m, *args)
+    def fused_forward(self, m: Any, x: Tensor, *args: Any) -> Tensor:
+        sublayers = self.layer.sublayers(m, *args)
+        return pre_norm(x, sublayers).summed() if self.norm_first else post_norm(x, sublayers)
 
 
-PRE_NORM_ENCODER, POST_NORM_ENCODER = (
-    EncoderLayer("EncoderLayer", norm_first=True),
-    EncoderLayer("PostNormEncoderLayer", norm_first=False),
+ENCODER_LAYERS = (
+    Layer("EncoderLayer", layers.EncoderLayer, norm_first=True),
+    Layer("PostNormEncoderLayer", layers.EncoderLayer, norm_first=False),
 )
-PRE_NORM_DECODER, POST_NORM_DECODER = (
-    DecoderLayer("DecoderLayer", norm_first=True),
-    DecoderLayer("PostNormDecoderLayer", norm_first=False),
+DECODER_LAYERS = (
+    Layer("DecoderLayer", layers.DecoderLayer, norm_first=True),
+    Layer("PostNormDecoderLayer", layers.DecoderLayer, norm_first=False),
 )
 
 
 class Stack(Pattern):
     """The classic stacks: embedding and positions in one pass, the layers, a norm."""
 
-    def __init__(self, name: str, *layer_patterns: EncoderLayer) -> None:
+    def __init__(self, name: str, kinds: tuple[Layer, ...]) -> None:
         super().__init__(name)
-        self.decodes = isinstance(layer_patterns[0], DecoderLayer)
+        self.decodes = kinds is DECODER_LAYERS
         self.parts = {
             "embed": Part(by(Embedder), fused=True),
             "pe": Part(by(Positional), fused=True),
-            "layers": Part(lambda layer: pattern_of(layer) in layer_patterns, many=True),
+            "layers": Part(lambda layer: pattern_of(layer) in kinds, many=True),
             "norm": ANY,
         }
 
@@ -97,22 +77,20 @@ class Stack(Pattern):
         return decoder_calls(ids, m.embed.lut.weight.shape[1]) if self.decodes else encoder_calls(ids)
 
     def fused_forward(self, m: Any, ids: Tensor, *inputs: Any) -> Tensor:
-        *memory, masks = (inputs[:-2], inputs[-2:]) if self.decodes else ((), inputs)
+        memory, masks = (inputs[:1], inputs[1:]) if self.decodes else ((), inputs)
         positions = pattern_of(m.pe)
         table = getattr(m.pe, positions.table)[0] if positions.length_axis == 1 else ids.new_empty(0)
         x = embedded(ids, m.embed.lut, table, math.sqrt(m.embed.d_model), m.pe.dropout)
         x = m.pe(m.embed(ids)) if x is None else x
-        inputs = (*memory[0], *map(keep_mask, masks))
+        masks = tuple(map(keep_mask, masks))
         for layer in m.layers:
-            x = layer(x, *inputs)
+            x = layer(x, *memory, *masks)
         return m.norm(x)
 
 
 PATTERNS = (
-    PRE_NORM_ENCODER,
-    POST_NORM_ENCODER,
-    PRE_NORM_DECODER,
-    POST_NORM_DECODER,
-    Stack("Encoder", PRE_NORM_ENCODER, POST_NORM_ENCODER),
-    Stack("Decoder", PRE_NORM_DECODER, POST_NORM_DECODER),
+    *ENCODER_LAYERS,
+    *DECODER_LAYERS,
+    Stack("Encoder", ENCODER_LAYERS),
+    Stack("Decoder", DECODER_LAYERS),
 )

@@ -7,12 +7,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...dialects import tensorflow
 from ...dialects.tensorflow.models import through_decoder
 from .attention import TensorflowHeads
-from .base import ANY, DROPOUT, EMBEDDING, Part, Pattern, by, children, random_keep
+from .base import ANY, DROPOUT, EMBEDDING, Part, Pattern, by, random_keep
 from .embedding import embedded, random_ids
 from .norm import NORM, width_of
 
@@ -29,49 +29,25 @@ def decoder_calls(x: Tensor, width: int) -> Iterable[tuple[Any, ...]]:
     return (x, memory, None, None), (x, memory, look_ahead, 1.0 - random_keep(2, 1, 1, 3).to(memory.dtype))
 
 
-class TensorflowEncoderLayer(Pattern):
-    """The tutorial's encoder layer, which looks at no weights."""
-
-    parts = children(
-        mha=Part(by(TensorflowHeads), fused=True),
-        ffn=ANY,
-        layernorm1=NORM,
-        layernorm2=NORM,
-        dropout1=DROPOUT,
-        dropout2=DROPOUT,
-    )
-
-    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
-        return encoder_calls(torch.randn(2, 5, width_of(m.layernorm1)))
-
-    def fused_forward(self, m: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        return tensorflow.EncoderLayer.forward(m, x, mask)
-
-
-class TensorflowDecoderLayer(Pattern):
-    """The tutorial's decoder layer, which returns the weights of both attentions."""
+class TensorflowLayer(Pattern):
+    """The tutorial's layers. Nobody looks at the encoder's weights; the decoder returns those of both attentions."""
 
     keywords = ("need_weights",)
-    parts = children(
-        mha1=Part(by(TensorflowHeads)),
-        mha2=Part(by(TensorflowHeads)),
-        ffn=ANY,
-        layernorm1=NORM,
-        layernorm2=NORM,
-        layernorm3=NORM,
-        dropout1=DROPOUT,
-        dropout2=DROPOUT,
-        dropout3=DROPOUT,
-    )
+
+    def __init__(self, name: str, layer: type[nn.Module], *attentions: str) -> None:
+        super().__init__(name)
+        self.layer, self.decodes = layer, len(attentions) > 1
+        self.parts = {**dict.fromkeys(attentions, Part(by(TensorflowHeads), fused=not self.decodes)), "ffn": ANY}
+        for number in range(1, 2 + len(attentions)):
+            self.parts |= {f"layernorm{number}": NORM, f"dropout{number}": DROPOUT}
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         width = width_of(m.layernorm1)
-        return decoder_calls(torch.randn(2, 5, width), width)
+        x = torch.randn(2, 5, width)
+        return decoder_calls(x, width) if self.decodes else encoder_calls(x)
 
-    def fused_forward(
-        self, m: Any, x: Tensor, memory: Tensor, *masks: Tensor | None, need_weights: bool = True
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return tensorflow.DecoderLayer.forward(m, x, memory, *masks, need_weights=need_weights)
+    def fused_forward(self, m: Any, *inputs: Tensor | None, **options: Any) -> Any:
+        return self.layer.forward(m, *inputs, **options)
 
 
 class TensorflowStack(Pattern):
@@ -80,9 +56,9 @@ class TensorflowStack(Pattern):
     The decoder returns the weights of all its attentions by name.
     """
 
-    def __init__(self, name: str, layers: str, layer: type[Pattern]) -> None:
+    def __init__(self, name: str, layers: str, layer: TensorflowLayer) -> None:
         super().__init__(name)
-        self.decodes = layer is TensorflowDecoderLayer
+        self.decodes = layer.decodes
         self.parts = {"embedding": EMBEDDING, "dropout": DROPOUT, layers: Part(by(layer), many=True)}
 
     def matches(self, m: Any) -> bool:
@@ -105,8 +81,8 @@ class TensorflowStack(Pattern):
 
 
 PATTERNS = (
-    TensorflowEncoderLayer(),
-    TensorflowDecoderLayer(),
-    TensorflowStack("TensorflowEncoder", "enc_layers", TensorflowEncoderLayer),
-    TensorflowStack("TensorflowDecoder", "dec_layers", TensorflowDecoderLayer),
+    ENCODER_LAYER := TensorflowLayer("TensorflowEncoderLayer", tensorflow.EncoderLayer, "mha"),
+    DECODER_LAYER := TensorflowLayer("TensorflowDecoderLayer", tensorflow.DecoderLayer, "mha1", "mha2"),
+    TensorflowStack("TensorflowEncoder", "enc_layers", ENCODER_LAYER),
+    TensorflowStack("TensorflowDecoder", "dec_layers", DECODER_LAYER),
 )

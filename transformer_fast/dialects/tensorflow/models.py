@@ -7,8 +7,7 @@ import math
 from torch import Tensor, nn
 
 from ...layers.embedding import SinusoidalTable
-from ...layers.norm import active_dropout
-from ...ops.embedding import embed
+from .._common import embed_with_positions
 from .attention import BlockedMask, blocked_mask
 from .layers import DecoderLayer, EncoderLayer
 
@@ -30,13 +29,7 @@ class _Stack(SinusoidalTable):
 
     def embedded(self, ids: Tensor) -> Tensor:
         """ids (B, L) -> (B, L, d_model), in one pass."""
-        return embed(
-            ids,
-            self.embedding.weight,
-            self.table(ids.shape[-1]),
-            scale=math.sqrt(self.d_model),
-            dropout_p=active_dropout(self.dropout),
-        )
+        return embed_with_positions(ids, self.embedding, self, self.dropout, scale=math.sqrt(self.d_model))
 
 
 class Encoder(_Stack):
