@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accelerate.patterns.attention import Heads
-from ..accelerate.patterns.base import by, pattern_of
+from ..accelerate.patterns.base import pattern_of, swapped_by
 from ..accelerate.patterns.embedding import Embedder, Positional
 from ..accelerate.patterns.feed_forward import ANNOTATED_FEED_FORWARD
 from ..accelerate.patterns.norm import width_of
@@ -165,12 +165,12 @@ def decoder_of_ours(decoder: nn.Module, embed: nn.Module, longest: int) -> Decod
     None where that is not sure: not swapped by `accelerate`, watched by hooks, changed since, of other parts than the
     text's, or with a positional table of fewer than `longest` rows.
     """
-    if not by(DECODER)(decoder) or type(embed) is not nn.Sequential:
+    if not swapped_by(DECODER)(decoder) or type(embed) is not nn.Sequential:
         return None
     if not all(map(_is_as_swapped, (*decoder.modules(), *embed.modules()))) or len(embed) != 2:
         return None
     lookup, positions = embed
-    if not by(Embedder)(lookup) or not _serves(positions, lookup.lut.weight, longest):
+    if not swapped_by(Embedder)(lookup) or not _serves(positions, lookup.lut.weight, longest):
         return None
     norms = decoder.norm, *(sublayer.norm for layer in decoder.layers for sublayer in layer.sublayer)
     if None in map(width_of, norms):
@@ -195,7 +195,7 @@ def _is_as_swapped(module: nn.Module) -> bool:
 
 def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
     """Whether a positional table is the one that our decoder would read, and long enough."""
-    if not by(Positional)(positions) or pattern_of(positions).length_axis != 1:
+    if not swapped_by(Positional)(positions) or pattern_of(positions).length_axis != 1:
         return False
     table = getattr(positions, pattern_of(positions).table)
     same = table.device == weight.device and torch.promote_types(table.dtype, weight.dtype) == weight.dtype
@@ -205,7 +205,7 @@ def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
 def _fits(layer: nn.Module, width: int) -> bool:
     """Whether a decoder layer is made of parts that our layers have."""
     for attention in (layer.self_attn, layer.src_attn):
-        if not by(Heads)(attention) or not pattern_of(attention).head_axis:
+        if not swapped_by(Heads)(attention) or not pattern_of(attention).head_axis:
             return False
         linears = pattern_of(attention).projections(attention)
         square = all(isinstance(one, nn.Linear) and one.in_features == one.out_features == width for one in linears)

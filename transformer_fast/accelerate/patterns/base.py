@@ -184,7 +184,7 @@ def pattern_of(module: nn.Module) -> Pattern | None:
     return type(module).pattern_and_class[0] if isinstance(module, Accelerated) else None
 
 
-def by(pattern: Pattern | type[Pattern]) -> Kind:
+def swapped_by(pattern: Pattern | type[Pattern]) -> Kind:
     """Whether a module was swapped by a pattern, or by one of a class of them."""
     if isinstance(pattern, Pattern):
         return lambda m: isinstance(m, Accelerated) and m.pattern_and_class[0] is pattern

@@ -14,7 +14,7 @@ from ...dialects._common import LAST_WEIGHTS
 from ...dialects.d2l.attention import attend
 from ...dialects.d2l.blocks import run_decoder_block
 from ...masks import AttentionMask
-from .base import ANY, DROPOUT, EMBEDDING, LINEAR, Part, Pattern, by, children, parameters_of
+from .base import ANY, DROPOUT, EMBEDDING, LINEAR, Part, Pattern, children, parameters_of, swapped_by
 from .embedding import D2L_POSITIONAL, embedded, random_ids
 from .norm import AddNorm
 
@@ -61,7 +61,9 @@ class D2lAttention(Pattern):
 class D2lHeads(Pattern):
     """``W_q``, ``W_k``, ``W_v``, ``W_o`` around ``attention``, whose heads were folded into the batch."""
 
-    parts = children(W_q=LINEAR, W_k=LINEAR, W_v=LINEAR, W_o=LINEAR, attention=Part(by(D2lAttention), fused=True))
+    parts = children(
+        W_q=LINEAR, W_k=LINEAR, W_v=LINEAR, W_o=LINEAR, attention=Part(swapped_by(D2lAttention), fused=True)
+    )
 
     def matches(self, m: Any) -> bool:
         return super().matches(m) and isinstance(m.num_heads, int)
@@ -83,8 +85,8 @@ class D2lBlock(Pattern):
         super().__init__(name)
         self.forward, self.attentions = forward, attentions
         # A stack gives them a mask in place of lengths, which as they were written they would not understand.
-        heads, norms = Part(by(D2lHeads), swapped=True), (f"addnorm{n}" for n in range(1, 2 + len(attentions)))
-        self.parts = {**dict.fromkeys(attentions, heads), "ffn": ANY, **dict.fromkeys(norms, Part(by(AddNorm)))}
+        heads, norms = Part(swapped_by(D2lHeads), swapped=True), (f"addnorm{n}" for n in range(1, 2 + len(attentions)))
+        self.parts = {**dict.fromkeys(attentions, heads), "ffn": ANY, **dict.fromkeys(norms, Part(swapped_by(AddNorm)))}
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         d = getattr(m, self.attentions[0]).W_q.in_features
@@ -104,8 +106,8 @@ class D2lStack(Pattern):
         super().__init__(name)
         self.parts = {
             "embedding": EMBEDDING,
-            "pos_encoding": Part(by(D2L_POSITIONAL), fused=True),
-            "blks": Part(by(block), swapped=True, many=True),
+            "pos_encoding": Part(swapped_by(D2L_POSITIONAL), fused=True),
+            "blks": Part(swapped_by(block), swapped=True, many=True),
             **others,
         }
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import layers
 from ...layers.norm import post_norm, pre_norm
 from .attention import CLASSIC, keep_mask
-from .base import ANY, DROPOUT, Part, Pattern, by, pattern_of, random_keep
+from .base import ANY, DROPOUT, Part, Pattern, pattern_of, random_keep, swapped_by
 from .embedding import Embedder, Positional, embedded, random_ids
 from .norm import NORM, width_of
 
@@ -35,7 +35,7 @@ class Layer(Pattern):
         super().__init__(name)
         self.layer, self.norm_first, self.decodes = layer, norm_first, layer is layers.DecoderLayer
         attentions = ("attn_1", "attn_2") if self.decodes else ("attn",)
-        self.parts = {**dict.fromkeys(attentions, Part(by(CLASSIC))), "ff": ANY}
+        self.parts = {**dict.fromkeys(attentions, Part(swapped_by(CLASSIC))), "ff": ANY}
         for number in range(1, 2 + len(attentions)):
             self.parts |= {f"norm_{number}": NORM, f"dropout_{number}": DROPOUT}
 
@@ -66,8 +66,8 @@ class Stack(Pattern):
         super().__init__(name)
         self.decodes = kinds is DECODER_LAYERS
         self.parts = {
-            "embed": Part(by(Embedder), fused=True),
-            "pe": Part(by(Positional), fused=True),
+            "embed": Part(swapped_by(Embedder), fused=True),
+            "pe": Part(swapped_by(Positional), fused=True),
             "layers": Part(lambda layer: pattern_of(layer) in kinds, many=True),
             "norm": ANY,
         }

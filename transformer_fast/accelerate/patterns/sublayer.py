@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...layers.norm import Sublayer, Unsummed, norm_and_sum, pre_norm
 from .attention import BERT, Heads
-from .base import ANY, DROPOUT, Part, Pattern, by, pattern_of, random_keep
+from .base import ANY, DROPOUT, Part, Pattern, pattern_of, random_keep, swapped_by
 from .layer import decoder_calls, encoder_calls
 from .norm import NORM, SUBLAYER, width_of
 
@@ -21,8 +21,8 @@ class AnnotatedLayer(Pattern):
     def __init__(self, name: str, arguments: int, *attentions: str, heads: Any = Heads, **others: Part) -> None:
         super().__init__(name)
         self.arguments, self.attentions = arguments, attentions
-        sublayers = others or {"sublayer": Part(by(SUBLAYER), fused=True, many=True)}
-        self.parts = {**dict.fromkeys(attentions, Part(by(heads))), "feed_forward": ANY, **sublayers}
+        sublayers = others or {"sublayer": Part(swapped_by(SUBLAYER), fused=True, many=True)}
+        self.parts = {**dict.fromkeys(attentions, Part(swapped_by(heads))), "feed_forward": ANY, **sublayers}
 
     def matches(self, m: Any) -> bool:
         return super().matches(m) and len(self.connections(m)) == 1 + len(self.attentions)
@@ -66,7 +66,7 @@ class AnnotatedStack(Pattern):
     def __init__(self, name: str, layer: AnnotatedLayer) -> None:
         super().__init__(name)
         self.arguments = layer.arguments
-        self.parts = {"layers": Part(by(layer), fused=True, many=True), "norm": NORM}
+        self.parts = {"layers": Part(swapped_by(layer), fused=True, many=True), "norm": NORM}
 
     def matches(self, m: Any) -> bool:
         return super().matches(m) and len(m.layers) > 0
@@ -84,7 +84,7 @@ class BertBlock(AnnotatedLayer):
     """BERT's block: ``input_sublayer``, ``output_sublayer``, and one more dropout."""
 
     def __init__(self, name: str) -> None:
-        connection = Part(by(SUBLAYER), fused=True)
+        connection = Part(swapped_by(SUBLAYER), fused=True)
         others = {"input_sublayer": connection, "output_sublayer": connection, "dropout": DROPOUT}
         super().__init__(name, 2, "attention", heads=BERT, **others)
 

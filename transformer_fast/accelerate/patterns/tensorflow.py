@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...dialects import tensorflow
 from ...dialects.tensorflow.models import through_decoder
 from .attention import TensorflowHeads
-from .base import ANY, DROPOUT, EMBEDDING, Part, Pattern, by, random_keep
+from .base import ANY, DROPOUT, EMBEDDING, Part, Pattern, random_keep, swapped_by
 from .embedding import embedded, random_ids
 from .norm import NORM, width_of
 
@@ -37,7 +37,10 @@ class TensorflowLayer(Pattern):
     def __init__(self, name: str, layer: type[nn.Module], *attentions: str) -> None:
         super().__init__(name)
         self.layer, self.decodes = layer, len(attentions) > 1
-        self.parts = {**dict.fromkeys(attentions, Part(by(TensorflowHeads), fused=not self.decodes)), "ffn": ANY}
+        self.parts = {
+            **dict.fromkeys(attentions, Part(swapped_by(TensorflowHeads), fused=not self.decodes)),
+            "ffn": ANY,
+        }
         for number in range(1, 2 + len(attentions)):
             self.parts |= {f"layernorm{number}": NORM, f"dropout{number}": DROPOUT}
 
@@ -59,7 +62,7 @@ class TensorflowStack(Pattern):
     def __init__(self, name: str, layers: str, layer: TensorflowLayer) -> None:
         super().__init__(name)
         self.decodes = layer.decodes
-        self.parts = {"embedding": EMBEDDING, "dropout": DROPOUT, layers: Part(by(layer), many=True)}
+        self.parts = {"embedding": EMBEDDING, "dropout": DROPOUT, layers: Part(swapped_by(layer), many=True)}
 
     def matches(self, m: Any) -> bool:
         table = getattr(m, "pos_encoding", None)
