@@ -19,9 +19,9 @@ Weights = bool | str
 """As ``return_weights`` of :func:`transformer_fast.attention`: False, True (before dropout) or "dropped" (after)."""
 
 _ALL = slice(None)
-_ADDED = {2: (None, None), 3: (_ALL, None), 4: ()}
+_ADDED = {2: (None, None), 3: (_ALL, None)}
 """By number of dimensions, the index that adds the missing axes of (B, H, L, d), and the one that takes them away."""
-_TAKEN = {2: (0, 0), 3: (_ALL, 0), 4: ()}
+_TAKEN = {2: (0, 0), 3: (_ALL, 0)}
 
 
 def head_width(module: object, width: int, heads: int) -> int:
@@ -83,7 +83,7 @@ def attend(
     Returns the output and the weights, or None for them, with as many dimensions.
     """
     axes = query.dim()
-    if axes not in _ADDED or key.dim() != axes or value.dim() != axes:
+    if axes not in (2, 3, 4) or key.dim() != axes or value.dim() != axes:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise ValueError(f"{where}: query, key and value must all be (B, H, L, d), (B, L, d) or (L, d), got {shapes}")
     if axes < 4:

@@ -130,22 +130,19 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor, same: bool) -> tuple[Tensor, ...]:
         """Queries, keys and values by head, each (*, *, heads, head_dim)."""
-        by_head = (self.num_heads, self.head_dim)
+        by_head, weight, bias = (self.num_heads, self.head_dim), self.in_proj_weight, self.in_proj_bias
+        if self._qkv_same_embed_dim and same:
+            return F.linear(query, weight, bias).unflatten(-1, (3, *by_head)).unbind(-3)
+        biases = (None,) * 3 if bias is None else bias.chunk(3)
         if not self._qkv_same_embed_dim:
-            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-            return tuple(
-                F.linear(x, w, b).unflatten(-1, by_head) for x, w, b in zip((query, key, value), weights, biases)
-            )
-        if same:
-            return F.linear(query, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, *by_head)).unbind(-3)
-        parts = [self.embed_dim, 2 * self.embed_dim] if key is value else [self.embed_dim] * 3
-        weights = self.in_proj_weight.split(parts)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(parts)
-        q = F.linear(query, weights[0], biases[0]).unflatten(-1, by_head)
-        if key is value:
-            return q, *F.linear(key, weights[1], biases[1]).unflatten(-1, (2, *by_head)).unbind(-3)
-        return q, *(F.linear(x, w, b).unflatten(-1, by_head) for x, w, b in zip((key, value), weights[1:], biases[1:]))
+        elif key is value:
+            q = F.linear(query, weight[: self.embed_dim], biases[0]).unflatten(-1, by_head)
+            joined = F.linear(key, weight[self.embed_dim :], None if bias is None else bias[self.embed_dim :])
+            return q, *joined.unflatten(-1, (2, *by_head)).unbind(-3)
+        else:
+            weights = weight.chunk(3)
+        return tuple(F.linear(x, w, b).unflatten(-1, by_head) for x, w, b in zip((query, key, value), weights, biases))
 
 
 class _Layer(nn.Module):

@@ -58,7 +58,6 @@ class Pattern:
     """The attributes in which the module leaves its weights."""
     keywords: tuple[str, ...] = ()
     """Arguments of ``fused_forward`` that the module itself does not have; the layers of this package give them."""
-
     bases: tuple[type[nn.Module], ...] = ()
     """What else a swapped module is an instance of."""
 
@@ -132,10 +131,11 @@ class Accelerated:
 def accelerated_class(pattern: Pattern, original: type[nn.Module]) -> type[nn.Module]:
     """The class of ``original``'s modules on the fused ops."""
     parameters = parameters_of(original)
+    keywords = [name for name in pattern.keywords if name not in inspect.signature(original.forward).parameters]
 
     @functools.wraps(original.forward)  # torch.export reads the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        ours = {name: kwargs.pop(name) for name in pattern.keywords if name in kwargs} if kwargs else {}
+        ours = {name: kwargs.pop(name) for name in keywords if name in kwargs} if kwargs else {}
         ordered = _in_order(parameters, args, kwargs) if kwargs else args
         if ordered is not None and pattern.fits(self):
             result = pattern.fused_forward(self, *ordered, **ours)

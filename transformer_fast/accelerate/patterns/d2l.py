@@ -84,7 +84,7 @@ class D2lBlock(Pattern):
     def __init__(self, name: str, forward: Callable[..., Any], *attentions: str) -> None:
         super().__init__(name)
         self.forward, self.attentions = forward, attentions
-        # A stack gives them a mask in place of lengths, which as they were written they would not understand.
+        # The heads may be given a mask in place of lengths, which they would not understand as they were written.
         heads, norms = Part(swapped_by(D2lHeads), swapped=True), (f"addnorm{n}" for n in range(1, 2 + len(attentions)))
         self.parts = {**dict.fromkeys(attentions, heads), "ffn": ANY, **dict.fromkeys(norms, Part(swapped_by(AddNorm)))}
 
@@ -98,7 +98,7 @@ class D2lBlock(Pattern):
 
 
 class D2lStack(Pattern):
-    """``dropout(embedding * sqrt(num_hiddens) + P)`` in one pass, then the blocks; weights are left to be looked at."""
+    """``dropout(embedding * sqrt(num_hiddens) + P)`` in one pass, then the blocks; weights when they are read."""
 
     weights = ("attention_weights", "_attention_weights")
 

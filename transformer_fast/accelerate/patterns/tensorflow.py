@@ -30,7 +30,7 @@ def decoder_calls(x: Tensor, width: int) -> Iterable[tuple[Any, ...]]:
 
 
 class TensorflowLayer(Pattern):
-    """The tutorial's layers. Nobody looks at the encoder's weights; the decoder returns those of both attentions."""
+    """The tutorial's layers: the encoder's computes no weights, the decoder's returns those of both attentions."""
 
     keywords = ("need_weights",)
 

@@ -157,8 +157,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         """inp (B, L_inp) and tar (B, L_tar) ids; masks from :func:`create_masks`, or AttentionMasks.
 
-        Returns logits (B, L_tar, target_vocab_size) and the decoder's weights (see :class:`Decoder`). In training
-        nobody looks at these: ``need_weights=False`` saves their products.
+        Returns logits (B, L_tar, target_vocab_size) and the decoder's weights (see :class:`Decoder`). In training,
+        ``need_weights=False`` saves the products that they cost.
         """
         enc_output = self.encoder(inp, enc_padding_mask)
         x, weights = self.decoder(tar, enc_output, look_ahead_mask, dec_padding_mask, need_weights=need_weights)
