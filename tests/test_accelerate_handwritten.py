@@ -161,6 +161,18 @@ def test_a_hook_inside_a_d2l_stack_s_attention(name: str) -> None:
     torch.testing.assert_close(out, expected)
 
 
+def test_an_argument_that_the_text_s_module_does_not_have() -> None:
+    class Own(hw.AnnotatedAttention):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, cache: Any = None) -> Tensor:
+            return super().forward(query, key, value, mask) if cache is None else cache
+
+    m, q, cached = Own(2, D).eval(), x(), x()
+    expected = m(q, q, q)
+    assert tfast.accelerate(m).rows[0].now
+    torch.testing.assert_close(m(q, q, q), expected)
+    assert m(q, q, q, cache=cached) is cached and m(q, q, q, None, cached) is cached
+
+
 def test_an_attribute_of_a_module_is_not_hidden() -> None:
     """Whatever a pattern calls what it knows, the module's own names stay its own."""
 
