@@ -131,7 +131,7 @@ def test_weights_left_behind_are_computed_when_looked_at() -> None:
     torch.testing.assert_close(m.attn, expected[0])
 
 
-def test_hooks_on_what_the_face_skips() -> None:
+def test_hooks_on_what_a_pattern_fuses() -> None:
     m = reference.EncoderLayer(D, 2, dropout=0.0)
     seen: list[str] = []
     for name in ("norm_2", "dropout_1", "attn", "attn.dropout", "ff.linear_1"):
@@ -142,6 +142,52 @@ def test_hooks_on_what_the_face_skips() -> None:
     seen.clear()
     torch.testing.assert_close(m(*args), expected)
     assert seen == before
+
+
+@pytest.mark.parametrize("name", ["d2l encoder", "d2l decoder that counts on"])
+def test_a_hook_inside_a_d2l_stack_s_attention(name: str) -> None:
+    """The block then runs as it was written, with lengths: its attention would not understand a mask."""
+    make, arguments = FORMS[name]
+    m, args = make().eval(), arguments()
+    expected = m(*map(fresh, args))
+    tfast.accelerate(m)
+    seen: list[int] = []
+    dropout = next(m for path, m in m.blks[1].named_modules() if path.endswith("attention.dropout"))
+    dropout.register_forward_hook(lambda *_: seen.append(1))
+    for training in (False, True):
+        m.train(training)(*map(fresh, args))
+    assert len(seen) == 2
+    out = m.eval()(*map(fresh, args))
+    torch.testing.assert_close(out, expected)
+
+
+def test_an_argument_that_the_text_s_module_does_not_have() -> None:
+    class Own(hw.AnnotatedAttention):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, cache: Any = None) -> Tensor:
+            return super().forward(query, key, value, mask) if cache is None else cache
+
+    m, q, cached = Own(2, D).eval(), x(), x()
+    expected = m(q, q, q)
+    assert tfast.accelerate(m).rows[0].now
+    torch.testing.assert_close(m(q, q, q), expected)
+    assert m(q, q, q, cache=cached) is cached and m(q, q, q, None, cached) is cached
+
+
+def test_an_attribute_of_a_module_is_not_hidden() -> None:
+    """Whatever a pattern calls what it knows, the module's own names stay its own."""
+
+    class Own(hw.AnnotatedAttention):
+        def calls(self) -> str:
+            return "mine"
+
+        def fits(self) -> str:
+            return "mine"
+
+        weights = parts = keywords = "mine"
+
+    m = Own(2, D)
+    assert tfast.accelerate(m).rows[0].now == "fused AnnotatedHeads"
+    assert {m.calls(), m.fits(), m.weights, m.parts, m.keywords} == {"mine"}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """``accelerate(model)``: the fused ops inside a model that somebody already has."""
 
+from .engine import accelerate
 from .report import Report, Row
-from .swap import accelerate
 
 __all__ = ["Report", "Row", "accelerate"]

@@ -1,4 +1,4 @@
-"""Whether a face computes what a module computes: both are run on random input, in fp64 on the CPU."""
+"""Whether a pattern computes what a module computes: both are run on random input, in fp64 on the CPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from .. import backends
 from ..layers.hooks import HOOKS
-from .faces import Face, fast_class
+from .patterns.base import Accelerated, Pattern, accelerated_class
 
 _ROWS = 16
 
 
-def probe(module: nn.Module, face: type[Face]) -> str | None:
-    """Compare a module with its face: outputs and gradients in evaluation and in training without dropout, and outputs
-    with each of its dropouts dropping everything.
+def probe(module: nn.Module, pattern: Pattern) -> str | None:
+    """Compare a module with its pattern: outputs and gradients in evaluation and in training without dropout, and
+    outputs with each of its dropouts dropping everything.
 
     The module is not touched: a copy with random parameters takes its place (of embeddings only a few rows).
 
@@ -31,12 +31,12 @@ def probe(module: nn.Module, face: type[Face]) -> str | None:
         torch.manual_seed(0)
         try:
             trial = _copy(module)
-            calls = [_trainable(call) for call in face.calls(trial)]
-            made = fast_class(face, type(module))
+            calls = [_trainable(call) for call in pattern.calls(trial)]
+            made = accelerated_class(pattern, type(module))
         except Exception as error:
             return f"it could not be tried out: {_first_line(error)}"
         tried = 0
-        for setting, dropping in _settings(trial, made):
+        for setting, dropping in _settings(trial, pattern):
             for call in calls[:1] if dropping else calls:
                 setting()
                 try:
@@ -49,7 +49,7 @@ def probe(module: nn.Module, face: type[Face]) -> str | None:
                 try:
                     actual = _run(trial, call, gradients=not dropping)
                 except Exception as error:
-                    return f"its structure is that of {face.__name__}, but: {_first_line(error)}"
+                    return f"its structure is that of {pattern.name}, but: {_first_line(error)}"
                 finally:
                     trial.__class__ = original
                 if not _agree(actual, expected):
@@ -113,7 +113,7 @@ def _copy(module: nn.Module) -> nn.Module:
     return copy.deepcopy(module, memo)
 
 
-def _settings(trial: nn.Module, made: type[nn.Module]) -> Iterator[tuple[Callable[[], None], bool]]:
+def _settings(trial: nn.Module, pattern: Pattern) -> Iterator[tuple[Callable[[], None], bool]]:
     """In turn: evaluation; training without dropout; training with one dropout that drops everything (True)."""
     dropouts = [child for child in trial.modules() if type(child) is nn.Dropout]
 
@@ -127,20 +127,18 @@ def _settings(trial: nn.Module, made: type[nn.Module]) -> Iterator[tuple[Callabl
 
     yield setting(False), False
     yield setting(True), False
-    trial.__class__, original = made, type(trial)
-    skipped = trial._face_skipped()
-    trial.__class__ = original
-    for dropout in _not_proven(trial, skipped):
+    fused = [member for part, member in pattern.members(trial) or () if part.fused]
+    for dropout in _not_proven(trial, fused):
         yield setting(True, dropout), True
 
 
-def _not_proven(module: nn.Module, skipped: list[nn.Module]) -> Iterator[nn.Dropout]:
-    """The dropouts of a module but those inside parts that were swapped before, unless the face does their work."""
+def _not_proven(module: nn.Module, fused: list[nn.Module]) -> Iterator[nn.Dropout]:
+    """The dropouts of a module but those inside parts that were swapped before, unless the pattern does their work."""
     for child in module.children():
         if type(child) is nn.Dropout:
             yield child
-        elif not isinstance(child, Face) or child in skipped:
-            yield from _not_proven(child, skipped)
+        elif not isinstance(child, Accelerated) or child in fused:
+            yield from _not_proven(child, fused)
 
 
 def _trainable(call: tuple[Any, ...]) -> tuple[Any, ...]:

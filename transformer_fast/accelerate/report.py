@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from ..dialects._common import LAST_WEIGHTS
+
 ALREADY = "it runs on the fused ops already"
 """Why a module is left that was swapped before, or is one of this package."""
 
@@ -57,7 +59,7 @@ class Report:
         for module, original, fast, attributes in reversed(self._originals):
             if type(module) is fast:
                 module.__class__ = original
-                module.__dict__.pop("_recall", None)
+                module.__dict__.pop(LAST_WEIGHTS, None)
                 module.__dict__.update(attributes)
         self._originals.clear()
 

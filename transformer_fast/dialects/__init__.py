@@ -1,4 +1,4 @@
-"""Three more ways in which people write the Transformer, each a thin face over the same fused ops.
+"""Three more ways in which people write the Transformer, each a thin adapter around the same fused ops.
 
 ================================================== =================================================== ================
 family                                             masks                                               weights returned

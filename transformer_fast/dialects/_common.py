@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import types
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
+from ..layers.embedding import SinusoidalTable
+from ..layers.norm import active_dropout
 from ..masks import AttentionMask
+from ..ops.embedding import embed
 
 Weights = bool | str
 """As ``return_weights`` of :func:`transformer_fast.attention`: False, True (before dropout) or "dropped" (after)."""
 
 _ALL = slice(None)
-_ADDED = {2: (None, None), 3: (_ALL, None), 4: ()}
+_ADDED = {2: (None, None), 3: (_ALL, None)}
 """By number of dimensions, the index that adds the missing axes of (B, H, L, d), and the one that takes them away."""
-_TAKEN = {2: (0, 0), 3: (_ALL, 0), 4: ()}
+_TAKEN = {2: (0, 0), 3: (_ALL, 0)}
 
 
 def head_width(module: object, width: int, heads: int) -> int:
@@ -30,9 +37,29 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
     return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
 
 
+def project_heads(linears: Iterable[nn.Module], inputs: Iterable[Tensor], heads: int) -> list[Tensor]:
+    """Queries, keys and values (B, heads, L, d) of inputs (B, L, width), each by its own linear layer."""
+    return [split_heads(linear(x), heads) for linear, x in zip(linears, inputs, strict=True)]
+
+
 def merge_heads(x: Tensor) -> Tensor:
     """(B, heads, L, d) -> (B, L, heads * d)."""
     return x.transpose(-3, -2).flatten(-2)
+
+
+def embed_with_positions(
+    ids: Tensor,
+    embedding: nn.Embedding,
+    positions: SinusoidalTable,
+    dropout: nn.Dropout,
+    *,
+    scale: float = 1.0,
+    offset: int = 0,
+) -> Tensor:
+    """``dropout(embedding(ids) * scale + position)`` in one pass: ids (B, L), the first at ``offset`` -> (B, L, d)."""
+    table, padding_idx = positions.table(offset + ids.shape[-1]), embedding.padding_idx
+    p = active_dropout(dropout)
+    return embed(ids, embedding.weight, table, scale=scale, offset=offset, padding_idx=padding_idx, dropout_p=p)
 
 
 def with_head_axis(mask: Tensor, axes: int) -> Tensor:
@@ -56,13 +83,16 @@ def attend(
     Returns the output and the weights, or None for them, with as many dimensions.
     """
     axes = query.dim()
-    if axes not in _ADDED or key.dim() != axes or value.dim() != axes:
+    if axes not in (2, 3, 4) or key.dim() != axes or value.dim() != axes:
         shapes = ", ".join(str(tuple(t.shape)) for t in (query, key, value))
         raise ValueError(f"{where}: query, key and value must all be (B, H, L, d), (B, L, d) or (L, d), got {shapes}")
-    q, k, v = (t[_ADDED[axes]] for t in (query, key, value))
-    result = ops.attention(q, k, v, mask, scale=scale, dropout_p=dropout_p, return_weights=return_weights)
+    if axes < 4:
+        query, key, value = (t[_ADDED[axes]] for t in (query, key, value))
+    result = ops.attention(query, key, value, mask, scale=scale, dropout_p=dropout_p, return_weights=return_weights)
     out, weights = result if return_weights else (result, None)
-    return out[_TAKEN[axes]], None if weights is None else weights[_TAKEN[axes]]
+    if axes < 4:
+        out, weights = out[_TAKEN[axes]], None if weights is None else weights[_TAKEN[axes]]
+    return out, weights
 
 
 def attend_by_scores(
@@ -97,3 +127,34 @@ def additive_scores(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
     translate", 2015, appendix A.1.2). The (B, Lq, Lk, n) features are made, as the score has no cheaper form.
     """
     return torch.tanh(query.unsqueeze(2) + key.unsqueeze(1)) @ v
+
+
+LAST_WEIGHTS = "_last_weights"
+"""Where a module has the weights of its last call: a value, or a function of the module that computes them."""
+
+
+class LastWeights:
+    """An attribute with the attention weights of the last call, before dropout and without gradient.
+
+    They are computed when the attribute is read. The attribute may also be set.
+    """
+
+    def __get__(self, module: nn.Module | None, owner: type) -> Any:
+        if module is None:
+            return self
+        if LAST_WEIGHTS not in module.__dict__:
+            raise AttributeError("no call has left weights here yet")
+        weights = module.__dict__[LAST_WEIGHTS]
+        if not isinstance(weights, types.FunctionType):
+            return weights
+        with torch.no_grad():
+            return weights(module)
+
+    def __set__(self, module: nn.Module, value: Any) -> None:
+        module.__dict__[LAST_WEIGHTS] = value
+
+
+def leave_weights(module: nn.Module, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
+    """Let a module that has :class:`LastWeights` compute those of this call as ``compute(*tensors)``."""
+    detached = [t.detach() for t in tensors]
+    setattr(module, LAST_WEIGHTS, None if torch.compiler.is_compiling() else lambda _: compute(*detached))

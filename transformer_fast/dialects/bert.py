@@ -10,16 +10,16 @@ from torch import Tensor, nn
 
 from ..layers.embedding import SinusoidalTable
 from ..layers.norm import active_dropout
+from ..layers.torch_modules import Embedding
 from ..masks import AttentionMask
-from ..ops.embedding import embed
-from ._common import attend, head_width, merge_heads, split_heads, with_head_axis
+from ._common import attend, embed_with_positions, head_width, merge_heads, project_heads, with_head_axis
 
 __all__ = ["Attention", "BERTEmbedding", "MultiHeadedAttention", "PositionalEmbedding", "TokenEmbedding"]
 
 BertMask = Tensor | AttentionMask | None
 
 
-class TokenEmbedding(nn.Embedding):
+class TokenEmbedding(Embedding):
     """``nn.Embedding`` with ``padding_idx=0``: that row is zero and gets no gradient. No factor sqrt(d).
 
     Args:
@@ -29,10 +29,6 @@ class TokenEmbedding(nn.Embedding):
 
     def __init__(self, vocab_size: int, embed_size: int = 512) -> None:
         super().__init__(vocab_size, embed_size, padding_idx=0)
-
-    def forward(self, input: Tensor) -> Tensor:
-        """ids (B, L), int -> (B, L, embed_size). Raises IndexError for an id outside the vocabulary (on CPU)."""
-        return embed(input, self.weight, padding_idx=self.padding_idx)
 
 
 class PositionalEmbedding(SinusoidalTable):
@@ -71,13 +67,7 @@ class BERTEmbedding(nn.Module):
 
     def forward(self, sequence: Tensor) -> Tensor:
         """ids (B, L), int -> (B, L, embed_size)."""
-        return embed(
-            sequence,
-            self.token.weight,
-            self.position.table(sequence.shape[-1]),
-            padding_idx=self.token.padding_idx,
-            dropout_p=active_dropout(self.dropout),
-        )
+        return embed_with_positions(sequence, self.token, self.position, self.dropout)
 
 
 class Attention(nn.Module):
@@ -146,9 +136,7 @@ class MultiHeadedAttention(nn.Module):
         mask: keep mask (B, 1, 1, Lk) or (B, 1, Lq, Lk) (axes of 1 may be more), or an AttentionMask.
         """
         mask = _keep("MultiHeadedAttention", mask, 4)
-        q, k, v = (
-            split_heads(linear(x), self.h) for linear, x in zip(self.linear_layers, (query, key, value), strict=True)
-        )
+        q, k, v = project_heads(self.linear_layers, (query, key, value), self.h)
         heads, _ = self.attention(q, k, v, mask, self.dropout, need_weights=False)
         return self.output_linear(merge_heads(heads))
 

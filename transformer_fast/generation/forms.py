@@ -12,7 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..accelerate import attention_faces, embedding_faces, faces, sublayer_faces
+from ..accelerate.patterns.attention import Heads
+from ..accelerate.patterns.base import pattern_of, swapped_by
+from ..accelerate.patterns.embedding import Embedder, Positional
+from ..accelerate.patterns.feed_forward import ANNOTATED_FEED_FORWARD
+from ..accelerate.patterns.norm import width_of
+from ..accelerate.patterns.sublayer import DECODER
 from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm
 from ..layers import torch_modules as swapped
 from ..layers.hooks import is_plain
@@ -147,59 +152,60 @@ def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | 
     None where `accelerate` has not proven it, a module has hooks or was changed since, the parts are others than The
     Annotated Transformer's, or the positional table has fewer than `longest` rows.
     """
-    if not isinstance(decoder, sublayer_faces.AnnotatedDecoderFace) or type(embed) is not nn.Sequential:
+    if not swapped_by(DECODER)(decoder) or type(embed) is not nn.Sequential:
         return None
     if not all(map(_is_as_swapped, (*decoder.modules(), *embed.modules()))) or len(embed) != 2:
         return None
     lookup, positions = embed
-    if not isinstance(lookup, embedding_faces.EmbedderFace) or not _serves(positions, lookup.lut.weight, longest):
+    if not swapped_by(Embedder)(lookup) or not _serves(positions, lookup.lut.weight, longest):
         return None
     width, layers = lookup.d_model, list(decoder.layers)
-    norms = decoder.norm, *(sublayer.norm for layer in layers for sublayer in layer.face_sublayers(layer))
+    norms = decoder.norm, *(sublayer.norm for layer in layers for sublayer in layer.sublayer)
     attentions = [attention for layer in layers for attention in (layer.self_attn, layer.src_attn)]
-    if None in map(faces.width_of, norms) or not all(_fits(attention, width) for attention in attentions):
+    if None in map(width_of, norms) or not all(_fits(attention, width) for attention in attentions):
         return None
     with torch.device("meta"):  # what is made here is replaced, and costs neither memory nor random numbers
         ours = Decoder(1, width, len(layers), 1, 0.0, d_ff=1, max_len=1)
         for theirs, layer in zip(layers, ours.layers, strict=True):
             _take_over(layer, theirs, width)
         ours.norm = _norm(decoder.norm)
-    ours.embed.lut, ours.pe.pe = lookup.lut, getattr(positions, positions.face_name)
+    ours.embed.lut, ours.pe.pe = lookup.lut, getattr(positions, pattern_of(positions).table)
     return ours if can_cache(ours) else None
 
 
 def _is_as_swapped(module: nn.Module) -> bool:
     """Whether a module need not be called, and is still what `accelerate` made of it."""
-    return is_plain(module) and (not isinstance(module, faces.Face) or module._face_fits())
+    pattern = pattern_of(module)
+    return is_plain(module) and (pattern is None or pattern.fits(module))
 
 
 def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
     """Whether a positional table is the one that a `Decoder` would read, and long enough."""
-    if not isinstance(positions, embedding_faces.PositionalFace) or positions.face_length != 1:
+    if not swapped_by(Positional)(positions) or pattern_of(positions).length_axis != 1:
         return False
-    table = getattr(positions, positions.face_name)
+    table = getattr(positions, pattern_of(positions).table)
     same = table.device == weight.device and torch.promote_types(table.dtype, weight.dtype) == weight.dtype
     return same and longest <= table.shape[1]
 
 
 def _fits(attention: nn.Module, width: int) -> bool:
     """Whether an attention is one that `MultiHeadAttention` computes."""
-    if not isinstance(attention, attention_faces.HeadsFace) or not attention.face_head_axis:
+    if not swapped_by(Heads)(attention) or not pattern_of(attention).head_axis:
         return False
-    linears = attention.face_projections(attention)
+    linears = pattern_of(attention).projections(attention)
     square = all(isinstance(one, nn.Linear) and one.in_features == one.out_features == width for one in linears)
     return square and attention.h * attention.d_k == width
 
 
 def _take_over(layer: DecoderLayer, theirs: nn.Module, width: int) -> None:
     """Put the parameters of The Annotated Transformer's layer into a `DecoderLayer`."""
-    layer.norm_1, layer.norm_2, layer.norm_3 = (_norm(sublayer.norm) for sublayer in theirs.face_sublayers(theirs))
+    layer.norm_1, layer.norm_2, layer.norm_3 = (_norm(sublayer.norm) for sublayer in theirs.sublayer)
     for name, attention in (("attn_1", theirs.self_attn), ("attn_2", theirs.src_attn)):
         ours = MultiHeadAttention(attention.h, width, 0.0)
-        ours.q_linear, ours.k_linear, ours.v_linear, ours.out = attention.face_projections(attention)
+        ours.q_linear, ours.k_linear, ours.v_linear, ours.out = pattern_of(attention).projections(attention)
         setattr(layer, name, ours)
     inner = theirs.feed_forward
-    if getattr(type(inner), "face_made_of", ())[:1] == (faces.AnnotatedFeedForwardFace,):
+    if pattern_of(inner) is ANNOTATED_FEED_FORWARD:
         layer.ff.linear_1, layer.ff.linear_2 = inner.w_1, inner.w_2
     else:
         layer.ff = inner
@@ -210,8 +216,9 @@ def _norm(norm: nn.Module) -> Norm | LayerNorm:
     if isinstance(norm, swapped.LayerNorm):
         weight, bias, kind = norm.weight, norm.bias, "layer"
     else:
-        weight, bias, kind = getattr(norm, norm.face_gain), getattr(norm, norm.face_shift), norm.face_kind
-    ours = (Norm if kind == "std" else LayerNorm)(faces.width_of(norm), norm.eps)
+        pattern = pattern_of(norm)
+        weight, bias, kind = getattr(norm, pattern.gain), getattr(norm, pattern.shift), pattern.kind
+    ours = (Norm if kind == "std" else LayerNorm)(width_of(norm), norm.eps)
     setattr(ours, "alpha" if kind == "std" else "weight", weight)
     ours.bias = bias
     return ours

@@ -71,24 +71,31 @@ def attention(
         if verbose:
             raise ValueError("attention: verbose prints weights (B, h, Lq, Lk), which packed inputs do not have")
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
-        return ops.attention_packed(
-            q,
-            k,
-            v,
-            mask.queries.cu_seqlens,
-            mask.keys.cu_seqlens,
-            max_q=mask.queries.max_length,
-            max_k=mask.keys.max_length,
-            mask=mask.window,
-            causal=mask.causal,
-            scale=scale,
-            dropout_p=p,
-        ).transpose(0, 1)
+        return packed_attention(q, k, v, mask, scale=scale, dropout_p=p).transpose(0, 1)
     if verbose:
         out, weights = ops.attention(q, k, v, layer_mask(mask), scale=scale, dropout_p=p, return_weights="dropped")
         print(weights)
         return out
     return ops.attention(q, k, v, layer_mask(mask), scale=scale, dropout_p=p)
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, *, scale: float | None = None, dropout_p: float = 0.0
+) -> Tensor:
+    """:func:`transformer_fast.attention_packed` of q (Tq, h, d), k and v (Tk, h, d), packed as the mask says."""
+    return ops.attention_packed(
+        q,
+        k,
+        v,
+        mask.queries.cu_seqlens,
+        mask.keys.cu_seqlens,
+        max_q=mask.queries.max_length,
+        max_k=mask.keys.max_length,
+        mask=mask.window,
+        causal=mask.causal,
+        scale=scale,
+        dropout_p=dropout_p,
+    )
 
 
 class MultiHeadAttention(nn.Module):

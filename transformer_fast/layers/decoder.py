@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .attention import KeyValues, LayerMask, MultiHeadAttention
 from .feed_forward import FeedForward
-from .norm import Unsummed, active_dropout, make_norm, norm_and_sum
+from .norm import Sublayer, make_norm, post_norm, pre_norm
 
 
 class LayerCache(NamedTuple):
@@ -66,31 +66,19 @@ class DecoderLayer(nn.Module):
         (T_trg, d_model) and e_outputs (T_src, d_model). With a cache x is the newest position, (rows, 1, d_model), and
         the cache stands for the other three.
         """
-        if self.norm_first:
-            return self.unsummed(x, e_outputs, src_mask, trg_mask, cache=cache).summed()
-        own, cross = (None, None) if cache is None else cache
-        p_1, p_2, p_3 = (active_dropout(d) for d in (self.dropout_1, self.dropout_2, self.dropout_3))
-        x, _ = self.norm_1(self.attn_1(x, x, x, trg_mask, cache=own), residual=x, dropout_p=p_1)
-        x, _ = self.norm_2(self.attn_2(x, e_outputs, e_outputs, src_mask, cache=cross), residual=x, dropout_p=p_2)
-        return self.norm_3(self.ff(x), residual=x, dropout_p=p_3)[0]
+        sublayers = self.sublayers(e_outputs, src_mask, trg_mask, cache)
+        return pre_norm(x, sublayers).summed() if self.norm_first else post_norm(x, sublayers)
 
-    def unsummed(
-        self,
-        x: Tensor | Unsummed,
-        e_outputs: Tensor,
-        src_mask: LayerMask,
-        trg_mask: LayerMask,
-        *,
-        cache: LayerCache | None = None,
-    ) -> Unsummed:
-        """The output of a pre-norm layer, its last sum left to the norm that follows; x may be such an output."""
+    def sublayers(
+        self, e_outputs: Tensor, src_mask: LayerMask, trg_mask: LayerMask, cache: LayerCache | None = None
+    ) -> tuple[Sublayer, ...]:
+        """The three sublayers in their order, for these inputs."""
         own, cross = (None, None) if cache is None else cache
-        p_1, p_2, p_3 = (active_dropout(d) for d in (self.dropout_1, self.dropout_2, self.dropout_3))
-        y, total = norm_and_sum(self.norm_1, x)
-        y, total = self.norm_2(self.attn_1(y, y, y, trg_mask, cache=own), residual=total, dropout_p=p_1)
-        seen = self.attn_2(y, e_outputs, e_outputs, src_mask, cache=cross)
-        y, total = self.norm_3(seen, residual=total, dropout_p=p_2)
-        return Unsummed(total, self.ff(y), p_3)
+        return (
+            (self.norm_1, self.dropout_1, lambda x: self.attn_1(x, x, x, trg_mask, cache=own)),
+            (self.norm_2, self.dropout_2, lambda x: self.attn_2(x, e_outputs, e_outputs, src_mask, cache=cross)),
+            (self.norm_3, self.dropout_3, self.ff),
+        )
 
 
 def subsequentmask(size: int) -> Tensor:

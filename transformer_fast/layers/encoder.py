@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from .attention import LayerMask, MultiHeadAttention
 from .feed_forward import FeedForward
-from .norm import Unsummed, active_dropout, make_norm, norm_and_sum
+from .norm import Sublayer, make_norm, post_norm, pre_norm
 
 
 class EncoderLayer(nn.Module):
@@ -50,14 +50,12 @@ class EncoderLayer(nn.Module):
 
         With a PackedMask x is packed, (T, d_model).
         """
-        if self.norm_first:
-            return self.unsummed(x, mask).summed()
-        p_1, p_2 = active_dropout(self.dropout_1), active_dropout(self.dropout_2)
-        x, _ = self.norm_1(self.attn(x, x, x, mask), residual=x, dropout_p=p_1)
-        return self.norm_2(self.ff(x), residual=x, dropout_p=p_2)[0]
+        sublayers = self.sublayers(mask)
+        return pre_norm(x, sublayers).summed() if self.norm_first else post_norm(x, sublayers)
 
-    def unsummed(self, x: Tensor | Unsummed, mask: LayerMask) -> Unsummed:
-        """The output of a pre-norm layer, its last sum left to the norm that follows; x may be such an output."""
-        y, total = norm_and_sum(self.norm_1, x)
-        y, total = self.norm_2(self.attn(y, y, y, mask), residual=total, dropout_p=active_dropout(self.dropout_1))
-        return Unsummed(total, self.ff(y), active_dropout(self.dropout_2))
+    def sublayers(self, mask: LayerMask) -> tuple[Sublayer, ...]:
+        """The two sublayers in their order, for this mask."""
+        return (
+            (self.norm_1, self.dropout_1, lambda x: self.attn(x, x, x, mask)),
+            (self.norm_2, self.dropout_2, self.ff),
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, overload
 
 import torch
@@ -84,3 +85,23 @@ def norm_and_sum(norm: Norm | LayerNorm, x: Tensor | Unsummed) -> tuple[Tensor, 
     if isinstance(x, Unsummed):
         return norm(x.y, residual=x.x, dropout_p=x.dropout_p)
     return norm(x), x
+
+
+Sublayer = tuple[Norm | LayerNorm, nn.Dropout, Callable[[Tensor], Tensor]]
+"""A norm, the dropout of the function's output, and the function itself: attention or feed-forward."""
+
+
+def pre_norm(x: Tensor | Unsummed, sublayers: Iterable[Sublayer]) -> Unsummed:
+    """``x + dropout(function(norm(x)))`` for each sublayer in turn; the last sum is left to the norm that follows."""
+    for norm, drop, function in sublayers:
+        normed, x = norm_and_sum(norm, x)
+        x = Unsummed(x, function(normed), active_dropout(drop))
+    assert isinstance(x, Unsummed)
+    return x
+
+
+def post_norm(x: Tensor, sublayers: Iterable[Sublayer]) -> Tensor:
+    """``norm(x + dropout(function(x)))`` for each sublayer in turn."""
+    for norm, drop, function in sublayers:
+        x, _ = norm(function(x), residual=x, dropout_p=active_dropout(drop))
+    return x

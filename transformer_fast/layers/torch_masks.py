@@ -83,7 +83,7 @@ def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None
 
 
 def _is_look_ahead(mask: Tensor | None) -> bool:
-    """Whether a mask is the square look-ahead mask; looked at where that is no wait: on the CPU, not compiling."""
+    """Whether a mask is the square look-ahead mask; checked only on the CPU, where nothing waits, and not compiling."""
     if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
         return False
     if mask.device.type != "cpu" or torch.compiler.is_compiling() or type(mask) is not Tensor or in_transform():

@@ -10,6 +10,8 @@ A submodule that has hooks is called as ``torch.nn`` calls it, and costs the fus
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,9 +21,10 @@ from ..ops._multihead import evaluated_heads
 from ..ops.dropout import dropout as fused_dropout
 from ..packing import PackedMask
 from . import norm as _norm
+from .attention import packed_attention
 from .feed_forward import linear_relu_dropout
 from .hooks import has_hooks
-from .norm import active_dropout
+from .norm import active_dropout, post_norm, pre_norm
 from .torch_masks import TorchMask, torch_mask
 
 
@@ -80,7 +83,9 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
         same = query is key and key is value
         if isinstance(attn_mask, PackedMask):
-            return self._packed(*self._projected(query, key, value, same), attn_mask), None
+            dropout_p = self.dropout if self.training else 0.0
+            heads = packed_attention(*self._projected(query, key, value, same), attn_mask, dropout_p=dropout_p)
+            return F.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias), None
         if batched := query.dim() == 3:
             batch, length = (0, 1) if self.batch_first else (1, 0)
         else:
@@ -123,60 +128,55 @@ class MultiheadAttention(nn.MultiheadAttention):
             out, weights = out.squeeze(0), weights if weights is None else weights.squeeze(0)
         return out, weights
 
-    def _packed(self, q: Tensor, k: Tensor, v: Tensor, mask: PackedMask) -> Tensor:
-        heads = ops.attention_packed(
-            q,
-            k,
-            v,
-            mask.queries.cu_seqlens,
-            mask.keys.cu_seqlens,
-            max_q=mask.queries.max_length,
-            max_k=mask.keys.max_length,
-            mask=mask.window,
-            causal=mask.causal,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
-        return F.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias)
-
     def _projected(self, query: Tensor, key: Tensor, value: Tensor, same: bool) -> tuple[Tensor, ...]:
         """Queries, keys and values by head, each (*, *, heads, head_dim)."""
-        by_head = (self.num_heads, self.head_dim)
+        by_head, weight, bias = (self.num_heads, self.head_dim), self.in_proj_weight, self.in_proj_bias
+        if self._qkv_same_embed_dim and same:
+            return F.linear(query, weight, bias).unflatten(-1, (3, *by_head)).unbind(-3)
+        biases = (None,) * 3 if bias is None else bias.chunk(3)
         if not self._qkv_same_embed_dim:
-            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
-            return tuple(
-                F.linear(x, w, b).unflatten(-1, by_head) for x, w, b in zip((query, key, value), weights, biases)
-            )
-        if same:
-            return F.linear(query, self.in_proj_weight, self.in_proj_bias).unflatten(-1, (3, *by_head)).unbind(-3)
-        parts = [self.embed_dim, 2 * self.embed_dim] if key is value else [self.embed_dim] * 3
-        weights = self.in_proj_weight.split(parts)
-        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(parts)
-        q = F.linear(query, weights[0], biases[0]).unflatten(-1, by_head)
-        if key is value:
-            return q, *F.linear(key, weights[1], biases[1]).unflatten(-1, (2, *by_head)).unbind(-3)
-        return q, *(F.linear(x, w, b).unflatten(-1, by_head) for x, w, b in zip((key, value), weights[1:], biases[1:]))
+        elif key is value:
+            q = F.linear(query, weight[: self.embed_dim], biases[0]).unflatten(-1, by_head)
+            joined = F.linear(key, weight[self.embed_dim :], None if bias is None else bias[self.embed_dim :])
+            return q, *joined.unflatten(-1, (2, *by_head)).unbind(-3)
+        else:
+            weights = weight.chunk(3)
+        return tuple(F.linear(x, w, b).unflatten(-1, by_head) for x, w, b in zip((query, key, value), weights, biases))
 
 
 class _Layer(nn.Module):
     """What the encoder and the decoder layer share."""
 
-    def _fuses(self, *names: str) -> bool:
-        modules = [self._modules[name] for name in names]
-        for name, module in zip(names, modules):
-            if not isinstance(module, LayerNorm if name.startswith("norm") else nn.Dropout):
-                return False
-        return not has_hooks(*modules)
+    def _run(self, x: Tensor, *attentions: Callable[[Tensor], Tensor]) -> Tensor:
+        """The attentions and the feed-forward network, each with its norm, dropout and residual addition.
+
+        Where a norm or a dropout has hooks, or is of another class, the modules are called as ``torch.nn`` calls them.
+        """
+        count = 1 + len(attentions)
+        norms, dropouts = ([self._modules[f"{kind}{n + 1}"] for n in range(count)] for kind in ("norm", "dropout"))
+        sublayers = tuple(zip(norms, dropouts, (*attentions, self._feed_forward)))
+        if _may_fuse(LayerNorm, norms) and _may_fuse(nn.Dropout, dropouts):
+            return pre_norm(x, sublayers).summed() if self.norm_first else post_norm(x, sublayers)
+        for norm, dropout, function in sublayers:
+            x = x + dropout(function(norm(x))) if self.norm_first else norm(x + dropout(function(x)))
+        return x
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        """The feed-forward network up to its second linear layer; the dropout after that is fused into what follows."""
-        p, activation = active_dropout(self.dropout), self.activation
+        activation = self.activation
+        if not _may_fuse(nn.Dropout, [self.dropout]):
+            return self.linear2(self.dropout(activation(self.linear1(x))))
+        p = active_dropout(self.dropout)
         if activation is F.relu or (type(activation) is nn.ReLU and not has_hooks(activation)):
             return self.linear2(linear_relu_dropout(self.linear1, x, p))
         inner = self.linear1(x)
         if activation is F.gelu and type(inner) is Tensor and not inner.requires_grad and not has_hooks(self.linear1):
             return self.linear2(fused_dropout(torch.ops.aten.gelu_(inner), p))
         return self.linear2(fused_dropout(activation(inner), p))
+
+
+def _may_fuse(kind: type[nn.Module], modules: Iterable[nn.Module]) -> bool:
+    return all(isinstance(module, kind) for module in modules) and not has_hooks(*modules)
 
 
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
@@ -194,21 +194,8 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
             if isinstance(src_mask, TorchMask):
                 src_mask, src_key_padding_mask, is_causal = src_mask.original
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
-        x = src
         masks = src_mask, src_key_padding_mask, is_causal
-        if not self._fuses("norm1", "norm2", "dropout", "dropout1", "dropout2"):
-            if self.norm_first:
-                x = x + self._sa_block(self.norm1(x), *masks)
-                return x + self._ff_block(self.norm2(x))
-            x = self.norm1(x + self._sa_block(x, *masks))
-            return self.norm2(x + self._ff_block(x))
-        p_1, p_2 = active_dropout(self.dropout1), active_dropout(self.dropout2)
-        if self.norm_first:
-            x2 = self.norm1(x)
-            x2, x = self.norm2(_attend(self.self_attn, x2, x2, *masks), residual=x, dropout_p=p_1)
-            return fused_dropout(self._feed_forward(x2), p_2, residual=x)
-        x, _ = self.norm1(_attend(self.self_attn, x, x, *masks), residual=x, dropout_p=p_1)
-        return self.norm2(self._feed_forward(x), residual=x, dropout_p=p_2)[0]
+        return self._run(src, lambda x: _attend(self.self_attn, x, x, *masks))
 
 
 class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
@@ -232,24 +219,11 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
             own, cross = (m[0].original if isinstance(m[0], TorchMask) else m for m in (own, cross))
             masks = (mask for pair in zip(own, cross) for mask in pair)
             return nn.TransformerDecoderLayer.forward(self, tgt, memory, *masks)
-        x = tgt
-        if not self._fuses("norm1", "norm2", "norm3", "dropout", "dropout1", "dropout2", "dropout3"):
-            if self.norm_first:
-                x = x + self._sa_block(self.norm1(x), *own)
-                x = x + self._mha_block(self.norm2(x), memory, *cross)
-                return x + self._ff_block(self.norm3(x))
-            x = self.norm1(x + self._sa_block(x, *own))
-            x = self.norm2(x + self._mha_block(x, memory, *cross))
-            return self.norm3(x + self._ff_block(x))
-        p_1, p_2, p_3 = (active_dropout(d) for d in (self.dropout1, self.dropout2, self.dropout3))
-        if self.norm_first:
-            x2 = self.norm1(x)
-            x2, x = self.norm2(_attend(self.self_attn, x2, x2, *own), residual=x, dropout_p=p_1)
-            x2, x = self.norm3(_attend(self.multihead_attn, x2, memory, *cross), residual=x, dropout_p=p_2)
-            return fused_dropout(self._feed_forward(x2), p_3, residual=x)
-        x, _ = self.norm1(_attend(self.self_attn, x, x, *own), residual=x, dropout_p=p_1)
-        x, _ = self.norm2(_attend(self.multihead_attn, x, memory, *cross), residual=x, dropout_p=p_2)
-        return self.norm3(self._feed_forward(x), residual=x, dropout_p=p_3)[0]
+        return self._run(
+            tgt,
+            lambda x: _attend(self.self_attn, x, x, *own),
+            lambda x: _attend(self.multihead_attn, x, memory, *cross),
+        )
 
 
 def _attend(

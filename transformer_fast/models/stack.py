@@ -13,7 +13,7 @@ from ..layers.decoder import DecoderLayer
 from ..layers.embedding import Embedder, PositionalEncoder
 from ..layers.encoder import EncoderLayer
 from ..layers.hooks import is_plain
-from ..layers.norm import LayerNorm, Norm, Unsummed, make_norm, norm_and_sum
+from ..layers.norm import LayerNorm, Norm, Unsummed, make_norm, norm_and_sum, pre_norm
 from ..masks import AttentionMask
 from ..packing import PackedMask
 
@@ -70,7 +70,7 @@ class Stack(nn.Module):
         y: Tensor | Unsummed = x
         for layer in self.layers:
             if not again and _leaves_sum(layer):
-                y = layer.unsummed(y, *inputs)
+                y = pre_norm(y, layer.sublayers(*inputs))
                 continue
             y = y.summed() if isinstance(y, Unsummed) else y
             y = checkpoint(layer, y, *inputs, use_reentrant=False) if again else layer(y, *inputs)

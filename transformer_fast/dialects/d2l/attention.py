@@ -1,60 +1,68 @@
-"""Attention modules; each keeps what its weights can be computed from when somebody asks."""
+"""Attention modules; each keeps what its weights can be computed from when they are read."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from ...layers.norm import active_dropout
 from ...masks import AttentionMask
 from ...ops.attention import attention
-from .._common import additive_scores, attend_by_scores, head_width, merge_heads, split_heads
+from .._common import (
+    LAST_WEIGHTS,
+    LastWeights,
+    additive_scores,
+    attend_by_scores,
+    head_width,
+    leave_weights,
+    merge_heads,
+    project_heads,
+)
 from .sequences import ValidLens, lengths_mask, masked_softmax
 
 
-class DotProductAttention(nn.Module):
+class _Attention(nn.Module):
+    """Attention with dropout on its weights. ``attention_weights`` has those of the last call, None before a call."""
+
+    attention_weights = LastWeights()
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.attention_weights = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), LAST_WEIGHTS: None}
+
+
+class DotProductAttention(_Attention):
     """Scaled dot-product attention (Vaswani et al., 2017, section 3.2.1).
+
+    ``attention_weights`` (B * heads, Lq, Lk) has the weights of the last call, before dropout and without gradient,
+    computed when it is read; None before a call.
 
     Args:
         dropout: probability, on the attention weights.
     """
 
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(dropout)
-        self._last: tuple[Tensor, Tensor, AttentionMask | None] | None = None
-
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: ValidLens = None) -> Tensor:
         """queries (B, Lq, d), keys (B, Lk, d), values (B, Lk, dv), valid_lens (B,) or (B, Lq) -> (B, Lq, dv)."""
         _three_axes("DotProductAttention", queries, keys, values)
         mask = lengths_mask("DotProductAttention", valid_lens, *queries.shape[:2])
-        return self.attend(queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), mask).squeeze(1)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
-        """The same with heads: q (B, H, Lq, d), k and v (B, H, Lk, d) -> (B, H, Lq, d)."""
-        self._last = None if torch.compiler.is_compiling() else (q.detach(), k.detach(), mask)
-        return attention(q, k, v, mask, dropout_p=active_dropout(self.dropout))
-
-    @property
-    def attention_weights(self) -> Tensor | None:
-        """The weights of the last call, before dropout: (B * heads, Lq, Lk), without gradient; None before a call.
-
-        They are computed when they are asked for, so that a step in which nobody looks at them does not pay.
-        """
-        if self._last is None:
-            return None
-        q, k, mask = self._last
-        with torch.no_grad():
-            return attention(q, k, k, mask, return_weights=True)[1].flatten(0, 1)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_last": None}
+        return attend(self, queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), mask).squeeze(1)
 
 
-class AdditiveAttention(nn.Module):
+def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
+    """What a :class:`DotProductAttention` does with heads: q (B, H, Lq, d), k and v (B, H, Lk, d) -> (B, H, Lq, d)."""
+    leave_weights(module, lambda q, k: attention(q, k, k, mask, return_weights=True)[1].flatten(0, 1), q, k)
+    return attention(q, k, v, mask, dropout_p=active_dropout(module.dropout))
+
+
+class AdditiveAttention(_Attention):
     """Attention with the score ``w_v^T tanh(W_q q + W_k k)`` (Bahdanau, Cho and Bengio, 2015, appendix A.1.2).
+
+    ``attention_weights`` (B, Lq, Lk) as for :class:`DotProductAttention`.
 
     Args:
         num_hiddens: width of the hidden layer.
@@ -65,31 +73,18 @@ class AdditiveAttention(nn.Module):
     def __init__(
         self, num_hiddens: int, dropout: float, *, query_size: int | None = None, key_size: int | None = None
     ) -> None:
-        super().__init__()
+        super().__init__(dropout)
         self.W_k = linear(key_size, num_hiddens, bias=False)
         self.W_q = linear(query_size, num_hiddens, bias=False)
         self.w_v = nn.Linear(num_hiddens, 1, bias=False)
-        self.dropout = nn.Dropout(dropout)
-        self._last: tuple[Tensor, ValidLens] | None = None
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: ValidLens = None) -> Tensor:
         """queries (B, Lq, query_size), keys (B, Lk, key_size), values (B, Lk, dv) -> (B, Lq, dv)."""
         _three_axes("AdditiveAttention", queries, keys, values)
         mask = lengths_mask("AdditiveAttention", valid_lens, *queries.shape[:2])
         scores = additive_scores(self.W_q(queries), self.W_k(keys), self.w_v.weight[0])
-        self._last = None if torch.compiler.is_compiling() else (scores.detach(), mask)
+        leave_weights(self, lambda scores: masked_softmax(scores, mask), scores)
         return attend_by_scores(scores, values, mask, dropout_p=active_dropout(self.dropout))[0]
-
-    @property
-    def attention_weights(self) -> Tensor | None:
-        """The weights (B, Lq, Lk) of the last call, before dropout, computed when asked for; None before a call."""
-        if self._last is None:
-            return None
-        with torch.no_grad():
-            return masked_softmax(*self._last)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_last": None}
 
 
 MLPAttention = AdditiveAttention
@@ -132,10 +127,8 @@ class MultiHeadAttention(nn.Module):
         (B, Lq, num_hiddens). ``attention.attention_weights`` then has the weights (B * num_heads, Lq, Lk)."""
         _three_axes("MultiHeadAttention", queries, keys, values)
         mask = lengths_mask("MultiHeadAttention", valid_lens, *queries.shape[:2])
-        q, k, v = (
-            split_heads(W(X), self.num_heads) for W, X in ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))
-        )
-        return self.W_o(merge_heads(self.attention.attend(q, k, v, mask)))
+        q, k, v = project_heads((self.W_q, self.W_k, self.W_v), (queries, keys, values), self.num_heads)
+        return self.W_o(merge_heads(attend(self.attention, q, k, v, mask)))
 
 
 def linear(size: int | None, outputs: int, bias: bool = True) -> nn.Linear:

@@ -125,18 +125,23 @@ class DecoderBlock(nn.Module):
 
         In training position t attends to the first t + 1 (valid lengths 1 to T); in evaluation to the whole state.
         """
-        enc_outputs, enc_valid_lens = state[0], state[1]
-        seen = state[2][self.i]
-        key_values = X if seen is None else torch.cat((seen, X), dim=1)
-        state[2][self.i] = key_values
-        mask = None
-        if self.training:
-            mask = AttentionMask.causal()  # lengths 1 to T, without a tensor of them
-        elif self.causal_eval:
-            mask = AttentionMask.causal(key_values.shape[1] - X.shape[1])
-        Y = self.addnorm1(X, self.attention1(X, key_values, key_values, mask))
-        Z = self.addnorm2(Y, self.attention2(Y, enc_outputs, enc_outputs, enc_valid_lens))
-        return self.addnorm3(Z, self.ffn(Z)), state
+        return run_decoder_block(self, X, state, causal_eval=self.causal_eval)
+
+
+def run_decoder_block(block: nn.Module, X: Tensor, state: State, *, causal_eval: bool = False) -> tuple[Tensor, State]:
+    """What a :class:`DecoderBlock` computes, for any module that has its parts."""
+    enc_outputs, enc_valid_lens = state[0], state[1]
+    seen = state[2][block.i]
+    key_values = X if seen is None else torch.cat((seen, X), dim=1)
+    state[2][block.i] = key_values
+    mask = None
+    if block.training:
+        mask = AttentionMask.causal()  # lengths 1 to T, without a tensor of them
+    elif causal_eval:
+        mask = AttentionMask.causal(key_values.shape[1] - X.shape[1])
+    Y = block.addnorm1(X, block.attention1(X, key_values, key_values, mask))
+    Z = block.addnorm2(Y, block.attention2(Y, enc_outputs, enc_outputs, enc_valid_lens))
+    return block.addnorm3(Z, block.ffn(Z)), state
 
 
 def _self_sized(num_hiddens: int, num_heads: int, dropout: float, bias: bool = False) -> MultiHeadAttention:

@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...layers.embedding import PositionalEncoder
-from ...layers.norm import active_dropout
-from ...ops.embedding import embed
+from .._common import embed_with_positions
 from .blocks import DecoderBlock, EncoderBlock, State
 from .sequences import ValidLens
 
@@ -43,14 +42,8 @@ class _Stack(nn.Module):
 
     def embedded(self, ids: Tensor, offset: int = 0) -> Tensor:
         """ids (B, L), the first at position ``offset`` -> (B, L, num_hiddens), in one pass."""
-        return embed(
-            ids,
-            self.embedding.weight,
-            self.pos_encoding.table(offset + ids.shape[-1]),
-            scale=math.sqrt(self.num_hiddens),
-            offset=offset,
-            dropout_p=active_dropout(self.pos_encoding.dropout),
-        )
+        positions, scale = self.pos_encoding, math.sqrt(self.num_hiddens)
+        return embed_with_positions(ids, self.embedding, positions, positions.dropout, scale=scale, offset=offset)
 
 
 class TransformerEncoder(_Stack):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ... import backends
 from ...masks import AttentionMask
-from .._common import attend, head_width, merge_heads, split_heads, with_head_axis
+from .._common import attend, head_width, merge_heads, project_heads, with_head_axis
 
 BlockedMask = Tensor | AttentionMask | None
 """A float mask broadcastable to (B, H, Lq, Lk), 1.0 = blocked and 0.0 = kept; an AttentionMask; or None."""
@@ -29,7 +29,7 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError: for a bool or integer mask, which can be read two ways.
-        ValueError: for a float mask that holds more than 0.0 and 1.0 (looked at on CPU), or does not fit.
+        ValueError: for a float mask that holds more than 0.0 and 1.0 (checked on CPU), or does not fit.
     """
     where = "scaled_dot_product_attention"
     return attend(where, q, k, v, blocked_mask(where, mask, q.dim()), return_weights=need_weights)
@@ -61,7 +61,7 @@ class MultiHeadAttention(nn.Module):
         mask, need_weights: as for :func:`scaled_dot_product_attention`.
         """
         mask = blocked_mask("MultiHeadAttention", mask)
-        q, k, v = (split_heads(w(x), self.num_heads) for w, x in ((self.wq, q), (self.wk, k), (self.wv, v)))
+        q, k, v = project_heads((self.wq, self.wk, self.wv), (q, k, v), self.num_heads)
         out, weights = attend("MultiHeadAttention", q, k, v, mask, return_weights=need_weights)
         return self.dense(merge_heads(out)), weights
 
@@ -83,9 +83,9 @@ def blocked_mask(where: str, mask: BlockedMask, axes: int = 4) -> AttentionMask 
             f"{where}: mask of shape {tuple(mask.shape)} does not fit scores of {axes} dimensions"
             + (hint if mask.dim() == 3 else "")
         )
-    # On a GPU looking would wait for it.
-    look = mask.device.type == "cpu" and not (torch.compiler.is_compiling() or backends.in_transform())
-    if look and not ((mask == 0) | (mask == 1)).all():
+    # On a GPU this check would wait for the device.
+    checked = mask.device.type == "cpu" and not (torch.compiler.is_compiling() or backends.in_transform())
+    if checked and not ((mask == 0) | (mask == 1)).all():
         raise ValueError(
             f"{where}: a mask of this dialect holds 1.0 for blocked and 0.0 for kept, and nothing else. If it is added "
             "to the scores as it is, pass AttentionMask.bias(mask)."

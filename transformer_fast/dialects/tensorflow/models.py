@@ -7,8 +7,7 @@ import math
 from torch import Tensor, nn
 
 from ...layers.embedding import SinusoidalTable
-from ...layers.norm import active_dropout
-from ...ops.embedding import embed
+from .._common import embed_with_positions
 from .attention import BlockedMask, blocked_mask
 from .layers import DecoderLayer, EncoderLayer
 
@@ -30,13 +29,7 @@ class _Stack(SinusoidalTable):
 
     def embedded(self, ids: Tensor) -> Tensor:
         """ids (B, L) -> (B, L, d_model), in one pass."""
-        return embed(
-            ids,
-            self.embedding.weight,
-            self.table(ids.shape[-1]),
-            scale=math.sqrt(self.d_model),
-            dropout_p=active_dropout(self.dropout),
-        )
+        return embed_with_positions(ids, self.embedding, self, self.dropout, scale=math.sqrt(self.d_model))
 
 
 class Encoder(_Stack):
@@ -105,12 +98,24 @@ class Decoder(_Stack):
         """
         look_ahead_mask, padding_mask = blocked_mask("Decoder", look_ahead_mask), blocked_mask("Decoder", padding_mask)
         x = self.embedded(x)
-        attention_weights = {}
-        for number, layer in enumerate(self.dec_layers, start=1):
-            x, block1, block2 = layer(x, enc_output, look_ahead_mask, padding_mask, need_weights=need_weights)
-            attention_weights[f"decoder_layer{number}_block1"] = block1
-            attention_weights[f"decoder_layer{number}_block2"] = block2
-        return x, attention_weights if need_weights else None
+        x, weights = through_decoder(self.dec_layers, x, enc_output, look_ahead_mask, padding_mask, need_weights)
+        return x, weights if need_weights else None
+
+
+def through_decoder(
+    layers: nn.ModuleList,
+    x: Tensor,
+    enc_output: Tensor,
+    look_ahead_mask: BlockedMask = None,
+    padding_mask: BlockedMask = None,
+    need_weights: bool = True,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Decoder layers one after the other: what leaves the last one, and the weights of all by name."""
+    weights = {}
+    for number, layer in enumerate(layers, start=1):
+        x, *both = layer(x, enc_output, look_ahead_mask, padding_mask, need_weights=need_weights)
+        weights |= {f"decoder_layer{number}_block{block}": w for block, w in enumerate(both, start=1)}
+    return x, weights
 
 
 class Transformer(nn.Module):
@@ -152,8 +157,8 @@ class Transformer(nn.Module):
     ) -> tuple[Tensor, dict[str, Tensor] | None]:
         """inp (B, L_inp) and tar (B, L_tar) ids; masks from :func:`create_masks`, or AttentionMasks.
 
-        Returns logits (B, L_tar, target_vocab_size) and the decoder's weights (see :class:`Decoder`). In training
-        nobody looks at these: ``need_weights=False`` saves their products.
+        Returns logits (B, L_tar, target_vocab_size) and the decoder's weights (see :class:`Decoder`). In training,
+        ``need_weights=False`` saves the products that they cost.
         """
         enc_output = self.encoder(inp, enc_padding_mask)
         x, weights = self.decoder(tar, enc_output, look_ahead_mask, dec_padding_mask, need_weights=need_weights)

@@ -10,57 +10,13 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .. import backends
+from ..dialects._common import LastWeights
 from ..layers import torch_modules as fast
 from ..layers import torch_stacks
-from . import attention_faces, d2l_faces, embedding_faces, faces, layer_faces, sublayer_faces, tensorflow_faces
-from .faces import Face, fast_class
+from .patterns import PATTERNS
+from .patterns.base import Accelerated, Pattern, accelerated_class
 from .probe import probe, signature
 from .report import ALREADY, Report, Row
-
-FACES: tuple[type[Face], ...] = (
-    faces.NormFace,
-    faces.BiasedNormFace,
-    faces.AnnotatedNormFace,
-    faces.FeedForwardFace,
-    faces.AnnotatedFeedForwardFace,
-    faces.ActivatedFeedForwardFace,
-    faces.D2lFeedForwardFace,
-    faces.SublayerFace,
-    faces.PostNormSublayerFace,
-    faces.AddNormFace,
-    embedding_faces.EmbedderFace,
-    embedding_faces.PositionalFace,
-    embedding_faces.LengthFirstPositionalFace,
-    embedding_faces.D2lPositionalFace,
-    embedding_faces.BertEmbeddingFace,
-    embedding_faces.TokenEmbeddingFace,
-    attention_faces.ClassicHeadsFace,
-    attention_faces.AnnotatedHeadsFace,
-    attention_faces.BertHeadsFace,
-    attention_faces.TensorflowHeadsFace,
-    layer_faces.EncoderLayerFace,
-    layer_faces.PostNormEncoderLayerFace,
-    layer_faces.DecoderLayerFace,
-    layer_faces.PostNormDecoderLayerFace,
-    layer_faces.EncoderFace,
-    layer_faces.DecoderFace,
-    sublayer_faces.AnnotatedEncoderLayerFace,
-    sublayer_faces.AnnotatedDecoderLayerFace,
-    sublayer_faces.AnnotatedEncoderFace,
-    sublayer_faces.AnnotatedDecoderFace,
-    sublayer_faces.BertBlockFace,
-    tensorflow_faces.TensorflowEncoderLayerFace,
-    tensorflow_faces.TensorflowDecoderLayerFace,
-    tensorflow_faces.TensorflowEncoderFace,
-    tensorflow_faces.TensorflowDecoderFace,
-    d2l_faces.D2lAttentionFace,
-    d2l_faces.D2lHeadsFace,
-    d2l_faces.D2lEncoderBlockFace,
-    d2l_faces.D2lDecoderBlockFace,
-    d2l_faces.D2lEncoderFace,
-    d2l_faces.D2lDecoderFace,
-    d2l_faces.D2lCountingDecoderFace,
-)
 
 
 def _norm_obstacle(module: nn.LayerNorm) -> str:
@@ -151,7 +107,7 @@ class _Walk:
             if child is not None:
                 self.visit(child, f"{path}.{name}" if path else name)
         was = type(module)
-        if isinstance(module, Face) or _is_ours(was):
+        if isinstance(module, Accelerated) or _is_ours(was):
             self._leave(path, module, ALREADY)
             self.fused.add(id(module))
         elif was in _TORCH:
@@ -177,19 +133,19 @@ class _Walk:
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             self._leave(path, module, "its sizes are not known before its first call")
             return
-        for face in FACES:
-            if not _matches(face, module):
+        for pattern in PATTERNS:
+            if not _matches(pattern, module):
                 continue
-            reason = self._obstacle(module, "attention") or self._probe(module, face)
+            reason = self._obstacle(module, "attention") or self._probe(module, pattern)
             if not reason:
-                self._swap(path, module, fast_class(face, type(module)), f"fused {face.__name__.removesuffix('Face')}")
+                self._swap(path, module, accelerated_class(pattern, type(module)), f"fused {pattern.name}")
                 return
         self._leave(path, module, reason)
 
-    def _probe(self, module: nn.Module, face: type[Face]) -> str | None:
-        key = face, signature(module)
+    def _probe(self, module: nn.Module, pattern: Pattern) -> str | None:
+        key = pattern, signature(module)
         if key not in self.probed:
-            self.probed[key] = probe(module, face)
+            self.probed[key] = probe(module, pattern)
         return self.probed[key]
 
     def _obstacle(self, module: nn.Module, op: str) -> str:
@@ -204,12 +160,12 @@ class _Walk:
 
     def _swap(self, path: str, module: nn.Module, made: type[nn.Module], name: str) -> None:
         self.report.rows.append(Row(path, _name(type(module)), name))
-        leaves = getattr(made, "face_leaves", ())
-        left = {name: module.__dict__.pop(name) for name in leaves if name in module.__dict__}
+        computed = [name for name, value in vars(made).items() if isinstance(value, LastWeights)]
+        left = {name: module.__dict__.pop(name) for name in computed if name in module.__dict__}
         self.report._originals.append((module, type(module), made, left))
-        if left:
-            module.__dict__["_recall"] = next(iter(left.values()))
         module.__class__ = made
+        for name, weights in left.items():
+            setattr(module, name, weights)
         self.fused.add(id(module))
 
     def _leave(self, path: str, module: nn.Module, reason: str) -> None:
@@ -222,9 +178,9 @@ def _is_ours(kind: type[nn.Module]) -> bool:
     return kind.__module__.startswith("transformer_fast.") and not kind.__module__.startswith(plain)
 
 
-def _matches(face: type[Face], module: nn.Module) -> bool:
+def _matches(pattern: Pattern, module: nn.Module) -> bool:
     try:
-        return face.matches(module)
+        return pattern.matches(module)
     except Exception:  # an attribute of this name that is something else altogether
         return False
 

@@ -1,0 +1,17 @@
+"""The structures of hand-written modules that ``accelerate`` knows, in the order in which they are tried."""
+
+from . import attention, d2l, embedding, feed_forward, layer, norm, sublayer, tensorflow
+from .base import Pattern
+
+PATTERNS: tuple[Pattern, ...] = (
+    *norm.PATTERNS,
+    *feed_forward.PATTERNS,
+    *embedding.PATTERNS,
+    *attention.PATTERNS,
+    *layer.PATTERNS,
+    *sublayer.PATTERNS,
+    *tensorflow.PATTERNS,
+    *d2l.PATTERNS,
+)
+
+__all__ = ["PATTERNS", "Pattern"]

@@ -1,0 +1,102 @@
+"""The patterns of multi-head attention."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ...dialects import tensorflow
+from ...dialects._common import leave_weights, merge_heads, project_heads
+from ...layers.attention import layer_mask
+from ...layers.norm import active_dropout
+from ...masks import AttentionMask
+from .base import ANY, DROPOUT, INLINED, LINEAR, Pattern, children, random_keep
+
+
+def keep_mask(mask: Tensor | AttentionMask | None) -> Tensor | AttentionMask | None:
+    """A keep mask of any dtype: 0 = blocked."""
+    return mask != 0 if isinstance(mask, Tensor) and mask.dtype != torch.bool else mask
+
+
+class Heads(Pattern):
+    """Multi-head attention (q, k, v, mask) over keep masks.
+
+    ``linears`` are the layers of queries, keys, values and of the output, or lists of them. A mask gets its head axis
+    here, unless it has it already.
+    """
+
+    keywords = ("cache",)
+
+    def __init__(self, name: str, *linears: str, head_axis: bool = True, weights: tuple[str, ...] = ()) -> None:
+        super().__init__(name)
+        self.linears, self.head_axis, self.weights = linears, head_axis, weights
+        inner = dataclasses.replace(INLINED, optional=True)
+        self.parts = {**dict.fromkeys(linears, ANY), "dropout": DROPOUT, "attention": inner}
+
+    def matches(self, m: Any) -> bool:
+        if not super().matches(m):
+            return False
+        widths = [x.out_features if isinstance(x, nn.Linear) else None for x in self.projections(m)]
+        return len(widths) == 4 and set(widths) == {m.h * m.d_k}
+
+    def projections(self, m: Any) -> list[nn.Module]:
+        """The linear layers of queries, keys, values and of the output."""
+        children = (m._modules[name] for name in self.linears)
+        return [x for child in children for x in (child if isinstance(child, nn.ModuleList) else [child])]
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        d = self.projections(m)[0].in_features
+        inputs = torch.randn(2, 5, d), torch.randn(2, 3, d), torch.randn(2, 3, d)
+        masks = random_keep(2, 1, 3), random_keep(2, 5, 3)
+        return [inputs, *((*inputs, mask if self.head_axis else mask.unsqueeze(1)) for mask in masks)]
+
+    def fused_forward(
+        self, m: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, *others: Any, cache: None = None
+    ) -> Tensor | None:
+        if any(other is not None and other is not False for other in others):  # such as the classic one's verbose
+            return None
+        *linears, out = self.projections(m)
+        q, k, v = project_heads(linears, (query, key, value), m.h)
+        mask = keep_mask(mask)
+        if self.head_axis:
+            mask = layer_mask(mask)
+        elif isinstance(mask, Tensor):
+            mask = AttentionMask.keep(mask)
+        heads = ops.attention(q, k, v, mask, dropout_p=active_dropout(m.dropout))
+        if self.weights:
+            leave_weights(m, lambda q, k: ops.attention(q, k, k, mask, return_weights=True)[1], q, k)
+        return out(merge_heads(heads))
+
+
+class TensorflowHeads(Pattern):
+    """``wq``, ``wk``, ``wv``, ``dense``: (v, k, q, mask) -> (out, weights), 1.0 = blocked, no dropout."""
+
+    parts = children(wq=LINEAR, wk=LINEAR, wv=LINEAR, dense=LINEAR)
+    keywords = ("need_weights",)
+
+    def matches(self, m: Any) -> bool:
+        return super().matches(m) and isinstance(getattr(m, "num_heads", None), int)
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        v, k, q = (torch.randn(2, n, linear.in_features) for n, linear in ((3, m.wv), (3, m.wk), (5, m.wq)))
+        masks = (1.0 - random_keep(*shape).to(q.dtype) for shape in ((2, 1, 1, 3), (5, 3)))
+        return [(v, k, q, None), *((v, k, q, mask) for mask in masks)]
+
+    def fused_forward(
+        self, m: Any, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None, need_weights: bool = True
+    ) -> tuple[Tensor, Tensor | None]:
+        blocked = None if mask is None else AttentionMask.blocked(mask)
+        return tensorflow.MultiHeadAttention.forward(m, v, k, q, blocked, need_weights=need_weights)
+
+
+PATTERNS = (
+    CLASSIC := Heads("ClassicHeads", "q_linear", "k_linear", "v_linear", "out"),
+    Heads("AnnotatedHeads", "linears", weights=("attn",)),
+    BERT := Heads("BertHeads", "linear_layers", "output_linear", head_axis=False),
+    TensorflowHeads(),
+)

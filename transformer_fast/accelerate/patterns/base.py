@@ -1,0 +1,211 @@
+"""What a pattern is: the structure of a module that people write themselves, and the fused ops that compute it.
+
+A pattern says by which names it knows a module (``matches``), how the fused ops compute it (``fused_forward``), and
+which calls show that this is what the module computes (``calls``). Names do not prove a formula, so ``accelerate``
+compares both on random input first. The module's class then becomes a subclass of the class it had, which adds no state
+and keeps every method but forward.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dialects._common import LAST_WEIGHTS, LastWeights
+from ...layers.hooks import is_plain
+from ...layers.torch_modules import Embedding
+
+Kind = Callable[[nn.Module], bool]
+"""Whether a child is what it must be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A child of a module.
+
+    Attributes:
+        is_one: whether a module is what the child must be.
+        fused: ``fused_forward`` does its work without calling it. If it has hooks, the module runs as it was written.
+        swapped: it is called in a way that only the fused form understands, so it must not run as it was written.
+        many: it is a list of such modules.
+        optional: it may be missing.
+    """
+
+    is_one: Kind
+    fused: bool = False
+    swapped: bool = False
+    many: bool = False
+    optional: bool = False
+
+
+class Pattern:
+    """One structure; a pattern has no state, and is passed the module that it is about."""
+
+    parts: Mapping[str, Part] = types.MappingProxyType({})
+    """The module's children by name."""
+    parameters: frozenset[str] = frozenset()
+    """The names of the module's own parameters."""
+    arguments: int | None = None
+    """How many arguments its forward must have, where the number tells it from others."""
+    weights: tuple[str, ...] = ()
+    """The attributes in which the module leaves its weights."""
+    keywords: tuple[str, ...] = ()
+    """Arguments of ``fused_forward`` that the module itself does not have; the layers of this package give them."""
+    bases: tuple[type[nn.Module], ...] = ()
+    """What else a swapped module is an instance of."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name = name or type(self).__name__
+        _PATTERNS[self.name] = self
+
+    def matches(self, m: Any) -> bool:
+        """Whether a module has this pattern's names and shapes."""
+        names = {name for name, child in m._modules.items() if child is not None}
+        if not names <= self.parts.keys() or {n for n, p in m._parameters.items() if p is not None} != self.parameters:
+            return False
+        if self.arguments is not None and len(parameters_of(type(m)) or ()) != self.arguments:
+            return False
+        return self.members(m) is not None
+
+    def members(self, m: Any) -> list[tuple[Part, nn.Module]] | None:
+        """Each child, or each member of it, with its part; None where one is missing or is something else."""
+        found = []
+        for name, part in self.parts.items():
+            child = m._modules.get(name)
+            if child is None and part.optional:
+                continue
+            if child is None or (part.many and not isinstance(child, nn.ModuleList | nn.Sequential)):
+                return None
+            for member in child if part.many else (child,):
+                if not part.is_one(member):
+                    return None
+                found.append((part, member))
+        return found
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        """Arguments to try a module with; one that the module itself refuses is not tried."""
+        raise NotImplementedError
+
+    def fused_forward(self, m: Any, *args: Any) -> Any:
+        """What a module computes, on the fused ops; None where they do not serve, and its own forward must run."""
+        raise NotImplementedError
+
+    def fits(self, m: Any) -> bool:
+        """Whether a module is still made of the same parts, and nobody would miss the calls that are left out."""
+        fused = []
+        if (members := self.members(m)) is None:
+            return False
+        for part, member in members:
+            if part.fused:
+                fused.append(member)
+            pattern = pattern_of(member) if part.fused or part.swapped else None
+            if pattern is not None and not pattern.fits(member):
+                return False
+        return all(map(is_plain, fused))
+
+
+_PATTERNS: dict[str, Pattern] = {}
+
+
+class Accelerated:
+    """The first base of a swapped class; the last is the class that the module had."""
+
+    pattern_and_class: tuple[Pattern, type[nn.Module]]
+
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        # The class is made when the program runs, so a pickle says how to make it again.
+        _, _, state, *rest = super().__reduce_ex__(protocol)
+        pattern, original = type(self).pattern_and_class
+        state = {key: None if key == LAST_WEIGHTS else value for key, value in state.items()}
+        return _rebuild, (pattern.name, original), state, *rest
+
+
+@functools.cache
+def accelerated_class(pattern: Pattern, original: type[nn.Module]) -> type[nn.Module]:
+    """The class of ``original``'s modules on the fused ops."""
+    parameters = parameters_of(original)
+    keywords = [name for name in pattern.keywords if name not in inspect.signature(original.forward).parameters]
+
+    @functools.wraps(original.forward)  # torch.export reads the signature
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        ours = {name: kwargs.pop(name) for name in keywords if name in kwargs} if kwargs else {}
+        ordered = _in_order(parameters, args, kwargs) if kwargs else args
+        if ordered is not None and pattern.fits(self):
+            result = pattern.fused_forward(self, *ordered, **ours)
+            if result is not None:
+                return result
+        return original.forward(self, *args, **kwargs)
+
+    return type(original.__name__, (Accelerated, *pattern.bases, original), {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "forward": forward,
+        "pattern_and_class": (pattern, original),
+        **{name: LastWeights() for name in pattern.weights},
+    })  # fmt: skip
+
+
+def _rebuild(name: str, original: type[nn.Module]) -> nn.Module:
+    made = accelerated_class(_PATTERNS[name], original)
+    return made.__new__(made)
+
+
+def _in_order(parameters: tuple[tuple[str, Any], ...] | None, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+    """Keyword arguments put in order; None where they do not fit, so that the original says so."""
+    if parameters is None:
+        return None
+    rest, used = [], 0
+    for name, default in parameters[len(args) :]:
+        used += name in kwargs
+        rest.append(kwargs.get(name, default))
+        if rest[-1] is inspect.Parameter.empty:
+            return None
+    return (*args, *rest) if used == len(kwargs) else None
+
+
+def parameters_of(original: type[nn.Module]) -> tuple[tuple[str, Any], ...] | None:
+    """Names and defaults of forward's parameters; None where one of them is ``*``, ``**`` or keyword only."""
+    parameters = list(inspect.signature(original.forward).parameters.values())[1:]
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
+        return None
+    return tuple((p.name, p.default) for p in parameters)
+
+
+def pattern_of(module: nn.Module) -> Pattern | None:
+    """The pattern by which a module was swapped; None for one that was not."""
+    return type(module).pattern_and_class[0] if isinstance(module, Accelerated) else None
+
+
+def swapped_by(pattern: Pattern | type[Pattern]) -> Kind:
+    """Whether a module was swapped by a pattern, or by one of a class of them."""
+    if isinstance(pattern, Pattern):
+        return lambda m: isinstance(m, Accelerated) and m.pattern_and_class[0] is pattern
+    return lambda m: isinstance(m, Accelerated) and isinstance(m.pattern_and_class[0], pattern)
+
+
+def children(**parts: Part) -> Mapping[str, Part]:
+    """The children of a module by name."""
+    return parts
+
+
+ANY = Part(lambda module: True)
+INLINED = Part(lambda module: True, fused=True)
+"""A module of any class that has no parameters, whose work ``fused_forward`` does."""
+LINEAR = Part(lambda module: isinstance(module, nn.Linear))
+DROPOUT = Part(lambda module: type(module) is nn.Dropout, fused=True)
+EMBEDDING = Part(lambda module: isinstance(module, Embedding), fused=True)
+
+
+def random_keep(*shape: int) -> Tensor:
+    """A random keep mask with no empty row."""
+    keep = torch.rand(shape) > 0.4
+    keep[..., 0] = True
+    return keep

@@ -1,0 +1,178 @@
+"""The patterns of the d2l textbook's attention, blocks and stacks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dialects import d2l
+from ...dialects._common import LAST_WEIGHTS
+from ...dialects.d2l.attention import attend
+from ...dialects.d2l.blocks import run_decoder_block
+from ...masks import AttentionMask
+from .base import ANY, DROPOUT, EMBEDDING, LINEAR, Part, Pattern, children, parameters_of, swapped_by
+from .embedding import D2L_POSITIONAL, embedded, random_ids
+from .norm import AddNorm
+
+Lengths = Tensor | AttentionMask | None
+
+
+def lengths_mask(valid_lens: Lengths, keys: int) -> AttentionMask | None:
+    """Lengths (B,) or (B, Lq); longer than there are keys means all of them."""
+    if valid_lens is None or isinstance(valid_lens, AttentionMask):
+        return valid_lens
+    return AttentionMask.lengths(valid_lens.to(torch.int64).clamp(0, keys))
+
+
+def some_lengths(queries: int, keys: int) -> tuple[Tensor | None, ...]:
+    """In the forms that the modules take."""
+    return None, torch.tensor([2, keys + 3]), torch.randint(1, keys + 1, (2, queries))
+
+
+def some_states(width: int, blocks: int) -> Iterable[list[Any]]:
+    """Of a decoder, with and without inputs that it has seen."""
+    memory, seen = torch.randn(2, 4, width), torch.randn(2, 3, width)
+    return [[memory, lengths, [known] * blocks] for lengths, known in zip(some_lengths(5, 4), (None, None, seen))]
+
+
+class D2lAttention(Pattern):
+    """Scaled dot product of (B, L, d) with valid lengths; the weights of the last call in ``attention_weights``."""
+
+    parts = children(dropout=DROPOUT)
+    arguments = 4
+    weights = ("attention_weights",)
+
+    def matches(self, m: Any) -> bool:
+        return super().matches(m) and not m._buffers and parameters_of(type(m))[3][0] == "valid_lens"
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        q, k, v = torch.randn(2, 5, 6), torch.randn(2, 4, 6), torch.randn(2, 4, 7)
+        return [(q, k, v, lengths) for lengths in some_lengths(5, 4)]
+
+    def fused_forward(self, m: Any, q: Tensor, k: Tensor, v: Tensor, valid_lens: Lengths = None) -> Tensor:
+        q, k, v = (t.unsqueeze(1) for t in (q, k, v))
+        return attend(m, q, k, v, lengths_mask(valid_lens, k.shape[2])).squeeze(1)
+
+
+class D2lHeads(Pattern):
+    """``W_q``, ``W_k``, ``W_v``, ``W_o`` around ``attention``, whose heads were folded into the batch."""
+
+    parts = children(
+        W_q=LINEAR, W_k=LINEAR, W_v=LINEAR, W_o=LINEAR, attention=Part(swapped_by(D2lAttention), fused=True)
+    )
+
+    def matches(self, m: Any) -> bool:
+        return super().matches(m) and isinstance(m.num_heads, int)
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        q, k, v = (torch.randn(2, n, linear.in_features) for n, linear in zip((5, 4, 4), (m.W_q, m.W_k, m.W_v)))
+        return [(q, k, v, lengths) for lengths in some_lengths(5, 4)]
+
+    def fused_forward(self, m: Any, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Lengths) -> Tensor:
+        return d2l.MultiHeadAttention.forward(m, queries, keys, values, lengths_mask(valid_lens, keys.shape[1]))
+
+
+class D2lBlock(Pattern):
+    """The blocks, attentions and ``ffn`` each with an ``addnorm``: (X, valid_lens), the decoder's (X, state)."""
+
+    arguments = 2
+
+    def __init__(self, name: str, forward: Callable[..., Any], *attentions: str) -> None:
+        super().__init__(name)
+        self.forward, self.attentions = forward, attentions
+        # The heads may be given a mask in place of lengths, which they would not understand as they were written.
+        heads, norms = Part(swapped_by(D2lHeads), swapped=True), (f"addnorm{n}" for n in range(1, 2 + len(attentions)))
+        self.parts = {**dict.fromkeys(attentions, heads), "ffn": ANY, **dict.fromkeys(norms, Part(swapped_by(AddNorm)))}
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        d = getattr(m, self.attentions[0]).W_q.in_features
+        X = torch.randn(2, 5, d)
+        return [(X, given) for given in (some_lengths(5, 5) if len(self.attentions) == 1 else some_states(d, m.i + 1))]
+
+    def fused_forward(self, m: Any, X: Tensor, given: Lengths | list[Any]) -> Any:
+        return self.forward(m, X, given)
+
+
+class D2lStack(Pattern):
+    """``dropout(embedding * sqrt(num_hiddens) + P)`` in one pass, then the blocks; weights when they are read."""
+
+    weights = ("attention_weights", "_attention_weights")
+
+    def __init__(self, name: str, block: D2lBlock, **others: Part) -> None:
+        super().__init__(name)
+        self.parts = {
+            "embedding": EMBEDDING,
+            "pos_encoding": Part(swapped_by(D2L_POSITIONAL), fused=True),
+            "blks": Part(swapped_by(block), swapped=True, many=True),
+            **others,
+        }
+
+    def matches(self, m: Any) -> bool:
+        return super().matches(m) and m.num_hiddens == m.embedding.embedding_dim
+
+    def embedded(self, m: Any, ids: Tensor, offset: int = 0) -> Tensor | None:
+        """What enters the first block; None where the fused op does not serve."""
+        positions = m.pos_encoding
+        return embedded(ids, m.embedding, positions.P[0], math.sqrt(m.num_hiddens), positions.dropout, offset)
+
+    def leave_weights(self, m: Any, stack: type) -> None:
+        """Leave the weights of all blocks, as the dialect's stack computes them."""
+        if not torch.compiler.is_compiling():
+            m.__dict__[LAST_WEIGHTS] = stack.attention_weights.fget
+
+
+class D2lEncoder(D2lStack):
+    """The encoder, (ids, valid_lens)."""
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        ids = random_ids(m.embedding)
+        return [(ids, lengths) for lengths in some_lengths(5, 5)]
+
+    def fused_forward(self, m: Any, ids: Tensor, valid_lens: Lengths, *args: Any) -> Tensor | None:
+        if (X := self.embedded(m, ids)) is None:
+            return None
+        mask = lengths_mask(valid_lens, ids.shape[1])
+        for block in m.blks:
+            X = block(X, mask)
+        self.leave_weights(m, d2l.TransformerEncoder)
+        return X
+
+
+class D2lDecoder(D2lStack):
+    """The decoder, (ids, state). Every call begins at position 0, as the chapter writes it."""
+
+    counts_on = False
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        ids = random_ids(m.embedding)
+        return [(ids, state) for state in some_states(m.num_hiddens, len(m.blks))]
+
+    def fused_forward(self, m: Any, ids: Tensor, state: list[Any]) -> tuple[Tensor, list[Any]] | None:
+        seen = state[2][0] if self.counts_on and state[2] else None
+        if (X := self.embedded(m, ids, 0 if seen is None else seen.shape[1])) is None:
+            return None
+        for block in m.blks:
+            X, state = block(X, state)
+        self.leave_weights(m, d2l.TransformerDecoder)
+        return m.dense(X), state
+
+
+class D2lCountingDecoder(D2lDecoder):
+    """The same where positions count on from the state."""
+
+    counts_on = True
+
+
+PATTERNS = (
+    D2lAttention(),
+    D2lHeads(),
+    ENCODER_BLOCK := D2lBlock("D2lEncoderBlock", d2l.EncoderBlock.forward, "attention"),
+    DECODER_BLOCK := D2lBlock("D2lDecoderBlock", run_decoder_block, "attention1", "attention2"),
+    D2lEncoder("D2lEncoder", ENCODER_BLOCK),
+    D2lDecoder("D2lDecoder", DECODER_BLOCK, dense=ANY),
+    D2lCountingDecoder("D2lCountingDecoder", DECODER_BLOCK, dense=ANY),
+)

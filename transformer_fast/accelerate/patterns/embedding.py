@@ -1,0 +1,139 @@
+"""The patterns of embeddings and positions."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ...layers.norm import active_dropout
+from ...layers.torch_modules import Embedding
+from ...ops.dropout import dropout as fused_dropout
+from .base import DROPOUT, EMBEDDING, INLINED, Pattern, children
+
+
+def embedded(
+    ids: Tensor, embedding: nn.Embedding, table: Tensor, scale: float, dropout: nn.Dropout | None, offset: int = 0
+) -> Tensor | None:
+    """``dropout(embedding(ids) * scale + table[offset : offset + L])`` in one pass, for a table (max_len, d).
+
+    None where the table does not serve these ids: too short, elsewhere, or of a dtype that decides the result's.
+    """
+    weight, p = embedding.weight, 0.0 if dropout is None else active_dropout(dropout)
+    fits = table.dim() == 2 and offset + ids.shape[-1] <= table.shape[0] and table.device == ids.device
+    if not fits or torch.promote_types(table.dtype, weight.dtype) != weight.dtype:
+        return None
+    padding = embedding.padding_idx
+    return ops.embed(ids, weight, table, scale=scale, offset=offset, padding_idx=padding, dropout_p=p)
+
+
+def random_ids(embedding: nn.Embedding, length: int = 5) -> Tensor:
+    """Ids (2, length) to look up."""
+    return torch.randint(0, embedding.weight.shape[0], (2, length))
+
+
+class Embedder(Pattern):
+    """``lut(ids) * sqrt(d_model)``."""
+
+    parts = children(lut=EMBEDDING)
+
+    def matches(self, m: Any) -> bool:
+        return super().matches(m) and hasattr(m, "d_model")
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return [(random_ids(m.lut),)]
+
+    def fused_forward(self, m: Any, ids: Tensor) -> Tensor:
+        return ops.embed(ids, m.lut.weight, scale=math.sqrt(m.d_model), padding_idx=m.lut.padding_idx)
+
+
+class Positional(Pattern):
+    """``dropout(x + table[:, :L])`` for a table (1, max_len, d) and the batch first; (max_len, 1, d), batch second."""
+
+    parts = children(dropout=DROPOUT)
+
+    def __init__(self, name: str, table: str, length_axis: int = 1) -> None:
+        super().__init__(name)
+        self.table, self.length_axis = table, length_axis
+
+    def matches(self, m: Any) -> bool:
+        table = getattr(m, self.table, None)
+        return (
+            super().matches(m)
+            and isinstance(table, Tensor)
+            and table.dim() == 3
+            and table.shape[1 - self.length_axis] == 1
+        )
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        table = getattr(m, self.table)
+        x = torch.randn(2, min(5, table.shape[self.length_axis]), table.shape[-1])
+        return [(x if self.length_axis == 1 else x.transpose(0, 1).contiguous(),)]
+
+    def fused_forward(self, m: Any, x: Tensor, *offset: Any) -> Tensor | None:
+        table, axis = getattr(m, self.table).squeeze(1 - self.length_axis), self.length_axis
+        fits = x.dim() == 3 and x.shape[axis] <= table.shape[0] and x.device == table.device
+        if offset or not fits or torch.promote_types(x.dtype, table.dtype) != x.dtype:
+            return None
+        if axis == 1:
+            return ops.add_positional(x, table, 0, active_dropout(m.dropout))
+        return ops.add_positional(x.transpose(0, 1), table, 0, active_dropout(m.dropout)).transpose(0, 1)
+
+
+_SEGMENT = dataclasses.replace(EMBEDDING, optional=True)
+
+
+class BertEmbedding(Pattern):
+    """``dropout(token(ids) + position(ids))``, ``position`` being the table ``pe``; a ``segment`` is added too."""
+
+    parts = children(token=EMBEDDING, position=INLINED, segment=_SEGMENT, dropout=DROPOUT)
+
+    def matches(self, m: Any) -> bool:
+        if not super().matches(m):
+            return False
+        table = getattr(m.position, "pe", None)
+        return isinstance(table, Tensor) and not table.requires_grad and table.dim() == 3 and table.shape[0] == 1
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        ids = random_ids(m.token, min(5, m.position.pe.shape[1]))
+        return [(ids, random_ids(m.segment, ids.shape[1])) if "segment" in m._modules else (ids,)]
+
+    def fused_forward(self, m: Any, ids: Tensor, *labels: Tensor) -> Tensor | None:
+        segment = m._modules.get("segment")
+        x = embedded(ids, m.token, m.position.pe[0], 1.0, m.dropout if segment is None else None)
+        if x is None or segment is None:
+            return x
+        return fused_dropout(x + segment(*labels), active_dropout(m.dropout))
+
+
+class TokenEmbedding(Pattern):
+    """A subclass of ``nn.Embedding`` with another constructor and nothing else."""
+
+    parameters = frozenset(("weight",))
+    bases = (Embedding,)
+
+    def matches(self, m: Any) -> bool:
+        if not isinstance(m, nn.Embedding) or type(m).forward is not nn.Embedding.forward or not super().matches(m):
+            return False
+        return not (m.max_norm is not None or m.sparse or m.scale_grad_by_freq)
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return [(random_ids(m),)]
+
+    def fused_forward(self, m: Any, ids: Tensor) -> Tensor | None:
+        return ops.embed(ids, m.weight, padding_idx=m.padding_idx) if ids.dim() else None
+
+
+PATTERNS = (
+    Embedder(),
+    Positional("Positional", "pe"),
+    Positional("LengthFirstPositional", "pe", 0),
+    D2L_POSITIONAL := Positional("D2lPositional", "P"),
+    BertEmbedding(),
+    TokenEmbedding(),
+)

@@ -1,0 +1,46 @@
+"""The patterns of feed-forward networks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layers.feed_forward import linear_relu_dropout
+from ...layers.norm import active_dropout
+from ...ops.dropout import dropout as fused_dropout
+from .base import ANY, DROPOUT, INLINED, LINEAR, Pattern
+
+
+class FeedForward(Pattern):
+    """``second(dropout(relu(first(x))))``."""
+
+    def __init__(self, name: str, first: str, second: str, **others: Any) -> None:
+        super().__init__(name)
+        self.first, self.second = first, second
+        self.parts = {first: LINEAR, second: LINEAR, **others}
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return [(torch.randn(2, 5, getattr(m, self.first).in_features),)]
+
+    def fused_forward(self, m: Any, x: Tensor) -> Tensor:
+        p = active_dropout(m.dropout) if "dropout" in self.parts else 0.0
+        return getattr(m, self.second)(linear_relu_dropout(getattr(m, self.first), x, p))
+
+
+class ActivatedFeedForward(FeedForward):
+    """The same with an ``activation`` of any kind in place of ReLU."""
+
+    def fused_forward(self, m: Any, x: Tensor) -> Tensor:
+        inner = m.activation(getattr(m, self.first)(x))
+        return getattr(m, self.second)(fused_dropout(inner, active_dropout(m.dropout)))
+
+
+PATTERNS = (
+    FeedForward("FeedForward", "linear_1", "linear_2", dropout=DROPOUT),
+    ANNOTATED_FEED_FORWARD := FeedForward("AnnotatedFeedForward", "w_1", "w_2", dropout=DROPOUT),
+    ActivatedFeedForward("ActivatedFeedForward", "w_1", "w_2", dropout=DROPOUT, activation=ANY),
+    FeedForward("D2lFeedForward", "dense1", "dense2", relu=INLINED),
+)

@@ -1,0 +1,92 @@
+"""The patterns of norms, and of what a norm takes along: the residual addition and the dropout before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ... import ops
+from ...layers.norm import active_dropout
+from ...layers.torch_modules import LayerNorm
+from ...ops.dropout import dropout as fused_dropout
+from .base import DROPOUT, Part, Pattern, children, pattern_of
+
+
+class Norm(Pattern):
+    """``gain * (x - mean) / (std + eps) + shift`` with the unbiased std, or LayerNorm by the same names."""
+
+    keywords = ("residual", "dropout_p")
+
+    def __init__(self, name: str, gain: str, shift: str, kind: str = "std") -> None:
+        super().__init__(name)
+        self.gain, self.shift, self.kind = gain, shift, kind
+        self.parameters = frozenset((gain, shift))
+
+    def matches(self, m: Any) -> bool:
+        if not super().matches(m) or not isinstance(getattr(m, "eps", None), float):
+            return False
+        return getattr(m, self.gain).dim() == 1 and getattr(m, self.gain).shape == getattr(m, self.shift).shape
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return [(torch.randn(2, 5, getattr(m, self.gain).shape[0]),)]
+
+    def fused_forward(self, m: Any, x: Tensor, residual: Tensor | None = None, dropout_p: float = 0.0) -> Any:
+        gain, shift = getattr(m, self.gain), getattr(m, self.shift)
+        return ops.layer_norm(x, gain, shift, m.eps, kind=self.kind, residual=residual, dropout_p=dropout_p)
+
+    def fits(self, m: Any) -> bool:
+        return True  # it has no parts, and only the fused form knows a residual
+
+
+def width_of(norm: nn.Module) -> int | None:
+    """The width of a norm that takes the residual addition along; None for any other module."""
+    if isinstance(pattern := pattern_of(norm), Norm):
+        return getattr(norm, pattern.gain).shape[0]
+    return norm.normalized_shape[0] if isinstance(norm, LayerNorm) and len(norm.normalized_shape) == 1 else None
+
+
+NORM = Part(lambda module: width_of(module) is not None, fused=True)
+
+
+class Sublayer(Pattern):
+    """``x + dropout(sublayer(norm(x)))``."""
+
+    parts = children(norm=NORM, dropout=DROPOUT)
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return [(torch.randn(2, 5, width_of(m.norm)), lambda x: torch.tanh(x) + 0.5)]
+
+    def fused_forward(self, m: Any, x: Tensor, sublayer: Any) -> Tensor:
+        return fused_dropout(sublayer(m.norm(x)), active_dropout(m.dropout), residual=x)
+
+
+class PostNormSublayer(Sublayer):
+    """``norm(x + dropout(sublayer(x)))``."""
+
+    def fused_forward(self, m: Any, x: Tensor, sublayer: Any) -> Tensor:
+        return m.norm(sublayer(x), residual=x, dropout_p=active_dropout(m.dropout))[0]
+
+
+class AddNorm(Pattern):
+    """``ln(x + dropout(y))``."""
+
+    parts = children(dropout=DROPOUT, ln=NORM)
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return [(torch.randn(2, 5, width_of(m.ln)), torch.randn(2, 5, width_of(m.ln)))]
+
+    def fused_forward(self, m: Any, x: Tensor, y: Tensor) -> Tensor:
+        return m.ln(y, residual=x, dropout_p=active_dropout(m.dropout))[0]
+
+
+PATTERNS = (
+    Norm("Norm", "alpha", "bias"),
+    Norm("BiasedNorm", "alpha", "bias", "layer"),
+    Norm("AnnotatedNorm", "a_2", "b_2"),
+    SUBLAYER := Sublayer(),
+    PostNormSublayer(),
+    AddNorm(),
+)
