@@ -29,7 +29,7 @@ from triton.runtime import driver
 
 import transformer_fast as tfast
 from transformer_fast import backends
-from transformer_fast.triton import launcher
+from transformer_fast.triton.launcher import launch_cache
 
 B, H, L, D = 4, 8, 32, 64
 ROUNDS, CALLS = 400, 20
@@ -82,7 +82,7 @@ def least(call: Callable[[], object], device: str) -> float:
 @contextmanager
 def recorded(started: list[tuple]):
     """Inside, every launch goes Triton's own way, and what its launcher gets is written down."""
-    run, short_way = CompiledKernel.run, launcher.SHORT_WAY
+    run, enabled = CompiledKernel.run, launch_cache.enabled
 
     def recording(kernel: CompiledKernel) -> Callable[..., object]:
         launcher = run.fget(kernel)
@@ -94,11 +94,11 @@ def recorded(started: list[tuple]):
 
         return launch
 
-    CompiledKernel.run, launcher.SHORT_WAY = property(recording), False
+    CompiledKernel.run, launch_cache.enabled = property(recording), False
     try:
         yield
     finally:
-        CompiledKernel.run, launcher.SHORT_WAY = run, short_way
+        CompiledKernel.run, launch_cache.enabled = run, enabled
 
 
 def bare_launches(call: Callable[[], object], device: str) -> float:

@@ -10,6 +10,7 @@
 #include "cpu/attention_params.h"
 #include "instruction_set.h"
 #include "ops/eager.h"
+#include "triton/launch_cache.h"
 
 namespace py = pybind11;
 
@@ -38,15 +39,9 @@ PYBIND11_MODULE(_C, m) {
 
   namespace eager = transformer_fast::eager;
   m.def("attention", &eager::attention);
-  m.def("attention_launched", &eager::attention_launched);
   m.def("multihead_attention", &eager::multihead_attention);
   m.def("attention_packed", &eager::attention_packed);
-  m.def("set_launch_cache", &eager::set_launch_cache);
   m.def("attention_decode", &eager::attention_decode);
-  m.def("layouts", &eager::layouts);
-  m.def("start", &eager::start);
-  m.def("empties_like", &eager::empties_like);
-  m.def("empty_outputs", &eager::empty_outputs);
   m.def("dropout", &eager::dropout);
   m.def("layer_norm", &eager::layer_norm);
   m.def("linear_cross_entropy", &eager::linear_cross_entropy);
@@ -54,4 +49,5 @@ PYBIND11_MODULE(_C, m) {
   m.def("add_positional", &eager::add_positional);
   m.def("draw_seed", &eager::draw_seed);
   m.def("draw_number", &eager::draw_number);
+  transformer_fast::bind_launch_cache(m);
 }

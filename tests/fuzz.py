@@ -47,7 +47,7 @@ RUN_AGAIN = 8 if os.environ.get("TRITON_INTERPRET") == "1" else 1
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One call. ``parts`` are the mask's: "dense", "padding", "lengths", "lengths per query", "causal"."""
+    """One call. ``parts`` are the mask's: "dense", "padding", "lengths", "lengths per query", "causal", "window"."""
 
     number: int
     kind: str  # "padded", "packed", "decode"
@@ -68,6 +68,7 @@ class Config:
     empty_rows: str
     outputs: str  # "out", "weights", "dropped", "logsumexp"
     scale: float | None
+    window: tuple[int | None, int | None, int]  # left, right and offset
 
     @property
     def generator(self) -> torch.Generator:
@@ -97,6 +98,11 @@ def config(seed: int, number: int, backend: str = "native") -> Config:
         }.items()
         if padded and chance.random() < p
     )
+    left, right = chance.randint(0, longest), choose((0, 0, None, chance.randint(0, 20)))
+    left = choose((left, left % 8, left % 20, left if right is None else None))
+    window = left, right, choose((0, 0, chance.randint(-20, 20)))
+    if chance.random() < 0.3:
+        parts = (*parts, "window")
     return Config(
         number=number,
         kind=kind,
@@ -117,16 +123,18 @@ def config(seed: int, number: int, backend: str = "native") -> Config:
         empty_rows=choose(("uniform", "zero")),
         outputs=choose(("out", "out", "out", "weights", "dropped", "logsumexp")) if padded else "out",
         scale=choose((None, None, None, 0.5, -0.3, 1.0)),
+        window=window,
     )
 
 
 def combinations() -> list[Config]:
     """Every combination of the parts of a mask, with a bias and without, with dropout and without, for both kinds of
     empty rows; on two tiles of keys where tiles are small."""
-    lengths, rest = ((), ("lengths",), ("lengths per query",)), ("dense", "padding", "causal")
+    lengths, rest = ((), ("lengths",), ("lengths per query",)), ("dense", "padding", "causal", "window")
     others = [part for n in range(len(rest) + 1) for part in itertools.combinations(rest, n)]
     plain = {"kind": "padded", "B": 2, "H": 2, "Hkv": 1, "Lq": 5, "Lk": 37, "D": 8, "Dv": 8, "dtype": "fp32"}
     plain |= {"layout": "contiguous", "dialect": "keep", "causal": 3, "outputs": "out", "scale": None}
+    plain |= {"window": (5, 9, 8)}
     options = itertools.product(lengths, others, ("none", "learned"), (0.0, 0.3), ("uniform", "zero"))
     return [
         Config(number=number, parts=first + second, bias=bias, dropout_p=p, empty_rows=empty_rows, **plain)
@@ -183,7 +191,22 @@ def draw_mask(c: Config, generator: torch.Generator) -> tuple[AttentionMask, dic
     if "causal" in c.parts:
         parts["causal"] = c.causal
         mask = mask & AttentionMask.causal(c.causal)
-    return mask, parts
+    window = window_of(c)
+    if ends := [end for end in (parts.get("causal"), window.causal_offset) if end is not None]:
+        parts["causal"] = min(ends)
+    parts["window"] = window.window_offset
+    return mask & window, parts
+
+
+def window_of(c: Config) -> AttentionMask:
+    return AttentionMask.window(*c.window) if "window" in c.parts else AttentionMask()
+
+
+def bounds_of(c: Config) -> dict[str, int | None]:
+    """For the oracle, the causal and the window offset of a call that has no other mask."""
+    window = window_of(c)
+    ends = [end for end in (0 if c.causal else None, window.causal_offset) if end is not None]
+    return {"causal": min(ends, default=None), "window": window.window_offset}
 
 
 def draw_bias(c: Config, generator: torch.Generator) -> Tensor | None:
@@ -233,16 +256,17 @@ def check_packed(c: Config) -> None:
     Tq, Tk = (int(n.sum()) for n in lengths)
     qkv = [normal(shape, c, generator) for shape in [(Tq, c.H, c.D), (Tk, c.Hkv, c.D), (Tk, c.Hkv, c.Dv)]]
     scale = c.D**-0.5 if c.scale is None else c.scale
-    causal = bool(c.causal)
 
     def ours(q: Tensor, k: Tensor, v: Tensor, bias: None, seed: Tensor) -> tuple[Tensor, ...]:
-        options = {"causal": causal, "scale": c.scale, "dropout_p": c.dropout_p, "empty_rows": c.empty_rows}
+        options = {"mask": window_of(c), "causal": bool(c.causal), "scale": c.scale, "dropout_p": c.dropout_p}
+        options |= {"empty_rows": c.empty_rows}
         return (tfast.attention_packed(q, k, v, *starts, **options),)
 
     def oracle(q: Tensor, k: Tensor, v: Tensor, bias: None, seed: Tensor) -> tuple[Tensor, ...]:
         longest = (max(n.tolist()) for n in lengths)
         sequences = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k"), (*starts, *longest), strict=True))
-        options = {"causal": causal, "scale": scale, "dropout_p": c.dropout_p, "seed": seed}
+        options = {**bounds_of(c), "scale": scale, "dropout_p": c.dropout_p, "seed": seed}
+        options |= {"zero_empty_rows": c.empty_rows == "zero"}
         return reference.attention_packed(q, k, v, **sequences, **options)[:1]
 
     hold(c, ours, oracle, qkv, None, rows=c.H // c.Hkv * c.Lq, scale=scale)
@@ -252,7 +276,7 @@ def check_decode(c: Config) -> None:
     generator = c.generator
     q, k, v = (normal(s, c, generator) for s in [(c.B, c.H, c.Lq, c.D), *[(c.B, c.Hkv, c.Lk, c.D)] * 2])
     lengths = torch.randint(0, c.Lk + 1, (c.B,), generator=generator).to(DEVICE)
-    scale, causal = (c.D**-0.5 if c.scale is None else c.scale), bool(c.causal)
+    scale = c.D**-0.5 if c.scale is None else c.scale
     stored, table = (k, v), None
     if c.number % 2:
         size = 16
@@ -262,8 +286,10 @@ def check_decode(c: Config) -> None:
         stored = [t.transpose(1, 2).reshape(c.B * pages, size, c.Hkv, c.D)[order] for t in room]
         table = torch.argsort(order).view(c.B, pages).to(torch.int32)
     with poisoned_memory():
-        actual = tfast.attention_decode(q, *stored, lengths, page_table=table, causal=causal, scale=c.scale)
-    options = {"lengths": lengths, "causal": causal, "scale": scale}
+        actual = tfast.attention_decode(
+            q, *stored, lengths, page_table=table, mask=window_of(c), causal=bool(c.causal), scale=c.scale
+        )
+    options = {"lengths": lengths, **bounds_of(c), "scale": scale}
     eager = reference.attention_decode(q, k, v, **options)[0]
     exact = reference.attention_decode(q.double(), k.double(), v.double(), **options)[0]
     assert_as_exact_as_eager(actual, eager, exact, what="out")

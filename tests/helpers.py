@@ -90,11 +90,14 @@ def mask_parts(B: int, H: int, Lq: int, Lk: int, generator: torch.Generator) -> 
         "causal": {"causal": 0},
         "causal with offset": {"causal": Lk - Lq},
         "causal, first rows empty": {"causal": -2},
+        "window": {"causal": 1, "window": -3},
+        "window, last rows empty": {"window": Lk - Lq + 3},
         "all": {
             "keep": bools(B, 1, Lq, Lk),
             "key_keep": bools(B, 1, 1, Lk),
             "lengths": lengths,
             "causal": max(0, Lk - Lq),
+            "window": -Lk // 2,
         },
     }
 

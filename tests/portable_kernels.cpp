@@ -169,7 +169,7 @@ void check_attention(int64_t Lq, int64_t Lk, int64_t D) {
   problem.B = B, problem.H = H, problem.Hkv = Hkv, problem.Lq = Lq, problem.Lk = Lk, problem.D = D;
   problem.q = view(q.data(), H, Lq), problem.k = view(k.data(), Hkv, Lk), problem.v = view(v.data(), Hkv, Lk);
   problem.key_keep = {keep[0], {1024, 0, 0, 1}};
-  problem.causal = true, problem.causal_offset = Lk - Lq, problem.scale = A(0.25);
+  problem.upper = Lk - Lq, problem.scale = A(0.25);
   forward.out = view(out.data(), H, Lq), forward.logsumexp = {logsumexp.data(), {H * Lq, Lq, 1, 0}};
   table.of<T>().attention_forward(forward);
   AttentionBackward<T, A> backward{};

@@ -17,8 +17,7 @@ import triton.language as tl
 import transformer_fast as tfast
 from transformer_fast import backends
 from transformer_fast.ops import _eager
-from transformer_fast.triton import launch_cache
-from transformer_fast.triton.launcher import Launch
+from transformer_fast.triton.launcher import Launch, launch_cache
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     pytest.skip("TRITON_INTERPRET=1: kernels are not launched", allow_module_level=True)
@@ -68,7 +67,7 @@ def launched(monkeypatch):
         get_current_target=lambda: GPUTarget("cuda", 90, 32),
     )
     monkeypatch.setattr(driver, "_active", fake)
-    monkeypatch.setattr(launch_cache, "_CALLS", {})
+    launch_cache.clear()
     CALLS.clear()
     return CALLS
 
@@ -98,7 +97,7 @@ def floats(*shape, offset=0):
 
 def forget_backends():
     backends._resolved.cache_clear()
-    _eager._launching.cache_clear()
+    _eager._runs_on_triton.cache_clear()
 
 
 @pytest.fixture

@@ -14,7 +14,9 @@ MASKS = list(mask_parts(1, 1, 1, 1, torch.Generator()))
 
 
 def normal_form(parts: dict) -> AttentionMask:
-    return AttentionMask(parts.get("keep"), parts.get("key_keep"), parts.get("lengths"), parts.get("causal"))
+    names = {"keep": "keep_mask", "key_keep": "key_keep_mask", "lengths": "key_lengths"}
+    names |= {"causal": "causal_offset", "window": "window_offset"}
+    return AttentionMask(**{names[name]: part for name, part in parts.items()})
 
 
 def to(parts: dict, device: torch.device) -> dict:
@@ -66,13 +68,13 @@ def test_opcheck():
     q, k, v = (torch.randn(2, 3, n, 8, requires_grad=True) for n in (5, 7, 7))
     keep, lengths = torch.rand(2, 1, 5, 7) > 0.3, torch.tensor([7, 2], dtype=torch.int32)
     backend = backends.resolve("attention", q.device, q.dtype)
-    torch.library.opcheck(op, (q, k, v, keep, None, lengths, None, 2, 0.3, 0.1, seed, False, backend))
+    torch.library.opcheck(op, (q, k, v, keep, None, lengths, None, 2, -3, 0.3, 0.1, seed, False, backend))
     transposed = (torch.randn(2, n, 3, 8, requires_grad=True).transpose(1, 2) for n in (5, 7, 7))
-    torch.library.opcheck(op, (*transposed, None, None, None, None, None, 0.3, 0.0, None, True, backend))
-    out, logsumexp = op(q.detach(), k.detach(), v.detach(), *(None,) * 5, 0.3, 0.0, None, False, backend)
+    torch.library.opcheck(op, (*transposed, *(None,) * 6, 0.3, 0.0, None, True, backend))
+    out, logsumexp = op(q.detach(), k.detach(), v.detach(), *(None,) * 6, 0.3, 0.0, None, False, backend)
     ops, q, k, v = torch.ops.transformer_fast, q.detach(), k.detach(), v.detach()
     results = torch.randn_like(out), q, k, v, out, logsumexp
-    mask, options = (keep, None, lengths), (2, 0.3, 0.1, seed, False, backend)
+    mask, options = (keep, None, lengths), (2, -3, 0.3, 0.1, seed, False, backend)
     for grad_logsumexp in (None, torch.randn_like(logsumexp)):
         torch.library.opcheck(ops.attention_backward.default, (*results, grad_logsumexp, *mask, None, *options))
         bias = torch.randn(1, 3, 1, 7)

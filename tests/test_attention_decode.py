@@ -7,7 +7,7 @@ import torch
 from helpers import assert_as_exact_as_eager, poisoned_memory
 
 import transformer_fast as tfast
-from transformer_fast import backends
+from transformer_fast import AttentionMask, backends
 from transformer_fast.reference.attention import attention as plain_reference
 from transformer_fast.reference.attention import attention_decode as reference
 
@@ -41,17 +41,22 @@ def paged(cache, page_size=8):
     return pages[order.to(cache.device)], table.to(cache.device)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+# Causal and window offsets, from the query's own key on.
+BOUNDS = [(0, None), (None, None), (0, -4), (None, -1), (-2, -20)]
+
+
+@pytest.mark.parametrize(("causal", "window"), BOUNDS)
 @pytest.mark.parametrize("Lq", [1, 3])
-def test_the_oracle_is_attention_over_each_cache_alone(Lq, causal):
+def test_the_oracle_is_attention_over_each_cache_alone(Lq, causal, window):
     q, k, v = caches(Lq)
-    out, logsumexp = reference(q, k, v, lengths=LENGTHS, causal=causal, scale=SCALE)
+    out, logsumexp = reference(q, k, v, lengths=LENGTHS, causal=causal, window=window, scale=SCALE)
     for b, n in enumerate(LENGTHS.tolist()):
         expected, _, expected_logsumexp = plain_reference(
             q[b : b + 1],
             k[b : b + 1, :, :n],
             v[b : b + 1, :, :n],
-            causal=n - Lq if causal else None,
+            causal=None if causal is None else n - Lq + causal,
+            window=None if window is None else n - Lq + window,
             scale=SCALE,
             empty_rows="zero",
         )
@@ -59,7 +64,7 @@ def test_the_oracle_is_attention_over_each_cache_alone(Lq, causal):
         assert torch.allclose(logsumexp[b], expected_logsumexp[0], atol=1e-12)
 
 
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("causal", [0, None])
 def test_the_oracle_reads_pages_as_it_reads_one_piece(causal):
     q, k, v = caches(2)
     (pages_k, table), (pages_v, _) = paged(k), paged(v)
@@ -70,17 +75,19 @@ def test_the_oracle_reads_pages_as_it_reads_one_piece(causal):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("causal", "window"), BOUNDS)
 @pytest.mark.parametrize("Lq", [1, 3])
-def test_the_door_matches_the_oracle(Lq, causal, dtype, device):
+def test_the_public_op_matches_the_oracle(Lq, causal, window, dtype, device):
     q, k, v = caches(Lq, dtype, device)
     lengths = LENGTHS.to(device)
     (pages_k, table), (pages_v, _) = paged(k), paged(v)
-    eager = reference(q, k, v, lengths=lengths, causal=causal, scale=SCALE)[0]
-    exact = reference(q.double(), k.double(), v.double(), lengths=lengths, causal=causal, scale=SCALE)[0]
+    bounds = {"causal": causal, "window": window, "lengths": lengths}
+    eager = reference(q, k, v, **bounds, scale=SCALE)[0]
+    exact = reference(q.double(), k.double(), v.double(), **bounds, scale=SCALE)[0]
+    options = {"causal": causal is not None, "mask": AttentionMask(causal_offset=causal, window_offset=window)}
     with poisoned_memory():
-        actual = tfast.attention_decode(q, k, v, lengths, causal=causal)
-        from_pages = tfast.attention_decode(q, pages_k, pages_v, lengths.long(), page_table=table, causal=causal)
+        actual = tfast.attention_decode(q, k, v, lengths, **options)
+        from_pages = tfast.attention_decode(q, pages_k, pages_v, lengths.long(), page_table=table, **options)
     assert_as_exact_as_eager(actual, eager, exact, what="contiguous", ulps=8)
     assert_as_exact_as_eager(from_pages, eager, exact, what="paged", ulps=8)
 
@@ -100,6 +107,14 @@ def test_it_continues_what_attention_computes(device):
     q, k, v = (torch.randn(2, heads, 9, D, device=device) for heads in (H, HKV, HKV))
     whole = tfast.attention(q, k, v, causal=True)
     last = tfast.attention_decode(q[:, :, 6:], k, v, torch.full((2,), 9, device=device))
+    assert torch.allclose(last, whole[:, :, 6:], atol=1e-5)
+
+
+def test_it_continues_what_attention_computes_in_a_window(device):
+    q, k, v = (torch.randn(2, heads, 9, D, device=device) for heads in (H, HKV, HKV))
+    window = AttentionMask.window(2)
+    whole = tfast.attention(q, k, v, window)
+    last = tfast.attention_decode(q[:, :, 6:], k, v, torch.full((2,), 9, device=device), mask=window)
     assert torch.allclose(last, whole[:, :, 6:], atol=1e-5)
 
 
@@ -123,9 +138,9 @@ def test_opcheck():
     op, q, k = torch.ops.transformer_fast.attention_decode.default, torch.randn(2, 4, 2, 8), torch.randn(2, 2, 6, 8)
     lengths = torch.tensor([6, 3], dtype=torch.int32)
     backend = backends.resolve("attention", q.device, q.dtype)
-    torch.library.opcheck(op, (q, k, k, lengths, None, True, 0.3, backend))
+    torch.library.opcheck(op, (q, k, k, lengths, None, 0, -3, 0.3, backend))
     table = torch.tensor([[0, 1], [1, 0]], dtype=torch.int32)
-    torch.library.opcheck(op, (q, k.transpose(1, 2), k.transpose(1, 2), lengths, table, True, 0.3, backend))
+    torch.library.opcheck(op, (q, k.transpose(1, 2), k.transpose(1, 2), lengths, table, 0, None, 0.3, backend))
 
 
 def test_autocast_and_compile(device):
@@ -167,6 +182,9 @@ WRONG = {
         (Q, PAGES, PAGES, N + 2), {"page_table": TABLE}, ValueError, r"page_table\[1\] names pages 1 to 9.*0 to 2",
     ),
     "causal with an offset": ((Q, K, K, N), {"causal": 2}, TypeError, "True or False, got 2"),
+    "a mask with a bias": (
+        (Q, K, K, N), {"mask": AttentionMask.bias(torch.zeros(6))}, ValueError, "causal alone, got additive_bias",
+    ),
 }  # fmt: skip
 
 

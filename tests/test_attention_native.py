@@ -25,7 +25,7 @@ def _extension() -> None:
 
 
 def tail(parts: dict, scale: float, dropout_p: float, empty_rows: str) -> tuple:
-    named = (parts.get(name) for name in ("keep", "key_keep", "lengths", "bias", "causal"))
+    named = (parts.get(name) for name in ("keep", "key_keep", "lengths", "bias", "causal", "window"))
     return *named, scale, dropout_p, SEED if dropout_p else None, empty_rows == "zero", "native"
 
 

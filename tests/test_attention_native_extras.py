@@ -28,7 +28,7 @@ def inputs(B, H, Hkv, Lq, Lk, D, dtype):
 
 
 def tail(parts, D, dropout_p, empty_rows):
-    named = (parts.get(name) for name in ("keep", "key_keep", "lengths", "bias", "causal"))
+    named = (parts.get(name) for name in ("keep", "key_keep", "lengths", "bias", "causal", "window"))
     return *named, 1 / math.sqrt(D), dropout_p, SEED if dropout_p else None, empty_rows == "zero", "native"
 
 

@@ -29,7 +29,7 @@ def inputs(B, H, Hkv, Lq, Lk, D, dtype=torch.float32, *, bias=None):
 def tail(tensors, parts, dropout_p=0.0, empty_rows="uniform"):
     named = (parts.get(name) for name in ("keep", "key_keep", "lengths"))
     scale = tensors[0].shape[-1] ** -0.5
-    return *named, tensors[3], parts.get("causal"), scale, dropout_p, None, empty_rows == "zero", "native"
+    return *named, tensors[3], parts.get("causal"), None, scale, dropout_p, None, empty_rows == "zero", "native"
 
 
 def kept_tensors(call, shape):

@@ -33,7 +33,8 @@ def packed_inputs(lengths_q, lengths_k, dtype, H=4, Hkv=2, D=24):
 
 def options(lengths_q, lengths_k, D, causal=False, dropout_p=0.0):
     sequences = starts(lengths_q), starts(lengths_k), max(lengths_q, default=0), max(lengths_k, default=0)
-    return *sequences, causal, 1 / math.sqrt(D), dropout_p, SEED if dropout_p else None, False, "native"
+    diagonals, seed = (0 if causal else None, None), SEED if dropout_p else None
+    return *sequences, *diagonals, 1 / math.sqrt(D), dropout_p, seed, False, "native"
 
 
 def native_packed(tensors, arguments, grad_logsumexp=None):
@@ -52,12 +53,14 @@ def test_packed_is_the_reference(cross, dtype, causal, dropout_p):
     lengths_k = LENGTHS_K if cross else LENGTHS_Q
     tensors = packed_inputs(LENGTHS_Q, lengths_k, dtype)
     arguments = options(LENGTHS_Q, lengths_k, 24, causal, dropout_p)
-    names = ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "causal", "scale", "dropout_p", "seed")
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "scale", "dropout_p", "seed")
     grad_logsumexp = torch.randn(4, sum(LENGTHS_Q), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
 
     def oracle(wide):
         leaves = [t.to(wide).requires_grad_() for t in tensors[:3]]
-        out, logsumexp = attention_packed(*leaves, **dict(zip(names, arguments)))
+        out, logsumexp = attention_packed(
+            *leaves, causal=causal, **dict(zip(names, (*arguments[:4], *arguments[6:9]), strict=True))
+        )
         received = tensors[3].to(wide), grad_logsumexp.to(logsumexp.dtype)
         return out.detach(), logsumexp.detach(), *torch.autograd.grad((out, logsumexp), leaves, received)
 
@@ -80,7 +83,7 @@ def test_packed_has_the_bits_of_each_sequence_alone(dtype):
     arguments = options(lengths, lengths, 24, causal=True)
     out, logsumexp, *grads = native_packed((q, k, v, grad_out), arguments)
     ops = torch.ops.transformer_fast
-    tail = None, None, None, None, 0, arguments[5], 0.0, None, False, "native"
+    tail = *(None,) * 4, 0, None, arguments[6], 0.0, None, False, "native"
     for start, length in zip(starts(lengths).tolist(), lengths):
         q1, k1, v1, grad1 = (t[start : start + length].transpose(0, 1).unsqueeze(0) for t in (q, k, v, grad_out))
         alone, logsumexp1 = ops.attention(q1, k1, v1, *tail)
@@ -144,7 +147,10 @@ def test_decode_is_the_reference(H, Hkv, Lq, page_size, causal, dtype):
         used = torch.arange(table.shape[1]) * page_size < lengths.view(4, 1)
         table = table.where(used, -12345)
     with poisoned_memory():
-        out, logsumexp = torch.ops.transformer_fast.attention_decode(q, k, v, lengths, table, causal, D**-0.5, "native")
+        diagonals = (0 if causal else None, None)
+        out, logsumexp = torch.ops.transformer_fast.attention_decode(
+            q, k, v, lengths, table, *diagonals, D**-0.5, "native"
+        )
     same = {"lengths": lengths, "page_table": table, "causal": causal, "scale": D**-0.5}
     eager = attention_decode(q, k, v, **same)
     exact = attention_decode(q.double(), k.double(), v.double(), **same)
@@ -164,8 +170,8 @@ def test_decode_gives_the_same_bits_with_any_number_of_threads_and_from_pages():
         runs = []
         for threads in (1, 2, 3, 2):
             torch.set_num_threads(threads)
-            runs.append(decode(q, k, v, lengths, None, True, 0.125, "native"))
-        runs.append(decode(q, *(paged(t, 128, 16, table) for t in (k, v)), lengths, table, True, 0.125, "native"))
+            runs.append(decode(q, k, v, lengths, None, 0, None, 0.125, "native"))
+        runs.append(decode(q, *(paged(t, 128, 16, table) for t in (k, v)), lengths, table, 0, None, 0.125, "native"))
     finally:
         torch.set_num_threads(before)
     for other in runs[1:]:
@@ -175,6 +181,6 @@ def test_decode_gives_the_same_bits_with_any_number_of_threads_and_from_pages():
 def test_decode_of_an_empty_batch():
     out, logsumexp = torch.ops.transformer_fast.attention_decode(
         torch.empty(0, 2, 1, 8), torch.empty(0, 2, 9, 8), torch.empty(0, 2, 9, 8), torch.empty(0, dtype=torch.int32),
-        None, True, 1.0, "native",
+        None, 0, None, 1.0, "native",
     )  # fmt: skip
     assert out.shape == (0, 2, 1, 8) and logsumexp.shape == (0, 2, 1)

@@ -36,10 +36,14 @@ def options(queries, keys):
     }
 
 
+# Causal and window offsets. Those of the last one leave queries without keys in sequences that have some.
+BOUNDS = [(None, None), (0, None), (1, -2), (None, 0), (5, 4)]
+
+
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("causal", "window"), BOUNDS)
 @pytest.mark.parametrize("self_attention", [False, True])
-def test_the_oracle_is_the_padded_one_without_its_padding(self_attention, causal, dropout_p):
+def test_the_oracle_is_the_padded_one_without_its_padding(self_attention, causal, window, dropout_p):
     (q, k, v, grad), queries, keys = batch(self_attention)
     seed = torch.tensor([11])
     same = {"scale": SCALE, "dropout_p": dropout_p, "seed": seed}
@@ -47,7 +51,8 @@ def test_the_oracle_is_the_padded_one_without_its_padding(self_attention, causal
     out, _, logsumexp = padded_reference(
         *(t.transpose(1, 2) for t in leaves),
         lengths=keys.cu_seqlens.diff(),
-        causal=0 if causal else None,
+        causal=causal,
+        window=window,
         empty_rows="zero",
         **same,
     )
@@ -55,7 +60,8 @@ def test_the_oracle_is_the_padded_one_without_its_padding(self_attention, causal
     grads = torch.autograd.grad(expected, leaves, take(grad, queries))
 
     tokens = [take(t, packing) for t, packing in zip(leaves, (queries, keys, keys))]
-    packed, packed_logsumexp = reference(*tokens, **options(queries, keys), causal=causal, **same)
+    same |= {"causal": causal, "window": window, "zero_empty_rows": True}
+    packed, packed_logsumexp = reference(*tokens, **options(queries, keys), **same)
     assert torch.allclose(packed, expected, atol=1e-12)
     assert torch.allclose(packed_logsumexp.t(), take(logsumexp.transpose(1, 2), queries), atol=1e-12)
     for actual, truth in zip(torch.autograd.grad(packed, leaves, take(grad, queries)), grads):
@@ -77,14 +83,17 @@ def packed_batch(self_attention, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("empty_rows", ["uniform", "zero"])
+@pytest.mark.parametrize(("causal", "window"), BOUNDS)
 @pytest.mark.parametrize("self_attention", [False, True])
-def test_the_door_matches_the_oracle(self_attention, causal, dropout_p, dtype, device):
+def test_the_public_op_matches_the_oracle(self_attention, causal, window, empty_rows, dropout_p, dtype, device):
     (*qkv, grad_out), sequences = packed_batch(self_attention, dtype, device)
-    same = {**sequences, "causal": causal, "dropout_p": dropout_p}
+    mask = AttentionMask(causal_offset=causal, window_offset=window)
+    options = {"mask": mask, "dropout_p": dropout_p, "empty_rows": empty_rows}
     with fixed_seed(5) as seed, poisoned_memory():
-        actual = outcome(lambda *t: tfast.attention_packed(*t, **same), qkv, grad_out)
-    same |= {"scale": SCALE, "seed": seed.to(device)}
+        actual = outcome(lambda *t: tfast.attention_packed(*t, **sequences, **options), qkv, grad_out)
+    same = {**sequences, "causal": causal, "window": window, "dropout_p": dropout_p}
+    same |= {"scale": SCALE, "seed": seed.to(device), "zero_empty_rows": empty_rows == "zero"}
     eager = outcome(lambda *t: reference(*t, **same)[0], qkv, grad_out)
     exact = outcome(lambda *t: reference(*t, **same)[0], [t.double() for t in qkv], grad_out)
     for name, a, e, x in zip(("out", "grad_q", "grad_k", "grad_v"), actual, eager, exact):
@@ -178,7 +187,7 @@ def test_opcheck():
     q, k, v = (torch.randn(n, 2, 8, requires_grad=True) for n in (5, 4, 4))
     cu_q, cu_k = torch.tensor([0, 2, 2, 5]).int(), torch.tensor([0, 3, 4, 4]).int()
     backend = backends.resolve("attention", q.device, q.dtype)
-    tail = (cu_q, cu_k, 3, 3, True, 0.3, 0.1, torch.tensor([3]), False, backend)
+    tail = (cu_q, cu_k, 3, 3, 0, -1, 0.3, 0.1, torch.tensor([3]), False, backend)
     torch.library.opcheck(op.default, (q, k, v, *tail))
     q, k, v = (t.detach() for t in (q, k, v))
     out, logsumexp = op(q, k, v, *tail)
@@ -256,6 +265,13 @@ WRONG = {
     "dropout above 1": ((Q, K, K, CU_Q, CU_K), {"dropout_p": 1.5}, ValueError, r"dropout_p.*\[0, 1\], got 1.5"),
     "unknown empty_rows": ((Q, K, K, CU_Q, CU_K), {"empty_rows": "nan"}, ValueError, '"zero", got \'nan\''),
     "causal with an offset": ((Q, K, K, CU_Q, CU_K), {"causal": 2}, TypeError, "True or False, got 2"),
+    "a mask that is a tensor": (
+        (Q, K, K, CU_Q, CU_K), {"mask": torch.ones(3) > 0}, TypeError, "must be an AttentionMask, got Tensor",
+    ),
+    "a mask with padding": (
+        (Q, K, K, CU_Q, CU_K), {"mask": AttentionMask.lengths(torch.tensor([1]))}, ValueError,
+        "AttentionMask.window and AttentionMask.causal alone, got key_lengths",
+    ),
 }  # fmt: skip
 
 

@@ -39,6 +39,17 @@ class Padded(nn.Module):
         return self.model(src, trg, tfast.AttentionMask.lengths(lengths), tfast.AttentionMask.causal())
 
 
+class Windowed(Padded):
+    """The same with a sliding window on either side."""
+
+    def forward(self, src: Tensor, trg: Tensor, lengths: Tensor) -> Tensor:
+        masks = tfast.AttentionMask.lengths(lengths) & tfast.AttentionMask.window(2, 1), tfast.AttentionMask.window(1)
+        hidden = self.model.decoder(
+            trg, self.model.encoder(src, masks[0]), tfast.AttentionMask.lengths(lengths), masks[1]
+        )
+        return self.model.out(hidden)
+
+
 class Stock(nn.Module):
     """An accelerated nn.Transformer."""
 
@@ -69,6 +80,7 @@ def blocked(length: int) -> Tensor:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "ours": (Padded, lambda n: (ids(n), ids(n - 1), torch.tensor([n, n - 2, 1]))),
+    "windows": (Windowed, lambda n: (ids(n), ids(n - 1), torch.tensor([n, n - 2, 1]))),
     "nn.Transformer": (
         Stock,
         lambda n: (torch.randn(3, n, D), blocked(n), nn.Transformer.generate_square_subsequent_mask(n)),
@@ -108,6 +120,7 @@ def test_export_with_dynamic_lengths(name: str) -> None:
     model, auto = make().eval(), torch.export.Dim.AUTO
     shapes = {
         "ours": ({1: auto}, {1: auto}, {}),
+        "windows": ({1: auto}, {1: auto}, {}),
         "nn.Transformer": ({1: auto}, {1: auto}, {0: auto, 1: auto}),
         "hand-written": ({1: auto}, {2: auto}),
     }[name]

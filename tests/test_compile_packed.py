@@ -34,6 +34,14 @@ class Packed(nn.Module):
         return self.model(src, trg, *masks)
 
 
+class Windowed(Packed):
+    """The same with a sliding window in the targets."""
+
+    def forward(self, src: Tensor, trg: Tensor, src_lengths: Tensor, trg_lengths: Tensor) -> Tensor:
+        window = AttentionMask.lengths(trg_lengths) & AttentionMask.window(2)
+        return self.model(src, trg, AttentionMask.lengths(src_lengths), window)
+
+
 class Keep(Packed):
     """The same on keep masks, and without padding in the targets."""
 
@@ -57,10 +65,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]
     "logits": (Packed, with_lengths),
     "loss": (lambda: Packed(loss=True), with_lengths),
     "a keep mask with holes": (Keep, with_holes),
+    "a window": (Windowed, with_lengths),
 }
 
 
-@pytest.mark.parametrize("name", ["logits", "loss"])
+@pytest.mark.parametrize("name", ["logits", "loss", "a window"])
 def test_one_graph_for_all_lengths_trained_with_dropout(name: str) -> None:
     torch._dynamo.reset()
     (make, inputs), counter = MODELS[name], CompileCounterWithBackend("aot_eager")

@@ -145,8 +145,49 @@ def test_padding_and_look_ahead_reach_the_kernel_without_a_dense_mask(monkeypatc
     )
     build("llama", "transformer_fast")(**inputs("llama", "left"))
     build("bert", "transformer_fast")(**inputs("bert", "right"))
-    assert len(masks) == 4 and all(mask.keep_mask is None for mask in masks)
-    assert [mask.causal_offset for mask in masks] == [0, 0, None, None]
+    build("Mistral", "transformer_fast")(**inputs("Mistral", "left"))
+    build("Gemma2", "transformer_fast")(**inputs("Gemma2", "none"))
+    assert len(masks) == 8 and all(mask.keep_mask is None for mask in masks)
+    assert [mask.causal_offset for mask in masks] == [0, 0, None, None, 0, 0, 0, 0]
+    assert [mask.window_offset for mask in masks] == [None, None, None, None, -2, -2, -2, None]
+    assert [mask.key_keep_mask is None for mask in masks] == [False] * 6 + [True] * 2
+
+
+@pytest.mark.parametrize("name", ["Mistral", "Gemma2"])
+def test_no_mask_becomes_a_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model with a sliding window, in a forward pass and while it generates past its window."""
+    monkeypatch.setattr("transformer_fast.integrations.lazy_mask.LazyMask.dense", None)
+    monkeypatch.setattr("transformers.masking_utils.sdpa_mask", None)
+    model, given = build(name, tfast_name), inputs(name, "left")
+    model(**given).logits.sum().backward()
+    model.generate(**given, max_new_tokens=6, do_sample=False, disable_compile=True)
+
+
+def test_a_mask_that_a_model_changes_is_a_tensor() -> None:
+    """What is read, sliced or written to is what transformers' own mask would be, and is what attention then reads."""
+    from transformers import masking_utils
+
+    from transformer_fast.integrations.lazy_mask import LazyMask, bounds_of
+
+    pattern = masking_utils.sliding_window_causal_mask_function(3)
+    given = {"batch_size": 2, "q_length": 5, "kv_length": 7, "q_offset": 2, "kv_offset": 0, "mask_function": pattern}
+    expected = masking_utils.sdpa_mask(**given, allow_is_causal_skip=False)
+    lazy = LazyMask(bounds_of(pattern, 2), (2, 1, 5, 7), torch.device("cpu"))
+    assert lazy.shape == expected.shape and lazy.dtype == torch.bool
+    assert torch.equal(lazy[..., 1:], expected[..., 1:]) and torch.equal(~lazy, ~expected)
+    lazy[:, :, 0] = True
+    assert lazy.mask.keep_mask[:, :, 0].all() and torch.equal(lazy.mask.keep_mask[:, :, 1:], expected[:, :, 1:])
+
+
+def test_a_pattern_whose_meaning_changed_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import masking_utils
+
+    from transformer_fast.integrations import lazy_mask
+
+    assert lazy_mask.bounds_of(masking_utils.sliding_window_causal_mask_function(3), 0).window_offset == -2
+    assert lazy_mask.bounds_of(lambda b, h, q, k: k <= q, 0) is None
+    monkeypatch.setattr(lazy_mask, "_sides_of", lambda pattern: (3, 0))
+    assert lazy_mask.bounds_of(masking_utils.sliding_window_causal_mask_function(3), 0) is None
 
 
 @pytest.mark.parametrize("name", ["marian", "bart", "llama"])

@@ -15,7 +15,7 @@ import transformer_fast as tfast
 
 recording = pytest.importorskip("recording_driver")
 attention_decode = pytest.importorskip("transformer_fast.triton.attention.decode")
-calls_kept = pytest.importorskip("transformer_fast.triton.launch_cache")
+cached = pytest.importorskip("transformer_fast.triton.launch_cache")
 launched, on_a_gpu, seen, floats = recording.launched, recording.on_a_gpu, recording.seen, recording.floats
 outcomes = recording.outcomes
 
@@ -32,7 +32,7 @@ def masks():
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("name", masks())
-def test_a_whole_call_of_attention_takes_the_short_way(on_a_gpu, monkeypatch, name, dropout_p):
+def test_a_whole_call_of_attention_is_replayed(on_a_gpu, monkeypatch, name, dropout_p):
     """From the second call on: nothing is checked in Python, nothing prepared, and the gradient is found in C++."""
     attention = sys.modules["transformer_fast.ops.attention"]
     mask = masks()[name]
@@ -48,7 +48,7 @@ def test_a_whole_call_of_attention_takes_the_short_way(on_a_gpu, monkeypatch, na
     call()
     call()  # what is derived from the mask is made once, and the call after that finds it
     monkeypatch.setattr(attention, "check_inputs", None)
-    monkeypatch.setattr(calls_kept, "_prepare_and_run", None)
+    monkeypatch.setattr(cached, "_prepare_and_run", None)
     node, forward, both = call()
     assert node == "transformer_fast::attention_backward" and (forward, both) == (1, 4)
     assert all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
@@ -97,8 +97,7 @@ def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypat
     # Without what made the map of the mask's tiles, which is kept with the call.
     by_launchers = outcomes([driver_call for driver_call in first if driver_call[4] in kernels], tensors)
     for module in ("forward", "backward"):
-        for name in ("attention", "attention_packed"):
-            monkeypatch.setattr(f"transformer_fast.triton.attention.{module}.{name}_{module}", None)
+        monkeypatch.setattr(f"transformer_fast.triton.attention.{module}.attention_{module}", None)
     assert outcomes(*call()) == by_launchers
     assert len(on_a_gpu) == 4 and all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
 
@@ -123,7 +122,7 @@ def test_the_extension_decodes_again_what_the_launcher_did(on_a_gpu, monkeypatch
         return list(on_a_gpu), {"q": q, "k": k, "v": v, "lengths": lengths, "out": out}
 
     by_launcher = outcomes(*call())
-    monkeypatch.setattr("transformer_fast.triton.attention.decode.run_again", None)
+    monkeypatch.setattr("transformer_fast.triton.attention.decode.run_cached", None)
     assert outcomes(*call()) == by_launcher
     assert len(on_a_gpu) == (1 if kind == "one part" else 2)
     if kind != "one part":

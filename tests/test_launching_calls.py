@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
+import weakref
 
 import pytest
 import torch
@@ -14,23 +16,24 @@ from transformer_fast.triton import configs
 recording = pytest.importorskip("recording_driver")
 triton = pytest.importorskip("triton")
 launching = pytest.importorskip("transformer_fast.triton.launcher")
-calls_kept = pytest.importorskip("transformer_fast.triton.launch_cache")
+cached = pytest.importorskip("transformer_fast.triton.launch_cache")
 launched, seen, floats, launch_of = recording.launched, recording.seen, recording.floats, recording.launch_of
 outcomes = recording.outcomes
-run, run_again, STREAM = launching.run, calls_kept.run_again, recording.STREAM
+run, run_cached, STREAM = launching.run, cached.run_cached, recording.STREAM
+launch_cache = launching.launch_cache
 
 
 def call_twice(launched, first, second, scalars=(), prepare=None):
-    """Two calls of run_again on inputs (x, y) and an output; what the second launched, and how often each prepared."""
+    """Two calls of run_cached on inputs (x, y) and an output; what the second launched, and how often each prepared."""
     prepared = []
 
     def counted(*tensors):
         prepared.append(tensors)
         return prepare(*tensors) if prepare else [launch_of(*tensors), launch_of(tensors[1], None, tensors[2])]
 
-    run_again(scalars, first[:2], first[2:], counted)
+    run_cached(scalars, first[:2], first[2:], counted)
     launched.clear()
-    run_again(scalars, second[:2], second[2:], counted)
+    run_cached(scalars, second[:2], second[2:], counted)
     return [seen(call)[-1][:3] for call in launched], len(prepared)
 
 
@@ -85,7 +88,7 @@ def test_what_is_derived_from_contents_is_kept_until_they_change(launched):
 
     def call(mask, derived):
         out = floats(64)
-        run_again((), (x, mask), (out,), prepare, sources=(mask,), derived=derived)
+        run_cached((), (x, mask), (out,), prepare, sources=(mask,), derived=derived)
         assert seen(launched[-1])[-1][:3] == [x.data_ptr(), made[-1].data_ptr(), out.data_ptr()]
         return len(made)
 
@@ -102,6 +105,38 @@ def test_what_is_derived_from_contents_is_kept_until_they_change(launched):
         assert [call(uncounted, named), call(uncounted, named)] == [6, 7]
 
 
+def call_on(mask):
+    """A call that derives a tensor from a mask, which is kept on the mask."""
+    x, derived = floats(64), []
+
+    def prepare(x, mask, out):
+        derived.append(weakref.ref(copied := mask.clone()))
+        return [launch_of(x, copied, out)]
+
+    run_cached((), (x, mask), (floats(64),), prepare, sources=(mask,), derived=frozenset({"y"}))
+    return derived[0]
+
+
+def test_what_is_derived_from_a_mask_is_freed_with_it(launched):
+    mask = floats(64)
+    derived = call_on(mask)
+    launched.clear()
+    assert derived() is not None
+    del mask
+    assert derived() is None
+
+
+def test_a_mask_on_which_calls_are_kept_can_be_copied_and_saved(launched, tmp_path):
+    mask = floats(64)
+    call_on(mask)
+    torch.save(mask, tmp_path / "mask.pt")
+    for copied in (copy.deepcopy(mask), torch.load(tmp_path / "mask.pt")):
+        assert torch.equal(copied, mask)
+        derived = call_on(copied)
+        launched.clear()
+        assert derived() is not None
+
+
 def test_a_changed_tile_table_forgets_what_was_prepared(launched, monkeypatch):
     a, b, c = (floats(64) for _ in range(3))
     assert call_twice(launched, (a, b, c), (a, b, c))[1] == 1
@@ -111,20 +146,20 @@ def test_a_changed_tile_table_forgets_what_was_prepared(launched, monkeypatch):
     assert call_twice(launched, (a, b, c), (a, b, c))[1] == 0
 
 
-def test_calls_remembered_are_bounded(launched, monkeypatch):
-    monkeypatch.setattr(calls_kept, "MOST_CALLS", 3)
+def test_cached_calls_are_bounded(launched, monkeypatch):
+    monkeypatch.setattr(launch_cache, "most_calls", 3)
     for length in range(16, 48):
-        run_again((), (floats(length),), (floats(length),), lambda x, out: [launch_of(x, None, out)])
-        assert len(calls_kept._CALLS) <= 3
+        run_cached((), (floats(length),), (floats(length),), lambda x, out: [launch_of(x, None, out)])
+        assert len(launch_cache) <= 3
 
 
 @pytest.mark.parametrize("why", ["enter hook", "exit hook", "debug", "pre-run hook", "another Triton"])
-def test_where_the_short_ways_are_not_taken(launched, monkeypatch, why):
+def test_where_nothing_is_replayed(launched, monkeypatch, why):
     """Everything goes through Triton while someone watches, and with a Triton that is not known."""
     x = floats(64)
 
     def again():
-        run_again((), (x,), (), lambda x: [launch_of(x, None, x)])
+        run_cached((), (x,), (), lambda x: [launch_of(x, None, x)])
 
     again()
     again()
@@ -139,7 +174,7 @@ def test_where_the_short_ways_are_not_taken(launched, monkeypatch, why):
     elif why == "pre-run hook":
         monkeypatch.setattr(recording.kernel, "pre_run_hooks", [lambda *args, **kwargs: watched.append(args)])
     else:
-        monkeypatch.setattr(launching, "SHORT_WAY", False)
+        monkeypatch.setattr(launch_cache, "enabled", False)
     again()
     run([launch_of(x, None, x)], x)
     assert all(call[7] is runtime.launch_enter_hook for call in launched[-2:])
@@ -194,13 +229,13 @@ FORWARD_ONLY = ("weights", "grad_bias", "decode")
 @pytest.mark.parametrize("name", [*LAYERS, *(f"{name} backward" for name in LAYERS), *FORWARD_ONLY])
 def test_launchers_do_again_what_they_did(launched, monkeypatch, name):
     """A launcher's second call, on other tensors of the same layouts, prepares nothing and launches the same."""
-    monkeypatch.setattr(launching, "SHORT_WAY", False)
+    monkeypatch.setattr(launch_cache, "enabled", False)
     call, given = layer(name)
     call()
     long, long_given = list(launched), given
-    monkeypatch.setattr(launching, "SHORT_WAY", True)
+    monkeypatch.setattr(launch_cache, "enabled", True)
     layer(name)[0]()
-    monkeypatch.setattr(calls_kept, "_prepare_and_run", None)
+    monkeypatch.setattr(cached, "_prepare_and_run", None)
     launched.clear()
     call, given = layer(name)
     call()

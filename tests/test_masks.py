@@ -36,6 +36,27 @@ def test_causal_offset(offset):
     assert torch.equal(full(AttentionMask.causal(offset)), (j <= i + offset).expand(B, H, LQ, LK))
 
 
+@pytest.mark.parametrize("offset", [-2, 0, 3])
+@pytest.mark.parametrize(("left", "right"), [(0, 0), (2, 0), (1, 3), (None, 1), (2, None), (None, None), (3, -1)])
+def test_window(left, right, offset):
+    i, j = torch.arange(LQ)[:, None] + offset, torch.arange(LK)
+    expected = torch.ones(LQ, LK, dtype=torch.bool)
+    if left is not None:
+        expected &= j >= i - left
+    if right is not None:
+        expected &= j <= i + right
+    assert torch.equal(full(AttentionMask.window(left, right, offset)), expected.expand(B, H, LQ, LK))
+
+
+def test_window_of_wrong_bounds():
+    with pytest.raises(ValueError, match="no key lies between 2 to the left and -3 to the right"):
+        AttentionMask.window(2, -3)
+    with pytest.raises(TypeError, match="window left: expected an int, got float"):
+        AttentionMask.window(2.0)
+    with pytest.raises(TypeError, match="window offset: expected an int, got bool"):
+        AttentionMask.window(2, 0, True)
+
+
 def test_and_is_the_intersection_of_every_pair():
     generator = torch.Generator().manual_seed(1)
 
@@ -51,6 +72,9 @@ def test_and_is_the_intersection_of_every_pair():
         AttentionMask.lengths(torch.randint(0, LK, (B, LQ), generator=generator)),
         AttentionMask.causal(),
         AttentionMask.causal(2),
+        AttentionMask.window(2),
+        AttentionMask.window(1, 2, offset=1),
+        AttentionMask.window(0, None),
     ]
     for a in masks:
         for b in masks:

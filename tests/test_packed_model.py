@@ -35,6 +35,7 @@ def masks(device):
         "a target keep mask": (keep[:, None], AttentionMask.keep(real[:, None, None]) & AttentionMask.causal(), real),
         "no masks": (None, None, all_real),
         "not causal": (keep[:, None], real[:, None], real),
+        "a window": (keep[:, None], AttentionMask.lengths(trg_lengths) & AttentionMask.window(1), real),
     }
     if device.type == "cpu":  # a dense mask is looked into there alone
         found |= {
@@ -159,6 +160,12 @@ def test_packed_is_a_switch_and_generation_does_not_mind():
 
 WRONG = {
     "a dense source mask": (torch.ones(B, L_SRC, L_SRC).bool().tril(), AttentionMask.causal(), "padding alone"),
+    "a window in the source": (AttentionMask.window(1, 1), AttentionMask.causal(), "padding alone.*window"),
+    "a window over a keep mask": (
+        None,
+        AttentionMask.keep(TRG_KEEP[:, None, None]) & AttentionMask.window(1),
+        "with a window, the padding must be given as AttentionMask.lengths",
+    ),
     "a causal source mask": (AttentionMask.causal(), AttentionMask.causal(), "padding alone.*look-ahead"),
     "a look-ahead with offset": (None, AttentionMask.causal(1), r"offset 0, got 1; pass AttentionMask.lengths"),
     "a dense target mask that is more": (

@@ -64,7 +64,7 @@ def test_attention_is_torch_attention_where_torch_has_it():
     q, k, v = (torch.randn(2, 3, n, 8, dtype=torch.float64) for n in (5, 7, 7))
     bias = torch.randn(2, 1, 5, 7, dtype=torch.float64)
     for name, parts in mask_parts(2, 3, 5, 7, torch.Generator().manual_seed(3)).items():
-        allowed = dense_keep(*(parts.get(n) for n in ("keep", "key_keep", "lengths", "causal")), 5, 7, None)
+        allowed = dense_keep(*(parts.get(n) for n in ("keep", "key_keep", "lengths", "causal", "window")), 5, 7, None)
         expected = F.scaled_dot_product_attention(q, k, v, bias.masked_fill(~allowed, -math.inf), scale=0.3)
         out, weights, logsumexp = attention(q, k, v, **parts, bias=bias, scale=0.3)
         rows = allowed.expand(2, 3, 5, 7).any(-1)

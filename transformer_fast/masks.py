@@ -1,6 +1,6 @@
 """``AttentionMask``: every mask dialect becomes one small normal form.
 
-A mask says which keys a query may attend to. It is kept as up to five parts, and a key is allowed only when every
+A mask says which keys a query may attend to. It is kept as up to six parts, and a key is allowed only when every
 part allows it:
 
 =========== ======================= ==========================================================
@@ -10,11 +10,12 @@ part        shape                   key ``j`` is allowed for query ``i`` of head
 ``key_keep`` (B|1, H|1, 1, Lk)      where ``key_keep[b, h, 0, j]`` is True (padding)
 ``lengths`` (B,) or (B, Lq)         where ``j < lengths[b]`` or ``j < lengths[b, i]``
 ``causal``  an offset               where ``j <= i + causal``
+``window``  an offset               where ``j >= i + window``
 ``bias``    (B|1, H|1, Lq|1, Lk|1)  where ``bias[b, h, i, j]``, added to the score, is not -inf
 =========== ======================= ==========================================================
 
-Masks combine with ``&``. Padding, a dense mask and a look-ahead stay apart, so combining them never builds a
-(Lq, Lk) tensor that the caller did not give.
+Masks combine with ``&``. Padding, a dense mask, a look-ahead and a window stay apart, so combining them never builds
+a (Lq, Lk) tensor that the caller did not give.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class AttentionMask:
     key_lengths: Tensor | None = None
     causal_offset: int | None = None
     additive_bias: Tensor | None = None
+    window_offset: int | None = None
 
     @classmethod
     def keep(cls, mask: Tensor) -> AttentionMask:
@@ -77,7 +79,25 @@ class AttentionMask:
     @classmethod
     def causal(cls, offset: int = 0) -> AttentionMask:
         """The look-ahead mask: query ``i`` sees keys ``j <= i + offset``. A cache of n keys decodes with offset n."""
-        return cls(causal_offset=_checked_offset(offset))
+        return cls(causal_offset=checked_offset("causal offset", offset))
+
+    @classmethod
+    def window(cls, left: int | None, right: int | None = 0, offset: int = 0) -> AttentionMask:
+        """A sliding window: query ``i`` sees keys ``i + offset - left <= j <= i + offset + right``; None is no bound.
+
+        By default, as in Mistral, no key after the query is seen. Keys outside are not read, and no tensor of size
+        Lq x Lk is made: the cost of a call grows with the window.
+
+        Raises:
+            TypeError: for a bound that is no int.
+            ValueError: for bounds between which there is no key.
+        """
+        offset = checked_offset("window offset", offset)
+        first = None if left is None else offset - checked_offset("window left", left)
+        last = None if right is None else offset + checked_offset("window right", right)
+        if left is not None and right is not None and left + right < 0:
+            raise ValueError(f"window: no key lies between {left} to the left and {right} to the right of a query")
+        return cls(causal_offset=last, window_offset=first)
 
     @classmethod
     def bias(cls, bias: Tensor) -> AttentionMask:
@@ -106,23 +126,27 @@ class AttentionMask:
             _combine(*_same_rank(self.key_lengths, other.key_lengths), torch.minimum),
             _combine(self.causal_offset, other.causal_offset, min),
             _combine(self.additive_bias, other.additive_bias, torch.add),
+            _combine(self.window_offset, other.window_offset, max),
         )
 
     def __rand__(self, other: object) -> AttentionMask:
         """``tensor & mask``: the same error as ``mask & tensor``."""
         raise _not_a_mask(other)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The parts that are tensors, by name."""
+        parts = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        return {name: part for name, part in parts if isinstance(part, Tensor)}
+
     def to(self, device: torch.device | str) -> AttentionMask:
         """The same mask with its tensors on ``device``."""
-        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        moved = {name: value.to(device) for name, value in parts.items() if isinstance(value, Tensor)}
-        return AttentionMask(**{**parts, **moved})
+        moved: dict[str, Any] = {name: part.to(device) for name, part in self.tensors().items()}
+        return dataclasses.replace(self, **moved)
 
     def dense(self, Lq: int, Lk: int, device: torch.device | str | None = None) -> Tensor:
         """The whole mask as one bool keep tensor broadcastable to (B, H, Lq, Lk): for oracles and pictures."""
-        parts = (self.keep_mask, self.key_keep_mask, self.key_lengths, self.causal_offset)
-        tensors = (part for part in (*parts, self.additive_bias) if isinstance(part, Tensor))
-        allowed = dense_keep(*parts, Lq, Lk, next((t.device for t in tensors), device))
+        parts = (self.keep_mask, self.key_keep_mask, self.key_lengths, self.causal_offset, self.window_offset)
+        allowed = dense_keep(*parts, Lq, Lk, next((t.device for t in self.tensors().values()), device))
         return allowed if self.additive_bias is None else allowed & (self.additive_bias != float("-inf"))
 
 
@@ -140,7 +164,7 @@ def and_causal(offset: int | None, causal: bool | int) -> int | None:
     """The causal offset of a mask whose own is `offset`, and of ``tfast.attention(causal=...)``."""
     if causal is False:
         return offset
-    return _combine(offset, 0 if causal is True else _checked_offset(causal), min)
+    return _combine(offset, 0 if causal is True else checked_offset("causal offset", causal), min)
 
 
 def dense_keep(
@@ -148,6 +172,7 @@ def dense_keep(
     key_keep: Tensor | None,
     lengths: Tensor | None,
     causal: int | None,
+    window: int | None,
     Lq: int,
     Lk: int,
     device: torch.device | str | None,
@@ -162,15 +187,18 @@ def dense_keep(
     if lengths is not None:
         per_query = lengths.view(lengths.shape[0], 1, -1, 1)
         allowed = allowed & (j < per_query)
+    i = torch.arange(Lq, device=device).view(Lq, 1)
     if causal is not None:
-        i = torch.arange(Lq, device=device).view(Lq, 1)
         allowed = allowed & (j <= i + causal)
+    if window is not None:
+        allowed = allowed & (j >= i + window)
     return allowed
 
 
-def _checked_offset(offset: int) -> int:
+def checked_offset(name: str, offset: int) -> int:
+    """The offset; a TypeError that names it if it is no int."""
     if isinstance(offset, bool) or not isinstance(offset, int):
-        raise TypeError(f"causal offset: expected an int, got {type(offset).__name__}")
+        raise TypeError(f"{name}: expected an int, got {type(offset).__name__}")
     return offset
 
 

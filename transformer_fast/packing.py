@@ -55,11 +55,13 @@ class PackedMask:
     Attributes:
         queries, keys: how the queries and the keys are packed; one object twice for self-attention.
         causal: query i of a sequence sees its keys up to i.
+        window: ``AttentionMask.window``, counted inside each sequence, or None.
     """
 
     queries: Packing
     keys: Packing
     causal: bool = False
+    window: AttentionMask | None = None
 
 
 def pack(x: Tensor, mask: Tensor | AttentionMask | None = None) -> tuple[Tensor, Packing]:
@@ -187,7 +189,8 @@ def _lengths_or_keep(
         got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"pack: expected lengths (B,), a bool keep mask (B, L) or an AttentionMask, got {got}")
     lengths, keep = mask.key_lengths, mask.key_keep_mask
-    if mask.keep_mask is not None or mask.causal_offset is not None or (lengths is not None and _per_query(lengths)):
+    bounded = mask.causal_offset is not None or mask.window_offset is not None
+    if mask.keep_mask is not None or bounded or (lengths is not None and _per_query(lengths)):
         raise ValueError(
             "pack: the mask must be padding alone, lengths (B,) or a keep mask (B, 1, 1, L); this one also has "
             f"{_beside_padding(mask)}"
@@ -212,8 +215,8 @@ def _per_query(lengths: Tensor) -> bool:
 
 
 def _beside_padding(mask: AttentionMask) -> str:
-    if mask.causal_offset is not None:
-        return "a look-ahead (causal)"
+    if mask.causal_offset is not None or mask.window_offset is not None:
+        return "a look-ahead (causal) or a window"
     what = "a dense keep mask" if mask.keep_mask is not None else "a length for each query"
     part = mask.keep_mask if mask.keep_mask is not None else mask.key_lengths
     assert part is not None

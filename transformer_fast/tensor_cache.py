@@ -15,15 +15,10 @@ ENTRIES = 32
 """Results kept on one tensor; the oldest goes. A buffer of which every call takes another slice would grow without."""
 
 
-def remembered(
-    holder: Tensor,
-    key: tuple[Hashable, ...],
-    others: tuple[Tensor | None, ...],
-    make: Callable[[], T],
-    *,
-    with_layouts: bool = True,
+def get_or_compute(
+    holder: Tensor, key: tuple[Hashable, ...], others: tuple[Tensor | None, ...], compute: Callable[[], T]
 ) -> T:
-    """`make()`, or what it gave the last time for this key, if nothing was written to `holder` or `others` since.
+    """`compute()`, or what it gave the last time for this key, if nothing was written to `holder` or `others` since.
 
     Kept as an attribute of the holder for the current stream. A view counts as the part of its base that it shows: two
     layers that both unsqueeze one mask share what is kept. Nothing is kept or used while a CUDA graph is captured,
@@ -33,55 +28,53 @@ def remembered(
         holder: the tensor that keeps the result.
         key: what else the result depends on.
         others: further tensors the result depends on.
-        make: computes the result.
-        with_layouts: False where the key already tells the shapes and strides of all these tensors.
+        compute: makes the result.
     """
     tensors = (holder, *[t for t in others if t is not None])
     stream = _stream_that_keeps(*tensors)
     if stream is None:
-        return make()
-    if with_layouts:
-        key = (stream, key, *[(t.storage_offset(), t.shape, t.stride()) for t in tensors])
-    else:
-        key = (stream, key, *[t.storage_offset() for t in tensors])
-    results = _results_of(_base(holder))
+        return compute()
+    key = (stream, key, *[(t.storage_offset(), t.shape, t.stride()) for t in tensors])
+    results = results_of(_base(holder))
     found = results.get(key)
     if found is not None and found.is_of(tensors):
         return found.value
     bases = [_base(t) for t in tensors]
     versions = [t._version for t in bases]
-    value = make()
+    value = compute()
     results.pop(key, None)
     if len(results) >= ENTRIES:
         del results[next(iter(results))]
-    results[key] = _Kept(value, [(weakref.ref(t), version) for t, version in zip(bases, versions, strict=True)])
+    results[key] = _Result(value, [(weakref.ref(t), version) for t, version in zip(bases, versions, strict=True)])
     return value
 
 
-def recall(holder: Tensor, key: tuple[Hashable, ...]) -> Any | None:
-    """What ``remembered(holder, key, (), ...)`` would give without making it, or None."""
-    base = holder._base
-    if base is None:
-        base = holder
-    results = getattr(base, "_remembered", None)
+def get(holder: Tensor, key: tuple[Hashable, ...]) -> Any | None:
+    """What ``get_or_compute(holder, key, (), ...)`` would give without computing it, or None."""
+    base = _base(holder)
+    results = getattr(base, "_tensor_cache", None)
     if results is None or (stream := _stream_that_keeps(holder)) is None:
         return None
     found = results.get((stream, key, (holder.storage_offset(), holder.shape, holder.stride())))
     return found.value if found is not None and found.made_from[0][1] == base._version else None
 
 
-def recall_by_key(holder: Tensor, key: tuple[Hashable, ...], others: tuple[Tensor, ...]) -> Any | None:
-    """What ``remembered(holder, key, others, ..., with_layouts=False)`` would give without making it, or None."""
-    results = getattr(_base(holder), "_remembered", None)
-    if results is None:
-        return None
-    tensors = (holder, *others)
-    stream = _stream_that_keeps(*tensors)
-    found = None if stream is None else results.get((stream, key, *[t.storage_offset() for t in tensors]))
-    return found.value if found is not None and found.is_of(tensors) else None
+def results_of(base: Tensor) -> dict[Any, Any]:
+    """What is kept on a tensor that owns its memory. The launch cache keeps its calls there, under "launches"."""
+    results = getattr(base, "_tensor_cache", None)
+    if type(results) is not _Results:
+        results = base._tensor_cache = _Results()  # type: ignore[attr-defined]
+    return results
 
 
-class _Kept(NamedTuple):
+class _Results(dict[Any, Any]):
+    """Of it nothing is copied or saved with the tensor."""
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type, tuple[()]]:
+        return dict, ()
+
+
+class _Result(NamedTuple):
     """A result, and each tensor that owns memory it was made from with the number of writes seen by then."""
 
     value: Any
@@ -90,7 +83,7 @@ class _Kept(NamedTuple):
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether it was made from these tensors as they are now."""
         for (ref, version), t in zip(self.made_from, tensors):
-            base = t if t._base is None else t._base
+            base = _base(t)
             if ref() is not base or version != base._version:
                 return False
         return True
@@ -98,14 +91,8 @@ class _Kept(NamedTuple):
 
 def _base(t: Tensor) -> Tensor:
     """The tensor that owns the memory."""
-    return t if t._base is None else t._base
-
-
-def _results_of(base: Tensor) -> dict:
-    results = getattr(base, "_remembered", None)
-    if results is None:
-        results = base._remembered = {}
-    return results
+    base = t._base
+    return t if base is None else base
 
 
 def _stream_that_keeps(*tensors: Tensor) -> int | None:

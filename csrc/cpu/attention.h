@@ -127,7 +127,7 @@ struct TileDropout {
 
   template <typename T>
   TileDropout(const AttentionProblem<T, A>& problem, int64_t b, int64_t h)
-      : dropout(DropoutParams{problem.dropout_p, problem.seed}), head(static_cast<uint32_t>(h)),
+      : dropout(problem.dropout), head(static_cast<uint32_t>(h)),
         batch(static_cast<uint32_t>(problem.first_batch + b)) {}
 
   // Draws of query i for kKeysDrawn keys from first_key, a multiple of kKeysDrawn.

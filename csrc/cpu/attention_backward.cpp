@@ -17,9 +17,9 @@ class KeyRangeBackward {
   static constexpr int64_t kW = kLanes<A>;
   using E = Operand<T>;
 
-  KeyRangeBackward(const AttentionBackward<T, A>& call, int64_t b, int64_t kv_head, int64_t first_key, int64_t last_key)
-      : call_(call), problem_(call.problem), b_(b), kv_head_(kv_head), first_key_(first_key), last_key_(last_key),
-        width_(round_up(problem_.D, kW)), gradients_(call, b, sizes(), buffers_) {
+  KeyRangeBackward(const AttentionBackward<T, A>& call, int64_t b, int64_t kv_head, Range range)
+      : call_(call), problem_(call.problem), b_(b), kv_head_(kv_head), range_(range), width_(round_up(problem_.D, kW)),
+        gradients_(call, b, sizes(), buffers_) {
     std::tie(query_rows_, grad_out_rows_, grad_q_, grad_k_, grad_v_) =
         std::tie(buffers_[0], buffers_[1], buffers_[2], buffers_[3], buffers_[4]);
   }
@@ -38,15 +38,16 @@ class KeyRangeBackward {
           write(grad_q_, queries, p.scale, call_.grad_q.at(b_, h, first_query), call_.grad_q.row_stride());
       }
     const auto &grad_k = call_.grad_k, &grad_v = call_.grad_v;
-    write(grad_k_, last_key_ - first_key_, p.scale, grad_k.at(b_, kv_head_, first_key_), grad_k.row_stride());
-    write(grad_v_, last_key_ - first_key_, A(1), grad_v.at(b_, kv_head_, first_key_), grad_v.row_stride());
+    const int64_t first = range_.begin, keys = range_.end - first;
+    write(grad_k_, keys, p.scale, grad_k.at(b_, kv_head_, first), grad_k.row_stride());
+    write(grad_v_, keys, A(1), grad_v.at(b_, kv_head_, first), grad_v.row_stride());
   }
 
  private:
   typedef const int64_t Sizes[5];
 
   const Sizes& sizes() {
-    const int64_t rows = std::min(kQueryTile, problem_.Lq) * width_, range = (last_key_ - first_key_) * width_;
+    const int64_t rows = std::min(kQueryTile, problem_.Lq) * width_, range = (range_.end - range_.begin) * width_;
     for (int i = 0; i < 5; ++i) sizes_[i] = i < 3 ? rows : range;
     return sizes_;
   }
@@ -55,32 +56,36 @@ class KeyRangeBackward {
   void add_queries(int64_t h, int64_t first_query, int64_t queries, bool fresh) {
     const auto& p = problem_;
     bool fresh_queries = true;
-    const int64_t end = std::max(first_key_, gradients_.load(h, first_query, queries, first_key_, last_key_));
-    skip(h, first_query, queries, end, last_key_, fresh);
-    if (first_key_ == end) return std::fill(grad_q_, grad_q_ + queries * width_, A(0));
+    const Range needed = gradients_.load(h, first_query, queries, range_);
+    if (needed.empty()) {
+      skip(h, first_query, queries, range_, fresh);
+      return std::fill(grad_q_, grad_q_ + queries * width_, A(0));
+    }
+    skip(h, first_query, queries, {range_.begin, needed.begin}, fresh);
+    skip(h, first_query, queries, {needed.end, range_.end}, fresh);
     const auto& grad_out = call_.grad_out;
     const Rows<E> q_rows = load_rows(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_rows_));
     const Rows<E> grad_out_rows =
         load_rows(grad_out.at(b_, h, first_query), grad_out.row_stride(), queries, p.D, operand(grad_out_rows_));
-    for (int64_t first = first_key_; first < end; first += kKeyTile) {
-      const int64_t keys = gradients_.find(first, std::min(kKeyTile, end - first));
+    for (int64_t first = needed.begin; first < needed.end; first += kKeyTile) {
+      const int64_t keys = gradients_.find(first, std::min(kKeyTile, needed.end - first));
       if (keys > 0) add_tile(h, first_query, first, keys, queries, q_rows, grad_out_rows, fresh, fresh_queries);
       fresh_queries &= keys == 0;
-      skip(h, first_query, queries, first + keys, std::min(first + kKeyTile, end), fresh);
+      skip(h, first_query, queries, {first + keys, std::min(first + kKeyTile, needed.end)}, fresh);
     }
     if (fresh_queries) std::fill(grad_q_, grad_q_ + queries * width_, A(0));
   }
 
   // Keys that these queries give no gradient.
-  void skip(int64_t h, int64_t first_query, int64_t queries, int64_t first_key, int64_t last_key, bool fresh) const {
-    if (first_key >= last_key) return;
+  void skip(int64_t h, int64_t first_query, int64_t queries, Range keys, bool fresh) const {
+    if (keys.empty()) return;
     if (fresh)
       for (A* grads : {grad_k_, grad_v_})
-        std::fill(grads + (first_key - first_key_) * width_, grads + (last_key - first_key_) * width_, A(0));
+        std::fill(grads + (keys.begin - range_.begin) * width_, grads + (keys.end - range_.begin) * width_, A(0));
     if (!call_.grad_scores.data) return;
     for (int64_t i = 0; i < queries; ++i) {
       T* row = call_.grad_scores.at(b_, h, first_query + i);
-      std::fill(row + first_key, row + last_key, T(0));
+      std::fill(row + keys.begin, row + keys.end, T(0));
     }
   }
 
@@ -107,7 +112,7 @@ class KeyRangeBackward {
   void add_tile(int64_t h, int64_t first_query, int64_t first_key, int64_t keys, int64_t queries, Rows<E> q_rows,
                 Rows<E> grad_out_rows, bool fresh, bool fresh_queries) {
     const auto& k = problem_.k;
-    const int64_t offset = (first_key - first_key_) * width_;
+    const int64_t offset = (first_key - range_.begin) * width_;
     multiply_add(keys, width_, queries, gradients_.weights_over_queries(keys), grad_out_rows, fresh, grad_v_ + offset,
                  width_);
     multiply_add(keys, width_, queries, gradients_.grads_over_queries(keys), q_rows, fresh, grad_k_ + offset, width_);
@@ -128,7 +133,9 @@ class KeyRangeBackward {
 
   const AttentionBackward<T, A>& call_;
   const AttentionProblem<T, A>& problem_;
-  int64_t b_, kv_head_, first_key_, last_key_, width_;
+  int64_t b_, kv_head_;
+  Range range_;
+  int64_t width_;
   int64_t sizes_[5];
   A* buffers_[5];
   ScoreGradients<T, A> gradients_;
@@ -181,13 +188,14 @@ class Backward {
   static void run_range(const AttentionBackward<T, A>& call, int64_t head, int64_t first_key, int64_t length,
                         A* partial_q) {
     const auto& p = call.problem;
-    const int64_t b = head / p.Hkv, kv_head = head % p.Hkv, last_key = std::min(p.Lk, first_key + length);
+    const int64_t b = head / p.Hkv, kv_head = head % p.Hkv;
+    const Range range{first_key, std::min(p.Lk, first_key + length)};
     const int64_t group = p.H / p.Hkv, of_batch = p.H * p.Lq * p.D;
     if (has_few_queries(p))
       RowsBackward<T, A>(call, b, kv_head)
-          .run(first_key, last_key, partial_q ? partial_q + b * of_batch + kv_head * group * p.Lq * p.D : nullptr);
+          .run(range, partial_q ? partial_q + b * of_batch + kv_head * group * p.Lq * p.D : nullptr);
     else
-      KeyRangeBackward<T, A>(call, b, kv_head, first_key, last_key).run(partial_q ? partial_q + b * of_batch : nullptr);
+      KeyRangeBackward<T, A>(call, b, kv_head, range).run(partial_q ? partial_q + b * of_batch : nullptr);
   }
 
   // grad_q of one head = the sum of the ranges' parts, in order.

@@ -22,7 +22,7 @@ class ForwardBlock {
     Workspace<A>::of_this_thread().divide(sizes, buffers);
     std::tie(query_lanes_, scores_, sum_, staged_, key_addend_) =
         std::tie(buffers[0], buffers[1], buffers[2], buffers[3], buffers[4]);
-    if (problem.dropout_p > 0) dropout_.emplace(problem, b, h);
+    if (problem.dropout.p > 0) dropout_.emplace(problem, b, h);
   }
 
   void run(const AttentionForward<T, A>& call) {
@@ -32,15 +32,16 @@ class ForwardBlock {
     query_operand_ = load_lanes(problem_.q.at(b_, h_, first_query_), problem_.q.row_stride(), queries_, problem_.D,
                                 operand(query_lanes_));
     BlockMask<T, A> mask(problem_, b_, h_, first_query_, queries_, key_addend_);
-    for (int64_t first = 0; first < mask.keys(); first += kKeyTile) {
-      const int64_t keys = mask.load(first, std::min(kKeyTile, mask.keys() - first), scores_);
+    const Range visible = mask.keys();
+    for (int64_t first = visible.begin; first < visible.end; first += kKeyTile) {
+      const int64_t keys = mask.load(first, std::min(kKeyTile, visible.end - first), scores_);
       if (keys > 0) find_weights(mask, first, keys);
       if (kept) keep_tile(kept, first, keys);
       if (keys > 0) add_values(first, keys, false);
     }
     if (fresh_) std::fill(sum_, sum_ + queries_ * width_, A(0));
     fresh_ = false;
-    if (kept) finish_kept(kept, mask.keys());
+    if (kept) finish_kept(kept, visible.end);
     for (int64_t i = 0; i < queries_; ++i)
       *logsumexp.at(b_, h_, first_query_ + i) = total_[i] == 0 ? kBlocked<A> : maximum_[i] + std::log(total_[i]);
     if (!problem_.zero_empty_rows) add_empty_rows();
@@ -181,10 +182,10 @@ class Forward {
           const auto& p = calls_[c].problem;
           if (!has_few_queries(p)) return run_block(c, task);
           const KeyRanges ranges = ranges_of(c);
-          const int64_t head = task / ranges.count, first = task % ranges.count * ranges.length;
-          const int64_t slot = task % ranges.count * p.B * p.Hkv + head;
+          const int64_t head = task / ranges.count, range = task % ranges.count;
+          const int64_t slot = range * p.B * p.Hkv + head;
           RowsForward<T, A>(calls_[c], head / p.Hkv, head % p.Hkv)
-              .run(first, std::min(p.Lk, first + ranges.length),
+              .run(range * ranges.length, ranges.length,
                    ranges.count > 1 ? storage + starts[c] + slot * part_size(c) : nullptr);
         });
     if (storage == nullptr) return;
@@ -200,7 +201,9 @@ class Forward {
  private:
   KeyRanges ranges_of(int64_t c) const {
     const auto& p = calls_[c].problem;
-    return KeyRanges(heads_, has_few_queries(p) ? p.Lk : 0);
+    // All keys that the queries of a batch entry see, and those that come in front as the first chunk is a whole one.
+    const int64_t span = std::min(p.Lk, p.upper - p.lower + p.Lq + kRowKeys);
+    return KeyRanges(heads_, has_few_queries(p) ? span : 0);
   }
 
   // Of one key head and one range.

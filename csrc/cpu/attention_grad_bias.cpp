@@ -45,9 +45,9 @@ class BiasGradient {
       for (int64_t h = first_h; h < last_h; ++h)
         for (int64_t block = first_block; block < last_block; ++block) {
           const int64_t first_query = block * kQueryTile, queries = std::min(kQueryTile, p.Lq - first_query);
-          const int64_t end = gradients.load(h, first_query, queries, 0, p.Lk);
-          for (int64_t first = 0; first < end; first += kKeyTile)
-            add_tile(gradients, first, gradients.find(first, std::min(kKeyTile, end - first)), queries, lanes,
+          const Range keys = gradients.load(h, first_query, queries, {0, p.Lk});
+          for (int64_t first = keys.begin; first < keys.end; first += kKeyTile)
+            add_tile(gradients, first, gradients.find(first, std::min(kKeyTile, keys.end - first)), queries, lanes,
                      sums.data());
         }
     }

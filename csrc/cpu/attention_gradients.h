@@ -23,7 +23,7 @@ class ScoreGradients {
   // The workspace also gives `more` buffers.
   template <std::size_t n>
   ScoreGradients(const AttentionBackward<T, A>& call, int64_t b, const int64_t (&more)[n], A* (&buffers)[n])
-      : call_(call), problem_(call.problem), b_(b), rescale_(static_cast<A>(DropoutRate(problem_.dropout_p).scale)) {
+      : call_(call), problem_(call.problem), b_(b), rescale_(static_cast<A>(DropoutRate(problem_.dropout.p).scale)) {
     const int64_t queries = std::min(kQueryTile, problem_.Lq), lanes = round_up(queries, kW);
     const int64_t D = problem_.D, keys = std::min(kKeyTile, problem_.Lk), tile = keys * lanes;
     int64_t sizes[6 + n] = {D * lanes, D * lanes, tile, tile, keys * round_up(D, kW), keys};
@@ -35,16 +35,17 @@ class ScoreGradients {
     std::copy(all + 6, all + 6 + n, buffers);
   }
 
-  // Prepares a block of queries and keys first_key .. last_key - 1; returns the end of the keys that matter.
-  int64_t load(int64_t h, int64_t first_query, int64_t queries, int64_t first_key, int64_t last_key) {
+  // Prepares a block of queries and a range of keys; returns those of them that matter, where its tiles lie.
+  Range load(int64_t h, int64_t first_query, int64_t queries, Range range) {
     const auto& p = problem_;
     h_ = h, kv_head_ = h / (p.H / p.Hkv), first_query_ = first_query, queries_ = queries;
     lanes_ = round_up(queries, kW);
-    if (p.dropout_p > 0) dropout_.emplace(p, b_, h);
+    if (p.dropout.p > 0) dropout_.emplace(p, b_, h);
     uniform_rows_ = load_statistics();
     mask_.emplace(p, b_, h, first_query, queries, key_addend_);
-    const int64_t end = uniform_rows_ ? last_key : std::min(last_key, mask_->keys());
-    if (first_key >= end) return end;
+    const Range visible = mask_->keys(), needed = uniform_rows_ ? Range{0, p.Lk} : visible;
+    const Range keys = needed.intersection(range);
+    if (keys.empty()) return keys;
     if (!call_.kept)  // else no score is found again
       q_ = load_lanes(p.q.at(b_, h, first_query), p.q.row_stride(), queries, p.D, operand(query_lanes_));
     grad_out_ = load_lanes(call_.grad_out.at(b_, h, first_query), call_.grad_out.row_stride(), queries, p.D,
@@ -53,24 +54,25 @@ class ScoreGradients {
     // to its logsumexp and its output no weight here would belong exactly.
     const bool again = !call_.kept && (has_large_ || has_few_queries(p));
     if (again) sum_again();
-    sum_delta_ = first_key == 0 && mask_->keys() <= std::min(last_key, kKeyTile);
+    first_tile_ = keys.begin;
+    sum_delta_ = keys.begin == needed.begin && visible.end <= std::min(range.end, keys.begin + kKeyTile);
     std::fill(delta_, delta_ + lanes_, A(0));
     if (!sum_delta_) {
       if (again)
-        for (int64_t first = 0; first < mask_->keys(); first += kKeyTile)
-          find_weights(first, std::min(kKeyTile, mask_->keys() - first), Pass::kSum);
+        for (int64_t first = visible.begin; first < visible.end; first += kKeyTile)
+          find_weights(first, std::min(kKeyTile, visible.end - first), Pass::kSum);
       else
         load_delta();
       take_off_grad_logsumexp();
     }
-    return end;
+    return keys;
   }
 
   // Finds the weights (after dropout) and the gradients of the scores of a tile, the two that are read below; returns how
   // many keys there are left of `keys`.
   int64_t find(int64_t first_key, int64_t keys) {
-    // Its keys are all there are, and give delta too.
-    const bool only_tile = sum_delta_ && first_key == 0;
+    // All keys that a query sees are in it, and give delta too.
+    const bool only_tile = sum_delta_ && first_key == first_tile_;
     keys = find_weights(first_key, keys, only_tile ? Pass::kSum : Pass::kOnly);
     if (!only_tile) return keys;
     take_off_grad_logsumexp();
@@ -132,8 +134,9 @@ class ScoreGradients {
   void sum_again() {
     std::fill(logsumexp_, logsumexp_ + queries_, kBlocked<A>);
     std::fill(rest_, rest_ + lanes_, A(0));
-    for (int64_t first = 0; first < mask_->keys(); first += kKeyTile) {
-      const int64_t keys = mask_->load(first, std::min(kKeyTile, mask_->keys() - first), weights_);
+    const Range visible = mask_->keys();
+    for (int64_t first = visible.begin; first < visible.end; first += kKeyTile) {
+      const int64_t keys = mask_->load(first, std::min(kKeyTile, visible.end - first), weights_);
       if (keys == 0) continue;
       find_scores(first, keys);
       for (int64_t i = 0; i < queries_; ++i) {
@@ -323,7 +326,7 @@ class ScoreGradients {
   const AttentionProblem<T, A>& problem_;
   int64_t b_;
   A rescale_;
-  int64_t h_ = 0, kv_head_ = 0, first_query_ = 0, queries_ = 0, lanes_ = 0;
+  int64_t h_ = 0, kv_head_ = 0, first_query_ = 0, queries_ = 0, lanes_ = 0, first_tile_ = 0;
   bool uniform_rows_ = false, has_large_ = false, sum_delta_ = false;
   A *query_lanes_, *grad_out_lanes_, *weights_, *grads_, *staged_, *key_addend_;
   Rows<E> q_, grad_out_;

@@ -26,18 +26,19 @@ class BlockMask {
             A* key_addend)
       : problem_(problem), b_(b), h_(h), first_query_(first_query), queries_(queries),
         lanes_(round_up(queries, kLanes<A>)), key_addend_(key_addend) {
-    smallest_limit_ = problem.Lk;
     for (int64_t i = 0; i < queries; ++i) {
-      const int64_t limit = key_limit(problem, b, first_query + i);
-      limits_[i] = limit;
-      smallest_limit_ = std::min(smallest_limit_, limit);
-      keys_ = std::max(keys_, limit);
+      const Range keys = visible_keys(problem, b, first_query + i);
+      begins_[i] = keys.begin, ends_[i] = keys.end;
+      visible_ = visible_.hull(keys);
+      visible_to_all_ = visible_to_all_.intersection(keys);
     }
-    for (int64_t i = queries; i < lanes_; ++i) limits_[i] = keys_;
+    visible_ = visible_.from_multiple(kKeyStep);
+    for (int64_t i = queries; i < lanes_; ++i) begins_[i] = visible_.begin, ends_[i] = visible_.end;
   }
 
-  // Keys at or past this are blocked for every query of the block.
-  int64_t keys() const { return keys_; }
+  // The keys that some query of the block may see by lengths and diagonals, from a multiple of kKeyStep on: where its tiles
+  // lie.
+  Range keys() const { return visible_; }
 
   // Prepares the tile of keys [first_key, first_key + keys) and of what will be its scores, (keys, lanes); returns how
   // many keys are left when those blocked for every query are cut off the end.
@@ -59,24 +60,32 @@ class BlockMask {
       multiply(keys, lanes_, problem_.D, key_rows, queries, Masked<A>{problem_.scale}, scores, lanes_);
     else
       multiply(keys, lanes_, problem_.D, key_rows, queries, Scaled<A>{problem_.scale}, scores, lanes_);
-    apply_keys_and_limits(keys, scores);
+    apply_keys_and_bounds(keys, scores);
   }
 
   // Whether load() left addends in the place of the scores, for each pair of key and query; else it left that alone.
   bool has_pairs() const { return has_pairs_; }
 
-  // What the mask and the bias hold for a key alone, and lengths and the look-ahead.
-  void apply_keys_and_limits(int64_t keys, A* scores) const {
-    const int64_t first_row = has_keys_ ? 0 : std::max<int64_t>(0, smallest_limit_ - first_key_);
-    if (first_row >= keys) return;
+  // What the mask and the bias hold for a key alone, and where the keys of each query begin and end.
+  void apply_keys_and_bounds(int64_t keys, A* scores) const {
+    const int64_t first_row = has_keys_ ? 0 : std::max<int64_t>(0, visible_to_all_.end - first_key_);
+    const int64_t begun =
+        std::min(keys, visible_to_all_.begin - first_key_);  // from this row on all queries have begun
+    if (first_row >= keys && begun <= 0) return;
     for (int64_t lane = 0; lane < lanes_; lane += kLanes<A>) {
-      IntegerVector<A> limits;
-      std::memcpy(&limits, limits_ + lane, sizeof(limits));
+      IntegerVector<A> begins, ends;
+      std::memcpy(&begins, begins_ + lane, sizeof(begins));
+      std::memcpy(&ends, ends_ + lane, sizeof(ends));
       for (int64_t row = first_row; row < keys; ++row) {
         const Vector<A> addend = broadcast(has_keys_ ? key_addend_[row] : A(0));
-        const auto blocked = (addend == kBlocked<A>) | (limits <= static_cast<IntegerLane<A>>(first_key_ + row));
+        const auto blocked = (addend == kBlocked<A>) | (ends <= static_cast<IntegerLane<A>>(first_key_ + row));
         A* score = scores + row * lanes_ + lane;
         narrow(score, blocked ? broadcast(kBlocked<A>) : widen(score) + addend);
+      }
+      for (int64_t row = 0; row < begun; ++row) {
+        A* score = scores + row * lanes_ + lane;
+        const auto blocked = begins > static_cast<IntegerLane<A>>(first_key_ + row);
+        narrow(score, blocked ? broadcast(kBlocked<A>) : widen(score));
       }
     }
   }
@@ -157,9 +166,10 @@ class BlockMask {
   const AttentionProblem<T, A>& problem_;
   int64_t b_, h_, first_query_, queries_, lanes_;
   A* key_addend_;
-  int64_t first_key_ = 0, smallest_limit_, keys_ = 0;
+  int64_t first_key_ = 0;
+  Range visible_, visible_to_all_{0, std::numeric_limits<int64_t>::max()};
   bool has_keys_ = false, has_pairs_ = false;
-  IntegerLane<A> limits_[kQueryTile];
+  IntegerLane<A> begins_[kQueryTile], ends_[kQueryTile];
 };
 
 }  // namespace

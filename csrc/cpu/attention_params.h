@@ -8,7 +8,9 @@
 namespace transformer_fast {
 
 constexpr int64_t kQueryTile = 64;
-constexpr int64_t kKeyTile = 128;                  // a multiple of 32, the keys of four Philox calls
+constexpr int64_t kKeyTile = 128;
+constexpr int64_t kKeyStep = 32;  // tiles of keys start at multiples of it: the keys of four Philox calls
+constexpr int64_t kNoDiagonal = int64_t{1} << 48;  // lies outside of every mask
 constexpr int64_t kMostStored = int64_t{1} << 26;  // weights or gradients of scores in memory; past that, found again
 constexpr int64_t kFewQueries = 2;  // up to here a call goes row by row (attention_rows.h) and makes no tile of scores
 
@@ -46,6 +48,21 @@ struct Bias {
   }
 };
 
+// Indices begin .. end - 1.
+struct Range {
+  int64_t begin = 0, end = 0;
+
+  bool empty() const { return begin >= end; }
+  Range intersection(Range other) const { return {std::max(begin, other.begin), std::min(end, other.end)}; }
+  // The smallest range that holds both.
+  Range hull(Range other) const {
+    if (empty() || other.empty()) return empty() ? other : *this;
+    return {std::min(begin, other.begin), std::max(end, other.end)};
+  }
+  // From the last multiple of `step` on that is not behind the beginning.
+  Range from_multiple(int64_t step) const { return {begin / step * step, end}; }
+};
+
 // A call. T is the tensors' dtype, A that of the arithmetic.
 template <typename T, typename A>
 struct AttentionProblem {
@@ -55,13 +72,12 @@ struct AttentionProblem {
   View<const T> q, k, v;
   View<const bool> keep, key_keep;
   Bias<T, A> bias;
-  View<const int32_t> lengths;  // (B, 1, Lq|1, 1)
-  bool causal;
-  int64_t causal_offset;
-  A scale;
-  double dropout_p;
-  int64_t seed;
-  bool zero_empty_rows;
+  View<const int32_t> lengths;                        // (B, 1, Lq|1, 1)
+  int64_t lower = -kNoDiagonal, upper = kNoDiagonal;  // query i sees keys from i + lower to i + upper
+  bool bottom_right = false;                          // the diagonals end at the last query and the last of its keys
+  A scale = 1;
+  DropoutParams dropout = {0, 0};
+  bool zero_empty_rows = false;
   int64_t first_batch = 0;  // what dropout counts batches from
   // A paged cache: key j of batch entry b is row j % page_size of page pages[b * pages_stride + j / page_size], and the
   // first stride of k and v is that of a page. Forward of few queries only.
@@ -69,13 +85,14 @@ struct AttentionProblem {
   int64_t pages_stride = 0, page_size = 0;
 };
 
-// Keys at or past this are blocked for query i of batch entry b by its length and the look-ahead.
+// The keys that query i of batch entry b may see by its length and the diagonals; {0, 0} if there is none.
 template <typename T, typename A>
-int64_t key_limit(const AttentionProblem<T, A>& problem, int64_t b, int64_t i) {
-  int64_t limit = problem.Lk;
-  if (problem.lengths.data) limit = std::min<int64_t>(limit, *problem.lengths.at(b, 0, i));
-  if (problem.causal) limit = std::min(limit, std::max<int64_t>(0, i + 1 + problem.causal_offset));
-  return limit;
+Range visible_keys(const AttentionProblem<T, A>& problem, int64_t b, int64_t i) {
+  int64_t length = problem.Lk;
+  if (problem.lengths.data) length = std::min<int64_t>(length, *problem.lengths.at(b, 0, i));
+  const int64_t own = problem.bottom_right ? i + length - problem.Lq : i;
+  const Range keys{std::max<int64_t>(0, own + problem.lower), std::min(length, own + problem.upper + 1)};
+  return keys.empty() ? Range{} : keys;
 }
 
 // Weights that a forward keeps for its backward, in the tiles that both work on: for each block of queries and each key
@@ -108,7 +125,7 @@ struct AttentionForward {
   AttentionProblem<T, A> problem;
   View<T> out;
   View<A> logsumexp;
-  KeptWeights<T, A> kept = {};  // not with dropout, not for few queries
+  KeptWeights<T, A> kept = {};  // not with dropout or a lower diagonal, not for few queries
 };
 
 template <typename T, typename A>

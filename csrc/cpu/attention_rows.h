@@ -126,8 +126,8 @@ class QueryRows {
   int64_t count() const { return group_ * problem_.Lq; }
   int64_t head(int64_t row) const { return kv_head_ * group_ + row / problem_.Lq; }
   int64_t position(int64_t row) const { return row % problem_.Lq; }
-  // Keys at or past this are blocked for the row.
-  int64_t limit(int64_t row) const { return key_limit(problem_, b_, position(row)); }
+  // The keys that the row may see by its length and the diagonals.
+  Range visible(int64_t row) const { return visible_keys(problem_, b_, position(row)); }
 
   // Where key `first` and its value lie, and how many of `count` lie behind it at one stride.
   int64_t find_keys(int64_t first, int64_t count, const T** k, const T** v) const {
@@ -156,11 +156,15 @@ class QueryRows {
       multiply_rows<true>(k, p.k.row_stride(), count, p.D, query, p.scale, scores, Ahead<T>{ahead, p.v.row_stride()});
     else
       multiply_rows(k, p.k.row_stride(), count, p.D, query, p.scale, scores);
-    const int64_t h = head(row), i = position(row), end = std::clamp<int64_t>(limit(row) - first, 0, count);
+    const int64_t h = head(row), i = position(row);
+    const Range keys = visible(row);
+    const int64_t begin = std::clamp<int64_t>(keys.begin - first, 0, count);
+    const int64_t end = std::clamp<int64_t>(keys.end - first, 0, count);
+    std::fill(scores, scores + begin, kBlocked<A>);
     std::fill(scores + end, scores + round_up(count, kW), kBlocked<A>);
     if (p.bias) {
       const auto bias = p.bias.from(b_, h, i, first);
-      for (int64_t j = 0; j < end; ++j) {
+      for (int64_t j = begin; j < end; ++j) {
         const A added = bias.at(0, j);
         scores[j] = added == kBlocked<A> ? added : scores[j] + added;
       }
@@ -168,7 +172,7 @@ class QueryRows {
     for (const auto* mask : {&p.keep, &p.key_keep}) {
       if (!mask->data) continue;
       const bool* kept = mask->at(b_, h, i) + first * mask->column_stride();
-      for (int64_t j = 0; j < end; ++j)
+      for (int64_t j = begin; j < end; ++j)
         if (!kept[j * mask->column_stride()]) scores[j] = kBlocked<A>;
     }
   }

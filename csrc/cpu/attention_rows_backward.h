@@ -15,7 +15,7 @@ class RowsBackward {
 
   RowsBackward(const AttentionBackward<T, A>& call, int64_t b, int64_t kv_head)
       : call_(call), problem_(call.problem), rows_(problem_, b, kv_head), b_(b), kv_head_(kv_head),
-        width_(round_up(problem_.D, kW)), rescale_(static_cast<A>(DropoutRate(problem_.dropout_p).scale)) {
+        width_(round_up(problem_.D, kW)), rescale_(static_cast<A>(DropoutRate(problem_.dropout.p).scale)) {
     const int64_t rows = rows_.count() * width_, keys = kRowKeys * width_;
     const int64_t sizes[] = {rows, rows, rows, rows, rows, rows_.count() * kNumbers, kRowKeys, kRowKeys, keys, keys};
     A* buffers[std::size(sizes)];
@@ -26,21 +26,22 @@ class RowsBackward {
       *buffer = *next++;
   }
 
-  // Of keys first_key .. last_key - 1. The gradient of q goes to `partial_q` (rows, D) if they are not all keys.
-  void run(int64_t first_key, int64_t last_key, A* partial_q) {
-    int64_t end = 0;
-    for (int64_t row = 0; row < rows_.count(); ++row) end = std::max(end, load(row));
-    end = std::min(end, last_key);
-    const bool all_at_once = first_key == 0 && end <= std::min(last_key, kRowKeys);
+  // Of a range of keys. The gradient of q goes to `partial_q` (rows, D) if they are not all keys.
+  void run(Range range, A* partial_q) {
+    Range needed;
+    for (int64_t row = 0; row < rows_.count(); ++row) needed = needed.hull(load(row));
+    needed = needed.from_multiple(kRowKeys);
+    const bool all_at_once = range.begin <= needed.begin && needed.end <= std::min(range.end, needed.begin + kRowKeys);
     if (!all_at_once)
       for (int64_t row = 0; row < rows_.count(); ++row) load_delta(row);
-    for (int64_t first = first_key; first < last_key; first += kRowKeys) {
-      const int64_t keys = std::min(kRowKeys, last_key - first);
+    for (int64_t first = range.begin; first < range.end; first += kRowKeys) {
+      const int64_t keys = std::min(kRowKeys, range.end - first);
+      // A chunk lies in front of what is needed, or none of it does.
+      const int64_t some = first < needed.begin ? 0 : std::clamp<int64_t>(needed.end - first, 0, keys);
       const auto &grad_k = call_.grad_k, &grad_v = call_.grad_v;
       T* const grad_keys = grad_k.at(b_, kv_head_, first);
       T* const grad_values = grad_v.at(b_, kv_head_, first);
       if (rows_.count() == 1) {  // then there is nothing to sum
-        const int64_t some = std::clamp<int64_t>(end - first, 0, keys);
         if (some > 0) find_gradients(0, first, some, all_at_once);
         std::fill(weights_ + some, weights_ + keys, A(0));
         std::fill(grads_ + some, grads_ + keys, A(0));
@@ -50,8 +51,7 @@ class RowsBackward {
       }
       std::fill(grad_k_, grad_k_ + keys * width_, A(0));
       std::fill(grad_v_, grad_v_ + keys * width_, A(0));
-      for (int64_t row = 0; row < rows_.count() && first < end; ++row) {
-        const int64_t some = std::min(keys, end - first);
+      for (int64_t row = 0; row < rows_.count() && some > 0; ++row) {
         find_gradients(row, first, some, all_at_once);
         add_outer_product(weights_, grad_out_ + row * width_, some, width_, grad_v_);
         add_outer_product(grads_, q_ + row * width_, some, width_, grad_k_);
@@ -73,8 +73,8 @@ class RowsBackward {
 
   A& number(int64_t row, Number which) { return numbers_[row * kNumbers + which]; }
 
-  // Returns how many keys the row needs: all of them where none is allowed and all weigh the same.
-  int64_t load(int64_t row) {
+  // Returns which keys the row needs: all of them where none is allowed and all weigh the same.
+  Range load(int64_t row) {
     const int64_t h = rows_.head(row), i = rows_.position(row), D = problem_.D;
     const T* q = problem_.q.at(b_, h, i);
     const T* grad_out = call_.grad_out.at(b_, h, i);
@@ -91,15 +91,16 @@ class RowsBackward {
     if (is_large(number(row, kLogsumexp))) sum_again(row);
     const bool uniform = number(row, kLogsumexp) == kBlocked<A> && !problem_.zero_empty_rows;
     number(row, kUniform) = uniform ? A(1) / static_cast<A>(problem_.Lk) : A(0);
-    return uniform ? problem_.Lk : rows_.limit(row);
+    return uniform ? Range{0, problem_.Lk} : rows_.visible(row);
   }
 
   // The logsumexp in two numbers, the maximum and the rest, from all scores.
   void sum_again(int64_t row) {
     A maximum = kBlocked<A>, sum = 0;
-    for (int64_t first = 0; first < rows_.limit(row); first += kRowKeys) {
+    const Range visible = rows_.visible(row);
+    for (int64_t first = visible.from_multiple(kRowKeys).begin; first < visible.end; first += kRowKeys) {
       const T *k, *v;
-      const int64_t keys = rows_.find_keys(first, std::min(kRowKeys, rows_.limit(row) - first), &k, &v);
+      const int64_t keys = rows_.find_keys(first, std::min(kRowKeys, visible.end - first), &k, &v);
       rows_.find_scores(row, q_operands_ + row * width_, k, first, keys, weights_);
       const A highest = std::max(maximum, *std::max_element(weights_, weights_ + keys));
       if (highest == kBlocked<A>) continue;
@@ -128,9 +129,9 @@ class RowsBackward {
     rows_.find_scores(row, q_operands_ + row * width_, k, first, keys, weights_);
     multiply_rows(v, p.v.row_stride(), keys, p.D, grad_operands_ + row * width_, A(1), grads_);
     uint16_t draws[kRowKeys];
-    if (p.dropout_p > 0) {
+    if (p.dropout.p > 0) {
       rows_.draw(row, first, keys, draws);
-      drop(draws, DropoutRate(p.dropout_p), keys, rescale_, grads_);
+      drop(draws, DropoutRate(p.dropout.p), keys, rescale_, grads_);
     }
     Vector<A> products{};
     for (int64_t j = 0; j < keys; j += kW) {
@@ -149,7 +150,7 @@ class RowsBackward {
       narrow(grads_ + j, (weight == 0) | (broadcast(uniform) > 0) ? Vector<A>{} : grad);
     }
     std::fill(weights_ + keys, weights_ + round_up(keys, kW), A(0));
-    if (p.dropout_p > 0) drop(draws, DropoutRate(p.dropout_p), keys, rescale_, weights_);
+    if (p.dropout.p > 0) drop(draws, DropoutRate(p.dropout.p), keys, rescale_, weights_);
     add_rows(grads_, k, p.k.row_stride(), keys, p.D, grad_q_ + row * width_);
   }
 

@@ -31,18 +31,19 @@ class RowsForward {
     std::tie(queries_, parts_, weights_) = std::tie(buffers[0], buffers[1], buffers[2]);
   }
 
-  // Of keys first_key .. last_key - 1. Into `parts` if they are not all keys, else finished.
-  void run(int64_t first_key, int64_t last_key, A* parts) {
+  // Of `count` keys from number `offset` of those on that some row sees. Into `parts` if they are not all, else finished.
+  void run(int64_t offset, int64_t count, A* parts) {
     A* storage = parts ? parts : parts_;
-    int64_t end = 0;
+    Range visible;
     for (int64_t row = 0; row < rows_.count(); ++row) {
       copy_operands(problem_.q.at(b_, rows_.head(row), rows_.position(row)), problem_.D, queries_ + row * width_);
       const RowPart<A> part(storage, row, width_);
       std::fill(part.sum, part.sum + width_, A(0));
       *part.maximum = kBlocked<A>, *part.total = 0;
-      end = std::max(end, rows_.limit(row));
+      visible = visible.hull(rows_.visible(row));
     }
-    end = std::min(end, last_key);
+    const int64_t first_key = visible.from_multiple(kRowKeys).begin + offset;
+    const int64_t end = std::min(visible.end, first_key + count);
     for (int64_t first = first_key; first < end;) {
       const T *k, *v;
       const int64_t keys = rows_.find_keys(first, std::min(kRowKeys, end - first), &k, &v);
@@ -107,17 +108,17 @@ class RowsForward {
   }
 
   void drop_weights(int64_t row, int64_t first, int64_t keys) {
-    if (problem_.dropout_p == 0) return;
+    if (problem_.dropout.p == 0) return;
     uint16_t draws[kRowKeys];
     rows_.draw(row, first, keys, draws);
-    drop(draws, DropoutRate(problem_.dropout_p), keys, A(1), weights_);
+    drop(draws, DropoutRate(problem_.dropout.p), keys, A(1), weights_);
   }
 
   void finish(int64_t row, RowPart<A> part) {
     const int64_t h = rows_.head(row), i = rows_.position(row);
     *call_.logsumexp.at(b_, h, i) = *part.total == 0 ? kBlocked<A> : *part.maximum + std::log(*part.total);
     if (*part.total == 0 && !problem_.zero_empty_rows) add_all_values(row, part);
-    const A rescale = problem_.dropout_p > 0 ? static_cast<A>(DropoutRate(problem_.dropout_p).scale) : A(1);
+    const A rescale = problem_.dropout.p > 0 ? static_cast<A>(DropoutRate(problem_.dropout.p).scale) : A(1);
     const A factor = *part.total == 0 ? A(0) : rescale / *part.total;
     T* out = call_.out.at(b_, h, i);
     for (int64_t d = 0; d < problem_.D; d += kW)

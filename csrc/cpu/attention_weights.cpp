@@ -20,7 +20,7 @@ class WeightsBlock {
     A* buffers[std::size(sizes)];
     Workspace<A>::of_this_thread().divide(sizes, buffers);
     std::tie(query_lanes_, staged_, key_addend_, scores_) = std::tie(buffers[0], buffers[1], buffers[2], buffers[3]);
-    if (problem.dropout_p > 0) dropout_.emplace(problem, b, h);
+    if (problem.dropout.p > 0) dropout_.emplace(problem, b, h);
   }
 
   // Writes the rows of the block, Lk elements each.
@@ -49,17 +49,19 @@ class WeightsBlock {
       query =
           load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D, reinterpret_cast<E*>(query_lanes_));
     BlockMask<T, A> mask(p, b_, h_, first_query_, queries_, key_addend_);
-    for (int64_t first = 0; first < p.Lk; first += kKeyTile) {
+    const Range visible = mask.keys();
+    std::fill(scores_, scores_ + visible.begin * lanes_, kBlocked<A>);
+    std::fill(scores_ + visible.end * lanes_, scores_ + p.Lk * lanes_, kBlocked<A>);
+    for (int64_t first = visible.begin; first < visible.end; first += kKeyTile) {
       A* scores = scores_ + first * lanes_;
-      const int64_t limit = std::clamp<int64_t>(mask.keys() - first, 0, kKeyTile);
-      const int64_t keys = limit > 0 ? mask.load(first, limit, scores) : 0;
-      std::fill(scores + keys * lanes_, scores + std::min(kKeyTile, p.Lk - first) * lanes_, kBlocked<A>);
+      const int64_t loaded = std::min(kKeyTile, visible.end - first), keys = mask.load(first, loaded, scores);
+      std::fill(scores + keys * lanes_, scores + loaded * lanes_, kBlocked<A>);
       if (keys == 0) continue;
       const T* k = p.k.at(b_, h_ / (p.H / p.Hkv), first);
       if (few) {
         if (!mask.has_pairs()) std::fill(scores, scores + keys * lanes_, A(0));
         multiply_queries(k, keys, scores);
-        mask.apply_keys_and_limits(keys, scores);
+        mask.apply_keys_and_bounds(keys, scores);
         continue;
       }
       const Matrix<E> factors = load_factors(k, p.k.row_stride(), keys, p.D, reinterpret_cast<E*>(staged_));

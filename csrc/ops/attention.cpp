@@ -4,7 +4,6 @@
 
 #include "../triton/attention.h"
 #include "../triton/python_function.h"
-#include "attention_op.h"
 #include "node.h"
 #include "operator.h"
 
@@ -26,90 +25,65 @@ using torch::autograd::variable_list;
 using TwoTensors = std::tuple<Tensor, Tensor>;
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 
-const std::string kPadded =
-    "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, int? causal, float scale, float dropout_p, "
-    "Tensor? seed, bool zero_empty_rows, str backend";
-const std::string kPacked =
-    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, bool causal, float scale, float dropout_p, "
-    "Tensor? seed, bool zero_empty_rows, str backend";
-const std::string kForwardInputs = "Tensor q, Tensor k, Tensor v, ";
+const std::string kMask = "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, ";
+const std::string kSequences = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, ";
+const std::string kOptions =
+    "int? causal, int? window, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows, str backend)";
+const std::string kForwardInputs = "(Tensor q, Tensor k, Tensor v, ";
 const std::string kBackwardInputs =
-    "Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? grad_logsumexp, ";
-const std::string kWeightsInputs = "Tensor q, Tensor k, Tensor? logsumexp, ";
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? grad_logsumexp, ";
+const std::string kWeightsInputs = "(Tensor q, Tensor k, Tensor? logsumexp, ";
 const std::string kForwardResults = " -> (Tensor out, Tensor logsumexp)";
 const std::string kBackwardResults = " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)";
 
+// What an op of padded batches takes between its inputs and its options, and what one of packed batches takes there.
+void set_keys(AttentionParams& params, const OptionalTensor& keep, const OptionalTensor& key_keep,
+              const OptionalTensor& lengths, const OptionalTensor& bias) {
+  params.keep = keep, params.key_keep = key_keep, params.lengths = lengths, params.bias = bias;
+}
+void set_keys(AttentionParams& params, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, c10::SymInt max_q,
+              c10::SymInt max_k) {
+  params.packed = {cu_seqlens_q, cu_seqlens_k, std::move(max_q), std::move(max_k)};
+}
+
 // The functions below take the schema's arguments after their inputs as one, first; these are they with flat arguments.
-template <auto function>
-struct Padded;
-template <typename Result, typename... Inputs, Result (*function)(const AttentionParams&, Inputs...)>
-struct Padded<function> {
-  static Result call(Inputs... inputs, const OptionalTensor& keep, const OptionalTensor& key_keep,
-                     const OptionalTensor& lengths, const OptionalTensor& bias, std::optional<int64_t> causal,
+template <auto function, typename... Keys>
+struct Flat;
+template <typename Result, typename... Inputs, Result (*function)(const AttentionParams&, Inputs...), typename... Keys>
+struct Flat<function, Keys...> {
+  static Result call(Inputs... inputs, Keys... keys, std::optional<int64_t> causal, std::optional<int64_t> window,
                      double scale, double dropout_p, const OptionalTensor& seed, bool zero_empty_rows,
                      std::string_view backend) {
-    return function({keep,
-                     key_keep,
-                     lengths,
-                     bias,
-                     causal,
-                     scale,
-                     dropout_p,
-                     seed,
-                     std::nullopt,
-                     zero_empty_rows,
-                     std::string(backend),
-                     {}},
-                    inputs...);
-  }
-};
-
-template <auto function>
-struct Packed;
-template <typename Result, typename... Inputs, Result (*function)(const AttentionParams&, Inputs...)>
-struct Packed<function> {
-  static Result call(Inputs... inputs, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, c10::SymInt max_q,
-                     c10::SymInt max_k, bool causal, double scale, double dropout_p, const OptionalTensor& seed,
-                     bool zero_empty_rows, std::string_view backend) {
     AttentionParams params;
-    if (causal) params.causal = 0;
-    params.scale = scale, params.dropout_p = dropout_p, params.seed = seed, params.zero_empty_rows = zero_empty_rows;
-    params.backend = backend;
-    params.packed = {cu_seqlens_q, cu_seqlens_k, std::move(max_q), std::move(max_k)};
+    set_keys(params, std::move(keys)...);
+    params.causal = causal, params.window = window, params.scale = scale, params.dropout_p = dropout_p;
+    params.seed = seed, params.zero_empty_rows = zero_empty_rows, params.backend = backend;
     return function(params, inputs...);
   }
 };
+template <auto function>
+using Padded =
+    Flat<function, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&>;
+template <auto function>
+using Packed = Flat<function, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt>;
 
 TwoTensors forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v);
 ThreeTensors backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
                       const Tensor& v, const Tensor& out, const Tensor& logsumexp,
                       const OptionalTensor& grad_logsumexp);
 
-// Calls an op by the dispatcher.
+// Calls an op by the dispatcher: the one of packed batches for such a batch.
 template <auto function, typename... Inputs>
-auto dispatch(const char* name, const AttentionParams& p, const Inputs&... inputs) {
+auto dispatch(const char* name, const char* packed_name, const AttentionParams& p, const Inputs&... inputs) {
+  const auto call = [&](const auto& op, const auto&... keys) {
+    return op(inputs..., keys..., p.causal, p.window, p.scale, p.dropout_p, p.seed, p.zero_empty_rows, p.backend);
+  };
+  if (p.is_packed()) {
+    static const Operator<std::remove_pointer_t<decltype(&Packed<function>::call)>> op(packed_name);
+    return call(op, *p.packed.cu_seqlens_q, *p.packed.cu_seqlens_k, p.packed.max_q, p.packed.max_k);
+  }
   static const Operator<std::remove_pointer_t<decltype(&Padded<function>::call)>> op(name);
-  return op(inputs..., p.keep, p.key_keep, p.lengths, p.bias, p.causal, p.scale, p.dropout_p, p.seed, p.zero_empty_rows,
-            p.backend);
-}
-
-template <auto function, typename... Inputs>
-auto dispatch_packed(const char* name, const AttentionParams& p, const Inputs&... inputs) {
-  static const Operator<std::remove_pointer_t<decltype(&Packed<function>::call)>> op(name);
-  return op(inputs..., *p.packed.cu_seqlens_q, *p.packed.cu_seqlens_k, p.packed.max_q, p.packed.max_k,
-            p.causal.has_value(), p.scale, p.dropout_p, p.seed, p.zero_empty_rows, p.backend);
-}
-
-template <typename... Inputs>
-auto dispatch_forward(const AttentionParams& params, const Inputs&... inputs) {
-  return params.is_packed() ? dispatch_packed<forward>("attention_packed", params, inputs...)
-                            : dispatch<forward>("attention", params, inputs...);
-}
-
-template <typename... Inputs>
-auto dispatch_backward(const AttentionParams& params, const Inputs&... inputs) {
-  return params.is_packed() ? dispatch_packed<backward>("attention_packed_backward", params, inputs...)
-                            : dispatch<backward>("attention_backward", params, inputs...);
+  return call(op, p.keep, p.key_keep, p.lengths, p.bias);
 }
 
 AttentionResult compute(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -207,10 +181,11 @@ struct Attention {
     variable_list gradients(4);
     if (needs[0] || needs[1] || needs[2])
       std::tie(gradients[0], gradients[1], gradients[2]) =
-          dispatch_backward(params, grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp);
+          dispatch<attention_op::backward>("attention_backward", "attention_packed_backward", params, grad_out, q, k, v,
+                                           result.out, result.logsumexp, grad_logsumexp);
     if (needs[3])
-      gradients[3] = dispatch<grad_bias>("attention_grad_bias", params, grad_out, q, k, v, result.out, result.logsumexp,
-                                         grad_logsumexp);
+      gradients[3] = dispatch<grad_bias>("attention_grad_bias", nullptr, params, grad_out, q, k, v, result.out,
+                                         result.logsumexp, grad_logsumexp);
     return gradients;
   }
 };
@@ -226,7 +201,7 @@ AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& par
     if (direct)
       result = compute(params, q, k, v, records);
     else
-      std::tie(result.out, result.logsumexp) = dispatch_forward(params, q, k, v);
+      std::tie(result.out, result.logsumexp) = dispatch<forward>("attention", "attention_packed", params, q, k, v);
   }
   if (!records) return result;
   eager::OpNode<Attention>::Saved saved = {q, k, v};
@@ -261,9 +236,8 @@ struct AttentionWeights {
     static const PythonFunction function("transformer_fast.ops.attention", "weights_gradients");
     const AttentionParams p = options.with(&saved[2]);
     const py::gil_scoped_acquire gil;
-    py::dict keywords = keywords_of(p);
-    keywords["needed"] = py::make_tuple(needs[0], needs[1], needs[2]);
-    const auto gradients = PythonFunction::unpacked<3>(function.call(keywords, grads[0], saved[0], saved[1]));
+    const py::object needed = py::make_tuple(needs[0], needs[1], needs[2]);
+    const auto gradients = function.tensors<3>(grads[0], saved[0], saved[1], python_params(p), needed);
     return {gradients.begin(), gradients.end()};
   }
 };
@@ -273,7 +247,7 @@ Tensor weights_autograd(const AttentionParams& params, const Tensor& q, const Te
   Tensor result;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    result = dispatch<weights>("attention_weights", params, q, k, logsumexp);
+    result = dispatch<weights>("attention_weights", nullptr, params, q, k, logsumexp);
   }
   if (!needs_gradient(q, k, params.bias)) return result;
   eager::OpNode<AttentionWeights>::Saved saved = {q, k};
@@ -286,14 +260,15 @@ Tensor weights_autograd(const AttentionParams& params, const Tensor& q, const Te
 template <c10::DeviceType device>
 TwoTensors forward_autocast(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
   const NoAutocast<device> no_autocast;
-  return dispatch_forward(params, autocast<device>(q), autocast<device>(k), autocast<device>(v));
+  return dispatch<forward>("attention", "attention_packed", params, autocast<device>(q), autocast<device>(k),
+                           autocast<device>(v));
 }
 
 template <c10::DeviceType device>
 Tensor weights_autocast(const AttentionParams& params, const Tensor& q, const Tensor& k,
                         const OptionalTensor& logsumexp) {
   const NoAutocast<device> no_autocast;
-  return dispatch<weights>("attention_weights", params, autocast<device>(q), autocast<device>(k), logsumexp);
+  return dispatch<weights>("attention_weights", nullptr, params, autocast<device>(q), autocast<device>(k), logsumexp);
 }
 
 // The functions that serve the forwards of both kinds of batches, and the weights; and those that serve the backwards.
@@ -314,12 +289,13 @@ void implement_backward(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(("attention(" + kForwardInputs + kPadded + ")" + kForwardResults).c_str());
-  m.def(("attention_packed(" + kForwardInputs + kPacked + ")" + kForwardResults).c_str());
-  m.def(("attention_backward(" + kBackwardInputs + kPadded + ")" + kBackwardResults).c_str());
-  m.def(("attention_packed_backward(" + kBackwardInputs + kPacked + ")" + kBackwardResults).c_str());
-  m.def(("attention_grad_bias(" + kBackwardInputs + kPadded + ") -> Tensor").c_str());
-  m.def(("attention_weights(" + kWeightsInputs + kPadded + ") -> Tensor").c_str());
+  const std::string padded = kMask + kOptions, packed = kSequences + kOptions;
+  m.def(("attention" + kForwardInputs + padded + kForwardResults).c_str());
+  m.def(("attention_packed" + kForwardInputs + packed + kForwardResults).c_str());
+  m.def(("attention_backward" + kBackwardInputs + padded + kBackwardResults).c_str());
+  m.def(("attention_packed_backward" + kBackwardInputs + packed + kBackwardResults).c_str());
+  m.def(("attention_grad_bias" + kBackwardInputs + padded + " -> Tensor").c_str());
+  m.def(("attention_weights" + kWeightsInputs + padded + " -> Tensor").c_str());
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {

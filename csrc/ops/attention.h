@@ -25,6 +25,7 @@ struct AttentionParams {
   OptionalTensor lengths;         // int32 (B,) or (B, Lq): how many keys a query sees
   OptionalTensor bias;            // float (B | 1, H | 1, Lq | 1, Lk | 1), added to the scaled scores
   std::optional<int64_t> causal;  // query i sees keys up to i + causal
+  std::optional<int64_t> window;  // ... and from i + window on
   double scale = 1, dropout_p = 0;
   OptionalTensor seed;                // int64 (1,), with dropout
   std::optional<int64_t> seed_value;  // instead of it, for launchers alone
@@ -65,11 +66,6 @@ AttentionGradients attention_packed_backward(const Tensor& grad_out, const Tenso
                                              const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                                              const AttentionParams& params);
 
-// Few new queries q (B, H, Lq, D) against a cache (B, Hkv, S, D), or with a page table, int32 (B, pages of a sequence), one
-// of pages (pages, page_size, Hkv, D). Lengths are int32 (B,).
-AttentionResult attention_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                                 const OptionalTensor& page_table, bool causal, double scale);
-
 // The gradient of the bias alone.
 Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                            const AttentionResult& result, const OptionalTensor& grad_logsumexp,
@@ -77,4 +73,12 @@ Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor
 // (B, H, Lq, Lk), found again from q and k.
 Tensor attention_weights(const Tensor& q, const Tensor& k, const AttentionParams& params);
 
+namespace attention_op {
+
+// The op with its autograd node. `direct`: whether the kernels may be called without the dispatcher; `outputs`: how many of
+// (out, logsumexp) the caller gets.
+AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& params, const Tensor& q, const Tensor& k,
+                         const Tensor& v);
+
+}  // namespace attention_op
 }  // namespace transformer_fast

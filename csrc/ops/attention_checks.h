@@ -5,26 +5,34 @@
 
 #include <ATen/autocast_mode.h>
 
+#include <algorithm>
+#include <cmath>
+
 namespace transformer_fast::eager {
 
-// Of one device, on which autocast changes nothing, and of one type.
-inline bool alike(const Tensor& q, const Tensor& k, const Tensor& v) {
-  return k.device() == q.device() && v.device() == q.device() && k.scalar_type() == q.scalar_type() &&
-         v.scalar_type() == q.scalar_type() && !at::autocast::is_autocast_enabled(q.device().type());
+// Whether q and the keys and values, whose heads are `key_heads`, are of one type and one device, on which autocast changes
+// nothing, and have whole groups of heads and rows of as many columns, which lie side by side.
+inline bool inputs_fit(const Tensor& q, const Tensor& k, const Tensor& v, int64_t key_heads) {
+  for (const Tensor* tensor : {&q, &k, &v})
+    if (tensor->device() != q.device() || tensor->scalar_type() != q.scalar_type() || tensor->size(-1) != q.size(-1) ||
+        tensor->stride(-1) != 1)
+      return false;
+  return v.sizes() == k.sizes() && q.size(-1) > 0 && key_heads > 0 && q.size(1) % key_heads == 0 &&
+         !at::autocast::is_autocast_enabled(q.device().type());
 }
 
 // What the Triton kernels take.
-inline bool launchable(const Tensor& q) {
+inline bool triton_takes(const Tensor& q) {
   constexpr int64_t kLargestHeadDim = 256;
   return q.size(-1) <= kLargestHeadDim && q.scalar_type() != at::kDouble;
 }
 
+inline double default_scale(const Tensor& q) { return 1 / std::sqrt(static_cast<double>(q.size(-1))); }
+
 template <typename T>
 bool all_within(const Tensor& lengths, int64_t most) {
   const T* values = lengths.const_data_ptr<T>();
-  for (int64_t i = 0; i < lengths.numel(); ++i)
-    if (values[i] < 0 || values[i] > most) return false;
-  return true;
+  return std::all_of(values, values + lengths.numel(), [&](T length) { return length >= 0 && length <= most; });
 }
 
 // Contiguous lengths as int32, or nothing where one is outside [0, most], which is looked at on the CPU only.

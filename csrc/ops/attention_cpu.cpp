@@ -10,10 +10,12 @@ Tensor or_undefined(const OptionalTensor& tensor) { return tensor ? *tensor : Te
 OptionalTensor or_none(const Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
 
 // Whether a forward keeps the weights for its backward. To compute them again takes a product and the exponentials, and
-// with an addend for each pair of query and key and nothing dropped, that is more than eager spends on keeping them.
+// with an addend for each pair of query and key and nothing dropped, that is more than eager spends on keeping them. With
+// a window most of them would be zeros.
 bool keeps_weights(const Tensor& q, const Tensor& k, const AttentionParams& params) {
   const OptionalTensor& bias = params.bias;
-  if (!bias || bias->size(2) == 1 || bias->size(3) == 1 || params.dropout_p > 0 || q.size(2) <= kFewQueries)
+  if (!bias || params.window || bias->size(2) == 1 || bias->size(3) == 1 || params.dropout_p > 0 ||
+      q.size(2) <= kFewQueries)
     return false;
   return q.numel() > 0 && q.size(0) * q.size(1) * q.size(2) * k.size(2) <= kMostStored;
 }

@@ -15,105 +15,121 @@
 #include <tuple>
 
 namespace transformer_fast {
-namespace {
-
-// How many keys each query sees, (B, 1, Lq | 1, 1): the look-ahead ends at the last query, which sees all keys.
-Tensor visible_keys(const Tensor& lengths, int64_t Lq, bool causal) {
-  const Tensor all = lengths.view({-1, 1, 1, 1});
-  if (!causal || Lq == 1) return all;
-  return (all + at::arange(1 - Lq, 1, lengths.options()).view({1, 1, -1, 1})).clamp_min_(0);
-}
-
-AttentionResult launch_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                              const OptionalTensor& page_table, bool causal, double scale) {
-  static const PythonFunction launcher("transformer_fast.triton.attention.decode", "attention_decode");
-  const pybind11::gil_scoped_acquire gil;
-  pybind11::dict keywords;
-  keywords["lengths"] = PythonFunction::object(lengths), keywords["page_table"] = PythonFunction::object(page_table);
-  keywords["causal"] = causal, keywords["scale"] = scale;
-  const auto [out, logsumexp] = PythonFunction::unpacked<2>(launcher.call(keywords, q, k_cache, v_cache));
-  return {out, logsumexp, {}, {}};
-}
-
-}  // namespace
-
-AttentionResult attention_decode(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                                 const OptionalTensor& page_table, bool causal, double scale) {
-  const AttentionResult result{at::empty_like(q), empty_statistics(q, q.sizes().slice(0, 3)), {}, {}};
-  if (q.numel() == 0) return result;
-  const Tensor visible = visible_keys(lengths.contiguous(), q.size(2), causal);
-  const Tensor pages = page_table ? page_table->contiguous() : Tensor();
-  // Pages in front, heads next: a cache of either kind is indexed alike.
-  const Tensor k = page_table ? k_cache.transpose(1, 2) : k_cache, v = page_table ? v_cache.transpose(1, 2) : v_cache;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention_decode", [&] {
-    using T = scalar_t;
-    using A = Accumulate<T>;
-    AttentionForward<T, A> call{{}, view<T>(result.out), statistics_view<A>(result.logsumexp)};
-    auto& problem = call.problem;
-    problem.B = q.size(0), problem.H = q.size(1), problem.Hkv = k.size(1), problem.Lq = q.size(2);
-    problem.D = q.size(3), problem.Lk = lengths.max().item<int32_t>();
-    problem.q = view<const T>(q), problem.k = view<const T>(k), problem.v = view<const T>(v);
-    problem.lengths = view<const int32_t>(visible);
-    problem.scale = static_cast<A>(scale), problem.zero_empty_rows = true;
-    if (page_table) {
-      problem.pages = pages.const_data_ptr<int32_t>();
-      problem.pages_stride = pages.size(1), problem.page_size = k_cache.size(1);
-    }
-    kernels().of<T>().attention_forward(call);
-  });
-  return result;
-}
-
 namespace decode_op {
 namespace {
 
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kSchema =
-    "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, bool causal, "
-    "float scale, str backend) -> (Tensor out, Tensor logsumexp)";
+    "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, int? causal, "
+    "int? window, float scale, str backend) -> (Tensor out, Tensor logsumexp)";
+
+// Few new queries q (B, H, Lq, D) against a cache (B, Hkv, S, D), or with a page table, int32 (B, pages of a sequence),
+// against one of pages (pages, page_size, Hkv, D).
+struct DecodeParams {
+  Tensor q, k, v, lengths;  // int32 (B,)
+  OptionalTensor page_table;
+  std::optional<int64_t> causal, window;  // query i sees keys i + lengths[b] - Lq + window .. causal
+  double scale;
+
+  int64_t key_heads() const { return k.size(page_table ? 2 : 1); }
+  int64_t capacity() const { return page_table ? page_table->size(1) * k.size(1) : k.size(2); }
+  // Pages in front, heads next: a cache of either kind is indexed alike.
+  Tensor heads_first(const Tensor& cache) const { return page_table ? cache.transpose(1, 2) : cache; }
+};
+
+TwoTensors launch(const DecodeParams& params) {
+  static const PythonFunction launcher("transformer_fast.triton.attention.decode", "attention_decode");
+  const pybind11::gil_scoped_acquire gil;
+  if (params.q.numel() > 0 && params.k.numel() > 0) {
+    LaunchCall call;
+    call.scalar("attention decode");
+    call.scalar(params.causal);
+    call.scalar(params.window);
+    call.scalar(params.scale);
+    call.input(params.q);
+    call.input(params.heads_first(params.k));
+    call.input(params.heads_first(params.v));
+    call.input(params.lengths);
+    call.input(params.page_table);
+    if (const auto results = LaunchCache::instance().replay(call, 2); !results.empty()) return {results[0], results[1]};
+  }
+  pybind11::dict keywords;
+  keywords["lengths"] = PythonFunction::object(params.lengths);
+  keywords["page_table"] = PythonFunction::object(params.page_table);
+  keywords["causal"] = params.causal, keywords["window"] = params.window, keywords["scale"] = params.scale;
+  const auto [out, logsumexp] = PythonFunction::unpacked<2>(launcher.call(keywords, params.q, params.k, params.v));
+  return {out, logsumexp};
+}
+
+TwoTensors compute(const DecodeParams& params) {
+  const Tensor &q = params.q, k = params.heads_first(params.k), v = params.heads_first(params.v);
+  const Tensor out = at::empty_like(q), logsumexp = empty_statistics(q, q.sizes().slice(0, 3));
+  if (q.numel() == 0) return {out, logsumexp};
+  const Tensor lengths = params.lengths.contiguous(),
+               pages = params.page_table ? params.page_table->contiguous() : Tensor();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention_decode", [&] {
+    using T = scalar_t;
+    using A = Accumulate<T>;
+    AttentionForward<T, A> call{{}, view<T>(out), statistics_view<A>(logsumexp)};
+    auto& problem = call.problem;
+    problem.B = q.size(0), problem.H = q.size(1), problem.Hkv = k.size(1), problem.Lq = q.size(2);
+    problem.D = q.size(3), problem.Lk = lengths.max().item<int32_t>();
+    problem.q = view<const T>(q), problem.k = view<const T>(k), problem.v = view<const T>(v);
+    problem.lengths = view<const int32_t>(lengths.view({-1, 1, 1, 1})), problem.bottom_right = true;
+    set_diagonals(problem, params.causal, params.window);
+    problem.scale = static_cast<A>(params.scale), problem.zero_empty_rows = true;
+    if (pages.defined()) {
+      problem.pages = pages.const_data_ptr<int32_t>();
+      problem.pages_stride = pages.size(1), problem.page_size = params.k.size(1);
+    }
+    kernels().of<T>().attention_forward(call);
+  });
+  return {out, logsumexp};
+}
 
 TwoTensors forward(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                   const OptionalTensor& page_table, bool causal, double scale, std::string_view backend) {
-  const auto compute = is_native(backend) ? attention_decode : launch_decode;
-  const AttentionResult result = compute(q, k_cache, v_cache, lengths, page_table, causal, scale);
-  return {result.out, result.logsumexp};
+                   const OptionalTensor& page_table, std::optional<int64_t> causal, std::optional<int64_t> window,
+                   double scale, std::string_view backend) {
+  return (is_native(backend) ? compute : launch)({q, k_cache, v_cache, lengths, page_table, causal, window, scale});
 }
 
-TwoTensors forward_meta(const Tensor& q, const Tensor& /* k_cache */, const Tensor& /* v_cache */,
-                        const Tensor& /* lengths */, const OptionalTensor& /* page_table */, bool /* causal */,
-                        double /* scale */, std::string_view /* backend */) {
-  return {at::empty_like(q), meta_tensor(q, q.sym_sizes().slice(0, 3), arithmetic_type(q))};
-}
+template <typename Signature>
+struct Layers;
+template <typename... Rest>
+struct Layers<TwoTensors(const Tensor&, const Tensor&, const Tensor&, Rest...)> {
+  static TwoTensors meta(const Tensor& q, const Tensor&, const Tensor&, Rest...) {
+    return {at::empty_like(q), meta_tensor(q, q.sym_sizes().slice(0, 3), arithmetic_type(q))};
+  }
 
-const auto& forward_op() {
-  static const Operator<decltype(forward)> op("attention_decode");
-  return op;
-}
+  static const auto& op() {
+    static const Operator<decltype(forward)> op("attention_decode");
+    return op;
+  }
 
-TwoTensors forward_autograd(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                            const OptionalTensor& page_table, bool causal, double scale, std::string_view backend) {
-  TORCH_CHECK(!eager::needs_gradient(q, k_cache, v_cache),
-              "attention_decode has no gradient: call it under torch.no_grad(), or use transformer_fast.attention");
-  return below_autograd(forward, forward_op(), false, q, k_cache, v_cache, lengths, page_table, causal, scale, backend);
-}
+  static TwoTensors autograd(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, Rest... rest) {
+    TORCH_CHECK(!eager::needs_gradient(q, k_cache, v_cache),
+                "attention_decode has no gradient: call it under torch.no_grad(), or use transformer_fast.attention");
+    return below_autograd(forward, op(), false, q, k_cache, v_cache, rest...);
+  }
 
-template <c10::DeviceType device>
-TwoTensors forward_autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                            const OptionalTensor& page_table, bool causal, double scale, std::string_view backend) {
-  const NoAutocast<device> no_autocast;
-  return forward_op()(autocast<device>(q), autocast<device>(k_cache), autocast<device>(v_cache), lengths, page_table,
-                      causal, scale, backend);
-}
+  template <c10::DeviceType device>
+  static TwoTensors autocast(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, Rest... rest) {
+    const NoAutocast<device> no_autocast;
+    const auto cast = [](const Tensor& tensor) { return transformer_fast::autocast<device>(tensor); };
+    return op()(cast(q), cast(k_cache), cast(v_cache), rest...);
+  }
+};
+using Decode = Layers<decltype(forward)>;
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) { m.def(kSchema); }
 TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) { m.impl("attention_decode", forward); }
-TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) { m.impl("attention_decode", forward_meta); }
-TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) { m.impl("attention_decode", forward_autograd); }
-TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { m.impl("attention_decode", forward_autocast<at::kCPU>); }
-TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { m.impl("attention_decode", forward_autocast<at::kCUDA>); }
+TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) { m.impl("attention_decode", Decode::meta); }
+TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) { m.impl("attention_decode", Decode::autograd); }
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { m.impl("attention_decode", Decode::autocast<at::kCPU>); }
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { m.impl("attention_decode", Decode::autocast<at::kCUDA>); }
 
 }  // namespace decode_op
 
@@ -121,21 +137,11 @@ TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { m.impl("attention_decode
 namespace eager {
 namespace {
 
-struct DecodeCall {
-  Tensor q, k, v, lengths;  // the cache (B, Hkv, S, D), or with a page table (pages, page_size, Hkv, D)
-  OptionalTensor page_table;
-  bool causal;
-  double scale;
+using decode_op::DecodeParams;
 
-  int64_t key_heads() const { return k.size(page_table ? 2 : 1); }
-  int64_t capacity() const { return page_table ? page_table->size(1) * k.size(1) : k.size(2); }
-};
-
-bool shapes_fit(const DecodeCall& call) {
-  const Tensor &q = call.q, &k = call.k, &v = call.v, &lengths = call.lengths;
-  if (q.dim() != 4 || k.dim() != 4 || v.sizes() != k.sizes() || k.size(3) != q.size(3)) return false;
-  if (q.stride(3) != 1 || k.stride(3) != 1 || v.stride(3) != 1) return false;
-  if (call.key_heads() == 0 || q.size(1) % call.key_heads() != 0) return false;
+bool shapes_fit(const DecodeParams& call) {
+  const Tensor &q = call.q, &k = call.k, &lengths = call.lengths;
+  if (q.dim() != 4 || k.dim() != 4 || call.v.dim() != 4 || !inputs_fit(q, k, call.v, call.key_heads())) return false;
   const int64_t B = q.size(0);
   if (lengths.dim() != 1 || lengths.size(0) != B || lengths.device() != q.device()) return false;
   if (!call.page_table) return k.size(0) == B;
@@ -145,7 +151,7 @@ bool shapes_fit(const DecodeCall& call) {
 }
 
 // Whether the pages that hold keys are there, which is looked at on the CPU only.
-bool pages_exist(const DecodeCall& call) {
+bool pages_exist(const DecodeParams& call) {
   if (!call.page_table || !call.page_table->is_cpu()) return true;
   const int64_t pages = call.k.size(0), page_size = call.k.size(1), stride = call.page_table->stride(0);
   const int32_t* const lengths = call.lengths.const_data_ptr<int32_t>();
@@ -156,67 +162,37 @@ bool pages_exist(const DecodeCall& call) {
   return true;
 }
 
-// By the launches of an earlier call like this one; undefined where there was none.
-Tensor launched_again(const DecodeCall& call) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const Tensor& q = call.q;
-  CachedLaunch cached;
-  cached.input(q);
-  for (const Tensor& cache : {call.k, call.v}) cached.input(call.page_table ? cache.transpose(1, 2) : cache);
-  cached.input(call.lengths);
-  cached.input(call.page_table);
-  if (!cached.lookup(py::make_tuple("attention decode", call.causal, call.scale), py::tuple(), q)) return {};
-  const auto [out, logsumexp] = empty_outputs_of(q);
-  cached.output(out.const_data_ptr());
-  cached.output(logsumexp.const_data_ptr());
-  static const PythonFunction division("transformer_fast.triton.attention.decode", "division");
-  const py::tuple divided = division.call(py::dict(), q.size(0), q.size(1), q.size(2), q.size(3), call.key_heads(),
-                                          call.capacity(), q.element_size());
-  const auto parts = py::cast<int64_t>(divided[2]);
-  // sums, peaks and totals: part_buffers of triton/attention/decode.py.
-  const int64_t rows = parts * logsumexp.numel(), peaks = rounded_up(rows * q.size(3)),
-                totals = peaks + rounded_up(rows);
-  const Tensor buffer = parts == 1 ? Tensor() : at::empty({totals + rows}, logsumexp.options());
-  for (const int64_t place : {int64_t{0}, peaks, totals})
-    cached.output(parts == 1 ? nullptr : buffer.const_data_ptr<float>() + place);
-  cached.replay();
-  return out;
-}
-
 }  // namespace
 
-py::object attention_decode(bool launched, py::handle q_, py::handle k_cache, py::handle v_cache, py::handle lengths,
-                            py::handle page_table, py::handle causal, py::handle scale) {
-  Arguments arguments(launched);
-  DecodeCall call{arguments.floating(q_),
-                  arguments.floating(k_cache),
-                  arguments.floating(v_cache),
-                  arguments.tensor(lengths),
-                  arguments.optional_tensor(page_table),
-                  arguments.boolean(causal),
-                  scale.is_none() ? 0 : arguments.number(scale)};
+py::object attention_decode(bool by_triton, py::handle q_, py::handle k_cache, py::handle v_cache, py::handle lengths,
+                            py::handle page_table, py::handle causal, py::handle window, py::handle scale) {
+  Arguments arguments(by_triton);
+  DecodeParams call{arguments.floating(q_),
+                    arguments.floating(k_cache),
+                    arguments.floating(v_cache),
+                    arguments.tensor(lengths),
+                    arguments.optional_tensor(page_table),
+                    arguments.optional_integer(causal),
+                    arguments.optional_integer(window),
+                    scale.is_none() ? 0 : arguments.number(scale)};
   const Tensor& q = call.q;
-  if (!arguments.ok() || !shapes_fit(call) || !alike(q, call.k, call.v)) return py::none();
-  if (needs_gradient(q, call.k, call.v) || (launched && !launchable(q))) return py::none();
+  if (!arguments.ok() || !shapes_fit(call)) return py::none();
+  if (needs_gradient(q, call.k, call.v) || (by_triton && !triton_takes(q))) return py::none();
   const OptionalTensor narrow = int_lengths(call.lengths, call.capacity());
   if (!narrow) return py::none();
   call.lengths = *narrow;
   if (!pages_exist(call)) return py::none();
-  if (scale.is_none()) call.scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
+  if (scale.is_none()) call.scale = default_scale(q);
 
-  if (!launched) {
-    Tensor out;
-    {
-      const py::gil_scoped_release no_gil;
-      const at::AutoDispatchBelowADInplaceOrView below;
-      const auto& [_, k, v, lengths, page_table, causal, scale] = call;
-      out = transformer_fast::attention_decode(q, k, v, lengths, page_table, causal, scale).out;
-    }
-    return wrap(out);
+  Tensor out;
+  if (by_triton) {
+    out = std::get<0>(decode_op::launch(call));
+  } else {
+    const py::gil_scoped_release no_gil;
+    const at::AutoDispatchBelowADInplaceOrView below;
+    out = std::get<0>(decode_op::compute(call));
   }
-  if (q.numel() > 0 && call.k.numel() > 0)
-    if (const Tensor out = launched_again(call); out.defined()) return wrap(out);
-  return wrap(launch_decode(q, call.k, call.v, call.lengths, call.page_table, call.causal, call.scale).out);
+  return wrap(out);
 }
 
 }  // namespace eager

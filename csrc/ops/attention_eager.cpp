@@ -1,28 +1,15 @@
 // The eager fast paths of attention, of padded and of packed batches.
+#include "attention.h"
 #include "attention_checks.h"
-#include "attention_op.h"
 #include "eager.h"
 #include "operator.h"
 
 #include <algorithm>
-#include <cmath>
 #include <string>
 
 namespace transformer_fast {
 namespace eager {
 namespace {
-
-bool shapes_fit(const Tensor& q, const Tensor& k, const Tensor& v) {
-  if (q.dim() != 4 || k.dim() != 4 || v.sizes() != k.sizes()) return false;
-  return q.size(0) == k.size(0) && q.size(3) == k.size(3) && q.size(3) > 0 && k.size(1) > 0 &&
-         q.size(1) % k.size(1) == 0 && q.stride(3) == 1 && k.stride(3) == 1 && v.stride(3) == 1;
-}
-
-bool packed_shapes_fit(const Tensor& q, const Tensor& k, const Tensor& v) {
-  if (q.dim() != 3 || k.dim() != 3 || v.sizes() != k.sizes()) return false;
-  return q.size(2) == k.size(2) && q.size(2) > 0 && k.size(1) > 0 && q.size(1) % k.size(1) == 0 && q.stride(2) == 1 &&
-         k.stride(2) == 1 && v.stride(2) == 1;
-}
 
 // The length of the longest sequence, at most `most` where that is given; -1 unless cu_seqlens, int32 (B + 1,), rises
 // from 0 to the number of tokens. On a GPU, where looking would wait for it, `most` is believed.
@@ -50,112 +37,77 @@ bool broadcasts(const Tensor& mask, const Tensor& q, const Tensor& k) {
   return true;
 }
 
-// int32 lengths (B,) or (B, Lq) in [0, Lk], or nothing.
-OptionalTensor normal_lengths(const Tensor& lengths, int64_t B, int64_t Lq, int64_t Lk) {
-  if (lengths.dim() < 1 || lengths.dim() > 2 || lengths.size(0) != B || (lengths.dim() == 2 && lengths.size(1) != Lq))
-    return std::nullopt;
-  return int_lengths(lengths, Lk);
-}
-
-// Whether lengths are what `normal_lengths` makes of them, but for their values, which may be on a GPU.
-bool are_normal(const Tensor& lengths, int64_t B, int64_t Lq) {
-  return lengths.scalar_type() == at::kInt && lengths.dim() >= 1 && lengths.dim() <= 2 && lengths.size(0) == B &&
-         (lengths.dim() == 1 || lengths.size(1) == Lq);
-}
-
-// What the public function was given; q is undefined where the call must go by the dispatcher.
-struct Call {
-  Tensor q, k, v;
+// What all calls have; the scale is 0 for the default, which run() knows.
+AttentionParams read_options(Arguments& arguments, bool by_triton, py::handle causal, py::handle window,
+                             py::handle scale, py::handle dropout_p, py::handle seed, py::handle empty_rows) {
   AttentionParams params;
-};
-
-// The scale (0 for the default, which needs q), the dropout with its seed, and the empty rows.
-void read_options(Arguments& arguments, AttentionParams& params, py::handle scale, py::handle dropout_p,
-                  py::handle seed, py::handle empty_rows) {
+  params.causal = arguments.optional_integer(causal), params.window = arguments.optional_integer(window);
   params.scale = scale.is_none() ? 0 : arguments.number(scale);
   params.dropout_p = arguments.probability(dropout_p);
-  if (PyLong_CheckExact(seed.ptr()))
+  if (PyLong_CheckExact(seed.ptr()) && by_triton)
     params.seed_value = arguments.integer(seed);
   else
     params.seed = arguments.optional_tensor(seed);
   params.zero_empty_rows = is_text(empty_rows, "zero");
   arguments.require(params.zero_empty_rows || is_text(empty_rows, "uniform"));
   arguments.require(params.dropout_p == 0 || params.seed || params.seed_value);
+  if (by_triton) params.backend = "triton";
+  return params;
 }
 
-Call read(Arguments& arguments, py::handle q_, py::handle k_, py::handle v_, py::handle keep_, py::handle key_keep_,
-          py::handle lengths_, py::handle bias_, py::handle causal_, py::handle scale, py::handle dropout_p,
-          py::handle seed, py::handle empty_rows) {
-  Call call{arguments.floating(q_), arguments.floating(k_), arguments.floating(v_), {}};
-  auto& [q, k, v, params] = call;
-  params.keep = arguments.optional_tensor(keep_);
-  params.key_keep = arguments.optional_tensor(key_keep_);
-  params.lengths = arguments.optional_tensor(lengths_);
-  params.bias = arguments.optional_floating(bias_);
-  params.causal = arguments.optional_integer(causal_);
-  read_options(arguments, params, scale, dropout_p, seed, empty_rows);
-  if (!arguments.ok() || !shapes_fit(q, k, v) || !alike(q, k, v)) return {};
-  const at::Device device = q.device();
-  for (const OptionalTensor* part : {&params.keep, &params.key_keep, &params.bias})
-    if (*part) arguments.require(broadcasts(**part, q, k) && (*part)->device() == device);
-  if (params.key_keep) arguments.require(params.key_keep->size(2) == 1 && params.key_keep->size(3) == k.size(2));
-  if (params.lengths) arguments.require(params.lengths->device() == device);
-  if (!arguments.ok()) return {};
-  if (scale.is_none()) params.scale = 1 / std::sqrt(static_cast<double>(q.size(3)));
-  return call;
-}
-
-Tensor run(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params) {
-  std::optional<py::gil_scoped_release> no_gil;
-  if (is_native(params.backend)) no_gil.emplace();
-  return attention_op::recorded(true, 1, params, q, k, v).out;
+py::object run(const Tensor& q, const Tensor& k, const Tensor& v, AttentionParams params, py::handle scale) {
+  if (scale.is_none()) params.scale = default_scale(q);
+  Tensor out;
+  {
+    std::optional<py::gil_scoped_release> no_gil;
+    if (is_native(params.backend)) no_gil.emplace();
+    out = attention_op::recorded(true, 1, params, q, k, v).out;
+  }
+  return wrap(out);
 }
 
 }  // namespace
 
-py::object attention(py::handle q, py::handle k, py::handle v, py::handle keep, py::handle key_keep, py::handle lengths,
-                     py::handle bias, py::handle causal, py::handle scale, py::handle dropout_p, py::handle seed,
-                     py::handle empty_rows) {
-  Arguments arguments;
-  Call call = read(arguments, q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, empty_rows);
-  if (!call.q.defined() || (call.params.dropout_p > 0 && !call.params.seed)) return py::none();
-  if (call.params.lengths) {
-    call.params.lengths = normal_lengths(*call.params.lengths, call.q.size(0), call.q.size(2), call.k.size(2));
-    if (!call.params.lengths) return py::none();
+py::object attention(bool by_triton, py::handle q_, py::handle k_, py::handle v_, py::handle keep, py::handle key_keep,
+                     py::handle lengths, py::handle bias, py::handle causal, py::handle window, py::handle scale,
+                     py::handle dropout_p, py::handle seed, py::handle empty_rows) {
+  Arguments arguments(by_triton);
+  const Tensor q = arguments.floating(q_), k = arguments.floating(k_), v = arguments.floating(v_);
+  AttentionParams params = read_options(arguments, by_triton, causal, window, scale, dropout_p, seed, empty_rows);
+  params.keep = arguments.optional_tensor(keep), params.key_keep = arguments.optional_tensor(key_keep);
+  params.lengths = arguments.optional_tensor(lengths), params.bias = arguments.optional_floating(bias);
+  if (!arguments.ok() || q.dim() != 4 || k.dim() != 4 || v.dim() != 4) return py::none();
+  const int64_t B = q.size(0), Lq = q.size(2), Lk = k.size(2);
+  if (k.size(0) != B || !inputs_fit(q, k, v, k.size(1))) return py::none();
+  if (by_triton && (!triton_takes(q) || needs_gradient(params.bias))) return py::none();
+  for (const OptionalTensor* part : {&params.keep, &params.key_keep, &params.bias})
+    if (*part && !(broadcasts(**part, q, k) && (*part)->device() == q.device())) return py::none();
+  if (params.key_keep && (params.key_keep->size(2) != 1 || params.key_keep->size(3) != Lk)) return py::none();
+  if (OptionalTensor& given = params.lengths) {  // (B,) or (B, Lq)
+    if (given->dim() < 1 || given->dim() > 2 || given->size(0) != B || (given->dim() == 2 && given->size(1) != Lq))
+      return py::none();
+    if (given->device() != q.device() || (by_triton && given->scalar_type() != at::kInt)) return py::none();
+    if (!by_triton) given = int_lengths(*given, Lk);
+    if (!given) return py::none();
   }
-  return wrap(run(call.q, call.k, call.v, call.params));
+  return run(q, k, v, std::move(params), scale);
 }
 
-py::object attention_launched(py::handle q, py::handle k, py::handle v, py::handle keep, py::handle key_keep,
-                              py::handle lengths, py::handle bias, py::handle causal, py::handle scale,
-                              py::handle dropout_p, py::handle seed, py::handle empty_rows) {
-  Arguments arguments(true);
-  Call call = read(arguments, q, k, v, keep, key_keep, lengths, bias, causal, scale, dropout_p, seed, empty_rows);
-  if (!call.q.defined() || !launchable(call.q)) return py::none();
-  if (needs_gradient(call.params.bias)) return py::none();
-  if (call.params.lengths && !are_normal(*call.params.lengths, call.q.size(0), call.q.size(2))) return py::none();
-  call.params.backend = "triton";
-  return wrap(run(call.q, call.k, call.v, call.params));
-}
-
-py::object attention_packed(bool launched, py::handle q_, py::handle k_, py::handle v_, py::handle cu_seqlens_q,
+py::object attention_packed(bool by_triton, py::handle q_, py::handle k_, py::handle v_, py::handle cu_seqlens_q,
                             py::handle cu_seqlens_k, py::handle max_q, py::handle max_k, py::handle causal,
-                            py::handle scale, py::handle dropout_p, py::handle seed, py::handle empty_rows) {
-  Arguments arguments(launched);
+                            py::handle window, py::handle scale, py::handle dropout_p, py::handle seed,
+                            py::handle empty_rows) {
+  Arguments arguments(by_triton);
   const Tensor q = arguments.floating(q_), k = arguments.floating(k_), v = arguments.floating(v_);
   const Tensor starts_q = arguments.tensor(cu_seqlens_q), starts_k = arguments.tensor(cu_seqlens_k);
-  AttentionParams params;
-  if (arguments.boolean(causal)) params.causal = 0;
-  read_options(arguments, params, scale, dropout_p, seed, empty_rows);
+  AttentionParams params = read_options(arguments, by_triton, causal, window, scale, dropout_p, seed, empty_rows);
   const std::optional<int64_t> most_q = arguments.optional_integer(max_q), most_k = arguments.optional_integer(max_k);
-  if (!arguments.ok() || !packed_shapes_fit(q, k, v) || !alike(q, k, v)) return py::none();
-  if (launched ? !launchable(q) : params.dropout_p > 0 && !params.seed) return py::none();
+  if (!arguments.ok() || q.dim() != 3 || k.dim() != 3 || v.dim() != 3) return py::none();
+  if (!inputs_fit(q, k, v, k.size(1)) || (by_triton && !triton_takes(q))) return py::none();
   const int64_t longest_q = longest_sequence(starts_q, q, most_q), longest_k = longest_sequence(starts_k, k, most_k);
   if (longest_q < 0 || longest_k < 0 || starts_q.sizes() != starts_k.sizes()) return py::none();
   params.packed = {starts_q, starts_k, longest_q, longest_k};
-  if (scale.is_none()) params.scale = 1 / std::sqrt(static_cast<double>(q.size(2)));
-  if (launched) params.backend = "triton";
-  return wrap(run(q, k, v, params));
+  return run(q, k, v, std::move(params), scale);
 }
 
 }  // namespace eager

@@ -52,6 +52,21 @@ Bias<T, A> bias_view(const OptionalTensor& bias, OptionalTensor& converted) {
   return {view<const A>(*converted), {}};
 }
 
+// Within what the kernels' arithmetic holds.
+template <typename T, typename A>
+void set_diagonals(AttentionProblem<T, A>& problem, std::optional<int64_t> causal, std::optional<int64_t> window) {
+  problem.upper = std::clamp(causal.value_or(kNoDiagonal), -kNoDiagonal, kNoDiagonal);
+  problem.lower = std::clamp(window.value_or(-kNoDiagonal), -kNoDiagonal, kNoDiagonal);
+}
+
+// What padded and packed batches have alike.
+template <typename T, typename A>
+void set_options(AttentionProblem<T, A>& problem, const AttentionParams& params) {
+  set_diagonals(problem, params.causal, params.window);
+  problem.scale = static_cast<A>(params.scale), problem.zero_empty_rows = params.zero_empty_rows;
+  problem.dropout = dropout_params(params.dropout_p, params.seed);
+}
+
 // Calls body(problem) with a problem of the right types.
 template <typename Body>
 void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params, Body body) {
@@ -62,13 +77,21 @@ void with_problem(const Tensor& q, const Tensor& k, const Tensor& v, const Atten
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention", [&] {
     using A = Accumulate<scalar_t>;
     OptionalTensor converted;
-    body(AttentionProblem<scalar_t, A>{
-        q.size(0), q.size(1), k.size(1), q.size(2), k.size(2), q.size(3), view<const scalar_t>(q),
-        view<const scalar_t>(k), view<const scalar_t>(v), view<const bool>(params.keep),
-        view<const bool>(params.key_keep), bias_view<scalar_t, A>(params.bias, converted),
-        view<const int32_t>(per_query), params.causal.has_value(), params.causal.value_or(0),
-        static_cast<A>(params.scale), params.dropout_p, params.seed ? *params.seed->const_data_ptr<int64_t>() : 0,
-        params.zero_empty_rows});
+    AttentionProblem<scalar_t, A> problem{q.size(0),
+                                          q.size(1),
+                                          k.size(1),
+                                          q.size(2),
+                                          k.size(2),
+                                          q.size(3),
+                                          view<const scalar_t>(q),
+                                          view<const scalar_t>(k),
+                                          view<const scalar_t>(v),
+                                          view<const bool>(params.keep),
+                                          view<const bool>(params.key_keep),
+                                          bias_view<scalar_t, A>(params.bias, converted),
+                                          view<const int32_t>(per_query)};
+    set_options(problem, params);
+    body(problem);
   });
 }
 

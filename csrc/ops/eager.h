@@ -9,26 +9,23 @@ namespace transformer_fast::eager {
 using pybind11::handle;
 using pybind11::object;
 
-object attention(handle q, handle k, handle v, handle keep, handle key_keep, handle lengths, handle bias, handle causal,
-                 handle scale, handle dropout_p, handle seed, handle empty_rows);
-// The same by Triton kernels, on any device. Lengths must be int32 and within bounds. The seed may be an int.
-object attention_launched(handle q, handle k, handle v, handle keep, handle key_keep, handle lengths, handle bias,
-                          handle causal, handle scale, handle dropout_p, handle seed, handle empty_rows);
+// `by_triton`: by Triton kernels, on any device, not by those of the CPU; lengths must then be int32 and within bounds, and
+// the seed may be an int.
+object attention(bool by_triton, handle q, handle k, handle v, handle keep, handle key_keep, handle lengths,
+                 handle bias, handle causal, handle window, handle scale, handle dropout_p, handle seed,
+                 handle empty_rows);
 // nn.MultiheadAttention without gradients: queries, keys, values (B, L, E) or (L, B, E), its weights and biases, the mask in
 // normal form -> (out, weights or None).
 object multihead_attention(handle query, handle key, handle value, handle in_weight, handle in_bias, handle out_weight,
                            handle out_bias, handle heads, handle batch_first, handle keep, handle key_keep, handle bias,
                            handle causal, handle need_weights, handle average);
-// Attention over packed sequences, by Triton kernels or by those of the CPU.
-object attention_packed(bool launched, handle q, handle k, handle v, handle cu_seqlens_q, handle cu_seqlens_k,
-                        handle max_q, handle max_k, handle causal, handle scale, handle dropout_p, handle seed,
-                        handle empty_rows);
-// Attention of the newest queries to a cache, by Triton kernels or by those of the CPU.
-object attention_decode(bool launched, handle q, handle k_cache, handle v_cache, handle lengths, handle page_table,
-                        handle causal, handle scale);
-// Where launches of Triton kernels are kept: find of triton/launch_cache.py; up to how many keys no order of tiles is derived; rows
-// of a tile of the delta kernel.
-void set_launch_cache(object find, int64_t longest_unordered, int64_t delta_rows);
+// Attention over packed sequences.
+object attention_packed(bool by_triton, handle q, handle k, handle v, handle cu_seqlens_q, handle cu_seqlens_k,
+                        handle max_q, handle max_k, handle causal, handle window, handle scale, handle dropout_p,
+                        handle seed, handle empty_rows);
+// Attention of the newest queries to a cache.
+object attention_decode(bool by_triton, handle q, handle k_cache, handle v_cache, handle lengths, handle page_table,
+                        handle causal, handle window, handle scale);
 object dropout(handle x, handle p, handle bias, handle residual, handle relu, handle seed);
 object layer_norm(handle x, handle weight, handle bias, handle eps, handle kind, handle residual, handle dropout_p,
                   handle seed);
@@ -37,16 +34,6 @@ object linear_cross_entropy(handle x, handle weight, handle bias, handle target,
 object embed(handle ids, handle weight, handle table, handle scale, handle offset, handle padding_idx, handle dropout_p,
              handle seed);
 object add_positional(handle x, handle table, handle offset, handle dropout_p, handle seed);
-
-// What tells one launch of kernels from another, of two tuples of tensors, None and ints: (bytes that say which layouts the
-// inputs have, [address of each input and output, or the int itself], whether all addresses are multiples of 16).
-object layouts(handle inputs, handle outputs);
-// Starts launches kept by triton/launch_cache.py: (launches, address of each tensor, stream).
-void start(handle calls, handle pointers, handle stream);
-// torch.empty_like of each, without gradients.
-object empties_like(pybind11::args tensors);
-// What attention returns for q, (B, H, Lq, D) or packed (T, H, D): out like q, and logsumexp (B, H, Lq) or (H, T), fp32.
-object empty_outputs(handle q);
 
 // One int64 from torch's generator for the CPU, the one that torch.randint(-2**63, 2**63 - 1, (1,)) draws.
 object draw_seed();

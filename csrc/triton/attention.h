@@ -8,8 +8,8 @@
 
 namespace transformer_fast {
 
-// What functions in Python take beside their tensors, as keywords. The GIL must be held.
-pybind11::dict keywords_of(const AttentionParams& params);
+// As transformer_fast.attention_params.AttentionParams, which functions in Python take. The GIL must be held.
+pybind11::object python_params(const AttentionParams& params);
 
 AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params);
 // The gradients of q, k and v.

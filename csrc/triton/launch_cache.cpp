@@ -1,129 +1,286 @@
-// What transformer_fast.triton.launcher and .launch_cache ask of the tensors of a call, and how a call is repeated: in
-// Python each question costs as much as all of them here.
 #include "launch_cache.h"
 
-#include "../ops/eager.h"
 #include "../ops/eager_call.h"
+#include "python_function.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <cstdint>
+#include <ATen/ops/empty_strided.h>
+#include <pybind11/stl.h>
 
-namespace transformer_fast::eager {
+#include <algorithm>
+#include <cstring>
+
+namespace transformer_fast {
 namespace {
 
-PyObject* finder = nullptr;
+namespace py = pybind11;
+using at::Tensor;
 
-// Places in the tuples of triton/launch_cache.py: a Ready, and the stream among its arguments.
-constexpr Py_ssize_t kRun = 0, kArguments = 1, kPointers = 2, kStream = 3;
+constexpr size_t kStream = 3;          // the stream among the arguments of a launch
+constexpr size_t kMostOfATensor = 32;  // calls kept on one source: a buffer may come as ever other slices
+constexpr int64_t kAlignment = 64;     // of temporaries, in bytes
 
-template <typename AddressOf>
-void start_each(py::handle calls, AddressOf address_of, py::handle stream) {
+// An attribute's name as Python looks it up fastest.
+class Attribute {
+ public:
+  explicit Attribute(const char* name) : name_(PyUnicode_InternFromString(name)) {}
+
+  py::object of(py::handle object) const {
+    PyObject* const value = PyObject_GetAttr(object.ptr(), name_);
+    if (value == nullptr) throw py::error_already_set();
+    return py::reinterpret_steal<py::object>(value);
+  }
+  py::object of(py::handle object, py::object absent) const {
+    return py::getattr(object, py::handle(name_), std::move(absent));
+  }
+
+ private:
+  PyObject* name_;
+};
+
+bool is_true(py::handle object) {
+  const int result = PyObject_IsTrue(object.ptr());
+  if (result < 0) throw py::error_already_set();
+  return result != 0;
+}
+
+// Whether a hook, or a chain of them, would call anything: a chain is always there, and mostly empty.
+bool is_active(const py::object& hook) {
+  static const Attribute calls("calls");
+  return !hook.is_none() && is_true(calls.of(hook, py::bool_(true)));
+}
+
+// The tensor that owns the memory.
+Tensor base_of(const Tensor& tensor) { return tensor.is_view() ? Tensor(tensor._base()) : tensor; }
+
+bool is_unchanged(const CachedCall::Source& source, const Tensor& tensor) {
+  const Tensor base = base_of(tensor);
+  return source.base._unsafe_get_target() == base.unsafeGetTensorImpl() && source.version == base._version();
+}
+
+CachedCall::Output layout_of(const Tensor& tensor) {
+  if (!tensor.defined()) return {};
+  int64_t elements = tensor.numel() == 0 ? 0 : 1;
+  for (int64_t dim = 0; elements > 0 && dim < tensor.dim(); ++dim)
+    elements += (tensor.size(dim) - 1) * tensor.stride(dim);
+  const int64_t bytes = elements * static_cast<int64_t>(tensor.element_size());
+  return {tensor.sizes().vec(), tensor.strides().vec(), tensor.scalar_type(), bytes};
+}
+
+int64_t rounded_up(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+}  // namespace
+
+LaunchCall::LaunchCall(const py::tuple& scalars, const py::tuple& inputs, const py::tuple& outputs,
+                       const py::tuple& sources)
+    : LaunchCall() {
+  for (const py::handle value : scalars) {
+    if (PyUnicode_Check(value.ptr()))
+      scalar(PyUnicode_AsUTF8(value.ptr()));
+    else if (PyBool_Check(value.ptr()))
+      scalar(value.ptr() == Py_True);
+    else if (PyFloat_Check(value.ptr()))
+      scalar(PyFloat_AS_DOUBLE(value.ptr()));
+    else
+      scalar(py::cast<std::optional<int64_t>>(value));
+  }
+  for (const py::handle value : inputs) {
+    if (PyLong_CheckExact(value.ptr()))
+      input(py::cast<int64_t>(value));
+    else
+      input(py::cast<std::optional<Tensor>>(value));
+  }
+  for (const py::handle value : outputs) {
+    outputs_.push_back(value.is_none() ? Tensor() : py::cast<Tensor>(value));
+    add_address(value.is_none() ? nullptr : outputs_.back().const_data_ptr());
+  }
+  for (const py::handle value : sources) source(py::cast<Tensor>(value));
+}
+
+void LaunchCall::scalar(const char* text) {
+  add('s', std::strlen(text));
+  key_.append(text);
+}
+
+void LaunchCall::input(const Tensor& tensor) {
+  if (!tensor.defined()) {
+    add('n', int64_t{0});
+    add_address(nullptr);
+    return;
+  }
+  if (addresses_.empty()) device_ = tensor.device();
+  add('t', static_cast<int64_t>(tensor.scalar_type()) << 32 | tensor.dim());
+  for (const at::IntArrayRef numbers : {tensor.sizes(), tensor.strides()})
+    key_.append(reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(int64_t));
+  add_address(tensor.const_data_ptr());
+}
+
+void LaunchCall::input(int64_t seed) {
+  add('a', int64_t{0});
+  addresses_.push_back(py::int_(seed));
+}
+
+void LaunchCall::add_address(const void* memory) {
+  const auto address = reinterpret_cast<uintptr_t>(memory);
+  address_bits_ |= address;
+  addresses_.push_back(py::int_(address));
+}
+
+LaunchCache& LaunchCache::instance() {
+  static auto* const cache = new LaunchCache;
+  return *cache;
+}
+
+void LaunchCache::connect(py::object driver, py::object runtime, py::object table) {
+  driver_ = std::move(driver), runtime_ = std::move(runtime), table_ = std::move(table);
+}
+
+bool LaunchCache::can_replay() const {
+  static const Attribute debug("debug"), enter("launch_enter_hook"), leave("launch_exit_hook");
+  static const Attribute inspection("add_stages_inspection_hook");
+  return enabled && !is_true(debug.of(runtime_)) && !is_active(enter.of(runtime_)) && !is_active(leave.of(runtime_)) &&
+         inspection.of(runtime_, py::none()).is_none();
+}
+
+int64_t LaunchCache::table_changes() const {
+  static const Attribute changes("changes");
+  return py::cast<int64_t>(changes.of(table_));
+}
+
+// Where calls like this one are kept; nullptr where nothing may be, or nothing is yet. What is derived from a tensor
+// lives as long as it does, so a call with sources is kept on the first of them: not during the capture of a CUDA graph,
+// whose memory is its own, nor for inference tensors, which count no writes.
+CachedCalls* LaunchCache::calls_like(const LaunchCall& call, bool make) {
+  static const PythonFunction is_capturing("torch.cuda", "is_current_stream_capturing");
+  static const PythonFunction results_of("transformer_fast.tensor_cache", "results_of");
+  static const Attribute tensor_cache("_tensor_cache");
+  if (call.sources_.empty()) return &calls_;
+  const auto is_inference = [](const Tensor& source) { return source.is_inference(); };
+  if (std::any_of(call.sources_.begin(), call.sources_.end(), is_inference)) return nullptr;
+  if (call.device_.is_cuda() && is_true(is_capturing.call({}))) return nullptr;
+  const py::object base = eager::wrap(base_of(call.sources_[0]));
+  const py::object results = make ? results_of.call({}, base) : tensor_cache.of(base, py::none());
+  if (results.is_none()) return nullptr;
+  static PyObject* const key = PyUnicode_InternFromString("launches");
+  py::handle calls = PyDict_GetItemWithError(results.ptr(), key);
+  if (!calls && make) {
+    const py::object made = py::cast(CachedCalls());
+    PyDict_SetItem(results.ptr(), key, made.ptr());
+    calls = made;
+  }
+  return calls ? calls.cast<CachedCalls*>() : nullptr;
+}
+
+LaunchCache::Place LaunchCache::current_place() const {
+  static const Attribute active("active"), get_device("get_current_device"), get_stream("get_current_stream");
+  const py::object driver = active.of(driver_), device = get_device.of(driver)();
+  return {py::cast<int64_t>(device), get_stream.of(driver)(device)};
+}
+
+std::string LaunchCache::key_of(const LaunchCall& call, const Place& place) {
+  std::string key = call.key_;
+  const auto add = [&](int64_t number) { key.append(reinterpret_cast<const char*>(&number), sizeof(number)); };
+  add(place.device);
+  if (call.sources_.empty()) return key;
+  add(py::cast<int64_t>(place.stream));
+  for (const Tensor& source : call.sources_) add(source.storage_offset());
+  return key;
+}
+
+std::shared_ptr<const CachedCall> LaunchCache::lookup(const LaunchCall& call, const Place& place) {
+  static const Attribute pre_run_hooks("pre_run_hooks");
+  if (!call.device_.is_cpu() && call.device_.index() != place.device) return nullptr;
+  const CachedCalls* const calls = calls_like(call, /*make=*/false);
+  if (calls == nullptr || calls->table_changes != table_changes()) return nullptr;
+  const auto found = calls->by_key.find(key_of(call, place));
+  if (found == calls->by_key.end()) return nullptr;
+  const CachedCall& cached = *found->second;
+  if (!std::equal(cached.sources.begin(), cached.sources.end(), call.sources_.begin(), is_unchanged)) return nullptr;
+  for (const CachedLaunch& launch : cached.launches)
+    if (is_true(pre_run_hooks.of(launch.kernel))) return nullptr;
+  return found->second;
+}
+
+void LaunchCache::start(const CachedCall& cached, const std::vector<py::object>& addresses, const Place& place) {
   std::vector<PyObject*> arguments;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(calls.ptr()); ++i) {
-    PyObject* const ready = PyList_GET_ITEM(calls.ptr(), i);
-    PyObject* const given = PyTuple_GET_ITEM(ready, kArguments);
-    PyObject** const first = reinterpret_cast<PyTupleObject*>(given)->ob_item;
-    arguments.assign(first, first + PyTuple_GET_SIZE(given));
-    arguments[kStream] = stream.ptr();
-    PyObject* const pointers = PyTuple_GET_ITEM(ready, kPointers);
-    for (Py_ssize_t j = 0; j < PyTuple_GET_SIZE(pointers); ++j) {
-      PyObject* const pair = PyTuple_GET_ITEM(pointers, j);
-      arguments[PyLong_AsSsize_t(PyTuple_GET_ITEM(pair, 0))] = address_of(PyLong_AsSsize_t(PyTuple_GET_ITEM(pair, 1)));
-    }
-    PyObject* const run = PyTuple_GET_ITEM(ready, kRun);
-    PyObject* const result = PyObject_Vectorcall(run, arguments.data(), arguments.size(), nullptr);
+  for (const CachedLaunch& launch : cached.launches) {
+    PyObject** const first = reinterpret_cast<PyTupleObject*>(launch.arguments.ptr())->ob_item;
+    arguments.assign(first, first + launch.arguments.size());
+    arguments[kStream] = place.stream.ptr();
+    for (const auto& [argument, tensor] : launch.pointers) arguments[argument] = addresses[tensor].ptr();
+    PyObject* const result = PyObject_Vectorcall(launch.run.ptr(), arguments.data(), arguments.size(), nullptr);
     if (result == nullptr) throw py::error_already_set();
     Py_DECREF(result);
   }
 }
 
-}  // namespace
-
-void LayoutKey::add(const Tensor& tensor) {
-  add(static_cast<int64_t>(tensor.scalar_type()) << 32 | tensor.dim());
-  for (const int64_t size : tensor.sizes()) add(size);
-  for (const int64_t stride : tensor.strides()) add(stride);
+bool LaunchCache::replay(const LaunchCall& call) {
+  if (call.address_bits_ % 16 != 0 || !can_replay()) return false;
+  const Place place = current_place();
+  const auto cached = lookup(call, place);
+  if (cached == nullptr) return false;
+  start(*cached, call.addresses_, place);
+  return true;
 }
 
-void CachedLaunch::input(const Tensor& tensor) {
-  if (!tensor.defined()) {
-    key_.add_none();
-    addresses_.push_back(py::int_(0));
-    return;
-  }
-  key_.add(tensor);
-  output(tensor.const_data_ptr());
-}
-
-void CachedLaunch::input(int64_t number) {
-  key_.add_integer();
-  addresses_.push_back(py::int_(number));
-}
-
-void CachedLaunch::output(const void* memory) {
-  const auto address = reinterpret_cast<uintptr_t>(memory);
-  bits_ |= address;
-  addresses_.push_back(py::int_(address));
-}
-
-bool CachedLaunch::lookup(const py::tuple& scalars, const py::tuple& sources, const Tensor& first) {
-  if (finder == nullptr || bits_ % 16 != 0) return false;
-  found_ = py::handle(finder)(scalars, key_.bytes(), sources, static_cast<int64_t>(first.get_device()));
-  return !found_.is_none();
-}
-
-void CachedLaunch::replay() const {
-  start_each(
-      PyTuple_GET_ITEM(found_.ptr(), 0), [this](Py_ssize_t number) { return addresses_[number].ptr(); },
-      PyTuple_GET_ITEM(found_.ptr(), 1));
-}
-
-void set_finder(py::object find) { finder = find.release().ptr(); }
-
-void start(py::handle calls, py::handle pointers, py::handle stream) {
-  start_each(calls, [&](Py_ssize_t number) { return PyList_GET_ITEM(pointers.ptr(), number); }, stream);
-}
-
-py::object layouts(py::handle inputs, py::handle outputs) {
-  LayoutKey key;
-  uintptr_t bits = 0;
-  const auto given = PyTuple_GET_SIZE(inputs.ptr()), all = given + PyTuple_GET_SIZE(outputs.ptr());
-  py::list addresses(all);
-  for (Py_ssize_t i = 0; i < all; ++i) {
-    PyObject* const item = i < given ? PyTuple_GET_ITEM(inputs.ptr(), i) : PyTuple_GET_ITEM(outputs.ptr(), i - given);
-    if (item == Py_None || PyLong_CheckExact(item)) {
-      if (i < given) item == Py_None ? key.add_none() : key.add_integer();
-      addresses[i] = item == Py_None ? py::object(py::int_(0)) : py::reinterpret_borrow<py::object>(item);
-      continue;
-    }
-    if (!THPVariable_Check(item)) throw py::type_error("layouts: expected tensors, None and ints");
-    const Tensor& tensor = THPVariable_Unpack(item);
-    const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
-    bits |= address;
-    addresses[i] = py::int_(address);
-    if (i < given) key.add(tensor);
-  }
-  return py::make_tuple(key.bytes(), addresses, bits % 16 == 0);
-}
-
-py::object empties_like(py::args tensors) {
+std::vector<Tensor> LaunchCache::replay(LaunchCall& call, size_t results) {
+  if (call.address_bits_ % 16 != 0 || !can_replay()) return {};
+  const Place place = current_place();
+  const auto cached = lookup(call, place);
+  if (cached == nullptr) return {};
   const at::AutoDispatchBelowADInplaceOrView below;
-  py::tuple result(tensors.size());
-  for (size_t i = 0; i < tensors.size(); ++i) result[i] = wrap(at::empty_like(THPVariable_Unpack(tensors[i].ptr())));
-  return result;
+  std::vector<Tensor> outputs;
+  for (size_t i = 0; i < results; ++i) {
+    const auto& [sizes, strides, dtype, bytes] = cached->outputs[i];
+    outputs.push_back(at::empty_strided(sizes, strides, at::TensorOptions(call.device_).dtype(dtype)));
+    call.add_address(outputs.back().const_data_ptr());
+  }
+  // The rest are temporaries, which share one buffer.
+  int64_t bytes = 0;
+  for (size_t i = results; i < cached->outputs.size(); ++i) bytes += rounded_up(cached->outputs[i].bytes);
+  const Tensor buffer = bytes > 0 ? at::empty({bytes}, at::TensorOptions(call.device_).dtype(at::kByte)) : Tensor();
+  const auto* next = bytes > 0 ? static_cast<const std::byte*>(buffer.const_data_ptr()) : nullptr;
+  for (size_t i = results; i < cached->outputs.size(); ++i) {
+    call.add_address(cached->outputs[i].bytes > 0 ? next : nullptr);
+    next += rounded_up(cached->outputs[i].bytes);
+  }
+  start(*cached, call.addresses_, place);
+  return outputs;
 }
 
-std::tuple<Tensor, Tensor> empty_outputs_of(const Tensor& q) {
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const auto options = q.options().dtype(at::kFloat);
-  return {at::empty_like(q),
-          q.dim() == 4 ? at::empty(q.sizes().slice(0, 3), options) : at::empty({q.size(1), q.size(0)}, options)};
+void LaunchCache::store(const LaunchCall& call, std::vector<CachedLaunch> launches) {
+  CachedCalls* const calls = call.address_bits_ % 16 == 0 ? calls_like(call, /*make=*/true) : nullptr;
+  if (calls == nullptr) return;
+  const size_t most = call.sources_.empty() ? most_calls : kMostOfATensor;
+  const int64_t changes = table_changes();
+  if (calls->table_changes != changes || calls->by_key.size() >= most) calls->by_key.clear();
+  calls->table_changes = changes;
+  auto cached = std::make_shared<CachedCall>();
+  cached->launches = std::move(launches);
+  for (const Tensor& output : call.outputs_) cached->outputs.push_back(layout_of(output));
+  for (const Tensor& source : call.sources_) {
+    const Tensor base = base_of(source);
+    cached->sources.push_back({c10::weak_intrusive_ptr<c10::TensorImpl>(base.getIntrusivePtr()), base._version()});
+  }
+  calls->by_key.insert_or_assign(key_of(call, current_place()), std::move(cached));
 }
 
-py::object empty_outputs(py::handle q) {
-  const auto [out, logsumexp] = empty_outputs_of(THPVariable_Unpack(q.ptr()));
-  return py::make_tuple(wrap(out), wrap(logsumexp));
+void bind_launch_cache(py::module_& m) {
+  py::class_<CachedLaunch>(m, "CachedLaunch")
+      .def(py::init<py::object, py::tuple, std::vector<std::pair<size_t, size_t>>, py::object, py::object>());
+  py::class_<CachedCalls>(m, "CachedCalls");
+  py::class_<LaunchCall>(m, "LaunchCall")
+      .def(py::init<const py::tuple&, const py::tuple&, const py::tuple&, const py::tuple&>());
+  py::class_<LaunchCache, std::unique_ptr<LaunchCache, py::nodelete>>(m, "LaunchCache")
+      .def("connect", &LaunchCache::connect)
+      .def("can_replay", &LaunchCache::can_replay)
+      .def("replay", py::overload_cast<const LaunchCall&>(&LaunchCache::replay))
+      .def("store", &LaunchCache::store)
+      .def("clear", &LaunchCache::clear)
+      .def("__len__", &LaunchCache::size)
+      .def_readwrite("enabled", &LaunchCache::enabled)
+      .def_readwrite("most_calls", &LaunchCache::most_calls);
+  m.attr("launch_cache") = py::cast(&LaunchCache::instance(), py::return_value_policy::reference);
 }
 
-}  // namespace transformer_fast::eager
+}  // namespace transformer_fast

@@ -1,59 +1,133 @@
-// Launches of Triton kernels, which transformer_fast.triton.launch_cache keeps: a call that an earlier one resembles repeats them
-// with other addresses. Used with the GIL held.
+// Launches of Triton kernels, kept by the layouts and scalars of the call that made them: a call like an earlier one repeats
+// them with its own addresses, without asking Python. run_cached of triton/launch_cache.py prepares what is not kept yet.
+// All of it is used with the GIL held.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <pybind11/pybind11.h>
 
+#include <memory>
 #include <optional>
 #include <string>
-#include <tuple>
+#include <unordered_map>
+#include <utility>
 #include <vector>
 
-namespace transformer_fast::eager {
+namespace transformer_fast {
 
-// Which layouts the inputs of a call have.
-class LayoutKey {
- public:
-  LayoutKey() { bytes_.reserve(1024); }
-  void add(const at::Tensor& tensor);
-  void add_none() { add(int64_t{-1}); }
-  void add_integer() { add(int64_t{-2}); }
-  pybind11::bytes bytes() const { return pybind11::bytes(bytes_); }
-
- private:
-  void add(int64_t number) { bytes_.append(reinterpret_cast<const char*>(&number), sizeof(number)); }
-  std::string bytes_;
+// One launch of a compiled kernel.
+struct __attribute__((visibility("hidden"))) CachedLaunch {  // as its fields are
+  pybind11::object run;                                      // the launcher of the compiled kernel
+  pybind11::tuple arguments;                        // all that `run` takes, the stream and the kernel's own among them
+  std::vector<std::pair<size_t, size_t>> pointers;  // (a, t): argument a is the address of the call's tensor t
+  pybind11::object kernel;                          // the jitted function
+  pybind11::object kept;                            // tensors whose addresses are among the arguments
 };
 
-class __attribute__((visibility("hidden"))) CachedLaunch {  // as its fields are
+// A call of a launcher: its scalars and the layouts of its inputs, which together determine every launch but for the
+// addresses, and the addresses.
+class __attribute__((visibility("hidden"))) LaunchCall {
  public:
-  // The next input of the call, in the launcher's order; undefined counts as None.
+  LaunchCall() { key_.reserve(1024); }
+  // As run_cached describes it.
+  LaunchCall(const pybind11::tuple& scalars, const pybind11::tuple& inputs, const pybind11::tuple& outputs,
+             const pybind11::tuple& sources);
+
+  void scalar(const char* text);
+  void scalar(bool flag) { add('b', flag); }
+  void scalar(int64_t number) { add('i', number); }
+  void scalar(double number) { add('d', number); }
+  void scalar(std::optional<int64_t> number) { number ? scalar(*number) : add('n', int64_t{0}); }
+
+  // The next input, in the launcher's order. An int is the seed, which changes from call to call like an address.
   void input(const at::Tensor& tensor);
   void input(const std::optional<at::Tensor>& tensor) { input(tensor ? *tensor : at::Tensor()); }
-  void input(int64_t number);
-  // The next output: memory whose layout follows from the inputs, nullptr for None.
-  void output(const void* memory);
-
-  // Whether there was such a call, which replay() then repeats. Arguments as triton/launch_cache.py has them.
-  bool lookup(const pybind11::tuple& scalars, const pybind11::tuple& sources, const at::Tensor& first);
-  void replay() const;
+  void input(int64_t seed);
+  // An input from whose contents other arguments of the launches are derived.
+  void source(const at::Tensor& tensor) { sources_.push_back(tensor); }
 
  private:
-  LayoutKey key_;
-  std::vector<pybind11::object> addresses_;
-  uintptr_t bits_ = 0;
-  pybind11::object found_;
+  friend class LaunchCache;
+
+  template <typename T>
+  void add(char kind, T value) {
+    key_.push_back(kind);
+    key_.append(reinterpret_cast<const char*>(&value), sizeof(value));
+  }
+  void add_address(const void* memory);
+
+  std::string key_;
+  std::vector<pybind11::object> addresses_;  // of inputs and outputs, 0 for None
+  uintptr_t address_bits_ = 0;               // of all of them, joined by "or"
+  std::vector<at::Tensor> sources_, outputs_;
+  at::Device device_ = at::kCPU;  // of the first input
 };
 
-// How many floats of a buffer so many take, for what follows them to be aligned.
-inline int64_t rounded_up(int64_t count) { return (count + 15) / 16 * 16; }
+// What is kept of one call.
+struct __attribute__((visibility("hidden"))) CachedCall {
+  struct Source {
+    c10::weak_intrusive_ptr<c10::TensorImpl> base;  // the tensor that owns the memory
+    int64_t version;                                // how often it had been written to
+  };
 
-// Where CachedLaunch::find asks: find of triton/launch_cache.py.
-void set_finder(pybind11::object find);
+  struct Output {
+    std::vector<int64_t> sizes, strides;
+    at::ScalarType dtype = at::kFloat;
+    int64_t bytes = 0;  // 0 for None too
+  };
 
-// What attention returns for q, (B, H, Lq, D) or packed (T, H, D), uninitialised: out like q, and logsumexp (B, H, Lq)
-// or (H, T) in fp32.
-std::tuple<at::Tensor, at::Tensor> empty_outputs_of(const at::Tensor& q);
+  std::vector<CachedLaunch> launches;
+  std::vector<Source> sources;
+  std::vector<Output> outputs;
+};
 
-}  // namespace transformer_fast::eager
+// Calls by what tells them apart.
+struct __attribute__((visibility("hidden"))) CachedCalls {
+  std::unordered_map<std::string, std::shared_ptr<const CachedCall>> by_key;
+  int64_t table_changes = 0;  // changes of tile tables before the first of them
+};
+
+class __attribute__((visibility("hidden"))) LaunchCache {
+ public:
+  // The only one. It is never destroyed, since Python may end before the process does.
+  static LaunchCache& instance();
+
+  // What is asked before each replay: `driver` and `knobs.runtime` of Triton, and Table of triton/configs.py.
+  void connect(pybind11::object driver, pybind11::object runtime, pybind11::object table);
+
+  // Whether launches may be replayed: nobody watches launches or compilations, nor asked for debugging checks in kernels.
+  bool can_replay() const;
+
+  // Repeats the launches of an earlier call like this one; false where there was none, or they may not be replayed.
+  bool replay(const LaunchCall& call);
+  // The same for a call whose outputs are still to be allocated; the first `results` of them, or nothing.
+  std::vector<at::Tensor> replay(LaunchCall& call, size_t results);
+  // Keeps the launches that this call made.
+  void store(const LaunchCall& call, std::vector<CachedLaunch> launches);
+
+  void clear() { calls_.by_key.clear(); }
+  size_t size() const { return calls_.by_key.size(); }
+
+  bool enabled = false;      // whether compiled kernels of this version of Triton are known to be called like this
+  size_t most_calls = 4096;  // kept at once; past that all are forgotten: lengths that change with every batch
+
+ private:
+  struct Place {
+    int64_t device;
+    pybind11::object stream;
+  };
+  Place current_place() const;
+  int64_t table_changes() const;
+  CachedCalls* calls_like(const LaunchCall& call, bool make);
+  static std::string key_of(const LaunchCall& call, const Place& place);
+  std::shared_ptr<const CachedCall> lookup(const LaunchCall& call, const Place& place);
+  static void start(const CachedCall& cached, const std::vector<pybind11::object>& addresses, const Place& place);
+
+  CachedCalls calls_;  // those without sources; others are kept on their first source
+  pybind11::object driver_, runtime_, table_;
+};
+
+// Adds LaunchCache and what it takes to the Python module.
+void bind_launch_cache(pybind11::module_& m);
+
+}  // namespace transformer_fast

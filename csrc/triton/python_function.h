@@ -58,6 +58,7 @@ class __attribute__((visibility("hidden"))) PythonFunction {  // as its field is
   static pybind11::object object(const T& value) {
     return pybind11::cast(value);
   }
+  static pybind11::object object(const pybind11::object& value) { return value; }
   static pybind11::object object(const at::Tensor& tensor) {
     return tensor.defined() ? eager::wrap(tensor) : pybind11::none();
   }

@@ -7,12 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_calls import DEVICE, call_of, in_window, inputs, random, reference_call
+from attention_calls import DEVICE, call_of, inputs, random, reference_call
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
 from transformer_fast.masks import dense_keep
 from transformer_fast.reference.attention import attention as reference
-from transformer_fast.tensor_cache import ENTRIES, remembered
+from transformer_fast.tensor_cache import ENTRIES, get_or_compute
 from transformer_fast.tile_share import (
     EMPTY,
     FULL,
@@ -122,10 +122,8 @@ def test_lists_hold_the_tiles_with_work(dialect, tile):
 def test_classes_in_plain_pytorch(dialect):
     """The oracle itself, against the definition: no key, every key, or neither."""
     mask = mask_of(dialect)
-    parts = (mask.get(name) for name in ("keep", "key_keep", "lengths", "causal"))
+    parts = (mask.get(name) for name in ("keep", "key_keep", "lengths", "causal", "window"))
     allowed = dense_keep(*parts, LQ, LK, DEVICE).expand(B, -1, LQ, LK)
-    if "window" in mask:
-        allowed = allowed & in_window(mask["window"], LQ, LK, DEVICE)
     classes = tile_classes(B, LQ, LK, (32, 64), **mask)
     assert classes.shape[2:] == (3, 5)
     for row in range(3):
@@ -257,7 +255,7 @@ def test_one_map_for_all_layers_until_the_mask_is_written_to():
 def test_what_is_kept_does_not_grow_without_end():
     holder, made = torch.zeros(3), []
     for key in (*range(ENTRIES + 1), 0, ENTRIES):
-        remembered(holder, (key,), (), lambda key=key: made.append(key))
+        get_or_compute(holder, (key,), (), lambda key=key: made.append(key))
     assert made == [*range(ENTRIES + 1), 0]
     with torch.inference_mode():
         mask = torch.ones(1, 1, 2, 3, dtype=torch.bool)

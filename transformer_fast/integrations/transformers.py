@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from .. import ops
 from ..masks import AttentionMask
 from . import dispatch
+from .lazy_mask import LazyMask, bounds_of
 
 NAME = "transformer_fast"
-_COMPACT = "_transformer_fast_mask"
 _UNSUPPORTED = {
     "softcap": "soft-capped scores",
     "s_aux": "attention sinks",
@@ -114,8 +114,9 @@ def attention_forward(
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """What transformers asks for the masks of a forward pass: the bool keep mask of its "sdpa", (B, 1, Lq, Lk).
 
-    It is None where ``is_causal`` of the layers says enough. Padding and look-ahead are also left on it in normal form,
-    which the kernels read instead.
+    Padding, look-ahead and sliding windows stay in normal form, which is what the kernels read: such a mask becomes a
+    tensor only where something else looks at it. Of other patterns it is the tensor, or None where ``is_causal`` of the
+    layers says enough.
 
     Raises:
         NotImplementedError: where the model that asks for it does not call transformers' attention interface.
@@ -125,29 +126,40 @@ def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     config = kwargs.get("config")
     if not torch.compiler.is_compiling():
         dispatch.refuse_caller(config, _registered)
+        if not args and (lazy := _lazy_mask(**kwargs)) is not None:
+            return lazy
     elif not dispatch.is_checked(config):  # the caller cannot be found while it is traced: a mask that is right for all
         return eager_mask(*args, **kwargs)
     if dispatch.needs_masks(config):
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    dense = sdpa_mask(*args, **kwargs)
-    keys, pattern = kwargs.get("attention_mask"), kwargs.get("mask_function")
-    offset, first = kwargs.get("q_offset", 0), kwargs.get("kv_offset", 0)
-    if dense is None or torch.compiler.is_compiling() or type(first) is not int:
-        return dense
+    return sdpa_mask(*args, **kwargs)
 
-    from transformers import masking_utils  # which torch.compile of torch 2.11 does not follow
 
-    compact = None
-    if keys is not None:
-        if keys.dim() != 2 or keys.shape[1] < first + dense.shape[-1]:
-            return dense
-        compact = AttentionMask.keep(keys[:, None, None, first : first + dense.shape[-1]].to(torch.bool))
-    if pattern is masking_utils.causal_mask_function and type(offset) is int:
-        causal = AttentionMask.causal(offset - first)
-        setattr(dense, _COMPACT, causal if compact is None else compact & causal)
-    elif compact is not None and pattern is getattr(masking_utils, "bidirectional_mask_function", None):
-        setattr(dense, _COMPACT, compact)
-    return dense
+def _lazy_mask(
+    *,
+    batch_size: int | None = None,
+    q_length: int | None = None,
+    kv_length: int | None = None,
+    q_offset: int | Tensor | None = None,
+    kv_offset: int | Tensor = 0,
+    mask_function: Any = None,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    **_: Any,
+) -> LazyMask | None:
+    """The mask in normal form, from the arguments of transformers' mask functions; None where it has none."""
+    if not all(type(n) is int for n in (batch_size, q_length, kv_length, q_offset, kv_offset)):
+        return None
+    mask = bounds_of(mask_function, q_offset - kv_offset)
+    if mask is None:
+        return None
+    if attention_mask is not None:
+        if attention_mask.dim() != 2 or attention_mask.shape[1] < kv_offset + kv_length:
+            return None
+        keys = attention_mask[:, kv_offset : kv_offset + kv_length].to(torch.bool)
+        if not keys.all():
+            mask = mask & AttentionMask.keep(keys[:, None, None])
+    return LazyMask(mask, (batch_size, 1, q_length, kv_length), torch.device(device))
 
 
 def _check_models_of(base: type[nn.Module]) -> None:
@@ -185,8 +197,8 @@ def _check_models_of(base: type[nn.Module]) -> None:
 def _mask_and_bias(mask: Tensor | None, Lq: int, Lk: int) -> tuple[AttentionMask | None, Tensor | None]:
     if mask is None:
         return None, None
-    if (compact := getattr(mask, _COMPACT, None)) is not None and mask.shape[2:] == (Lq, Lk):
-        return compact, None
+    if isinstance(mask, LazyMask) and mask.shape[2:] == (Lq, Lk):
+        return mask.mask, None
     mask = mask[..., :Lk]  # a static cache may be longer than what it holds
     if mask.is_floating_point():
         return None, mask

@@ -79,6 +79,7 @@ def attention(
             mask.keys.cu_seqlens,
             max_q=mask.queries.max_length,
             max_k=mask.keys.max_length,
+            mask=mask.window,
             causal=mask.causal,
             scale=scale,
             dropout_p=p,

@@ -132,6 +132,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             mask.keys.cu_seqlens,
             max_q=mask.queries.max_length,
             max_k=mask.keys.max_length,
+            mask=mask.window,
             causal=mask.causal,
             dropout_p=self.dropout if self.training else 0.0,
         )

@@ -29,9 +29,20 @@ def packed_masks(
     """
     (batch, src_length), (_, trg_length) = src.shape, trg.shape
     source = packing_of(layer_mask(src_mask), batch, src_length, src.device)
-    padding, causal = _padding_and_look_ahead(layer_mask(trg_mask), trg_length)
+    trg_mask = layer_mask(trg_mask)
+    padding, causal = _padding_and_look_ahead(trg_mask, trg_length)
     target = packing_of(padding, trg.shape[0], trg_length, trg.device)
-    return PackedMask(source, source), PackedMask(target, source), PackedMask(target, target, causal)
+    window = _window(trg_mask)
+    return PackedMask(source, source), PackedMask(target, source), PackedMask(target, target, causal, window)
+
+
+def _window(mask: AttentionMask | None) -> AttentionMask | None:
+    """The window of a mask. Packing closes gaps between tokens, and distances are the same only without any."""
+    if mask is None or mask.window_offset is None:
+        return None
+    if mask.keep_mask is not None or mask.key_keep_mask is not None:
+        raise ValueError("packed: with a window, the padding must be given as AttentionMask.lengths(trg_lengths)")
+    return AttentionMask(window_offset=mask.window_offset)
 
 
 def _padding_and_look_ahead(mask: AttentionMask | None, length: int) -> tuple[AttentionMask | None, bool]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from .. import backends
-from ..masks import AttentionMask
-from ..tensor_cache import recall, remembered
+from ..masks import AttentionMask, and_causal
+from ..tensor_cache import get_or_compute
 
 
 def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:
@@ -67,6 +69,21 @@ def check_options(op: str, dropout_p: float, empty_rows: str) -> None:
         raise ValueError(f'{op}: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
 
 
+def bounds_of(op: str, mask: AttentionMask | None, causal: bool) -> tuple[int | None, int | None]:
+    """The causal and the window offset of a call whose mask may have no other part."""
+    if not isinstance(causal, bool):
+        raise TypeError(f"{op}: causal must be True or False, got {causal!r}")
+    if mask is None:
+        return (0 if causal else None), None
+    if not isinstance(mask, AttentionMask):
+        raise TypeError(f"{op}: mask must be an AttentionMask, got {type(mask).__name__}")
+    if mask.tensors():
+        raise ValueError(
+            f"{op}: mask may say AttentionMask.window and AttentionMask.causal alone, got {', '.join(mask.tensors())}"
+        )
+    return and_causal(mask.causal_offset, causal), mask.window_offset
+
+
 def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
     B, _, Lq, _ = full
     for name, t in (("mask", mask.keep_mask), ("mask", mask.key_keep_mask), ("bias", mask.additive_bias)):
@@ -96,12 +113,15 @@ def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
         lengths = lengths.expand(B, *lengths.shape[1:])
     if torch.compiler.is_compiling() or type(lengths) is not Tensor or backends.in_transform():
         return lengths.clamp(0, Lk).to(torch.int32)
-    return remembered(lengths, ("normal lengths", Lk), (), lambda: _checked_lengths(lengths, Lk))
+    return get_or_compute(lengths, ("normal lengths", Lk), (), lambda: _checked_lengths(lengths, Lk))
 
 
-def kept_lengths(lengths: Tensor, Lk: int) -> Tensor | None:
-    """What :func:`normal_lengths` keeps on these lengths, if it has seen them before."""
-    return recall(lengths, ("normal lengths", Lk)) if type(lengths) is Tensor else None
+def fitting_lengths(lengths: Tensor | None, q: Any, k: Any) -> Tensor | None:
+    """:func:`normal_lengths` of an unchecked call, or the lengths themselves where they do not fit it."""
+    if lengths is None or not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
+        return lengths
+    B, _, Lq, _ = q.shape
+    return normal_lengths(lengths, B, Lq, k.shape[2]) if lengths.shape in ((B,), (B, Lq)) else lengths
 
 
 def _checked_lengths(lengths: Tensor, Lk: int) -> Tensor:

@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import backends, extension
-from ._attention_triton import set_launch_cache
 
-_LAUNCHED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def native() -> Any | None:
@@ -28,21 +27,19 @@ def native() -> Any | None:
     return extension.module()
 
 
-def launched(op: str, q: Tensor) -> Any | None:
-    """The extension, whose functions take a whole call for launchers in Python, where `op` runs on Triton kernels."""
+def fast_path(op: str, q: Any) -> tuple[Any | None, bool]:
+    """The extension, whose functions take a whole call of `op`, or None; and whether Triton kernels compute the op."""
     if torch.compiler.is_compiling() or not isinstance(q, Tensor):
-        return None
-    return _launching(backends.current(), op, q.device, q.dtype)
+        return None, False
+    by_triton = _runs_on_triton(backends.current(), op, q.device, q.dtype)
+    return (extension.module() if by_triton else native()), by_triton
 
 
 @functools.cache
-def _launching(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> Any | None:
-    if dtype not in _LAUNCHED_TYPES or not (device.type == "cuda" or asked == "triton"):
-        return None
-    module = extension.module() if backends.resolve(op, device, dtype) == "triton" else None
-    if module is not None:
-        set_launch_cache(module)
-    return module
+def _runs_on_triton(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> bool:
+    if dtype not in _TRITON_TYPES or not (device.type == "cuda" or asked == "triton"):
+        return False
+    return backends.resolve(op, device, dtype) == "triton"
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, reference
+from ..attention_params import AttentionParams
 from ..masks import AttentionMask, and_causal, as_attention_mask
 from . import _eager, _seed
-from ._attention_checks import check_inputs, check_mask, check_options, normal_lengths
-from ._attention_triton import attention_by_triton
+from ._attention_checks import check_inputs, check_mask, check_options, fitting_lengths, normal_lengths
 from ._names import unknown_names
 
 MAX_TRITON_HEAD_DIM = 256
@@ -135,16 +135,17 @@ def attention(
         mask = mask & AttentionMask.bias(bias)
     bias = mask.additive_bias
     only_out = not (return_weights or return_logsumexp)
-    launched = _eager.launched("attention", q) if only_out else None
+    extension, by_triton = (None, False) if return_logsumexp else _eager.fast_path("attention", q)
+    if return_weights and (by_triton or return_weights not in (True, "dropped")):
+        extension, by_triton = None, False
     seed, out = None, None
     if dropout_p > 0.0 and isinstance(q, Tensor):
-        seed = _seed.draw_launch_seed(q.device, launched is not None)
+        seed = _seed.draw_launch_seed(q.device, by_triton)
     offset = and_causal(mask.causal_offset, causal)
-    given = (mask.keep_mask, mask.key_keep_mask, mask.key_lengths, bias, offset, scale)
-    if launched:
-        out = attention_by_triton(launched, q, k, v, given, dropout_p, seed, empty_rows)
-    elif not return_logsumexp and return_weights in (False, True, "dropped") and (direct := _eager.native()):
-        out = direct.attention(q, k, v, *given, dropout_p, seed, empty_rows)
+    lengths = fitting_lengths(mask.key_lengths, q, k) if by_triton else mask.key_lengths
+    given = (mask.keep_mask, mask.key_keep_mask, lengths, bias, offset, mask.window_offset, scale)
+    if extension is not None:
+        out = extension.attention(by_triton, q, k, v, *given, dropout_p, seed, empty_rows)
     if out is not None:
         if not return_weights:
             return out
@@ -169,7 +170,7 @@ def attention(
     lengths = mask.key_lengths
     if lengths is not None:
         lengths = normal_lengths(lengths, B, Lq, Lk)
-    parts = (mask.keep_mask, key_keep, lengths, bias, offset, scale, float(dropout_p), seed)
+    parts = (mask.keep_mask, key_keep, lengths, bias, offset, mask.window_offset, scale, float(dropout_p), seed)
 
     check_backend(backend, q, v)
     if backend == "reference":
@@ -194,7 +195,7 @@ def attention(
 
 def _native_weights(q, k, parts, dropout_p, seed, zero_empty_rows):
     """The weights beside an output that the extension computed, and so checked; it makes them from q and k alone."""
-    keep, key_keep, lengths, bias, causal, scale = parts
+    keep, key_keep, lengths, bias, causal, window, scale = parts
     Lk = k.shape[2]
     if key_keep is not None and key_keep.shape[-1] != Lk:
         key_keep = key_keep.expand(-1, -1, -1, Lk)
@@ -202,7 +203,7 @@ def _native_weights(q, k, parts, dropout_p, seed, zero_empty_rows):
         lengths = normal_lengths(lengths, q.shape[0], q.shape[2], Lk)
     q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    parts = (keep, key_keep, lengths, bias, causal, scale, dropout_p, seed)
+    parts = (keep, key_keep, lengths, bias, causal, window, scale, dropout_p, seed)
     return torch.ops.transformer_fast.attention_weights.default(q, k, None, *parts, zero_empty_rows, "native")
 
 
@@ -215,7 +216,7 @@ def check_backend(backend: str, q: Tensor, v: Tensor) -> None:
         )
 
 
-def _dropped(weights: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
+def _dropped(weights: Tensor, dropout_p: float, seed: Any) -> Tensor:
     if dropout_p == 0.0 or seed is None:
         return weights
     kept = reference.dropout.attention_keep(seed, dropout_p, *weights.shape)
@@ -223,28 +224,21 @@ def _dropped(weights: Tensor, dropout_p: float, seed: Tensor | None) -> Tensor:
 
 
 def weights_gradients(
-    grad_weights: Tensor,
-    q: Tensor,
-    k: Tensor,
-    *,
-    dropout_p: float,
-    seed: Tensor | None,
-    zero_empty_rows: bool,
-    needed: tuple[bool, bool, bool],
-    **mask: Any,
+    grad_weights: Tensor, q: Tensor, k: Tensor, params: AttentionParams, needed: tuple[bool, bool, bool]
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k and the bias from one of the weights, by the reference; ``needed`` says of which."""
-    given = {"q": q, "k": k, "bias": mask["bias"]}
-    empty_rows = "zero" if zero_empty_rows else "uniform"
+    given: dict[str, Any] = {"q": q, "k": k, "bias": params.bias}
+    mask = {name: getattr(params, name) for name in ("keep", "key_keep", "lengths", "causal", "window", "scale")}
+    empty_rows = "zero" if params.zero_empty_rows else "uniform"
     with torch.enable_grad():
         leaves = {name: given[name].detach().requires_grad_() for name, need in zip(given, needed, strict=True) if need}
-        q, k, mask["bias"] = (given | leaves).values()
-        weights = reference.attention.attention(q, k, k, **mask, dropout_p=0.0, seed=None, empty_rows=empty_rows)[1]
-        weights = _dropped(weights, dropout_p, seed)
+        q, k, bias = (given | leaves).values()
+        weights = reference.attention.attention(q, k, k, **mask, bias=bias, empty_rows=empty_rows)[1]
+        weights = _dropped(weights, params.dropout_p, params.seed)
     found = dict(zip(leaves, torch.autograd.grad(weights, list(leaves.values()), grad_weights), strict=True))
     return tuple(found.get(name) for name in given)
 
 
 def _named(parts: Any) -> dict[str, Any]:
-    names = ("keep", "key_keep", "lengths", "bias", "causal", "scale", "dropout_p", "seed")
+    names = ("keep", "key_keep", "lengths", "bias", "causal", "window", "scale", "dropout_p", "seed")
     return dict(zip(names, parts, strict=True))

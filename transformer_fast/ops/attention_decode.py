@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
+from ..masks import AttentionMask
 from . import _eager
-from ._attention_checks import check_tensors, shape_error
+from ._attention_checks import bounds_of, check_tensors, shape_error
 from ._names import unknown_names
 from .attention import check_backend
 
@@ -24,6 +25,7 @@ def attention_decode(
     lengths: Tensor,
     *,
     page_table: Tensor | None = None,
+    mask: AttentionMask | None = None,
     causal: bool = True,
     scale: float | None = None,
     **unknown: Never,
@@ -42,6 +44,8 @@ def attention_decode(
             lies past them is never read.
         page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Entries past the last key may hold anything.
+        mask: ``AttentionMask.window`` or ``AttentionMask.causal``, counted from the query's own key on, as ``causal``
+            is: with ``window(left)`` query i sees keys ``j >= i + lengths[b] - Lq - left``. No other part.
         causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq``, itself the last; False: all keys.
         scale: multiplies ``q k^T``; ``1 / sqrt(D)`` by default.
 
@@ -56,17 +60,16 @@ def attention_decode(
     """
     if unknown:
         raise unknown_names("attention_decode", unknown)
-    launched = _eager.launched("attention", q)
-    if (direct := launched or _eager.native()) is not None:
-        given = (q, k_cache, v_cache, lengths, page_table, causal, scale)
-        out = direct.attention_decode(launched is not None, *given)
+    bounds = bounds_of("attention_decode", mask, causal)
+    extension, by_triton = _eager.fast_path("attention", q)
+    if extension is not None:
+        given = (q, k_cache, v_cache, lengths, page_table, *bounds, scale)
+        out = extension.attention_decode(by_triton, *given)
         if out is not None:
             return out
 
     autocast = _eager.autocast_enabled(q)
     _check_inputs(q, k_cache, v_cache, page_table, autocast)
-    if not isinstance(causal, bool):
-        raise TypeError(f"attention_decode: causal must be True or False, got {causal!r}")
     lengths = _check_lengths(lengths, q, k_cache, page_table)
     _refuse_gradient(q, k_cache, v_cache)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
@@ -75,12 +78,12 @@ def attention_decode(
     check_backend(backend, q, v_cache)
     if backend == "reference":
         return reference.attention.attention_decode(
-            q, k_cache, v_cache, lengths=lengths, page_table=page_table, causal=causal, scale=scale
+            q, k_cache, v_cache, lengths=lengths, page_table=page_table, causal=bounds[0], window=bounds[1], scale=scale
         )[0]
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
     op = torch.ops.transformer_fast.attention_decode.default
-    return op(q, k_cache, v_cache, lengths, page_table, causal, scale, backend)[0]
+    return op(q, k_cache, v_cache, lengths, page_table, *bounds, scale, backend)[0]
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, autocast: bool) -> None:

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, reference
+from ..masks import AttentionMask
 from . import _eager, _seed
-from ._attention_checks import check_options, check_tensors, shape_error
+from ._attention_checks import bounds_of, check_options, check_tensors, shape_error
 from ._names import unknown_names
 from .attention import check_backend
 
@@ -22,6 +23,7 @@ class _Options(TypedDict, total=False):
 
     max_q: int | None
     max_k: int | None
+    mask: AttentionMask | None
     causal: bool
     scale: float | None
     dropout_p: float
@@ -59,6 +61,7 @@ def attention_packed(
     *,
     max_q: int | None = None,
     max_k: int | None = None,
+    mask: AttentionMask | None = None,
     causal: bool = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -76,11 +79,12 @@ def attention_packed(
         cu_seqlens_k: the same for k and v; the same tensor for self-attention.
         max_q, max_k: lengths of the longest sequences, on the host. Left out, they are looked up, which on a GPU waits
             for it.
-        causal: query i of a sequence sees its keys up to i.
+        mask: ``AttentionMask.window`` or ``AttentionMask.causal``, counted inside each sequence; no other part.
+        causal: query i of a sequence sees its keys up to i; combines with ``mask``.
         scale, dropout_p: as for ``attention``. Dropout draws the mask that the padded batch would have: b is the
             sequence, and i and j count inside it.
-        empty_rows: as for ``attention``; here a query is without keys only where its sequence has none at all, and
-            gets 0 either way.
+        empty_rows: as for ``attention``; "uniform" is over the keys of the query's own sequence, and a query whose
+            sequence has none gets 0 either way.
         return_logsumexp: also return the logsumexp of each query's scores.
 
     Returns:
@@ -94,14 +98,14 @@ def attention_packed(
     """
     if unknown:
         raise unknown_names("attention_packed", unknown)
-    launched = _eager.launched("attention", q)
+    extension, by_triton = _eager.fast_path("attention", q)
     seed = None
     if dropout_p > 0.0 and isinstance(q, Tensor):
-        seed = _seed.draw_launch_seed(q.device, launched is not None)
-    direct = None if return_logsumexp else launched or _eager.native()
-    if direct is not None:
-        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, dropout_p, seed, empty_rows)
-        out = direct.attention_packed(launched is not None, *given)
+        seed = _seed.draw_launch_seed(q.device, by_triton)
+    bounds = bounds_of("attention_packed", mask, causal)
+    if extension is not None and not return_logsumexp:
+        given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *bounds, scale, dropout_p, seed, empty_rows)
+        out = extension.attention_packed(by_triton, *given)
         if out is not None:
             return out
     if isinstance(seed, int):
@@ -110,8 +114,6 @@ def attention_packed(
     autocast = _eager.autocast_enabled(q)
     _check_inputs(q, k, v, autocast)
     check_options("attention_packed", dropout_p, empty_rows)
-    if not isinstance(causal, bool):
-        raise TypeError(f"attention_packed: causal must be True or False, got {causal!r}")
     max_q = _check_sequences("q", cu_seqlens_q, q, max_q)
     max_k = _check_sequences("k", cu_seqlens_k, k, max_k)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
@@ -121,7 +123,7 @@ def attention_packed(
         )
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     backend = backends.resolve("attention", q.device, q.dtype)
-    parts = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, causal, scale, float(dropout_p), seed, empty_rows == "zero")
+    parts = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, *bounds, scale, float(dropout_p), seed, empty_rows == "zero")
 
     check_backend(backend, q, v)
     if backend == "reference":
@@ -180,6 +182,7 @@ def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int
 
 def _named(parts: Any) -> dict[str, Any]:
     names = (
-        "cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "causal", "scale", "dropout_p", "seed", "zero_empty_rows",
+        "cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "causal", "window", "scale", "dropout_p", "seed",
+        "zero_empty_rows",
     )  # fmt: skip
     return dict(zip(names, parts, strict=True))

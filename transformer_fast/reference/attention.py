@@ -23,6 +23,7 @@ def attention(
     lengths: Tensor | None = None,
     bias: Tensor | None = None,
     causal: int | None = None,
+    window: int | None = None,
     scale: float,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
@@ -33,7 +34,7 @@ def attention(
     Args:
         q: (B, H, Lq, D), any float dtype.
         k, v: (B, Hkv, Lk, D) with ``H % Hkv == 0``: query head h reads key head ``h // (H / Hkv)``.
-        keep, key_keep, lengths, causal: the mask in normal form (see :mod:`transformer_fast.masks`).
+        keep, key_keep, lengths, causal, window: the mask in normal form (see :mod:`transformer_fast.masks`).
         bias: added to the scaled scores, broadcastable to (B, H, Lq, Lk); ``-inf`` blocks.
         scale: multiplies ``q k^T``.
         dropout_p, seed: dropout on the weights by :func:`~transformer_fast.reference.dropout.attention_keep`.
@@ -48,7 +49,7 @@ def attention(
     """
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
-    allowed = dense_keep(keep, key_keep, lengths, causal, Lq, Lk, q.device)
+    allowed = dense_keep(keep, key_keep, lengths, causal, window, Lq, Lk, q.device)
     if bias is not None:
         allowed = allowed & (bias != float("-inf"))
     kept = attention_keep(seed, dropout_p, B, H, Lq, Lk) if dropout_p > 0.0 else None
@@ -64,7 +65,8 @@ def attention_packed(
     cu_seqlens_k: Tensor,
     max_q: int,
     max_k: int,
-    causal: bool = False,
+    causal: int | None = None,
+    window: int | None = None,
     scale: float,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
@@ -77,11 +79,10 @@ def attention_packed(
         k, v: (Tk, Hkv, D), likewise by ``cu_seqlens_k``.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and to Tk.
         max_q, max_k: at least the lengths of the longest sequences.
-        causal: query i of a sequence sees its keys up to i.
+        causal, window: as for :func:`attention`, counted inside each sequence.
         scale, dropout_p, seed: as for :func:`attention`; b is the sequence, i and j count inside it, so that a packed
             batch has the dropout mask of the padded one.
-        zero_empty_rows: accepted as every kernel does; a row is empty only where its sequence has no keys at all,
-            and then it is 0 either way.
+        zero_empty_rows: a query with no allowed key is 0, instead of the mean of its own sequence's values.
 
     Returns:
         out (Tq, H, D) in q's dtype and logsumexp (H, Tq), fp32 (fp64 for fp64 input), ``-inf`` for an empty row.
@@ -95,7 +96,7 @@ def attention_packed(
         qs = q[starts_q[b] : starts_q[b + 1]].transpose(0, 1).unsqueeze(0)
         ks, vs = (t[starts_k[b] : starts_k[b + 1]].transpose(0, 1).unsqueeze(0) for t in (k, v))
         Lq, Lk = qs.shape[2], ks.shape[2]
-        allowed = dense_keep(None, None, None, 0 if causal else None, Lq, Lk, q.device).expand(1, H, Lq, Lk)
+        allowed = dense_keep(None, None, None, causal, window, Lq, Lk, q.device).expand(1, H, Lq, Lk)
         own = kept if kept is None else kept[b : b + 1, :, :Lq, :Lk]
         out, _, logsumexp = _attend(qs, ks, vs, allowed, None, scale, own, rescale(dropout_p), zero_empty_rows)
         outs.append(out[0].transpose(0, 1))
@@ -110,7 +111,8 @@ def attention_decode(
     *,
     lengths: Tensor,
     page_table: Tensor | None = None,
-    causal: bool = True,
+    causal: int | None = 0,
+    window: int | None = None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest queries of every sequence to its cache of keys, the new ones included.
@@ -121,7 +123,7 @@ def attention_decode(
         lengths: int (B,), keys in the cache; what is stored past them is never read.
         page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Entries past the last key may hold anything.
-        causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq``; otherwise all ``lengths[b]``.
+        causal, window: query i sees keys ``i + lengths[b] - Lq + window <= j <= i + lengths[b] - Lq + causal``.
         scale: multiplies ``q k^T``.
 
     Returns:
@@ -133,10 +135,13 @@ def attention_decode(
         # (B, max_pages, page_size, Hkv, D) -> (B, Hkv, S, D)
         k_cache, v_cache = (t[pages].flatten(1, 2).transpose(1, 2) for t in (k_cache, v_cache))
     Lq, S = q.shape[2], k_cache.shape[2]
-    visible = lengths.view(-1, 1, 1, 1)
-    if causal:
-        visible = visible - torch.arange(Lq - 1, -1, -1, device=q.device).view(Lq, 1)
-    keep = torch.arange(S, device=q.device) < visible
+    j, lengths = torch.arange(S, device=q.device), lengths.view(-1, 1, 1, 1)
+    i = torch.arange(Lq, device=q.device).view(Lq, 1) + lengths - Lq
+    keep = j < lengths
+    if causal is not None:
+        keep = keep & (j <= i + causal)
+    if window is not None:
+        keep = keep & (j >= i + window)
     out, _, logsumexp = attention(q, k_cache, v_cache, keep=keep, scale=scale, empty_rows="zero")
     return out, logsumexp
 

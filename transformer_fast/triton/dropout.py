@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import dropout_config
-from .launch_cache import run_again
+from .launch_cache import run_cached
 from .launcher import Launch, blocks_of, multiprocessors_of
 from .norm import dropout_arguments
 from .norm_backward import sum_of_partials
@@ -158,7 +158,7 @@ def dropout_forward(
     if out.numel() > 0:
         bias = None if bias is None else bias.contiguous()
         residual = None if residual is None else residual.contiguous()
-        run_again(
+        run_cached(
             ("dropout forward", relu, p), (x.contiguous(), bias, residual, seed), (out,),
             lambda x, bias, residual, seed, out: [forward_launch(x, bias, residual, out, relu, p, seed)],
         )  # fmt: skip
@@ -187,7 +187,7 @@ def dropout_backward(
         y = y.contiguous() if relu else None
         programs = sharing_programs(grad_x.numel() // d, d, multiprocessors_of(grad_out))
         partials = torch.empty((programs, d), dtype=torch.float32, device=device) if has_bias else None
-        run_again(
+        run_cached(
             ("dropout backward", p), (grad_out.contiguous(), y, seed),
             (grad_x, grad_bias if has_bias else None, partials),
             lambda grad_out, y, seed, *outputs: backward_launches(grad_out, y, *outputs, p, seed),

@@ -19,12 +19,17 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
-from .. import extension
 from ..attention_params import AttentionParams
-from .configs import architecture
+from ..extension import module
+from .configs import Table, architecture
 
 VERSION = tuple(int(part) for part in triton.__version__.split(".")[:2])
-SHORT_WAY = (3, 6) <= VERSION <= (3, 8) and not triton.knobs.runtime.interpret and torch.version.hip is None
+
+# A Triton kernel is part of an op, and the ops are in the extension.
+extension = module()
+launch_cache = extension.launch_cache
+launch_cache.connect(driver, triton.knobs.runtime, Table)
+launch_cache.enabled = (3, 6) <= VERSION <= (3, 8) and not triton.knobs.runtime.interpret and torch.version.hip is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,19 +122,7 @@ class _Kernel:
 _KERNELS: dict[int, _Kernel] = {}
 
 
-def must_take_the_long_way() -> bool:
-    """Whether someone watches launches or compilations, or asked for debugging checks in kernels."""
-    runtime = triton.knobs.runtime
-    enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
-    if runtime.debug or getattr(runtime, "add_stages_inspection_hook", None) is not None:
-        return True
-    # A chain of hooks is always there, and mostly empty.
-    return bool(
-        (enter is not None and getattr(enter, "calls", True)) or (leave is not None and getattr(leave, "calls", True))
-    )
-
-
-def _run_as_triton_does(launch: Launch) -> CompiledKernel | None:
+def _launch_by_triton(launch: Launch) -> CompiledKernel | None:
     arguments = {name: launch.arguments[name] for name in launch.kernel.arg_names}
     return launch.kernel[(launch.grid,)](**arguments, **launch.options())
 
@@ -140,21 +133,21 @@ def launch_arguments(compiled: CompiledKernel, grid: int, stream: int) -> tuple:
     return grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None
 
 
-def run_short(launch: Launch, device: int, stream: int) -> tuple[CompiledKernel | None, list[object]]:
+def launch_compiled(launch: Launch, device: int, stream: int) -> tuple[CompiledKernel | None, list[object]]:
     """Run one launch; its compiled kernel and arguments in order, or (None, []) if only Triton can launch it."""
     kernel = _KERNELS.get(id(launch.kernel))
     if kernel is None:
         kernel = _KERNELS[id(launch.kernel)] = _Kernel(launch.kernel)
     bound = None if launch.kernel.pre_run_hooks else kernel.bind(launch)
     if bound is None:
-        _run_as_triton_does(launch)
+        _launch_by_triton(launch)
         return None, []
     key, values = (device, *bound[0]), bound[1]
     compiled = kernel.compiled.get(key)
     if compiled is not None:
         compiled.run(*launch_arguments(compiled, launch.grid, stream), *values)
     else:
-        compiled = _run_as_triton_does(launch)
+        compiled = _launch_by_triton(launch)
         if not isinstance(compiled, CompiledKernel):  # compiled elsewhere and later, or refused by a hook
             return None, []
         kernel.compiled[key] = compiled
@@ -163,10 +156,10 @@ def run_short(launch: Launch, device: int, stream: int) -> tuple[CompiledKernel 
 
 def run(launches: Iterable[Launch], on: Tensor) -> None:
     """Run launches in order, on the current stream of the device that holds `on`."""
-    if not SHORT_WAY or must_take_the_long_way():
+    if not launch_cache.can_replay():
         with torch.cuda.device_of(on) if on.is_cuda else nullcontext():
             for launch in launches:
-                _run_as_triton_does(launch)
+                _launch_by_triton(launch)
         return
     active = driver.active
     device = active.get_current_device()
@@ -175,24 +168,19 @@ def run(launches: Iterable[Launch], on: Tensor) -> None:
             return run(launches, on)
     stream = active.get_current_stream(device)
     for launch in launches:
-        run_short(launch, device, stream)
+        launch_compiled(launch, device, stream)
 
 
-def _empties_like(*tensors: Tensor) -> tuple[Tensor, ...]:
+def empties_like(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Uninitialised tensors of the same shapes, types and, where they are dense, strides."""
     return tuple(torch.empty_like(t) for t in tensors)
 
 
-def _empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     """What attention returns for q (B, H, Lq, D), or packed (T, H, D): out like q, and logsumexp (B, H, Lq) or (H, T)
     in fp32; uninitialised."""
     rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
     return torch.empty_like(q), torch.empty(rows, dtype=torch.float32, device=q.device)
-
-
-# Of the extension where there is one: in Python these cost microseconds.
-empties_like = getattr(extension.module(), "empties_like", _empties_like)
-empty_outputs = getattr(extension.module(), "empty_outputs", _empty_outputs)
 
 
 def widen_bf16_if_interpreted(results: int):

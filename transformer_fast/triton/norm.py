@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import norm_config
-from .launch_cache import run_again
+from .launch_cache import run_cached
 from .launcher import Launch
 from .philox import elementwise_keep_tile, load_seed
 
@@ -216,7 +216,7 @@ def norm_forward(
     mean = torch.empty((n_rows,), dtype=torch.float32, device=x.device)
     rstd = torch.empty_like(mean)
     if n_rows > 0:
-        run_again(
+        run_cached(
             ("norm forward", eps, std, dropout_p),
             (as_rows(x), as_rows(residual), _contiguous(weight), _contiguous(bias), seed),
             (out, summed, mean, rstd),

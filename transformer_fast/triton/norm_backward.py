@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import norm_config
-from .launch_cache import run_again
+from .launch_cache import run_cached
 from .launcher import Launch, blocks_of, multiprocessors_of
 from .norm import as_rows, dropout_arguments, load_tile
 from .philox import elementwise_keep_tile, load_seed
@@ -298,7 +298,7 @@ def norm_backward(
         summing = weight is not None or has_bias
         partials = torch.empty((2, programs, d), dtype=torch.float32, device=x.device) if summing else None
         weight = None if weight is None else weight.contiguous()
-        run_again(
+        run_cached(
             ("norm backward", std, dropout_p, has_bias),
             (as_rows(dy), as_rows(grad_summed), as_rows(x), weight, mean, rstd, seed),
             (grad_x, grad_residual, None if weight is None else grad_weight, grad_bias if has_bias else None, partials),

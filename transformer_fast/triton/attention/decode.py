@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..launch_cache import run_again
+from ..launch_cache import run_cached
 from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
 from .mask import Bounds, first_visible, key_limits, within_bounds
 from .tiles import LN2, LOG2E, bounded_window, load_rows, padded_head_dim, tensor_arguments, within_reach
@@ -329,7 +329,7 @@ def attention_decode(
     if page_table is not None and page_table.stride(1) != 1:
         page_table = page_table.contiguous()
     q, k, v = (within_reach(t) for t in (q, *_head_major(k_cache, v_cache, page_table)))
-    run_again(
+    run_cached(
         ("attention decode", causal, window, scale),
         (q, k, v, lengths.contiguous(), page_table),
         (out, logsumexp, *part_buffers(q, division_of(q, k, page_table)[2])),

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...attention_params import AttentionParams
 from ..configs import LONG, attention_config
-from ..launch_cache import run_again
+from ..launch_cache import run_cached
 from ..launcher import Launch, blocks_of
 from .tile_map import NO_MAP, length_order, packed_order, tile_lists
 from .tiles import bounded_offset, bounded_window, mask_arguments, tensor_arguments, within_reach
@@ -107,7 +107,7 @@ def run_call(
 
     Args:
         name: tells this launcher from the others.
-        inputs, outputs: see :func:`..launch_cache.run_again`.
+        inputs, outputs: see :func:`..launch_cache.run_cached`.
         keys: keys of the call, which decide whether there is an order to derive.
         params: as given to the launcher.
         prepare: the launches from (inputs, outputs, params).
@@ -133,9 +133,8 @@ def run_call(
 
     lengths_of_packed = () if packed is None else (packed.max_q, packed.max_k)
     options = params.causal, params.window, params.scale, params.dropout_p, params.zero_empty_rows
-    scalars = (name, *lengths_of_packed, *options)
     inputs = (*inputs, *[getattr(params, part) for part in PARTS], *places)
-    run_again(scalars, inputs, outputs, launches, sources, MAP_TENSORS)
+    run_cached((name, *lengths_of_packed, *options), inputs, outputs, launches, sources, MAP_TENSORS)
 
 
 def packed_view(t: Tensor, batches: int, longest: int) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ...tensor_cache import remembered
+from ...tensor_cache import get_or_compute
 from ...tile_share import FULL, PARTIAL
 from ..launcher import Launch, blocks_of, run
 from .mask import Bounds, Mask, allowed_words, key_limits, query_rows
@@ -147,7 +147,7 @@ def mask_bits(mask: Tensor) -> Tensor:
     Dimensions over which the mask repeats itself (size 1, or stride 0) have size 1. One such row of keys is 8 words of
     one value. Kept on the mask, and made anew when it was written to.
     """
-    return remembered(mask, ("bits",), (), lambda: _pack(mask))
+    return get_or_compute(mask, ("bits",), (), lambda: _pack(mask))
 
 
 def tile_lists(
@@ -186,15 +186,15 @@ def tile_lists(
         return _classes(keep, key_keep, lengths, *call)
 
     def lists() -> TileLists:
-        found = remembered(holder, ("classes", *given, *call), others, classes)
+        found = get_or_compute(holder, ("classes", *given, *call), others, classes)
         return _lists(found, bits_arguments(keep, key_keep), columns, ordered)
 
-    return remembered(holder, ("lists", *given, *call, columns, ordered), others, lists)
+    return get_or_compute(holder, ("lists", *given, *call, columns, ordered), others, lists)
 
 
 def length_order(lengths: Tensor) -> Tensor:
     """The batches of int lengths (B,), longest first: int32 (B,). Kept on the lengths."""
-    return remembered(lengths, ("order",), (), lambda: _most_first(lengths))
+    return get_or_compute(lengths, ("order",), (), lambda: _most_first(lengths))
 
 
 def packed_order(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ def packed_order(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
     def order() -> Tensor:
         return _most_first(cu_seqlens_q.diff().long() * cu_seqlens_k.diff())
 
-    return remembered(cu_seqlens_k, ("order",), (cu_seqlens_q,), order)
+    return get_or_compute(cu_seqlens_k, ("order",), (cu_seqlens_q,), order)
 
 
 def _most_first(work: Tensor) -> Tensor:

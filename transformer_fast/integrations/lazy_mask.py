@@ -1,0 +1,96 @@
+"""The masks of transformers in normal form, and the tensor that stands for one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from ..masks import AttentionMask
+
+
+class LazyMask(Tensor):
+    """A bool keep mask (B, 1, Lq, Lk) that is made when something other than our attention reads it.
+
+    Attributes:
+        mask: what the kernels read. Once the tensor was made, and so may have been written to, it is that tensor.
+    """
+
+    mask: AttentionMask
+
+    @staticmethod
+    def __new__(cls, mask: AttentionMask, shape: tuple[int, int, int, int], device: torch.device) -> LazyMask:
+        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        lazy.mask = mask
+        return lazy
+
+    def __repr__(self, **_: Any) -> str:
+        return f"LazyMask({self.mask}, shape={tuple(self.shape)})"
+
+    def dense(self) -> Tensor:
+        """The tensor itself."""
+        keep = self.mask.keep_mask
+        if keep is None or keep.shape != self.shape:
+            keep = self.mask.dense(*self.shape[2:], self.device).expand(self.shape).contiguous()
+            self.mask = AttentionMask(keep_mask=keep)
+        return keep
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(LazyMask, LazyMask.dense, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+
+def bounds_of(pattern: Any, offset: int) -> AttentionMask | None:
+    """The causal and window parts that a mask function of transformers stands for, or None where it is another.
+
+    Args:
+        pattern: function of (batch, head, query, key) indices, as the ``create_..._mask`` functions make them.
+        offset: the index of the first query less that of the first key.
+    """
+    sides = _sides_of(pattern)
+    if sides is None or not _is_window(pattern, *sides):
+        return None
+    return AttentionMask.window(*sides, offset)
+
+
+def _sides_of(pattern: Any) -> tuple[int | None, int | None] | None:
+    """(left, right) of :meth:`AttentionMask.window`, by the names under which transformers has its patterns."""
+    if not inspect.isfunction(pattern) or pattern.__module__ != "transformers.masking_utils":
+        return None
+    given = inspect.getclosurevars(pattern).nonlocals
+    match pattern.__qualname__.partition(".")[0]:
+        case "causal_mask_function":
+            return None, 0
+        case "bidirectional_mask_function":
+            return None, None
+        case "sliding_window_overlay":
+            return given["sliding_window"] - 1, None
+        case "sliding_window_bidirectional_overlay":
+            return given["sliding_window"], given["sliding_window"]
+        case "and_masks":
+            sides = [_sides_of(part) for part in given["mask_functions"]]
+            if None in sides:
+                return None
+            lefts, rights = zip(*sides, strict=True)
+            return tuple(min((n for n in side if n is not None), default=None) for side in (lefts, rights))
+    return None
+
+
+def _is_window(pattern: Any, left: int | None, right: int | None) -> bool:
+    """Whether the pattern computes this window, seen around its edges: a name may change its meaning."""
+    edges = {-side for side in (left,) if side is not None} | {side for side in (right,) if side is not None} | {0}
+    distances = sorted({edge + step for edge in edges for step in (-1, 0, 1)})
+    keys = torch.tensor(distances)
+    query = keys.new_full((1,), 2 - distances[0])
+    seen = pattern(0, 0, query, query + keys).expand(len(distances))
+    return torch.equal(seen, _within(keys, left, right))
+
+
+def _within(distances: Tensor, left: int | None, right: int | None) -> Tensor:
+    lowest, highest = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    return (distances >= (lowest if left is None else -left)) & (distances <= (highest if right is None else right))
