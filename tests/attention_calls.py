@@ -11,6 +11,18 @@ from transformer_fast.attention_params import AttentionParams
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+WINDOWS = {
+    "from below": (None, -7),
+    "causal": (0, -40),
+    "both sides": (5, -9),
+    "one key a query": (0, 0),
+    "ahead": (60, 20),
+    "behind, first rows empty": (-12, -45),
+    "last rows empty": (None, 60),
+    "all rows empty": (3, 100),
+    "bounds nothing": (None, -69),
+}
+"""(causal, window) for 70 queries and 100 keys."""
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
@@ -33,9 +45,15 @@ def call_of(mask: dict, D: int, **more: object) -> AttentionParams:
     return AttentionParams(**{name: t.to(DEVICE) if isinstance(t, Tensor) else t for name, t in call.items()})
 
 
+def window_call(name: str, D: int, mask: dict | None = None, **more: object) -> AttentionParams:
+    """The parameters of a call with one of the WINDOWS."""
+    causal, window = WINDOWS[name]
+    return call_of({"causal": causal, "window": window} | (mask or {}), D, **more)
+
+
 def reference_call(params: AttentionParams) -> dict[str, object]:
     """The same arguments as :func:`transformer_fast.reference.attention.attention` takes them, on CPU."""
     call = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-    del call["packed"], call["window"]
+    del call["packed"]
     call = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in call.items()}
     return call | {"empty_rows": "zero" if call.pop("zero_empty_rows") else "uniform"}

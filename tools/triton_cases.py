@@ -54,6 +54,9 @@ def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
     yield call(torch.bfloat16, 256, 1023, "biased")
     for D in (32, 64, 128, 256):
         yield call(torch.float32, D, 1024, "limits")
+    for kind in ("limits", "plain", "mapped", "packed"):
+        (q, logsumexp), params = call(torch.bfloat16, 128, 1024, kind)
+        yield (q, logsumexp), replace(params, causal=0, window=-100)
 
 
 def dense_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
@@ -103,7 +106,7 @@ def attention_tile_map_cases(arch: str) -> Iterator[Launch]:
     key_keep, lengths = mask[:, :, :1], torch.empty(2, dtype=torch.int32, device="meta")
     for tile in sorted({(c.block_queries, c.block_keys) for key, c in ATTENTION.items() if key[1] == arch}):
         classes = mask.new_empty((2, 1, -(-L // tile[0]), -(-L // tile[1])), dtype=torch.int8)
-        yield tile_map.classes_launch(classes, mask, key_keep, lengths, 0, L, L, tile)
+        yield tile_map.classes_launch(classes, mask, key_keep, lengths, 0, None, L, L, tile)
     lists = classes.to(torch.int32)
     yield tile_map.lists_launch(classes, lists, lists, False)
 
@@ -130,13 +133,15 @@ def attention_decode_cases(arch: str) -> Iterator[Launch]:
     """Both launches of every config; for most also with 32 rows, and with the cache in one piece, in pages as large as
     a tile, and in smaller ones."""
 
-    def call(dtype: torch.dtype, B: int, H: int, Hkv: int, Lq: int, D: int, S: int, page_size: int) -> list[Launch]:
+    def call(
+        dtype: torch.dtype, B: int, H: int, Hkv: int, Lq: int, D: int, S: int, page_size: int, window: int | None = None
+    ):
         q, lengths = meta(B, H, Lq, D, dtype=dtype), meta(B, dtype=torch.int32)
         table = meta(B, S // page_size, dtype=torch.int32) if page_size else None
         k = meta(64, Hkv, page_size, D, dtype=dtype) if page_size else meta(B, Hkv, S, D, dtype=dtype)
         buffers = decode.part_buffers(q, decode.division_of(q, k, table)[2])
         return decode.decode_launches(
-            q, k, k, lengths, table, q, meta(B, H, Lq, dtype=torch.float32), *buffers, True, 1.0
+            q, k, k, lengths, table, q, meta(B, H, Lq, dtype=torch.float32), *buffers, 0, window, 1.0
         )
 
     for bits, block_d in decode.TILES:
@@ -145,6 +150,7 @@ def attention_decode_cases(arch: str) -> Iterator[Launch]:
             if page_size == 16 or (bits == 16 and block_d > 32):
                 yield from call(dtype, 2, 32, 8, Lq, block_d, 4096, page_size)
     yield from call(torch.float16, 64, 16, 16, 1, 64, 512, 0)
+    yield from call(torch.float16, 2, 32, 8, 4, 64, 4096, 64, -100)
 
 
 def norm_cases(arch: str) -> Iterator[Launch]:

@@ -44,6 +44,7 @@ def tile_classes(
     key_keep: Tensor | None = None,
     lengths: Tensor | None = None,
     causal: int | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """The class of every tile: int8 (B, H|1, query tiles, key tiles).
 
@@ -52,7 +53,7 @@ def tile_classes(
     Args:
         B, Lq, Lk: batch size, queries, keys; at least one of each.
         tile: queries and keys a tile.
-        keep, key_keep, lengths, causal: the parts of a mask, as the kernels take them.
+        keep, key_keep, lengths, causal, window: the parts of a mask, as the kernels take them.
     """
     queries, keys = tile
     device = next((t.device for t in (keep, key_keep, lengths) if t is not None), None)
@@ -62,16 +63,19 @@ def tile_classes(
         limit = torch.minimum(limit, i + causal + 1)
     if lengths is not None:
         limit = torch.minimum(limit, lengths.view(B, -1))
+    start = torch.zeros_like(i) if window is None else i + window
     # Rows past the last repeat it; keys past the last are blocked.
     row_tiles, key_tiles = -(-Lq // queries), -(-Lk // keys)
     rows = torch.arange(row_tiles * queries, device=device).clamp_max(Lq - 1)
-    limit = limit[:, rows]
+    limit, start = limit[:, rows], start[rows]
     first = torch.arange(key_tiles, device=device) * keys
     if keep is None and key_keep is None:
-        limit = limit.view(B, 1, row_tiles, queries, 1)
-        return ((limit.amax(3) > first).to(torch.int8) + (limit.amin(3) >= first + keys)).to(torch.int8)
+        limit, start = limit.view(B, 1, row_tiles, queries, 1), start.view(row_tiles, queries, 1)
+        some = ((limit > first) & (start < first + keys) & (start < limit)).any(3)
+        every = ((limit >= first + keys) & (start <= first)).all(3)
+        return some.to(torch.int8) + every
     column = torch.arange(key_tiles * keys, device=device)
-    allowed = column < limit[:, None, :, None]
+    allowed = (column < limit[:, None, :, None]) & (column >= start[:, None])
     column = column.clamp_max(Lk - 1)
     if keep is not None:
         allowed = allowed & keep.expand(-1, -1, Lq, Lk)[:, :, rows][..., column]

@@ -51,20 +51,25 @@ def in_pages(k, v, page_size, lengths):
     return *pages, table.to(DEVICE)
 
 
-def oracle(q, k, v, lengths, causal, scale, dtype):
+def oracle(q, k, v, lengths, causal, window, scale, dtype):
     q, k, v = (t.cpu().to(dtype) for t in (q, k, v))
     Lq, S = q.shape[2], k.shape[2]
-    ends = lengths.cpu()[:, None] - (torch.arange(Lq - 1, -1, -1) if causal else torch.zeros(Lq, dtype=torch.int64))
-    keep = (torch.arange(S) < ends[..., None])[:, None]
-    out, _, logsumexp = attention(q, k, v, keep=keep, scale=scale, empty_rows="zero")
+    lengths, j = lengths.cpu()[:, None, None], torch.arange(S)
+    diagonal = torch.arange(Lq)[:, None] + lengths - Lq
+    keep = j < lengths.expand(-1, Lq, -1)
+    if causal is not None:
+        keep = keep & (j <= diagonal + causal)
+    if window is not None:
+        keep = keep & (j >= diagonal + window)
+    out, _, logsumexp = attention(q, k, v, keep=keep[:, None], scale=scale, empty_rows="zero")
     return out, logsumexp
 
 
-def check(q, k, v, lengths, causal=True, scale=0.25, page_size=None):
+def check(q, k, v, lengths, causal=0, window=None, scale=0.25, page_size=None):
     caches = (k, v, None) if page_size is None else in_pages(k, v, page_size, lengths)
     with poisoned_memory():
-        results = attention_decode(q, *caches[:2], lengths=lengths, page_table=caches[2], causal=causal, scale=scale)
-    eager, exact = (oracle(q, k, v, lengths, causal, scale, dtype) for dtype in (q.dtype, torch.float64))
+        results = attention_decode(q, *caches[:2], lengths, caches[2], causal, window, scale)
+    eager, exact = (oracle(q, k, v, lengths, causal, window, scale, dtype) for dtype in (q.dtype, torch.float64))
     for name, ours, near, true in zip(("out", "logsumexp"), results, eager, exact, strict=True):
         assert torch.equal(ours.cpu() == -torch.inf, true == -torch.inf)
         assert_as_exact_as_eager(ours.cpu(), near, true, what=name)
@@ -76,11 +81,41 @@ LENGTHS = [0, 3, 16, 61]
 
 
 @pytest.mark.parametrize("page_size", [None, 1, 5, 16, 32])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [None, 0])
 @pytest.mark.parametrize("Lq", [1, 4])
 def test_lengths_and_pages(Lq, causal, page_size):
     """Lengths below Lq leave the first queries without keys; unused slots hold NaN."""
     check(*inputs(4, 2, Lq, 61, 20, LENGTHS), causal=causal, page_size=page_size)
+
+
+@pytest.mark.parametrize("page_size", [None, 5, 16])
+@pytest.mark.parametrize(("causal", "window"), [(0, -20), (None, -3), (2, -1), (-4, -40), (0, 1), (0, -61), (-70, -80)])
+@pytest.mark.parametrize("Lq", [1, 4])
+def test_window(Lq, causal, window, page_size):
+    """Bounds from below, or from both sides of any diagonal; some leave queries without keys."""
+    check(*inputs(4, 2, Lq, 61, 20, LENGTHS), causal=causal, window=window, page_size=page_size)
+
+
+@pytest.mark.parametrize("programs", [1, 1000])
+def test_only_keys_of_the_window_are_read(programs, monkeypatch):
+    """What lies before the tile with the first visible key may hold anything, and the rest is shared by the parts."""
+    monkeypatch.setattr(module, "PROGRAMS", programs)
+    q, k, v, lengths = inputs(4, 2, 2, 130, 16, [130, 77], torch.float16)
+    clean = check(q, k, v, lengths, window=-20)[0]
+    for b, length in enumerate(lengths.tolist()):
+        k[b, :, : (length - 2 - 20) // 16 * 16] = torch.nan
+        v[b, :, : (length - 2 - 20) // 16 * 16] = torch.nan
+    assert torch.equal(attention_decode(q, k, v, lengths, None, 0, -20, 0.25)[0], clean)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_key_that_left_the_window_reaches_only_the_queries_that_still_see_it(value):
+    q, k, v, lengths = inputs(4, 2, 4, 40, 16, [40, 18])
+    clean = check(q, k, v, lengths, window=-5)[0]
+    for b, length in enumerate(lengths.tolist()):  # the first key of query 1, after which none sees it
+        v[b, :, length - 8] = value
+    dirty = check(q, k, v, lengths, window=-5)[0]
+    assert torch.equal(dirty[:, :, 2:], clean[:, :, 2:]) and not dirty[:, :, :2].isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -130,7 +165,7 @@ def test_strided_cache_and_queries():
 def test_lengths_past_the_cache_read_no_further():
     q, k, v, lengths = inputs(2, 2, 1, 20, 16, [20, 20])
     clean = check(q, k, v, lengths)[0]
-    wrong = attention_decode(q, k, v, lengths=lengths + 5, page_table=None, causal=True, scale=0.25)[0]
+    wrong = attention_decode(q, k, v, lengths + 5, None, 0, None, 0.25)[0]
     assert torch.equal(wrong, clean)
 
 
@@ -145,6 +180,6 @@ def test_two_runs_agree_bit_for_bit(page_size):
 def test_nothing_to_do(lengths, Lq, S):
     q, k, v, lengths = inputs(4, 2, Lq, S, 8, lengths)
     with poisoned_memory():
-        out, logsumexp = attention_decode(q, k, v, lengths=lengths, page_table=None, causal=True, scale=0.25)
+        out, logsumexp = attention_decode(q, k, v, lengths, None, 0, None, 0.25)
     assert out.shape == q.shape and logsumexp.shape == q.shape[:3]
     assert (out == 0).all() and (logsumexp == -torch.inf).all()

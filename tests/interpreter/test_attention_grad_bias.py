@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_calls import DTYPES, call_of, inputs, random, reference_call
+from attention_calls import DTYPES, call_of, inputs, random, reference_call, window_call
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
 from transformer_fast.reference.attention import attention as reference
@@ -88,6 +88,15 @@ def test_every_mask(dialect):
     zero_empty_rows = DIALECTS.index(dialect) % 2 == 0
     call = call_of(mask | {"bias": random(1, H, LQ, LK, seed=9)}, D, zero_empty_rows=zero_empty_rows, dropout_p=0.2)
     check(*inputs(B, H, 1, LQ, LK, D, torch.float32), call)
+
+
+@pytest.mark.parametrize("name", ["both sides", "last rows empty"])
+@pytest.mark.parametrize("magnitude", [1.0, 60.0])
+def test_windows(name, magnitude):
+    """The large scores take the way on which rows are summed again."""
+    q, *rest = inputs(B, H, 1, 70, 100, D, torch.float32)
+    call = window_call(name, D, {"bias": random(1, H, 70, 100, seed=9)})
+    check(q * magnitude, *rest, call)
 
 
 @pytest.mark.parametrize(("dtype", "bias_dtype"), list(itertools.product(DTYPES, DTYPES)), ids=str)

@@ -59,9 +59,9 @@ def kernel(q, k, v, grad, call, grad_logsumexp=None):
 def oracle(q, k, v, grad, call, dtype, grad_logsumexp=None):
     leaves = [t.detach().cpu().to(dtype).requires_grad_() for t in (q, k, v)]
     options = reference_call(call)
-    for part in ("keep", "key_keep", "lengths", "bias", "empty_rows"):
+    for part in ("keep", "key_keep", "lengths", "bias", "empty_rows"):  # the rest is shared with a padded batch
         del options[part]
-    places = dataclasses.asdict(call.packed) | {"causal": options.pop("causal") is not None}
+    places = dataclasses.asdict(call.packed)
     places = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in places.items()}
     out, logsumexp = reference(*leaves, **places, **options, zero_empty_rows=call.zero_empty_rows)
     loss = (out * grad.cpu().to(dtype)).sum()
@@ -107,12 +107,12 @@ def test_strided():
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-@pytest.mark.parametrize("causal", [None, 0])
-def test_equals_padded_bit_for_bit(causal, dropout_p):
+@pytest.mark.parametrize(("causal", "window"), [(None, None), (0, None), (0, -5), (None, -33)])
+def test_equals_padded_bit_for_bit(causal, window, dropout_p):
     """The same weights dropped, and the same sums in the same order."""
     lengths, H = [33, 4, 1, 40], 2
     tensors = inputs(lengths, lengths, H, 1, torch.float16)
-    call = call_of(lengths, lengths, causal=causal, dropout_p=dropout_p)
+    call = call_of(lengths, lengths, causal=causal, window=window, dropout_p=dropout_p)
     out, logsumexp, *grads = kernel(*tensors, call)
 
     def padded(t):
@@ -160,3 +160,15 @@ def test_nothing_to_do(lengths_q, lengths_k):
     out, logsumexp, *grads = kernel(*tensors, call_of(lengths_q, lengths_k))
     assert (out == 0).all() and (logsumexp == -torch.inf).all()
     assert all((gradient == 0).all() for gradient in grads)
+
+
+LENGTHS_Q, LENGTHS_K = [33, 5, 1, 60, 0, 3], [70, 40, 3, 20, 4, 0]
+
+
+@pytest.mark.parametrize("zero_empty_rows", [False, True], ids=["uniform", "zero"])
+@pytest.mark.parametrize(("causal", "window"), [(0, -20), (None, 2), (30, 25), (-3, None), (-10, -50), (0, 200)])
+def test_diagonals(causal, window, zero_empty_rows):
+    """Windows and look-aheads. Queries without keys in sequences that have some get the mean of those, or zero."""
+    options = {"causal": causal, "window": window, "zero_empty_rows": zero_empty_rows}
+    call = call_of(LENGTHS_Q, LENGTHS_K, **options)
+    check(*inputs(LENGTHS_Q, LENGTHS_K, 4, 2, torch.float32), call, random(4, sum(LENGTHS_Q), seed=7))

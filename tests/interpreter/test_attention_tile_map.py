@@ -29,7 +29,13 @@ from transformer_fast.triton.attention.tile_map import length_order, mask_bits, 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
 
 B, H, LQ, LK, D = 2, 2, 70, 300, 16
-MAPPED = ["dense", "dense shared by heads", "dense shared by all", "rows", "padding", "all"]
+MAPPED = ["dense", "dense shared by heads", "dense shared by all", "rows", "padding", "all", "dense window"]
+WINDOWS = {
+    "window": {"causal": 100, "window": 20},
+    "window of no width": {"causal": 150, "window": 150},
+    "window from below": {"window": 170},
+    "window and lengths": {"window": 90, "lengths": torch.tensor([LK, 131], dtype=torch.int32)},
+}
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +47,11 @@ def small_tiles(monkeypatch, device):
 
 def mask_of(dialect):
     """A mask of the dialect with whole tiles blocked and whole tiles allowed beside the random ones."""
-    mask = mask_parts(B, H, LQ, LK, torch.Generator().manual_seed(5))[dialect]
+    if dialect in WINDOWS:
+        mask = WINDOWS[dialect]
+    else:
+        parts = "dense" if dialect == "dense window" else dialect
+        mask = mask_parts(B, H, LQ, LK, torch.Generator().manual_seed(5))[parts]
     for name in ("keep", "key_keep"):
         if name in mask and mask[name].shape[3] == LK:
             mask[name][..., 64:130] = True
@@ -50,6 +60,8 @@ def mask_of(dialect):
         mask["keep"][:, 0, 32:64] = True
     if dialect == "all":
         mask |= {"causal": 150, "lengths": torch.tensor([LK, 131], dtype=torch.int32)}
+    if dialect == "dense window":
+        mask |= {"causal": 140, "window": 75}
     return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in mask.items()}
 
 
@@ -85,8 +97,8 @@ def test_lists_hold_the_tiles_with_work(dialect, tile):
     with poisoned_memory():
         rows, columns = (
             tile_lists(
-                mask.get("keep"), mask.get("key_keep"), mask.get("lengths"), causal, B, LQ, LK, tile, columns=columns,
-                ordered=True,
+                mask.get("keep"), mask.get("key_keep"), mask.get("lengths"), causal, mask.get("window"), B, LQ, LK,
+                tile, columns=columns, ordered=True,
             )
             for columns in (False, True)
         )  # fmt: skip
@@ -99,18 +111,18 @@ def test_lists_hold_the_tiles_with_work(dialect, tile):
             numbers, kinds = lists.lists[place].tolist(), classes[b, h, line]
             assert numbers[:full] == (kinds == FULL).nonzero().flatten().tolist()
             assert numbers[::-1][:partial] == (kinds == PARTIAL).nonzero().flatten().tolist()
-        ordered = work.expand(B, shape[1], -1)[: shape[0]].gather(2, lists.line_order.long())
+        ordered = work.expand(B, shape[1], -1)[: shape[0]].gather(2, lists.row_order.long())
         assert (ordered.diff(dim=2) <= 0).all()
-        assert torch.equal(lists.line_order.sort(2).values[0, 0].cpu(), torch.arange(shape[2], dtype=torch.int32))
+        assert torch.equal(lists.row_order.sort(2).values[0, 0].cpu(), torch.arange(shape[2], dtype=torch.int32))
         if shape[0] > 1:
             assert (work.expand(B, shape[1], -1).sum((1, 2))[lists.batch_order.long()].diff() <= 0).all()
 
 
-@pytest.mark.parametrize("dialect", list(mask_parts(1, 1, 1, 1, torch.Generator())))
+@pytest.mark.parametrize("dialect", [*mask_parts(1, 1, 1, 1, torch.Generator()), "dense window", *WINDOWS])
 def test_classes_in_plain_pytorch(dialect):
     """The oracle itself, against the definition: no key, every key, or neither."""
     mask = mask_of(dialect)
-    parts = (mask.get(name) for name in ("keep", "key_keep", "lengths", "causal"))
+    parts = (mask.get(name) for name in ("keep", "key_keep", "lengths", "causal", "window"))
     allowed = dense_keep(*parts, LQ, LK, DEVICE).expand(B, -1, LQ, LK)
     classes = tile_classes(B, LQ, LK, (32, 64), **mask)
     assert classes.shape[2:] == (3, 5)
@@ -157,7 +169,7 @@ def visits(monkeypatch, call, tensors):
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="loads are watched in the interpreter")
-@pytest.mark.parametrize("dialect", ["lengths", "causal", *MAPPED])
+@pytest.mark.parametrize("dialect", ["lengths", "causal", *MAPPED, *WINDOWS])
 def test_only_tiles_with_work_are_visited(dialect, monkeypatch):
     mask = mask_of(dialect)
     expected = int((tile_classes(B, LQ, LK, (32, 64), **mask).expand(-1, H, -1, -1) != EMPTY).sum())
@@ -223,7 +235,7 @@ def test_one_map_for_all_layers_until_the_mask_is_written_to():
     mask, lengths = mask_of("dense shared by heads")["keep"], torch.tensor([9, 20], dtype=torch.int32, device=DEVICE)
 
     def lists(mask, lengths=lengths):
-        return tile_lists(mask, None, lengths, LK, B, LQ, LK, (32, 64), columns=False, ordered=False)
+        return tile_lists(mask, None, lengths, LK, None, B, LQ, LK, (32, 64), columns=False, ordered=False)
 
     flat = mask.squeeze(1)
     first = lists(mask)

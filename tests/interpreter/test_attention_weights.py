@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_calls import DTYPES, call_of, inputs, random, reference_call
+from attention_calls import DTYPES, call_of, inputs, random, reference_call, window_call
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
 from transformer_fast.reference.attention import attention as reference
@@ -47,6 +47,15 @@ def test_every_mask(dialect, zero_empty_rows):
     B, H, Lq, Lk, D = 2, 2, 37, 70, 20
     mask = mask_parts(B, H, Lq, Lk, torch.Generator().manual_seed(1))[dialect]
     check(*inputs(B, H, 1, Lq, Lk, D, torch.float32)[:3], call_of(mask, D, zero_empty_rows=zero_empty_rows))
+
+
+@pytest.mark.parametrize("dialect", ["none", "dense"])
+@pytest.mark.parametrize("name", ["causal", "ahead", "last rows empty"])
+def test_windows(name, dialect):
+    B, H, Lq, Lk, D = 2, 2, 70, 100, 16
+    mask = mask_parts(B, H, Lq, Lk, torch.Generator().manual_seed(1))[dialect]
+    tensors = inputs(B, H, 1, Lq, Lk, D, torch.float32)[:3]
+    check(*tensors, window_call(name, D, mask, dropout_p=0.2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_calls import DTYPES, call_of, inputs, random, reference_call
+from attention_calls import DTYPES, WINDOWS, call_of, inputs, random, reference_call, window_call
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
 from transformer_fast.reference.attention import attention as reference
@@ -228,3 +228,41 @@ def test_everything_dropped():
     tensors = inputs(1, 1, 1, 9, 11, 8, torch.float32)
     out, _, *grads = kernel(*tensors, call_of({}, 8, dropout_p=1.0))
     assert (out == 0).all() and all((g == 0).all() for g in grads)
+
+
+@pytest.mark.parametrize("zero_empty_rows", [False, True], ids=["uniform", "zero"])
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name, zero_empty_rows):
+    B, H, Lq, Lk, D = 2, 2, 70, 100, 16
+    tensors = inputs(B, H, 1, Lq, Lk, D, torch.float32)
+    check(*tensors, window_call(name, D, zero_empty_rows=zero_empty_rows))
+
+
+@pytest.mark.parametrize("name", ["causal", "ahead", "behind, first rows empty"])
+def test_windows_in_half_precision_with_dropout(name):
+    D = 16
+    tensors = inputs(2, 4, 2, 70, 100, D, torch.float16)
+    check(*tensors, window_call(name, D, dropout_p=0.3))
+
+
+@pytest.mark.parametrize("dialect", ["dense", "rows", "padding", "lengths", "lengths per query", "all"])
+def test_window_with_every_part_of_a_mask(dialect):
+    B, H, Lq, Lk, D = 2, 2, 70, 100, 16
+    mask = mask_parts(B, H, Lq, Lk, torch.Generator().manual_seed(1))[dialect]
+    mask = {"causal": 20} | mask | {"window": -15}
+    tensors = inputs(B, H, 1, Lq, Lk, D, torch.float32)
+    check(*tensors, call_of(mask, D, dropout_p=0.2))
+
+
+def test_keys_before_the_window_do_not_leak():
+    """NaN in keys that only the first queries see reaches those, and what lies before every window is not read."""
+    H, D = 2, 16
+    q, k, v, grad = inputs(1, H, 1, 40, 110, D, torch.float32)
+    call = call_of({"causal": 70, "window": 64}, D, zero_empty_rows=True)
+    clean_out, _, clean_grad_q, *_ = kernel(q, k, v, grad, call)
+    for t in (k, v):
+        t[:, :, :66] = torch.nan
+    out, _, grad_q, *_ = kernel(q, k, v, grad, call)
+    seeing = torch.arange(40, device=out.device) < 2
+    for ours, expected in ((out, clean_out), (grad_q, clean_grad_q)):
+        assert ours[:, :, seeing].isnan().all() and torch.equal(ours[:, :, ~seeing], expected[:, :, ~seeing])

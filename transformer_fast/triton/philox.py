@@ -13,15 +13,35 @@ then high half), so one call serves eight elements; an element is kept iff its d
   word ``(c >> 1) & 3``, half ``c & 1``. A call serves eight neighbours: one 128-bit access in 16-bit types.
 """
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 
 @triton.jit
 def load_seed(seed):
-    """The seed, an int64 or a pointer to one, as the key (low, high), two uint32 scalars."""
-    number = tl.load(seed) if seed.dtype.is_ptr() else seed.to(tl.int64)
-    return number.to(tl.uint32), (number >> 32).to(tl.uint32)
+    """The seed, an int64 or a pointer to one, as the key (low, high), two uint32 scalars; None for None."""
+    if seed is None:
+        return
+    else:
+        number = tl.load(seed) if seed.dtype.is_ptr() else seed.to(tl.int64)
+        return number.to(tl.uint32), (number >> 32).to(tl.uint32)
+
+
+class RandomBits(NamedTuple):
+    """Where the dropout of one (batch, head) of attention weights draws.
+
+    Args:
+        key: (low, high), uint32 scalars from :func:`load_seed`; None without dropout.
+        threshold: int32 scalar, ``round(p * 65536)``.
+        batch, head: scalars; ``head`` counts query heads.
+    """
+
+    key: tl.tuple
+    threshold: tl.tensor
+    batch: tl.tensor
+    head: tl.tensor
 
 
 @triton.jit
@@ -59,15 +79,11 @@ def _draws_to_keep(w0, w1, w2, w3, threshold):
 
 
 @triton.jit
-def attention_keep_tile(
-    key_low, key_high, threshold, batch, head, start_query, start_key, QUERIES: tl.constexpr, KEYS: tl.constexpr
-):
-    """Keep bits of the weights of one (query tile x key tile) of head (batch, head).
+def attention_keep_tile(random, start_query, start_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Keep bits of the weights of one (query tile x key tile).
 
     Args:
-        key_low, key_high: uint32 scalars from :func:`load_seed`.
-        threshold: int32 scalar, ``round(p * 65536)``.
-        batch, head: scalars; ``head`` counts query heads.
+        random: the RandomBits of the (batch, head).
         start_query, start_key: first row and first key of the tile; ``start_key % 32 == 0``.
         QUERIES, KEYS: tile shape; KEYS a power of two of at least 32.
 
@@ -77,10 +93,10 @@ def attention_keep_tile(
     blank = tl.zeros((QUERIES, KEYS // 8), tl.uint32)
     query = (start_query + tl.arange(0, QUERIES)).to(tl.uint32)[:, None] + blank
     call = (start_key // 8 + tl.arange(0, KEYS // 8)).to(tl.uint32)[None, :] + blank
-    w0, w1, w2, w3 = philox4x32(
-        key_low, key_high, call, query, tl.cast(head, tl.uint32) + blank, tl.cast(batch, tl.uint32) + blank
-    )
-    keep = _draws_to_keep(w0, w1, w2, w3, threshold)
+    head = tl.cast(random.head, tl.uint32) + blank
+    batch = tl.cast(random.batch, tl.uint32) + blank
+    w0, w1, w2, w3 = philox4x32(random.key[0], random.key[1], call, query, head, batch)
+    keep = _draws_to_keep(w0, w1, w2, w3, random.threshold)
     # key = group * 32 + word * 8 + (call & 3) * 2 + half
     keep = tl.reshape(keep, (QUERIES, KEYS // 32, 4, 2, 2, 2))
     keep = tl.permute(keep, (0, 1, 4, 5, 2, 3))

@@ -5,26 +5,10 @@ The second loops over the tiles of keys that its queries see, as the forward doe
 
 import triton.language as tl
 
-from ..philox import attention_keep_tile, load_seed
-from .steps import (
-    allowed_tile,
-    in_order,
-    key_steps,
-    masked_scores,
-    sequence,
-    statistics_row,
-    tile_at,
-)
-from .tiles import (
-    LOG2E,
-    any_true,
-    at_head,
-    exponential,
-    jit,
-    key_limits,
-    load_rows,
-    store_rows,
-)
+from ..philox import RandomBits, attention_keep_tile, load_seed
+from .mask import Bounds, Mask, allowed_tile, at_edge, key_limits, key_steps, masked_scores, query_rows, tile_at
+from .steps import program_of, sequence, statistics_row
+from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
 
 
 @jit
@@ -37,16 +21,15 @@ def delta_kernel(
 ):  # fmt: skip
     """delta = sum over d of grad_out * out, less the gradient of the logsumexp: what each row's softmax gradient is
     centred by. And which tiles of ROWS rows hold a row without keys."""
-    tiles = tl.cdiv(queries, ROWS)
-    start = tl.program_id(0) % tiles * ROWS
-    pair = tl.program_id(0) // tiles
-    grad_out = at_head(grad_out, pair // heads, pair % heads, grad_out_batch, grad_out_head, UNIT)
-    out = at_head(out, pair // heads, pair % heads, out_batch, out_head, UNIT)
+    batch, head, tile = program_of(heads, queries, None, ROWS)
+    start = tile * ROWS
+    grad_out = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
+    out = at_head(out, batch, head, out_batch, out_head, UNIT)
     grad_tile = load_rows(grad_out, start, queries, grad_out_row, ROWS, HEAD_DIM, BLOCK_D, UNIT)
     out_tile = load_rows(out, start, queries, out_row, ROWS, HEAD_DIM, BLOCK_D, UNIT)
     row = start + tl.arange(0, ROWS)
     sums = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
-    first_row = pair.to(tl.int64) * queries
+    first_row = (batch * heads + head).to(tl.int64) * queries
     empty = tl.load(logsumexp + first_row + row, mask=row < queries, other=0.0) == float("-inf")
     if grad_logsumexp is not None:
         # The logsumexp of an empty row is a constant, whatever gradient comes back to it (NaN, through an exp).
@@ -68,65 +51,67 @@ def grad_q_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, total_queries: tl.int64, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
     BIASED: tl.constexpr = bias is not None
-    NATURAL: tl.constexpr = sums is not None
-    slots = tl.cdiv(queries, BLOCK_QUERIES)
-    batch = in_order(batch_order, tl.program_id(0) // slots // heads)
-    head = tl.program_id(0) // slots % heads
+    BASE_E: tl.constexpr = sums is not None
+    batch, head, slot = program_of(heads, queries, batch_order, BLOCK_QUERIES)
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
     first_key, keys = sequence(cu_seqlens_k, batch, keys)
-    line = batch * map_batch + head * map_head
-    tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - tl.program_id(0) % slots
+    first_tile_row = batch * map_batch + head * map_head
+    tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - slot
     if tile_order is not None:
-        tile = tl.load(tile_order + line + tl.program_id(0) % slots)
+        tile = tl.load(tile_order + first_tile_row + slot)
     if cu_seqlens_q is not None:  # noqa: SIM102 - decided when compiling, the other when running
         if tile < 0:
             return
     start_query = tile * BLOCK_QUERIES
 
-    grad_out = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT) + first_query * grad_out_row * UNIT
-    q = at_head(q, batch, head, q_batch, q_head, UNIT) + first_query * q_row * UNIT
-    k = at_head(k, batch, head // group, k_batch, k_head, UNIT) + first_key * k_row * UNIT
-    v = at_head(v, batch, head // group, v_batch, v_head, UNIT) + first_key * v_row * UNIT
-    grad_q = at_head(grad_q, batch, head, grad_q_batch, grad_q_head, UNIT) + first_query * grad_q_row * UNIT
-    if keep is not None:
-        keep = at_head(keep, batch, head, keep_batch, keep_head, 8)
-    if key_keep is not None:
-        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8)
-    if bias is not None:
-        bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
-    if seed is not None:
-        key_low, key_high = load_seed(seed)
+    grad_out = at_row(grad_out, batch, head, first_query, grad_out_batch, grad_out_head, grad_out_row, UNIT)
+    q = at_row(q, batch, head, first_query, q_batch, q_head, q_row, UNIT)
+    k = at_row(k, batch, head // group, first_key, k_batch, k_head, k_row, UNIT)
+    v = at_row(v, batch, head // group, first_key, v_batch, v_head, v_row, UNIT)
+    grad_q = at_row(grad_q, batch, head, first_query, grad_q_batch, grad_q_head, grad_q_row, UNIT)
+    bounds = Bounds(
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+    )
+    mask = Mask(
+        bounds,
+        at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
+        at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
+        at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+    )  # fmt: skip
+    random = RandomBits(load_seed(seed), threshold, batch, head)
 
-    rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
-    limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
+    rows = query_rows(start_query, bounds, BLOCK_QUERIES)
+    limit = key_limits(rows, bounds)
     last_key = tl.maximum(tl.max(limit, 0), 0)
-    full, steps = key_steps(tile_counts, line + tile, limit, last_key, BLOCK_KEYS)
+    steps = key_steps(
+        tile_counts, first_tile_row + tile, start_query, limit, last_key, bounds, BLOCK_QUERIES, BLOCK_KEYS
+    )
     key_tiles = tl.cdiv(keys, BLOCK_KEYS)
     if tile_list is not None:
-        tile_list += (line + tile).to(tl.int64) * key_tiles
+        tile_list += (first_tile_row + tile).to(tl.int64) * key_tiles
 
     first_row = statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
     shift = tl.load(logsumexp + first_row + rows)
-    shift = tl.where(shift == float("-inf"), 0.0, shift) * (1.0 if NATURAL else LOG2E)
-    centre = tl.load(delta + first_row + rows)
+    shift = tl.where(shift == float("-inf"), 0.0, shift) * (1.0 if BASE_E else LOG2E)
+    row_delta = tl.load(delta + first_row + rows)
     q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     grad_tile = load_rows(grad_out, start_query, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
 
     # A large logsumexp has lost digits (beside a bias of -1e9 on a whole row, even the number of keys): weights from
     # it do not sum to 1, nor gradients of scores to 0. Where that would show, both sums are taken here first.
-    if NATURAL:
-        too_large = tl.abs(shift) > (16.0 if q.dtype.element_ty == tl.float32 else 1024.0)
-        summing = tl.where(any_true(too_large), steps, 0)
+    if BASE_E:
+        too_large = tl.abs(shift) > (16.0 if q_tile.dtype == tl.float32 else 1024.0)
+        sum_end = tl.where(any_true(too_large), steps.end, 0)
         row_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
         gradient_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
-        for step in tl.range(0, summing, num_stages=1, disable_licm=True):
-            start = tile_at(tile_list, step, full, key_tiles) * BLOCK_KEYS
+        for step in tl.range(0, sum_end, num_stages=1, disable_licm=True):
+            start = tile_at(tile_list, step, steps, key_tiles) * BLOCK_KEYS
             k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
             v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
@@ -134,15 +119,12 @@ def grad_q_kernel(
                 scores *= scale
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
             scores, allowed = masked_scores(
-                scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word, key_keep,
-                bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
-            )  # fmt: skip
-            weights = tl.where(allowed, exponential(scores, shift[:, None], scale, NATURAL), 0.0)
+                scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
+            )
+            weights = tl.where(allowed, exponential(scores, shift[:, None], scale, BASE_E), 0.0)
             row_sum += tl.sum(weights, 1)
             if seed is not None:
-                kept = attention_keep_tile(
-                    key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, BLOCK_KEYS
-                )
+                kept = attention_keep_tile(random, start_query, start, BLOCK_QUERIES, BLOCK_KEYS)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             gradient_sum += tl.sum(tl.where(allowed, weights * grad_weights, 0.0), 1)
         summed = row_sum > 0.0
@@ -150,51 +132,46 @@ def grad_q_kernel(
         gradient_sum /= row_sum
         if grad_logsumexp is not None:
             gradient_sum -= tl.load(grad_logsumexp + first_row + rows)
-        centre = tl.where(summed, gradient_sum, centre)
+        row_delta = tl.where(summed, gradient_sum, row_delta)
         row = start_query + tl.arange(0, BLOCK_QUERIES)
         tl.store(sums + first_row + row, row_sum, mask=row < queries)
-        tl.store(delta + first_row + row, centre, mask=row < queries)
+        tl.store(delta + first_row + row, row_delta, mask=row < queries)
 
     # Twice only where a NaN or Inf came out: then with such keys read as zeros. Where they are allowed, the scores
     # bring the NaN anyway.
-    end = steps
-    for CAREFUL in tl.static_range(0, 2):
-        if CAREFUL:
-            broken = any_true((acc - acc) != 0.0)
-            end = tl.where(broken, steps, 0)
-            if broken:
+    end = steps.end
+    for NONFINITE_PASS in tl.static_range(0, 2):
+        if NONFINITE_PASS:
+            nonfinite = any_true((acc - acc) != 0.0)
+            end = tl.where(nonfinite, steps.end, 0)
+            if nonfinite:
                 acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
-        for step in tl.range(0, end, num_stages=1 if CAREFUL else None, disable_licm=True):
-            start = tile_at(tile_list, step, full, key_tiles) * BLOCK_KEYS
+        for step in tl.range(0, end, num_stages=1 if NONFINITE_PASS else None, disable_licm=True):
+            start = tile_at(tile_list, step, steps, key_tiles) * BLOCK_KEYS
             k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
             v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-            if NATURAL and not BIASED:
+            if BASE_E and not BIASED:
                 scores *= scale
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
             if BIASED:
                 scores, allowed = masked_scores(
-                    scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word, key_keep,
-                    bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
-                )  # fmt: skip
-                scores = tl.where(allowed, scores, float("-inf"))
-                grad_weights = tl.where(allowed, grad_weights, 0.0)
-            elif step >= full:
-                allowed = allowed_tile(
-                    start_query, queries, start, limit, keep, keep_query, keep_word, key_keep, BLOCK_QUERIES, BLOCK_KEYS
+                    scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
                 )
                 scores = tl.where(allowed, scores, float("-inf"))
                 grad_weights = tl.where(allowed, grad_weights, 0.0)
-            weights = exponential(scores, shift[:, None], scale, NATURAL)
-            if NATURAL:
+            elif at_edge(step, steps, window is not None and tile_list is None, True):
+                allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
+                scores = tl.where(allowed, scores, float("-inf"))
+                grad_weights = tl.where(allowed, grad_weights, 0.0)
+            weights = exponential(scores, shift[:, None], scale, BASE_E)
+            if BASE_E:
                 weights = weights / row_sum[:, None]
             if seed is not None:
-                kept = attention_keep_tile(
-                    key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, BLOCK_KEYS
-                )
+                kept = attention_keep_tile(random, start_query, start, BLOCK_QUERIES, BLOCK_KEYS)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
-            grad_scores = weights * (grad_weights - centre[:, None])
-            if CAREFUL:
+            grad_scores = weights * (grad_weights - row_delta[:, None])
+            if NONFINITE_PASS:
                 k_tile = tl.where((k_tile - k_tile) == 0.0, k_tile, 0.0)
             acc = tl.dot(grad_scores.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
 

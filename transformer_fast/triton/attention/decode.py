@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..launch_cache import run_cached
 from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
-from .tiles import LN2, LOG2E, load_rows, padded_head_dim, tensor_arguments, within_reach
+from .mask import Bounds, first_visible, key_limits, within_bounds
+from .tiles import LN2, LOG2E, bounded_window, load_rows, padded_head_dim, tensor_arguments, within_reach
 
 # Parts are made until about so many programs run (a few for each multiprocessor), but never more than MOST_PARTS a row.
 PROGRAMS = 512
@@ -30,13 +31,16 @@ TILES = {
 
 # No cache length, batch or head count compiles anything new (compare attention_tiles.RUNTIME_INTEGERS).
 RUNTIME_INTEGERS = [f"{name}_{dim}" for name in ("q", "k", "v", "out") for dim in ("batch", "head", "row")] + [
-    "table_batch", "kv_heads", "group", "queries", "capacity", "parts", "rows"
+    "table_batch", "kv_heads", "group", "queries", "capacity", "causal_offset", "window", "parts", "rows"
 ]  # fmt: skip
 
 
 @triton.jit
-def _keys_of_a_part(length, parts, KEYS: tl.constexpr):
-    return tl.cdiv(tl.cdiv(length, parts), KEYS) * KEYS
+def _parts(bounds, parts, KEYS: tl.constexpr):
+    """(first key, end, keys of a part): what the parts share of one sequence, in whole tiles of keys."""
+    first = first_visible(0, bounds) // KEYS * KEYS
+    end = tl.minimum(tl.maximum(bounds.queries + bounds.causal_offset, 0), bounds.keys)
+    return first, end, tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), parts), KEYS) * KEYS
 
 
 @triton.jit
@@ -62,12 +66,12 @@ def _load_cache(
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def _part_kernel(
-    q, k, v, out, logsumexp, sums, peaks, totals, lengths, page_table,
+    q, k, v, out, logsumexp, part_outs, part_maxes, part_sums, lengths, page_table,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
     out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
-    table_batch: tl.int64, kv_heads, group, queries, capacity, parts, rows: tl.int64, scale,
+    table_batch: tl.int64, kv_heads, group, queries, capacity, causal_offset, window, parts, rows: tl.int64, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
@@ -78,20 +82,24 @@ def _part_kernel(
     kv_head = tl.program_id(0) // (parts * tiles) % kv_heads
     batch = (tl.program_id(0) // (parts * tiles) // kv_heads).to(tl.int64)
 
+    # The diagonals of a sequence end at its last key.
     length = tl.minimum(tl.load(lengths + batch), capacity)
-    share = _keys_of_a_part(length, parts, BLOCK_KEYS)
-    begin = part * share
-    end = tl.minimum(begin + share, length)
+    if window is not None:
+        window += length - queries
+    bounds = Bounds(None, 0, causal_offset + length - queries, window, queries, length)
+    first_key, last_key, share = _parts(bounds, parts, BLOCK_KEYS)
+    begin = first_key + part * share
+    end = tl.minimum(begin + share, last_key)
     # With one part the result is written here, and an empty cache has one too.
-    if sums is not None and begin >= length:
+    if part_outs is not None and begin >= last_key:
         return
 
     row = tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     inside = row < group * queries
     head = kv_head * group + row // queries
     query = row % queries
-    limit = length - (queries - 1 - query) if CAUSAL else length + 0 * query
-    full = length - (queries - 1) if CAUSAL else length
+    limit = key_limits(query, bounds)
+    full_end = tl.minimum(bounds.causal_offset + 1, bounds.keys) if CAUSAL else bounds.keys
 
     dim = tl.arange(0, BLOCK_D)
     q_offsets = batch * q_batch + head.to(tl.int64) * q_head + query.to(tl.int64) * q_row
@@ -105,53 +113,56 @@ def _part_kernel(
     else:
         page_table += batch * table_batch
 
-    peak = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_ROWS,), tl.float32)
+    row_max = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
     acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
     for start in tl.range(begin, end, BLOCK_KEYS, disable_licm=True):
         k_tile = _load_cache(k, page_table, start, end, k_batch, k_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         v_tile = _load_cache(v, page_table, start, end, v_batch, v_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * (scale * LOG2E)
-        if start + BLOCK_KEYS > full:
-            visible = (start + tl.arange(0, BLOCK_KEYS))[None, :] < limit[:, None]
+        masked = start + BLOCK_KEYS > full_end
+        if window is not None:
+            masked = masked | (start < first_visible(queries - 1, bounds))
+        if masked:
+            visible = within_bounds(query, limit, start, bounds, BLOCK_KEYS)
             scores = tl.where(visible, scores, float("-inf"))
-            if CAUSAL:
+            if CAUSAL or window is not None:
                 # Some rows see these values and some must not: 0 * NaN inside the product below is NaN.
-                sound = (v_tile - v_tile) == 0.0
+                finite = (v_tile - v_tile) == 0.0
                 seen = tl.where(visible, 1.0, 0.0).to(v_tile.dtype)
-                reached = tl.dot(seen, tl.where(sound, 0.0, 1.0).to(v_tile.dtype), input_precision="ieee") > 0.0
+                reached = tl.dot(seen, tl.where(finite, 0.0, 1.0).to(v_tile.dtype), input_precision="ieee") > 0.0
                 acc += tl.where(reached, float("nan"), 0.0)
-                v_tile = tl.where(sound, v_tile, 0.0)
-        new_peak = tl.maximum(peak, tl.max(scores, 1))
-        # A row that has seen no key yet has peak -inf, which must not be subtracted from itself.
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+                v_tile = tl.where(finite, v_tile, 0.0)
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        # A row that has seen no key yet has row_max -inf, which must not be subtracted from itself.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = tl.math.exp2(scores - shift[:, None])
-        decay = tl.math.exp2(peak - shift)
-        total = total * decay + tl.sum(weights, 1)
+        decay = tl.math.exp2(row_max - shift)
+        row_sum = row_sum * decay + tl.sum(weights, 1)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
-        peak = new_peak
+        row_max = new_max
 
     number = (batch * kv_heads * group + head) * queries + query
-    if sums is None:
-        empty = total == 0.0
-        divisor = tl.where(empty, 1.0, total)
-        logsum = tl.where(empty, float("-inf"), peak * LN2 + tl.log(divisor))
+    if part_outs is None:
+        empty = row_sum == 0.0
+        divisor = tl.where(empty, 1.0, row_sum)
+        logsum = tl.where(empty, float("-inf"), row_max * LN2 + tl.log(divisor))
         tl.store(logsumexp + number, logsum, mask=inside)
         out_offsets = batch * out_batch + head.to(tl.int64) * out_head + query.to(tl.int64) * out_row
         result = (acc / divisor[:, None]).to(out.dtype.element_ty)
         tl.store(out + out_offsets[:, None] * UNIT + dim[None, :], result, mask=q_inside)
     else:
         number += part * rows
-        tl.store(peaks + number, peak, mask=inside)
-        tl.store(totals + number, total, mask=inside)
-        tl.store(sums + number[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_inside)
+        tl.store(part_maxes + number, row_max, mask=inside)
+        tl.store(part_sums + number, row_sum, mask=inside)
+        tl.store(part_outs + number[:, None] * HEAD_DIM + dim[None, :], acc, mask=q_inside)
 
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def _join_kernel(
-    out, logsumexp, sums, peaks, totals, lengths,
+    out, logsumexp, part_outs, part_maxes, part_sums, lengths,
     out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
-    kv_heads, group, queries, capacity, parts, rows: tl.int64,
+    kv_heads, group, queries, capacity, causal_offset, window, parts, rows: tl.int64,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -160,33 +171,38 @@ def _join_kernel(
     query = number % queries
     head = number // queries % (kv_heads * group)
     batch = (number // queries // (kv_heads * group)).to(tl.int64)
+    # The diagonals of a sequence end at its last key.
     length = tl.minimum(tl.load(lengths + batch), capacity)
-    # At least one part, so that nothing is divided by zero; its loop does not run if the length is zero.
-    used = tl.cdiv(length, tl.maximum(_keys_of_a_part(length, parts, BLOCK_KEYS), 1))
+    if window is not None:
+        window += length - queries
+    bounds = Bounds(None, 0, causal_offset + length - queries, window, queries, length)
+    first_key, last_key, share = _parts(bounds, parts, BLOCK_KEYS)
+    # At least one part, so that nothing is divided by zero; its loop does not run if there is no key.
+    used = tl.cdiv(tl.maximum(last_key - first_key, 0), tl.maximum(share, 1))
 
     dim = tl.arange(0, BLOCK_D)
-    peak = float("-inf")
-    total = 0.0
+    row_max = float("-inf")
+    row_sum = 0.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for first in tl.range(0, used, BLOCK_PARTS):
         part = first + tl.arange(0, BLOCK_PARTS)
         place = part.to(tl.int64) * rows + number
         inside = part < used
-        peak_tile = tl.load(peaks + place, mask=inside, other=float("-inf"))
-        total_tile = tl.load(totals + place, mask=inside, other=0.0)
+        max_tile = tl.load(part_maxes + place, mask=inside, other=float("-inf"))
+        sum_tile = tl.load(part_sums + place, mask=inside, other=0.0)
         inside = inside[:, None] & (dim < HEAD_DIM)[None, :]
-        sum_tile = tl.load(sums + place[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
-        new_peak = tl.maximum(peak, tl.max(peak_tile, 0))
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        factor = tl.math.exp2(peak_tile - shift)
-        decay = tl.math.exp2(peak - shift)
-        total = total * decay + tl.sum(total_tile * factor, 0)
-        acc = acc * decay + tl.sum(sum_tile * factor[:, None], 0)
-        peak = new_peak
+        out_tile = tl.load(part_outs + place[:, None] * HEAD_DIM + dim[None, :], mask=inside, other=0.0)
+        new_max = tl.maximum(row_max, tl.max(max_tile, 0))
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+        factor = tl.math.exp2(max_tile - shift)
+        decay = tl.math.exp2(row_max - shift)
+        row_sum = row_sum * decay + tl.sum(sum_tile * factor, 0)
+        acc = acc * decay + tl.sum(out_tile * factor[:, None], 0)
+        row_max = new_max
 
-    empty = total == 0.0
-    divisor = tl.where(empty, 1.0, total)
-    tl.store(logsumexp + number, tl.where(empty, float("-inf"), peak * LN2 + tl.log(divisor)))
+    empty = row_sum == 0.0
+    divisor = tl.where(empty, 1.0, row_sum)
+    tl.store(logsumexp + number, tl.where(empty, float("-inf"), row_max * LN2 + tl.log(divisor)))
     out += (batch * out_batch + head.to(tl.int64) * out_head + query.to(tl.int64) * out_row) * UNIT
     tl.store(out + dim, (acc / divisor).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
@@ -210,24 +226,27 @@ def division_of(q: Tensor, k: Tensor, page_table: Tensor | None) -> tuple[int, i
 
 
 def part_buffers(q: Tensor, parts: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What each part leaves for the join: sums, peaks and totals of the rows of q, fp32; None for one part."""
+    """What each part leaves for the join, fp32: sums of weighted values, maxima and sums of the rows of q; None for one
+    part."""
     if parts == 1:
         return None, None, None
     rows = q.shape[0] * q.shape[1] * q.shape[2]
-    sums = torch.empty((parts, rows, q.shape[3]), dtype=torch.float32, device=q.device)
-    peaks, totals = torch.empty((2, parts, rows), dtype=torch.float32, device=q.device)
-    return sums, peaks, totals
+    part_outs = torch.empty((parts, rows, q.shape[3]), dtype=torch.float32, device=q.device)
+    part_maxes, part_sums = torch.empty((2, parts, rows), dtype=torch.float32, device=q.device)
+    return part_outs, part_maxes, part_sums
 
 
 def decode_launches(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None, out: Tensor, logsumexp: Tensor,
-    sums: Tensor | None, peaks: Tensor | None, totals: Tensor | None, causal: int | None, scale: float,
+    part_outs: Tensor | None, part_maxes: Tensor | None, part_sums: Tensor | None,
+    causal: int | None, window: int | None, scale: float,
 ) -> list[Launch]:  # fmt: skip
     """One launch, or two where the keys are split, that fill `out` and `logsumexp` by way of :func:`part_buffers`.
 
     k, v: (B, Hkv, S, D), or with a page table (pages, Hkv, page_size, D).
     """
     block_rows, programs, parts = division_of(q, k, page_table)
+    capacity = capacity_of(k, page_table)
     page_size = 0 if page_table is None else k.shape[2]
     B, H, Lq, D = q.shape
     Hkv = k.shape[1]
@@ -238,20 +257,24 @@ def decode_launches(
 
     shared = {
         "logsumexp": logsumexp, "lengths": lengths, "kv_heads": Hkv, "group": H // Hkv, "queries": Lq,
-        "capacity": capacity_of(k, page_table), "parts": parts, "rows": rows,
-        "HEAD_DIM": D, "BLOCK_D": block_d, "BLOCK_KEYS": keys, "sums": sums, "peaks": peaks, "totals": totals,
+        "capacity": capacity, "parts": parts,
+        "causal_offset": capacity + Lq if causal is None else max(-capacity, min(causal, capacity + Lq)),
+        "window": bounded_window(window, capacity, Lq), "rows": rows,
+        "HEAD_DIM": D, "BLOCK_D": block_d, "BLOCK_KEYS": keys, "part_outs": part_outs,
+        "part_maxes": part_maxes, "part_sums": part_sums,
     }  # fmt: skip
     kind = f"{str(q.dtype)[6:]} d{block_d}"
     launches = [
         Launch(
             name=f"attention decode {kind} {block_rows}x{keys} {warps} warps {stages} stages"
-            f"{f' pages of {page_size}' if page_size else ''}{' in parts' if parts > 1 else ''}",
+            f"{f' pages of {page_size}' if page_size else ''}{' window' if shared['window'] is not None else ''}"
+            f"{' in parts' if parts > 1 else ''}",
             kernel=_part_kernel,
             grid=programs * parts,
             arguments=tensor_arguments(q=q, k=k, v=v, out=out) | shared | {
                 "page_table": page_table, "table_batch": 0 if page_table is None else page_table.stride(0),
                 "scale": scale, "BLOCK_ROWS": block_rows, "PAGE_SIZE": page_size,
-                "CAUSAL": causal is not None and Lq > 1,
+                "CAUSAL": causal is not None and causal < Lq - 1,
             },
             num_warps=warps,
             num_stages=stages,
@@ -260,7 +283,7 @@ def decode_launches(
     if parts > 1:
         launches.append(
             Launch(
-                name=f"attention decode join {kind}",
+                name=f"attention decode join {kind}{' window' if shared['window'] is not None else ''}",
                 kernel=_join_kernel,
                 grid=rows,
                 arguments=tensor_arguments(out=out) | shared | {"BLOCK_PARTS": REDUCED_AT_ONCE},
@@ -276,7 +299,6 @@ def attention_decode(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    *,
     lengths: Tensor,
     page_table: Tensor | None,
     causal: int | None,
@@ -292,7 +314,8 @@ def attention_decode(
         lengths: int32 (B,), keys in the cache, those of the new positions included; what lies past them is not read.
         page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Entries past the last key may hold anything. A page size compiles once.
-        causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq``; False: all keys.
+        causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq + causal``; None for no such bound.
+        window: likewise, query i sees keys ``j >= i + lengths[b] - Lq + window``; None for no such bound.
         scale: multiplies q k^T.
 
     Returns:
@@ -310,7 +333,7 @@ def attention_decode(
         ("attention decode", causal, window, scale),
         (q, k, v, lengths.contiguous(), page_table),
         (out, logsumexp, *part_buffers(q, division_of(q, k, page_table)[2])),
-        lambda *tensors: decode_launches(*tensors, causal, scale),
+        lambda *tensors: decode_launches(*tensors, causal, window, scale),
     )
     return out, logsumexp
 

@@ -6,7 +6,7 @@ keys that all its queries see without mask code, then the tiles that some see, a
 
 Two things are rare and are not paid for in those loops: rows with no key (their weight is 1/Lk on *every* key), and NaN
 or Inf in V at a key that some rows of a tile block (0 * NaN is NaN inside a matrix product). Both show in the result,
-and then the program repeats its tile once, carefully.
+and then the program repeats its tile once, with such values read as zeros.
 """
 
 from dataclasses import replace
@@ -16,31 +16,13 @@ from torch import Tensor
 
 from ...attention_params import AttentionParams
 from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted
-from ..philox import attention_keep_tile, load_seed
+from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import kernel_views, run_call, tile_launch
-from .steps import (
-    allowed_tile,
-    in_order,
-    key_steps,
-    masked_scores,
-    sequence,
-    statistics_row,
-    tile_at,
-)
-from .tiles import (
-    LN2,
-    LOG2E,
-    any_true,
-    at_head,
-    exponential,
-    jit,
-    key_limits,
-    load_rows,
-    positive_scale,
-    store_rows,
-)
+from .mask import Bounds, Mask, allowed_tile, at_edge, key_limits, key_steps, masked_scores, query_rows, tile_at
+from .steps import program_of, sequence, statistics_row
+from .tiles import LN2, LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, positive_scale, store_rows
 
-CAREFUL_KEYS = tl.constexpr(32)
+REPEAT_KEYS = tl.constexpr(32)
 
 
 @jit
@@ -55,130 +37,121 @@ def _forward_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, total_queries: tl.int64, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
     BIASED: tl.constexpr = bias is not None
-    slots = tl.cdiv(queries, BLOCK_QUERIES)
-    batch = in_order(batch_order, tl.program_id(0) // slots // heads)
-    head = tl.program_id(0) // slots % heads
+    batch, head, slot = program_of(heads, queries, batch_order, BLOCK_QUERIES)
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
     first_key, keys = sequence(cu_seqlens_k, batch, keys)
-    line = batch * map_batch + head * map_head
+    first_tile_row = batch * map_batch + head * map_head
     # Last query tile first: under a causal mask it has the most keys, and long programs should start early.
-    tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - tl.program_id(0) % slots
+    tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - slot
     if tile_order is not None:
-        tile = tl.load(tile_order + line + tl.program_id(0) % slots)
+        tile = tl.load(tile_order + first_tile_row + slot)
     if cu_seqlens_q is not None:  # noqa: SIM102 - decided when compiling, the other when running
         if tile < 0:
             return
     start_query = tile * BLOCK_QUERIES
 
-    q = at_head(q, batch, head, q_batch, q_head, UNIT) + first_query * q_row * UNIT
-    k = at_head(k, batch, head // group, k_batch, k_head, UNIT) + first_key * k_row * UNIT
-    v = at_head(v, batch, head // group, v_batch, v_head, UNIT) + first_key * v_row * UNIT
-    out = at_head(out, batch, head, out_batch, out_head, UNIT) + first_query * out_row * UNIT
+    q = at_row(q, batch, head, first_query, q_batch, q_head, q_row, UNIT)
+    k = at_row(k, batch, head // group, first_key, k_batch, k_head, k_row, UNIT)
+    v = at_row(v, batch, head // group, first_key, v_batch, v_head, v_row, UNIT)
+    out = at_row(out, batch, head, first_query, out_batch, out_head, out_row, UNIT)
     logsumexp += statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
-    if keep is not None:
-        keep = at_head(keep, batch, head, keep_batch, keep_head, 8)
-    if key_keep is not None:
-        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8)
-    if bias is not None:
-        bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
-    if seed is not None:
-        key_low, key_high = load_seed(seed)
+    bounds = Bounds(
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+    )
+    mask = Mask(
+        bounds,
+        at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
+        at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
+        at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+    )  # fmt: skip
+    random = RandomBits(load_seed(seed), threshold, batch, head)
 
-    # Rows past the last query repeat it: they need no mask of their own, and are not stored.
-    rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
-    limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
+    limit = key_limits(query_rows(start_query, bounds, BLOCK_QUERIES), bounds)
     last_key = tl.maximum(tl.max(limit, 0), 0)
-    full, steps = key_steps(tile_counts, line + tile, limit, last_key, BLOCK_KEYS)
+    steps = key_steps(
+        tile_counts, first_tile_row + tile, start_query, limit, last_key, bounds, BLOCK_QUERIES, BLOCK_KEYS
+    )
     key_tiles = tl.cdiv(keys, BLOCK_KEYS)
     if tile_list is not None:
-        tile_list += (line + tile).to(tl.int64) * key_tiles
+        tile_list += (first_tile_row + tile).to(tl.int64) * key_tiles
 
     q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
-    peak = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_QUERIES,), tl.float32)
+    row_max = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
 
     # Without LICM the compiler computes addresses and Philox keys again: cheaper than the registers to hold them.
-    for step in tl.range(0, steps, disable_licm=True):
-        start = tile_at(tile_list, step, full, key_tiles) * BLOCK_KEYS
+    for step in tl.range(0, steps.end, disable_licm=True):
+        start = tile_at(tile_list, step, steps, key_tiles) * BLOCK_KEYS
         k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if BIASED:
             scores, allowed = masked_scores(
-                scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word, key_keep,
-                bias, bias_query, bias_key, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
-            )  # fmt: skip
-            scores = tl.where(allowed, scores, float("-inf"))
-        elif step >= full:
-            allowed = allowed_tile(
-                start_query, queries, start, limit, keep, keep_query, keep_word, key_keep, BLOCK_QUERIES, BLOCK_KEYS
+                scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
             )
             scores = tl.where(allowed, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1) if BIASED else tl.max(scores, 1) * (scale * LOG2E))
-        # A row that has seen no key yet has peak -inf, which must not be subtracted from itself.
-        shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        elif at_edge(step, steps, window is not None and tile_list is None, True):
+            allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
+            scores = tl.where(allowed, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1) if BIASED else tl.max(scores, 1) * (scale * LOG2E))
+        # A row that has seen no key yet has the maximum -inf, which must not be subtracted from itself.
+        shift = tl.where(new_max == float("-inf"), 0.0, new_max)
         weights = exponential(scores, shift[:, None], scale, BIASED)
-        decay = tl.math.exp2((peak - shift) * (LOG2E if BIASED else 1.0))
-        total = total * decay + tl.sum(weights, 1)
+        decay = tl.math.exp2((row_max - shift) * (LOG2E if BIASED else 1.0))
+        row_sum = row_sum * decay + tl.sum(weights, 1)
         if seed is not None:
-            kept = attention_keep_tile(
-                key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, BLOCK_KEYS
-            )
+            kept = attention_keep_tile(random, start_query, start, BLOCK_QUERIES, BLOCK_KEYS)
             weights = tl.where(kept, weights, 0.0)
         v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
-        peak = new_peak
+        row_max = new_max
 
-    # Usually not one step: the careful repeat is a loop without steps rather than a branch.
-    empty = total == 0.0
-    broken_end = tl.where(any_true((acc - acc) != 0.0), last_key, 0)
-    careful_end = broken_end
+    # Usually none of the two loops below takes a step: they are loops rather than branches.
+    empty = row_sum == 0.0
+    nonfinite_end = tl.where(any_true((acc - acc) != 0.0), last_key, 0)
+    repeat_end = nonfinite_end
     if not ZERO_EMPTY_ROWS:
-        careful_end = tl.where(any_true(empty), keys, careful_end)
-    if careful_end > 0:
+        repeat_end = tl.where(any_true(empty), keys, repeat_end)
+    if repeat_end > 0:
         acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
-    shift = tl.where(empty, 0.0, peak)
-    for start in tl.range(0, careful_end, CAREFUL_KEYS, num_stages=1, disable_licm=True):
-        k_tile = load_rows(k, start, last_key, k_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+    shift = tl.where(empty, 0.0, row_max)
+    for start in tl.range(0, repeat_end, REPEAT_KEYS, num_stages=1, disable_licm=True):
+        k_tile = load_rows(k, start, last_key, k_row, REPEAT_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         scores, allowed = masked_scores(
-            scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word, key_keep,
-            bias, bias_query, bias_key, BLOCK_QUERIES, CAREFUL_KEYS, MASK_UNIT,
-        )  # fmt: skip
+            scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, REPEAT_KEYS, MASK_UNIT
+        )
         weights = tl.where(allowed, exponential(scores, shift[:, None], scale, BIASED), 0.0)
         if not ZERO_EMPTY_ROWS:
             weights = tl.where(empty[:, None], 1.0, weights)
         if seed is not None:
-            kept = attention_keep_tile(
-                key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, CAREFUL_KEYS
-            )
+            kept = attention_keep_tile(random, start_query, start, BLOCK_QUERIES, REPEAT_KEYS)
             weights = tl.where(kept, weights, 0.0)
-        v_tile = load_rows(v, start, keys, v_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        v_tile = load_rows(v, start, keys, v_row, REPEAT_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         v_tile = tl.where((v_tile - v_tile) == 0.0, v_tile, 0.0)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
     # Which queries a NaN or Inf reaches, in a loop of its own: the two at once would need the most registers of all.
-    for start in tl.range(0, broken_end, CAREFUL_KEYS, num_stages=1, disable_licm=True):
-        v_tile = load_rows(v, start, last_key, v_row, CAREFUL_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+    for start in tl.range(0, nonfinite_end, REPEAT_KEYS, num_stages=1, disable_licm=True):
+        v_tile = load_rows(v, start, last_key, v_row, REPEAT_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        scores = tl.zeros((BLOCK_QUERIES, REPEAT_KEYS), tl.float32)
         _, allowed = masked_scores(
-            tl.zeros((BLOCK_QUERIES, CAREFUL_KEYS), tl.float32), scale, start_query, queries, start, keys, limit,
-            keep, keep_query, keep_word, key_keep, bias, bias_query, bias_key, BLOCK_QUERIES, CAREFUL_KEYS, MASK_UNIT,
-        )  # fmt: skip
+            scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, REPEAT_KEYS, MASK_UNIT
+        )
         seen = tl.where(allowed, 1.0, 0.0).to(v_tile.dtype)
-        unsound = tl.where((v_tile - v_tile) == 0.0, 0.0, 1.0).to(v_tile.dtype)
-        reached = tl.dot(seen, unsound, input_precision="ieee") > 0.0
+        nonfinite = tl.where((v_tile - v_tile) == 0.0, 0.0, 1.0).to(v_tile.dtype)
+        reached = tl.dot(seen, nonfinite, input_precision="ieee") > 0.0
         acc += tl.where(reached, float("nan"), 0.0)
 
-    divisor = tl.where(empty, tl.maximum(keys, 1).to(tl.float32), total)
-    logsum = (peak if BIASED else peak * LN2) + tl.log(divisor)
+    divisor = tl.where(empty, tl.maximum(keys, 1).to(tl.float32), row_sum)
+    logsum = (row_max if BIASED else row_max * LN2) + tl.log(divisor)
     logsum = tl.where(empty, float("-inf"), logsum)
-    store_rows(
-        out, acc * (rescale / divisor)[:, None], start_query, queries, out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT
-    )
+    acc *= (rescale / divisor)[:, None]
+    store_rows(out, acc, start_query, queries, out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     row = start_query + tl.arange(0, BLOCK_QUERIES)
     tl.store(logsumexp + row, logsum, mask=row < queries)
 

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
-from ..philox import attention_keep_tile, load_seed
+from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import run_call
-from .steps import masked_scores
+from .mask import Bounds, Mask, any_visible, key_limits, masked_scores, query_rows
+from .steps import program_of
 from .tile_map import bits_arguments
 from .tiles import (
     RUNTIME_INTEGERS,
     at_head,
     exponential,
     jit,
-    key_limits,
     load_rows,
     mask_arguments,
     padded_head_dim,
@@ -50,50 +50,50 @@ def _rows_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, causal_offset, window, threshold, rescale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """For each row: delta, which centres its gradients of scores, and what its weights sum to."""
-    tiles = tl.cdiv(queries, BLOCK_QUERIES)
-    start_query = tl.program_id(0) % tiles * BLOCK_QUERIES
-    pair = tl.program_id(0) // tiles
-    batch = pair // heads
-    head = pair % heads
+    """For each row: delta, which its gradients of scores subtract, and what its weights sum to."""
+    batch, head, tile = program_of(heads, queries, None, BLOCK_QUERIES)
+    start_query = tile * BLOCK_QUERIES
     grad_out = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
     q = at_head(q, batch, head, q_batch, q_head, UNIT)
     k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
     v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
     out = at_head(out, batch, head, out_batch, out_head, UNIT)
-    if keep is not None:
-        keep = at_head(keep, batch, head, keep_batch, keep_head, 8)
-    if key_keep is not None:
-        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8)
-    bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
-    key_low, key_high = load_seed(seed) if seed is not None else (0, 0)
+    bounds = Bounds(
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+    )
+    mask = Mask(
+        bounds,
+        at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
+        at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
+        at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+    )  # fmt: skip
+    random = RandomBits(load_seed(seed), threshold, batch, head)
 
-    rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
-    limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
+    rows = query_rows(start_query, bounds, BLOCK_QUERIES)
+    limit = key_limits(rows, bounds)
     last_key = tl.maximum(tl.max(limit, 0), 0)
-    first_row = pair.to(tl.int64) * queries
+    first_row = (batch * heads + head).to(tl.int64) * queries
     shift = tl.load(logsumexp + first_row + rows)
     shift = tl.where(shift == float("-inf"), 0.0, shift)
     q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     grad_tile = load_rows(grad_out, start_query, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     out_tile = load_rows(out, start_query, queries, out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
-    centre = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
+    row_delta = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
     weight_sum, gradient_sum = summed_rows(
-        q_tile, grad_tile, k, v, shift, batch, head, start_query, queries, keys, limit, last_key, scale, rescale,
-        keep, keep_query, keep_word, key_keep, bias, bias_query, bias_key, key_low, key_high,
-        threshold, k_row, v_row, HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, seed is not None, True,
+        q_tile, grad_tile, k, v, k_row, v_row, shift, start_query, limit, last_key, scale, rescale, mask, random,
+        HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, True,
     )  # fmt: skip
     summed = weight_sum > 0.0
     weight_sum = tl.where(summed, weight_sum, 1.0)
-    centre = tl.where(summed, gradient_sum / weight_sum, centre)
+    row_delta = tl.where(summed, gradient_sum / weight_sum, row_delta)
     if grad_logsumexp is not None:
-        centre -= tl.load(grad_logsumexp + first_row + rows)
+        row_delta -= tl.load(grad_logsumexp + first_row + rows)
     row = start_query + tl.arange(0, BLOCK_QUERIES)
-    tl.store(delta + first_row + row, centre, mask=row < queries)
+    tl.store(delta + first_row + row, row_delta, mask=row < queries)
     tl.store(sums + first_row + row, weight_sum, mask=row < queries)
 
 
@@ -108,7 +108,7 @@ def _grad_bias_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, causal_offset, window, threshold, rescale, scale,
     batches_each, heads_each, query_tiles_each, key_tiles_each, parts, steps,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ONE_QUERY: tl.constexpr, ONE_KEY: tl.constexpr,
@@ -128,7 +128,7 @@ def _grad_bias_kernel(
     own = own // (query_tiles // query_tiles_each)
     own_head = own % (heads // heads_each)
     own_batch = own // (heads // heads_each)
-    key_low, key_high = load_seed(seed) if seed is not None else (0, 0)
+    philox_key = load_seed(seed)
 
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_KEYS), tl.float32)
     end = tl.minimum((part + 1) * steps, batches_each * heads_each * query_tiles_each * key_tiles_each)
@@ -141,60 +141,54 @@ def _grad_bias_kernel(
         batch = own_batch + step // heads_each
 
         row = start_query + tl.arange(0, BLOCK_QUERIES)
-        rows = tl.minimum(row, queries - 1)
-        limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
+        bounds = Bounds(
+            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+        )
+        mask = Mask(
+            bounds,
+            at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
+            at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
+            at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+        )  # fmt: skip
+        random = RandomBits(philox_key, threshold, batch, head)
+        rows = query_rows(start_query, bounds, BLOCK_QUERIES)
+        limit = key_limits(rows, bounds)
         last_key = tl.maximum(tl.max(limit, 0), 0)
-        keep_base = keep
-        if keep is not None:
-            keep_base = at_head(keep, batch, head, keep_batch, keep_head, 8)
-        key_keep_base = key_keep
-        if key_keep is not None:
-            key_keep_base = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8)
-        if start_key < last_key:
-            pair_row = (batch * heads + head).to(tl.int64) * queries + rows
-            shift = tl.load(logsumexp + pair_row)
+        if any_visible(start_query, start_key, last_key, bounds, BLOCK_KEYS):
+            row_number = (batch * heads + head).to(tl.int64) * queries + rows
+            shift = tl.load(logsumexp + row_number)
             shift = tl.where(shift == float("-inf"), 0.0, shift)
-            centre = tl.load(delta + pair_row)
-            divisor = tl.load(sums + pair_row)
-            q_tile = load_rows(
-                at_head(q, batch, head, q_batch, q_head, UNIT), start_query, queries, q_row,
-                BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT,
-            )  # fmt: skip
-            k_tile = load_rows(
-                at_head(k, batch, head // group, k_batch, k_head, UNIT), start_key, last_key, k_row,
-                BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT,
-            )  # fmt: skip
+            row_delta = tl.load(delta + row_number)
+            divisor = tl.load(sums + row_number)
+            head_q = at_head(q, batch, head, q_batch, q_head, UNIT)
+            head_k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
+            head_v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
+            head_grad_out = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
+            q_tile = load_rows(head_q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
+            k_tile = load_rows(head_k, start_key, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
             scores, allowed = masked_scores(
-                scores, scale, start_query, queries, start_key, keys, limit, keep_base, keep_query, keep_word,
-                key_keep_base, at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
-                BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT,
-            )  # fmt: skip
+                scores, scale, start_query, start_key, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
+            )
             weights = exponential(scores, shift[:, None], scale, True) / divisor[:, None]
             grad_tile = load_rows(
-                at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT), start_query, queries,
-                grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT,
-            )  # fmt: skip
-            v_tile = load_rows(
-                at_head(v, batch, head // group, v_batch, v_head, UNIT), start_key, last_key, v_row,
-                BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT,
-            )  # fmt: skip
+                head_grad_out, start_query, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT
+            )
+            v_tile = load_rows(head_v, start_key, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
             if seed is not None:
-                kept = attention_keep_tile(
-                    key_low, key_high, threshold, batch, head, start_query, start_key, BLOCK_QUERIES, BLOCK_KEYS
-                )
+                kept = attention_keep_tile(random, start_query, start_key, BLOCK_QUERIES, BLOCK_KEYS)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             # Blocked keys, rows without keys and rows past the last (which repeat it) add nothing, whatever they hold.
             adds = allowed & (row < queries)[:, None]
-            acc += tl.where(adds, weights * (grad_weights - centre[:, None]), 0.0)
+            acc += tl.where(adds, weights * (grad_weights - row_delta[:, None]), 0.0)
 
     # Parts lie (part, batch, head, query, key); a tile that stands for all queries or keys is summed to one number.
-    own_pair = own_batch.to(tl.int64) * (heads // heads_each) + own_head
+    own_batch_head = own_batch.to(tl.int64) * (heads // heads_each) + own_head
     bias_queries = 1 if ONE_QUERY else queries
     bias_keys = 1 if ONE_KEY else keys
-    bias_pairs = tl.num_programs(0) // (parts * (query_tiles // query_tiles_each) * (key_tiles // key_tiles_each))
-    grad_bias += (part.to(tl.int64) * bias_pairs + own_pair) * bias_queries * bias_keys
+    bias_batch_heads = tl.num_programs(0) // (parts * (query_tiles // query_tiles_each) * (key_tiles // key_tiles_each))
+    grad_bias += (part.to(tl.int64) * bias_batch_heads + own_batch_head) * bias_queries * bias_keys
     query = own_query * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     key = own_key * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     kind: tl.constexpr = grad_bias.dtype.element_ty

@@ -1,8 +1,9 @@
 """The tile map of a mask: which tiles of (queries x keys) hold work, found once on the device for all layers.
 
 A dense mask is packed to bits, 32 keys of one query a word; it is these that the attention kernels read, an eighth of
-the mask. From the bits and the limits (lengths, causal) every tile is classed: empty, partial or full. A program of an
-attention kernel then walks the list of its tiles that hold work, full ones first, and reads bits only in the others.
+the mask. From the bits and the bounds (lengths, causal, window) every tile is classed: empty, partial or full. A
+program of an attention kernel then walks the list of its tiles that hold work, full ones first, and reads bits only in
+the others.
 
 The bits serve every kernel. Classes and lists are made for a kernel's own tile, since the best tile of the three
 kernels differs; those that agree share them. All of it stays on the mask's tensor as an attribute, and goes with it.
@@ -13,14 +14,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...tensor_cache import get_or_compute
 from ...tile_share import FULL, PARTIAL
 from ..launcher import Launch, blocks_of, run
-from .tiles import jit, key_limits
+from .mask import Bounds, Mask, allowed_words, key_limits, query_rows
+from .steps import program_of
+from .tiles import at_head, jit
 
 _PARTIAL, _FULL = tl.constexpr(PARTIAL), tl.constexpr(FULL)
 
@@ -29,24 +31,6 @@ CHUNK_KEYS = 256
 _CHUNK_KEYS = tl.constexpr(CHUNK_KEYS)
 PACK_ROWS = 16
 LIST_CHUNK = 256
-
-
-@triton.jit
-def allowed_words(
-    start_query, queries, start_key, limit, keep, keep_query, keep_word, key_keep,
-    QUERIES: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """The bits of one tile: int32 (QUERIES, WORDS), bit n of word w = key ``start_key + 32 w + n`` is allowed."""
-    word = start_key // 32 + tl.arange(0, WORDS)
-    inside = limit[:, None] - word[None, :] * 32
-    bits = tl.where(inside >= 32, -1, (1 << tl.minimum(tl.maximum(inside, 0), 31)) - 1)
-    if keep is not None:
-        row = tl.minimum(tl.arange(0, QUERIES), queries - 1 - start_query)[:, None]
-        base = keep + tl.cast(start_query, tl.int64) * keep_query * 8
-        bits &= tl.load(base + row * (keep_query.to(tl.int32) * 8) + word[None, :] * keep_word)
-    if key_keep is not None:
-        bits &= tl.load(key_keep + word)[None, :]
-    return bits
 
 
 @jit
@@ -59,9 +43,9 @@ def _pack_kernel(
     row_tiles = tl.cdiv(queries, ROWS)
     chunk = tl.program_id(0) % chunks
     row = tl.program_id(0) // chunks % row_tiles * ROWS + tl.arange(0, ROWS)
-    pair = (tl.program_id(0) // chunks // row_tiles).to(tl.int64)
+    batch_head = (tl.program_id(0) // chunks // row_tiles).to(tl.int64)
     key = chunk * _CHUNK_KEYS + tl.arange(0, _CHUNK_KEYS)
-    mask += (pair // heads * mask_batch + pair % heads * mask_head) * MASK_UNIT
+    mask += (batch_head // heads * mask_batch + batch_head % heads * mask_head) * MASK_UNIT
     offsets = row.to(tl.int64)[:, None] * (mask_query * MASK_UNIT) + key[None, :] * mask_key
     # MASK_UNIT divides the number of keys: the guard says so, and keeps whole groups in one access.
     inside = (row < queries)[:, None] & (key // MASK_UNIT * MASK_UNIT < keys)[None, :]
@@ -69,7 +53,7 @@ def _pack_kernel(
     kept = tl.reshape(kept, (ROWS, _CHUNK_KEYS // 32, 32))
     packed = tl.sum(kept << tl.arange(0, 32)[None, None, :], 2)
     word = chunk * (_CHUNK_KEYS // 32) + tl.arange(0, _CHUNK_KEYS // 32)
-    bits += pair * queries * words
+    bits += batch_head * queries * words
     tl.store(bits + row.to(tl.int64)[:, None] * words + word[None, :], packed, mask=(row < queries)[:, None])
 
 
@@ -79,27 +63,27 @@ def _classes_kernel(
     keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_word,
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
-    heads, queries, keys, causal_offset,
+    heads, queries, keys, causal_offset, window,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
     """The class of every tile in one row of tiles."""
     TILES: tl.constexpr = _CHUNK_KEYS // BLOCK_KEYS
-    query_tiles = tl.cdiv(queries, BLOCK_QUERIES)
     key_tiles = tl.cdiv(keys, BLOCK_KEYS)
-    start_query = tl.program_id(0) % query_tiles * BLOCK_QUERIES
-    batch = tl.program_id(0) // query_tiles // heads
-    head = tl.program_id(0) // query_tiles % heads
-    if keep is not None:
-        keep += (batch * keep_batch + head * keep_head) * 8
-    if key_keep is not None:
-        key_keep += (batch * key_keep_batch + head * key_keep_head) * 8
-    rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
-    limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
+    batch, head, tile = program_of(heads, queries, None, BLOCK_QUERIES)
+    start_query = tile * BLOCK_QUERIES
+    bounds = Bounds(
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+    )
+    mask = Mask(
+        bounds,
+        at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
+        at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
+        None, 0, 0,
+    )  # fmt: skip
+    limit = key_limits(query_rows(start_query, bounds, BLOCK_QUERIES), bounds)
     classes += tl.program_id(0).to(tl.int64) * key_tiles
     for start in tl.range(0, keys, _CHUNK_KEYS):
-        bits = allowed_words(
-            start_query, queries, start, limit, keep, keep_query, keep_word, key_keep, BLOCK_QUERIES, _CHUNK_KEYS // 32
-        )
+        bits = allowed_words(start_query, start, limit, mask, BLOCK_QUERIES, _CHUNK_KEYS // 32)
         bits = tl.reshape(bits, (BLOCK_QUERIES, TILES, BLOCK_KEYS // 32))
         some = tl.max(tl.max((bits != 0).to(tl.int32), 2), 0)
         every = tl.min(tl.min((bits == -1).to(tl.int32), 2), 0)
@@ -109,11 +93,11 @@ def _classes_kernel(
 
 @jit
 def _lists_kernel(
-    classes, lists, counts, lines, across, pair_stride: tl.int64, line_stride, tile_stride, CHUNK: tl.constexpr
+    classes, lists, counts, tile_rows, across, head_stride: tl.int64, row_stride, tile_stride, CHUNK: tl.constexpr
 ):
-    """The list of one line of tiles: full tiles from the front, partial ones from the back; and how many of each."""
-    line = tl.program_id(0) % lines
-    classes += tl.program_id(0) // lines * pair_stride + line * line_stride
+    """The list of one row of tiles: full tiles from the front, partial ones from the back; and how many of each."""
+    tile_row = tl.program_id(0) % tile_rows
+    classes += tl.program_id(0) // tile_rows * head_stride + tile_row * row_stride
     lists += tl.program_id(0).to(tl.int64) * across
     full = 0
     partial = 0
@@ -132,19 +116,19 @@ def _lists_kernel(
 
 @dataclass(frozen=True, slots=True)
 class TileLists:
-    """The tiles that hold work, for each line of tiles: a row of them (one tile of queries) or a column.
+    """The tiles that hold work, for each tile of queries, or each tile of keys: a row of tiles.
 
     Args:
-        lists: int32 (B|1, H|1, lines, across), full ones from the front, partial ones from the end.
-        counts: int32 (B|1, H|1, lines, 2): full tiles, partial tiles.
-        line_order: int32 (B|1, H|1, lines), the lines of each (batch, head), those with the most work first; or None.
+        lists: int32 (B|1, H|1, tile rows, across), full ones from the front, partial ones from the end.
+        counts: int32 (B|1, H|1, tile rows, 2): full tiles, partial tiles.
+        row_order: int32 (B|1, H|1, tile rows), those of each (batch, head) with the most work first; or None.
         batch_order: int32 (B,), the batches with the most work first; or None.
         arguments: all this and the bits of the mask, as arguments of the attention kernels.
     """
 
     lists: Tensor
     counts: Tensor
-    line_order: Tensor | None
+    row_order: Tensor | None
     batch_order: Tensor | None
     arguments: dict[str, object]
 
@@ -171,6 +155,7 @@ def tile_lists(
     key_keep: Tensor | None,
     lengths: Tensor | None,
     causal_offset: int,
+    window: int | None,
     B: int,
     queries: int,
     keys: int,
@@ -186,13 +171,14 @@ def tile_lists(
         key_keep: bool (B|1, H|1, 1, Lk), or None; one of the two is given.
         lengths: int32 (B,) or (B, Lq), or None.
         causal_offset: query i sees keys j <= i + causal_offset; ``keys`` for no such bound.
+        window: query i sees keys j >= i + window; None for no such bound.
         B, queries, keys: the sizes of the call.
         tile: queries and keys a tile, powers of two; at most CHUNK_KEYS keys.
         columns: lists of query tiles for each key tile, rather than of key tiles for each query tile.
-        ordered: also order lines and batches by work.
+        ordered: also order tile rows and batches by work.
     """
     holder = key_keep if keep is None else keep
-    call = (B, queries, keys, causal_offset, tile)
+    call = (B, queries, keys, causal_offset, window, tile)
     others = (key_keep if holder is keep else None, lengths)
     given = keep is not None, key_keep is not None, lengths is not None
 
@@ -277,7 +263,7 @@ def bits_arguments(keep: Tensor | None, key_keep: Tensor | None) -> dict[str, ob
 
 def classes_launch(
     classes: Tensor, keep: Tensor | None, key_keep: Tensor | None, lengths: Tensor | None, causal_offset: int,
-    queries: int, keys: int, tile: tuple[int, int],
+    window: int | None, queries: int, keys: int, tile: tuple[int, int],
 ) -> Launch:  # fmt: skip
     """The launch that fills `classes`."""
     return Launch(
@@ -289,7 +275,7 @@ def classes_launch(
             "classes": classes, "lengths": lengths, "lengths_batch": 0 if lengths is None else lengths.stride(0),
             "lengths_query": 0 if lengths is None or lengths.dim() == 1 else lengths.stride(1),
             "heads": classes.shape[1], "queries": queries, "keys": keys, "causal_offset": causal_offset,
-            "BLOCK_QUERIES": tile[0], "BLOCK_KEYS": tile[1],
+            "window": window, "BLOCK_QUERIES": tile[0], "BLOCK_KEYS": tile[1],
         },
         num_warps=4,
         num_stages=1,
@@ -298,28 +284,28 @@ def classes_launch(
 
 def _classes(
     keep: Tensor | None, key_keep: Tensor | None, lengths: Tensor | None,
-    B: int, queries: int, keys: int, causal_offset: int, tile: tuple[int, int],
+    B: int, queries: int, keys: int, causal_offset: int, window: int | None, tile: tuple[int, int],
 ) -> Tensor:  # fmt: skip
     """The class of every tile: int8 (B|1, H|1, query tiles, key tiles) of EMPTY, PARTIAL and FULL."""
     masks = [_without_repeats(t) for t in (keep, key_keep) if t is not None]
     batches = B if lengths is not None else max(t.shape[0] for t in masks)
     shape = (batches, max(t.shape[1] for t in masks), blocks_of(queries, tile[0]), blocks_of(keys, tile[1]))
     classes = torch.empty(shape, dtype=torch.int8, device=masks[0].device)
-    _run([classes_launch(classes, keep, key_keep, lengths, causal_offset, queries, keys, tile)], classes)
+    _run([classes_launch(classes, keep, key_keep, lengths, causal_offset, window, queries, keys, tile)], classes)
     return classes
 
 
 def lists_launch(classes: Tensor, lists: Tensor, counts: Tensor, columns: bool) -> Launch:
     """The launch that fills `lists` and `counts` from `classes`."""
-    b, h, lines, across = lists.shape
+    b, h, tile_rows, across = lists.shape
     key_tiles = classes.shape[3]
     return Launch(
         name=f"attention lists of {'columns' if columns else 'rows'}",
         kernel=_lists_kernel,
-        grid=b * h * lines,
+        grid=b * h * tile_rows,
         arguments={
-            "classes": classes, "lists": lists, "counts": counts, "lines": lines, "across": across,
-            "pair_stride": lines * across, "line_stride": 1 if columns else key_tiles,
+            "classes": classes, "lists": lists, "counts": counts, "tile_rows": tile_rows, "across": across,
+            "head_stride": tile_rows * across, "row_stride": 1 if columns else key_tiles,
             "tile_stride": key_tiles if columns else 1, "CHUNK": LIST_CHUNK,
         },
         num_warps=4,
@@ -332,17 +318,17 @@ def _lists(classes: Tensor, bits: dict[str, object], columns: bool, ordered: boo
     lists = torch.empty(shape, dtype=torch.int32, device=classes.device)
     counts = torch.empty((*shape[:3], 2), dtype=torch.int32, device=classes.device)
     _run([lists_launch(classes, lists, counts, columns)], classes)
-    batches, heads, lines, _ = shape
-    line_order = batch_order = None
+    batches, heads, tile_rows, _ = shape
+    row_order = batch_order = None
     if ordered:
         work = counts.sum(3)
-        line_order = _most_first(work)
+        row_order = _most_first(work)
         batch_order = _most_first(work.sum((1, 2))) if batches > 1 else None
     arguments = bits | {
-        "tile_list": lists, "tile_counts": counts, "tile_order": line_order, "batch_order": batch_order,
-        "map_batch": heads * lines if batches > 1 else 0, "map_head": lines if heads > 1 else 0,
+        "tile_list": lists, "tile_counts": counts, "tile_order": row_order, "batch_order": batch_order,
+        "map_batch": heads * tile_rows if batches > 1 else 0, "map_head": tile_rows if heads > 1 else 0,
     }  # fmt: skip
-    return TileLists(lists, counts, line_order, batch_order, arguments)
+    return TileLists(lists, counts, row_order, batch_order, arguments)
 
 
 def _run(launches: list[Launch], on: Tensor) -> None:

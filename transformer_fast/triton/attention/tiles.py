@@ -1,9 +1,4 @@
-"""What the attention kernels share: reading tiles, masking scores, and packing a call's arguments.
-
-Every part of a mask that is a bound on the key number - lengths, causal, the end of the keys - is folded
-into one number a query, its limit: key j is visible iff ``j < limit``. So a tile is full, partial or empty by
-comparing two integers, and only what has a value per (query, key) - keep masks, additive bias - is read.
-"""
+"""What the attention kernels share: reading and writing tiles, and a call's arguments."""
 
 import triton
 import triton.language as tl
@@ -28,9 +23,9 @@ RUNTIME_INTEGERS = (
     ]
     + [f"{name}_{dim}" for name in ("keep", "bias") for dim in ("batch", "head", "query")]
     + ["key_keep_batch", "key_keep_head", "lengths_batch", "lengths_query"]
-    + ["heads", "group", "queries", "keys", "causal_offset", "threshold"]
+    + ["heads", "group", "queries", "keys", "causal_offset", "window", "threshold"]
     + ["total_queries", "map_batch", "map_head", "mask_batch", "mask_head", "mask_query"]
-    + ["words", "lines", "across", "pair_stride", "line_stride", "tile_stride", "seed"]
+    + ["words", "tile_rows", "across", "head_stride", "row_stride", "tile_stride", "seed"]
 )
 
 
@@ -42,8 +37,17 @@ def jit(function):
 
 @triton.jit
 def at_head(base, batch, head, batch_stride, head_stride, UNIT: tl.constexpr):
-    """Pointer to what belongs to one (batch, head)."""
-    return base + (batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride) * UNIT
+    """Pointer to what belongs to one (batch, head); None for None."""
+    if base is None:
+        return
+    else:
+        return base + (batch.to(tl.int64) * batch_stride + head.to(tl.int64) * head_stride) * UNIT
+
+
+@triton.jit
+def at_row(base, batch, head, row, batch_stride, head_stride, row_stride, UNIT: tl.constexpr):
+    """Pointer to one row of a (batch, head)."""
+    return at_head(base, batch, head, batch_stride, head_stride, UNIT) + row * row_stride * UNIT
 
 
 @triton.jit
@@ -77,48 +81,13 @@ def store_rows(
 
 
 @triton.jit
-def key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys):
-    """How many keys each of these queries may see at most: the first key past length, diagonal or end."""
-    limit = tl.minimum(rows + causal_offset + 1, keys)
-    if lengths is not None:
-        row = batch.to(tl.int64) * lengths_batch + rows.to(tl.int64) * lengths_query
-        limit = tl.minimum(limit, tl.load(lengths + row))
-    return limit
-
-
-@triton.jit
-def within_limits(start_key, limit, KEYS: tl.constexpr):
-    """Which (query, key) of a tile lie within the queries' limits."""
-    return (start_key + tl.arange(0, KEYS))[None, :] < limit[:, None]
-
-
-@triton.jit
-def biased_scores(
-    scores, scale, start_query, queries, start_key, keys, bias, bias_query, bias_key,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK_UNIT: tl.constexpr,
-):  # fmt: skip
-    """(scores times scale plus the bias of their tile, which of them the bias does not block)."""
-    # Past the last query the last one is read again. MASK_UNIT divides the number of keys: saying so in the guard
-    # keeps whole groups of keys together in one access.
-    row = tl.minimum(tl.arange(0, QUERIES), queries - 1 - start_query)[:, None]
-    column = start_key + tl.arange(0, KEYS)
-    inside = column // MASK_UNIT * MASK_UNIT < keys
-    # Offsets start from the tile's row but from the first key: were they the same for every tile, the compiler
-    # would keep one register for each element of the tile all through the loop.
-    offsets = row * (bias_query.to(tl.int32) * MASK_UNIT) + column[None, :] * bias_key
-    base = bias + tl.cast(start_query, tl.int64) * bias_query * MASK_UNIT
-    added = tl.load(base + offsets, mask=inside[None, :], other=float("-inf")).to(tl.float32)
-    return scores * scale + added, added != float("-inf")
-
-
-@triton.jit
-def exponential(scores, shift, scale, NATURAL: tl.constexpr):
+def exponential(scores, shift, scale, BASE_E: tl.constexpr):
     """``exp(score - shift)``: natural scores and shift, or raw scores (before `scale`) and a shift in base 2.
 
     The second is one operation less. The first is for a bias: its type's lowest number is common, and times log2(e) it
     would overflow.
     """
-    if NATURAL:
+    if BASE_E:
         return tl.math.exp2((scores - shift) * LOG2E)
     else:
         return tl.math.exp2(scores * (scale * LOG2E) - shift)
@@ -155,6 +124,11 @@ def bounded_offset(causal: int | None, Lq: int, Lk: int) -> int:
     return Lk if causal is None else max(-Lq, min(causal, Lk))
 
 
+def bounded_window(window: int | None, Lq: int, Lk: int) -> int | None:
+    """The window of a kernel; None where every query sees the keys from the first one on."""
+    return None if window is None or window <= 1 - Lq else min(window, Lk)
+
+
 def tensor_arguments(**tensors: Tensor) -> dict[str, object]:
     """Kernel arguments of (B, H, L, D) tensors with last stride 1: each tensor and three strides in units of UNIT."""
     unit = 8 if all(stride % 8 == 0 for t in tensors.values() for stride in t.stride()[:3]) else 1
@@ -172,6 +146,9 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
     lengths, bias, dropout_p = params.lengths, params.bias, params.dropout_p
     H, Lq, D = q.shape[1:]
     Hkv, Lk = k.shape[1:3]
+    window = bounded_window(params.window, Lq, Lk)
+    # Without such a diagonal, a packed sequence has empty rows only where it has no keys, and their mean is 0, too.
+    diagonal_empties = params.packed is None or window is not None or (params.causal is not None and params.causal < 0)
     strides = [0, 0, 0, 0]
     if bias is not None:
         bias = within_reach(bias)
@@ -194,8 +171,9 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
         "queries": Lq,
         "keys": Lk,
         "causal_offset": bounded_offset(params.causal, Lq, Lk),
+        "window": window,
         "HEAD_DIM": D,
         "BLOCK_D": padded_head_dim(q.shape[-1]),
-        "ZERO_EMPTY_ROWS": params.zero_empty_rows,
+        "ZERO_EMPTY_ROWS": params.zero_empty_rows or not diagonal_empties,
     }
     return arguments

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
-from ..philox import attention_keep_tile, load_seed
+from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import run_call
-from .steps import masked_scores
+from .mask import Bounds, Mask, any_visible, first_visible, key_limits, masked_scores, query_rows
+from .steps import program_of
 from .tile_map import bits_arguments
 from .tiles import (
     LOG2E,
@@ -21,7 +22,6 @@ from .tiles import (
     at_head,
     exponential,
     jit,
-    key_limits,
     load_rows,
     mask_arguments,
     tensor_arguments,
@@ -37,10 +37,9 @@ TILES = {
 
 @triton.jit
 def summed_rows(
-    q_tile, grad_tile, k, v, shift, batch, head, start_query, queries, keys, limit, last_key, scale, rescale,
-    keep, keep_query, keep_word, key_keep, bias, bias_query, bias_key, key_low, key_high, threshold,
-    k_row, v_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
-    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, DROPOUT: tl.constexpr, WITH_GRADIENTS: tl.constexpr,
+    q_tile, grad_tile, k, v, k_row, v_row, shift, start_query, limit, last_key, scale, rescale, mask, random,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr,
+    MASK_UNIT: tl.constexpr, WITH_GRADIENTS: tl.constexpr,
 ):  # fmt: skip
     """What `exp(score - shift)` really sums to, a row, and the sum of weight times gradient; (1, 0) where not needed.
 
@@ -48,25 +47,23 @@ def summed_rows(
     do not sum to 1, nor gradients of scores to 0. Only a tile that has such a row walks over the keys.
     """
     too_large = tl.abs(shift) > (4.0 if q_tile.dtype == tl.float32 else 1024.0)
-    end = tl.where(any_true(too_large), last_key, 0)
+    first_key = first_visible(start_query, mask.bounds) // KEYS * KEYS
+    end = tl.where(any_true(too_large), last_key, first_key)
     weight_sum = tl.zeros((QUERIES,), tl.float32)
     gradient_sum = tl.zeros((QUERIES,), tl.float32)
-    for start in tl.range(0, end, KEYS, num_stages=1, disable_licm=True):
+    for start in tl.range(first_key, end, KEYS, num_stages=1, disable_licm=True):
         k_tile = load_rows(k, start, last_key, k_row, KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        if bias is None:
+        if mask.bias is None:
             scores *= scale
-        scores, allowed = masked_scores(
-            scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word,
-            key_keep, bias, bias_query, bias_key, QUERIES, KEYS, MASK_UNIT,
-        )  # fmt: skip
+        scores, allowed = masked_scores(scores, scale, start_query, start, limit, mask, QUERIES, KEYS, MASK_UNIT)
         weights = tl.where(allowed, exponential(scores, shift[:, None], scale, True), 0.0)
         weight_sum += tl.sum(weights, 1)
         if WITH_GRADIENTS:
             v_tile = load_rows(v, start, last_key, v_row, KEYS, HEAD_DIM, BLOCK_D, UNIT)
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
-            if DROPOUT:
-                kept = attention_keep_tile(key_low, key_high, threshold, batch, head, start_query, start, QUERIES, KEYS)
+            if random.key is not None:
+                kept = attention_keep_tile(random, start_query, start, QUERIES, KEYS)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             gradient_sum += tl.sum(tl.where(allowed, weights * grad_weights, 0.0), 1)
     return weight_sum, gradient_sum
@@ -74,20 +71,17 @@ def summed_rows(
 
 @triton.jit
 def _tile_of_weights(
-    q_tile, k, shift, divisor, start_query, queries, start, keys, limit, last_key, scale, keep, keep_query, keep_word,
-    key_keep, bias, bias_query, bias_key, k_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr,
-    KEYS: tl.constexpr, UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, NATURAL: tl.constexpr,
+    q_tile, k, k_row, shift, divisor, start_query, start, limit, last_key, scale, mask,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr,
+    MASK_UNIT: tl.constexpr, BASE_E: tl.constexpr,
 ):  # fmt: skip
     """The weights of a tile before dropout, (QUERIES, KEYS), 0 where blocked."""
     k_tile = load_rows(k, start, last_key, k_row, KEYS, HEAD_DIM, BLOCK_D, UNIT)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-    if NATURAL and bias is None:
+    if BASE_E and mask.bias is None:
         scores *= scale
-    scores, allowed = masked_scores(
-        scores, scale, start_query, queries, start, keys, limit, keep, keep_query, keep_word,
-        key_keep, bias, bias_query, bias_key, QUERIES, KEYS, MASK_UNIT,
-    )  # fmt: skip
-    return tl.where(allowed, exponential(scores, shift[:, None], scale, NATURAL) / divisor[:, None], 0.0)
+    scores, allowed = masked_scores(scores, scale, start_query, start, limit, mask, QUERIES, KEYS, MASK_UNIT)
+    return tl.where(allowed, exponential(scores, shift[:, None], scale, BASE_E) / divisor[:, None], 0.0)
 
 
 @jit
@@ -100,69 +94,64 @@ def _weights_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, causal_offset, threshold, rescale, scale,
+    heads, group, queries, keys, causal_offset, window, threshold, rescale, scale,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
     # What 16-bit types cannot show is not corrected.
-    NATURAL: tl.constexpr = (bias is not None) or (q.dtype.element_ty == tl.float32)
-    tiles = tl.cdiv(queries, BLOCK_QUERIES)
-    start_query = tl.program_id(0) % tiles * BLOCK_QUERIES
-    pair = tl.program_id(0) // tiles
-    batch = pair // heads
-    head = pair % heads
-
+    BASE_E: tl.constexpr = (bias is not None) or (q.dtype.element_ty == tl.float32)
+    batch, head, tile = program_of(heads, queries, None, BLOCK_QUERIES)
+    batch_head = (batch * heads + head).to(tl.int64)
+    start_query = tile * BLOCK_QUERIES
     q = at_head(q, batch, head, q_batch, q_head, UNIT)
     k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
-    if keep is not None:
-        keep = at_head(keep, batch, head, keep_batch, keep_head, 8)
-    if key_keep is not None:
-        key_keep = at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8)
-    if bias is not None:
-        bias = at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT)
-    key_low, key_high = load_seed(seed) if seed is not None else (0, 0)
+    bounds = Bounds(
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
+    )
+    mask = Mask(
+        bounds,
+        at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
+        at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
+        at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+    )  # fmt: skip
+    random = RandomBits(load_seed(seed), threshold, batch, head)
 
-    rows = tl.minimum(start_query + tl.arange(0, BLOCK_QUERIES), queries - 1)
-    limit = key_limits(rows, batch, lengths, lengths_batch, lengths_query, causal_offset, keys)
+    rows = query_rows(start_query, bounds, BLOCK_QUERIES)
+    limit = key_limits(rows, bounds)
     last_key = tl.maximum(tl.max(limit, 0), 0)
     q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
-    shift = tl.load(logsumexp + pair.to(tl.int64) * queries + rows)
+    shift = tl.load(logsumexp + batch_head * queries + rows)
     empty = shift == float("-inf")
-    shift = tl.where(empty, 0.0, shift) * (1.0 if NATURAL else LOG2E)
+    shift = tl.where(empty, 0.0, shift) * (1.0 if BASE_E else LOG2E)
     divisor = tl.full((BLOCK_QUERIES,), 1.0, tl.float32)
-    if NATURAL:
+    if BASE_E:
         weight_sum, _ = summed_rows(
-            q_tile, q_tile, k, k, shift, batch, head, start_query, queries, keys, limit, last_key, scale, rescale,
-            keep, keep_query, keep_word, key_keep, bias, bias_query, bias_key, key_low, key_high,
-            threshold, k_row, k_row, HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, False, False,
+            q_tile, q_tile, k, k, k_row, k_row, shift, start_query, limit, last_key, scale, rescale, mask, random,
+            HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, False,
         )  # fmt: skip
         # NaN stays: it is above zero no more than below.
         divisor = tl.where(weight_sum == 0.0, 1.0, weight_sum)
     uniform = 0.0 if ZERO_EMPTY_ROWS else 1.0 / keys.to(tl.float32)
 
     row = tl.arange(0, BLOCK_QUERIES)
-    out += (pair.to(tl.int64) * queries + start_query) * out_row * OUT_UNIT
+    out += (batch_head * queries + start_query) * out_row * OUT_UNIT
     for start in tl.range(0, keys, BLOCK_KEYS, disable_licm=True):
-        # Tiles past the last key that a query may see need no product. Beside a dense mask or a bias, whose kernels
+        # Tiles without a key that a query may see need no product. Beside a dense mask or a bias, whose kernels
         # have no register left for it, they are masked like the others.
         weights = tl.zeros((BLOCK_QUERIES, BLOCK_KEYS), tl.float32)
         if keep is not None or key_keep is not None or bias is not None:  # noqa: SIM114 - decided when compiling
             weights = _tile_of_weights(
-                q_tile, k, shift, divisor, start_query, queries, start, keys, limit, last_key, scale, keep, keep_query,
-                keep_word, key_keep, bias, bias_query, bias_key, k_row, HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS,
-                UNIT, MASK_UNIT, NATURAL,
+                q_tile, k, k_row, shift, divisor, start_query, start, limit, last_key, scale, mask,
+                HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, BASE_E,
             )  # fmt: skip
-        elif start < last_key:
+        elif any_visible(start_query, start, last_key, bounds, BLOCK_KEYS):
             weights = _tile_of_weights(
-                q_tile, k, shift, divisor, start_query, queries, start, keys, limit, last_key, scale, keep, keep_query,
-                keep_word, key_keep, bias, bias_query, bias_key, k_row, HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS,
-                UNIT, MASK_UNIT, NATURAL,
+                q_tile, k, k_row, shift, divisor, start_query, start, limit, last_key, scale, mask,
+                HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, BASE_E,
             )  # fmt: skip
         weights = tl.where(empty[:, None], uniform, weights)
         if seed is not None:
-            kept = attention_keep_tile(
-                key_low, key_high, threshold, batch, head, start_query, start, BLOCK_QUERIES, BLOCK_KEYS
-            )
+            kept = attention_keep_tile(random, start_query, start, BLOCK_QUERIES, BLOCK_KEYS)
             weights = tl.where(kept, weights * rescale, 0.0)
         column = start + tl.arange(0, BLOCK_KEYS)
         pointers = out + row[:, None].to(tl.int64) * (out_row * OUT_UNIT) + column[None, :]
