@@ -109,8 +109,8 @@ def test_strided():
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize(("causal", "window"), [(None, None), (0, None), (0, -5), (None, -33)])
 def test_equals_padded_bit_for_bit(causal, window, dropout_p):
-    """The same weights dropped, and the same sums in the same order. Beside a window, padding queries may be empty rows,
-    and their mean would make the tile's other rows be summed again."""
+    """The same weights dropped, and the same sums in the same order. Beside a window, queries of the padding can be
+    empty rows, and their mean would make the tile's other rows be summed again."""
     lengths, H = [33, 4, 1, 40], 2
     tensors = inputs(lengths, lengths, H, 1, torch.float16)
     options = {"causal": causal, "window": window, "zero_empty_rows": window is not None}
