@@ -109,10 +109,12 @@ def test_strided():
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize(("causal", "window"), [(None, None), (0, None), (0, -5), (None, -33)])
 def test_equals_padded_bit_for_bit(causal, window, dropout_p):
-    """The same weights dropped, and the same sums in the same order."""
+    """The same weights dropped, and the same sums in the same order. Beside a window, queries of the padding can be
+    empty rows, and their mean would make the tile's other rows be summed again."""
     lengths, H = [33, 4, 1, 40], 2
     tensors = inputs(lengths, lengths, H, 1, torch.float16)
-    call = call_of(lengths, lengths, causal=causal, window=window, dropout_p=dropout_p)
+    options = {"causal": causal, "window": window, "zero_empty_rows": window is not None}
+    call = call_of(lengths, lengths, dropout_p=dropout_p, **options)
     out, logsumexp, *grads = kernel(*tensors, call)
 
     def padded(t):
