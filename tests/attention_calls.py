@@ -45,25 +45,15 @@ def call_of(mask: dict, D: int, **more: object) -> AttentionParams:
     return AttentionParams(**{name: t.to(DEVICE) if isinstance(t, Tensor) else t for name, t in call.items()})
 
 
-def in_window(window: int, Lq: int, Lk: int, device: torch.device | None = None) -> Tensor:
-    """Which keys the bound of a window leaves each query: bool (Lq, Lk)."""
-    return torch.arange(Lk, device=device) >= torch.arange(Lq, device=device)[:, None] + window
-
-
 def window_call(name: str, D: int, mask: dict | None = None, **more: object) -> AttentionParams:
     """The parameters of a call with one of the WINDOWS."""
     causal, window = WINDOWS[name]
     return call_of({"causal": causal, "window": window} | (mask or {}), D, **more)
 
 
-def reference_call(params: AttentionParams, Lq: int = 0, Lk: int = 0) -> dict[str, object]:
-    """The same arguments as :func:`transformer_fast.reference.attention.attention` takes them, on CPU; a window as part
-    of a dense mask, for which it takes the numbers of queries and keys."""
-    if params.window is not None:
-        visible = in_window(params.window, Lq, Lk, DEVICE).expand(1, 1, Lq, Lk)
-        keep = visible if params.keep is None else params.keep & visible
-        params = dataclasses.replace(params, keep=keep)
+def reference_call(params: AttentionParams) -> dict[str, object]:
+    """The same arguments as :func:`transformer_fast.reference.attention.attention` takes them, on CPU."""
     call = {field.name: getattr(params, field.name) for field in dataclasses.fields(params)}
-    del call["packed"], call["window"]
+    del call["packed"]
     call = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in call.items()}
     return call | {"empty_rows": "zero" if call.pop("zero_empty_rows") else "uniform"}

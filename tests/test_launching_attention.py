@@ -64,8 +64,10 @@ KINDS = {
     "causal, lengths, scale": {"mask": tfast.AttentionMask.lengths(torch.tensor([9, 17])), "causal": 3, "scale": 0.5},
     "dense": {"mask": DENSE, "empty_rows": "zero"},
     "bias": {"bias": BIAS},
+    "window": {"mask": tfast.AttentionMask.window(4, 2)},
     "long lengths": {"mask": LONG_LENGTHS, "rows": 600},
     "packed": {"cu_seqlens": ENDS[24], "causal": True},
+    "packed window": {"cu_seqlens": ENDS[24], "mask": tfast.AttentionMask.window(4), "causal": True},
     "long packed": {"cu_seqlens": ENDS[600], "rows": 600, "empty_rows": "zero"},
 }
 
@@ -102,6 +104,21 @@ def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypat
     assert len(on_a_gpu) == 4 and all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
 
 
+def test_another_window_is_another_call(on_a_gpu):
+    """Each launches with its own bounds, however often they alternate."""
+    q = floats(2, 4, 24, 32)
+
+    def arguments(left, right):
+        on_a_gpu.clear()
+        tfast.attention(q, q, q, tfast.AttentionMask.window(left, right))
+        return [a for a in seen(on_a_gpu[-1])[-1] if isinstance(a, int) and abs(a) < 2**31]
+
+    bounds = [(4, 0), (5, 0), (4, 1)]
+    first = [arguments(*given) for given in bounds]
+    assert [arguments(*given) for given in bounds] == first
+    assert len(set(map(tuple, first))) == 3
+
+
 @pytest.mark.parametrize("kind", ["one part", "in parts", "pages"])
 def test_the_extension_decodes_again_what_the_launcher_did(on_a_gpu, monkeypatch, kind):
     """The same kernels, grids and scalars, tensors in the same places, and temporaries that do not overlap."""
@@ -128,9 +145,9 @@ def test_the_extension_decodes_again_what_the_launcher_did(on_a_gpu, monkeypatch
     if kind != "one part":
         parameters = [parameter.name for parameter in attention_decode._join_kernel.params]
         arguments = dict(zip(parameters, seen(on_a_gpu[1])[-1], strict=True))
-        sums, peaks, totals = (arguments[name] for name in ("sums", "peaks", "totals"))
+        outs, maxes, sums = (arguments[name] for name in ("part_outs", "part_maxes", "part_sums"))
         rows = 4 * arguments["parts"] * arguments["rows"]
-        assert peaks - sums >= rows * 40 and totals - peaks >= rows and peaks % 16 == totals % 16 == 0
+        assert maxes - outs >= rows * 40 and sums - maxes >= rows and maxes % 16 == sums % 16 == 0
 
 
 def test_what_was_derived_from_a_mask_is_not_used_after_it_was_written_to(on_a_gpu):

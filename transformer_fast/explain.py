@@ -75,7 +75,7 @@ def _describe_tiles(
         tile = config.block_queries, config.block_keys
     if parts["lengths"] is not None:
         parts["lengths"] = normal_lengths(parts["lengths"], B, Lq, Lk)
-    found = work_share(B, Lq, Lk, tile, **parts, causal=offset)
+    found = work_share(B, Lq, Lk, tile, **parts, causal=offset, window=mask.window_offset)
     return (
         f"work: {found.share:.1%} of {found.tiles} tiles of {tile[0]} queries x {tile[1]} keys hold any "
         f"({found.full} full, {found.partial} at an edge of the mask)"
@@ -104,4 +104,6 @@ def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
     offset = _causal_offset(mask, causal)
     if offset is not None:
         parts.append(f"causal with offset {offset}")
+    if mask.window_offset is not None:
+        parts.append(f"window with offset {mask.window_offset}")
     return " and ".join(parts) if parts else "none"

@@ -49,7 +49,7 @@ def kernel(q, k, v, grad, call, grad_logsumexp=None):
 def oracle(q, k, v, grad, call, dtype, grad_logsumexp=None):
     q, k, v = (t.cpu().to(dtype) for t in (q, k, v))
     bias = call.bias.cpu().to(torch.promote_types(dtype, call.bias.dtype)).requires_grad_()
-    out, _, logsumexp = reference(q, k, v, **reference_call(replace(call, bias=bias), q.shape[2], k.shape[2]))
+    out, _, logsumexp = reference(q, k, v, **reference_call(replace(call, bias=bias)))
     outputs, gradients = (out,), (grad.cpu().to(dtype),)
     if grad_logsumexp is not None:
         outputs, gradients = (*outputs, logsumexp), (*gradients, grad_logsumexp.cpu().to(logsumexp.dtype))

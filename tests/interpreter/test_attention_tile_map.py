@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_calls import DEVICE, call_of, in_window, inputs, random, reference_call
+from attention_calls import DEVICE, call_of, inputs, random, reference_call
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
 from transformer_fast.masks import dense_keep
@@ -122,10 +122,8 @@ def test_lists_hold_the_tiles_with_work(dialect, tile):
 def test_classes_in_plain_pytorch(dialect):
     """The oracle itself, against the definition: no key, every key, or neither."""
     mask = mask_of(dialect)
-    parts = (mask.get(name) for name in ("keep", "key_keep", "lengths", "causal"))
+    parts = (mask.get(name) for name in ("keep", "key_keep", "lengths", "causal", "window"))
     allowed = dense_keep(*parts, LQ, LK, DEVICE).expand(B, -1, LQ, LK)
-    if "window" in mask:
-        allowed = allowed & in_window(mask["window"], LQ, LK, DEVICE)
     classes = tile_classes(B, LQ, LK, (32, 64), **mask)
     assert classes.shape[2:] == (3, 5)
     for row in range(3):

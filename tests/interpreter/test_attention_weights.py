@@ -25,7 +25,7 @@ def kernel(q, k, v, call):
 
 def oracle(q, k, v, call, dtype):
     q, k, v = (t.cpu().to(dtype) for t in (q, k, v))
-    weights = reference(q, k, v, **reference_call(call, q.shape[2], k.shape[2]))[1]
+    weights = reference(q, k, v, **reference_call(call))[1]
     if call.seed is not None:
         kept = attention_keep(call.seed.cpu(), call.dropout_p, *weights.shape)
         weights = (weights / (1.0 - call.dropout_p)).masked_fill(~kept, 0.0)

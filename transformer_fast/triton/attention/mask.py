@@ -118,10 +118,11 @@ def key_steps(
         if bounds.window is None:
             return Steps(0, 0, full_end, end)
         else:
-            first = first_visible(start_query, bounds) // BLOCK_KEYS
+            first_key = first_visible(start_query, bounds)
+            first = first_key // BLOCK_KEYS
             last_row = tl.minimum(start_query + BLOCK_QUERIES, bounds.queries) - 1
             full = tl.cdiv(first_visible(last_row, bounds), BLOCK_KEYS)
-            return Steps(first, full - first, full_end - first, end - first)
+            return Steps(first, full - first, full_end - first, tl.where(first_key < last_key, end - first, 0))
     else:
         return _listed_steps(tile_counts, tile_row)
 
@@ -148,7 +149,7 @@ def query_steps(
         end = full_end
         if bounds.window is not None:
             # Queries from here on see only later keys.
-            past = tl.maximum(tl.minimum(end_key, bounds.keys) - bounds.window, 0)
+            past = tl.maximum(tl.minimum(end_key, length) - bounds.window, 0)
             full_end = tl.maximum(start_key + 1 - bounds.window, 0) // BLOCK_QUERIES - first
             end = tl.minimum(end, tl.cdiv(past, BLOCK_QUERIES) - first)
         return Steps(first, full, full_end, tl.where(visible, end, 0))

@@ -69,8 +69,8 @@ def _classes_kernel(
     """The class of every tile in one row of tiles."""
     TILES: tl.constexpr = _CHUNK_KEYS // BLOCK_KEYS
     key_tiles = tl.cdiv(keys, BLOCK_KEYS)
-    batch, head, tile = program_of(heads, queries, None, BLOCK_QUERIES)
-    start_query = tile * BLOCK_QUERIES
+    batch, head, query_tile = program_of(heads, queries, None, BLOCK_QUERIES)
+    start_query = query_tile * BLOCK_QUERIES
     bounds = Bounds(
         at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
     )
