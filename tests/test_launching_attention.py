@@ -128,9 +128,9 @@ def test_the_extension_decodes_again_what_the_launcher_did(on_a_gpu, monkeypatch
     if kind != "one part":
         parameters = [parameter.name for parameter in attention_decode._join_kernel.params]
         arguments = dict(zip(parameters, seen(on_a_gpu[1])[-1], strict=True))
-        sums, peaks, totals = (arguments[name] for name in ("sums", "peaks", "totals"))
+        outs, maxes, sums = (arguments[name] for name in ("part_outs", "part_maxes", "part_sums"))
         rows = 4 * arguments["parts"] * arguments["rows"]
-        assert peaks - sums >= rows * 40 and totals - peaks >= rows and peaks % 16 == totals % 16 == 0
+        assert maxes - outs >= rows * 40 and sums - maxes >= rows and maxes % 16 == sums % 16 == 0
 
 
 def test_what_was_derived_from_a_mask_is_not_used_after_it_was_written_to(on_a_gpu):

@@ -26,21 +26,21 @@ def _rows_kernel(
     at_target = tl.load(logits + tl.where(valid, wanted, 0)).to(tl.float32)
     column = tl.arange(0, BLOCK_COLUMNS)
 
-    peaks = tl.full((BLOCK_COLUMNS,), float("-inf"), tl.float32)
-    totals = tl.zeros((BLOCK_COLUMNS,), tl.float32)
+    lane_max = tl.full((BLOCK_COLUMNS,), float("-inf"), tl.float32)
+    lane_sum = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     sums = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     for start in range(0, vocabulary, BLOCK_COLUMNS):
         inside = start + column < vocabulary
         x = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(peaks, x)
-        # A lane that has seen nothing has peak -inf, which must not be subtracted from itself.
+        higher = tl.maximum(lane_max, x)
+        # A lane that has seen nothing has the maximum -inf, which must not be subtracted from itself.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        totals = totals * tl.exp(peaks - shift) + tl.exp(x - shift)
+        lane_sum = lane_sum * tl.exp(lane_max - shift) + tl.exp(x - shift)
         sums += tl.where(inside, x, 0.0)
-        peaks = higher
-    peak = tl.max(peaks, 0)
-    total = tl.sum(totals * tl.exp(peaks - peak), 0)
-    logsum = peak + tl.log(total)
+        lane_max = higher
+    row_max = tl.max(lane_max, 0)
+    row_sum = tl.sum(lane_sum * tl.exp(lane_max - row_max), 0)
+    logsum = row_max + tl.log(row_sum)
 
     loss = (1.0 - smoothing) * (logsum - at_target)
     if smoothing > 0.0:
@@ -132,14 +132,14 @@ def linear_cross_entropy(
         _check_targets(target, ignore_index, vocabulary)
     # The gradients are those of the sum, not yet divided by the count: 16-bit numbers of a sensible size. Sums over
     # chunks are made in float32, from the first chunk on.
-    total = torch.zeros((), dtype=torch.float32, device=x.device)
+    row_sum = torch.zeros((), dtype=torch.float32, device=x.device)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if gradients[0] else x.new_empty(0)
     grad_weight = weight.new_empty(weight.shape if gradients[1] else (0,), dtype=torch.float32)
     grad_bias = weight.new_empty(vocabulary if gradients[2] else 0, dtype=torch.float32)
-    count = (target != ignore_index).sum() if mean else torch.ones_like(total)
+    count = (target != ignore_index).sum() if mean else torch.ones_like(row_sum)
     scale = count.to(torch.float32).clamp(min=1).reciprocal()
     if rows == 0:
-        return total / count, grad_x, grad_weight.zero_(), grad_bias.zero_(), scale
+        return row_sum / count, grad_x, grad_weight.zero_(), grad_bias.zero_(), scale
     step = max(64, chunk_elements // max(1, vocabulary))
     buffer = x.new_empty(min(rows, step), vocabulary)
     for start in range(0, rows, step):
@@ -149,7 +149,7 @@ def linear_cross_entropy(
             torch.mm(chunk, weight.t(), out=logits)
         else:
             torch.addmm(bias, chunk, weight.t(), out=logits)
-        total += cross_entropy_rows(logits, target[start : start + step], smoothing, ignore_index, any(gradients)).sum()
+        row_sum += cross_entropy_rows(logits, target[start : start + step], smoothing, ignore_index, any(gradients)).sum()
         if gradients[0]:
             torch.mm(logits, weight, out=grad_x[start : start + step])
         if gradients[1]:
@@ -157,7 +157,7 @@ def linear_cross_entropy(
         if gradients[2]:
             sums = logits.sum(0, dtype=torch.float32)
             grad_bias = sums if start == 0 else grad_bias.add_(sums)
-    return total / count, grad_x, grad_weight, grad_bias, scale
+    return row_sum / count, grad_x, grad_weight, grad_bias, scale
 
 
 def _check_targets(target: Tensor, ignore_index: int, vocabulary: int) -> None:

@@ -82,7 +82,7 @@ def store_rows(
 
 @triton.jit
 def exponential(scores, shift, scale, BASE_E: tl.constexpr):
-    """``exp(score - shift)``: natural scores and shift, or raw scores (before `scale`) and a shift in base 2.
+    """``exp(score - shift)``: scores and shift in base e, or raw scores (before `scale`) and a shift in base 2.
 
     The second is one operation less. The first is for a bias: its type's lowest number is common, and times log2(e) it
     would overflow.
