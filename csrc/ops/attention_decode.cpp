@@ -54,11 +54,8 @@ TwoTensors launch(const DecodeParams& params) {
     call.input(params.page_table);
     if (const auto results = LaunchCache::instance().replay(call, 2); !results.empty()) return {results[0], results[1]};
   }
-  pybind11::dict keywords;
-  keywords["lengths"] = PythonFunction::object(params.lengths);
-  keywords["page_table"] = PythonFunction::object(params.page_table);
-  keywords["causal"] = params.causal, keywords["window"] = params.window, keywords["scale"] = params.scale;
-  const auto [out, logsumexp] = PythonFunction::unpacked<2>(launcher.call(keywords, params.q, params.k, params.v));
+  const auto [out, logsumexp] = launcher.tensors<2>(params.q, params.k, params.v, params.lengths, params.page_table,
+                                                    params.causal, params.window, params.scale);
   return {out, logsumexp};
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends
 from ..masks import AttentionMask, and_causal
-from ..tensor_cache import get_or_compute
+from ..tensor_cache import get, get_or_compute
 
 
 def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:
@@ -118,10 +118,14 @@ def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
 
 def fitting_lengths(lengths: Tensor | None, q: Any, k: Any) -> Tensor | None:
     """:func:`normal_lengths` of an unchecked call, or the lengths themselves where they do not fit it."""
-    if lengths is None or not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.dim() == k.dim() == 4):
+    if lengths is None or not isinstance(k, Tensor) or k.dim() != 4:
         return lengths
+    Lk = k.shape[2]
+    known = get(lengths, ("normal lengths", Lk)) if type(lengths) is Tensor else None
+    if known is not None or not isinstance(q, Tensor) or q.dim() != 4:
+        return lengths if known is None else known
     B, _, Lq, _ = q.shape
-    return normal_lengths(lengths, B, Lq, k.shape[2]) if lengths.shape in ((B,), (B, Lq)) else lengths
+    return normal_lengths(lengths, B, Lq, Lk) if lengths.shape in ((B,), (B, Lq)) else lengths
 
 
 def _checked_lengths(lengths: Tensor, Lk: int) -> Tensor:
