@@ -132,14 +132,14 @@ def linear_cross_entropy(
         _check_targets(target, ignore_index, vocabulary)
     # The gradients are those of the sum, not yet divided by the count: 16-bit numbers of a sensible size. Sums over
     # chunks are made in float32, from the first chunk on.
-    row_sum = torch.zeros((), dtype=torch.float32, device=x.device)
+    total = torch.zeros((), dtype=torch.float32, device=x.device)
     grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if gradients[0] else x.new_empty(0)
     grad_weight = weight.new_empty(weight.shape if gradients[1] else (0,), dtype=torch.float32)
     grad_bias = weight.new_empty(vocabulary if gradients[2] else 0, dtype=torch.float32)
-    count = (target != ignore_index).sum() if mean else torch.ones_like(row_sum)
+    count = (target != ignore_index).sum() if mean else torch.ones_like(total)
     scale = count.to(torch.float32).clamp(min=1).reciprocal()
     if rows == 0:
-        return row_sum / count, grad_x, grad_weight.zero_(), grad_bias.zero_(), scale
+        return total / count, grad_x, grad_weight.zero_(), grad_bias.zero_(), scale
     step = max(64, chunk_elements // max(1, vocabulary))
     buffer = x.new_empty(min(rows, step), vocabulary)
     for start in range(0, rows, step):
@@ -149,7 +149,7 @@ def linear_cross_entropy(
             torch.mm(chunk, weight.t(), out=logits)
         else:
             torch.addmm(bias, chunk, weight.t(), out=logits)
-        row_sum += cross_entropy_rows(logits, target[start : start + step], smoothing, ignore_index, any(gradients)).sum()
+        total += cross_entropy_rows(logits, target[start : start + step], smoothing, ignore_index, any(gradients)).sum()
         if gradients[0]:
             torch.mm(logits, weight, out=grad_x[start : start + step])
         if gradients[1]:
@@ -157,7 +157,7 @@ def linear_cross_entropy(
         if gradients[2]:
             sums = logits.sum(0, dtype=torch.float32)
             grad_bias = sums if start == 0 else grad_bias.add_(sums)
-    return row_sum / count, grad_x, grad_weight, grad_bias, scale
+    return total / count, grad_x, grad_weight, grad_bias, scale
 
 
 def _check_targets(target: Tensor, ignore_index: int, vocabulary: int) -> None:
