@@ -103,10 +103,11 @@ def attention_tile_map_cases(arch: str) -> Iterator[Launch]:
     for L in (256, 255):
         mask = torch.empty((2, 1, L, L), dtype=torch.bool, device="meta")
         yield tile_map.pack_launch(mask, mask.new_empty((2, 1, L, 8), dtype=torch.int32))
-    key_keep, lengths = mask[:, :, :1], torch.empty(2, dtype=torch.int32, device="meta")
+    lengths = meta(2, dtype=torch.int32)
+    params = AttentionParams(keep=mask, key_keep=mask[:, :, :1], lengths=lengths, causal=0)
     for tile in sorted({(c.block_queries, c.block_keys) for key, c in ATTENTION.items() if key[1] == arch}):
         classes = mask.new_empty((2, 1, -(-L // tile[0]), -(-L // tile[1])), dtype=torch.int8)
-        yield tile_map.classes_launch(classes, mask, key_keep, lengths, 0, None, L, L, tile)
+        yield tile_map.classes_launch(classes, params, L, L, tile)
     lists = classes.to(torch.int32)
     yield tile_map.lists_launch(classes, lists, lists, False)
 

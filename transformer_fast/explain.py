@@ -60,7 +60,7 @@ def _describe_tiles(
 ) -> str:
     """How many of the forward's tiles hold work; reads the mask, which on a GPU waits for it."""
     offset = _causal_offset(mask, causal)
-    parts = {"keep": mask.keep_mask, "key_keep": mask.key_keep_mask, "lengths": mask.key_lengths}
+    keep, key_keep, lengths = mask.keep_mask, mask.key_keep_mask, mask.key_lengths
     (B, _, Lq, _), Lk = q.shape, k.shape[2]
     tile = NATIVE_TILE
     if backend == "triton":
@@ -68,14 +68,17 @@ def _describe_tiles(
         from .triton.attention.tiles import padded_head_dim
         from .triton.launcher import architecture_of
 
-        kind = call_kind(Lk, AttentionParams(**parts, bias=mask.additive_bias, dropout_p=dropout_p))
+        bias = mask.additive_bias
+        params = AttentionParams(keep=keep, key_keep=key_keep, lengths=lengths, bias=bias, dropout_p=dropout_p)
+        kind = call_kind(Lk, params)
         config = attention_config(
             "forward", architecture_of(q), q.element_size() * 8, padded_head_dim(q.shape[-1]), kind
         )
         tile = config.block_queries, config.block_keys
-    if parts["lengths"] is not None:
-        parts["lengths"] = normal_lengths(parts["lengths"], B, Lq, Lk)
-    found = work_share(B, Lq, Lk, tile, **parts, causal=offset, window=mask.window_offset)
+    if lengths is not None:
+        lengths = normal_lengths(lengths, B, Lq, Lk)
+    bounds = {"lengths": lengths, "causal": offset, "window": mask.window_offset}
+    found = work_share(B, Lq, Lk, tile, keep=keep, key_keep=key_keep, **bounds)
     return (
         f"work: {found.share:.1%} of {found.tiles} tiles of {tile[0]} queries x {tile[1]} keys hold any "
         f"({found.full} full, {found.partial} at an edge of the mask)"

@@ -10,6 +10,7 @@ import torch
 from attention_calls import DEVICE, call_of, inputs, random, reference_call
 from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
+from transformer_fast.attention_params import AttentionParams
 from transformer_fast.masks import dense_keep
 from transformer_fast.reference.attention import attention as reference
 from transformer_fast.tensor_cache import ENTRIES, get_or_compute
@@ -92,14 +93,10 @@ def test_bits_of_a_strided_mask_without_its_repeats():
 @pytest.mark.parametrize("dialect", MAPPED)
 def test_lists_hold_the_tiles_with_work(dialect, tile):
     mask = mask_of(dialect)
-    causal = mask.get("causal", LK)
     expected = tile_classes(B, LQ, LK, tile, **mask)
     with poisoned_memory():
         rows, columns = (
-            tile_lists(
-                mask.get("keep"), mask.get("key_keep"), mask.get("lengths"), causal, mask.get("window"), B, LQ, LK,
-                tile, columns=columns, ordered=True,
-            )
+            tile_lists(call_of(mask, D), B, LQ, LK, tile, columns=columns, ordered=True)
             for columns in (False, True)
         )  # fmt: skip
     for lists, classes in ((rows, expected), (columns, expected.mT)):
@@ -235,7 +232,8 @@ def test_one_map_for_all_layers_until_the_mask_is_written_to():
     mask, lengths = mask_of("dense shared by heads")["keep"], torch.tensor([9, 20], dtype=torch.int32, device=DEVICE)
 
     def lists(mask, lengths=lengths):
-        return tile_lists(mask, None, lengths, LK, None, B, LQ, LK, (32, 64), columns=False, ordered=False)
+        params = AttentionParams(keep=mask, lengths=lengths)
+        return tile_lists(params, B, LQ, LK, (32, 64), columns=False, ordered=False)
 
     flat = mask.squeeze(1)
     first = lists(mask)

@@ -265,4 +265,5 @@ def test_keys_before_the_window_do_not_leak():
     out, _, grad_q, *_ = kernel(q, k, v, grad, call)
     seeing = torch.arange(40, device=out.device) < 2
     for ours, expected in ((out, clean_out), (grad_q, clean_grad_q)):
-        assert ours[:, :, seeing].isnan().all() and torch.equal(ours[:, :, ~seeing], expected[:, :, ~seeing])
+        assert ours[:, :, seeing].isnan().all()
+        torch.testing.assert_close(ours[:, :, ~seeing], expected[:, :, ~seeing])

@@ -26,21 +26,21 @@ def _rows_kernel(
     at_target = tl.load(logits + tl.where(valid, wanted, 0)).to(tl.float32)
     column = tl.arange(0, BLOCK_COLUMNS)
 
-    peaks = tl.full((BLOCK_COLUMNS,), float("-inf"), tl.float32)
-    totals = tl.zeros((BLOCK_COLUMNS,), tl.float32)
+    lane_max = tl.full((BLOCK_COLUMNS,), float("-inf"), tl.float32)
+    lane_sum = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     sums = tl.zeros((BLOCK_COLUMNS,), tl.float32)
     for start in range(0, vocabulary, BLOCK_COLUMNS):
         inside = start + column < vocabulary
         x = tl.load(logits + start + column, mask=inside, other=float("-inf")).to(tl.float32)
-        higher = tl.maximum(peaks, x)
-        # A lane that has seen nothing has peak -inf, which must not be subtracted from itself.
+        higher = tl.maximum(lane_max, x)
+        # A lane that has seen nothing has the maximum -inf, which must not be subtracted from itself.
         shift = tl.where(higher == float("-inf"), 0.0, higher)
-        totals = totals * tl.exp(peaks - shift) + tl.exp(x - shift)
+        lane_sum = lane_sum * tl.exp(lane_max - shift) + tl.exp(x - shift)
         sums += tl.where(inside, x, 0.0)
-        peaks = higher
-    peak = tl.max(peaks, 0)
-    total = tl.sum(totals * tl.exp(peaks - peak), 0)
-    logsum = peak + tl.log(total)
+        lane_max = higher
+    row_max = tl.max(lane_max, 0)
+    row_sum = tl.sum(lane_sum * tl.exp(lane_max - row_max), 0)
+    logsum = row_max + tl.log(row_sum)
 
     loss = (1.0 - smoothing) * (logsum - at_target)
     if smoothing > 0.0:

@@ -19,8 +19,8 @@ def delta_kernel(
     heads, queries,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """delta = sum over d of grad_out * out, less the gradient of the logsumexp: what each row's softmax gradient is
-    centred by. And which tiles of ROWS rows hold a row without keys."""
+    """delta = sum over d of grad_out * out, less the gradient of the logsumexp: what the softmax's gradient subtracts
+    in each row. And which tiles of ROWS rows hold a row without keys."""
     batch, head, tile = program_of(heads, queries, None, ROWS)
     start = tile * ROWS
     grad_out = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)

@@ -10,7 +10,7 @@ from ..configs import LONG, attention_config
 from ..launch_cache import run_cached
 from ..launcher import Launch, blocks_of
 from .tile_map import NO_MAP, length_order, packed_order, tile_lists
-from .tiles import bounded_offset, bounded_window, mask_arguments, tensor_arguments, within_reach
+from .tiles import mask_arguments, tensor_arguments, within_reach
 
 
 def call_kind(keys: int, params: AttentionParams) -> str:
@@ -40,9 +40,7 @@ def order_arguments(
     # Shorter programs end together in any order.
     ordered = keys > LONG
     if params.keep is not None or params.key_keep is not None:
-        diagonals = bounded_offset(params.causal, queries, keys), bounded_window(params.window, queries, keys)
-        call = params.keep, params.key_keep, lengths, *diagonals, B, queries, keys, tile
-        return tile_lists(*call, columns=columns, ordered=ordered).arguments
+        return tile_lists(params, B, queries, keys, tile, columns=columns, ordered=ordered).arguments
     if ordered and packed is not None:
         return NO_MAP | {"batch_order": packed_order(packed.cu_seqlens_q, packed.cu_seqlens_k)}
     if ordered and lengths is not None and lengths.dim() == 1:

@@ -190,12 +190,13 @@ def allowed_words(start_query, start_key, limit, mask, QUERIES: tl.constexpr, WO
     word = start_key // 32 + tl.arange(0, WORDS)
     inside = limit[:, None] - word[None, :] * 32
     bits = tl.where(inside >= 32, -1, (1 << tl.minimum(tl.maximum(inside, 0), 31)) - 1)
+    row = tl.minimum(tl.arange(0, QUERIES), mask.bounds.queries - 1 - start_query)[:, None]
     if mask.bounds.window is not None:
-        first = query_rows(start_query, mask.bounds, QUERIES) + mask.bounds.window
-        before = first[:, None] - word[None, :] * 32
-        bits &= tl.where(before >= 32, 0, -1 << tl.minimum(tl.maximum(before, 0), 31))
+        before = row + (start_query + mask.bounds.window - start_key) - tl.arange(0, WORDS)[None, :] * 32
+        before = tl.minimum(tl.maximum(before, 0), 32)
+        # In two shifts: one by all 32 bits is undefined.
+        bits &= (-1 << (before // 2)) << (before - before // 2)
     if mask.keep is not None:
-        row = tl.minimum(tl.arange(0, QUERIES), mask.bounds.queries - 1 - start_query)[:, None]
         base = mask.keep + tl.cast(start_query, tl.int64) * mask.keep_query * 8
         bits &= tl.load(base + row * (mask.keep_query.to(tl.int32) * 8) + word[None, :] * mask.keep_word)
     if mask.key_keep is not None:

@@ -17,12 +17,13 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ...attention_params import AttentionParams
 from ...tensor_cache import get_or_compute
 from ...tile_share import FULL, PARTIAL
 from ..launcher import Launch, blocks_of, run
 from .mask import Bounds, Mask, allowed_words, key_limits, query_rows
 from .steps import program_of
-from .tiles import at_head, jit
+from .tiles import at_head, bounded_offset, bounded_window, bounds_arguments, jit
 
 _PARTIAL, _FULL = tl.constexpr(PARTIAL), tl.constexpr(FULL)
 
@@ -151,45 +152,28 @@ def mask_bits(mask: Tensor) -> Tensor:
 
 
 def tile_lists(
-    keep: Tensor | None,
-    key_keep: Tensor | None,
-    lengths: Tensor | None,
-    causal_offset: int,
-    window: int | None,
-    B: int,
-    queries: int,
-    keys: int,
-    tile: tuple[int, int],
-    *,
-    columns: bool,
-    ordered: bool,
+    params: AttentionParams, B: int, queries: int, keys: int, tile: tuple[int, int], *, columns: bool, ordered: bool
 ) -> TileLists:
     """The lists of a mask for kernels of one tile; kept on the mask.
 
     Args:
-        keep: bool (B|1, H|1, Lq|1, Lk|1), or None.
-        key_keep: bool (B|1, H|1, 1, Lk), or None; one of the two is given.
-        lengths: int32 (B,) or (B, Lq), or None.
-        causal_offset: query i sees keys j <= i + causal_offset; ``keys`` for no such bound.
-        window: query i sees keys j >= i + window; None for no such bound.
+        params: of the call; keep, key_keep or both are given.
         B, queries, keys: the sizes of the call.
         tile: queries and keys a tile, powers of two; at most CHUNK_KEYS keys.
         columns: lists of query tiles for each key tile, rather than of key tiles for each query tile.
         ordered: also order tile rows and batches by work.
     """
+    keep, key_keep, lengths = params.keep, params.key_keep, params.lengths
     holder = key_keep if keep is None else keep
-    call = (B, queries, keys, causal_offset, window, tile)
+    diagonals = bounded_offset(params.causal, queries, keys), bounded_window(params.window, queries, keys)
+    call = (keep is not None, key_keep is not None, lengths is not None, B, queries, keys, *diagonals, tile)
     others = (key_keep if holder is keep else None, lengths)
-    given = keep is not None, key_keep is not None, lengths is not None
-
-    def classes() -> Tensor:
-        return _classes(keep, key_keep, lengths, *call)
 
     def lists() -> TileLists:
-        found = get_or_compute(holder, ("classes", *given, *call), others, classes)
+        found = get_or_compute(holder, ("classes", *call), others, lambda: _classes(params, B, queries, keys, tile))
         return _lists(found, bits_arguments(keep, key_keep), columns, ordered)
 
-    return get_or_compute(holder, ("lists", *given, *call, columns, ordered), others, lists)
+    return get_or_compute(holder, ("lists", *call, columns, ordered), others, lists)
 
 
 def length_order(lengths: Tensor) -> Tensor:
@@ -225,7 +209,7 @@ def _strides(t: Tensor, unit: int) -> list[int]:
 def pack_launch(mask: Tensor, bits: Tensor) -> Launch:
     """The launch that packs `mask` (b, h, rows, keys) into `bits`."""
     b, h, rows, keys = mask.shape
-    strides = [stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True)]
+    strides = _strides(mask, 1)
     unit = 16 if all(n % 16 == 0 for n in (keys, *strides[:3])) else 1
     keys = keys if keys > 1 else CHUNK_KEYS
     return Launch(
@@ -246,7 +230,7 @@ def _pack(mask: Tensor) -> Tensor:
     mask = _without_repeats(mask)
     words = blocks_of(mask.shape[3], CHUNK_KEYS) * (CHUNK_KEYS // 32)
     bits = torch.empty((*mask.shape[:3], words), dtype=torch.int32, device=mask.device)
-    _run([pack_launch(mask, bits)], mask)
+    _run(pack_launch(mask, bits), mask)
     return bits
 
 
@@ -261,37 +245,26 @@ def bits_arguments(keep: Tensor | None, key_keep: Tensor | None) -> dict[str, ob
     }  # fmt: skip
 
 
-def classes_launch(
-    classes: Tensor, keep: Tensor | None, key_keep: Tensor | None, lengths: Tensor | None, causal_offset: int,
-    window: int | None, queries: int, keys: int, tile: tuple[int, int],
-) -> Launch:  # fmt: skip
+def classes_launch(classes: Tensor, params: AttentionParams, queries: int, keys: int, tile: tuple[int, int]) -> Launch:
     """The launch that fills `classes`."""
     return Launch(
-        name=f"attention classes {tile[0]}x{tile[1]}",
+        name=f"attention classes {tile[0]}x{tile[1]}{' window' if params.window is not None else ''}",
         kernel=_classes_kernel,
         grid=classes.shape[0] * classes.shape[1] * classes.shape[2],
-        arguments=bits_arguments(keep, key_keep)
-        | {
-            "classes": classes, "lengths": lengths, "lengths_batch": 0 if lengths is None else lengths.stride(0),
-            "lengths_query": 0 if lengths is None or lengths.dim() == 1 else lengths.stride(1),
-            "heads": classes.shape[1], "queries": queries, "keys": keys, "causal_offset": causal_offset,
-            "window": window, "BLOCK_QUERIES": tile[0], "BLOCK_KEYS": tile[1],
-        },
+        arguments=bits_arguments(params.keep, params.key_keep) | bounds_arguments(params, queries, keys)
+        | {"classes": classes, "heads": classes.shape[1], "BLOCK_QUERIES": tile[0], "BLOCK_KEYS": tile[1]},
         num_warps=4,
         num_stages=1,
     )  # fmt: skip
 
 
-def _classes(
-    keep: Tensor | None, key_keep: Tensor | None, lengths: Tensor | None,
-    B: int, queries: int, keys: int, causal_offset: int, window: int | None, tile: tuple[int, int],
-) -> Tensor:  # fmt: skip
+def _classes(params: AttentionParams, B: int, queries: int, keys: int, tile: tuple[int, int]) -> Tensor:
     """The class of every tile: int8 (B|1, H|1, query tiles, key tiles) of EMPTY, PARTIAL and FULL."""
-    masks = [_without_repeats(t) for t in (keep, key_keep) if t is not None]
-    batches = B if lengths is not None else max(t.shape[0] for t in masks)
+    masks = [_without_repeats(t) for t in (params.keep, params.key_keep) if t is not None]
+    batches = B if params.lengths is not None else max(t.shape[0] for t in masks)
     shape = (batches, max(t.shape[1] for t in masks), blocks_of(queries, tile[0]), blocks_of(keys, tile[1]))
     classes = torch.empty(shape, dtype=torch.int8, device=masks[0].device)
-    _run([classes_launch(classes, keep, key_keep, lengths, causal_offset, window, queries, keys, tile)], classes)
+    _run(classes_launch(classes, params, queries, keys, tile), classes)
     return classes
 
 
@@ -317,7 +290,7 @@ def _lists(classes: Tensor, bits: dict[str, object], columns: bool, ordered: boo
     shape = classes.mT.shape if columns else classes.shape
     lists = torch.empty(shape, dtype=torch.int32, device=classes.device)
     counts = torch.empty((*shape[:3], 2), dtype=torch.int32, device=classes.device)
-    _run([lists_launch(classes, lists, counts, columns)], classes)
+    _run(lists_launch(classes, lists, counts, columns), classes)
     batches, heads, tile_rows, _ = shape
     row_order = batch_order = None
     if ordered:
@@ -331,6 +304,6 @@ def _lists(classes: Tensor, bits: dict[str, object], columns: bool, ordered: boo
     return TileLists(lists, counts, row_order, batch_order, arguments)
 
 
-def _run(launches: list[Launch], on: Tensor) -> None:
+def _run(launch: Launch, on: Tensor) -> None:
     if not on.is_meta:
-        run(launches, on)
+        run([launch], on)

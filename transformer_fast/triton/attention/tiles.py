@@ -82,7 +82,7 @@ def store_rows(
 
 @triton.jit
 def exponential(scores, shift, scale, BASE_E: tl.constexpr):
-    """``exp(score - shift)``: natural scores and shift, or raw scores (before `scale`) and a shift in base 2.
+    """``exp(score - shift)``: scores and shift in base e, or raw scores (before `scale`) and a shift in base 2.
 
     The second is one operation less. The first is for a bias: its type's lowest number is common, and times log2(e) it
     would overflow.
@@ -140,40 +140,46 @@ def tensor_arguments(**tensors: Tensor) -> dict[str, object]:
     return arguments
 
 
+def bounds_arguments(params: AttentionParams, Lq: int, Lk: int) -> dict[str, object]:
+    """Kernel arguments that bound the keys of each query."""
+    lengths = params.lengths
+    return {
+        "lengths": lengths,
+        "lengths_batch": 0 if lengths is None else lengths.stride(0),
+        "lengths_query": 0 if lengths is None or lengths.dim() == 1 else lengths.stride(1),
+        "queries": Lq,
+        "keys": Lk,
+        "causal_offset": bounded_offset(params.causal, Lq, Lk),
+        "window": bounded_window(params.window, Lq, Lk),
+    }
+
+
 def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, object]:
     """Kernel arguments that say what is masked, scaled and dropped, but for dense masks, of which kernels read bits
     (:mod:`.tile_map`). Size-1 dimensions of a bias get stride 0."""
-    lengths, bias, dropout_p = params.lengths, params.bias, params.dropout_p
+    bias, dropout_p = params.bias, params.dropout_p
     H, Lq, D = q.shape[1:]
     Hkv, Lk = k.shape[1:3]
-    window = bounded_window(params.window, Lq, Lk)
+    arguments = bounds_arguments(params, Lq, Lk)
     # Without such a diagonal, a packed sequence has empty rows only where it has no keys, and their mean is 0, too.
-    diagonal_empties = params.packed is None or window is not None or (params.causal is not None and params.causal < 0)
+    diagonals = arguments["window"] is not None or arguments["causal_offset"] < 0
     strides = [0, 0, 0, 0]
     if bias is not None:
         bias = within_reach(bias)
         strides = [s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True)]
     # Only a bias is read by it: without one, no length compiles anything of its own.
     unit = 16 if bias is not None and all(n % 16 == 0 for n in (Lk, *strides[:3])) else 1
-    arguments: dict[str, object] = {"MASK_UNIT": unit, "bias": bias, "bias_key": strides[3]}
+    arguments |= {"MASK_UNIT": unit, "bias": bias, "bias_key": strides[3]}
     for dim, stride in zip(("batch", "head", "query"), strides[:3], strict=True):
         arguments[f"bias_{dim}"] = stride // unit
-    arguments |= {
-        "lengths": lengths,
-        "lengths_batch": 0 if lengths is None else lengths.stride(0),
-        "lengths_query": 0 if lengths is None or lengths.dim() == 1 else lengths.stride(1),
+    return arguments | {
         "seed": params.seed if dropout_p > 0.0 else None,
         "threshold": round(dropout_p * 65536),
         "rescale": 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
         "scale": params.scale,
         "heads": H,
         "group": H // Hkv,
-        "queries": Lq,
-        "keys": Lk,
-        "causal_offset": bounded_offset(params.causal, Lq, Lk),
-        "window": window,
         "HEAD_DIM": D,
-        "BLOCK_D": padded_head_dim(q.shape[-1]),
-        "ZERO_EMPTY_ROWS": params.zero_empty_rows or not diagonal_empties,
+        "BLOCK_D": padded_head_dim(D),
+        "ZERO_EMPTY_ROWS": params.zero_empty_rows or not (params.packed is None or diagonals),
     }
-    return arguments

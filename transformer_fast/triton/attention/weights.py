@@ -100,6 +100,7 @@ def _weights_kernel(
 ):  # fmt: skip
     # What 16-bit types cannot show is not corrected.
     BASE_E: tl.constexpr = (bias is not None) or (q.dtype.element_ty == tl.float32)
+    DENSE: tl.constexpr = (keep is not None) or (key_keep is not None) or (bias is not None)
     batch, head, tile = program_of(heads, queries, None, BLOCK_QUERIES)
     batch_head = (batch * heads + head).to(tl.int64)
     start_query = tile * BLOCK_QUERIES
@@ -139,12 +140,7 @@ def _weights_kernel(
         # Tiles without a key that a query may see need no product. Beside a dense mask or a bias, whose kernels
         # have no register left for it, they are masked like the others.
         weights = tl.zeros((BLOCK_QUERIES, BLOCK_KEYS), tl.float32)
-        if keep is not None or key_keep is not None or bias is not None:  # noqa: SIM114 - decided when compiling
-            weights = _tile_of_weights(
-                q_tile, k, k_row, shift, divisor, start_query, start, limit, last_key, scale, mask,
-                HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, BASE_E,
-            )  # fmt: skip
-        elif any_visible(start_query, start, last_key, bounds, BLOCK_KEYS):
+        if DENSE or any_visible(start_query, start, last_key, bounds, BLOCK_KEYS):
             weights = _tile_of_weights(
                 q_tile, k, k_row, shift, divisor, start_query, start, limit, last_key, scale, mask,
                 HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, BASE_E,
