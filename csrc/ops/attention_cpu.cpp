@@ -4,6 +4,10 @@
 #include "attention_tensors.h"
 #include "eager_call.h"
 
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+
 namespace transformer_fast {
 namespace {
 
