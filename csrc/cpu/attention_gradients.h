@@ -8,39 +8,6 @@
 namespace transformer_fast {
 namespace {
 
-// A logsumexp so far from 0 has lost digits: beside a bias of -1e9 on a whole row even the number of keys.
-template <typename A>
-bool is_large(A logsumexp) {
-  return std::abs(logsumexp) > A(1024) && std::isfinite(logsumexp);
-}
-
-// A logsumexp in two numbers, of which the first is exact.
-template <typename A>
-struct TwoPartLogsumexp {
-  A maximum = kBlocked<A>, sum = 0;
-
-  void add(const A* scores, int64_t count, int64_t stride) {
-    const A before = maximum;
-    for (int64_t j = 0; j < count; ++j) maximum = std::max(maximum, scores[j * stride]);
-    if (maximum == kBlocked<A>) return;
-    sum *= std::exp(before - maximum);
-    for (int64_t j = 0; j < count; ++j) sum += std::exp(scores[j * stride] - maximum);
-  }
-
-  A rest() const { return sum > 0 ? std::log(sum) : A(0); }
-};
-
-template <typename T>
-Accumulate<T> dot(const T* a, const T* b, int64_t D) {
-  using A = Accumulate<T>;
-  Vector<A> products{};
-  for (int64_t d = 0; d < D; d += kLanes<A>) {
-    const int64_t count = std::min(kLanes<A>, D - d);
-    products = fma(load_some(a + d, count), load_some(b + d, count), products);
-  }
-  return lane_sum<A>(products);
-}
-
 template <typename T, typename A>
 class ScoreGradients {
  public:

@@ -26,14 +26,17 @@ class BlockMask {
             A* key_addend)
       : params_(params), b_(b), h_(h), first_query_(first_query), queries_(queries),
         lanes_(round_up(queries, kLanes<A>)), key_addend_(key_addend) {
+    const auto visible = [&](int64_t i) { return visible_keys(params, b, first_query + std::min(i, queries - 1)); };
+    // From query to query the beginnings rise.
+    visible_ = {visible(0).begin, 0}, visible_to_all_ = {visible(queries - 1).begin, params.Lk};
     for (int64_t i = 0; i < queries; ++i) {
-      const Range keys = visible_keys(params, b, first_query + i);
-      begins_[i] = keys.begin, ends_[i] = keys.end;
-      visible_ = visible_.hull(keys);
-      visible_to_all_ = visible_to_all_.intersection(keys);
+      const int64_t end = visible(i).end;
+      ends_[i] = end;
+      visible_.end = std::max(visible_.end, end), visible_to_all_.end = std::min(visible_to_all_.end, end);
     }
-    visible_ = visible_.from_multiple(kKeyStep);
-    for (int64_t i = queries; i < lanes_; ++i) begins_[i] = visible_.begin, ends_[i] = visible_.end;
+    for (int64_t i = queries; i < lanes_; ++i) ends_[i] = visible_.end;
+    for (int64_t i = 0; visible_to_all_.begin > 0 && i < lanes_; ++i) begins_[i] = visible(i).begin;
+    visible_ = visible_.empty() ? Range{} : visible_.from_multiple(kKeyStep);
   }
 
   // The keys that some query of the block may see by lengths and diagonals, from a multiple of kKeyStep on: where its tiles
@@ -167,7 +170,7 @@ class BlockMask {
   int64_t b_, h_, first_query_, queries_, lanes_;
   A* key_addend_;
   int64_t first_key_ = 0;
-  Range visible_, visible_to_all_{0, std::numeric_limits<int64_t>::max()};
+  Range visible_, visible_to_all_;
   bool has_keys_ = false, has_pairs_ = false;
   IntegerLane<A> begins_[kQueryTile], ends_[kQueryTile];
 };

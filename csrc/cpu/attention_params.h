@@ -84,14 +84,13 @@ struct AttentionKernelParams {
   int64_t pages_stride = 0, page_size = 0;
 };
 
-// The keys that query i of batch entry b may see by its length and the diagonals; {0, 0} if there is none.
+// The keys that query i of batch entry b may see by its length and the diagonals; an empty range may begin anywhere.
 template <typename T, typename A>
 Range visible_keys(const AttentionKernelParams<T, A>& params, int64_t b, int64_t i) {
   int64_t length = params.Lk;
   if (params.lengths.data) length = std::min<int64_t>(length, *params.lengths.at(b, 0, i));
   const int64_t own = params.bottom_right ? i + length - params.Lq : i;
-  const Range keys{std::max<int64_t>(0, own + params.lower), std::min(length, own + params.upper + 1)};
-  return keys.empty() ? Range{} : keys;
+  return {std::max<int64_t>(0, own + params.lower), std::max<int64_t>(0, std::min(length, own + params.upper + 1))};
 }
 
 // Weights that a forward keeps for its backward, in the tiles that both work on: for each block of queries and each key

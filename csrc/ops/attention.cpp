@@ -89,15 +89,13 @@ auto dispatch(const char* name, const char* packed_name, const AttentionParams& 
 AttentionResult compute(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
                         bool training) {
   if (!is_native(params.backend)) return launch_attention(q, k, v, params);
-  return params.is_packed() ? attention_packed_forward(q, k, v, params) : attention_forward(q, k, v, params, training);
+  return attention_forward(q, k, v, params, training);
 }
 
 AttentionGradients compute_backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q,
                                     const Tensor& k, const Tensor& v, const AttentionResult& result,
                                     const OptionalTensor& grad_logsumexp, bool bias) {
-  if (is_native(params.backend))
-    return params.is_packed() ? attention_packed_backward(grad_out, q, k, v, result, grad_logsumexp, params)
-                              : attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, bias);
+  if (is_native(params.backend)) return attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, bias);
   AttentionGradients grads = launch_attention_backward(grad_out, q, k, v, result, grad_logsumexp, params);
   if (bias) grads.bias = launch_attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
   return grads;

@@ -60,17 +60,12 @@ struct AttentionGradients {
 };
 
 // q (B, H, Lq, D), k and v (B, Hkv, Lk, D) -> out like q, logsumexp (B, H, Lq); packed: q (T, H, D), k and v
-// (Tk, Hkv, D) -> out like q, logsumexp (H, T).
+// (Tk, Hkv, D) -> out like q, logsumexp (H, T). What takes a bias and the weights are of padded batches alone.
 AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                                   bool training);
 AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                       const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                                       const AttentionParams& params, bool bias);
-AttentionResult attention_packed_forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                                         const AttentionParams& params);
-AttentionGradients attention_packed_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
-                                             const AttentionResult& result, const OptionalTensor& grad_logsumexp,
-                                             const AttentionParams& params);
 
 // The gradient of the bias alone.
 Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,

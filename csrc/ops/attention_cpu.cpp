@@ -4,6 +4,10 @@
 #include "attention_tensors.h"
 #include "eager_call.h"
 
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+
 namespace transformer_fast {
 namespace {
 
@@ -16,6 +20,78 @@ bool saves_probs(const Tensor& q, const Tensor& k, const AttentionParams& params
       q.size(2) <= kFewQueries)
     return false;
   return q.numel() > 0 && q.size(0) * q.size(1) * q.size(2) * k.size(2) <= kMaxSavedScores;
+}
+
+// The bias in one of the two dtypes; what is broadcast stays one copy. Keeps a converted one alive.
+template <typename T, typename A>
+Bias<T, A> bias_view(const OptionalTensor& bias, OptionalTensor& converted) {
+  if (!bias) return {};
+  if (bias->scalar_type() == c10::CppTypeToScalarType<A>::value) return {view<const A>(*bias), {}};
+  if (bias->scalar_type() == c10::CppTypeToScalarType<T>::value) return {{}, view<const T>(*bias)};
+  Tensor small = *bias;
+  for (int dim = 0; dim < 4; ++dim)
+    if (small.stride(dim) == 0 && small.size(dim) > 1) small = small.narrow(dim, 0, 1);
+  converted = small.to(c10::CppTypeToScalarType<A>::value);
+  return {view<const A>(*converted), {}};
+}
+
+// A call of the kernels, and its first row of q and of k.
+template <typename T, typename A>
+struct Sequence {
+  AttentionKernelParams<T, A> params;
+  int64_t start_q = 0, start_k = 0;
+};
+
+template <typename T, typename A>
+using Sequences = c10::SmallVector<Sequence<T, A>, 1>;
+
+// Calls body(sequences): a padded batch is one, and each sequence of a packed batch.
+template <typename Body>
+void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params, Body body) {
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention", [&] {
+    using T = scalar_t;
+    using A = Accumulate<T>;
+    AttentionKernelParams<T, A> common;
+    set_diagonals(common, params.causal, params.window);
+    common.scale = static_cast<A>(params.scale), common.zero_empty_rows = params.zero_empty_rows;
+    common.dropout = dropout_params(params.dropout_p, params.seed);
+    if (!params.is_packed()) {
+      OptionalTensor converted;
+      set_tensors(common, q, k, v);
+      common.keep = view<const bool>(params.keep), common.key_keep = view<const bool>(params.key_keep);
+      common.bias = bias_view<T, A>(params.bias, converted);
+      if (const auto& lengths = params.lengths)
+        common.lengths = view<const int32_t>(lengths->dim() == 1 ? lengths->view({-1, 1, 1, 1})
+                                                                 : lengths->unsqueeze(1).unsqueeze(-1));
+      return body(Sequences<T, A>{{common}});
+    }
+    const Tensor cu_seqlens_q = params.packed.cu_seqlens_q->contiguous();
+    const Tensor cu_seqlens_k = params.packed.cu_seqlens_k->contiguous();
+    const int32_t* const starts_q = cu_seqlens_q.const_data_ptr<int32_t>();
+    const int32_t* const starts_k = cu_seqlens_k.const_data_ptr<int32_t>();
+    Sequences<T, A> sequences(cu_seqlens_q.size(0) - 1, {common});
+    for (size_t b = 0; b < sequences.size(); ++b) {
+      auto& [p, start_q, start_k] = sequences[b];
+      start_q = starts_q[b], start_k = starts_k[b];
+      p.B = 1, p.H = q.size(1), p.Hkv = k.size(1), p.D = q.size(2), p.first_batch = b;
+      p.Lq = starts_q[b + 1] - start_q, p.Lk = starts_k[b + 1] - start_k;
+      p.q = rows_view<const T>(q, start_q);
+      p.k = rows_view<const T>(k, start_k), p.v = rows_view<const T>(v, start_k);
+    }
+    // The longest first, so that no thread is left alone with one at the end.
+    std::stable_sort(sequences.begin(), sequences.end(), [](const auto& a, const auto& b) {
+      return a.params.Lq * a.params.Lk > b.params.Lq * b.params.Lk;
+    });
+    body(sequences);
+  });
+}
+
+// What a forward saved of its weights, if it did, as the kernels take it.
+template <typename T, typename A>
+SavedProbs<T, A> saved_probs_view(const AttentionKernelParams<T, A>& p, const AttentionResult& result) {
+  if (!result.saved_probs) return {};
+  return {static_cast<T*>(result.saved_probs->data_ptr()), static_cast<A*>(result.saved_factors->data_ptr()), p.H,
+          result.saved_probs->size(2), p.Lk};
 }
 
 }  // namespace
@@ -39,16 +115,22 @@ AttentionParams AttentionParams::with(const Tensor* saved) const {
 
 AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                                   bool training) {
-  AttentionResult result{at::empty_like(q), empty_statistics(q, q.sizes().slice(0, 3)), {}, {}};
-  with_kernel_params(q, k, v, params, [&]<typename T, typename A>(const AttentionKernelParams<T, A>& p) {
-    if (training && saves_probs(q, k, params)) {
-      const int64_t vector = kernels().vector_bytes / static_cast<int64_t>(sizeof(A));
-      const int64_t lanes = (p.Lq + vector - 1) / vector * vector, tiles = SavedProbs<T, A>::tiles(p.Lk);
-      result.saved_probs = at::empty({p.B, p.H, lanes, p.Lk}, q.options());
-      result.saved_factors = empty_statistics(q, {p.B, p.H, tiles, lanes});
-    }
-    kernels().of<T>().attention_forward(AttentionForward<T, A>{
-        p, view<T>(result.out), statistics_view<A>(result.logsumexp), saved_probs_view(p, result)});
+  AttentionResult result{at::empty_like(q), {}, {}, {}};
+  result.logsumexp =
+      params.is_packed() ? empty_statistics(q, {q.size(1), q.size(0)}) : empty_statistics(q, q.sizes().slice(0, 3));
+  if (training && saves_probs(q, k, params)) {
+    const int64_t B = q.size(0), H = q.size(1), Lq = q.size(2), Lk = k.size(2);
+    const int64_t vector = kernels().vector_bytes / result.logsumexp.element_size();
+    const int64_t lanes = (Lq + vector - 1) / vector * vector;
+    result.saved_probs = at::empty({B, H, lanes, Lk}, q.options());
+    result.saved_factors = empty_statistics(q, {B, H, (Lk + kKeyTile - 1) / kKeyTile, lanes});
+  }
+  with_sequences(q, k, v, params, [&]<typename T, typename A>(const Sequences<T, A>& sequences) {
+    c10::SmallVector<AttentionForward<T, A>, 1> calls;
+    for (const auto& [p, start_q, start_k] : sequences)
+      calls.push_back({p, rows_view<T>(result.out, start_q), statistics_view<A>(result.logsumexp, start_q),
+                       saved_probs_view(p, result)});
+    kernels().of<T>().attention_forward(calls);
   });
   return result;
 }
@@ -57,23 +139,34 @@ AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, c
                                       const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                                       const AttentionParams& params, bool bias) {
   AttentionGradients grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}};
-  const int64_t scores = q.size(0) * q.size(1) * q.size(2) * k.size(2);
   // The gradient of the bias sums those of the scores, which are saved where they are not too many.
-  const bool saves_scores = bias && q.size(2) > kFewQueries && scores > 0 && q.size(3) > 0 && scores <= kMaxSavedScores;
-  if (bias && !saves_scores) grads.bias = attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
+  Tensor grad_scores;
+  if (bias) {
+    const std::array<int64_t, 4> sizes = {q.size(0), q.size(1), q.size(2), k.size(2)};
+    const int64_t scores = c10::multiply_integers(sizes);
+    if (q.size(2) > kFewQueries && scores > 0 && q.size(3) > 0 && scores <= kMaxSavedScores)
+      grad_scores = at::empty(sizes, q.options());
+    else
+      grads.bias = attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
+  }
   if (q.numel() == 0 || k.numel() == 0) {
     for (Tensor* grad : {&grads.q, &grads.k, &grads.v}) grad->zero_();
     return grads;
   }
-  const Tensor grad_scores =
-      saves_scores ? at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options()) : Tensor();
-  with_kernel_params(q, k, v, params, [&]<typename T, typename A>(const AttentionKernelParams<T, A>& p) {
-    kernels().of<T>().attention_backward(AttentionBackward<T, A>{
-        p, view<const T>(grad_out), view<const T>(result.out), statistics_view<const A>(result.logsumexp),
-        statistics_view<const A>(grad_logsumexp), view<T>(grads.q), view<T>(grads.k), view<T>(grads.v),
-        saves_scores ? view<T>(grad_scores) : View<T>{}, saved_probs_view(p, result)});
+  with_sequences(q, k, v, params, [&]<typename T, typename A>(const Sequences<T, A>& sequences) {
+    c10::SmallVector<AttentionBackward<T, A>, 1> calls;
+    for (const auto& [p, start_q, start_k] : sequences)
+      if (p.Lk == 0)  // no task will come by
+        grads.q.narrow(0, start_q, p.Lq).zero_();
+      else
+        calls.push_back({p, rows_view<const T>(grad_out, start_q), rows_view<const T>(result.out, start_q),
+                         statistics_view<const A>(result.logsumexp, start_q),
+                         statistics_view<const A>(grad_logsumexp, start_q), rows_view<T>(grads.q, start_q),
+                         rows_view<T>(grads.k, start_k), rows_view<T>(grads.v, start_k),
+                         grad_scores.defined() ? view<T>(grad_scores) : View<T>{}, saved_probs_view(p, result)});
+    kernels().of<T>().attention_backward(calls);
   });
-  if (saves_scores) grads.bias = grad_scores.sum_to_size(params.bias->sizes()).to(params.bias->scalar_type());
+  if (grad_scores.defined()) grads.bias = grad_scores.sum_to_size(params.bias->sizes()).to(params.bias->scalar_type());
   return grads;
 }
 
@@ -83,8 +176,8 @@ Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor
   const Tensor& bias = *params.bias;
   Tensor grad = empty_statistics(q, bias.sizes());
   if (q.numel() == 0 || k.numel() == 0) return grad.zero_().to(bias.scalar_type());
-  with_kernel_params(q, k, v, params, [&]<typename T, typename A>(const AttentionKernelParams<T, A>& p) {
-    const AttentionBackward<T, A> call{p, view<const T>(grad_out), view<const T>(result.out),
+  with_sequences(q, k, v, params, [&]<typename T, typename A>(const Sequences<T, A>& sequences) {
+    const AttentionBackward<T, A> call{sequences[0].params, view<const T>(grad_out), view<const T>(result.out),
                                        statistics_view<const A>(result.logsumexp),
                                        statistics_view<const A>(grad_logsumexp)};
     kernels().of<T>().attention_grad_bias(
@@ -96,8 +189,8 @@ Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor
 Tensor attention_weights(const Tensor& q, const Tensor& k, const AttentionParams& params) {
   Tensor weights = at::empty({q.size(0), q.size(1), q.size(2), k.size(2)}, q.options());
   if (weights.numel() == 0) return weights;
-  with_kernel_params(q, k, k, params, [&]<typename T, typename A>(const AttentionKernelParams<T, A>& p) {
-    kernels().of<T>().attention_weights(p, weights.mutable_data_ptr<T>());
+  with_sequences(q, k, k, params, [&]<typename T, typename A>(const Sequences<T, A>& sequences) {
+    kernels().of<T>().attention_weights(sequences[0].params, weights.mutable_data_ptr<T>());
   });
   return weights;
 }

@@ -68,8 +68,9 @@ TwoTensors compute(const DecodeParams& params) {
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, q.scalar_type(), "attention_decode", [&] {
     using T = scalar_t;
     using A = Accumulate<T>;
-    AttentionForward<T, A> call{kernel_params_of<T>(q, k, v), view<T>(out), statistics_view<A>(logsumexp)};
+    AttentionForward<T, A> call{{}, view<T>(out), statistics_view<A>(logsumexp)};
     auto& p = call.params;
+    set_tensors(p, q, k, v);
     p.Lk = lengths.max().item<int32_t>();
     p.lengths = view<const int32_t>(lengths.view({-1, 1, 1, 1})), p.bottom_right = true;
     set_diagonals(p, params.causal, params.window);
