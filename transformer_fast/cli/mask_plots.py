@@ -142,12 +142,23 @@ def _look_ahead() -> list[Line]:
     return [Line("the future is out of sight; causal(3): two new tokens after a cache of three", [], seen)]
 
 
+def _window() -> list[Line]:
+    masks = {
+        "window(1)": AttentionMask.window(1),
+        "window(1, 1)": AttentionMask.window(1, 1),
+        "window(2, None)": AttentionMask.window(2, None),
+    }
+    seen = [(name, mask.dense(5, 5)[0, 0]) for name, mask in masks.items()]
+    return [Line("keys near the query: so many to the left, so many to the right; None is no bound", [], seen)]
+
+
 DIALECTS: dict[str, Callable[[], list[Line]]] = {
     "keep": _keep_masks,
     "blocked": _blocked_masks,
     "lengths": _valid_lengths,
     "torch": _torch_masks,
     "look_ahead": _look_ahead,
+    "window": _window,
 }
 
 
