@@ -45,7 +45,8 @@ X86_SETS = {
 }
 OTHER_SETS: dict[str, tuple[list[str], set[str]]] = {"generic": ([], set())}
 # The longest to compile first, so that no compiler works alone at the end.
-SLOW = ("norm_backward", "attention_forward", "attention_backward", "attention_grad_bias", "attention_weights", "norm")
+SLOW = ("layer_norm/backward", "attention/forward", "attention/backward", "attention/grad_bias", "attention/weights",
+        "layer_norm/forward")  # fmt: skip
 
 
 def say(message: str) -> None:
@@ -191,8 +192,8 @@ def write_changed(file: Path, text: str) -> None:
 
 
 def sources(folder: str) -> list[str]:
-    files = sorted((ROOT / "csrc" / folder).glob("*.cpp"), key=lambda p: (p.stem not in SLOW, p.name))
-    return [str(file.relative_to(ROOT)) for file in files]
+    files = (file.relative_to(ROOT).as_posix() for file in (ROOT / "csrc" / folder).rglob("*.cpp"))
+    return sorted(files, key=lambda file: (not file.removesuffix(".cpp").endswith(SLOW), file))
 
 
 CXX_FLAGS = ["-std=c++20", "-O3", "-g0", "-Wall", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math"]

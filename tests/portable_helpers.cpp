@@ -56,7 +56,7 @@ void check_conversion() {
     std::iota(bits, bits + lanes, static_cast<uint16_t>(first));
     T elements[lanes];
     std::memcpy(elements, bits, sizeof(bits));
-    const Vector<float> found = widen(elements);
+    const Vector<float> found = load(elements);
     for (int64_t i = 0; i < lanes; ++i) check(same(found[i], static_cast<float>(elements[i])), "16 bits to float");
   }
   for (int i = 0; i < 200000; ++i) {
@@ -65,7 +65,7 @@ void check_conversion() {
     if (i % 2 != 0)  // near 1, where Half neither overflows nor vanishes
       for (int64_t lane = 0; lane < lanes; ++lane) v[lane] = 1 + static_cast<uint32_t>(generator()) * 0x1p-33f;
     T found[lanes];
-    narrow(found, v);
+    store(found, v);
     for (int64_t lane = 0; lane < lanes; ++lane)
       check(same(static_cast<float>(found[lane]), static_cast<float>(static_cast<T>(v[lane]))), "float to 16 bits");
   }

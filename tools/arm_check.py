@@ -37,7 +37,7 @@ def main() -> None:
     (FOLDER / "build_config.h").write_text('#pragma once\n#define TRANSFORMER_FAST_BUILD "arm-check"\n')
     command = [compiler, *kernel_flags((ROOT / "setup.py").read_text()), *includes()]
 
-    sources = [*sorted((ROOT / "csrc/cpu").glob("*.cpp")), ELSEWHERE]
+    sources = [*sorted((ROOT / "csrc/cpu").rglob("*.cpp")), ELSEWHERE]
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
         objects = list(pool.map(lambda source: compiled(command, source), sources))
     library = FOLDER / "_cpu_generic.so"

@@ -15,7 +15,7 @@ from .tile_share import work_share
 from .triton.configs import attention_config
 
 NATIVE_TILE = (64, 128)
-"""Queries and keys a tile in csrc/cpu/attention_params.h."""
+"""Queries and keys a tile in csrc/cpu/attention/params.h."""
 
 _PATHS = {
     "native": "the C++ kernel of the extension (scores of one tile at a time; nothing of size Lq x Lk is stored)",

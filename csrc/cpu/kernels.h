@@ -5,12 +5,12 @@
 // Kernels trust what they are given, and know no tensors: csrc/ops checks, allocates and records.
 #pragma once
 
-#include "attention_params.h"
+#include "attention/params.h"
 #include "cross_entropy.h"
 #include "dropout.h"
-#include "embedding.h"
-#include "generation.h"
-#include "norm.h"
+#include "embedding/params.h"
+#include "generation/generation.h"
+#include "layer_norm/params.h"
 
 #include <c10/util/ArrayRef.h>
 

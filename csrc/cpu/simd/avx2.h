@@ -13,11 +13,11 @@ inline CounterVector multiply_low_words(CounterVector v, uint32_t constant) {
   return reinterpret_cast<CounterVector>(_mm256_mul_epu32(reinterpret_cast<__m256i>(v), _mm256_set1_epi64x(constant)));
 }
 
-inline Vector<float> widen(const c10::Half* p) {
+inline Vector<float> load(const c10::Half* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 
-inline void narrow(c10::Half* p, Vector<float> v) {
+inline void store(c10::Half* p, Vector<float> v) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
 
@@ -62,7 +62,7 @@ template <typename T>
   requires(sizeof(T) == 2)
 inline void store_few(T* p, Vector<float> v, int64_t count) {
   T lanes[kLanes<float>];
-  narrow(lanes, v);
+  store(lanes, v);
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(lanes));
   if (count == 8) return _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bits);
   uint64_t rest = _mm_cvtsi128_si64(bits);

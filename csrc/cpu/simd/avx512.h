@@ -14,16 +14,16 @@ inline CounterVector multiply_low_words(CounterVector v, uint32_t constant) {
 }
 
 // The compiler would convert half a vector at a time.
-inline Vector<float> widen(const c10::BFloat16* p) {
+inline Vector<float> load(const c10::BFloat16* p) {
   const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
   return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
-inline Vector<float> widen(const c10::Half* p) {
+inline Vector<float> load(const c10::Half* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 
-inline void narrow(c10::Half* p, Vector<float> v) {
+inline void store(c10::Half* p, Vector<float> v) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
 
@@ -40,7 +40,7 @@ template <typename T>
 inline Vector<float> load_few(const T* p, int64_t count) {
   T lanes[kLanes<float>];
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), _mm256_maskz_loadu_epi16(mask_of_first(count), p));
-  return widen(lanes);
+  return load(lanes);
 }
 
 inline void store_few(float* p, Vector<float> v, int64_t count) { _mm512_mask_storeu_ps(p, mask_of_first(count), v); }
@@ -51,7 +51,7 @@ template <typename T>
   requires(sizeof(T) == 2)
 inline void store_few(T* p, Vector<float> v, int64_t count) {
   T lanes[kLanes<float>];
-  narrow(lanes, v);
+  store(lanes, v);
   _mm256_mask_storeu_epi16(p, mask_of_first(count), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lanes)));
 }
 

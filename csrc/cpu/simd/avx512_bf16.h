@@ -22,7 +22,7 @@ inline Vector<float> broadcast_pair(Pair pair) {
 }
 
 // As many pairs as there are lanes, bit for bit.
-inline Vector<float> widen(const Pair* p) { return widen(reinterpret_cast<const float*>(p)); }
+inline Vector<float> load(const Pair* p) { return load(reinterpret_cast<const float*>(p)); }
 
 inline void store_bits(c10::BFloat16* p, Vector<float> bits, int64_t count) {
   _mm512_mask_storeu_epi16(p, mask_of_first_bits(count), reinterpret_cast<__m512i>(bits));

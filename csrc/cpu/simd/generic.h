@@ -26,20 +26,20 @@ inline V multiply_low_words(V v, uint32_t constant) {
   return (v & 0xffffffff) * constant;
 }
 
-inline Vector<float> widen(const float* p) {
+inline Vector<float> load(const float* p) {
   Vector<float> v;
   std::memcpy(&v, p, sizeof(v));
   return v;
 }
 
-inline Vector<double> widen(const double* p) {
+inline Vector<double> load(const double* p) {
   Vector<double> v;
   std::memcpy(&v, p, sizeof(v));
   return v;
 }
 
 template <typename T>
-inline Vector<float> widen(const T* p) {
+inline Vector<float> load(const T* p) {
   if constexpr (std::is_same_v<T, c10::BFloat16>) {
     ShortVector<float> bits;
     std::memcpy(&bits, p, sizeof(bits));
@@ -51,11 +51,11 @@ inline Vector<float> widen(const T* p) {
   }
 }
 
-inline void narrow(float* p, Vector<float> v) { std::memcpy(p, &v, sizeof(v)); }
+inline void store(float* p, Vector<float> v) { std::memcpy(p, &v, sizeof(v)); }
 
-inline void narrow(double* p, Vector<double> v) { std::memcpy(p, &v, sizeof(v)); }
+inline void store(double* p, Vector<double> v) { std::memcpy(p, &v, sizeof(v)); }
 
-inline void narrow(c10::BFloat16* p, Vector<float> v) {
+inline void store(c10::BFloat16* p, Vector<float> v) {
   typedef uint32_t Bits __attribute__((vector_size(kVectorBytes)));
   const Bits bits = reinterpret_cast<Bits>(v);
   const Bits nearest_even = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
@@ -65,7 +65,7 @@ inline void narrow(c10::BFloat16* p, Vector<float> v) {
 }
 
 template <typename T>
-inline void narrow(T* p, Vector<float> v) {
+inline void store(T* p, Vector<float> v) {
   for (int64_t i = 0; i < kLanes<float>; ++i) p[i] = static_cast<T>(v[i]);
 }
 
@@ -91,13 +91,13 @@ template <typename T>
 inline Vector<Accumulate<T>> load_few(const T* p, int64_t count) {
   T lanes[kLanes<Accumulate<T>>] = {};
   copy_few(p, lanes, count);
-  return widen(lanes);
+  return load(lanes);
 }
 
 template <typename T>
 inline void store_few(T* p, Vector<Accumulate<T>> v, int64_t count) {
   T lanes[kLanes<Accumulate<T>>];
-  narrow(lanes, v);
+  store(lanes, v);
   copy_few<T>(lanes, p, count);
 }
 

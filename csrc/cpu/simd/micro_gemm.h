@@ -87,7 +87,7 @@ struct Masked {
   A factor;
 
   Vector<A> operator()(Vector<A> product, const A* c) const {
-    const Vector<A> addend = widen(c);
+    const Vector<A> addend = load(c);
     return addend == -std::numeric_limits<A>::infinity() ? addend : fma(product, factor, addend);
   }
 };
@@ -104,13 +104,13 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) {
       if constexpr (kAdd)
-        sums[m][n] = widen(c + m * c_stride + n * lanes);
+        sums[m][n] = load(c + m * c_stride + n * lanes);
       else
         sums[m][n] = Vector<A>{};
     }
   for (int64_t k = 0; k < depth; ++k) {
     Vector<A> row[kVectors];
-    for (int n = 0; n < kVectors; ++n) row[n] = widen(b + k * b_stride + n * lanes);
+    for (int n = 0; n < kVectors; ++n) row[n] = load(b + k * b_stride + n * lanes);
     for (int m = 0; m < kRows; ++m) {
       const E element = a[m * a_row + k * a_column];
       for (int n = 0; n < kVectors; ++n) sums[m][n] = add_product(sums[m][n], element, row[n]);
@@ -122,9 +122,9 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
     for (int n = 0; n < kVectors; ++n) {
       A* target = c + m * c_stride + n * lanes;
       if constexpr (kAdd)
-        narrow(target, sums[m][n]);
+        store(target, sums[m][n]);
       else
-        narrow(target, end(sums[m][n], target));
+        store(target, end(sums[m][n], target));
     }
 }
 

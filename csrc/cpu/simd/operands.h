@@ -85,9 +85,8 @@ inline Rows<Operand<T>> load_lanes(const T* source, int64_t stride, int64_t quer
     else
       return load_some(source + i * stride + d, count);
   };
-  transpose_rows<A>(queries, (D + kSteps<E> - 1) / kSteps<E>, row_at, [&](int64_t d, int64_t i, Vector<A> v) {
-    narrow(reinterpret_cast<A*>(lanes) + d * padded + i, v);
-  });
+  transpose_rows<A>(queries, (D + kSteps<E> - 1) / kSteps<E>, row_at,
+                    [&](int64_t d, int64_t i, Vector<A> v) { store(reinterpret_cast<A*>(lanes) + d * padded + i, v); });
   return {lanes, padded, true};
 }
 
@@ -107,7 +106,7 @@ inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows,
         const Vector<A> pairs[2] = {halves_interleaved(upper, lower, 0), halves_interleaved(upper, lower, 16)};
         for (int64_t n = 0; n * lanes < count; ++n) {
           poison = add_product(poison, Pair{}, pairs[n]);
-          narrow(reinterpret_cast<A*>(scratch + r / 2 * padded + c + n * lanes), pairs[n]);
+          store(reinterpret_cast<A*>(scratch + r / 2 * padded + c + n * lanes), pairs[n]);
         }
       }
     return {scratch, padded, lane_sum<A>(poison) == 0};
@@ -118,7 +117,7 @@ inline Rows<Operand<T>> load_rows(const T* source, int64_t stride, int64_t rows,
       for (int64_t c = 0; c < padded; c += lanes) {
         const Vector<A> v = load_some(source + r * stride + c, std::min(lanes, columns - c));
         poison = fma(v, A(0), poison);
-        if (!in_place) narrow(scratch + r * padded + c, v);
+        if (!in_place) store(scratch + r * padded + c, v);
       }
     const bool finite = lane_sum<A>(poison) == 0;
     if constexpr (std::is_same_v<T, A>)
@@ -167,10 +166,10 @@ inline void store_row(const A* row, A factor, int64_t columns, T* target) {
   int64_t d = 0;
   if constexpr (kPaired<T>)
     for (; d + 2 * kLanes<A> <= columns; d += 2 * kLanes<A>)
-      narrow(reinterpret_cast<A*>(target + d),
-             packed_halves(widen(row + d) * factor, widen(row + d + kLanes<A>) * factor));
+      store(reinterpret_cast<A*>(target + d),
+            packed_halves(load(row + d) * factor, load(row + d + kLanes<A>) * factor));
   for (; d < columns; d += kLanes<A>)
-    store_result(target + d, widen(row + d) * factor, std::min(kLanes<A>, columns - d));
+    store_result(target + d, load(row + d) * factor, std::min(kLanes<A>, columns - d));
 }
 
 // The same for `count` rows, `width` apart.
@@ -193,7 +192,7 @@ inline Matrix<E> over_keys(A* tile, int64_t keys, int64_t lanes) {
     for (int64_t j = 0; j < keys; j += 2)
       for (int64_t lane = 0; lane < lanes; lane += kLanes<A>) {
         A* row = tile + j * lanes + lane;
-        narrow(row, packed_pairs(widen(row), j + 1 < keys ? widen(row + lanes) : Vector<A>{}));
+        store(row, packed_pairs(load(row), j + 1 < keys ? load(row + lanes) : Vector<A>{}));
       }
   }
   return pairs_over_keys<E>(tile, lanes);
@@ -213,8 +212,8 @@ inline Matrix<E> over_queries(const A* tile, int64_t keys, int64_t queries, int6
       const A* row = tile + j * lanes;
       for (int64_t lane = 0; lane < lanes; lane += 2 * kLanes<A>) {
         const bool whole = lane + kLanes<A> < lanes;
-        const Vector<A> upper = whole ? widen(row + lane + kLanes<A>) : Vector<A>{};
-        narrow(packed + j * lanes + lane / 2, packed_halves(widen(row + lane), upper));
+        const Vector<A> upper = whole ? load(row + lane + kLanes<A>) : Vector<A>{};
+        store(packed + j * lanes + lane / 2, packed_halves(load(row + lane), upper));
       }
       if (queries % 2 != 0) clear_partner(packed + j * lanes, queries);
     }

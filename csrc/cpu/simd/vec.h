@@ -28,17 +28,17 @@ inline Vector<double> fma(Vector<double> a, double b, double c) { return fma(a, 
 // load_few() and store_few() in a loop that mostly meets whole vectors.
 template <typename T>
 inline Vector<Accumulate<T>> load_some(const T* p, int64_t count) {
-  return count == kLanes<Accumulate<T>> ? widen(p) : load_few(p, count);
+  return count == kLanes<Accumulate<T>> ? load(p) : load_few(p, count);
 }
 
 template <typename T>
 inline void store_some(T* p, Vector<Accumulate<T>> v, int64_t count) {
-  count == kLanes<Accumulate<T>> ? narrow(p, v) : store_few(p, v, count);
+  count == kLanes<Accumulate<T>> ? store(p, v) : store_few(p, v, count);
 }
 
 template <typename T>
 inline Vector<Accumulate<T>> load(const T* p, Full<Accumulate<T>>, Accumulate<T> = 0) {
-  return widen(p);
+  return load(p);
 }
 
 // v with `fill` in the lanes past `count`.
@@ -67,7 +67,7 @@ inline Vector<Accumulate<T>> load_far(const T* p, Count count) {
 
 template <typename T>
 inline void store(T* p, Vector<Accumulate<T>> v, Full<Accumulate<T>>) {
-  narrow(p, v);
+  store(p, v);
 }
 
 template <typename T>

@@ -5,12 +5,12 @@
 // is one number a row, a query's limit one lane, and one Philox call of the dropout contract fills eight rows of it.
 #pragma once
 
-#include "attention_params.h"
+#include "params.h"
 
-#include "buffer.h"
-#include "simd/exp.h"
-#include "simd/operands.h"
-#include "simd/philox_dropout.h"
+#include "../buffer.h"
+#include "../simd/exp.h"
+#include "../simd/operands.h"
+#include "../simd/philox_dropout.h"
 
 #include <ATen/Parallel.h>
 #include <c10/util/ArrayRef.h>

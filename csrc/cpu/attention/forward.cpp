@@ -1,7 +1,7 @@
 // Attention forward on the CPU: softmax over tiles of keys with a running maximum (Milakov and Gimelshein, "Online
 // normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022), one block of queries at a time.
-#include "attention_mask.h"
-#include "attention_rows_forward.h"
+#include "few_queries_forward.h"
+#include "mask.h"
 
 namespace transformer_fast {
 namespace {
@@ -34,7 +34,7 @@ class ForwardBlock {
     BlockMask<T, A> mask(params_, b_, h_, first_query_, queries_, key_addend_);
     const Range visible = mask.keys();
     for (int64_t first = visible.begin; first < visible.end; first += kKeyTile) {
-      const int64_t keys = mask.load(first, std::min(kKeyTile, visible.end - first), scores_);
+      const int64_t keys = mask.prepare(first, std::min(kKeyTile, visible.end - first), scores_);
       if (keys > 0) find_weights(mask, first, keys);
       if (saved_probs) save_tile(saved_probs, first, keys);
       if (keys > 0) add_values(first, keys, false);
@@ -78,9 +78,9 @@ class ForwardBlock {
     for (int64_t first = 0; first < params_.Lk; first += kKeyTile) {
       A* const factors = saved_probs.factors_at(b_, h_, first_query_, first);
       for (int64_t lane = 0; lane < lanes_; lane += kW) {
-        const Vector<A> total = widen(row_sum_ + lane);
-        const Vector<A> factor = exponential(widen(factors + lane) - widen(row_max_ + lane)) / total;
-        narrow(factors + lane, total == 0 ? Vector<A>{} : factor);
+        const Vector<A> total = load(row_sum_ + lane);
+        const Vector<A> factor = exponential(load(factors + lane) - load(row_max_ + lane)) / total;
+        store(factors + lane, total == 0 ? Vector<A>{} : factor);
       }
       std::fill(factors + (first < end ? queries_ : 0), factors + lanes_, A(0));
     }
@@ -90,24 +90,24 @@ class ForwardBlock {
   // weights of the tiles before.
   void softmax_lanes(int64_t first_key, int64_t keys, int64_t lane, A* shrink) {
     A* scores = scores_ + lane;
-    const Vector<A> before = widen(row_max_ + lane);
+    const Vector<A> before = load(row_max_ + lane);
     Vector<A> maximum = before;
     for (int64_t row = 0; row < keys; ++row) {
-      const Vector<A> score = widen(scores + row * lanes_);
+      const Vector<A> score = load(scores + row * lanes_);
       maximum = score > maximum ? score : maximum;
     }
     const Vector<A> origin = maximum == kBlocked<A> ? Vector<A>{} : maximum;  // -inf - -inf would be NaN
     Vector<A> totals[2] = {};
     for_rows(dropout_, keys, first_key, first_query_ + lane, [&](int64_t row, auto parity, auto kept) {
       A* score = scores + row * lanes_;
-      const Vector<A> weight = exponential(widen(score) - origin);
+      const Vector<A> weight = exponential(load(score) - origin);
       totals[parity] += weight;
-      narrow(score, where_kept<A>(kept, weight));
+      store(score, where_kept<A>(kept, weight));
     });
     const Vector<A> factor = exponential(before - origin);
-    narrow(shrink, factor);
-    narrow(row_max_ + lane, maximum);
-    narrow(row_sum_ + lane, fma(widen(row_sum_ + lane), factor, totals[0] + totals[1]));
+    store(shrink, factor);
+    store(row_max_ + lane, maximum);
+    store(row_sum_ + lane, fma(load(row_sum_ + lane), factor, totals[0] + totals[1]));
   }
 
   // Rows with no allowed key: weight 1 on every key. A NaN or Inf value is blocked like all others and must not show.
@@ -116,9 +116,9 @@ class ForwardBlock {
     for (int64_t first = 0; first < params_.Lk; first += kKeyTile) {
       const int64_t keys = std::min(kKeyTile, params_.Lk - first);
       for (int64_t lane = 0; lane < lanes_; lane += kW) {
-        const Vector<A> weight = widen(row_sum_ + lane) == 0 ? broadcast(A(1)) : Vector<A>{};
+        const Vector<A> weight = load(row_sum_ + lane) == 0 ? broadcast(A(1)) : Vector<A>{};
         for_rows(dropout_, keys, first, first_query_ + lane, [&](int64_t row, auto, auto kept) {
-          narrow(scores_ + row * lanes_ + lane, where_kept<A>(kept, weight));
+          store(scores_ + row * lanes_ + lane, where_kept<A>(kept, weight));
         });
       }
       add_values(first, keys, true);

@@ -4,8 +4,8 @@
 // A task owns a range of keys of one (batch, kv head) and sums their gradients alone, over all query heads of the group
 // and all query blocks in order; only the gradient of q is shared between ranges, and summed over them in order at the
 // end. The ranges follow from the shapes, so the result does not depend on the number of threads.
-#include "attention_gradients.h"
-#include "attention_rows_backward.h"
+#include "few_queries_backward.h"
+#include "gradients.h"
 
 namespace transformer_fast {
 namespace {
@@ -54,7 +54,7 @@ class KeyRangeBackward {
   void add_queries(int64_t h, int64_t first_query, int64_t queries, bool fresh) {
     const auto& p = params_;
     bool fresh_queries = true;
-    const Range needed = gradients_.load(h, first_query, queries, range_);
+    const Range needed = gradients_.prepare(h, first_query, queries, range_);
     if (needed.empty()) {
       skip(h, first_query, queries, range_, fresh);
       return std::fill(grad_q_, grad_q_ + queries * width_, A(0));

@@ -1,7 +1,7 @@
 // The sinusoidal table of positional encodings on the CPU.
-#include "embedding.h"
+#include "params.h"
 
-#include "grain.h"
+#include "../grain.h"
 
 #include <ATen/Parallel.h>
 

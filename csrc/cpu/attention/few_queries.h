@@ -3,8 +3,8 @@
 // pages.
 #pragma once
 
-#include "attention.h"
-#include "simd/operands.h"
+#include "../simd/operands.h"
+#include "tile.h"
 
 namespace transformer_fast {
 namespace {
@@ -29,15 +29,15 @@ inline void with_whole_vectors(int64_t D, Body body) {
 template <bool kWhole, typename T>
 inline Vector<Accumulate<T>> load_operands(const T* row, int64_t unit, int64_t D) {
   if constexpr (kPaired<T>)
-    return kWhole ? widen(reinterpret_cast<const float*>(row) + unit) : load_bits(row + 2 * unit, D - 2 * unit);
+    return kWhole ? load(reinterpret_cast<const float*>(row) + unit) : load_bits(row + 2 * unit, D - 2 * unit);
   else
-    return kWhole ? widen(row + unit) : load_some(row + unit, std::min(kLanes<Accumulate<T>>, D - unit));
+    return kWhole ? load(row + unit) : load_some(row + unit, std::min(kLanes<Accumulate<T>>, D - unit));
 }
 
 template <typename T>
 inline void copy_operands(const T* row, int64_t D, Accumulate<T>* out) {
   for (int64_t unit = 0; unit * kSteps<Operand<T>> < D; unit += kLanes<Accumulate<T>>)
-    narrow(out + unit, load_operands<false>(row, unit, D));
+    store(out + unit, load_operands<false>(row, unit, D));
 }
 
 // Rows that will be read after those at hand: each line of those asks for one of these, since a cache comes from memory.
@@ -60,7 +60,7 @@ void multiply_rows(const T* rows, int64_t stride, int64_t count, int64_t D, cons
       const T* row = rows + first * stride;
       Vector<A> sums[kW] = {};
       for (int64_t unit = 0; unit * kSteps<Operand<T>> < D; unit += kW) {
-        const Vector<A> operands = widen(vector + unit);
+        const Vector<A> operands = load(vector + unit);
         for (int64_t j = 0; j < kW; ++j) {
           if constexpr (kFetch) ahead.fetch(first + j, unit * kSteps<Operand<T>>);
           sums[j] = add_products<Operand<T>>(
@@ -70,7 +70,7 @@ void multiply_rows(const T* rows, int64_t stride, int64_t count, int64_t D, cons
       transpose<A>(sums);
       Vector<A> total = sums[0];
       for (int64_t j = 1; j < kW; ++j) total += sums[j];
-      narrow(out + first, total * factor);
+      store(out + first, total * factor);
     }
   });
 }
@@ -83,14 +83,14 @@ void add_rows(const A* weights, const T* rows, int64_t stride, int64_t count, in
   for (int64_t d = 0; d < D; d += kVectors * kW) {
     const int64_t columns = std::min(kVectors * kW, D - d), vectors = (columns + kW - 1) / kW;
     Vector<A> sums[kVectors];
-    for (int64_t n = 0; n < kVectors; ++n) sums[n] = n < vectors ? widen(sum + d + n * kW) : Vector<A>{};
+    for (int64_t n = 0; n < kVectors; ++n) sums[n] = n < vectors ? load(sum + d + n * kW) : Vector<A>{};
     for (int64_t j = 0; j < count; ++j) {
       if constexpr (kFetch)
         for (int64_t n = 0; n < vectors; ++n) ahead.fetch(j, d + n * kW);
       if (weights[j] == 0) continue;
       const T* row = rows + j * stride + d;
       if (columns == kVectors * kW && !kFinite) {
-        for (int64_t n = 0; n < kVectors; ++n) sums[n] = fma(widen(row + n * kW), weights[j], sums[n]);
+        for (int64_t n = 0; n < kVectors; ++n) sums[n] = fma(load(row + n * kW), weights[j], sums[n]);
       } else {
         for (int64_t n = 0; n < kVectors && n < vectors; ++n) {
           const Vector<A> value = load_some(row + n * kW, std::min(kW, columns - n * kW));
@@ -98,7 +98,7 @@ void add_rows(const A* weights, const T* rows, int64_t stride, int64_t count, in
         }
       }
     }
-    for (int64_t n = 0; n < vectors; ++n) narrow(sum + d + n * kW, sums[n]);
+    for (int64_t n = 0; n < vectors; ++n) store(sum + d + n * kW, sums[n]);
   }
 }
 
@@ -108,7 +108,7 @@ void add_outer_product(const A* weights, const A* vector, int64_t count, int64_t
   for (int64_t j = 0; j < count; ++j) {
     if (weights[j] == 0) continue;
     for (int64_t d = 0; d < width; d += kLanes<A>)
-      narrow(sums + j * width + d, fma(widen(vector + d), weights[j], widen(sums + j * width + d)));
+      store(sums + j * width + d, fma(load(vector + d), weights[j], load(sums + j * width + d)));
   }
 }
 
@@ -226,7 +226,7 @@ void drop(const uint16_t* draws, const DropoutRate& rate, int64_t count, A facto
     ShortVector<A> bits;
     std::memcpy(&bits, draws + j, sizeof(bits));
     const auto kept = __builtin_convertvector(bits, IntegerVector<A>) >= static_cast<IntegerLane<A>>(rate.threshold);
-    narrow(weights + j, kept ? widen(weights + j) * factor : Vector<A>{});
+    store(weights + j, kept ? load(weights + j) * factor : Vector<A>{});
   }
 }
 

@@ -7,8 +7,8 @@
 // Weight gradients are summed in a fixed number of chunks of rows that depends on the shape alone, or column by column
 // in a pass of their own: either way the result is the same, bit by bit, on any number of threads.
 
-#include "norm_common.h"
-#include "partials.h"
+#include "../partials.h"
+#include "common.h"
 
 #include <algorithm>
 #include <cmath>

@@ -4,8 +4,8 @@
 // high-performance matrix multiplication", 2008, with the small matrix in the place of their packed one).
 #include "generation.h"
 
-#include "buffer.h"
-#include "simd/operands.h"
+#include "../buffer.h"
+#include "../simd/operands.h"
 
 #include <ATen/Parallel.h>
 
@@ -54,11 +54,11 @@ void add_block(const float* sums, int64_t rows, float* out, int64_t out_stride, 
     for (int64_t n = 0; n < edges.columns; n += kW) {
       const int64_t count = std::min(kW, edges.columns - n);
       float* to = out + m * out_stride + n;
-      V v = widen(sums + m * kPanel + n);
+      V v = load(sums + m * kPanel + n);
       if (!edges.first)
         v += load_some(to, count);
       else if (edges.bias)
-        v += widen(edges.bias + n);
+        v += load(edges.bias + n);
       if (edges.last && edges.relu) v = v < 0 ? V{} : v;  // a NaN passes, as in torch.relu
       store_some(to, v, count);
     }
@@ -70,7 +70,7 @@ void multiply_block(InputRows x, const float* weights, const Next& next, int64_t
   V sums[kRows][2] = {};
   for (int64_t k = 0; k < depth; ++k) {
     next.fetch(k);
-    const V low = widen(weights + k * kPanel), high = widen(weights + k * kPanel + kW);
+    const V low = load(weights + k * kPanel), high = load(weights + k * kPanel + kW);
 #pragma GCC unroll 12
     for (int m = 0; m < kRows; ++m) {
       const V element = broadcast(x.data[m * x.stride + k]);
@@ -80,8 +80,8 @@ void multiply_block(InputRows x, const float* weights, const Next& next, int64_t
   }
 #pragma GCC unroll 12
   for (int m = 0; m < kRows; ++m) {
-    narrow(sums_of_block + m * kPanel, sums[m][0]);
-    narrow(sums_of_block + m * kPanel + kW, sums[m][1]);
+    store(sums_of_block + m * kPanel, sums[m][0]);
+    store(sums_of_block + m * kPanel + kW, sums[m][1]);
   }
 }
 
@@ -117,7 +117,7 @@ void pack_step_weight(const float* const* rows, int64_t outputs, int64_t depth, 
       if (columns < kPanel) std::fill_n(block, depth * kPanel, 0.0f);
       const auto row_at = [&](int64_t n, int64_t k, int64_t count) { return load_some(from[n] + k, count); };
       transpose_rows<float>(columns, depth, row_at,
-                            [&](int64_t k, int64_t n, Vector<float> v) { narrow(block + k * kPanel + n, v); });
+                            [&](int64_t k, int64_t n, Vector<float> v) { store(block + k * kPanel + n, v); });
     }
   });
 }

@@ -1,7 +1,7 @@
 // Masked attention on the CPU: what its kernels take. T is the type of the tensors' elements, A that of the arithmetic.
 #pragma once
 
-#include "element.h"
+#include "../element.h"
 
 #include <algorithm>
 
@@ -13,7 +13,7 @@ constexpr int64_t kKeyStep = 32;  // tiles of keys start at multiples of it: the
 constexpr int64_t kNoDiagonal = int64_t{1} << 48;  // lies outside of every mask
 constexpr int64_t kMaxSavedScores = int64_t{1}
                                     << 26;  // weights or gradients of scores in memory; past that, found again
-constexpr int64_t kFewQueries = 2;  // up to here a call goes row by row (attention_rows.h) and makes no tile of scores
+constexpr int64_t kFewQueries = 2;  // up to here a call goes row by row (few_queries.h) and makes no tile of scores
 
 // A 4-D tensor (batch, head, row, column); a size of 1 has stride 0.
 template <typename T>

@@ -6,8 +6,8 @@
 // A row fits in a cache near the core, so the statistics take two plain passes over it: as accurate as Welford's
 // method and free of its divisions.
 
-#include "grain.h"
-#include "norm_common.h"
+#include "../grain.h"
+#include "common.h"
 
 #include <algorithm>
 #include <cmath>

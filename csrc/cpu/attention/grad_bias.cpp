@@ -1,7 +1,7 @@
 // The gradient of the additive bias: the sum of the gradients of the scores over whatever the bias was broadcast over.
 // They are computed again and none is stored: a task owns some of the bias and walks over what it sums in one order, so
 // that two runs agree bit for bit.
-#include "attention_gradients.h"
+#include "gradients.h"
 
 #include <numeric>
 #include <utility>
@@ -43,7 +43,7 @@ class BiasGradient {
       for (int64_t h = first_h; h < last_h; ++h)
         for (int64_t block = first_block; block < last_block; ++block) {
           const int64_t first_query = block * kQueryTile, queries = std::min(kQueryTile, p.Lq - first_query);
-          const Range keys = gradients.load(h, first_query, queries, {0, p.Lk});
+          const Range keys = gradients.prepare(h, first_query, queries, {0, p.Lk});
           for (int64_t first = keys.begin; first < keys.end; first += kKeyTile)
             add_tile(gradients, first, gradients.find(first, std::min(kKeyTile, keys.end - first)), queries, lanes,
                      sums.data());
@@ -61,7 +61,7 @@ class BiasGradient {
         const Vector<A> grad =
             load_some(gradients.grads() + j * gradients.lanes() + lane, std::min(kW, queries - lane));
         A* sum = sums + (first_key + j) * key_stride + lane;
-        narrow(sum, widen(sum) + grad);
+        store(sum, load(sum) + grad);
       }
   }
 

@@ -1,7 +1,7 @@
 // LayerNorm and Norm on the CPU (norm.cpp, norm_backward.cpp): what their kernels take. T is the type of the elements.
 #pragma once
 
-#include "element.h"
+#include "../element.h"
 
 namespace transformer_fast {
 

@@ -1,12 +1,12 @@
 // What the norms' forward and backward on the CPU share.
 #pragma once
 
-#include "norm.h"
+#include "params.h"
 
-#include "buffer.h"
-#include "simd/philox_dropout.h"
-#include "simd/prefault.h"
-#include "simd/vec.h"
+#include "../buffer.h"
+#include "../simd/philox_dropout.h"
+#include "../simd/prefault.h"
+#include "../simd/vec.h"
 
 #include <ATen/Parallel.h>
 

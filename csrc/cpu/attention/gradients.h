@@ -1,9 +1,9 @@
 // Weights and gradients of scores for the backward kernels, a tile of one block of queries at a time.
 #pragma once
 
-#include "attention_mask.h"
-#include "attention_rows.h"
-#include "simd/operands.h"
+#include "../simd/operands.h"
+#include "few_queries.h"
+#include "mask.h"
 
 namespace transformer_fast {
 namespace {
@@ -29,7 +29,7 @@ class ScoreGradients {
   }
 
   // Prepares a block of queries and a range of keys; returns those of them that matter, where its tiles lie.
-  Range load(int64_t h, int64_t first_query, int64_t queries, Range range) {
+  Range prepare(int64_t h, int64_t first_query, int64_t queries, Range range) {
     const auto& p = params_;
     h_ = h, kv_head_ = h / (p.H / p.Hkv), first_query_ = first_query, queries_ = queries;
     lanes_ = round_up(queries, kW);
@@ -128,7 +128,7 @@ class ScoreGradients {
     TwoPartLogsumexp<A> totals[kQueryTile];
     const Range visible = mask_->keys();
     for (int64_t first = visible.begin; first < visible.end; first += kKeyTile) {
-      const int64_t keys = mask_->load(first, std::min(kKeyTile, visible.end - first), weights_);
+      const int64_t keys = mask_->prepare(first, std::min(kKeyTile, visible.end - first), weights_);
       if (keys == 0) continue;
       find_scores(first, keys);
       for (int64_t i = 0; i < queries_; ++i) totals[i].add(weights_ + i, keys, lanes_);
@@ -151,7 +151,7 @@ class ScoreGradients {
   // a gradient of exactly 0, as in eager.
   int64_t find_weights(int64_t first_key, int64_t keys, Pass pass) {
     if (!call_.saved_probs) {
-      const int64_t visible = mask_->load(first_key, keys, weights_);
+      const int64_t visible = mask_->prepare(first_key, keys, weights_);
       if (!uniform_rows_) keys = visible;
       if (keys == 0) return 0;
       find_scores(first_key, keys);
@@ -177,8 +177,8 @@ class ScoreGradients {
 
   SavedLanes saved_lanes(int64_t first_key, int64_t lane) const {
     return {call_.saved_probs.at(b_, h_, first_query_, lanes_, first_key) + lane,
-            widen(call_.saved_probs.factors_at(b_, h_, first_query_, first_key) + lane), widen(delta_ + lane),
-            widen(uniform_ + lane)};
+            load(call_.saved_probs.factors_at(b_, h_, first_query_, first_key) + lane), load(delta_ + lane),
+            load(uniform_ + lane)};
   }
 
   void add_saved_to_delta(int64_t first_key, int64_t keys) {
@@ -186,12 +186,12 @@ class ScoreGradients {
       const SavedLanes saved = saved_lanes(first_key, lane);
       Vector<A> sum = saved.delta;
       for (int64_t row = 0; row < keys; ++row) {
-        const Vector<A> weight = widen(saved.weights + row * lanes_) * saved.factor;
+        const Vector<A> weight = load(saved.weights + row * lanes_) * saved.factor;
         // Keeps a NaN or Inf value of a blocked key out.
-        const Vector<A> grad = weight == A(0) ? Vector<A>{} : widen(grads_ + row * lanes_ + lane);
+        const Vector<A> grad = weight == A(0) ? Vector<A>{} : load(grads_ + row * lanes_ + lane);
         sum = fma(weight, grad, sum);
       }
-      narrow(delta_ + lane, sum);
+      store(delta_ + lane, sum);
     }
   }
 
@@ -202,8 +202,8 @@ class ScoreGradients {
       const SavedLanes saved = saved_lanes(first_key, lane);
       for (int64_t row = 0; row < keys; ++row) {
         const auto [weight, grad] = weighed(saved, row, lane);
-        narrow(weights_ + row * lanes_ + lane, weight);
-        narrow(grads_ + row * lanes_ + lane, grad);
+        store(weights_ + row * lanes_ + lane, weight);
+        store(grads_ + row * lanes_ + lane, grad);
       }
     }
   }
@@ -214,8 +214,8 @@ class ScoreGradients {
     for (int64_t lane = 0; lane < lanes_; lane += 2 * kW) {
       const bool two = lane + kW < lanes_;
       const SavedLanes low = saved_lanes(first_key, lane), high = saved_lanes(first_key, two ? lane + kW : lane);
-      const auto store = [two](A* target, Vector<A> halves) {
-        two ? narrow(target, halves) : store_half_bits(reinterpret_cast<T*>(target), halves, kW);
+      const auto store_halves = [two](A* target, Vector<A> halves) {
+        two ? store(target, halves) : store_half_bits(reinterpret_cast<T*>(target), halves, kW);
       };
       for (int64_t row = 0; row < keys; row += 2) {
         Vector<A> of_keys[2] = {};
@@ -223,12 +223,12 @@ class ScoreGradients {
           const auto [weight, grad] = weighed(low, row + i, lane);
           const auto [high_weight, high_grad] = two ? weighed(high, row + i, lane + kW) : Weighed{};
           A* const target = weights_ + (row + i) * lanes_ + lane / 2;
-          store(target, packed_halves(weight, high_weight));
+          store_halves(target, packed_halves(weight, high_weight));
           of_keys[i] = packed_halves(grad, high_grad);
-          store(target + lanes_ / 2, of_keys[i]);
+          store_halves(target + lanes_ / 2, of_keys[i]);
         }
-        narrow(grads_ + row * lanes_ + lane, halves_interleaved(of_keys[0], of_keys[1], 0));
-        if (two) narrow(grads_ + row * lanes_ + lane + kW, halves_interleaved(of_keys[0], of_keys[1], 16));
+        store(grads_ + row * lanes_ + lane, halves_interleaved(of_keys[0], of_keys[1], 0));
+        if (two) store(grads_ + row * lanes_ + lane + kW, halves_interleaved(of_keys[0], of_keys[1], 16));
       }
     }
     if (queries_ % 2 != 0)
@@ -241,50 +241,50 @@ class ScoreGradients {
   };
 
   Weighed weighed(const SavedLanes& saved, int64_t row, int64_t lane) const {
-    const Vector<A> weight = widen(saved.weights + row * lanes_) * saved.factor;
+    const Vector<A> weight = load(saved.weights + row * lanes_) * saved.factor;
     const auto blocked = weight == A(0);  // keeps a NaN or Inf value of the key out of its gradient
     return {weight + saved.uniform,
-            blocked ? Vector<A>{} : weight * (widen(grads_ + row * lanes_ + lane) - saved.delta)};
+            blocked ? Vector<A>{} : weight * (load(grads_ + row * lanes_ + lane) - saved.delta)};
   }
 
   // Scores, for one vector of queries, to dropped weights, and the gradients of those to the gradients of scores. In a
   // pass that sums, to weights before dropout, whose sign tells whether one was dropped, and to the gradients of weights.
   template <Pass kPass>
   void weigh(int64_t first_key, int64_t keys, int64_t lane) {
-    const Vector<A> logsumexp = widen(logsumexp_ + lane), rest = widen(rest_ + lane), uniform = widen(uniform_ + lane);
+    const Vector<A> logsumexp = load(logsumexp_ + lane), rest = load(rest_ + lane), uniform = load(uniform_ + lane);
     const A rescale = rescale_;
-    Vector<A> delta = widen(delta_ + lane);
+    Vector<A> delta = load(delta_ + lane);
     for_rows(dropout_, keys, first_key, first_query_ + lane, [&](int64_t row, auto, auto kept) {
       A* weights = weights_ + row * lanes_ + lane;
       A* grads = grads_ + row * lanes_ + lane;
-      const Vector<A> score = widen(weights);
+      const Vector<A> score = load(weights);
       const auto blocked = score == kBlocked<A>;  // also keeps a NaN or Inf value of the key out of its gradient
       const Vector<A> weight = blocked ? uniform : exponential((score - logsumexp) - rest);
-      const Vector<A> grad = blocked ? Vector<A>{} : where_kept<A>(kept, widen(grads) * rescale);
+      const Vector<A> grad = blocked ? Vector<A>{} : where_kept<A>(kept, load(grads) * rescale);
       if constexpr (kPass == Pass::kOnly) {
-        narrow(weights, where_kept<A>(kept, weight * rescale));
-        narrow(grads, blocked | (weight == 0) ? Vector<A>{} : weight * (grad - delta));
+        store(weights, where_kept<A>(kept, weight * rescale));
+        store(grads, blocked | (weight == 0) ? Vector<A>{} : weight * (grad - delta));
       } else {
         delta = fma(weight, grad, delta);
-        narrow(weights, where_kept<A>(kept, weight, -weight));
-        narrow(grads, grad);
+        store(weights, where_kept<A>(kept, weight, -weight));
+        store(grads, grad);
       }
     });
-    if constexpr (kPass == Pass::kSum) narrow(delta_ + lane, delta);
+    if constexpr (kPass == Pass::kSum) store(delta_ + lane, delta);
   }
 
   // After a pass that sums: weights to dropped weights, and the gradients of weights to those of scores.
   void differentiate(int64_t keys, int64_t lane) {
-    const Vector<A> delta = widen(delta_ + lane), uniform = widen(uniform_ + lane);
+    const Vector<A> delta = load(delta_ + lane), uniform = load(uniform_ + lane);
     const A rescale = rescale_;
     for (int64_t row = 0; row < keys; ++row) {
       A* weights = weights_ + row * lanes_ + lane;
       A* grads = grads_ + row * lanes_ + lane;
-      const Vector<A> signed_weight = widen(weights);
+      const Vector<A> signed_weight = load(weights);
       const Vector<A> weight = signed_weight < 0 ? -signed_weight : signed_weight;
-      const Vector<A> grad = weight * (widen(grads) - delta);
-      narrow(grads, (weight == 0) | (uniform > 0) ? Vector<A>{} : grad);
-      narrow(weights, signed_weight < 0 ? Vector<A>{} : signed_weight * rescale);
+      const Vector<A> grad = weight * (load(grads) - delta);
+      store(grads, (weight == 0) | (uniform > 0) ? Vector<A>{} : grad);
+      store(weights, signed_weight < 0 ? Vector<A>{} : signed_weight * rescale);
     }
   }
 

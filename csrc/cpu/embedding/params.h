@@ -1,7 +1,7 @@
 // Embedding on the CPU (embedding.cpp, embedding_backward.cpp, positional_table.cpp): what its kernels take.
 #pragma once
 
-#include "element.h"
+#include "../element.h"
 
 namespace transformer_fast {
 

@@ -1,8 +1,8 @@
 // The mask of one block of queries: which keys it can need at all, and what to do to a tile of its scores.
 #pragma once
 
-#include "attention.h"
-#include "simd/operands.h"
+#include "../simd/operands.h"
+#include "tile.h"
 
 namespace transformer_fast {
 namespace {
@@ -45,7 +45,7 @@ class BlockMask {
 
   // Prepares the tile of keys [first_key, first_key + keys) and of what will be its scores, (keys, lanes); returns how
   // many keys are left when those blocked for every query are cut off the end.
-  int64_t load(int64_t first_key, int64_t keys, A* scores) {
+  int64_t prepare(int64_t first_key, int64_t keys, A* scores) {
     first_key_ = first_key;
     const auto& [keep, key_keep, bias] = std::tie(params_.keep, params_.key_keep, params_.bias);
     has_pairs_ = (keep.data && keep.row_stride() != 0) || (bias && bias.row_stride() != 0);
@@ -56,7 +56,7 @@ class BlockMask {
     return keys;
   }
 
-  // The scores of a tile that load() prepared: scaled products plus bias, -inf where blocked, whatever the product is.
+  // The scores of a tile that prepare() left: scaled products plus bias, -inf where blocked, whatever the product is.
   template <typename E>
   void find_scores(int64_t keys, Matrix<E> key_rows, Rows<E> queries, A* scores) const {
     if (has_pairs_)
@@ -66,7 +66,7 @@ class BlockMask {
     apply_keys_and_bounds(keys, scores);
   }
 
-  // Whether load() left addends in the place of the scores, for each pair of key and query; else it left that alone.
+  // Whether prepare() left addends in the place of the scores, for each pair of key and query; else it left that alone.
   bool has_pairs() const { return has_pairs_; }
 
   // What the mask and the bias hold for a key alone, and where the keys of each query begin and end.
@@ -83,12 +83,12 @@ class BlockMask {
         const Vector<A> addend = broadcast(has_keys_ ? key_addend_[row] : A(0));
         const auto blocked = (addend == kBlocked<A>) | (ends <= static_cast<IntegerLane<A>>(first_key_ + row));
         A* score = scores + row * lanes_ + lane;
-        narrow(score, blocked ? broadcast(kBlocked<A>) : widen(score) + addend);
+        store(score, blocked ? broadcast(kBlocked<A>) : load(score) + addend);
       }
       for (int64_t row = 0; row < begun; ++row) {
         A* score = scores + row * lanes_ + lane;
         const auto blocked = begins > static_cast<IntegerLane<A>>(first_key_ + row);
-        narrow(score, blocked ? broadcast(kBlocked<A>) : widen(score));
+        store(score, blocked ? broadcast(kBlocked<A>) : load(score));
       }
     }
   }
@@ -126,7 +126,7 @@ class BlockMask {
           const bool* p = kept + i * keep.row_stride() + j * keep.column_stride();
           return load_kept(p, keep.column_stride(), count) ? row : broadcast(kBlocked<A>);
         },
-        [&](int64_t j, int64_t i, Vector<A> row) { narrow(scores + j * lanes_ + i, row); });
+        [&](int64_t j, int64_t i, Vector<A> row) { store(scores + j * lanes_ + i, row); });
   }
 
   // The same for a bias in bfloat16, in half the transpositions.
@@ -140,8 +140,8 @@ class BlockMask {
         [&](int64_t pair, int64_t i, Vector<A> bits) {
           const auto words = reinterpret_cast<IntegerVector<A>>(bits);
           A* row = scores + 2 * pair * lanes_ + i;
-          narrow(row, reinterpret_cast<Vector<A>>(words << 16));
-          if (2 * pair + 1 < keys) narrow(row + lanes_, reinterpret_cast<Vector<A>>(words & ~0xffff));
+          store(row, reinterpret_cast<Vector<A>>(words << 16));
+          if (2 * pair + 1 < keys) store(row + lanes_, reinterpret_cast<Vector<A>>(words & ~0xffff));
         });
   }
 

@@ -2,7 +2,7 @@
 // are few heads (T. Dao et al., "Flash-Decoding for long-context inference", 2023), and a reduction of the parts.
 #pragma once
 
-#include "attention_rows.h"
+#include "few_queries.h"
 
 namespace transformer_fast {
 namespace {
@@ -69,7 +69,7 @@ class RowsForward {
         const A before = std::exp(*joined.row_max - maximum), added = std::exp(*part.row_max - maximum);
         *joined.row_sum = *joined.row_sum * before + *part.row_sum * added;
         for (int64_t d = 0; d < width_; d += kW)
-          narrow(joined.sum + d, fma(widen(joined.sum + d), before, widen(part.sum + d) * added));
+          store(joined.sum + d, fma(load(joined.sum + d), before, load(part.sum + d) * added));
         *joined.row_max = maximum;
       }
       finish(row, joined);
@@ -80,21 +80,21 @@ class RowsForward {
   void add_keys(int64_t row, const T* k, const T* v, int64_t first, int64_t keys, RowPart<A> part, const T* after) {
     rows_.find_scores(row, queries_ + row * width_, k, first, keys, weights_, row == 0 ? v : nullptr);
     Vector<A> maxima = broadcast(*part.row_max);
-    for (int64_t j = 0; j < keys; j += kW) maxima = widen(weights_ + j) > maxima ? widen(weights_ + j) : maxima;
+    for (int64_t j = 0; j < keys; j += kW) maxima = load(weights_ + j) > maxima ? load(weights_ + j) : maxima;
     A maximum = *part.row_max;
     for (int64_t lane = 0; lane < kW; ++lane) maximum = std::max(maximum, static_cast<A>(maxima[lane]));
     // A NaN score passes no comparison; the sum below carries it.
     const A origin = maximum == kBlocked<A> ? A(0) : maximum;
     Vector<A> totals{};
     for (int64_t j = 0; j < keys; j += kW) {
-      const Vector<A> weight = exponential(widen(weights_ + j) - origin);
+      const Vector<A> weight = exponential(load(weights_ + j) - origin);
       totals += weight;
-      narrow(weights_ + j, weight);
+      store(weights_ + j, weight);
     }
     if (maximum != *part.row_max && *part.row_max != kBlocked<A>) {
       const A shrink = std::exp(*part.row_max - maximum);
       *part.row_sum *= shrink;
-      for (int64_t d = 0; d < width_; d += kW) narrow(part.sum + d, widen(part.sum + d) * shrink);
+      for (int64_t d = 0; d < width_; d += kW) store(part.sum + d, load(part.sum + d) * shrink);
     }
     *part.row_max = maximum;
     *part.row_sum += lane_sum<A>(totals);
@@ -121,7 +121,7 @@ class RowsForward {
     const A factor = *part.row_sum == 0 ? A(0) : rescale / *part.row_sum;
     T* out = call_.out.at(b_, h, i);
     for (int64_t d = 0; d < params_.D; d += kW)
-      store_result(out + d, widen(part.sum + d) * factor, std::min(kW, params_.D - d));
+      store_result(out + d, load(part.sum + d) * factor, std::min(kW, params_.D - d));
   }
 
   // No key is allowed: all weigh the same, and a NaN or Inf value, blocked like all others, counts as 0.

@@ -1,7 +1,7 @@
 // What a search wants to know of logits (rows, vocabulary): the best tokens, and the logarithm of the normaliser.
 #include "generation.h"
 
-#include "simd/exp.h"
+#include "../simd/exp.h"
 
 #include <ATen/Parallel.h>
 

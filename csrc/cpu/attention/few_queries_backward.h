@@ -2,8 +2,8 @@
 // queries of its group.
 #pragma once
 
-#include "attention_gradients.h"
-#include "attention_rows.h"
+#include "few_queries.h"
+#include "gradients.h"
 
 namespace transformer_fast {
 namespace {
@@ -32,7 +32,7 @@ class RowsBackward {
   // Of a range of keys. The gradient of q goes to `partial_q` (rows, D) if they are not all keys.
   void run(Range range, A* partial_q) {
     Range needed;
-    for (int64_t row = 0; row < rows_.count(); ++row) needed = needed.hull(load(row));
+    for (int64_t row = 0; row < rows_.count(); ++row) needed = needed.hull(prepare(row));
     needed = needed.from_multiple(kRowKeys);
     const bool all_at_once = range.begin <= needed.begin && needed.end <= std::min(range.end, needed.begin + kRowKeys);
     if (!all_at_once)
@@ -77,15 +77,15 @@ class RowsBackward {
   A& number(int64_t row, Number which) { return numbers_[row * kNumbers + which]; }
 
   // Returns which keys the row needs: all of them where none is allowed and all weigh the same.
-  Range load(int64_t row) {
+  Range prepare(int64_t row) {
     const int64_t h = rows_.head(row), i = rows_.position(row), D = params_.D;
     const T* q = params_.q.at(b_, h, i);
     const T* grad_out = call_.grad_out.at(b_, h, i);
     copy_operands(q, D, q_operands_ + row * width_);
     copy_operands(grad_out, D, grad_operands_ + row * width_);
     for (int64_t d = 0; d < D; d += kW) {
-      narrow(q_ + row * width_ + d, load_some(q + d, std::min(kW, D - d)));
-      narrow(grad_out_ + row * width_ + d, load_some(grad_out + d, std::min(kW, D - d)));
+      store(q_ + row * width_ + d, load_some(q + d, std::min(kW, D - d)));
+      store(grad_out_ + row * width_ + d, load_some(grad_out + d, std::min(kW, D - d)));
     }
     std::fill(grad_q_ + row * width_, grad_q_ + (row + 1) * width_, A(0));
     number(row, kLogsumexp) = *call_.logsumexp.at(b_, h, i);
@@ -132,19 +132,19 @@ class RowsBackward {
     }
     Vector<A> products{};
     for (int64_t j = 0; j < keys; j += kW) {
-      const Vector<A> score = widen(weights_ + j);
+      const Vector<A> score = load(weights_ + j);
       const auto blocked = score == kBlocked<A>;  // also keeps a NaN or Inf value of the key out of its gradient
       const Vector<A> weight = blocked ? broadcast(uniform) : exponential((score - logsumexp) - rest);
-      const Vector<A> grad = blocked ? Vector<A>{} : widen(grads_ + j);
+      const Vector<A> grad = blocked ? Vector<A>{} : load(grads_ + j);
       products = fma(weight, grad, products);
-      narrow(weights_ + j, weight);
-      narrow(grads_ + j, grad);
+      store(weights_ + j, weight);
+      store(grads_ + j, grad);
     }
     // From the weights themselves where they are all here: then a row with one key has a gradient of exactly 0.
     const A delta = sum_delta ? lane_sum<A>(products) - number(row, kGradLogsumexp) : number(row, kDelta);
     for (int64_t j = 0; j < keys; j += kW) {
-      const Vector<A> weight = widen(weights_ + j), grad = weight * (widen(grads_ + j) - delta);
-      narrow(grads_ + j, (weight == 0) | (broadcast(uniform) > 0) ? Vector<A>{} : grad);
+      const Vector<A> weight = load(weights_ + j), grad = weight * (load(grads_ + j) - delta);
+      store(grads_ + j, (weight == 0) | (broadcast(uniform) > 0) ? Vector<A>{} : grad);
     }
     std::fill(weights_ + keys, weights_ + round_up(keys, kW), A(0));
     if (p.dropout.p > 0) drop(draws, DropoutRate(p.dropout.p), keys, rescale_, weights_);
@@ -155,7 +155,7 @@ class RowsBackward {
                            int64_t stride) const {
     for (int64_t j = 0; j < count; ++j)
       for (int64_t d = 0; d < params_.D; d += kW) {
-        const Vector<A> product = weights[j] == 0 ? Vector<A>{} : weights[j] * factor * widen(vector + d);
+        const Vector<A> product = weights[j] == 0 ? Vector<A>{} : weights[j] * factor * load(vector + d);
         store_result(target + j * stride + d, product, std::min(kW, params_.D - d));
       }
   }

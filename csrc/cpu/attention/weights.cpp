@@ -1,7 +1,7 @@
 // The weights of attention on request, by a softmax of their own. The logsumexp is not needed for them here, and beside a
 // bias of -1e9 on a whole row it would have lost its digits.
-#include "attention_mask.h"
-#include "attention_rows.h"
+#include "few_queries.h"
+#include "mask.h"
 
 namespace transformer_fast {
 namespace {
@@ -29,7 +29,7 @@ class WeightsBlock {
     for (int64_t lane = 0; lane < lanes_; lane += kW) softmax_lanes(lane);
     const int64_t Lk = params_.Lk;
     transpose_rows<A>(
-        Lk, queries_, [&](int64_t j, int64_t i, int64_t) { return widen(scores_ + j * lanes_ + i); },
+        Lk, queries_, [&](int64_t j, int64_t i, int64_t) { return load(scores_ + j * lanes_ + i); },
         [&](int64_t i, int64_t j, Vector<A> row) { store_result(weights + i * Lk + j, row, std::min(kW, Lk - j)); });
   }
 
@@ -47,7 +47,7 @@ class WeightsBlock {
     std::fill(scores_ + visible.end * lanes_, scores_ + p.Lk * lanes_, kBlocked<A>);
     for (int64_t first = visible.begin; first < visible.end; first += kKeyTile) {
       A* scores = scores_ + first * lanes_;
-      const int64_t loaded = std::min(kKeyTile, visible.end - first), keys = mask.load(first, loaded, scores);
+      const int64_t loaded = std::min(kKeyTile, visible.end - first), keys = mask.prepare(first, loaded, scores);
       std::fill(scores + keys * lanes_, scores + loaded * lanes_, kBlocked<A>);
       if (keys == 0) continue;
       const T* k = p.k.at(b_, h_ / (p.H / p.Hkv), first);
@@ -79,13 +79,13 @@ class WeightsBlock {
     const int64_t Lk = params_.Lk;
     Vector<A> maximum = broadcast(kBlocked<A>), total{};
     for (int64_t j = 0; j < Lk; ++j)
-      maximum = widen(scores + j * lanes_) > maximum ? widen(scores + j * lanes_) : maximum;
+      maximum = load(scores + j * lanes_) > maximum ? load(scores + j * lanes_) : maximum;
     const auto empty = maximum == kBlocked<A>;
     const Vector<A> origin = empty ? Vector<A>{} : maximum;
     for (int64_t j = 0; j < Lk; ++j) {
-      const Vector<A> weight = exponential(widen(scores + j * lanes_) - origin);
+      const Vector<A> weight = exponential(load(scores + j * lanes_) - origin);
       total += weight;
-      narrow(scores + j * lanes_, weight);
+      store(scores + j * lanes_, weight);
     }
     const A rescale = dropout_ ? static_cast<A>(dropout_->dropout.rate.scale) : A(1);
     const Vector<A> none = broadcast(params_.zero_empty_rows ? A(0) : rescale / static_cast<A>(Lk));
@@ -93,7 +93,7 @@ class WeightsBlock {
     const Vector<A> factor = rescale / (unseen ? broadcast(A(1)) : total);
     for_rows(dropout_, Lk, 0, first_query_ + lane, [&](int64_t j, auto, auto kept) {
       A* weight = scores + j * lanes_;
-      narrow(weight, where_kept<A>(kept, unseen ? none : widen(weight) * factor));
+      store(weight, where_kept<A>(kept, unseen ? none : load(weight) * factor));
     });
   }
 

@@ -1,11 +1,11 @@
 // Embedding on the CPU: gather * scale + positional encoding + dropout in one pass over each row. The weight's gradient
 // is in embedding_backward.cpp, the sinusoidal table in positional_table.cpp.
-#include "embedding.h"
+#include "params.h"
 
-#include "grain.h"
-#include "simd/philox_dropout.h"
-#include "simd/prefault.h"
-#include "simd/vec.h"
+#include "../grain.h"
+#include "../simd/philox_dropout.h"
+#include "../simd/prefault.h"
+#include "../simd/vec.h"
 
 #include <ATen/Parallel.h>
 

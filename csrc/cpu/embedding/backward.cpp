@@ -2,11 +2,11 @@
 //
 // Every row is summed by one thread, or in segments that the batch alone decides, so the result is the same bit for bit
 // on every run and for every number of threads.
-#include "embedding.h"
+#include "params.h"
 
-#include "grain.h"
-#include "simd/philox_dropout.h"
-#include "simd/vec.h"
+#include "../grain.h"
+#include "../simd/philox_dropout.h"
+#include "../simd/vec.h"
 
 #include <ATen/Parallel.h>
 
