@@ -26,17 +26,20 @@ class BlockMask {
             A* key_addend)
       : params_(params), b_(b), h_(h), first_query_(first_query), queries_(queries),
         lanes_(round_up(queries, kLanes<A>)), key_addend_(key_addend) {
-    const auto visible = [&](int64_t i) { return visible_keys(params, b, first_query + std::min(i, queries - 1)); };
-    // From query to query the beginnings rise.
-    visible_ = {visible(0).begin, 0}, visible_to_all_ = {visible(queries - 1).begin, params.Lk};
+    int64_t longest = 0, shortest = params.Lk;
     for (int64_t i = 0; i < queries; ++i) {
-      const int64_t end = visible(i).end;
+      const int64_t end = visible_keys(params, b, first_query + i).end;
       ends_[i] = end;
-      visible_.end = std::max(visible_.end, end), visible_to_all_.end = std::min(visible_to_all_.end, end);
+      longest = std::max(longest, end), shortest = std::min(shortest, end);
     }
-    for (int64_t i = queries; i < lanes_; ++i) ends_[i] = visible_.end;
-    for (int64_t i = 0; visible_to_all_.begin > 0 && i < lanes_; ++i) begins_[i] = visible(i).begin;
+    std::fill(ends_ + queries, ends_ + lanes_, longest);
+    // From query to query the beginnings rise.
+    const auto begin_of = [&](int64_t i) {
+      return visible_keys(params, b, first_query + std::min(i, queries - 1)).begin;
+    };
+    visible_ = {begin_of(0), longest}, visible_to_all_ = {begin_of(queries - 1), shortest};
     visible_ = visible_.empty() ? Range{} : visible_.from_multiple(kKeyStep);
+    for (int64_t i = 0; visible_to_all_.begin > 0 && i < lanes_; ++i) begins_[i] = begin_of(i);
   }
 
   // The keys that some query of the block may see by lengths and diagonals, from a multiple of kKeyStep on: where its tiles
