@@ -142,15 +142,16 @@ struct Encoding {
     alignas(64) T source_room[kChunkColumns];
     alignas(64) Table table_room[kChunkColumns];
     RandomBits random(dropout, d, end);
+    const bool in_place = !call.ids && call.source.row_stride == d && call.source.column_stride == 1;
     for_blocks(out, d, begin, end, kChunkColumns / d, pages, [&](int64_t first, int64_t last) {
-      gather(call.source, [this](int64_t r) { return source_row(r); }, first, last, d, source_room);
+      if (!in_place) gather(call.source, [this](int64_t r) { return source_row(r); }, first, last, d, source_room);
       if (table)
         for_sequences(call, first, last, [&](int64_t r, int64_t next, int64_t position) {
           gather(table, [](int64_t p) { return p; }, position, position + next - r, d, table_room + (r - first) * d);
         });
-      encode_columns<T, Table>(source_room, scale, table ? table_room : nullptr,
-                               drop ? random.side_by_side(first, last) : nullptr, dropout, out + first * d,
-                               (last - first) * d);
+      encode_columns<T, Table>(in_place ? call.source.data + first * d : source_room, scale,
+                               table ? table_room : nullptr, drop ? random.side_by_side(first, last) : nullptr, dropout,
+                               out + first * d, (last - first) * d);
     });
   }
 
