@@ -142,13 +142,19 @@ struct Encoding {
     alignas(64) T source_room[kChunkColumns];
     alignas(64) Table table_room[kChunkColumns];
     RandomBits random(dropout, d, end);
+    const bool in_place = !call.ids && call.source.row_stride == d && call.source.column_stride == 1;
+    const bool table_in_place = table.row_stride == d && table.column_stride == 1;
     for_blocks(out, d, begin, end, kChunkColumns / d, pages, [&](int64_t first, int64_t last) {
-      gather(call.source, [this](int64_t r) { return source_row(r); }, first, last, d, source_room);
+      if (!in_place) gather(call.source, [this](int64_t r) { return source_row(r); }, first, last, d, source_room);
+      const Table* encodings = table ? table_room : nullptr;
       if (table)
         for_sequences(call, first, last, [&](int64_t r, int64_t next, int64_t position) {
-          gather(table, [](int64_t p) { return p; }, position, position + next - r, d, table_room + (r - first) * d);
+          if (table_in_place && next - r == last - first)
+            encodings = table.data + position * d;
+          else
+            gather(table, [](int64_t p) { return p; }, position, position + next - r, d, table_room + (r - first) * d);
         });
-      encode_columns<T, Table>(source_room, scale, table ? table_room : nullptr,
+      encode_columns<T, Table>(in_place ? call.source.data + first * d : source_room, scale, encodings,
                                drop ? random.side_by_side(first, last) : nullptr, dropout, out + first * d,
                                (last - first) * d);
     });
