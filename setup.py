@@ -45,8 +45,8 @@ X86_SETS = {
 }
 OTHER_SETS: dict[str, tuple[list[str], set[str]]] = {"generic": ([], set())}
 # The longest to compile first, so that no compiler works alone at the end.
-SLOW = ("layer_norm/backward", "attention/forward", "attention/backward", "attention/grad_bias", "attention/weights",
-        "layer_norm/forward")  # fmt: skip
+SLOW = ("norm/backward", "attention/forward", "attention/backward", "attention/grad_bias", "attention/weights",
+        "norm/forward")  # fmt: skip
 
 
 def say(message: str) -> None:

@@ -59,7 +59,7 @@ def test_packed_is_the_reference(cross, dtype, causal, dropout_p):
     def oracle(wide):
         leaves = [t.to(wide).requires_grad_() for t in tensors[:3]]
         out, logsumexp = attention_packed(
-            *leaves, causal=causal, **dict(zip(names, (*arguments[:4], *arguments[6:9]), strict=True))
+            *leaves, causal=0 if causal else None, **dict(zip(names, (*arguments[:4], *arguments[6:9]), strict=True))
         )
         received = tensors[3].to(wide), grad_logsumexp.to(logsumexp.dtype)
         return out.detach(), logsumexp.detach(), *torch.autograd.grad((out, logsumexp), leaves, received)
@@ -151,7 +151,7 @@ def test_decode_is_the_reference(H, Hkv, Lq, page_size, causal, dtype):
         out, logsumexp = torch.ops.transformer_fast.attention_decode(
             q, k, v, lengths, table, *diagonals, D**-0.5, "native"
         )
-    same = {"lengths": lengths, "page_table": table, "causal": causal, "scale": D**-0.5}
+    same = {"lengths": lengths, "page_table": table, "causal": 0 if causal else None, "scale": D**-0.5}
     eager = attention_decode(q, k, v, **same)
     exact = attention_decode(q.double(), k.double(), v.double(), **same)
     ulps = 8.0 if dtype != torch.float64 else 8.0 * S**0.5

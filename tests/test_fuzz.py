@@ -47,5 +47,5 @@ def test_few_queries_with_large_scores(what, number):
     backend = "native" if fuzz.DEVICE.type == "cpu" else "triton"
     plain = {"parts": (), "causal": 0, "bias": "none", "dropout_p": 0.1, "empty_rows": "zero", "outputs": "out"}
     shape = {"kind": "padded", "B": 3, "Lq": 2, "Lk": 65, "dtype": "fp32"}
-    looks = {"layout": "one head for all", "dialect": "keep"}
+    looks = {"layout": "one head for all", "dialect": "keep", "window": (None, None, 0)}
     fuzz.check(fuzz.Config(number=number, **(plain | shape | looks | FEW_QUERIES[what])), backend)

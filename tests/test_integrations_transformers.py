@@ -186,6 +186,7 @@ def test_a_pattern_whose_meaning_changed_is_not_believed(monkeypatch: pytest.Mon
 
     assert lazy_mask.bounds_of(masking_utils.sliding_window_causal_mask_function(3), 0).window_offset == -2
     assert lazy_mask.bounds_of(lambda b, h, q, k: k <= q, 0) is None
+    assert lazy_mask.bounds_of(masking_utils.sliding_window_causal_mask_function(0), 0) is None
     monkeypatch.setattr(lazy_mask, "_sides_of", lambda pattern: (3, 0))
     assert lazy_mask.bounds_of(masking_utils.sliding_window_causal_mask_function(3), 0) is None
 

@@ -87,8 +87,8 @@ def test_make_test_consists_of_lint_the_suite_and_the_interpreter(run_tests: Mod
 
 
 REPORT = """
-tests/test_norm.py .......csrc/cpu/layer_norm/forward.cpp:17:58: runtime error: shift exponent 32 is too large for 32-bit type 'int'
-    #0 0x7f in norm csrc/cpu/layer_norm/forward.cpp:17
+tests/test_norm.py .......csrc/cpu/norm/forward.cpp:17:58: runtime error: shift exponent 32 is too large for 32-bit type 'int'
+    #0 0x7f in norm csrc/cpu/norm/forward.cpp:17
     #1 0x7f  (/lib/libffi.so.8+0x6f79)
 
 .... 12 passed in 3.00s

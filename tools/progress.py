@@ -71,7 +71,7 @@ def shortened(line: str) -> str:
 
 
 def named(path: str) -> str:
-    """csrc/cpu/layer_norm/forward.cpp, for a source; the name alone of a file that setup.py makes."""
+    """csrc/cpu/norm/forward.cpp, for a source; the name alone of a file that setup.py makes."""
     _, folder, rest = path.rpartition("csrc/")
     return folder + rest if folder else Path(path).name
 

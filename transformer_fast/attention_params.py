@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -52,3 +53,12 @@ class AttentionParams:
     seed: Tensor | int | None = None
     zero_empty_rows: bool = False
     packed: PackedBatch | None = None
+
+    def keywords(self) -> dict[str, Any]:
+        """What the schema of an op takes between its inputs and the backend, by name and in its order."""
+        names: tuple[str, ...] = ("keep", "key_keep", "lengths", "bias")
+        keys = {name: getattr(self, name) for name in names}
+        if self.packed is not None:
+            keys = {name: getattr(self.packed, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k")}
+        names = ("causal", "window", "scale", "dropout_p", "seed", "zero_empty_rows")
+        return keys | {name: getattr(self, name) for name in names}

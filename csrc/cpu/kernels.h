@@ -10,7 +10,7 @@
 #include "dropout.h"
 #include "embedding/params.h"
 #include "generation/generation.h"
-#include "layer_norm/params.h"
+#include "norm/params.h"
 
 #include <c10/util/ArrayRef.h>
 

@@ -86,12 +86,6 @@ auto dispatch(const char* name, const char* packed_name, const AttentionParams& 
   return call(op, p.keep, p.key_keep, p.lengths, p.bias);
 }
 
-AttentionResult compute(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v,
-                        bool training) {
-  if (!is_native(params.backend)) return launch_attention(q, k, v, params);
-  return attention_forward(q, k, v, params, training);
-}
-
 AttentionGradients compute_backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q,
                                     const Tensor& k, const Tensor& v, const AttentionResult& result,
                                     const OptionalTensor& grad_logsumexp, bool bias) {
@@ -102,7 +96,8 @@ AttentionGradients compute_backward(const AttentionParams& params, const Tensor&
 }
 
 TwoTensors forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
-  const AttentionResult result = compute(params, q, k, v, false);
+  const AttentionResult result = is_native(params.backend) ? attention_forward(q, k, v, params, /*training=*/false)
+                                                           : launch_attention(q, k, v, params);
   return {result.out, result.logsumexp};
 }
 
@@ -193,7 +188,8 @@ AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& par
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     if (direct)
-      result = compute(params, q, k, v, records);
+      result = is_native(params.backend) ? attention_forward(q, k, v, params, /*training=*/records)
+                                         : launch_attention(q, k, v, params);
     else
       std::tie(result.out, result.logsumexp) = dispatch<forward>("attention", "attention_packed", params, q, k, v);
   }

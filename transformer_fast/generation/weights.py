@@ -27,9 +27,9 @@ class StepLinear(nn.Module):
     """One linear layer for few rows at a time, or several of one input side by side.
 
     In fp32 on a CPU it multiplies with a copy of the weights in the order in which they are read, made when it is first
-    needed: for up to `NATIVE_ROWS` that of `csrc/cpu/generation/step_linear.cpp`, for up to `BLOCKED_ROWS` the blocked layout of
-    oneDNN. PyTorch's own product rearranges the weight in every call, which for few rows costs more than the product.
-    It computes everything else.
+    needed: for up to `NATIVE_ROWS` that of `csrc/cpu/generation/step_linear.cpp`, for up to `BLOCKED_ROWS` the blocked
+    layout of oneDNN. PyTorch's own product rearranges the weight in every call, which for few rows costs more than the
+    product. It computes everything else.
 
     Args:
         linears: plain linear layers of one input, all with a bias or none.

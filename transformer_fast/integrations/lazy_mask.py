@@ -55,7 +55,10 @@ def bounds_of(pattern: Any, offset: int) -> AttentionMask | None:
     sides = _sides_of(pattern)
     if sides is None or not _is_window(pattern, *sides):
         return None
-    return AttentionMask.window(*sides, offset)
+    left, right = sides  # configs that use no window may have one of 0 keys, in which nothing is seen
+    if left is not None and right is not None and left + right < 0:
+        return None
+    return AttentionMask.window(left, right, offset)
 
 
 def _sides_of(pattern: Any) -> tuple[int | None, int | None] | None:

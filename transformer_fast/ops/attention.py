@@ -4,6 +4,7 @@ csrc/ops/attention.cpp."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
@@ -146,11 +147,16 @@ def attention(
     given = (mask.keep_mask, mask.key_keep_mask, lengths, bias, offset, mask.window_offset, scale)
     if extension is not None:
         out = extension.attention(by_triton, q, k, v, *given, dropout_p, seed, empty_rows)
+    dropout = (dropout_p, seed) if return_weights == "dropped" else (0.0, None)  # of the weights that are returned
     if out is not None:
         if not return_weights:
             return out
-        drawn = (float(dropout_p), seed) if return_weights == "dropped" else (0.0, None)
-        return out, _native_weights(q, k, given, *drawn, empty_rows == "zero")
+        # The extension checked the call. It makes the weights from q and k alone.
+        q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
+        of_weights = _params(q, k, mask, offset, scale, *dropout, empty_rows)
+        return out, torch.ops.transformer_fast.attention_weights.default(
+            q, k, None, **of_weights.keywords(), backend="native"
+        )
     if isinstance(seed, int):
         seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
@@ -160,51 +166,63 @@ def attention(
     if return_weights not in (False, True, "dropped"):
         raise ValueError(f'attention: return_weights must be False, True or "dropped", got {return_weights!r}')
     backend = backends.resolve("attention", q.device, q.dtype)
-    B, H, Lq, D = q.shape
-    Lk, Dv = v.shape[2:]
+    (B, H, Lq, D), (Lk, Dv) = q.shape, v.shape[2:]
     check_mask(mask, q, (B, H, Lq, Lk))
-    scale = 1.0 / math.sqrt(D) if scale is None else float(scale)
-    key_keep = mask.key_keep_mask
-    if key_keep is not None and key_keep.shape[-1] != Lk:
-        key_keep = key_keep.expand(-1, -1, -1, Lk)
-    lengths = mask.key_lengths
-    if lengths is not None:
-        lengths = normal_lengths(lengths, B, Lq, Lk)
-    parts = (mask.keep_mask, key_keep, lengths, bias, offset, mask.window_offset, scale, float(dropout_p), seed)
-
     check_backend(backend, q, v)
+    params = _params(q, k, mask, offset, scale, dropout_p, seed, empty_rows)
     if backend == "reference":
-        out, weights, logsumexp = reference.attention.attention(q, k, v, **_named(parts), empty_rows=empty_rows)
+        out, weights, logsumexp = _reference(q, k, v, params)
         if return_weights == "dropped":
-            weights = _dropped(weights, *parts[-2:])
+            weights = _dropped(weights, params)
     else:
         if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
             q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         if Dv != D:  # zero columns change neither the scores nor the other columns of the output
             q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-        ops, tail = torch.ops.transformer_fast, (empty_rows == "zero", backend)
-        out, logsumexp = ops.attention.default(q, k, v, *parts, *tail)
+        ops = torch.ops.transformer_fast
+        out, logsumexp = ops.attention.default(q, k, v, **params.keywords(), backend=backend)
         out = out if Dv == out.shape[-1] else out[..., :Dv]
         if return_weights:
-            dropout = parts[-2:] if return_weights == "dropped" else (0.0, None)
-            weights = ops.attention_weights.default(q, k, logsumexp.detach(), *parts[:-2], *dropout, *tail)
+            of_weights = replace(params, dropout_p=float(dropout[0]), seed=dropout[1])
+            weights = ops.attention_weights.default(q, k, logsumexp.detach(), **of_weights.keywords(), backend=backend)
     if only_out:
         return out
     return (out, *([weights] if return_weights else []), *([logsumexp] if return_logsumexp else []))
 
 
-def _native_weights(q, k, parts, dropout_p, seed, zero_empty_rows):
-    """The weights beside an output that the extension computed, and so checked; it makes them from q and k alone."""
-    keep, key_keep, lengths, bias, causal, window, scale = parts
-    Lk = k.shape[2]
+def _params(
+    q: Tensor,
+    k: Tensor,
+    mask: AttentionMask,
+    causal: int | None,
+    scale: float | None,
+    dropout_p: float,
+    seed: Tensor | int | None,
+    empty_rows: str,
+) -> AttentionParams:
+    """The arguments of the op for a checked call."""
+    (B, _, Lq, D), Lk = q.shape, k.shape[2]
+    key_keep, lengths = mask.key_keep_mask, mask.key_lengths
     if key_keep is not None and key_keep.shape[-1] != Lk:
         key_keep = key_keep.expand(-1, -1, -1, Lk)
-    if lengths is not None:
-        lengths = normal_lengths(lengths, q.shape[0], q.shape[2], Lk)
-    q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    parts = (keep, key_keep, lengths, bias, causal, window, scale, dropout_p, seed)
-    return torch.ops.transformer_fast.attention_weights.default(q, k, None, *parts, zero_empty_rows, "native")
+    return AttentionParams(
+        keep=mask.keep_mask,
+        key_keep=key_keep,
+        lengths=None if lengths is None else normal_lengths(lengths, B, Lq, Lk),
+        bias=mask.additive_bias,
+        causal=causal,
+        window=mask.window_offset,
+        scale=1.0 / math.sqrt(D) if scale is None else float(scale),
+        dropout_p=float(dropout_p),
+        seed=seed,
+        zero_empty_rows=empty_rows == "zero",
+    )
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor]:
+    given = params.keywords()
+    empty_rows = "zero" if given.pop("zero_empty_rows") else "uniform"
+    return reference.attention.attention(q, k, v, **given, empty_rows=empty_rows)
 
 
 def check_backend(backend: str, q: Tensor, v: Tensor) -> None:
@@ -216,11 +234,11 @@ def check_backend(backend: str, q: Tensor, v: Tensor) -> None:
         )
 
 
-def _dropped(weights: Tensor, dropout_p: float, seed: Any) -> Tensor:
-    if dropout_p == 0.0 or seed is None:
+def _dropped(weights: Tensor, params: AttentionParams) -> Tensor:
+    if params.dropout_p == 0.0 or not isinstance(params.seed, Tensor):
         return weights
-    kept = reference.dropout.attention_keep(seed, dropout_p, *weights.shape)
-    return (weights * reference.dropout.rescale(dropout_p)).masked_fill(~kept, 0.0)
+    kept = reference.dropout.attention_keep(params.seed, params.dropout_p, *weights.shape)
+    return (weights * reference.dropout.rescale(params.dropout_p)).masked_fill(~kept, 0.0)
 
 
 def weights_gradients(
@@ -228,17 +246,10 @@ def weights_gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of q, k and the bias from one of the weights, by the reference; ``needed`` says of which."""
     given: dict[str, Any] = {"q": q, "k": k, "bias": params.bias}
-    mask = {name: getattr(params, name) for name in ("keep", "key_keep", "lengths", "causal", "window", "scale")}
-    empty_rows = "zero" if params.zero_empty_rows else "uniform"
     with torch.enable_grad():
         leaves = {name: given[name].detach().requires_grad_() for name, need in zip(given, needed, strict=True) if need}
         q, k, bias = (given | leaves).values()
-        weights = reference.attention.attention(q, k, k, **mask, bias=bias, empty_rows=empty_rows)[1]
-        weights = _dropped(weights, params.dropout_p, params.seed)
+        weights = _reference(q, k, k, replace(params, bias=bias, dropout_p=0.0, seed=None))[1]
+        weights = _dropped(weights, params)
     found = dict(zip(leaves, torch.autograd.grad(weights, list(leaves.values()), grad_weights), strict=True))
     return tuple(found.get(name) for name in given)
-
-
-def _named(parts: Any) -> dict[str, Any]:
-    names = ("keep", "key_keep", "lengths", "bias", "causal", "window", "scale", "dropout_p", "seed")
-    return dict(zip(names, parts, strict=True))

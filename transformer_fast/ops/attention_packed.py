@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Literal, Never, TypedDict, Unpack, overload
+from typing import Literal, Never, TypedDict, Unpack, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import backends, reference
+from ..attention_params import AttentionParams, PackedBatch
 from ..masks import AttentionMask
 from . import _eager, _seed
 from ._attention_checks import bounds_of, check_options, check_tensors, shape_error
@@ -123,18 +124,25 @@ def attention_packed(
         )
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
     backend = backends.resolve("attention", q.device, q.dtype)
-    parts = (cu_seqlens_q, cu_seqlens_k, max_q, max_k, *bounds, scale, float(dropout_p), seed, empty_rows == "zero")
-
+    params = AttentionParams(
+        causal=bounds[0],
+        window=bounds[1],
+        scale=scale,
+        dropout_p=float(dropout_p),
+        seed=seed,
+        zero_empty_rows=empty_rows == "zero",
+        packed=PackedBatch(cu_seqlens_q, cu_seqlens_k, max_q, max_k),
+    )
     check_backend(backend, q, v)
     if backend == "reference":
-        out, logsumexp = reference.attention.attention_packed(q, k, v, **_named(parts))
+        out, logsumexp = reference.attention.attention_packed(q, k, v, **params.keywords())
         return (out, logsumexp) if return_logsumexp else out
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     D, Dv = q.shape[-1], v.shape[-1]
     if Dv != D:  # zero columns change neither the scores nor the other columns of the output
         q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-    out, logsumexp = torch.ops.transformer_fast.attention_packed.default(q, k, v, *parts, backend)
+    out, logsumexp = torch.ops.transformer_fast.attention_packed.default(q, k, v, **params.keywords(), backend=backend)
     out = out if Dv == out.shape[-1] else out[..., :Dv]
     return (out, logsumexp) if return_logsumexp else out
 
@@ -178,11 +186,3 @@ def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int
     if longest is not None and longest < found:
         raise ValueError(f"attention_packed: max_{name} is {longest}, but a sequence of {name} has {found} tokens")
     return found
-
-
-def _named(parts: Any) -> dict[str, Any]:
-    names = (
-        "cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "causal", "window", "scale", "dropout_p", "seed",
-        "zero_empty_rows",
-    )  # fmt: skip
-    return dict(zip(names, parts, strict=True))

@@ -11,8 +11,7 @@ constexpr int64_t kQueryTile = 64;
 constexpr int64_t kKeyTile = 128;
 constexpr int64_t kKeyStep = 32;  // tiles of keys start at multiples of it: the keys of four Philox calls
 constexpr int64_t kNoDiagonal = int64_t{1} << 48;  // lies outside of every mask
-constexpr int64_t kMaxSavedScores = int64_t{1}
-                                    << 26;  // weights or gradients of scores in memory; past that, found again
+constexpr int64_t kMaxSavedScores = 1 << 26;       // weights or gradients of scores in memory; past that, found again
 constexpr int64_t kFewQueries = 2;  // up to here a call goes row by row (few_queries.h) and makes no tile of scores
 
 // A 4-D tensor (batch, head, row, column); a size of 1 has stride 0.
