@@ -2,6 +2,7 @@
 #include "../cpu/kernels.h"
 #include "../embedding.h"
 #include "embedding.h"
+#include "tensors.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/ops/add_cpu_dispatch.h>
@@ -126,10 +127,25 @@ Tensor add_positional(const Tensor& x, const OptionalTensor& table, c10::SymInt 
                       double p, const OptionalTensor& seed) {
   const int64_t offset = first.expect_int();
   const Rows rows = check_add_positional(x, table, offset, offsets, p, seed);
-  if (x.is_contiguous() && table && table->is_contiguous() && !offsets && p == 0 && x.element_size() >= 4)
-    return at::cpu::add(x, table->narrow(0, offset, rows.length));
+  const bool repeated = x.is_contiguous() && table && table->is_contiguous() && !offsets && p == 0;
+  if (repeated && x.element_size() >= 4) return at::cpu::add(x, table->narrow(0, offset, rows.length));
   const Tensor out = at::cpu::empty(x.sizes(), x.options());
   if (rows.empty()) return out;
+  if (repeated) {  // nothing tells one row of a sequence from the next: a whole sequence is a row, the table its bias
+    const int64_t d = rows.length * rows.d;
+    AT_DISPATCH_REDUCED_FLOATING_TYPES(x.scalar_type(), "add_positional", [&] {
+      const ParameterTensor<scalar_t> bias(table->narrow(0, offset, rows.length).view({d}));
+      kernels().of<scalar_t>().dropout_forward({x.const_data_ptr<scalar_t>(),
+                                                nullptr,
+                                                bias.parameter(),
+                                                out.mutable_data_ptr<scalar_t>(),
+                                                x.numel() / d,
+                                                d,
+                                                false,
+                                                {}});
+    });
+    return out;
+  }
   encode(out, rows, x.reshape({rows.count, rows.d}), Tensor(), 1.0, table, offset, offsets, p, seed);
   return out;
 }

@@ -31,8 +31,11 @@ def fast_path(op: str, q: Any) -> tuple[Any | None, bool]:
     """The extension, whose functions take a whole call of `op`, or None; and whether Triton kernels compute the op."""
     if torch.compiler.is_compiling() or not isinstance(q, Tensor):
         return None, False
-    by_triton = _runs_on_triton(backends.current(), op, q.device, q.dtype)
-    return (extension.module() if by_triton else native()), by_triton
+    asked = backends.current()
+    by_triton = _runs_on_triton(asked, op, q.device, q.dtype)
+    if not by_triton and asked not in ("auto", "native"):
+        return None, False
+    return extension.module(), by_triton
 
 
 @functools.cache

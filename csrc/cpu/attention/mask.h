@@ -26,20 +26,23 @@ class BlockMask {
             A* key_addend)
       : params_(params), b_(b), h_(h), first_query_(first_query), queries_(queries),
         lanes_(round_up(queries, kLanes<A>)), key_addend_(key_addend) {
-    int64_t longest = 0, shortest = params.Lk;
-    for (int64_t i = 0; i < queries; ++i) {
-      const int64_t end = visible_keys(params, b, first_query + i).end;
-      ends_[i] = end;
-      longest = std::max(longest, end), shortest = std::min(shortest, end);
+    // Lanes past the last query repeat it. From query to query the beginnings rise; and with one length for all queries
+    // the ends do, by one.
+    const auto visible_to = [&](int64_t i) { return visible_keys(params, b, first_query + std::min(i, queries - 1)); };
+    const Range first = visible_to(0), last = visible_to(queries - 1);
+    int64_t shortest = first.end, longest = last.end;
+    if (params.lengths.stride[2] == 0 && (shortest > 0 || longest == 0)) {
+      for (int64_t i = 0; i < lanes_; ++i) ends_[i] = std::min(shortest + i, longest);
+    } else {
+      for (int64_t i = 0; i < lanes_; ++i) {
+        const int64_t end = visible_to(i).end;
+        ends_[i] = end;
+        longest = std::max(longest, end), shortest = std::min(shortest, end);
+      }
     }
-    std::fill(ends_ + queries, ends_ + lanes_, longest);
-    // From query to query the beginnings rise.
-    const auto begin_of = [&](int64_t i) {
-      return visible_keys(params, b, first_query + std::min(i, queries - 1)).begin;
-    };
-    visible_ = {begin_of(0), longest}, visible_to_all_ = {begin_of(queries - 1), shortest};
+    visible_ = {first.begin, longest}, visible_to_all_ = {last.begin, shortest};
     visible_ = visible_.empty() ? Range{} : visible_.from_multiple(kKeyStep);
-    for (int64_t i = 0; visible_to_all_.begin > 0 && i < lanes_; ++i) begins_[i] = begin_of(i);
+    for (int64_t i = 0; visible_to_all_.begin > 0 && i < lanes_; ++i) begins_[i] = visible_to(i).begin;
   }
 
   // The keys that some query of the block may see by lengths and diagonals, from a multiple of kKeyStep on: where its tiles
