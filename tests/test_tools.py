@@ -87,7 +87,7 @@ def test_make_test_consists_of_lint_the_suite_and_the_interpreter(run_tests: Mod
 
 
 REPORT = """
-tests/test_norm.py .......csrc/cpu/norm/forward.cpp:17:58: runtime error: shift exponent 32 is too large for 32-bit type 'int'
+tests/test_norm.py .......csrc/cpu/norm/forward.cpp:17:58: runtime error: shift exponent 32 is too large for type int
     #0 0x7f in norm csrc/cpu/norm/forward.cpp:17
     #1 0x7f  (/lib/libffi.so.8+0x6f79)
 
