@@ -107,7 +107,7 @@ def outcome(op, leaves):
 
 
 @pytest.fixture
-def only_short():
+def fast_calls():
     """Counts the calls that took the fast path; one that did not fails."""
     taken = []
 
@@ -121,21 +121,21 @@ def only_short():
 
             return call
 
-    with mock.patch.object(_eager, "native", Watch):
+    with mock.patch.multiple(_eager, native=Watch, fast_path=lambda op, q: (Watch(), False)):
         yield taken
 
 
-def long_way():
-    return mock.patch.object(_eager, "native", lambda: None)
+def by_dispatcher():
+    return mock.patch.multiple(_eager, native=lambda: None, fast_path=lambda op, q: (None, False))
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", calls())
-def test_it_is_taken_and_agrees_bit_for_bit(name, dtype, only_short):
+def test_it_is_taken_and_agrees_bit_for_bit(name, dtype, fast_calls):
     op, leaves = calls(dtype)[name]
     short = outcome(op, leaves)
-    assert len(only_short) == 1
-    with long_way():
+    assert len(fast_calls) == 1
+    with by_dispatcher():
         long = outcome(op, leaves)
     for ours, other in zip(short, long, strict=True):
         assert ours.dtype == other.dtype and ours.stride() == other.stride()
@@ -144,16 +144,16 @@ def test_it_is_taken_and_agrees_bit_for_bit(name, dtype, only_short):
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", decode_calls())
-def test_decoding_is_taken_and_agrees_bit_for_bit(name, dtype, only_short):
+def test_decoding_is_taken_and_agrees_bit_for_bit(name, dtype, fast_calls):
     call = decode_calls(dtype)[name]
     short = call()
-    assert only_short == ["attention_decode"]
-    with long_way():
+    assert fast_calls == ["attention_decode"]
+    with by_dispatcher():
         assert torch.equal(short, call())
 
 
 @pytest.mark.parametrize("name", calls())
-def test_without_gradients(name, only_short):
+def test_without_gradients(name, fast_calls):
     op, leaves = calls()[name]
     for context in (torch.no_grad(), torch.inference_mode()):
         with context, fixed_seed(5):
@@ -166,7 +166,7 @@ def test_without_gradients(name, only_short):
 
 
 @pytest.mark.parametrize("name", [name for name in calls() if "add_positional" not in name])  # linear: it can be
-def test_a_recorded_backward_is_computed_and_cannot_be_differentiated(name, only_short):
+def test_a_recorded_backward_is_computed_and_cannot_be_differentiated(name, fast_calls):
     op, leaves = calls()[name]
     with fixed_seed(5):
         results = op(*leaves)
@@ -185,28 +185,28 @@ def op_again(op, leaves):
 
 
 @pytest.mark.parametrize("frozen", range(4))
-def test_gradients_only_where_they_are_needed(frozen, only_short):
+def test_gradients_only_where_they_are_needed(frozen, fast_calls):
     op, leaves = calls()["residual dropout norm"]
     leaves[frozen].requires_grad_(False)
     needed = [t for t in leaves if t.requires_grad]
     with fixed_seed(5):
         grads = torch.autograd.grad(op(*leaves)[0].sum(), needed)
-    with long_way(), fixed_seed(5):
+    with by_dispatcher(), fixed_seed(5):
         for ours, other in zip(grads, torch.autograd.grad(op(*leaves)[0].sum(), needed), strict=True):
             assert torch.equal(ours, other)
 
 
 @pytest.mark.parametrize("used", [0, 1])
-def test_one_of_two_results_is_used(used, only_short):
+def test_one_of_two_results_is_used(used, fast_calls):
     op, leaves = calls()["residual dropout norm"]
     with fixed_seed(5):
         grads = torch.autograd.grad(op(*leaves)[used].sum(), leaves, allow_unused=True, materialize_grads=True)
-    with long_way(), fixed_seed(5):
+    with by_dispatcher(), fixed_seed(5):
         others = torch.autograd.grad(op(*leaves)[used].sum(), leaves, allow_unused=True, materialize_grads=True)
     assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
 
 
-def test_changing_what_was_saved_is_noticed(only_short):
+def test_changing_what_was_saved_is_noticed(fast_calls):
     q, k, v = calls()["attention"][1]
     keep = torch.ones(2, 1, 6, 7, dtype=torch.bool)
     out = tfast.attention(q, k, v, keep)
@@ -215,7 +215,7 @@ def test_changing_what_was_saved_is_noticed(only_short):
         out.sum().backward()
 
 
-def test_saved_tensor_hooks_see_what_is_saved(only_short):
+def test_saved_tensor_hooks_see_what_is_saved(fast_calls):
     x = leaf(3, 8)
     packed = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
@@ -223,7 +223,7 @@ def test_saved_tensor_hooks_see_what_is_saved(only_short):
     assert any(t.data_ptr() == x.data_ptr() for t in packed)
 
 
-def test_a_graph_is_used_once_and_freed_with_its_results(only_short):
+def test_a_graph_is_used_once_and_freed_with_its_results(fast_calls):
     """What is saved is let go by a backward that does not keep it, and by dropping the results; an output that is saved
     does not keep itself."""
     x, residual, weight, bias = leaves = calls()["residual dropout norm"][1]
@@ -247,7 +247,7 @@ def test_a_graph_is_used_once_and_freed_with_its_results(only_short):
     assert held() == before
 
 
-def test_a_long_chain_is_freed_without_recursion(only_short):
+def test_a_long_chain_is_freed_without_recursion(fast_calls):
     x = leaf(1, 2)
     for _ in range(100_000):
         x = tfast.layer_norm(x, None, None)
