@@ -56,9 +56,8 @@ class AttentionParams:
 
     def keywords(self) -> dict[str, Any]:
         """What the schema of an op takes between its inputs and the backend, by name and in its order."""
-        names: tuple[str, ...] = ("keep", "key_keep", "lengths", "bias")
-        keys = {name: getattr(self, name) for name in names}
-        if self.packed is not None:
-            keys = {name: getattr(self.packed, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k")}
-        names = ("causal", "window", "scale", "dropout_p", "seed", "zero_empty_rows")
-        return keys | {name: getattr(self, name) for name in names}
+        options = ("causal", "window", "scale", "dropout_p", "seed", "zero_empty_rows")
+        if self.packed is None:
+            return {name: getattr(self, name) for name in ("keep", "key_keep", "lengths", "bias", *options)}
+        keys = {name: getattr(self.packed, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k")}
+        return keys | {name: getattr(self, name) for name in options}

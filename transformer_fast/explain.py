@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import backends
 from .attention_params import AttentionParams
-from .masks import AttentionMask, as_attention_mask
+from .masks import AttentionMask, and_causal, as_attention_mask
 from .ops._attention_checks import normal_lengths
 from .ops.attention import check_backend
 from .tile_share import work_share
@@ -59,7 +59,7 @@ def _describe_tiles(
     q: Tensor, k: Tensor, mask: AttentionMask, causal: bool | int, dropout_p: float, backend: str
 ) -> str:
     """How many of the forward's tiles hold work; reads the mask, which on a GPU waits for it."""
-    offset = _causal_offset(mask, causal)
+    offset = and_causal(mask.causal_offset, causal)
     keep, key_keep, lengths = mask.keep_mask, mask.key_keep_mask, mask.key_lengths
     (B, _, Lq, _), Lk = q.shape, k.shape[2]
     tile = NATIVE_TILE
@@ -85,14 +85,6 @@ def _describe_tiles(
     )
 
 
-def _causal_offset(mask: AttentionMask, causal: bool | int) -> int | None:
-    """The look-ahead of the mask and that of the argument in one."""
-    offsets = [] if causal is False else [int(causal) if causal is not True else 0]
-    if mask.causal_offset is not None:
-        offsets.append(mask.causal_offset)
-    return min(offsets, default=None)
-
-
 def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
     parts = [
         f"{name} {tuple(t.shape)}"
@@ -104,7 +96,7 @@ def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
         )
         if t is not None
     ]
-    offset = _causal_offset(mask, causal)
+    offset = and_causal(mask.causal_offset, causal)
     if offset is not None:
         parts.append(f"causal with offset {offset}")
     if mask.window_offset is not None:

@@ -86,14 +86,12 @@ def _sides_of(pattern: Any) -> tuple[int | None, int | None] | None:
 
 def _is_window(pattern: Any, left: int | None, right: int | None) -> bool:
     """Whether the pattern computes this window, seen around its edges: a name may change its meaning."""
-    edges = {-side for side in (left,) if side is not None} | {side for side in (right,) if side is not None} | {0}
-    distances = sorted({edge + step for edge in edges for step in (-1, 0, 1)})
-    keys = torch.tensor(distances)
-    query = keys.new_full((1,), 2 - distances[0])
-    seen = pattern(0, 0, query, query + keys).expand(len(distances))
-    return torch.equal(seen, _within(keys, left, right))
-
-
-def _within(distances: Tensor, left: int | None, right: int | None) -> Tensor:
-    lowest, highest = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
-    return (distances >= (lowest if left is None else -left)) & (distances <= (highest if right is None else right))
+    edges = (-(left or 0), 0, right or 0)
+    distances = torch.tensor(sorted({edge + step for edge in edges for step in (-1, 0, 1)}))
+    expected = torch.ones_like(distances, dtype=torch.bool)
+    if left is not None:
+        expected &= distances >= -left
+    if right is not None:
+        expected &= distances <= right
+    query = 2 - distances[:1]
+    return torch.equal(pattern(0, 0, query, query + distances).expand(len(distances)), expected)

@@ -74,7 +74,7 @@ def bounds_of(op: str, mask: AttentionMask | None, causal: bool) -> tuple[int | 
     if not isinstance(causal, bool):
         raise TypeError(f"{op}: causal must be True or False, got {causal!r}")
     if mask is None:
-        return (0 if causal else None), None
+        return and_causal(None, causal), None
     if not isinstance(mask, AttentionMask):
         raise TypeError(f"{op}: mask must be an AttentionMask, got {type(mask).__name__}")
     if mask.tensors():

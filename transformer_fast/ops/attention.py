@@ -147,10 +147,10 @@ def attention(
     given = (mask.keep_mask, mask.key_keep_mask, lengths, bias, offset, mask.window_offset, scale)
     if extension is not None:
         out = extension.attention(by_triton, q, k, v, *given, dropout_p, seed, empty_rows)
+    if out is not None and not return_weights:
+        return out
     dropout = (dropout_p, seed) if return_weights == "dropped" else (0.0, None)  # of the weights that are returned
     if out is not None:
-        if not return_weights:
-            return out
         # The extension checked the call. It makes the weights from q and k alone.
         q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
         of_weights = _params(q, k, mask, offset, scale, *dropout, empty_rows)
