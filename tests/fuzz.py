@@ -23,6 +23,7 @@ import warnings
 import torch
 from helpers import assert_as_exact_as_eager, errors, fixed_seed, poisoned_memory
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from tqdm import tqdm
 
 import transformer_fast as tfast
@@ -41,8 +42,9 @@ ORDERS = 8
 MOST_BEYOND = 1.5
 # Calls beyond what one order of eager allows: (configuration, result, how many times as much).
 SECOND_LOOKS: list[tuple[Config, str, float]] = []
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Every so many configurations a call runs twice. In the interpreter, which has one thread, few are enough.
-RUN_AGAIN = 8 if os.environ.get("TRITON_INTERPRET") == "1" else 1
+RUN_AGAIN = 8 if INTERPRETED else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,14 +302,16 @@ def hold(c: Config, ours, oracle, qkv: list[Tensor], bias: Tensor | None, *, row
 
     The error of eager is that of one order of its sums, and of few numbers it may be small by luck. So a call that
     fails, by MOST_BEYOND at most, is held to the largest error, element by element, of eager in ORDERS orders of the
-    sums over D. It is listed at the end of a run.
+    sums over D. It is listed at the end of a run. The interpreter's products are numpy's, so there eager is the worse,
+    element by element, of one with torch's products and one with numpy's.
     """
     learned = bias is not None and c.bias == "learned"
     names = ("grad_q", "grad_k", "grad_v", "grad_bias")[: 3 + learned]
     generator = c.generator
     weights: list[Tensor] = []
 
-    def outcome(call, dtype: torch.dtype | None, seed: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def outcome(call, dtype: torch.dtype | None, seed: Tensor) -> list[Tensor]:
+        """The outputs, then the gradients."""
         leaves = [(t if dtype is None else t.to(dtype)).detach().requires_grad_() for t in qkv]
         added = None if bias is None else (bias if dtype is None else bias.to(dtype)).detach().requires_grad_(learned)
         outputs = list(call(*leaves, added, seed))
@@ -317,7 +321,7 @@ def hold(c: Config, ours, oracle, qkv: list[Tensor], bias: Tensor | None, *, row
         ends = [0, 1] if c.outputs == "logsumexp" else [0]
         loss = sum((torch.where(outputs[i].isfinite(), outputs[i], 0.0) * weights[i]).sum() for i in ends)
         grads = torch.autograd.grad(loss, [*leaves, *([added] if learned else [])])
-        return [t.detach() for t in outputs], list(grads)
+        return [*[t.detach() for t in outputs], *grads]
 
     with fixed_seed(DROPOUT_SEED) as seed:
         seed = seed.to(DEVICE)
@@ -325,50 +329,68 @@ def hold(c: Config, ours, oracle, qkv: list[Tensor], bias: Tensor | None, *, row
             actual = outcome(ours, None, seed)
             again = outcome(ours, None, seed) if c.number % RUN_AGAIN == 0 else actual
     eager, exact = outcome(oracle, None, seed), outcome(oracle, torch.float64, seed)
+    if INTERPRETED:
+        with NumpyProducts():
+            eager = worse(eager, outcome(oracle, None, seed), exact)
 
     @functools.cache
     def in_other_orders() -> list[Tensor]:
-        worst = [*eager[0], *eager[1]]
+        worst = eager
         for _ in range(ORDERS - 1):
             order = torch.randperm(qkv[0].shape[-1], generator=generator)
 
             def reordered(q: Tensor, k: Tensor, *rest: object, order: Tensor = order) -> tuple[Tensor, ...]:
                 return oracle(q[..., order], k[..., order], *rest)
 
-            found = outcome(reordered, None, seed)
-            for i, (a, x) in enumerate(zip((*found[0], *found[1]), (*exact[0], *exact[1]), strict=True)):
-                worst[i] = torch.where((a - x).abs() > (worst[i] - x).abs(), a, worst[i])
+            worst = worse(worst, outcome(reordered, None, seed), exact)
         return worst
 
-    def gate(number: int, actual: Tensor, exact: Tensor, *, what: str, ulps: float = 4.0) -> None:
-        alone = [*eager[0], *eager[1]][number]
-        error, allowed, _ = errors(actual, alone, exact, ulps)
-        if allowed < error <= MOST_BEYOND * allowed and torch.equal(actual.isfinite(), exact.isfinite()):
+    def gate(number: int, *, what: str, ulps: float = 4.0) -> None:
+        a, alone, x = actual[number], eager[number], exact[number]
+        error, allowed, _ = errors(a, alone, x, ulps)
+        if allowed < error <= MOST_BEYOND * allowed and torch.equal(a.isfinite(), x.isfinite()):
             SECOND_LOOKS.append((c, what, error / allowed))
             alone = in_other_orders()[number]
-        assert_as_exact_as_eager(actual, alone, exact, what=what, ulps=ulps)
+        assert_as_exact_as_eager(a, alone, x, what=what, ulps=ulps)
 
-    for first, second in zip((*actual[0], *actual[1]), (*again[0], *again[1]), strict=True):
+    for first, second in zip(actual, again, strict=True):
         assert torch.equal(first.nan_to_num(3.0), second.nan_to_num(3.0)), "two runs differ"
-    for i, (a, x) in enumerate(zip(actual[0], exact[0], strict=True)):
-        if c.outputs == "logsumexp" and i == 1:
-            assert torch.equal(a == -torch.inf, x == -torch.inf), "logsumexp: other rows are empty"
-        gate(i, a, x, what=("out", c.outputs)[i])
+    outputs = len(actual) - len(names)
+    for number, what in enumerate(("out", c.outputs)[:outputs]):
+        if what == "logsumexp":
+            assert torch.equal(actual[number] == -torch.inf, exact[number] == -torch.inf), f"{what}: other empty rows"
+        gate(number, what=what)
     # The gradient of a score is a difference, and one side of it went through the output, rounded to the type. Where
     # the two are nearly equal (a row with one visible key) its ulps are theirs; eager rounds nothing there.
-    subtracted = (exact[0][0] * weights[0]).nan_to_num(0.0).abs().sum(-1)
+    subtracted = (exact[0] * weights[0]).nan_to_num(0.0).abs().sum(-1)
     subtracted = float(subtracted.max()) if subtracted.numel() else 0.0
     if c.outputs == "logsumexp":
         subtracted += float(weights[1].abs().max())
     largest_q, largest_k = (float(t.abs().max()) if t.numel() else 0.0 for t in qkv[:2])
     sides = {"grad_q": abs(scale) * largest_k, "grad_k": abs(scale) * largest_q, "grad_v": 0.0, "grad_bias": 1.0}
-    for number, (name, a, x) in enumerate(zip(names, actual[1], exact[1], strict=True), len(actual[0])):
+    for number, name in enumerate(names, outputs):
+        a, x = actual[number], exact[number]
         assert a.dtype == DTYPES[c.dtype] and a.shape == x.shape, name
         if a.numel() == 0:
             continue
         terms = {"grad_q": 1, "grad_bias": c.B * c.H * c.Lq * c.Lk / a.numel()}.get(name, rows)
         cancelling = subtracted * sides[name] / max(float(x.abs().max()), 1e-30)
-        gate(number, a, x, what=name, ulps=4.0 * terms**0.5 * max(1.0, cancelling))
+        gate(number, what=name, ulps=4.0 * terms**0.5 * max(1.0, cancelling))
+
+
+def worse(some: list[Tensor], others: list[Tensor], exact: list[Tensor]) -> list[Tensor]:
+    """Element by element what is further from exact."""
+    return [torch.where((b - x).abs() > (a - x).abs(), b, a) for a, b, x in zip(some, others, exact, strict=True)]
+
+
+class NumpyProducts(TorchDispatchMode):
+    """Matrix products of fp32 as numpy sums them."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default) and args[0].dtype == torch.float32:
+            first, second = (t.detach().numpy() for t in args)
+            return torch.from_numpy(first @ second)
+        return function(*args, **(kwargs or {}))
 
 
 CHECKS = {"padded": check_padded, "packed": check_packed, "decode": check_decode}
@@ -400,7 +422,7 @@ def main() -> None:
         from transformer_fast.triton import configs
 
         configs.ATTENTION.update(small_tiles())
-    interpreted = "TRITON_INTERPRET=1 " if os.environ.get("TRITON_INTERPRET") == "1" else ""
+    interpreted = "TRITON_INTERPRET=1 " if INTERPRETED else ""
     failed, started = 0, time.monotonic()
     numbers = tqdm(range(arguments.first, arguments.first + arguments.count), unit="call", mininterval=10.0)
     for number in numbers:

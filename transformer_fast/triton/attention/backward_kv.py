@@ -36,6 +36,9 @@ def grad_kv_kernel(
 ):  # fmt: skip
     BIASED: tl.constexpr = bias is not None
     BASE_E: tl.constexpr = sums is not None
+    # Addresses and Philox keys are computed again in each step: cheaper than the registers to hold them. But a wide
+    # tile of a packed batch would then need more of them than there are.
+    RECOMPUTE: tl.constexpr = cu_seqlens_k is None or BLOCK_D < 64
     batch, kv_head, tile = program_of(heads // group, keys, batch_order, BLOCK_KEYS)
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
     first_key, keys = sequence(cu_seqlens_k, batch, keys)
@@ -110,7 +113,7 @@ def grad_kv_kernel(
             head_tile_list = tile_list + tile_row.to(tl.int64) * query_tiles
         steps = query_steps(tile_counts, tile_row, start_key, bounds, BLOCK_QUERIES, BLOCK_KEYS)
 
-        for step in tl.range(0, steps.end, disable_licm=True):
+        for step in tl.range(0, steps.end, disable_licm=RECOMPUTE):
             start = tile_at(head_tile_list, step, steps, query_tiles) * BLOCK_QUERIES
             row = start + tl.arange(0, BLOCK_QUERIES)
             # Rows past the last query weigh nothing: exp(0 - inf). So do those without keys, whose scores are -inf.
