@@ -33,8 +33,14 @@ class AttentionParams:
         key_keep: bool (B|1, H|1, 1, Lk), a second mask on keys alone.
         lengths: int32 (B,) or (B, Lq): keys at or past it are blocked; 0 <= length <= Lk.
         bias: any float, broadcastable to (B, H, Lq, Lk), added to the scaled scores; -inf blocks.
+        distance_bias: fp32 or fp64 (B|1, H|1, Lq + Lk - 1), last stride 1, added to the scaled scores: for query i and
+            key j entry Lq - 1 + j - i; -inf blocks. Of a packed batch (1, H|1, max_q + max_k - 1), entry
+            max_q - 1 + j - i.
+        query_ids, key_ids: int32 (B|1, Lq) and (B|1, Lk), last stride 1: query i sees the keys j of its own id. Of a
+            packed batch (Tq,) and (Tk,). Both or neither.
         causal: query i sees keys j <= i + causal; None for no such bound.
         window: query i sees keys j >= i + window; None for no such bound.
+        softcap: scaled scores s become softcap * tanh(s / softcap) before anything is added; None for no cap.
         scale: multiplies q k^T.
         dropout_p, seed: dropout on the weights; seed int64 (1,) on q's device, the number itself, or None.
         zero_empty_rows: a row without keys is 0 rather than the mean of v.
@@ -46,8 +52,12 @@ class AttentionParams:
     key_keep: Tensor | None = None
     lengths: Tensor | None = None
     bias: Tensor | None = None
+    distance_bias: Tensor | None = None
+    query_ids: Tensor | None = None
+    key_ids: Tensor | None = None
     causal: int | None = None
     window: int | None = None
+    softcap: float | None = None
     scale: float = 1.0
     dropout_p: float = 0.0
     seed: Tensor | int | None = None
@@ -56,7 +66,8 @@ class AttentionParams:
 
     def keywords(self) -> dict[str, Any]:
         """What the schema of an op takes between its inputs and the backend, by name and in its order."""
-        options = ("causal", "window", "scale", "dropout_p", "seed", "zero_empty_rows")
+        options = ("distance_bias", "query_ids", "key_ids", "causal", "window", "softcap", "scale", "dropout_p", "seed")
+        options = (*options, "zero_empty_rows")
         if self.packed is None:
             return {name: getattr(self, name) for name in ("keep", "key_keep", "lengths", "bias", *options)}
         keys = {name: getattr(self.packed, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k")}

@@ -1,21 +1,24 @@
 """``AttentionMask``: every mask dialect becomes one small normal form.
 
-A mask says which keys a query may attend to. It is kept as up to six parts, and a key is allowed only when every
-part allows it:
+A mask says which keys a query may attend to, and what is added to their scores. It is kept in parts, and a key is
+allowed only when every part allows it:
 
-=========== ======================= ==========================================================
-part        shape                   key ``j`` is allowed for query ``i`` of head ``h``, batch ``b``
-=========== ======================= ==========================================================
-``keep``    (B|1, H|1, Lq|1, Lk|1)  where ``keep[b, h, i, j]`` is True
-``key_keep`` (B|1, H|1, 1, Lk)      where ``key_keep[b, h, 0, j]`` is True (padding)
-``lengths`` (B,) or (B, Lq)         where ``j < lengths[b]`` or ``j < lengths[b, i]``
-``causal``  an offset               where ``j <= i + causal``
-``window``  an offset               where ``j >= i + window``
-``bias``    (B|1, H|1, Lq|1, Lk|1)  where ``bias[b, h, i, j]``, added to the score, is not -inf
-=========== ======================= ==========================================================
+============= ====================== ===========================================================================
+part          shape                  key ``j`` is allowed for query ``i`` of head ``h``, batch ``b``
+============= ====================== ===========================================================================
+``keep``      (B|1, H|1, Lq|1, Lk|1) where ``keep[b, h, i, j]`` is True
+``key_keep``  (B|1, H|1, 1, Lk)      where ``key_keep[b, h, 0, j]`` is True (padding)
+``lengths``   (B,) or (B, Lq)        where ``j < lengths[b]`` or ``j < lengths[b, i]``
+``causal``    an offset              where ``j <= i + causal``
+``window``    an offset              where ``j >= i + window``
+``documents`` (B|1, Lq), (B|1, Lk)   where ``query_ids[b, i] == key_ids[b, j]``
+``bias``      (B|1, H|1, Lq|1, Lk|1) where ``bias[b, h, i, j]``, added to the score, is not -inf
+``alibi``     (H,) or (B, H)         everywhere; ``-slopes[b, h] * |i + offset - j|`` is added to the score
+``relative``  (buckets, H)           everywhere; ``weight[bucket(j - i - offset), h]`` is added to the score
+============= ====================== ===========================================================================
 
-Masks combine with ``&``. Padding, a dense mask, a look-ahead and a window stay apart, so combining them never builds
-a (Lq, Lk) tensor that the caller did not give.
+Masks combine with ``&``. The parts stay apart, so combining them never builds a (Lq, Lk) tensor that the caller did not
+give.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-_Part = TypeVar("_Part", Tensor, int)
+from .distance import Alibi, DistanceBias, Relative, distance_table
+
+_Part = TypeVar("_Part", Tensor, int, tuple[Tensor, Tensor])
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -41,6 +46,8 @@ class AttentionMask:
     causal_offset: int | None = None
     additive_bias: Tensor | None = None
     window_offset: int | None = None
+    document_ids: tuple[Tensor, Tensor] | None = None
+    distance_biases: tuple[DistanceBias, ...] = ()
 
     @classmethod
     def keep(cls, mask: Tensor) -> AttentionMask:
@@ -100,6 +107,72 @@ class AttentionMask:
         return cls(causal_offset=last, window_offset=first)
 
     @classmethod
+    def documents(cls, query_ids: Tensor, key_ids: Tensor | None = None) -> AttentionMask:
+        """Documents packed side by side: query ``i`` sees key ``j`` where ``query_ids[b, i] == key_ids[b, j]``.
+
+        Tiles of keys that share no document with a tile of queries are not read, and no tensor of size Lq x Lk is made.
+        The ids of one document may lie anywhere, but only where they lie together is work saved.
+
+        Args:
+            query_ids: integer (B, Lq), or (1, Lq) for all.
+            key_ids: integer (B, Lk), or (1, Lk); those of the queries by default.
+
+        Raises:
+            TypeError: for ids that are no integer tensors.
+            ValueError: for other shapes.
+        """
+        ids = (query_ids, query_ids if key_ids is None else key_ids)
+        for name, t in zip(("query_ids", "key_ids"), ids, strict=True):
+            if not isinstance(t, Tensor) or t.dtype not in _INTEGERS:
+                what = t.dtype if isinstance(t, Tensor) else type(t).__name__
+                raise TypeError(f"documents: {name} must be an integer tensor (B, L), got {what}")
+            if t.dim() != 2:
+                raise ValueError(f"documents: {name} must be (B, L), got shape {tuple(t.shape)}")
+        return cls(document_ids=ids)
+
+    @classmethod
+    def alibi(cls, slopes: Tensor, offset: int = 0) -> AttentionMask:
+        """ALiBi: ``-slope * |i + offset - j|`` is added to the score of query ``i`` and key ``j``.
+
+        Args:
+            slopes: float (H,), or (B, H); a gradient reaches them.
+            offset: position of the first query among the keys: a cache of n keys decodes with offset n.
+
+        Raises:
+            TypeError: for slopes that are no float tensor, or an offset that is no int.
+            ValueError: for another shape.
+        """
+        _check_float("alibi: slopes", slopes, "(H,) or (B, H)", (1, 2))
+        return cls(distance_biases=(Alibi(slopes, checked_offset("alibi offset", offset)),))
+
+    @classmethod
+    def relative(
+        cls, weight: Tensor, max_distance: int = 128, bidirectional: bool = True, offset: int = 0
+    ) -> AttentionMask:
+        """T5's relative positions: the weight of the bucket of ``j - (i + offset)`` is added to the score.
+
+        Args:
+            weight: float (buckets, H); a gradient reaches it, summed in a fixed order.
+            max_distance: from here on all distances share the last bucket.
+            bidirectional: half of the buckets are for keys after the query, as in an encoder; else (a decoder) keys
+                after the query count as at distance 0.
+            offset: position of the first query among the keys.
+
+        Raises:
+            TypeError: for a weight that is no float tensor, or numbers that are no ints.
+            ValueError: for another shape, or fewer buckets than the distances near the query need.
+        """
+        _check_float("relative: weight", weight, "(buckets, H)", (2,))
+        checked_offset("relative max_distance", max_distance)
+        exact = weight.shape[0] // (4 if bidirectional else 2)
+        if exact < 1 or max_distance <= exact:
+            raise ValueError(
+                f"relative: weight {tuple(weight.shape)} has {weight.shape[0]} buckets, of which {exact} are for one "
+                f"distance each; expected at least 1, and a max_distance above it, got {max_distance}"
+            )
+        return cls(distance_biases=(Relative(weight, max_distance, bidirectional, checked_offset("offset", offset)),))
+
+    @classmethod
     def bias(cls, bias: Tensor) -> AttentionMask:
         """A float tensor added to the scaled scores, broadcastable to (B, H, Lq, Lk); -inf blocks. It may be learned.
 
@@ -127,6 +200,8 @@ class AttentionMask:
             _combine(self.causal_offset, other.causal_offset, min),
             _combine(self.additive_bias, other.additive_bias, torch.add),
             _combine(self.window_offset, other.window_offset, max),
+            _combine(self.document_ids, other.document_ids, _both_documents),
+            self.distance_biases + other.distance_biases,
         )
 
     def __rand__(self, other: object) -> AttentionMask:
@@ -134,20 +209,36 @@ class AttentionMask:
         raise _not_a_mask(other)
 
     def tensors(self) -> dict[str, Tensor]:
-        """The parts that are tensors, by name."""
+        """The parts that are tensors, by name, and the tensors that others hold."""
         parts = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return {name: part for name, part in parts if isinstance(part, Tensor)}
+        tensors = {name: part for name, part in parts if isinstance(part, Tensor)}
+        if self.document_ids is not None:
+            tensors |= dict(zip(("query_ids", "key_ids"), self.document_ids, strict=True))
+        return tensors | {
+            f"{type(bias).__name__.lower()} {n}": bias.tensor for n, bias in enumerate(self.distance_biases)
+        }
 
     def to(self, device: torch.device | str) -> AttentionMask:
         """The same mask with its tensors on ``device``."""
-        moved: dict[str, Any] = {name: part.to(device) for name, part in self.tensors().items()}
+        fields = {field.name for field in dataclasses.fields(self)}
+        moved: dict[str, Any] = {name: part.to(device) for name, part in self.tensors().items() if name in fields}
+        if self.document_ids is not None:
+            moved["document_ids"] = tuple(ids.to(device) for ids in self.document_ids)
+        moved["distance_biases"] = tuple(bias.with_tensor(bias.tensor.to(device)) for bias in self.distance_biases)
         return dataclasses.replace(self, **moved)
 
     def dense(self, Lq: int, Lk: int, device: torch.device | str | None = None) -> Tensor:
         """The whole mask as one bool keep tensor broadcastable to (B, H, Lq, Lk): for oracles and pictures."""
         parts = (self.keep_mask, self.key_keep_mask, self.key_lengths, self.causal_offset, self.window_offset)
         allowed = dense_keep(*parts, Lq, Lk, next((t.device for t in self.tensors().values()), device))
+        if self.document_ids is not None:
+            allowed = allowed & same_document(*self.document_ids)
         return allowed if self.additive_bias is None else allowed & (self.additive_bias != float("-inf"))
+
+    def table(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """What ALiBi and relative positions add, by distance: (B|1, H, Lq + Lk - 1), entry ``Lq - 1 + j - i`` for query
+        i and key j."""
+        return distance_table(self.distance_biases, Lq, Lk, Lq - 1, dtype)
 
 
 _NO_MASK = AttentionMask()
@@ -195,6 +286,17 @@ def dense_keep(
     return allowed
 
 
+def same_document(query_ids: Tensor, key_ids: Tensor) -> Tensor:
+    """Bool (B|1, 1, Lq, Lk) of ids (B|1, Lq) and (B|1, Lk): True where they are equal."""
+    return query_ids[:, None, :, None] == key_ids[:, None, None, :]
+
+
+def ranked(*ids: Tensor) -> tuple[Tensor, ...]:
+    """The same ids as int32 numbers that are equal where those are."""
+    order = torch.cat([t.reshape(-1) for t in ids]).sort().values
+    return tuple(torch.searchsorted(order, t.contiguous()).to(torch.int32) for t in ids)
+
+
 def checked_offset(name: str, offset: int) -> int:
     """The offset; a TypeError that names it if it is no int."""
     if isinstance(offset, bool) or not isinstance(offset, int):
@@ -218,6 +320,21 @@ def _not_a_mask(other: object) -> TypeError:
         f"AttentionMask & tensor: a {other.dtype} tensor {tuple(other.shape)} can be read in several ways. Combine "
         f"the mask with {'; '.join(readings)}."
     )
+
+
+def _both_documents(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids that are equal where both are."""
+    first, second = ranked(*a), ranked(*b)
+    most = sum(t.numel() for t in second) + 1
+    return ranked(*(x.long() * most + y for x, y in zip(first, second, strict=True)))[:2]
+
+
+def _check_float(name: str, t: Tensor, shape: str, dims: tuple[int, ...]) -> None:
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        what = t.dtype if isinstance(t, Tensor) else type(t).__name__
+        raise TypeError(f"{name} must be a float tensor {shape}, got {what}")
+    if t.dim() not in dims:
+        raise ValueError(f"{name} must be {shape}, got shape {tuple(t.shape)}")
 
 
 def _boolean(mask: Tensor, dialect: str) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..masks import dense_keep
+from ..masks import dense_keep, same_document
 from .dropout import attention_keep, rescale
 
 
@@ -22,12 +22,17 @@ def attention(
     key_keep: Tensor | None = None,
     lengths: Tensor | None = None,
     bias: Tensor | None = None,
+    distance_bias: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
     causal: int | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     scale: float,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     empty_rows: str = "uniform",
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention over the keys that every part of the mask allows.
 
@@ -36,10 +41,15 @@ def attention(
         k, v: (B, Hkv, Lk, D) with ``H % Hkv == 0``: query head h reads key head ``h // (H / Hkv)``.
         keep, key_keep, lengths, causal, window: the mask in normal form (see :mod:`transformer_fast.masks`).
         bias: added to the scaled scores, broadcastable to (B, H, Lq, Lk); ``-inf`` blocks.
+        distance_bias: (B|1, H|1, Lq + Lk - 1), of which entry ``Lq - 1 + j - i`` is added likewise.
+        query_ids, key_ids: (B|1, Lq) and (B|1, Lk): query i sees the keys of its own id.
+        softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before anything is added.
         scale: multiplies ``q k^T``.
         dropout_p, seed: dropout on the weights by :func:`~transformer_fast.reference.dropout.attention_keep`.
         empty_rows: a query with no allowed key gets weight ``1 / Lk`` on every key ("uniform", what filling with
             -1e9 computes) or no weight at all ("zero"). No gradient reaches q and k from it either way.
+        sinks: (H,), the score of one more key for every query of a head, whose value is 0 and whose weight is not
+            returned. A query with no allowed key then has weight on nothing else.
 
     Returns:
         out (B, H, Lq, D) in q's dtype; weights before dropout (B, H, Lq, Lk) in q's dtype; logsumexp (B, H, Lq) of
@@ -50,10 +60,18 @@ def attention(
     B, H, Lq, _ = q.shape
     Lk = k.shape[2]
     allowed = dense_keep(keep, key_keep, lengths, causal, window, Lq, Lk, q.device)
+    if query_ids is not None and key_ids is not None:
+        allowed = allowed & same_document(query_ids, key_ids)
+    if distance_bias is not None:
+        i, j = torch.arange(Lq, device=q.device), torch.arange(Lk, device=q.device)
+        added = distance_bias[..., Lq - 1 + j - i.unsqueeze(-1)]
+        bias = added if bias is None else bias + added
     if bias is not None:
         allowed = allowed & (bias != float("-inf"))
     kept = attention_keep(seed, dropout_p, B, H, Lq, Lk) if dropout_p > 0.0 else None
-    return _attend(q, k, v, allowed.expand(B, H, Lq, Lk), bias, scale, kept, rescale(dropout_p), empty_rows == "zero")
+    allowed = allowed.expand(B, H, Lq, Lk)
+    zero_empty_rows = empty_rows == "zero"
+    return _attend(q, k, v, allowed, bias, softcap, scale, kept, rescale(dropout_p), zero_empty_rows, sinks)
 
 
 def attention_packed(
@@ -65,12 +83,17 @@ def attention_packed(
     cu_seqlens_k: Tensor,
     max_q: int,
     max_k: int,
+    distance_bias: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
     causal: int | None = None,
     window: int | None = None,
+    softcap: float | None = None,
     scale: float,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
     zero_empty_rows: bool = False,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of every sequence of a packed batch to its own keys, one sequence after the other.
 
@@ -80,6 +103,9 @@ def attention_packed(
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and to Tk.
         max_q, max_k: at least the lengths of the longest sequences.
         causal, window: as for :func:`attention`, counted inside each sequence.
+        distance_bias: (1, H|1, max_q + max_k - 1), of which entry ``max_q - 1 + j - i`` is added.
+        query_ids, key_ids: (Tq,) and (Tk,).
+        softcap, sinks: as for :func:`attention`.
         scale, dropout_p, seed: as for :func:`attention`; b is the sequence, i and j count inside it, so that a packed
             batch has the dropout mask of the padded one.
         zero_empty_rows: a query with no allowed key is 0, instead of the mean of its own sequence's values.
@@ -93,12 +119,22 @@ def attention_packed(
     kept = attention_keep(seed, dropout_p, B, H, max_q, max_k) if dropout_p > 0.0 else None
     outs, logsumexps = [], []
     for b in range(B):
-        qs = q[starts_q[b] : starts_q[b + 1]].transpose(0, 1).unsqueeze(0)
-        ks, vs = (t[starts_k[b] : starts_k[b + 1]].transpose(0, 1).unsqueeze(0) for t in (k, v))
+        of_q, of_k = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
+        qs = q[of_q].transpose(0, 1).unsqueeze(0)
+        ks, vs = (t[of_k].transpose(0, 1).unsqueeze(0) for t in (k, v))
         Lq, Lk = qs.shape[2], ks.shape[2]
-        allowed = dense_keep(None, None, None, causal, window, Lq, Lk, q.device).expand(1, H, Lq, Lk)
+        allowed = dense_keep(None, None, None, causal, window, Lq, Lk, q.device)
+        if query_ids is not None and key_ids is not None:
+            allowed = allowed & same_document(query_ids[None, of_q], key_ids[None, of_k])
+        bias = None
+        if distance_bias is not None:
+            i, j = torch.arange(Lq, device=q.device), torch.arange(Lk, device=q.device)
+            bias = distance_bias[..., max_q - 1 + j - i.unsqueeze(-1)]
+            allowed = allowed & (bias != float("-inf"))
+        allowed = allowed.expand(1, H, Lq, Lk)
         own = kept if kept is None else kept[b : b + 1, :, :Lq, :Lk]
-        out, _, logsumexp = _attend(qs, ks, vs, allowed, None, scale, own, rescale(dropout_p), zero_empty_rows)
+        options = (bias, softcap, scale, own, rescale(dropout_p), zero_empty_rows, sinks)
+        out, _, logsumexp = _attend(qs, ks, vs, allowed, *options)
         outs.append(out[0].transpose(0, 1))
         logsumexps.append(logsumexp[0])
     return torch.cat(outs), torch.cat(logsumexps, 1)
@@ -111,9 +147,14 @@ def attention_decode(
     *,
     lengths: Tensor,
     page_table: Tensor | None = None,
+    distance_bias: Tensor | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
     causal: int | None = 0,
     window: int | None = None,
+    softcap: float | None = None,
     scale: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest queries of every sequence to its cache of keys, the new ones included.
 
@@ -123,7 +164,10 @@ def attention_decode(
         lengths: int (B,), keys in the cache; what is stored past them is never read.
         page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Entries past the last key may hold anything.
+        distance_bias: (B|1, H|1, Lq + S - 1), of which entry ``S - 1 + j - (i + lengths[b] - Lq)`` is added.
+        query_ids, key_ids: (B, Lq) and (B, S): query i sees the keys of its own id.
         causal, window: query i sees keys ``i + lengths[b] - Lq + window <= j <= i + lengths[b] - Lq + causal``.
+        softcap, sinks: as for :func:`attention`.
         scale: multiplies ``q k^T``.
 
     Returns:
@@ -142,7 +186,15 @@ def attention_decode(
         keep = keep & (j <= i + causal)
     if window is not None:
         keep = keep & (j >= i + window)
-    out, _, logsumexp = attention(q, k_cache, v_cache, keep=keep, scale=scale, empty_rows="zero")
+    if query_ids is not None and key_ids is not None:
+        keep = keep & same_document(query_ids, key_ids)
+    bias = None
+    if distance_bias is not None:
+        B, H = q.shape[:2]
+        index = (S - 1 + j - i).clamp(0, Lq + S - 2).expand(B, H, Lq, S)  # what is clamped is not seen, or not read
+        bias = distance_bias.expand(B, H, -1).gather(2, index.flatten(2)).view(B, H, Lq, S)
+    options = {"scale": scale, "softcap": softcap, "empty_rows": "zero", "sinks": sinks}
+    out, _, logsumexp = attention(q, k_cache, v_cache, keep=keep, bias=bias, **options)
     return out, logsumexp
 
 
@@ -152,19 +204,28 @@ def _attend(
     v: Tensor,
     allowed: Tensor,
     bias: Tensor | None,
+    softcap: float | None,
     scale: float,
     kept: Tensor | None,
     factor: float,
     zero_empty_rows: bool,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """:func:`attention` with its mask (``allowed``) and its dropout (``kept``, times ``factor``) as (B, H, Lq, Lk)."""
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     empty = ~allowed.any(-1, keepdim=True)
 
     scores = _scores(q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
         scores = scores + bias
     scores = scores.masked_fill(~allowed, float("-inf"))
+    if sinks is not None:
+        sink = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+        logsumexp = torch.logsumexp(torch.cat([scores, sink], -1), -1)
+        weights = torch.softmax(torch.cat([scores, sink], -1), -1)[..., :-1].to(q.dtype)
+        return _weighted_sum(_dropped(weights, kept, factor), v, allowed), weights, logsumexp
     logsumexp = torch.logsumexp(scores, -1)
 
     # A row of equal scores has uniform weights, and the fill cuts it off from q and k.
@@ -172,11 +233,11 @@ def _attend(
     if zero_empty_rows:
         weights = weights.masked_fill(empty, 0.0)
     weights = weights.to(q.dtype)
+    return _weighted_sum(_dropped(weights, kept, factor), v, allowed), weights, logsumexp
 
-    dropped = weights
-    if kept is not None:
-        dropped = (weights * factor).masked_fill(~kept, 0.0)
-    return _weighted_sum(dropped, v, allowed), weights, logsumexp
+
+def _dropped(weights: Tensor, kept: Tensor | None, factor: float) -> Tensor:
+    return weights if kept is None else (weights * factor).masked_fill(~kept, 0.0)
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
