@@ -15,7 +15,7 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import run_call
-from .mask import Bounds, Mask, any_visible, key_limits, masked_scores, query_rows
+from .mask import Bounds, Mask, any_visible, ids_at, key_limits, masked_scores, query_rows
 from .steps import program_of
 from .tile_map import bits_arguments
 from .tiles import (
@@ -40,7 +40,8 @@ STEPPING = ("batches_each", "heads_each", "query_tiles_each", "key_tiles_each", 
 
 @jit
 def _rows_kernel(
-    grad_out, q, k, v, out, logsumexp, grad_logsumexp, delta, sums, keep, key_keep, lengths, bias, seed,
+    grad_out, q, k, v, out, logsumexp, grad_logsumexp, delta, sums, keep, key_keep, lengths, bias, distance_bias,
+    query_ids, key_ids, seed,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -50,7 +51,9 @@ def _rows_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
+    distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
     heads, group, queries, keys, causal_offset, window, threshold, rescale, scale,
+    distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr,
 ):  # fmt: skip
@@ -63,13 +66,15 @@ def _rows_kernel(
     v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
     out = at_head(out, batch, head, out_batch, out_head, UNIT)
     bounds = Bounds(
-        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
-    )
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
+        ids_at(query_ids, batch, query_ids_batch, 0), ids_at(key_ids, batch, key_ids_batch, 0),
+    )  # fmt: skip
     mask = Mask(
         bounds,
         at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
         at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
         at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+        at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
     )  # fmt: skip
     random = RandomBits(load_seed(seed), threshold, batch, head)
 
@@ -99,7 +104,8 @@ def _rows_kernel(
 
 @triton.jit(do_not_specialize=[*RUNTIME_INTEGERS, *STEPPING])
 def _grad_bias_kernel(
-    grad_out, q, k, v, logsumexp, delta, sums, grad_bias, keep, key_keep, lengths, bias, seed,
+    grad_out, q, k, v, logsumexp, delta, sums, grad_bias, keep, key_keep, lengths, bias, distance_bias,
+    query_ids, key_ids, seed,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -108,7 +114,9 @@ def _grad_bias_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
+    distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
     heads, group, queries, keys, causal_offset, window, threshold, rescale, scale,
+    distance_zero, softcap,
     batches_each, heads_each, query_tiles_each, key_tiles_each, parts, steps,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ONE_QUERY: tl.constexpr, ONE_KEY: tl.constexpr,
@@ -142,13 +150,15 @@ def _grad_bias_kernel(
 
         row = start_query + tl.arange(0, BLOCK_QUERIES)
         bounds = Bounds(
-            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
-        )
+            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
+            ids_at(query_ids, batch, query_ids_batch, 0), ids_at(key_ids, batch, key_ids_batch, 0),
+        )  # fmt: skip
         mask = Mask(
             bounds,
             at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
             at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
             at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
         )  # fmt: skip
         random = RandomBits(philox_key, threshold, batch, head)
         rows = query_rows(start_query, bounds, BLOCK_QUERIES)
@@ -167,7 +177,7 @@ def _grad_bias_kernel(
             q_tile = load_rows(head_q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
             k_tile = load_rows(head_k, start_key, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
             scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-            scores, allowed = masked_scores(
+            scores, allowed, _ = masked_scores(
                 scores, scale, start_query, start_key, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
             )
             weights = exponential(scores, shift[:, None], scale, True) / divisor[:, None]
