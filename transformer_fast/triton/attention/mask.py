@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .tiles import LOG2E
+from .tiles import LOG2E, any_true
 
 
 class Bounds(NamedTuple):
@@ -100,12 +100,15 @@ def first_visible(start_query, bounds):
 
 
 @triton.jit
-def any_visible(start_query, start_key, last_key, bounds, KEYS: tl.constexpr):
-    """Whether the bounds leave a tile of keys any for the queries from this one on, whose last limit is `last_key`."""
-    if bounds.window is None:
-        return start_key < last_key
-    else:
-        return (start_key < last_key) & (start_key + KEYS > first_visible(start_query, bounds))
+def any_visible(rows, start_query, start_key, last_key, bounds, KEYS: tl.constexpr):
+    """Whether the bounds leave a tile of keys any for these queries, from `start_query` on, whose last limit is
+    `last_key`."""
+    visible = start_key < last_key
+    if bounds.window is not None:
+        visible = visible & (start_key + KEYS > first_visible(start_query, bounds))
+    if bounds.query_ids is not None:
+        visible = visible & any_true(same_document(rows, start_key, bounds, KEYS))
+    return visible
 
 
 @triton.jit

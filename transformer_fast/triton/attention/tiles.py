@@ -27,6 +27,7 @@ RUNTIME_INTEGERS = (
     + ["heads", "group", "queries", "keys", "causal_offset", "window", "threshold"]
     + ["total_queries", "map_batch", "map_head", "mask_batch", "mask_head", "mask_query"]
     + ["words", "tile_rows", "across", "head_stride", "row_stride", "tile_stride", "seed"]
+    + ["batches", "batches_each", "parts"]
 )
 
 

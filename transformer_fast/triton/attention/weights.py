@@ -145,7 +145,7 @@ def _weights_kernel(
         # Tiles without a key that a query may see need no product. Beside a dense mask or a bias, whose kernels
         # have no register left for it, they are masked like the others.
         weights = tl.zeros((BLOCK_QUERIES, BLOCK_KEYS), tl.float32)
-        if DENSE or any_visible(start_query, start, last_key, bounds, BLOCK_KEYS):
+        if DENSE or any_visible(rows, start_query, start, last_key, bounds, BLOCK_KEYS):
             weights = _tile_of_weights(
                 q_tile, k, k_row, shift, divisor, start_query, start, limit, last_key, scale, mask,
                 HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, BASE_E,
