@@ -57,7 +57,7 @@ class AttentionConfig:
     max_registers: int | None = None
 
 
-# AttentionConfig by kernel, architecture class, padded head size and kind of call, in the order of ATTENTION_KINDS.
+# AttentionConfig by kernel, architecture class, padded head size and kind of call, the first four of ATTENTION_KINDS.
 # None spills, by Triton 3.6 or 3.7, with dropout, with a tile map or lengths, packed or not. Among those: for "short"
 # small tiles, since what a sentence's last tile holds beyond it is waste; for the others large ones, which read keys
 # and values less often; and where two are equal in that, the one of which more warps fit.
@@ -115,13 +115,21 @@ _TILES_16_BIT = {
     },
 }
 
+# By kernel, architecture class, padded head size and kind of call: where documents would spill in the tiles of "long", or
+# other parts of a mask in those of "biased". 255 registers keep the compiler from spilling a little to fit two programs.
+_TILES_OF_PARTS = {
+    ("forward", "sm80", 64, "parts"): (64, 32, 8, 2),
+    ("grad_q", "sm80", 32, "documents"): (64, 32, 4, 2, 255),
+    ("grad_q", "sm80", 32, "parts"): (64, 32, 4, 2, 255),
+}
+
 # For every call and architecture: exact fp32 products run outside the matrix units, and hold whole rows in registers.
 _TILES_32_BIT = {32: (32, 32, 8, 1), 64: (32, 32, 8, 1), 128: (16, 32, 16, 1), 256: (16, 32, 16, 1)}
 
 
-ATTENTION_KINDS = ("short", "long", "plain", "biased")
+ATTENTION_KINDS = ("short", "long", "plain", "biased", "documents", "parts")
 """Kinds of attention calls: up to LONG keys; more; more, but without mask (except causal), dropout and packing; with a
-bias."""
+bias; with documents, and more than LONG keys; with a bias by distance or capped scores."""
 
 
 def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
@@ -130,7 +138,8 @@ def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
     for kernel, architectures in _TILES_16_BIT.items():
         for arch, sizes in architectures.items():
             for d, tiles in sizes.items():
-                for kind, tile in zip(ATTENTION_KINDS, tiles, strict=True):
+                for kind, tile in zip(ATTENTION_KINDS, (*tiles, tiles[1], tiles[3]), strict=True):
+                    tile = _TILES_OF_PARTS.get((kernel, arch, d, kind), tile)
                     table[kernel, arch, 16, d, kind] = AttentionConfig(*tile)
             for kind in ATTENTION_KINDS:
                 table[kernel, arch, 16, 256, kind] = AttentionConfig(64, 32, 8, 1)

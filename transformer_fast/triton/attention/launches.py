@@ -10,16 +10,20 @@ from ..configs import LONG, attention_config
 from ..launch_cache import run_cached
 from ..launcher import Launch, blocks_of
 from .tile_map import NO_MAP, length_order, packed_order, tile_lists
-from .tiles import changes_scores, mask_arguments, tensor_arguments, within_reach
+from .tiles import mask_arguments, tensor_arguments, within_reach
 
 
 def call_kind(keys: int, params: AttentionParams) -> str:
     """Which entry of the tile table a call takes."""
-    if changes_scores(params):
+    if params.distance_bias is not None or params.softcap is not None:
+        return "parts"
+    if params.bias is not None:
         return "biased"
     if keys <= LONG:
         return "short"
-    parts = (params.keep, params.key_keep, params.lengths, params.query_ids, params.packed)
+    if params.query_ids is not None:
+        return "documents"
+    parts = (params.keep, params.key_keep, params.lengths, params.packed)
     return "long" if params.dropout_p > 0.0 or any(part is not None for part in parts) else "plain"
 
 
