@@ -115,12 +115,16 @@ _TILES_16_BIT = {
     },
 }
 
-# By kernel, architecture class, padded head size and kind of call: where documents would spill in the tiles of "long", or
-# other parts of a mask in those of "biased". 255 registers keep the compiler from spilling a little to fit two programs.
+# By kernel, architecture class, padded head size and kind of call: where documents would spill in the tiles of "long",
+# or other parts in those of "biased". With 255 registers the compiler does not spill a little to fit two programs.
 _TILES_OF_PARTS = {
     ("forward", "sm80", 64, "parts"): (64, 32, 8, 2),
     ("grad_q", "sm80", 32, "documents"): (64, 32, 4, 2, 255),
     ("grad_q", "sm80", 32, "parts"): (64, 32, 4, 2, 255),
+    ("grad_q", "sm80", 64, "documents"): (64, 32, 8, 2),
+    ("grad_q", "sm80", 64, "parts"): (32, 32, 8, 2, 255),
+    ("grad_kv", "sm80", 128, "parts"): (32, 32, 8, 2, 255),
+    ("grad_q", "sm90", 128, "documents"): (64, 64, 8, 2),
 }
 
 # For every call and architecture: exact fp32 products run outside the matrix units, and hold whole rows in registers.
