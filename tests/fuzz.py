@@ -476,8 +476,7 @@ def hold(
     subtracted = float(subtracted.max()) if subtracted.numel() else 0.0
     if c.outputs == "logsumexp":
         subtracted += float(weights[1].abs().max())
-    # The gradient of a sink goes through the output alone: a sum over its queries, and at most of these sizes, of what
-    # eager does not round either.
+    # Gradients of fp32 parts are not rounded to the type, but what went through the output was: by at most so much.
     through = (exact[0] * weights[0]).nan_to_num(0.0).abs().sum()
     rounding = float(through) * torch.finfo(DTYPES[c.dtype]).eps / 2
     largest_q, largest_k = (float(t.abs().max()) if t.numel() else 0.0 for t in qkv[:2])
@@ -495,7 +494,10 @@ def hold(
             terms = scores
         cancelling = subtracted * sides[name] / max(float(x.abs().max()), 1e-30)
         gate(
-            number, what=name, ulps=4.0 * terms**0.5 * max(1.0, cancelling), rounding=rounding * (name == "grad_sinks")
+            number,
+            what=name,
+            ulps=4.0 * terms**0.5 * max(1.0, cancelling),
+            rounding=sides[name] * rounding * (name[5:] in special.leaves),
         )
 
 

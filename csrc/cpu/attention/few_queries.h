@@ -112,10 +112,11 @@ void add_outer_product(const A* weights, const A* vector, int64_t count, int64_t
   }
 }
 
-// A logsumexp so far from 0 has lost digits: beside a bias of -1e9 on a whole row even the number of keys.
+// A logsumexp so far from 0 has lost digits that all weights of its row would miss alike: where ALiBi is far from every key,
+// or beside a bias of -1e9 on a whole row, which leaves not even the number of keys.
 template <typename A>
 bool is_large(A logsumexp) {
-  return std::abs(logsumexp) > A(1024) && std::isfinite(logsumexp);
+  return std::abs(logsumexp) > A(64) && std::isfinite(logsumexp);
 }
 
 // A logsumexp in two numbers, of which the first is exact.
