@@ -67,9 +67,9 @@ class AttentionParams:
     packed: PackedBatch | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """What the schema of an op takes between its inputs and the backend, by name and in its order."""
-        parts = ("distance_bias", "query_ids", "key_ids", "sinks")
-        options = (*parts, "causal", "window", "softcap", "scale", "dropout_p", "seed", "zero_empty_rows")
+        """What the schema of an op takes between its inputs and the backend, by name."""
+        options = ("causal", "window", "scale", "dropout_p", "seed", "zero_empty_rows")
+        options = (*options, "distance_bias", "query_ids", "key_ids", "sinks", "softcap")
         if self.packed is None:
             return {name: getattr(self, name) for name in ("keep", "key_keep", "lengths", "bias", *options)}
         keys = {name: getattr(self.packed, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k")}

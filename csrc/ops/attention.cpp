@@ -29,8 +29,9 @@ using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 const std::string kMask = "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, ";
 const std::string kSequences = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, ";
 const std::string kOptions =
-    "Tensor? distance_bias, Tensor? query_ids, Tensor? key_ids, Tensor? sinks, int? causal, int? window, "
-    "float? softcap, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows, str backend)";
+    "int? causal, int? window, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows, str backend, "
+    "Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? key_ids=None, Tensor? sinks=None, "
+    "float? softcap=None)";
 const std::string kForwardInputs = "(Tensor q, Tensor k, Tensor v, ";
 const std::string kBackwardInputs =
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? grad_logsumexp, ";
@@ -53,11 +54,10 @@ template <auto function, typename... Keys>
 struct Flat;
 template <typename Result, typename... Inputs, Result (*function)(const AttentionParams&, Inputs...), typename... Keys>
 struct Flat<function, Keys...> {
-  static Result call(Inputs... inputs, Keys... keys, const OptionalTensor& distance_bias,
-                     const OptionalTensor& query_ids, const OptionalTensor& key_ids, const OptionalTensor& sinks,
-                     std::optional<int64_t> causal, std::optional<int64_t> window, std::optional<double> softcap,
+  static Result call(Inputs... inputs, Keys... keys, std::optional<int64_t> causal, std::optional<int64_t> window,
                      double scale, double dropout_p, const OptionalTensor& seed, bool zero_empty_rows,
-                     std::string_view backend) {
+                     std::string_view backend, const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
+                     const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
     AttentionParams params;
     set_keys(params, std::move(keys)...);
     params.distance_bias = distance_bias, params.query_ids = query_ids, params.key_ids = key_ids, params.sinks = sinks;
@@ -82,8 +82,8 @@ ThreeTensors backward(const AttentionParams& params, const Tensor& grad_out, con
 template <auto function, typename... Inputs>
 auto dispatch(const char* name, const char* packed_name, const AttentionParams& p, const Inputs&... inputs) {
   const auto call = [&](const auto& op, const auto&... keys) {
-    return op(inputs..., keys..., p.distance_bias, p.query_ids, p.key_ids, p.sinks, p.causal, p.window, p.softcap,
-              p.scale, p.dropout_p, p.seed, p.zero_empty_rows, p.backend);
+    return op(inputs..., keys..., p.causal, p.window, p.scale, p.dropout_p, p.seed, p.zero_empty_rows, p.backend,
+              p.distance_bias, p.query_ids, p.key_ids, p.sinks, p.softcap);
   };
   if (p.is_packed()) {
     static const Operator<std::remove_pointer_t<decltype(&Packed<function>::call)>> op(packed_name);

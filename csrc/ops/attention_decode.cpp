@@ -21,21 +21,21 @@ namespace {
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kSchema =
-    "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, "
-    "Tensor? distance_bias, Tensor? query_ids, Tensor? key_ids, Tensor? sinks, int? causal, int? window, "
-    "float? softcap, float scale, str backend) -> (Tensor out, Tensor logsumexp)";
+    "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, int? causal, "
+    "int? window, float scale, str backend, Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? key_ids=None, "
+    "Tensor? sinks=None, float? softcap=None) -> (Tensor out, Tensor logsumexp)";
 
 // Few new queries q (B, H, Lq, D) against a cache (B, Hkv, S, D), or with a page table, int32 (B, pages of a sequence),
 // against one of pages (pages, page_size, Hkv, D).
 struct DecodeParams {
   Tensor q, k, v, lengths;  // int32 (B,)
   OptionalTensor page_table;
-  OptionalTensor distance_bias;           // (B | 1, H | 1, Lq + S - 1): entry S - 1 + j - (i + lengths[b] - Lq)
-  OptionalTensor query_ids, key_ids;      // int32 (B | 1, Lq) and (B | 1, S)
-  OptionalTensor sinks;                   // fp32 or fp64 (H,)
   std::optional<int64_t> causal, window;  // query i sees keys i + lengths[b] - Lq + window .. causal
-  std::optional<double> softcap;
   double scale;
+  OptionalTensor distance_bias = {};            // (B | 1, H | 1, Lq + S - 1): entry S - 1 + j - (i + lengths[b] - Lq)
+  OptionalTensor query_ids = {}, key_ids = {};  // int32 (B | 1, Lq) and (B | 1, S)
+  OptionalTensor sinks = {};                    // fp32 or fp64 (H,)
+  std::optional<double> softcap = {};
 
   int64_t key_heads() const { return k.size(page_table ? 2 : 1); }
   int64_t capacity() const { return page_table ? page_table->size(1) * k.size(1) : k.size(2); }
@@ -100,12 +100,12 @@ TwoTensors compute(const DecodeParams& params) {
 }
 
 TwoTensors forward(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                   const OptionalTensor& page_table, const OptionalTensor& distance_bias,
+                   const OptionalTensor& page_table, std::optional<int64_t> causal, std::optional<int64_t> window,
+                   double scale, std::string_view backend, const OptionalTensor& distance_bias,
                    const OptionalTensor& query_ids, const OptionalTensor& key_ids, const OptionalTensor& sinks,
-                   std::optional<int64_t> causal, std::optional<int64_t> window, std::optional<double> softcap,
-                   double scale, std::string_view backend) {
-  return (is_native(backend) ? compute : launch)({q, k_cache, v_cache, lengths, page_table, distance_bias, query_ids,
-                                                  key_ids, sinks, causal, window, softcap, scale});
+                   std::optional<double> softcap) {
+  return (is_native(backend) ? compute : launch)({q, k_cache, v_cache, lengths, page_table, causal, window, scale,
+                                                  distance_bias, query_ids, key_ids, sinks, softcap});
 }
 
 template <typename Signature>
@@ -181,13 +181,8 @@ py::object attention_decode(bool by_triton, py::handle q_, py::handle k_cache, p
                     arguments.floating(v_cache),
                     arguments.tensor(lengths),
                     arguments.optional_tensor(page_table),
-                    {},
-                    {},
-                    {},
-                    {},
                     arguments.optional_integer(causal),
                     arguments.optional_integer(window),
-                    {},
                     scale.is_none() ? 0 : arguments.number(scale)};
   const Tensor& q = call.q;
   if (!arguments.ok() || !shapes_fit(call)) return py::none();

@@ -85,10 +85,10 @@ def attention_decode(
     lengths = _check_lengths(lengths, q, k_cache, page_table)
     _refuse_gradient(q, k_cache, v_cache)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    more: dict[str, Any] = dict.fromkeys(("distance_bias", "query_ids", "key_ids", "sinks", "softcap"))
+    more: dict[str, Any] = {}
     if special:
         (B, H, Lq, _), S = q.shape, _capacity(k_cache, page_table)
-        more |= special_arguments("attention_decode", q, mask, softcap, sinks, (B, H, Lq, S), zero=S - 1)
+        more = special_arguments("attention_decode", q, mask, softcap, sinks, (B, H, Lq, S), zero=S - 1)
 
     backend = backends.resolve("attention", q.device, q.dtype)
     check_backend(backend, q, v_cache)
@@ -100,9 +100,7 @@ def attention_decode(
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
     op = torch.ops.transformer_fast.attention_decode.default
-    tables = more["distance_bias"], more["query_ids"], more["key_ids"], more["sinks"]
-    bounds_and_cap = *bounds, more["softcap"]
-    return op(q, k_cache, v_cache, lengths, page_table, *tables, *bounds_and_cap, scale, backend)[0]
+    return op(q, k_cache, v_cache, lengths, page_table, *bounds, scale, backend, **more)[0]
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, autocast: bool) -> None:
