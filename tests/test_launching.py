@@ -50,7 +50,10 @@ def test_the_package_kernels_too(launched):
     for rows in (24, 37):
         x, vector, sums = floats(rows, 64), floats(64), floats(rows)
         q, logsumexp = floats(1, 2, rows, 16), floats(1, 2, rows)
-        inputs, outputs = (q, q, q, q, q, logsumexp, None), (q, q, q, *backward.row_buffers(q, logsumexp, None))
+        inputs, outputs = (
+            (q, q, q, q, q, logsumexp, None),
+            (q, q, q, *backward.row_buffers(q, logsumexp, AttentionParams())),
+        )
         delta, *_ = backward.backward_launches(inputs, outputs, AttentionParams(causal=0, scale=0.5), "sm90")
         launches = [
             norm.forward_launch(x, x, vector, vector, x, x, sums, sums, 1e-5, False, 0.1, seed),

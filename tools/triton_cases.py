@@ -94,7 +94,7 @@ def attention_cases(arch: str) -> Iterator[Launch]:
 def attention_backward_cases(arch: str) -> Iterator[Launch]:
     """The launches of every backward config of an architecture class."""
     for (q, logsumexp), params in tile_calls():
-        outputs = q, q, q, *backward.row_buffers(q, logsumexp, params.bias)
+        outputs = q, q, q, *backward.row_buffers(q, logsumexp, params)
         yield from backward.backward_launches((q, q, q, q, q, logsumexp, None), outputs, params, arch)
 
 

@@ -8,6 +8,7 @@ from attention_calls import DEVICE, DTYPES, random
 from helpers import assert_as_exact_as_eager, poisoned_memory
 
 from transformer_fast.reference.attention import attention
+from transformer_fast.reference.attention import attention_decode as reference
 from transformer_fast.triton.attention import decode as module
 from transformer_fast.triton.attention.decode import attention_decode
 
@@ -68,7 +69,7 @@ def oracle(q, k, v, lengths, causal, window, scale, dtype):
 def check(q, k, v, lengths, causal=0, window=None, scale=0.25, page_size=None):
     caches = (k, v, None) if page_size is None else in_pages(k, v, page_size, lengths)
     with poisoned_memory():
-        results = attention_decode(q, *caches[:2], lengths, caches[2], causal, window, scale)
+        results = attention_decode(q, *caches[:2], lengths, caches[2], None, None, None, causal, window, None, scale)
     eager, exact = (oracle(q, k, v, lengths, causal, window, scale, dtype) for dtype in (q.dtype, torch.float64))
     for name, ours, near, true in zip(("out", "logsumexp"), results, eager, exact, strict=True):
         assert torch.equal(ours.cpu() == -torch.inf, true == -torch.inf)
@@ -105,7 +106,7 @@ def test_only_keys_of_the_window_are_read(programs, monkeypatch):
     for b, length in enumerate(lengths.tolist()):
         k[b, :, : (length - 2 - 20) // 16 * 16] = torch.nan
         v[b, :, : (length - 2 - 20) // 16 * 16] = torch.nan
-    assert torch.equal(attention_decode(q, k, v, lengths, None, 0, -20, 0.25)[0], clean)
+    assert torch.equal(attention_decode(q, k, v, lengths, None, None, None, None, 0, -20, None, 0.25)[0], clean)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -165,7 +166,7 @@ def test_strided_cache_and_queries():
 def test_lengths_past_the_cache_read_no_further():
     q, k, v, lengths = inputs(2, 2, 1, 20, 16, [20, 20])
     clean = check(q, k, v, lengths)[0]
-    wrong = attention_decode(q, k, v, lengths + 5, None, 0, None, 0.25)[0]
+    wrong = attention_decode(q, k, v, lengths + 5, None, None, None, None, 0, None, None, 0.25)[0]
     assert torch.equal(wrong, clean)
 
 
@@ -180,6 +181,104 @@ def test_two_runs_agree_bit_for_bit(page_size):
 def test_nothing_to_do(lengths, Lq, S):
     q, k, v, lengths = inputs(4, 2, Lq, S, 8, lengths)
     with poisoned_memory():
-        out, logsumexp = attention_decode(q, k, v, lengths, None, 0, None, 0.25)
+        out, logsumexp = attention_decode(q, k, v, lengths, None, None, None, None, 0, None, None, 0.25)
     assert out.shape == q.shape and logsumexp.shape == q.shape[:3]
     assert (out == 0).all() and (logsumexp == -torch.inf).all()
+
+
+S = 61
+
+
+def near(*shape: int, Lq: int, capacity: int = 61) -> torch.Tensor:
+    """A bias (*shape, Lq + capacity - 1) like ALiBi's, with noise so that a wrong diagonal shows."""
+    distance = torch.arange(Lq + capacity - 1, device=DEVICE) - (capacity - 1)
+    return random(*shape, Lq + capacity - 1, seed=11) - 0.1 * distance.abs()
+
+
+def documents(Lq: int) -> dict[str, torch.Tensor]:
+    """Rising ids of the keys; of the queries that of the last key, or one of the documents before."""
+    generator = torch.Generator().manual_seed(1)
+    key_ids = torch.randint(0, 3, (len(LENGTHS), S), generator=generator, dtype=torch.int32).sort(1).values
+    last = key_ids.gather(1, torch.tensor(LENGTHS)[:, None].sub(1).clamp(min=0))
+    query_ids = last - torch.arange(Lq, dtype=torch.int32).flip(0) // 2
+    return {"query_ids": query_ids.to(DEVICE), "key_ids": key_ids.to(DEVICE)}
+
+
+def check_parts(q, k, v, lengths, page_size=None, causal=0, window=None, scale=0.25, **parts):
+    caches = (k, v, None) if page_size is None else in_pages(k, v, page_size, lengths)
+    if page_size is not None and (table := caches[2]).shape[1] * page_size != S:
+        # The capacity is what the pages hold.
+        capacity = table.shape[1] * page_size
+        if (ids := parts.get("key_ids")) is not None:
+            parts["key_ids"] = torch.nn.functional.pad(ids, (0, capacity - S), value=-7)
+        if (bias := parts.get("distance_bias")) is not None:
+            parts["distance_bias"] = torch.nn.functional.pad(bias, (capacity - S, 0), value=torch.nan)
+    given = [parts.get(name) for name in ("distance_bias", "query_ids", "key_ids")]
+    softcap = parts.get("softcap")
+    with poisoned_memory():
+        results = attention_decode(q, *caches[:2], lengths, caches[2], *given, causal, window, softcap, scale)
+
+    def oracle(dtype):
+        tensors = [t.cpu().to(dtype) for t in (q, *caches[:2])]
+        options = {name: t.cpu() if isinstance(t, torch.Tensor) else t for name, t in parts.items()}
+        table = None if caches[2] is None else caches[2].cpu()
+        options |= {"lengths": lengths.cpu(), "page_table": table, "causal": causal, "window": window, "scale": scale}
+        return reference(*tensors, **options)
+
+    for name, ours, eager, exact in zip(
+        ("out", "logsumexp"), results, oracle(q.dtype), oracle(torch.float64), strict=True
+    ):
+        assert torch.equal(ours.cpu() == -torch.inf, exact == -torch.inf)
+        assert_as_exact_as_eager(ours.cpu(), eager, exact, what=name)
+    return results
+
+
+@pytest.mark.parametrize("page_size", [None, 5, 16])
+@pytest.mark.parametrize("Lq", [1, 4])
+@pytest.mark.parametrize("shape", [(4, 4), (1, 4), (4, 1)], ids=str)
+def test_bias_by_distance(shape, Lq, page_size):
+    check_parts(*inputs(4, 2, Lq, S, 20, LENGTHS), page_size=page_size, distance_bias=near(*shape, Lq=Lq))
+
+
+@pytest.mark.parametrize("page_size", [None, 5, 16])
+@pytest.mark.parametrize(("Lq", "causal", "window"), [(1, None, None), (4, 0, None), (4, None, None), (7, 0, -20)])
+def test_documents(Lq, causal, window, page_size):
+    check_parts(*inputs(4, 2, Lq, S, 20, LENGTHS), page_size, causal, window, **documents(Lq))
+
+
+@pytest.mark.parametrize("softcap", [0.05, 2.0, 1e6])
+def test_softcap(softcap):
+    check_parts(*inputs(4, 2, 4, S, 20, LENGTHS), softcap=softcap, scale=1.0)
+
+
+@pytest.mark.parametrize("programs", [1, 3, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_all_parts_together(dtype, programs, monkeypatch):
+    """In any number of parts, down to parts of which every tile is of other documents."""
+    monkeypatch.setattr(module, "PROGRAMS", programs)
+    tensors = inputs(4, 2, 4, S, 16, LENGTHS, dtype)
+    check_parts(*tensors, causal=1, window=-30, distance_bias=near(1, 4, Lq=4), softcap=3.0, **documents(4))
+
+
+def test_what_minus_infinity_or_another_document_blocks_may_hold_anything():
+    """And where some queries see a key and others must not, it reaches just the former."""
+    q, k, v, lengths = inputs(4, 2, 2, S, 16, [61, 61, 40, 40])
+    key_ids = (torch.arange(S, device=DEVICE) >= 20).int().expand(4, S).contiguous()
+    ids = {"query_ids": key_ids[:, -2:], "key_ids": key_ids}
+    bias = near(1, 4, Lq=2)
+    bias[:, :, S - 1 - 10] = -torch.inf
+    clean = check_parts(q, k, v, lengths, distance_bias=bias, **ids)[0]
+    for b, length in enumerate(lengths.tolist()):
+        v[b, :, :20] = torch.nan
+        k[b, :, :20] = torch.nan
+        v[b, :, length - 1 - 10] = torch.inf  # the last query's at distance -10
+    dirty = check_parts(q, k, v, lengths, distance_bias=bias, **ids)[0]
+    assert torch.equal(dirty[:, :, 1], clean[:, :, 1])
+    assert not dirty[:, :, 0].isfinite().any()
+
+
+def test_two_runs_with_all_parts_agree_bit_for_bit():
+    tensors = inputs(4, 2, 3, S, 32, LENGTHS, torch.float16)
+    parts = {"distance_bias": near(1, 4, Lq=3), "softcap": 3.0} | documents(3)
+    for first, second in zip(check_parts(*tensors, **parts), check_parts(*tensors, **parts), strict=True):
+        assert torch.equal(first, second)

@@ -12,6 +12,7 @@ from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
 from transformer_fast.reference.attention import attention as reference
 from transformer_fast.triton.attention import grad_bias as module
+from transformer_fast.triton.attention import grad_scores
 from transformer_fast.triton.attention.forward import attention_forward
 from transformer_fast.triton.attention.grad_bias import attention_grad_bias
 
@@ -35,8 +36,8 @@ SHAPES = {
 def small_tiles(monkeypatch, device):
     """On CPU, tiles of 32 x 32 and few programs, so that small shapes have many of both, and steps to share."""
     if device.type == "cpu":
-        for table in ("TILES", "ROW_TILES"):
-            monkeypatch.setattr(module, table, dict.fromkeys(module.TILES, (32, 32, 4)))
+        monkeypatch.setattr(module, "TILES", dict.fromkeys(module.TILES, (32, 32, 4)))
+        monkeypatch.setattr(grad_scores, "ROW_TILES", dict.fromkeys(module.TILES, (32, 32, 4)))
         monkeypatch.setattr(module, "PROGRAMS", 12)
 
 

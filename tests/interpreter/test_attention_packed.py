@@ -174,3 +174,69 @@ def test_diagonals(causal, window, zero_empty_rows):
     options = {"causal": causal, "window": window, "zero_empty_rows": zero_empty_rows}
     call = call_of(LENGTHS_Q, LENGTHS_K, **options)
     check(*inputs(LENGTHS_Q, LENGTHS_K, 4, 2, torch.float32), call, random(4, sum(LENGTHS_Q), seed=7))
+
+
+def distances(max_q, max_k, *heads):
+    """A bias that falls with the distance, with noise so that a wrong diagonal shows."""
+    distance = torch.arange(max_q + max_k - 1, device=DEVICE) - (max_q - 1)
+    return random(1, *heads, max_q + max_k - 1, seed=11) - 0.1 * distance.abs()
+
+
+def documents(lengths_q, lengths_k):
+    """Ids that rise in each sequence and are met again in others; half of the last one's are anywhere."""
+    ids = []
+    for lengths in (lengths_q, lengths_k):
+        own = torch.cat([torch.arange(n) * 4 // max(n, 1) for n in lengths]).int()
+        own[-20:] = own[-20:].flip(0)
+        ids.append(own.to(DEVICE))
+    return dict(zip(("query_ids", "key_ids"), ids, strict=True))
+
+
+@pytest.mark.parametrize("zero_empty_rows", [False, True], ids=["uniform", "zero"])
+@pytest.mark.parametrize(("causal", "window"), [(None, None), (0, None), (3, -9)])
+def test_documents(causal, window, zero_empty_rows):
+    call = call_of(SELF, CROSS_KEYS, causal=causal, window=window, zero_empty_rows=zero_empty_rows)
+    check(*inputs(SELF, CROSS_KEYS, 2, 1, torch.float32), replace(call, **documents(SELF, CROSS_KEYS)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_bias_by_distance(heads, dtype):
+    call = call_of(SELF, CROSS_KEYS, distance_bias=distances(40, 40, heads), dropout_p=0.2)
+    check(*inputs(SELF, CROSS_KEYS, 2, 1, dtype), call)
+
+
+def test_all_parts_together():
+    """With a longer bound than the longest sequences: the table's entry of distance 0 moves."""
+    call = call_of(
+        SELF, CROSS_KEYS, causal=3, window=-30, softcap=2.0, dropout_p=0.2, distance_bias=distances(70, 90, 2)
+    )
+    call = replace(call, packed=replace(call.packed, max_q=70, max_k=90), **documents(SELF, CROSS_KEYS))
+    check(*inputs(SELF, CROSS_KEYS, 2, 1, torch.float32), call)
+    blocked = call.distance_bias.clone()
+    blocked[:, 0, 69:71] = -torch.inf
+    check(*inputs(SELF, CROSS_KEYS, 2, 1, torch.float32), replace(call, distance_bias=blocked, softcap=None))
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="loads are watched in the interpreter")
+def test_tiles_without_a_common_document_are_not_visited(monkeypatch):
+    """Of four rising documents in 128 rows, each tile of 32 sees its own alone; forward and backward."""
+    from transformer_fast.triton.attention import backward_kv, backward_q, forward
+
+    lengths, loads = [128, 64], {}
+    for name, module in (("out", forward), ("q", backward_q), ("kv", backward_kv)):
+
+        def load_rows(*arguments, original=module.load_rows, name=name):
+            loads[name] = loads.get(name, 0) + 1
+            return original(*arguments)
+
+        monkeypatch.setattr(module, "load_rows", load_rows)
+
+    ids = torch.cat([torch.arange(n) // 32 for n in lengths]).int().to(DEVICE)
+    tensors = inputs(lengths, lengths, 1, 1, torch.float32)
+    kernel(*tensors, replace(call_of(lengths, lengths), query_ids=ids, key_ids=ids))
+    apart = dict(loads)
+    loads.clear()
+    kernel(*tensors, call_of(lengths, lengths))
+    # Six programs: with documents a step each, without them 4 * 4 + 2 * 2. A step loads two tiles.
+    assert {name: loads[name] - apart[name] for name in loads} == dict.fromkeys(loads, (20 - 6) * 2)

@@ -15,10 +15,10 @@ from ..launcher import Launch, architecture_of, blocks_of, empties_like, widen_b
 from .backward_kv import DELTA_ROWS, grad_kv_kernel
 from .backward_q import delta_kernel, grad_q_kernel
 from .launches import kernel_views, packed_view, run_call, tile_launch
-from .tiles import padded_head_dim, positive_scale, tensor_arguments, within_reach
+from .tiles import changes_scores, padded_head_dim, positive_scale, tensor_arguments, within_reach
 
 
-def row_buffers(q: Tensor, logsumexp: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def row_buffers(q: Tensor, logsumexp: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor | None]:
     """What the kernels of one call leave for each other: delta, which tiles of rows have empty ones, sums of weights.
 
     `logsumexp` is (B, H, Lq), or (H, Tq) of a packed batch.
@@ -27,7 +27,7 @@ def row_buffers(q: Tensor, logsumexp: Tensor, bias: Tensor | None) -> tuple[Tens
     tiles = blocks_of(rows, DELTA_ROWS) * (logsumexp.numel() // rows)
     empty_tiles = torch.empty(tiles, dtype=torch.int32, device=logsumexp.device)
     # What 16-bit types cannot show is not corrected.
-    if q.dtype == torch.float32 or bias is not None:
+    if q.dtype == torch.float32 or changes_scores(params):
         delta, sums = empties_like(logsumexp, logsumexp)
         return delta, empty_tiles, sums
     return torch.empty_like(logsumexp), empty_tiles, None
@@ -108,7 +108,7 @@ def attention_backward(
         grad_logsumexp = grad_logsumexp.contiguous()
     keys = k.shape[2] if params.packed is None else params.packed.max_k
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
-    outputs = (*gradients, *row_buffers(q, logsumexp, params.bias))
+    outputs = (*gradients, *row_buffers(q, logsumexp, params))
     run_call("attention backward", inputs, outputs, keys, params, backward_launches)
     # The kernels had q times the sign of the scale.
     grad_q, grad_k, grad_v = gradients

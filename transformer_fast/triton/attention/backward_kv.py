@@ -7,8 +7,8 @@ without keys, whose weight is 1/Lk on every key, may lie outside those, and are 
 import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, load_seed
-from .mask import Bounds, Mask, allowed_tile, at_edge, key_limits, masked_scores, query_rows, query_steps, tile_at
-from .steps import program_of, sequence, statistics_row
+from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows
+from .steps import at_edge, program_of, query_steps, sequence, statistics_row, tile_at
 from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
 
 DELTA_ROWS = 32
@@ -18,8 +18,9 @@ _SCAN = tl.constexpr(256)
 
 @jit
 def grad_kv_kernel(
-    grad_out, q, k, v, logsumexp, delta, sums, empty_tiles, grad_k, grad_v, keep, key_keep, lengths, bias, seed,
-    cu_seqlens_q, cu_seqlens_k, batch_order, tile_list, tile_counts, tile_order, map_batch, map_head,
+    grad_out, q, k, v, logsumexp, delta, sums, empty_tiles, grad_k, grad_v, keep, key_keep, lengths, bias,
+    distance_bias, query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
+    tile_list, tile_counts, tile_order, map_batch, map_head,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -30,11 +31,13 @@ def grad_kv_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
+    distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
     heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
+    distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    BIASED: tl.constexpr = bias is not None
+    BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     BASE_E: tl.constexpr = sums is not None
     # Addresses and Philox keys are computed again in each step: cheaper than the registers to hold them. But a wide
     # tile of a packed batch would then need more of them than there are.
@@ -62,7 +65,8 @@ def grad_kv_kernel(
     # Rows without keys give every value the same share, and the key nothing. Elsewhere they weigh nothing. Which tiles
     # of rows hold any is counted over all rows of a packed batch: the first of a sequence may begin before it.
     if not ZERO_EMPTY_ROWS:
-        masked = (tile_list is not None) or (lengths is not None) or (window is not None) or BIASED
+        masked = (tile_list is not None) or (lengths is not None) or (window is not None) or (key_ids is not None)
+        masked = masked or BIASED
         for member in tl.range(0, tl.where(masked | (causal_offset < 0), group, 0), disable_licm=True):
             head = kv_head * group + member
             random = RandomBits(philox_key, threshold, batch, head)
@@ -97,13 +101,15 @@ def grad_kv_kernel(
         head_q = at_row(q, batch, head, first_query, q_batch, q_head, q_row, UNIT)
         head_grad_out = at_row(grad_out, batch, head, first_query, grad_out_batch, grad_out_head, grad_out_row, UNIT)
         bounds = Bounds(
-            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
-        )
+            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
+            ids_at(query_ids, batch, query_ids_batch, first_query), ids_at(key_ids, batch, key_ids_batch, first_key),
+        )  # fmt: skip
         mask = Mask(
             bounds,
             at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
             at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
             at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
         )  # fmt: skip
         random = RandomBits(philox_key, threshold, batch, head)
         first_row = statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
@@ -130,7 +136,7 @@ def grad_kv_kernel(
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
             if BIASED:
                 limit = key_limits(query_rows(start, bounds, BLOCK_QUERIES), bounds)
-                scores, allowed = masked_scores(
+                scores, allowed, slope = masked_scores(
                     scores, scale, start, start_key, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
                 )
                 scores = tl.where(allowed, scores, float("-inf"))
@@ -150,6 +156,8 @@ def grad_kv_kernel(
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             v_acc = tl.dot(tl.trans(dropped.to(q_tile.dtype)), grad_tile, v_acc, input_precision="ieee")
             grad_scores = weights * (grad_weights - row_delta[:, None])
+            if softcap is not None:
+                grad_scores *= slope
             k_acc = tl.dot(tl.trans(grad_scores.to(q_tile.dtype)), q_tile, k_acc, input_precision="ieee")
 
     store_rows(grad_k, k_acc * scale, start_key, keys, grad_k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)

@@ -6,8 +6,8 @@ The second loops over the tiles of keys that its queries see, as the forward doe
 import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, load_seed
-from .mask import Bounds, Mask, allowed_tile, at_edge, key_limits, key_steps, masked_scores, query_rows, tile_at
-from .steps import program_of, sequence, statistics_row
+from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows
+from .steps import at_edge, key_steps, program_of, sequence, statistics_row, tile_at
 from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
 
 
@@ -40,8 +40,9 @@ def delta_kernel(
 
 @jit
 def grad_q_kernel(
-    grad_out, q, k, v, logsumexp, grad_logsumexp, delta, sums, grad_q, keep, key_keep, lengths, bias, seed,
-    cu_seqlens_q, cu_seqlens_k, batch_order, tile_list, tile_counts, tile_order, map_batch, map_head,
+    grad_out, q, k, v, logsumexp, grad_logsumexp, delta, sums, grad_q, keep, key_keep, lengths, bias,
+    distance_bias, query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
+    tile_list, tile_counts, tile_order, map_batch, map_head,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -51,11 +52,13 @@ def grad_q_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
+    distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
     heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
+    distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    BIASED: tl.constexpr = bias is not None
+    BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     BASE_E: tl.constexpr = sums is not None
     batch, head, slot = program_of(heads, queries, batch_order, BLOCK_QUERIES)
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
@@ -75,13 +78,15 @@ def grad_q_kernel(
     v = at_row(v, batch, head // group, first_key, v_batch, v_head, v_row, UNIT)
     grad_q = at_row(grad_q, batch, head, first_query, grad_q_batch, grad_q_head, grad_q_row, UNIT)
     bounds = Bounds(
-        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
-    )
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
+        ids_at(query_ids, batch, query_ids_batch, first_query), ids_at(key_ids, batch, key_ids_batch, first_key),
+    )  # fmt: skip
     mask = Mask(
         bounds,
         at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
         at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
         at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+        at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
     )  # fmt: skip
     random = RandomBits(load_seed(seed), threshold, batch, head)
 
@@ -119,7 +124,7 @@ def grad_q_kernel(
             if not BIASED:
                 scores *= scale
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
-            scores, allowed = masked_scores(
+            scores, allowed, _ = masked_scores(
                 scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
             )
             weights = tl.where(allowed, exponential(scores, shift[:, None], scale, BASE_E), 0.0)
@@ -156,7 +161,7 @@ def grad_q_kernel(
                 scores *= scale
             grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
             if BIASED:
-                scores, allowed = masked_scores(
+                scores, allowed, slope = masked_scores(
                     scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
                 )
                 scores = tl.where(allowed, scores, float("-inf"))
@@ -172,6 +177,8 @@ def grad_q_kernel(
                 kept = attention_keep_tile(random, start_query, start, BLOCK_QUERIES, BLOCK_KEYS)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             grad_scores = weights * (grad_weights - row_delta[:, None])
+            if softcap is not None:
+                grad_scores *= slope
             if NONFINITE_PASS:
                 k_tile = tl.where((k_tile - k_tile) == 0.0, k_tile, 0.0)
             acc = tl.dot(grad_scores.to(k_tile.dtype), k_tile, acc, input_precision="ieee")

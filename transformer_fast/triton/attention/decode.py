@@ -15,8 +15,19 @@ from torch import Tensor
 
 from ..launch_cache import run_cached
 from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
-from .mask import Bounds, first_visible, key_limits, within_bounds
-from .tiles import LN2, LOG2E, bounded_window, load_rows, padded_head_dim, tensor_arguments, within_reach
+from .mask import Bounds, first_visible, ids_at, key_limits, same_document, tanh, within_bounds
+from .tiles import (
+    LN2,
+    LOG2E,
+    any_true,
+    batch_stride,
+    bounded_window,
+    distance_arguments,
+    load_rows,
+    padded_head_dim,
+    tensor_arguments,
+    within_reach,
+)
 
 # Parts are made until about so many programs run (a few for each multiprocessor), but never more than MOST_PARTS a row.
 PROGRAMS = 512
@@ -31,7 +42,8 @@ TILES = {
 
 # No cache length, batch or head count compiles anything new (compare attention_tiles.RUNTIME_INTEGERS).
 RUNTIME_INTEGERS = [f"{name}_{dim}" for name in ("q", "k", "v", "out") for dim in ("batch", "head", "row")] + [
-    "table_batch", "kv_heads", "group", "queries", "capacity", "causal_offset", "window", "parts", "rows"
+    "table_batch", "kv_heads", "group", "queries", "capacity", "causal_offset", "window", "parts", "rows",
+    "distance_batch", "distance_head", "distance_zero", "query_ids_batch", "key_ids_batch",
 ]  # fmt: skip
 
 
@@ -66,12 +78,14 @@ def _load_cache(
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def _part_kernel(
-    q, k, v, out, logsumexp, part_outs, part_maxes, part_sums, lengths, page_table,
+    q, k, v, out, logsumexp, part_outs, part_maxes, part_sums, lengths, page_table, distance_bias, query_ids, key_ids,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
     out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
+    distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
     table_batch: tl.int64, kv_heads, group, queries, capacity, causal_offset, window, parts, rows: tl.int64, scale,
+    distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
@@ -86,7 +100,10 @@ def _part_kernel(
     length = tl.minimum(tl.load(lengths + batch), capacity)
     if window is not None:
         window += length - queries
-    bounds = Bounds(None, 0, causal_offset + length - queries, window, queries, length)
+    bounds = Bounds(
+        None, 0, causal_offset + length - queries, window, queries, length,
+        ids_at(query_ids, batch, query_ids_batch, 0), ids_at(key_ids, batch, key_ids_batch, 0),
+    )  # fmt: skip
     first_key, last_key, share = _parts(bounds, parts, BLOCK_KEYS)
     begin = first_key + part * share
     end = tl.minimum(begin + share, last_key)
@@ -112,21 +129,46 @@ def _part_kernel(
         v += batch * v_batch * UNIT
     else:
         page_table += batch * table_batch
+    if distance_bias is not None:
+        own_zero = distance_zero - (query + length - queries) + head.to(tl.int64) * distance_head
+        distances = distance_bias + batch * distance_batch + own_zero[:, None]
 
     row_max = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
     acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
     for start in tl.range(begin, end, BLOCK_KEYS, disable_licm=True):
-        k_tile = _load_cache(k, page_table, start, end, k_batch, k_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
-        v_tile = _load_cache(v, page_table, start, end, v_batch, v_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
-        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee") * (scale * LOG2E)
+        stop = end
+        if key_ids is not None:
+            same = same_document(query, start, bounds, BLOCK_KEYS)
+            # A tile without a key of these rows' documents is not read.
+            stop = tl.where(any_true(same), end, start)
+        k_tile = _load_cache(k, page_table, start, stop, k_batch, k_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        v_tile = _load_cache(v, page_table, start, stop, v_batch, v_row, PAGE_SIZE, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
+        scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
+        if softcap is None and distance_bias is None:
+            scores *= scale * LOG2E
+        else:
+            scores *= scale
+        if softcap is not None:
+            scores = tanh(scores / softcap) * softcap
         masked = start + BLOCK_KEYS > full_end
+        if distance_bias is not None:
+            key = start + tl.arange(0, BLOCK_KEYS)[None, :]
+            nearness = tl.load(distances + key, mask=inside[:, None] & (key < end), other=0.0)
+            masked = masked | any_true(nearness == float("-inf"))
+            scores += nearness
+        if softcap is not None or distance_bias is not None:
+            scores *= LOG2E
+        if key_ids is not None:
+            masked = masked | any_true(same == 0)
         if window is not None:
             masked = masked | (start < first_visible(queries - 1, bounds))
         if masked:
             visible = within_bounds(query, limit, start, bounds, BLOCK_KEYS)
+            if distance_bias is not None:
+                visible = visible & (nearness != float("-inf"))
             scores = tl.where(visible, scores, float("-inf"))
-            if CAUSAL or window is not None:
+            if CAUSAL or window is not None or key_ids is not None or distance_bias is not None:
                 # Some rows see these values and some must not: 0 * NaN inside the product below is NaN.
                 finite = (v_tile - v_tile) == 0.0
                 seen = tl.where(visible, 1.0, 0.0).to(v_tile.dtype)
@@ -175,7 +217,7 @@ def _join_kernel(
     length = tl.minimum(tl.load(lengths + batch), capacity)
     if window is not None:
         window += length - queries
-    bounds = Bounds(None, 0, causal_offset + length - queries, window, queries, length)
+    bounds = Bounds(None, 0, causal_offset + length - queries, window, queries, length, None, None)
     first_key, last_key, share = _parts(bounds, parts, BLOCK_KEYS)
     # At least one part, so that nothing is divided by zero; its loop does not run if there is no key.
     used = tl.cdiv(tl.maximum(last_key - first_key, 0), tl.maximum(share, 1))
@@ -237,9 +279,10 @@ def part_buffers(q: Tensor, parts: int) -> tuple[Tensor | None, Tensor | None, T
 
 
 def decode_launches(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None, out: Tensor, logsumexp: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None, distance_bias: Tensor | None,
+    query_ids: Tensor | None, key_ids: Tensor | None, out: Tensor, logsumexp: Tensor,
     part_outs: Tensor | None, part_maxes: Tensor | None, part_sums: Tensor | None,
-    causal: int | None, window: int | None, scale: float,
+    causal: int | None, window: int | None, softcap: float | None, scale: float,
 ) -> list[Launch]:  # fmt: skip
     """One launch, or two where the keys are split, that fill `out` and `logsumexp` by way of :func:`part_buffers`.
 
@@ -264,14 +307,20 @@ def decode_launches(
         "part_maxes": part_maxes, "part_sums": part_sums,
     }  # fmt: skip
     kind = f"{str(q.dtype)[6:]} d{block_d}"
+    kinds = {
+        f"pages of {page_size}": page_size, "window": shared["window"] is not None, "documents": key_ids is not None,
+        "by distance": distance_bias is not None, "capped": softcap is not None, "in parts": parts > 1,
+    }  # fmt: skip
     launches = [
         Launch(
             name=f"attention decode {kind} {block_rows}x{keys} {warps} warps {stages} stages"
-            f"{f' pages of {page_size}' if page_size else ''}{' window' if shared['window'] is not None else ''}"
-            f"{' in parts' if parts > 1 else ''}",
+            f"{''.join(f' {kind}' for kind, true in kinds.items() if true)}",
             kernel=_part_kernel,
             grid=programs * parts,
-            arguments=tensor_arguments(q=q, k=k, v=v, out=out) | shared | {
+            arguments=tensor_arguments(q=q, k=k, v=v, out=out) | shared
+            | distance_arguments(distance_bias, capacity - 1) | {
+                "query_ids": query_ids, "key_ids": key_ids, "softcap": softcap,
+                "query_ids_batch": batch_stride(query_ids), "key_ids_batch": batch_stride(key_ids),
                 "page_table": page_table, "table_batch": 0 if page_table is None else page_table.stride(0),
                 "scale": scale, "BLOCK_ROWS": block_rows, "PAGE_SIZE": page_size,
                 "CAUSAL": causal is not None and causal < Lq - 1,
@@ -301,8 +350,12 @@ def attention_decode(
     v_cache: Tensor,
     lengths: Tensor,
     page_table: Tensor | None,
+    distance_bias: Tensor | None,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
     causal: int | None,
     window: int | None,
+    softcap: float | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the newest queries of every sequence to its cache, by Triton; forward only.
@@ -314,8 +367,12 @@ def attention_decode(
         lengths: int32 (B,), keys in the cache, those of the new positions included; what lies past them is not read.
         page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Entries past the last key may hold anything. A page size compiles once.
+        distance_bias: fp32 (B|1, H|1, Lq + S - 1), last stride 1, of which entry ``S - 1 + j - (i + lengths[b] - Lq)``
+            is added to the score of query i and key j; -inf blocks.
+        query_ids, key_ids: int32 (B, Lq) and (B, S): query i sees the keys of its own id. Both or neither.
         causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq + causal``; None for no such bound.
         window: likewise, query i sees keys ``j >= i + lengths[b] - Lq + window``; None for no such bound.
+        softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before anything is added; None for no cap.
         scale: multiplies q k^T.
 
     Returns:
@@ -328,12 +385,14 @@ def attention_decode(
         return out.zero_(), logsumexp.fill_(float("-inf"))
     if page_table is not None and page_table.stride(1) != 1:
         page_table = page_table.contiguous()
+    if query_ids is not None and key_ids is not None:
+        query_ids, key_ids = (t if t.stride(1) == 1 else t.contiguous() for t in (query_ids, key_ids))
     q, k, v = (within_reach(t) for t in (q, *_head_major(k_cache, v_cache, page_table)))
     run_cached(
-        ("attention decode", causal, window, scale),
-        (q, k, v, lengths.contiguous(), page_table),
+        ("attention decode", causal, window, softcap, scale),
+        (q, k, v, lengths.contiguous(), page_table, distance_bias, query_ids, key_ids),
         (out, logsumexp, *part_buffers(q, division_of(q, k, page_table)[2])),
-        lambda *tensors: decode_launches(*tensors, causal, window, scale),
+        lambda *tensors: decode_launches(*tensors, causal, window, softcap, scale),
     )
     return out, logsumexp
 

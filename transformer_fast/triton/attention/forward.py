@@ -18,8 +18,8 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import kernel_views, run_call, tile_launch
-from .mask import Bounds, Mask, allowed_tile, at_edge, key_limits, key_steps, masked_scores, query_rows, tile_at
-from .steps import program_of, sequence, statistics_row
+from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows
+from .steps import at_edge, key_steps, program_of, sequence, statistics_row, tile_at
 from .tiles import LN2, LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, positive_scale, store_rows
 
 REPEAT_KEYS = tl.constexpr(32)
@@ -27,8 +27,8 @@ REPEAT_KEYS = tl.constexpr(32)
 
 @jit
 def _forward_kernel(
-    q, k, v, out, logsumexp, keep, key_keep, lengths, bias, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
-    tile_list, tile_counts, tile_order, map_batch, map_head,
+    q, k, v, out, logsumexp, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, seed,
+    cu_seqlens_q, cu_seqlens_k, batch_order, tile_list, tile_counts, tile_order, map_batch, map_head,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
@@ -37,11 +37,13 @@ def _forward_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
+    distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
     heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
+    distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
-    BIASED: tl.constexpr = bias is not None
+    BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     batch, head, slot = program_of(heads, queries, batch_order, BLOCK_QUERIES)
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
     first_key, keys = sequence(cu_seqlens_k, batch, keys)
@@ -61,13 +63,15 @@ def _forward_kernel(
     out = at_row(out, batch, head, first_query, out_batch, out_head, out_row, UNIT)
     logsumexp += statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
     bounds = Bounds(
-        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
-    )
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
+        ids_at(query_ids, batch, query_ids_batch, first_query), ids_at(key_ids, batch, key_ids_batch, first_key),
+    )  # fmt: skip
     mask = Mask(
         bounds,
         at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
         at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
         at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+        at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
     )  # fmt: skip
     random = RandomBits(load_seed(seed), threshold, batch, head)
 
@@ -91,7 +95,7 @@ def _forward_kernel(
         k_tile = load_rows(k, start, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
         if BIASED:
-            scores, allowed = masked_scores(
+            scores, allowed, _ = masked_scores(
                 scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
             )
             scores = tl.where(allowed, scores, float("-inf"))
@@ -123,7 +127,7 @@ def _forward_kernel(
     for start in tl.range(0, repeat_end, REPEAT_KEYS, num_stages=1, disable_licm=True):
         k_tile = load_rows(k, start, last_key, k_row, REPEAT_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        scores, allowed = masked_scores(
+        scores, allowed, _ = masked_scores(
             scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, REPEAT_KEYS, MASK_UNIT
         )
         weights = tl.where(allowed, exponential(scores, shift[:, None], scale, BIASED), 0.0)
@@ -139,7 +143,7 @@ def _forward_kernel(
     for start in tl.range(0, nonfinite_end, REPEAT_KEYS, num_stages=1, disable_licm=True):
         v_tile = load_rows(v, start, last_key, v_row, REPEAT_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.zeros((BLOCK_QUERIES, REPEAT_KEYS), tl.float32)
-        _, allowed = masked_scores(
+        _, allowed, _ = masked_scores(
             scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, REPEAT_KEYS, MASK_UNIT
         )
         seen = tl.where(allowed, 1.0, 0.0).to(v_tile.dtype)

@@ -13,93 +13,30 @@ from torch import Tensor
 
 from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
-from ..philox import RandomBits, attention_keep_tile, load_seed
+from ..philox import RandomBits, load_seed
+from .grad_scores import grad_score_tile, rows_launch
 from .launches import run_call
-from .mask import Bounds, Mask, any_visible, key_limits, masked_scores, query_rows
-from .steps import program_of
+from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
 from .tile_map import bits_arguments
 from .tiles import (
     RUNTIME_INTEGERS,
     at_head,
-    exponential,
-    jit,
-    load_rows,
     mask_arguments,
     padded_head_dim,
     tensor_arguments,
     within_reach,
 )
-from .weights import TILES, summed_rows
+from .weights import TILES
 
 # A bias of fewer tiles than this is shared out until about so many programs run: a few for each multiprocessor.
 PROGRAMS = 512
-# (query rows, keys, warps) a tile of what is summed up a row, where those of the weights hold too much.
-ROW_TILES = TILES | {(16, 128): (64, 32, 4)}
 STEPPING = ("batches_each", "heads_each", "query_tiles_each", "key_tiles_each", "parts", "steps")
-
-
-@jit
-def _rows_kernel(
-    grad_out, q, k, v, out, logsumexp, grad_logsumexp, delta, sums, keep, key_keep, lengths, bias, seed,
-    grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
-    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
-    k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
-    v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
-    out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
-    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_word,
-    key_keep_batch: tl.int64, key_keep_head: tl.int64,
-    lengths_batch: tl.int64, lengths_query: tl.int64,
-    bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
-    heads, group, queries, keys, causal_offset, window, threshold, rescale, scale,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr,
-):  # fmt: skip
-    """For each row: delta, which its gradients of scores subtract, and what its weights sum to."""
-    batch, head, tile = program_of(heads, queries, None, BLOCK_QUERIES)
-    start_query = tile * BLOCK_QUERIES
-    grad_out = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
-    q = at_head(q, batch, head, q_batch, q_head, UNIT)
-    k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
-    v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
-    out = at_head(out, batch, head, out_batch, out_head, UNIT)
-    bounds = Bounds(
-        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
-    )
-    mask = Mask(
-        bounds,
-        at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
-        at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
-        at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
-    )  # fmt: skip
-    random = RandomBits(load_seed(seed), threshold, batch, head)
-
-    rows = query_rows(start_query, bounds, BLOCK_QUERIES)
-    limit = key_limits(rows, bounds)
-    last_key = tl.maximum(tl.max(limit, 0), 0)
-    first_row = (batch * heads + head).to(tl.int64) * queries
-    shift = tl.load(logsumexp + first_row + rows)
-    shift = tl.where(shift == float("-inf"), 0.0, shift)
-    q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
-    grad_tile = load_rows(grad_out, start_query, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
-    out_tile = load_rows(out, start_query, queries, out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
-    row_delta = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
-    weight_sum, gradient_sum = summed_rows(
-        q_tile, grad_tile, k, v, k_row, v_row, shift, start_query, limit, last_key, scale, rescale, mask, random,
-        HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, True,
-    )  # fmt: skip
-    summed = weight_sum > 0.0
-    weight_sum = tl.where(summed, weight_sum, 1.0)
-    row_delta = tl.where(summed, gradient_sum / weight_sum, row_delta)
-    if grad_logsumexp is not None:
-        row_delta -= tl.load(grad_logsumexp + first_row + rows)
-    row = start_query + tl.arange(0, BLOCK_QUERIES)
-    tl.store(delta + first_row + row, row_delta, mask=row < queries)
-    tl.store(sums + first_row + row, weight_sum, mask=row < queries)
 
 
 @triton.jit(do_not_specialize=[*RUNTIME_INTEGERS, *STEPPING])
 def _grad_bias_kernel(
-    grad_out, q, k, v, logsumexp, delta, sums, grad_bias, keep, key_keep, lengths, bias, seed,
+    grad_out, q, k, v, logsumexp, delta, sums, grad_bias, keep, key_keep, lengths, bias, distance_bias,
+    query_ids, key_ids, seed,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -108,7 +45,9 @@ def _grad_bias_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
+    distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
     heads, group, queries, keys, causal_offset, window, threshold, rescale, scale,
+    distance_zero, softcap,
     batches_each, heads_each, query_tiles_each, key_tiles_each, parts, steps,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ONE_QUERY: tl.constexpr, ONE_KEY: tl.constexpr,
@@ -140,48 +79,32 @@ def _grad_bias_kernel(
         head = own_head + step % heads_each
         batch = own_batch + step // heads_each
 
-        row = start_query + tl.arange(0, BLOCK_QUERIES)
         bounds = Bounds(
-            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
-        )
+            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
+            ids_at(query_ids, batch, query_ids_batch, 0), ids_at(key_ids, batch, key_ids_batch, 0),
+        )  # fmt: skip
         mask = Mask(
             bounds,
             at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
             at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
             at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
         )  # fmt: skip
         random = RandomBits(philox_key, threshold, batch, head)
         rows = query_rows(start_query, bounds, BLOCK_QUERIES)
         limit = key_limits(rows, bounds)
         last_key = tl.maximum(tl.max(limit, 0), 0)
-        if any_visible(start_query, start_key, last_key, bounds, BLOCK_KEYS):
-            row_number = (batch * heads + head).to(tl.int64) * queries + rows
-            shift = tl.load(logsumexp + row_number)
-            shift = tl.where(shift == float("-inf"), 0.0, shift)
-            row_delta = tl.load(delta + row_number)
-            divisor = tl.load(sums + row_number)
-            head_q = at_head(q, batch, head, q_batch, q_head, UNIT)
-            head_k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
-            head_v = at_head(v, batch, head // group, v_batch, v_head, UNIT)
-            head_grad_out = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
-            q_tile = load_rows(head_q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
-            k_tile = load_rows(head_k, start_key, last_key, k_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
-            scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-            scores, allowed = masked_scores(
-                scores, scale, start_query, start_key, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
-            )
-            weights = exponential(scores, shift[:, None], scale, True) / divisor[:, None]
-            grad_tile = load_rows(
-                head_grad_out, start_query, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT
-            )
-            v_tile = load_rows(head_v, start_key, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
-            grad_weights = tl.dot(grad_tile, tl.trans(v_tile), input_precision="ieee")
-            if seed is not None:
-                kept = attention_keep_tile(random, start_query, start_key, BLOCK_QUERIES, BLOCK_KEYS)
-                grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
-            # Blocked keys, rows without keys and rows past the last (which repeat it) add nothing, whatever they hold.
-            adds = allowed & (row < queries)[:, None]
-            acc += tl.where(adds, weights * (grad_weights - row_delta[:, None]), 0.0)
+        if any_visible(rows, start_query, start_key, last_key, bounds, BLOCK_KEYS):
+            first_row = (batch * heads + head).to(tl.int64) * queries
+            acc += grad_score_tile(
+                at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT), grad_out_row,
+                at_head(q, batch, head, q_batch, q_head, UNIT), q_row,
+                at_head(k, batch, head // group, k_batch, k_head, UNIT), k_row,
+                at_head(v, batch, head // group, v_batch, v_head, UNIT), v_row,
+                logsumexp + first_row, delta + first_row, sums + first_row,
+                start_query, start_key, limit, last_key, scale, rescale, mask, random,
+                HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT,
+            )  # fmt: skip
 
     # Parts lie (part, batch, head, query, key); a tile that stands for all queries or keys is summed to one number.
     own_batch_head = own_batch.to(tl.int64) * (heads // heads_each) + own_head
@@ -237,24 +160,14 @@ def grad_bias_launches(
     masking = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep)
     block_d = masking["BLOCK_D"]
     rows, keys, warps = TILES[q.element_size() * 8, block_d]
-    row_rows, row_keys, row_warps = ROW_TILES[q.element_size() * 8, block_d]
-    B, H, Lq, _ = q.shape
     tiles, each, parts, steps = sharing(q, k, bias)
-    per_row = {"delta": delta, "sums": row_sums, "logsumexp": logsumexp}
+    per_row = {"delta": delta, "sums": row_sums, "logsumexp": logsumexp, "grad_logsumexp": grad_logsumexp}
     sizes: dict[str, object] = dict(zip(STEPPING, (*each, parts, steps), strict=True))
     sizes |= {"grad_bias": sums, "ONE_QUERY": bias.shape[2] == 1, "ONE_KEY": bias.shape[3] == 1}
     kind = f"{str(q.dtype)[6:]} d{block_d}"
     dropout = "" if masking["seed"] is None else " dropout"
     return [
-        Launch(
-            name=f"attention grad_bias_rows {kind} {row_rows}x{row_keys} {row_warps} warps{dropout}",
-            kernel=_rows_kernel,
-            grid=blocks_of(Lq, row_rows) * B * H,
-            arguments=tensor_arguments(grad_out=grad_out, q=q, k=k, v=v, out=out) | masking | per_row
-            | {"grad_logsumexp": grad_logsumexp, "BLOCK_QUERIES": row_rows, "BLOCK_KEYS": row_keys},
-            num_warps=row_warps,
-            num_stages=1,
-        ),
+        rows_launch(tensor_arguments(grad_out=grad_out, q=q, k=k, v=v, out=out) | masking | per_row, q, params),
         Launch(
             name=f"attention grad_bias {kind} {rows}x{keys} {warps} warps{dropout} from {tuple(bias.shape)}",
             kernel=_grad_bias_kernel,

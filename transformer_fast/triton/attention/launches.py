@@ -10,17 +10,23 @@ from ..configs import LONG, attention_config
 from ..launch_cache import run_cached
 from ..launcher import Launch, blocks_of
 from .tile_map import NO_MAP, length_order, packed_order, tile_lists
-from .tiles import mask_arguments, tensor_arguments, within_reach
+from .tiles import changes_scores, mask_arguments, tensor_arguments, within_reach
 
 
 def call_kind(keys: int, params: AttentionParams) -> str:
     """Which entry of the tile table a call takes."""
-    if params.bias is not None:
+    if changes_scores(params):
         return "biased"
     if keys <= LONG:
         return "short"
-    parts = (params.keep, params.key_keep, params.lengths, params.packed)
+    parts = (params.keep, params.key_keep, params.lengths, params.query_ids, params.packed)
     return "long" if params.dropout_p > 0.0 or any(part is not None for part in parts) else "plain"
+
+
+def is_mapped(params: AttentionParams) -> bool:
+    """Whether a call steps through the lists of a tile map."""
+    parts = (params.keep, params.key_keep, params.query_ids)
+    return params.packed is None and any(part is not None for part in parts)
 
 
 def order_arguments(
@@ -39,7 +45,7 @@ def order_arguments(
     keys = k.shape[2]
     # Shorter programs end together in any order.
     ordered = keys > LONG
-    if params.keep is not None or params.key_keep is not None:
+    if is_mapped(params):
         return tile_lists(params, B, queries, keys, tile, columns=columns, ordered=ordered).arguments
     if ordered and packed is not None:
         return NO_MAP | {"batch_order": packed_order(packed.cu_seqlens_q, packed.cu_seqlens_k)}
@@ -68,7 +74,8 @@ def tile_launch(
     config = attention_config(name, arch, q.element_size() * 8, arguments["BLOCK_D"], kind)
     tile = config.block_queries, config.block_keys
     kinds = {
-        "mapped": params.keep is not None or params.key_keep is not None, "biased": params.bias is not None,
+        "mapped": is_mapped(params), "documents": params.query_ids is not None, "biased": params.bias is not None,
+        "by distance": params.distance_bias is not None, "capped": params.softcap is not None,
         "packed": params.packed is not None, "window": arguments["window"] is not None,
         "dropout": arguments["seed"] is not None,
     }  # fmt: skip
@@ -93,7 +100,7 @@ def tile_launch(
     )  # fmt: skip
 
 
-PARTS = ("keep", "key_keep", "lengths", "bias", "seed")
+PARTS = ("keep", "key_keep", "lengths", "bias", "distance_bias", "query_ids", "key_ids", "seed")
 MAP_TENSORS = frozenset(("keep", "key_keep", "tile_list", "tile_counts", "tile_order", "batch_order"))
 
 
@@ -112,25 +119,26 @@ def run_call(
     """
     packed, lengths = params.packed, params.lengths
     sources: tuple[Tensor, ...] = ()
-    if params.keep is not None or params.key_keep is not None:
-        sources = tuple([t for t in (params.keep, params.key_keep, lengths) if t is not None])
+    if is_mapped(params):
+        parts = (params.keep, params.key_keep, lengths, params.query_ids, params.key_ids)
+        sources = tuple([t for t in parts if t is not None])
     elif keys > LONG and packed is not None:
         sources = packed.cu_seqlens_k, packed.cu_seqlens_q
     elif keys > LONG and lengths is not None and lengths.dim() == 1:
         sources = (lengths,)
     places = () if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
-    own, parts = len(inputs), len(inputs) + len(PARTS)
+    own, end = len(inputs), len(inputs) + len(PARTS)
 
     def launches(*tensors: Tensor | None) -> list[Launch]:
-        rest = tensors[parts + len(places) :]
-        given = dict(zip(PARTS, tensors[own:parts], strict=True))
+        rest = tensors[end + len(places) :]
+        given = dict(zip(PARTS, tensors[own:end], strict=True))
         if packed is not None:
-            starts_q, starts_k = tensors[parts : parts + 2]
+            starts_q, starts_k = tensors[end : end + 2]
             given["packed"] = replace(packed, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
         return prepare(tensors[:own], rest, replace(params, **given))
 
     lengths_of_packed = () if packed is None else (packed.max_q, packed.max_k)
-    options = params.causal, params.window, params.scale, params.dropout_p, params.zero_empty_rows
+    options = params.causal, params.window, params.softcap, params.scale, params.dropout_p, params.zero_empty_rows
     inputs = (*inputs, *[getattr(params, part) for part in PARTS], *places)
     run_cached((name, *lengths_of_packed, *options), inputs, outputs, launches, sources, MAP_TENSORS)
 

@@ -4,14 +4,17 @@ Every part of a mask that is a bound on the key number - lengths, causal, the en
 into one number a query, its limit: key j is visible iff ``j < limit``. So a tile is full, partial or empty by
 comparing two integers, and only what has a value per (query, key) - keep masks, additive bias - is read.
 
-A window bounds the keys from below, too: key j is visible to query i only if ``j >= i + window``. A call without a
-window (None) compiles to what it would be without any of this.
+A window bounds the keys from below, too: key j is visible to query i only if ``j >= i + window``. Documents compare an
+id of the query with one of the key. Scores may be capped, and a bias that depends on the distance alone is read along
+its diagonals. A part that a call does not have is None, and the call compiles to what it would be without that part.
 """
 
 from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from .tiles import LOG2E, any_true
 
 
 class Bounds(NamedTuple):
@@ -23,6 +26,8 @@ class Bounds(NamedTuple):
         causal_offset: query i sees keys j <= i + causal_offset.
         window: query i sees keys j >= i + window; None for no such bound.
         queries, keys: how many there are.
+        query_ids, key_ids: pointers to the first query's and the first key's id, or None: query i sees the keys of its
+            own id.
     """
 
     lengths: tl.tensor
@@ -31,6 +36,8 @@ class Bounds(NamedTuple):
     window: tl.tensor
     queries: tl.tensor
     keys: tl.tensor
+    query_ids: tl.tensor
+    key_ids: tl.tensor
 
 
 class Mask(NamedTuple):
@@ -42,6 +49,8 @@ class Mask(NamedTuple):
             and of words.
         key_keep: bits of a mask on keys alone.
         bias, bias_query, bias_key: additive bias, and its strides, that of queries in MASK_UNITs.
+        distance_bias, distance_zero: bias by distance, of which entry ``distance_zero + j - i`` is added.
+        softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before anything is added.
     """
 
     bounds: Bounds
@@ -52,16 +61,18 @@ class Mask(NamedTuple):
     bias: tl.tensor
     bias_query: tl.tensor
     bias_key: tl.tensor
+    distance_bias: tl.tensor
+    distance_zero: tl.tensor
+    softcap: tl.tensor
 
 
-class Steps(NamedTuple):
-    """The steps of a program, from tile to tile: `end` of them. Those from `full` to before `full_end` need no mask.
-    Without a list, the first step is at tile `first`, the next at the tile after it."""
-
-    first: tl.tensor
-    full: tl.tensor
-    full_end: tl.tensor
-    end: tl.tensor
+@triton.jit
+def ids_at(ids, batch, batch_stride, first):
+    """Pointer to the id of the first query or key of a batch, or of a sequence of a packed batch; None for None."""
+    if ids is None:
+        return
+    else:
+        return ids + batch.to(tl.int64) * batch_stride + first
 
 
 @triton.jit
@@ -89,12 +100,15 @@ def first_visible(start_query, bounds):
 
 
 @triton.jit
-def any_visible(start_query, start_key, last_key, bounds, KEYS: tl.constexpr):
-    """Whether the bounds leave a tile of keys any for the queries from this one on, whose last limit is `last_key`."""
-    if bounds.window is None:
-        return start_key < last_key
-    else:
-        return (start_key < last_key) & (start_key + KEYS > first_visible(start_query, bounds))
+def any_visible(rows, start_query, start_key, last_key, bounds, KEYS: tl.constexpr):
+    """Whether the bounds leave a tile of keys any for these queries, from `start_query` on, whose last limit is
+    `last_key`."""
+    visible = start_key < last_key
+    if bounds.window is not None:
+        visible = visible & (start_key + KEYS > first_visible(start_query, bounds))
+    if bounds.query_ids is not None:
+        visible = visible & any_true(same_document(rows, start_key, bounds, KEYS))
+    return visible
 
 
 @triton.jit
@@ -104,84 +118,17 @@ def within_bounds(rows, limit, start_key, bounds, KEYS: tl.constexpr):
     inside = key < limit[:, None]
     if bounds.window is not None:
         inside = inside & (key >= (rows + bounds.window)[:, None])
+    if bounds.query_ids is not None:
+        inside = inside & same_document(rows, start_key, bounds, KEYS)
     return inside
 
 
 @triton.jit
-def key_steps(
-    tile_counts, tile_row, start_query, limit, last_key, bounds, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr
-):  # fmt: skip
-    """The steps of a tile of queries over tiles of keys. Within a window, both edges need the mask."""
-    if tile_counts is None:
-        full_end = tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS
-        end = tl.cdiv(last_key, BLOCK_KEYS)
-        if bounds.window is None:
-            return Steps(0, 0, full_end, end)
-        else:
-            first_key = first_visible(start_query, bounds)
-            first = first_key // BLOCK_KEYS
-            last_row = tl.minimum(start_query + BLOCK_QUERIES, bounds.queries) - 1
-            full = tl.cdiv(first_visible(last_row, bounds), BLOCK_KEYS)
-            return Steps(first, full - first, full_end - first, tl.where(first_key < last_key, end - first, 0))
-    else:
-        return _listed_steps(tile_counts, tile_row)
-
-
-@triton.jit
-def query_steps(
-    tile_counts, tile_row, start_key, bounds, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr
-):  # fmt: skip
-    """The steps of a tile of keys over tiles of queries. Under a causal mask the edge comes first."""
-    if tile_counts is None:
-        end_key = start_key + BLOCK_KEYS
-        length = bounds.keys
-        uniform_length = True
-        if bounds.lengths is not None:
-            uniform_length = bounds.lengths_query == 0
-            length = tl.where(uniform_length, tl.load(bounds.lengths), bounds.keys)
-        tiles = tl.cdiv(bounds.queries, BLOCK_QUERIES)
-        first_row = tl.maximum(start_key - bounds.causal_offset, 0)
-        first = first_row // BLOCK_QUERIES
-        full = tl.cdiv(tl.maximum(end_key - 1 - bounds.causal_offset, 0), BLOCK_QUERIES) - first
-        full = tl.where(uniform_length & (end_key <= length), full, tiles)
-        visible = (start_key < length) & (first_row < bounds.queries)
-        full_end = tiles - first
-        end = full_end
-        if bounds.window is not None:
-            # Queries from here on see only later keys.
-            past = tl.maximum(tl.minimum(end_key, length) - bounds.window, 0)
-            full_end = tl.maximum(start_key + 1 - bounds.window, 0) // BLOCK_QUERIES - first
-            end = tl.minimum(end, tl.cdiv(past, BLOCK_QUERIES) - first)
-        return Steps(first, full, full_end, tl.where(visible, end, 0))
-    else:
-        return _listed_steps(tile_counts, tile_row)
-
-
-@triton.jit
-def _listed_steps(tile_counts, tile_row):
-    full = tl.load(tile_counts + tile_row * 2)
-    return Steps(0, 0, full, full + tl.load(tile_counts + tile_row * 2 + 1))
-
-
-@triton.jit
-def at_edge(step, steps, FRONT: tl.constexpr, BACK: tl.constexpr):
-    """Whether the tile of a step needs the mask, where only steps in front, or at the back, or both may."""
-    if FRONT and BACK:
-        return (step < steps.full) | (step >= steps.full_end)
-    elif FRONT:
-        return step < steps.full
-    else:
-        return step >= steps.full_end
-
-
-@triton.jit
-def tile_at(tile_list, step, steps, across):
-    """The tile at one step: that of the list, whose full tiles are at the front and partial ones, backwards, at the
-    end; without a list, the next one."""
-    if tile_list is None:
-        return steps.first + step
-    else:
-        return tl.load(tile_list + tl.where(step < steps.full_end, step, across - 1 - (step - steps.full_end)))
+def same_document(rows, start_key, bounds, KEYS: tl.constexpr):
+    """Which keys of a tile have the id of these queries: bool (queries, KEYS)."""
+    key = start_key + tl.arange(0, KEYS)
+    key_ids = tl.load(bounds.key_ids + key, mask=key < bounds.keys, other=0)
+    return tl.load(bounds.query_ids + rows)[:, None] == key_ids[None, :]
 
 
 @triton.jit
@@ -207,13 +154,16 @@ def allowed_words(start_query, start_key, limit, mask, QUERIES: tl.constexpr, WO
 @triton.jit
 def allowed_tile(start_query, start_key, limit, mask, QUERIES: tl.constexpr, KEYS: tl.constexpr):
     """Which (query, key) of a tile are allowed: bool (QUERIES, KEYS), by the bounds and, where given, by the bits."""
+    rows = query_rows(start_query, mask.bounds, QUERIES)
     if mask.keep is None and mask.key_keep is None:
-        rows = query_rows(start_query, mask.bounds, QUERIES)
         return within_bounds(rows, limit, start_key, mask.bounds, KEYS)
     else:
         bits = allowed_words(start_query, start_key, limit, mask, QUERIES, KEYS // 32)
         spread = (tl.expand_dims(bits, 2) >> tl.arange(0, 32)[None, None, :]) & 1
-        return tl.reshape(spread, (QUERIES, KEYS)) != 0
+        allowed = tl.reshape(spread, (QUERIES, KEYS)) != 0
+        if mask.bounds.query_ids is not None:
+            allowed = allowed & same_document(rows, start_key, mask.bounds, KEYS)
+        return allowed
 
 
 @triton.jit
@@ -221,19 +171,61 @@ def masked_scores(
     scores, scale, start_query, start_key, limit, mask,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK_UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Apply every part of the mask: (scores, allowed). With a bias, the scores come back scaled and biased."""
+    """Apply every part of the mask: (scores, allowed, slope). With a bias of either kind or a cap, the scores come back
+    scaled, capped and biased. The slope is what a gradient of them is multiplied by on its way through the cap."""
     allowed = allowed_tile(start_query, start_key, limit, mask, QUERIES, KEYS)
+    slope = 1.0
     if mask.bias is not None:
-        # Past the last query the last one is read again. MASK_UNIT divides the number of keys: saying so in the guard
-        # keeps whole groups of keys together in one access.
-        row = tl.minimum(tl.arange(0, QUERIES), mask.bounds.queries - 1 - start_query)[:, None]
-        column = start_key + tl.arange(0, KEYS)
-        inside = column // MASK_UNIT * MASK_UNIT < mask.bounds.keys
-        # Offsets start from the tile's row but from the first key: were they the same for every tile, the compiler
-        # would keep one register for each element of the tile all through the loop.
-        offsets = row * (mask.bias_query.to(tl.int32) * MASK_UNIT) + column[None, :] * mask.bias_key
-        base = mask.bias + tl.cast(start_query, tl.int64) * mask.bias_query * MASK_UNIT
-        added = tl.load(base + offsets, mask=inside[None, :], other=float("-inf")).to(tl.float32)
-        scores = scores * scale + added
+        added = bias_tile(start_query, start_key, mask, QUERIES, KEYS, MASK_UNIT)
+    if mask.bias is not None or mask.distance_bias is not None or mask.softcap is not None:
+        scores = scores * scale
+    if mask.softcap is not None:
+        capped = tanh(scores / mask.softcap)
+        scores = capped * mask.softcap
+        # That of a blocked key may be NaN.
+        slope = tl.where(allowed, 1.0 - capped * capped, 0.0)
+    if mask.bias is not None:
+        scores = scores + added
         allowed = allowed & (added != float("-inf"))
-    return scores, allowed
+    if mask.distance_bias is not None:
+        nearness = distance_tile(query_rows(start_query, mask.bounds, QUERIES), start_key, mask, KEYS)
+        scores = scores + nearness
+        allowed = allowed & (nearness != float("-inf"))
+    return scores, allowed, slope
+
+
+@triton.jit
+def bias_tile(start_query, start_key, mask, QUERIES: tl.constexpr, KEYS: tl.constexpr, MASK_UNIT: tl.constexpr):
+    """The additive bias of a tile: fp32 (QUERIES, KEYS), -inf past the last key."""
+    # Past the last query the last one is read again. MASK_UNIT divides the number of keys: saying so in the guard keeps
+    # whole groups of keys together in one access.
+    row = tl.minimum(tl.arange(0, QUERIES), mask.bounds.queries - 1 - start_query)[:, None]
+    column = start_key + tl.arange(0, KEYS)
+    inside = column // MASK_UNIT * MASK_UNIT < mask.bounds.keys
+    # Offsets start from the tile's row but from the first key: were they the same for every tile, the compiler would
+    # keep one register for each element of the tile all through the loop.
+    offsets = row * (mask.bias_query.to(tl.int32) * MASK_UNIT) + column[None, :] * mask.bias_key
+    base = mask.bias + tl.cast(start_query, tl.int64) * mask.bias_query * MASK_UNIT
+    return tl.load(base + offsets, mask=inside[None, :], other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def distance_tile(rows, start_key, mask, KEYS: tl.constexpr):
+    """The bias by distance of these queries and a tile of keys: fp32 (queries, KEYS), -inf past the last key."""
+    key = start_key + tl.arange(0, KEYS)
+    offsets = key[None, :] + (mask.distance_zero - rows)[:, None]
+    return tl.load(mask.distance_bias + offsets, mask=(key < mask.bounds.keys)[None, :], other=float("-inf"))
+
+
+@triton.jit
+def tanh(x):
+    """tanh to about three units in the last place, also where it is almost x: there it is an odd polynomial (least
+    largest relative error, 4e-9), for 1 - 2 / (exp(2 x) + 1) would cancel."""
+    size = tl.abs(x)
+    square = x * x
+    tail = -0.005704986770762321 * square + 0.02063908700448809
+    tail = tail * square - 0.053739714995723234
+    tail = tail * square + 0.13331442196823984
+    tail = tail * square - 0.33333281941946996
+    far = 1.0 - 2.0 / (tl.math.exp2(size * (2.0 * LOG2E)) + 1.0)
+    return tl.where(size < 0.625, x + x * (square * tail), tl.where(x < 0.0, -far, far))

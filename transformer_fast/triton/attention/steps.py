@@ -1,12 +1,30 @@
-"""Which tile a program of an attention kernel has, and where its rows are.
+"""Which tile a program of an attention kernel has, where its rows are, and through which tiles it steps.
 
 Three kinds of call run the same kernels. A padded one bounds its keys by limits (lengths, causal, the end of the keys)
 and steps through the tiles within them by arithmetic. One with a dense mask steps through lists (see
-:mod:`.tile_map`). A packed one finds its sequence in `cu_seqlens`, and from there is like the first.
+:mod:`.tile_map`); so does one with documents. A packed one finds its sequence in `cu_seqlens`, and from there is like
+the first; of documents it steps from the first to the last that a tile shares.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+from .mask import first_visible, query_rows
+
+# Ids that are read at once where a program looks for those of its own tile.
+_SCAN = tl.constexpr(1024)
+
+
+class Steps(NamedTuple):
+    """The steps of a program, from tile to tile: `end` of them. Those from `full` to before `full_end` need no mask.
+    Without a list, the first step is at tile `first`, the next at the tile after it."""
+
+    first: tl.tensor
+    full: tl.tensor
+    full_end: tl.tensor
+    end: tl.tensor
 
 
 @triton.jit
@@ -39,3 +57,111 @@ def statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
         return (batch * heads + head).to(tl.int64) * total_queries
     else:
         return head.to(tl.int64) * total_queries + first_query
+
+
+@triton.jit
+def _shared_range(ids, count, own):
+    """(first, end) of those whose id lies between the smallest and the largest of a tile's own."""
+    low = tl.min(own, 0)
+    high = tl.max(own, 0)
+    first = tl.full((_SCAN,), 0, tl.int32) + count
+    end = tl.zeros((_SCAN,), tl.int32)
+    for start in tl.range(0, count, _SCAN):
+        place = start + tl.arange(0, _SCAN)
+        other = tl.load(ids + place, mask=place < count, other=0)
+        shared = (place < count) & (other >= low) & (other <= high)
+        first = tl.minimum(first, tl.where(shared, place, count))
+        end = tl.maximum(end, tl.where(shared, place + 1, 0))
+    return tl.min(first, 0), tl.max(end, 0)
+
+
+@triton.jit
+def key_steps(
+    tile_counts, tile_row, start_query, limit, last_key, bounds, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr
+):  # fmt: skip
+    """The steps of a tile of queries over tiles of keys. Within a window, both edges need the mask; of documents
+    without a map, all tiles between the edges do."""
+    if tile_counts is not None:
+        return _listed_steps(tile_counts, tile_row)
+    elif bounds.query_ids is not None:
+        own = tl.load(bounds.query_ids + query_rows(start_query, bounds, BLOCK_QUERIES))
+        first_key, end_key = _shared_range(bounds.key_ids, bounds.keys, own)
+        first = tl.maximum(first_key, first_visible(start_query, bounds)) // BLOCK_KEYS
+        end = tl.cdiv(tl.minimum(end_key, last_key), BLOCK_KEYS)
+        return Steps(first, 0, 0, tl.maximum(end - first, 0))
+    else:
+        full_end = tl.maximum(tl.min(limit, 0), 0) // BLOCK_KEYS
+        end = tl.cdiv(last_key, BLOCK_KEYS)
+        if bounds.window is None:
+            return Steps(0, 0, full_end, end)
+        else:
+            first_key = first_visible(start_query, bounds)
+            first = first_key // BLOCK_KEYS
+            last_row = tl.minimum(start_query + BLOCK_QUERIES, bounds.queries) - 1
+            full = tl.cdiv(first_visible(last_row, bounds), BLOCK_KEYS)
+            return Steps(first, full - first, full_end - first, tl.where(first_key < last_key, end - first, 0))
+
+
+@triton.jit
+def query_steps(
+    tile_counts, tile_row, start_key, bounds, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr
+):  # fmt: skip
+    """The steps of a tile of keys over tiles of queries. Under a causal mask the edge comes first."""
+    if tile_counts is not None:
+        return _listed_steps(tile_counts, tile_row)
+    else:
+        end_key = start_key + BLOCK_KEYS
+        length = bounds.keys
+        uniform_length = True
+        if bounds.lengths is not None:
+            uniform_length = bounds.lengths_query == 0
+            length = tl.where(uniform_length, tl.load(bounds.lengths), bounds.keys)
+        tiles = tl.cdiv(bounds.queries, BLOCK_QUERIES)
+        first_row = tl.maximum(start_key - bounds.causal_offset, 0)
+        first = first_row // BLOCK_QUERIES
+        full = tl.cdiv(tl.maximum(end_key - 1 - bounds.causal_offset, 0), BLOCK_QUERIES) - first
+        full = tl.where(uniform_length & (end_key <= length), full, tiles)
+        visible = (start_key < length) & (first_row < bounds.queries)
+        full_end = tiles - first
+        end = full_end
+        if bounds.window is not None:
+            # Queries from here on see only later keys.
+            past = tl.maximum(tl.minimum(end_key, length) - bounds.window, 0)
+            full_end = tl.maximum(start_key + 1 - bounds.window, 0) // BLOCK_QUERIES - first
+            end = tl.minimum(end, tl.cdiv(past, BLOCK_QUERIES) - first)
+        end = tl.where(visible, end, 0)
+        if bounds.query_ids is not None:
+            key = tl.minimum(start_key + tl.arange(0, BLOCK_KEYS), bounds.keys - 1)
+            shared, past = _shared_range(bounds.query_ids, bounds.queries, tl.load(bounds.key_ids + key))
+            shared = tl.maximum(shared // BLOCK_QUERIES, first)
+            end = tl.minimum(first + end, tl.cdiv(past, BLOCK_QUERIES)) - shared
+            return Steps(shared, end, end, end)
+        else:
+            return Steps(first, full, full_end, end)
+
+
+@triton.jit
+def _listed_steps(tile_counts, tile_row):
+    full = tl.load(tile_counts + tile_row * 2)
+    return Steps(0, 0, full, full + tl.load(tile_counts + tile_row * 2 + 1))
+
+
+@triton.jit
+def at_edge(step, steps, FRONT: tl.constexpr, BACK: tl.constexpr):
+    """Whether the tile of a step needs the mask, where only steps in front, or at the back, or both may."""
+    if FRONT and BACK:
+        return (step < steps.full) | (step >= steps.full_end)
+    elif FRONT:
+        return step < steps.full
+    else:
+        return step >= steps.full_end
+
+
+@triton.jit
+def tile_at(tile_list, step, steps, across):
+    """The tile at one step: that of the list, whose full tiles are at the front and partial ones, backwards, at the
+    end; without a list, the next one."""
+    if tile_list is None:
+        return steps.first + step
+    else:
+        return tl.load(tile_list + tl.where(step < steps.full_end, step, across - 1 - (step - steps.full_end)))

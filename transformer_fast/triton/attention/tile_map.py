@@ -1,9 +1,9 @@
 """The tile map of a mask: which tiles of (queries x keys) hold work, found once on the device for all layers.
 
 A dense mask is packed to bits, 32 keys of one query a word; it is these that the attention kernels read, an eighth of
-the mask. From the bits and the bounds (lengths, causal, window) every tile is classed: empty, partial or full. A
-program of an attention kernel then walks the list of its tiles that hold work, full ones first, and reads bits only in
-the others.
+the mask. From the bits, the bounds (lengths, causal, window) and the smallest and largest ids of documents on either
+side every tile is classed: empty, partial or full. A program of an attention kernel then walks the list of its tiles
+that hold work, full ones first, and reads bits and ids only in the others.
 
 The bits serve every kernel. Classes and lists are made for a kernel's own tile, since the best tile of the three
 kernels differs; those that agree share them. All of it stays on the mask's tensor as an attribute, and goes with it.
@@ -21,7 +21,7 @@ from ...attention_params import AttentionParams
 from ...tensor_cache import get_or_compute
 from ...tile_share import FULL, PARTIAL
 from ..launcher import Launch, blocks_of, run
-from .mask import Bounds, Mask, allowed_words, key_limits, query_rows
+from .mask import Bounds, Mask, allowed_words, ids_at, key_limits, query_rows
 from .steps import program_of
 from .tiles import at_head, bounded_offset, bounded_window, bounds_arguments, jit
 
@@ -60,10 +60,10 @@ def _pack_kernel(
 
 @jit
 def _classes_kernel(
-    classes, keep, key_keep, lengths,
+    classes, keep, key_keep, lengths, query_ids, key_ids,
     keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_word,
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
-    lengths_batch: tl.int64, lengths_query: tl.int64,
+    lengths_batch: tl.int64, lengths_query: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
     heads, queries, keys, causal_offset, window,
     BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
 ):  # fmt: skip
@@ -73,21 +73,35 @@ def _classes_kernel(
     batch, head, query_tile = program_of(heads, queries, None, BLOCK_QUERIES)
     start_query = query_tile * BLOCK_QUERIES
     bounds = Bounds(
-        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
-    )
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
+        ids_at(query_ids, batch, query_ids_batch, 0), ids_at(key_ids, batch, key_ids_batch, 0),
+    )  # fmt: skip
     mask = Mask(
         bounds,
         at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
         at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
-        None, 0, 0,
+        None, 0, 0, None, 0, None,
     )  # fmt: skip
-    limit = key_limits(query_rows(start_query, bounds, BLOCK_QUERIES), bounds)
+    rows = query_rows(start_query, bounds, BLOCK_QUERIES)
+    limit = key_limits(rows, bounds)
+    if query_ids is not None:
+        query_id = tl.load(bounds.query_ids + rows)
+        first_id = tl.min(query_id, 0)
+        last_id = tl.max(query_id, 0)
     classes += tl.program_id(0).to(tl.int64) * key_tiles
     for start in tl.range(0, keys, _CHUNK_KEYS):
         bits = allowed_words(start_query, start, limit, mask, BLOCK_QUERIES, _CHUNK_KEYS // 32)
         bits = tl.reshape(bits, (BLOCK_QUERIES, TILES, BLOCK_KEYS // 32))
         some = tl.max(tl.max((bits != 0).to(tl.int32), 2), 0)
         every = tl.min(tl.min((bits == -1).to(tl.int32), 2), 0)
+        if query_ids is not None:
+            # The last id stands for those past it, too. Tiles that only seem to share an id are masked, not wrong.
+            key = tl.minimum(start + tl.arange(0, _CHUNK_KEYS), keys - 1)
+            key_id = tl.reshape(tl.load(bounds.key_ids + key), (TILES, BLOCK_KEYS))
+            low = tl.min(key_id, 1)
+            high = tl.max(key_id, 1)
+            some = tl.where((low <= last_id) & (high >= first_id), some, 0)
+            every = tl.where((low == high) & (first_id == last_id), every, 0) * some
         tile = start // BLOCK_KEYS + tl.arange(0, TILES)
         tl.store(classes + tile, (some + every).to(tl.int8), mask=tile < key_tiles)
 
@@ -157,17 +171,18 @@ def tile_lists(
     """The lists of a mask for kernels of one tile; kept on the mask.
 
     Args:
-        params: of the call; keep, key_keep or both are given.
+        params: of the call; keep, key_keep or ids are given.
         B, queries, keys: the sizes of the call.
         tile: queries and keys a tile, powers of two; at most CHUNK_KEYS keys.
         columns: lists of query tiles for each key tile, rather than of key tiles for each query tile.
         ordered: also order tile rows and batches by work.
     """
-    keep, key_keep, lengths = params.keep, params.key_keep, params.lengths
-    holder = key_keep if keep is None else keep
+    keep, key_keep = params.keep, params.key_keep
+    parts = keep, key_keep, params.query_ids, params.key_ids, params.lengths
+    given = [t for t in parts if t is not None]
+    holder, others = given[0], tuple(given[1:])
     diagonals = bounded_offset(params.causal, queries, keys), bounded_window(params.window, queries, keys)
-    call = (keep is not None, key_keep is not None, lengths is not None, B, queries, keys, *diagonals, tile)
-    others = (key_keep if holder is keep else None, lengths)
+    call = (*[t is not None for t in parts], B, queries, keys, *diagonals, tile)
 
     def lists() -> TileLists:
         found = get_or_compute(holder, ("classes", *call), others, lambda: _classes(params, B, queries, keys, tile))
@@ -248,7 +263,8 @@ def bits_arguments(keep: Tensor | None, key_keep: Tensor | None) -> dict[str, ob
 def classes_launch(classes: Tensor, params: AttentionParams, queries: int, keys: int, tile: tuple[int, int]) -> Launch:
     """The launch that fills `classes`."""
     return Launch(
-        name=f"attention classes {tile[0]}x{tile[1]}{' window' if params.window is not None else ''}",
+        name=f"attention classes {tile[0]}x{tile[1]}{' window' if params.window is not None else ''}"
+        f"{' documents' if params.query_ids is not None else ''}",
         kernel=_classes_kernel,
         grid=classes.shape[0] * classes.shape[1] * classes.shape[2],
         arguments=bits_arguments(params.keep, params.key_keep) | bounds_arguments(params, queries, keys)
@@ -261,9 +277,11 @@ def classes_launch(classes: Tensor, params: AttentionParams, queries: int, keys:
 def _classes(params: AttentionParams, B: int, queries: int, keys: int, tile: tuple[int, int]) -> Tensor:
     """The class of every tile: int8 (B|1, H|1, query tiles, key tiles) of EMPTY, PARTIAL and FULL."""
     masks = [_without_repeats(t) for t in (params.keep, params.key_keep) if t is not None]
-    batches = B if params.lengths is not None else max(t.shape[0] for t in masks)
-    shape = (batches, max(t.shape[1] for t in masks), blocks_of(queries, tile[0]), blocks_of(keys, tile[1]))
-    classes = torch.empty(shape, dtype=torch.int8, device=masks[0].device)
+    parts = [*masks, *[t for t in (params.query_ids, params.key_ids) if t is not None]]
+    batches = B if params.lengths is not None else max(t.shape[0] for t in parts)
+    heads = max([t.shape[1] for t in masks], default=1)
+    shape = (batches, heads, blocks_of(queries, tile[0]), blocks_of(keys, tile[1]))
+    classes = torch.empty(shape, dtype=torch.int8, device=parts[0].device)
     _run(classes_launch(classes, params, queries, keys, tile), classes)
     return classes
 

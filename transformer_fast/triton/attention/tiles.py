@@ -23,9 +23,11 @@ RUNTIME_INTEGERS = (
     ]
     + [f"{name}_{dim}" for name in ("keep", "bias") for dim in ("batch", "head", "query")]
     + ["key_keep_batch", "key_keep_head", "lengths_batch", "lengths_query"]
+    + ["distance_batch", "distance_head", "distance_zero", "query_ids_batch", "key_ids_batch"]
     + ["heads", "group", "queries", "keys", "causal_offset", "window", "threshold"]
     + ["total_queries", "map_batch", "map_head", "mask_batch", "mask_head", "mask_query"]
     + ["words", "tile_rows", "across", "head_stride", "row_stride", "tile_stride", "seed"]
+    + ["batches", "batches_each", "parts"]
 )
 
 
@@ -151,7 +153,32 @@ def bounds_arguments(params: AttentionParams, Lq: int, Lk: int) -> dict[str, obj
         "keys": Lk,
         "causal_offset": bounded_offset(params.causal, Lq, Lk),
         "window": bounded_window(params.window, Lq, Lk),
+        "query_ids": params.query_ids,
+        "key_ids": params.key_ids,
+        "query_ids_batch": batch_stride(params.query_ids),
+        "key_ids_batch": batch_stride(params.key_ids),
     }
+
+
+def batch_stride(ids: Tensor | None) -> int:
+    """Stride from batch to batch of (B|1, L), or 0: of packed rows (T,), and where all batches share one row."""
+    return 0 if ids is None or ids.dim() == 1 or ids.shape[0] == 1 else ids.stride(0)
+
+
+def distance_arguments(distance_bias: Tensor | None, zero: int) -> dict[str, object]:
+    """Kernel arguments of a bias by distance (B|1, H|1, distances) whose entry of distance 0 is `zero`."""
+    strides = [0, 0]
+    if distance_bias is not None:
+        strides = [s if n > 1 else 0 for n, s in zip(distance_bias.shape[:2], distance_bias.stride()[:2], strict=True)]
+    return {
+        "distance_bias": distance_bias, "distance_zero": zero,
+        "distance_batch": strides[0], "distance_head": strides[1],
+    }  # fmt: skip
+
+
+def changes_scores(params: AttentionParams) -> bool:
+    """Whether scores are more than scaled products, so that a kernel applies the mask to every tile."""
+    return params.bias is not None or params.distance_bias is not None or params.softcap is not None
 
 
 def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, object]:
@@ -161,8 +188,9 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
     H, Lq, D = q.shape[1:]
     Hkv, Lk = k.shape[1:3]
     arguments = bounds_arguments(params, Lq, Lk)
-    # Without such a diagonal, a packed sequence has empty rows only where it has no keys, and their mean is 0, too.
-    diagonals = arguments["window"] is not None or arguments["causal_offset"] < 0
+    # Without such a part, a packed sequence has empty rows only where it has no keys, and their mean is 0, too.
+    emptying = arguments["window"] is not None or arguments["causal_offset"] < 0
+    emptying = emptying or params.distance_bias is not None or params.query_ids is not None
     strides = [0, 0, 0, 0]
     if bias is not None:
         bias = within_reach(bias)
@@ -172,7 +200,8 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
     arguments |= {"MASK_UNIT": unit, "bias": bias, "bias_key": strides[3]}
     for dim, stride in zip(("batch", "head", "query"), strides[:3], strict=True):
         arguments[f"bias_{dim}"] = stride // unit
-    return arguments | {
+    return arguments | distance_arguments(params.distance_bias, Lq - 1) | {
+        "softcap": params.softcap,
         "seed": params.seed if dropout_p > 0.0 else None,
         "threshold": round(dropout_p * 65536),
         "rescale": 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
@@ -181,5 +210,5 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
         "group": H // Hkv,
         "HEAD_DIM": D,
         "BLOCK_D": padded_head_dim(D),
-        "ZERO_EMPTY_ROWS": params.zero_empty_rows or not (params.packed is None or diagonals),
-    }
+        "ZERO_EMPTY_ROWS": params.zero_empty_rows or not (params.packed is None or emptying),
+    }  # fmt: skip

@@ -13,7 +13,7 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import run_call
-from .mask import Bounds, Mask, any_visible, first_visible, key_limits, masked_scores, query_rows
+from .mask import Bounds, Mask, any_visible, first_visible, ids_at, key_limits, masked_scores, query_rows
 from .steps import program_of
 from .tile_map import bits_arguments
 from .tiles import (
@@ -54,9 +54,9 @@ def summed_rows(
     for start in tl.range(first_key, end, KEYS, num_stages=1, disable_licm=True):
         k_tile = load_rows(k, start, last_key, k_row, KEYS, HEAD_DIM, BLOCK_D, UNIT)
         scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-        if mask.bias is None:
+        if mask.bias is None and mask.distance_bias is None and mask.softcap is None:
             scores *= scale
-        scores, allowed = masked_scores(scores, scale, start_query, start, limit, mask, QUERIES, KEYS, MASK_UNIT)
+        scores, allowed, _ = masked_scores(scores, scale, start_query, start, limit, mask, QUERIES, KEYS, MASK_UNIT)
         weights = tl.where(allowed, exponential(scores, shift[:, None], scale, True), 0.0)
         weight_sum += tl.sum(weights, 1)
         if WITH_GRADIENTS:
@@ -78,15 +78,15 @@ def _tile_of_weights(
     """The weights of a tile before dropout, (QUERIES, KEYS), 0 where blocked."""
     k_tile = load_rows(k, start, last_key, k_row, KEYS, HEAD_DIM, BLOCK_D, UNIT)
     scores = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")
-    if BASE_E and mask.bias is None:
+    if BASE_E and (mask.bias is None and mask.distance_bias is None and mask.softcap is None):
         scores *= scale
-    scores, allowed = masked_scores(scores, scale, start_query, start, limit, mask, QUERIES, KEYS, MASK_UNIT)
+    scores, allowed, _ = masked_scores(scores, scale, start_query, start, limit, mask, QUERIES, KEYS, MASK_UNIT)
     return tl.where(allowed, exponential(scores, shift[:, None], scale, BASE_E) / divisor[:, None], 0.0)
 
 
 @jit
 def _weights_kernel(
-    q, k, logsumexp, out, keep, key_keep, lengths, bias, seed,
+    q, k, logsumexp, out, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, seed,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     out_row: tl.int64,
@@ -94,26 +94,31 @@ def _weights_kernel(
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
+    distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
     heads, group, queries, keys, causal_offset, window, threshold, rescale, scale,
+    distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, OUT_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
 ):  # fmt: skip
     # What 16-bit types cannot show is not corrected.
-    BASE_E: tl.constexpr = (bias is not None) or (q.dtype.element_ty == tl.float32)
-    DENSE: tl.constexpr = (keep is not None) or (key_keep is not None) or (bias is not None)
+    BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
+    BASE_E: tl.constexpr = BIASED or (q.dtype.element_ty == tl.float32)
+    DENSE: tl.constexpr = (keep is not None) or (key_keep is not None) or BIASED
     batch, head, tile = program_of(heads, queries, None, BLOCK_QUERIES)
     batch_head = (batch * heads + head).to(tl.int64)
     start_query = tile * BLOCK_QUERIES
     q = at_head(q, batch, head, q_batch, q_head, UNIT)
     k = at_head(k, batch, head // group, k_batch, k_head, UNIT)
     bounds = Bounds(
-        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys
-    )
+        at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
+        ids_at(query_ids, batch, query_ids_batch, 0), ids_at(key_ids, batch, key_ids_batch, 0),
+    )  # fmt: skip
     mask = Mask(
         bounds,
         at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
         at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
         at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+        at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
     )  # fmt: skip
     random = RandomBits(load_seed(seed), threshold, batch, head)
 
@@ -140,7 +145,7 @@ def _weights_kernel(
         # Tiles without a key that a query may see need no product. Beside a dense mask or a bias, whose kernels
         # have no register left for it, they are masked like the others.
         weights = tl.zeros((BLOCK_QUERIES, BLOCK_KEYS), tl.float32)
-        if DENSE or any_visible(start_query, start, last_key, bounds, BLOCK_KEYS):
+        if DENSE or any_visible(rows, start_query, start, last_key, bounds, BLOCK_KEYS):
             weights = _tile_of_weights(
                 q_tile, k, k_row, shift, divisor, start_query, start, limit, last_key, scale, mask,
                 HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT, BASE_E,

@@ -1,0 +1,210 @@
+"""Masked attention, backward: the gradient of a bias by distance, in memory linear in the lengths.
+
+Entry ``zero + d`` of such a bias is added to the score of every query i and key ``i + d``: its gradient is the sum of
+the gradients of scores along a diagonal. Tiles of scores lie on diagonals, too: those whose keys start so many tiles
+after their queries. A program owns one diagonal of tiles of one head, adds up its tiles, and in the end sums the
+diagonals of that one tile. Neighbouring diagonals of tiles share distances, which are added afterwards, as are batches
+and heads that share the bias. Nothing is atomic: two runs agree bit for bit.
+"""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ...attention_params import AttentionParams
+from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
+from ..philox import RandomBits, load_seed
+from .grad_scores import grad_score_tile, rows_launch, score_kinds, sequence_arguments
+from .launches import kernel_views, run_call
+from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
+from .steps import sequence, statistics_row
+from .tile_map import bits_arguments
+from .tiles import at_head, at_row, jit, mask_arguments, padded_head_dim, tensor_arguments
+from .weights import TILES
+
+# Batches that share a bias are walked by one program, but shared out until about so many programs run.
+PROGRAMS = 512
+
+
+@jit
+def _grad_distance_kernel(
+    grad_out, q, k, v, logsumexp, delta, sums, diagonals, keep, key_keep, lengths, bias, distance_bias,
+    query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k,
+    grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
+    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
+    k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
+    v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
+    keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_word,
+    key_keep_batch: tl.int64, key_keep_head: tl.int64,
+    lengths_batch: tl.int64, lengths_query: tl.int64,
+    bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
+    distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
+    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
+    distance_zero, softcap, batches, batches_each, parts,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr,
+):  # fmt: skip
+    """The sums of one diagonal of tiles, of one head, over `batches_each` of `batches` batches.
+
+    Program numbers count parts of the batches, then diagonals, heads, and batches that have a bias of their own.
+    """
+    KEY_TILES: tl.constexpr = BLOCK_QUERIES // BLOCK_KEYS
+    above = (tl.cdiv(queries, BLOCK_QUERIES) - 1) * KEY_TILES
+    count = above + tl.cdiv(keys, BLOCK_KEYS)
+    part = tl.program_id(0) % parts
+    number = tl.program_id(0) // parts
+    # Tile of keys less that of queries, in tiles of keys.
+    diagonal = number % count - above
+    head = number // count % heads
+    first_batch = number // count // heads + part * batches_each
+    philox_key = load_seed(seed)
+
+    acc = tl.zeros((BLOCK_QUERIES, BLOCK_KEYS), tl.float32)
+    for own_batch in tl.range(0, tl.minimum(batches_each, batches - first_batch), num_stages=1):
+        batch = first_batch + own_batch
+        first_query, own_queries = sequence(cu_seqlens_q, batch, queries)
+        first_key, own_keys = sequence(cu_seqlens_k, batch, keys)
+        bounds = Bounds(
+            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window,
+            own_queries, own_keys,
+            ids_at(query_ids, batch, query_ids_batch, first_query), ids_at(key_ids, batch, key_ids_batch, first_key),
+        )  # fmt: skip
+        mask = Mask(
+            bounds,
+            at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
+            at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
+            at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
+            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
+        )  # fmt: skip
+        random = RandomBits(philox_key, threshold, batch, head)
+        all_queries = queries if cu_seqlens_q is None else total_queries
+        first_row = statistics_row(cu_seqlens_q, batch, head, heads, all_queries, first_query)
+        first = tl.cdiv(tl.maximum(-diagonal, 0), KEY_TILES)
+        end = tl.cdiv(tl.maximum(tl.cdiv(own_keys, BLOCK_KEYS) - diagonal, 0), KEY_TILES)
+        end = tl.minimum(end, tl.cdiv(own_queries, BLOCK_QUERIES))
+        # Nothing where the nearest distance is past the causal diagonal.
+        end = tl.where(diagonal * BLOCK_KEYS - (BLOCK_QUERIES - 1) > causal_offset, first, end)
+        for tile in tl.range(first, end, num_stages=1, disable_licm=True):
+            start_query = tile * BLOCK_QUERIES
+            start_key = (tile * KEY_TILES + diagonal) * BLOCK_KEYS
+            rows = query_rows(start_query, bounds, BLOCK_QUERIES)
+            limit = key_limits(rows, bounds)
+            last_key = tl.maximum(tl.max(limit, 0), 0)
+            if any_visible(rows, start_query, start_key, last_key, bounds, BLOCK_KEYS):
+                acc += grad_score_tile(
+                    at_row(grad_out, batch, head, first_query, grad_out_batch, grad_out_head, grad_out_row, UNIT),
+                    grad_out_row,
+                    at_row(q, batch, head, first_query, q_batch, q_head, q_row, UNIT), q_row,
+                    at_row(k, batch, head // group, first_key, k_batch, k_head, k_row, UNIT), k_row,
+                    at_row(v, batch, head // group, first_key, v_batch, v_head, v_row, UNIT), v_row,
+                    logsumexp + first_row, delta + first_row, sums + first_row,
+                    start_query, start_key, limit, last_key, scale, rescale, mask, random,
+                    HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT,
+                )  # fmt: skip
+
+    # The last query's first key is in place 0. In row r, place n is that of column n + r less those of the last row.
+    place = tl.arange(0, 2 * BLOCK_QUERIES)
+    column = (place - (BLOCK_QUERIES - 1))[None, :] + tl.arange(0, BLOCK_QUERIES)[:, None]
+    skewed = tl.gather(acc, tl.minimum(tl.maximum(column, 0), BLOCK_KEYS - 1), 1)
+    summed = tl.sum(tl.where((column >= 0) & (column < BLOCK_KEYS), skewed, 0.0), 0)
+    tl.store(diagonals + tl.program_id(0).to(tl.int64) * (2 * BLOCK_QUERIES) + place, summed)
+
+
+def diagonal_sums(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
+    """What the programs leave to be added: fp32 (own batches, H, diagonals of tiles, parts, 2 * query rows a tile)."""
+    if params.packed is None:
+        B, H, queries, keys = *q.shape[:3], k.shape[2]
+    else:
+        B, H, queries, keys = len(params.packed.cu_seqlens_q) - 1, q.shape[1], params.packed.max_q, params.packed.max_k
+    rows, columns, _ = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])]
+    diagonals = (blocks_of(queries, rows) - 1) * (rows // columns) + blocks_of(keys, columns)
+    own = params.distance_bias.shape[0]
+    shared = B // own
+    each = blocks_of(shared, min(shared, blocks_of(PROGRAMS, own * H * diagonals)))
+    shape = (own, H, diagonals, blocks_of(shared, each), 2 * rows)
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def along_distances(sums: Tensor, params: AttentionParams, queries: int, keys: int, tile: tuple[int, int]) -> Tensor:
+    """The gradient, fp32 like distance_bias, from :func:`diagonal_sums`: neighbours shifted by a tile of keys and
+    added."""
+    rows, columns = tile
+    sums = sums.sum(3)
+    if params.distance_bias.shape[1] == 1:
+        sums = sums.sum(1, keepdim=True)
+    shifts = rows // columns + 1
+    distances = (sums.shape[2] + shifts - 1) * columns
+    gradient = sums.new_zeros((*sums.shape[:2], distances))
+    for shift in range(shifts):
+        chunk = sums[..., shift * columns : (shift + 1) * columns].flatten(2)
+        gradient[..., shift * columns : shift * columns + chunk.shape[2]] += chunk
+    first = blocks_of(queries, rows) * rows - queries
+    return gradient[..., first : first + queries + keys - 1]
+
+
+def grad_distance_bias_launches(
+    inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor, ...], params: AttentionParams
+) -> list[Launch]:
+    """The two launches from :func:`attention_grad_distance_bias`'s tensors to the sums of diagonals.
+
+    Args:
+        inputs: grad_out, q, k, v, out, logsumexp, grad_logsumexp.
+        outputs: delta and sums of weights, both like logsumexp, and :func:`diagonal_sums`.
+        params: as given to the launcher.
+    """
+    grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
+    delta, row_sums, sums = outputs
+    grad_out, q, out, k, v = kernel_views(params, (grad_out, q, out), (k, v))
+    masking = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep)
+    masking |= sequence_arguments(params, logsumexp)
+    per_row = {"delta": delta, "sums": row_sums, "logsumexp": logsumexp, "grad_logsumexp": grad_logsumexp}
+    rows, keys, warps = TILES[q.element_size() * 8, masking["BLOCK_D"]]
+    B, own, parts = q.shape[0], sums.shape[0], sums.shape[3]
+    kind = f"{str(q.dtype)[6:]} d{masking['BLOCK_D']} {rows}x{keys} {warps} warps"
+    return [
+        rows_launch(tensor_arguments(grad_out=grad_out, q=q, k=k, v=v, out=out) | masking | per_row, q, params),
+        Launch(
+            name=f"attention grad_distance_bias {kind}{'' if masking['seed'] is None else ' dropout'}"
+            f"{'' if params.packed is None else ' packed'}{score_kinds(params)}",
+            kernel=_grad_distance_kernel,
+            grid=sums.numel() // sums.shape[4],
+            arguments=tensor_arguments(grad_out=grad_out, q=q, k=k, v=v) | masking | per_row
+            | {"diagonals": sums, "batches": B, "batches_each": blocks_of(B // own, parts), "parts": parts}
+            | {"BLOCK_QUERIES": rows, "BLOCK_KEYS": keys},
+            num_warps=warps,
+            num_stages=1,
+        ),
+    ]  # fmt: skip
+
+
+@widen_bf16_if_interpreted(results=0)
+def attention_grad_distance_bias(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
+    grad_logsumexp: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Gradient of the bias by distance of :func:`~.forward.attention_forward`, by Triton.
+
+    Args:
+        grad_out: the gradient of out; any strides.
+        q, k, v, params: as given to the forward launcher.
+        out, logsumexp: as it returned them.
+        grad_logsumexp: fp32, the gradient of logsumexp, or None.
+
+    Returns:
+        The gradient in distance_bias's shape, fp32, contiguous: 0 where the bias is -inf and from rows without keys.
+        Bitwise equal from run to run.
+    """
+    distance_bias = params.distance_bias
+    if q.numel() == 0 or k.numel() == 0 or distance_bias.numel() == 0:
+        return torch.zeros_like(distance_bias, memory_format=torch.contiguous_format)
+    if grad_out.stride(-1) != 1:
+        grad_out = grad_out.contiguous()
+    if grad_logsumexp is not None:
+        grad_logsumexp = grad_logsumexp.contiguous()
+    sums = diagonal_sums(q, k, params)
+    inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
+    outputs = (*empties_like(logsumexp, logsumexp), sums)
+    run_call("attention grad_distance_bias", inputs, outputs, 0, params, grad_distance_bias_launches)
+    lengths = (q.shape[2], k.shape[2]) if params.packed is None else (params.packed.max_q, params.packed.max_k)
+    tile = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])][:2]
+    return along_distances(sums, params, *lengths, tile).contiguous()
