@@ -62,7 +62,7 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   if (packed) call.input(params.packed.cu_seqlens_k);
 
   // The map of tiles and their order are derived from the contents of these.
-  if (params.keep || params.key_keep || params.query_ids) {
+  if (!packed && (params.keep || params.key_keep || params.query_ids)) {
     for (const OptionalTensor* part :
          {&params.keep, &params.key_keep, &params.lengths, &params.query_ids, &params.key_ids})
       if (*part) call.source(**part);

@@ -76,6 +76,7 @@ def tile_launch(
     kinds = {
         "mapped": is_mapped(params), "documents": params.query_ids is not None, "biased": params.bias is not None,
         "by distance": params.distance_bias is not None, "capped": params.softcap is not None,
+        "sinks": params.sinks is not None,
         "packed": params.packed is not None, "window": arguments["window"] is not None,
         "dropout": arguments["seed"] is not None,
     }  # fmt: skip
@@ -100,7 +101,7 @@ def tile_launch(
     )  # fmt: skip
 
 
-PARTS = ("keep", "key_keep", "lengths", "bias", "distance_bias", "query_ids", "key_ids", "seed")
+PARTS = ("keep", "key_keep", "lengths", "bias", "distance_bias", "query_ids", "key_ids", "sinks", "seed")
 MAP_TENSORS = frozenset(("keep", "key_keep", "tile_list", "tile_counts", "tile_order", "batch_order"))
 
 
