@@ -13,7 +13,15 @@ from torch import Tensor
 
 from transformer_fast.attention_params import AttentionParams, PackedBatch
 from transformer_fast.triton import cross_entropy, dropout, norm, norm_backward
-from transformer_fast.triton.attention import backward, decode, forward, grad_bias, tile_map, weights
+from transformer_fast.triton.attention import (
+    backward,
+    decode,
+    forward,
+    grad_bias,
+    grad_distance_bias,
+    tile_map,
+    weights,
+)
 from transformer_fast.triton.configs import ATTENTION, CROSS_ENTROPY, NORM
 from transformer_fast.triton.launcher import Launch
 
@@ -21,6 +29,17 @@ from transformer_fast.triton.launcher import Launch
 def meta(*shape: int, dtype: torch.dtype) -> Tensor:
     """A tensor without contents."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def with_documents(params: AttentionParams, q: Tensor) -> AttentionParams:
+    """The same call, of documents; q as given to the launcher."""
+    shape = q.shape[:1] if params.packed is not None else (q.shape[0], q.shape[2])
+    return replace(params, query_ids=meta(*shape, dtype=torch.int32), key_ids=meta(*shape, dtype=torch.int32))
+
+
+def by_distance(params: AttentionParams, L: int, softcap: float | None = None) -> AttentionParams:
+    """The same call, with a bias by distance, and perhaps capped scores."""
+    return replace(params, distance_bias=meta(1, 4, 2 * L - 1, dtype=torch.float32), softcap=softcap)
 
 
 def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
@@ -57,6 +76,17 @@ def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
     for kind in ("limits", "plain", "mapped", "packed"):
         (q, logsumexp), params = call(torch.bfloat16, 128, 1024, kind)
         yield (q, logsumexp), replace(params, causal=0, window=-100)
+    for D in (32, 64, 128):
+        for kind in ("limits", "mapped", "packed"):
+            (q, logsumexp), params = call(torch.bfloat16, D, 1024, kind)
+            yield (q, logsumexp), with_documents(params, q)
+            yield (q, logsumexp), by_distance(with_documents(params, q), 1024, 30.0)
+        (q, logsumexp), params = call(torch.bfloat16, D, 1024, "plain")
+        yield (q, logsumexp), by_distance(params, 1024)
+        yield (q, logsumexp), replace(params, softcap=30.0)
+    for D in (32, 64, 128, 256):
+        (q, logsumexp), params = call(torch.float32, D, 1024, "limits")
+        yield (q, logsumexp), by_distance(with_documents(params, q), 1024, 30.0)
 
 
 def dense_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
@@ -108,6 +138,9 @@ def attention_tile_map_cases(arch: str) -> Iterator[Launch]:
     for tile in sorted({(c.block_queries, c.block_keys) for key, c in ATTENTION.items() if key[1] == arch}):
         classes = mask.new_empty((2, 1, -(-L // tile[0]), -(-L // tile[1])), dtype=torch.int8)
         yield tile_map.classes_launch(classes, params, L, L, tile)
+        yield tile_map.classes_launch(
+            classes, with_documents(params, meta(2, 4, L, 64, dtype=lengths.dtype)), L, L, tile
+        )
     lists = classes.to(torch.int32)
     yield tile_map.lists_launch(classes, lists, lists, False)
 
@@ -116,6 +149,8 @@ def attention_weights_cases(arch: str) -> Iterator[Launch]:
     """A launch for every config."""
     for (q, logsumexp), params in dense_calls():
         out = meta(*q.shape[:3], q.shape[2], dtype=q.dtype)
+        yield from weights.weights_launches((q, q, logsumexp), (out,), params)
+        params = by_distance(with_documents(params, q), q.shape[2], 30.0)
         yield from weights.weights_launches((q, q, logsumexp), (out,), params)
 
 
@@ -130,26 +165,54 @@ def attention_grad_bias_cases(arch: str) -> Iterator[Launch]:
         yield from grad_bias.grad_bias_launches((q, q, q, q, q, logsumexp, logsumexp), outputs, params)
 
 
+def attention_grad_distance_bias_cases(arch: str) -> Iterator[Launch]:
+    """The launches of every config, padded and packed."""
+    for (q, logsumexp), params in dense_calls():
+        L = q.shape[2]
+        capped = by_distance(with_documents(params, q), L, 30.0)
+        for given in (by_distance(params, L), capped):
+            outputs = logsumexp, logsumexp, grad_distance_bias.diagonal_sums(q, q, given)
+            yield from grad_distance_bias.grad_distance_bias_launches(
+                (q, q, q, q, q, logsumexp, logsumexp), outputs, given
+            )
+    for D in (32, 64, 128):
+        q, logsumexp = meta(2048, 4, D, dtype=torch.bfloat16), meta(4, 2048, dtype=torch.float32)
+        params = AttentionParams(packed=PackedBatch(*[meta(3, dtype=torch.int32)] * 2, 1024, 1024))
+        params = by_distance(with_documents(params, q), 1024, 30.0)
+        outputs = logsumexp, logsumexp, grad_distance_bias.diagonal_sums(q, q, params)
+        yield from grad_distance_bias.grad_distance_bias_launches(
+            (q, q, q, q, q, logsumexp, logsumexp), outputs, params
+        )
+
+
 def attention_decode_cases(arch: str) -> Iterator[Launch]:
     """Both launches of every config; for most also with 32 rows, and with the cache in one piece, in pages as large as
     a tile, and in smaller ones."""
 
     def call(
-        dtype: torch.dtype, B: int, H: int, Hkv: int, Lq: int, D: int, S: int, page_size: int, window: int | None = None
-    ):
+        dtype: torch.dtype, B: int, H: int, Hkv: int, Lq: int, D: int, S: int, page_size: int,
+        window: int | None = None, parts: bool = False,
+    ):  # fmt: skip
         q, lengths = meta(B, H, Lq, D, dtype=dtype), meta(B, dtype=torch.int32)
         table = meta(B, S // page_size, dtype=torch.int32) if page_size else None
         k = meta(64, Hkv, page_size, D, dtype=dtype) if page_size else meta(B, Hkv, S, D, dtype=dtype)
         buffers = decode.part_buffers(q, decode.division_of(q, k, table)[2])
+        given, softcap = (None, None, None, None), None
+        if parts:
+            ids = [meta(B, n, dtype=torch.int32) for n in (Lq, S)]
+            given = (meta(1, H, Lq + S - 1, dtype=torch.float32), *ids, meta(H, dtype=torch.float32))
+            softcap = 30.0
+        logsumexp = meta(B, H, Lq, dtype=torch.float32)
         return decode.decode_launches(
-            q, k, k, lengths, table, q, meta(B, H, Lq, dtype=torch.float32), *buffers, 0, window, 1.0
-        )
+            q, k, k, lengths, table, *given, q, logsumexp, *buffers, 0, window, softcap, 1.0
+        )  # fmt: skip
 
     for bits, block_d in decode.TILES:
         dtype = {16: torch.bfloat16, 32: torch.float32}[bits]
         for Lq, page_size in ((1, 0), (1, 64), (4, 16), (8, 0)):
             if page_size == 16 or (bits == 16 and block_d > 32):
                 yield from call(dtype, 2, 32, 8, Lq, block_d, 4096, page_size)
+        yield from call(dtype, 2, 32, 8, 4, block_d, 4096, 64, parts=True)
     yield from call(torch.float16, 64, 16, 16, 1, 64, 512, 0)
     yield from call(torch.float16, 2, 32, 8, 4, 64, 4096, 64, -100)
 
@@ -215,6 +278,7 @@ CASES: dict[str, Callable[[str], Iterator[Launch]]] = {
     "attention_tile_map": attention_tile_map_cases,
     "attention_weights": attention_weights_cases,
     "attention_grad_bias": attention_grad_bias_cases,
+    "attention_grad_distance_bias": attention_grad_distance_bias_cases,
     "attention_decode": attention_decode_cases,
     "norm": norm_cases,
     "norm_backward": norm_backward_cases,

@@ -69,7 +69,9 @@ def oracle(q, k, v, lengths, causal, window, scale, dtype):
 def check(q, k, v, lengths, causal=0, window=None, scale=0.25, page_size=None):
     caches = (k, v, None) if page_size is None else in_pages(k, v, page_size, lengths)
     with poisoned_memory():
-        results = attention_decode(q, *caches[:2], lengths, caches[2], None, None, None, None, causal, window, None, scale)
+        results = attention_decode(
+            q, *caches[:2], lengths, caches[2], None, None, None, None, causal, window, None, scale
+        )
     eager, exact = (oracle(q, k, v, lengths, causal, window, scale, dtype) for dtype in (q.dtype, torch.float64))
     for name, ours, near, true in zip(("out", "logsumexp"), results, eager, exact, strict=True):
         assert torch.equal(ours.cpu() == -torch.inf, true == -torch.inf)

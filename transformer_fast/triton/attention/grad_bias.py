@@ -15,7 +15,7 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from ..philox import RandomBits, load_seed
 from .grad_scores import grad_score_tile, rows_launch
-from .launches import run_call
+from .launches import run_call, score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
 from .tile_map import bits_arguments
 from .tiles import (
@@ -169,7 +169,8 @@ def grad_bias_launches(
     return [
         rows_launch(tensor_arguments(grad_out=grad_out, q=q, k=k, v=v, out=out) | masking | per_row, q, params),
         Launch(
-            name=f"attention grad_bias {kind} {rows}x{keys} {warps} warps{dropout} from {tuple(bias.shape)}",
+            name=f"attention grad_bias {kind} {rows}x{keys} {warps} warps{dropout}{score_kinds(params)}"
+            f" from {tuple(bias.shape)}",
             kernel=_grad_bias_kernel,
             grid=tiles * parts,
             arguments=tensor_arguments(grad_out=grad_out, q=q, k=k, v=v) | masking | per_row | sizes

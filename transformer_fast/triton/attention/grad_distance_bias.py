@@ -14,8 +14,8 @@ from torch import Tensor
 from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from ..philox import RandomBits, load_seed
-from .grad_scores import grad_score_tile, rows_launch, score_kinds, sequence_arguments
-from .launches import kernel_views, run_call
+from .grad_scores import grad_score_tile, rows_launch, sequence_arguments
+from .launches import kernel_views, run_call, score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
 from .steps import sequence, statistics_row
 from .tile_map import bits_arguments

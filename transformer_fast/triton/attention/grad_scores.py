@@ -11,6 +11,7 @@ from torch import Tensor
 from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of
 from ..philox import RandomBits, attention_keep_tile, load_seed
+from .launches import score_kinds
 from .mask import Bounds, Mask, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import program_of, sequence, statistics_row
 from .tiles import at_head, at_row, exponential, jit, load_rows, padded_head_dim
@@ -146,9 +147,3 @@ def sequence_arguments(params: AttentionParams, logsumexp: Tensor) -> dict[str, 
         "cu_seqlens_q": None if packed is None else packed.cu_seqlens_q,
         "cu_seqlens_k": None if packed is None else packed.cu_seqlens_k, "total_queries": logsumexp.shape[-1],
     }  # fmt: skip
-
-
-def score_kinds(params: AttentionParams) -> str:
-    """What of a call, besides a dense mask, makes its kernels others, for the name of a launch."""
-    kinds = {"documents": params.query_ids, "by distance": params.distance_bias, "capped": params.softcap}
-    return "".join(f" {kind}" for kind, part in kinds.items() if part is not None)

@@ -54,6 +54,13 @@ def order_arguments(
     return NO_MAP
 
 
+def score_kinds(params: AttentionParams) -> str:
+    """What of a call, besides a dense mask, makes its kernels others, for the name of a launch."""
+    kinds = {"documents": params.query_ids, "by distance": params.distance_bias, "capped": params.softcap}
+    kinds["sinks"] = params.sinks
+    return "".join(f" {kind}" for kind, part in kinds.items() if part is not None)
+
+
 def tile_launch(
     name: str, kernel, q: Tensor, k: Tensor, arch: str, tensors: dict[str, Tensor], rows: dict[str, Tensor | None],
     params: AttentionParams,
@@ -74,9 +81,7 @@ def tile_launch(
     config = attention_config(name, arch, q.element_size() * 8, arguments["BLOCK_D"], kind)
     tile = config.block_queries, config.block_keys
     kinds = {
-        "mapped": is_mapped(params), "documents": params.query_ids is not None, "biased": params.bias is not None,
-        "by distance": params.distance_bias is not None, "capped": params.softcap is not None,
-        "sinks": params.sinks is not None,
+        "mapped": is_mapped(params), "biased": params.bias is not None,
         "packed": params.packed is not None, "window": arguments["window"] is not None,
         "dropout": arguments["seed"] is not None,
     }  # fmt: skip
@@ -85,7 +90,7 @@ def tile_launch(
         f"attention {name} {str(q.dtype)[6:]} d{arguments['BLOCK_D']} {config.block_queries}x{config.block_keys}"
         f" {config.num_warps} warps {config.num_stages} stages"
         f"{'' if config.max_registers is None else f' {config.max_registers} registers'}"
-        f"{''.join(f' {kind}' for kind, true in kinds.items() if true)}",
+        f"{''.join(f' {kind}' for kind, true in kinds.items() if true)}{score_kinds(params)}",
         kernel,
         blocks_of(over.shape[2], block) * over.shape[0] * over.shape[1],
         {

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
 from ..philox import RandomBits, attention_keep_tile, load_seed
-from .launches import run_call
+from .launches import run_call, score_kinds
 from .mask import Bounds, Mask, any_visible, first_visible, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import program_of
 from .tile_map import bits_arguments
@@ -173,7 +173,8 @@ def weights_launches(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], pa
     return [
         Launch(
             name=f"attention weights {str(q.dtype)[6:]} d{masking['BLOCK_D']} {rows}x{keys} {warps} warps"
-            f"{' bias' if params.bias is not None else ''}{' dropout' if masking['seed'] is not None else ''}",
+            f"{' bias' if params.bias is not None else ''}{' dropout' if masking['seed'] is not None else ''}"
+            f"{score_kinds(params)}",
             kernel=_weights_kernel,
             grid=blocks_of(q.shape[2], rows) * q.shape[0] * q.shape[1],
             arguments=tensor_arguments(q=q, k=k)
