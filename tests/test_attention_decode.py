@@ -183,7 +183,7 @@ WRONG = {
     ),
     "causal with an offset": ((Q, K, K, N), {"causal": 2}, TypeError, "True or False, got 2"),
     "a mask with a bias": (
-        (Q, K, K, N), {"mask": AttentionMask.bias(torch.zeros(6))}, ValueError, "causal alone, got additive_bias",
+        (Q, K, K, N), {"mask": AttentionMask.bias(torch.zeros(6))}, ValueError, "got additive_bias",
     ),
 }  # fmt: skip
 

@@ -270,7 +270,7 @@ WRONG = {
     ),
     "a mask with padding": (
         (Q, K, K, CU_Q, CU_K), {"mask": AttentionMask.lengths(torch.tensor([1]))}, ValueError,
-        "AttentionMask.window and AttentionMask.causal alone, got key_lengths",
+        "window, causal, documents, alibi and relative alone, got key_lengths",
     ),
 }  # fmt: skip
 

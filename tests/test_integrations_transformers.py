@@ -40,7 +40,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "Mistral": PLAIN | {"num_key_value_heads": 2, "sliding_window": 3},
     "GPT2": SIZES | {"n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32},
     "Gemma2": PLAIN
-    | {"num_key_value_heads": 2, "head_dim": 4, "sliding_window": 3, "attn_logit_softcapping": None},
+    | {"num_key_value_heads": 2, "head_dim": 4, "sliding_window": 3, "attn_logit_softcapping": 5.0},
     "OPT": SIZES
     | {
         "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "ffn_dim": 24,
@@ -321,20 +321,23 @@ def test_a_prepared_additive_mask() -> None:
     torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-3)
 
 
-def test_models_it_cannot_compute_are_refused() -> None:
-    ids = torch.randint(4, 40, (B, L))
-    with pytest.raises(NotImplementedError, match=r"soft-capped scores \(softcap=\); use \"eager\""):
-        build("Gemma2", tfast_name, attn_logit_softcapping=50.0)(input_ids=ids)
-    sinks = PLAIN | {"num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
-    model = randomly(transformers.GptOssConfig(**sinks), transformers.GptOssForCausalLM, tfast_name)
-    with pytest.raises(NotImplementedError, match="attention sinks"):
-        model(input_ids=ids)
+def test_sinks_are_learned_as_in_eager() -> None:
+    sizes = PLAIN | {"num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1}
+    config = transformers.GptOssConfig(**sizes, sliding_window=3)
+    ids, grads = torch.randint(4, 40, (B, L)), []
+    for name in ("eager", tfast_name):
+        torch.manual_seed(0)
+        model = randomly(config, transformers.GptOssForCausalLM, name)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        grads.append([layer.self_attn.sinks.grad for layer in model.model.layers])
+    assert all(grad.abs().max() > 0 for grad in grads[0])
+    torch.testing.assert_close(grads[1], grads[0], atol=1e-5, rtol=1e-3)
 
 
 def test_what_it_cannot_do_is_said() -> None:
     q = torch.randn(1, 2, 3, 4)
-    with pytest.raises(NotImplementedError, match="soft-capped"):
-        tfast.integrations.transformers.attention_forward(torch.nn.Module(), q, q, q, None, softcap=30.0)
+    with pytest.raises(NotImplementedError, match=r"sparse attention by indices \(indices=\); use \"eager\""):
+        tfast.integrations.transformers.attention_forward(torch.nn.Module(), q, q, q, None, indices=q)
 
 
 def test_without_transformers_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -212,7 +212,7 @@ def layer(name):
         "weights": lambda: weights.attention_weights(q, k, lse, mask),
         "grad_bias": lambda: grad_bias.attention_grad_bias(q, q, k, k, q, lse, mask),
         "decode": lambda: decode.attention_decode(
-            q, k.transpose(1, 2), k.transpose(1, 2), lengths, pages, 0, None, 0.5
+            q, k.transpose(1, 2), k.transpose(1, 2), lengths, pages, *(None,) * 4, 0, None, None, 0.5
         ),
     }
     return calls[name], {

@@ -197,10 +197,11 @@ def attention_decode_cases(arch: str) -> Iterator[Launch]:
         table = meta(B, S // page_size, dtype=torch.int32) if page_size else None
         k = meta(64, Hkv, page_size, D, dtype=dtype) if page_size else meta(B, Hkv, S, D, dtype=dtype)
         buffers = decode.part_buffers(q, decode.division_of(q, k, table)[2])
-        given, softcap = (None, None, None), None
+        given, softcap = (None, None, None, None), None
         if parts:
             ids = [meta(B, n, dtype=torch.int32) for n in (Lq, S)]
-            given, softcap = (meta(1, H, Lq + S - 1, dtype=torch.float32), *ids), 30.0
+            given = (meta(1, H, Lq + S - 1, dtype=torch.float32), *ids, meta(H, dtype=torch.float32))
+            softcap = 30.0
         logsumexp = meta(B, H, Lq, dtype=torch.float32)
         return decode.decode_launches(
             q, k, k, lengths, table, *given, q, logsumexp, *buffers, 0, window, softcap, 1.0

@@ -38,6 +38,7 @@ class AttentionParams:
             max_q - 1 + j - i.
         query_ids, key_ids: int32 (B|1, Lq) and (B|1, Lk), last stride 1: query i sees the keys j of its own id. Of a
             packed batch (Tq,) and (Tk,). Both or neither.
+        sinks: fp32 or fp64 (H,), contiguous, for every query of a head the score of one more key, which has no value.
         causal: query i sees keys j <= i + causal; None for no such bound.
         window: query i sees keys j >= i + window; None for no such bound.
         softcap: scaled scores s become softcap * tanh(s / softcap) before anything is added; None for no cap.
@@ -55,6 +56,7 @@ class AttentionParams:
     distance_bias: Tensor | None = None
     query_ids: Tensor | None = None
     key_ids: Tensor | None = None
+    sinks: Tensor | None = None
     causal: int | None = None
     window: int | None = None
     softcap: float | None = None
@@ -65,9 +67,9 @@ class AttentionParams:
     packed: PackedBatch | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """What the schema of an op takes between its inputs and the backend, by name and in its order."""
-        options = ("distance_bias", "query_ids", "key_ids", "causal", "window", "softcap", "scale", "dropout_p", "seed")
-        options = (*options, "zero_empty_rows")
+        """What the schema of an op takes between its inputs and the backend, by name."""
+        options = ("causal", "window", "scale", "dropout_p", "seed", "zero_empty_rows")
+        options = (*options, "distance_bias", "query_ids", "key_ids", "sinks", "softcap")
         if self.packed is None:
             return {name: getattr(self, name) for name in ("keep", "key_keep", "lengths", "bias", *options)}
         keys = {name: getattr(self.packed, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k")}

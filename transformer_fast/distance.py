@@ -104,4 +104,4 @@ def distance_table(biases: tuple[DistanceBias, ...], Lq: int, Lk: int, zero: int
     if not biases:
         return None
     tables = [bias.table(-zero, max(Lq + Lk - 1, 0), dtype) for bias in biases]
-    return sum(tables[1:], tables[0])
+    return sum(tables[1:], tables[0]).contiguous()

@@ -291,10 +291,11 @@ def same_document(query_ids: Tensor, key_ids: Tensor) -> Tensor:
     return query_ids[:, None, :, None] == key_ids[:, None, None, :]
 
 
-def ranked(*ids: Tensor) -> tuple[Tensor, ...]:
+def ranked(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
     """The same ids as int32 numbers that are equal where those are."""
-    order = torch.cat([t.reshape(-1) for t in ids]).sort().values
-    return tuple(torch.searchsorted(order, t.contiguous()).to(torch.int32) for t in ids)
+    order = torch.cat([query_ids.reshape(-1), key_ids.reshape(-1)]).sort().values
+    first, second = (torch.searchsorted(order, t.contiguous()).to(torch.int32) for t in (query_ids, key_ids))
+    return first, second
 
 
 def checked_offset(name: str, offset: int) -> int:
@@ -326,7 +327,8 @@ def _both_documents(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple
     """Ids that are equal where both are."""
     first, second = ranked(*a), ranked(*b)
     most = sum(t.numel() for t in second) + 1
-    return ranked(*(x.long() * most + y for x, y in zip(first, second, strict=True)))[:2]
+    queries, keys = (x.long() * most + y for x, y in zip(first, second, strict=True))
+    return ranked(queries, keys)
 
 
 def _check_float(name: str, t: Tensor, shape: str, dims: tuple[int, ...]) -> None:

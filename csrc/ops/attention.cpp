@@ -7,6 +7,7 @@
 #include "node.h"
 #include "operator.h"
 
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
@@ -28,7 +29,9 @@ using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 const std::string kMask = "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, ";
 const std::string kSequences = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, ";
 const std::string kOptions =
-    "int? causal, int? window, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows, str backend)";
+    "int? causal, int? window, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows, str backend, "
+    "Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? key_ids=None, Tensor? sinks=None, "
+    "float? softcap=None)";
 const std::string kForwardInputs = "(Tensor q, Tensor k, Tensor v, ";
 const std::string kBackwardInputs =
     "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, Tensor? grad_logsumexp, ";
@@ -53,10 +56,13 @@ template <typename Result, typename... Inputs, Result (*function)(const Attentio
 struct Flat<function, Keys...> {
   static Result call(Inputs... inputs, Keys... keys, std::optional<int64_t> causal, std::optional<int64_t> window,
                      double scale, double dropout_p, const OptionalTensor& seed, bool zero_empty_rows,
-                     std::string_view backend) {
+                     std::string_view backend, const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
+                     const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
     AttentionParams params;
     set_keys(params, std::move(keys)...);
-    params.causal = causal, params.window = window, params.scale = scale, params.dropout_p = dropout_p;
+    params.distance_bias = distance_bias, params.query_ids = query_ids, params.key_ids = key_ids, params.sinks = sinks;
+    params.causal = causal, params.window = window, params.softcap = softcap;
+    params.scale = scale, params.dropout_p = dropout_p;
     params.seed = seed, params.zero_empty_rows = zero_empty_rows, params.backend = backend;
     return function(params, inputs...);
   }
@@ -76,7 +82,8 @@ ThreeTensors backward(const AttentionParams& params, const Tensor& grad_out, con
 template <auto function, typename... Inputs>
 auto dispatch(const char* name, const char* packed_name, const AttentionParams& p, const Inputs&... inputs) {
   const auto call = [&](const auto& op, const auto&... keys) {
-    return op(inputs..., keys..., p.causal, p.window, p.scale, p.dropout_p, p.seed, p.zero_empty_rows, p.backend);
+    return op(inputs..., keys..., p.causal, p.window, p.scale, p.dropout_p, p.seed, p.zero_empty_rows, p.backend,
+              p.distance_bias, p.query_ids, p.key_ids, p.sinks, p.softcap);
   };
   if (p.is_packed()) {
     static const Operator<std::remove_pointer_t<decltype(&Packed<function>::call)>> op(packed_name);
@@ -88,10 +95,13 @@ auto dispatch(const char* name, const char* packed_name, const AttentionParams& 
 
 AttentionGradients compute_backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q,
                                     const Tensor& k, const Tensor& v, const AttentionResult& result,
-                                    const OptionalTensor& grad_logsumexp, bool bias) {
-  if (is_native(params.backend)) return attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, bias);
+                                    const OptionalTensor& grad_logsumexp, BiasNeeds needs) {
+  if (is_native(params.backend)) return attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs);
   AttentionGradients grads = launch_attention_backward(grad_out, q, k, v, result, grad_logsumexp, params);
-  if (bias) grads.bias = launch_attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
+  if (needs.bias) grads.bias = launch_attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
+  if (needs.sinks) grads.sinks = sinks_gradient(grad_out, result, grad_logsumexp, params);
+  if (needs.distance_bias)
+    grads.distance_bias = launch_attention_grad_distance_bias(grad_out, q, k, v, result, grad_logsumexp, params);
   return grads;
 }
 
@@ -104,7 +114,7 @@ TwoTensors forward(const AttentionParams& params, const Tensor& q, const Tensor&
 ThreeTensors backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
                       const Tensor& v, const Tensor& out, const Tensor& logsumexp,
                       const OptionalTensor& grad_logsumexp) {
-  const auto grads = compute_backward(params, grad_out, q, k, v, {out, logsumexp, {}, {}}, grad_logsumexp, false);
+  const auto grads = compute_backward(params, grad_out, q, k, v, {out, logsumexp, {}, {}}, grad_logsumexp, {});
   return {grads.q, grads.k, grads.v};
 }
 
@@ -113,6 +123,16 @@ Tensor grad_bias(const AttentionParams& params, const Tensor& grad_out, const Te
   const AttentionResult result{out, logsumexp, {}, {}};
   return is_native(params.backend) ? attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params)
                                    : launch_attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
+}
+
+Tensor grad_distance_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
+                          const Tensor& v, const Tensor& out, const Tensor& logsumexp,
+                          const OptionalTensor& grad_logsumexp) {
+  const AttentionResult result{out, logsumexp, {}, {}};
+  if (!is_native(params.backend))
+    return launch_attention_grad_distance_bias(grad_out, q, k, v, result, grad_logsumexp, params);
+  const BiasNeeds needs{/*bias=*/false, /*distance_bias=*/true};
+  return attention_backward(grad_out, q, k, v, result, grad_logsumexp, params, needs).distance_bias;
 }
 
 Tensor weights(const AttentionParams& params, const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp) {
@@ -134,6 +154,11 @@ ThreeTensors backward_meta(const AttentionParams&, const Tensor&, const Tensor& 
 Tensor grad_bias_meta(const AttentionParams& params, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                       const Tensor&, const Tensor&, const OptionalTensor&) {
   return meta_tensor(*params.bias, params.bias->sym_sizes());
+}
+
+Tensor grad_distance_bias_meta(const AttentionParams& params, const Tensor&, const Tensor&, const Tensor&,
+                               const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&) {
+  return at::empty_like(*params.distance_bias);
 }
 
 Tensor weights_meta(const AttentionParams&, const Tensor& q, const Tensor& k, const OptionalTensor&) {
@@ -164,10 +189,11 @@ struct Attention {
     Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(result.out);
     if (grad_out.sym_stride(-1) != 1) grad_out = grad_out.contiguous();
     if (direct) {
-      const auto gradients = compute_backward(params, grad_out, q, k, v, result, grad_logsumexp, needs[3]);
-      return {gradients.q, gradients.k, gradients.v, gradients.bias};
+      const auto gradients =
+          compute_backward(params, grad_out, q, k, v, result, grad_logsumexp, {needs[3], needs[4], needs[5]});
+      return {gradients.q, gradients.k, gradients.v, gradients.bias, gradients.distance_bias, gradients.sinks};
     }
-    variable_list gradients(4);
+    variable_list gradients(6);
     if (needs[0] || needs[1] || needs[2])
       std::tie(gradients[0], gradients[1], gradients[2]) =
           dispatch<attention_op::backward>("attention_backward", "attention_packed_backward", params, grad_out, q, k, v,
@@ -175,6 +201,11 @@ struct Attention {
     if (needs[3])
       gradients[3] = dispatch<grad_bias>("attention_grad_bias", nullptr, params, grad_out, q, k, v, result.out,
                                          result.logsumexp, grad_logsumexp);
+    if (needs[4])
+      gradients[4] =
+          dispatch<grad_distance_bias>("attention_grad_distance_bias", "attention_packed_grad_distance_bias", params,
+                                       grad_out, q, k, v, result.out, result.logsumexp, grad_logsumexp);
+    if (needs[5]) gradients[5] = sinks_gradient(grad_out, result, grad_logsumexp, params);
     return gradients;
   }
 };
@@ -183,7 +214,7 @@ struct Attention {
 
 AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& params, const Tensor& q, const Tensor& k,
                          const Tensor& v) {
-  const bool records = needs_gradient(q, k, v, params.bias);
+  const bool records = needs_gradient(q, k, v, params.bias, params.distance_bias, params.sinks);
   AttentionResult result;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -202,7 +233,8 @@ AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& par
   saved[Attention::kResult + 3] = or_undefined(result.saved_factors);
   variable_list returned = {result.out, result.logsumexp};
   returned.resize(outputs);
-  eager::record<Attention>(returned, saved, params.without_tensors(), q, k, v, params.bias);
+  eager::record<Attention>(returned, saved, params.without_tensors(), q, k, v, params.bias, params.distance_bias,
+                           params.sinks);
   return result;
 }
 
@@ -215,7 +247,7 @@ TwoTensors forward_autograd(const AttentionParams& params, const Tensor& q, cons
   return {result.out, result.logsumexp};
 }
 
-// Rare: a loss on the weights. They are a function of q, k and the bias, and the reference knows it.
+// Rare: a loss on the weights. They are a function of q, k and the biases, and the reference knows it.
 struct AttentionWeights {
   static constexpr const char* kName = "attention_weights";
   static constexpr size_t kSaved = 2 + AttentionParams::kTensors;
@@ -226,8 +258,8 @@ struct AttentionWeights {
     static const PythonFunction function("transformer_fast.ops.attention", "weights_gradients");
     const AttentionParams p = options.with(&saved[2]);
     const py::gil_scoped_acquire gil;
-    const py::object needed = py::make_tuple(needs[0], needs[1], needs[2]);
-    const auto gradients = function.tensors<3>(grads[0], saved[0], saved[1], python_params(p), needed);
+    const py::object needed = py::make_tuple(needs[0], needs[1], needs[2], needs[3], needs[4]);
+    const auto gradients = function.tensors<5>(grads[0], saved[0], saved[1], python_params(p), needed);
     return {gradients.begin(), gradients.end()};
   }
 };
@@ -239,11 +271,12 @@ Tensor weights_autograd(const AttentionParams& params, const Tensor& q, const Te
     const at::AutoDispatchBelowADInplaceOrView below;
     result = dispatch<weights>("attention_weights", nullptr, params, q, k, logsumexp);
   }
-  if (!needs_gradient(q, k, params.bias)) return result;
+  if (!needs_gradient(q, k, params.bias, params.distance_bias, params.sinks)) return result;
   eager::OpNode<AttentionWeights>::Saved saved = {q, k};
   const auto tensors = params.tensors();
   std::copy(tensors.begin(), tensors.end(), &saved[2]);
-  eager::record<AttentionWeights>({result}, saved, params.without_tensors(), q, k, params.bias);
+  eager::record<AttentionWeights>({result}, saved, params.without_tensors(), q, k, params.bias, params.distance_bias,
+                                  params.sinks);
   return result;
 }
 
@@ -269,11 +302,13 @@ void implement_forward(torch::Library& m) {
   m.impl("attention_weights", Padded<weights>::call);
 }
 
-template <auto backward, auto grad_bias>
+template <auto backward, auto grad_bias, auto grad_distance_bias>
 void implement_backward(torch::Library& m) {
   m.impl("attention_backward", Padded<backward>::call);
   m.impl("attention_packed_backward", Packed<backward>::call);
   m.impl("attention_grad_bias", Padded<grad_bias>::call);
+  m.impl("attention_grad_distance_bias", Padded<grad_distance_bias>::call);
+  m.impl("attention_packed_grad_distance_bias", Packed<grad_distance_bias>::call);
 }
 
 }  // namespace
@@ -285,17 +320,19 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(("attention_backward" + kBackwardInputs + padded + kBackwardResults).c_str());
   m.def(("attention_packed_backward" + kBackwardInputs + packed + kBackwardResults).c_str());
   m.def(("attention_grad_bias" + kBackwardInputs + padded + " -> Tensor").c_str());
+  m.def(("attention_grad_distance_bias" + kBackwardInputs + padded + " -> Tensor").c_str());
+  m.def(("attention_packed_grad_distance_bias" + kBackwardInputs + packed + " -> Tensor").c_str());
   m.def(("attention_weights" + kWeightsInputs + padded + " -> Tensor").c_str());
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {
   implement_forward<forward, weights>(m);
-  implement_backward<backward, grad_bias>(m);
+  implement_backward<backward, grad_bias, grad_distance_bias>(m);
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
   implement_forward<forward_meta, weights_meta>(m);
-  implement_backward<backward_meta, grad_bias_meta>(m);
+  implement_backward<backward_meta, grad_bias_meta, grad_distance_bias_meta>(m);
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
@@ -304,6 +341,10 @@ TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
   m.impl("attention_backward", Undifferentiable<"attention_backward", Padded<backward>::call>::call);
   m.impl("attention_packed_backward", Undifferentiable<"attention_packed_backward", Packed<backward>::call>::call);
   m.impl("attention_grad_bias", Undifferentiable<"attention_grad_bias", Padded<grad_bias>::call>::call);
+  m.impl("attention_grad_distance_bias",
+         Undifferentiable<"attention_grad_distance_bias", Padded<grad_distance_bias>::call>::call);
+  m.impl("attention_packed_grad_distance_bias",
+         Undifferentiable<"attention_packed_grad_distance_bias", Packed<grad_distance_bias>::call>::call);
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) {
@@ -315,5 +356,16 @@ TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) {
 }
 
 }  // namespace attention_op
+
+Tensor sinks_gradient(const Tensor& grad_out, const AttentionResult& result, const OptionalTensor& grad_logsumexp,
+                      const AttentionParams& params) {
+  const at::ScalarType type = result.logsumexp.scalar_type();
+  Tensor grad = (grad_out.to(type) * result.out.to(type)).sum(-1);  // (B, H, Lq); packed (T, H)
+  if (grad.dim() == 2) grad = grad.t();
+  if (grad_logsumexp) grad = grad - *grad_logsumexp;
+  const Tensor weights = (params.sinks->unsqueeze(-1) - result.logsumexp).exp();
+  grad = -(weights * grad);
+  return grad.dim() == 2 ? grad.sum(1) : grad.sum({0, 2});
+}
 
 }  // namespace transformer_fast

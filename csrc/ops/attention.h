@@ -18,14 +18,19 @@ struct PackedBatch {
 
 // What is masked, scaled and dropped, in the normal form that transformer_fast/ops/attention.py makes of its arguments.
 struct AttentionParams {
-  static constexpr size_t kTensors = 7;
+  static constexpr size_t kTensors = 11;
 
   OptionalTensor keep;            // bool (B | 1, H | 1, Lq | 1, Lk | 1)
   OptionalTensor key_keep;        // bool (B | 1, H | 1, 1, Lk)
   OptionalTensor lengths;         // int32 (B,) or (B, Lq): how many keys a query sees
   OptionalTensor bias;            // float (B | 1, H | 1, Lq | 1, Lk | 1), added to the scaled scores
+  OptionalTensor distance_bias;   // fp32 or fp64 (B | 1, H | 1, Lq + Lk - 1): entry Lq - 1 + j - i, as the bias
+  OptionalTensor query_ids;       // int32 (B | 1, Lq), packed (Tq,): query i sees the keys of its own id
+  OptionalTensor key_ids;         // int32 (B | 1, Lk), packed (Tk,)
+  OptionalTensor sinks;           // fp32 or fp64 (H,): the score of one more key, without a value
   std::optional<int64_t> causal;  // query i sees keys up to i + causal
   std::optional<int64_t> window;  // ... and from i + window on
+  std::optional<double> softcap;  // scaled scores s become softcap * tanh(s / softcap) before anything is added
   double scale = 1, dropout_p = 0;
   OptionalTensor seed;                // int64 (1,), with dropout
   std::optional<int64_t> seed_value;  // instead of it, for launchers alone
@@ -44,7 +49,17 @@ struct AttentionParams {
  private:
   template <typename Params>
   static std::array<decltype(&std::declval<Params&>().keep), kTensors> tensor_fields(Params& p) {
-    return {&p.keep, &p.key_keep, &p.lengths, &p.bias, &p.seed, &p.packed.cu_seqlens_q, &p.packed.cu_seqlens_k};
+    return {&p.keep,
+            &p.key_keep,
+            &p.lengths,
+            &p.bias,
+            &p.distance_bias,
+            &p.query_ids,
+            &p.key_ids,
+            &p.sinks,
+            &p.seed,
+            &p.packed.cu_seqlens_q,
+            &p.packed.cu_seqlens_k};
   }
 };
 
@@ -54,9 +69,14 @@ struct AttentionResult {
   OptionalTensor saved_probs, saved_factors;
 };
 
-// That of the bias where it is asked for.
+// Those of the biases and the sinks where they are asked for.
 struct AttentionGradients {
-  Tensor q, k, v, bias;
+  Tensor q, k, v, bias, distance_bias, sinks;
+};
+
+// Which of them.
+struct BiasNeeds {
+  bool bias = false, distance_bias = false, sinks = false;
 };
 
 // q (B, H, Lq, D), k and v (B, Hkv, Lk, D) -> out like q, logsumexp (B, H, Lq); packed: q (T, H, D), k and v
@@ -65,7 +85,11 @@ AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor
                                   bool training);
 AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                       const AttentionResult& result, const OptionalTensor& grad_logsumexp,
-                                      const AttentionParams& params, bool bias);
+                                      const AttentionParams& params, BiasNeeds needs);
+
+// The gradient of the sinks, on any device: what the queries would give to the weight of a key without a value.
+Tensor sinks_gradient(const Tensor& grad_out, const AttentionResult& result, const OptionalTensor& grad_logsumexp,
+                      const AttentionParams& params);
 
 // The gradient of the bias alone.
 Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,

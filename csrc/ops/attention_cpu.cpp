@@ -4,6 +4,7 @@
 #include "attention_tensors.h"
 #include "eager_call.h"
 
+#include <ATen/ops/zeros_like.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
@@ -13,11 +14,11 @@ namespace {
 
 // Whether a forward keeps the weights for its backward. To compute them again takes a product and the exponentials, and
 // with an addend for each pair of query and key and nothing dropped, that is more than eager spends on keeping them. With
-// a window most of them would be zeros.
+// a window or documents most of them would be zeros.
 bool saves_probs(const Tensor& q, const Tensor& k, const AttentionParams& params) {
   const OptionalTensor& bias = params.bias;
-  if (!bias || params.window || bias->size(2) == 1 || bias->size(3) == 1 || params.dropout_p > 0 ||
-      q.size(2) <= kFewQueries)
+  if (!bias || params.window || params.query_ids || params.distance_bias || params.softcap || bias->size(2) == 1 ||
+      bias->size(3) == 1 || params.dropout_p > 0 || q.size(2) <= kFewQueries)
     return false;
   return q.numel() > 0 && q.size(0) * q.size(1) * q.size(2) * k.size(2) <= kMaxSavedScores;
 }
@@ -53,13 +54,17 @@ void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const Att
     using A = Accumulate<T>;
     AttentionKernelParams<T, A> common;
     set_diagonals(common, params.causal, params.window);
-    common.scale = static_cast<A>(params.scale), common.zero_empty_rows = params.zero_empty_rows;
+    if (params.sinks) common.sinks = params.sinks->const_data_ptr<A>();
+    common.scale = static_cast<A>(params.scale), common.softcap = static_cast<A>(params.softcap.value_or(0));
+    common.zero_empty_rows = params.zero_empty_rows;
     common.dropout = dropout_params(params.dropout_p, params.seed);
     if (!params.is_packed()) {
       OptionalTensor converted;
       set_tensors(common, q, k, v);
       common.keep = view<const bool>(params.keep), common.key_keep = view<const bool>(params.key_keep);
       common.bias = bias_view<T, A>(params.bias, converted);
+      common.distance_bias = distance_view<const A>(params.distance_bias, q.size(2) - 1);
+      common.query_ids = ids_view(params.query_ids), common.key_ids = ids_view(params.key_ids);
       if (const auto& lengths = params.lengths)
         common.lengths = view<const int32_t>(lengths->dim() == 1 ? lengths->view({-1, 1, 1, 1})
                                                                  : lengths->unsqueeze(1).unsqueeze(-1));
@@ -75,6 +80,8 @@ void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const Att
       start_q = starts_q[b], start_k = starts_k[b];
       p.B = 1, p.H = q.size(1), p.Hkv = k.size(1), p.D = q.size(2), p.first_batch = b;
       p.Lq = starts_q[b + 1] - start_q, p.Lk = starts_k[b + 1] - start_k;
+      p.distance_bias = distance_view<const A>(params.distance_bias, params.packed.max_q.expect_int() - 1);
+      p.query_ids = ids_view(params.query_ids, start_q), p.key_ids = ids_view(params.key_ids, start_k);
       p.q = rows_view<const T>(q, start_q);
       p.k = rows_view<const T>(k, start_k), p.v = rows_view<const T>(v, start_k);
     }
@@ -137,14 +144,16 @@ AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor
 
 AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                       const AttentionResult& result, const OptionalTensor& grad_logsumexp,
-                                      const AttentionParams& params, bool bias) {
-  AttentionGradients grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}};
+                                      const AttentionParams& params, BiasNeeds needs) {
+  AttentionGradients grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}, {}, {}};
+  if (needs.sinks) grads.sinks = sinks_gradient(grad_out, result, grad_logsumexp, params);
+  if (needs.distance_bias) grads.distance_bias = at::zeros_like(*params.distance_bias);
   // The gradient of the bias sums those of the scores, which are saved where they are not too many.
   Tensor grad_scores;
-  if (bias) {
+  if (needs.bias) {
     const std::array<int64_t, 4> sizes = {q.size(0), q.size(1), q.size(2), k.size(2)};
     const int64_t scores = c10::multiply_integers(sizes);
-    if (q.size(2) > kFewQueries && scores > 0 && q.size(3) > 0 && scores <= kMaxSavedScores)
+    if (q.size(2) > kFewQueries && scores > 0 && q.size(3) > 0 && scores <= kMaxSavedScores && !params.softcap)
       grad_scores = at::empty(sizes, q.options());
     else
       grads.bias = attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
@@ -153,17 +162,20 @@ AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, c
     for (Tensor* grad : {&grads.q, &grads.k, &grads.v}) grad->zero_();
     return grads;
   }
+  const int64_t distance_0 = (params.is_packed() ? params.packed.max_q.expect_int() : q.size(2)) - 1;
   with_sequences(q, k, v, params, [&]<typename T, typename A>(const Sequences<T, A>& sequences) {
     c10::SmallVector<AttentionBackward<T, A>, 1> calls;
+    View<A> grad_distances;
+    if (needs.distance_bias) grad_distances = distance_view<A>(grads.distance_bias, distance_0);
     for (const auto& [p, start_q, start_k] : sequences)
       if (p.Lk == 0)  // no task will come by
         grads.q.narrow(0, start_q, p.Lq).zero_();
       else
-        calls.push_back({p, rows_view<const T>(grad_out, start_q), rows_view<const T>(result.out, start_q),
-                         statistics_view<const A>(result.logsumexp, start_q),
-                         statistics_view<const A>(grad_logsumexp, start_q), rows_view<T>(grads.q, start_q),
-                         rows_view<T>(grads.k, start_k), rows_view<T>(grads.v, start_k),
-                         grad_scores.defined() ? view<T>(grad_scores) : View<T>{}, saved_probs_view(p, result)});
+        calls.push_back(
+            {p, rows_view<const T>(grad_out, start_q), rows_view<const T>(result.out, start_q),
+             statistics_view<const A>(result.logsumexp, start_q), statistics_view<const A>(grad_logsumexp, start_q),
+             rows_view<T>(grads.q, start_q), rows_view<T>(grads.k, start_k), rows_view<T>(grads.v, start_k),
+             grad_scores.defined() ? view<T>(grad_scores) : View<T>{}, saved_probs_view(p, result), grad_distances});
     kernels().of<T>().attention_backward(calls);
   });
   if (grad_scores.defined()) grads.bias = grad_scores.sum_to_size(params.bias->sizes()).to(params.bias->scalar_type());

@@ -22,7 +22,8 @@ using TwoTensors = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kSchema =
     "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, int? causal, "
-    "int? window, float scale, str backend) -> (Tensor out, Tensor logsumexp)";
+    "int? window, float scale, str backend, Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? key_ids=None, "
+    "Tensor? sinks=None, float? softcap=None) -> (Tensor out, Tensor logsumexp)";
 
 // Few new queries q (B, H, Lq, D) against a cache (B, Hkv, S, D), or with a page table, int32 (B, pages of a sequence),
 // against one of pages (pages, page_size, Hkv, D).
@@ -31,6 +32,10 @@ struct DecodeParams {
   OptionalTensor page_table;
   std::optional<int64_t> causal, window;  // query i sees keys i + lengths[b] - Lq + window .. causal
   double scale;
+  OptionalTensor distance_bias = {};            // (B | 1, H | 1, Lq + S - 1): entry S - 1 + j - (i + lengths[b] - Lq)
+  OptionalTensor query_ids = {}, key_ids = {};  // int32 (B | 1, Lq) and (B | 1, S)
+  OptionalTensor sinks = {};                    // fp32 or fp64 (H,)
+  std::optional<double> softcap = {};
 
   int64_t key_heads() const { return k.size(page_table ? 2 : 1); }
   int64_t capacity() const { return page_table ? page_table->size(1) * k.size(1) : k.size(2); }
@@ -46,16 +51,22 @@ TwoTensors launch(const DecodeParams& params) {
     call.scalar("attention decode");
     call.scalar(params.causal);
     call.scalar(params.window);
+    call.scalar(params.softcap);
     call.scalar(params.scale);
     call.input(params.q);
     call.input(params.heads_first(params.k));
     call.input(params.heads_first(params.v));
     call.input(params.lengths);
     call.input(params.page_table);
+    call.input(params.distance_bias);
+    call.input(params.query_ids);
+    call.input(params.key_ids);
+    call.input(params.sinks);
     if (const auto results = LaunchCache::instance().replay(call, 2); !results.empty()) return {results[0], results[1]};
   }
-  const auto [out, logsumexp] = launcher.tensors<2>(params.q, params.k, params.v, params.lengths, params.page_table,
-                                                    params.causal, params.window, params.scale);
+  const auto [out, logsumexp] = launcher.tensors<2>(
+      params.q, params.k, params.v, params.lengths, params.page_table, params.distance_bias, params.query_ids,
+      params.key_ids, params.sinks, params.causal, params.window, params.softcap, params.scale);
   return {out, logsumexp};
 }
 
@@ -74,6 +85,10 @@ TwoTensors compute(const DecodeParams& params) {
     p.Lk = lengths.max().item<int32_t>();
     p.lengths = view<const int32_t>(lengths.view({-1, 1, 1, 1})), p.bottom_right = true;
     set_diagonals(p, params.causal, params.window);
+    p.distance_bias = distance_view<const A>(params.distance_bias, params.capacity() - 1);
+    if (params.sinks) p.sinks = params.sinks->const_data_ptr<A>();
+    p.query_ids = ids_view(params.query_ids), p.key_ids = ids_view(params.key_ids);
+    p.softcap = static_cast<A>(params.softcap.value_or(0));
     p.scale = static_cast<A>(params.scale), p.zero_empty_rows = true;
     if (pages.defined()) {
       p.pages = pages.const_data_ptr<int32_t>();
@@ -86,8 +101,11 @@ TwoTensors compute(const DecodeParams& params) {
 
 TwoTensors forward(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
                    const OptionalTensor& page_table, std::optional<int64_t> causal, std::optional<int64_t> window,
-                   double scale, std::string_view backend) {
-  return (is_native(backend) ? compute : launch)({q, k_cache, v_cache, lengths, page_table, causal, window, scale});
+                   double scale, std::string_view backend, const OptionalTensor& distance_bias,
+                   const OptionalTensor& query_ids, const OptionalTensor& key_ids, const OptionalTensor& sinks,
+                   std::optional<double> softcap) {
+  return (is_native(backend) ? compute : launch)({q, k_cache, v_cache, lengths, page_table, causal, window, scale,
+                                                  distance_bias, query_ids, key_ids, sinks, softcap});
 }
 
 template <typename Signature>

@@ -45,6 +45,19 @@ View<T> statistics_view(const OptionalTensor& tensor, int64_t start = 0) {
   return tensor ? statistics_view<T>(*tensor, start) : View<T>{};
 }
 
+// A distance bias, its data at distance 0 (entry `zero`), or its gradient.
+template <typename T>
+View<T> distance_view(const OptionalTensor& bias, int64_t zero) {
+  return bias ? view<T>(bias->unsqueeze(2)).moved(zero) : View<T>{};
+}
+
+// The ids (B | 1, L) of queries or keys; of a packed batch (T,), from `start` on.
+inline View<const int32_t> ids_view(const OptionalTensor& ids, int64_t start = 0) {
+  if (!ids) return {};
+  if (ids->dim() == 1) return {ids->const_data_ptr<int32_t>() + start, {0, 0, 1, 0}};
+  return {ids->const_data_ptr<int32_t>(), {ids->size(0) == 1 ? 0 : ids->stride(0), 0, 1, 0}};
+}
+
 // Of q (B, H, Lq, D), k and v (B, Hkv, Lk, D).
 template <typename T, typename A>
 void set_tensors(AttentionKernelParams<T, A>& p, const Tensor& q, const Tensor& k, const Tensor& v) {

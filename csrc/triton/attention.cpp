@@ -14,10 +14,14 @@ py::object python_params(const AttentionParams& params) {
   static const PythonFunction make("transformer_fast.attention_params", "AttentionParams");
   static const PythonFunction make_packed("transformer_fast.attention_params", "PackedBatch");
   py::dict fields;
-  for (const auto& [name, tensor] : {std::pair("keep", &params.keep), std::pair("key_keep", &params.key_keep),
-                                     std::pair("lengths", &params.lengths), std::pair("bias", &params.bias)})
+  for (const auto& [name, tensor] :
+       {std::pair("keep", &params.keep), std::pair("key_keep", &params.key_keep), std::pair("lengths", &params.lengths),
+        std::pair("bias", &params.bias), std::pair("distance_bias", &params.distance_bias),
+        std::pair("query_ids", &params.query_ids), std::pair("key_ids", &params.key_ids),
+        std::pair("sinks", &params.sinks)})
     fields[name] = PythonFunction::object(*tensor);
   fields["causal"] = params.causal, fields["window"] = params.window;
+  fields["softcap"] = params.softcap;
   fields["scale"] = params.scale, fields["dropout_p"] = params.dropout_p;
   fields["seed"] = params.seed_value ? py::object(py::int_(*params.seed_value)) : PythonFunction::object(params.seed);
   fields["zero_empty_rows"] = params.zero_empty_rows;
@@ -41,12 +45,15 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   if (packed) call.scalar(params.packed.max_k.expect_int());
   call.scalar(params.causal);
   call.scalar(params.window);
+  call.scalar(params.softcap);
   call.scalar(params.scale);
   call.scalar(params.dropout_p);
   call.scalar(params.zero_empty_rows);
 
   for (const OptionalTensor& input : inputs) call.input(input);
-  for (const OptionalTensor* part : {&params.keep, &params.key_keep, &params.lengths, &params.bias}) call.input(*part);
+  for (const OptionalTensor* part : {&params.keep, &params.key_keep, &params.lengths, &params.bias,
+                                     &params.distance_bias, &params.query_ids, &params.key_ids, &params.sinks})
+    call.input(*part);
   if (params.seed_value)
     call.input(*params.seed_value);
   else
@@ -55,8 +62,9 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   if (packed) call.input(params.packed.cu_seqlens_k);
 
   // The map of tiles and their order are derived from the contents of these.
-  if (params.keep || params.key_keep) {
-    for (const OptionalTensor* part : {&params.keep, &params.key_keep, &params.lengths})
+  if (!packed && (params.keep || params.key_keep || params.query_ids)) {
+    for (const OptionalTensor* part :
+         {&params.keep, &params.key_keep, &params.lengths, &params.query_ids, &params.key_ids})
       if (*part) call.source(**part);
   } else if (packed && params.packed.max_k.expect_int() > kLong) {
     call.source(*params.packed.cu_seqlens_k);
@@ -106,6 +114,15 @@ Tensor launch_attention_grad_bias(const Tensor& grad_out, const Tensor& q, const
                                   const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                                   const AttentionParams& params) {
   static const PythonFunction launcher("transformer_fast.triton.attention.grad_bias", "attention_grad_bias");
+  const py::gil_scoped_acquire gil;
+  return launcher.tensor(grad_out, q, k, v, result.out, result.logsumexp, python_params(params), grad_logsumexp);
+}
+
+Tensor launch_attention_grad_distance_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                           const AttentionResult& result, const OptionalTensor& grad_logsumexp,
+                                           const AttentionParams& params) {
+  static const PythonFunction launcher("transformer_fast.triton.attention.grad_distance_bias",
+                                       "attention_grad_distance_bias");
   const py::gil_scoped_acquire gil;
   return launcher.tensor(grad_out, q, k, v, result.out, result.logsumexp, python_params(params), grad_logsumexp);
 }

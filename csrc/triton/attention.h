@@ -19,6 +19,9 @@ AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tenso
 Tensor launch_attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                   const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                                   const AttentionParams& params);
+Tensor launch_attention_grad_distance_bias(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
+                                           const AttentionResult& result, const OptionalTensor& grad_logsumexp,
+                                           const AttentionParams& params);
 Tensor launch_attention_weights(const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp,
                                 const AttentionParams& params);
 

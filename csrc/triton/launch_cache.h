@@ -37,7 +37,10 @@ class __attribute__((visibility("hidden"))) LaunchCall {
   void scalar(bool flag) { add('b', flag); }
   void scalar(int64_t number) { add('i', number); }
   void scalar(double number) { add('d', number); }
-  void scalar(std::optional<int64_t> number) { number ? scalar(*number) : add('n', int64_t{0}); }
+  template <typename T>
+  void scalar(std::optional<T> number) {
+    number ? scalar(*number) : add('n', int64_t{0});
+  }
 
   // The next input, in the launcher's order. An int is the seed, which changes from call to call like an address.
   void input(const at::Tensor& tensor);

@@ -69,7 +69,9 @@ def oracle(q, k, v, lengths, causal, window, scale, dtype):
 def check(q, k, v, lengths, causal=0, window=None, scale=0.25, page_size=None):
     caches = (k, v, None) if page_size is None else in_pages(k, v, page_size, lengths)
     with poisoned_memory():
-        results = attention_decode(q, *caches[:2], lengths, caches[2], None, None, None, causal, window, None, scale)
+        results = attention_decode(
+            q, *caches[:2], lengths, caches[2], None, None, None, None, causal, window, None, scale
+        )
     eager, exact = (oracle(q, k, v, lengths, causal, window, scale, dtype) for dtype in (q.dtype, torch.float64))
     for name, ours, near, true in zip(("out", "logsumexp"), results, eager, exact, strict=True):
         assert torch.equal(ours.cpu() == -torch.inf, true == -torch.inf)
@@ -106,7 +108,7 @@ def test_only_keys_of_the_window_are_read(programs, monkeypatch):
     for b, length in enumerate(lengths.tolist()):
         k[b, :, : (length - 2 - 20) // 16 * 16] = torch.nan
         v[b, :, : (length - 2 - 20) // 16 * 16] = torch.nan
-    assert torch.equal(attention_decode(q, k, v, lengths, None, None, None, None, 0, -20, None, 0.25)[0], clean)
+    assert torch.equal(attention_decode(q, k, v, lengths, None, None, None, None, None, 0, -20, None, 0.25)[0], clean)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -166,7 +168,7 @@ def test_strided_cache_and_queries():
 def test_lengths_past_the_cache_read_no_further():
     q, k, v, lengths = inputs(2, 2, 1, 20, 16, [20, 20])
     clean = check(q, k, v, lengths)[0]
-    wrong = attention_decode(q, k, v, lengths + 5, None, None, None, None, 0, None, None, 0.25)[0]
+    wrong = attention_decode(q, k, v, lengths + 5, None, None, None, None, None, 0, None, None, 0.25)[0]
     assert torch.equal(wrong, clean)
 
 
@@ -181,7 +183,7 @@ def test_two_runs_agree_bit_for_bit(page_size):
 def test_nothing_to_do(lengths, Lq, S):
     q, k, v, lengths = inputs(4, 2, Lq, S, 8, lengths)
     with poisoned_memory():
-        out, logsumexp = attention_decode(q, k, v, lengths, None, None, None, None, 0, None, None, 0.25)
+        out, logsumexp = attention_decode(q, k, v, lengths, None, None, None, None, None, 0, None, None, 0.25)
     assert out.shape == q.shape and logsumexp.shape == q.shape[:3]
     assert (out == 0).all() and (logsumexp == -torch.inf).all()
 
@@ -216,7 +218,7 @@ def check_parts(q, k, v, lengths, page_size=None, causal=0, window=None, scale=0
     given = [parts.get(name) for name in ("distance_bias", "query_ids", "key_ids")]
     softcap = parts.get("softcap")
     with poisoned_memory():
-        results = attention_decode(q, *caches[:2], lengths, caches[2], *given, causal, window, softcap, scale)
+        results = attention_decode(q, *caches[:2], lengths, caches[2], *given, None, causal, window, softcap, scale)
 
     def oracle(dtype):
         tensors = [t.cpu().to(dtype) for t in (q, *caches[:2])]

@@ -14,8 +14,10 @@ tomorrow too. Three questions are asked of a layer's methods and of the function
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
+import itertools
 import sys
 import types
 import weakref
@@ -31,7 +33,8 @@ OWN_ARGUMENTS = "_transformer_fast_own_arguments"
 """Set on the class of a layer: arguments of the eager attention in its file that no other model's attention has."""
 _COMMON_ARGUMENTS = {
     "module", "query", "key", "value", "query_states", "key_states", "value_states", "attention_mask", "scaling",
-    "dropout", "is_causal", "position_bias", "sliding_window", "output_attentions", "training", "kwargs", "args",
+    "dropout", "is_causal", "position_bias", "sliding_window", "softcap", "s_aux", "output_attentions", "training",
+    "kwargs", "args",
 }  # fmt: skip
 
 # Set on the class of a config, where torch.compile can read them and where they are not saved with the config.
@@ -174,7 +177,7 @@ def _judge(part: type[nn.Module], layers: Iterable[type[nn.Module]], name: str) 
         if trusted:
             wrong = alone and by_itself and "_attn_implementation" in _names(layer)
         else:
-            wrong = by_itself or (alone and "attention" in layer.__name__.lower())
+            wrong = by_itself or _adds_to_its_mask(layer) or (alone and "attention" in layer.__name__.lower())
         if wrong:
             raise NotImplementedError(_message(part, layer, name))
 
@@ -221,6 +224,15 @@ def _uses_masks_by_itself(layer: type[nn.Module]) -> bool:
         and _LOOKUPS.isdisjoint(names)
         and (any("softmax" in name.lower() for name in names) or not _FUSED.isdisjoint(names))
     )
+
+
+@functools.cache
+def _adds_to_its_mask(layer: type[nn.Module]) -> bool:
+    """Whether a layer makes a tensor of its mask's type, to extend it: it expects one that is added to the scores."""
+    code = getattr(inspect.unwrap(layer.forward), "__code__", None)
+    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)] if code is not None else []
+    pairs = itertools.pairwise(steps)
+    return any(first[1] == "attention_mask" and second == ("LOAD_ATTR", "dtype") for first, second in pairs)
 
 
 @functools.cache

@@ -22,9 +22,6 @@ from .lazy_mask import LazyMask, bounds_of
 
 NAME = "transformer_fast"
 _UNSUPPORTED = {
-    "softcap": "soft-capped scores",
-    "s_aux": "attention sinks",
-    "sinks": "attention sinks",
     "indices": "sparse attention by indices",
     "block_indices": "sparse attention by blocks",
     "cache": "a paged cache",
@@ -66,6 +63,8 @@ def attention_forward(
     scaling: float | None = None,
     is_causal: bool | None = None,
     position_bias: Tensor | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What transformers' attention layers call.
@@ -79,13 +78,15 @@ def attention_forward(
         scaling: of the scores; ``1 / sqrt(D)`` by default.
         is_causal: look-ahead mask, where there is no ``attention_mask`` and more than one query.
         position_bias: float, added to the scores.
+        softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before anything is added.
+        s_aux: (H,), attention sinks.
 
     Returns:
         (B, Lq, H, D), and with ``output_attentions=True`` the weights (B, H, Lq, Lk) after dropout.
 
     Raises:
-        NotImplementedError: for what the kernels lack (soft-capped scores, attention sinks, sparse attention by
-            indices, masks of whole heads, paged caches), and for an argument that only its own eager attention has.
+        NotImplementedError: for what the kernels lack (sparse attention by indices, masks of whole heads, paged
+            caches), and for an argument that only its own eager attention has.
     """
     for option, what in _UNSUPPORTED.items():
         if kwargs.get(option) is not None:
@@ -106,7 +107,8 @@ def attention_forward(
     if position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     wanted = "dropped" if kwargs.get("output_attentions") else False
-    result = ops.attention(query, key, value, mask, bias=bias, scale=scaling, dropout_p=dropout, return_weights=wanted)
+    options: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "return_weights": wanted}
+    result = ops.attention(query, key, value, mask, bias=bias, scale=scaling, dropout_p=dropout, **options)
     out, weights = result if wanted else (result, None)
     return out.transpose(1, 2).contiguous(), weights
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import backends
-from ..masks import AttentionMask, and_causal
+from ..distance import distance_table
+from ..masks import AttentionMask, and_causal, ranked
 from ..tensor_cache import get, get_or_compute
 
 
@@ -69,19 +71,95 @@ def check_options(op: str, dropout_p: float, empty_rows: str) -> None:
         raise ValueError(f'{op}: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
 
 
-def bounds_of(op: str, mask: AttentionMask | None, causal: bool) -> tuple[int | None, int | None]:
-    """The causal and the window offset of a call whose mask may have no other part."""
+def mask_by_position(op: str, mask: AttentionMask | None, causal: bool) -> AttentionMask:
+    """The mask of a call that takes no part with lengths or a dense tensor of its own, its look-ahead included."""
     if not isinstance(causal, bool):
         raise TypeError(f"{op}: causal must be True or False, got {causal!r}")
     if mask is None:
-        return and_causal(None, causal), None
+        return AttentionMask(causal_offset=and_causal(None, causal))
     if not isinstance(mask, AttentionMask):
         raise TypeError(f"{op}: mask must be an AttentionMask, got {type(mask).__name__}")
-    if mask.tensors():
+    refused = ("keep_mask", "key_keep_mask", "key_lengths", "additive_bias")
+    if given := [name for name in refused if getattr(mask, name) is not None]:
         raise ValueError(
-            f"{op}: mask may say AttentionMask.window and AttentionMask.causal alone, got {', '.join(mask.tensors())}"
+            f"{op}: mask may say window, causal, documents, alibi and relative alone, got {', '.join(given)}"
         )
-    return and_causal(mask.causal_offset, causal), mask.window_offset
+    return replace(mask, causal_offset=and_causal(mask.causal_offset, causal))
+
+
+def is_special(mask: AttentionMask, softcap: float | None, sinks: Tensor | None) -> bool:
+    """Whether a call has parts that its eager fast path does not read."""
+    return softcap is not None or sinks is not None or mask.document_ids is not None or bool(mask.distance_biases)
+
+
+def special_arguments(
+    op: str,
+    q: Tensor,
+    mask: AttentionMask,
+    softcap: float | None,
+    sinks: Tensor | None,
+    full: tuple[int, ...],
+    zero: int,
+) -> dict[str, Any]:
+    """Documents, distances, softcap and sinks of a call as fields of AttentionParams.
+
+    Args:
+        op: the public name, for the messages.
+        full: (B, H, Lq, Lk) of a padded batch; (1, H, max_q, max_k, Tq, Tk) of a packed one.
+        zero: the entry of a distance table that is of query and key of one number.
+    """
+    B, H, Lq, Lk, *tokens = full
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"{op}: softcap must be above 0, or None for none, got {softcap}")
+    arguments: dict[str, Any] = {"softcap": None if softcap is None else float(softcap)}
+    if sinks is not None:
+        arguments["sinks"] = normal_sinks(op, sinks, q, H)
+    for bias in mask.distance_biases:
+        name = type(bias).__name__.lower()
+        batches, heads = bias.heads()
+        if batches not in (1, B) or heads not in (1, H):
+            of = "(H,) or (B, H)" if name == "alibi" and B > 1 else "(H,)" if name == "alibi" else "(buckets, H)"
+            raise ValueError(f"{op}: {name} of shape {tuple(bias.tensor.shape)} is not {of} with B = {B} and H = {H}")
+        if bias.tensor.device != q.device:
+            raise ValueError(f"{op}: q is on {q.device} but {name} on {bias.tensor.device}")
+    if mask.distance_biases:
+        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+        arguments["distance_bias"] = distance_table(mask.distance_biases, Lq, Lk, zero, dtype)
+    if mask.document_ids is not None:
+        shapes = [(1, n) for n in tokens] or [(B, Lq), (B, Lk)]
+        for name, ids, (batches, length) in zip(("query_ids", "key_ids"), mask.document_ids, shapes, strict=True):
+            if ids.shape[0] not in (1, batches) or ids.shape[1] != length:
+                raise ValueError(
+                    f"{op}: documents: {name} of shape {tuple(ids.shape)} is not (B, L) = ({batches}, {length}), nor "
+                    f"one for all, (1, {length})"
+                )
+            if ids.device != q.device:
+                raise ValueError(f"{op}: q is on {q.device} but documents' {name} on {ids.device}")
+        numbers = document_numbers(*mask.document_ids)
+        arguments |= dict(zip(("query_ids", "key_ids"), (t[0] for t in numbers) if tokens else numbers, strict=True))
+    return arguments
+
+
+def document_numbers(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids as int32 in contiguous rows. Wide ones are numbered anew and kept, so that every layer has the same."""
+    if query_ids.dtype != torch.int64 and key_ids.dtype != torch.int64:
+        return query_ids.to(torch.int32).contiguous(), key_ids.to(torch.int32).contiguous()
+    if torch.compiler.is_compiling() or type(query_ids) is not Tensor or type(key_ids) is not Tensor:
+        return ranked(query_ids.long(), key_ids.long())
+    numbers = lambda: ranked(query_ids.long(), key_ids.long())  # noqa: E731
+    return get_or_compute(query_ids, ("documents",), (key_ids,), numbers)
+
+
+def normal_sinks(op: str, sinks: Tensor, q: Tensor, heads: int) -> Tensor:
+    """The sinks in the type of the arithmetic, after a check."""
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+        what = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
+        raise TypeError(f"{op}: sinks must be a float tensor (H,), got {what}")
+    if sinks.shape != (heads,):
+        raise ValueError(f"{op}: sinks must be (H,) = ({heads},), got shape {tuple(sinks.shape)}")
+    if sinks.device != q.device:
+        raise ValueError(f"{op}: q is on {q.device} but sinks on {sinks.device}")
+    return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
 
 
 def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:

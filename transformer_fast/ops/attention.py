@@ -15,7 +15,15 @@ from .. import backends, reference
 from ..attention_params import AttentionParams
 from ..masks import AttentionMask, and_causal, as_attention_mask
 from . import _eager, _seed
-from ._attention_checks import check_inputs, check_mask, check_options, fitting_lengths, normal_lengths
+from ._attention_checks import (
+    check_inputs,
+    check_mask,
+    check_options,
+    fitting_lengths,
+    is_special,
+    normal_lengths,
+    special_arguments,
+)
 from ._names import unknown_names
 
 MAX_TRITON_HEAD_DIM = 256
@@ -27,6 +35,8 @@ class _Options(TypedDict, total=False):
     bias: Tensor | None
     causal: bool | int
     scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
     dropout_p: float
     empty_rows: str
 
@@ -96,6 +106,8 @@ def attention(
     bias: Tensor | None = None,
     causal: bool | int = False,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     empty_rows: str = "uniform",
     return_weights: bool | str = False,
@@ -110,9 +122,13 @@ def attention(
         mask: an :class:`~transformer_fast.AttentionMask`, or a bool or integer keep mask broadcastable to
             (B, H, Lq, Lk).
         bias: float, added to the scaled scores, broadcastable to (B, H, Lq, Lk); ``-inf`` blocks a key. It may require
-            a gradient, which comes in its own shape (the T5 and ALiBi kinds).
+            a gradient, which comes in its own shape. ALiBi and T5's relative positions need no such tensor: see
+            ``AttentionMask.alibi`` and ``AttentionMask.relative``.
         causal: True (query i sees keys up to i) or an offset n (up to i + n); combines with ``mask``.
         scale: multiplies ``q k^T``; ``1 / sqrt(D)`` by default.
+        softcap: scaled scores s become ``softcap * tanh(s / softcap)``, before a bias is added (Gemma 2).
+        sinks: float (H,), for every query of a head the score of one more key, whose value is 0 and whose weight is not
+            returned; a gradient reaches it (attention sinks, GPT-OSS). A query with no allowed key then gets 0.
         dropout_p: probability of dropping an attention weight; kept ones are scaled by ``1 / (1 - p)``.
             ``torch.manual_seed`` governs it. Every backend draws the same mask.
         empty_rows: what a query with no allowed key gets: "uniform" weights over all Lk keys (what filling with
@@ -123,7 +139,8 @@ def attention(
 
     Returns:
         (B, H, Lq, Dv) in q's dtype; or a tuple of it, the weights (B, H, Lq, Lk) in q's dtype if asked for, and the
-        logsumexp (B, H, Lq) in float32 (float64 for float64) if asked for: -inf for a query with no allowed key.
+        logsumexp (B, H, Lq) in float32 (float64 for float64) if asked for: -inf for a query with no allowed key. It
+        counts the sinks.
 
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or a mask that can be read two ways.
@@ -136,7 +153,8 @@ def attention(
         mask = mask & AttentionMask.bias(bias)
     bias = mask.additive_bias
     only_out = not (return_weights or return_logsumexp)
-    extension, by_triton = (None, False) if return_logsumexp else _eager.fast_path("attention", q)
+    special = is_special(mask, softcap, sinks)
+    extension, by_triton = (None, False) if return_logsumexp or special else _eager.fast_path("attention", q)
     if return_weights and (by_triton or return_weights not in (True, "dropped")):
         extension, by_triton = None, False
     seed, out = None, None
@@ -170,6 +188,8 @@ def attention(
     check_mask(mask, q, (B, H, Lq, Lk))
     check_backend(backend, q, v)
     params = _params(q, k, mask, offset, scale, dropout_p, seed, empty_rows)
+    if special:
+        params = replace(params, **special_arguments("attention", q, mask, softcap, sinks, (B, H, Lq, Lk), zero=Lq - 1))
     if backend == "reference":
         out, weights, logsumexp = _reference(q, k, v, params)
         if return_weights == "dropped":
@@ -242,14 +262,18 @@ def _dropped(weights: Tensor, params: AttentionParams) -> Tensor:
 
 
 def weights_gradients(
-    grad_weights: Tensor, q: Tensor, k: Tensor, params: AttentionParams, needed: tuple[bool, bool, bool]
+    grad_weights: Tensor, q: Tensor, k: Tensor, params: AttentionParams, needed: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of q, k and the bias from one of the weights, by the reference; ``needed`` says of which."""
-    given: dict[str, Any] = {"q": q, "k": k, "bias": params.bias}
+    """Gradients of q, k, bias, distance bias and sinks, those that are ``needed``, from one of the weights, by the
+    reference."""
+    given: dict[str, Any] = {"q": q, "k": k, "bias": params.bias, "distance_bias": params.distance_bias}
+    given["sinks"] = params.sinks
     with torch.enable_grad():
         leaves = {name: given[name].detach().requires_grad_() for name, need in zip(given, needed, strict=True) if need}
-        q, k, bias = (given | leaves).values()
-        weights = _reference(q, k, k, replace(params, bias=bias, dropout_p=0.0, seed=None))[1]
+        q, k, *biases = (given | leaves).values()
+        bias, distance_bias, sinks = biases
+        undropped = replace(params, bias=bias, distance_bias=distance_bias, sinks=sinks, dropout_p=0.0, seed=None)
+        weights = _reference(q, k, k, undropped)[1]
         weights = _dropped(weights, params)
     found = dict(zip(leaves, torch.autograd.grad(weights, list(leaves.values()), grad_weights), strict=True))
     return tuple(found.get(name) for name in given)

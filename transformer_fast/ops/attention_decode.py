@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Never
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -11,7 +11,13 @@ from torch import Tensor
 from .. import backends, reference
 from ..masks import AttentionMask
 from . import _eager
-from ._attention_checks import bounds_of, check_tensors, shape_error
+from ._attention_checks import (
+    check_tensors,
+    is_special,
+    mask_by_position,
+    shape_error,
+    special_arguments,
+)
 from ._names import unknown_names
 from .attention import check_backend
 
@@ -28,6 +34,8 @@ def attention_decode(
     mask: AttentionMask | None = None,
     causal: bool = True,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     **unknown: Never,
 ) -> Tensor:
     """Attention of the newest positions of every sequence to its cache of keys and values, for generation.
@@ -44,10 +52,12 @@ def attention_decode(
             lies past them is never read.
         page_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
             ``page_table[b, j // page_size]``. Entries past the last key may hold anything.
-        mask: ``AttentionMask.window`` or ``AttentionMask.causal``, counted from the query's own key on, as ``causal``
-            is: with ``window(left)`` query i sees keys ``j >= i + lengths[b] - Lq - left``. No other part.
+        mask: of ``AttentionMask``'s parts ``window``, ``causal``, ``alibi`` and ``relative``, counted from the query's
+            own key on, as ``causal`` is: with ``window(left)`` query i sees keys ``j >= i + lengths[b] - Lq - left``;
+            and ``documents``, with ids for all S keys of the cache.
         causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq``, itself the last; False: all keys.
         scale: multiplies ``q k^T``; ``1 / sqrt(D)`` by default.
+        softcap, sinks: as for ``attention``.
 
     Returns:
         (B, H, Lq, D) in q's dtype; 0 for a query that sees no key.
@@ -60,8 +70,10 @@ def attention_decode(
     """
     if unknown:
         raise unknown_names("attention_decode", unknown)
-    bounds = bounds_of("attention_decode", mask, causal)
-    extension, by_triton = _eager.fast_path("attention", q)
+    mask = mask_by_position("attention_decode", mask, causal)
+    bounds = mask.causal_offset, mask.window_offset
+    special = is_special(mask, softcap, sinks)
+    extension, by_triton = (None, False) if special else _eager.fast_path("attention", q)
     if extension is not None:
         given = (q, k_cache, v_cache, lengths, page_table, *bounds, scale)
         out = extension.attention_decode(by_triton, *given)
@@ -73,17 +85,22 @@ def attention_decode(
     lengths = _check_lengths(lengths, q, k_cache, page_table)
     _refuse_gradient(q, k_cache, v_cache)
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    more: dict[str, Any] = {}
+    if special:
+        (B, H, Lq, _), S = q.shape, _capacity(k_cache, page_table)
+        more = special_arguments("attention_decode", q, mask, softcap, sinks, (B, H, Lq, S), zero=S - 1)
 
     backend = backends.resolve("attention", q.device, q.dtype)
     check_backend(backend, q, v_cache)
     if backend == "reference":
+        options = {"causal": bounds[0], "window": bounds[1], "scale": scale, **more}
         return reference.attention.attention_decode(
-            q, k_cache, v_cache, lengths=lengths, page_table=page_table, causal=bounds[0], window=bounds[1], scale=scale
+            q, k_cache, v_cache, lengths=lengths, page_table=page_table, **options
         )[0]
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
     op = torch.ops.transformer_fast.attention_decode.default
-    return op(q, k_cache, v_cache, lengths, page_table, *bounds, scale, backend)[0]
+    return op(q, k_cache, v_cache, lengths, page_table, *bounds, scale, backend, **more)[0]
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, autocast: bool) -> None:
@@ -125,7 +142,7 @@ def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tens
             f"attention_decode: page_table must be (B, max_pages) with B = {B}, got shape {tuple(page_table.shape)}"
         )
     if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and B > 0:
-        capacity = k_cache.shape[2] if page_table is None else page_table.shape[1] * k_cache.shape[1]
+        capacity = _capacity(k_cache, page_table)
         host = lengths.tolist()
         if min(host) < 0 or max(host) > capacity:
             raise ValueError(
@@ -135,6 +152,11 @@ def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tens
         if page_table is not None:
             _check_pages(page_table, host, k_cache)
     return lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)
+
+
+def _capacity(k_cache: Tensor, page_table: Tensor | None) -> int:
+    """How many keys of a sequence the cache can hold."""
+    return k_cache.shape[2] if page_table is None else page_table.shape[1] * k_cache.shape[1]
 
 
 def _check_pages(page_table: Tensor, lengths: list[int], k_cache: Tensor) -> None:

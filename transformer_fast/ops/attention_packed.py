@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from typing import Literal, Never, TypedDict, Unpack, overload
 
 import torch
@@ -14,7 +15,14 @@ from .. import backends, reference
 from ..attention_params import AttentionParams, PackedBatch
 from ..masks import AttentionMask
 from . import _eager, _seed
-from ._attention_checks import bounds_of, check_options, check_tensors, shape_error
+from ._attention_checks import (
+    check_options,
+    check_tensors,
+    is_special,
+    mask_by_position,
+    shape_error,
+    special_arguments,
+)
 from ._names import unknown_names
 from .attention import check_backend
 
@@ -27,6 +35,8 @@ class _Options(TypedDict, total=False):
     mask: AttentionMask | None
     causal: bool
     scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
     dropout_p: float
     empty_rows: str
 
@@ -65,6 +75,8 @@ def attention_packed(
     mask: AttentionMask | None = None,
     causal: bool = False,
     scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     empty_rows: str = "uniform",
     return_logsumexp: bool = False,
@@ -80,10 +92,11 @@ def attention_packed(
         cu_seqlens_k: the same for k and v; the same tensor for self-attention.
         max_q, max_k: lengths of the longest sequences, on the host. Left out, they are looked up, which on a GPU waits
             for it.
-        mask: ``AttentionMask.window`` or ``AttentionMask.causal``, counted inside each sequence; no other part.
+        mask: of ``AttentionMask``'s parts ``window``, ``causal``, ``alibi`` (H,) and ``relative``, counted inside each
+            sequence, and ``documents``, whose ids are (1, Tq) and (1, Tk).
         causal: query i of a sequence sees its keys up to i; combines with ``mask``.
-        scale, dropout_p: as for ``attention``. Dropout draws the mask that the padded batch would have: b is the
-            sequence, and i and j count inside it.
+        scale, softcap, sinks, dropout_p: as for ``attention``. Dropout draws the mask that the padded batch would have:
+            b is the sequence, and i and j count inside it.
         empty_rows: as for ``attention``; "uniform" is over the keys of the query's own sequence, and a query whose
             sequence has none gets 0 either way.
         return_logsumexp: also return the logsumexp of each query's scores.
@@ -103,8 +116,10 @@ def attention_packed(
     seed = None
     if dropout_p > 0.0 and isinstance(q, Tensor):
         seed = _seed.draw_launch_seed(q.device, by_triton)
-    bounds = bounds_of("attention_packed", mask, causal)
-    if extension is not None and not return_logsumexp:
+    mask = mask_by_position("attention_packed", mask, causal)
+    bounds = mask.causal_offset, mask.window_offset
+    special = is_special(mask, softcap, sinks)
+    if extension is not None and not (return_logsumexp or special):
         given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *bounds, scale, dropout_p, seed, empty_rows)
         out = extension.attention_packed(by_triton, *given)
         if out is not None:
@@ -134,6 +149,9 @@ def attention_packed(
         packed=PackedBatch(cu_seqlens_q, cu_seqlens_k, max_q, max_k),
     )
     check_backend(backend, q, v)
+    if special:
+        full = 1, q.shape[1], max_q, max_k, q.shape[0], k.shape[0]
+        params = replace(params, **special_arguments("attention_packed", q, mask, softcap, sinks, full, zero=max_q - 1))
     if backend == "reference":
         out, logsumexp = reference.attention.attention_packed(q, k, v, **params.keywords())
         return (out, logsumexp) if return_logsumexp else out

@@ -183,6 +183,11 @@ def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(q), torch.empty(rows, dtype=torch.float32, device=q.device)
 
 
+def without_keys(logsumexp: Tensor, sinks: Tensor | None) -> Tensor:
+    """Fills the logsumexp (B, H, Lq), or (H, T), of queries that have no keys."""
+    return logsumexp.fill_(float("-inf")) if sinks is None else logsumexp.copy_(sinks.unsqueeze(-1))
+
+
 def widen_bf16_if_interpreted(results: int):
     """Decorator for launchers. Triton's interpreter computes on the raw bits of bf16: there, and only there, bf16
     inputs are read as fp32, and the first `results` results are rounded back to the type of the first argument."""

@@ -27,10 +27,12 @@ class KeyRangeBackward {
                     {&grad_v_, range_size()}}) {}
 
   // `partial_q`: (H, Lq, D) of this batch entry, where the gradient of q goes when there are several ranges.
-  void run(A* partial_q) {
+  // `grad_distances`: (H / Hkv, distances), zeros to add to, if wanted.
+  void run(A* partial_q, A* grad_distances) {
     const auto& p = params_;
     const int64_t group = p.H / p.Hkv;
-    for (int64_t h = kv_head_ * group; h < (kv_head_ + 1) * group; ++h)
+    for (int64_t h = kv_head_ * group; h < (kv_head_ + 1) * group; ++h) {
+      if (grad_distances) grad_distance_0_ = grad_distances + (h % group) * distances(p) + p.Lq - 1;
       for (int64_t first_query = 0; first_query < p.Lq; first_query += kQueryTile) {
         const int64_t queries = std::min(kQueryTile, p.Lq - first_query);
         add_queries(h, first_query, queries, h == kv_head_ * group && first_query == 0);
@@ -40,6 +42,7 @@ class KeyRangeBackward {
           store_rows(grad_q_, width_, queries, p.scale, p.D, call_.grad_q.at(b_, h, first_query),
                      call_.grad_q.row_stride());
       }
+    }
     const auto &grad_k = call_.grad_k, &grad_v = call_.grad_v;
     const int64_t first = range_.begin, keys = range_.end - first;
     store_rows(grad_k_, width_, keys, p.scale, p.D, grad_k.at(b_, kv_head_, first), grad_k.row_stride());
@@ -109,6 +112,8 @@ class KeyRangeBackward {
   void add_tile(int64_t h, int64_t first_query, int64_t first_key, int64_t keys, int64_t queries, Rows<E> q_rows,
                 Rows<E> grad_out_rows, bool fresh, bool fresh_queries) {
     const auto& k = params_.k;
+    if (grad_distance_0_) gradients_.add_to_distances(first_key, keys, grad_distance_0_);
+    if (params_.softcap > 0) gradients_.apply_slopes(keys);
     const int64_t offset = (first_key - range_.begin) * width_;
     multiply_add(keys, width_, queries, gradients_.weights_over_queries(keys), grad_out_rows, fresh, grad_v_ + offset,
                  width_);
@@ -126,9 +131,32 @@ class KeyRangeBackward {
   int64_t b_, kv_head_;
   Range range_;
   int64_t width_;
-  A *query_rows_, *grad_out_rows_, *grad_q_, *grad_k_, *grad_v_;
+  A *query_rows_, *grad_out_rows_, *grad_q_, *grad_k_, *grad_v_, *grad_distance_0_ = nullptr;
   ScoreGradients<T, A> gradients_;
 };
+
+// The gradients of the distances that the tasks of a call give: (B, Hkv, ranges, H / Hkv, distances), or nothing.
+template <typename A>
+struct DistanceParts {
+  A* data = nullptr;
+  int64_t size = 0;  // of what a task gives
+
+  A* of_task(int64_t task) const { return data ? data + task * size : nullptr; }
+};
+
+// Adds them up, in order.
+template <typename T, typename A>
+void sum_distances(const AttentionBackward<T, A>& call, const DistanceParts<A>& parts, int64_t ranges) {
+  const auto& p = call.params;
+  const int64_t group = p.H / p.Hkv, count = distances(p);
+  for (int64_t task = 0; task < p.B * p.Hkv * ranges; ++task)
+    for (int64_t member = 0; member < group; ++member) {
+      const int64_t head = task / ranges, h = head % p.Hkv * group + member;
+      A* const grad = call.grad_distance_bias.at(head / p.Hkv, h, 0) - (p.Lq - 1);
+      const A* const part = parts.of_task(task) + member * count;
+      for (int64_t n = 0; n < count; ++n) grad[n] += part[n];
+    }
+}
 
 // grad_q of one head = the sum of what the ranges gave, in order.
 template <typename T, typename A>
@@ -154,6 +182,22 @@ void attention_backward(c10::ArrayRef<AttentionBackward<T, A>> calls) {
   const auto elements = [](const Params& p) { return p.B * p.H * p.Lq * p.D; };  // of q
   Buffer<A> memory;
   const auto splits = split_keys(calls, [](const Params& p) { return p.Lk; }, elements, memory);
+  std::vector<DistanceParts<A>> distance_parts(calls.size());
+  Buffer<A> distance_memory;
+  int64_t distance_size = 0;
+  for (std::size_t c = 0; c < calls.size(); ++c)
+    if (const Params& p = calls[c].params; calls[c].grad_distance_bias.data) {
+      distance_parts[c].size = p.H / p.Hkv * distances(p);
+      distance_size += p.B * p.Hkv * splits[c].ranges.count * distance_parts[c].size;
+    }
+  distance_memory.resize(distance_size);
+  std::fill(distance_memory.data(), distance_memory.data() + distance_size, A(0));
+  A* next = distance_memory.data();
+  for (std::size_t c = 0; c < calls.size(); ++c)
+    if (calls[c].grad_distance_bias.data) {
+      distance_parts[c].data = next;
+      next += calls[c].params.B * calls[c].params.Hkv * splits[c].ranges.count * distance_parts[c].size;
+    }
   double work = 0, sum_work = 0;
   for (std::size_t c = 0; c < calls.size(); ++c) {
     work += 2.5 * double(elements(calls[c].params)) * double(calls[c].params.Lk);
@@ -171,10 +215,14 @@ void attention_backward(c10::ArrayRef<AttentionBackward<T, A>> calls) {
     const Range keys{first_key, std::min(p.Lk, first_key + ranges.length)};
     if (has_few_queries(p))
       RowsBackward<T, A>(calls[c], b, kv_head)
-          .run(keys, splits[c].of_range(range, (b * p.H + kv_head * (p.H / p.Hkv)) * head_size));
+          .run(keys, splits[c].of_range(range, (b * p.H + kv_head * (p.H / p.Hkv)) * head_size),
+               distance_parts[c].of_task(task));
     else
-      KeyRangeBackward<T, A>(calls[c], b, kv_head, keys).run(splits[c].of_range(range, b * p.H * head_size));
+      KeyRangeBackward<T, A>(calls[c], b, kv_head, keys)
+          .run(splits[c].of_range(range, b * p.H * head_size), distance_parts[c].of_task(task));
   });
+  for (std::size_t c = 0; c < calls.size(); ++c)
+    if (distance_parts[c].data) sum_distances(calls[c], distance_parts[c], splits[c].ranges.count);
   if (memory.data() == nullptr) return;
   for_tasks(
       calls.size(), [&](int64_t c) { return splits[c].partial ? calls[c].params.B * calls[c].params.H : 0; }, sum_work,

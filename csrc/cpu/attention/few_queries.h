@@ -112,16 +112,20 @@ void add_outer_product(const A* weights, const A* vector, int64_t count, int64_t
   }
 }
 
-// A logsumexp so far from 0 has lost digits: beside a bias of -1e9 on a whole row even the number of keys.
+// A logsumexp so far from 0 has lost digits that all weights of its row would miss alike: where ALiBi is far from every key,
+// or beside a bias of -1e9 on a whole row, which leaves not even the number of keys.
 template <typename A>
 bool is_large(A logsumexp) {
-  return std::abs(logsumexp) > A(1024) && std::isfinite(logsumexp);
+  return std::abs(logsumexp) > A(64) && std::isfinite(logsumexp);
 }
 
 // A logsumexp in two numbers, of which the first is exact.
 template <typename A>
 struct TwoPartLogsumexp {
   A maximum = kBlocked<A>, sum = 0;
+
+  // Of what a sink gives; -inf for none.
+  explicit TwoPartLogsumexp(A sink) { add(&sink, 1, 1); }
 
   void add(const A* scores, int64_t count, int64_t stride) {
     const A before = maximum;
@@ -179,14 +183,16 @@ class QueryRows {
     return kv_head_ + 1 < p.Hkv ? p.k.at(b_, kv_head_ + 1, 0) : p.k.at(b_ + 1, 0, 0);
   }
 
-  // The masked scores of keys first .. first + count - 1, and -inf up to whole vectors; values lie ahead, or null.
+  // The masked scores of keys first .. first + count - 1, and -inf up to whole vectors; values lie ahead, or null. `slopes`:
+  // where those of the softcap go, or null.
   void find_scores(int64_t row, const A* query, const T* k, int64_t first, int64_t count, A* scores,
-                   const T* ahead = nullptr) const {
+                   const T* ahead = nullptr, A* slopes = nullptr) const {
     const auto& p = params_;
     if (ahead)
       multiply_rows<true>(k, p.k.row_stride(), count, p.D, query, p.scale, scores, Ahead<T>{ahead, p.v.row_stride()});
     else
       multiply_rows(k, p.k.row_stride(), count, p.D, query, p.scale, scores);
+    if (p.softcap > 0) cap(count, p.softcap, scores, slopes);
     const int64_t h = head(row), i = position(row);
     const Range keys = visible(row);
     const int64_t begin = std::clamp<int64_t>(keys.begin - first, 0, count);
@@ -199,6 +205,16 @@ class QueryRows {
         const A added = bias.at(0, j);
         scores[j] = added == kBlocked<A> ? added : scores[j] + added;
       }
+    }
+    if (const A* distances = distance_row(p, b_, h, i))
+      for (int64_t j = begin; j < end; ++j) {
+        const A added = distances[first + j];
+        scores[j] = added == kBlocked<A> ? added : scores[j] + added;
+      }
+    if (p.query_ids.data) {
+      const int32_t own = *p.query_ids.at(b_, 0, i), *const ids = p.key_ids.at(b_, 0, first);
+      for (int64_t j = begin; j < end; ++j)
+        if (ids[j] != own) scores[j] = kBlocked<A>;
     }
     for (const auto* mask : {&p.keep, &p.key_keep}) {
       if (!mask->data) continue;

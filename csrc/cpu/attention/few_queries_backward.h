@@ -25,12 +25,15 @@ class RowsBackward {
                           {&numbers_, rows_.count() * kNumbers},
                           {&weights_, kRowKeys},
                           {&grads_, kRowKeys},
+                          {&slopes_, kRowKeys},
                           {&grad_k_, keys},
                           {&grad_v_, keys}});
   }
 
-  // Of a range of keys. The gradient of q goes to `partial_q` (rows, D) if they are not all keys.
-  void run(Range range, A* partial_q) {
+  // Of a range of keys. The gradient of q goes to `partial_q` (rows, D) if they are not all keys. `grad_distances`:
+  // (H / Hkv, distances), zeros to add to, if wanted.
+  void run(Range range, A* partial_q, A* grad_distances) {
+    grad_distances_ = grad_distances;
     Range needed;
     for (int64_t row = 0; row < rows_.count(); ++row) needed = needed.hull(prepare(row));
     needed = needed.from_multiple(kRowKeys);
@@ -99,7 +102,7 @@ class RowsBackward {
 
   // The logsumexp in two numbers, the maximum and the rest, from all scores.
   void sum_again(int64_t row) {
-    TwoPartLogsumexp<A> total;
+    TwoPartLogsumexp<A> total(sink_of(params_, rows_.head(row)));
     const Range visible = rows_.visible(row);
     for (int64_t first = visible.from_multiple(kRowKeys).begin; first < visible.end; first += kRowKeys) {
       const T *k, *v;
@@ -123,7 +126,7 @@ class RowsBackward {
     rows_.find_keys(first, keys, &k, &v);
     const A uniform = number(row, kUniform), logsumexp = number(row, kLogsumexp);
     const A rest = number(row, kRest);
-    rows_.find_scores(row, q_operands_ + row * width_, k, first, keys, weights_);
+    rows_.find_scores(row, q_operands_ + row * width_, k, first, keys, weights_, nullptr, slopes_);
     multiply_rows(v, p.v.row_stride(), keys, p.D, grad_operands_ + row * width_, A(1), grads_);
     uint16_t draws[kRowKeys];
     if (p.dropout.p > 0) {
@@ -146,6 +149,12 @@ class RowsBackward {
       const Vector<A> weight = load(weights_ + j), grad = weight * (load(grads_ + j) - delta);
       store(grads_ + j, (weight == 0) | (broadcast(uniform) > 0) ? Vector<A>{} : grad);
     }
+    if (grad_distances_) {
+      const int64_t distance_0 = row / p.Lq * distances(p) + p.Lq - 1;
+      A* const own = grad_distances_ + distance_0 + first - rows_.position(row);
+      for (int64_t j = 0; j < keys; ++j) own[j] += grads_[j];
+    }
+    for (int64_t j = 0; p.softcap > 0 && j < keys; j += kW) store(grads_ + j, load(grads_ + j) * load(slopes_ + j));
     std::fill(weights_ + keys, weights_ + round_up(keys, kW), A(0));
     if (p.dropout.p > 0) drop(draws, DropoutRate(p.dropout.p), keys, rescale_, weights_);
     add_rows(grads_, k, p.k.row_stride(), keys, p.D, grad_q_ + row * width_);
@@ -165,7 +174,9 @@ class RowsBackward {
   QueryRows<T, A> rows_;
   int64_t b_, kv_head_, width_;
   A rescale_;
-  A *q_operands_, *grad_operands_, *q_, *grad_out_, *grad_q_, *numbers_, *weights_, *grads_, *grad_k_, *grad_v_;
+  A *q_operands_, *grad_operands_, *q_, *grad_out_, *grad_q_, *numbers_, *weights_, *grads_, *slopes_, *grad_k_,
+      *grad_v_;
+  A* grad_distances_ = nullptr;
 };
 
 }  // namespace

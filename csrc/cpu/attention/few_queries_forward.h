@@ -115,6 +115,7 @@ class RowsForward {
 
   void finish(int64_t row, RowPart<A> part) {
     const int64_t h = rows_.head(row), i = rows_.position(row);
+    if (params_.sinks) add_sink(params_.sinks[h], part);
     *call_.logsumexp.at(b_, h, i) = *part.row_sum == 0 ? kBlocked<A> : *part.row_max + std::log(*part.row_sum);
     if (*part.row_sum == 0 && !params_.zero_empty_rows) add_all_values(row, part);
     const A rescale = params_.dropout.p > 0 ? static_cast<A>(DropoutRate(params_.dropout.p).scale) : A(1);
@@ -122,6 +123,13 @@ class RowsForward {
     T* out = call_.out.at(b_, h, i);
     for (int64_t d = 0; d < params_.D; d += kW)
       store_result(out + d, load(part.sum + d) * factor, std::min(kW, params_.D - d));
+  }
+
+  void add_sink(A sink, RowPart<A> part) const {
+    const A maximum = std::max(*part.row_max, sink), shrink = std::exp(*part.row_max - maximum);
+    *part.row_sum = *part.row_sum * shrink + std::exp(sink - maximum);
+    *part.row_max = maximum;
+    for (int64_t d = 0; d < params_.D; d += kW) store(part.sum + d, load(part.sum + d) * shrink);
   }
 
   // No key is allowed: all weigh the same, and a NaN or Inf value, blocked like all others, counts as 0.

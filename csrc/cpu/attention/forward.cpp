@@ -21,17 +21,18 @@ class ForwardBlock {
                           {&scores_, keys * lanes_},
                           {&sum_, queries_ * width_},
                           {&staged_, keys * width_},
-                          {&key_addend_, keys}});
+                          {&mask_buffers_.key_addend, keys},
+                          {&mask_buffers_.pair_addend, params.softcap > 0 ? keys * lanes_ : 0}});
     if (params.dropout.p > 0) dropout_.emplace(params, b, h);
   }
 
   void run(const AttentionForward<T, A>& call) {
     const auto& [out, logsumexp, saved_probs] = std::tie(call.out, call.logsumexp, call.saved_probs);
-    std::fill(row_max_, row_max_ + lanes_, kBlocked<A>);
-    std::fill(row_sum_, row_sum_ + lanes_, A(0));
+    std::fill(row_max_, row_max_ + lanes_, sink_of(params_, h_));
+    std::fill(row_sum_, row_sum_ + lanes_, A(params_.sinks ? 1 : 0));
     query_operand_ = load_lanes(params_.q.at(b_, h_, first_query_), params_.q.row_stride(), queries_, params_.D,
                                 operands<T>(query_lanes_));
-    BlockMask<T, A> mask(params_, b_, h_, first_query_, queries_, key_addend_);
+    BlockMask<T, A> mask(params_, b_, h_, first_query_, queries_, mask_buffers_);
     const Range visible = mask.keys();
     for (int64_t first = visible.begin; first < visible.end; first += kKeyTile) {
       const int64_t keys = mask.prepare(first, std::min(kKeyTile, visible.end - first), scores_);
@@ -148,7 +149,8 @@ class ForwardBlock {
 
   const AttentionKernelParams<T, A>& params_;
   int64_t b_, h_, kv_head_, first_query_, queries_, lanes_, width_;
-  A *query_lanes_, *scores_, *sum_, *staged_, *key_addend_;
+  A *query_lanes_, *scores_, *sum_, *staged_;
+  MaskBuffers<A> mask_buffers_;
   Rows<E> query_operand_;
   A row_max_[kQueryTile], row_sum_[kQueryTile];
   bool fresh_ = true;  // nothing is summed yet

@@ -24,7 +24,9 @@ class ScoreGradients {
                           {&weights_, tile},
                           {&grads_, tile},
                           {&staged_, keys * round_up(D, kW)},
-                          {&key_addend_, keys}},
+                          {&mask_buffers_.key_addend, keys},
+                          {&mask_buffers_.pair_addend, params_.softcap > 0 ? tile : 0},
+                          {&mask_buffers_.slopes, params_.softcap > 0 ? tile : 0}},
                          more);
   }
 
@@ -35,7 +37,7 @@ class ScoreGradients {
     lanes_ = round_up(queries, kW);
     if (p.dropout.p > 0) dropout_.emplace(p, b_, h);
     uniform_rows_ = load_statistics();
-    mask_.emplace(p, b_, h, first_query, queries, key_addend_);
+    mask_.emplace(p, b_, h, first_query, queries, mask_buffers_);
     const Range visible = mask_->keys(), needed = uniform_rows_ ? Range{0, p.Lk} : visible;
     const Range keys = needed.intersection(range);
     if (keys.empty()) return keys;
@@ -74,6 +76,21 @@ class ScoreGradients {
     else
       for (int64_t lane = 0; lane < lanes_; lane += kW) differentiate(keys, lane);
     return keys;
+  }
+
+  // Adds the gradients of a tile to those of the distances: `grad` is that of distance 0.
+  void add_to_distances(int64_t first_key, int64_t keys, A* grad) const {
+    for (int64_t row = 0; row < keys; ++row) {
+      // From query to query the distance of a key falls.
+      A* const own = grad + first_key + row - first_query_;
+      for (int64_t i = 0; i < queries_; ++i) own[-i] += grads_[row * lanes_ + i];
+    }
+  }
+
+  // The gradients of the scores to those of the products before the softcap.
+  void apply_slopes(int64_t keys) {
+    for (int64_t n = 0; n < keys * lanes_; n += kW)
+      store(grads_ + n, load(grads_ + n) * load(mask_buffers_.slopes + n));
   }
 
   // What was found, as left operands of products. To be asked for in this order: the next takes the room of the one before.
@@ -125,7 +142,7 @@ class ScoreGradients {
 
   // The logsumexp of the block in two numbers, the maximum and the rest, from all scores.
   void sum_again() {
-    TwoPartLogsumexp<A> totals[kQueryTile];
+    std::vector<TwoPartLogsumexp<A>> totals(queries_, TwoPartLogsumexp<A>(sink_of(params_, h_)));
     const Range visible = mask_->keys();
     for (int64_t first = visible.begin; first < visible.end; first += kKeyTile) {
       const int64_t keys = mask_->prepare(first, std::min(kKeyTile, visible.end - first), weights_);
@@ -302,7 +319,8 @@ class ScoreGradients {
   A rescale_;
   int64_t h_ = 0, kv_head_ = 0, first_query_ = 0, queries_ = 0, lanes_ = 0, first_tile_ = 0;
   bool uniform_rows_ = false, has_large_ = false, sum_delta_ = false;
-  A *query_lanes_, *grad_out_lanes_, *weights_, *grads_, *staged_, *key_addend_;
+  A *query_lanes_, *grad_out_lanes_, *weights_, *grads_, *staged_;
+  MaskBuffers<A> mask_buffers_;
   Rows<E> q_, grad_out_;
   // A weight is exp(score - logsumexp - rest).
   A logsumexp_[kQueryTile], rest_[kQueryTile], grad_logsumexp_[kQueryTile], delta_[kQueryTile], uniform_[kQueryTile];

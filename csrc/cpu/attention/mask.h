@@ -18,14 +18,20 @@ struct BytesOf<double> {
   typedef uint8_t Type __attribute__((vector_size(kVectorBytes / 8)));
 };
 
+// Memory for a tile: a number for each key; and with a softcap one for each pair of key and query, and in a backward the
+// slope of the cap there.
+template <typename A>
+struct MaskBuffers {
+  A *key_addend = nullptr, *pair_addend = nullptr, *slopes = nullptr;
+};
+
 template <typename T, typename A>
 class BlockMask {
  public:
-  // `key_addend` has room for a number for each key of a tile.
   BlockMask(const AttentionKernelParams<T, A>& params, int64_t b, int64_t h, int64_t first_query, int64_t queries,
-            A* key_addend)
+            const MaskBuffers<A>& buffers)
       : params_(params), b_(b), h_(h), first_query_(first_query), queries_(queries),
-        lanes_(round_up(queries, kLanes<A>)), key_addend_(key_addend) {
+        lanes_(round_up(queries, kLanes<A>)), buffers_(buffers) {
     // Lanes past the last query repeat it. From query to query the beginnings rise; and with one length for all queries
     // the ends do, by one.
     const auto visible_to = [&](int64_t i) { return visible_keys(params, b, first_query + std::min(i, queries - 1)); };
@@ -43,6 +49,7 @@ class BlockMask {
     visible_ = {first.begin, longest}, visible_to_all_ = {last.begin, shortest};
     visible_ = visible_.empty() ? Range{} : visible_.from_multiple(kKeyStep);
     for (int64_t i = 0; visible_to_all_.begin > 0 && i < lanes_; ++i) begins_[i] = visible_to(i).begin;
+    if (params.query_ids.data) query_ids_ = Ids(params.query_ids.at(b, 0, first_query), queries);
   }
 
   // The keys that some query of the block may see by lengths and diagonals, from a multiple of kKeyStep on: where its tiles
@@ -54,21 +61,34 @@ class BlockMask {
   int64_t prepare(int64_t first_key, int64_t keys, A* scores) {
     first_key_ = first_key;
     const auto& [keep, key_keep, bias] = std::tie(params_.keep, params_.key_keep, params_.bias);
-    has_pairs_ = (keep.data && keep.row_stride() != 0) || (bias && bias.row_stride() != 0);
+    checks_documents_ = false, strange_ = false;
+    if (params_.key_ids.data) {
+      const Ids key_ids(params_.key_ids.at(b_, 0, first_key), keys);
+      strange_ = key_ids.last < query_ids_.first || query_ids_.last < key_ids.first;
+      if (strange_) return 0;
+      checks_documents_ = key_ids.first != query_ids_.last || query_ids_.first != key_ids.last;
+    }
+    has_pairs_ = (keep.data && keep.row_stride() != 0) || (bias && bias.row_stride() != 0) || checks_documents_ ||
+                 params_.distance_bias.data;
     has_keys_ = key_keep.data || (keep.data && keep.row_stride() == 0) || (bias && bias.row_stride() == 0);
     if (has_keys_) load_keys(keys);
-    if (has_pairs_) load_pairs(keys, scores);
-    while (keys > 0 && blocked_for_all(keys - 1, scores)) --keys;
+    pairs_ = buffers_.pair_addend && params_.softcap > 0 ? buffers_.pair_addend : scores;
+    if (has_pairs_) load_pairs(keys, pairs_);
+    while (keys > 0 && blocked_for_all(keys - 1)) --keys;
     return keys;
   }
 
   // The scores of a tile that prepare() left: scaled products plus bias, -inf where blocked, whatever the product is.
   template <typename E>
   void find_scores(int64_t keys, Matrix<E> key_rows, Rows<E> queries, A* scores) const {
-    if (has_pairs_)
+    if (strange_) return std::fill(scores, scores + keys * lanes_, kBlocked<A>);
+    if (has_pairs_ && params_.softcap == 0) {
       multiply(keys, lanes_, params_.D, key_rows, queries, Masked<A>{params_.scale}, scores, lanes_);
-    else
+    } else {
       multiply(keys, lanes_, params_.D, key_rows, queries, Scaled<A>{params_.scale}, scores, lanes_);
+      if (params_.softcap > 0) cap(keys * lanes_, params_.softcap, scores, buffers_.slopes);
+      if (has_pairs_) add_pairs(keys * lanes_, scores);
+    }
     apply_keys_and_bounds(keys, scores);
   }
 
@@ -86,7 +106,7 @@ class BlockMask {
       std::memcpy(&begins, begins_ + lane, sizeof(begins));
       std::memcpy(&ends, ends_ + lane, sizeof(ends));
       for (int64_t row = first_row; row < keys; ++row) {
-        const Vector<A> addend = broadcast(has_keys_ ? key_addend_[row] : A(0));
+        const Vector<A> addend = broadcast(has_keys_ ? buffers_.key_addend[row] : A(0));
         const auto blocked = (addend == kBlocked<A>) | (ends <= static_cast<IntegerLane<A>>(first_key_ + row));
         A* score = scores + row * lanes_ + lane;
         store(score, blocked ? broadcast(kBlocked<A>) : load(score) + addend);
@@ -100,34 +120,51 @@ class BlockMask {
   }
 
  private:
+  // The smallest and the largest of some ids.
+  struct Ids {
+    int32_t first = 0, last = 0;
+
+    Ids() = default;
+    Ids(const int32_t* ids, int64_t count) {
+      const auto [smallest, largest] = std::minmax_element(ids, ids + count);
+      first = *smallest, last = *largest;
+    }
+  };
+
   void load_keys(int64_t keys) {
     const auto& [keep, key_keep, bias] = std::tie(params_.keep, params_.key_keep, params_.bias);
-    std::fill(key_addend_, key_addend_ + keys, A(0));
+    A* const addend = buffers_.key_addend;
+    std::fill(addend, addend + keys, A(0));
     if (bias && bias.row_stride() == 0) {
       const auto row = bias.from(b_, h_, 0, first_key_);
-      for (int64_t j = 0; j < keys; ++j) key_addend_[j] = row.at(0, j);
+      for (int64_t j = 0; j < keys; ++j) addend[j] = row.at(0, j);
     }
     for (const auto* mask : {&keep, &key_keep}) {
       if (!mask->data || mask->row_stride() != 0) continue;
       const bool* row = row_of(*mask, 0);
       for (int64_t j = 0; j < keys; ++j)
-        if (!row[j * mask->column_stride()]) key_addend_[j] = kBlocked<A>;
+        if (!row[j * mask->column_stride()]) addend[j] = kBlocked<A>;
     }
   }
 
-  // What the mask and the bias add to each pair of key and query.
+  // What the parts with a value for each pair of key and query add to its score.
   void load_pairs(int64_t keys, A* scores) const {
     const auto& keep = params_.keep;
     const auto bias = params_.bias ? params_.bias.from(b_, h_, first_query_, first_key_) : params_.bias;
     const bool* kept = keep.data && keep.row_stride() != 0 ? row_of(keep, first_query_) : nullptr;
     const bool added = bias && bias.row_stride() != 0;
     if constexpr (std::is_same_v<T, c10::BFloat16>)
-      if (!kept && bias.own.data && bias.own.column_stride() == 1) return load_two_keys_a_lane(bias.own, keys, scores);
+      if (!kept && !checks_documents_ && !params_.distance_bias.data && bias.own.data && bias.own.column_stride() == 1)
+        return load_two_keys_a_lane(bias.own, keys, scores);
+    const int32_t* const key_ids = checks_documents_ ? params_.key_ids.at(b_, 0, first_key_) : nullptr;
+    const A* const distances = distance_row(params_, b_, h_, first_query_);
     transpose_rows<A>(
         queries_, keys,
         [&](int64_t i, int64_t j, int64_t count) {
           Vector<A> row{};
           if (added) row = load_bias(bias, i, j, count);
+          if (distances) row += load_some(distances + first_key_ + j - i, count);
+          if (key_ids) row = load_ids(key_ids + j, count) == own_id(i) ? row : broadcast(kBlocked<A>);
           if (!kept) return row;
           const bool* p = kept + i * keep.row_stride() + j * keep.column_stride();
           return load_kept(p, keep.column_stride(), count) ? row : broadcast(kBlocked<A>);
@@ -151,6 +188,21 @@ class BlockMask {
         });
   }
 
+  void add_pairs(int64_t count, A* scores) const {
+    for (int64_t n = 0; n < count; n += kLanes<A>) {
+      const Vector<A> addend = load(pairs_ + n);
+      store(scores + n, addend == kBlocked<A> ? addend : load(scores + n) + addend);
+    }
+  }
+
+  IntegerLane<A> own_id(int64_t i) const { return *params_.query_ids.at(b_, 0, first_query_ + i); }
+
+  static IntegerVector<A> load_ids(const int32_t* ids, int64_t count) {
+    IntegerVector<A> vector{};
+    for (int64_t n = 0; n < count; ++n) vector[n] = ids[n];
+    return vector;
+  }
+
   static auto load_kept(const bool* p, int64_t stride, int64_t count) {
     typename BytesOf<A>::Type bytes{};
     if (stride == 1)
@@ -160,10 +212,10 @@ class BlockMask {
     return __builtin_convertvector(bytes, IntegerVector<A>) != 0;
   }
 
-  bool blocked_for_all(int64_t row, const A* scores) const {
-    if (has_keys_ && key_addend_[row] == kBlocked<A>) return true;
+  bool blocked_for_all(int64_t row) const {
+    if (has_keys_ && buffers_.key_addend[row] == kBlocked<A>) return true;
     if (!has_pairs_) return false;
-    const A* pairs = scores + row * lanes_;
+    const A* pairs = pairs_ + row * lanes_;
     return std::all_of(pairs, pairs + queries_, [](A a) { return a == kBlocked<A>; });
   }
 
@@ -174,10 +226,14 @@ class BlockMask {
 
   const AttentionKernelParams<T, A>& params_;
   int64_t b_, h_, first_query_, queries_, lanes_;
-  A* key_addend_;
+  MaskBuffers<A> buffers_;
+  A* pairs_ = nullptr;  // of the tile at hand: its scores, or a buffer where those are capped first
   int64_t first_key_ = 0;
   Range visible_, visible_to_all_;
-  bool has_keys_ = false, has_pairs_ = false;
+  Ids query_ids_;
+  // Of the tile at hand: whether keys, or pairs, have addends; whether documents are told apart in it; whether it has none
+  // of the queries'.
+  bool has_keys_ = false, has_pairs_ = false, checks_documents_ = false, strange_ = false;
   IntegerLane<A> begins_[kQueryTile], ends_[kQueryTile];
 };
 

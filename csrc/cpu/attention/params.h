@@ -4,6 +4,7 @@
 #include "../element.h"
 
 #include <algorithm>
+#include <limits>
 
 namespace transformer_fast {
 
@@ -23,6 +24,12 @@ struct View {
   T* at(int64_t b, int64_t h, int64_t row) const { return data + b * stride[0] + h * stride[1] + row * stride[2]; }
   int64_t row_stride() const { return stride[2]; }
   int64_t column_stride() const { return stride[3]; }
+  // The same seen from a column.
+  View moved(int64_t column) const {
+    View view = *this;
+    view.data += column;
+    return view;
+  }
 };
 
 // An additive bias: in the arithmetic's dtype, or in the tensors' own, then converted as it is read.
@@ -70,10 +77,13 @@ struct AttentionKernelParams {
   View<const T> q, k, v;
   View<const bool> keep, key_keep;
   Bias<T, A> bias;
+  View<const A> distance_bias;                        // (B|1, H|1, 1, distances), its data at distance 0
+  View<const int32_t> query_ids, key_ids;             // (B|1, 1, L, 1); both or neither: query and key of one id meet
+  const A* sinks = nullptr;                           // (H,): the score of one more key, without a value
   View<const int32_t> lengths;                        // (B, 1, Lq|1, 1)
   int64_t lower = -kNoDiagonal, upper = kNoDiagonal;  // query i sees keys from i + lower to i + upper
   bool bottom_right = false;                          // the diagonals end at the last query and the last of its keys
-  A scale = 1;
+  A scale = 1, softcap = 0;                           // 0: none
   DropoutParams dropout = {0, 0};
   bool zero_empty_rows = false;
   int64_t first_batch = 0;  // what dropout counts batches from
@@ -83,13 +93,41 @@ struct AttentionKernelParams {
   int64_t pages_stride = 0, page_size = 0;
 };
 
+// How many keys query i of batch entry b has by its length.
+template <typename T, typename A>
+int64_t key_length(const AttentionKernelParams<T, A>& params, int64_t b, int64_t i) {
+  return params.lengths.data ? std::min<int64_t>(params.Lk, *params.lengths.at(b, 0, i)) : params.Lk;
+}
+
+// The key at distance 0 from query i, through which the main diagonal goes.
+template <typename T, typename A>
+int64_t own_key(const AttentionKernelParams<T, A>& params, int64_t b, int64_t i) {
+  return params.bottom_right ? i + key_length(params, b, i) - params.Lq : i;
+}
+
 // The keys that query i of batch entry b may see by its length and the diagonals; an empty range may begin anywhere.
 template <typename T, typename A>
 Range visible_keys(const AttentionKernelParams<T, A>& params, int64_t b, int64_t i) {
-  int64_t length = params.Lk;
-  if (params.lengths.data) length = std::min<int64_t>(length, *params.lengths.at(b, 0, i));
-  const int64_t own = params.bottom_right ? i + length - params.Lq : i;
+  const int64_t length = key_length(params, b, i), own = own_key(params, b, i);
   return {std::max<int64_t>(0, own + params.lower), std::max<int64_t>(0, std::min(length, own + params.upper + 1))};
+}
+
+// How many distances there are between queries and keys; that of the last query and the first key comes first.
+template <typename T, typename A>
+int64_t distances(const AttentionKernelParams<T, A>& params) {
+  return std::max<int64_t>(0, params.Lq + params.Lk - 1);
+}
+
+// The score of the sink of a head; -inf for none.
+template <typename T, typename A>
+A sink_of(const AttentionKernelParams<T, A>& params, int64_t h) {
+  return params.sinks ? params.sinks[h] : -std::numeric_limits<A>::infinity();
+}
+
+// What distance adds to the score of query i and each key, which is its index; nullptr for nothing.
+template <typename T, typename A>
+const A* distance_row(const AttentionKernelParams<T, A>& params, int64_t b, int64_t h, int64_t i) {
+  return params.distance_bias.data ? params.distance_bias.at(b, h, 0) - own_key(params, b, i) : nullptr;
 }
 
 // Weights that a forward keeps for its backward, in the tiles that both work on: for each block of queries and each key
@@ -120,7 +158,7 @@ struct AttentionForward {
   AttentionKernelParams<T, A> params;
   View<T> out;
   View<A> logsumexp;
-  SavedProbs<T, A> saved_probs = {};  // not with dropout or a lower diagonal, not for few queries
+  SavedProbs<T, A> saved_probs = {};  // of calls with a bias and neither dropout nor other parts; not for few queries
 };
 
 template <typename T, typename A>
@@ -129,8 +167,9 @@ struct AttentionBackward {
   View<const T> grad_out, out;
   View<const A> logsumexp, grad_logsumexp;
   View<T> grad_q, grad_k, grad_v;
-  View<T> grad_scores = {};  // (B, H, Lq, Lk), or nothing; not for few queries
+  View<T> grad_scores = {};  // (B, H, Lq, Lk), or nothing; not for few queries, nor with a softcap
   SavedProbs<T, A> saved_probs = {};
+  View<A> grad_distance_bias = {};  // like the distance bias, its data at distance 0: to be added to
 };
 
 // The gradient of an additive bias: of the same sizes, (B | 1, H | 1, Lq | 1, Lk | 1), contiguous.

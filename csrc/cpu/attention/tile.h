@@ -41,6 +41,16 @@ Vector<A> load_bias(const Bias<T, A>& bias, int64_t i, int64_t j, int64_t count)
   return v;
 }
 
+// score = softcap * tanh(score / softcap) for `count` scores, whole vectors at a time, and the slopes of that, if wanted.
+template <typename A>
+void cap(int64_t count, A softcap, A* scores, A* slopes = nullptr) {
+  for (int64_t n = 0; n < count; n += kLanes<A>) {
+    const Vector<A> tangent = hyperbolic_tangent(load(scores + n) / softcap);
+    store(scores + n, tangent * softcap);
+    if (slopes) store(slopes + n, A(1) - tangent * tangent);
+  }
+}
+
 // Memory of one thread, kept from call to call and only ever grown.
 template <typename A>
 class Workspace {

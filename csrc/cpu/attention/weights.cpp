@@ -16,10 +16,12 @@ class WeightsBlock {
       : params_(params), b_(b), h_(h), first_query_(first_query),
         queries_(std::min(kQueryTile, params.Lq - first_query)), lanes_(round_up(queries_, kW)) {
     const int64_t keys = std::min(kKeyTile, params.Lk);
-    Workspace<A>::divide({{&query_lanes_, params.D * lanes_},
-                          {&staged_, keys * round_up(params.D, kW)},
-                          {&key_addend_, keys},
-                          {&scores_, params.Lk * lanes_}});
+    Workspace<A>::divide(
+        {{&query_lanes_, params.D * lanes_},
+         {&staged_, keys * round_up(params.D, kW)},
+         {&mask_buffers_.key_addend, keys},
+         {&mask_buffers_.pair_addend, params.softcap > 0 && !has_few_queries(params) ? keys * lanes_ : 0},
+         {&scores_, params.Lk * lanes_}});
     if (params.dropout.p > 0) dropout_.emplace(params, b, h);
   }
 
@@ -41,7 +43,8 @@ class WeightsBlock {
     Rows<E> query{};
     if (!few)
       query = load_lanes(p.q.at(b_, h_, first_query_), p.q.row_stride(), queries_, p.D, operands<T>(query_lanes_));
-    BlockMask<T, A> mask(p, b_, h_, first_query_, queries_, key_addend_);
+    if (few) mask_buffers_.pair_addend = nullptr;  // products are capped before they are added to what is there
+    BlockMask<T, A> mask(p, b_, h_, first_query_, queries_, mask_buffers_);
     const Range visible = mask.keys();
     std::fill(scores_, scores_ + visible.begin * lanes_, kBlocked<A>);
     std::fill(scores_ + visible.end * lanes_, scores_ + p.Lk * lanes_, kBlocked<A>);
@@ -69,6 +72,7 @@ class WeightsBlock {
     for (int64_t i = 0; i < queries_; ++i) {
       copy_operands(p.q.at(b_, h_, first_query_ + i), p.D, query_lanes_);
       multiply_rows(k, p.k.row_stride(), keys, p.D, query_lanes_, p.scale, staged_);
+      if (p.softcap > 0) cap(keys, p.softcap, staged_);
       for (int64_t j = 0; j < keys; ++j)
         if (A& score = scores[j * lanes_ + i]; score != kBlocked<A>) score += staged_[j];
     }
@@ -77,7 +81,8 @@ class WeightsBlock {
   void softmax_lanes(int64_t lane) {
     A* scores = scores_ + lane;
     const int64_t Lk = params_.Lk;
-    Vector<A> maximum = broadcast(kBlocked<A>), total{};
+    const A sink = sink_of(params_, h_);
+    Vector<A> maximum = broadcast(sink), total{};
     for (int64_t j = 0; j < Lk; ++j)
       maximum = load(scores + j * lanes_) > maximum ? load(scores + j * lanes_) : maximum;
     const auto empty = maximum == kBlocked<A>;
@@ -87,6 +92,7 @@ class WeightsBlock {
       total += weight;
       store(scores + j * lanes_, weight);
     }
+    if (params_.sinks) total += exponential(sink - origin);
     const A rescale = dropout_ ? static_cast<A>(dropout_->dropout.rate.scale) : A(1);
     const Vector<A> none = broadcast(params_.zero_empty_rows ? A(0) : rescale / static_cast<A>(Lk));
     const auto unseen = total == 0;
@@ -99,7 +105,8 @@ class WeightsBlock {
 
   const AttentionKernelParams<T, A>& params_;
   int64_t b_, h_, first_query_, queries_, lanes_;
-  A *query_lanes_, *staged_, *key_addend_, *scores_;
+  A *query_lanes_, *staged_, *scores_;
+  MaskBuffers<A> mask_buffers_;
   std::optional<TileDropout<A>> dropout_;
 };
 

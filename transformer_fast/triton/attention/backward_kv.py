@@ -109,7 +109,7 @@ def grad_kv_kernel(
             at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
             at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
             at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
-            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
+            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap, None,
         )  # fmt: skip
         random = RandomBits(philox_key, threshold, batch, head)
         first_row = statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)

@@ -6,7 +6,7 @@ The second loops over the tiles of keys that its queries see, as the forward doe
 import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, load_seed
-from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows
+from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import at_edge, key_steps, program_of, sequence, statistics_row, tile_at
 from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
 
@@ -41,7 +41,7 @@ def delta_kernel(
 @jit
 def grad_q_kernel(
     grad_out, q, k, v, logsumexp, grad_logsumexp, delta, sums, grad_q, keep, key_keep, lengths, bias,
-    distance_bias, query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
+    distance_bias, query_ids, key_ids, sinks, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
     tile_list, tile_counts, tile_order, map_batch, map_head,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
@@ -87,6 +87,7 @@ def grad_q_kernel(
         at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
         at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
         at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
+        sink_of(sinks, head),
     )  # fmt: skip
     random = RandomBits(load_seed(seed), threshold, batch, head)
 
@@ -115,6 +116,8 @@ def grad_q_kernel(
         too_large = tl.abs(shift) > (8.0 if q_tile.dtype == tl.float32 else 1024.0)
         sum_end = tl.where(any_true(too_large), steps.end, 0)
         row_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
+        if mask.sink is not None:
+            row_sum = tl.where(sum_end > 0, tl.math.exp2((mask.sink - shift) * LOG2E), 0.0)
         gradient_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
         for step in tl.range(0, sum_end, num_stages=1, disable_licm=True):
             start = tile_at(tile_list, step, steps, key_tiles) * BLOCK_KEYS

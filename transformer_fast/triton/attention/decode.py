@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..launch_cache import run_cached
-from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
+from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted, without_keys
 from .mask import Bounds, first_visible, ids_at, key_limits, same_document, tanh, within_bounds
 from .tiles import (
     LN2,
@@ -79,7 +79,7 @@ def _load_cache(
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def _part_kernel(
     q, k, v, out, logsumexp, part_outs, part_maxes, part_sums, lengths, page_table, distance_bias, query_ids, key_ids,
-    q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
+    sinks, q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
     out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
@@ -135,6 +135,9 @@ def _part_kernel(
 
     row_max = tl.full((BLOCK_ROWS,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_ROWS,), tl.float32)
+    if sinks is not None and part_outs is None:  # else the join knows them
+        row_max = tl.load(sinks + head, mask=inside, other=0.0) * LOG2E
+        row_sum += 1.0
     acc = tl.zeros((BLOCK_ROWS, BLOCK_D), tl.float32)
     for start in tl.range(begin, end, BLOCK_KEYS, disable_licm=True):
         stop = end
@@ -202,7 +205,7 @@ def _part_kernel(
 
 @triton.jit(do_not_specialize=RUNTIME_INTEGERS)
 def _join_kernel(
-    out, logsumexp, part_outs, part_maxes, part_sums, lengths,
+    out, logsumexp, part_outs, part_maxes, part_sums, lengths, sinks,
     out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
     kv_heads, group, queries, capacity, causal_offset, window, parts, rows: tl.int64,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_PARTS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
@@ -225,6 +228,9 @@ def _join_kernel(
     dim = tl.arange(0, BLOCK_D)
     row_max = float("-inf")
     row_sum = 0.0
+    if sinks is not None:
+        row_max = tl.load(sinks + head) * LOG2E
+        row_sum = 1.0
     acc = tl.zeros((BLOCK_D,), tl.float32)
     for first in tl.range(0, used, BLOCK_PARTS):
         part = first + tl.arange(0, BLOCK_PARTS)
@@ -280,7 +286,7 @@ def part_buffers(q: Tensor, parts: int) -> tuple[Tensor | None, Tensor | None, T
 
 def decode_launches(
     q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, page_table: Tensor | None, distance_bias: Tensor | None,
-    query_ids: Tensor | None, key_ids: Tensor | None, out: Tensor, logsumexp: Tensor,
+    query_ids: Tensor | None, key_ids: Tensor | None, sinks: Tensor | None, out: Tensor, logsumexp: Tensor,
     part_outs: Tensor | None, part_maxes: Tensor | None, part_sums: Tensor | None,
     causal: int | None, window: int | None, softcap: float | None, scale: float,
 ) -> list[Launch]:  # fmt: skip
@@ -300,7 +306,7 @@ def decode_launches(
 
     shared = {
         "logsumexp": logsumexp, "lengths": lengths, "kv_heads": Hkv, "group": H // Hkv, "queries": Lq,
-        "capacity": capacity, "parts": parts,
+        "capacity": capacity, "parts": parts, "sinks": sinks,
         "causal_offset": capacity + Lq if causal is None else max(-capacity, min(causal, capacity + Lq)),
         "window": bounded_window(window, capacity, Lq), "rows": rows,
         "HEAD_DIM": D, "BLOCK_D": block_d, "BLOCK_KEYS": keys, "part_outs": part_outs,
@@ -309,7 +315,8 @@ def decode_launches(
     kind = f"{str(q.dtype)[6:]} d{block_d}"
     kinds = {
         f"pages of {page_size}": page_size, "window": shared["window"] is not None, "documents": key_ids is not None,
-        "by distance": distance_bias is not None, "capped": softcap is not None, "in parts": parts > 1,
+        "by distance": distance_bias is not None, "capped": softcap is not None, "sinks": sinks is not None,
+        "in parts": parts > 1,
     }  # fmt: skip
     launches = [
         Launch(
@@ -332,7 +339,8 @@ def decode_launches(
     if parts > 1:
         launches.append(
             Launch(
-                name=f"attention decode join {kind}{' window' if shared['window'] is not None else ''}",
+                name=f"attention decode join {kind}{' window' if shared['window'] is not None else ''}"
+                f"{'' if sinks is None else ' sinks'}",
                 kernel=_join_kernel,
                 grid=rows,
                 arguments=tensor_arguments(out=out) | shared | {"BLOCK_PARTS": REDUCED_AT_ONCE},
@@ -353,6 +361,7 @@ def attention_decode(
     distance_bias: Tensor | None,
     query_ids: Tensor | None,
     key_ids: Tensor | None,
+    sinks: Tensor | None,
     causal: int | None,
     window: int | None,
     softcap: float | None,
@@ -370,6 +379,7 @@ def attention_decode(
         distance_bias: fp32 (B|1, H|1, Lq + S - 1), last stride 1, of which entry ``S - 1 + j - (i + lengths[b] - Lq)``
             is added to the score of query i and key j; -inf blocks.
         query_ids, key_ids: int32 (B, Lq) and (B, S): query i sees the keys of its own id. Both or neither.
+        sinks: fp32 (H,), for every query of a head the score of one more key, which has no value.
         causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq + causal``; None for no such bound.
         window: likewise, query i sees keys ``j >= i + lengths[b] - Lq + window``; None for no such bound.
         softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before anything is added; None for no cap.
@@ -382,7 +392,7 @@ def attention_decode(
     out = torch.empty_like(q)
     logsumexp = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if out.numel() == 0 or k_cache.numel() == 0 or (page_table is not None and page_table.numel() == 0):
-        return out.zero_(), logsumexp.fill_(float("-inf"))
+        return out.zero_(), without_keys(logsumexp, sinks)
     if page_table is not None and page_table.stride(1) != 1:
         page_table = page_table.contiguous()
     if query_ids is not None and key_ids is not None:
@@ -390,7 +400,7 @@ def attention_decode(
     q, k, v = (within_reach(t) for t in (q, *_head_major(k_cache, v_cache, page_table)))
     run_cached(
         ("attention decode", causal, window, softcap, scale),
-        (q, k, v, lengths.contiguous(), page_table, distance_bias, query_ids, key_ids),
+        (q, k, v, lengths.contiguous(), page_table, distance_bias, query_ids, key_ids, sinks),
         (out, logsumexp, *part_buffers(q, division_of(q, k, page_table)[2])),
         lambda *tensors: decode_launches(*tensors, causal, window, softcap, scale),
     )

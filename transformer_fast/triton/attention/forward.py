@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention_params import AttentionParams
-from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted
+from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted, without_keys
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import kernel_views, run_call, tile_launch
-from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows
+from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import at_edge, key_steps, program_of, sequence, statistics_row, tile_at
 from .tiles import LN2, LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, positive_scale, store_rows
 
@@ -27,7 +27,7 @@ REPEAT_KEYS = tl.constexpr(32)
 
 @jit
 def _forward_kernel(
-    q, k, v, out, logsumexp, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, seed,
+    q, k, v, out, logsumexp, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, sinks, seed,
     cu_seqlens_q, cu_seqlens_k, batch_order, tile_list, tile_counts, tile_order, map_batch, map_head,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -72,6 +72,7 @@ def _forward_kernel(
         at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
         at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
         at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
+        sink_of(sinks, head),
     )  # fmt: skip
     random = RandomBits(load_seed(seed), threshold, batch, head)
 
@@ -87,6 +88,9 @@ def _forward_kernel(
     q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     row_max = tl.full((BLOCK_QUERIES,), float("-inf"), tl.float32)
     row_sum = tl.zeros((BLOCK_QUERIES,), tl.float32)
+    if mask.sink is not None:
+        row_max = tl.zeros((BLOCK_QUERIES,), tl.float32) + mask.sink * (1.0 if BIASED else LOG2E)
+        row_sum += 1.0
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
 
     # Without LICM the compiler computes addresses and Philox keys again: cheaper than the registers to hold them.
@@ -189,7 +193,7 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) 
     """
     out, logsumexp = empty_outputs(q)
     if q.numel() == 0 or k.numel() == 0:
-        return out.zero_(), logsumexp.fill_(float("-inf"))
+        return out.zero_(), without_keys(logsumexp, params.sinks)
     keys = k.shape[2] if params.packed is None else params.packed.max_k
     run_call("attention forward", (q, k, v), (out, logsumexp), keys, params, forward_launches)
     return out, logsumexp

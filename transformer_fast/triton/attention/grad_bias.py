@@ -88,7 +88,7 @@ def _grad_bias_kernel(
             at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
             at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
             at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
-            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
+            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap, None,
         )  # fmt: skip
         random = RandomBits(philox_key, threshold, batch, head)
         rows = query_rows(start_query, bounds, BLOCK_QUERIES)

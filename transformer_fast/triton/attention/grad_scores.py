@@ -12,7 +12,7 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import score_kinds
-from .mask import Bounds, Mask, ids_at, key_limits, masked_scores, query_rows
+from .mask import Bounds, Mask, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import program_of, sequence, statistics_row
 from .tiles import at_head, at_row, exponential, jit, load_rows, padded_head_dim
 from .weights import TILES, summed_rows
@@ -24,7 +24,7 @@ ROW_TILES = TILES | {(16, 128): (64, 32, 4)}
 @jit
 def _rows_kernel(
     grad_out, q, k, v, out, logsumexp, grad_logsumexp, delta, sums, keep, key_keep, lengths, bias, distance_bias,
-    query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k,
+    query_ids, key_ids, sinks, seed, cu_seqlens_q, cu_seqlens_k,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -63,6 +63,7 @@ def _rows_kernel(
         at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
         at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
         at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
+        sink_of(sinks, head),
     )  # fmt: skip
     random = RandomBits(load_seed(seed), threshold, batch, head)
 

@@ -61,6 +61,7 @@ def order_arguments(
 def score_kinds(params: AttentionParams) -> str:
     """What of a call, besides a dense mask, makes its kernels others, for the name of a launch."""
     kinds = {"documents": params.query_ids, "by distance": params.distance_bias, "capped": params.softcap}
+    kinds["sinks"] = params.sinks
     return "".join(f" {kind}" for kind, part in kinds.items() if part is not None)
 
 
@@ -109,7 +110,7 @@ def tile_launch(
     )  # fmt: skip
 
 
-PARTS = ("keep", "key_keep", "lengths", "bias", "distance_bias", "query_ids", "key_ids", "seed")
+PARTS = ("keep", "key_keep", "lengths", "bias", "distance_bias", "query_ids", "key_ids", "sinks", "seed")
 MAP_TENSORS = frozenset(("keep", "key_keep", "tile_list", "tile_counts", "tile_order", "batch_order"))
 
 

@@ -51,6 +51,7 @@ class Mask(NamedTuple):
         bias, bias_query, bias_key: additive bias, and its strides, that of queries in MASK_UNITs.
         distance_bias, distance_zero: bias by distance, of which entry ``distance_zero + j - i`` is added.
         softcap: scaled scores s become ``softcap * tanh(s / softcap)`` before anything is added.
+        sink: the score of one more key, which has no value. Of use to what sums up weights alone.
     """
 
     bounds: Bounds
@@ -64,6 +65,16 @@ class Mask(NamedTuple):
     distance_bias: tl.tensor
     distance_zero: tl.tensor
     softcap: tl.tensor
+    sink: tl.tensor
+
+
+@triton.jit
+def sink_of(sinks, head):
+    """The score of a head's sink; None for None."""
+    if sinks is None:
+        return
+    else:
+        return tl.load(sinks + head)
 
 
 @triton.jit

@@ -80,7 +80,7 @@ def _classes_kernel(
         bounds,
         at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
         at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
-        None, 0, 0, None, 0, None,
+        None, 0, 0, None, 0, None, None,
     )  # fmt: skip
     rows = query_rows(start_query, bounds, BLOCK_QUERIES)
     limit = key_limits(rows, bounds)

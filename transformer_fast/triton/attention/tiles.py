@@ -202,6 +202,7 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
         arguments[f"bias_{dim}"] = stride // unit
     return arguments | distance_arguments(params.distance_bias, Lq - 1) | {
         "softcap": params.softcap,
+        "sinks": params.sinks,
         "seed": params.seed if dropout_p > 0.0 else None,
         "threshold": round(dropout_p * 65536),
         "rescale": 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,

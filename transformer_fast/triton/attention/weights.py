@@ -13,7 +13,7 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, widen_bf16_if_interpreted
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import run_call, score_kinds
-from .mask import Bounds, Mask, any_visible, first_visible, ids_at, key_limits, masked_scores, query_rows
+from .mask import Bounds, Mask, any_visible, first_visible, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import program_of
 from .tile_map import bits_arguments
 from .tiles import (
@@ -50,6 +50,8 @@ def summed_rows(
     first_key = first_visible(start_query, mask.bounds) // KEYS * KEYS
     end = tl.where(any_true(too_large), last_key, first_key)
     weight_sum = tl.zeros((QUERIES,), tl.float32)
+    if mask.sink is not None:
+        weight_sum = tl.where(end > first_key, tl.math.exp2((mask.sink - shift) * LOG2E), 0.0)
     gradient_sum = tl.zeros((QUERIES,), tl.float32)
     for start in tl.range(first_key, end, KEYS, num_stages=1, disable_licm=True):
         k_tile = load_rows(k, start, last_key, k_row, KEYS, HEAD_DIM, BLOCK_D, UNIT)
@@ -86,7 +88,7 @@ def _tile_of_weights(
 
 @jit
 def _weights_kernel(
-    q, k, logsumexp, out, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, seed,
+    q, k, logsumexp, out, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, sinks, seed,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     out_row: tl.int64,
@@ -119,6 +121,7 @@ def _weights_kernel(
         at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
         at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
         at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap,
+        sink_of(sinks, head),
     )  # fmt: skip
     random = RandomBits(load_seed(seed), threshold, batch, head)
 
