@@ -20,8 +20,10 @@ from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
 from .steps import sequence, statistics_row
 from .tile_map import bits_arguments
 from .tiles import at_head, at_row, jit, mask_arguments, padded_head_dim, tensor_arguments
-from .weights import TILES
+from .weights import TILES as _TILES
 
+# (query rows, keys, warps) a tile by bits of the type and padded head size: those of the weights, where none spills.
+TILES = _TILES | {(16, 64): (64, 32, 8)}
 # Batches that share a bias are walked by one program, but shared out until about so many programs run.
 PROGRAMS = 512
 
