@@ -9,7 +9,7 @@ from torch import Tensor
 from . import backends
 from .attention_params import AttentionParams
 from .masks import AttentionMask, and_causal, as_attention_mask
-from .ops._attention_checks import normal_lengths
+from .ops._attention_checks import document_numbers, normal_lengths
 from .ops.attention import check_backend
 from .tile_share import work_share
 from .triton.configs import attention_config
@@ -47,29 +47,36 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
         f"why: {reason}",
         f"mask: {_describe_mask(mask, options.get('causal', False))}",
     ]
+    if options.get("softcap") is not None:
+        lines.append(f"softcap: {options['softcap']}, before anything is added to the scores")
+    if options.get("sinks") is not None:
+        lines.append(f"sinks: {tuple(options['sinks'].shape)}, one more key without a value for each head")
     p = options.get("dropout_p", 0.0)
     if backend != "reference" and q.numel() > 0 and k.shape[2] > 0:
-        lines.append(_describe_tiles(q, k, mask, options.get("causal", False), p, backend))
+        lines.append(_describe_tiles(q, k, mask, options, backend))
     if p > 0.0:
         lines.append(f"dropout: {p} on the weights, drawn from one seed (Philox 4x32-10), never stored")
     return "\n".join(lines)
 
 
-def _describe_tiles(
-    q: Tensor, k: Tensor, mask: AttentionMask, causal: bool | int, dropout_p: float, backend: str
-) -> str:
+def _describe_tiles(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str, Any], backend: str) -> str:
     """How many of the forward's tiles hold work; reads the mask, which on a GPU waits for it."""
-    offset = and_causal(mask.causal_offset, causal)
+    offset = and_causal(mask.causal_offset, options.get("causal", False))
     keep, key_keep, lengths = mask.keep_mask, mask.key_keep_mask, mask.key_lengths
     (B, _, Lq, _), Lk = q.shape, k.shape[2]
+    parts: dict[str, Any] = {"keep": keep, "key_keep": key_keep}
+    if mask.document_ids is not None:
+        numbers = document_numbers(*mask.document_ids)
+        parts |= dict(zip(("query_ids", "key_ids"), numbers, strict=True))
     tile = NATIVE_TILE
     if backend == "triton":
         from .triton.attention.launches import call_kind
         from .triton.attention.tiles import padded_head_dim
         from .triton.launcher import architecture_of
 
-        bias = mask.additive_bias
-        params = AttentionParams(keep=keep, key_keep=key_keep, lengths=lengths, bias=bias, dropout_p=dropout_p)
+        added = {name: options.get(name) for name in ("softcap", "dropout_p") if options.get(name) is not None}
+        bias, distance_bias = mask.additive_bias, mask.table(Lq, Lk)
+        params = AttentionParams(lengths=lengths, bias=bias, distance_bias=distance_bias, **parts, **added)
         kind = call_kind(Lk, params)
         config = attention_config(
             "forward", architecture_of(q), q.element_size() * 8, padded_head_dim(q.shape[-1]), kind
@@ -78,7 +85,7 @@ def _describe_tiles(
     if lengths is not None:
         lengths = normal_lengths(lengths, B, Lq, Lk)
     bounds = {"lengths": lengths, "causal": offset, "window": mask.window_offset}
-    found = work_share(B, Lq, Lk, tile, keep=keep, key_keep=key_keep, **bounds)
+    found = work_share(B, Lq, Lk, tile, **parts, **bounds)
     return (
         f"work: {found.share:.1%} of {found.tiles} tiles of {tile[0]} queries x {tile[1]} keys hold any "
         f"({found.full} full, {found.partial} at an edge of the mask)"
@@ -101,4 +108,9 @@ def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
         parts.append(f"causal with offset {offset}")
     if mask.window_offset is not None:
         parts.append(f"window with offset {mask.window_offset}")
+    if mask.document_ids is not None:
+        queries, keys = mask.document_ids
+        parts.append(f"documents of ids {tuple(queries.shape)} x {tuple(keys.shape)}")
+    for bias in mask.distance_biases:
+        parts.append(f"{type(bias).__name__.lower()} {tuple(bias.tensor.shape)} with offset {bias.offset}")
     return " and ".join(parts) if parts else "none"

@@ -235,6 +235,15 @@ class AttentionMask:
             allowed = allowed & same_document(*self.document_ids)
         return allowed if self.additive_bias is None else allowed & (self.additive_bias != float("-inf"))
 
+    def added(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """All that is added to the scores, as one tensor broadcastable to (B, H, Lq, Lk): for oracles and pictures."""
+        table = self.table(Lq, Lk, dtype)
+        if table is None:
+            return self.additive_bias
+        i, j = torch.arange(Lq, device=table.device), torch.arange(Lk, device=table.device)
+        by_distance = table[..., Lq - 1 + j - i.unsqueeze(-1)]
+        return by_distance if self.additive_bias is None else self.additive_bias + by_distance
+
     def table(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
         """What ALiBi and relative positions add, by distance: (B|1, H, Lq + Lk - 1), entry ``Lq - 1 + j - i`` for query
         i and key j."""

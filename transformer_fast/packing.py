@@ -193,6 +193,10 @@ def _lengths_or_keep(
         more = "a look-ahead (causal)"
     elif mask.window_offset is not None:
         more = "a window"
+    elif mask.document_ids is not None:
+        more = "documents"
+    elif mask.distance_biases:
+        more = "a bias by distance (alibi, relative)"
     elif mask.keep_mask is not None:
         more = f"a dense keep mask of shape {tuple(mask.keep_mask.shape)}"
     elif lengths is not None and lengths.dim() == 2 and lengths.shape[1] > 1:

@@ -45,18 +45,20 @@ def tile_classes(
     lengths: Tensor | None = None,
     causal: int | None = None,
     window: int | None = None,
+    query_ids: Tensor | None = None,
+    key_ids: Tensor | None = None,
 ) -> Tensor:
     """The class of every tile: int8 (B, H|1, query tiles, key tiles).
 
-    Without `keep` and `key_keep` this takes memory for the tiles alone, else a bool for every (query, key).
+    Without `keep`, `key_keep` and ids this takes memory for the tiles alone, else a bool for every (query, key).
 
     Args:
         B, Lq, Lk: batch size, queries, keys; at least one of each.
         tile: queries and keys a tile.
-        keep, key_keep, lengths, causal, window: the parts of a mask, as the kernels take them.
+        keep, key_keep, lengths, causal, window, query_ids, key_ids: the parts of a mask, as the kernels take them.
     """
     queries, keys = tile
-    device = next((t.device for t in (keep, key_keep, lengths) if t is not None), None)
+    device = next((t.device for t in (keep, key_keep, lengths, query_ids) if t is not None), None)
     i = torch.arange(Lq, device=device)
     limit = torch.full((B, Lq), Lk, device=device)
     if causal is not None:
@@ -69,7 +71,7 @@ def tile_classes(
     rows = torch.arange(row_tiles * queries, device=device).clamp_max(Lq - 1)
     limit, start = limit[:, rows], start[rows]
     first = torch.arange(key_tiles, device=device) * keys
-    if keep is None and key_keep is None:
+    if keep is None and key_keep is None and query_ids is None:
         limit, start = limit.view(B, 1, row_tiles, queries, 1), start.view(row_tiles, queries, 1)
         some = ((limit > first) & (start < first + keys) & (start < limit)).any(3)
         every = ((limit >= first + keys) & (start <= first)).all(3)
@@ -81,6 +83,8 @@ def tile_classes(
         allowed = allowed & keep.expand(-1, -1, Lq, Lk)[:, :, rows][..., column]
     if key_keep is not None:
         allowed = allowed & key_keep[..., column]
+    if query_ids is not None and key_ids is not None:
+        allowed = allowed & (query_ids[:, None, rows, None] == key_ids[:, None, None, column])
     allowed = allowed.unflatten(2, (row_tiles, queries)).unflatten(4, (key_tiles, keys))
     return allowed.any(5).any(3).to(torch.int8) + allowed.all(5).all(3)
 

@@ -55,7 +55,7 @@ class Line(NamedTuple):
 def mask_pictures(folder: str | os.PathLike[str]) -> list[Path]:
     """Draw one picture for each dialect, and one of a query without keys, into ``folder``; returns the paths."""
     pictures = [_lines(Path(folder) / f"mask_{name}.png", lines()) for name, lines in DIALECTS.items()]
-    return [*pictures, _empty_row(Path(folder) / "mask_empty_row.png")]
+    return [*pictures, _added(Path(folder) / "mask_distance.png"), _empty_row(Path(folder) / "mask_empty_row.png")]
 
 
 def _keep_masks() -> list[Line]:
@@ -152,6 +152,19 @@ def _window() -> list[Line]:
     return [Line("keys near the query: so many to the left, so many to the right; None is no bound", [], seen)]
 
 
+def _documents() -> list[Line]:
+    ids = torch.tensor([[0, 0, 0, 1, 1]])
+    mask = AttentionMask.documents(ids)
+    seen = {"documents(ids)": mask, "documents(ids) & causal()": mask & AttentionMask.causal()}
+    return [
+        Line(
+            "two documents in one row: a query sees the keys of its own",
+            [Given("ids", ids, torch.ones_like(ids), "")],
+            [(name, m.dense(5, 5)[0, 0]) for name, m in seen.items()],
+        )
+    ]
+
+
 DIALECTS: dict[str, Callable[[], list[Line]]] = {
     "keep": _keep_masks,
     "blocked": _blocked_masks,
@@ -159,6 +172,7 @@ DIALECTS: dict[str, Callable[[], list[Line]]] = {
     "torch": _torch_masks,
     "look_ahead": _look_ahead,
     "window": _window,
+    "documents": _documents,
 }
 
 
@@ -240,6 +254,27 @@ def _cells(axes: Axes, table: Tensor, colors: Colormap, rows: str, columns: str,
     axes.set_ylabel(rows, color=QUIET, fontsize=8, labelpad=4)
     axes.set_title(title, color=INK, fontsize=8, pad=6, family="monospace")
     axes.spines[:].set_color(RULE)
+
+
+def _added(path: Path) -> Path:
+    """What ALiBi and relative positions add to the scores, darker where it is less."""
+    weight = -torch.tensor([[0.0], [0.4], [0.8], [1.2], [0.0], [0.2], [0.6], [1.0]])  # 4 buckets on either side
+    masks = {
+        "alibi(0.5)": AttentionMask.alibi(torch.tensor([0.5])),
+        "alibi(0.5) & causal()": AttentionMask.alibi(torch.tensor([0.5])) & AttentionMask.causal(),
+        "relative(weight, 4)": AttentionMask.relative(weight, 4),
+    }
+    figure = new_figure(8.2, 3.1, layout="none")
+    place = {"left": 0.05, "right": 0.99, "top": 0.8, "bottom": 0.03, "wspace": 0.15}
+    panels = figure.subplots(1, 3, gridspec_kw=place)
+    for axes, (name, mask) in zip(panels, masks.items(), strict=True):
+        added = (mask.added(5, 5)[0, 0] + 0.0).masked_fill(~mask.dense(5, 5)[0, 0].expand(5, 5), -torch.inf)
+        for (row, column), value in np.ndenumerate(added.numpy()):
+            cell_text(axes, row, column, _short(float(value)), INK if value > -1.2 else "white", size=8)
+        shade = (added.clamp(min=-2.5) / -2.5).clamp(0, 1)
+        _cells(axes, shade, colormaps[WEIGHTS], "query" if axes is panels[0] else "", "key", name)
+        axes.set_aspect("equal")
+    return save(figure, path)
 
 
 def _empty_row(path: Path) -> Path:

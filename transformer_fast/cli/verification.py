@@ -189,10 +189,31 @@ def _attention_cases(draw: _Draw) -> Iterator[Case]:
         yield Case("attention", name, inputs, partial(ops.attention, mask=mask, **options))
     inputs |= {"k": draw.normal(B, 2, Lk, D), "v": draw.normal(B, 2, Lk, D), "bias": draw.normal(1, H, Lq, Lk)}
     yield Case("attention", "grouped heads, padding, learned bias", inputs, partial(ops.attention, mask=lengths))
+    yield from _cases_by_position(draw, {name: draw.normal(B, H, Lk, D) for name in "qkv"})
     starts = torch.tensor([0, 45, 46, 90], dtype=torch.int32, device=draw.device)
     packed = partial(ops.attention_packed, cu_seqlens_q=starts, cu_seqlens_k=starts, causal=True, dropout_p=0.1)
     inputs = {name: draw.normal(90, H, D) for name in "qkv"}
     yield Case("attention_packed", "look-ahead, dropout 0.1", inputs, packed)
+
+
+def _cases_by_position(draw: _Draw, inputs: Tensors) -> Iterator[Case]:
+    """Documents, biases by distance, a softcap and sinks; q, k and v (B, H, L, D)."""
+    B, H, L, _ = inputs["q"].shape
+    ids = torch.arange(L, device=draw.device).div(30, rounding_mode="floor").expand(B, L)
+    documents = AttentionMask.documents(ids) & AttentionMask.causal()
+    dropping = partial(ops.attention, mask=documents, dropout_p=0.1)
+    yield Case("attention", "documents, look-ahead, dropout 0.1", inputs, dropping)
+
+    def alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        return ops.attention(q, k, v, AttentionMask.alibi(slopes) & AttentionMask.causal())
+
+    def relative(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+        return ops.attention(q, k, v, AttentionMask.relative(weight), dropout_p=0.1)
+
+    yield Case("attention", "ALiBi, look-ahead", inputs | {"slopes": draw.normal(H).abs()}, alibi)
+    yield Case("attention", "relative positions, dropout 0.1", inputs | {"weight": draw.normal(32, H)}, relative)
+    capped = partial(ops.attention, softcap=5.0)
+    yield Case("attention", "softcap 5, sinks", inputs | {"sinks": draw.normal(H)}, capped)
 
 
 class _Draw:

@@ -87,8 +87,8 @@ def mask_by_position(op: str, mask: AttentionMask | None, causal: bool) -> Atten
     return replace(mask, causal_offset=and_causal(mask.causal_offset, causal))
 
 
-def is_special(mask: AttentionMask, softcap: float | None, sinks: Tensor | None) -> bool:
-    """Whether a call has parts that its eager fast path does not read."""
+def is_special(mask: AttentionMask, softcap: float | None = None, sinks: Tensor | None = None) -> bool:
+    """Whether a call has parts that the eager fast paths do not read."""
     return softcap is not None or sinks is not None or mask.document_ids is not None or bool(mask.distance_biases)
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..masks import AttentionMask
 from . import _eager
+from ._attention_checks import is_special
 
 
 def evaluated_heads(
@@ -38,7 +39,9 @@ def evaluated_heads(
     Returns:
         The output, of the shape of the query, and the weights, (B, Lq, Lk) or (B, heads, Lq, Lk), or None.
     """
-    if mask.key_lengths is not None or mask.window_offset is not None or not (direct := _eager.native()):
+    if mask.key_lengths is not None or mask.window_offset is not None or is_special(mask):
+        return None
+    if not (direct := _eager.native()):
         return None
     parts = mask.keep_mask, mask.key_keep_mask, bias, mask.causal_offset
     return direct.multihead_attention(*inputs, *projection, *output, heads, batch_first, *parts, need_weights, average)

@@ -41,8 +41,9 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
     scores = X if X.dtype == torch.float64 else X.float()
     mask = lengths_mask("masked_softmax", valid_lens, X.shape[0], X.shape[1])
     if mask is not None:
-        if mask.additive_bias is not None:
-            scores = scores + mask.additive_bias.squeeze(1)
+        added = mask.added(*X.shape[1:], scores.dtype)
+        if added is not None:
+            scores = scores + added.squeeze(1)
         keep = mask.dense(*X.shape[1:], X.device).squeeze(1)
         scores = scores.masked_fill(~keep, torch.finfo(scores.dtype).min)
     return torch.softmax(scores, -1).to(X.dtype)
