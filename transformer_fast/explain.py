@@ -74,9 +74,8 @@ def _describe_tiles(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str
         from .triton.attention.tiles import padded_head_dim
         from .triton.launcher import architecture_of
 
-        added = {name: options.get(name) for name in ("softcap", "dropout_p") if options.get(name) is not None}
-        bias, distance_bias = mask.additive_bias, mask.table(Lq, Lk)
-        params = AttentionParams(lengths=lengths, bias=bias, distance_bias=distance_bias, **parts, **added)
+        parts |= {"bias": mask.additive_bias, "distance_bias": mask.table(Lq, Lk), "softcap": options.get("softcap")}
+        params = AttentionParams(lengths=lengths, dropout_p=options.get("dropout_p", 0.0), **parts)
         kind = call_kind(Lk, params)
         config = attention_config(
             "forward", architecture_of(q), q.element_size() * 8, padded_head_dim(q.shape[-1]), kind
@@ -84,8 +83,9 @@ def _describe_tiles(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str
         tile = config.block_queries, config.block_keys
     if lengths is not None:
         lengths = normal_lengths(lengths, B, Lq, Lk)
-    bounds = {"lengths": lengths, "causal": offset, "window": mask.window_offset}
-    found = work_share(B, Lq, Lk, tile, **parts, **bounds)
+    bounds = {name: parts.get(name) for name in ("keep", "key_keep", "query_ids", "key_ids")}
+    bounds |= {"lengths": lengths, "causal": offset, "window": mask.window_offset}
+    found = work_share(B, Lq, Lk, tile, **bounds)
     return (
         f"work: {found.share:.1%} of {found.tiles} tiles of {tile[0]} queries x {tile[1]} keys hold any "
         f"({found.full} full, {found.partial} at an edge of the mask)"
