@@ -11,9 +11,11 @@ from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
 
 from transformer_fast.reference.attention import attention as reference
 from transformer_fast.triton import configs
+from transformer_fast.triton.attention import backward_kv, backward_q, forward
 from transformer_fast.triton.attention import weights as weights_module
 from transformer_fast.triton.attention.backward import attention_backward
 from transformer_fast.triton.attention.forward import attention_forward
+from transformer_fast.triton.attention.tile_map import tile_lists
 from transformer_fast.triton.attention.weights import attention_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
@@ -199,3 +201,50 @@ def test_two_runs_agree_bit_for_bit():
         assert torch.equal(first, second)
     zero = replace(call, distance_bias=torch.zeros_like(call.distance_bias))
     assert not torch.equal(kernel(*tensors, zero)[0], kernel(*tensors, call)[0])
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_lists_hold_the_tiles_that_share_an_id(name):
+    """By the smallest and the largest id of either side; those of one id on both sides are full, but for the end."""
+    query_ids, key_ids = (t.expand(B, -1) for t in IDS[name])
+    kinds = torch.zeros(B, -(-LQ // 32), -(-LK // 32), dtype=torch.int64)
+    for b, row, column in torch.cartesian_prod(*map(torch.arange, kinds.shape)).tolist():
+        own, others = query_ids[b, row * 32 :][:32], key_ids[b, column * 32 :][:32]
+        if others.min() <= own.max() and others.max() >= own.min():
+            one = bool((own == own[0]).all() and (others == own[0]).all())
+            kinds[b, row, column] = 2 if one and column * 32 + 32 <= LK else 1
+    call = call_of(documents(name), D)
+    for columns, expected in ((False, kinds), (True, kinds.mT)):
+        with poisoned_memory():
+            found = tile_lists(call, B, LQ, LK, (32, 32), columns=columns, ordered=False)
+        counts = torch.stack([(expected == 2).sum(-1), (expected == 1).sum(-1)], -1)
+        assert torch.equal(found.counts[:, 0].cpu().long().expand_as(counts), counts)
+        for b, line in torch.cartesian_prod(*map(torch.arange, expected.shape[:2])).tolist():
+            numbers = found.lists[min(b, found.lists.shape[0] - 1), 0, line].tolist()
+            full, partial = counts[b, line].tolist()
+            assert numbers[:full] == (expected[b, line] == 2).nonzero().flatten().tolist()
+            assert numbers[::-1][:partial] == (expected[b, line] == 1).nonzero().flatten().tolist()
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="loads are watched in the interpreter")
+def test_tiles_of_other_documents_are_not_visited(monkeypatch):
+    """Of three documents of 32 rows, each tile sees its own alone, forward and backward; without them it sees all."""
+    loads = {}
+    for name, module in (("out", forward), ("q", backward_q), ("kv", backward_kv)):
+
+        def load_rows(*arguments, original=module.load_rows, name=name):
+            loads[name] = loads.get(name, 0) + 1
+            return original(*arguments)
+
+        monkeypatch.setattr(module, "load_rows", load_rows)
+    ids = (torch.arange(96, device=DEVICE) // 32).int()[None]
+    q, k, v, grad = inputs(1, 1, 1, 96, 96, D, torch.float32)
+    visited = []
+    for parts in ({"query_ids": ids, "key_ids": ids}, {}):
+        loads.clear()
+        call = call_of(parts, D)
+        out, logsumexp = attention_forward(q, k, v, call)
+        attention_backward(grad, q, k, v, out, logsumexp, call)
+        visited.append(dict(loads))
+    # A step loads two tiles.
+    assert {name: visited[1][name] - visited[0][name] for name in loads} == dict.fromkeys(loads, (9 - 3) * 2)
