@@ -60,9 +60,10 @@ class PairTokenizer:
         if files.target_vocab is not None:
             self._target_vocab = _checked(files.target_vocab, "target_vocab.json", self.special)
         self.eos, self.unk, self.pad = (self._vocab[self.special[name]] for name in ("eos", "unk", "pad"))
-        ids = [[vocab[piece] for piece in self.special.values()] for vocab in (self._vocab, self._target_vocab)]
-        if ids[0] != ids[1]:
-            raise CheckpointError(f"vocab.json and target_vocab.json give {list(self.special.values())} the ids {ids}")
+        end = self.special["eos"]
+        if self._vocab[end] != self._target_vocab[end]:
+            ids = f"{self._vocab[end]} and {self._target_vocab[end]}"
+            raise CheckpointError(f"vocab.json and target_vocab.json give {end} different ids: {ids}")
         self._pieces = {id_: piece for piece, id_ in self._target_vocab.items()}
         self._source_pieces = {id_: piece for piece, id_ in self._vocab.items()}
         # With one map for both languages, the source's model also joins the target's pieces.
@@ -90,8 +91,9 @@ class PairTokenizer:
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """Text of each sequence; it ends at the first `eos`, and special pieces are dropped."""
         bodies = (takewhile(lambda token: token != self.eos, ids) for ids in sequences)
-        special = set(self.special.values())
-        texts = (self._joining.decode_pieces([p for p in self.pieces(list(ids)) if p not in special]) for ids in bodies)
+        marks, special = {self.eos, self.unk, self.pad}, set(self.special.values())
+        kept = (self.pieces([int(token) for token in ids if int(token) not in marks]) for ids in bodies)
+        texts = (self._joining.decode_pieces([piece for piece in pieces if piece not in special]) for pieces in kept)
         return [text.replace(WORD_START, " ").strip() for text in texts]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
