@@ -89,7 +89,9 @@ class Search:
     def run(self) -> list[list[Hypothesis]]:
         while self.tokens.shape[0]:
             self._step()
-        return [sorted(found, key=self._rank)[: self.config.n_best] for found in self.found]
+        for found in self.found:
+            found.sort(key=self._rank)
+        return [found[: self.config.n_best] for found in self.found]
 
     @staticmethod
     def _rank(hypothesis: Hypothesis) -> tuple[bool, float]:

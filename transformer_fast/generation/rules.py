@@ -29,6 +29,7 @@ class Rules:
         device = request.src.device
         self._eos, self._least, self._config = request.eos, least, config
         self._limits = request.limits if config.force_eos else None
+        self._first_limit = int(request.limits.min()) if config.force_eos else 0
         self._most = 0 if least is None or not least.numel() else int(least.max())
         self._suppress = torch.tensor(config.suppress, device=device) if config.suppress else None
         self._forced: Tensor | None = None
@@ -46,7 +47,7 @@ class Rules:
 
     def _force_end(self, logits: Tensor, tokens: Tensor, sentence: Tensor) -> Tensor:
         """EOS alone, with probability 1, where an answer has one token left."""
-        if self._limits is None:
+        if self._limits is None or tokens.shape[1] < self._first_limit:
             return logits
         last = (self._limits[sentence] <= tokens.shape[1])[:, None]
         end = torch.full_like(logits[:1], -torch.inf)
