@@ -134,43 +134,6 @@ def test_early_stop_takes_the_first_that_finish():
     assert patient == [2] and hasty == []
 
 
-@pytest.mark.parametrize("alpha", [0.0, 1.0])
-def test_a_beam_as_wide_as_the_tree_finds_the_best_with_slots_kept(alpha):
-    model, src = Oracle(4), sources(3)
-    options = {"beam": 4**4, "n_best": 5, "max_length": 4, "slots": "keep", "length_penalty": alpha}
-    got, found = best(model, src, **options)
-    for source, hypotheses in zip(src.sum(1).tolist(), found, strict=True):
-        expected = every_finished(model, source, 4, alpha)
-        complete = [h for h in hypotheses if h.finished]
-        assert [h.tokens for h in complete] == [body for body, _ in expected[: len(complete)]]
-        assert [h.score for h in hypotheses] == sorted((h.score for h in hypotheses), reverse=True)
-    assert any(len(tokens) for tokens in got)
-
-
-def test_a_forced_end_is_certain():
-    """The last token is EOS, and log P is that of the tokens before it."""
-    never = Oracle(4, edit=lambda logits, prefix: logits - 99 * torch.eye(4)[EOS])
-    src = sources(3)
-    for options in ({}, {"beam": 3}, {"beam": 3, "slots": "keep"}):
-        found = generate(never, src, config=GenerationConfig(max_length=4, force_eos=True, **options), **MARKS)
-        for source, (first, *_) in zip(src.sum(1).tolist(), found, strict=True):
-            assert len(first.tokens) == 3 and first.finished
-            assert first.log_prob == pytest.approx(never.log_prob(source, first.tokens), abs=1e-4)
-
-
-def test_renormalized_probabilities_are_of_what_may_follow():
-    model, src = Oracle(4), sources(3)
-    config = GenerationConfig(max_length=3, suppress=(2,), renormalize=True)
-    for source, (first, *_) in zip(src.sum(1).tolist(), generate(model, src, config=config, **MARKS), strict=True):
-        said = [*first.tokens, *([EOS] if first.finished else [])]
-        expected = 0.0
-        for step, token in enumerate(said):
-            logits = model.logits(source, tuple(said[:step])).double()
-            logits[2] = -torch.inf
-            expected += logits.log_softmax(-1)[token].item()
-        assert first.log_prob == pytest.approx(expected, abs=1e-4)
-
-
 def test_diverse_groups_against_the_definition():
     """Two groups of two, lists and no tensors: the second pays for every token that the first chose at this step."""
     model, src, strength = Oracle(6), sources(10, seed=2), 1.5
