@@ -150,6 +150,13 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "another end to search for": (edit("generation_config.json", eos_token_id=4), "eos_token_id 4; config.json has 0"),
     "a beam of draws": (edit("generation_config.json", num_beams=2, do_sample=True), "drawing with a beam"),
     "a beam of half": (edit("generation_config.json", num_beams=0.5), "beam must be an int >= 1, got 0.5"),
+    "beams in words": (edit("generation_config.json", num_beams="four"), "has a setting that cannot be: "),
+    "a bad word that is none": (edit("generation_config.json", bad_words_ids=[3]), "has a setting that cannot be: "),
+    "early, perhaps": (edit("generation_config.json", early_stopping="maybe"), 'expected true, false or "never"'),
+    "no probability": (
+        edit("config.json", activation_dropout="0.1"),
+        "activation_dropout '0.1'; expected a probability",
+    ),
     "no length": (edit("generation_config.json", max_length=1), "max_length must be an int >= 1"),
 }
 

@@ -93,6 +93,9 @@ def read_model_config(config: dict[str, Any], where: str) -> ModelConfig:
     for name in ("normalize_before", "normalize_embedding", "add_final_layer_norm"):
         if config.get(name):
             raise CheckpointError(f"{where} has {name} {config[name]!r}; Marian has post-norm layers and no other norm")
+    for name in ("dropout", "attention_dropout", "activation_dropout"):
+        if type(config[name]) not in (int, float) or not 0 <= config[name] <= 1:
+            raise CheckpointError(f"{where} has {name} {config[name]!r}; expected a probability")
     if config["activation_function"] not in ACTIVATIONS:
         expected = ", ".join(ACTIVATIONS)
         raise CheckpointError(f"{where} has activation_function {config['activation_function']!r}; expected {expected}")
@@ -169,7 +172,7 @@ def _read_tokenizer(folder: Path, config: dict[str, Any], model: ModelConfig) ->
 
 def _text(token: Any, default: str) -> str:
     """A special token as tokenizer_config.json writes it: a string, or an object with its content."""
-    return str(token["content"] if isinstance(token, dict) else token or default)
+    return str((token.get("content") if isinstance(token, dict) else token) or default)
 
 
 def _read_generation(

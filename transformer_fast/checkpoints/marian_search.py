@@ -41,7 +41,13 @@ def from_settings(settings: Mapping[str, Any], *, eos: int, vocabulary: int, whe
     Raises:
         CheckpointError: a setting that would change the answers cannot be said in ours, or has no sense.
     """
+    try:
+        return _from_settings({n: v for n, v in settings.items() if v is not None}, eos, vocabulary, where)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{where} has a setting that cannot be: {error}") from None
 
+
+def _from_settings(settings: dict[str, Any], eos: int, vocabulary: int, where: str) -> GenerationConfig:
     def refuse(name: str, reason: str) -> CheckpointError:
         return CheckpointError(f"{where} sets {name} to {settings[name]!r}: {reason}")
 
@@ -74,30 +80,27 @@ def from_settings(settings: Mapping[str, Any], *, eos: int, vocabulary: int, whe
     if settings.get("min_new_tokens"):
         least = settings["min_new_tokens"] + 1
     drawing = {
-        "temperature": settings.get("temperature"),
+        "temperature": settings.get("temperature", 1.0),
         "top_k": settings.get("top_k", 50),
-        "top_p": settings.get("top_p"),
+        "top_p": settings.get("top_p", 1.0),
     }
-    try:
-        return GenerationConfig(
-            beam=beam,
-            n_best=settings.get("num_return_sequences") or 1,
-            length_penalty=settings.get("length_penalty", 1.0),
-            length_norm="power",
-            slots="keep",
-            early_stop=EARLY_STOP[early_stop],
-            max_length=longest,
-            min_length=least,
-            no_repeat_ngram=settings.get("no_repeat_ngram_size") or 0,
-            repetition_penalty=penalty,
-            suppress=tuple(sorted(suppress)),
-            force_eos=settings.get("forced_eos_token_id") is not None,
-            renormalize=bool(settings.get("renormalize_logits")),
-            sample=sample,
-            **({name: value for name, value in drawing.items() if value is not None} if sample else {}),
-        )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{where} has a setting that cannot be: {error}") from None
+    return GenerationConfig(
+        beam=beam,
+        n_best=settings.get("num_return_sequences") or 1,
+        length_penalty=settings.get("length_penalty", 1.0),
+        length_norm="power",
+        slots="keep",
+        early_stop=EARLY_STOP[early_stop],
+        max_length=longest,
+        min_length=least,
+        no_repeat_ngram=settings.get("no_repeat_ngram_size") or 0,
+        repetition_penalty=penalty,
+        suppress=tuple(sorted(suppress)),
+        force_eos=settings.get("forced_eos_token_id") is not None,
+        renormalize=bool(settings.get("renormalize_logits")),
+        sample=sample,
+        **(drawing if sample else {}),
+    )
 
 
 def to_settings(config: GenerationConfig, *, eos: int) -> dict[str, Any]:

@@ -14,11 +14,6 @@ POSITIONS = {
     "encoder.pe.pe": "model.encoder.embed_positions.weight",
     "decoder.pe.pe": "model.decoder.embed_positions.weight",
 }
-EMBEDDINGS = {
-    "encoder.embed.lut.weight": "model.encoder.embed_tokens.weight",
-    "decoder.embed.lut.weight": "model.decoder.embed_tokens.weight",
-    "out.weight": "lm_head.weight",
-}
 SHARED, BIAS = "model.shared.weight", "final_logits_bias"
 
 _ATTENTION = {"q_linear": "q_proj", "k_linear": "k_proj", "v_linear": "v_proj", "out": "out_proj"}
@@ -96,7 +91,7 @@ def to_marian(
 
 def _embedding_names(tie_weights: bool | str) -> dict[str, tuple[str, ...]]:
     """Marian's names of each of our matrices with a row a token; any of them may stand in a file."""
-    source, target, out = EMBEDDINGS.values()
+    source, target, out = "model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"
     if tie_weights is True:
         return {"encoder.embed.lut.weight": (SHARED, source, target, out)}
     if tie_weights == "decoder":
