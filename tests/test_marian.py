@@ -160,6 +160,17 @@ def test_text_in_text_out(tmp_path: Path) -> None:
     assert any(texts)
 
 
+def test_without_a_config_padding_is_no_word(tmp_path: Path) -> None:
+    """Of all tokens padding is the most likely one in this model, as it may be in those of OPUS-MT."""
+    folder = write_marian(tmp_path / "hf")
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["final_logits_bias"][0, PAD] = 99
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    trained = run_of(folder, tmp_path / "run")
+    found = Translator(trained.model, trained.tokenizer, beam=2).decode_ids(TEXT)
+    assert any(found) and not any(PAD in ids for ids in found)
+
+
 def test_every_part_of_a_long_line_asks_for_its_language(tmp_path: Path) -> None:
     trained = run_of(write_marian(tmp_path / "hf"), tmp_path / "run")
     translator = Translator(trained.model, trained.tokenizer, longest=12)

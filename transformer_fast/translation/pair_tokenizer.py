@@ -64,6 +64,7 @@ class PairTokenizer:
         if self._vocab[end] != self._target_vocab[end]:
             ids = f"{self._vocab[end]} and {self._target_vocab[end]}"
             raise CheckpointError(f"vocab.json and target_vocab.json give {end} different ids: {ids}")
+        self.never = (self.pad,)  # whose logit nothing was trained to lower
         self._pieces = {id_: piece for piece, id_ in self._target_vocab.items()}
         self._source_pieces = {id_: piece for piece, id_ in self._vocab.items()}
         # With one map for both languages, the source's model also joins the target's pieces.

@@ -32,6 +32,8 @@ class Tokenizer:
     """
 
     pad, unk, bos, eos = PAD, UNK, BOS, EOS
+    never: tuple[int, ...] = ()
+    """Target ids that a search must be kept from choosing; a model trained here has learnt which."""
 
     def __init__(self, model: bytes, *, lowercase: bool = False):
         self.model, self.lowercase = model, lowercase

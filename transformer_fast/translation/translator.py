@@ -51,7 +51,7 @@ class Translator:
         tokenizer: the one it was trained with.
         beam: hypotheses a sentence keeps; 1 is greedy decoding.
         length_penalty: alpha of `beam_search`.
-        config: all options of `generate`, in the place of the two above.
+        config: all options of `generate`, in the place of the two above; `trained.generation` are those of the run.
         batch_tokens: most padded source tokens of a batch, times beam (or n_best, where answers are drawn).
         longest: source tokens the model can be trusted with; a longer line is translated in pieces.
 
@@ -75,7 +75,7 @@ class Translator:
                 raise ConfigError(f"{name} is {value}; expected a whole number >= {least}")
         self.models = [model] if isinstance(model, nn.Module) else list(model)
         self.tokenizer = tokenizer
-        self.config = config or GenerationConfig(beam=beam, length_penalty=length_penalty)
+        self.config = config or GenerationConfig(beam=beam, length_penalty=length_penalty, suppress=tokenizer.never)
         self.batch_tokens, self.longest = batch_tokens, longest
         self.device = next(self.models[0].parameters()).device
 
