@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import itertools
 import json
@@ -32,6 +33,7 @@ import transformer_fast
 from transformer_fast import GenerationConfig, generate
 from transformer_fast.generation import Hypothesis
 from transformer_fast.generation.beam import Search
+from transformer_fast.generation.wide_beam import WideSearch
 from transformer_fast.translation import load_trained, read_lines
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -50,11 +52,11 @@ class MarginSearch(Search):
     def _best_of(
         self, rows: Tensor, unit: Tensor, known: Tensor, logits: Tensor, ranking: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        width = min(self.width + 1, ranking.shape[1])
+        width = min(self.candidates + 1, ranking.shape[1])
         rank = known[:, None] + ranking.topk(width, dim=1).values
         grid = rank.new_full((len(self.found), self.width, width), -torch.inf)
         grid[unit, self.slot[rows]] = rank.masked_fill(rank.isnan(), -torch.inf)
-        best = grid.flatten(1).topk(min(self.width + 1, self.width * width), dim=1).values
+        best = grid.flatten(1).topk(min(self.candidates + 1, self.width * width), dim=1).values
         for index, scores in enumerate(best.tolist()):
             self._close(index, scores)
         return super()._best_of(rows, unit, known, logits, ranking)
@@ -62,29 +64,41 @@ class MarginSearch(Search):
     def run(self) -> list[list[Hypothesis]]:
         found = super().run()
         for index, hypotheses in enumerate(self.found):
-            self._close(index, [h.score for h in hypotheses[: self.config.n_best + 1] if h.finished])
+            self._close(index, [h.score for h in hypotheses[: self.config.n_best + 1] if self._may_win(h)])
         return found
+
+    def _may_win(self, hypothesis: Hypothesis) -> bool:
+        """Whether the score decides about a hypothesis, and not that it was cut off."""
+        return hypothesis.finished
 
     def _close(self, index: int, scores: list[float]) -> None:
         gaps = [a - b for a, b in itertools.pairwise(scores) if b > -float("inf")]
         self.margins[index] = min([self.margins[index], *gaps])
 
 
+class WideMarginSearch(MarginSearch, WideSearch):
+    """The same of a search whose beam stays wide."""
+
+    def _may_win(self, hypothesis: Hypothesis) -> bool:
+        return True
+
+
 @contextlib.contextmanager
 def recording(searches: list[MarginSearch]) -> Iterator[None]:
     """Every search of `generate`, greedy ones too (a beam of 1 is greedy decoding), is a MarginSearch of this list."""
     module = importlib.import_module("transformer_fast.generation.generate")
-    before = module.Search, module.sample_or_greedy
+    before = module.Search, module.WideSearch, module.sample_or_greedy
 
-    def search(*arguments: Any) -> MarginSearch:
-        searches.append(MarginSearch(*arguments))
+    def search(*arguments: Any, kind: type[MarginSearch] = MarginSearch) -> MarginSearch:
+        searches.append(kind(*arguments))
         return searches[-1]
 
-    module.Search, module.sample_or_greedy = search, lambda *arguments: search(*arguments).run()
+    module.Search, module.WideSearch = search, functools.partial(search, kind=WideMarginSearch)
+    module.sample_or_greedy = lambda *arguments: search(*arguments).run()
     try:
         yield
     finally:
-        module.Search, module.sample_or_greedy = before
+        module.Search, module.WideSearch, module.sample_or_greedy = before
 
 
 def margins(decode: Callable[[], Any]) -> list[float]:

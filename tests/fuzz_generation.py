@@ -76,6 +76,9 @@ def config(seed: int, number: int) -> Config:
     else:
         beam = {"greedy": 1, "beam": pick(2, 3, 5), "groups": 4}[kind]
         options |= {"beam": beam, "n_best": pick(1, beam), "beam_groups": pick(2, 4) if kind == "groups" else 1}
+    options |= {"force_eos": pick(False, False, True), "renormalize": pick(False, False, True)}
+    if kind == "beam" and pick(False, True):
+        options |= {"slots": "keep", "patience": 1.0, "early_stop": pick(False, True, "now")}
     return Config(
         number=number,
         seed=seed,
@@ -85,6 +88,7 @@ def config(seed: int, number: int) -> Config:
             "norm": pick("layer", "std"),
             "d_ff": pick(24, 40),
             "tie_weights": pick(False, False, "decoder"),
+            "activation": pick("relu", "swish", "gelu"),
         },
         layers=pick(1, 2, 3),
         heads=pick(1, 2, 4),

@@ -327,6 +327,20 @@ def test_positional_table_is_fp64_rounded_once(length: int, d: int) -> None:
     assert (table != expected).double().mean() < 1e-3
 
 
+@pytest.mark.parametrize("length,d", [(1, 1), (33, 7), (40, 64)])
+def test_positional_table_in_halves(length: int, d: int) -> None:
+    """First the sines, then the cosines; of an odd width one sine more."""
+    position = torch.arange(length, dtype=torch.float64)[:, None]
+    angle = position / 10000 ** (2 * torch.arange((d + 1) // 2, dtype=torch.float64) / d)
+    expected = torch.cat((angle.sin(), angle[:, : d // 2].cos()), dim=1)
+    torch.testing.assert_close(positional_table(length, d, layout="halves").double(), expected, atol=1e-7, rtol=0)
+
+
+def test_positional_table_names_a_wrong_layout() -> None:
+    with pytest.raises(ValueError, match='layout must be "interleaved" or "halves", got \'sines\''):
+        positional_table(3, 4, layout="sines")
+
+
 def test_positional_table_follows_default_devices_and_allows_none() -> None:
     assert positional_table(0, 4).shape == (0, 4)
     with torch.device("meta"):

@@ -17,7 +17,16 @@ def test_the_share_has_everything_in_it():
     chosen = [fuzz.config(1, number) for number in range(100)]
     assert chosen[17] == fuzz.config(1, 17) != fuzz.config(2, 17)
     assert {c.dtype for c in chosen} == {"fp32", "bf16"} and {c.models for c in chosen} == {1, 2}
-    for option in ("sample", "beam_groups", "no_repeat_ngram", "suppress", "coverage_penalty", "alignments"):
+    for option in (
+        "sample",
+        "beam_groups",
+        "no_repeat_ngram",
+        "suppress",
+        "coverage_penalty",
+        "alignments",
+        "slots",
+        "force_eos",
+    ):
         assert len({c.options.get(option) for c in chosen}) > 1, option
     assert {c.padded for c in chosen} == {"lengths", "mask", "none"} and any(c.prefixed for c in chosen)
 

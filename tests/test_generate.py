@@ -283,6 +283,13 @@ WRONG = {
     "span": ({"min_length": (1.0,)}, "min_length must be an int >= 0"),
     "suppress": ({"suppress": ("<unk>",)}, "suppress must be target ids"),
     "sample with a beam": ({"sample": True, "beam": 4}, "beam must be 1, got 4"),
+    "slots": ({"slots": "open"}, 'slots must be "close" or "keep", got \'open\''),
+    "early_stop": ({"early_stop": "never"}, "early_stop must be True, False or \"now\", got 'never'"),
+    "now without slots": ({"early_stop": "now"}, 'early_stop "now" needs slots "keep", got slots \'close\''),
+    "slots and patience": (
+        {"beam": 2, "slots": "keep", "patience": 2.0},
+        'slots "keep" has neither groups nor patience',
+    ),
     "flag": ({"alignments": 1}, "alignments must be True or False, got 1"),
 }
 

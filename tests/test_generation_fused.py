@@ -21,6 +21,8 @@ FORMS = [
     {"norm": "std"},
     {"norm": "layer", "norm_first": False},
     {"norm": "std", "norm_first": False},
+    {"activation": "swish", "norm_first": False, "scale": 1.0, "positions": "halves"},
+    {"activation": "gelu"},
 ]
 
 

@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_as_exact_as_eager
 
 import transformer_fast as tfast
@@ -162,6 +163,38 @@ def test_copies_pickles_and_dtypes():
     for dtype, tolerance in ((torch.float64, 1e-4), (torch.bfloat16, 0.3), (torch.float16, 0.05)):
         out = copy.deepcopy(model).to(dtype)(*arguments)
         assert out.dtype == dtype and torch.allclose(out.float(), expected, atol=tolerance)
+
+
+@pytest.mark.parametrize(("name", "plain"), [("relu", torch.relu), ("swish", F.silu), ("gelu", F.gelu)])
+def test_activations(name, plain):
+    module, x = layers.FeedForward(D, 24, 0.0, name), torch.randn(3, 5, D, requires_grad=True)
+    expected = module.linear_2(plain(module.linear_1(x)))
+    out = module(x)
+    torch.testing.assert_close(out, expected)
+    grads = [torch.autograd.grad(y.square().sum(), (x, *module.parameters())) for y in (out, expected)]
+    torch.testing.assert_close(*grads)
+    assert module(x).detach().equal(copy.deepcopy(module)(x).detach())
+
+
+def test_an_activation_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="activation: expected one of relu, swish, gelu, got 'tanh'"):
+        tfast.Transformer(11, 11, D, 1, 4, 0.1, activation="tanh")
+
+
+def test_sides_of_two_sizes_a_scale_and_a_layout():
+    model = tfast.Transformer(
+        11, 13, D, (2, 1), (4, 2), 0.0, d_ff=(24, 40), scale=1.0, positions="halves", max_len=3
+    ).eval()
+    assert (len(model.encoder.layers), len(model.decoder.layers)) == (2, 1)
+    assert (model.encoder.layers[0].attn.h, model.decoder.layers[0].attn_2.h) == (4, 2)
+    assert (model.encoder.layers[0].ff.linear_1.out_features, model.decoder.layers[0].ff.linear_1.out_features) == (
+        24,
+        40,
+    )
+    ids = torch.randint(0, 11, (2, 7))
+    expected = model.encoder.embed.lut(ids) + tfast.positional_table(7, D, layout="halves")
+    torch.testing.assert_close(model.encoder.embedded(ids, None), expected)  # the table is extended in its layout
+    assert model(ids, ids, None, AttentionMask.causal()).shape == (2, 7, 13)
 
 
 def test_padding_idx_gets_no_gradient():

@@ -6,6 +6,8 @@
 #include "norm.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/gelu.h>
+#include <ATen/ops/silu.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -43,6 +45,7 @@ struct Step {
   OptionalTensor row_of_slot, slot_of_row;  // each sentence has as many slots as the widest; none: a row is a slot
   bool norm_first, std;
   double eps;
+  std::string_view activation;  // of the feed-forward layer: "relu", "swish" or "gelu"
 
   // A layer's x (rows, d) -> (rows, d); at: its tensors, two for each part.
   Tensor through(int64_t layer, const Tensor* at, Tensor x) const {
@@ -58,14 +61,22 @@ struct Step {
       const Tensor first = norm(kNorm1, x, {}).out;
       const auto second = norm(kNorm2, linear(kOwnOut, of_own(layer, linear(kOwnIn, first))), x);
       const auto third = norm(kNorm3, linear(kCrossOut, of_source(layer, linear(kCrossIn, second.out))), second.summed);
-      return linear(kFeedOut, linear(kFeedIn, third.out, true)).add_(third.summed);
+      return linear(kFeedOut, activated(linear(kFeedIn, third.out, relu()))).add_(third.summed);
     }
     x = norm(kNorm1, linear(kOwnOut, of_own(layer, linear(kOwnIn, x))), x).out;
     x = norm(kNorm2, linear(kCrossOut, of_source(layer, linear(kCrossIn, x))), x).out;
-    return norm(kNorm3, linear(kFeedOut, linear(kFeedIn, x, true)), x).out;
+    return norm(kNorm3, linear(kFeedOut, activated(linear(kFeedIn, x, relu()))), x).out;
   }
 
  private:
+  // Whether the activation is one that a linear layer does along with its product.
+  bool relu() const { return activation == "relu"; }
+
+  Tensor activated(const Tensor& inner) const {
+    if (relu()) return inner;
+    return activation == "swish" ? at::silu(inner) : at::gelu(inner);
+  }
+
   // Self-attention of states (rows, 3 d), whose keys and values join the cache.
   Tensor of_own(int64_t layer, const Tensor& states) const {
     const int64_t rows = states.size(0), H = own.size(3), capacity = own.size(4), D = own.size(5), d = H * D;
@@ -93,8 +104,9 @@ struct Step {
 
 Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const Tensor& cross, int64_t length,
                     const OptionalTensor& source_lengths, const OptionalTensor& row_of_slot,
-                    const OptionalTensor& slot_of_row, bool norm_first, bool std, double eps) {
-  const Step step{own, cross, length, source_lengths, row_of_slot, slot_of_row, norm_first, std, eps};
+                    const OptionalTensor& slot_of_row, bool norm_first, bool std, double eps,
+                    std::string_view activation) {
+  const Step step{own, cross, length, source_lengths, row_of_slot, slot_of_row, norm_first, std, eps, activation};
   for (int64_t layer = 0; layer < own.size(0); ++layer) x = step.through(layer, weights.data() + 2 * kParts * layer, x);
   return x;
 }
@@ -104,7 +116,7 @@ Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const T
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "decoder_step(Tensor x, Tensor[] weights, Tensor(a!) own, Tensor cross, int length, Tensor? source_lengths, "
-      "Tensor? row_of_slot, Tensor? slot_of_row, bool norm_first, bool std, float eps) -> Tensor");
+      "Tensor? row_of_slot, Tensor? slot_of_row, bool norm_first, bool std, float eps, str activation) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("decoder_step", decoder_step); }

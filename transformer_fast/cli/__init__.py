@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from .. import __version__, backends
-from . import info, score, translate
+from . import checkpoints, info, score, translate
 from .info import EXTRAS
 
 NEEDED = {"demo": ("translation", "plots")}  # extras of a command that needs more than one
@@ -132,6 +132,14 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
     )
     command.set_defaults(run=_average)
 
+    command = commands.add_parser("import", help="a Marian or OPUS-MT model of Hugging Face, as a run")
+    checkpoints.add_import_arguments(command)
+    command.set_defaults(run=checkpoints.run_import)
+
+    command = commands.add_parser("export", help="a run, for Hugging Face transformers or CTranslate2")
+    checkpoints.add_export_arguments(command)
+    command.set_defaults(run=checkpoints.run_export)
+
     command = commands.add_parser(
         "verify", parents=[with_device], help="parity table of every op here; exit code 1 if one fails"
     )
@@ -194,7 +202,8 @@ def _plot(args: argparse.Namespace) -> int:
         from ..translation.translator import Translator
 
         trained = load_trained(args.model, device=_device(args.device))
-        ids = Translator(trained.model, trained.tokenizer).decode_ids([args.text])[0]
+        translator = Translator(trained.model, trained.tokenizer, config=trained.generation)
+        ids = translator.decode_ids([args.text])[0]
         print(attention_picture(out / "attention.png", trained.model, trained.tokenizer, args.text, ids))
     return 0
 

@@ -18,6 +18,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "numpy": "plots",
     "tensorboard": "tensorboard",
+    "ctranslate2": "ctranslate2",
 }
 OPS = ("attention", "norm", "dropout", "embedding")
 

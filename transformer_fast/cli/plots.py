@@ -18,7 +18,7 @@ from matplotlib.image import AxesImage
 from torch import Tensor, nn
 
 from .. import ops
-from ..translation.tokenizer import Tokenizer
+from ..translation.translator import AnyTokenizer
 
 INK, QUIET = "#22252b", "#6b7280"
 WEIGHTS = "Blues"  # lightness alone carries the value: nothing is paper, everything is ink
@@ -60,7 +60,7 @@ def cross_attention(model: nn.Module, src: Tensor, trg: Tensor) -> list[Tensor]:
 
 
 def attention_picture(
-    path: str | os.PathLike[str], model: nn.Module, tokenizer: Tokenizer, source: str, translation: Sequence[int]
+    path: str | os.PathLike[str], model: nn.Module, tokenizer: AnyTokenizer, source: str, translation: Sequence[int]
 ) -> Path:
     """Draw the cross-attention of one translation: its heads' mean, large, and every head of every layer, small.
 
@@ -70,7 +70,8 @@ def attention_picture(
     src_ids = tokenizer.encode_source([source])[0]
     trg_ids = [tokenizer.bos, *translation]
     layers = cross_attention(model, torch.tensor([src_ids], device=device), torch.tensor([trg_ids], device=device))
-    read, written = _labels(tokenizer, src_ids), _labels(tokenizer, [*translation, tokenizer.eos])
+    read = _labels(tokenizer.source_pieces(src_ids[:-1]))
+    written = _labels(tokenizer.pieces(translation))
     sharpest = min(layers, key=_entropy)
     number = next(index for index, layer in enumerate(layers, start=1) if layer is sharpest)
 
@@ -187,12 +188,9 @@ def _entropy(weights: Tensor) -> float:
     return torch.special.entr(mean).sum(dim=-1).mean().item()
 
 
-def _labels(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+def _labels(pieces: Sequence[str]) -> list[str]:
     """Pieces as people read them: the mark of a new word is a low dot, the end of the sentence is named."""
-    return [
-        "end" if i == tokenizer.eos else piece.replace("\u2581", "\u00b7")
-        for i, piece in zip(ids, tokenizer.pieces(ids))
-    ]
+    return [*(piece.replace("\u2581", "\u00b7") for piece in pieces), "end"]
 
 
 def _weights(axes: Axes, weights: Tensor) -> AxesImage:

@@ -26,7 +26,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         required=True,
         nargs="+",
         metavar="DIR",
-        help="the folder that `train --save` wrote; of several, the mean of their probabilities decides",
+        help="what `train --save` or `import --save` wrote; of several, the mean of their probabilities decides",
     )
     command.add_argument("--average", action="store_true", help="one model with the mean weights of all that are given")
     command.add_argument(
@@ -37,36 +37,48 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--batch-tokens", type=int, metavar="N", default=8192, help="source tokens x beam in a batch, at most"
     )
-    number = {"type": int, "metavar": "N"}
-    real = {"type": float, "metavar": "X"}
-    searching = command.add_argument_group("search")
+    number = {"type": int, "metavar": "N", "default": argparse.SUPPRESS}
+    real = {"type": float, "metavar": "X", "default": argparse.SUPPRESS}
+    flag = {"action": "store_true", "default": argparse.SUPPRESS}
+    searching = command.add_argument_group(
+        "search", "defaults: of a trained model those named here, of an imported one its own"
+    )
     searching.add_argument("--beam", **number, help="hypotheses; 1 is greedy (default: 5)")
-    searching.add_argument("--length-penalty", **real, default=0.6, help="alpha of the length penalty (default: 0.6)")
+    searching.add_argument("--length-penalty", **real, help="alpha of the length penalty (default: 0.6)")
     searching.add_argument(
-        "--length-norm", choices=("gnmt", "power"), default="gnmt", help="divide by the GNMT penalty or by length^alpha"
+        "--length-norm",
+        choices=("gnmt", "power"),
+        default=argparse.SUPPRESS,
+        help="divide by the GNMT penalty (default) or by length^alpha",
     )
-    searching.add_argument("--coverage-penalty", **real, default=0.0, help="beta of the GNMT penalty (default: 0)")
-    searching.add_argument("--no-repeat-ngram", **number, default=0, help="no N tokens in a row twice (default: off)")
-    searching.add_argument(
-        "--repetition-penalty", **real, default=1.0, help="on tokens already there (default: 1, off)"
-    )
-    span = {"type": _span, "metavar": "N|A,B"}
+    searching.add_argument("--coverage-penalty", **real, help="beta of the GNMT penalty (default: 0)")
+    searching.add_argument("--no-repeat-ngram", **number, help="no N tokens in a row twice (default: off)")
+    searching.add_argument("--repetition-penalty", **real, help="on tokens already there (default: 1, off)")
+    span = {"type": _span, "metavar": "N|A,B", "default": argparse.SUPPRESS}
     limit = "at most, end included: a number, or A,B for A * source length + B (default: 2,20)"
-    searching.add_argument("--max-length", **span, default=(2.0, 20), help=f"tokens of a translation {limit}")
-    searching.add_argument("--min-length", **span, default=0, help="tokens at least, in the same two forms")
-    searching.add_argument("--patience", **real, default=1.0, help="stop after X * beam have finished (default: 1)")
-    searching.add_argument("--early-stop", action="store_true", help="stop at the first --n-best that finish")
+    searching.add_argument("--max-length", **span, help=f"tokens of a translation {limit}")
+    searching.add_argument("--min-length", **span, help="tokens at least, in the same two forms")
+    searching.add_argument("--patience", **real, help="stop after X * beam have finished (default: 1)")
+    searching.add_argument(
+        "--slots",
+        choices=("close", "keep"),
+        default=argparse.SUPPRESS,
+        help="of hypotheses that finish: close them (default), or keep the beam wide",
+    )
+    searching.add_argument("--early-stop", **flag, help="stop at the first that finish: --n-best, or the whole beam")
     searching.add_argument("--no-unk", action="store_true", help="never say the unknown token")
     drawing = command.add_argument_group("drawing translations, in the place of searching for the best")
-    drawing.add_argument("--sample", action="store_true", help="draw --n-best translations of every line")
-    drawing.add_argument("--temperature", **real, default=1.0, help="below 1 bolder, above 1 wilder (default: 1)")
-    drawing.add_argument("--top-k", **number, default=0, help="from the N most likely tokens (default: all)")
-    drawing.add_argument("--top-p", **real, default=1.0, help="from the fewest tokens that make up X (default: 1)")
+    drawing.add_argument("--sample", **flag, help="draw --n-best translations of every line")
+    drawing.add_argument("--temperature", **real, help="below 1 bolder, above 1 wilder (default: 1)")
+    drawing.add_argument("--top-k", **number, help="from the N most likely tokens (default: all)")
+    drawing.add_argument("--top-p", **real, help="from the fewest tokens that make up X (default: 1)")
     drawing.add_argument("--seed", **number, help="of the draws")
     telling = command.add_argument_group(
         "output", "columns, with tabs between them: the line's number (--n-best), score, text, alignment"
     )
-    telling.add_argument("--n-best", **number, default=1, help="so many translations of every line, the best first")
+    telling.add_argument(
+        "--n-best", type=int, metavar="N", default=1, help="so many translations of every line, the best first"
+    )
     telling.add_argument("--scores", action="store_true", help="the score before each translation")
     telling.add_argument(
         "--alignments", action="store_true", help="after each translation, pairs source-target of words, from 0"
@@ -134,14 +146,18 @@ def _translator(args: argparse.Namespace, device: torch.device) -> Translator:
             raise ConfigError(f"{folder} has another tokenizer than {first}; only models with one can work together")
     models = [trained.model for trained in runs]
     names = [field.name for field in dataclasses.fields(GenerationConfig)]
-    options = {name: getattr(args, name) for name in names if hasattr(args, name)}
-    if args.beam is None:
-        options["beam"] = 1 if args.sample else 5
-    suppress = (tokenizer.unk,) if args.no_unk else ()
+    given = {name: getattr(args, name) for name in names if hasattr(args, name)}
+    generation = runs[0].generation
+    if given.get("sample") and "beam" not in given:
+        given["beam"] = 1
+    if given.get("slots") == "close" and generation.early_stop == "now":
+        given.setdefault("early_stop", False)
+    if args.no_unk:
+        given["suppress"] = {*generation.suppress, tokenizer.unk}
     return Translator(
         average_models(models) if args.average else models,
         tokenizer,
-        config=GenerationConfig(suppress=suppress, **options),
+        config=dataclasses.replace(generation, **given),
         batch_tokens=args.batch_tokens,
         longest=min(trained.config.max_length for trained in runs),
     )

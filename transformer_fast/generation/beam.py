@@ -72,7 +72,7 @@ class Search:
         batch, device, groups = request.src.shape[0], request.src.device, config.beam_groups
         units = batch * groups
         self.request, self.config, self.rules, self.groups = request, config, rules, groups
-        self.width = config.beam // groups
+        self.width = self.candidates = config.beam // groups  # open hypotheses of a unit; continuations looked at
         self.quota = math.ceil(config.patience * self.width)
         self.decoding = Decoding(models, request, config, rows=batch * config.beam)
         self.unit = torch.arange(units, device=device)
@@ -90,8 +90,13 @@ class Search:
         while self.tokens.shape[0]:
             self._step()
         for found in self.found:
-            found.sort(key=lambda hypothesis: (not hypothesis.finished, -hypothesis.score))
+            found.sort(key=self._rank)
         return [found[: self.config.n_best] for found in self.found]
+
+    @staticmethod
+    def _rank(hypothesis: Hypothesis) -> tuple[bool, float]:
+        """The least is the best."""
+        return not hypothesis.finished, -hypothesis.score
 
     def _step(self) -> None:
         length = self.tokens.shape[1]  # of the continuations, BOS aside
@@ -108,6 +113,10 @@ class Search:
         self._record(parent[cut], token[cut], total[cut], length, finished=False)
         alive &= ~cut
 
+        self._go_on(alive, total, parent, token)
+
+    def _go_on(self, alive: Tensor, total: Tensor, parent: Tensor, token: Tensor) -> None:
+        """Make the continuations that are alive the open hypotheses."""
         rows = parent[alive]
         self.tokens = torch.cat([self.tokens[rows], token[alive][:, None]], dim=1)
         self.log_prob = total[alive]
@@ -122,12 +131,12 @@ class Search:
         return (total > -torch.inf) & (torch.arange(self.width, device=total.device) < slots[:, None])
 
     def _best_continuations(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(units, width) each, best first: cumulative log-probability, row it continues, token it adds."""
-        logits = self.rules.reweigh(self.decoding.next_logits(self.tokens), self.tokens)
+        """(units, candidates) each, best first: cumulative log-probability, row it continues, token it adds."""
+        logits = self.decoding.next_logits(self.tokens)
         if self.attention is not None:
             self.attention = torch.cat([self.attention, self.decoding.attention[:, None]], dim=1)
-        known = self.log_prob.to(logits.dtype) - log_normalizer(logits)
-        logits = self.rules.forbid(logits, self.tokens, self.unit // self.groups)
+        logits, probable = self.rules.apply(logits, self.tokens, self.unit // self.groups)
+        known = self.log_prob.to(logits.dtype) - log_normalizer(probable)
         if self.groups == 1:
             return self._best_of(torch.arange(len(known), device=known.device), self.unit, known, logits, logits)
         chosen = logits.new_zeros(len(self.found), logits.shape[1])  # how often, by the groups before
@@ -148,7 +157,7 @@ class Search:
         self, rows: Tensor, unit: Tensor, known: Tensor, logits: Tensor, ranking: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The best continuations of some rows, by `ranking`, as each unit has them; their totals are by `logits`."""
-        width = min(self.width, logits.shape[1])  # a row gives at most this many of the survivors
+        width = min(self.candidates, logits.shape[1])  # a row gives at most this many of the survivors
         best, token = best_tokens(ranking, width)
         rank = known[:, None] + best
         total = rank if ranking is logits else known[:, None] + logits.gather(1, token)
@@ -160,7 +169,7 @@ class Search:
         grid[0, unit, slot], grid[1, unit, slot] = rank, total
         row = torch.zeros(units, self.width, dtype=torch.long, device=total.device)
         row[unit, slot] = torch.arange(len(rows), device=total.device)
-        flat = grid[0].flatten(1).topk(self.width, dim=1).indices
+        flat = grid[0].flatten(1).topk(min(self.candidates, self.width * width), dim=1).indices
         best, parent = grid[1].flatten(1).gather(1, flat), row.gather(1, flat // width)
         if not len(rows):
             return best, parent, torch.zeros_like(parent)

@@ -21,7 +21,11 @@ class GenerationConfig:
         length_norm: "gnmt", ((5 + length) / 6) ** alpha, or "power", length ** alpha. EOS counts.
         coverage_penalty: beta of Wu et al. 2016, section 7: beta * sum over the source's tokens of
             log(min(the attention it got in all, 1)) is added to a hypothesis's final score.
-        early_stop: stop a sentence at its first n_best finished hypotheses, even if an open one could still win.
+        slots: what becomes of the slot of a hypothesis that finishes. "close": it is closed, so that at most `beam`
+            finish. "keep": the next best continuation takes it, as in Hugging Face transformers; see `wide_beam.py`.
+        early_stop: with slots "close", stop a sentence at its first n_best finished hypotheses, even if an open one
+            could still win; with "keep", at its first `beam`. "now" (with "keep" alone): stop when the best open
+            hypothesis, if it ended as it is, would not beat the worst finished one.
         patience: a sentence ends when ceil(patience * beam) hypotheses have finished (Kasai et al. 2022, "A Call for
             Clarity in Beam Search"). Up to 1 a finished one closes its slot; above, the beam stays wide longer.
         beam_groups: the beam in groups, searched one after the other at each step, in which a group pays `diversity`
@@ -38,12 +42,15 @@ class GenerationConfig:
         repetition_penalty: logits of tokens that the answer has already are divided by it where positive and multiplied
             where negative (Keskar et al. 2019, "CTRL"); 1 is off.
         suppress: target ids never to be chosen, such as the unknown token's.
+        force_eos: an answer that reaches max_length ends in EOS there, which then has probability 1.
+        renormalize: divide the probabilities by the sum of those of the tokens that may follow.
         alignments: return the attention of each answer's tokens to the source (the last layer's, mean of its heads).
         cache: keep keys and values between the steps, where the model can.
         graph: record the cached steps as CUDA graphs and replay them, which takes the host out of them; on a GPU, for
             decoders of `transformer_fast`, padded sources, and without alignments and coverage penalty.
 
-    All but repetition_penalty choose among continuations and leave their probabilities as the model has them.
+    All but repetition_penalty, force_eos and renormalize choose among continuations and leave their probabilities as
+    the model has them.
 
     Raises:
         ValueError: names the option, its value and what was expected.
@@ -54,7 +61,8 @@ class GenerationConfig:
     length_penalty: float = 0.6
     length_norm: str = "gnmt"
     coverage_penalty: float = 0.0
-    early_stop: bool = False
+    slots: str = "close"
+    early_stop: bool | str = False
     patience: float = 1.0
     beam_groups: int = 1
     diversity: float = 0.5
@@ -68,6 +76,8 @@ class GenerationConfig:
     no_repeat_ngram: int = 0
     repetition_penalty: float = 1.0
     suppress: tuple[int, ...] = ()
+    force_eos: bool = False
+    renormalize: bool = False
     alignments: bool = False
     cache: bool = True
     graph: bool = False
@@ -78,7 +88,9 @@ class GenerationConfig:
             ("beam n_best beam_groups", lambda v: _is_int(v, 1), "an int >= 1"),
             ("top_k no_repeat_ngram", lambda v: _is_int(v, 0), "an int >= 0"),
             ("seed", lambda v: v is None or _is_int(v, 0), "None or an int >= 0"),
-            ("early_stop sample alignments cache graph", lambda v: isinstance(v, bool), "True or False"),
+            ("sample force_eos renormalize alignments cache graph", lambda v: isinstance(v, bool), "True or False"),
+            ("early_stop", lambda v: isinstance(v, bool) or v == "now", 'True, False or "now"'),
+            ("slots", lambda v: v in ("close", "keep"), '"close" or "keep"'),
             ("length_penalty", _is_number, "a finite number"),
             ("coverage_penalty diversity", lambda v: _is_number(v) and v >= 0, "a number >= 0"),
             ("patience temperature repetition_penalty", lambda v: _is_number(v) and v > 0, "a number > 0"),
@@ -96,6 +108,13 @@ class GenerationConfig:
             raise ValueError(f"sample draws n_best answers one by one, without a beam; beam must be 1, got {self.beam}")
         if not self.sample and self.n_best > self.beam:
             raise ValueError(f"n_best is {self.n_best}, but a beam of {self.beam} holds only {self.beam} hypotheses")
+        if self.early_stop == "now" and self.slots != "keep":
+            raise ValueError(f'early_stop "now" needs slots "keep", got slots {self.slots!r}')
+        if self.slots == "keep" and (self.beam_groups > 1 or self.patience != 1):
+            raise ValueError(
+                f'slots "keep" has neither groups nor patience; expected beam_groups 1 and patience 1, got '
+                f"{self.beam_groups} and {self.patience}"
+            )
         if self.beam % self.beam_groups:
             raise ValueError(f"beam_groups must divide the beam, got {self.beam_groups} groups and beam {self.beam}")
 

@@ -24,7 +24,7 @@ class _Layer(NamedTuple):
 
     norms: list[Tensor]  # weight and bias of each
     linears: list[StepLinear]
-    options: tuple[bool, bool, float]  # norm_first, whether norms divide by std + eps, eps
+    options: tuple[bool, bool, float, str]  # norm_first, whether norms divide by std + eps, eps, activation
 
 
 class FusedStep:
@@ -84,4 +84,4 @@ def _layer(layer: nn.Module, project: object) -> _Layer | None:
     tensors = [t for norm in norms for t in (norm.alpha if std else norm.weight, norm.bias)]
     if any(t is None or t.dtype != torch.float32 for t in (*tensors, *(linear.bias for linear in linears))):
         return None
-    return _Layer(tensors, linears, (layer.norm_first, std, layer.norm_1.eps))
+    return _Layer(tensors, linears, (layer.norm_first, std, layer.norm_1.eps, layer.ff.activation))

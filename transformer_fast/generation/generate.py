@@ -15,6 +15,7 @@ from .decoding import Hypothesis, Request, check_request, evaluating
 from .forms import form_of
 from .greedy import sample_or_greedy
 from .rules import Rules
+from .wide_beam import WideSearch
 
 
 def generate(
@@ -70,7 +71,8 @@ def generate(
     with evaluating(*models):
         if config.sample or config.beam == 1:
             return sample_or_greedy(models, request, config, rules)
-        return Search(models, request, config, rules).run()
+        search = WideSearch if config.slots == "keep" else Search
+        return search(models, request, config, rules).run()
 
 
 def _span(span: Span, request: Request) -> Tensor:

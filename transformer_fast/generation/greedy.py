@@ -74,8 +74,7 @@ def sample_or_greedy(
     attention = torch.zeros(row.numel(), 0, request.src.shape[1], device=device) if config.reads_attention else None
     answers: list[list[Hypothesis]] = [[] for _ in range(batch)]
     while tokens.shape[0]:
-        logits = rules.reweigh(decoding.next_logits(tokens), tokens)
-        allowed = rules.forbid(logits, tokens, sentence)
+        allowed, logits = rules.apply(decoding.next_logits(tokens), tokens, sentence)
         best, token = (found.squeeze(1) for found in best_tokens(allowed, 1))
         # Where every token is impossible (all logits -inf) the answer ends without that last token.
         stuck = best == -torch.inf

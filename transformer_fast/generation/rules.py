@@ -28,6 +28,8 @@ class Rules:
     ) -> None:
         device = request.src.device
         self._eos, self._least, self._config = request.eos, least, config
+        self._limits = request.limits if config.force_eos else None
+        self._first_limit = int(request.limits.min()) if config.force_eos else 0
         self._most = 0 if least is None or not least.numel() else int(least.max())
         self._suppress = torch.tensor(config.suppress, device=device) if config.suppress else None
         self._forced: Tensor | None = None
@@ -36,16 +38,32 @@ class Rules:
             rows = [[*ids, *[-1] * (longest - len(ids))] for ids in prefix]
             self._forced = torch.tensor(rows, device=device)
 
-    def reweigh(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """(rows, vocabulary) logits with the repetition penalty applied; tokens (rows, t), BOS first."""
+    def apply(self, logits: Tensor, tokens: Tensor, sentence: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, vocabulary) logits of the prefixes `tokens` (rows, t), BOS first, each of a `sentence` (rows,) ->
+        logits that are -inf where a token may not follow; and those whose softmax is the probabilities."""
+        known = self._force_end(self._reweigh(logits, tokens), tokens, sentence)
+        allowed = self._forbid(known, tokens, sentence)
+        return allowed, allowed if self._config.renormalize else known
+
+    def _force_end(self, logits: Tensor, tokens: Tensor, sentence: Tensor) -> Tensor:
+        """EOS alone, with probability 1, where an answer has one token left."""
+        if self._limits is None or tokens.shape[1] < self._first_limit:
+            return logits
+        last = (self._limits[sentence] <= tokens.shape[1])[:, None]
+        end = torch.full_like(logits[:1], -torch.inf)
+        end[0, self._eos] = 0
+        return torch.where(last, end, logits)
+
+    def _reweigh(self, logits: Tensor, tokens: Tensor) -> Tensor:
+        """The logits with the repetition penalty."""
         penalty, chosen = self._config.repetition_penalty, tokens[:, 1:]
         if penalty == 1.0 or chosen.shape[1] == 0:
             return logits
         before = logits.gather(1, chosen)
         return logits.scatter(1, chosen, torch.where(before > 0, before / penalty, before * penalty))
 
-    def forbid(self, logits: Tensor, tokens: Tensor, sentence: Tensor) -> Tensor:
-        """The logits, -inf where a token may not follow; sentence (rows,) says whose prefixes these are."""
+    def _forbid(self, logits: Tensor, tokens: Tensor, sentence: Tensor) -> Tensor:
+        """The logits, -inf where a token may not follow."""
         step, n = tokens.shape[1] - 1, self._config.no_repeat_ngram
         forced = self._forced[sentence, step] if self._forced is not None and step < self._forced.shape[1] else None
         repeats = 0 < n <= step

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import extension
 from ..layers import FeedForward
+from ..layers.feed_forward import ACTIVATIONS
 from ..layers.hooks import is_plain
 
 NATIVE_ROWS = 24
@@ -84,16 +85,18 @@ class StepLinear(nn.Module):
 
 
 class StepFeedForward(nn.Module):
-    """`FeedForward` without dropout, whose ReLU is done where its input is made."""
+    """`FeedForward` without dropout; if its activation is ReLU, that is done where its input is made."""
 
     def __init__(self, module: FeedForward, rows: int) -> None:
         super().__init__()
-        self.linear_1 = StepLinear([module.linear_1], rows, relu=True)
+        self.activation = module.activation
+        self.linear_1 = StepLinear([module.linear_1], rows, relu=module.activation == "relu")
         self.linear_2 = StepLinear([module.linear_2], rows)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., d_model) -> (..., d_model)."""
-        return self.linear_2(self.linear_1(x))
+        inner = self.linear_1(x)
+        return self.linear_2(inner if self.activation == "relu" else ACTIVATIONS[self.activation](inner))
 
 
 def _has_onednn() -> bool:

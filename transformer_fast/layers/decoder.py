@@ -36,6 +36,7 @@ class DecoderLayer(nn.Module):
         norm: str = "std",
         attention_dropout: float | None = None,
         activation_dropout: float | None = None,
+        activation: str = "relu",
     ) -> None:
         super().__init__()
         attention_dropout = dropout if attention_dropout is None else attention_dropout
@@ -48,7 +49,8 @@ class DecoderLayer(nn.Module):
         self.dropout_3 = nn.Dropout(dropout)
         self.attn_1 = MultiHeadAttention(heads, d_model, attention_dropout)
         self.attn_2 = MultiHeadAttention(heads, d_model, attention_dropout)
-        self.ff = FeedForward(d_model, d_ff, dropout if activation_dropout is None else activation_dropout)
+        activation_dropout = dropout if activation_dropout is None else activation_dropout
+        self.ff = FeedForward(d_model, d_ff, activation_dropout, activation)
 
     def forward(
         self,

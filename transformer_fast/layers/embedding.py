@@ -13,22 +13,24 @@ from .norm import active_dropout
 
 
 class Embedder(nn.Module):
-    """Token embedding times ``sqrt(d_model)``.
+    """Token embedding times ``sqrt(d_model)``, or another scale.
 
     Args:
         vocab: number of token ids.
         d_model: width.
         padding_idx: this id's row starts at zero and gets no gradient.
+        scale: of the embeddings; None is ``sqrt(d_model)``.
     """
 
-    def __init__(self, vocab: int, d_model: int, *, padding_idx: int | None = None) -> None:
+    def __init__(self, vocab: int, d_model: int, *, padding_idx: int | None = None, scale: float | None = None) -> None:
         super().__init__()
         self.d_model = d_model
+        self.scale = math.sqrt(d_model) if scale is None else scale
         self.lut = nn.Embedding(vocab, d_model, padding_idx=padding_idx)
 
     def forward(self, x: Tensor) -> Tensor:
         """ids (B, L), int -> (B, L, d_model). Raises IndexError for an id outside the vocabulary (on CPU)."""
-        return embed(x, self.lut.weight, scale=math.sqrt(self.d_model), padding_idx=self.lut.padding_idx)
+        return embed(x, self.lut.weight, scale=self.scale, padding_idx=self.lut.padding_idx)
 
     def with_positions(
         self, x: Tensor, positions: PositionalEncoder, offset: int | Tensor = 0, *, length: int | None = None
@@ -42,7 +44,7 @@ class Embedder(nn.Module):
             x,
             self.lut.weight,
             positions.table(int(offset) + x.shape[-1] if length is None else length),
-            scale=math.sqrt(self.d_model),
+            scale=self.scale,
             offset=offset,
             padding_idx=self.lut.padding_idx,
             dropout_p=active_dropout(positions.dropout),
@@ -58,6 +60,7 @@ class SinusoidalTable(nn.Module):
     Args:
         d_model: width; may be odd.
         max_len: length of the stored table.
+        layout: of the columns, see :func:`transformer_fast.positional_table`.
     """
 
     table_name = "pe"
@@ -66,9 +69,10 @@ class SinusoidalTable(nn.Module):
     """Whether a state dict must have it; where not, one without it leaves the table as it was made."""
     _extended: Tensor | None
 
-    def __init__(self, d_model: int, max_len: int) -> None:
+    def __init__(self, d_model: int, max_len: int, layout: str = "interleaved") -> None:
         super().__init__()
-        self.register_buffer(self.table_name, positional_table(max_len, d_model).unsqueeze(0))
+        self.layout = layout
+        self.register_buffer(self.table_name, positional_table(max_len, d_model, layout=layout).unsqueeze(0))
         self.register_buffer("_extended", None, persistent=False)
 
     def table(self, length: int) -> Tensor:
@@ -77,7 +81,7 @@ class SinusoidalTable(nn.Module):
         if length <= stored.shape[0]:
             return stored
         if self._extended is None or self._extended.shape[0] < length or self._extended.dtype != stored.dtype:
-            beyond = positional_table(2 * length, stored.shape[1])[stored.shape[0] :]
+            beyond = positional_table(2 * length, stored.shape[1], layout=self.layout)[stored.shape[0] :]
             self._extended = torch.cat((stored, beyond.to(stored)))
         return self._extended
 
@@ -101,10 +105,11 @@ class PositionalEncoder(SinusoidalTable):
         d_model: width; may be odd.
         dropout: probability.
         max_len: length of the stored table.
+        layout: of the columns, see :func:`transformer_fast.positional_table`.
     """
 
-    def __init__(self, d_model: int, dropout: float, max_len: int = 5000) -> None:
-        super().__init__(d_model, max_len)
+    def __init__(self, d_model: int, dropout: float, max_len: int = 5000, layout: str = "interleaved") -> None:
+        super().__init__(d_model, max_len, layout)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:

@@ -21,7 +21,8 @@ class EncoderLayer(nn.Module):
         norm_first: pre-norm ``x + dropout(sublayer(norm(x)))``; False for post-norm
             ``norm(x + dropout(sublayer(x)))``.
         norm: "std" (:class:`~transformer_fast.layers.Norm`) or "layer" (LayerNorm).
-        attention_dropout, activation_dropout: on the attention weights and after the ReLU; ``dropout`` by default.
+        attention_dropout, activation_dropout: on the attention weights and after the activation; ``dropout`` if None.
+        activation: "relu", "swish" or "gelu".
     """
 
     def __init__(
@@ -35,13 +36,15 @@ class EncoderLayer(nn.Module):
         norm: str = "std",
         attention_dropout: float | None = None,
         activation_dropout: float | None = None,
+        activation: str = "relu",
     ) -> None:
         super().__init__()
         self.norm_first = norm_first
         self.norm_1 = make_norm(norm, d_model)
         self.norm_2 = make_norm(norm, d_model)
         self.attn = MultiHeadAttention(heads, d_model, dropout if attention_dropout is None else attention_dropout)
-        self.ff = FeedForward(d_model, d_ff, dropout if activation_dropout is None else activation_dropout)
+        activation_dropout = dropout if activation_dropout is None else activation_dropout
+        self.ff = FeedForward(d_model, d_ff, activation_dropout, activation)
         self.dropout_1 = nn.Dropout(dropout)
         self.dropout_2 = nn.Dropout(dropout)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -10,25 +12,39 @@ from ..ops.dropout import dropout as fused_dropout
 from .hooks import is_plain
 from .norm import active_dropout
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "swish": F.silu, "gelu": F.gelu}
+"""By name: ReLU; x * sigmoid(x) (Ramachandran et al., 2017, "Searching for Activation Functions"); x times the normal
+distribution's cumulative function (Hendrycks and Gimpel, 2016, "Gaussian Error Linear Units")."""
+
 
 class FeedForward(nn.Module):
-    """``linear_2(dropout(relu(linear_1(x))))`` (Vaswani et al., 2017, section 3.3).
+    """``linear_2(dropout(activation(linear_1(x))))`` (Vaswani et al., 2017, section 3.3, with ReLU).
 
     Args:
         d_model: width in and out.
         d_ff: inner width.
-        dropout: probability, after the ReLU.
+        dropout: probability, after the activation.
+        activation: a name in ``ACTIVATIONS``.
+
+    Raises:
+        ValueError: for another activation.
     """
 
-    def __init__(self, d_model: int, d_ff: int = 2048, dropout: float = 0.1) -> None:
+    def __init__(self, d_model: int, d_ff: int = 2048, dropout: float = 0.1, activation: str = "relu") -> None:
         super().__init__()
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        self.activation = activation
         self.linear_1 = nn.Linear(d_model, d_ff)
         self.dropout = nn.Dropout(dropout)
         self.linear_2 = nn.Linear(d_ff, d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., d_model) -> (..., d_model)."""
-        return self.linear_2(linear_relu_dropout(self.linear_1, x, active_dropout(self.dropout)))
+        p = active_dropout(self.dropout)
+        if self.activation == "relu":
+            return self.linear_2(linear_relu_dropout(self.linear_1, x, p))
+        return self.linear_2(fused_dropout(ACTIVATIONS[self.activation](self.linear_1(x)), p))
 
 
 def linear_relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:

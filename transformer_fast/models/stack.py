@@ -29,6 +29,8 @@ class Stack(nn.Module):
         padding_idx: this id's embedding starts at zero and gets no gradient.
         checkpoint_activations: keep no layer's inner results for backward, which computes them again, with the same
             dropout (Chen et al., 2016); an attribute, to be changed at will.
+        scale: of the embeddings; None is ``sqrt(d_model)``.
+        positions: layout of the positional table, see :func:`transformer_fast.positional_table`.
         norm_first, norm, layer_options: see :class:`~transformer_fast.layers.EncoderLayer`.
     """
 
@@ -46,12 +48,14 @@ class Stack(nn.Module):
         norm_first: bool = True,
         norm: str = "std",
         checkpoint_activations: bool = False,
+        scale: float | None = None,
+        positions: str = "interleaved",
         **layer_options: Any,
     ) -> None:
         super().__init__()
         self.checkpoint_activations = checkpoint_activations
-        self.embed = Embedder(vocab_size, d_model, padding_idx=padding_idx)
-        self.pe = PositionalEncoder(d_model, dropout, max_len)
+        self.embed = Embedder(vocab_size, d_model, padding_idx=padding_idx, scale=scale)
+        self.pe = PositionalEncoder(d_model, dropout, max_len, positions)
         layer = layer_type(d_model, heads, dropout, norm_first=norm_first, norm=norm, **layer_options)
         self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(N))
         self.norm = make_norm(norm, d_model) if norm_first else nn.Identity()

@@ -19,14 +19,16 @@ class Transformer(nn.Module):
 
     Args:
         src_vocab, trg_vocab: vocabulary sizes.
-        d_model, N, heads: width, layers in each stack, heads (dividing ``d_model``).
+        d_model, N, heads: width, layers in each stack, heads (dividing ``d_model``). N, heads and ``d_ff`` may each be
+            two numbers, of the encoder and of the decoder.
         dropout: probability.
         tie_weights: True shares one matrix among both embeddings and the output layer (one vocabulary);
             "decoder" shares the target embedding and the output layer.
         packed: take the padding out of every batch before the first layer, so that no layer works on it (also an
             attribute, to be changed at will). Same outputs and gradients as without, but zeros at padded targets.
-        options: ``d_ff``, ``norm_first``, ``norm``, ``max_len``, ``padding_idx``, ``attention_dropout``,
-            ``activation_dropout``, ``checkpoint_activations``; see :class:`~transformer_fast.models.Stack`.
+        options: ``norm_first``, ``norm``, ``activation``, ``max_len``, ``padding_idx``, ``attention_dropout``,
+            ``activation_dropout``, ``checkpoint_activations``, ``scale``, ``positions``; see
+            :class:`~transformer_fast.models.Stack`.
 
     Raises:
         ValueError: where ``heads`` does not divide ``d_model``, or vocabularies to be tied differ.
@@ -37,10 +39,11 @@ class Transformer(nn.Module):
         src_vocab: int,
         trg_vocab: int,
         d_model: int,
-        N: int,
-        heads: int,
+        N: int | tuple[int, int],
+        heads: int | tuple[int, int],
         dropout: float,
         *,
+        d_ff: int | tuple[int, int] = 2048,
         tie_weights: bool | str = False,
         packed: bool = False,
         **options: Any,
@@ -51,8 +54,9 @@ class Transformer(nn.Module):
         if tie_weights is True and src_vocab != trg_vocab:
             raise ValueError(f"tie_weights=True needs one vocabulary, got {src_vocab} and {trg_vocab}")
         self.packed = packed
-        self.encoder = Encoder(src_vocab, d_model, N, heads, dropout, **options)
-        self.decoder = Decoder(trg_vocab, d_model, N, heads, dropout, **options)
+        layers, heads, d_ff = ((size, size) if isinstance(size, int) else size for size in (N, heads, d_ff))
+        self.encoder = Encoder(src_vocab, d_model, layers[0], heads[0], dropout, d_ff=d_ff[0], **options)
+        self.decoder = Decoder(trg_vocab, d_model, layers[1], heads[1], dropout, d_ff=d_ff[1], **options)
         self.out = nn.Linear(d_model, trg_vocab)
         if tie_weights:
             self.out.weight = self.decoder.embed.lut.weight

@@ -123,19 +123,28 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
     return torch.ops.transformer_fast.add_positional.default(x, table, offset, offsets, dropout_p, seed)
 
 
-def positional_table(length: int, d_model: int) -> Tensor:
+def positional_table(length: int, d_model: int, *, layout: str = "interleaved") -> Tensor:
     """The sinusoidal positional encoding (Vaswani et al., 2017, section 3.5).
 
     ``PE[pos, 2i] = sin(pos / 10000**(2i / d_model))`` and ``PE[pos, 2i + 1]`` the cosine, computed in fp64.
+
+    Args:
+        length, d_model: sizes.
+        layout: "interleaved", as above; or "halves": first all sines, then all cosines (Marian, tensor2tensor).
 
     Returns:
         (length, d_model) float32 on torch's default device; an odd ``d_model`` lacks the last cosine.
 
     Raises:
-        ValueError: for a negative ``length`` or a ``d_model`` below 1.
+        ValueError: for a negative ``length``, a ``d_model`` below 1, or another layout.
     """
     if length < 0 or d_model < 1:
         raise ValueError(f"positional_table: expected length >= 0 and d_model >= 1, got {length} and {d_model}")
+    if layout not in ("interleaved", "halves"):
+        raise ValueError(f'positional_table: layout must be "interleaved" or "halves", got {layout!r}')
+    if layout == "halves":
+        table = positional_table(length, d_model)
+        return torch.cat((table[:, ::2], table[:, 1::2]), dim=1)
     table = torch.empty(length, d_model, dtype=torch.float32)
     if table.is_meta:
         return table

@@ -10,7 +10,9 @@ from .averaging import average_checkpoints, load_average, save_average
 from .checkpoint import RunFolder
 from .config import TrainConfig, parse_duration
 from .errors import CheckpointError, ConfigError, DataError, DivergedError, TranslationError
+from .imported import ModelConfig
 from .model import Trained, build_model, load_trained
+from .pair_tokenizer import PairTokenizer
 from .progress import TrainResult
 from .recipes import load_recipe, recipe_names
 from .text import read_lines, read_parallel
@@ -22,6 +24,8 @@ __all__ = [
     "ConfigError",
     "DataError",
     "DivergedError",
+    "ModelConfig",
+    "PairTokenizer",
     "RunFolder",
     "Tokenizer",
     "TrainConfig",

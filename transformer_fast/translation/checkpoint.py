@@ -59,7 +59,7 @@ def quality(scores: Scores) -> tuple[float, float]:
     return scores.get("bleu", 0.0), -scores.get("valid_loss", math.inf)
 
 
-def _flush_folder(folder: Path) -> None:
+def flush_folder(folder: Path) -> None:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -85,7 +85,7 @@ def write_atomically(path: PathLike, data: bytes) -> None:
         with contextlib.suppress(OSError):
             _remove(scratch)
         raise
-    _flush_folder(path.parent)
+    flush_folder(path.parent)
 
 
 def to_json(value: Any) -> bytes:
@@ -170,9 +170,9 @@ class RunFolder:
                 _write_flushed(scratch / f"{group}.safetensors", data)
                 files[f"{group}.safetensors"] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
             _write_flushed(scratch / "state.json", to_json({**state, "format": FORMAT, "step": step, "files": files}))
-            _flush_folder(scratch)
+            flush_folder(scratch)
             os.rename(scratch, self.path(step))
-            _flush_folder(self.root)
+            flush_folder(self.root)
         except OSError as error:
             with contextlib.suppress(OSError):
                 _remove(scratch)

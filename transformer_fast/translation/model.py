@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
+from ..generation import GenerationConfig
 from ..models import Transformer
 from .averaging import average_scores, load_average
 from .checkpoint import RunFolder, Scores, Tensors, quality, read_json
 from .config import TrainConfig
 from .errors import CheckpointError, os_error_as_checkpoint_error
+from .imported import ModelConfig, build_imported, load_imported
+from .pair_tokenizer import PairTokenizer
 from .ranks import distribute_like, gather_full
 from .text import PathLike
 from .tokenizer import PAD, Tokenizer
@@ -90,13 +93,15 @@ def _shape(shape: torch.Size | None) -> str:
 @dataclass(frozen=True)
 class Trained:
     """A model ready to translate: `model` in eval mode on its device, its `tokenizer`, the run's `config` and the
-    `step` of the weights; `scores` holds what validation measured there ("valid_loss", "bleu"), if anything."""
+    `step` of the weights; `scores` holds what validation measured there ("valid_loss", "bleu"), if anything;
+    `generation` how to search, unless something else is asked for: a beam of 5, or as an imported model says."""
 
     model: nn.Module
-    tokenizer: Tokenizer
-    config: TrainConfig
+    tokenizer: Tokenizer | PairTokenizer
+    config: TrainConfig | ModelConfig
     step: int
     scores: Scores
+    generation: GenerationConfig = field(default_factory=lambda: GenerationConfig(beam=5))
 
 
 def load_tokenizer(folder: RunFolder, saved: dict, config: TrainConfig) -> Tokenizer:
@@ -116,8 +121,10 @@ def load_config(folder: RunFolder, saved: dict) -> TrainConfig:
     """The settings in a run's config.json (`saved`).
 
     Raises:
-        CheckpointError: they are not settings of this version.
+        CheckpointError: they are not settings of this version, or the run was not trained.
     """
+    if "imported" in saved:
+        raise CheckpointError(f"{folder.root} is an imported model; training cannot be continued there")
     try:
         return TrainConfig(**saved["config"])
     except (KeyError, TypeError, ValueError) as error:
@@ -148,8 +155,15 @@ def load_trained(
         raise ValueError(f"which is {which!r}; expected 'best', 'last' or 'average'")
     run = RunFolder(folder)
     saved = read_json(run.config)
-    config = load_config(run, saved)
-    tokenizer = load_tokenizer(run, saved, config)
+    config: TrainConfig | ModelConfig
+    tokenizer: Tokenizer | PairTokenizer
+    if "imported" in saved:
+        config, tokenizer, generation = load_imported(run.root, saved)
+        model = build_imported(config)
+    else:
+        config, generation = load_config(run, saved), GenerationConfig(beam=5)
+        tokenizer = load_tokenizer(run, saved, config)
+        model = build(config, len(tokenizer))
     if which == "best":
         step = run.best_step()
         best = run.state(step).get("scores") or {}
@@ -163,9 +177,8 @@ def load_trained(
             step = run.newest_step()
         tensors, state = run.load_eval_weights(step)
         scores = state.get("scores") or {}
-    model = build(config, len(tokenizer))
     load_model_tensors(model, tensors)
-    return Trained(model.to(device).eval(), tokenizer, config, step, scores)
+    return Trained(model.to(device).eval(), tokenizer, config, step, scores, generation)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:

@@ -32,6 +32,8 @@ class Tokenizer:
     """
 
     pad, unk, bos, eos = PAD, UNK, BOS, EOS
+    never: tuple[int, ...] = ()
+    """Target ids that a search must be kept from choosing; a model trained here has learnt which."""
 
     def __init__(self, model: bytes, *, lowercase: bool = False):
         self.model, self.lowercase = model, lowercase
@@ -88,6 +90,14 @@ class Tokenizer:
         """Text of each sequence; it ends at the first `eos`, and padding and `bos` are dropped."""
         bodies = (takewhile(lambda token: token != EOS, ids) for ids in sequences)
         return self._processor.decode([[int(token) for token in ids if token not in (PAD, BOS)] for ids in bodies])
+
+    def split_tag(self, line: str) -> tuple[str, str]:
+        """What must stand before each part of a line, were it translated in parts, which is nothing; and the line."""
+        return "", line
+
+    def source_pieces(self, ids: Sequence[int]) -> list[str]:
+        """`pieces` of source ids, which are those of the target language."""
+        return self.pieces(ids)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The written form of each id, for pictures and logs; a leading U+2581 marks the start of a word."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..generation import GenerationConfig, Hypothesis, generate
 from .errors import ConfigError
+from .pair_tokenizer import PairTokenizer
 from .tokenizer import Tokenizer
 
 CHUNK_LINES = 2_000
@@ -19,6 +20,8 @@ CHUNK_CHARACTERS = 1_000_000
 SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+")
 SPACE = re.compile(r"\s+")
 WORD_START = "\u2581"
+
+AnyTokenizer = Tokenizer | PairTokenizer
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Translator:
         tokenizer: the one it was trained with.
         beam: hypotheses a sentence keeps; 1 is greedy decoding.
         length_penalty: alpha of `beam_search`.
-        config: all options of `generate`, in the place of the two above.
+        config: all options of `generate`, in the place of the two above; `trained.generation` are those of the run.
         batch_tokens: most padded source tokens of a batch, times beam (or n_best, where answers are drawn).
         longest: source tokens the model can be trusted with; a longer line is translated in pieces.
 
@@ -59,7 +62,7 @@ class Translator:
     def __init__(
         self,
         model: nn.Module | Sequence[nn.Module],
-        tokenizer: Tokenizer,
+        tokenizer: AnyTokenizer,
         *,
         beam: int = 5,
         length_penalty: float = 0.6,
@@ -72,7 +75,7 @@ class Translator:
                 raise ConfigError(f"{name} is {value}; expected a whole number >= {least}")
         self.models = [model] if isinstance(model, nn.Module) else list(model)
         self.tokenizer = tokenizer
-        self.config = config or GenerationConfig(beam=beam, length_penalty=length_penalty)
+        self.config = config or GenerationConfig(beam=beam, length_penalty=length_penalty, suppress=tokenizer.never)
         self.batch_tokens, self.longest = batch_tokens, longest
         self.device = next(self.models[0].parameters()).device
 
@@ -141,11 +144,13 @@ class Translator:
                 yield _join_pieces(parts)
 
     def _pieces(self, line: str) -> list[str]:
+        tag, text = self.tokenizer.split_tag(line.strip())
+
         def fits(text: str) -> bool:
             # A token has at least one character, so most lines need no count.
-            return len(text) < self.longest or len(self.tokenizer.encode([text])[0]) < self.longest
+            return len(tag + text) < self.longest or len(self.tokenizer.encode([tag + text])[0]) < self.longest
 
-        return split_text(line.strip(), fits) if line.strip() else []
+        return [tag + piece for piece in split_text(text, fits)] if tag or text else []
 
     def _batches(self, order: list[int], sources: list[list[int]]) -> Iterator[list[int]]:
         batch: list[int] = []
@@ -186,7 +191,7 @@ class Translator:
     def _alignment(self, source: list[int], hypothesis: Hypothesis) -> tuple[tuple[int, int], ...] | None:
         if hypothesis.alignment is None:
             return None
-        words = _word_numbers(self.tokenizer.pieces(source[:-1]))  # EOS is no word
+        words = _word_numbers(self.tokenizer.source_pieces(source[:-1]))  # EOS is no word
         if not words or not hypothesis.tokens:
             return ()
         attended = hypothesis.alignment[:, : len(words)].argmax(dim=1).tolist()
