@@ -123,11 +123,15 @@ _TILES_OF_PARTS = {
     ("grad_q", "sm80", 32, "parts"): (64, 32, 4, 2, 255),
     ("grad_q", "sm80", 64, "documents"): (64, 32, 8, 2),
     ("grad_q", "sm80", 64, "parts"): (32, 32, 8, 2, 255),
+    ("grad_kv", "sm80", 64, "parts"): (32, 32, 8, 2, 255),
     ("grad_kv", "sm80", 128, "parts"): (32, 32, 8, 2, 255),
     ("grad_q", "sm90", 64, "parts"): (64, 32, 8, 2),
     ("grad_q", "sm90", 128, "documents"): (64, 64, 8, 2),
     ("grad_q", "sm100", 32, "documents"): (64, 64, 8, 2),
     ("grad_q", "sm100", 64, "parts"): (64, 32, 8, 2, 255),
+    ("grad_kv", "sm100", 32, "parts"): (64, 32, 8, 1),
+    ("grad_kv", "sm100", 64, "parts"): (32, 32, 8, 2, 255),
+    ("grad_kv", "sm100", 128, "parts"): (32, 32, 8, 2, 255),
 }
 
 # For every call and architecture: exact fp32 products run outside the matrix units, and hold whole rows in registers.
