@@ -14,6 +14,7 @@ from ..layers.embedding import SinusoidalTable
 from ..layers.norm import active_dropout
 from ..masks import AttentionMask
 from ..ops.embedding import embed
+from ..tracing import is_recorded, sizes
 
 Weights = bool | str
 """As ``return_weights`` of :func:`transformer_fast.attention`: False, True (before dropout) or "dropped" (after)."""
@@ -34,7 +35,7 @@ def head_width(module: object, width: int, heads: int) -> int:
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """(B, L, heads * d) -> (B, heads, L, d), a view."""
-    return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
+    return x.view(*x.shape[:-1], heads, -1).transpose(-3, -2)
 
 
 def project_heads(linears: Iterable[nn.Module], inputs: Iterable[Tensor], heads: int) -> list[Tensor]:
@@ -57,7 +58,7 @@ def embed_with_positions(
     offset: int = 0,
 ) -> Tensor:
     """``dropout(embedding(ids) * scale + position)`` in one pass: ids (B, L), the first at ``offset`` -> (B, L, d)."""
-    table, padding_idx = positions.table(offset + ids.shape[-1]), embedding.padding_idx
+    table, padding_idx = positions.table(offset + sizes(ids)[-1]), embedding.padding_idx
     p = active_dropout(dropout)
     return embed(ids, embedding.weight, table, scale=scale, offset=offset, padding_idx=padding_idx, dropout_p=p)
 
@@ -157,4 +158,4 @@ class LastWeights:
 def leave_weights(module: nn.Module, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
     """Let a module that has :class:`LastWeights` compute those of this call as ``compute(*tensors)``."""
     detached = [t.detach() for t in tensors]
-    setattr(module, LAST_WEIGHTS, None if torch.compiler.is_compiling() else lambda _: compute(*detached))
+    setattr(module, LAST_WEIGHTS, None if is_recorded() else lambda _: compute(*detached))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -49,6 +50,6 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
     if p > 0.0 and linear.bias is not None and backends.resolve("dropout", x.device, x.dtype) == "triton":
         return fused_dropout(F.linear(x, linear.weight), p, bias=linear.bias, relu=True)
     inner = linear(x)
-    if p == 0.0 and type(inner) is Tensor:
+    if p == 0.0 and type(inner) is Tensor and not torch.jit.is_tracing():
         return inner.relu_()  # in place, because no one else has this tensor
     return fused_dropout(inner, p, relu=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from .. import backends
 from ..masks import AttentionMask, and_causal
 from ..tensor_cache import get, get_or_compute
+from ..tracing import unrecorded
 
 
 def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:
@@ -45,6 +46,7 @@ def _listed(tensors: dict[str, Tensor]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
+@unrecorded
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
     tensors = {"q": q, "k": k, "v": v}
     check_tensors("attention", tensors, dict.fromkeys(tensors, "(batch, heads, length, head_dim)"), autocast)
@@ -84,6 +86,7 @@ def bounds_of(op: str, mask: AttentionMask | None, causal: bool) -> tuple[int | 
     return and_causal(mask.causal_offset, causal), mask.window_offset
 
 
+@unrecorded
 def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
     B, _, Lq, _ = full
     for name, t in (("mask", mask.keep_mask), ("mask", mask.key_keep_mask), ("bias", mask.additive_bias)):
@@ -107,6 +110,8 @@ def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) 
 def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
     """int32 lengths (B,) or (B, Lq) in [0, Lk]. On CPU others are an error; on a GPU, where looking would wait for it,
     they are cut. The result is kept, so that every layer has the same tensor, and what kernels keep on it is found."""
+    if torch.jit.is_tracing():
+        return lengths  # plain operators take them as they are
     if lengths.dim() == 2 and lengths.shape[1] != Lq:
         lengths = lengths.squeeze(1)
     if lengths.shape[0] != B:
