@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .backends import in_transform, refuse_transform
 from .masks import AttentionMask
-from .tracing import is_recorded, number, unrecorded
+from .tracing import is_recorded, is_traced, number, unrecorded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +41,10 @@ class Packing:
     @property
     def positions(self) -> Tensor:
         """int64 (total,): the position of each token in its padded sequence."""
-        return self.indices % self.length
+        if is_recorded():  # there the length may be open, and ONNX has no remainder by one
+            position = torch.arange(self.length, device=self.indices.device)
+            return position.expand(self.batch, -1).flatten().index_select(0, self.indices)
+        return self.indices % max(self.length, 1)
 
     @property
     def is_full(self) -> bool:
@@ -92,7 +95,7 @@ def pack(x: Tensor, mask: Tensor | AttentionMask | None = None) -> tuple[Tensor,
 
 def take(x: Tensor, packing: Packing) -> Tensor:
     """The tokens (T, ...) of x (B, L, ...) by a packing that is already there; differentiable."""
-    if not torch.jit.is_tracing() and tuple(x.shape[:2]) != (packing.batch, packing.length):
+    if not is_traced() and tuple(x.shape[:2]) != (packing.batch, packing.length):
         raise ValueError(f"pack: x is {tuple(x.shape)}, but the packing is of ({packing.batch}, {packing.length}, ...)")
     flat = x.flatten(0, 1)
     return flat if packing.is_full else flat.index_select(0, packing.indices)
@@ -112,7 +115,7 @@ def unpack(tokens: Tensor, packing: Packing, fill: float = 0.0) -> Tensor:
     Raises:
         ValueError: where ``tokens`` has not the T rows of the packing.
     """
-    if tokens.dim() < 1 or (not torch.jit.is_tracing() and tokens.shape[0] != packing.total):
+    if tokens.dim() < 1 or (not is_traced() and tokens.shape[0] != packing.total):
         raise ValueError(f"unpack: expected {packing.total} tokens (T, ...), got shape {tuple(tokens.shape)}")
     shape = (packing.batch, packing.length, *tokens.shape[1:])
     if packing.is_full:

@@ -18,15 +18,18 @@ from torch import Tensor
 P = ParamSpec("P")
 R = TypeVar("R")
 
+is_traced = torch.jit.is_tracing  # type: ignore[attr-defined]
+"""Whether torch.jit.trace records a call, or the ONNX exporter that uses it."""
+
 
 def is_recorded() -> bool:
     """Whether a call becomes part of a graph: values cannot be looked at, and nothing may be kept of them."""
-    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return torch.compiler.is_compiling() or is_traced()
 
 
 def needs_plain_ops() -> bool:
     """Whether a call becomes part of a graph in which only PyTorch's own operators may be."""
-    return torch.jit.is_tracing() or (torch.compiler.is_compiling() and _goes_to_onnx())
+    return is_traced() or (torch.compiler.is_compiling() and _goes_to_onnx())
 
 
 def _goes_to_onnx() -> bool:
@@ -43,7 +46,7 @@ def unrecorded(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.jit.is_tracing():
+        if not is_traced():
             return function(*args, **kwargs)
         state = torch._C._get_tracing_state()
         torch._C._set_tracing_state(None)
@@ -60,7 +63,7 @@ def sizes(t: Tensor) -> torch.Size:
 
     For what a graph may hold fixed, such as a width, and for checks.
     """
-    return _fixed_shape(t) if torch.jit.is_tracing() else t.shape
+    return _fixed_shape(t) if is_traced() else t.shape
 
 
 @unrecorded

@@ -121,13 +121,13 @@ def attend_by_scores(
     return out.squeeze(1), None if weights is None else weights.squeeze(1)
 
 
-def additive_scores(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
-    """``v^T tanh(q + k)`` for projected queries (B, Lq, n) and keys (B, Lk, n): scores (B, Lq, Lk).
+def additive_scores(query: Tensor, key: Tensor, v: nn.Module) -> Tensor:
+    """``v^T tanh(q + k)`` for projected queries (B, Lq, n), keys (B, Lk, n) and v, a linear layer: scores (B, Lq, Lk).
 
     Additive attention (Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and
     translate", 2015, appendix A.1.2). The (B, Lq, Lk, n) features are made, as the score has no cheaper form.
     """
-    return torch.tanh(query.unsqueeze(2) + key.unsqueeze(1)) @ v
+    return v(torch.tanh(query.unsqueeze(2) + key.unsqueeze(1))).squeeze(-1)
 
 
 LAST_WEIGHTS = "_last_weights"

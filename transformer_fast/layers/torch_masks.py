@@ -86,9 +86,9 @@ def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None
 
 def _is_look_ahead(mask: Tensor | None) -> bool:
     """Whether a mask is the square look-ahead mask; checked only on the CPU, where nothing waits, and in no graph."""
-    if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+    if mask is None or is_recorded() or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
         return False
-    if mask.device.type != "cpu" or is_recorded() or type(mask) is not Tensor or in_transform():
+    if mask.device.type != "cpu" or type(mask) is not Tensor or in_transform():
         return False
     blocked = torch.ones_like(mask, dtype=torch.bool).triu_(1)
     if mask.dtype != torch.bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import backends
 from ..masks import AttentionMask, and_causal
 from ..tensor_cache import get, get_or_compute
-from ..tracing import unrecorded
+from ..tracing import is_traced, unrecorded
 
 
 def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:
@@ -110,7 +110,7 @@ def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) 
 def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
     """int32 lengths (B,) or (B, Lq) in [0, Lk]. On CPU others are an error; on a GPU, where looking would wait for it,
     they are cut. The result is kept, so that every layer has the same tensor, and what kernels keep on it is found."""
-    if torch.jit.is_tracing():
+    if is_traced():
         return lengths  # plain operators take them as they are
     if lengths.dim() == 2 and lengths.shape[1] != Lq:
         lengths = lengths.squeeze(1)

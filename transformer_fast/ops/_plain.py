@@ -36,7 +36,7 @@ def decompositions() -> dict[torch._ops.OpOverload, Callable[..., Any]]:
     """
     if not extension.load():
         return {}
-    return {implementation(name, "native"): function for name, function in _PLAIN.items()}
+    return {getattr(torch.ops.transformer_fast, name).default: function for name, function in _PLAIN.items()}
 
 
 def attention(
@@ -124,6 +124,7 @@ def attention_packed(
     padded_k, padded_v = (_padded(t, place_k, batch, max_k) for t in (k, v))
     lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
     scores, allowed = _scores_and_mask(padded_q, padded_k, None, None, lengths, None, causal, window, scale)
+    assert allowed is not None  # as there are lengths
     if zero_empty_rows:
         weights = _weights(scores, allowed, True, q.dtype)
     else:  # a row without keys is uniform over those of its own sequence, and 0 where there are none

@@ -185,8 +185,8 @@ def attention(
         out = out if Dv == sizes(out)[-1] else out[..., :Dv]
         if return_weights:
             of_weights = replace(params, dropout_p=float(dropout[0]), seed=dropout[1])
-            given = of_weights.keywords()
-            weights = implementation("attention_weights", backend)(q, k, logsumexp.detach(), **given, backend=backend)
+            compute = implementation("attention_weights", backend)
+            weights = compute(q, k, logsumexp.detach(), **of_weights.keywords(), backend=backend)
     if only_out:
         return out
     return (out, *([weights] if return_weights else []), *([logsumexp] if return_logsumexp else []))

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import backends, reference
 from ..attention_params import AttentionParams, PackedBatch
 from ..masks import AttentionMask
-from ..tracing import is_recorded, sizes, unrecorded
+from ..tracing import is_recorded, is_traced, sizes, unrecorded
 from . import _eager, _seed
 from ._attention_checks import bounds_of, check_options, check_tensors, shape_error
 from ._names import unknown_names
@@ -178,8 +178,8 @@ def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int
     if is_recorded() or cu_seqlens.device.type != "cpu":
         if longest is not None:
             return longest
-        found = cu_seqlens.diff().amax()
-        return found if torch.jit.is_tracing() else int(found)  # torch.jit.trace records sizes as tensors
+        length = (cu_seqlens[1:] - cu_seqlens[:-1]).amax()  # of diff there is none in ONNX
+        return length if is_traced() else int(length)  # torch.jit.trace records sizes as tensors
     starts = cu_seqlens.tolist()
     # Reading a few numbers in Python is cheaper than a reduction.
     lengths = [end - start for start, end in itertools.pairwise(starts)]

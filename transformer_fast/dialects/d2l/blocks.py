@@ -139,7 +139,7 @@ def run_decoder_block(block: nn.Module, X: Tensor, state: State, *, causal_eval:
     if block.training:
         mask = AttentionMask.causal()  # lengths 1 to T, without a tensor of them
     elif causal_eval:
-        mask = AttentionMask.causal(sizes(key_values)[1] - sizes(X)[1])
+        mask = AttentionMask.causal(0 if seen is None else sizes(seen)[1])
     Y = block.addnorm1(X, block.attention1(X, key_values, key_values, mask))
     Z = block.addnorm2(Y, block.attention2(Y, enc_outputs, enc_outputs, enc_valid_lens))
     return block.addnorm3(Z, block.ffn(Z)), state
