@@ -8,7 +8,7 @@ from torch import Tensor
 from ..layers.attention import layer_mask
 from ..masks import AttentionMask
 from ..packing import PackedMask, packing_of
-from ..tracing import is_recorded
+from ..tracing import is_recorded, is_traced
 
 _WHAT_TO_PASS = "pass AttentionMask.lengths(trg_lengths) & AttentionMask.causal()"
 
@@ -66,7 +66,8 @@ def _padding_of_dense(keep: Tensor, length: int) -> Tensor:
     """
     on_gpu = keep.device.type != "cpu"
     if on_gpu or is_recorded():
-        obstacle = "without waiting for the GPU" if on_gpu else "by torch.compile, torch.export or torch.jit.trace"
+        graph = "by torch.jit.trace" if is_traced() else "by torch.compile or torch.export"
+        obstacle = "without waiting for the GPU" if on_gpu else graph
         raise ValueError(
             f"packed: trg_mask is a dense keep mask {tuple(keep.shape)} on {keep.device}; whether it is padding and "
             f"look-ahead cannot be seen {obstacle}: {_WHAT_TO_PASS}"

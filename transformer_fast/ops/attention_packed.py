@@ -178,7 +178,7 @@ def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int
     if is_recorded() or cu_seqlens.device.type != "cpu":
         if longest is not None:
             return longest
-        length = (cu_seqlens[1:] - cu_seqlens[:-1]).amax()  # of diff there is none in ONNX
+        length = (cu_seqlens[1:] - cu_seqlens[:-1]).amax().long()  # ONNX has no diff
         return length if is_traced() else int(length)  # torch.jit.trace records sizes as tensors
     starts = cu_seqlens.tolist()
     # Reading a few numbers in Python is cheaper than a reduction.
