@@ -283,7 +283,7 @@ def test_traced(name: str) -> None:
         assert_same(traced(*given), results)
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name != "packed attention"] + ["packed", "hand-written"])
+@pytest.mark.parametrize("name", [name for name in OPS if name != "packed attention"] + ["packed"])
 def test_decomposed(name: str) -> None:
     model, args, expected = made(CASES[name])
     program = exported(model, args)
@@ -314,7 +314,7 @@ def test_onnx_by_torchscript(name: str, tmp_path: Path) -> None:
         assert_same(run_by_onnx(path, given), results)
 
 
-@pytest.mark.parametrize("name", ["attention", "norms and dropout", "embeddings", "nn.Transformer"])
+@pytest.mark.parametrize("name", ["attention", "norms and dropout", "embeddings", "nn.TransformerEncoder"])
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_by_dynamo(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
@@ -329,7 +329,7 @@ def test_onnx_by_dynamo(name: str, tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_of_an_exported_program(tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
-    model, args, expected = made(MODELS["packed"])
+    model, args, expected = made(MODELS["bert"])
     program = exported(model, args).run_decompositions(tfast.decompositions())
     path = tmp_path / "model.onnx"
     torch.onnx.export(program, f=path, dynamo=True, verbose=False)

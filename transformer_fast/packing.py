@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .backends import in_transform, refuse_transform
 from .masks import AttentionMask
-from .tracing import is_recorded, is_traced, number, unrecorded
+from .tracing import is_traced, number, unrecorded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,7 +41,8 @@ class Packing:
     @property
     def positions(self) -> Tensor:
         """int64 (total,): the position of each token in its padded sequence."""
-        if is_recorded():  # there the length may be open, and ONNX has no remainder by one
+        if torch.compiler.is_compiling() or is_traced():
+            # The length may be open, and ONNX has no remainder by an open number.
             position = torch.arange(self.length, device=self.indices.device)
             return position.expand(self.batch, -1).flatten().index_select(0, self.indices)
         return self.indices % max(self.length, 1)
@@ -49,7 +50,7 @@ class Packing:
     @property
     def is_full(self) -> bool:
         """Whether there is no padding at all; False while something traces, which does not know."""
-        return not is_recorded() and self.total == self.batch * self.length
+        return not (torch.compiler.is_compiling() or is_traced()) and self.total == self.batch * self.length
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -132,7 +133,7 @@ def packing_of(
     if in_transform():
         refuse_transform("pack")
     lengths, keep = _lengths_or_keep(mask, batch, length)
-    if is_recorded():
+    if torch.compiler.is_compiling() or is_traced():
         return _traced(lengths, keep, batch, length, device)
     if lengths is not None:
         return _from_lengths(lengths, batch, length, device)

@@ -3,6 +3,9 @@
 A graph of torch.jit.trace and one for ONNX leave PyTorch, or run where this package is not installed: ops are written
 into them as plain PyTorch. torch.jit.trace records sizes too, as tensors; a comparison of two is then a warning and a
 constant of the graph.
+
+Whether anything at all records a call is asked in place: ``torch.compiler.is_compiling() or is_traced()``. A function
+that asks it would be compiled by itself where torch.compile breaks a graph, and say yes to the eager code there.
 """
 
 from __future__ import annotations
@@ -20,11 +23,6 @@ R = TypeVar("R")
 
 is_traced = torch.jit.is_tracing  # type: ignore[attr-defined]
 """Whether torch.jit.trace records a call, or the ONNX exporter that uses it."""
-
-
-def is_recorded() -> bool:
-    """Whether a call becomes part of a graph: values cannot be looked at, and nothing may be kept of them."""
-    return torch.compiler.is_compiling() or is_traced()
 
 
 def needs_plain_ops() -> bool:

@@ -14,7 +14,7 @@ from ..layers.embedding import SinusoidalTable
 from ..layers.norm import active_dropout
 from ..masks import AttentionMask
 from ..ops.embedding import embed
-from ..tracing import is_recorded, sizes
+from ..tracing import is_traced, sizes
 
 Weights = bool | str
 """As ``return_weights`` of :func:`transformer_fast.attention`: False, True (before dropout) or "dropped" (after)."""
@@ -158,4 +158,6 @@ class LastWeights:
 def leave_weights(module: nn.Module, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
     """Let a module that has :class:`LastWeights` compute those of this call as ``compute(*tensors)``."""
     detached = [t.detach() for t in tensors]
-    setattr(module, LAST_WEIGHTS, None if is_recorded() else lambda _: compute(*detached))
+    setattr(
+        module, LAST_WEIGHTS, None if torch.compiler.is_compiling() or is_traced() else lambda _: compute(*detached)
+    )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..backends import in_transform
 from ..masks import AttentionMask
-from ..tracing import is_recorded, unrecorded
+from ..tracing import is_traced, unrecorded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,9 +86,9 @@ def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None
 
 def _is_look_ahead(mask: Tensor | None) -> bool:
     """Whether a mask is the square look-ahead mask; checked only on the CPU, where nothing waits, and in no graph."""
-    if mask is None or is_recorded() or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+    if mask is None or is_traced() or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
         return False
-    if mask.device.type != "cpu" or type(mask) is not Tensor or in_transform():
+    if mask.device.type != "cpu" or torch.compiler.is_compiling() or type(mask) is not Tensor or in_transform():
         return False
     blocked = torch.ones_like(mask, dtype=torch.bool).triu_(1)
     if mask.dtype != torch.bool:

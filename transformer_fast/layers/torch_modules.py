@@ -20,7 +20,7 @@ from .. import ops
 from ..ops._multihead import evaluated_heads
 from ..ops.dropout import dropout as fused_dropout
 from ..packing import PackedMask
-from ..tracing import is_recorded
+from ..tracing import is_traced
 from . import norm as _norm
 from .attention import packed_attention
 from .feed_forward import linear_relu_dropout
@@ -172,7 +172,7 @@ class _Layer(nn.Module):
         if activation is F.relu or (type(activation) is nn.ReLU and not has_hooks(activation)):
             return self.linear2(linear_relu_dropout(self.linear1, x, p))
         inner = self.linear1(x)
-        ours = type(inner) is Tensor and not inner.requires_grad and not has_hooks(self.linear1) and not is_recorded()
+        ours = type(inner) is Tensor and not inner.requires_grad and not has_hooks(self.linear1) and not is_traced()
         if activation is F.gelu and ours:
             return self.linear2(fused_dropout(torch.ops.aten.gelu_(inner), p))
         return self.linear2(fused_dropout(activation(inner), p))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..masks import AttentionMask
-from ..tracing import is_recorded, sizes, unrecorded
+from ..tracing import is_traced, sizes, unrecorded
 from . import _eager
 from ._attention_checks import bounds_of, check_tensors, shape_error
 from ._names import unknown_names
@@ -128,7 +128,7 @@ def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tens
         raise ValueError(
             f"attention_decode: page_table must be (B, max_pages) with B = {B}, got shape {tuple(page_table.shape)}"
         )
-    if lengths.device.type == "cpu" and not is_recorded() and B > 0:
+    if lengths.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced()) and B > 0:
         capacity = k_cache.shape[2] if page_table is None else page_table.shape[1] * k_cache.shape[1]
         host = lengths.tolist()
         if min(host) < 0 or max(host) > capacity:

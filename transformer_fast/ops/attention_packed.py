@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import backends, reference
 from ..attention_params import AttentionParams, PackedBatch
 from ..masks import AttentionMask
-from ..tracing import is_recorded, is_traced, sizes, unrecorded
+from ..tracing import is_traced, sizes, unrecorded
 from . import _eager, _seed
 from ._attention_checks import bounds_of, check_options, check_tensors, shape_error
 from ._names import unknown_names
@@ -175,7 +175,7 @@ def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int
         raise ValueError(f"attention_packed: {full} must be (sequences + 1,), got shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != tokens.device:
         raise ValueError(f"attention_packed: {name} is on {tokens.device} but {full} on {cu_seqlens.device}")
-    if is_recorded() or cu_seqlens.device.type != "cpu":
+    if torch.compiler.is_compiling() or is_traced() or cu_seqlens.device.type != "cpu":
         if longest is not None:
             return longest
         length = (cu_seqlens[1:] - cu_seqlens[:-1]).amax().long()  # ONNX has no diff
