@@ -23,14 +23,15 @@ def test_every_family_has_a_page():
         "masks",
         "accelerate",
         "huggingface",
+        "export",
     }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_examples_run(page):
     """All examples of a page, one after the other."""
-    if page.stem == "huggingface":
-        pytest.importorskip("transformers")
+    for package in {"huggingface": ["transformers"], "export": ["onnx", "onnxruntime"]}.get(page.stem, []):
+        pytest.importorskip(package)
     text = page.read_text()
     examples = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
     assert examples and 2 * len(examples) == text.count("```"), "every block is an example and is run"

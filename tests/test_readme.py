@@ -47,6 +47,8 @@ def every_block():
 def test_every_block_runs_alone(block, tmp_path, monkeypatch):
     if "transformers" in re.findall(r"^import (\w+)", block, re.MULTILINE):
         pytest.importorskip("transformers")
+    if "torch.onnx" in block:
+        pytest.importorskip("onnx")
     monkeypatch.chdir(tmp_path)
     shown_by(block)
 

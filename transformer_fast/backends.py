@@ -27,6 +27,7 @@ import torch
 from torch.autograd import forward_ad
 
 from . import extension
+from .tracing import needs_plain_ops
 
 NAMES = ("auto", "native", "triton", "reference")
 _ON_CUDA = {
@@ -108,7 +109,12 @@ def _choose(asked: str, op: str, device: torch.device, dtype: torch.dtype) -> tu
 
 
 def resolve(op: str, device: torch.device, dtype: torch.dtype) -> str:
-    """:func:`choose` without the reason; warns once where "auto" had to fall back to the reference."""
+    """:func:`choose` without the reason; warns once where "auto" had to fall back to the reference.
+
+    "plain", which nobody can ask for, where a graph is made of PyTorch's own operators (``ops/_plain.py``).
+    """
+    if needs_plain_ops():
+        return "plain"
     if torch.compiler.is_compiling():
         return choose(op, device, dtype)[0]
     name = _resolved(current(), op, device, dtype)

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from .distance import Alibi, DistanceBias, Relative, distance_table
+from .tracing import sizes
 
 _Part = TypeVar("_Part", Tensor, int, tuple[Tensor, Tensor])
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -58,7 +59,7 @@ class AttentionMask:
             ValueError: for more than four dimensions, or none.
         """
         mask = _four_dimensions(_boolean(mask, "keep"))
-        if mask.shape[2] == 1:
+        if sizes(mask)[2] == 1:
             return cls(key_keep_mask=mask)
         return cls(keep_mask=mask)
 
@@ -285,9 +286,9 @@ def dense_keep(
     if key_keep is not None:
         allowed = allowed & key_keep
     if lengths is not None:
-        per_query = lengths.view(lengths.shape[0], 1, -1, 1)
-        allowed = allowed & (j < per_query)
-    i = torch.arange(Lq, device=device).view(Lq, 1)
+        per_query = lengths if lengths.dim() == 2 else lengths.unsqueeze(1)
+        allowed = allowed & (j < per_query[:, None, :, None])
+    i = torch.arange(Lq, device=device).unsqueeze(1)
     if causal is not None:
         allowed = allowed & (j <= i + causal)
     if window is not None:
@@ -366,7 +367,7 @@ def _four_dimensions(mask: Tensor) -> Tensor:
         raise ValueError(
             f"mask: expected 1 to 4 dimensions broadcastable to (B, H, Lq, Lk), got shape {tuple(mask.shape)}"
         )
-    return mask.view((1,) * (4 - mask.dim()) + tuple(mask.shape))
+    return mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
 
 
 def _combine(a: _Part | None, b: _Part | None, both: Callable[[_Part, _Part], _Part]) -> _Part | None:

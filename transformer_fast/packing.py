@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .backends import in_transform, refuse_transform
 from .masks import AttentionMask
+from .tracing import is_traced, number, unrecorded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,12 +41,16 @@ class Packing:
     @property
     def positions(self) -> Tensor:
         """int64 (total,): the position of each token in its padded sequence."""
+        if torch.compiler.is_compiling() or is_traced():
+            # The length may be open, and ONNX has no remainder by an open number.
+            position = torch.arange(self.length, device=self.indices.device)
+            return position.expand(self.batch, -1).flatten().index_select(0, self.indices)
         return self.indices % max(self.length, 1)
 
     @property
     def is_full(self) -> bool:
         """Whether there is no padding at all; False while something traces, which does not know."""
-        return not torch.compiler.is_compiling() and self.total == self.batch * self.length
+        return not (torch.compiler.is_compiling() or is_traced()) and self.total == self.batch * self.length
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,7 +96,7 @@ def pack(x: Tensor, mask: Tensor | AttentionMask | None = None) -> tuple[Tensor,
 
 def take(x: Tensor, packing: Packing) -> Tensor:
     """The tokens (T, ...) of x (B, L, ...) by a packing that is already there; differentiable."""
-    if tuple(x.shape[:2]) != (packing.batch, packing.length):
+    if not is_traced() and tuple(x.shape[:2]) != (packing.batch, packing.length):
         raise ValueError(f"pack: x is {tuple(x.shape)}, but the packing is of ({packing.batch}, {packing.length}, ...)")
     flat = x.flatten(0, 1)
     return flat if packing.is_full else flat.index_select(0, packing.indices)
@@ -111,7 +116,7 @@ def unpack(tokens: Tensor, packing: Packing, fill: float = 0.0) -> Tensor:
     Raises:
         ValueError: where ``tokens`` has not the T rows of the packing.
     """
-    if tokens.dim() < 1 or tokens.shape[0] != packing.total:
+    if tokens.dim() < 1 or (not is_traced() and tokens.shape[0] != packing.total):
         raise ValueError(f"unpack: expected {packing.total} tokens (T, ...), got shape {tuple(tokens.shape)}")
     shape = (packing.batch, packing.length, *tokens.shape[1:])
     if packing.is_full:
@@ -128,7 +133,7 @@ def packing_of(
     if in_transform():
         refuse_transform("pack")
     lengths, keep = _lengths_or_keep(mask, batch, length)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or is_traced():
         return _traced(lengths, keep, batch, length, device)
     if lengths is not None:
         return _from_lengths(lengths, batch, length, device)
@@ -156,7 +161,7 @@ def _from_lengths(lengths: Tensor, batch: int, length: int, device: torch.device
 
 
 def _traced(lengths: Tensor | None, keep: Tensor | None, batch: int, length: int, device: torch.device) -> Packing:
-    """For torch.compile and torch.export: the number of tokens is left open, and no sequence is longer than L."""
+    """Where a graph is made: the number of tokens is left open, and no sequence is longer than L."""
     if lengths is not None:
         keep = torch.arange(length, device=device) < lengths.to(device)[:, None]
     assert keep is not None
@@ -179,7 +184,7 @@ def _lengths_or_keep(
     mask: Tensor | AttentionMask | None, batch: int, length: int
 ) -> tuple[Tensor | None, Tensor | None]:
     """A padding mask as lengths (B,), or where that cannot say it as a bool keep mask (B, L); one of the two."""
-    if mask is None or batch * length == 0:
+    if mask is None or number(batch) * number(length) == 0:
         return torch.full((batch,), length), None
     if isinstance(mask, Tensor) and mask.dim() == 1:
         mask = AttentionMask.lengths(mask)
@@ -188,6 +193,20 @@ def _lengths_or_keep(
     elif not isinstance(mask, AttentionMask):
         got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"pack: expected lengths (B,), a bool keep mask (B, L) or an AttentionMask, got {got}")
+    _check_padding(mask, batch, length)
+    lengths, keep = mask.key_lengths, mask.key_keep_mask
+    lengths = None if lengths is None else lengths.flatten().expand(batch)
+    if keep is None:
+        return (torch.full((batch,), length) if lengths is None else lengths), None
+    keep = keep[:, 0, 0].expand(batch, length)
+    if lengths is not None:
+        keep = keep & (torch.arange(length, device=lengths.device) < lengths[:, None])
+    return None, keep
+
+
+@unrecorded
+def _check_padding(mask: AttentionMask, batch: int, length: int) -> None:
+    """Raise unless a mask is padding of a batch (batch, length, ...), and no more."""
     lengths, keep, more = mask.key_lengths, mask.key_keep_mask, ""
     if mask.causal_offset is not None:
         more = "a look-ahead (causal)"
@@ -211,10 +230,3 @@ def _lengths_or_keep(
         raise ValueError(
             f"pack: a keep mask of shape {tuple(keep.shape)} does not fit (B, 1, 1, L) = {(batch, 1, 1, length)}"
         )
-    lengths = None if lengths is None else lengths.flatten().expand(batch)
-    if keep is None:
-        return (torch.full((batch,), length) if lengths is None else lengths), None
-    keep = keep[:, 0, 0].expand(batch, length)
-    if lengths is not None:
-        keep = keep & (torch.arange(length, device=lengths.device) < lengths[:, None])
-    return None, keep

@@ -14,6 +14,7 @@ from ..layers.embedding import SinusoidalTable
 from ..layers.norm import active_dropout
 from ..masks import AttentionMask
 from ..ops.embedding import embed
+from ..tracing import is_traced, sizes
 
 Weights = bool | str
 """As ``return_weights`` of :func:`transformer_fast.attention`: False, True (before dropout) or "dropped" (after)."""
@@ -34,7 +35,7 @@ def head_width(module: object, width: int, heads: int) -> int:
 
 def split_heads(x: Tensor, heads: int) -> Tensor:
     """(B, L, heads * d) -> (B, heads, L, d), a view."""
-    return x.unflatten(-1, (heads, -1)).transpose(-3, -2)
+    return x.view(*x.shape[:-1], heads, -1).transpose(-3, -2)
 
 
 def project_heads(linears: Iterable[nn.Module], inputs: Iterable[Tensor], heads: int) -> list[Tensor]:
@@ -57,7 +58,7 @@ def embed_with_positions(
     offset: int = 0,
 ) -> Tensor:
     """``dropout(embedding(ids) * scale + position)`` in one pass: ids (B, L), the first at ``offset`` -> (B, L, d)."""
-    table, padding_idx = positions.table(offset + ids.shape[-1]), embedding.padding_idx
+    table, padding_idx = positions.table(offset + sizes(ids)[-1]), embedding.padding_idx
     p = active_dropout(dropout)
     return embed(ids, embedding.weight, table, scale=scale, offset=offset, padding_idx=padding_idx, dropout_p=p)
 
@@ -120,13 +121,13 @@ def attend_by_scores(
     return out.squeeze(1), None if weights is None else weights.squeeze(1)
 
 
-def additive_scores(query: Tensor, key: Tensor, v: Tensor) -> Tensor:
-    """``v^T tanh(q + k)`` for projected queries (B, Lq, n) and keys (B, Lk, n): scores (B, Lq, Lk).
+def additive_scores(query: Tensor, key: Tensor, v: nn.Module) -> Tensor:
+    """``v^T tanh(q + k)`` for projected queries (B, Lq, n), keys (B, Lk, n) and v, a linear layer: scores (B, Lq, Lk).
 
     Additive attention (Bahdanau, Cho and Bengio, "Neural machine translation by jointly learning to align and
     translate", 2015, appendix A.1.2). The (B, Lq, Lk, n) features are made, as the score has no cheaper form.
     """
-    return torch.tanh(query.unsqueeze(2) + key.unsqueeze(1)) @ v
+    return v(torch.tanh(query.unsqueeze(2) + key.unsqueeze(1))).squeeze(-1)
 
 
 LAST_WEIGHTS = "_last_weights"
@@ -157,4 +158,6 @@ class LastWeights:
 def leave_weights(module: nn.Module, compute: Callable[..., Tensor], *tensors: Tensor) -> None:
     """Let a module that has :class:`LastWeights` compute those of this call as ``compute(*tensors)``."""
     detached = [t.detach() for t in tensors]
-    setattr(module, LAST_WEIGHTS, None if torch.compiler.is_compiling() else lambda _: compute(*detached))
+    setattr(
+        module, LAST_WEIGHTS, None if torch.compiler.is_compiling() or is_traced() else lambda _: compute(*detached)
+    )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..masks import AttentionMask
+from ..tracing import is_traced, sizes
 from . import dispatch
 from .lazy_mask import LazyMask, bounds_of
 
@@ -98,10 +99,10 @@ def attention_forward(
             raise NotImplementedError(
                 f'{layer}: attn_implementation="{NAME}" has no such argument ({option}=); use "eager"'
             )
-    if query.shape[0] != key.shape[0]:
+    if sizes(query)[0] != sizes(key)[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
-    if attention_mask is None and query.shape[2] > 1:
+    if attention_mask is None and sizes(query)[2] > 1:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = AttentionMask.causal() if is_causal else mask
     if position_bias is not None:
@@ -128,7 +129,7 @@ def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     config = kwargs.get("config")
     if not torch.compiler.is_compiling():
         dispatch.refuse_caller(config, _registered)
-        if not args and (lazy := _lazy_mask(**kwargs)) is not None:
+        if not (args or is_traced()) and (lazy := _lazy_mask(**kwargs)) is not None:
             return lazy
     elif not dispatch.is_checked(config):  # the caller cannot be found while it is traced: a mask that is right for all
         return eager_mask(*args, **kwargs)
@@ -204,6 +205,6 @@ def _mask_and_bias(mask: Tensor | None, Lq: int, Lk: int) -> tuple[AttentionMask
     mask = mask[..., :Lk]  # a static cache may be longer than what it holds
     if mask.is_floating_point():
         return None, mask
-    if mask.shape[2] > 1 and mask.stride(2) == 0:  # the same for every query
+    if sizes(mask)[2] > 1 and mask.stride(2) == 0:  # the same for every query
         mask = mask[:, :, :1]
     return AttentionMask.keep(mask), None

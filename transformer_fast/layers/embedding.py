@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.embedding import add_positional, embed, positional_table
+from ..tracing import number, sizes
 from .norm import active_dropout
 
 
@@ -43,7 +44,7 @@ class Embedder(nn.Module):
         return embed(
             x,
             self.lut.weight,
-            positions.table(int(offset) + x.shape[-1] if length is None else length),
+            positions.table(int(offset) + sizes(x)[-1] if length is None else length),
             scale=self.scale,
             offset=offset,
             padding_idx=self.lut.padding_idx,
@@ -78,7 +79,8 @@ class SinusoidalTable(nn.Module):
     def table(self, length: int) -> Tensor:
         """The encoding of at least ``length`` positions: (>= length, d_model)."""
         stored = getattr(self, self.table_name)[0]
-        if length <= stored.shape[0]:
+        length = number(length)
+        if length <= sizes(stored)[0]:
             return stored
         if self._extended is None or self._extended.shape[0] < length or self._extended.dtype != stored.dtype:
             beyond = positional_table(2 * length, stored.shape[1], layout=self.layout)[stored.shape[0] :]
@@ -114,4 +116,4 @@ class PositionalEncoder(SinusoidalTable):
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
         """x (B, L, d_model) -> ``dropout(x + pe[:, offset : offset + L])``."""
-        return add_positional(x, self.table(offset + x.shape[-2]), offset, active_dropout(self.dropout))
+        return add_positional(x, self.table(offset + sizes(x)[-2]), offset, active_dropout(self.dropout))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .. import backends
 from ..ops.dropout import dropout as fused_dropout
+from ..tracing import is_traced
 from .hooks import is_plain
 from .norm import active_dropout
 
@@ -65,6 +66,6 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
     if p > 0.0 and linear.bias is not None and backends.resolve("dropout", x.device, x.dtype) == "triton":
         return fused_dropout(F.linear(x, linear.weight), p, bias=linear.bias, relu=True)
     inner = linear(x)
-    if p == 0.0 and type(inner) is Tensor:
+    if p == 0.0 and type(inner) is Tensor and not is_traced():
         return inner.relu_()  # in place, because no one else has this tensor
     return fused_dropout(inner, p, relu=True)

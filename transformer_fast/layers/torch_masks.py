@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..backends import in_transform
 from ..masks import AttentionMask
+from ..tracing import is_traced, unrecorded
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,6 +76,7 @@ def torch_mask(
     return TorchMask(keys, bias, original)
 
 
+@unrecorded
 def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"{name}: expected bool (True = blocked) or float (added to the scores), got {mask.dtype}")
@@ -83,8 +85,8 @@ def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None
 
 
 def _is_look_ahead(mask: Tensor | None) -> bool:
-    """Whether a mask is the square look-ahead mask; checked only on the CPU, where nothing waits, and not compiling."""
-    if mask is None or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
+    """Whether a mask is the square look-ahead mask; checked only on the CPU, where nothing waits, and in no graph."""
+    if mask is None or is_traced() or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
         return False
     if mask.device.type != "cpu" or torch.compiler.is_compiling() or type(mask) is not Tensor or in_transform():
         return False

@@ -20,6 +20,7 @@ from .. import ops
 from ..ops._multihead import evaluated_heads
 from ..ops.dropout import dropout as fused_dropout
 from ..packing import PackedMask
+from ..tracing import is_traced
 from . import norm as _norm
 from .attention import packed_attention
 from .feed_forward import linear_relu_dropout
@@ -132,17 +133,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Queries, keys and values by head, each (*, *, heads, head_dim)."""
         by_head, weight, bias = (self.num_heads, self.head_dim), self.in_proj_weight, self.in_proj_bias
         if self._qkv_same_embed_dim and same:
-            return F.linear(query, weight, bias).unflatten(-1, (3, *by_head)).unbind(-3)
+            return F.linear(query, weight, bias).view(*query.shape[:-1], 3, *by_head).unbind(-3)
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         if not self._qkv_same_embed_dim:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         elif key is value:
-            q = F.linear(query, weight[: self.embed_dim], biases[0]).unflatten(-1, by_head)
+            q = F.linear(query, weight[: self.embed_dim], biases[0]).view(*query.shape[:-1], *by_head)
             joined = F.linear(key, weight[self.embed_dim :], None if bias is None else bias[self.embed_dim :])
-            return q, *joined.unflatten(-1, (2, *by_head)).unbind(-3)
+            return q, *joined.view(*key.shape[:-1], 2, *by_head).unbind(-3)
         else:
             weights = weight.chunk(3)
-        return tuple(F.linear(x, w, b).unflatten(-1, by_head) for x, w, b in zip((query, key, value), weights, biases))
+        inputs = query, key, value
+        return tuple(F.linear(x, w, b).view(*x.shape[:-1], *by_head) for x, w, b in zip(inputs, weights, biases))
 
 
 class _Layer(nn.Module):
@@ -170,7 +172,8 @@ class _Layer(nn.Module):
         if activation is F.relu or (type(activation) is nn.ReLU and not has_hooks(activation)):
             return self.linear2(linear_relu_dropout(self.linear1, x, p))
         inner = self.linear1(x)
-        if activation is F.gelu and type(inner) is Tensor and not inner.requires_grad and not has_hooks(self.linear1):
+        ours = type(inner) is Tensor and not inner.requires_grad and not has_hooks(self.linear1) and not is_traced()
+        if activation is F.gelu and ours:
             return self.linear2(fused_dropout(torch.ops.aten.gelu_(inner), p))
         return self.linear2(fused_dropout(activation(inner), p))
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..backends import in_transform
 from ..packing import PackedMask, Packing, packing_of, take, unpack
+from ..tracing import is_traced
 from .hooks import has_hooks
 from .torch_masks import TorchMask, torch_mask
 from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
@@ -48,7 +49,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         attention = self.layers[0].self_attn
         if self.layers[0].training or not (getattr(self, "use_nested_tensor", False) and attention.batch_first):
             return None
-        if torch.compiler.is_compiling() or in_transform() or type(src) is not Tensor or src.is_meta:
+        if torch.compiler.is_compiling() or is_traced() or in_transform() or type(src) is not Tensor or src.is_meta:
             return None
         if torch.is_autocast_enabled(src.device.type) or not torch.backends.mha.get_fastpath_enabled():
             return None

@@ -8,6 +8,7 @@ from torch import Tensor
 from ..layers.attention import layer_mask
 from ..masks import AttentionMask
 from ..packing import PackedMask, packing_of
+from ..tracing import is_traced
 
 _WHAT_TO_PASS = "pass AttentionMask.lengths(trg_lengths) & AttentionMask.causal()"
 
@@ -66,8 +67,9 @@ def _padding_of_dense(keep: Tensor, length: int) -> Tensor:
     Every token sees itself, so the diagonal tells the tokens; what the rows of padding say does not matter.
     """
     on_gpu = keep.device.type != "cpu"
-    if on_gpu or torch.compiler.is_compiling():
-        obstacle = "without waiting for the GPU" if on_gpu else "by torch.compile or torch.export"
+    if on_gpu or torch.compiler.is_compiling() or is_traced():
+        graph = "by torch.jit.trace" if is_traced() else "by torch.compile or torch.export"
+        obstacle = "without waiting for the GPU" if on_gpu else graph
         raise ValueError(
             f"packed: trg_mask is a dense keep mask {tuple(keep.shape)} on {keep.device}; whether it is padding and "
             f"look-ahead cannot be seen {obstacle}: {_WHAT_TO_PASS}"

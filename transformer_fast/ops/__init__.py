@@ -1,5 +1,9 @@
 """The public functions of the ops: what they document, and their argument checks. The ops are in csrc/ops."""
 
+import contextlib
+
+from .. import extension
+from ._plain import decompositions
 from .attention import attention
 from .attention_decode import attention_decode
 from .attention_packed import attention_packed
@@ -13,9 +17,15 @@ __all__ = [
     "attention",
     "attention_decode",
     "attention_packed",
+    "decompositions",
     "dropout",
     "embed",
     "layer_norm",
     "linear_cross_entropy",
     "positional_table",
 ]
+
+# torch.export.load finds the ops of a saved program only where they are registered. What ails the extension, the first
+# call says.
+with contextlib.suppress(ValueError):
+    extension.load()

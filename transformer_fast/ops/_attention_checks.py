@@ -12,6 +12,7 @@ from .. import backends
 from ..distance import distance_table
 from ..masks import AttentionMask, and_causal, ranked
 from ..tensor_cache import get, get_or_compute
+from ..tracing import is_traced, unrecorded
 
 
 def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:
@@ -47,6 +48,7 @@ def _listed(tensors: dict[str, Tensor]) -> str:
     return f"{', '.join(first)} and {last}"
 
 
+@unrecorded
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
     tensors = {"q": q, "k": k, "v": v}
     check_tensors("attention", tensors, dict.fromkeys(tensors, "(batch, heads, length, head_dim)"), autocast)
@@ -98,70 +100,81 @@ def special_arguments(
     mask: AttentionMask,
     softcap: float | None,
     sinks: Tensor | None,
-    full: tuple[int, ...],
+    lengths: tuple[int, int],
     zero: int,
+    packed: tuple[int, int] | None = None,
 ) -> dict[str, Any]:
     """Documents, distances, softcap and sinks of a call as fields of AttentionParams.
 
     Args:
         op: the public name, for the messages.
-        full: (B, H, Lq, Lk) of a padded batch; (1, H, max_q, max_k, Tq, Tk) of a packed one.
+        q: (B, H, Lq, D), or of a packed batch (Tq, H, D).
+        lengths: Lq and Lk, or max_q and max_k of a packed batch.
         zero: the entry of a distance table that is of query and key of one number.
+        packed: Tq and Tk of a packed batch.
     """
-    B, H, Lq, Lk, *tokens = full
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"{op}: softcap must be above 0, or None for none, got {softcap}")
+    _check_special(op, q, mask, softcap, sinks, lengths, packed)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     arguments: dict[str, Any] = {"softcap": None if softcap is None else float(softcap)}
     if sinks is not None:
-        arguments["sinks"] = normal_sinks(op, sinks, q, H)
+        arguments["sinks"] = sinks.to(dtype).contiguous()
+    if mask.distance_biases:
+        arguments["distance_bias"] = distance_table(mask.distance_biases, *lengths, zero, dtype)
+    if mask.document_ids is not None:
+        ids = document_numbers(*mask.document_ids)
+        arguments |= dict(zip(("query_ids", "key_ids"), ids if packed is None else (t[0] for t in ids), strict=True))
+    return arguments
+
+
+@unrecorded
+def _check_special(
+    op: str,
+    q: Tensor,
+    mask: AttentionMask,
+    softcap: float | None,
+    sinks: Tensor | None,
+    lengths: tuple[int, int],
+    packed: tuple[int, int] | None,
+) -> None:
+    B, H = (1, q.shape[1]) if packed is not None else (q.shape[0], q.shape[1])
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"{op}: softcap must be above 0, or None for none, got {softcap}")
+    if sinks is not None:
+        if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+            what = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
+            raise TypeError(f"{op}: sinks must be a float tensor (H,), got {what}")
+        if sinks.shape != (H,):
+            raise ValueError(f"{op}: sinks must be (H,) = ({H},), got shape {tuple(sinks.shape)}")
     for bias in mask.distance_biases:
         name = type(bias).__name__.lower()
         batches, heads = bias.heads()
         if batches not in (1, B) or heads not in (1, H):
-            of = "(H,) or (B, H)" if name == "alibi" and B > 1 else "(H,)" if name == "alibi" else "(buckets, H)"
+            of = "(buckets, H)" if name == "relative" else "(H,) or (B, H)" if packed is None else "(H,)"
             raise ValueError(f"{op}: {name} of shape {tuple(bias.tensor.shape)} is not {of} with B = {B} and H = {H}")
-        if bias.tensor.device != q.device:
-            raise ValueError(f"{op}: q is on {q.device} but {name} on {bias.tensor.device}")
-    if mask.distance_biases:
-        dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-        arguments["distance_bias"] = distance_table(mask.distance_biases, Lq, Lk, zero, dtype)
     if mask.document_ids is not None:
-        shapes = [(1, n) for n in tokens] or [(B, Lq), (B, Lk)]
-        for name, ids, (batches, length) in zip(("query_ids", "key_ids"), mask.document_ids, shapes, strict=True):
-            if ids.shape[0] not in (1, batches) or ids.shape[1] != length:
+        for name, ids, length in zip(("query_ids", "key_ids"), mask.document_ids, packed or lengths, strict=True):
+            if ids.shape[0] not in (1, B) or ids.shape[1] != length:
                 raise ValueError(
-                    f"{op}: documents: {name} of shape {tuple(ids.shape)} is not (B, L) = ({batches}, {length}), nor "
-                    f"one for all, (1, {length})"
+                    f"{op}: documents: {name} of shape {tuple(ids.shape)} is not (B, L) = ({B}, {int(length)}), nor "
+                    f"one for all, (1, {int(length)})"
                 )
-            if ids.device != q.device:
-                raise ValueError(f"{op}: q is on {q.device} but documents' {name} on {ids.device}")
-        numbers = document_numbers(*mask.document_ids)
-        arguments |= dict(zip(("query_ids", "key_ids"), (t[0] for t in numbers) if tokens else numbers, strict=True))
-    return arguments
+    given = {**AttentionMask(document_ids=mask.document_ids, distance_biases=mask.distance_biases).tensors()}
+    for name, t in (given if sinks is None else given | {"sinks": sinks}).items():
+        if t.device != q.device:
+            raise ValueError(f"{op}: q is on {q.device} but {name} on {t.device}")
 
 
 def document_numbers(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Ids as int32 in contiguous rows. Wide ones are numbered anew and kept, so that every layer has the same."""
     if query_ids.dtype != torch.int64 and key_ids.dtype != torch.int64:
         return query_ids.to(torch.int32).contiguous(), key_ids.to(torch.int32).contiguous()
-    if torch.compiler.is_compiling() or type(query_ids) is not Tensor or type(key_ids) is not Tensor:
+    if torch.compiler.is_compiling() or is_traced() or type(query_ids) is not Tensor or type(key_ids) is not Tensor:
         return ranked(query_ids.long(), key_ids.long())
     numbers = lambda: ranked(query_ids.long(), key_ids.long())  # noqa: E731
     return get_or_compute(query_ids, ("documents",), (key_ids,), numbers)
 
 
-def normal_sinks(op: str, sinks: Tensor, q: Tensor, heads: int) -> Tensor:
-    """The sinks in the type of the arithmetic, after a check."""
-    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-        what = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
-        raise TypeError(f"{op}: sinks must be a float tensor (H,), got {what}")
-    if sinks.shape != (heads,):
-        raise ValueError(f"{op}: sinks must be (H,) = ({heads},), got shape {tuple(sinks.shape)}")
-    if sinks.device != q.device:
-        raise ValueError(f"{op}: q is on {q.device} but sinks on {sinks.device}")
-    return sinks.to(torch.float64 if q.dtype == torch.float64 else torch.float32).contiguous()
-
-
+@unrecorded
 def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
     B, _, Lq, _ = full
     for name, t in (("mask", mask.keep_mask), ("mask", mask.key_keep_mask), ("bias", mask.additive_bias)):
@@ -185,6 +198,8 @@ def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) 
 def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
     """int32 lengths (B,) or (B, Lq) in [0, Lk]. On CPU others are an error; on a GPU, where looking would wait for it,
     they are cut. The result is kept, so that every layer has the same tensor, and what kernels keep on it is found."""
+    if is_traced():
+        return lengths  # plain operators take them as they are
     if lengths.dim() == 2 and lengths.shape[1] != Lq:
         lengths = lengths.squeeze(1)
     if lengths.shape[0] != B:

@@ -29,7 +29,7 @@ def native() -> Any | None:
 
 def fast_path(op: str, q: Any) -> tuple[Any | None, bool]:
     """The extension, whose functions take a whole call of `op`, or None; and whether Triton kernels compute the op."""
-    if torch.compiler.is_compiling() or not isinstance(q, Tensor):
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or not isinstance(q, Tensor):
         return None, False
     asked = backends.current()
     by_triton = _runs_on_triton(asked, op, q.device, q.dtype)

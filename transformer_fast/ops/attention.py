@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import backends, reference
 from ..attention_params import AttentionParams
 from ..masks import AttentionMask, and_causal, as_attention_mask
+from ..tracing import sizes
 from . import _eager, _seed
 from ._attention_checks import (
     check_inputs,
@@ -25,6 +26,7 @@ from ._attention_checks import (
     special_arguments,
 )
 from ._names import unknown_names
+from ._plain import implementation
 
 MAX_TRITON_HEAD_DIM = 256
 
@@ -184,12 +186,15 @@ def attention(
     if return_weights not in (False, True, "dropped"):
         raise ValueError(f'attention: return_weights must be False, True or "dropped", got {return_weights!r}')
     backend = backends.resolve("attention", q.device, q.dtype)
-    (B, H, Lq, D), (Lk, Dv) = q.shape, v.shape[2:]
+    (B, H, Lq, D), (Lk, Dv) = sizes(q), sizes(v)[2:]
     check_mask(mask, q, (B, H, Lq, Lk))
     check_backend(backend, q, v)
     params = _params(q, k, mask, offset, scale, dropout_p, seed, empty_rows)
     if special:
-        params = replace(params, **special_arguments("attention", q, mask, softcap, sinks, (B, H, Lq, Lk), zero=Lq - 1))
+        open_lengths = q.shape[2], k.shape[2]  # which torch.jit.trace may record
+        params = replace(
+            params, **special_arguments("attention", q, mask, softcap, sinks, open_lengths, zero=q.shape[2] - 1)
+        )
     if backend == "reference":
         out, weights, logsumexp = _reference(q, k, v, params)
         if return_weights == "dropped":
@@ -199,12 +204,12 @@ def attention(
             q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         if Dv != D:  # zero columns change neither the scores nor the other columns of the output
             q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-        ops = torch.ops.transformer_fast
-        out, logsumexp = ops.attention.default(q, k, v, **params.keywords(), backend=backend)
-        out = out if Dv == out.shape[-1] else out[..., :Dv]
+        out, logsumexp = implementation("attention", backend)(q, k, v, **params.keywords(), backend=backend)
+        out = out if Dv == sizes(out)[-1] else out[..., :Dv]
         if return_weights:
             of_weights = replace(params, dropout_p=float(dropout[0]), seed=dropout[1])
-            weights = ops.attention_weights.default(q, k, logsumexp.detach(), **of_weights.keywords(), backend=backend)
+            compute = implementation("attention_weights", backend)
+            weights = compute(q, k, logsumexp.detach(), **of_weights.keywords(), backend=backend)
     if only_out:
         return out
     return (out, *([weights] if return_weights else []), *([logsumexp] if return_logsumexp else []))
@@ -221,10 +226,10 @@ def _params(
     empty_rows: str,
 ) -> AttentionParams:
     """The arguments of the op for a checked call."""
-    (B, _, Lq, D), Lk = q.shape, k.shape[2]
+    (B, _, Lq, D), Lk = sizes(q), sizes(k)[2]
     key_keep, lengths = mask.key_keep_mask, mask.key_lengths
-    if key_keep is not None and key_keep.shape[-1] != Lk:
-        key_keep = key_keep.expand(-1, -1, -1, Lk)
+    if key_keep is not None and sizes(key_keep)[-1] != Lk:
+        key_keep = key_keep.expand(-1, -1, -1, k.shape[2])
     return AttentionParams(
         keep=mask.keep_mask,
         key_keep=key_keep,

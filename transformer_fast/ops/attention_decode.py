@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..masks import AttentionMask
+from ..tracing import is_traced, sizes, unrecorded
 from . import _eager
 from ._attention_checks import (
     check_tensors,
@@ -19,6 +20,7 @@ from ._attention_checks import (
     special_arguments,
 )
 from ._names import unknown_names
+from ._plain import implementation
 from .attention import check_backend
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -82,13 +84,14 @@ def attention_decode(
 
     autocast = _eager.autocast_enabled(q)
     _check_inputs(q, k_cache, v_cache, page_table, autocast)
-    lengths = _check_lengths(lengths, q, k_cache, page_table)
+    _check_lengths(lengths, q, k_cache, page_table)
+    lengths = lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)
     _refuse_gradient(q, k_cache, v_cache)
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    scale = 1.0 / math.sqrt(sizes(q)[-1]) if scale is None else float(scale)
     more: dict[str, Any] = {}
     if special:
-        (B, H, Lq, _), S = q.shape, _capacity(k_cache, page_table)
-        more = special_arguments("attention_decode", q, mask, softcap, sinks, (B, H, Lq, S), zero=S - 1)
+        Lq, S = q.shape[2], _capacity(k_cache, page_table)
+        more = special_arguments("attention_decode", q, mask, softcap, sinks, (Lq, S), zero=S - 1)
 
     backend = backends.resolve("attention", q.device, q.dtype)
     check_backend(backend, q, v_cache)
@@ -99,10 +102,11 @@ def attention_decode(
         )[0]
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
-    op = torch.ops.transformer_fast.attention_decode.default
+    op = implementation("attention_decode", backend)
     return op(q, k_cache, v_cache, lengths, page_table, *bounds, scale, backend, **more)[0]
 
 
+@unrecorded
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, autocast: bool) -> None:
     layout = "(B, Hkv, S, D)" if page_table is None else "(pages, page_size, Hkv, D)"
     tensors = {"q": q, "k_cache": k, "v_cache": v}
@@ -124,8 +128,8 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, page_table: Tensor | None, au
     raise shape_error("attention_decode", wrong, tensors)
 
 
-def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tensor | None) -> Tensor:
-    """int32 lengths (B,), looked at on CPU only, and the page table likewise."""
+def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tensor | None) -> None:
+    """Raise unless the lengths (B,) and the page table fit; their values are looked at on CPU only."""
     for name, t, dtypes in (("lengths", lengths, _INTEGERS), ("page_table", page_table, (torch.int32,))):
         if t is None and name == "page_table":
             continue
@@ -134,14 +138,14 @@ def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tens
             raise TypeError(f"attention_decode: {name} must be an int32 tensor, got {what}")
         if t.device != q.device:
             raise ValueError(f"attention_decode: q is on {q.device} but {name} on {t.device}")
-    B = q.shape[0]
-    if lengths.shape != (B,):
+    B = sizes(q)[0]
+    if sizes(lengths) != (B,):
         raise ValueError(f"attention_decode: lengths must be (B,) = ({B},), got shape {tuple(lengths.shape)}")
-    if page_table is not None and (page_table.dim() != 2 or page_table.shape[0] != B):
+    if page_table is not None and (page_table.dim() != 2 or sizes(page_table)[0] != B):
         raise ValueError(
             f"attention_decode: page_table must be (B, max_pages) with B = {B}, got shape {tuple(page_table.shape)}"
         )
-    if lengths.device.type == "cpu" and not torch.compiler.is_compiling() and B > 0:
+    if lengths.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced()) and B > 0:
         capacity = _capacity(k_cache, page_table)
         host = lengths.tolist()
         if min(host) < 0 or max(host) > capacity:
@@ -151,7 +155,6 @@ def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tens
             )
         if page_table is not None:
             _check_pages(page_table, host, k_cache)
-    return lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)
 
 
 def _capacity(k_cache: Tensor, page_table: Tensor | None) -> int:

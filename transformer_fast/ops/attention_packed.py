@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
-from typing import Literal, Never, TypedDict, Unpack, overload
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import backends, reference
 from ..attention_params import AttentionParams, PackedBatch
 from ..masks import AttentionMask
+from ..tracing import is_traced, sizes, unrecorded
 from . import _eager, _seed
 from ._attention_checks import (
     check_options,
@@ -24,6 +25,7 @@ from ._attention_checks import (
     special_arguments,
 )
 from ._names import unknown_names
+from ._plain import implementation
 from .attention import check_backend
 
 
@@ -132,12 +134,12 @@ def attention_packed(
     check_options("attention_packed", dropout_p, empty_rows)
     max_q = _check_sequences("q", cu_seqlens_q, q, max_q)
     max_k = _check_sequences("k", cu_seqlens_k, k, max_k)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+    if sizes(cu_seqlens_q) != sizes(cu_seqlens_k):
         raise ValueError(
             "attention_packed: cu_seqlens_q and cu_seqlens_k must be of one number of sequences, got shapes "
             f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
         )
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    scale = 1.0 / math.sqrt(sizes(q)[-1]) if scale is None else float(scale)
     backend = backends.resolve("attention", q.device, q.dtype)
     params = AttentionParams(
         causal=bounds[0],
@@ -150,21 +152,23 @@ def attention_packed(
     )
     check_backend(backend, q, v)
     if special:
-        full = 1, q.shape[1], max_q, max_k, q.shape[0], k.shape[0]
-        params = replace(params, **special_arguments("attention_packed", q, mask, softcap, sinks, full, zero=max_q - 1))
+        tokens = q.shape[0], k.shape[0]
+        options = special_arguments("attention_packed", q, mask, softcap, sinks, (max_q, max_k), max_q - 1, tokens)
+        params = replace(params, **options)
     if backend == "reference":
         out, logsumexp = reference.attention.attention_packed(q, k, v, **params.keywords())
         return (out, logsumexp) if return_logsumexp else out
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
-    D, Dv = q.shape[-1], v.shape[-1]
+    D, Dv = sizes(q)[-1], sizes(v)[-1]
     if Dv != D:  # zero columns change neither the scores nor the other columns of the output
         q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
-    out, logsumexp = torch.ops.transformer_fast.attention_packed.default(q, k, v, **params.keywords(), backend=backend)
-    out = out if Dv == out.shape[-1] else out[..., :Dv]
+    out, logsumexp = implementation("attention_packed", backend)(q, k, v, **params.keywords(), backend=backend)
+    out = out if Dv == sizes(out)[-1] else out[..., :Dv]
     return (out, logsumexp) if return_logsumexp else out
 
 
+@unrecorded
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
     tensors = {"q": q, "k": k, "v": v}
     check_tensors("attention_packed", tensors, dict.fromkeys(tensors, "(tokens, heads, head_dim)"), autocast)
@@ -180,18 +184,21 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
     raise shape_error("attention_packed", wrong, tensors)
 
 
-def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int | None) -> int:
+def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int | None) -> Any:
     """Raise unless the sequences tile the tokens (looked at on CPU only); the length of the longest."""
     full = f"cu_seqlens_{name}"
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
         what = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise TypeError(f"attention_packed: {full} must be an int32 tensor (sequences + 1,), got {what}")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] == 0:
+    if cu_seqlens.dim() != 1 or sizes(cu_seqlens)[0] == 0:
         raise ValueError(f"attention_packed: {full} must be (sequences + 1,), got shape {tuple(cu_seqlens.shape)}")
     if cu_seqlens.device != tokens.device:
         raise ValueError(f"attention_packed: {name} is on {tokens.device} but {full} on {cu_seqlens.device}")
-    if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
-        return int(cu_seqlens.diff().amax()) if longest is None else longest
+    if torch.compiler.is_compiling() or is_traced() or cu_seqlens.device.type != "cpu":
+        if longest is not None:
+            return longest
+        length = (cu_seqlens[1:] - cu_seqlens[:-1]).amax().long()  # ONNX has no diff
+        return length if is_traced() else int(length)  # torch.jit.trace records sizes as tensors
     starts = cu_seqlens.tolist()
     # Reading a few numbers in Python is cheaper than a reduction.
     lengths = [end - start for start, end in itertools.pairwise(starts)]

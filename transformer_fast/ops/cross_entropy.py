@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
+from ..tracing import unrecorded
 from . import _eager
+from ._plain import implementation
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits that exist at a time: on a CPU not far from what its caches hold, on a GPU enough rows to fill it."""
@@ -59,11 +61,12 @@ def linear_cross_entropy(
         )
     options = float(label_smoothing), ignore_index, reduction == "mean"
     no_gradients = [False] * 3  # autograd asks for those that it needs
-    op = torch.ops.transformer_fast.linear_cross_entropy.default
+    op = implementation("linear_cross_entropy", backend)
     rows, target = x.flatten(0, -2), target.flatten()
     return op(rows, weight, bias, target, *options, no_gradients, CHUNK_ELEMENTS[x.device.type], backend)[0]
 
 
+@unrecorded
 def _check(
     x: Tensor,
     weight: Tensor,

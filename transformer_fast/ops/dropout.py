@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import backends, reference
+from ..tracing import unrecorded
 from . import _eager, _seed
+from ._plain import implementation
 
 
 def dropout(
@@ -46,13 +47,14 @@ def dropout(
     backend = backends.resolve("dropout", x.device, x.dtype)
     if backend == "reference" or (p == 0.0 and bias is None):  # plain PyTorch is one or two passes already
         return reference.dropout.dropout(x, p, seed, bias=bias, residual=residual, relu=relu)
-    op = torch.ops.transformer_fast.dropout.default
+    op = implementation("dropout", backend)
     if relu and residual is not None:
         # The backward reads the sign of the ReLU off the op's own output, which a residual would hide.
         return residual + op(x, bias, None, True, p, seed, backend)
     return op(x, bias, residual, relu, p, seed, backend)
 
 
+@unrecorded
 def _check(x: Tensor, p: float, bias: Tensor | None, residual: Tensor | None) -> None:
     for name, t in (("x", x), ("bias", bias), ("residual", residual)):
         if t is None and name != "x":

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import backends, reference
+from ..tracing import sizes, unrecorded
 from ..triton import configs
 from . import _eager, _seed
 from ._names import unknown_names
+from ._plain import implementation
 
 
 def embed(
@@ -59,12 +61,12 @@ def embed(
         if result is not None:
             return result
     _check_ids_and_weight(ids, weight)
-    offset, offsets = _split_offset("embed", offset, "ids", ids, ids.shape[:-1])
+    offset, offsets = _split_offset("embed", offset, "ids", ids, sizes(ids)[:-1])
     if table is not None:
-        _check_table("embed", table, "weight", weight, offset, ids.shape[-1])
+        _check_table("embed", table, "weight", weight, offset, sizes(ids)[-1])
     _check_options("embed", offset, dropout_p)
     if padding_idx is not None:
-        vocabulary = weight.shape[0]
+        vocabulary = sizes(weight)[0]
         if not -vocabulary <= padding_idx < vocabulary:
             raise ValueError(
                 f"embed: padding_idx must lie in [{-vocabulary}, {vocabulary}) for weight {tuple(weight.shape)}, "
@@ -83,7 +85,7 @@ def embed(
             dropout_p=dropout_p,
             seed=seed,
         )
-    op = torch.ops.transformer_fast.embed.default
+    op = implementation("embed", backend)
     return op(ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, _deterministic())
 
 
@@ -112,15 +114,15 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
         raise TypeError(f"add_positional: x must be a float tensor, got {x.dtype}")
     if x.dim() < 2:
         raise ValueError(f"add_positional: x must be (..., length, d), got shape {tuple(x.shape)}")
-    offset, offsets = _split_offset("add_positional", offset, "x", x, x.shape[:-2])
-    _check_table("add_positional", table, "x", x, offset, x.shape[-2])
+    offset, offsets = _split_offset("add_positional", offset, "x", x, sizes(x)[:-2])
+    _check_table("add_positional", table, "x", x, offset, sizes(x)[-2])
     _check_options("add_positional", offset, dropout_p)
     if dropout_p == 0.0 and offsets is None and x.dtype == table.dtype:  # one pass in plain PyTorch already
         return (x + table[offset : offset + x.shape[-2]]).contiguous()
     backend = backends.resolve("embedding", x.device, x.dtype)
     if backend == "reference":
         return reference.embedding.add_positional(x, table, offset if offsets is None else offsets, dropout_p, seed)
-    return torch.ops.transformer_fast.add_positional.default(x, table, offset, offsets, dropout_p, seed)
+    return implementation("add_positional", backend)(x, table, offset, offsets, dropout_p, seed)
 
 
 def positional_table(length: int, d_model: int, *, layout: str = "interleaved") -> Tensor:
@@ -155,6 +157,7 @@ def positional_table(length: int, d_model: int, *, layout: str = "interleaved") 
     return table
 
 
+@unrecorded
 def _check_ids_and_weight(ids: Tensor, weight: Tensor) -> None:
     for name, t in (("ids", ids), ("weight", weight)):
         if not isinstance(t, Tensor):
@@ -171,6 +174,7 @@ def _check_ids_and_weight(ids: Tensor, weight: Tensor) -> None:
         raise ValueError(f"embed: weight is on {weight.device} but ids on {ids.device}")
 
 
+@unrecorded
 def _check_table(op: str, table: Tensor, name: str, x: Tensor, offset: int, length: int) -> None:
     if not isinstance(table, Tensor):
         raise TypeError(f"{op}: table must be a tensor, got {type(table).__name__}")
@@ -197,7 +201,7 @@ def _split_offset(
         return offset, None
     if offset.dtype != torch.int64 and offset.dtype != torch.int32:
         raise TypeError(f"{op}: an offset tensor must be int64 or int32, got {offset.dtype}")
-    if offset.shape != sequences:
+    if sizes(offset) != sequences:
         raise ValueError(
             f"{op}: an offset tensor must hold one number for each sequence, {tuple(sequences)} for {name} "
             f"{tuple(x.shape)}, got shape {tuple(offset.shape)}"

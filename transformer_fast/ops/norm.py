@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Never, overload
 
-import torch
 from torch import Tensor
 
 from .. import backends, reference
+from ..tracing import unrecorded
 from . import _eager, _seed
 from ._names import unknown_names
+from ._plain import implementation
 
 KINDS = ("layer", "std")
 _SHAPE = (int, tuple, list)
@@ -99,11 +100,12 @@ def layer_norm(
         return reference.norm.layer_norm(
             x, weight, bias, eps, std=std, residual=residual, dropout_p=dropout_p, seed=seed
         )
-    op = torch.ops.transformer_fast.layer_norm.default
+    op = implementation("layer_norm", backend)
     out, summed, _, _ = op(x, residual, weight, bias, eps, std, dropout_p, seed, backend)
     return out if residual is None else (out, summed)
 
 
+@unrecorded
 def _check(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, residual: Tensor | None, dropout_p: float
 ) -> None:

@@ -174,13 +174,34 @@ def attention_decode(
         out (B, H, Lq, D) in q's dtype, 0 for a query without keys; logsumexp (B, H, Lq), fp32 (fp64 for fp64 input),
         ``-inf`` there.
     """
+    parts = distance_bias, query_ids, key_ids, causal, window
+    k, v, keep, bias = cached_keys(q, k_cache, v_cache, lengths, page_table, *parts)
+    options = {"scale": scale, "softcap": softcap, "empty_rows": "zero", "sinks": sinks}
+    out, _, logsumexp = attention(q, k, v, keep=keep, bias=bias, **options)
+    return out, logsumexp
+
+
+def cached_keys(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor | None,
+    distance_bias: Tensor | None,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    causal: int | None,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Keys and values of a cache, (B, Hkv, S, D), which of them the newest queries see, bool (B, 1, Lq, S), and what
+    the distance adds to their scores (B, H, Lq, S)."""
     if page_table is not None:
         pages = page_table.clamp(0, max(k_cache.shape[0] - 1, 0)).long()
         # (B, max_pages, page_size, Hkv, D) -> (B, Hkv, S, D)
         k_cache, v_cache = (t[pages].flatten(1, 2).transpose(1, 2) for t in (k_cache, v_cache))
     Lq, S = q.shape[2], k_cache.shape[2]
-    j, lengths = torch.arange(S, device=q.device), lengths.view(-1, 1, 1, 1)
-    i = torch.arange(Lq, device=q.device).view(Lq, 1) + lengths - Lq
+    j, lengths = torch.arange(S, device=q.device), lengths[:, None, None, None]
+    i = torch.arange(Lq, device=q.device).unsqueeze(1) + lengths - Lq
     keep = j < lengths
     if causal is not None:
         keep = keep & (j <= i + causal)
@@ -193,9 +214,7 @@ def attention_decode(
         B, H = q.shape[:2]
         index = (S - 1 + j - i).clamp(0, Lq + S - 2).expand(B, H, Lq, S)  # what is clamped is not seen, or not read
         bias = distance_bias.expand(B, H, -1).gather(2, index.flatten(2)).view(B, H, Lq, S)
-    options = {"scale": scale, "softcap": softcap, "empty_rows": "zero", "sinks": sinks}
-    out, _, logsumexp = attention(q, k_cache, v_cache, keep=keep, bias=bias, **options)
-    return out, logsumexp
+    return k_cache, v_cache, keep, bias
 
 
 def _attend(

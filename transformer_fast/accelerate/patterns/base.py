@@ -199,7 +199,8 @@ def children(**parts: Part) -> Mapping[str, Part]:
 ANY = Part(lambda module: True)
 INLINED = Part(lambda module: True, fused=True)
 """A module of any class that has no parameters, whose work ``fused_forward`` does."""
-LINEAR = Part(lambda module: isinstance(module, nn.Linear))
+LINEAR = Part(lambda module: hasattr(module, "in_features") and hasattr(module, "out_features"))
+"""``nn.Linear``, or what another library put in its place, such as a quantised layer; it is called, not looked into."""
 DROPOUT = Part(lambda module: type(module) is nn.Dropout, fused=True)
 EMBEDDING = Part(lambda module: isinstance(module, Embedding), fused=True)
 

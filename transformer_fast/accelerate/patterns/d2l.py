@@ -14,6 +14,7 @@ from ...dialects._common import LAST_WEIGHTS
 from ...dialects.d2l.attention import attend
 from ...dialects.d2l.blocks import run_decoder_block
 from ...masks import AttentionMask
+from ...tracing import is_traced
 from .base import ANY, DROPOUT, EMBEDDING, LINEAR, Part, Pattern, children, parameters_of, swapped_by
 from .embedding import D2L_POSITIONAL, embedded, random_ids
 from .norm import AddNorm
@@ -121,7 +122,7 @@ class D2lStack(Pattern):
 
     def leave_weights(self, m: Any, stack: type) -> None:
         """Leave the weights of all blocks, as the dialect's stack computes them."""
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_compiling() or is_traced()):
             m.__dict__[LAST_WEIGHTS] = stack.attention_weights.fget
 
 

@@ -14,6 +14,7 @@ from ... import ops
 from ...layers.norm import active_dropout
 from ...layers.torch_modules import Embedding
 from ...ops.dropout import dropout as fused_dropout
+from ...tracing import sizes
 from .base import DROPOUT, EMBEDDING, INLINED, Pattern, children
 
 
@@ -25,7 +26,7 @@ def embedded(
     None where the table does not serve these ids: too short, elsewhere, or of a dtype that decides the result's.
     """
     weight, p = embedding.weight, 0.0 if dropout is None else active_dropout(dropout)
-    fits = table.dim() == 2 and offset + ids.shape[-1] <= table.shape[0] and table.device == ids.device
+    fits = table.dim() == 2 and offset + sizes(ids)[-1] <= sizes(table)[0] and table.device == ids.device
     if not fits or torch.promote_types(table.dtype, weight.dtype) != weight.dtype:
         return None
     padding = embedding.padding_idx
@@ -77,7 +78,7 @@ class Positional(Pattern):
 
     def fused_forward(self, m: Any, x: Tensor, *offset: Any) -> Tensor | None:
         table, axis = getattr(m, self.table).squeeze(1 - self.length_axis), self.length_axis
-        fits = x.dim() == 3 and x.shape[axis] <= table.shape[0] and x.device == table.device
+        fits = x.dim() == 3 and sizes(x)[axis] <= sizes(table)[0] and x.device == table.device
         if offset or not fits or torch.promote_types(x.dtype, table.dtype) != x.dtype:
             return None
         if axis == 1:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...layers.norm import LayerNorm, active_dropout
 from ...masks import AttentionMask
+from ...tracing import sizes
 from .attention import MultiHeadAttention, linear
 from .sequences import ValidLens
 
@@ -61,7 +62,7 @@ class AddNorm(nn.Module):
 
     def forward(self, X: Tensor, Y: Tensor) -> Tensor:
         """X and Y (..., d) of one shape -> (..., d)."""
-        if X.shape != Y.shape:
+        if sizes(X) != sizes(Y):
             raise ValueError(f"AddNorm: X and Y must have one shape, got {tuple(X.shape)} and {tuple(Y.shape)}")
         return self.ln(Y, residual=X, dropout_p=active_dropout(self.dropout))[0]
 
@@ -138,7 +139,7 @@ def run_decoder_block(block: nn.Module, X: Tensor, state: State, *, causal_eval:
     if block.training:
         mask = AttentionMask.causal()  # lengths 1 to T, without a tensor of them
     elif causal_eval:
-        mask = AttentionMask.causal(key_values.shape[1] - X.shape[1])
+        mask = AttentionMask.causal(0 if seen is None else sizes(seen)[1])
     Y = block.addnorm1(X, block.attention1(X, key_values, key_values, mask))
     Z = block.addnorm2(Y, block.attention2(Y, enc_outputs, enc_outputs, enc_valid_lens))
     return block.addnorm3(Z, block.ffn(Z)), state

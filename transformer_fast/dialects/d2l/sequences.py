@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...masks import AttentionMask
+from ...tracing import is_traced
 from .._common import merge_heads, split_heads
 
 ValidLens = Tensor | AttentionMask | None
@@ -58,7 +59,7 @@ def lengths_mask(where: str, valid_lens: ValidLens, B: int, Lq: int) -> Attentio
             f"{where}: valid_lens must be an integer tensor of lengths, got {what}; a bool keep mask goes in as "
             "AttentionMask.keep(mask), a float mask of 1.0 = blocked as AttentionMask.blocked(mask)"
         )
-    if tuple(valid_lens.shape) not in ((B,), (B, Lq)):
+    if not is_traced() and tuple(valid_lens.shape) not in ((B,), (B, Lq)):
         raise ValueError(
             f"{where}: valid_lens must be (B,) = ({B},) or (B, Lq) = ({B}, {Lq}), got shape {tuple(valid_lens.shape)}"
         )

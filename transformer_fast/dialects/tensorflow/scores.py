@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...layers.hooks import is_plain
 from .._common import additive_scores, attend, attend_by_scores
 from .attention import BlockedMask, blocked_mask
 
@@ -23,7 +24,7 @@ class AdditiveAttention(nn.Module):
         super().__init__()
         self.W = nn.Linear(key_size + query_size, units, bias=False)
         self.v = nn.Linear(units, 1, bias=False)
-        self.key_size = key_size
+        self.key_size, self.query_size = key_size, query_size
 
     def forward(
         self, v: Tensor, k: Tensor, q: Tensor, mask: BlockedMask = None, *, need_weights: bool = True
@@ -32,9 +33,12 @@ class AdditiveAttention(nn.Module):
 
         mask: float blocked mask broadcastable to (B, Lq, Lk), or an AttentionMask.
         """
-        query = F.linear(q, self.W.weight[:, self.key_size :])
-        key = F.linear(k, self.W.weight[:, : self.key_size])
-        scores = additive_scores(query, key, self.v.weight[0])
+        if is_plain(self.W, nn.Linear):
+            query = F.linear(q, self.W.weight[:, self.key_size :])
+            key = F.linear(k, self.W.weight[:, : self.key_size])
+        else:  # such as a quantised one: zeros stand for the other half of its input
+            query, key = self.W(F.pad(q, (self.key_size, 0))), self.W(F.pad(k, (0, self.query_size)))
+        scores = additive_scores(query, key, self.v)
         mask = blocked_mask("AdditiveAttention", mask, 3)
         return attend_by_scores(scores, v, mask, return_weights=need_weights)
 

@@ -1,0 +1,454 @@
+"""Models leave eager PyTorch - torch.jit.trace, both ONNX exporters, torch.export - in its own operators.
+
+The graph is made with one batch and length, and computes the same for another: no mask and no size is a constant of it.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_compile import VOCABULARY, D, Padded, Windowed, swapped
+from test_compile_packed import Packed
+from test_compile_packed import Windowed as PackedWindowed
+from torch import Tensor, nn
+from torch.ao.quantization import quantize_dynamic
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import transformer_fast as tfast
+from transformer_fast import AttentionMask, layers
+from transformer_fast.dialects import bert, d2l, tensorflow
+from transformer_fast.reference import layers as reference
+from transformer_fast.reference.dialects import d2l as d2l_oracle
+
+Inputs = tuple[Tensor, ...]
+Case = tuple[Callable[[], nn.Module], Callable[[int, int], Inputs]]
+
+BATCHES = (3, 7), (2, 11)
+"""Batch size and length: of the graph, and another."""
+
+
+class Ops(TorchDispatchMode):
+    """The names of the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+class Call(nn.Module):
+    """A function as a model."""
+
+    def __init__(self, function: Callable[..., Any], *modules: nn.Module) -> None:
+        super().__init__()
+        self.function, self.modules_of_it = function, nn.ModuleList(modules)
+
+    def forward(self, *args: Tensor) -> Any:
+        return self.function(*self.modules_of_it, *args)
+
+
+def ids(batch: int, length: int) -> Tensor:
+    return torch.randint(1, VOCABULARY, (batch, length))
+
+
+def lengths(batch: int, length: int) -> Tensor:
+    return torch.randint(1, length + 1, (batch,))
+
+
+def keep(batch: int, length: int) -> Tensor:
+    """(B, L), at least the first is kept."""
+    return torch.arange(length) < lengths(batch, length)[:, None]
+
+
+def heads(batch: int, length: int, number: int = 4) -> Tensor:
+    return torch.randn(batch, number, length, 8)
+
+
+def x(batch: int, length: int) -> Tensor:
+    return torch.randn(batch, length, D)
+
+
+def transformer_inputs(batch: int, length: int) -> Inputs:
+    return ids(batch, length), ids(batch, length - 1), lengths(batch, length)
+
+
+def packed_inputs(batch: int, length: int) -> Inputs:
+    return *transformer_inputs(batch, length), lengths(batch, length - 1)
+
+
+def masked(q: Tensor, k: Tensor, v: Tensor, n: Tensor, dense: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+    """Attention with every part of a mask, and everything that it returns."""
+    parts = AttentionMask.lengths(n), AttentionMask.causal(1), AttentionMask.window(3, None), AttentionMask.keep(dense)
+    mask = parts[0] & parts[1] & parts[2] & parts[3] & AttentionMask.keep(dense[:, :, :1])
+    return tfast.attention(q, k, v, mask, bias=bias, return_weights=True, return_logsumexp=True)
+
+
+def masked_inputs(batch: int, length: int) -> Inputs:
+    dense = torch.rand(batch, 1, length, length + 2) > 0.3
+    dense[:, :, 2] = False  # a query without keys
+    bias = torch.randn(4, length, length + 2)
+    bias[..., 1] = -torch.inf
+    k, v = heads(batch, length + 2, 2), torch.randn(batch, 2, length + 2, 5)
+    return heads(batch, length), k, v, lengths(batch, length + 2), dense, bias
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, **sizes: int) -> tuple[Tensor, ...]:
+    """Packed attention of which some queries have no keys."""
+    empty = AttentionMask.window(-2, None)
+    options: tuple[dict[str, Any], ...] = (
+        {"causal": True},
+        {"mask": AttentionMask.window(2), "return_logsumexp": True},
+        {"mask": empty},
+        {"mask": empty, "empty_rows": "zero"},
+    )
+    results = [tfast.attention_packed(q, k, v, starts, starts, **sizes, **given) for given in options]
+    return results[0], *results[1], *results[2:]
+
+
+def starts(batch: int, length: int) -> Tensor:
+    return torch.tensor([0, 3, 3, length * batch - 1, length * batch], dtype=torch.int32)
+
+
+def parts_of_a_layer(rows: Tensor, residual: Tensor, gain: Tensor) -> tuple[Tensor, ...]:
+    normed = tfast.layer_norm(rows, gain, gain, residual=residual)
+    classic = tfast.layer_norm(rows, gain, None, 1e-6, kind="std", residual=residual)
+    alone = tfast.layer_norm(rows, None, None), tfast.layer_norm(rows, None, gain, kind="std")
+    return *normed, *classic, *alone, tfast.ops.dropout(rows, 0.0, bias=gain, residual=residual, relu=True)
+
+
+def embeddings(tokens: Tensor, weight: Tensor, table: Tensor, offsets: Tensor) -> tuple[Tensor, ...]:
+    return (
+        tfast.embed(tokens, weight, table, scale=4.0, offset=2, padding_idx=0),
+        tfast.embed(tokens, weight, table, offset=offsets),
+        tfast.ops.add_positional(tfast.embed(tokens.int(), weight), table, offset=offsets),
+    )
+
+
+def loss(rows: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    options = {"label_smoothing": 0.1, "ignore_index": 3}
+    return tuple(
+        tfast.linear_cross_entropy(rows, weight, bias, target, reduction=r, **options) for r in ("mean", "sum")
+    )
+
+
+OPS: dict[str, Case] = {
+    "attention": (lambda: Call(masked), masked_inputs),
+    "plain attention": (lambda: Call(tfast.attention), lambda b, n: (heads(b, n), heads(b, n), heads(b, n))),
+    "packed attention": (
+        lambda: Call(packed_attention),
+        lambda b, n: (*(torch.randn(b * n, h, 8) for h in (4, 2, 2)), starts(b, n)),
+    ),
+    "packed attention, lengths given": (
+        lambda: Call(lambda q, k, v, n: packed_attention(q, k, v, n, max_q=q.shape[0], max_k=q.shape[0] - 1)),
+        lambda b, n: (*(torch.randn(b * n, h, 8) for h in (4, 2, 2)), starts(b, n)),
+    ),
+    "attention to a cache": (
+        lambda: Call(lambda q, k, v, n: tfast.attention_decode(q, k, v, n, mask=AttentionMask.window(3))),
+        lambda b, n: (heads(b, 2), heads(b, n), heads(b, n), lengths(b, n - 1) + 1),
+    ),
+    "norms and dropout": (lambda: Call(parts_of_a_layer), lambda b, n: (x(b, n), x(b, n), torch.randn(D))),
+    "embeddings": (
+        lambda: Call(embeddings),
+        lambda b, n: (ids(b, n), torch.randn(VOCABULARY, D), torch.randn(50, D), torch.arange(b)),
+    ),
+    "loss": (
+        lambda: Call(loss),
+        lambda b, n: (x(b, n), torch.randn(VOCABULARY, D), torch.randn(VOCABULARY), ids(b, n)),
+    ),
+}
+
+
+def accelerated(model: nn.Module) -> nn.Module:
+    assert len(tfast.accelerate(model).swapped) == 22
+    return model
+
+
+def torch_encoder(model: nn.Module, rows: Tensor, blocked: Tensor) -> Tensor:
+    """Its outputs but those of padding, where ``nn.TransformerEncoder`` leaves zeros in eager PyTorch alone."""
+    return model(rows, src_key_padding_mask=blocked) * ~blocked[..., None]
+
+
+SIZES = (VOCABULARY, D, 24, 2, 1, 0.1)
+MODELS: dict[str, Case] = {
+    "Transformer": (Padded, transformer_inputs),
+    "windows": (Windowed, transformer_inputs),
+    "packed": (Packed, packed_inputs),
+    "packed windows": (PackedWindowed, packed_inputs),
+    "post-norm layer": (
+        lambda: layers.EncoderLayer(D, 2, d_ff=24, norm_first=False, norm="layer"),
+        lambda b, n: (x(b, n), keep(b, n).unsqueeze(1)),
+    ),
+    "bert": (
+        lambda: Call(lambda e, a, t, m: a(*(e(t),) * 3, m), bert.BERTEmbedding(20, D), bert.MultiHeadedAttention(2, D)),
+        lambda b, n: (ids(b, n), keep(b, n)[:, None, None]),
+    ),
+    "tensorflow": (
+        lambda: Call(
+            lambda m, *t: m(*t, *tensorflow.create_masks(*t))[0], tensorflow.Transformer(1, D, 2, 24, 20, 20, 50, 50)
+        ),
+        lambda b, n: (ids(b, n), ids(b, n - 1)),
+    ),
+    "tensorflow additive": (
+        lambda: Call(lambda m, t: m(t, t, t)[0], tensorflow.AdditiveAttention(8, D, D)),
+        lambda b, n: (x(b, n),),
+    ),
+    "d2l": (
+        lambda: Call(
+            lambda m, *t: m(*t)[0],
+            d2l.EncoderDecoder(d2l.TransformerEncoder(*SIZES), d2l.TransformerDecoder(*SIZES, causal_eval=True)),
+        ),
+        transformer_inputs,
+    ),
+    "nn.Transformer": (
+        lambda: Call(
+            lambda m, s, t, blocked: m(s, t, src_key_padding_mask=blocked, memory_key_padding_mask=blocked),
+            swapped(nn.Transformer(D, 2, 1, 1, 24, batch_first=True)),
+        ),
+        lambda b, n: (x(b, n), x(b, n - 1), ~keep(b, n)),
+    ),
+    "nn.Transformer with a float mask": (
+        lambda: Call(
+            lambda m, s, t, look_ahead: m(s, t, tgt_mask=look_ahead, tgt_is_causal=False),
+            swapped(nn.Transformer(D, 2, 1, 1, 24, activation="gelu", batch_first=True)),
+        ),
+        lambda b, n: (x(b, n), x(b, n), nn.Transformer.generate_square_subsequent_mask(n)),
+    ),
+    "nn.TransformerEncoder": (
+        lambda: Call(
+            torch_encoder, swapped(nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 24, batch_first=True), 2))
+        ),
+        lambda b, n: (x(b, n), ~keep(b, n)),
+    ),
+    "hand-written": (
+        lambda: accelerated(reference.Transformer(VOCABULARY, VOCABULARY, D, 1, 2, 0.1)),
+        lambda b, n: (ids(b, n), ids(b, n), keep(b, n).unsqueeze(1), layers.subsequentmask(n)),
+    ),
+    "hand-written d2l": (
+        lambda: Call(lambda m, *t: m(*t), swapped(d2l_oracle.TransformerEncoder(*SIZES))),
+        lambda b, n: (ids(b, n), lengths(b, n)),
+    ),
+}
+CASES = OPS | MODELS
+
+
+def all_of(result: Any) -> list[Tensor]:
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def made(case: Case) -> tuple[nn.Module, list[Inputs], list[list[Tensor]]]:
+    """A model in evaluation, inputs of two batches, and what it computes of them."""
+    make, inputs = case
+    model, args = make().eval(), [inputs(*batch) for batch in BATCHES]
+    with torch.no_grad():
+        return model, args, [all_of(model(*given)) for given in args]
+
+
+def assert_same(found: Any, expected: list[Tensor]) -> None:
+    torch.testing.assert_close(all_of(found), expected, atol=1e-5, rtol=1e-5)
+
+
+def open_sizes(args: list[Inputs]) -> list[dict[int, Any]]:
+    """By input, the dimensions that differ between the two batches."""
+    pairs = zip(*args, strict=True)
+    return [{d: torch.export.Dim.AUTO for d in range(a.dim()) if a.shape[d] != b.shape[d]} for a, b in pairs]
+
+
+def exported(model: nn.Module, args: list[Inputs]) -> torch.export.ExportedProgram:
+    sizes = open_sizes(args)
+    by_name = (tuple(sizes),) if isinstance(model, Call) else tuple(sizes)  # Call has *args
+    with torch.no_grad():
+        return torch.export.export(model, args[0], dynamic_shapes=by_name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_traced(name: str) -> None:
+    model, args, expected = made(CASES[name])
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always", torch.jit.TracerWarning)
+        traced = torch.jit.trace(model, args[0], check_trace=False)
+    ours = [w for w in caught if issubclass(w.category, torch.jit.TracerWarning) and "transformer_fast" in w.filename]
+    assert not ours, f"something of the first batch may be a constant: {ours[0].filename}:{ours[0].lineno}"
+    assert "transformer_fast::" not in str(traced.inlined_graph)
+    for given, results in zip(args, expected, strict=True):
+        assert_same(traced(*given), results)
+
+
+@pytest.mark.parametrize("name", [name for name in OPS if name != "packed attention"] + ["packed"])
+def test_decomposed(name: str) -> None:
+    model, args, expected = made(CASES[name])
+    program = exported(model, args)
+    assert "transformer_fast" in str(program.graph), "without decompositions the program has the fused ops"
+    program = program.run_decompositions(tfast.decompositions())
+    assert "transformer_fast" not in str(program.graph)
+    for given, results in zip(args, expected, strict=True):
+        assert_same(program.module()(*given), results)
+
+
+def run_by_onnx(path: Path, args: Inputs) -> list[Tensor]:
+    onnxruntime = pytest.importorskip("onnxruntime")
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    given = {i.name: t.numpy() for i, t in zip(session.get_inputs(), args, strict=True)}
+    return [torch.from_numpy(result) for result in session.run(None, given)]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.filterwarnings("ignore")  # of the exporter about itself
+def test_onnx_by_torchscript(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    model, args, expected = made(CASES[name])
+    names = [f"input{n}" for n in range(len(args[0]))]
+    axes = {name: {d: f"{name}_{d}" for d in sizes} for name, sizes in zip(names, open_sizes(args), strict=True)}
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(model, args[0], path, dynamo=False, input_names=names, dynamic_axes=axes, opset_version=17)
+    for given, results in zip(args, expected, strict=True):
+        assert_same(run_by_onnx(path, given), results)
+
+
+@pytest.mark.parametrize("name", ["attention", "norms and dropout", "embeddings", "nn.TransformerEncoder"])
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_by_dynamo(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    model, args, expected = made(CASES[name])
+    sizes, path = tuple(open_sizes(args)), tmp_path / "model.onnx"
+    by_name = (sizes,) if isinstance(model, Call) else sizes
+    torch.onnx.export(model, args[0], path, dynamo=True, dynamic_shapes=by_name, verbose=False)
+    for given, results in zip(args, expected, strict=True):
+        assert_same(run_by_onnx(path, given), results)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_onnx_of_an_exported_program(tmp_path: Path) -> None:
+    pytest.importorskip("onnxscript")
+    model, args, expected = made(MODELS["bert"])
+    program = exported(model, args).run_decompositions(tfast.decompositions())
+    path = tmp_path / "model.onnx"
+    torch.onnx.export(program, f=path, dynamo=True, verbose=False)
+    for given, results in zip(args, expected, strict=True):
+        assert_same(run_by_onnx(path, given), results)
+
+
+IN_A_FRESH_PROCESS = """
+import sys, torch
+model = torch.{load}({path!r}){module}
+args, expected = torch.load({data!r})
+for given, results in zip(args, expected):
+    torch.testing.assert_close(model(*given), results[0], atol=1e-5, rtol=1e-5)
+assert not any(name.startswith("transformer_fast") for name in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("how", ["traced", "exported"])
+def test_a_saved_graph_runs_without_this_package(how: str, tmp_path: Path) -> None:
+    model, args, expected = made(MODELS["Transformer"])
+    path, data = str(tmp_path / "model.pt2"), str(tmp_path / "data.pt")
+    torch.save((args, expected), data)
+    if how == "traced":
+        with torch.no_grad():
+            torch.jit.save(torch.jit.trace(model, args[0]), path)
+        code = IN_A_FRESH_PROCESS.format(load="jit.load", path=path, module="", data=data)
+    else:
+        torch.export.save(exported(model, args).run_decompositions(tfast.decompositions()), path)
+        code = IN_A_FRESH_PROCESS.format(load="export.load", path=path, module=".module()", data=data)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_saved_program_of_fused_ops_needs_the_import_alone(tmp_path: Path) -> None:
+    model, args, expected = made(MODELS["post-norm layer"])
+    path, data = str(tmp_path / "model.pt2"), str(tmp_path / "data.pt")
+    torch.save((args, expected), data)
+    torch.export.save(exported(model, args), path)
+    code = IN_A_FRESH_PROCESS.format(load="export.load", path=path, module=".module()", data=data)
+    code = "import transformer_fast" + code.replace("assert not", "assert")
+    root = Path(tfast.__file__).parent.parent
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert run.returncode == 0, run.stderr
+
+
+def test_a_graph_in_training_is_refused() -> None:
+    args = transformer_inputs(3, 7)
+    with pytest.raises(RuntimeError, match=r"embed: .* no dropout .* it is 0\.1: call model\.eval\(\)"):
+        torch.jit.trace(Padded(), args)
+    program = exported(Padded(), [args, args])
+    with pytest.raises(RuntimeError, match="no dropout"):
+        program.run_decompositions(tfast.decompositions())
+
+
+def test_wrong_inputs_are_named_while_tracing() -> None:
+    q = heads(2, 5)
+    with pytest.raises(ValueError, match=r"k and v must share heads and length, got q \(2, 4, 5, 8\)"):
+        torch.jit.trace(tfast.attention, (q, q, q[:, :, 1:]))
+    with pytest.raises(ValueError, match=r"weight must be \(d,\) = \(8,\)"):
+        torch.jit.trace(tfast.layer_norm, (q, torch.ones(7), torch.ones(7)))
+
+
+def test_eager_calls_after_a_trace_run_on_the_kernels() -> None:
+    q = heads(2, 5)
+    before = tfast.attention(q, q, q, AttentionMask.lengths(n := torch.tensor([5, 2])))
+    torch.jit.trace(lambda t, n: tfast.attention(t, t, t, AttentionMask.lengths(n)), (q, n))
+    assert torch.equal(tfast.attention(q, q, q, AttentionMask.lengths(n)), before)
+
+
+@pytest.mark.parametrize("implementation", ["jit", "onnx"])
+@pytest.mark.filterwarnings("ignore")
+def test_bert_of_transformers(implementation: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    tfast.integrations.transformers.register()
+    sizes = {"hidden_size": D, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.BertConfig(vocab_size=VOCABULARY, attn_implementation="transformer_fast", **sizes)
+    bert_model = transformers.BertModel(config)
+    model, args, expected = made(
+        (
+            lambda: Call(lambda m, i, k: m(input_ids=i, attention_mask=k).last_hidden_state * k[..., None], bert_model),
+            lambda b, n: (ids(b, n), torch.ones(b, n).long() if n == 7 else keep(b, n).long()),
+        )
+    )
+    if implementation == "jit":
+        with torch.no_grad():
+            traced = torch.jit.trace(model, args[0])
+        assert "transformer_fast::" not in str(traced.inlined_graph)
+        found = [all_of(traced(*given)) for given in args]
+    else:
+        path, axes = tmp_path / "model.onnx", {"ids": {0: "b", 1: "n"}, "keep": {0: "b", 1: "n"}}
+        torch.onnx.export(model, args[0], path, dynamo=False, input_names=list(axes), dynamic_axes=axes)
+        found = [run_by_onnx(path, given) for given in args]
+    for results, wanted in zip(found, expected, strict=True):
+        assert_same(results, wanted)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+def test_dynamic_quantisation(name: str) -> None:
+    """Of the linear layers, as on plain models: close to what was there before, and the fused ops still run."""
+    model, (_, args), (_, expected) = made(MODELS[name])
+    quantised = quantize_dynamic(model, {nn.Linear}, torch.qint8)
+    assert any(isinstance(m, torch.ao.nn.quantized.dynamic.Linear) for m in quantised.modules())
+    with torch.no_grad(), Ops() as ops:
+        results = all_of(quantised(*args))
+    assert any("transformer_fast" in op for op in ops.names)
+    for found, wanted in zip(results, expected, strict=True):
+        assert not torch.equal(found, wanted)
+        torch.testing.assert_close(found, wanted, atol=0.1, rtol=0.05)
+
+
+def test_a_quantised_model_translates() -> None:
+    model = tfast.Transformer(VOCABULARY, VOCABULARY, 32, 1, 2, 0.0, d_ff=24).eval()
+    quantised = quantize_dynamic(model, {nn.Linear}, torch.qint8)
+    source = ids(2, 7)
+    options = {"bos": 1, "eos": 2, "max_length": 6}
+    cached, uncached = (tfast.greedy(quantised, source, cache=cache, **options) for cache in (True, False))
+    assert cached == uncached and len(cached) == 2
+    # The activations of a step are quantised by their own range, which is another one with a cache.
+    cached, uncached = (tfast.beam_search(quantised, source, cache=cache, **options) for cache in (True, False))
+    for a, b in zip(cached, uncached, strict=True):
+        assert a[0].tokens == b[0].tokens and a[0].log_prob == pytest.approx(b[0].log_prob, abs=0.1)
