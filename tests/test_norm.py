@@ -302,7 +302,8 @@ def test_rms_is_at_least_as_exact_as_models_write_it(dtype, written, device):
     exact = F.rms_norm(x.double(), (512,), weight.double(), 1e-6)
     ours, theirs = tfast.layer_norm(x, weight, None, 1e-6, kind="rms"), written(x, weight, 1e-6)
     assert (ours - exact).norm() < 0.9 * (theirs - exact).norm()
-    assert (ours - theirs).abs().div(theirs.abs()).max() <= torch.finfo(dtype).eps  # one unit in the last place
+    # Theirs is rounded twice: the first time may move the product by a unit in the last place, the second by another.
+    assert (ours - theirs).abs().float().div(theirs.abs()).max() <= 2 * torch.finfo(dtype).eps
 
 
 def test_a_narrower_x_is_added_in_the_dtype_of_the_residual(device):

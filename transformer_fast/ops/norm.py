@@ -69,7 +69,7 @@ def layer_norm(
 
     In 16-bit types every kind computes in float32 and rounds once, at the end, as ``torch.nn.RMSNorm`` does. The
     hand-written RMSNorm of Llama and T5 rounds ``x / sqrt(...)`` before it multiplies by a 16-bit weight, and the
-    product again: its result differs from this one by up to one unit in the last place, and is the less exact one.
+    product again: its result differs from this one by up to two units in the last place, and is the less exact one.
 
     Args:
         x: (..., d); float32, float16, bfloat16 (float64 on CPU). The statistics are float32 (float64 for float64).
