@@ -28,61 +28,6 @@ class AnnotatedNorm(nn.Module):
         return self.a_2 * (x - x.mean(-1, keepdim=True)) / (x.std(-1, keepdim=True) + self.eps) + self.b_2
 
 
-class LlamaRMSNorm(nn.Module):
-    def __init__(self, hidden_size: int, eps: float = 1e-6) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(hidden_size) + 0.5)
-        self.variance_epsilon = eps
-
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        dtype = hidden_states.dtype
-        wide = hidden_states.to(torch.float32)
-        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        return self.weight * wide.to(dtype)
-
-
-class T5LayerNorm(LlamaRMSNorm):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        variance = hidden_states.to(torch.float32).pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        if self.weight.dtype in (torch.float16, torch.bfloat16):
-            hidden_states = hidden_states.to(self.weight.dtype)
-        return self.weight * hidden_states
-
-
-class ScaledRMSNorm(nn.Module):
-    def __init__(self, dim: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.eps, self.scale = eps, nn.Parameter(torch.rand(dim) + 0.5)
-
-    def norm(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.float()).type_as(x) * self.scale
-
-
-class RMSNormEpsOutside(ScaledRMSNorm):
-    """The formula of the first implementations; with it a small eps makes a difference to small rows alone."""
-
-    def norm(self, x: Tensor) -> Tensor:
-        return x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps)
-
-
-class RMSNormOnePlus(ScaledRMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return self.norm(x.float()).type_as(x) * (1 + self.scale)
-
-
-class RMSSublayer(nn.Module):
-    def __init__(self, norm: nn.Module, dropout: float) -> None:
-        super().__init__()
-        self.norm, self.dropout = norm, nn.Dropout(dropout)
-
-    def forward(self, x: Tensor, sublayer) -> Tensor:
-        return x + self.dropout(sublayer(self.norm(x)))
-
-
 class AnnotatedAttention(nn.Module):
     def __init__(self, h: int, d_model: int, dropout: float = 0.1) -> None:
         super().__init__()
