@@ -376,7 +376,10 @@ WRONG = {
     "integers": (TypeError, r"x must be a float tensor, got torch.int64", lambda: tfast.layer_norm(X.long(), V, V)),
     "no dimension": (ValueError, r"x must be \(\.\.\., d\)", lambda: tfast.layer_norm(torch.tensor(1.0), None, None)),
     "no column": (ValueError, r"d of at least 1, got shape \(2, 0\)", lambda: tfast.layer_norm(X[:, :0], None, None)),
-    "kind": (ValueError, r'kind must be "layer", "std" or "rms", got \'batch\'', lambda: tfast.layer_norm(X, V, V, kind="batch")),
+    "kind": (
+        ValueError, r'kind must be "layer", "std" or "rms", got \'batch\'',
+        lambda: tfast.layer_norm(X, V, V, kind="batch"),
+    ),
     "bias of rms": (
         ValueError, r'kind="rms" has no bias: give None, got a bias \(8,\)',
         lambda: tfast.layer_norm(X, V, V, kind="rms"),

@@ -159,7 +159,9 @@ def test_any_strides(d, kind, small_tiles):
     for x in (wide[:, :d], wide[:, ::2], wide[:1, :d].expand(3, d)):
         tensors = taken(kind, (x, random(d, 3).t(), weight, bias))
         strided = kernel(tensors, [grad_out, grad_out], 1e-5, kind, 0.1)
-        dense = kernel([t if t is None else t.contiguous() for t in tensors], [grad_out.contiguous()] * 2, 1e-5, kind, 0.1)
+        dense = kernel(
+            [t if t is None else t.contiguous() for t in tensors], [grad_out.contiguous()] * 2, 1e-5, kind, 0.1
+        )
         assert all(torch.equal(strided[name], dense[name]) for name in dense)
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -59,12 +59,25 @@ class LayerNorm(nn.LayerNorm):
 class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` over the last dimension, with the same two forms of forward as :class:`Norm`.
 
+    Args:
+        normalized_shape: width, or a sequence of it alone.
+        eps: added to the mean of the squares; None is the machine epsilon of the statistics' dtype (float32's for
+            16-bit rows).
+        elementwise_affine: whether there is a ``weight``.
+
     Raises:
         ValueError: for a ``normalized_shape`` of several dimensions.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         if len(self.normalized_shape) != 1:
             raise ValueError(
                 f"RMSNorm: norms the last dimension alone, got normalized_shape={tuple(self.normalized_shape)}"

@@ -76,8 +76,9 @@ class Stack(nn.Module):
             y = checkpoint(layer, y, *inputs, use_reentrant=False) if again else layer(y, *inputs)
         if not isinstance(y, Unsummed):
             return self.norm(y)
-        takes_sum = isinstance(self.norm, Norm | LayerNorm | RMSNorm)
-        return norm_and_sum(self.norm, y)[0] if takes_sum else self.norm(y.summed())
+        if isinstance(self.norm, Norm | LayerNorm | RMSNorm):
+            return norm_and_sum(self.norm, y)[0]
+        return self.norm(y.summed())
 
 
 def _leaves_sum(layer: Any) -> TypeGuard[EncoderLayer | DecoderLayer]:

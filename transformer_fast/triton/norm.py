@@ -124,16 +124,15 @@ def _forward_wide_kernel(
             if start == 0:
                 shift = _mean(tile, inside, BLOCK_COLUMNS)
             sums += tl.where(inside, tile - shift[:, None], 0.0)
+    mean = shift if KIND == "rms" else shift + tl.sum(sums, 1) / d  # rms has none: 0
 
     source = x if residual is None else summed
     stride = x_stride if residual is None else d
     if residual is not None:
         tl.debug_barrier()  # the walks below read what other threads of this program stored
     if KIND == "rms":
-        mean = shift  # none: 0
         squares = sums
     else:
-        mean = shift + tl.sum(sums, 1) / d
         squares = tl.zeros((1, BLOCK_COLUMNS), tl.float32)
         for start in range(0, d, BLOCK_COLUMNS):
             columns = start + tl.arange(0, BLOCK_COLUMNS)

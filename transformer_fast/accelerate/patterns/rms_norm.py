@@ -42,9 +42,7 @@ class RmsNorm(Norm):
                 return None
             summed = fused_dropout(x, dropout_p, residual=residual)
             return m(summed), summed
-        return ops.layer_norm(
-            x, gain, None, getattr(m, self.eps), kind="rms", residual=residual, dropout_p=dropout_p
-        )
+        return ops.layer_norm(x, gain, None, getattr(m, self.eps), kind="rms", residual=residual, dropout_p=dropout_p)
 
 
 PATTERNS = tuple(RmsNorm(gain, eps) for gain in GAINS for eps in EPSILONS)
