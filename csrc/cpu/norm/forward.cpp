@@ -146,8 +146,10 @@ struct Forward {
   A rstd_of(int64_t r, A mean_r, A squares) const {
     const bool std = kCentred && p.kind == NormKind::kStd;
     const A rstd_r = std ? 1 / (std::sqrt(squares / (p.d - 1)) + p.eps) : 1 / std::sqrt(squares / p.d + p.eps);
-    if (kCentred && p.mean) p.mean[r] = mean_r;
-    if (p.rstd) p.rstd[r] = rstd_r;
+    if (p.rstd) {
+      p.rstd[r] = rstd_r;
+      if constexpr (kCentred) p.mean[r] = mean_r;
+    }
     return rstd_r;
   }
 
