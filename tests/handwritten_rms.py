@@ -55,7 +55,7 @@ class RMSNormOnePlus(ScaledRMSNorm):
 
 def with_rms(m: nn.Module, norm: type[nn.Module] = LlamaRMSNorm) -> nn.Module:
     """A model of The Annotated Transformer with RMSNorm for its norms."""
-    for part in [m, *m.modules()]:
+    for part in m.modules():
         if isinstance(getattr(part, "norm", None), hw.AnnotatedNorm):
             part.norm = norm(part.norm.a_2.shape[0])
     return m
