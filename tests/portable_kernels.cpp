@@ -100,7 +100,7 @@ void check_norm(NormKind kind, int64_t rows, int64_t d) {
     for (int64_t c = 0; c < d; ++c) {
       const double g = static_cast<double>(dy[r * d + c]) * weight[c];
       normal[c] = (x[r * d + c] - centre) * scale;
-      y[r * d + c] = normal[c] * weight[c] + (rms ? 0 : bias[c]);
+      y[r * d + c] = normal[c] * weight[c] + (rms ? 0.0 : static_cast<double>(bias[c]));
       g_sum += rms ? 0 : g, g_normal += g * normal[c];
       dw[c] += dy[r * d + c] * normal[c], db[c] += dy[r * d + c];
     }
