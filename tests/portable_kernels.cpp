@@ -93,8 +93,9 @@ void check_norm(NormKind kind, int64_t rows, int64_t d) {
 
   vector<double> y(rows * d), dx(rows * d), dw(d), db(d), normal(d);
   for (int64_t r = 0; r < rows; ++r) {
-    double centre = 0, squares = 0, g_sum = 0, g_normal = 0;
-    for (int64_t c = 0; c < d && !rms; ++c) centre += x[r * d + c] / static_cast<double>(d);
+    double sum = 0, squares = 0, g_sum = 0, g_normal = 0;
+    for (int64_t c = 0; c < d; ++c) sum += x[r * d + c];
+    const double centre = rms ? 0 : sum / d;
     for (int64_t c = 0; c < d; ++c) squares += (x[r * d + c] - centre) * (x[r * d + c] - centre);
     const double scale = 1 / std::sqrt(squares / d + 1e-5);
     for (int64_t c = 0; c < d; ++c) {
