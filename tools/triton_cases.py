@@ -187,7 +187,7 @@ def norm_backward_cases(arch: str) -> Iterator[Launch]:
         of_rms = norm_backward.backward_launches(
             x, x, x, vector, None, statistics, x, x, vector, None, partials[:1], "rms", 0.1, seed, programs
         )
-        for launch in of_std + of_rms:
+        for launch in of_std + of_rms[:1]:  # the sum of partials of a weight alone is among dropout's cases
             if launch.name not in names:
                 names.add(launch.name)
                 yield launch
