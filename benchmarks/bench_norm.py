@@ -1,4 +1,5 @@
-"""The norms, alone and with residual and dropout, against eager, ``F.layer_norm`` and torch.compile of the same."""
+"""The norms, alone and with residual and dropout, against eager, ``F.layer_norm``, ``F.rms_norm`` and torch.compile of
+the same."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ ELEMENTS = {"cpu": 2**20, "cuda": 2**24}
 CASES = [(device, shape) for device, shapes in SHAPES.items() for shape in shapes]
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 P = 0.1
+WHAT = ["std", "layer", "residual+layer", "residual+dropout+layer", "rms", "residual+rms", "residual+dropout+rms"]
 
 
 def std_norm(x, weight, bias, eps=1e-6):
@@ -35,6 +37,14 @@ def add_norm(p):
     def function(x, residual, weight, bias):
         summed = residual + F.dropout(x, p) if p else residual + x
         return F.layer_norm(summed, summed.shape[-1:], weight, bias), summed
+
+    return function
+
+
+def add_rms_norm(p):
+    def function(x, residual, weight, bias):
+        summed = residual + F.dropout(x, p) if p else residual + x
+        return F.rms_norm(summed, summed.shape[-1:], weight, 1e-6), summed
 
     return function
 
@@ -56,7 +66,18 @@ def ways(what):
         if LigerLayerNorm is not None and torch.cuda.is_available():  # (x, weight, bias, eps), as of August 2026
             peers["Liger"] = lambda x, r, w, b: LigerLayerNorm.apply(x, w, b, 1e-5)
         return lambda x, r, w, b: tfast.layer_norm(x, w, b), peers
+    if what == "rms":
+        rms = torch.compile(F.rms_norm)
+        return lambda x, r, w, b: tfast.layer_norm(x, w, None, 1e-6, kind="rms"), {
+            "F.rms_norm": lambda x, r, w, b: F.rms_norm(x, x.shape[-1:], w, 1e-6),
+            "compiled": lambda x, r, w, b: rms(x, x.shape[-1:], w, 1e-6),
+        }
     p = P if "dropout" in what else 0.0
+    if "rms" in what:
+        return lambda x, r, w, b: tfast.layer_norm(x, w, None, 1e-6, kind="rms", residual=r, dropout_p=p), {
+            "eager": add_rms_norm(p),
+            "compiled": torch.compile(add_rms_norm(p)),
+        }
     return lambda x, r, w, b: tfast.layer_norm(x, w, b, residual=r, dropout_p=p), {
         "eager": add_norm(p),
         "compiled": torch.compile(add_norm(p)),
@@ -65,12 +86,12 @@ def ways(what):
 
 def bytes_moved(what, rows, d, size, backward):
     """Each matrix read or written once; the weights do not count."""
-    forward, back = {"residual+layer": (4, 4), "residual+dropout+layer": (4, 5)}.get(what, (2, 3))
+    forward, back = (4, 5) if "dropout" in what else (4, 4) if "residual" in what else (2, 3)
     return (forward + (back if backward else 0)) * rows * d * size
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "forward+backward"])
-@pytest.mark.parametrize("what", ["std", "layer", "residual+layer", "residual+dropout+layer"])
+@pytest.mark.parametrize("what", WHAT)
 @pytest.mark.parametrize(("on", "shape"), CASES, ids=[f"{device}-{shape[0]}x{shape[1]}" for device, shape in CASES])
 def test_norm(versus, device, on, shape, what, backward):
     if on != device:
@@ -104,6 +125,7 @@ def run(versus, device, shape, what, backward):
                 return outputs
             outputs = outputs if isinstance(outputs, tuple) else (outputs,)
             used = leaves if len(outputs) == 2 else [leaves[0], *leaves[2:]]
+            used = used[:-1] if "rms" in what else used  # which has no bias
             return torch.autograd.grad(outputs, used, grads[: len(outputs)])
 
         return timed
@@ -111,7 +133,7 @@ def run(versus, device, shape, what, backward):
     ours, peers = ways(what)
 
     def check(inputs):
-        if what == "residual+dropout+layer":  # masks differ by design: torch draws its own
+        if "dropout" in what:  # masks differ by design: torch draws its own
             return
         peer = next(iter(peers.values()))
         tolerance = 1e-3 if dtype == torch.float32 else 5e-2

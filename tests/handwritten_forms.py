@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import handwritten as hw
+import handwritten_rms as rms
 import torch
 from torch import Tensor, nn
 
@@ -48,6 +49,16 @@ def called_once(m: nn.Module, *args: Any) -> nn.Module:
 
 FORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
     "annotated norm": (lambda: hw.AnnotatedNorm(D), lambda: (x(),)),
+    "Llama's norm": (lambda: rms.LlamaRMSNorm(D), lambda: (x(),)),
+    "T5's norm": (lambda: rms.T5LayerNorm(D), lambda: (x(),)),
+    "rms norm with a scale": (lambda: rms.ScaledRMSNorm(D), lambda: (x(),)),
+    "rms sublayer": (lambda: rms.with_rms(hw.Sublayer(D, 0.1)), lambda: (x(), torch.tanh)),
+    "rms sublayer of torch": (lambda: rms.with_rms(hw.Sublayer(D, 0.1), nn.RMSNorm), lambda: (x(), torch.tanh)),
+    "post-norm rms sublayer": (lambda: rms.with_rms(hw.PostSublayer(D, 0.1)), lambda: (x(), torch.tanh)),
+    "rms encoder": (
+        lambda: rms.with_rms(hw.AnnotatedEncoder(annotated_layer(False), 3), rms.T5LayerNorm),
+        lambda: (x(), keep(B, 1, L)),
+    ),
     "annotated attention": (lambda: hw.AnnotatedAttention(2, D), lambda: (x(), x(S), x(S), keep(B, 1, S))),
     "annotated attention, int": (lambda: hw.AnnotatedAttention(2, D), lambda: (x(), x(), x(), keep(1, L, L).int())),
     "annotated attention, float": (lambda: hw.AnnotatedAttention(2, D), lambda: (x(), x(), x(), keep(1, L, L).float())),

@@ -72,35 +72,37 @@ void check(const vector<T>& found, const vector<double>& expected, const char* w
 }
 
 template <typename T>
-void check_norm(int64_t rows, int64_t d) {
+void check_norm(NormKind kind, int64_t rows, int64_t d) {
+  const bool rms = kind == NormKind::kRms;
   using A = Accumulate<T>;
   const vector<T> x = random<T>(rows * d), weight = random<T>(d), bias = random<T>(d), dy = random<T>(rows * d);
   vector<T> out(rows * d), grad_x(rows * d);
   vector<A> mean(rows), rstd(rows), grad_weight(d), grad_bias(d);
   NormForwardParams<T> forward{};
   forward.x = {x.data(), d}, forward.out = {out.data(), d};
-  forward.weight.narrow = weight.data(), forward.bias.narrow = bias.data();
-  forward.mean = mean.data(), forward.rstd = rstd.data();
-  forward.rows = rows, forward.d = d, forward.eps = 1e-5;
+  forward.weight.narrow = weight.data(), forward.bias.narrow = rms ? nullptr : bias.data();
+  forward.mean = rms ? nullptr : mean.data(), forward.rstd = rstd.data();
+  forward.rows = rows, forward.d = d, forward.eps = 1e-5, forward.kind = kind;
   table.of<T>().norm_forward(forward);
   NormBackwardParams<T> backward{};
   backward.dy = {dy.data(), d}, backward.x = {x.data(), d}, backward.weight = forward.weight;
-  backward.mean = mean.data(), backward.rstd = rstd.data(), backward.grad_x = {grad_x.data(), d};
-  backward.grad_weight = grad_weight.data(), backward.grad_bias = grad_bias.data();
-  backward.rows = rows, backward.d = d;
+  backward.mean = forward.mean, backward.rstd = rstd.data(), backward.grad_x = {grad_x.data(), d};
+  backward.grad_weight = grad_weight.data(), backward.grad_bias = rms ? nullptr : grad_bias.data();
+  backward.rows = rows, backward.d = d, backward.kind = kind;
   table.of<T>().norm_backward(backward);
 
   vector<double> y(rows * d), dx(rows * d), dw(d), db(d), normal(d);
   for (int64_t r = 0; r < rows; ++r) {
     double sum = 0, squares = 0, g_sum = 0, g_normal = 0;
     for (int64_t c = 0; c < d; ++c) sum += x[r * d + c];
-    for (int64_t c = 0; c < d; ++c) squares += (x[r * d + c] - sum / d) * (x[r * d + c] - sum / d);
+    const double centre = rms ? 0 : sum / d;
+    for (int64_t c = 0; c < d; ++c) squares += (x[r * d + c] - centre) * (x[r * d + c] - centre);
     const double scale = 1 / std::sqrt(squares / d + 1e-5);
     for (int64_t c = 0; c < d; ++c) {
       const double g = static_cast<double>(dy[r * d + c]) * weight[c];
-      normal[c] = (x[r * d + c] - sum / d) * scale;
-      y[r * d + c] = normal[c] * weight[c] + bias[c];
-      g_sum += g, g_normal += g * normal[c];
+      normal[c] = (x[r * d + c] - centre) * scale;
+      y[r * d + c] = normal[c] * weight[c] + (rms ? 0.0 : static_cast<double>(bias[c]));
+      g_sum += rms ? 0 : g, g_normal += g * normal[c];
       dw[c] += dy[r * d + c] * normal[c], db[c] += dy[r * d + c];
     }
     for (int64_t c = 0; c < d; ++c)
@@ -109,7 +111,7 @@ void check_norm(int64_t rows, int64_t d) {
   check(out, y, "norm_forward");
   check(grad_x, dx, "norm_backward");
   check(grad_weight, dw, "norm_backward (weight)", 64);
-  check(grad_bias, db, "norm_backward (bias)", 64);
+  if (!rms) check(grad_bias, db, "norm_backward (bias)", 64);
 }
 
 template <typename T>
@@ -211,7 +213,10 @@ void check_attention(int64_t Lq, int64_t Lk, int64_t D) {
 
 template <typename T>
 void check_type() {
-  for (const int64_t d : {5, 17, 40, 130, 512}) check_norm<T>(33, d), check_dropout<T>(33, d);
+  for (const int64_t d : {5, 17, 40, 130, 512}) {
+    check_norm<T>(NormKind::kLayer, 33, d), check_norm<T>(NormKind::kRms, 33, d);
+    check_dropout<T>(33, d);
+  }
   check_cross_entropy<T>(9, 1003);
   check_attention<T>(1, 37, 20);
   check_attention<T>(37, 133, 40);

@@ -49,7 +49,7 @@ def test_a_profile_of_a_step_counts_each_op_once(monkeypatch):
     assert extension.load(), extension.status()
     x, weight = torch.randn(64, 48), torch.randn(48, 48)
     norm = torch.ops.transformer_fast.layer_norm
-    options = None, None, None, 1e-5, False, 0.0, None, "native"
+    options = None, None, None, 1e-5, "layer", 0.0, None, "native"
     seconds = profile_step.shares(lambda: norm(torch.mm(x, weight), *options)[0].sum())
     used = {kind for kind, time in seconds.items() if time > 0}
     assert {"products with weights", "norm, residual, ReLU, dropout", "sums over rows"} <= used

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import handwritten
+import handwritten_rms
 import pytest
 import torch
 from helpers import assert_trained_alike
@@ -225,6 +226,8 @@ PARTS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
         lambda: layers.DecoderLayer(D, 2),
         lambda n: (x(n), x(n), keep(n), layers.subsequentmask(n)),
     ),
+    "RMSNorm": (lambda: layers.RMSNorm(D), lambda n: (x(n),)),
+    "swapped Llama norm": (lambda: swapped(handwritten_rms.LlamaRMSNorm(D)), lambda n: (x(n),)),
     "bert attention": (lambda: bert.MultiHeadedAttention(2, D), lambda n: (x(n), x(n), x(n), keep(n).unsqueeze(1))),
     "bert embedding": (lambda: bert.BERTEmbedding(VOCABULARY, D), lambda n: (ids(n),)),
     "tensorflow attention": (

@@ -35,6 +35,11 @@ def calls(dtype=torch.float32):
     return {
         "layer_norm": (lambda x, w, b: tfast.layer_norm(x, w, b), (x, weight, bias)),
         "std norm": (lambda x, w: tfast.layer_norm(x, w, None, 1e-6, kind="std"), (x, weight)),
+        "rms norm": (lambda x, w: tfast.layer_norm(x, w, None, kind="rms"), (x, weight)),
+        "residual rms norm": (
+            lambda x, r, w: tfast.layer_norm(x, w, None, kind="rms", residual=r, dropout_p=0.3),
+            (x, residual, weight),
+        ),
         "norm alone": (lambda x: tfast.layer_norm(x, None, None), (x,)),
         "residual norm": (lambda x, r, w, b: tfast.layer_norm(x, w, b, residual=r), (x, residual, weight, bias)),
         "residual dropout norm": (

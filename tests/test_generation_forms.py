@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import handwritten as hw
+import handwritten_rms as rms
 import pytest
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,14 @@ def with_layer_norms(m: nn.Module) -> None:
     m.encoder.norm, m.decoder.norm = nn.LayerNorm(D), nn.LayerNorm(D)
 
 
+def with_llama_norms(m: nn.Module) -> None:
+    rms.with_rms(m)
+
+
+def with_torch_s_rms_norms(m: nn.Module) -> None:
+    rms.with_rms(m, nn.RMSNorm)
+
+
 def with_gelu(m: nn.Module) -> None:
     for layer in m.decoder.layers:
         layer.feed_forward = hw.BertFeedForward(D, 48)
@@ -105,7 +114,10 @@ def steps(m: nn.Module, src: Tensor, lengths: Tensor, longest: int = LONGEST) ->
         return Decoding([m], check_request(m, src, **options), GenerationConfig(), rows=len(src))._steps[0]
 
 
-@pytest.mark.parametrize("change", [None, with_layer_norms, with_gelu, tied], ids=lambda f: getattr(f, "__name__", "-"))
+CHANGES = [None, with_layer_norms, with_llama_norms, with_torch_s_rms_norms, with_gelu, tied]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: getattr(f, "__name__", "-"))
 @pytest.mark.parametrize("seed", [0, 2])
 def test_tokens_are_those_of_the_model_s_own_loop(seed: int, change: Callable[[nn.Module], None] | None) -> None:
     m, (src, lengths) = annotated(seed), batch(seed)

@@ -261,3 +261,24 @@ def test_a_sublayer_of_a_stack_costs_one_norm(norm, monkeypatch):
     watched = run()
     assert calls.count("dropout") == 4  # the one before it leaves its sum to nobody either
     assert all(torch.equal(a, b) for a, b in zip(joined, watched, strict=True))
+
+
+@pytest.mark.parametrize("options", [{}, {"eps": 1e-3}, {"elementwise_affine": False}], ids=str)
+def test_rms_norm_stands_for_torch_s(options):
+    slow, fast = torch.nn.RMSNorm(D, **options), layers.RMSNorm(D, **options)
+    if slow.weight is not None:
+        torch.nn.init.uniform_(slow.weight, 0.5, 1.5)
+    fast.load_state_dict(slow.state_dict())
+    slow.load_state_dict(fast.state_dict())
+    assert isinstance(fast, torch.nn.RMSNorm) and repr(fast) == repr(slow)
+    x, y = (1e-2 * torch.randn(3, 5, D)).requires_grad_(), torch.randn(3, 5, D, requires_grad=True)
+    torch.testing.assert_close(fast(x), slow(x))
+    out, summed = fast(y, residual=x)
+    expected = [*torch.autograd.grad(slow(x + y).square().sum(), (x, y)), x + y]
+    actual = [*torch.autograd.grad(out.square().sum(), (x, y)), summed]
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_rms_norm_of_several_dimensions_is_refused():
+    with pytest.raises(ValueError, match=r"norms the last dimension alone, got normalized_shape=\(3, 16\)"):
+        layers.RMSNorm((3, D))

@@ -9,7 +9,8 @@ import transformer_fast as tfast
 from transformer_fast import backends
 from transformer_fast.reference.norm import layer_norm as reference
 
-KINDS = ["layer", "std"]
+CENTRED = ["layer", "std"]
+KINDS = [*CENTRED, "rms"]
 SIXTEEN_AND_32 = [torch.float32, torch.float16, torch.bfloat16]
 FUSED = {"plain": (False, 0.0), "residual": (True, 0.0), "residual and dropout": (True, 0.3)}
 
@@ -25,6 +26,11 @@ def make(rows, d, dtype, residual, *, weights=None, device="cpu", offset=0.0, sp
     tensors += [random(d).to(device, weights or dtype) for _ in range(2)]
     grads = [random(rows, d).to(device, dtype) for _ in range(1 + residual)]
     return tensors, grads
+
+
+def taken(kind, tensors):
+    """x, residual, weight and bias as a kind takes them: "rms" has no bias."""
+    return [*tensors[:3], None if kind == "rms" else tensors[3]]
 
 
 def outcome(call, tensors, grads):
@@ -45,7 +51,7 @@ def names(tensors):
 
 def oracle(kind, eps, dropout_p, seed):
     def call(x, residual, weight, bias):
-        return reference(x, weight, bias, eps, std=kind == "std", residual=residual, dropout_p=dropout_p, seed=seed)
+        return reference(x, weight, bias, eps, kind=kind, residual=residual, dropout_p=dropout_p, seed=seed)
 
     return call
 
@@ -59,6 +65,7 @@ def norm_of(kind, eps, dropout_p):
 
 def compare(tensors, grads, kind, dropout_p=0.0, eps=1e-5):
     """Hold it to the gate: outputs and every gradient, with poisoned memory."""
+    tensors = taken(kind, tensors)
     with fixed_seed(-987654321987654321) as seed, poisoned_memory():
         actual = outcome(norm_of(kind, eps, dropout_p), tensors, grads)
     check = oracle(kind, eps, dropout_p, seed.to(tensors[0].device))
@@ -92,7 +99,7 @@ def test_matches_the_oracle_in_double(kind, fused):
 def test_32_bit_weights_with_16_bit_rows(dtype, kind, device):
     tensors, grads = make(97, 257, dtype, True, weights=torch.float32, device=device)
     actual = compare(tensors, grads, kind, 0.1)
-    assert [t.dtype for t in actual] == [dtype] * 4 + [torch.float32] * 2
+    assert [t.dtype for t in actual] == [dtype] * 4 + [torch.float32] * (1 if kind == "rms" else 2)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -120,12 +127,12 @@ def test_the_widest_rows(rows, dtype, kind, device):
     compare(*make(rows, 65_536, dtype, True, device=device), kind, 0.1)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("layer", torch.float32), ("std", torch.bfloat16)])
+@pytest.mark.parametrize(("kind", "dtype"), [("layer", torch.float32), ("std", torch.bfloat16), ("rms", torch.float32)])
 def test_millions_of_rows(kind, dtype, device):
     compare(*make(2**20 + 3, 3, dtype, True, device=device), kind, eps=1e-3)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CENTRED)
 @pytest.mark.parametrize("dtype", SIXTEEN_AND_32)
 @pytest.mark.parametrize("value", [0.0, 0.1, -3.3e4])
 def test_a_constant_row_gives_the_bias_exactly(value, dtype, kind, device):
@@ -148,7 +155,7 @@ def test_gradients_of_constant_rows_are_those_of_the_oracle(device):
 def test_a_large_offset_costs_no_accuracy(kind, device):
     tensors, grads = make(65, 512, torch.float32, False, device=device, offset=1e4)
     out, *_ = compare(tensors, grads, kind)
-    exact = oracle(kind, 1e-5, 0.0, None)(*(None if t is None else t.double() for t in tensors))
+    exact = oracle(kind, 1e-5, 0.0, None)(*(None if t is None else t.double() for t in taken(kind, tensors)))
     # A mean near 1e4 rounded to fp32 is off by up to half an ulp, 4.9e-4; nothing else may go wrong.
     assert (out.double() - exact).abs().max() < 5.5e-4 * tensors[2].abs().max()
 
@@ -172,7 +179,7 @@ def test_any_strides(kind, device):
         weight, bias = torch.randn(2, x.shape[-1], device=device)
         grad_out = torch.randn(x.shape[::-1], device=device).permute(2, 1, 0)
         for residual in (None, torch.randn_like(x)):
-            tensors = x, residual, weight, bias
+            tensors = taken(kind, (x, residual, weight, bias))
             grads = [grad_out] * (1 if residual is None else 2)
             actual = outcome(norm_of(kind, 1e-5, 0.0), tensors, grads)
             dense = outcome(norm_of(kind, 1e-5, 0.0), [t if t is None else t.contiguous() for t in tensors], grads)
@@ -194,6 +201,7 @@ def test_no_rows(shape, fused, device):
 @pytest.mark.parametrize(("rows", "d"), [(1025, 257), (14, 20_003)])
 def test_two_runs_agree_bit_for_bit_on_any_number_of_threads(rows, d, kind, device):
     tensors, grads = make(rows, d, torch.float32, True, device=device)
+    tensors = taken(kind, tensors)
     threads = torch.get_num_threads()
     outcomes = []
     try:
@@ -245,6 +253,7 @@ def test_one_of_the_two_outputs_used_alone(used, device):
 def test_frozen_inputs_leave_the_other_gradients_as_they_are(kind, fused, frozen, device):
     residual, dropout_p = FUSED[fused]
     tensors, grads = make(65, 37, torch.float32, residual, device=device)
+    tensors = taken(kind, tensors)
     with fixed_seed(5):
         _, *expected = outcome(norm_of(kind, 1e-5, dropout_p), tensors, grads)[residual:]
         leaves = [t if t is None else t.clone().requires_grad_(i not in frozen) for i, t in enumerate(tensors)]
@@ -257,6 +266,44 @@ def test_frozen_inputs_leave_the_other_gradients_as_they_are(kind, fused, frozen
 def test_layer_is_what_torch_computes(device):
     x, weight, bias = torch.randn(8, 9, 48, device=device), *torch.randn(2, 48, device=device)
     torch.testing.assert_close(tfast.layer_norm(x, weight, bias), F.layer_norm(x, (48,), weight, bias))
+
+
+@pytest.mark.parametrize("eps", [None, 1e-6])
+@pytest.mark.parametrize("dtype", [torch.float64, *SIXTEEN_AND_32])
+def test_rms_is_what_torch_computes(dtype, eps, device):
+    x, weight = 1e-3 * torch.randn(8, 9, 48, device=device), torch.randn(48, device=device)
+    for scale in (weight.to(dtype), None):
+        ours = tfast.layer_norm(x.to(dtype), scale, None, eps, kind="rms")
+        torch.testing.assert_close(ours, F.rms_norm(x.to(dtype), (48,), scale, eps))
+
+
+def test_rms_of_rows_whose_squares_float16_cannot_hold(device):
+    x = torch.full((3, 64), 3e4, device=device).half().requires_grad_()
+    out = tfast.layer_norm(x, None, None, kind="rms")
+    assert torch.equal(out, torch.ones_like(x))
+    out.sum().backward()
+    assert x.grad.abs().max() < 1e-7
+
+
+def llama_norm(x, weight, eps):
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def t5_norm(x, weight, eps):
+    normed = x * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normed.to(weight.dtype)
+
+
+@pytest.mark.parametrize("written", [llama_norm, t5_norm])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rms_is_at_least_as_exact_as_models_write_it(dtype, written, device):
+    x, weight = torch.randn(129, 512, device=device).to(dtype), torch.rand(512, device=device).add(0.5).to(dtype)
+    exact = F.rms_norm(x.double(), (512,), weight.double(), 1e-6)
+    ours, theirs = tfast.layer_norm(x, weight, None, 1e-6, kind="rms"), written(x, weight, 1e-6)
+    assert (ours - exact).norm() < 0.9 * (theirs - exact).norm()
+    # Theirs is rounded twice: the first time may move the product by a unit in the last place, the second by another.
+    assert (ours - theirs).abs().float().div(theirs.abs()).max() <= 2 * torch.finfo(dtype).eps
 
 
 def test_a_narrower_x_is_added_in_the_dtype_of_the_residual(device):
@@ -278,31 +325,36 @@ def test_autocast_keeps_the_dtype_of_the_rows(device):
 def test_gradcheck_in_double(fused, kind):
     residual, dropout_p = FUSED[fused]
     tensors, _ = make(3, 11, torch.float64, residual)
-    leaves = [None if t is None else t.requires_grad_() for t in tensors]
+    leaves = [None if t is None else t.requires_grad_() for t in taken(kind, tensors)]
     with fixed_seed(7):
         assert torch.autograd.gradcheck(norm_of(kind, 1e-5, dropout_p), leaves)
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fused", FUSED)
-def test_opcheck(fused, device):
+def test_opcheck(fused, kind, device):
     residual, dropout_p = FUSED[fused]
-    (x, added, weight, bias), grads = make(5, 24, torch.float32, residual, device=device)
+    tensors, grads = make(5, 24, torch.float32, residual, device=device)
+    x, added, weight, bias = taken(kind, tensors)
     seed = torch.tensor([3], device=device) if dropout_p else None
     backend = backends.resolve("norm", device, x.dtype)
     leaves = [None if t is None else t.requires_grad_() for t in (x, added, weight, bias)]
     op = torch.ops.transformer_fast.layer_norm.default
-    torch.library.opcheck(op, (*leaves, 1e-5, True, dropout_p, seed, backend))
+    torch.library.opcheck(op, (*leaves, 1e-5, kind, dropout_p, seed, backend))
     x, added, weight, bias = (None if t is None else t.detach() for t in leaves)
-    _, summed, mean, rstd = op(x, added, weight, bias, 1e-5, True, dropout_p, seed, backend)
+    _, summed, mean, rstd = op(x, added, weight, bias, 1e-5, kind, dropout_p, seed, backend)
+    assert rstd.shape == (5,) and mean.shape == ((0,) if kind == "rms" else (5,))
     rows = summed if residual else x
-    tail = weight, mean, rstd, True, dropout_p, seed, True, backend
+    tail = weight, mean, rstd, kind, dropout_p, seed, bias is not None, backend
     backward = torch.ops.transformer_fast.layer_norm_backward.default
     torch.library.opcheck(backward, (grads[0], grads[1] if residual else None, rows, *tail))
 
 
-def test_compiles(device):
+@pytest.mark.parametrize("kind", ["std", "rms"])
+def test_compiles(kind, device):
     tensors, _ = make(6, 32, torch.float32, True, device=device)
-    call = norm_of("std", 1e-6, 0.0)
+    tensors = taken(kind, tensors)
+    call = norm_of(kind, 1e-6, 0.0)
     compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
     for a, b in zip(compiled(*tensors), call(*tensors), strict=True):
         assert torch.equal(a, b)
@@ -324,7 +376,14 @@ WRONG = {
     "integers": (TypeError, r"x must be a float tensor, got torch.int64", lambda: tfast.layer_norm(X.long(), V, V)),
     "no dimension": (ValueError, r"x must be \(\.\.\., d\)", lambda: tfast.layer_norm(torch.tensor(1.0), None, None)),
     "no column": (ValueError, r"d of at least 1, got shape \(2, 0\)", lambda: tfast.layer_norm(X[:, :0], None, None)),
-    "kind": (ValueError, r'kind must be "layer" or "std", got \'rms\'', lambda: tfast.layer_norm(X, V, V, kind="rms")),
+    "kind": (
+        ValueError, r'kind must be "layer", "std" or "rms", got \'batch\'',
+        lambda: tfast.layer_norm(X, V, V, kind="batch"),
+    ),
+    "bias of rms": (
+        ValueError, r'kind="rms" has no bias: give None, got a bias \(8,\)',
+        lambda: tfast.layer_norm(X, V, V, kind="rms"),
+    ),
     "weight": (ValueError, r"weight .* \(8,\) for x \(2, 8\), got \(7,\)", lambda: tfast.layer_norm(X, V[:7], V)),
     "bias": (ValueError, r"bias .* \(8,\) for x \(2, 8\), got \(1, 8\)", lambda: tfast.layer_norm(X, V, V[None])),
     "one column": (

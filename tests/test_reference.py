@@ -123,10 +123,11 @@ def test_norms(d):
     w, b = torch.randn(d, dtype=torch.float64), torch.randn(d, dtype=torch.float64)
     assert torch.allclose(layer_norm(x, w, b, 1e-5), F.layer_norm(x, (d,), w, b, 1e-5))
     by_hand = torch.stack([(r - r.mean()) / (((r - r.mean()) ** 2).sum() / (d - 1)).sqrt().add(1e-6) for r in x])
-    assert torch.allclose(layer_norm(x, w, b, 1e-6, std=True), w * by_hand + b)
+    assert torch.allclose(layer_norm(x, w, b, 1e-6, kind="std"), w * by_hand + b)
+    assert torch.allclose(layer_norm(x, w, None, 1e-5, kind="rms"), F.rms_norm(x, (d,), w, 1e-5))
     constant = torch.full((3, d), 2.5, dtype=torch.float64, requires_grad=True)
-    for std in (False, True):
-        out = layer_norm(constant, w, b, 1e-6, std=std)
+    for kind in ("layer", "std"):
+        out = layer_norm(constant, w, b, 1e-6, kind=kind)
         assert torch.equal(out, b.expand(3, d))
         assert torch.autograd.grad(out.sum(), constant)[0].isfinite().all()
 

@@ -113,7 +113,7 @@ MASKS = {
 }
 
 NORM_AND_DROPOUT = {
-    "unknown norm kind": Wrong(lambda: tfast.layer_norm(X, None, None, kind="rms"), ValueError, "\"std\", got 'rms'"),
+    "unknown norm kind": Wrong(lambda: tfast.layer_norm(X, None, None, kind="l2"), ValueError, "\"rms\", got 'l2'"),
     "weight of another width": Wrong(
         lambda: tfast.layer_norm(X, W[0, :6], None), ValueError, r"\(8,\).*\(2, 5, 8\).*\(6,\)"
     ),

@@ -218,18 +218,21 @@ def attention_decode_cases(arch: str) -> Iterator[Launch]:
 
 
 def norm_cases(arch: str) -> Iterator[Launch]:
-    """A launch for every forward config, with everything a launch can do switched on; the widest in fp32 too."""
+    """A launch for every forward config, with everything a launch can do switched on; the widest in fp32 too. Of Norm,
+    which does all that LayerNorm does, and of RMSNorm."""
     widths = sorted(width for kernel, width in NORM if kernel == "forward" and width > 0)
     for d, dtype in [*((d, torch.bfloat16) for d in (*widths, 65536)), (widths[-1], torch.float32)]:
         x = torch.empty((1024, d), dtype=dtype, device="meta")
         vector = torch.empty((d,), dtype=torch.float32, device="meta")
         statistics = torch.empty((1024,), dtype=torch.float32, device="meta")
         seed = torch.empty((1,), dtype=torch.int64, device="meta")
-        yield norm.forward_launch(x, x, vector, vector, x, x, statistics, statistics, 1e-6, True, 0.1, seed)
+        yield norm.forward_launch(x, x, vector, vector, x, x, statistics, statistics, 1e-6, "std", 0.1, seed)
+        yield norm.forward_launch(x, x, vector, None, x, x, None, statistics, 1e-6, "rms", 0.1, seed)
 
 
 def norm_backward_cases(arch: str) -> Iterator[Launch]:
-    """The launches of every backward config, with everything switched on; the widest in fp32 too."""
+    """The launches of every backward config, with everything switched on; the widest in fp32 too. Of Norm and of
+    RMSNorm."""
     widths = sorted(width for kernel, width in NORM if kernel == "backward" and width > 0)
     names = set()
     wide = (2 * widths[-1], 3 * widths[-1], 65536)  # slices of two, three and four blocks
@@ -241,10 +244,13 @@ def norm_backward_cases(arch: str) -> Iterator[Launch]:
         seed = torch.empty((1,), dtype=torch.int64, device="meta")
         programs = norm_backward.sharing_programs(1024, d, 132)
         partials = torch.empty((2, programs, d), dtype=torch.float32, device="meta")
-        launches = norm_backward.backward_launches(
-            x, x, x, vector, statistics, statistics, x, x, vector, vector, partials, True, 0.1, seed, programs
+        of_std = norm_backward.backward_launches(
+            x, x, x, vector, statistics, statistics, x, x, vector, vector, partials, "std", 0.1, seed, programs
         )
-        for launch in launches:
+        of_rms = norm_backward.backward_launches(
+            x, x, x, vector, None, statistics, x, x, vector, None, partials[:1], "rms", 0.1, seed, programs
+        )
+        for launch in of_std + of_rms[:1]:  # the sum of partials of a weight alone is among dropout's cases
             if launch.name not in names:
                 names.add(launch.name)
                 yield launch

@@ -55,7 +55,8 @@ struct Step {
                                 : step_linear(input, weight, bias, bias.size(0), relu);
     };
     const auto norm = [&](Part part, const Tensor& input, const OptionalTensor& residual) {
-      return norm_forward(input, residual, at[2 * part], at[2 * part + 1], eps, std, 0, {}, nullptr, nullptr);
+      return norm_forward(input, residual, at[2 * part], at[2 * part + 1], eps, std ? NormKind::kStd : NormKind::kLayer,
+                          0, {}, nullptr, nullptr);
     };
     if (norm_first) {
       const Tensor first = norm(kNorm1, x, {}).out;

@@ -1,5 +1,5 @@
-// LayerNorm and Norm, alone or of residual + dropout(x): the op of torch.ops.transformer_fast, from schema to kernel.
-// transformer_fast/ops/norm.py documents and checks what it takes.
+// LayerNorm, Norm and RMSNorm, alone or of residual + dropout(x): the op of torch.ops.transformer_fast, from schema to
+// kernel. transformer_fast/ops/norm.py documents and checks what it takes.
 #include "norm.h"
 
 #include "../cpu/kernels.h"
@@ -16,6 +16,7 @@
 
 #include <array>
 #include <string>
+#include <string_view>
 #include <tuple>
 
 namespace transformer_fast {
@@ -43,8 +44,8 @@ RowView<T> result_rows(const Tensor& result, int64_t d) {
 }  // namespace
 
 NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                        const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
-                        void* mean, void* rstd) {
+                        const OptionalTensor& bias, double eps, NormKind kind, double dropout_p,
+                        const OptionalTensor& seed, void* mean, void* rstd) {
   const Tensor x_rows = as_rows(x), residual_rows = as_rows(eager::or_undefined(residual));
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
   NormResult result{at::cpu::empty(x.sizes(), x.options()), {}};
@@ -55,7 +56,7 @@ NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const O
     const ParameterTensor<T> weights(weight), biases(bias);
     kernels().of<T>().norm_forward({rows_of<T>(x_rows), rows_of<T>(residual_rows), result_rows<T>(result.summed, d),
                                     result_rows<T>(result.out, d), weights.parameter(), biases.parameter(),
-                                    static_cast<A*>(mean), static_cast<A*>(rstd), rows, d, static_cast<A>(eps), std,
+                                    static_cast<A*>(mean), static_cast<A*>(rstd), rows, d, static_cast<A>(eps), kind,
                                     dropout_params(dropout_p, seed)});
   });
   return result;
@@ -69,11 +70,33 @@ using torch::autograd::variable_list;
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
+// A kind, and its name in Python.
+struct NamedKind {
+  const char* name;
+  NormKind kind;
+};
+
+constexpr NamedKind kKinds[] = {{"layer", NormKind::kLayer}, {"std", NormKind::kStd}, {"rms", NormKind::kRms}};
+
+// The kind for whose name is_it(name) holds, or null.
+template <typename IsIt>
+const NamedKind* find_kind(const IsIt& is_it) {
+  for (const NamedKind& kind : kKinds)
+    if (is_it(kind.name)) return &kind;
+  return nullptr;
+}
+
+NormKind kind_of(std::string_view name) {
+  const NamedKind* const found = find_kind([&](std::string_view other) { return other == name; });
+  TORCH_CHECK_VALUE(found, "layer_norm: kind must be \"layer\", \"std\" or \"rms\", got \"", name, "\"");
+  return found->kind;
+}
+
 // Which gradients are asked for: of x and the residual, of the weight (there is one then), of the bias. Undefined are
 // those that are not, and that of the residual without dropout, where it is that of x.
 FourTensors gradients(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
-                      const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, bool std, double dropout_p,
-                      const OptionalTensor& seed, const std::array<bool, 3>& needs) {
+                      const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, NormKind kind,
+                      double dropout_p, const OptionalTensor& seed, const std::array<bool, 3>& needs) {
   const Tensor dy_rows = as_rows(grad_out), x_rows = as_rows(x), grad_summed_rows = as_rows(or_undefined(grad_summed));
   const int64_t rows = x_rows.size(0), d = x_rows.size(1);
   const bool narrow_weights = weight && weight->scalar_type() == x.scalar_type();
@@ -91,7 +114,7 @@ FourTensors gradients(const Tensor& grad_out, const OptionalTensor& grad_summed,
     kernels().of<T>().norm_backward({rows_of<T>(dy_rows), rows_of<T>(x_rows), rows_of<T>(grad_summed_rows),
                                      weights.parameter(), mean.const_data_ptr<A>(), rstd.const_data_ptr<A>(),
                                      result_rows<T>(grad_x, d), result_rows<T>(grad_residual, d), pointer(grad_weight),
-                                     pointer(grad_bias), narrow_weights, rows, d, std,
+                                     pointer(grad_bias), narrow_weights, rows, d, kind,
                                      dropout_params(dropout_p, seed)});
   });
   return {grad_x, grad_residual, needs[1] ? in_type(grad_weight, weight->scalar_type()) : grad_weight, grad_bias};
@@ -102,40 +125,43 @@ Tensor or_empty(const Tensor& tensor, const at::TensorOptions& options) {
   return tensor.defined() ? tensor : at::empty({0}, options);
 }
 
+// The mean that an op returns and takes is an empty tensor for a kind without one.
+bool has_mean(std::string_view kind) { return kind != "rms"; }
+
 FourTensors forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                    const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
-                    std::string_view backend) {
+                    const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
+                    const OptionalTensor& seed, std::string_view backend) {
   if (!is_native(backend)) {
     static const PythonFunction launcher("transformer_fast.triton.norm", "norm_forward");
-    return std::tuple_cat(launcher.tensors<4>(x, residual, weight, bias, eps, std, dropout_p, seed));
+    return std::tuple_cat(launcher.tensors<4>(x, residual, weight, bias, eps, kind, dropout_p, seed));
   }
   const auto options = x.options().dtype(arithmetic_type(x));
   const int64_t rows = x.numel() / x.size(-1);
-  const Tensor mean = at::empty({rows}, options), rstd = at::empty({rows}, options);
-  const auto [out, summed] = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, mean.mutable_data_ptr(),
-                                          rstd.mutable_data_ptr());
+  const Tensor mean = at::empty({has_mean(kind) ? rows : 0}, options), rstd = at::empty({rows}, options);
+  const auto [out, summed] = norm_forward(x, residual, weight, bias, eps, kind_of(kind), dropout_p, seed,
+                                          mean.mutable_data_ptr(), rstd.mutable_data_ptr());
   return {out, or_empty(summed, x.options()), mean, rstd};
 }
 
 FourTensors forward_meta(const Tensor& x, const OptionalTensor& residual, const OptionalTensor&, const OptionalTensor&,
-                         double, bool, double, const OptionalTensor&, std::string_view) {
+                         double, std::string_view kind, double, const OptionalTensor&, std::string_view) {
   c10::SymInt rows = 1;
   for (const c10::SymInt& size : x.sym_sizes().slice(0, x.dim() - 1)) rows = rows * size;
-  const auto statistics = [&] { return meta_tensor(x, {rows}, arithmetic_type(x)); };
-  return {meta_tensor(x, x.sym_sizes()), residual ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}), statistics(),
-          statistics()};
+  const auto statistics = [&](const c10::SymInt& count) { return meta_tensor(x, {count}, arithmetic_type(x)); };
+  return {meta_tensor(x, x.sym_sizes()), residual ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}),
+          statistics(has_mean(kind) ? rows : c10::SymInt(0)), statistics(rows)};
 }
 
 FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
-                     const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, bool std, double dropout_p,
-                     const OptionalTensor& seed, bool has_bias, std::string_view backend) {
+                     const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, std::string_view kind,
+                     double dropout_p, const OptionalTensor& seed, bool has_bias, std::string_view backend) {
   if (!is_native(backend)) {
     static const PythonFunction launcher("transformer_fast.triton.norm_backward", "norm_backward");
     return std::tuple_cat(
-        launcher.tensors<4>(grad_out, grad_summed, x, weight, mean, rstd, std, dropout_p, seed, has_bias));
+        launcher.tensors<4>(grad_out, grad_summed, x, weight, mean, rstd, kind, dropout_p, seed, has_bias));
   }
   const auto [grad_x, grad_residual, grad_weight, grad_bias] =
-      gradients(grad_out, grad_summed, x, weight, mean.contiguous(), rstd.contiguous(), std, dropout_p, seed,
+      gradients(grad_out, grad_summed, x, weight, mean.contiguous(), rstd.contiguous(), kind_of(kind), dropout_p, seed,
                 {true, weight.has_value(), has_bias});
   const auto weight_options = x.options().dtype(weight ? weight->scalar_type() : x.scalar_type());
   return {grad_x, or_empty(grad_residual, x.options()), or_empty(grad_weight, weight_options),
@@ -143,8 +169,8 @@ FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, 
 }
 
 FourTensors backward_meta(const Tensor&, const OptionalTensor&, const Tensor& x, const OptionalTensor& weight,
-                          const Tensor&, const Tensor&, bool, double dropout_p, const OptionalTensor&, bool has_bias,
-                          std::string_view) {
+                          const Tensor&, const Tensor&, std::string_view, double dropout_p, const OptionalTensor&,
+                          bool has_bias, std::string_view) {
   const auto rows = [&](bool asked) { return asked ? meta_tensor(x, x.sym_sizes()) : meta_tensor(x, {0}); };
   const auto parameter = [&](bool asked) {
     return meta_tensor(weight ? *weight : x, {asked ? x.sym_size(-1) : c10::SymInt(0)});
@@ -158,7 +184,7 @@ struct LayerNorm {
   static constexpr size_t kSaved = 5;
 
   struct Options {
-    bool std;
+    std::string kind;
     double dropout_p;
     bool has_residual;
     std::optional<at::ScalarType> bias;
@@ -174,10 +200,10 @@ struct LayerNorm {
     const OptionalTensor grad_summed = grads.size() > 1 ? or_none(grads[1]) : std::nullopt;
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
     auto [grad_x, grad_residual, grad_weight, grad_bias] =
-        direct ? gradients(grad_out, grad_summed, x, weight, mean, rstd, options.std, options.dropout_p, seed,
+        direct ? gradients(grad_out, grad_summed, x, weight, mean, rstd, kind_of(options.kind), options.dropout_p, seed,
                            {needs[0] || needs[1], needs[2], needs[3]})
                : op<"layer_norm_backward", norm_op::backward>()(grad_out, grad_summed, x, weight, mean, rstd,
-                                                                options.std, options.dropout_p, seed,
+                                                                options.kind, options.dropout_p, seed,
                                                                 options.bias.has_value(), options.backend);
     if (options.bias && grad_bias.defined()) grad_bias = in_type(grad_bias, *options.bias);
     return {grad_x,
@@ -190,15 +216,15 @@ struct LayerNorm {
 
 // `direct`: whether the kernel may be called without the dispatcher.
 FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                     const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
-                     std::string_view backend) {
+                     const OptionalTensor& bias, double eps, std::string_view kind, double dropout_p,
+                     const OptionalTensor& seed, std::string_view backend) {
   const auto results =
-      below_autograd<"layer_norm", forward>(direct, x, residual, weight, bias, eps, std, dropout_p, seed, backend);
+      below_autograd<"layer_norm", forward>(direct, x, residual, weight, bias, eps, kind, dropout_p, seed, backend);
   if (!needs_gradient(x, residual, weight, bias)) return results;
   const auto& [out, summed, mean, rstd] = results;
   eager::record<LayerNorm>(residual ? variable_list{out, summed} : variable_list{out},
                            {residual ? summed : x, or_undefined(weight), mean, rstd, or_undefined(seed)},
-                           {std, dropout_p, residual.has_value(),
+                           {std::string(kind), dropout_p, residual.has_value(),
                             bias ? std::optional(bias->scalar_type()) : std::nullopt, std::string(backend)},
                            x, residual, weight, bias);
   return results;
@@ -209,29 +235,29 @@ FourTensors recorded(bool direct, const Tensor& x, const OptionalTensor& residua
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   define<forward, forward_meta, Dispatched<recorded>::call>(
       m,
-      "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, bool std, float dropout_p, "
+      "layer_norm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, str kind, float dropout_p, "
       "Tensor? seed, str backend) -> (Tensor out, Tensor summed, Tensor mean, Tensor rstd)");
   define<backward, backward_meta, eager::Undifferentiable<"layer_norm_backward", backward>::call>(
       m,
       "layer_norm_backward(Tensor grad_out, Tensor? grad_summed, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, "
-      "bool std, float dropout_p, Tensor? seed, bool has_bias, str backend) "
+      "str kind, float dropout_p, Tensor? seed, bool has_bias, str backend) "
       "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)");
 }
 
 }  // namespace norm_op
 
 // The eager fast path.
-py::object eager::layer_norm(py::handle x_, py::handle weight_, py::handle bias_, py::handle eps_, py::handle kind,
+py::object eager::layer_norm(py::handle x_, py::handle weight_, py::handle bias_, py::handle eps_, py::handle kind_,
                              py::handle residual_, py::handle dropout_p_, py::handle seed_) {
   Arguments arguments;
   const Tensor x = arguments.floating(x_);
   const OptionalTensor weight = arguments.optional_floating(weight_), bias = arguments.optional_floating(bias_);
   const OptionalTensor residual = arguments.optional_floating(residual_), seed = arguments.optional_tensor(seed_);
   const double eps = arguments.number(eps_), dropout_p = arguments.probability(dropout_p_);
-  const bool std = is_text(kind, "std");
+  const norm_op::NamedKind* const known = norm_op::find_kind([&](const char* name) { return is_text(kind_, name); });
   if (!arguments.ok() || x.dim() == 0) return py::none();
   const int64_t d = x.size(-1);
-  arguments.require(std ? d > 1 : d > 0 && is_text(kind, "layer"));
+  arguments.require(known && d > (known->kind == NormKind::kStd ? 1 : 0) && !(known->kind == NormKind::kRms && bias));
   for (const OptionalTensor* t : {&weight, &bias})
     if (*t) arguments.require((*t)->dim() == 1 && (*t)->size(0) == d);
   if (residual) arguments.require(residual->sizes() == x.sizes() && residual->scalar_type() == x.scalar_type());
@@ -243,10 +269,11 @@ py::object eager::layer_norm(py::handle x_, py::handle weight_, py::handle bias_
     const py::gil_scoped_release no_gil;
     if (needs_gradient(x, residual, weight, bias)) {
       std::tie(out, summed, std::ignore, std::ignore) =
-          norm_op::recorded(true, x, residual, weight, bias, eps, std, dropout_p, seed, "native");
+          norm_op::recorded(true, x, residual, weight, bias, eps, known->name, dropout_p, seed, "native");
     } else {
       const at::AutoDispatchBelowADInplaceOrView below;
-      const NormResult result = norm_forward(x, residual, weight, bias, eps, std, dropout_p, seed, nullptr, nullptr);
+      const NormResult result =
+          norm_forward(x, residual, weight, bias, eps, known->kind, dropout_p, seed, nullptr, nullptr);
       out = result.out, summed = result.summed;
     }
   }

@@ -1,6 +1,7 @@
-// LayerNorm and Norm of tensors on the CPU, as transformer_fast/ops/norm.py documents them.
+// LayerNorm, Norm and RMSNorm of tensors on the CPU, as transformer_fast/ops/norm.py documents them.
 #pragma once
 
+#include "../cpu/norm/params.h"
 #include "tensors.h"
 
 namespace transformer_fast {
@@ -10,9 +11,10 @@ struct NormResult {
   Tensor out, summed;
 };
 
-// mean and rstd receive a number for each row, in arithmetic_type(x), where they are not null.
+// mean and rstd receive a number for each row, in arithmetic_type(x), where they are not null. kRms has no mean and no
+// bias.
 NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
-                        const OptionalTensor& bias, double eps, bool std, double dropout_p, const OptionalTensor& seed,
-                        void* mean, void* rstd);
+                        const OptionalTensor& bias, double eps, NormKind kind, double dropout_p,
+                        const OptionalTensor& seed, void* mean, void* rstd);
 
 }  // namespace transformer_fast

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast.generation import Hypothesis
-from transformer_fast.layers import EncoderLayer, LayerNorm, MultiHeadAttention
+from transformer_fast.layers import EncoderLayer, LayerNorm, MultiHeadAttention, RMSNorm
 from transformer_fast.packing import Packing
 
 
@@ -38,6 +38,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor, as
 def rows(x: Tensor, weight: Tensor, ids: Tensor, target: Tensor) -> Tensor:
     assert_type(tfast.layer_norm(x, weight, None), Tensor)
     assert_type(tfast.layer_norm(x, weight, weight, kind="std", residual=x, dropout_p=0.1), tuple[Tensor, Tensor])
+    assert_type(tfast.layer_norm(x, weight, None, None, kind="rms"), Tensor)
     table = assert_type(tfast.positional_table(10, 16), Tensor)
     assert_type(tfast.embed(ids, weight, table, scale=4.0, offset=ids, padding_idx=0), Tensor)
     tokens, packing = tfast.pack(x, tfast.AttentionMask.lengths(ids))
@@ -54,6 +55,7 @@ def models(src: Tensor, trg: Tensor) -> list[list[int]]:
     assert_type(model.forward(src, trg, None, causal), Tensor)
     assert_type(LayerNorm(16).forward(src), Tensor)
     assert_type(LayerNorm(16).forward(src, residual=src), tuple[Tensor, Tensor])
+    assert_type(RMSNorm(16).forward(src, residual=src), tuple[Tensor, Tensor])
     assert_type(EncoderLayer(16, 4).forward(src, causal), Tensor)
     assert_type(MultiHeadAttention(4, 16).forward(src, src, src, causal), Tensor)
     config = tfast.GenerationConfig(beam=4, n_best=2)

@@ -19,7 +19,7 @@ from .probe import probe, signature
 from .report import ALREADY, Report, Row
 
 
-def _norm_obstacle(module: nn.LayerNorm) -> str:
+def _norm_obstacle(module: nn.LayerNorm | nn.RMSNorm) -> str:
     dimensions = len(module.normalized_shape)
     return "" if dimensions == 1 else f"it normalises {dimensions} dimensions, the kernel the last one"
 
@@ -50,6 +50,7 @@ def _stack_obstacle(module: nn.Module) -> str:
 
 _TORCH: dict[type[nn.Module], tuple[type[nn.Module], str, Callable[[Any], str]]] = {
     nn.LayerNorm: (fast.LayerNorm, "norm", _norm_obstacle),
+    nn.RMSNorm: (fast.RMSNorm, "norm", _norm_obstacle),
     nn.Embedding: (fast.Embedding, "embedding", _embedding_obstacle),
     nn.MultiheadAttention: (fast.MultiheadAttention, "attention", _attention_obstacle),
     nn.TransformerEncoderLayer: (fast.TransformerEncoderLayer, "attention", _layer_obstacle),
@@ -62,12 +63,12 @@ _TORCH: dict[type[nn.Module], tuple[type[nn.Module], str, Callable[[Any], str]]]
 def accelerate(model: nn.Module) -> Report:
     """Put the fused ops into a model, in place.
 
-    Modules of ``torch.nn`` (LayerNorm, Embedding, MultiheadAttention, TransformerEncoder, TransformerDecoder and their
-    layers, and so ``nn.Transformer``) and hand-written ones of the structures people know from the classic texts change
-    their class and nothing else: parameters, buffers, state-dict keys, hooks, mode, dtype, device and optimizers stay,
-    and masks keep the meaning they have at each module. A hand-written module is swapped only where its numbers agree
-    with the fused op's on random input. Call it before the model is compiled or sharded. A second call says which
-    modules are swapped already, and swaps those that have come since.
+    Modules of ``torch.nn`` (LayerNorm, RMSNorm, Embedding, MultiheadAttention, TransformerEncoder, TransformerDecoder
+    and their layers, and so ``nn.Transformer``) and hand-written ones of the structures people know from the classic
+    texts change their class and nothing else: parameters, buffers, state-dict keys, hooks, mode, dtype, device and
+    optimizers stay, and masks keep the meaning they have at each module. A hand-written module is swapped only where
+    its numbers agree with the fused op's on random input. Call it before the model is compiled or sharded. A second
+    call says which modules are swapped already, and swaps those that have come since.
 
     Args:
         model: any module; it may itself be one of those that are swapped.

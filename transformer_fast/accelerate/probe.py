@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from .. import backends
 from ..layers.hooks import HOOKS
@@ -79,8 +80,19 @@ def _quiet() -> Iterator[None]:
         torch.device("cpu"),
         backends.backend("reference"),
         _default_dtype(torch.float64),
+        _Float64(),
     ):
         yield
+
+
+class _Float64(TorchFunctionMode):
+    """A conversion to float32 is one to float64: many norms compute in it whatever they are given, and the comparison
+    is about formulas, not about rounding."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
+        named = {k: torch.float64 if arg is torch.float32 else arg for k, arg in (kwargs or {}).items()}
+        return (Tensor.double if func is Tensor.float else func)(*wide, **named)
 
 
 @contextlib.contextmanager

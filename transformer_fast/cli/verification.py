@@ -151,6 +151,10 @@ def _op_cases(device: torch.device) -> Iterator[Case]:
         norm = partial(ops.layer_norm, eps=eps, kind=kind)
         yield Case("layer_norm", name, plain, norm)
         yield Case("layer_norm", f"{name}, residual + dropout 0.1", added, partial(norm, dropout_p=0.1))
+    plain, added = ({name: t for name, t in inputs.items() if name != "bias"} for inputs in (plain, added))
+    norm = partial(ops.layer_norm, bias=None, eps=1e-6, kind="rms")
+    yield Case("layer_norm", "RMSNorm", plain, norm)
+    yield Case("layer_norm", "RMSNorm, residual + dropout 0.1", added, partial(norm, dropout_p=0.1))
 
     ids, weight = draw.integers(0, 50, 7, 33), {"weight": draw.normal(50, 100)}
     table = ops.positional_table(64, 100).to(device)

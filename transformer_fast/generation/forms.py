@@ -18,7 +18,7 @@ from ..accelerate.patterns.embedding import Embedder, Positional
 from ..accelerate.patterns.feed_forward import ANNOTATED_FEED_FORWARD
 from ..accelerate.patterns.norm import width_of
 from ..accelerate.patterns.sublayer import DECODER
-from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm
+from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm, RMSNorm
 from ..layers import torch_modules as swapped
 from ..layers.hooks import is_plain
 from ..models import Decoder
@@ -211,14 +211,15 @@ def _take_over(layer: DecoderLayer, theirs: nn.Module, width: int) -> None:
         layer.ff = inner
 
 
-def _norm(norm: nn.Module) -> Norm | LayerNorm:
+def _norm(norm: nn.Module) -> Norm | LayerNorm | RMSNorm:
     """A norm as one of `transformer_fast.layers`, with the same parameters."""
-    if isinstance(norm, swapped.LayerNorm):
-        weight, bias, kind = norm.weight, norm.bias, "layer"
+    if (pattern := pattern_of(norm)) is not None:
+        gain, shift, eps, kind = pattern.gain, pattern.shift, pattern.eps, pattern.kind
     else:
-        pattern = pattern_of(norm)
-        weight, bias, kind = getattr(norm, pattern.gain), getattr(norm, pattern.shift), pattern.kind
-    ours = (Norm if kind == "std" else LayerNorm)(width_of(norm), norm.eps)
-    setattr(ours, "alpha" if kind == "std" else "weight", weight)
-    ours.bias = bias
+        gain, shift, eps, kind = "weight", "bias", "eps", "rms" if isinstance(norm, swapped.RMSNorm) else "layer"
+    made = {"std": Norm, "layer": LayerNorm, "rms": RMSNorm}[kind]
+    ours = made(width_of(norm), getattr(norm, eps))
+    setattr(ours, "alpha" if kind == "std" else "weight", getattr(norm, gain))
+    if kind != "rms":
+        ours.bias = getattr(norm, shift)
     return ours

@@ -1,4 +1,5 @@
-"""Drop-in layers: the classes of :mod:`transformer_fast.reference.layers`, on the fused ops.
+"""Drop-in layers: the classes of :mod:`transformer_fast.reference.layers`, on the fused ops; and ``RMSNorm``,
+which stands for ``torch.nn``'s.
 
 Names, constructors, state-dict keys, outputs and gradients are the reference's, so
 ``fast.load_state_dict(reference.state_dict())`` works, and the other way round.
@@ -11,7 +12,7 @@ from .decoder import DecoderLayer, subsequentmask
 from .embedding import Embedder, PositionalEncoder
 from .encoder import EncoderLayer
 from .feed_forward import FeedForward
-from .norm import LayerNorm, Norm
+from .norm import LayerNorm, Norm, RMSNorm
 
 _MODELS = ("Decoder", "Encoder", "Transformer")
 
@@ -26,6 +27,7 @@ __all__ = [
     "MultiHeadAttention",
     "Norm",
     "PositionalEncoder",
+    "RMSNorm",
     "Transformer",
     "attention",
     "subsequentmask",

@@ -1,8 +1,8 @@
-"""The two norms as drop-in modules; both can take the residual addition and the dropout before it along."""
+"""The norms as drop-in modules; all can take the residual addition and the dropout before it along."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, overload
 
 import torch
@@ -56,6 +56,44 @@ class LayerNorm(nn.LayerNorm):
         return layer_norm(x, self.weight, self.bias, self.eps, residual=residual, dropout_p=dropout_p)
 
 
+class RMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` over the last dimension, with the same two forms of forward as :class:`Norm`.
+
+    Args:
+        normalized_shape: width, or a sequence of it alone.
+        eps: added to the mean of the squares; None is the machine epsilon of the statistics' dtype (float32's for
+            16-bit rows).
+        elementwise_affine: whether there is a ``weight``.
+
+    Raises:
+        ValueError: for a ``normalized_shape`` of several dimensions.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        if len(self.normalized_shape) != 1:
+            raise ValueError(
+                f"RMSNorm: norms the last dimension alone, got normalized_shape={tuple(self.normalized_shape)}"
+            )
+
+    @overload
+    def forward(self, x: Tensor, *, residual: None = None, dropout_p: float = 0.0) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, *, residual: Tensor, dropout_p: float = 0.0) -> tuple[Tensor, Tensor]: ...
+    def forward(
+        self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x (..., d_model) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(x)`` in one pass."""
+        return layer_norm(x, self.weight, None, self.eps, kind="rms", residual=residual, dropout_p=dropout_p)
+
+
 def make_norm(kind: str, d_model: int) -> Norm | LayerNorm:
     """The norm of a layer: "std" (:class:`Norm`) or "layer" (:class:`LayerNorm`)."""
     if kind not in ("std", "layer"):
@@ -80,14 +118,14 @@ class Unsummed(NamedTuple):
         return dropout(self.y, self.dropout_p, residual=self.x)
 
 
-def norm_and_sum(norm: Norm | LayerNorm, x: Tensor | Unsummed) -> tuple[Tensor, Tensor]:
+def norm_and_sum(norm: Norm | LayerNorm | RMSNorm, x: Tensor | Unsummed) -> tuple[Tensor, Tensor]:
     """(norm of x, x), where x may be a sum that is still to be made."""
     if isinstance(x, Unsummed):
         return norm(x.y, residual=x.x, dropout_p=x.dropout_p)
     return norm(x), x
 
 
-Sublayer = tuple[Norm | LayerNorm, nn.Dropout, Callable[[Tensor], Tensor]]
+Sublayer = tuple[Norm | LayerNorm | RMSNorm, nn.Dropout, Callable[[Tensor], Tensor]]
 """A norm, the dropout of the function's output, and the function itself: attention or feed-forward."""
 
 

@@ -46,6 +46,23 @@ class LayerNorm(_norm.LayerNorm):
         return super().forward(x, residual=residual, dropout_p=dropout_p)
 
 
+class RMSNorm(_norm.RMSNorm):
+    """``nn.RMSNorm``, which may take the residual addition and the dropout before it along."""
+
+    def forward(
+        self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x (..., d) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(x)`` in one pass.
+
+        Under autocast on a GPU the norm of a 16-bit x is float32, as in ``torch.nn``.
+        """
+        if len(self.normalized_shape) != 1:
+            return super(_norm.RMSNorm, self).forward(x)
+        if residual is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
+            x = x.to(torch.promote_types(x.dtype, torch.float32))
+        return super().forward(x, residual=residual, dropout_p=dropout_p)
+
+
 class Embedding(nn.Embedding):
     """``nn.Embedding`` without ``max_norm``, ``scale_grad_by_freq`` and ``sparse``."""
 
@@ -158,7 +175,7 @@ class _Layer(nn.Module):
         count = 1 + len(attentions)
         norms, dropouts = ([self._modules[f"{kind}{n + 1}"] for n in range(count)] for kind in ("norm", "dropout"))
         sublayers = tuple(zip(norms, dropouts, (*attentions, self._feed_forward)))
-        if _may_fuse(LayerNorm, norms) and _may_fuse(nn.Dropout, dropouts):
+        if _may_fuse((LayerNorm, RMSNorm), norms) and _may_fuse(nn.Dropout, dropouts):
             return pre_norm(x, sublayers).summed() if self.norm_first else post_norm(x, sublayers)
         for norm, dropout, function in sublayers:
             x = x + dropout(function(norm(x))) if self.norm_first else norm(x + dropout(function(x)))
@@ -178,7 +195,7 @@ class _Layer(nn.Module):
         return self.linear2(fused_dropout(activation(inner), p))
 
 
-def _may_fuse(kind: type[nn.Module], modules: Iterable[nn.Module]) -> bool:
+def _may_fuse(kind: type[nn.Module] | tuple[type[nn.Module], ...], modules: Iterable[nn.Module]) -> bool:
     return all(isinstance(module, kind) for module in modules) and not has_hooks(*modules)
 
 

@@ -13,7 +13,7 @@ from ..layers.decoder import DecoderLayer
 from ..layers.embedding import Embedder, PositionalEncoder
 from ..layers.encoder import EncoderLayer
 from ..layers.hooks import is_plain
-from ..layers.norm import LayerNorm, Norm, Unsummed, make_norm, norm_and_sum, pre_norm
+from ..layers.norm import LayerNorm, Norm, RMSNorm, Unsummed, make_norm, norm_and_sum, pre_norm
 from ..masks import AttentionMask
 from ..packing import PackedMask
 
@@ -80,10 +80,12 @@ class Stack(nn.Module):
             y = checkpoint(layer, y, *inputs, use_reentrant=False) if again else layer(y, *inputs)
         if not isinstance(y, Unsummed):
             return self.norm(y)
-        return norm_and_sum(self.norm, y)[0] if isinstance(self.norm, Norm | LayerNorm) else self.norm(y.summed())
+        if isinstance(self.norm, Norm | LayerNorm | RMSNorm):
+            return norm_and_sum(self.norm, y)[0]
+        return self.norm(y.summed())
 
 
 def _leaves_sum(layer: Any) -> TypeGuard[EncoderLayer | DecoderLayer]:
     """Whether a layer need not be called, so that its last sum can be left to the norm that follows."""
     plain = is_plain(layer, EncoderLayer, DecoderLayer)
-    return plain and layer.norm_first and isinstance(layer.norm_1, Norm | LayerNorm)
+    return plain and layer.norm_first and isinstance(layer.norm_1, Norm | LayerNorm | RMSNorm)

@@ -173,25 +173,29 @@ def layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    std: bool,
+    kind: str,
     dropout_p: float,
     seed: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The norm (..., d), what was normed (empty if x was), and the rows' mean and factor.
+    """The norm (..., d), what was normed (empty if x was), and the rows' mean (empty for "rms") and factor.
 
     LayerNorm is PyTorch's own, for which other programs have a kernel.
     """
     _refuse_dropout("layer_norm", dropout_p)
     summed = x if residual is None else residual + x
-    if std or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
-        out = reference.norm.layer_norm(summed, weight, bias, eps, std=std)
+    if kind != "layer" or any(t is not None and t.dtype != x.dtype for t in (weight, bias)):
+        out = reference.norm.layer_norm(summed, weight, bias, eps, kind=kind)
     else:
         out = F.layer_norm(summed, sizes(summed)[-1:], weight, bias, eps)
     assert isinstance(out, Tensor)
     wide = summed if summed.dtype == torch.float64 else summed.float()
-    factor = 1 / (wide.std(-1) + eps) if std else torch.rsqrt(wide.var(-1, unbiased=False) + eps)
-    return out, x.new_empty(0) if residual is None else summed, wide.mean(-1).flatten(), factor.flatten()
+    if kind == "std":
+        factor = 1 / (wide.std(-1) + eps)
+    else:
+        factor = torch.rsqrt((wide.square().mean(-1) if kind == "rms" else wide.var(-1, unbiased=False)) + eps)
+    mean = wide.new_empty(0) if kind == "rms" else wide.mean(-1).flatten()
+    return out, x.new_empty(0) if residual is None else summed, mean, factor.flatten()
 
 
 def dropout(

@@ -1,4 +1,4 @@
-"""LayerNorm and Norm, alone or of residual + dropout(x). The op itself is in csrc/ops/norm.cpp."""
+"""LayerNorm, Norm and RMSNorm, alone or of residual + dropout(x). The op itself is in csrc/ops/norm.cpp."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import _eager, _seed
 from ._names import unknown_names
 from ._plain import implementation
 
-KINDS = ("layer", "std")
+KINDS = ("layer", "std", "rms")
 _SHAPE = (int, tuple, list)
 
 
@@ -21,7 +21,7 @@ def layer_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float = 1e-5,
+    eps: float | None = 1e-5,
     *,
     kind: str = "layer",
     residual: None = None,
@@ -32,7 +32,7 @@ def layer_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float = 1e-5,
+    eps: float | None = 1e-5,
     *,
     kind: str = "layer",
     residual: Tensor,
@@ -43,7 +43,7 @@ def layer_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float = 1e-5,
+    eps: float | None = 1e-5,
     *,
     kind: str = "layer",
     residual: Tensor | None,
@@ -53,7 +53,7 @@ def layer_norm(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    eps: float = 1e-5,
+    eps: float | None = 1e-5,
     *,
     kind: str = "layer",
     residual: Tensor | None = None,
@@ -65,12 +65,18 @@ def layer_norm(
     ``kind="layer"`` is LayerNorm (Ba, Kiros and Hinton, "Layer Normalization", 2016):
     ``weight * (x - mean) / sqrt(var + eps) + bias`` with the biased variance. ``kind="std"`` is the Norm of the
     classic Transformer texts: ``weight * (x - mean) / (std + eps) + bias`` with the unbiased standard deviation and
-    eps outside the root. A constant row gives ``bias``, and finite gradients.
+    eps outside the root. A constant row gives ``bias``, and finite gradients. ``kind="rms"`` is RMSNorm (Zhang and
+    Sennrich, "Root Mean Square Layer Normalization", 2019): ``x / sqrt(mean(x * x) + eps) * weight``, without a bias.
+
+    In 16-bit types every kind computes in float32 and rounds once, at the end, as ``torch.nn.RMSNorm`` does. The
+    hand-written RMSNorm of Llama and T5 rounds ``x / sqrt(...)`` before it multiplies by a 16-bit weight, and the
+    product again: its result differs from this one by up to two units in the last place, and is the less exact one.
 
     Args:
         x: (..., d); float32, float16, bfloat16 (float64 on CPU). The statistics are float32 (float64 for float64).
-        weight, bias: (d,) or None, any float dtype: float32 weights go with 16-bit activations.
-        eps: added to the variance ("layer") or to the standard deviation ("std").
+        weight, bias: (d,) or None, any float dtype: float32 weights go with 16-bit activations. "rms" has no bias.
+        eps: added to the variance ("layer"), to the standard deviation ("std") or to the mean of the squares ("rms").
+            None is the machine epsilon of the statistics' dtype, as in ``torch.nn.RMSNorm``.
         residual: (..., d), the shape of ``x``. When given, ``residual + dropout(x)`` is normed, in the dtype of
             ``residual``.
         dropout_p: probability of dropping an element of ``x`` before it is added to ``residual``; kept ones are
@@ -86,22 +92,24 @@ def layer_norm(
     """
     if unknown:
         raise unknown_names("layer_norm", unknown)
+    if eps is None:
+        rows = x if residual is None else residual
+        eps = 2.0**-52 if getattr(rows, "dtype", None) == torch.float64 else 2.0**-23
     seed = _seed.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
     if direct := _eager.native():
         result = direct.layer_norm(x, weight, bias, eps, kind, residual, dropout_p, seed)
         if result is not None:
             return result
     _check(x, weight, bias, kind, residual, dropout_p)
-    std = kind == "std"
     if residual is not None and x.dtype != residual.dtype:
         x = x.to(residual.dtype)
     backend = backends.resolve("norm", x.device, x.dtype)
     if backend == "reference":
         return reference.norm.layer_norm(
-            x, weight, bias, eps, std=std, residual=residual, dropout_p=dropout_p, seed=seed
+            x, weight, bias, eps, kind=kind, residual=residual, dropout_p=dropout_p, seed=seed
         )
     op = implementation("layer_norm", backend)
-    out, summed, _, _ = op(x, residual, weight, bias, eps, std, dropout_p, seed, backend)
+    out, summed, _, _ = op(x, residual, weight, bias, eps, kind, dropout_p, seed, backend)
     return out if residual is None else (out, summed)
 
 
@@ -110,7 +118,7 @@ def _check(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, kind: str, residual: Tensor | None, dropout_p: float
 ) -> None:
     if kind not in KINDS:
-        raise ValueError(f'layer_norm: kind must be "layer" or "std", got {kind!r}')
+        raise ValueError(f'layer_norm: kind must be "layer", "std" or "rms", got {kind!r}')
     for name, t in (("x", x), ("weight", weight), ("bias", bias), ("residual", residual)):
         if t is None and name != "x":
             continue
@@ -129,6 +137,8 @@ def _check(
             'layer_norm: kind="std" needs d of at least 2 (the unbiased deviation of one number is 0 / 0), got x '
             f"{tuple(x.shape)}"
         )
+    if kind == "rms" and bias is not None:
+        raise ValueError(f'layer_norm: kind="rms" has no bias: give None, got a bias {tuple(bias.shape)}')
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.shape != (d,):
             raise ValueError(f"layer_norm: {name} must be (d,) = ({d},) for x {tuple(x.shape)}, got {tuple(t.shape)}")

@@ -117,7 +117,7 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.alpha, self.bias, self.eps, std=True)
+        return layer_norm(x, self.alpha, self.bias, self.eps, kind="std")
 
 
 class FeedForward(nn.Module):

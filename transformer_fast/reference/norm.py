@@ -1,4 +1,4 @@
-"""The two norms of the Transformer, in plain PyTorch, each with an optional residual and dropout before it."""
+"""The norms of Transformers, in plain PyTorch, each with an optional residual and dropout before it."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ def layer_norm(
     bias: Tensor | None,
     eps: float,
     *,
-    std: bool = False,
+    kind: str = "layer",
     residual: Tensor | None = None,
     dropout_p: float = 0.0,
     seed: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Normalise the last dimension.
 
-    ``std=False`` is LayerNorm (Ba, Kiros and Hinton, 2016): ``(x - mean) / sqrt(var + eps) * weight + bias`` with the
-    biased variance. ``std=True`` is the Norm of the classic Transformer texts:
+    ``kind="layer"`` is LayerNorm (Ba, Kiros and Hinton, 2016): ``(x - mean) / sqrt(var + eps) * weight + bias`` with
+    the biased variance. ``kind="std"`` is the Norm of the classic Transformer texts:
     ``weight * (x - mean) / (std + eps) + bias`` with the unbiased standard deviation and eps outside the root.
+    ``kind="rms"`` is RMSNorm (Zhang and Sennrich, 2019): ``x / sqrt(mean(x * x) + eps) * weight``; 16-bit rows are
+    normed in float32, as in every model that has it, since squares of float16 end at 65504.
 
     Args:
         x: (..., d), any float dtype.
-        weight, bias: (d,) or None.
+        weight, bias: (d,) or None; ``kind="rms"`` has no bias.
         residual: (..., d). When given, ``residual + dropout(x)`` is normed.
         dropout_p, seed: elementwise dropout of ``x``.
 
@@ -35,12 +37,16 @@ def layer_norm(
         The norm; with ``residual`` the pair (norm, ``residual + dropout(x)``).
     """
     summed = x if residual is None else dropout(x, dropout_p, seed, residual=residual)
-    mean = summed.mean(-1, keepdim=True)
-    if std:
-        scale = 1 / (summed.std(-1, keepdim=True) + eps)
+    if kind == "rms":
+        wide = summed.float() if summed.dtype in (torch.float16, torch.bfloat16) else summed
+        out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     else:
-        scale = torch.rsqrt(summed.var(-1, keepdim=True, unbiased=False) + eps)
-    out = (summed - mean) * scale
+        mean = summed.mean(-1, keepdim=True)
+        if kind == "std":
+            scale = 1 / (summed.std(-1, keepdim=True) + eps)
+        else:
+            scale = torch.rsqrt(summed.var(-1, keepdim=True, unbiased=False) + eps)
+        out = (summed - mean) * scale
     if weight is not None:
         out = weight * out
     if bias is not None:

@@ -1,10 +1,12 @@
-"""LayerNorm and Norm over the last dimension, forward: residual + dropout + norm in one pass.
+"""LayerNorm, Norm and RMSNorm over the last dimension, forward: residual + dropout + norm in one pass.
 
     layer: y = (x - mean) / sqrt(var + eps) * weight + bias     (variance over d)
     std:   y = (x - mean) / (std + eps) * weight + bias         (variance over d - 1)
+    rms:   y = x / sqrt(average(x x) + eps) * weight
 
 A program holds a tile of whole rows in registers, reads them once and writes them once. Rows wider than a tile are
-walked in blocks of columns by one program each. Statistics are fp32, in two passes: mean, then centred squares.
+walked in blocks of columns by one program each. Statistics are fp32, in two passes: mean, then centred squares; or for
+rms in one, of the squares alone.
 """
 
 import torch
@@ -50,9 +52,9 @@ def _mean(tile, inside, count):
 
 
 @triton.jit
-def _scale(squares, d, eps, STD: tl.constexpr):
-    """The factor of a row from the sum of its centred squares."""
-    if STD:
+def _scale(squares, d, eps, KIND: tl.constexpr):
+    """The factor of a row from the sum of its squares, centred but for rms."""
+    if KIND == "std":
         return 1.0 / (tl.sqrt(squares / (d - 1)) + eps)
     else:
         return 1.0 / tl.sqrt(squares / d + eps)
@@ -72,7 +74,7 @@ def _store_normed(out, centred, rstd, weight, bias, rows, columns, inside, d):
 def _forward_kernel(
     x, residual, weight, bias, out, summed, mean_out, rstd_out, seed,
     n_rows, d, x_stride, residual_stride, eps, threshold, rescale,
-    STD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Rows of up to BLOCK_COLUMNS columns: everything stays in registers."""
     DROPOUT: tl.constexpr = seed is not None
@@ -84,10 +86,14 @@ def _forward_kernel(
         x, residual, summed, rows, 0, columns, inside, x_stride, residual_stride, d,
         key_low, key_high, threshold, rescale, DROPOUT,
     )  # fmt: skip
-    mean = _mean(tile, inside, d)
-    centred = tl.where(inside, tile - mean[:, None], 0.0)
-    rstd = _scale(tl.sum(centred * centred, 1), d, eps, STD)
-    tl.store(mean_out + rows, mean, mask=rows < n_rows)
+    if KIND == "rms":
+        centred = tile
+    else:
+        mean = _mean(tile, inside, d)
+        centred = tl.where(inside, tile - mean[:, None], 0.0)
+    rstd = _scale(tl.sum(centred * centred, 1), d, eps, KIND)
+    if KIND != "rms":
+        tl.store(mean_out + rows, mean, mask=rows < n_rows)
     tl.store(rstd_out + rows, rstd, mask=rows < n_rows)
     _store_normed(out, centred, rstd, weight, bias, rows, columns, inside, d)
 
@@ -96,9 +102,9 @@ def _forward_kernel(
 def _forward_wide_kernel(
     x, residual, weight, bias, out, summed, mean_out, rstd_out, seed,
     d, x_stride, residual_stride, eps, threshold, rescale,
-    STD: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """One row of any width: three walks over its columns, of which the last two find it in a cache."""
+    """One row of any width: three walks over its columns, two for rms, of which the first alone reads memory."""
     DROPOUT: tl.constexpr = seed is not None
     key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)
     rows = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
@@ -112,23 +118,30 @@ def _forward_wide_kernel(
             x, residual, summed, rows, start, columns, inside, x_stride, residual_stride, d,
             key_low, key_high, threshold, rescale, DROPOUT,
         )  # fmt: skip
-        if start == 0:
-            shift = _mean(tile, inside, BLOCK_COLUMNS)
-        sums += tl.where(inside, tile - shift[:, None], 0.0)
-    mean = shift + tl.sum(sums, 1) / d
+        if KIND == "rms":
+            sums += tile * tile
+        else:
+            if start == 0:
+                shift = _mean(tile, inside, BLOCK_COLUMNS)
+            sums += tl.where(inside, tile - shift[:, None], 0.0)
+    mean = shift if KIND == "rms" else shift + tl.sum(sums, 1) / d  # rms has none: 0
 
     source = x if residual is None else summed
     stride = x_stride if residual is None else d
     if residual is not None:
         tl.debug_barrier()  # the walks below read what other threads of this program stored
-    squares = tl.zeros((1, BLOCK_COLUMNS), tl.float32)
-    for start in range(0, d, BLOCK_COLUMNS):
-        columns = start + tl.arange(0, BLOCK_COLUMNS)
-        inside = (columns < d)[None, :]
-        centred = tl.where(inside, load_tile(source, rows, columns, inside, stride) - mean[:, None], 0.0)
-        squares += centred * centred
-    rstd = _scale(tl.sum(squares, 1), d, eps, STD)
-    tl.store(mean_out + rows, mean)
+    if KIND == "rms":
+        squares = sums
+    else:
+        squares = tl.zeros((1, BLOCK_COLUMNS), tl.float32)
+        for start in range(0, d, BLOCK_COLUMNS):
+            columns = start + tl.arange(0, BLOCK_COLUMNS)
+            inside = (columns < d)[None, :]
+            centred = tl.where(inside, load_tile(source, rows, columns, inside, stride) - mean[:, None], 0.0)
+            squares += centred * centred
+    rstd = _scale(tl.sum(squares, 1), d, eps, KIND)
+    if KIND != "rms":
+        tl.store(mean_out + rows, mean)
     tl.store(rstd_out + rows, rstd)
 
     for start in range(0, d, BLOCK_COLUMNS):
@@ -163,10 +176,10 @@ def forward_launch(
     bias: Tensor | None,
     out: Tensor,
     summed: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     eps: float,
-    std: bool,
+    kind: str,
     dropout_p: float,
     seed: Tensor | None,
 ) -> Launch:
@@ -177,9 +190,9 @@ def forward_launch(
         "x": x, "residual": residual, "weight": weight, "bias": bias, "out": out, "summed": summed,
         "mean_out": mean, "rstd_out": rstd, "d": d, "x_stride": x.stride(0),
         "residual_stride": 0 if residual is None else residual.stride(0),
-        "eps": eps, "STD": std, "BLOCK_COLUMNS": config.block_columns, **dropout_arguments(dropout_p, seed),
+        "eps": eps, "KIND": kind, "BLOCK_COLUMNS": config.block_columns, **dropout_arguments(dropout_p, seed),
     }  # fmt: skip
-    name = f"norm forward {config.block_rows}x{config.block_columns} {x.dtype}"
+    name = f"{kind} norm forward {config.block_rows}x{config.block_columns} {x.dtype}"
     if d > config.block_columns:
         return Launch(f"{name} wide", _forward_wide_kernel, n_rows, arguments, config.num_warps, config.num_stages)
     arguments |= {"n_rows": n_rows, "BLOCK_ROWS": config.block_rows}
@@ -193,7 +206,7 @@ def norm_forward(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    std: bool,
+    kind: str,
     dropout_p: float,
     seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -202,26 +215,26 @@ def norm_forward(
     Args:
         x: (..., d), fp32, fp16 or bf16; any strides.
         residual: x's shape and dtype, or None (then dropout_p is 0).
-        weight, bias: (d,), any float dtype, or None.
-        eps, std: as in the formulas above; ``std=True`` needs d > 1.
+        weight, bias: (d,), any float dtype, or None; "rms" has no bias.
+        eps, kind: as in the formulas above; "std" needs d > 1.
         dropout_p, seed: dropout of x, drawn by :mod:`.philox`; seed int64 (1,) on x's device, or None.
 
     Returns:
         out (..., d); residual + dropout(x) (..., d), or (0,) without a residual; mean and the factor applied, (rows,)
-        fp32.
+        fp32; "rms" has no mean, but (0,).
     """
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     summed = torch.empty(x.shape if residual is not None else (0,), dtype=x.dtype, device=x.device)
     n_rows = x.numel() // x.shape[-1]
-    mean = torch.empty((n_rows,), dtype=torch.float32, device=x.device)
-    rstd = torch.empty_like(mean)
+    rstd = torch.empty((n_rows,), dtype=torch.float32, device=x.device)
+    mean = torch.empty((n_rows if kind != "rms" else 0,), dtype=torch.float32, device=x.device)
     if n_rows > 0:
         run_cached(
-            ("norm forward", eps, std, dropout_p),
+            ("norm forward", eps, kind, dropout_p),
             (as_rows(x), as_rows(residual), _contiguous(weight), _contiguous(bias), seed),
-            (out, summed, mean, rstd),
+            (out, summed, None if kind == "rms" else mean, rstd),
             lambda x, residual, weight, bias, seed, *outputs: [
-                forward_launch(x, residual, weight, bias, *outputs, eps, std, dropout_p, seed)
+                forward_launch(x, residual, weight, bias, *outputs, eps, kind, dropout_p, seed)
             ],
         )
     return out, summed, mean, rstd

@@ -1,9 +1,10 @@
-"""LayerNorm and Norm, backward: one pass over the gradient and the rows, weight gradients summed on the way.
+"""LayerNorm, Norm and RMSNorm, backward: one pass over the gradient and the rows, weight gradients summed on the way.
 
-With g = dy * weight and h = (x - mean) * rstd both norms have dx = rstd * (g - average(g) - h * slope):
+With g = dy * weight and h = (x - mean) * rstd all norms have dx = rstd * (g - average(g) - h * slope):
 
     layer: slope = sum(g h) / d
     std:   slope = sum(g h) / sqrt(sum(h h) * (d - 1)), which holds for any eps; 0 for a constant row, where h = 0
+    rms:   the slope of layer; without mean and average(g)
 
 A bounded number of programs shares the rows; each keeps its part of the weight gradients in registers and stores it
 once as a row of an fp32 buffer, which a last kernel sums in a fixed order. No atomics: two runs agree bit for bit.
@@ -29,8 +30,8 @@ from .philox import elementwise_keep_tile, load_seed
 
 
 @triton.jit
-def _slope(gh, hh, d, STD: tl.constexpr):
-    if STD:
+def _slope(gh, hh, d, KIND: tl.constexpr):
+    if KIND == "std":
         return tl.where(hh > 0.0, gh / tl.sqrt(tl.where(hh > 0.0, hh * (d - 1), 1.0)), 0.0)
     else:
         return gh / d
@@ -56,9 +57,10 @@ def _store_gradients(
 def _backward_kernel(
     dy, grad_summed, x, weight, mean, rstd, grad_x, grad_residual, partials, seed,
     n_rows, d, dy_stride, grad_summed_stride, x_stride, threshold, rescale,
-    STD: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Every program takes every num_programs-th tile of rows; partials is (2, programs, d), or None."""
+    """Every program takes every num_programs-th tile of rows; partials is (2, programs, d), (1, programs, d) for rms,
+    or None."""
     DROPOUT: tl.constexpr = seed is not None
     key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)
     columns = tl.arange(0, BLOCK_COLUMNS)
@@ -71,30 +73,39 @@ def _backward_kernel(
         inside = (rows < n_rows)[:, None] & (columns < d)[None, :]
         dy_tile = load_tile(dy, rows, columns, inside, dy_stride)
         x_tile = load_tile(x, rows, columns, inside, x_stride)
-        row_mean = tl.load(mean + rows, mask=rows < n_rows, other=0.0)
+        if KIND != "rms":
+            row_mean = tl.load(mean + rows, mask=rows < n_rows, other=0.0)
         row_rstd = tl.load(rstd + rows, mask=rows < n_rows, other=0.0)
-        h = tl.where(inside, (x_tile - row_mean[:, None]) * row_rstd[:, None], 0.0)
+        if KIND == "rms":
+            h = x_tile * row_rstd[:, None]
+        else:
+            h = tl.where(inside, (x_tile - row_mean[:, None]) * row_rstd[:, None], 0.0)
         g = dy_tile * w if weight is not None else dy_tile
-        slope = _slope(tl.sum(g * h, 1), tl.sum(h * h, 1), d, STD)
-        gradient = (g - (tl.sum(g, 1) / d)[:, None] - h * slope[:, None]) * row_rstd[:, None]
+        slope = _slope(tl.sum(g * h, 1), tl.sum(h * h, 1), d, KIND)
+        if KIND == "rms":
+            gradient = (g - h * slope[:, None]) * row_rstd[:, None]
+        else:
+            gradient = (g - (tl.sum(g, 1) / d)[:, None] - h * slope[:, None]) * row_rstd[:, None]
         _store_gradients(
             gradient, grad_summed, grad_x, grad_residual, rows, 0, columns, inside, grad_summed_stride, d,
             key_low, key_high, threshold, rescale, DROPOUT,
         )  # fmt: skip
         if partials is not None:
             weight_sum += dy_tile * h
-            bias_sum += dy_tile
+            if KIND != "rms":
+                bias_sum += dy_tile
     if partials is not None:
         partials += tl.program_id(0).to(tl.int64) * d + columns
         tl.store(partials, tl.sum(weight_sum, 0), mask=columns < d)
-        tl.store(partials + tl.num_programs(0).to(tl.int64) * d, tl.sum(bias_sum, 0), mask=columns < d)
+        if KIND != "rms":
+            tl.store(partials + tl.num_programs(0).to(tl.int64) * d, tl.sum(bias_sum, 0), mask=columns < d)
 
 
 @triton.jit(do_not_specialize=["n_rows", "threshold"])
 def _backward_wide_kernel(
     dy, grad_summed, x, weight, mean, rstd, grad_x, grad_residual, partials, seed,
     n_rows, d, dy_stride, grad_summed_stride, x_stride, threshold, rescale,
-    STD: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
+    KIND: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Rows of more than BLOCK_COLUMNS columns: a program has BLOCKS blocks of columns of every row it takes, its slice.
 
@@ -111,7 +122,7 @@ def _backward_wide_kernel(
     bias_sums = (zeros,) * BLOCKS
     for row in tl.range(program, n_rows, programs, disable_licm=True):
         rows = tl.cast(row, tl.int64) + tl.arange(0, 1)
-        row_mean = tl.load(mean + rows)[:, None]
+        row_mean = tl.load(mean + rows)[:, None] if KIND != "rms" else 0.0
         row_rstd = tl.load(rstd + rows)[:, None]
         g_sum = zeros
         gh_sum = zeros
@@ -123,8 +134,8 @@ def _backward_wide_kernel(
             g_sum += g
             gh_sum += g * h
             hh_sum += h * h
-        average = (tl.sum(g_sum, 1) / d)[:, None]
-        slope = _slope(tl.sum(gh_sum, 1), tl.sum(hh_sum, 1), d, STD)[:, None]
+        average = (tl.sum(g_sum, 1) / d)[:, None] if KIND != "rms" else 0.0
+        slope = _slope(tl.sum(gh_sum, 1), tl.sum(hh_sum, 1), d, KIND)[:, None]
         new_weight_sums = ()
         new_bias_sums = ()
         for block in tl.static_range(BLOCKS):
@@ -138,9 +149,11 @@ def _backward_wide_kernel(
                 grad_summed_stride, d, key_low, key_high, threshold, rescale, DROPOUT,
             )  # fmt: skip
             new_weight_sums += (weight_sums[block] + dy_tile * h,)
-            new_bias_sums += (bias_sums[block] + dy_tile,)
+            if KIND != "rms":
+                new_bias_sums += (bias_sums[block] + dy_tile,)
         weight_sums = new_weight_sums
-        bias_sums = new_bias_sums
+        if KIND != "rms":
+            bias_sums = new_bias_sums
     if partials is not None:
         rows = tl.cast(program, tl.int64) + tl.arange(0, 1)
         for block in tl.static_range(BLOCKS):
@@ -148,7 +161,8 @@ def _backward_wide_kernel(
             offsets = rows[:, None] * d + columns[None, :]
             inside = (columns < d)[None, :]
             tl.store(partials + offsets, weight_sums[block], mask=inside)
-            tl.store(partials + tl.cast(programs, tl.int64) * d + offsets, bias_sums[block], mask=inside)
+            if KIND != "rms":
+                tl.store(partials + tl.cast(programs, tl.int64) * d + offsets, bias_sums[block], mask=inside)
 
 
 @triton.jit
@@ -222,20 +236,20 @@ def backward_launches(
     grad_summed: Tensor | None,
     x: Tensor,
     weight: Tensor | None,
-    mean: Tensor,
+    mean: Tensor | None,
     rstd: Tensor,
     grad_x: Tensor,
     grad_residual: Tensor | None,
     grad_weight: Tensor | None,
     grad_bias: Tensor | None,
     partials: Tensor | None,
-    std: bool,
+    kind: str,
     dropout_p: float,
     seed: Tensor | None,
     programs: int,
 ) -> list[Launch]:
     """The launches that fill the four gradients of (rows, d) matrices, in order; by way of `partials`, fp32
-    (2, programs, d), if there are gradients of a weight or bias."""
+    (2, programs, d), (1, programs, d) for rms, if there are gradients of a weight or bias."""
     n_rows, d = x.shape
     config = norm_config("backward", d)
     slices, blocks = slices_of(d)
@@ -243,9 +257,9 @@ def backward_launches(
         "dy": dy, "grad_summed": grad_summed, "x": x, "weight": weight, "mean": mean, "rstd": rstd, "grad_x": grad_x,
         "grad_residual": grad_residual, "partials": partials, "n_rows": n_rows, "d": d, "dy_stride": dy.stride(0),
         "grad_summed_stride": 0 if grad_summed is None else grad_summed.stride(0), "x_stride": x.stride(0),
-        "STD": std, "BLOCK_COLUMNS": config.block_columns, **dropout_arguments(dropout_p, seed),
+        "KIND": kind, "BLOCK_COLUMNS": config.block_columns, **dropout_arguments(dropout_p, seed),
     }  # fmt: skip
-    name = f"norm backward {config.block_rows}x{config.block_columns} {x.dtype}"
+    name = f"{kind} norm backward {config.block_rows}x{config.block_columns} {x.dtype}"
     kernel = _backward_kernel if blocks == 1 else _backward_wide_kernel
     if blocks == 1:
         arguments["BLOCK_ROWS"] = config.block_rows
@@ -265,7 +279,7 @@ def norm_backward(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    std: bool,
+    kind: str,
     dropout_p: float,
     seed: Tensor | None,
     has_bias: bool,
@@ -277,9 +291,9 @@ def norm_backward(
         grad_summed: gradient of residual + dropout(x), or None.
         x: (..., d), the rows that were normed: x, or residual + dropout(x).
         weight: (d,) or None.
-        mean, rstd: (rows,) fp32, from the forward.
-        std, dropout_p, seed: those of the forward.
-        has_bias: whether to compute the gradient of a bias.
+        mean, rstd: (rows,) fp32, from the forward; the mean is not read for "rms".
+        kind, dropout_p, seed: those of the forward.
+        has_bias: whether to compute the gradient of a bias; "rms" has none.
 
     Returns:
         grad_x (..., d); grad_residual (..., d), or (0,) without dropout, where it equals grad_x; grad_weight and
@@ -296,12 +310,13 @@ def norm_backward(
         n_rows = x.numel() // d
         programs = sharing_programs(n_rows, d, multiprocessors_of(x))
         summing = weight is not None or has_bias
-        partials = torch.empty((2, programs, d), dtype=torch.float32, device=x.device) if summing else None
+        sums = 1 if kind == "rms" else 2
+        partials = torch.empty((sums, programs, d), dtype=torch.float32, device=x.device) if summing else None
         weight = None if weight is None else weight.contiguous()
         run_cached(
-            ("norm backward", std, dropout_p, has_bias),
-            (as_rows(dy), as_rows(grad_summed), as_rows(x), weight, mean, rstd, seed),
+            ("norm backward", kind, dropout_p, has_bias),
+            (as_rows(dy), as_rows(grad_summed), as_rows(x), weight, None if kind == "rms" else mean, rstd, seed),
             (grad_x, grad_residual, None if weight is None else grad_weight, grad_bias if has_bias else None, partials),
-            lambda *tensors: backward_launches(*tensors[:6], *tensors[7:], std, dropout_p, tensors[6], programs),
+            lambda *tensors: backward_launches(*tensors[:6], *tensors[7:], kind, dropout_p, tensors[6], programs),
         )
     return grad_x, grad_residual, grad_weight, grad_bias

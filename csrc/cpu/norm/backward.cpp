@@ -1,8 +1,9 @@
-// LayerNorm and Norm, optionally of residual + dropout(x), backward.
+// LayerNorm, Norm and RMSNorm, optionally of residual + dropout(x), backward.
 //
-// With g = dy * weight and h = (x - mean) * rstd, both norms have dx = rstd * (g - average(g) - h * slope).
+// With g = dy * weight and h = (x - mean) * rstd, all norms have dx = rstd * (g - average(g) - h * slope).
 //   layer: slope = sum(g h) / d
 //   std:   slope = sum(g h) / sqrt(sum(h h) * (d - 1)), which holds for any eps; 0 for a constant row, where h = 0
+//   rms:   the slope of layer; without mean and average(g)
 //
 // Weight gradients are summed in a fixed number of chunks of rows that depends on the shape alone, or column by column
 // in a pass of their own: either way the result is the same, bit by bit, on any number of threads.
@@ -36,13 +37,23 @@ struct RowGradients {
   Four<A> average, slope;
 };
 
-template <typename T>
+// kCentred: of LayerNorm and Norm; else of RMSNorm, which has no mean, no average and no bias.
+template <typename T, bool kCentred>
 struct Backward {
   using A = Accumulate<T>;
   NormBackwardParams<T> p;
   const A* weight;  // may be absent
   int64_t d = p.d;
   Dropout dropout{p.dropout};
+
+  // x - mean of a row's vector, and in the lanes past `count` 0.
+  template <typename Count>
+  static Vector<A> centred(const T* x, Count count, A mean) {
+    if constexpr (kCentred) return load(x, count, mean) - mean;
+    return load(x, count);
+  }
+
+  A mean_of(int64_t r) const { return kCentred ? p.mean[r] : 0; }
 
   // Of kRows rows from `first` on; where dw and db are given, their part of the weight gradients is added to them.
   template <bool kStd, int kRows, int kVectors>
@@ -52,26 +63,29 @@ struct Backward {
     A means[kRows], rstds[kRows];
     for (int i = 0; i < kRows; ++i) {
       const int64_t r = first + i;
-      dy_rows[i] = p.dy.row(r), x_rows[i] = p.x.row(r), means[i] = p.mean[r], rstds[i] = p.rstd[r];
+      dy_rows[i] = p.dy.row(r), x_rows[i] = p.x.row(r), means[i] = mean_of(r), rstds[i] = p.rstd[r];
     }
     Vector<A> g_sums[kRowsAtOnce] = {}, gh_sums[kRowsAtOnce] = {}, hh_sums[kRowsAtOnce] = {};
     with_flags(scale, dw, [&](auto has_weight, auto has_sums) {
       for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int) {
         Vector<A> w, dw_sum, db_sum;
         if constexpr (has_weight) w = load(scale + c, count);
-        if constexpr (has_sums) dw_sum = load(dw + c, count), db_sum = load(db + c, count);
+        if constexpr (has_sums) dw_sum = load(dw + c, count);
+        if constexpr (has_sums && kCentred) db_sum = load(db + c, count);
 #pragma GCC unroll 4
         for (int i = 0; i < kRows; ++i) {
           const auto y = load(dy_rows[i] + c, count);
-          const auto h = (load(x_rows[i] + c, count, means[i]) - means[i]) * rstds[i];
+          const auto h = centred(x_rows[i] + c, count, means[i]) * rstds[i];
           auto g = y;
           if constexpr (has_weight) g *= w;
-          g_sums[i] += g;
+          if constexpr (kCentred) g_sums[i] += g;
           gh_sums[i] = fma(g, h, gh_sums[i]);
           if constexpr (kStd) hh_sums[i] = fma(h, h, hh_sums[i]);
-          if constexpr (has_sums) dw_sum = fma(y, h, dw_sum), db_sum += y;
+          if constexpr (has_sums) dw_sum = fma(y, h, dw_sum);
+          if constexpr (has_sums && kCentred) db_sum += y;
         }
-        if constexpr (has_sums) store(dw + c, dw_sum, count), store(db + c, db_sum, count);
+        if constexpr (has_sums) store(dw + c, dw_sum, count);
+        if constexpr (has_sums && kCentred) store(db + c, db_sum, count);
       });
     });
     const auto totals = [](const auto& sums) {
@@ -86,7 +100,9 @@ struct Backward {
     } else {
       slope *= part;
     }
-    return {totals(g_sums) * part, slope};
+    Four<A> average{};
+    if constexpr (kCentred) average = totals(g_sums) * part;
+    return {average, slope};
   }
 
   // Their gradients of x and, where something was dropped, of the residual. Members are copied: the stores might change
@@ -103,7 +119,7 @@ struct Backward {
       const T *const dy_row = from.row(r), *const x_row = at.row(r);
       const T* const summed_row = summed ? summed.row(r) : nullptr;
       T *const to_x = to.row(r), *const to_residual = kDrop ? also_to.row(r) : nullptr;
-      const A mean_r = p.mean[r], rstd_r = p.rstd[r];
+      const A mean_r = mean_of(r), rstd_r = p.rstd[r];
       const A shift = sums.average[r - first] * rstd_r, tilt = sums.slope[r - first] * rstd_r * rstd_r;
       const auto write_columns = [&](int64_t start, int64_t end) {
         const uint16_t* bits = nullptr;
@@ -112,7 +128,10 @@ struct Backward {
           for_columns<A, kVectors>(start, end, [&](int64_t c, auto count, int) {
             auto gradient = load(dy_row + c, count) * rstd_r;
             if constexpr (has_weight) gradient *= load(scale + c, count);
-            gradient -= fma(load(x_row + c, count) - mean_r, tilt, shift);
+            if constexpr (kCentred)
+              gradient -= fma(load(x_row + c, count) - mean_r, tilt, shift);
+            else
+              gradient = fma(load(x_row + c, count), -tilt, gradient);
             if constexpr (has_summed) gradient += load(summed_row + c, count);
             if constexpr (kDrop) {
               store(to_residual + c, gradient, count);
@@ -137,23 +156,24 @@ struct Backward {
     const T *dy_rows[kRows], *x_rows[kRows];
     A means[kRows], rstds[kRows];
     for (int i = 0; i < kRows; ++i)
-      dy_rows[i] = p.dy.row(r + i), x_rows[i] = p.x.row(r + i), means[i] = p.mean[r + i], rstds[i] = p.rstd[r + i];
+      dy_rows[i] = p.dy.row(r + i), x_rows[i] = p.x.row(r + i), means[i] = mean_of(r + i), rstds[i] = p.rstd[r + i];
     for_columns<A>(first, last, [&](int64_t c, auto count, int) {
-      Vector<A> dw_sum = load(dw + c, count), db_sum = load(db + c, count);
+      Vector<A> dw_sum = load(dw + c, count), db_sum{};
+      if constexpr (kCentred) db_sum = load(db + c, count);
       for (int i = 0; i < kRows; ++i) {
         const auto y = load(dy_rows[i] + c, count);
-        dw_sum = fma(y, (load(x_rows[i] + c, count) - means[i]) * rstds[i], dw_sum);
-        db_sum += y;
+        dw_sum = fma(y, centred(x_rows[i] + c, count, means[i]) * rstds[i], dw_sum);
+        if constexpr (kCentred) db_sum += y;
       }
       store(dw + c, dw_sum, count);
-      store(db + c, db_sum, count);
+      if constexpr (kCentred) store(db + c, db_sum, count);
     });
   }
 
   // The same of the rows from `begin` up to `end`, and of them alone.
   void sum_weights(int64_t begin, int64_t end, int64_t first, int64_t last, A* dw, A* db) const {
     std::fill(dw + first, dw + last, A(0));
-    std::fill(db + first, db + last, A(0));
+    if constexpr (kCentred) std::fill(db + first, db + last, A(0));
     int64_t r = begin;
     for (; r + kRowsAtOnce <= end; r += kRowsAtOnce) add_weights<kRowsAtOnce>(r, first, last, dw, db);
     for (; r < end; ++r) add_weights<1>(r, first, last, dw, db);
@@ -167,12 +187,16 @@ struct Backward {
       constexpr int kRows = count;
       x_pages.prefault(p.grad_x.row(first + kRows));
       residual_pages.prefault(p.grad_residual.row(first + kRows));
-      const RowGradients<A> sums = p.std ? row_gradients<true, kRows, kVectors>(first, dw, db)
-                                         : row_gradients<false, kRows, kVectors>(first, dw, db);
+      const RowGradients<A> sums = [&] {
+        if constexpr (kCentred)
+          if (p.kind == NormKind::kStd) return row_gradients<true, kRows, kVectors>(first, dw, db);
+        return row_gradients<false, kRows, kVectors>(first, dw, db);
+      }();
       p.grad_residual ? write_rows<true, kVectors>(first, first + kRows, sums, random)
                       : write_rows<false, kVectors>(first, first + kRows, sums, random);
     };
-    if (dw) std::fill_n(dw, d, A(0)), std::fill_n(db, d, A(0));
+    if (dw) std::fill_n(dw, d, A(0));
+    if (kCentred && dw) std::fill_n(db, d, A(0));
     int64_t r = begin;
     if (together)
       for (; r + kRowsAtOnce <= end; r += kRowsAtOnce) rows(r, std::integral_constant<int, kRowsAtOnce>());
@@ -197,20 +221,18 @@ struct Backward {
   }
 };
 
-}  // namespace
-
-template <typename T>
-void norm_backward(const NormBackwardParams<T>& p) {
+template <typename T, bool kCentred>
+void backward_of(const NormBackwardParams<T>& p) {
   using A = Accumulate<T>;
   const int64_t rows = p.rows, d = p.d;
   const WideParameters<T> parameters(p.weight, {}, d);
-  const Backward<T> backward{p, parameters.weight};
+  const Backward<T, kCentred> backward{p, parameters.weight};
   const int64_t per_chunk = chunk_rows(rows, d), chunks = (rows + per_chunk - 1) / per_chunk;
   const bool by_columns = sum_by_columns(rows, d);
   const int64_t sums = by_columns ? 1 : chunks;
   const bool needs_sums = p.grad_weight || p.grad_bias;  // which are made together
-  const Buffer<A> partials(needs_sums ? 2 * sums * d : 0);
-  A *const dw = partials.data(), *const db = dw + (needs_sums ? sums * d : 0);
+  const Buffer<A> partials(needs_sums ? (kCentred ? 2 : 1) * sums * d : 0);
+  A *const dw = partials.data(), *const db = kCentred ? dw + (needs_sums ? sums * d : 0) : nullptr;
   const bool with_rows = needs_sums && !by_columns;
   with_vectors<T>(d, [&](auto vectors) {
     at::parallel_for(0, chunks, 1, [&](int64_t begin, int64_t end) {
@@ -232,6 +254,13 @@ void norm_backward(const NormBackwardParams<T>& p) {
   };
   finish(dw, p.grad_weight);
   finish(db, p.grad_bias);
+}
+
+}  // namespace
+
+template <typename T>
+void norm_backward(const NormBackwardParams<T>& p) {
+  p.kind == NormKind::kRms ? backward_of<T, false>(p) : backward_of<T, true>(p);
 }
 
 TRANSFORMER_FAST_FOR_EACH_TYPE(void, norm_backward, NormBackwardParams)

@@ -1,10 +1,11 @@
-// LayerNorm and Norm over the last dimension, optionally of residual + dropout(x): forward.
+// LayerNorm, Norm and RMSNorm over the last dimension, optionally of residual + dropout(x): forward.
 //
 //   layer: y = (x - mean) / sqrt(var + eps) * weight + bias     (variance over d)
 //   std:   y = (x - mean) / (std + eps) * weight + bias         (variance over d - 1)
+//   rms:   y = x / sqrt(average(x x) + eps) * weight
 //
 // A row fits in a cache near the core, so the statistics take two plain passes over it: as accurate as Welford's
-// method and free of its divisions.
+// method and free of its divisions. The squares of rms are those around a mean of 0, and take one.
 
 #include "../grain.h"
 #include "common.h"
@@ -52,16 +53,20 @@ struct Addition {
     }
   }
 
-  // One row, whose mean it returns. At each of its vectors, also(column, count) is called.
-  template <typename Also>
-  __attribute__((flatten)) T row_and_mean(int64_t r, RandomBits& random, const Also& also) const {
+  // One row, whose mean it returns, or where kSquares the sum of its squares. At each of its vectors,
+  // also(column, count) is called.
+  template <bool kSquares, typename Also>
+  __attribute__((flatten)) T row_and_sum(int64_t r, RandomBits& random, const Also& also) const {
     const T first = drop ? residual.row(r)[0] : x.row(r)[0] + residual.row(r)[0];
     Vector<T> sums[4] = {};
     row(r, random, [&](auto v, int64_t c, auto count, int slot) {
-      sums[slot] += filled<T>(v, count, first) - first;
+      if constexpr (kSquares)
+        sums[slot] = fma(v, v, sums[slot]);
+      else
+        sums[slot] += filled<T>(v, count, first) - first;
       also(c, count);
     });
-    return first + sum(sums) / d;
+    return kSquares ? sum(sums) : first + sum(sums) / d;
   }
 
   // The rows from `first` up to `last`: as one where they are neighbours and so are their random bits.
@@ -86,21 +91,25 @@ A row_mean(const T* x, int64_t d) {
   return first + sum(sums) / d;
 }
 
-// Of one row with the given mean. At each of its vectors, also(column) is called.
-template <int kVectors, typename T, typename Also, typename A = Accumulate<T>>
-A row_rstd(const T* x, A mean, int64_t d, A eps, bool std, const Also& also) {
+// The squares of one row, around the given mean or, where !kCentred, around 0. At each of its vectors, also(column) is
+// called.
+template <bool kCentred, int kVectors, typename T, typename Also, typename A = Accumulate<T>>
+A row_squares(const T* x, A mean, int64_t d, const Also& also) {
   Vector<A> squares[slots_of(kVectors)] = {};
   for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int slot) {
     also(c);
-    const auto centred = load(x + c, count, mean) - mean;
-    squares[slot] = fma(centred, centred, squares[slot]);
+    Vector<A> v;
+    if constexpr (kCentred)
+      v = load(x + c, count, mean) - mean;
+    else
+      v = load(x + c, count);
+    squares[slot] = fma(v, v, squares[slot]);
   });
-  const A total = sum(squares);
-  return std ? 1 / (std::sqrt(total / (d - 1)) + eps) : 1 / std::sqrt(total / d + eps);
+  return sum(squares);
 }
 
 // The norm of one row, to be written a vector at a time.
-template <typename T, bool kWeight, bool kBias>
+template <typename T, bool kCentred, bool kWeight, bool kBias>
 struct NormedRow {
   using A = Accumulate<T>;
   const T* x;
@@ -110,7 +119,9 @@ struct NormedRow {
 
   template <typename Count>
   void operator()(int64_t c, Count count) const {
-    auto v = (load(x + c, count) - mean) * rstd;
+    auto v = load(x + c, count);
+    if constexpr (kCentred) v -= mean;
+    v *= rstd;
     if constexpr (kWeight && kBias)
       v = fma(v, load(weight + c, count), load(bias + c, count));
     else if constexpr (kWeight)
@@ -121,7 +132,8 @@ struct NormedRow {
   }
 };
 
-template <typename T>
+// kCentred: of LayerNorm and Norm; else of RMSNorm, whose rows have no mean.
+template <typename T, bool kCentred>
 struct Forward {
   using A = Accumulate<T>;
   NormForwardParams<T> p;
@@ -130,16 +142,34 @@ struct Forward {
 
   RowView<const T> x() const { return p.residual ? RowView<const T>{p.summed.data, p.summed.stride} : p.x; }
 
-  template <int kVectors, typename Also>
-  A rstd_of(int64_t r, A mean_r, const Also& also) const {
-    const A rstd_r = row_rstd<kVectors>(x().row(r), mean_r, p.d, p.eps, p.std, also);
-    if (p.mean) p.mean[r] = mean_r, p.rstd[r] = rstd_r;
+  // The factor of a row from its mean and the sum of its squares; both statistics are stored.
+  A rstd_of(int64_t r, A mean_r, A squares) const {
+    const bool std = kCentred && p.kind == NormKind::kStd;
+    const A rstd_r = std ? 1 / (std::sqrt(squares / (p.d - 1)) + p.eps) : 1 / std::sqrt(squares / p.d + p.eps);
+    if (p.rstd) {
+      p.rstd[r] = rstd_r;
+      if constexpr (kCentred) p.mean[r] = mean_r;
+    }
     return rstd_r;
+  }
+
+  template <int kVectors>
+  A mean_of(int64_t r) const {
+    return kCentred ? row_mean<kVectors>(x().row(r), p.d) : 0;
   }
 
   template <bool kWeight, bool kBias>
   auto normed(int64_t r, A mean_r, A rstd_r) const {
-    return NormedRow<T, kWeight, kBias>{x().row(r), weight, bias, p.out.row(r), mean_r, rstd_r};
+    return NormedRow<T, kCentred, kWeight, kBias>{x().row(r), weight, bias, p.out.row(r), mean_r, rstd_r};
+  }
+
+  // body(flag, flag): whether there is a weight, and a bias.
+  template <typename Body>
+  void with_parameters(const Body& body) const {
+    if constexpr (kCentred)
+      with_flags(weight, bias, body);
+    else
+      with_flag(weight, [&](auto has_weight) { body(has_weight, std::false_type()); });
   }
 
   // The rows [begin, end), one after the other; what is added is added a cache's worth ahead.
@@ -157,11 +187,13 @@ struct Forward {
         added.rows(first, last, random);
       }
       for (int64_t r = first; r < last; ++r) {
-        const A mean_r = row_mean<kVectors>(x().row(r), d);
+        const A mean_r = mean_of<kVectors>(r);
         T* const out_r = p.out.row(r);
-        const A rstd_r = rstd_of<kVectors>(r, mean_r, [out_r](int64_t c) { __builtin_prefetch(out_r + c, 1); });
+        const A squares = row_squares<kCentred, kVectors>(x().row(r), mean_r, d,
+                                                          [out_r](int64_t c) { __builtin_prefetch(out_r + c, 1); });
+        const A rstd_r = rstd_of(r, mean_r, squares);
         const T* const ahead = asks_ahead ? x().row(r + 1) : out_r;
-        with_flags(weight, bias, [&](auto has_weight, auto has_bias) {
+        with_parameters([&](auto has_weight, auto has_bias) {
           const auto row = normed<has_weight, has_bias>(r, mean_r, rstd_r);
           for_columns<A, kVectors>(0, d, [&](int64_t c, auto count, int) {
             row(c, count);
@@ -172,8 +204,9 @@ struct Forward {
     }
   }
 
-  // The same for wide rows of a sum that is stored as it is: each is added, and its mean taken, while the norm of the
-  // one before is written, so that memory is read and written all the time.
+  // The same for wide rows of a sum that is stored as it is: each is added, and its mean taken (or its squares, where
+  // no mean comes before them), while the norm of the one before is written, so that memory is read and written all the
+  // time.
   template <bool kWeight, bool kBias>
   __attribute__((flatten)) void added_rows(int64_t begin, int64_t end) const {
     const int64_t d = p.d;
@@ -182,8 +215,10 @@ struct Forward {
     const auto row_after = [&](int64_t r, const auto& write_row_before) {
       out_pages.prefault(p.out.row(r));
       summed_pages.prefault(p.summed.row(r + 1));
-      const A mean_r = added.row_and_mean(r, random, write_row_before);
-      return normed<kWeight, kBias>(r, mean_r, rstd_of<0>(r, mean_r, [](int64_t) {}));
+      const A sum_r = added.template row_and_sum<!kCentred>(r, random, write_row_before);
+      if constexpr (!kCentred) return normed<kWeight, kBias>(r, 0, rstd_of(r, 0, sum_r));
+      const A squares = row_squares<kCentred, 0>(x().row(r), sum_r, d, [](int64_t) {});
+      return normed<kWeight, kBias>(r, sum_r, rstd_of(r, sum_r, squares));
     };
     auto row = row_after(begin, [](int64_t, auto) {});
     for (int64_t r = begin + 1; r < end; ++r) row = row_after(r, row);
@@ -196,8 +231,7 @@ struct Forward {
     at::parallel_for(0, count, grain(p.d), [&](int64_t begin, int64_t end) {
       if constexpr (kVectors == 0 && std::is_same_v<T, A>) {
         if (p.residual)
-          return with_flags(weight, bias,
-                            [&](auto has_weight, auto has_bias) { added_rows<has_weight, has_bias>(begin, end); });
+          return with_parameters([&](auto has_weight, auto has_bias) { added_rows<has_weight, has_bias>(begin, end); });
       }
       rows<kVectors>(begin, end);
     });
@@ -209,8 +243,10 @@ struct Forward {
 template <typename T>
 void norm_forward(const NormForwardParams<T>& p) {
   const WideParameters<T> parameters(p.weight, p.bias, p.d);
-  const Forward<T> forward{p, parameters.weight, parameters.bias};
-  with_vectors<T>(p.d, [&](auto vectors) { forward.template all_rows<vectors>(p.rows); });
+  with_flag(p.kind != NormKind::kRms, [&](auto centred) {
+    const Forward<T, centred> forward{p, parameters.weight, parameters.bias};
+    with_vectors<T>(p.d, [&](auto vectors) { forward.template all_rows<vectors>(p.rows); });
+  });
 }
 
 TRANSFORMER_FAST_FOR_EACH_TYPE(void, norm_forward, NormForwardParams)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ... import ops
 from ...layers.norm import active_dropout
-from ...layers.torch_modules import LayerNorm
+from ...layers.torch_modules import LayerNorm, RMSNorm
 from ...ops.dropout import dropout as fused_dropout
 from .base import DROPOUT, Part, Pattern, children, pattern_of
 
@@ -19,6 +19,7 @@ class Norm(Pattern):
     """``gain * (x - mean) / (std + eps) + shift`` with the unbiased std, or LayerNorm by the same names."""
 
     keywords = ("residual", "dropout_p")
+    eps = "eps"
 
     def __init__(self, name: str, gain: str, shift: str, kind: str = "std") -> None:
         super().__init__(name)
@@ -45,7 +46,8 @@ def width_of(norm: nn.Module) -> int | None:
     """The width of a norm that takes the residual addition along; None for any other module."""
     if isinstance(pattern := pattern_of(norm), Norm):
         return getattr(norm, pattern.gain).shape[0]
-    return norm.normalized_shape[0] if isinstance(norm, LayerNorm) and len(norm.normalized_shape) == 1 else None
+    swapped = isinstance(norm, LayerNorm | RMSNorm)
+    return norm.normalized_shape[0] if swapped and len(norm.normalized_shape) == 1 else None
 
 
 NORM = Part(lambda module: width_of(module) is not None, fused=True)

@@ -1,0 +1,48 @@
+"""The patterns of RMSNorm as people write it: Llama's, T5's, and whatever is ``x * rsqrt(mean(x * x) + eps) * gain``.
+
+Most of them norm in float32 and round before they multiply by the gain. The fused op rounds once, at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ...ops.dropout import dropout as fused_dropout
+from .norm import Norm
+
+GAINS = ("weight", "scale", "gain", "gamma", "g", "alpha")
+EPSILONS = ("eps", "variance_epsilon", "epsilon")
+
+
+class RmsNorm(Norm):
+    """``gain * x / sqrt(mean(x * x) + eps)``, with the gain and the eps under one pair of their names."""
+
+    def __init__(self, gain: str, eps: str) -> None:
+        super().__init__(f"RMSNorm of {gain} and {eps}", gain, "", "rms")
+        self.eps, self.parameters = eps, frozenset((gain,))
+
+    def matches(self, m: Any) -> bool:
+        known = super(Norm, self).matches(m) and isinstance(getattr(m, self.eps, None), float)
+        return known and getattr(m, self.gain).dim() == 1
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        """Rows of ordinary size, and some that are as small as eps, which show where it is added."""
+        rows = torch.randn(2, 5, getattr(m, self.gain).shape[0])
+        return (rows,), (rows * getattr(m, self.eps) ** 0.5,)
+
+    def fused_forward(self, m: Any, x: Tensor, residual: Tensor | None = None, dropout_p: float = 0.0) -> Any:
+        gain = getattr(m, self.gain)
+        if (x if residual is None else residual).dtype != gain.dtype:  # each author has a result of another dtype then
+            if residual is None:
+                return None
+            summed = fused_dropout(x, dropout_p, residual=residual)
+            return m(summed), summed
+        return ops.layer_norm(x, gain, None, getattr(m, self.eps), kind="rms", residual=residual, dropout_p=dropout_p)
+
+
+PATTERNS = tuple(RmsNorm(gain, eps) for gain in GAINS for eps in EPSILONS)
