@@ -15,6 +15,7 @@ from .ops import (
     layer_norm,
     linear_cross_entropy,
     positional_table,
+    scaled_dot_product_attention,
 )
 from .packing import pack, unpack
 
@@ -42,5 +43,6 @@ __all__ = [
     "linear_cross_entropy",
     "pack",
     "positional_table",
+    "scaled_dot_product_attention",
     "unpack",
 ]
