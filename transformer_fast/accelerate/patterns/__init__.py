@@ -1,10 +1,11 @@
 """The structures of hand-written modules that ``accelerate`` knows, in the order in which they are tried."""
 
-from . import attention, d2l, embedding, feed_forward, layer, norm, sublayer, tensorflow
+from . import attention, d2l, embedding, feed_forward, functional_norm, layer, norm, sublayer, tensorflow
 from .base import Pattern
 
 PATTERNS: tuple[Pattern, ...] = (
     *norm.PATTERNS,
+    *functional_norm.PATTERNS,
     *feed_forward.PATTERNS,
     *embedding.PATTERNS,
     *attention.PATTERNS,
