@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .. import backends
-from . import _eager, _seed
+from . import _eager
 from .attention import MAX_TRITON_HEAD_DIM, attention
 
 # Taken now, so that a program that puts ours into torch.nn.functional still reaches torch's.
@@ -89,10 +89,12 @@ def _at_once(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor | None:
-    """The result of a usual call on CPU tensors of four dimensions, which the extension checks sooner than Python can;
-    None for any other call."""
+    """The result of a usual call on CPU tensors of four dimensions, which the extension checks sooner than Python can.
+
+    None for any other call, and for one with dropout, of which another way into the op would draw a second seed.
+    """
     extension, by_triton = _eager.fast_path("attention", q)
-    if extension is None or by_triton or q.dim() != 4 or not isinstance(k, Tensor) or k.dim() != 4:
+    if extension is None or by_triton or dropout_p != 0.0 or q.dim() != 4 or not isinstance(k, Tensor) or k.dim() != 4:
         return None
     if type(is_causal) is not bool or type(enable_gqa) is not bool or (q.shape[1] != k.shape[1] and not enable_gqa):
         return None
@@ -109,10 +111,8 @@ def _at_once(
             key_keep = given
         else:
             keep = given
-    seed = _seed.draw_launch_seed(q.device, False) if type(dropout_p) is float and dropout_p > 0.0 else None
-    causal = 0 if is_causal else None
-    parts = keep, key_keep, None, bias, causal, None
-    return extension.attention(False, q, k, v, *parts, scale, dropout_p, seed, "zero")
+    parts = keep, key_keep, None, bias, 0 if is_causal else None, None
+    return extension.attention(False, q, k, v, *parts, scale, 0.0, None, "zero")
 
 
 def _served(
