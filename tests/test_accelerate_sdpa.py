@@ -358,7 +358,7 @@ def test_what_is_left_is_named_with_the_reason() -> None:
     before = [model[name](x) for name in model]
     report = tfast.accelerate(model)
     found = {row.path: row.why for row in report.left}
-    assert not report.swapped
+    assert not report.swapped and found == {row.path: row.why for row in tfast.accelerate(model).left}
     assert (
         found["OwnFunction"]
         == found["Overridden"]

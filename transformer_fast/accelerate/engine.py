@@ -67,8 +67,9 @@ def accelerate(model: nn.Module) -> Report:
     layers, and so ``nn.Transformer``) and hand-written ones of the structures people know from the classic texts change
     their class and nothing else: parameters, buffers, state-dict keys, hooks, mode, dtype, device and optimizers stay,
     and masks keep the meaning they have at each module. A hand-written module is swapped only where its numbers agree
-    with the fused op's on random input. Call it before the model is compiled or sharded. A second call says which
-    modules are swapped already, and swaps those that have come since.
+    with the fused op's on random input. Any other module whose code calls ``F.scaled_dot_product_attention`` keeps that
+    code, and calls :func:`transformer_fast.scaled_dot_product_attention` in it. Call it before the model is compiled or
+    sharded. A second call says which modules are swapped already, and swaps those that have come since.
 
     Args:
         model: any module; it may itself be one of those that are swapped.

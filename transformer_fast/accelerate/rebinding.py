@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import os
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ from torch import nn
 
 PREFIX = "_transformer_fast_"
 _UNKNOWN = object()
+_DEEPEST = 20  # calls from a method to the function; a model is not written in more
+_LIBRARY = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = (_LIBRARY + "site-packages", _LIBRARY + "dist-packages")
 _TRANSPARENT = frozenset(
     {"CACHE", "COPY", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "POP_TOP", "PRECALL", "PUSH_NULL", "RESUME", "SWAP"}
 )
@@ -37,6 +41,7 @@ class Rebinding:
     def __init__(self, old: Callable[..., Any], new: Callable[..., Any]) -> None:
         self.old, self.new = old, new
         self._copies: dict[types.FunctionType, types.FunctionType | None] = {}
+        self._depth = 0
 
     def methods(self, cls: type[nn.Module]) -> dict[str, Any]:
         """Copies of those attributes of a class whose own code reaches ``old``, by name.
@@ -62,14 +67,21 @@ class Rebinding:
 
     def function(self, function: types.FunctionType) -> types.FunctionType | None:
         """A copy of a function that calls ``new``; None where it does not reach ``old``."""
-        if function not in self._copies:
+        if function not in self._copies and self._depth < _DEEPEST:
             self._copies[function] = None  # what a function that calls itself finds
-            self._copies[function] = self._copied(function)
-        return self._copies[function]
+            self._depth += 1
+            try:
+                self._copies[function] = self._copied(function)
+            except Obstacle:
+                del self._copies[function]
+                raise
+            finally:
+                self._depth -= 1
+        return self._copies.get(function)
 
     def _copied(self, f: types.FunctionType) -> types.FunctionType | None:
-        package = (f.__module__ or "").partition(".")[0]
-        if package in sys.stdlib_module_names or package == "transformer_fast":
+        package, file = (f.__module__ or "").partition(".")[0], f.__code__.co_filename
+        if package == "transformer_fast" or (file.startswith(_LIBRARY) and not file.startswith(_INSTALLED)):
             return None
         cells = {name: _content(cell) for name, cell in zip(f.__code__.co_freevars, f.__closure__ or ())}
         code = f.__code__
