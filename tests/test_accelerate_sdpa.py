@@ -119,6 +119,30 @@ class Held(Base):
         return self.chosen(q, k, v, is_causal=True)
 
 
+def chosen() -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    return attend
+
+
+class HeldFunction(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.chosen = chosen()
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.chosen(q, k, v)
+
+
+partly = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+
+
+class Partial(Base):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return partly(q, k, v)
+
+
 class Closure(Base):
     """Backward runs the inner function again, from outside of the module."""
 
@@ -138,7 +162,8 @@ class Inherited(Attribute):
 
 
 FORMS = (
-    Attribute, Imported, InAFunction, Decorated, ImportedInside, Static, Held, Closure, Inherited,
+    Attribute, Imported, InAFunction, Decorated, ImportedInside, Static, Partial, Held, HeldFunction, Closure,
+    Inherited,
 )  # fmt: skip
 
 
@@ -224,7 +249,7 @@ def test_however_it_is_called(form: type[nn.Module]) -> None:
     model, fast, report = pair(form)
     x = torch.randn(2, 5, 16)
     assert [(row.path, row.was) for row in report.swapped] == [("", form.__name__)]
-    assert report.swapped[0].now == f"{NAME} in {'chosen' if form is Held else 'attend'}"
+    assert report.swapped[0].now == f"{NAME} in {'chosen' if form in (Held, HeldFunction) else 'attend'}"
     assert whose(lambda: step(fast, x)) == {"ours"} and whose(lambda: step(model, x)) == {"torch"}
     torch.testing.assert_close(step(fast, x), step(model, x))
     graphs: list[str] = []
@@ -319,11 +344,14 @@ def test_undo_copies_and_pickles(form: type[nn.Module]) -> None:
 
 
 def test_an_attribute_that_holds_it_can_be_set() -> None:
-    _, fast, _ = pair(Held)
-    fast.chosen = helper_of_three = lambda q, k, v, **options: q
-    assert fast.chosen is helper_of_three
-    fast.chosen = F.scaled_dot_product_attention
+    model, fast, report = pair(Held)
+    assert fast.chosen is theirs_or_ours and model.chosen is imported
+    fast.chosen = other = lambda q, k, v, **options: q
+    assert fast.chosen is other
+    fast.chosen = imported
     assert fast.chosen is theirs_or_ours
+    report.undo()
+    assert fast.chosen is imported
 
 
 class OwnFunction(Base):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import builtins
 import dis
+import functools
 import os
 import sys
 import types
@@ -104,25 +105,28 @@ class Rebinding:
         if isinstance(value, types.FunctionType):
             return self.function(value)
         if isinstance(value, staticmethod | classmethod):
-            copy = self._value(value.__func__)
+            copy = self.value(value.__func__)
             return None if copy is None else type(value)(copy)
         if isinstance(value, property) and isinstance(value.fget, types.FunctionType):
             copy = self.function(value.fget)
             return None if copy is None else value.getter(copy)
         return None
 
-    def _value(self, value: Any) -> Any:
-        """What stands in the place of a value; None where it stays."""
+    def value(self, value: Any) -> Any:
+        """What stands in the place of a function, or of a part of its arguments; None where it stays."""
         if value is self.old:
             return self.new
+        if isinstance(value, functools.partial):
+            copy = self.value(value.func)
+            return None if copy is None else functools.partial(copy, *value.args, **value.keywords)
         return self.function(value) if isinstance(value, types.FunctionType) else None
 
     def _or_same(self, value: Any) -> Any:
-        copy = self._value(value)
+        copy = self.value(value)
         return value if copy is None else copy
 
     def _cell(self, cell: types.CellType) -> types.CellType:
-        copy = self._value(_content(cell))
+        copy = self.value(_content(cell))
         return cell if copy is None else types.CellType(copy)
 
     def _code(self, code: types.CodeType, namespace: dict[str, Any], outer: dict[str, Any]) -> types.CodeType:
@@ -133,10 +137,10 @@ class Rebinding:
             meanings.setdefault(name, []).append((where, value))
         names: dict[str, str] = {}
         for name, uses in meanings.items():
-            copies = [None if value is _UNKNOWN else self._value(value) for _, value in uses]
+            copies = [None if value is _UNKNOWN else self.value(value) for _, value in uses]
             if all(copy is None for copy in copies):
                 continue
-            if any(copy is not copies[0] for copy in copies):
+            if any(copy is None or value is not uses[0][1] for copy, (_, value) in zip(copies, uses)):
                 raise Obstacle(f"{name} stands for two things in {code.co_qualname}")
             names[name] = PREFIX + name
             for where, _ in uses:

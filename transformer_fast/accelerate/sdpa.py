@@ -37,7 +37,7 @@ _REBINDING = Rebinding(TORCH, scaled_dot_product_attention)
 class CallsOurs:
     """The first base of a class whose methods call our function; the last is the class that the module had."""
 
-    original_and_held: tuple[type[nn.Module], tuple[str, ...]]
+    original_and_held: tuple[type[nn.Module], tuple[tuple[str, Any], ...]]
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         # The class is made when the program runs, so a pickle says how to make it again.
@@ -51,9 +51,9 @@ def calling_ours(module: nn.Module) -> tuple[type[nn.Module] | None, str]:
     (None, "") for a module that does not call torch's.
     """
     original = type(module)
-    held = tuple(name for name, value in module.__dict__.items() if value is TORCH)
     try:
-        found = sorted({*held, *_methods(original)})
+        held = tuple((name, value) for name, value in module.__dict__.items() if _REBINDING.value(value) is not None)
+        found = sorted({*dict(held), *_methods(original)})
     except Obstacle as obstacle:
         return None, str(obstacle)
     return (_class(original, held), ", ".join(found)) if found else (None, "")
@@ -65,23 +65,24 @@ def _methods(original: type[nn.Module]) -> dict[str, Any]:
 
 
 @functools.cache
-def _class(original: type[nn.Module], held: tuple[str, ...]) -> type[nn.Module]:
+def _class(original: type[nn.Module], held: tuple[tuple[str, Any], ...]) -> type[nn.Module]:
     return type(original.__name__, (CallsOurs, original), {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "original_and_held": (original, held),
         **_methods(original),
-        **{name: _attribute(name) for name in held},
+        **{name: _attribute(name, value) for name, value in held},
     })  # fmt: skip
 
 
-def _attribute(name: str) -> property:
-    """An attribute that holds torch's function, which stays where it is, and is ours to those who read it."""
+def _attribute(name: str, held: Any) -> property:
+    """An attribute that holds a function which calls torch's, or is it; who reads it gets one that calls ours."""
+    copy = _REBINDING.value(held)
 
     def get(self: nn.Module) -> Any:
         value = self.__dict__[name]
-        return scaled_dot_product_attention if value is TORCH else value
+        return copy if value is held else value
 
     def put(self: nn.Module, value: Any) -> None:
         self.__dict__[name] = value
@@ -89,6 +90,6 @@ def _attribute(name: str) -> property:
     return property(get, put)
 
 
-def _rebuild(original: type[nn.Module], held: tuple[str, ...]) -> nn.Module:
+def _rebuild(original: type[nn.Module], held: tuple[tuple[str, Any], ...]) -> nn.Module:
     made = _class(original, held)
     return made.__new__(made)
