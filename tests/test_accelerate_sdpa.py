@@ -379,6 +379,35 @@ class Overridden(Attribute):
         return v
 
 
+class Elsewhere:
+    """What another library calls by the same name."""
+
+    @staticmethod
+    def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v
+
+
+class Choice(Base):
+    """One of two libraries, by a branch, an argument and in a loop: which one the name stands for is not known."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, given: Any = Elsewhere) -> Tensor:
+        chosen = Elsewhere if self.training else F
+        first = chosen.scaled_dot_product_attention(q, k, v) + given.scaled_dot_product_attention(q, k, v)
+        library = F
+        for _ in range(2):
+            first = first + library.scaled_dot_product_attention(q, k, v)
+            library = Elsewhere
+        return first
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_name_that_may_stand_for_something_else_is_left(training: bool) -> None:
+    model, fast, report = pair(Choice)
+    x = torch.randn(2, 5, 16)
+    torch.testing.assert_close(fast.train(training)(x), model.train(training)(x), rtol=0, atol=0)
+    assert not report.swapped
+
+
 def test_what_is_left_is_named_with_the_reason() -> None:
     model = nn.ModuleDict({form.__name__: form() for form in (OwnFunction, Both, BySuper, Overridden, Attribute)})
     model["Attribute"].forward = lambda x: x

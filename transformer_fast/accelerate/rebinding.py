@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
+import inspect
 import os
 import sys
 import types
@@ -53,8 +54,8 @@ class Rebinding:
         found: dict[str, Any] = {}
         first: dict[str, type] = {}
         for base in cls.__mro__:
-            if base is nn.Module or base.__module__.partition(".")[0] == "torch":
-                break
+            if base.__module__.partition(".")[0] == "torch":
+                continue
             for name, value in vars(base).items():
                 copy = None if name in ("__init__", "__new__") else self._attribute(value)
                 if first.setdefault(name, base) is base:
@@ -131,7 +132,8 @@ class Rebinding:
 
     def _code(self, code: types.CodeType, namespace: dict[str, Any], outer: dict[str, Any]) -> types.CodeType:
         """The code with other names where its own stand for what is replaced; the same object where none does."""
-        known: dict[str, Any] = {}
+        known = dict.fromkeys(_arguments(code), _UNKNOWN)
+        list(_uses(code, namespace, outer, known))  # a variable may be given another value below, and in a loop
         meanings: dict[str, list[tuple[dict[str, Any], Any]]] = {}
         for name, where, value in _uses(code, namespace, outer, known):
             meanings.setdefault(name, []).append((where, value))
@@ -160,16 +162,17 @@ def _uses(
 ) -> Iterator[tuple[str, dict[str, Any], Any]]:
     """Each use of a name of ``co_names``: the name, the namespace it is looked up in, and its value or _UNKNOWN.
 
-    What a function imports, or takes from a module, into a variable is left in ``known``.
+    ``known`` has the values of variables, and gets those that the code imports or takes from a module; one that may
+    have two is _UNKNOWN.
     """
-    arguments = code.co_argcount + code.co_kwonlyargcount
-    known.update(dict.fromkeys(code.co_varnames[:arguments], _UNKNOWN))
     value: Any = _UNKNOWN  # what the last instruction left on top of the stack
     module: Any = _UNKNOWN  # what the last import statement imports from
     constant: Any = None
     for step in dis.get_instructions(code):
         name, kind = step.argval, step.opname
         where: dict[str, Any] = {}
+        if step.is_jump_target:  # it may come from elsewhere
+            value = _UNKNOWN
         if kind in _TRANSPARENT:
             continue
         if kind in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -192,8 +195,15 @@ def _uses(
             value = _UNKNOWN
             if kind == "LOAD_CONST":
                 constant = name
-        if step.opcode in dis.hasname and kind != "IMPORT_NAME":
-            yield name, where, value
+            elif kind.startswith("STORE_FAST"):  # one instruction with two variables
+                known.update(dict.fromkeys(name, _UNKNOWN))
+        if step.opcode in dis.hasname:
+            yield name, where, _UNKNOWN if kind == "IMPORT_NAME" else value
+
+
+def _arguments(code: types.CodeType) -> tuple[str, ...]:
+    more = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+    return code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + more]
 
 
 def _member(module: Any, name: str) -> tuple[dict[str, Any], Any]:
