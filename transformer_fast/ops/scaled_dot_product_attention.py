@@ -89,12 +89,12 @@ def _at_once(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor | None:
-    """The result of a usual call on CPU tensors of four dimensions, which the extension checks sooner than Python can.
+    """The result of a usual call on tensors of four dimensions, which the extension checks sooner than Python can.
 
     None for any other call, and for one with dropout, of which another way into the op would draw a second seed.
     """
     extension, by_triton = _eager.fast_path("attention", q)
-    if extension is None or by_triton or dropout_p != 0.0 or q.dim() != 4 or not isinstance(k, Tensor) or k.dim() != 4:
+    if extension is None or dropout_p != 0.0 or q.dim() != 4 or not isinstance(k, Tensor) or k.dim() != 4:
         return None
     if type(is_causal) is not bool or type(enable_gqa) is not bool or (q.shape[1] != k.shape[1] and not enable_gqa):
         return None
@@ -112,7 +112,7 @@ def _at_once(
         else:
             keep = given
     parts = keep, key_keep, None, bias, 0 if is_causal else None, None
-    return extension.attention(False, q, k, v, *parts, scale, 0.0, None, "zero")
+    return extension.attention(by_triton, q, k, v, *parts, scale, 0.0, None, "zero")
 
 
 def _served(
