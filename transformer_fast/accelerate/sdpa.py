@@ -25,8 +25,8 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What accelerated modules call: ours on the CPU, where it was measured to be faster (docs/accelerate.md); torch's on
-    other devices, where nothing was measured yet."""
+    """What accelerated modules call: ours on the CPU, where it is faster (docs/accelerate.md has the measurements);
+    torch's on other devices, where nothing was measured yet."""
     attend = ops.scaled_dot_product_attention if isinstance(query, Tensor) and query.device.type == "cpu" else TORCH
     return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
