@@ -16,6 +16,7 @@ from .ops import (
     layer_norm,
     linear_cross_entropy,
     positional_table,
+    scaled_dot_product_attention,
 )
 from .packing import pack, unpack
 
@@ -44,5 +45,6 @@ __all__ = [
     "linear_cross_entropy",
     "pack",
     "positional_table",
+    "scaled_dot_product_attention",
     "unpack",
 ]

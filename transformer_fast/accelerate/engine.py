@@ -17,6 +17,7 @@ from .patterns import PATTERNS
 from .patterns.base import Accelerated, Pattern, accelerated_class
 from .probe import probe, signature
 from .report import ALREADY, Report, Row
+from .sdpa import NAME, CallsOurs, calling_ours
 
 
 def _norm_obstacle(module: nn.LayerNorm | nn.RMSNorm) -> str:
@@ -67,8 +68,10 @@ def accelerate(model: nn.Module) -> Report:
     and their layers, and so ``nn.Transformer``) and hand-written ones of the structures people know from the classic
     texts change their class and nothing else: parameters, buffers, state-dict keys, hooks, mode, dtype, device and
     optimizers stay, and masks keep the meaning they have at each module. A hand-written module is swapped only where
-    its numbers agree with the fused op's on random input. Call it before the model is compiled or sharded. A second
-    call says which modules are swapped already, and swaps those that have come since.
+    its numbers agree with the fused op's on random input. Any other module whose code calls
+    ``F.scaled_dot_product_attention`` keeps that code, and calls :func:`transformer_fast.scaled_dot_product_attention`
+    in it. Call it before the model is compiled or sharded. A second call says which modules are swapped already, and
+    swaps those that have come since.
 
     Args:
         model: any module; it may itself be one of those that are swapped.
@@ -108,7 +111,7 @@ class _Walk:
             if child is not None:
                 self.visit(child, f"{path}.{name}" if path else name)
         was = type(module)
-        if isinstance(module, Accelerated) or _is_ours(was):
+        if isinstance(module, Accelerated | CallsOurs) or _is_ours(was):
             self._leave(path, module, ALREADY)
             self.fused.add(id(module))
         elif was in _TORCH:
@@ -141,7 +144,19 @@ class _Walk:
             if not reason:
                 self._swap(path, module, accelerated_class(pattern, type(module)), f"fused {pattern.name}")
                 return
-        self._leave(path, module, reason)
+        made, said = calling_ours(module)
+        obstacle = self._calls_obstacle(module) if made else said
+        if made and not obstacle:
+            self._swap(path, module, made, f"{NAME} in {said}")
+            return
+        self._leave(path, module, f"its F.scaled_dot_product_attention stays: {obstacle}" if said else reason)
+
+    def _calls_obstacle(self, module: nn.Module) -> str:
+        parameter = next(module.parameters(), None)
+        device = self.device if parameter is None else parameter.device
+        if device.type == "cuda":
+            return "on a GPU it was not measured against ours"
+        return self._obstacle(module, "attention")
 
     def _probe(self, module: nn.Module, pattern: Pattern) -> str | None:
         key = pattern, signature(module)

@@ -11,6 +11,7 @@ from .cross_entropy import linear_cross_entropy
 from .dropout import dropout
 from .embedding import add_positional, embed, positional_table
 from .norm import layer_norm
+from .scaled_dot_product_attention import scaled_dot_product_attention
 
 __all__ = [
     "add_positional",
@@ -23,6 +24,7 @@ __all__ = [
     "layer_norm",
     "linear_cross_entropy",
     "positional_table",
+    "scaled_dot_product_attention",
 ]
 
 # torch.export.load finds the ops of a saved program only where they are registered. What ails the extension, the first

@@ -1,11 +1,23 @@
 """The structures of hand-written modules that ``accelerate`` knows, in the order in which they are tried."""
 
-from . import attention, d2l, embedding, feed_forward, layer, norm, rms_norm, sublayer, tensorflow
+from . import (
+    attention,
+    d2l,
+    embedding,
+    feed_forward,
+    functional_norm,
+    layer,
+    norm,
+    rms_norm,
+    sublayer,
+    tensorflow,
+)
 from .base import Pattern
 
 PATTERNS: tuple[Pattern, ...] = (
     *norm.PATTERNS,
     *rms_norm.PATTERNS,
+    *functional_norm.PATTERNS,
     *feed_forward.PATTERNS,
     *embedding.PATTERNS,
     *attention.PATTERNS,
