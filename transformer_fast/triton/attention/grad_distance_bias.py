@@ -23,7 +23,7 @@ from .tiles import at_head, at_row, jit, mask_arguments, padded_head_dim, tensor
 from .weights import TILES as _TILES
 
 # (query rows, keys, warps) a tile by bits of the type and padded head size: those of the weights, where none spills.
-TILES = _TILES | {(16, 64): (64, 32, 8)}
+TILES = _TILES | {(16, 32): (64, 32, 8), (16, 64): (64, 32, 8)}
 # Batches that share a bias are walked by one program, but shared out until about so many programs run.
 PROGRAMS = 512
 

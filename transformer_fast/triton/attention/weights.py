@@ -170,6 +170,8 @@ def weights_launches(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], pa
     masking = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep)
     unit = 16 if k.shape[2] % 16 == 0 else 1
     rows, keys, warps = TILES[q.element_size() * 8, masking["BLOCK_D"]]
+    if params.bias is not None and (params.distance_bias is not None or params.softcap is not None):
+        keys = 32  # more would spill
     return [
         Launch(
             name=f"attention weights {str(q.dtype)[6:]} d{masking['BLOCK_D']} {rows}x{keys} {warps} warps"
