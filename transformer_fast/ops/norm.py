@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Never, overload
 
+import torch
 from torch import Tensor
 
 from .. import backends, reference
