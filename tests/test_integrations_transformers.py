@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import transformer_fast as tfast
+from transformer_fast import AttentionMask
 
 transformers = pytest.importorskip("transformers")
 tfast_name = "transformer_fast"
@@ -344,3 +345,56 @@ def test_without_transformers_it_says_what_is_missing(monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     with pytest.raises(ImportError, match="pip install -U transformers"):
         tfast.integrations.transformers.register()
+
+
+@pytest.mark.parametrize("name", ["T5", "MT5", "SwitchTransformers"])
+def test_relative_positions_are_never_a_dense_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers and gradients are eager's, and the bias of T5 is read from a table of distances."""
+    from transformer_fast.integrations import lazy_bias
+
+    length = 260  # from 256 x 256 scores on
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=50, d_model=16, d_kv=4, d_ff=24, num_layers=2, num_heads=4, dropout_rate=0.0,
+        decoder_start_token_id=2, relative_attention_max_distance=40, num_experts=2, num_sparse_encoder_layers=1,
+        num_sparse_decoder_layers=1,
+    )  # fmt: skip
+    ids, out = torch.randint(4, 40, (2, length)), []
+    made: list[None] = []
+    dense = lazy_bias.LazyBias.dense
+    monkeypatch.setattr(lazy_bias.LazyBias, "dense", lambda self: made.append(None) or dense(self))
+    for implementation in ("eager", tfast_name):
+        torch.manual_seed(0)
+        kind = getattr(transformers, f"{name}ForConditionalGeneration")
+        model = randomly(config, kind, implementation).train()
+        seen: list[object] = []
+        attention = model.encoder.block[1].layer[0].SelfAttention
+        attention.register_forward_pre_hook(
+            lambda _, args, options, seen=seen: seen.append(options["position_bias"]), with_kwargs=True
+        )
+        mask = torch.ones(2, length, dtype=torch.long)
+        mask[1, 200:] = 0
+        loss = model(input_ids=ids, attention_mask=mask, labels=ids).loss
+        loss.backward()
+        weights = [
+            stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+            for stack in (model.encoder, model.decoder)
+        ]
+        out.append((loss.detach(), [w.grad for w in weights]))
+    assert isinstance(seen[0], lazy_bias.LazyBias) and not made
+    torch.testing.assert_close(out[1], out[0], atol=1e-5, rtol=1e-3)
+    assert all(grad.abs().max() > 0 for grad in out[0][1])
+
+
+def test_a_bias_that_something_else_reads_is_dense() -> None:
+    from transformer_fast.integrations.lazy_bias import LazyBias
+
+    weight = torch.randn(32, 4, requires_grad=True)
+    lazy = LazyBias(AttentionMask.relative(weight), (1, 4, 9, 9), weight)
+    expected = AttentionMask.relative(weight).added(9, 9)
+    assert (
+        lazy.shape == (1, 4, 9, 9)
+        and torch.equal(lazy + 1, expected + 1)
+        and torch.equal(lazy[:, :, -1:], expected[:, :, -1:])
+    )
+    (grad,) = torch.autograd.grad((lazy * 2).sum(), weight)
+    assert torch.equal(grad, torch.autograd.grad((expected * 2).sum(), weight)[0])

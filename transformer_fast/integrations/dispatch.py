@@ -26,6 +26,8 @@ from typing import Any
 
 from torch import nn
 
+from .lazy_bias import make_lazy
+
 _LOOKUPS = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface"}
 _FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward", "flash_attn_func", "flash_attn_varlen_func"}
 
@@ -68,6 +70,8 @@ def refuse(model: nn.Module, names: set[str], asked: dict[int, str] | None = Non
         for layer in layers:
             if arguments := _own_arguments(layer):
                 setattr(layer, OWN_ARGUMENTS, arguments)
+            if _calls_the_interface(layer):
+                make_lazy(layer, names)
         kind = type(part.config)
         setattr(kind, _CHECKED, kind)
         if not _is_trusted(type(part)):

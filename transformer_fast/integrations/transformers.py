@@ -19,6 +19,7 @@ from .. import ops
 from ..masks import AttentionMask
 from ..tracing import is_traced, sizes
 from . import dispatch
+from .lazy_bias import LazyBias
 from .lazy_mask import LazyMask, bounds_of
 
 NAME = "transformer_fast"
@@ -105,7 +106,9 @@ def attention_forward(
     if attention_mask is None and sizes(query)[2] > 1:
         is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         mask = AttentionMask.causal() if is_causal else mask
-    if position_bias is not None:
+    if isinstance(position_bias, LazyBias) and position_bias.shape[2:] == (query.shape[2], key.shape[2]):
+        mask = position_bias.mask if mask is None else mask & position_bias.mask
+    elif position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
     wanted = "dropped" if kwargs.get("output_attentions") else False
     options: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "return_weights": wanted}
