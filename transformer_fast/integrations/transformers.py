@@ -24,6 +24,7 @@ from .lazy_mask import LazyMask, bounds_of
 
 NAME = "transformer_fast"
 _UNSUPPORTED = {
+    "sinks": "a sink for each query",
     "indices": "sparse attention by indices",
     "block_indices": "sparse attention by blocks",
     "cache": "a paged cache",
