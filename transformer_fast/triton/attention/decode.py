@@ -138,6 +138,9 @@ def decode_launches(
     Hkv = k.shape[1]
     block_d = padded_head_dim(q.shape[3])
     _, keys, warps, stages = TILES[q.element_size() * 8, block_d]
+    changed = softcap is not None or distance_bias is not None
+    if changed:  # what is done to the scores takes the registers of more keys
+        keys = min(keys, 32)
     warps *= block_rows // 16
     rows = B * H * Lq
 
@@ -171,6 +174,7 @@ def decode_launches(
             },
             num_warps=warps,
             num_stages=stages,
+            max_registers=255 if changed else None,  # else ptxas may spill for one more program at once
         )
     ]  # fmt: skip
     if parts > 1:
