@@ -477,8 +477,9 @@ def hold(
     if c.outputs == "logsumexp":
         subtracted += float(weights[1].abs().max())
     # Gradients of fp32 parts are not rounded to the type, but what went through the output was: by at most so much.
-    through = (exact[0] * weights[0]).nan_to_num(0.0).abs().sum()
-    rounding = float(through) * torch.finfo(DTYPES[c.dtype]).eps / 2
+    limits = torch.finfo(DTYPES[c.dtype])
+    most = exact[0].nan_to_num(0.0).abs() * (limits.eps / 2) + limits.smallest_normal * limits.eps / 2
+    rounding = float((most * weights[0].abs()).sum())
     largest_q, largest_k = (float(t.abs().max()) if t.numel() else 0.0 for t in qkv[:2])
     sides = {"grad_q": abs(scale) * largest_k, "grad_k": abs(scale) * largest_q, "grad_v": 0.0, "grad_bias": 1.0}
     sides |= {"grad_relative": 1.0, "grad_alibi": float(max(c.Lq, c.Lk) + abs(c.offset)), "grad_sinks": 1.0}

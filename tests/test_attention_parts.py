@@ -111,6 +111,17 @@ def test_softcap(softcap):
     held(tfast.attention(*inputs(), softcap=softcap), softcap=softcap)
 
 
+def test_uniform_rows_beside_capped_scores_of_other_documents():
+    """A tile of keys without any of the queries' documents is not computed, nor is the slope of the cap in it."""
+    q, k, v = (t.requires_grad_() for t in inputs())
+    ids = torch.zeros(B, L, dtype=torch.int64)
+    # The first call leaves NaN in the memory that the kernels keep, also where the slopes are.
+    for keys, mask in ((torch.full_like(k, math.nan), None), (k, AttentionMask.documents(ids, ids + 1))):
+        out = tfast.attention(q, keys, v, mask, softcap=5.0)
+        grads = torch.autograd.grad(out.sum(), (q, v))
+    assert all(grad.isfinite().all() for grad in grads)
+
+
 def test_sinks_are_one_more_key():
     sinks = torch.randn(H)
     held(tfast.attention(*inputs(), sinks=sinks), sinks=sinks)

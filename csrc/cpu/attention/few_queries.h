@@ -114,9 +114,10 @@ void add_outer_product(const A* weights, const A* vector, int64_t count, int64_t
 
 // A logsumexp so far from 0 has lost digits that all weights of its row would miss alike: where ALiBi is far from every key,
 // or beside a bias of -1e9 on a whole row, which leaves not even the number of keys.
+// A few rows are summed again from 8 on, where half a unit in its last place is four of a weight's.
 template <typename A>
-bool is_large(A logsumexp) {
-  return std::abs(logsumexp) > A(64) && std::isfinite(logsumexp);
+bool is_large(A logsumexp, A least = 64) {
+  return std::abs(logsumexp) > least && std::isfinite(logsumexp);
 }
 
 // A logsumexp in two numbers, of which the first is exact.

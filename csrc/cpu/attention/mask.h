@@ -81,7 +81,11 @@ class BlockMask {
   // The scores of a tile that prepare() left: scaled products plus bias, -inf where blocked, whatever the product is.
   template <typename E>
   void find_scores(int64_t keys, Matrix<E> key_rows, Rows<E> queries, A* scores) const {
-    if (strange_) return std::fill(scores, scores + keys * lanes_, kBlocked<A>);
+    if (strange_) {
+      std::fill(scores, scores + keys * lanes_, kBlocked<A>);
+      if (params_.softcap > 0 && buffers_.slopes) std::fill(buffers_.slopes, buffers_.slopes + keys * lanes_, A(0));
+      return;
+    }
     if (has_pairs_ && params_.softcap == 0) {
       multiply(keys, lanes_, params_.D, key_rows, queries, Masked<A>{params_.scale}, scores, lanes_);
     } else {
