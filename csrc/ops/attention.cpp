@@ -365,7 +365,7 @@ Tensor sinks_gradient(const Tensor& grad_out, const AttentionResult& result, con
   if (grad_logsumexp) grad = grad - *grad_logsumexp;
   const Tensor weights = (params.sinks->unsqueeze(-1) - result.logsumexp).exp();
   grad = -(weights * grad);
-  return grad.dim() == 2 ? grad.sum(1) : grad.sum({0, 2});
+  return grad.dim() == 2 ? grad.sum(at::IntArrayRef{1}) : grad.sum(at::IntArrayRef{0, 2});
 }
 
 }  // namespace transformer_fast
