@@ -105,3 +105,9 @@ def distance_table(biases: tuple[DistanceBias, ...], Lq: int, Lk: int, zero: int
         return None
     tables = [bias.table(-zero, max(Lq + Lk - 1, 0), dtype) for bias in biases]
     return sum(tables[1:], tables[0]).contiguous()
+
+
+def along_diagonals(table: Tensor, Lq: int, Lk: int, zero: int) -> Tensor:
+    """A table of distances as a dense bias (..., Lq, Lk), for query i and key j its entry ``zero + j - i``."""
+    i, j = torch.arange(Lq, device=table.device), torch.arange(Lk, device=table.device)
+    return table[..., j - i.unsqueeze(-1) + zero]

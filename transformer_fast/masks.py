@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .distance import Alibi, DistanceBias, Relative, distance_table
+from .distance import Alibi, DistanceBias, Relative, along_diagonals, distance_table
 from .tracing import sizes
 
 _Part = TypeVar("_Part", Tensor, int, tuple[Tensor, Tensor])
@@ -241,8 +241,7 @@ class AttentionMask:
         table = self.table(Lq, Lk, dtype)
         if table is None:
             return self.additive_bias
-        i, j = torch.arange(Lq, device=table.device), torch.arange(Lk, device=table.device)
-        by_distance = table[..., Lq - 1 + j - i.unsqueeze(-1)]
+        by_distance = along_diagonals(table, Lq, Lk, Lq - 1)
         return by_distance if self.additive_bias is None else self.additive_bias + by_distance
 
     def table(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import extension, reference
+from ..distance import along_diagonals
 from ..masks import dense_keep, same_document
 from ..tracing import sizes
 
@@ -305,8 +306,7 @@ def _scores_and_mask(
         same = same_document(query_ids, key_ids)
         allowed = same if allowed is None else allowed & same
     if distance_bias is not None:
-        i, j = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
-        added = distance_bias[..., j - i.unsqueeze(-1) + (q.shape[2] - 1)]
+        added = along_diagonals(distance_bias, q.shape[2], k.shape[2], q.shape[2] - 1)
         bias = added if bias is None else bias + added
     if bias is not None:
         scores = scores + bias

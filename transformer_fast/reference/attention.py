@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..distance import along_diagonals
 from ..masks import dense_keep, same_document
 from .dropout import attention_keep, rescale
 
@@ -63,8 +64,7 @@ def attention(
     if query_ids is not None and key_ids is not None:
         allowed = allowed & same_document(query_ids, key_ids)
     if distance_bias is not None:
-        i, j = torch.arange(Lq, device=q.device), torch.arange(Lk, device=q.device)
-        added = distance_bias[..., Lq - 1 + j - i.unsqueeze(-1)]
+        added = along_diagonals(distance_bias, Lq, Lk, Lq - 1)
         bias = added if bias is None else bias + added
     if bias is not None:
         allowed = allowed & (bias != float("-inf"))
@@ -128,8 +128,7 @@ def attention_packed(
             allowed = allowed & same_document(query_ids[None, of_q], key_ids[None, of_k])
         bias = None
         if distance_bias is not None:
-            i, j = torch.arange(Lq, device=q.device), torch.arange(Lk, device=q.device)
-            bias = distance_bias[..., max_q - 1 + j - i.unsqueeze(-1)]
+            bias = along_diagonals(distance_bias, Lq, Lk, max_q - 1)
             allowed = allowed & (bias != float("-inf"))
         allowed = allowed.expand(1, H, Lq, Lk)
         own = kept if kept is None else kept[b : b + 1, :, :Lq, :Lk]
