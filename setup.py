@@ -159,8 +159,8 @@ UNITS = {
         *("ops/decoder_step", "ops/multihead", "triton/attention", "triton/launch_cache"),
     ),
     "rows": (
-        *("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/embedding_cpu", "ops/generation", "ops/norm"),
-        "ops/seed",
+        *("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/embedding_cpu", "ops/generation", "ops/linear"),
+        *("ops/norm", "ops/seed"),
     ),
 }
 
@@ -192,7 +192,8 @@ def write_changed(file: Path, text: str) -> None:
 
 
 def sources(folder: str) -> list[str]:
-    files = (file.relative_to(ROOT).as_posix() for file in (ROOT / "csrc" / folder).rglob("*.cpp"))
+    found = Path(ROOT, "csrc", folder).rglob("*.cpp") if folder else Path(ROOT, "csrc").glob("*.cpp")
+    files = (file.relative_to(ROOT).as_posix() for file in found)
     return sorted(files, key=lambda file: (not file.removesuffix(".cpp").endswith(SLOW), file))
 
 
