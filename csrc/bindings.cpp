@@ -10,6 +10,7 @@
 #include "cpu/attention/params.h"
 #include "instruction_set.h"
 #include "ops/eager.h"
+#include "ops/linear.h"
 #include "triton/launch_cache.h"
 
 namespace py = pybind11;
@@ -44,6 +45,9 @@ PYBIND11_MODULE(_C, m) {
   m.def("attention_decode", &eager::attention_decode);
   m.def("dropout", &eager::dropout);
   m.def("layer_norm", &eager::layer_norm);
+  m.def("linear", &eager::linear);
+  m.def("onednn_is_faster", &transformer_fast::onednn_is_faster,
+        "Whether oneDNN multiplies float32 matrices (rows, in) and (in, out) faster than PyTorch's own product.");
   m.def("linear_cross_entropy", &eager::linear_cross_entropy);
   m.def("embed", &eager::embed);
   m.def("add_positional", &eager::add_positional);

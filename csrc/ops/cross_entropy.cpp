@@ -7,6 +7,7 @@
 #include "../triton/python_function.h"
 #include "eager.h"
 #include "eager_call.h"
+#include "linear.h"
 #include "node.h"
 #include "operator.h"
 #include "tensors.h"
@@ -15,6 +16,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/mul.h>
 #include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
@@ -74,7 +76,10 @@ int64_t count_targets(const Tensor& target, int64_t ignore_index, int64_t vocabu
 
 // result = scale * a @ b, or that added to it; result may be wider.
 void accumulate(Tensor result, const Tensor& a, const Tensor& b, double scale, bool add) {
-  if (result.scalar_type() == a.scalar_type()) {
+  if (!add && a.scalar_type() == at::kFloat && onednn_is_faster(a.size(0), a.size(1), b.size(1))) {
+    at::mul_out(result, a.is_contiguous() ? onednn_linear(a, b.t(), {}) : linear_grad_weight(a.t(), b),
+                at::scalar_tensor(scale, a.options()));
+  } else if (result.scalar_type() == a.scalar_type()) {
     at::addmm_out(result, result, a, b, add ? 1 : 0, scale);
   } else {
     if (!add) result.zero_();
@@ -98,12 +103,14 @@ FiveTensors of_counted(const Tensor& x, const Tensor& weight, const OptionalTens
   if (gradients[1]) grad_weight = at::empty(weight.sizes(), whole ? weight.options() : losses.options());
   if (gradients[2]) grad_bias = at::zeros({vocabulary}, losses.options());
 
-  const Tensor weight_t = weight.t(), buffer = at::empty({std::min(rows, most), vocabulary}, x.options());
+  const Tensor weight_t = weight.t();
+  const bool by_onednn = x.scalar_type() == at::kFloat && onednn_is_faster(std::min(rows, most), x.size(1), vocabulary);
+  const Tensor buffer = at::empty({by_onednn ? 0 : std::min(rows, most), vocabulary}, x.options());
   for (int64_t start = 0; start < rows; start += most) {
     const int64_t count = std::min(most, rows - start);
     const Tensor chunk = whole ? x : x.narrow(0, start, count);
-    Tensor logits = whole ? buffer : buffer.narrow(0, 0, count);
-    bias ? at::addmm_out(logits, *bias, chunk, weight_t) : at::mm_out(logits, chunk, weight_t);
+    Tensor logits = by_onednn ? onednn_linear(chunk, weight, bias) : buffer.narrow(0, 0, count);
+    if (!by_onednn) bias ? at::addmm_out(logits, *bias, chunk, weight_t) : at::mm_out(logits, chunk, weight_t);
     cross_entropy_rows(logits, target, losses, start, smoothing, any);
     if (gradients[0]) accumulate(grad_x.narrow(0, start, count), logits, weight, scale, false);
     if (gradients[1]) accumulate(grad_weight, logits.t(), chunk, scale, start > 0);

@@ -3,9 +3,9 @@
 // The kernels are those of the ops; models/decoder.py says the same in Python.
 #include "attention.h"
 #include "generation.h"
+#include "linear.h"
 #include "norm.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/silu.h>
 #include <torch/library.h>
@@ -19,15 +19,6 @@ namespace {
 
 // Where the weight and the bias of each part of a layer stand among its tensors; `_Layer` in generation/fused.py.
 enum Part { kNorm1, kNorm2, kNorm3, kOwnIn, kOwnOut, kCrossIn, kCrossOut, kFeedIn, kFeedOut, kParts };
-
-// oneDNN's linear layer, for a weight in its own layout.
-Tensor onednn_linear(const Tensor& x, const Tensor& weight, const Tensor& bias, bool relu) {
-  using Signature = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
-                           c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("mkldnn::_linear_pointwise", "").typed<Signature>();
-  return op.call(x, weight, bias, relu ? "relu" : "none", c10::List<std::optional<at::Scalar>>(), "");
-}
 
 // Attention of q (B, H, Lq, D) -> (B * Lq, H * D).
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& lengths) {

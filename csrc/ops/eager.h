@@ -29,6 +29,7 @@ object attention_decode(bool by_triton, handle q, handle k_cache, handle v_cache
 object dropout(handle x, handle p, handle bias, handle residual, handle relu, handle seed);
 object layer_norm(handle x, handle weight, handle bias, handle eps, handle kind, handle residual, handle dropout_p,
                   handle seed);
+object linear(handle x, handle weight, handle bias);
 object linear_cross_entropy(handle x, handle weight, handle bias, handle target, handle label_smoothing,
                             handle ignore_index, handle reduction, handle chunk_elements);
 object embed(handle ids, handle weight, handle table, handle scale, handle offset, handle padding_idx, handle dropout_p,

@@ -4,9 +4,9 @@
 
 #include "attention.h"
 #include "eager_call.h"
+#include "linear.h"
 
 #include <ATen/autocast_mode.h>
-#include <ATen/ops/linear.h>
 
 #include <cmath>
 
@@ -24,7 +24,7 @@ struct Heads {
   std::vector<Tensor> project(const Tensor& x, int64_t first, int64_t count) const {
     const int64_t E = in_weight.size(1);
     const auto part = [&](const Tensor& t) { return count == 3 ? t : t.narrow(0, first * E, count * E); };
-    const Tensor states = at::linear(x, part(in_weight), in_bias ? OptionalTensor(part(*in_bias)) : std::nullopt)
+    const Tensor states = linear_forward(x, part(in_weight), in_bias ? OptionalTensor(part(*in_bias)) : std::nullopt)
                               .view({x.size(0), x.size(1), count, heads, E / heads});
     std::vector<Tensor> parts;
     for (int64_t i = 0; i < count; ++i) {
@@ -86,7 +86,7 @@ py::object multihead_attention(py::handle query_, py::handle key_, py::handle va
     params.scale = 1 / std::sqrt(static_cast<double>(q.size(3))), params.zero_empty_rows = true;
     const Tensor heads = attention_forward(q, k, parts[2], params, false).out;
     const Tensor merged = module.batch_first ? heads.transpose(1, 2) : heads.permute({2, 0, 1, 3});
-    out = at::linear(merged.reshape(query.sizes()), out_weight, out_bias);
+    out = linear_forward(merged.reshape(query.sizes()), out_weight, out_bias);
     if (need_weights) {
       weights = attention_weights(q, k, params);
       if (average) weights = weights.mean(1);

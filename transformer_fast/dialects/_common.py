@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..layers.embedding import SinusoidalTable
+from ..layers.linear import apply_linear
 from ..layers.norm import active_dropout
 from ..masks import AttentionMask
 from ..ops.embedding import embed
@@ -40,7 +41,7 @@ def split_heads(x: Tensor, heads: int) -> Tensor:
 
 def project_heads(linears: Iterable[nn.Module], inputs: Iterable[Tensor], heads: int) -> list[Tensor]:
     """Queries, keys and values (B, heads, L, d) of inputs (B, L, width), each by its own linear layer."""
-    return [split_heads(linear(x), heads) for linear, x in zip(linears, inputs, strict=True)]
+    return [split_heads(apply_linear(linear, x), heads) for linear, x in zip(linears, inputs, strict=True)]
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from ..layers.embedding import SinusoidalTable
+from ..layers.linear import apply_linear
 from ..layers.norm import active_dropout
 from ..layers.torch_modules import Embedding
 from ..masks import AttentionMask
@@ -138,7 +139,7 @@ class MultiHeadedAttention(nn.Module):
         mask = _keep("MultiHeadedAttention", mask, 4)
         q, k, v = project_heads(self.linear_layers, (query, key, value), self.h)
         heads, _ = self.attention(q, k, v, mask, self.dropout, need_weights=False)
-        return self.output_linear(merge_heads(heads))
+        return apply_linear(self.output_linear, merge_heads(heads))
 
 
 def _keep(where: str, mask: BertMask, axes: int) -> AttentionMask | None:

@@ -17,6 +17,7 @@ from .. import extension
 from ..layers import FeedForward
 from ..layers.feed_forward import ACTIVATIONS
 from ..layers.hooks import is_plain
+from ..layers.linear import is_linear
 
 NATIVE_ROWS = 24
 """Rows up to which the native product, which is bound by reading the weight, is the fastest."""
@@ -110,9 +111,9 @@ def prepack(module: nn.Module, rows: int) -> nn.Module:
 
     rows: how many a step will have at most.
     """
-    if is_plain(module, nn.Linear):
+    if is_linear(module):
         return StepLinear([module], rows)
-    if is_plain(module, FeedForward) and all(is_plain(one, nn.Linear) for one in (module.linear_1, module.linear_2)):
+    if is_plain(module, FeedForward) and all(map(is_linear, (module.linear_1, module.linear_2))):
         return StepFeedForward(module, rows)
     clone = copy.copy(module)
     children = {name: prepack(child, rows) for name, child in module._modules.items() if child is not None}

@@ -12,6 +12,7 @@ from .decoder import DecoderLayer, subsequentmask
 from .embedding import Embedder, PositionalEncoder
 from .encoder import EncoderLayer
 from .feed_forward import FeedForward
+from .linear import Linear
 from .norm import LayerNorm, Norm, RMSNorm
 
 _MODELS = ("Decoder", "Encoder", "Transformer")
@@ -24,6 +25,7 @@ __all__ = [
     "EncoderLayer",
     "FeedForward",
     "LayerNorm",
+    "Linear",
     "MultiHeadAttention",
     "Norm",
     "PositionalEncoder",

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..masks import AttentionMask
 from ..packing import PackedMask
+from .linear import apply_linear
 from .norm import active_dropout
 
 LayerMask = Tensor | AttentionMask | PackedMask | None
@@ -138,10 +139,10 @@ class MultiHeadAttention(nn.Module):
         newest position, (rows, 1, d_model), and the cache stands for k, v and mask.
         """
         if cache is not None:
-            return self.out(cache.attend(self, q))
+            return apply_linear(self.out, cache.attend(self, q))
         q, k, v = (
-            linear(x).view(*x.shape[:-1], self.h, self.d_k).transpose(-3, -2)
+            apply_linear(linear, x).view(*x.shape[:-1], self.h, self.d_k).transpose(-3, -2)
             for linear, x in ((self.q_linear, q), (self.k_linear, k), (self.v_linear, v))
         )
         heads = attention(q, k, v, self.d_k, mask, self.dropout, verbose)
-        return self.out(heads.transpose(-3, -2).flatten(-2))
+        return apply_linear(self.out, heads.transpose(-3, -2).flatten(-2))

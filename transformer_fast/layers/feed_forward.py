@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .. import backends
 from ..ops.dropout import dropout as fused_dropout
 from ..tracing import is_traced
-from .hooks import is_plain
+from .linear import apply_linear, is_linear
 from .norm import active_dropout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "swish": F.silu, "gelu": F.gelu}
@@ -44,8 +44,9 @@ class FeedForward(nn.Module):
         """x (..., d_model) -> (..., d_model)."""
         p = active_dropout(self.dropout)
         if self.activation == "relu":
-            return self.linear_2(linear_relu_dropout(self.linear_1, x, p))
-        return self.linear_2(fused_dropout(ACTIVATIONS[self.activation](self.linear_1(x)), p))
+            return apply_linear(self.linear_2, linear_relu_dropout(self.linear_1, x, p))
+        inner = ACTIVATIONS[self.activation](apply_linear(self.linear_1, x))
+        return apply_linear(self.linear_2, fused_dropout(inner, p))
 
 
 def linear_relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
@@ -61,11 +62,11 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
         x: (..., d_in).
         p: dropout probability, 0 outside training.
     """
-    if not is_plain(linear, nn.Linear):
+    if not is_linear(linear):
         return fused_dropout(linear(x), p, relu=True)
     if p > 0.0 and linear.bias is not None and backends.resolve("dropout", x.device, x.dtype) == "triton":
         return fused_dropout(F.linear(x, linear.weight), p, bias=linear.bias, relu=True)
-    inner = linear(x)
+    inner = apply_linear(linear, x)
     if p == 0.0 and type(inner) is Tensor and not is_traced():
         return inner.relu_()  # in place, because no one else has this tensor
     return fused_dropout(inner, p, relu=True)

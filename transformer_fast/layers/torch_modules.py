@@ -25,6 +25,7 @@ from . import norm as _norm
 from .attention import packed_attention
 from .feed_forward import linear_relu_dropout
 from .hooks import has_hooks
+from .linear import apply_linear
 from .norm import active_dropout, post_norm, pre_norm
 from .torch_masks import TorchMask, torch_mask
 
@@ -103,7 +104,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         if isinstance(attn_mask, PackedMask):
             dropout_p = self.dropout if self.training else 0.0
             heads = packed_attention(*self._projected(query, key, value, same), attn_mask, dropout_p=dropout_p)
-            return F.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias), None
+            return ops.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias), None
         if batched := query.dim() == 3:
             batch, length = (0, 1) if self.batch_first else (1, 0)
         else:
@@ -139,7 +140,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         heads, weights = result if need_weights else (result, None)
         heads = heads.permute(0, 2, 1, 3) if batch == 0 else heads.permute(2, 0, 1, 3)
-        out = F.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias)
+        out = ops.linear(heads.flatten(-2), self.out_proj.weight, self.out_proj.bias)
         if weights is not None and average_attn_weights:
             weights = weights.mean(dim=1)
         if not batched:
@@ -150,18 +151,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         """Queries, keys and values by head, each (*, *, heads, head_dim)."""
         by_head, weight, bias = (self.num_heads, self.head_dim), self.in_proj_weight, self.in_proj_bias
         if self._qkv_same_embed_dim and same:
-            return F.linear(query, weight, bias).view(*query.shape[:-1], 3, *by_head).unbind(-3)
+            return ops.linear(query, weight, bias).view(*query.shape[:-1], 3, *by_head).unbind(-3)
         biases = (None,) * 3 if bias is None else bias.chunk(3)
         if not self._qkv_same_embed_dim:
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         elif key is value:
-            q = F.linear(query, weight[: self.embed_dim], biases[0]).view(*query.shape[:-1], *by_head)
-            joined = F.linear(key, weight[self.embed_dim :], None if bias is None else bias[self.embed_dim :])
+            q = ops.linear(query, weight[: self.embed_dim], biases[0]).view(*query.shape[:-1], *by_head)
+            joined = ops.linear(key, weight[self.embed_dim :], None if bias is None else bias[self.embed_dim :])
             return q, *joined.view(*key.shape[:-1], 2, *by_head).unbind(-3)
         else:
             weights = weight.chunk(3)
         inputs = query, key, value
-        return tuple(F.linear(x, w, b).view(*x.shape[:-1], *by_head) for x, w, b in zip(inputs, weights, biases))
+        return tuple(ops.linear(x, w, b).view(*x.shape[:-1], *by_head) for x, w, b in zip(inputs, weights, biases))
 
 
 class _Layer(nn.Module):
@@ -187,12 +188,12 @@ class _Layer(nn.Module):
             return self.linear2(self.dropout(activation(self.linear1(x))))
         p = active_dropout(self.dropout)
         if activation is F.relu or (type(activation) is nn.ReLU and not has_hooks(activation)):
-            return self.linear2(linear_relu_dropout(self.linear1, x, p))
-        inner = self.linear1(x)
+            return apply_linear(self.linear2, linear_relu_dropout(self.linear1, x, p))
+        inner = apply_linear(self.linear1, x)
         ours = type(inner) is Tensor and not inner.requires_grad and not has_hooks(self.linear1) and not is_traced()
         if activation is F.gelu and ours:
-            return self.linear2(fused_dropout(torch.ops.aten.gelu_(inner), p))
-        return self.linear2(fused_dropout(activation(inner), p))
+            return apply_linear(self.linear2, fused_dropout(torch.ops.aten.gelu_(inner), p))
+        return apply_linear(self.linear2, fused_dropout(activation(inner), p))
 
 
 def _may_fuse(kind: type[nn.Module] | tuple[type[nn.Module], ...], modules: Iterable[nn.Module]) -> bool:

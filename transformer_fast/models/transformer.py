@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..layers.linear import Linear, apply_linear
 from ..masks import AttentionMask
 from ..ops import linear_cross_entropy
 from ..packing import Packing, take, unpack
@@ -93,7 +94,8 @@ class Transformer(nn.Module):
             ValueError: with ``packed``, for a mask that is more than padding (and, for the target, look-ahead).
         """
         hidden, queries = self._hidden(src, trg, src_mask, trg_mask)
-        return self.out(hidden) if queries is None else unpack(self.out(hidden), queries)
+        logits = apply_linear(self.out, hidden)
+        return logits if queries is None else unpack(logits, queries)
 
     def loss(
         self,
@@ -124,7 +126,7 @@ class Transformer(nn.Module):
             "reduction": reduction,
         }
         target = target if queries is None else take(target, queries)
-        if type(self.out) is not nn.Linear:  # an output layer of another class
+        if type(self.out) not in (nn.Linear, Linear):  # an output layer of another class
             logits = self.out(hidden).flatten(0, -2)
             return nn.functional.cross_entropy(logits.float(), target.flatten(), **options)
         return linear_cross_entropy(hidden, self.out.weight, self.out.bias, target, **options)

@@ -10,6 +10,7 @@ from .attention_packed import attention_packed
 from .cross_entropy import linear_cross_entropy
 from .dropout import dropout
 from .embedding import add_positional, embed, positional_table
+from .linear import linear
 from .norm import layer_norm
 from .scaled_dot_product_attention import scaled_dot_product_attention
 
@@ -22,6 +23,7 @@ __all__ = [
     "dropout",
     "embed",
     "layer_norm",
+    "linear",
     "linear_cross_entropy",
     "positional_table",
     "scaled_dot_product_attention",

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...layers.linear import apply_linear
 from ...layers.norm import active_dropout
 from ...masks import AttentionMask
 from ...ops.attention import attention
@@ -128,7 +129,7 @@ class MultiHeadAttention(nn.Module):
         _three_axes("MultiHeadAttention", queries, keys, values)
         mask = lengths_mask("MultiHeadAttention", valid_lens, *queries.shape[:2])
         q, k, v = project_heads((self.W_q, self.W_k, self.W_v), (queries, keys, values), self.num_heads)
-        return self.W_o(merge_heads(attend(self.attention, q, k, v, mask)))
+        return apply_linear(self.W_o, merge_heads(attend(self.attention, q, k, v, mask)))
 
 
 def linear(size: int | None, outputs: int, bias: bool = True) -> nn.Linear:

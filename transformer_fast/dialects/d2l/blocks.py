@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...layers.linear import apply_linear
 from ...layers.norm import LayerNorm, active_dropout
 from ...masks import AttentionMask
 from ...tracing import sizes
@@ -35,7 +36,7 @@ class PositionWiseFFN(nn.Module):
 
     def forward(self, X: Tensor) -> Tensor:
         """(..., num_inputs) -> (..., pw_num_outputs)."""
-        return self.dense2(self.relu(self.dense1(X)))
+        return apply_linear(self.dense2, self.relu(apply_linear(self.dense1, X)))
 
 
 class AddNorm(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...layers.embedding import PositionalEncoder
+from ...layers.linear import apply_linear
 from .._common import embed_with_positions
 from .blocks import DecoderBlock, EncoderBlock, State
 from .sequences import ValidLens
@@ -123,7 +124,7 @@ class TransformerDecoder(_Stack):
         X = self.embedded(X, offset=seen)
         for block in self.blks:
             X, state = block(X, state)
-        return self.dense(X), state
+        return apply_linear(self.dense, X), state
 
     @property
     def attention_weights(self) -> list[list[Tensor | None]]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import backends
+from ...layers.linear import apply_linear
 from ...masks import AttentionMask
 from ...tracing import is_traced
 from .._common import attend, head_width, merge_heads, project_heads, with_head_axis
@@ -64,7 +65,7 @@ class MultiHeadAttention(nn.Module):
         mask = blocked_mask("MultiHeadAttention", mask)
         q, k, v = project_heads((self.wq, self.wk, self.wv), (q, k, v), self.num_heads)
         out, weights = attend("MultiHeadAttention", q, k, v, mask, return_weights=need_weights)
-        return self.dense(merge_heads(out)), weights
+        return apply_linear(self.dense, merge_heads(out)), weights
 
 
 def blocked_mask(where: str, mask: BlockedMask, axes: int = 4) -> AttentionMask | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...layers.hooks import is_plain
+from ...layers.linear import is_linear
 from .._common import additive_scores, attend, attend_by_scores
 from .attention import BlockedMask, blocked_mask
 
@@ -33,7 +33,7 @@ class AdditiveAttention(nn.Module):
 
         mask: float blocked mask broadcastable to (B, Lq, Lk), or an AttentionMask.
         """
-        if is_plain(self.W, nn.Linear):
+        if is_linear(self.W):
             query = F.linear(q, self.W.weight[:, self.key_size :])
             key = F.linear(k, self.W.weight[:, : self.key_size])
         else:  # such as a quantised one: zeros stand for the other half of its input

@@ -1,0 +1,159 @@
+// x weight^T + bias, on the CPU: no kernel of this package, but a choice between PyTorch's two libraries.
+// transformer_fast/ops/linear.py documents and checks what it takes.
+//
+// PyTorch multiplies float32 matrices with MKL. On a processor of another make than Intel's, MKL leaves the AVX-512
+// units unused; oneDNN, which PyTorch uses for 16-bit types, uses them.
+#include "linear.h"
+
+#include "../cpu/kernels.h"
+#include "eager.h"
+#include "eager_call.h"
+#include "node.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
+
+#include <algorithm>
+#include <string_view>
+
+namespace transformer_fast {
+namespace {
+
+using eager::needs_gradient, eager::Needs;
+using torch::autograd::variable_list;
+
+using OnednnLinear = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, std::string_view,
+                            c10::List<std::optional<at::Scalar>>, std::optional<std::string_view>);
+
+// PyTorch's op on oneDNN; none in a build without it.
+const std::optional<c10::TypedOperatorHandle<OnednnLinear>>& onednn_op() {
+  static const auto found = [] {
+    const auto schema = c10::Dispatcher::singleton().findSchema({"mkldnn::_linear_pointwise", ""});
+    return schema ? std::optional(schema->typed<OnednnLinear>()) : std::nullopt;
+  }();
+  return found;
+}
+
+// Whether MKL leaves AVX-512 units unused here that oneDNN uses.
+bool mkl_is_limited() {
+#if defined(__x86_64__)
+  static const bool limited = [] {
+    __builtin_cpu_init();
+    return at::hasMKL() && onednn_op() && kernels().vector_bytes == 64 && !__builtin_cpu_is("intel");
+  }();
+  return limited;
+#else
+  return false;
+#endif
+}
+
+// Measured on Zen 5 with one thread and two (benchmarks/bench_linear.py): below these many multiplications, the
+// microseconds of oneDNN's call are more than it saves. The product that makes a weight's gradient has a transposed
+// copy to make first.
+constexpr int64_t kLeastRows = 4, kLeastProduct = int64_t{1} << 22, kLeastTransposed = int64_t{1} << 23;
+
+// The transpose of a contiguous matrix, contiguous. ATen makes it on one thread.
+Tensor transposed(const Tensor& matrix) {
+  constexpr int64_t kBlock = 16;
+  const int64_t rows = matrix.size(0), columns = matrix.size(1);
+  const Tensor result = at::cpu::empty({columns, rows}, matrix.options());
+  const float* const from = matrix.const_data_ptr<float>();
+  float* const to = result.mutable_data_ptr<float>();
+  const auto copy = [&](int64_t first, int64_t last) {  // rows of the matrix, in blocks
+    for (int64_t r = first * kBlock; r < std::min(last * kBlock, rows); r += kBlock)
+      for (int64_t c = 0; c < columns; c += kBlock) {
+        const int64_t end_c = std::min(c + kBlock, columns), end_r = std::min(r + kBlock, rows);
+        for (int64_t column = c; column < end_c; ++column)
+          for (int64_t row = r; row < end_r; ++row) to[column * rows + row] = from[row * columns + column];
+      }
+  };
+  at::parallel_for(0, (rows + kBlock - 1) / kBlock, std::max<int64_t>(1, 32768 / (kBlock * columns)), copy);
+  return result;
+}
+
+struct Linear {
+  static constexpr const char* kName = "linear";
+  static constexpr size_t kSaved = 2;  // the input where the weight needs a gradient, and the other way round
+  static constexpr bool kDifferentiableBackward = true;
+
+  struct Options {};
+
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options&,
+                                const Needs& needs) {
+    const Tensor &grad = grads[0], &x = saved[0], &weight = saved[1];
+    const Tensor grad_rows = grad.reshape({-1, grad.size(-1)});
+    variable_list gradients(3);
+    if (at::GradMode::is_enabled() || !eager::is_plain_eager(grads) || !eager::is_plain_eager(saved)) {
+      if (needs[0]) gradients[0] = grad.matmul(weight);
+      if (needs[1]) gradients[1] = grad_rows.t().mm(x.reshape({-1, x.size(-1)}));
+    } else {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      if (needs[0]) gradients[0] = linear_forward(grad, weight.t(), {});
+      if (needs[1]) gradients[1] = linear_grad_weight(grad_rows, x.reshape({-1, x.size(-1)}));
+    }
+    if (needs[2]) gradients[2] = grad_rows.sum(0);
+    return gradients;
+  }
+};
+
+}  // namespace
+
+Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool relu) {
+  const bool dense = weight.is_mkldnn() || weight.is_contiguous() || weight.t().is_contiguous();
+  return onednn_op()->call(x, dense ? weight : weight.contiguous(), bias ? OptionalTensor(bias->contiguous()) : bias,
+                           relu ? "relu" : "none", c10::List<std::optional<at::Scalar>>(), "");
+}
+
+bool onednn_is_faster(int64_t rows, int64_t in, int64_t out) {
+  return rows >= kLeastRows && rows * in * out >= kLeastProduct && mkl_is_limited() &&
+         at::globalContext().userEnabledMkldnn();
+}
+
+Tensor linear_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  const int64_t in = weight.size(1), rows = in > 0 ? x.numel() / in : 0;
+  const bool faster = x.scalar_type() == at::kFloat && onednn_is_faster(rows, in, weight.size(0));
+  return faster ? onednn_linear(x, weight, bias) : at::linear(x, weight, bias);
+}
+
+// oneDNN takes one of the two transposed in memory: the one that costs less, that of the result included.
+Tensor linear_grad_weight(const Tensor& grad, const Tensor& x) {
+  const int64_t rows = x.size(0), in = x.size(1), out = grad.size(1);
+  if (rows * in * out < kLeastTransposed || !onednn_is_faster(out, rows, in)) return grad.t().mm(x);
+  const Tensor gradient = grad.contiguous(), input = x.contiguous();
+  if (rows * out <= (rows + out) * in) return onednn_linear(transposed(gradient), input.t(), {});
+  return transposed(onednn_linear(transposed(input), gradient.t(), {}));
+}
+
+// The eager fast path; there is no other.
+py::object eager::linear(py::handle x_, py::handle weight_, py::handle bias_) {
+  Arguments arguments;
+  const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_);
+  const OptionalTensor bias = arguments.optional_floating(bias_);
+  if (!arguments.ok() || at::autocast::is_autocast_enabled(at::kCPU) || x.dim() < 2 || weight.dim() != 2)
+    return py::none();
+  arguments.require(x.size(-1) == weight.size(1) && x.scalar_type() == weight.scalar_type());
+  if (bias) arguments.require(bias->sizes() == weight.sizes().slice(0, 1) && bias->scalar_type() == x.scalar_type());
+  if (!arguments.ok()) return py::none();
+
+  return computed([&] {
+    const int64_t in = weight.size(1), rows = in > 0 ? x.numel() / in : 0;
+    if (x.scalar_type() != at::kFloat || !onednn_is_faster(rows, in, weight.size(0)))
+      return at::linear(x, weight, bias);
+    Tensor out;
+    {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      out = onednn_linear(x, weight, bias);
+    }
+    if (needs_gradient(x, weight, bias))
+      record<Linear>({out}, {requires_grad(weight) ? x : Tensor(), requires_grad(x) ? weight : Tensor()}, {}, x, weight,
+                     bias);
+    return out;
+  });
+}
+
+}  // namespace transformer_fast

@@ -1,0 +1,20 @@
+// x weight^T + bias by the faster of PyTorch's two libraries.
+#pragma once
+
+#include "tensors.h"
+
+namespace transformer_fast {
+
+// By oneDNN, for a weight (out, in) at any strides or in oneDNN's own layout; nothing is recorded for autograd.
+Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool relu = false);
+
+// Whether oneDNN multiplies float32 matrices of these sizes, (rows, in) and (in, out), faster than at::linear.
+bool onednn_is_faster(int64_t rows, int64_t in, int64_t out);
+
+// x (..., in) and weight (out, in), of plain tensors of the CPU; nothing is recorded for autograd.
+Tensor linear_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
+
+// grad^T x (out, in), the gradient of the weight, of grad (rows, out) and x (rows, in); nothing is recorded.
+Tensor linear_grad_weight(const Tensor& grad, const Tensor& x);
+
+}  // namespace transformer_fast

@@ -1,0 +1,226 @@
+"""The linear layer against ``F.linear``: values, gradients of the first and second order, and every call it leaves."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+from transformer_fast import extension, ops
+from transformer_fast.layers.linear import Linear, apply_linear
+
+SHAPES = [  # leading dimensions, in, out: below and above what goes to oneDNN; gradients that transpose either side
+    ((3,), 4, 2),
+    ((64,), 64, 96),
+    ((2, 512), 64, 96),
+    ((300,), 700, 500),
+    ((7, 101), 333, 517),
+    ((2048,), 40, 1000),
+    ((2048,), 1000, 40),
+    ((4100,), 1, 2050),
+    ((4100,), 2050, 1),
+]
+NODE = "transformer_fast::linear_backward"
+
+
+@pytest.fixture
+def by_onednn() -> None:
+    module = extension.module()
+    if module is None or not module.onednn_is_faster(1024, 1024, 1024):
+        pytest.skip("PyTorch's own product is the faster one on this machine")
+
+
+def inputs(leading: tuple[int, ...], width: int, outputs: int, bias: bool = True) -> list[Tensor]:
+    torch.manual_seed(width)
+    shapes = [(*leading, width), (outputs, width), *([(outputs,)] if bias else [])]
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def bound(terms: int, size: Tensor) -> Tensor:
+    """Of the rounding of a sum of `terms` products whose absolute values sum to `size`, in any order: the statistical
+    bound of Higham and Mary, "A New Approach to Probabilistic Rounding Error Analysis", 2019, for one in 1e8."""
+    return 6 * math.sqrt(terms) * 2.0**-24 * size + 1e-37
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("leading", "width", "outputs"), SHAPES)
+def test_values_and_gradients(leading: tuple[int, ...], width: int, outputs: int, bias: bool) -> None:
+    given = inputs(leading, width, outputs, bias)
+    out = ops.linear(*given)
+    grad = torch.randn_like(out)
+    found = [out, *torch.autograd.grad(out, given, grad)]
+    exact = [t.detach().double().requires_grad_() for t in given]
+    expected = F.linear(*exact)
+    expected = [expected, *torch.autograd.grad(expected, exact, grad.double())]
+    x, weight = (t.detach().abs().double().flatten(0, -2) for t in exact[:2])
+    g = grad.abs().double().flatten(0, -2)
+    rows = x.shape[0]
+    added = exact[2].abs().detach() if bias else 0.0
+    bounds = [(width + 1, (x @ weight.T + added).view_as(out)), (outputs, (g @ weight).view(exact[0].shape)),
+              (rows, g.T @ x), (rows, g.sum(0))]  # fmt: skip
+    for actual, wanted, (terms, size) in zip(found, expected, bounds, strict=False):
+        assert actual.dtype == torch.float32 and actual.shape == wanted.shape and actual.is_contiguous()
+        assert ((actual.double() - wanted).abs() <= bound(terms, size)).all()
+
+
+def test_large_products_go_to_onednn_and_small_ones_do_not(by_onednn: None) -> None:
+    large, small = inputs((512,), 256, 256), inputs((4,), 16, 16)
+    assert ops.linear(*large).grad_fn.name() == NODE and ops.linear(*small).grad_fn.name() != NODE
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert ops.linear(*large).grad_fn.name() != NODE
+    with tfast.backend("reference"):
+        assert ops.linear(*large).grad_fn.name() != NODE
+
+
+def test_strides(by_onednn: None) -> None:
+    x = torch.randn(300, 512, requires_grad=True)
+    weight = torch.randn(512, 400, requires_grad=True)
+    for rows, matrix in (
+        (x, weight.t()),
+        (x.t()[:256].t(), weight[:256].t()),
+        (x[::2], weight.t()[::3]),
+        (x[:, :300], weight.t()[:, :300]),
+    ):
+        out, wanted = ops.linear(rows, matrix), F.linear(rows, matrix)
+        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-4)
+        grad = torch.randn_like(out.t()).t()
+        for found, expected in zip(*(torch.autograd.grad(y, (x, weight), grad) for y in (out, wanted)), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-4)
+    bias = torch.randn(2 * 400)[::2]
+    torch.testing.assert_close(ops.linear(x, weight.t(), bias), F.linear(x, weight.t(), bias), rtol=1e-5, atol=1e-4)
+    once = torch.autograd.grad(ops.linear(x, weight.t()).sum(), x)[0]  # the gradient of a sum has no strides
+    torch.testing.assert_close(once, torch.autograd.grad(F.linear(x, weight.t()).sum(), x)[0], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("frozen", [0, 1, 2])
+def test_only_what_is_needed(by_onednn: None, frozen: int) -> None:
+    given = inputs((512,), 256, 128)
+    given[frozen].requires_grad_(False)
+    trained = [t for t in given if t.requires_grad]
+    results = [torch.autograd.grad(f(*given).square().sum(), trained) for f in (ops.linear, F.linear)]
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_second_derivative(by_onednn: None) -> None:
+    x, weight, bias = inputs((1024,), 128, 64)
+
+    def penalty(linear: nn.Module) -> tuple[Tensor, ...]:
+        out = linear(x, weight, bias)
+        first = torch.autograd.grad(out.tanh().sum(), (x, weight, bias), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), (x, weight, bias))
+
+    assert ops.linear(x, weight, bias).grad_fn.name() == NODE
+    for found, expected in zip(penalty(ops.linear), penalty(F.linear), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_batched_gradients(by_onednn: None) -> None:
+    given = inputs((512,), 128, 128)
+    grads = torch.randn(3, 512, 128)
+    pairs = [torch.autograd.grad(f(*given), given, grads, is_grads_batched=True) for f in (ops.linear, F.linear)]
+    for found, expected in zip(*pairs, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_weight_changed_before_backward_is_noticed(by_onednn: None) -> None:
+    x, weight, bias = inputs((512,), 128, 128)
+    out = ops.linear(x, weight, bias)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_saved_tensor_hooks_and_checkpointing(by_onednn: None) -> None:
+    given = inputs((512,), 128, 128)
+    seen: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):
+        ops.linear(*given)
+    assert sorted(seen) == [(128, 128), (512, 128)]
+    again = torch.utils.checkpoint.checkpoint(ops.linear, *given, use_reentrant=False)
+    torch.testing.assert_close(
+        torch.autograd.grad(again.sum(), given), torch.autograd.grad(ops.linear(*given).sum(), given), rtol=0, atol=0
+    )
+
+
+def test_calls_that_stay_with_torch() -> None:
+    x, weight, bias = (t.detach() for t in inputs((512,), 128, 128))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert ops.linear(x, weight, bias).dtype == torch.bfloat16
+    assert torch.equal(torch.vmap(ops.linear, (0, None, None))(x, weight, bias), F.linear(x, weight, bias))
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        given = [t.to(dtype) for t in (x, weight, bias)]
+        assert torch.equal(ops.linear(*given), F.linear(*given))
+    assert torch.equal(ops.linear(x[0], weight, bias), F.linear(x[0], weight, bias))
+    assert ops.linear(x[:0], weight, bias).shape == (0, 128)
+    assert ops.linear(x.to("meta"), weight.to("meta")).shape == (512, 128)
+    _, tangent = torch.func.jvp(lambda x: ops.linear(x, weight), (x,), (x,))
+    torch.testing.assert_close(tangent, F.linear(x, weight))
+    with torch.inference_mode():
+        torch.testing.assert_close(ops.linear(x, weight, bias), F.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x, w, b: ops.linear(x[:, :100], w, b),
+        lambda x, w, b: ops.linear(x, w, b[:7]),
+        lambda x, w, b: ops.linear(x, w.double(), b),
+        lambda x, w, b: ops.linear(x, w[None], b),
+        lambda x, w, b: ops.linear(x.tolist(), w, b),
+    ],
+)
+def test_errors_are_those_of_torch(wrong: object) -> None:
+    x, weight, bias = inputs((512,), 128, 128)
+    with pytest.raises((RuntimeError, TypeError)):
+        wrong(x, weight, bias)  # type: ignore[operator]
+
+
+def test_compiled_and_traced(by_onednn: None) -> None:
+    given = [t.detach() for t in inputs((512,), 128, 128)]
+    expected = F.linear(*given)
+    compiled = torch.compile(ops.linear, fullgraph=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(ops.linear, tuple(given))
+    for form in (compiled, traced):
+        torch.testing.assert_close(form(*given), expected, rtol=1e-5, atol=1e-4)
+    assert "aten::linear" in str(traced.graph)
+
+
+@pytest.fixture
+def module() -> Iterator[nn.Linear]:
+    torch.manual_seed(0)
+    yield nn.Linear(256, 128)
+
+
+def test_module(by_onednn: None, module: nn.Linear) -> None:
+    ours = Linear(256, 128)
+    ours.load_state_dict(module.state_dict())
+    x = torch.randn(512, 256)
+    torch.testing.assert_close(ours(x), module(x), rtol=1e-5, atol=1e-4)
+    assert ours(x).grad_fn.name() == NODE and copy.deepcopy(ours)(x).grad_fn.name() == NODE
+    assert apply_linear(module, x).grad_fn.name() == NODE
+
+
+def test_modules_that_are_called(module: nn.Linear) -> None:
+    x = torch.randn(512, 256)
+    seen = []
+    module.register_forward_hook(lambda *_: seen.append(1))
+    apply_linear(module, x)
+    assert seen == [1]
+
+    class Other(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input) + 1
+
+    other = Other(256, 128)
+    assert torch.equal(apply_linear(other, x), F.linear(x, other.weight, other.bias) + 1)

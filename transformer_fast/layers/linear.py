@@ -1,0 +1,28 @@
+"""The linear layer as a drop-in module, and a plain ``nn.Linear`` on the same op."""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+from torch import Tensor, nn
+
+from ..ops.linear import linear
+from .hooks import is_plain
+
+
+class Linear(nn.Linear):
+    """``nn.Linear`` by the faster of PyTorch's two libraries (:func:`transformer_fast.ops.linear`)."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x (..., in_features) -> (..., out_features)."""
+        return linear(input, self.weight, self.bias)
+
+
+def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is ``x weight^T + bias`` and nothing would be missed if it were not called."""
+    return is_plain(module, nn.Linear, Linear)
+
+
+def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
+    """``module(x)``; an ``nn.Linear`` by our op. Another module, such as a quantised one, is called as it is."""
+    return linear(x, module.weight, module.bias) if is_linear(module) else module(x)
