@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import extension
@@ -18,11 +17,12 @@ from ..layers import FeedForward
 from ..layers.feed_forward import ACTIVATIONS
 from ..layers.hooks import is_plain
 from ..layers.linear import is_linear
+from ..ops.linear import linear
 
 NATIVE_ROWS = 24
 """Rows up to which the native product, which is bound by reading the weight, is the fastest."""
 BLOCKED_ROWS = 512
-"""Rows from which PyTorch's own product is as fast as one with a weight in blocks."""
+"""Rows from which a product with the weight as it is is as fast as one with a weight in blocks."""
 
 
 class StepLinear(nn.Module):
@@ -57,7 +57,7 @@ class StepLinear(nn.Module):
         """x (..., in) -> (..., out)."""
         weight = self.operand(x.numel() // x.shape[-1]) if x.dtype == torch.float32 else None
         if weight is None or torch.is_autocast_enabled("cpu"):
-            out = F.linear(x, self.weight, self.bias)
+            out = linear(x, self.weight, self.bias)
             return out.relu_() if self._relu else out
         if weight.is_mkldnn:
             activation = "relu" if self._relu else "none"

@@ -27,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         TypeError, RuntimeError: as ``F.linear``.
     """
-    if direct := _eager.native():
+    if isinstance(x, Tensor) and x.is_cpu and (direct := _eager.native()):
         result = direct.linear(x, weight, bias)
         if result is not None:
             return result
