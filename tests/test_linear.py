@@ -224,3 +224,18 @@ def test_modules_that_are_called(module: nn.Linear) -> None:
 
     other = Other(256, 128)
     assert torch.equal(apply_linear(other, x), F.linear(x, other.weight, other.bias) + 1)
+
+
+def test_the_same_on_any_number_of_threads_and_for_any_number_of_rows(by_onednn: None) -> None:
+    given = inputs((600,), 256, 384)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            out = ops.linear(*given)
+            results.append([out, *torch.autograd.grad(out.square().sum(), given)])
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(map(torch.equal, results[0], result))
+    assert torch.equal(ops.linear(given[0][:300], *given[1:]), results[0][0][:300])
