@@ -155,7 +155,7 @@ class Build(cpp_extension.BuildExtension):
 # Files of the module that are compiled as one. Most of what a compiler does with each is to read PyTorch's headers.
 UNITS = {
     "attention": (
-        *("ops/attention", "ops/attention_cpu", "ops/attention_decode", "ops/attention_eager"),
+        *("ops/attention", "ops/attention_cpu", "ops/attention_decode", "ops/attention_eager", "ops/attention_weights"),
         *("ops/decoder_step", "ops/multihead", "triton/attention", "triton/launch_cache"),
     ),
     "rows": (
