@@ -228,7 +228,7 @@ def kernels_extension(name: str, flags: list[str]) -> cpp_extension.Extension:
 def module_extension() -> cpp_extension.Extension:
     """The module: checks, autograd and the call of kernels, compiled for any processor; and the CUDA kernels."""
     with_cuda = want_cuda()
-    files = [*sources("ops"), *sources("triton"), *sources("")]
+    files = [file for file in sources("") if not file.startswith("csrc/cpu/")]
     nvcc = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-Xcompiler=-fvisibility=hidden"]
     if with_cuda:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)
