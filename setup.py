@@ -155,7 +155,7 @@ class Build(cpp_extension.BuildExtension):
 # Files of the module that are compiled as one. Most of what a compiler does with each is to read PyTorch's headers.
 UNITS = {
     "attention": (
-        *("ops/attention", "ops/attention_cpu", "ops/attention_decode", "ops/attention_eager"),
+        *("ops/attention", "ops/attention_cpu", "ops/attention_decode", "ops/attention_eager", "ops/attention_weights"),
         *("ops/decoder_step", "ops/multihead", "triton/attention", "triton/launch_cache"),
     ),
     "rows": (
@@ -229,7 +229,7 @@ def kernels_extension(name: str, flags: list[str]) -> cpp_extension.Extension:
 def module_extension() -> cpp_extension.Extension:
     """The module: checks, autograd and the call of kernels, compiled for any processor; and the CUDA kernels."""
     with_cuda = want_cuda()
-    files = [*sources("ops"), *sources("triton"), *sources("")]
+    files = [file for file in sources("") if not file.startswith("csrc/cpu/")]
     nvcc = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-Wall", "-Xcompiler=-fvisibility=hidden"]
     if with_cuda:
         os.environ.setdefault("TORCH_CUDA_ARCH_LIST", DEFAULT_CUDA_ARCHITECTURES)

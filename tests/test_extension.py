@@ -11,6 +11,7 @@ import subprocess
 import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -295,10 +296,23 @@ def test_kernels_of_another_build_are_refused(tmp_path: Path) -> None:
         extension.module().load_kernels(str(empty))
 
 
-def test_sets_to_build() -> None:
+def setup_names() -> dict[str, Any]:
+    """What setup.py defines."""
     source = (ROOT / "setup.py").read_text().rpartition("\nsetup(")[0]
-    names: dict = {"__file__": str(ROOT / "setup.py"), "__name__": "transformer_fast_setup"}
+    names: dict[str, Any] = {"__file__": str(ROOT / "setup.py"), "__name__": "transformer_fast_setup"}
     exec(compile(source, "setup.py", "exec"), names)
+    return names
+
+
+def test_the_module_is_built_without_the_kernels() -> None:
+    """They are in the libraries of the instruction sets."""
+    files = setup_names()["module_extension"]().sources
+    assert "csrc/ops/norm.cpp" in files and len(files) == len(set(files))
+    assert not [file for file in files if file.startswith("csrc/cpu/")]
+
+
+def test_sets_to_build() -> None:
+    names = setup_names()
     choose, known = names["instruction_sets"], list(names["known_sets"]())
     assert choose("all") == known and set(choose("host")) <= set(known)
     assert choose(",".join(known[:2])) == known[:2]

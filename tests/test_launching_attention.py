@@ -55,6 +55,10 @@ def test_a_whole_call_of_attention_is_replayed(on_a_gpu, monkeypatch, name, drop
 
 
 DENSE = tfast.AttentionMask.keep(torch.ones(2, 1, 24, 24, dtype=torch.bool))
+PADDING = tfast.AttentionMask.keep((torch.arange(24) < torch.tensor([[9], [17]]))[:, None, None])
+DOCUMENTS = tfast.AttentionMask.documents((torch.arange(24) // 7).expand(2, -1))
+PACKED_DOCUMENTS = tfast.AttentionMask.documents((torch.arange(24) // 7)[None])
+ALIBI = tfast.AttentionMask.alibi(torch.tensor([0.5, 0.25, 0.125, 0.0625]))
 LONG_LENGTHS = tfast.AttentionMask.lengths(torch.tensor([600, 9]))
 BIAS = torch.zeros(1, 4, 24, 24)
 ENDS = {rows: torch.tensor([0, rows // 3, rows], dtype=torch.int32) for rows in (24, 600)}
@@ -63,18 +67,31 @@ KINDS = {
     "half precision": {"dtype": torch.float16},
     "causal, lengths, scale": {"mask": tfast.AttentionMask.lengths(torch.tensor([9, 17])), "causal": 3, "scale": 0.5},
     "dense": {"mask": DENSE, "empty_rows": "zero"},
+    "padding": {"mask": PADDING},
     "bias": {"bias": BIAS},
+    "documents": {"mask": DOCUMENTS},
+    "distances, softcap": {"mask": ALIBI, "softcap": 5.0},
+    "sinks": {"sinks": torch.zeros(4)},
     "window": {"mask": tfast.AttentionMask.window(4, 2)},
     "long lengths": {"mask": LONG_LENGTHS, "rows": 600},
     "packed": {"cu_seqlens": ENDS[24], "causal": True},
     "packed window": {"cu_seqlens": ENDS[24], "mask": tfast.AttentionMask.window(4), "causal": True},
+    "packed documents, distances, sinks": {
+        "cu_seqlens": ENDS[24],
+        "mask": PACKED_DOCUMENTS & ALIBI,
+        "sinks": torch.zeros(4),
+    },
     "long packed": {"cu_seqlens": ENDS[600], "rows": 600, "empty_rows": "zero"},
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypatch, kind):
-    """Padded and packed, forward and backward: the same kernels, grids and scalars, and tensors in the same places."""
+    """Padded and packed, forward and backward: the same kernels, grids and scalars, and tensors in the same places.
+
+    C++ and Python describe a call each for itself (``call_of``, ``run_call``): with another input, or another order,
+    the launches would not be found again.
+    """
     options = dict(KINDS[kind])
     dtype, rows, ends = options.pop("dtype", torch.float32), options.pop("rows", 24), options.pop("cu_seqlens", None)
     shape = (2, 4, rows, 32) if ends is None else (rows, 4, 32)

@@ -24,6 +24,9 @@ class PackedBatch:
     max_k: int
 
 
+_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionParams:
     """The arguments of attention beside q (B, H, Lq, D), k and v (B, Hkv, Lk, D).
@@ -72,5 +75,12 @@ class AttentionParams:
         options = (*options, "distance_bias", "query_ids", "key_ids", "sinks", "softcap")
         if self.packed is None:
             return {name: getattr(self, name) for name in ("keep", "key_keep", "lengths", "bias", *options)}
-        keys = {name: getattr(self.packed, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k")}
+        keys = {name: getattr(self.packed, name) for name in _SEQUENCES}
         return keys | {name: getattr(self, name) for name in options}
+
+    @classmethod
+    def from_keywords(cls, **options: Any) -> AttentionParams:
+        """The value whose :meth:`keywords` these are. What is left out has its default."""
+        if "cu_seqlens_q" in options:
+            options["packed"] = PackedBatch(*[options.pop(name) for name in _SEQUENCES])
+        return cls(**options)

@@ -73,3 +73,12 @@ def _fixed_shape(t: Tensor) -> torch.Size:
 def number(n: int) -> int:
     """A size that torch.jit.trace may have recorded, for checks."""
     return int(n) if isinstance(n, Tensor) else n
+
+
+def refuse_dropout(op: str, p: float) -> None:
+    """Raise for an op with dropout in a graph of plain operators, which is not for training."""
+    if p > 0.0:
+        raise RuntimeError(
+            f"{op}: torch.jit.trace, ONNX and decompositions() write no dropout into a graph, and here it is {p}: call "
+            "model.eval() before, or set the probability to 0"
+        )

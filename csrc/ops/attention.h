@@ -69,13 +69,13 @@ struct AttentionResult {
   OptionalTensor saved_probs, saved_factors;
 };
 
-// Those of the biases and the sinks where they are asked for.
+// The gradients of a call: those of the biases and the sinks where they are needed.
 struct AttentionGradients {
   Tensor q, k, v, bias, distance_bias, sinks;
 };
 
-// Which of them.
-struct BiasNeeds {
+// Which of those are.
+struct GradientNeeds {
   bool bias = false, distance_bias = false, sinks = false;
 };
 
@@ -85,7 +85,7 @@ AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor
                                   bool training);
 AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                       const AttentionResult& result, const OptionalTensor& grad_logsumexp,
-                                      const AttentionParams& params, BiasNeeds needs);
+                                      const AttentionParams& params, GradientNeeds needs);
 
 // The gradient of the sinks, on any device: what the queries would give to the weight of a key without a value.
 Tensor sinks_gradient(const Tensor& grad_out, const AttentionResult& result, const OptionalTensor& grad_logsumexp,

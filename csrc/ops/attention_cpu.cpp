@@ -144,7 +144,7 @@ AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor
 
 AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                       const AttentionResult& result, const OptionalTensor& grad_logsumexp,
-                                      const AttentionParams& params, BiasNeeds needs) {
+                                      const AttentionParams& params, GradientNeeds needs) {
   AttentionGradients grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}, {}, {}};
   if (needs.sinks) grads.sinks = sinks_gradient(grad_out, result, grad_logsumexp, params);
   if (needs.distance_bias) grads.distance_bias = at::zeros_like(*params.distance_bias);

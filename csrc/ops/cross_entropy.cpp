@@ -168,20 +168,21 @@ FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTe
 
 struct LinearCrossEntropy {
   static constexpr const char* kName = "linear_cross_entropy";
-  static constexpr size_t kSaved = 7;  // the inputs, their gradients, and the scale of those
+  // What is saved after the inputs: their gradients, and the scale of those.
+  enum : size_t { kGradients = 3, kScale = 6, kSaved };
 
   struct Options {};
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options&,
                                 const Needs& needs) {
-    const Tensor scale = grads[0] * saved[6];
+    const Tensor scale = grads[0] * saved[kScale];
     // What was saved for a graph that ends here is scaled where it lies, and handed over.
     const bool ends =
         !torch::autograd::get_current_graph_task_keep_graph() && eager::is_plain_eager(grads, /*any_device=*/true);
     const bool scaled = ends && scale.is_cpu() && scale.item<double>() == 1;
     variable_list gradients(3);
     for (size_t i = 0; i < 3; ++i) {
-      const Tensor& gradient = saved[3 + i];
+      const Tensor& gradient = saved[kGradients + i];
       if (!needs[i] || !gradient.defined()) continue;
       const Tensor result = scaled ? gradient : ends ? gradient.mul_(scale) : gradient * scale;
       gradients[i] = in_type(result, saved[i].scalar_type());

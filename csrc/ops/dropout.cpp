@@ -78,7 +78,7 @@ std::tuple<Tensor, Tensor> backward_meta(const Tensor& grad_out, const OptionalT
 
 struct Dropout {
   static constexpr const char* kName = "dropout";
-  static constexpr size_t kSaved = 2;
+  enum : size_t { kY, kSeed, kSaved };  // what is saved
 
   struct Options {
     bool relu;
@@ -92,8 +92,8 @@ struct Dropout {
     Tensor grad_x, grad_bias;
     if (needs[0] || needs[1])
       std::tie(grad_x, grad_bias) = below_autograd<"dropout_backward", dropout_op::backward>(
-          eager::is_plain_eager(grads) && eager::is_plain_eager(saved), grads[0], or_none(saved[0]), options.relu,
-          options.p, or_none(saved[1]), needs[1], options.backend);
+          eager::is_plain_eager(grads) && eager::is_plain_eager(saved), grads[0], or_none(saved[kY]), options.relu,
+          options.p, or_none(saved[kSeed]), needs[1], options.backend);
     return {grad_x, needs[1] ? in_type(grad_bias, *options.bias) : Tensor(), grads[0]};
   }
 };

@@ -82,7 +82,7 @@ Tensor dropped(const Tensor& grad, double p, const OptionalTensor& seed) {
 
 struct Embed {
   static constexpr const char* kName = "embed";
-  static constexpr size_t kSaved = 3;
+  enum : size_t { kIds, kOffsets, kSeed, kSaved };       // what is saved
   static constexpr bool kDifferentiableBackward = true;  // that of the table
 
   struct Options {
@@ -98,10 +98,10 @@ struct Embed {
                                 const Needs& needs) {
     const bool direct = eager::is_plain_eager(grads) && eager::is_plain_eager(saved);
     const auto& [vocabulary, scale, padding_idx, p, deterministic, table] = options;
-    const OptionalTensor offsets = or_none(saved[1]), seed = or_none(saved[2]);
+    const OptionalTensor offsets = or_none(saved[kOffsets]), seed = or_none(saved[kSeed]);
     variable_list gradients(2);
     if (needs[0])
-      gradients[0] = below_autograd<"embed_backward", embed_backward>(direct, grads[0], saved[0], vocabulary, scale,
+      gradients[0] = below_autograd<"embed_backward", embed_backward>(direct, grads[0], saved[kIds], vocabulary, scale,
                                                                       padding_idx, p, seed, deterministic);
     if (needs[1]) gradients[1] = table.gradient(dropped(grads[0], p, seed), offsets);
     return gradients;
@@ -110,7 +110,7 @@ struct Embed {
 
 struct AddPositional {
   static constexpr const char* kName = "add_positional";
-  static constexpr size_t kSaved = 2;
+  enum : size_t { kOffsets, kSeed, kSaved };  // what is saved
   static constexpr bool kDifferentiableBackward = true;
 
   struct Options {
@@ -120,8 +120,8 @@ struct AddPositional {
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
-    const Tensor grad = dropped(grads[0], options.dropout_p, or_none(saved[1]));
-    return {grad, needs[1] ? options.table.gradient(grad, or_none(saved[0])) : Tensor()};
+    const Tensor grad = dropped(grads[0], options.dropout_p, or_none(saved[kSeed]));
+    return {grad, needs[1] ? options.table.gradient(grad, or_none(saved[kOffsets])) : Tensor()};
   }
 };
 

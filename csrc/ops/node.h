@@ -97,7 +97,7 @@ struct Undifferentiable<name, implementation> {
 template <typename Op>
 concept DifferentiableBackward = requires { Op::kDifferentiableBackward; };
 
-// Op gives kName, Options, kSaved (how many tensors it saves) and
+// Op gives kName, Options, kSaved (how many tensors it saves: the end of an enum that names their places) and
 //   variable_list backward(const variable_list& grads, const variable_list& saved, const Options&, const Needs&)
 // with a gradient, or an undefined tensor, for each of its inputs. At least one of grads is defined there.
 template <typename Op>

@@ -181,7 +181,7 @@ FourTensors backward_meta(const Tensor&, const OptionalTensor&, const Tensor& x,
 // The autograd node.
 struct LayerNorm {
   static constexpr const char* kName = "layer_norm";
-  static constexpr size_t kSaved = 5;
+  enum : size_t { kX, kWeight, kMean, kRstd, kSeed, kSaved };  // what is saved
 
   struct Options {
     std::string kind;
@@ -195,8 +195,8 @@ struct LayerNorm {
                                 const Needs& needs) {
     const bool direct = is_native(options.backend) && eager::is_plain_eager(grads) && eager::is_plain_eager(saved);
     const at::AutoDispatchBelowADInplaceOrView below;
-    const Tensor &x = saved[0], &mean = saved[2], &rstd = saved[3];
-    const OptionalTensor weight = or_none(saved[1]), seed = or_none(saved[4]);
+    const Tensor &x = saved[kX], &mean = saved[kMean], &rstd = saved[kRstd];
+    const OptionalTensor weight = or_none(saved[kWeight]), seed = or_none(saved[kSeed]);
     const OptionalTensor grad_summed = grads.size() > 1 ? or_none(grads[1]) : std::nullopt;
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
     auto [grad_x, grad_residual, grad_weight, grad_bias] =

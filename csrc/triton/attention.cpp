@@ -3,6 +3,7 @@
 #include "launch_cache.h"
 #include "python_function.h"
 
+#include <array>
 #include <initializer_list>
 #include <utility>
 
@@ -10,16 +11,28 @@ namespace transformer_fast {
 
 namespace py = pybind11;
 
+namespace {
+
+// The tensors of a call but the seed and the bounds of packed sequences, by their names in Python, in the order of PARTS
+// in triton/attention/launches.py.
+std::array<std::pair<const char*, const OptionalTensor*>, 8> parts_of(const AttentionParams& params) {
+  return {{{"keep", &params.keep},
+           {"key_keep", &params.key_keep},
+           {"lengths", &params.lengths},
+           {"bias", &params.bias},
+           {"distance_bias", &params.distance_bias},
+           {"query_ids", &params.query_ids},
+           {"key_ids", &params.key_ids},
+           {"sinks", &params.sinks}}};
+}
+
+}  // namespace
+
 py::object python_params(const AttentionParams& params) {
   static const PythonFunction make("transformer_fast.attention_params", "AttentionParams");
   static const PythonFunction make_packed("transformer_fast.attention_params", "PackedBatch");
   py::dict fields;
-  for (const auto& [name, tensor] :
-       {std::pair("keep", &params.keep), std::pair("key_keep", &params.key_keep), std::pair("lengths", &params.lengths),
-        std::pair("bias", &params.bias), std::pair("distance_bias", &params.distance_bias),
-        std::pair("query_ids", &params.query_ids), std::pair("key_ids", &params.key_ids),
-        std::pair("sinks", &params.sinks)})
-    fields[name] = PythonFunction::object(*tensor);
+  for (const auto& [name, tensor] : parts_of(params)) fields[name] = PythonFunction::object(*tensor);
   fields["causal"] = params.causal, fields["window"] = params.window;
   fields["softcap"] = params.softcap;
   fields["scale"] = params.scale, fields["dropout_p"] = params.dropout_p;
@@ -33,9 +46,7 @@ py::object python_params(const AttentionParams& params) {
 
 namespace {
 
-constexpr int64_t kLong = 512;  // LONG of triton/configs.py: up to so many keys the order of tiles does not matter
-
-// A call as run_call of triton/attention/launches.py describes it.
+// A call as run_call of triton/attention/launches.py describes it: one that it describes otherwise is never found.
 LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor& k,
                    std::initializer_list<OptionalTensor> inputs) {
   LaunchCall call;
@@ -51,9 +62,7 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   call.scalar(params.zero_empty_rows);
 
   for (const OptionalTensor& input : inputs) call.input(input);
-  for (const OptionalTensor* part : {&params.keep, &params.key_keep, &params.lengths, &params.bias,
-                                     &params.distance_bias, &params.query_ids, &params.key_ids, &params.sinks})
-    call.input(*part);
+  for (const auto& part : parts_of(params)) call.input(*part.second);
   if (params.seed_value)
     call.input(*params.seed_value);
   else
@@ -62,14 +71,15 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   if (packed) call.input(params.packed.cu_seqlens_k);
 
   // The map of tiles and their order are derived from the contents of these.
+  const int64_t long_keys = LaunchCache::instance().long_keys;
   if (!packed && (params.keep || params.key_keep || params.query_ids)) {
     for (const OptionalTensor* part :
          {&params.keep, &params.key_keep, &params.lengths, &params.query_ids, &params.key_ids})
       if (*part) call.source(**part);
-  } else if (packed && params.packed.max_k.expect_int() > kLong) {
+  } else if (packed && params.packed.max_k.expect_int() > long_keys) {
     call.source(*params.packed.cu_seqlens_k);
     call.source(*params.packed.cu_seqlens_q);
-  } else if (!packed && params.lengths && params.lengths->dim() == 1 && k.size(2) > kLong) {
+  } else if (!packed && params.lengths && params.lengths->dim() == 1 && k.size(2) > long_keys) {
     call.source(*params.lengths);
   }
   return call;

@@ -279,6 +279,7 @@ void bind_launch_cache(py::module_& m) {
       .def("clear", &LaunchCache::clear)
       .def("__len__", &LaunchCache::size)
       .def_readwrite("enabled", &LaunchCache::enabled)
+      .def_readwrite("long_keys", &LaunchCache::long_keys)
       .def_readwrite("most_calls", &LaunchCache::most_calls);
   m.attr("launch_cache") = py::cast(&LaunchCache::instance(), py::return_value_policy::reference);
 }

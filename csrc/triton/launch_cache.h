@@ -112,6 +112,7 @@ class __attribute__((visibility("hidden"))) LaunchCache {
   size_t size() const { return calls_.by_key.size(); }
 
   bool enabled = false;      // whether compiled kernels of this version of Triton are known to be called like this
+  int64_t long_keys = 0;     // LONG of triton/configs.py: attention derives an order from the lengths of more keys
   size_t most_calls = 4096;  // kept at once; past that all are forgotten: lengths that change with every batch
 
  private:

@@ -95,15 +95,15 @@ def attention_decode(
 
     backend = backends.resolve("attention", q.device, q.dtype)
     check_backend(backend, q, v_cache)
+    options = {"causal": bounds[0], "window": bounds[1], "scale": scale, **more}
     if backend == "reference":
-        options = {"causal": bounds[0], "window": bounds[1], "scale": scale, **more}
         return reference.attention.attention_decode(
             q, k_cache, v_cache, lengths=lengths, page_table=page_table, **options
         )[0]
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
     op = implementation("attention_decode", backend)
-    return op(q, k_cache, v_cache, lengths, page_table, *bounds, scale, backend, **more)[0]
+    return op(q, k_cache, v_cache, lengths, page_table, **options, backend=backend)[0]
 
 
 @unrecorded

@@ -4,6 +4,7 @@
 #include "../simd/operands.h"
 #include "few_queries.h"
 #include "mask.h"
+#include "saved_tile.h"
 
 namespace transformer_fast {
 namespace {
@@ -72,7 +73,7 @@ class ScoreGradients {
     if (!only_tile) return keys;
     take_off_grad_logsumexp();
     if (call_.saved_probs)
-      load_saved(first_key, keys);
+      saved_tile(first_key).differentiate(keys);
     else
       for (int64_t lane = 0; lane < lanes_; lane += kW) differentiate(keys, lane);
     return keys;
@@ -178,90 +179,13 @@ class ScoreGradients {
     multiply(keys, lanes_, p.D, load_factors(v, p.v.row_stride(), keys, p.D, operands<T>(staged_)), grad_out_,
              Scaled<A>{1}, grads_, lanes_);
     if (call_.saved_probs) {
-      pass == Pass::kOnly ? load_saved(first_key, keys) : add_saved_to_delta(first_key, keys);
+      const SavedTile<T, A> tile = saved_tile(first_key);
+      pass == Pass::kOnly ? tile.differentiate(keys) : tile.add_to_delta(keys);
       return keys;
     }
     for (int64_t lane = 0; lane < lanes_; lane += kW)
       pass == Pass::kOnly ? weigh<Pass::kOnly>(first_key, keys, lane) : weigh<Pass::kSum>(first_key, keys, lane);
     return keys;
-  }
-
-  // What a vector of lanes needs to know to read the weights that the forward kept.
-  struct SavedLanes {
-    const T* weights;
-    Vector<A> factor, delta, uniform;
-  };
-
-  SavedLanes saved_lanes(int64_t first_key, int64_t lane) const {
-    return {call_.saved_probs.at(b_, h_, first_query_, lanes_, first_key) + lane,
-            load(call_.saved_probs.factors_at(b_, h_, first_query_, first_key) + lane), load(delta_ + lane),
-            load(uniform_ + lane)};
-  }
-
-  void add_saved_to_delta(int64_t first_key, int64_t keys) {
-    for (int64_t lane = 0; lane < lanes_; lane += kW) {
-      const SavedLanes saved = saved_lanes(first_key, lane);
-      Vector<A> sum = saved.delta;
-      for (int64_t row = 0; row < keys; ++row) {
-        const Vector<A> weight = load(saved.weights + row * lanes_) * saved.factor;
-        // Keeps a NaN or Inf value of a blocked key out.
-        const Vector<A> grad = weight == A(0) ? Vector<A>{} : load(grads_ + row * lanes_ + lane);
-        sum = fma(weight, grad, sum);
-      }
-      store(delta_ + lane, sum);
-    }
-  }
-
-  // The weights that the forward saved, and the gradients of weights to those of scores.
-  void load_saved(int64_t first_key, int64_t keys) {
-    if constexpr (kPacks) return pack_saved(first_key, keys);
-    for (int64_t lane = 0; lane < lanes_; lane += kW) {
-      const SavedLanes saved = saved_lanes(first_key, lane);
-      for (int64_t row = 0; row < keys; ++row) {
-        const auto [weight, grad] = weighed(saved, row, lane);
-        store(weights_ + row * lanes_ + lane, weight);
-        store(grads_ + row * lanes_ + lane, grad);
-      }
-    }
-  }
-
-  // The same straight to the operands of the products: over the queries the weights of a key, then its gradients, in one
-  // row of `weights`; over the keys the gradients, in `grads`.
-  void pack_saved(int64_t first_key, int64_t keys) {
-    for (int64_t lane = 0; lane < lanes_; lane += 2 * kW) {
-      const bool two = lane + kW < lanes_;
-      const SavedLanes low = saved_lanes(first_key, lane), high = saved_lanes(first_key, two ? lane + kW : lane);
-      const auto store_halves = [two](A* target, Vector<A> halves) {
-        two ? store(target, halves) : store_half_bits(reinterpret_cast<T*>(target), halves, kW);
-      };
-      for (int64_t row = 0; row < keys; row += 2) {
-        Vector<A> of_keys[2] = {};
-        for (int64_t i = 0; i < std::min<int64_t>(2, keys - row); ++i) {
-          const auto [weight, grad] = weighed(low, row + i, lane);
-          const auto [high_weight, high_grad] = two ? weighed(high, row + i, lane + kW) : Weighed{};
-          A* const target = weights_ + (row + i) * lanes_ + lane / 2;
-          store_halves(target, packed_halves(weight, high_weight));
-          of_keys[i] = packed_halves(grad, high_grad);
-          store_halves(target + lanes_ / 2, of_keys[i]);
-        }
-        store(grads_ + row * lanes_ + lane, halves_interleaved(of_keys[0], of_keys[1], 0));
-        if (two) store(grads_ + row * lanes_ + lane + kW, halves_interleaved(of_keys[0], of_keys[1], 16));
-      }
-    }
-    if (queries_ % 2 != 0)
-      for (int64_t row = 0; row < keys; ++row)
-        for (int64_t first : {int64_t{0}, lanes_ / 2}) clear_partner(weights_ + row * lanes_ + first, queries_);
-  }
-
-  struct Weighed {
-    Vector<A> weight, grad;  // of the score
-  };
-
-  Weighed weighed(const SavedLanes& saved, int64_t row, int64_t lane) const {
-    const Vector<A> weight = load(saved.weights + row * lanes_) * saved.factor;
-    const auto blocked = weight == A(0);  // keeps a NaN or Inf value of the key out of its gradient
-    return {weight + saved.uniform,
-            blocked ? Vector<A>{} : weight * (load(grads_ + row * lanes_ + lane) - saved.delta)};
   }
 
   // Scores, for one vector of queries, to dropped weights, and the gradients of those to the gradients of scores. In a
@@ -305,9 +229,19 @@ class ScoreGradients {
     }
   }
 
-  static constexpr bool kPacks = !std::is_same_v<E, A>;
+  SavedTile<T, A> saved_tile(int64_t first_key) {
+    const auto& saved = call_.saved_probs;
+    return {saved.at(b_, h_, first_query_, lanes_, first_key),
+            saved.factors_at(b_, h_, first_query_, first_key),
+            uniform_,
+            delta_,
+            weights_,
+            grads_,
+            queries_,
+            lanes_};
+  }
 
-  bool packed() const { return kPacks && call_.saved_probs; }
+  bool packed() const { return SavedTile<T, A>::kPacks && call_.saved_probs; }
 
   Matrix<E> packed_over_queries(int64_t offset) const {
     return {reinterpret_cast<const E*>(weights_ + offset), lanes_, 1};

@@ -8,9 +8,11 @@ from torch import Tensor
 from ...attention_params import AttentionParams
 from ..configs import LONG, attention_config
 from ..launch_cache import run_cached
-from ..launcher import Launch, blocks_of
+from ..launcher import Launch, blocks_of, launch_cache
 from .tile_map import NO_MAP, length_order, packed_order, tile_lists
 from .tiles import mask_arguments, tensor_arguments, within_reach
+
+launch_cache.long_keys = LONG
 
 
 def call_kind(keys: int, params: AttentionParams) -> str:

@@ -1,0 +1,102 @@
+// The backward of a tile of scores whose weights the forward saved: they are not found again, and none was dropped.
+#pragma once
+
+#include "../simd/operands.h"
+
+#include <algorithm>
+
+namespace transformer_fast {
+namespace {
+
+// Rows are of a key and have a lane for each query of a block, in whole vectors.
+template <typename T, typename A>
+struct SavedTile {
+  static constexpr int64_t kW = kLanes<A>;
+  static constexpr bool kPacks = !std::is_same_v<Operand<T>, A>;
+
+  const T* saved;      // rows of weights, each still to be multiplied by its query's factor
+  const A* factors;    // of each query
+  const A* uniform;    // the weight of every key for a query that sees none, else 0
+  A* delta;            // of each query the sum over all keys of weight times its gradient
+  A *weights, *grads;  // rows: room for the weights, and their gradients, which become those of the scores
+  int64_t queries, lanes;
+
+  void add_to_delta(int64_t keys) const {
+    for (int64_t lane = 0; lane < lanes; lane += kW) {
+      const Lanes own = lanes_at(lane);
+      Vector<A> sum = own.delta;
+      for (int64_t row = 0; row < keys; ++row) {
+        const Vector<A> weight = load(own.saved + row * lanes) * own.factor;
+        // Keeps a NaN or Inf value of a blocked key out.
+        const Vector<A> grad = weight == A(0) ? Vector<A>{} : load(grads + row * lanes + lane);
+        sum = fma(weight, grad, sum);
+      }
+      store(delta + lane, sum);
+    }
+  }
+
+  // Fills `weights`, and `grads` with the gradients of the scores.
+  void differentiate(int64_t keys) const {
+    if constexpr (kPacks) return differentiate_packed(keys);
+    for (int64_t lane = 0; lane < lanes; lane += kW) {
+      const Lanes own = lanes_at(lane);
+      for (int64_t row = 0; row < keys; ++row) {
+        const auto [weight, grad] = differentiated(own, row, lane);
+        store(weights + row * lanes + lane, weight);
+        store(grads + row * lanes + lane, grad);
+      }
+    }
+  }
+
+ private:
+  // What a vector of lanes needs to know of its queries.
+  struct Lanes {
+    const T* saved;
+    Vector<A> factor, delta, uniform;
+  };
+
+  struct Differentiated {
+    Vector<A> weight, grad;  // of the score
+  };
+
+  Lanes lanes_at(int64_t lane) const {
+    return {saved + lane, load(factors + lane), load(delta + lane), load(uniform + lane)};
+  }
+
+  Differentiated differentiated(const Lanes& own, int64_t row, int64_t lane) const {
+    const Vector<A> weight = load(own.saved + row * lanes) * own.factor;
+    const auto blocked = weight == A(0);  // keeps a NaN or Inf value of the key out of its gradient
+    return {weight + own.uniform, blocked ? Vector<A>{} : weight * (load(grads + row * lanes + lane) - own.delta)};
+  }
+
+  // The same straight to the operands of the products: over the queries the weights of a key, then its gradients, in one
+  // row of `weights`; over the keys the gradients, in `grads`.
+  void differentiate_packed(int64_t keys) const {
+    for (int64_t lane = 0; lane < lanes; lane += 2 * kW) {
+      const bool two = lane + kW < lanes;
+      const Lanes low = lanes_at(lane), high = lanes_at(two ? lane + kW : lane);
+      const auto store_halves = [two](A* target, Vector<A> halves) {
+        two ? store(target, halves) : store_half_bits(reinterpret_cast<T*>(target), halves, kW);
+      };
+      for (int64_t row = 0; row < keys; row += 2) {
+        Vector<A> of_keys[2] = {};
+        for (int64_t i = 0; i < std::min<int64_t>(2, keys - row); ++i) {
+          const auto [weight, grad] = differentiated(low, row + i, lane);
+          const auto [high_weight, high_grad] = two ? differentiated(high, row + i, lane + kW) : Differentiated{};
+          A* const target = weights + (row + i) * lanes + lane / 2;
+          store_halves(target, packed_halves(weight, high_weight));
+          of_keys[i] = packed_halves(grad, high_grad);
+          store_halves(target + lanes / 2, of_keys[i]);
+        }
+        store(grads + row * lanes + lane, halves_interleaved(of_keys[0], of_keys[1], 0));
+        if (two) store(grads + row * lanes + lane + kW, halves_interleaved(of_keys[0], of_keys[1], 16));
+      }
+    }
+    if (queries % 2 != 0)
+      for (int64_t row = 0; row < keys; ++row)
+        for (int64_t first : {int64_t{0}, lanes / 2}) clear_partner(weights + row * lanes + first, queries);
+  }
+};
+
+}  // namespace
+}  // namespace transformer_fast

@@ -1,0 +1,72 @@
+// The arguments of the attention ops, as their schemas have them one by one, to and from AttentionParams.
+#pragma once
+
+#include "attention.h"
+#include "eager_call.h"
+#include "operator.h"
+
+#include <string>
+#include <type_traits>
+#include <utility>
+
+namespace transformer_fast::attention_op {
+namespace {
+
+const std::string kMask = "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, ";
+const std::string kSequences = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, ";
+const std::string kOptions =
+    "int? causal, int? window, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows, str backend, "
+    "Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? key_ids=None, Tensor? sinks=None, "
+    "float? softcap=None)";
+
+// What an op of padded batches takes between its inputs and its options, and what one of packed batches takes there.
+inline void set_keys(AttentionParams& params, const OptionalTensor& keep, const OptionalTensor& key_keep,
+                     const OptionalTensor& lengths, const OptionalTensor& bias) {
+  params.keep = keep, params.key_keep = key_keep, params.lengths = lengths, params.bias = bias;
+}
+inline void set_keys(AttentionParams& params, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, c10::SymInt max_q,
+                     c10::SymInt max_k) {
+  params.packed = {cu_seqlens_q, cu_seqlens_k, std::move(max_q), std::move(max_k)};
+}
+
+// The functions of an op take what its schema has after the inputs as one, first; these are they with flat arguments.
+template <auto function, typename... Keys>
+struct Flat;
+template <typename Result, typename... Inputs, Result (*function)(const AttentionParams&, Inputs...), typename... Keys>
+struct Flat<function, Keys...> {
+  static Result call(Inputs... inputs, Keys... keys, std::optional<int64_t> causal, std::optional<int64_t> window,
+                     double scale, double dropout_p, const OptionalTensor& seed, bool zero_empty_rows,
+                     std::string_view backend, const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
+                     const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
+    AttentionParams params;
+    set_keys(params, std::move(keys)...);
+    params.distance_bias = distance_bias, params.query_ids = query_ids, params.key_ids = key_ids, params.sinks = sinks;
+    params.causal = causal, params.window = window, params.softcap = softcap;
+    params.scale = scale, params.dropout_p = dropout_p;
+    params.seed = seed, params.zero_empty_rows = zero_empty_rows, params.backend = backend;
+    return function(params, inputs...);
+  }
+};
+template <auto function>
+using Padded =
+    Flat<function, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&>;
+template <auto function>
+using Packed = Flat<function, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt>;
+
+// Calls an op by the dispatcher: the one of packed batches for such a batch.
+template <auto function, typename... Inputs>
+auto dispatch(const char* name, const char* packed_name, const AttentionParams& p, const Inputs&... inputs) {
+  const auto call = [&](const auto& op, const auto&... keys) {
+    return op(inputs..., keys..., p.causal, p.window, p.scale, p.dropout_p, p.seed, p.zero_empty_rows, p.backend,
+              p.distance_bias, p.query_ids, p.key_ids, p.sinks, p.softcap);
+  };
+  if (p.is_packed()) {
+    static const Operator<std::remove_pointer_t<decltype(&Packed<function>::call)>> op(packed_name);
+    return call(op, *p.packed.cu_seqlens_q, *p.packed.cu_seqlens_k, p.packed.max_q, p.packed.max_k);
+  }
+  static const Operator<std::remove_pointer_t<decltype(&Padded<function>::call)>> op(name);
+  return call(op, p.keep, p.key_keep, p.lengths, p.bias);
+}
+
+}  // namespace
+}  // namespace transformer_fast::attention_op

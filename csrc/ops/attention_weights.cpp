@@ -1,0 +1,86 @@
+// The weights of attention: the op of torch.ops.transformer_fast, from schema to kernel.
+#include "../triton/attention.h"
+#include "../triton/python_function.h"
+#include "attention_arguments.h"
+#include "node.h"
+
+#include <torch/library.h>
+
+#include <algorithm>
+#include <string>
+
+namespace transformer_fast::attention_op {
+namespace {
+
+namespace py = pybind11;
+using eager::needs_gradient, eager::Needs;
+using torch::autograd::variable_list;
+
+Tensor weights(const AttentionParams& params, const Tensor& q, const Tensor& k, const OptionalTensor& logsumexp) {
+  return is_native(params.backend) ? attention_weights(q, k, params)
+                                   : launch_attention_weights(q, k, logsumexp, params);
+}
+
+Tensor weights_meta(const AttentionParams&, const Tensor& q, const Tensor& k, const OptionalTensor&) {
+  return meta_tensor(q, {q.sym_size(0), q.sym_size(1), q.sym_size(2), k.sym_size(2)});
+}
+
+// Rare: a loss on the weights. They are a function of q, k and the biases, and the reference knows it.
+struct AttentionWeights {
+  static constexpr const char* kName = "attention_weights";
+  enum : size_t { kQ, kK, kParams, kSaved = kParams + AttentionParams::kTensors };  // what is saved
+  using Options = AttentionParams;
+
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const AttentionParams& options,
+                                const Needs& needs) {
+    static const PythonFunction function("transformer_fast.ops.attention", "weights_gradients");
+    const AttentionParams p = options.with(&saved[kParams]);
+    const py::gil_scoped_acquire gil;
+    const py::object needed = py::make_tuple(needs[0], needs[1], needs[2], needs[3], needs[4]);
+    const auto gradients = function.tensors<5>(grads[0], saved[kQ], saved[kK], python_params(p), needed);
+    return {gradients.begin(), gradients.end()};
+  }
+};
+
+Tensor weights_autograd(const AttentionParams& params, const Tensor& q, const Tensor& k,
+                        const OptionalTensor& logsumexp) {
+  Tensor result;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    result = dispatch<weights>("attention_weights", nullptr, params, q, k, logsumexp);
+  }
+  if (!needs_gradient(q, k, params.bias, params.distance_bias, params.sinks)) return result;
+  eager::OpNode<AttentionWeights>::Saved saved = {q, k};
+  const auto tensors = params.tensors();
+  std::copy(tensors.begin(), tensors.end(), &saved[AttentionWeights::kParams]);
+  eager::record<AttentionWeights>({result}, saved, params.without_tensors(), q, k, params.bias, params.distance_bias,
+                                  params.sinks);
+  return result;
+}
+
+template <c10::DeviceType device>
+Tensor weights_autocast(const AttentionParams& params, const Tensor& q, const Tensor& k,
+                        const OptionalTensor& logsumexp) {
+  const NoAutocast<device> no_autocast;
+  return dispatch<weights>("attention_weights", nullptr, params, autocast<device>(q), autocast<device>(k), logsumexp);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  m.def(("attention_weights(Tensor q, Tensor k, Tensor? logsumexp, " + kMask + kOptions + " -> Tensor").c_str());
+}
+
+TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {
+  m.impl("attention_weights", Padded<weights>::call);
+}
+TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) { m.impl("attention_weights", Padded<weights_meta>::call); }
+TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) { m.impl("attention_weights", Padded<weights_autograd>::call); }
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) {
+  m.impl("attention_weights", Padded<weights_autocast<at::kCPU>>::call);
+}
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) {
+  m.impl("attention_weights", Padded<weights_autocast<at::kCUDA>>::call);
+}
+
+}  // namespace transformer_fast::attention_op

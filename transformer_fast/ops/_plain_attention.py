@@ -1,0 +1,154 @@
+"""Attention in PyTorch's own operators: see :mod:`transformer_fast.ops._plain`. What the schema of an op has behind its
+inputs is given by name, and read as AttentionParams."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..attention_params import AttentionParams
+from ..distance import along_diagonals
+from ..masks import dense_keep, same_document
+from ..tracing import refuse_dropout, sizes
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
+    """out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
+    params = _without_dropout("attention", options)
+    scores, allowed = _scores_and_mask(q, k, params)
+    weights = _weights(scores, allowed, params, q.dtype)
+    return _per_head(weights, v), _logsumexp(scores, allowed, params.sinks)
+
+
+def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor | None, *, backend: str, **options: Any) -> Tensor:
+    """The weights (B, H, Lq, Lk)."""
+    params = _without_dropout("attention", options)
+    return _weights(*_scores_and_mask(q, k, params), params, q.dtype)
+
+
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    page_table: Tensor | None,
+    *,
+    backend: str,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
+    mask = {name: options.pop(name, None) for name in ("distance_bias", "query_ids", "key_ids", "causal", "window")}
+    k, v, keep, bias = reference.attention.cached_keys(q, k_cache, v_cache, lengths, page_table, **mask)
+    return attention(q, k, v, keep=keep, bias=bias, zero_empty_rows=True, backend=backend, **options)
+
+
+def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
+    """out (Tq, H, D) and logsumexp (H, Tq), by the padded batch: it is put together, and taken apart again."""
+    params = _without_dropout("attention_packed", options)
+    assert params.packed is not None
+    cu_seqlens_q, cu_seqlens_k = params.packed.cu_seqlens_q, params.packed.cu_seqlens_k
+    max_q, max_k, batch = params.packed.max_q, params.packed.max_k, cu_seqlens_q.shape[0] - 1
+    place_q, place_k = (_places(cu, t, n) for cu, t, n in ((cu_seqlens_q, q, max_q), (cu_seqlens_k, k, max_k)))
+    padded_q = _padded(q, place_q, batch, max_q)
+    padded_k, padded_v = (_padded(t, place_k, batch, max_k) for t in (k, v))
+    lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+    params = replace(params, lengths=lengths)
+    if params.query_ids is not None and params.key_ids is not None:
+        query_ids, key_ids = (
+            _padded(ids[:, None, None], place, batch, n)[:, 0, :, 0]
+            for ids, place, n in ((params.query_ids, place_q, max_q), (params.key_ids, place_k, max_k))
+        )
+        params = replace(params, query_ids=query_ids, key_ids=key_ids)
+    scores, allowed = _scores_and_mask(padded_q, padded_k, params)
+    assert allowed is not None  # as there are lengths
+    if params.zero_empty_rows or params.sinks is not None:
+        weights = _weights(scores, allowed, params, q.dtype)
+    else:  # a row without keys is uniform over those of its own sequence, and 0 where there are none
+        own = dense_keep(None, None, lengths, None, None, scores.shape[2], scores.shape[3], q.device)
+        kept = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min).masked_fill(~own, float("-inf"))
+        weights = torch.softmax(kept, -1).masked_fill(~own.any(-1, keepdim=True), 0.0).to(q.dtype)
+    out, logsumexp = _per_head(weights, padded_v), _logsumexp(scores, allowed, params.sinks).unsqueeze(-1)
+    out, logsumexp = (t.transpose(1, 2).flatten(0, 1).index_select(0, place_q) for t in (out, logsumexp))
+    return out, logsumexp.squeeze(-1).transpose(0, 1)
+
+
+def _without_dropout(op: str, options: dict[str, Any]) -> AttentionParams:
+    """The arguments of a schema; a RuntimeError if they ask for dropout."""
+    params = AttentionParams.from_keywords(**options)
+    refuse_dropout(op, params.dropout_p)
+    return params
+
+
+def _scores_and_mask(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:
+    """The scores (B, H, Lq, Lk) in float32 or wider, and which of them count, broadcastable to that; None: all."""
+    heads, key_heads = sizes(q)[1], sizes(k)[1]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = (q @ _repeated(k, heads // key_heads).transpose(-2, -1)).to(wide) * params.scale
+    if params.softcap is not None:
+        scores = params.softcap * torch.tanh(scores / params.softcap)
+    mask = params.keep, params.key_keep, params.lengths, params.causal, params.window
+    allowed = None
+    if any(part is not None for part in mask):
+        allowed = dense_keep(*mask, q.shape[2], k.shape[2], q.device)
+    if params.query_ids is not None and params.key_ids is not None:
+        same = same_document(params.query_ids, params.key_ids)
+        allowed = same if allowed is None else allowed & same
+    bias = params.bias
+    if params.distance_bias is not None:
+        added = along_diagonals(params.distance_bias, q.shape[2], k.shape[2], q.shape[2] - 1)
+        bias = added if bias is None else bias + added
+    if bias is not None:
+        scores = scores + bias
+        finite = bias != float("-inf")
+        allowed = finite if allowed is None else allowed & finite
+    return scores, allowed
+
+
+def _weights(scores: Tensor, allowed: Tensor | None, params: AttentionParams, dtype: torch.dtype) -> Tensor:
+    """The softmax over the scores that count, beside a sink. A row of which none does is uniform, or 0."""
+    if params.sinks is not None:
+        kept = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+        return torch.softmax(_with_sinks(kept, params.sinks), -1)[..., :-1].to(dtype)
+    if allowed is None:
+        return torch.softmax(scores, -1).to(dtype)
+    weights = torch.softmax(scores.masked_fill(~allowed, torch.finfo(scores.dtype).min), -1)
+    if params.zero_empty_rows:
+        weights = weights.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
+    return weights.to(dtype)
+
+
+def _logsumexp(scores: Tensor, allowed: Tensor | None, sinks: Tensor | None) -> Tensor:
+    kept = scores if allowed is None else scores.masked_fill(~allowed, float("-inf"))
+    return torch.logsumexp(kept if sinks is None else _with_sinks(kept, sinks), -1)
+
+
+def _with_sinks(scores: Tensor, sinks: Tensor) -> Tensor:
+    """Scores (B, H, Lq, Lk) and the sink of each head, as one more key."""
+    return torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand_as(scores[..., :1])], -1)
+
+
+def _per_head(weights: Tensor, v: Tensor) -> Tensor:
+    """Weights (B, H, Lq, Lk) times values (B, Hkv, Lk, D)."""
+    return weights @ _repeated(v, sizes(weights)[1] // sizes(v)[1])
+
+
+def _repeated(t: Tensor, groups: int) -> Tensor:
+    """Keys or values (B, Hkv, Lk, D), each head for ``groups`` heads of the queries."""
+    return t if groups == 1 else t.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)
+
+
+def _places(cu_seqlens: Tensor, tokens: Tensor, length: int) -> Tensor:
+    """Where each token of a packed batch stands in the padded one (B * length), int64 (T,)."""
+    token = torch.arange(tokens.shape[0], device=tokens.device)
+    sequence = (token.unsqueeze(1) >= cu_seqlens[1:]).sum(1)  # as many sequences have ended before it
+    return sequence * length + token - cu_seqlens.index_select(0, sequence)
+
+
+def _padded(tokens: Tensor, places: Tensor, batch: int, length: int) -> Tensor:
+    """Tokens (T, H, D) -> (B, H, length, D), 0 where there is none."""
+    padded = tokens.new_zeros(batch * length, *sizes(tokens)[1:]).index_copy(0, places, tokens)
+    return padded.view(batch, length, *sizes(tokens)[1:]).transpose(1, 2)
