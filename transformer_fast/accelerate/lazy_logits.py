@@ -45,31 +45,39 @@ class _Node:
         added: what was added to the output of the linear layer since, each (V,).
     """
 
-    def __init__(self, rows: Tensor | None, parent: _Node | None, make: Callable[[Tensor], Tensor], keeps: bool) -> None:
+    def __init__(
+        self, rows: Tensor | None, parent: _Node | None, make: Callable[[Tensor], Tensor], keeps: bool
+    ) -> None:
         self.rows, self.parent, self.make, self.keeps = rows, parent, make, keeps
         self.value: Tensor | None = None
         self.added: tuple[Tensor, ...] = () if parent is None else parent.added
-        self.copies: weakref.WeakSet[_Node] = weakref.WeakSet()
+        self._copies: weakref.WeakSet[_Node] = weakref.WeakSet()
 
     @property
     def root(self) -> Any:
-        """Where the tensor comes from."""
+        """Where the tensor comes from, as long as it is not read."""
         return self if self.parent is None else self.parent.root
 
     def read(self) -> Tensor:
         """The value, a plain tensor that is not part of a graph."""
         if self.value is not None:
             return self.value
-        with _plain_arithmetic():
-            value = self.computed()
-        if self.keeps:
-            self.value = value
-        return value
+        base = None if self.parent is None else self.parent.read()
+        if self.value is None:  # it may have been made as a copy of its parent
+            with _plain_arithmetic():
+                value = self.computed(base)
+            if not self.keeps:
+                return value
+            self.value, self.parent = value, None
+            for copy in list(self._copies):  # from now on anybody may write to the memory of which they are copies
+                copy.read()
+        assert self.value is not None
+        return self.value
 
-    def computed(self) -> Tensor:
-        """The value, made anew."""
-        assert self.parent is not None
-        return self.make(self.parent.read())
+    def computed(self, base: Tensor | None) -> Tensor:
+        """The value, made of the parent's."""
+        assert base is not None
+        return self.make(base)
 
     def is_read(self) -> bool:
         """Whether its value exists somewhere, and so may have been written to."""
@@ -79,13 +87,12 @@ class _Node:
         """The node of a view, or of a copy."""
         made = _Node(rows, self, make, keeps)
         if keeps:
-            self.root.copies.add(made)
+            self._memory()._copies.add(made)
         return made
 
-    def read_copies(self) -> None:
-        """Make every copy that waits: the memory that it is to be a copy of will change."""
-        for copy in list(self.root.copies):
-            copy.read()
+    def _memory(self) -> _Node:
+        """The node whose value has the memory of this one's."""
+        return self if self.keeps or self.parent is None else self.parent._memory()
 
 
 class _Linear(_Node):
@@ -97,8 +104,10 @@ class _Linear(_Node):
         self.weight, self.bias, self.needs = weight.detach(), None if bias is None else bias.detach(), needs
         self.token = object()  # by which the graph knows it, without keeping it alive
         self._seen = self._state()
+        _watch_optimizers()
+        _alive.add(self)
 
-    def computed(self) -> Tensor:
+    def computed(self, base: Tensor | None) -> Tensor:
         self.check()
         assert self.rows is not None
         return F.linear(self.rows, self.weight, self.bias)
@@ -108,9 +117,9 @@ class _Linear(_Node):
         versions, sample = self._state()
         if versions != self._seen[0] or not torch.equal(sample, self._seen[1]):
             raise RuntimeError(
-                "accelerate: these logits are computed when they are read (the loss did not need them), and the weights "
-                "of the output layer or its input have been changed since, not by the step of a torch.optim.Optimizer. "
-                "Read the logits, or take logits.detach(), before that"
+                "accelerate: these logits are computed when they are read (the loss did not need them), and since then "
+                "the weights of the output layer, or its input, have been changed by something else than the step of a "
+                "torch.optim.Optimizer. Read the logits, or take logits.detach(), before that"
             )
 
     def keep_weights(self) -> None:
@@ -182,18 +191,17 @@ class _Lazy(Tensor):
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if args and isinstance(args[0], _Lazy) and not args[0].node.is_read():
-            if (kept := args[0]._kept(function, args[1:], kwargs)) is not None:
-                return kept
+        waits = args and isinstance(args[0], _Lazy) and not args[0].node.is_read()
+        if waits and (kept := args[0]._kept(function, args[1:], kwargs)) is not None:
+            return kept
         if torch.Tag.inplace_view in function.tags:
-            raise NotImplementedError(f"{function} of logits that accelerate left out: use the form that is not in place")
+            raise NotImplementedError(
+                f"{function} of logits that accelerate left out: use the form that is not in place"
+            )
         plain: dict[int, tuple[_Lazy, Tensor]] = {}
         plain_args, plain_kwargs = tree_map_only(
             _Lazy, lambda t: plain.setdefault(id(t), (t, t.node.read()))[1], (args, kwargs)
         )
-        if function._schema.is_mutable:
-            for lazy, _ in plain.values():
-                lazy.node.read_copies()
         result = function(*plain_args, **plain_kwargs)
         return next((lazy for lazy, value in plain.values() if result is value), result)
 
@@ -327,8 +335,6 @@ class _LazyLinear(Function):
         ctx.set_materialize_grads(False)
         linear = _Linear(hidden, weight, bias, needs)
         ctx.token, ctx.rows = linear.token, hidden.shape
-        _watch_optimizers()
-        _alive.add(linear)
         like = torch.empty(*hidden.shape[:-1], weight.shape[0], dtype=hidden.dtype, device="meta")
         return LazyLogits(linear, like)
 
@@ -351,20 +357,23 @@ class _LazyLinear(Function):
 
 
 class _LossGradient(_Node):
-    """The gradient of logits (N, V), as the loss passes it on."""
+    """The gradient of logits (N, V), as the loss passes it on.
 
-    def __init__(
-        self, parts: list[Tensor | None], logits: _Node, target: Tensor, options: dict[str, Any], grad: Tensor
-    ) -> None:
+    Attributes:
+        weight, bias: the gradients of the parameters of the linear layer (None: not asked for).
+        token: that of the linear layer.
+    """
+
+    def __init__(self, parts: list[Tensor | None], token: object, logits: _Linear, loss: Callable[..., Tensor]) -> None:
         rows, self.weight, self.bias = parts
         super().__init__(rows, None, _nothing, True)
-        self.token, self.logits, self.target, self.options, self.grad = logits.root.token, logits, target, options, grad
+        self.token, self.logits, self.loss = token, logits, loss
 
-    def computed(self) -> Tensor:
+    def computed(self, base: Tensor | None) -> Tensor:
+        logits = self.logits.read().detach().requires_grad_()
         with torch.enable_grad():
-            logits = self.logits.read().detach().requires_grad_()
-            loss = F.cross_entropy(logits, self.target, **self.options)
-        return torch.autograd.grad(loss, logits, self.grad)[0]
+            loss = self.loss(logits)
+        return torch.autograd.grad(loss, logits)[0]
 
 
 class _FusedLoss(Function):
@@ -373,30 +382,38 @@ class _FusedLoss(Function):
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, target: Tensor, options: dict[str, Any]) -> Tensor:
         node, linear = logits.node, logits.node.root
-        bias = sum(node.added, start=linear.bias) if linear.bias is not None else sum(node.added) if node.added else None
+        biases = [t for t in (linear.bias, *node.added) if t is not None]
         needs = linear.needs if ctx.needs_input_grad[0] else (False, False, False)
-        parts = (node.rows, linear.weight, bias)
+        parts = (node.rows, linear.weight, sum(biases[1:], start=biases[0]) if biases else None)
         leaves = [t if t is None else t.detach().requires_grad_(need) for t, need in zip(parts, needs, strict=True)]
         with torch.enable_grad():
             loss = ops.linear_cross_entropy(*leaves, target, **options).to(logits.dtype)
-        ctx.options = options
-        # Saved as tensors, so that autograd frees them where it frees its own.
-        ctx.save_for_backward(logits, target, loss, *leaves)
+        ctx.options, ctx.token = options, linear.token
+        # Only for gradients of gradients, and not among the saved tensors: they may be written to, as in eager PyTorch.
+        ctx.logits = logits, logits._version
+        ctx.save_for_backward(target, loss, *leaves)
         return loss.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        logits, target, loss, *leaves = ctx.saved_tensors
+        target, loss, *leaves = ctx.saved_tensors
+        (logits, version), options = ctx.logits, ctx.options
         if torch.is_grad_enabled():  # the gradient shall have a gradient
+            if logits._version != version:
+                raise RuntimeError("accelerate: the gradient of a gradient of logits that were changed in place")
             with torch._C.DisableTorchFunctionSubclass():
-                loss = F.cross_entropy(logits, target, **ctx.options)
+                loss = F.cross_entropy(logits, target, **options)
             return *torch.autograd.grad(loss, logits, grad, create_graph=True), None, None
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not keep:
+            ctx.logits = None
         needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         made = iter(torch.autograd.grad(loss, needed, grad, retain_graph=keep))
         parts = [next(made) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
-        node = _LossGradient(parts, logits.node, target, ctx.options, grad)
-        return LazyGradient(node, torch.empty(logits.shape, dtype=logits.dtype, device="meta")), None, None
+        again = _Linear(*(leaf if leaf is None else leaf.detach() for leaf in leaves), (False, False, False))
+        dtype = logits.dtype
+        node = _LossGradient(parts, ctx.token, again, lambda y: grad * F.cross_entropy(y.to(dtype), target, **options))
+        return LazyGradient(node, torch.empty(logits.shape, dtype=dtype, device="meta")), None, None
 
 
 def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
