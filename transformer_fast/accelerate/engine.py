@@ -13,6 +13,7 @@ from .. import backends
 from ..dialects._common import LastWeights
 from ..layers import torch_modules as fast
 from ..layers import torch_stacks
+from .output_layer import fuse_losses
 from .patterns import PATTERNS
 from .patterns.base import Accelerated, Pattern, accelerated_class
 from .probe import probe, signature
@@ -86,6 +87,7 @@ def accelerate(model: nn.Module) -> Report:
         raise TypeError(f"accelerate: expected a torch.nn.Module, got {type(model).__name__}")
     walk = _Walk(model)
     walk.visit(model, "")
+    fuse_losses(model, walk)
     walk.report.rows.sort(key=lambda row: walk.order[row.path])
     return walk.report
 

@@ -1,0 +1,475 @@
+"""Logits that are not made: a tensor that stands for the output of a linear layer, and its gradient.
+
+``linear(hidden, weight, bias)`` is a :class:`LazyLogits`. ``F.cross_entropy`` of it is
+:func:`transformer_fast.linear_cross_entropy` of what it was made of. Whatever else reads it makes the logits, once, by
+the ``F.linear`` that was left out; from then on every use is PyTorch's own.
+
+The graph is that of eager PyTorch: the tensor is the output of an autograd node, views of it are recorded by autograd,
+and the loss is a node whose input is the tensor. So hooks, ``retain_grad`` and ``torch.autograd.grad`` find what they
+look for. The gradient that the loss passes on is lazy too, a :class:`LazyGradient`: it has the gradients of hidden,
+weight and bias, which the node of the linear layer takes from it. Whatever else reads it makes the gradient itself.
+
+Values are made in ``__torch_dispatch__``, so also for C++ and for functions of ``torch.autograd``. Logits that are read
+after an optimizer's step are those of before: a hook on the optimizers copies the weights for tensors that are still
+alive. After any other change of the weights, reading raises an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+from torch.nn import Parameter
+from torch.utils._pytree import tree_map_only
+
+from .. import backends, ops
+from ..ops import _eager
+from ..tracing import is_traced
+
+_aten = torch.ops.aten
+
+
+class _Node:
+    """A tensor (*rows, V) that is made of its parent when it is read.
+
+    Attributes:
+        rows: what stands for it in the products, (*rows, d): hidden states, or their gradient (None: not asked for).
+        keeps: whether the value is kept. That of a view is made of its parent's each time, so that both share memory.
+        added: what was added to the output of the linear layer since, each (V,).
+    """
+
+    def __init__(
+        self, rows: Tensor | None, parent: _Node | None, make: Callable[[Tensor], Tensor], keeps: bool
+    ) -> None:
+        self.rows, self.parent, self.make, self.keeps = rows, parent, make, keeps
+        self.value: Tensor | None = None
+        self.added: tuple[Tensor, ...] = () if parent is None else parent.added
+        self._copies: weakref.WeakSet[_Node] = weakref.WeakSet()
+
+    @property
+    def root(self) -> Any:
+        """Where the tensor comes from, as long as it is not read."""
+        return self if self.parent is None else self.parent.root
+
+    def read(self) -> Tensor:
+        """The value, a plain tensor that is not part of a graph."""
+        if self.value is not None:
+            return self.value
+        base = None if self.parent is None else self.parent.read()
+        if self.value is None:  # it may have been made as a copy of its parent
+            with _plain_arithmetic():
+                value = self.computed(base)
+            if not self.keeps:
+                return value
+            self.value, self.parent = value, None
+            for copy in list(self._copies):  # from now on anybody may write to the memory of which they are copies
+                copy.read()
+        assert self.value is not None
+        return self.value
+
+    def computed(self, base: Tensor | None) -> Tensor:
+        """The value, made of the parent's."""
+        assert base is not None
+        return self.make(base)
+
+    def is_read(self) -> bool:
+        """Whether its value exists somewhere, and so may have been written to."""
+        return self.value is not None or (self.parent is not None and self.parent.is_read())
+
+    def derived(self, rows: Tensor | None, make: Callable[[Tensor], Tensor], keeps: bool) -> _Node:
+        """The node of a view, or of a copy."""
+        made = _Node(rows, self, make, keeps)
+        if keeps:
+            self._memory()._copies.add(made)
+        return made
+
+    def _memory(self) -> _Node:
+        """The node whose value has the memory of this one's."""
+        return self if self.keeps or self.parent is None else self.parent._memory()
+
+
+class _Linear(_Node):
+    """``F.linear(hidden, weight, bias)``, detached."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> None:
+        super().__init__(hidden.detach(), None, _nothing, True)
+        # Not the parameters but tensors on their memory: a parameter that is given other memory changes nothing here.
+        self.weight, self.bias, self.needs = weight.detach(), None if bias is None else bias.detach(), needs
+        self.token = object()  # by which the graph knows it, without keeping it alive
+        self._seen = self._state()
+        _watch_optimizers()
+        _alive.add(self)
+
+    def computed(self, base: Tensor | None) -> Tensor:
+        self.check()
+        assert self.rows is not None
+        return F.linear(self.rows, self.weight, self.bias)
+
+    def check(self) -> None:
+        """Raise unless the tensors are what they were."""
+        versions, sample = self._state()
+        if versions != self._seen[0] or not torch.equal(sample, self._seen[1]):
+            raise RuntimeError(
+                "accelerate: these logits are computed when they are read (the loss did not need them), and since then "
+                "the weights of the output layer, or its input, have been changed by something else than the step of a "
+                "torch.optim.Optimizer. Read the logits, or take logits.detach(), before that"
+            )
+
+    def keep_weights(self) -> None:
+        """Copy the weights, which are about to change. If they have changed already, reading will say so."""
+        if self.value is None and self._state()[0] == self._seen[0]:
+            self.weight, self.bias = self.weight.clone(), None if self.bias is None else self.bias.clone()
+            self._seen = self._state()
+
+    def _state(self) -> tuple[list[int], Tensor]:
+        """Versions, which every change counts up but one through ``.data``; and some numbers, which show that one."""
+        tensors = [t for t in (self.rows, self.weight, self.bias) if t is not None]
+        rows, columns = (slice(None, None, max(1, n // 16)) for n in self.weight.shape)
+        return [t._version for t in tensors], self.weight[rows, columns].nan_to_num(0.5)
+
+
+def _nothing(value: Tensor) -> Tensor:
+    return value
+
+
+_alive: weakref.WeakSet[_Linear] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Let every optimizer's step begin with copies of the weights of which logits may still be made."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    def before_step(*_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            for linear in list(_alive):
+                linear.keep_weights()
+
+    register_optimizer_step_pre_hook(before_step)
+
+
+@contextlib.contextmanager
+def _plain_arithmetic() -> Iterator[None]:
+    """What surrounds the reader has no influence on a value that others read too."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
+        yield
+
+
+class _Lazy(Tensor):
+    """A tensor that is made when it is read."""
+
+    node: Any
+
+    @staticmethod
+    def __new__(cls, node: _Node, like: Tensor) -> Any:
+        """Of the shape, strides and dtype of a tensor on the meta device."""
+        lazy = Tensor._make_wrapper_subclass(
+            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=torch.device("cpu")
+        )
+        lazy.node = node
+        return lazy
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
+            return loss
+        if function in _OUTSIDE:
+            args, kwargs = tree_map_only(_Lazy, _Lazy._outside, (args, kwargs))
+            if function in _DETACHED:
+                return function(args[0].detach())
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        waits = args and isinstance(args[0], _Lazy) and not args[0].node.is_read()
+        if waits and (kept := args[0]._kept(function, args[1:], kwargs)) is not None:
+            return kept
+        if torch.Tag.inplace_view in function.tags:
+            raise NotImplementedError(
+                f"{function} of logits that accelerate left out: use the form that is not in place"
+            )
+        plain: dict[int, tuple[_Lazy, Tensor]] = {}
+        plain_args, plain_kwargs = tree_map_only(
+            _Lazy, lambda t: plain.setdefault(id(t), (t, t.node.read()))[1], (args, kwargs)
+        )
+        result = function(*plain_args, **plain_kwargs)
+        return next((lazy for lazy, value in plain.values() if result is value), result)
+
+    def _outside(self) -> Tensor:
+        """The tensor without its history, for what reads memory and not through PyTorch's operators."""
+        return self.node.read().detach().requires_grad_(self.requires_grad)
+
+    def _kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+        """The result of an operation that does not need the values; None for every other."""
+        raise NotImplementedError
+
+    def _like(self, function: Any = None, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Tensor:
+        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
+        return like if function is None else function(like, *args, **(kwargs or {}))
+
+    def _derived(self, function: Any, args: tuple, kwargs: dict[str, Any], rows: Tensor | None, keeps: bool) -> Tensor:
+        make = self.node.derived(rows, lambda value: function(value, *args, **kwargs), keeps)
+        return type(self)(make, self._like(function, args, kwargs))
+
+    def _reshaped(self, function: Any, args: tuple, kwargs: dict[str, Any], keeps: bool = False) -> Tensor | None:
+        """Of another shape, with the same last dimension."""
+        shape = self._like(function, args, kwargs).shape
+        if len(shape) < 2 or shape[-1] != self.shape[-1]:
+            return None
+        rows = self.node.rows
+        return self._derived(
+            function, args, kwargs, None if rows is None else rows.reshape(*shape[:-1], rows.shape[-1]), keeps
+        )
+
+
+class LazyLogits(_Lazy):
+    """Logits that are made when something other than ``F.cross_entropy`` reads them."""
+
+    def _kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+        rows = self.node.rows
+        if function in _VIEWS:
+            return self._reshaped(function, args, kwargs)
+        if function in (_aten.slice.Tensor, _aten.select.int):
+            dim = args[0] if args else 0
+            if self.dim() < 2 or dim % self.dim() == self.dim() - 1:
+                return None
+            return self._derived(function, args, kwargs, function(rows, dim % self.dim(), *args[1:]), False)
+        if function is _aten.clone.default:
+            return self._derived(function, args, kwargs, rows, True)
+        if function is _aten._to_copy.default and _cast(kwargs) is torch.float32:
+            return self._derived(function, (), {"dtype": torch.float32}, rows, True)
+        if function is _aten.add.Tensor and not kwargs and self._is_bias(args[0]):
+            return self._plus(args[0])
+        return None
+
+    def _is_bias(self, other: Any) -> bool:
+        """Whether a tensor is added to every row alike, and needs no gradient."""
+        return (
+            type(other) in (Tensor, Parameter)
+            and other.dtype == self.dtype
+            and other.device.type == "cpu"
+            and other.dim() <= self.dim()
+            and other.shape[-1:] == self.shape[-1:]
+            and other.numel() == self.shape[-1]
+            and not other.requires_grad
+        )
+
+    def _plus(self, other: Tensor) -> Tensor:
+        other = other.detach().clone()  # (V,): little, and what it is a copy of may change
+        node = self.node.derived(self.node.rows, lambda value: value + other, True)
+        node.added = (*node.added, other.reshape(-1))
+        return LazyLogits(node, torch.empty(self.shape, dtype=self.dtype, device="meta"))
+
+
+class LazyGradient(_Lazy):
+    """The gradient of logits that have not been made.
+
+    Its node's rows are the gradient of the hidden states; its root has those of weight and bias, and ``token``.
+    """
+
+    def _kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+        rows = self.node.rows
+        if function in _VIEWS:
+            return self._reshaped(function, args, kwargs)
+        if function in (_aten.slice_backward.default, _aten.select_backward.default):
+            sizes, dim, *others = args
+            if dim % len(sizes) == len(sizes) - 1:
+                return None
+            if rows is not None:
+                rows = function(rows, [*sizes[:-1], rows.shape[-1]], dim % len(sizes), *others)
+            return self._derived(function, args, kwargs, rows, True)
+        if function is _aten._to_copy.default and (dtype := _cast(kwargs)) is not None:
+            return self._derived(function, (), {"dtype": dtype}, rows, True)
+        return None
+
+
+_VIEWS = {
+    _aten.view.default,
+    _aten._unsafe_view.default,
+    _aten._reshape_alias.default,
+    _aten.alias.default,
+    _aten.detach.default,
+}
+_DETACHED = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
+_OUTSIDE = _DETACHED | {
+    Tensor.numpy,
+    Tensor.tolist,
+    Tensor.data_ptr,
+    Tensor.storage,
+    Tensor.untyped_storage,
+    Tensor.share_memory_,
+    Tensor.__array__,
+    Tensor.__dlpack__,
+    Tensor.__reduce_ex__,
+    Tensor.__repr__,
+    Tensor.__format__,
+}
+"""Functions that read memory without PyTorch's operators, or whose result outlives the graph."""
+
+
+def _cast(kwargs: dict[str, Any]) -> torch.dtype | None:
+    """The dtype of a ``_to_copy`` that changes nothing else."""
+    rest = {name: value for name, value in kwargs.items() if value is not None and value is not False}
+    dtype = rest.pop("dtype", None)
+    same = {"device": torch.device("cpu"), "layout": torch.strided}
+    return dtype if all(name in same and value == same[name] for name, value in rest.items()) else None
+
+
+class _LazyLinear(Function):
+    """The node of the linear layer. It is not an op: what it returns has no values yet, only the graph is real."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        needs = ctx.needs_input_grad
+        ctx.save_for_backward(hidden if needs[1] else None, weight if needs[0] else None)
+        ctx.set_materialize_grads(False)
+        linear = _Linear(hidden, weight, bias, needs)
+        ctx.token, ctx.rows = linear.token, hidden.shape
+        like = torch.empty(*hidden.shape[:-1], weight.shape[0], dtype=hidden.dtype, device="meta")
+        return LazyLogits(linear, like)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight = ctx.saved_tensors  # raises where one was changed, as for F.linear
+        if grad is None:
+            return None, None, None
+        if isinstance(grad, LazyGradient):
+            node = grad.node
+            if not node.is_read() and node.root.token is ctx.token:
+                return node.rows, node.root.weight, node.root.bias
+            grad = node.read()
+        flat = grad.reshape(-1, grad.shape[-1])
+        return (
+            None if weight is None else flat.mm(weight).view(ctx.rows),
+            None if hidden is None else flat.t().mm(hidden.reshape(-1, hidden.shape[-1])),
+            flat.sum(0) if ctx.needs_input_grad[2] else None,
+        )
+
+
+class _LossGradient(_Node):
+    """The gradient of logits (N, V), as the loss passes it on.
+
+    Attributes:
+        weight, bias: the gradients of the parameters of the linear layer (None: not asked for).
+        token: that of the linear layer.
+    """
+
+    def __init__(self, parts: list[Tensor | None], token: object, logits: _Linear, loss: Callable[..., Tensor]) -> None:
+        rows, self.weight, self.bias = parts
+        super().__init__(rows, None, _nothing, True)
+        self.token, self.logits, self.loss = token, logits, loss
+
+    def computed(self, base: Tensor | None) -> Tensor:
+        logits = self.logits.read().detach().requires_grad_()
+        with torch.enable_grad():
+            loss = self.loss(logits)
+        return torch.autograd.grad(loss, logits)[0]
+
+
+class _FusedLoss(Function):
+    """The node of the loss. It is not an op: it calls one, and names the logits as what the loss was made of."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: LazyLogits, target: Tensor, options: dict[str, Any]) -> Tensor:
+        node, linear = logits.node, logits.node.root
+        biases = [t for t in (linear.bias, *node.added) if t is not None]
+        needs = linear.needs if ctx.needs_input_grad[0] else (False, False, False)
+        parts = (node.rows, linear.weight, sum(biases[1:], start=biases[0]) if biases else None)
+        leaves = [t if t is None else t.detach().requires_grad_(need) for t, need in zip(parts, needs, strict=True)]
+        with torch.enable_grad():
+            loss = ops.linear_cross_entropy(*leaves, target, **options).to(logits.dtype)
+        ctx.options, ctx.token = options, linear.token
+        # Only for gradients of gradients, and not among the saved tensors: they may be written to, as in eager PyTorch.
+        ctx.logits = logits, logits._version
+        ctx.save_for_backward(target, loss, *leaves)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        target, loss, *leaves = ctx.saved_tensors
+        (logits, version), options = ctx.logits, ctx.options
+        if torch.is_grad_enabled():  # the gradient shall have a gradient
+            if logits._version != version:
+                raise RuntimeError("accelerate: the gradient of a gradient of logits that were changed in place")
+            with torch._C.DisableTorchFunctionSubclass():
+                loss = F.cross_entropy(logits, target, **options)
+            return *torch.autograd.grad(loss, logits, grad, create_graph=True), None, None
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        if not keep:
+            ctx.logits = None
+        needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+        made = iter(torch.autograd.grad(loss, needed, grad, retain_graph=keep))
+        parts = [next(made) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
+        again = _Linear(*(leaf if leaf is None else leaf.detach() for leaf in leaves), (False, False, False))
+        dtype = logits.dtype
+        node = _LossGradient(parts, ctx.token, again, lambda y: grad * F.cross_entropy(y.to(dtype), target, **options))
+        return LazyGradient(node, torch.empty(logits.shape, dtype=dtype, device="meta")), None, None
+
+
+def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear(hidden, weight, bias)``, made when something other than ``F.cross_entropy`` reads it.
+
+    Args:
+        hidden: (..., d), at least two dimensions; a plain tensor on the CPU, as the others; part of a graph, or one of
+            the others is.
+        weight: (V, d) in hidden's dtype.
+        bias: (V,) or None.
+    """
+    return _LazyLinear.apply(hidden, weight, bias)
+
+
+def is_served() -> bool:
+    """Whether a call that begins here may leave the logits out: nothing surrounds it that looks at each operation."""
+    return not (
+        torch.compiler.is_compiling()
+        or is_traced()
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._len_torch_dispatch_stack() > 0
+        or backends.in_transform()
+        or forward_ad._current_level >= 0
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # such as activation checkpointing
+        or _eager.native() is None
+    )
+
+
+def _cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor | None:
+    """``F.cross_entropy`` of lazy logits; None where only the logits themselves serve."""
+    if type(logits) is not LazyLogits or logits.dim() != 2 or logits.node.is_read():
+        return None
+    serves = (
+        weight is None
+        and size_average is None
+        and reduce is None
+        and reduction in ("mean", "sum")
+        and type(target) is Tensor
+        and target.dtype == torch.int64
+        and target.device.type == "cpu"
+        and target.shape == logits.shape[:1]
+        and 0.0 <= label_smoothing <= 1.0
+        and all(added.dtype == logits.node.root.weight.dtype for added in logits.node.added)
+        and is_served()
+    )
+    if not serves:
+        return None
+    logits.node.root.check()
+    options = {"ignore_index": ignore_index, "reduction": reduction, "label_smoothing": label_smoothing}
+    return _FusedLoss.apply(logits, target, options)
