@@ -32,7 +32,7 @@ KINDS = {
     "attention": ("attention", "aten::bmm", "aten::softmax", "_softmax", "masked_fill", "scaled_dot"),
     "embedding": ("embed", "add_positional"),
     "norm, residual, ReLU, dropout": ("norm", "dropout", "bernoulli", "relu", "threshold", "aten::mean", "aten::std"),
-    "products with weights": ("aten::addmm", "aten::mm", "aten::linear"),
+    "products with weights": ("aten::addmm", "aten::mm", "aten::linear", "mkldnn::_linear_pointwise"),
     "sums over rows": ("aten::sum",),
     "copies, additions": ("copy_", "aten::add", "aten::mul", "aten::div", "index", "zero_", "fill_"),
 }
