@@ -21,7 +21,7 @@ import itertools
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -67,16 +67,44 @@ def refuse(model: nn.Module, names: set[str], asked: dict[int, str] | None = Non
             _judge(type(part), layers, name)
             passed.append((part, layers))
     for part, layers in passed:  # only now: two parts may have one config
-        for layer in layers:
-            if arguments := _own_arguments(layer):
-                setattr(layer, OWN_ARGUMENTS, arguments)
-            if _calls_the_interface(layer):
-                make_lazy(layer, names)
-        kind = type(part.config)
-        setattr(kind, _CHECKED, kind)
-        if not _is_trusted(type(part)):
-            setattr(kind, _NEEDS_MASKS, True)
-        _checked[id(part.config)] = part.config
+        prepare(layers, names)
+        mark(type(part), part.config)
+
+
+def prepare(layers: Iterable[type[nn.Module]], names: set[str]) -> None:
+    """Make the layers of a part that was not refused ready for the implementations ``names``."""
+    for layer in layers:
+        if arguments := _own_arguments(layer):
+            setattr(layer, OWN_ARGUMENTS, arguments)
+        if calls_the_interface(layer):
+            make_lazy(next((base for base in layer.__mro__ if "compute_bias" in vars(base)), layer), names)
+
+
+def mark(part: type[nn.Module], config: Any) -> None:
+    """Note that a part with a config was not refused."""
+    kind = type(config)
+    setattr(kind, _CHECKED, kind)
+    if not _is_trusted(part):
+        setattr(kind, _NEEDS_MASKS, True)
+    _checked[id(config)] = config
+
+
+def obstacle(part: type[nn.Module], layers: Iterable[type[nn.Module]], unsupported: Mapping[str, str]) -> str:
+    """Why a part should not be given an implementation that nobody asked for by name; empty where it may.
+
+    Args:
+        part: its class.
+        layers: the classes of its layers.
+        unsupported: arguments that the implementation refuses when it is called with them, and what they are.
+    """
+    if (wrong := _wrong_layer(part, layers)) is not None:
+        return _reason(wrong)
+    for layer in layers:
+        if calls_the_interface(layer):
+            given = {*_own_arguments(layer), *(_keywords(layer) & unsupported.keys())}
+            if given:
+                return f"its {layer.__name__} gives {', '.join(sorted(given))} to its attention, which the kernel lacks"
+    return ""
 
 
 def refuse_class(cls: type[nn.Module], name: str) -> None:
@@ -98,7 +126,7 @@ def refuse_class(cls: type[nn.Module], name: str) -> None:
             if _is_layer(found) and not issubclass(found, PreTrainedModel) and found not in layers:
                 layers[found] = True
                 todo.append(found)
-    if not any(_calls_the_interface(layer) for layer in layers):  # else only some of them may be made
+    if not any(calls_the_interface(layer) for layer in layers):  # else only some of them may be made
         _judge(cls, layers, name)
 
 
@@ -174,7 +202,12 @@ def _judge(part: type[nn.Module], layers: Iterable[type[nn.Module]], name: str) 
     says ``_supports_sdpa`` is trusted with layers of its own, since our masks are those of "sdpa"; but not where those
     layers are all it has and compare the implementation's name themselves.
     """
-    alone = not any(_calls_the_interface(layer) for layer in layers)
+    if (wrong := _wrong_layer(part, layers)) is not None:
+        raise NotImplementedError(_message(part, wrong, name))
+
+
+def _wrong_layer(part: type[nn.Module], layers: Iterable[type[nn.Module]]) -> type[nn.Module] | None:
+    alone = not any(calls_the_interface(layer) for layer in layers)
     trusted = _is_trusted(part)
     for layer in layers:
         by_itself = _uses_masks_by_itself(layer)
@@ -183,13 +216,20 @@ def _judge(part: type[nn.Module], layers: Iterable[type[nn.Module]], name: str) 
         else:
             wrong = by_itself or _adds_to_its_mask(layer) or (alone and "attention" in layer.__name__.lower())
         if wrong:
-            raise NotImplementedError(_message(part, layer, name))
+            return layer
+    return None
+
+
+def _reason(layer: type) -> str:
+    return (
+        f"its {layer.__name__} computes attention or uses masks by itself, and does not call transformers' attention "
+        "interface"
+    )
 
 
 def _message(model: type, layer: type, name: str) -> str:
     return (
-        f'{model.__name__} cannot use attn_implementation="{name}": its {layer.__name__} computes attention or uses '
-        'masks by itself, and does not call transformers\' attention interface. Use attn_implementation="eager"; '
+        f'{model.__name__} cannot use attn_implementation="{name}": {_reason(layer)}. Use attn_implementation="eager"; '
         "tfast.accelerate(model) still swaps the norms and embeddings it knows. Where it is a part of a larger model, "
         f'name one for each part, such as attn_implementation={{"text_config": "{name}", "vision_config": "eager"}}'
     )
@@ -216,7 +256,8 @@ def _is_trusted(part: type[nn.Module]) -> bool:
     return getattr(part, "_supports_sdpa", False)
 
 
-def _calls_the_interface(layer: type[nn.Module]) -> bool:
+def calls_the_interface(layer: type[nn.Module]) -> bool:
+    """Whether a layer looks an attention implementation up."""
     return not _LOOKUPS.isdisjoint(_names(layer))
 
 
@@ -242,10 +283,18 @@ def _adds_to_its_mask(layer: type[nn.Module]) -> bool:
 @functools.cache
 def _own_arguments(layer: type[nn.Module]) -> tuple[str, ...]:
     file = vars(sys.modules.get(layer.__module__, types))
-    eager = file.get("eager_attention_forward") if _calls_the_interface(layer) else None
+    eager = file.get("eager_attention_forward") if calls_the_interface(layer) else None
     if not isinstance(eager, types.FunctionType):
         return ()
     return tuple(name for name in inspect.signature(eager).parameters if name not in _COMMON_ARGUMENTS)
+
+
+@functools.cache
+def _keywords(layer: type[nn.Module]) -> frozenset[str]:
+    """The names of arguments that the methods of a layer give to what they call."""
+    codes = (code for base in _own_bases(layer) for f in _functions(vars(base).values()) for code in _codes(f.__code__))
+    tuples = (constant for code in codes for constant in code.co_consts if isinstance(constant, tuple))
+    return frozenset(name for names in tuples for name in names if isinstance(name, str))
 
 
 def _is_layer(value: Any) -> bool:
