@@ -26,8 +26,8 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
     A call that the op does not serve is torch's own: other devices than the CPU (nothing was measured there), compiled
     and traced ones, ``inplace``, ``p`` of 0 or 1, no elements, integer, complex, sparse and nested tensors, subclasses,
     views with gaps, transforms of ``torch.func``, forward-mode differentiation, a machine without kernels, and every
-    wrong call, so that its error is torch's too. The mask differs from torch's; ``torch.manual_seed`` governs both. It is
-    drawn again in backward, and cannot be differentiated twice.
+    wrong call, so that its error is torch's too. The mask differs from torch's; ``torch.manual_seed`` governs both.
+    Backward draws it again, and cannot be differentiated itself.
 
     Args:
         input: (...), float32, float16, bfloat16 or float64, of one dimension or more.
@@ -58,7 +58,7 @@ class Dropout(nn.Dropout):
         """(...) -> (...), of the same dtype; ``input`` itself in evaluation."""
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return F.dropout(input, self.p, self.training, self.inplace)
-        else:  # noqa: RET505 - only so does torch.jit.script not compile it
+        else:  # torch.jit.script compiles what follows an if, but not this
             return dropout(input, self.p, self.training, self.inplace)
 
 
@@ -82,7 +82,8 @@ def _served(x: Any, p: Any, training: Any) -> Tensor | None:
         return None
     if x.is_contiguous():
         return fused_dropout(x, p)
-    order = sorted(range(x.dim()), key=lambda i: -x.stride(i))  # torch keeps the order of the strides
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda i: -strides[i])  # torch keeps the order of the strides
     inner = x.permute(order)
     if not inner.is_contiguous():
         return None
