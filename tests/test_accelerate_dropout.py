@@ -155,7 +155,12 @@ def test_modules() -> None:
     report = tfast.accelerate(m)
     assert [(row.path, row.was, row.now) for row in report.swapped] == [("1", "nn.Dropout", "layers.Dropout")]
     assert [(row.path, row.why) for row in report.left] == [("2", "it works in place, which the kernel does not")]
-    assert type(m[1]) is Dropout and repr(m) == repr(twin) and report.plain["Dropout1d"] == 1 and "Dropout" not in report.plain
+    assert (
+        type(m[1]) is Dropout
+        and repr(m) == repr(twin)
+        and report.plain["Dropout1d"] == 1
+        and "Dropout" not in report.plain
+    )
     assert is_ours(lambda: m[1](leaf())) and not is_ours(lambda: twin[1](leaf()))
     assert m.eval()[1](X) is X and torch.equal(m(X), twin.eval()(X)) and fired == [m[1]] * 3
     m[1]._forward_hooks.clear()

@@ -74,9 +74,9 @@ def accelerate(model: nn.Module) -> Report:
 
     Modules of ``torch.nn`` (LayerNorm, RMSNorm, Embedding, Dropout, MultiheadAttention, TransformerEncoder,
     TransformerDecoder and their layers, and so ``nn.Transformer``) and hand-written ones of the structures people know
-    from the classic texts change their class and nothing else: parameters, buffers, state-dict keys, hooks, mode, dtype,
-    device and optimizers stay, and masks keep the meaning they have at each module. A hand-written module is swapped
-    only where its numbers agree with the fused op's on random input. Any other module whose code calls
+    from the classic texts change their class and nothing else: parameters, buffers, state-dict keys, hooks, mode,
+    dtype, device and optimizers stay, and masks keep the meaning they have at each module. A hand-written module is
+    swapped only where its numbers agree with the fused op's on random input. Any other module whose code calls
     ``F.scaled_dot_product_attention`` or ``F.dropout`` keeps that code, and calls ours in it. Models of Hugging Face
     transformers use ``attn_implementation="transformer_fast"``, in configs of their own. Call it before the model is
     compiled or sharded. A second call says which modules are swapped already, and swaps those that have come since.
