@@ -8,7 +8,9 @@ from collections.abc import Callable
 import handwritten_rms as rms
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_as_exact_as_eager
+from sdpa_models import GptNorm
 from torch import Tensor, nn
 
 import transformer_fast as tfast
@@ -52,6 +54,26 @@ def test_other_formulas_of_these_names_are_left(like: type[nn.Module], eps: floa
     m = like(D, eps)
     assert [row.why for row in tfast.accelerate(m).left] == ["its names are known, but it computes something else"]
     assert type(m) is like
+
+
+class GatedRMSNorm(rms.LlamaRMSNorm):
+    """Mamba's: the norm of one argument, and of a product of two."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden_states if gate is None else hidden_states * F.silu(gate))
+
+
+class GatedLayerNorm(GptNorm):
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(x if gate is None else x * gate)
+
+
+@pytest.mark.parametrize("make", [lambda: GatedRMSNorm(D), lambda: GatedLayerNorm(D, bias=True)])
+def test_a_second_argument_is_no_residual(make: Callable[[], nn.Module]) -> None:
+    m, (x, gate) = make(), torch.randn(2, 3, D)
+    fast = copy.deepcopy(m)
+    assert not tfast.accelerate(fast).swapped
+    assert torch.equal(fast(x, gate), m(x, gate))
 
 
 @pytest.mark.parametrize("like", [rms.LlamaRMSNorm, rms.T5LayerNorm, rms.ScaledRMSNorm])

@@ -13,12 +13,15 @@ from .. import backends
 from ..dialects._common import LastWeights
 from ..layers import torch_modules as fast
 from ..layers import torch_stacks
+from ..layers.dropout import Dropout
+from .calls import CallsOurs, calling_ours, calls_of
+from .huggingface import give_attention
 from .output_layer import fuse_losses
 from .patterns import PATTERNS
 from .patterns.base import Accelerated, Pattern, accelerated_class
 from .probe import probe, signature
+from .rebinding import Obstacle
 from .report import ALREADY, Report, Row
-from .sdpa import NAME, CallsOurs, calling_ours
 
 
 def _norm_obstacle(module: nn.LayerNorm | nn.RMSNorm) -> str:
@@ -35,6 +38,10 @@ def _attention_obstacle(module: nn.MultiheadAttention) -> str:
     if module.bias_k is not None:
         return "it uses add_bias_kv, which the kernel does not have"
     return "it uses add_zero_attn, which the kernel does not have" if module.add_zero_attn else ""
+
+
+def _dropout_obstacle(module: nn.Dropout) -> str:
+    return "it works in place, which the kernel does not" if module.inplace else ""
 
 
 def _layer_obstacle(module: nn.Module) -> str:
@@ -54,6 +61,7 @@ _TORCH: dict[type[nn.Module], tuple[type[nn.Module], str, Callable[[Any], str]]]
     nn.LayerNorm: (fast.LayerNorm, "norm", _norm_obstacle),
     nn.RMSNorm: (fast.RMSNorm, "norm", _norm_obstacle),
     nn.Embedding: (fast.Embedding, "embedding", _embedding_obstacle),
+    nn.Dropout: (Dropout, "dropout", _dropout_obstacle),
     nn.MultiheadAttention: (fast.MultiheadAttention, "attention", _attention_obstacle),
     nn.TransformerEncoderLayer: (fast.TransformerEncoderLayer, "attention", _layer_obstacle),
     nn.TransformerDecoderLayer: (fast.TransformerDecoderLayer, "attention", _layer_obstacle),
@@ -65,14 +73,14 @@ _TORCH: dict[type[nn.Module], tuple[type[nn.Module], str, Callable[[Any], str]]]
 def accelerate(model: nn.Module) -> Report:
     """Put the fused ops into a model, in place.
 
-    Modules of ``torch.nn`` (LayerNorm, RMSNorm, Embedding, MultiheadAttention, TransformerEncoder, TransformerDecoder
-    and their layers, and so ``nn.Transformer``) and hand-written ones of the structures people know from the classic
-    texts change their class and nothing else: parameters, buffers, state-dict keys, hooks, mode, dtype, device and
-    optimizers stay, and masks keep the meaning they have at each module. A hand-written module is swapped only where
-    its numbers agree with the fused op's on random input. Any other module whose code calls
-    ``F.scaled_dot_product_attention`` keeps that code, and calls :func:`transformer_fast.scaled_dot_product_attention`
-    in it. Call it before the model is compiled or sharded. A second call says which modules are swapped already, and
-    swaps those that have come since.
+    Modules of ``torch.nn`` (LayerNorm, RMSNorm, Embedding, Dropout, MultiheadAttention, TransformerEncoder,
+    TransformerDecoder and their layers, and so ``nn.Transformer``) and hand-written ones of the structures people know
+    from the classic texts change their class and nothing else: parameters, buffers, state-dict keys, hooks, mode,
+    dtype, device and optimizers stay, and masks keep the meaning they have at each module. A hand-written module is
+    swapped only where its numbers agree with the fused op's on random input. Any other module whose code calls
+    ``F.scaled_dot_product_attention`` or ``F.dropout`` keeps that code, and calls ours in it. Models of Hugging Face
+    transformers use ``attn_implementation="transformer_fast"``, in configs of their own. Call it before the model is
+    compiled or sharded. A second call says which modules are swapped already, and swaps those that have come since.
 
     Args:
         model: any module; it may itself be one of those that are swapped.
@@ -101,6 +109,9 @@ class _Walk:
         self.probed: dict[Any, str | None] = {}
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
+        self.attention = give_attention(model, lambda part: self._device_obstacle(part, "attention"))
+        self.report.rows.extend(self.attention.rows)
+        self.report._changes.extend(self.attention.changes)
 
     def visit(self, module: nn.Module, path: str) -> None:
         if id(module) in self.seen:
@@ -128,6 +139,8 @@ class _Walk:
     def _torch(self, path: str, module: nn.Module) -> None:
         made, op, obstacle = _TORCH[type(module)]
         reason = obstacle(module) or self._obstacle(module, op)
+        if made is Dropout and not reason:
+            reason = self._device_obstacle(module, op)
         self._leave(path, module, reason) if reason else self._swap(path, module, made, f"layers.{made.__name__}")
 
     def _other(self, path: str, module: nn.Module) -> None:
@@ -146,19 +159,20 @@ class _Walk:
             if not reason:
                 self._swap(path, module, accelerated_class(pattern, type(module)), f"fused {pattern.name}")
                 return
-        made, said = calling_ours(module)
-        obstacle = self._calls_obstacle(module) if made else said
-        if made and not obstacle:
-            self._swap(path, module, made, f"{NAME} in {said}")
+        if id(module) in self.attention.layers:
+            self.fused.add(id(module))
             return
-        self._leave(path, module, f"its F.scaled_dot_product_attention stays: {obstacle}" if said else reason)
-
-    def _calls_obstacle(self, module: nn.Module) -> str:
-        parameter = next(module.parameters(), None)
-        device = self.device if parameter is None else parameter.device
-        if device.type == "cuda":
-            return "on a GPU it was not measured against ours"
-        return self._obstacle(module, "attention")
+        calls = calls_of(module)
+        calls.keep(lambda op: "its forward was replaced" if _is_replaced(module) else self._device_obstacle(module, op))
+        made = None
+        try:
+            made = calling_ours(module, tuple(calls.found)) if calls.found else None
+        except Obstacle as obstacle:
+            calls.keep(lambda op, why=str(obstacle): why)
+        if made is not None:
+            self._swap(path, module, made, calls.ours(), calls.stays())
+        elif calls or id(module) not in self.attention.parts:
+            self._leave(path, module, calls.stays() or reason)
 
     def _probe(self, module: nn.Module, pattern: Pattern) -> str | None:
         key = pattern, signature(module)
@@ -167,8 +181,17 @@ class _Walk:
         return self.probed[key]
 
     def _obstacle(self, module: nn.Module, op: str) -> str:
-        if "forward" in module.__dict__ or type(module).__call__ is not nn.Module.__call__:
+        if _is_replaced(module) or type(module).__call__ is not nn.Module.__call__:
             return "its forward was replaced"
+        return self._no_kernel(module, op)
+
+    def _device_obstacle(self, module: nn.Module, op: str) -> str:
+        """Why what is faster on a CPU stays torch's where a module is."""
+        parameter = next(module.parameters(), None)
+        device = self.device if parameter is None else parameter.device
+        return "on a GPU it was not measured against ours" if device.type == "cuda" else self._no_kernel(module, op)
+
+    def _no_kernel(self, module: nn.Module, op: str) -> str:
         parameter = next(module.parameters(), None)
         device, dtype = (self.device, torch.float32) if parameter is None else (parameter.device, parameter.dtype)
         if device.type == "meta":
@@ -176,8 +199,8 @@ class _Walk:
         backend, why = backends.choose(op, device, dtype)
         return f"no kernel here: {why}" if backend == "reference" and backends.current() == "auto" else ""
 
-    def _swap(self, path: str, module: nn.Module, made: type[nn.Module], name: str) -> None:
-        self.report.rows.append(Row(path, _name(type(module)), name))
+    def _swap(self, path: str, module: nn.Module, made: type[nn.Module], name: str, stays: str = "") -> None:
+        self.report.rows.append(Row(path, _name(type(module)), name, stays))
         computed = [name for name, value in vars(made).items() if isinstance(value, LastWeights)]
         left = {name: module.__dict__.pop(name) for name in computed if name in module.__dict__}
         self.report._originals.append((module, type(module), made, left))
@@ -188,6 +211,10 @@ class _Walk:
 
     def _leave(self, path: str, module: nn.Module, reason: str) -> None:
         self.report.rows.append(Row(path, _name(type(module)), None, reason))
+
+
+def _is_replaced(module: nn.Module) -> bool:
+    return "forward" in module.__dict__
 
 
 def _is_ours(kind: type[nn.Module]) -> bool:

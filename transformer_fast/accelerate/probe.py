@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .. import backends
+from ..layers.dropout import KINDS as DROPOUTS
 from ..layers.hooks import HOOKS
 from .patterns.base import Accelerated, Pattern, accelerated_class
 
@@ -127,7 +128,7 @@ def _copy(module: nn.Module) -> nn.Module:
 
 def _settings(trial: nn.Module, pattern: Pattern) -> Iterator[tuple[Callable[[], None], bool]]:
     """In turn: evaluation; training without dropout; training with one dropout that drops everything (True)."""
-    dropouts = [child for child in trial.modules() if type(child) is nn.Dropout]
+    dropouts = [child for child in trial.modules() if type(child) in DROPOUTS]
 
     def setting(training: bool, everything: nn.Dropout | None = None) -> Callable[[], None]:
         def apply() -> None:
@@ -147,7 +148,7 @@ def _settings(trial: nn.Module, pattern: Pattern) -> Iterator[tuple[Callable[[],
 def _not_proven(module: nn.Module, fused: list[nn.Module]) -> Iterator[nn.Dropout]:
     """The dropouts of a module but those inside parts that were swapped before, unless the pattern does their work."""
     for child in module.children():
-        if type(child) is nn.Dropout:
+        if type(child) in DROPOUTS:
             yield child
         elif not isinstance(child, Accelerated) or child in fused:
             yield from _not_proven(child, fused)

@@ -1,12 +1,15 @@
-"""Methods that call another function than they were written to call: copies whose code has another name in its place.
+"""Methods that call other functions than they were written to call: copies whose code has other names in their place.
 
-``scaled_dot_product_attention`` is called by modules of any structure, so no pattern can know them. What is known is
-the function. The code of a method says by which names it reaches it: ``F.scaled_dot_product_attention``, a name that
-was imported, a function of the same program that calls it. The copy of the method has the same code, globals and cells
-but for that one name: in its place stands one of ours, which is put beside the original. So nothing is switched on
-while a model runs. What its code calls is decided when the copy is made, for ``torch.compile``, ``torch.export``, other
-threads, and activation checkpointing, where backward calls functions of the module again, from outside of it. Other
-modules keep their code.
+``scaled_dot_product_attention`` and ``dropout`` are called by modules of any structure, so no pattern can know them.
+What is known is the function. The code of a method says by which names it reaches it: ``F.dropout``, a name that was
+imported, a function of the same program that calls it. The copy of the method has the same code, globals and cells but
+for these names: in their place stand ours, which are put beside the originals. So nothing is switched on while a model
+runs. What its code calls is decided when the copy is made, for ``torch.compile``, ``torch.export``, other threads, and
+activation checkpointing, where backward calls functions of the module again, from outside of it. Other modules keep
+their code.
+
+A name may also stand for something else in the same code, as in ``F.dropout(x, self.dropout)``. Then only those
+instructions get the new name that stand for the function.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -32,21 +35,30 @@ _TRANSPARENT = frozenset(
     {"CACHE", "COPY", "EXTENDED_ARG", "NOP", "NOT_TAKEN", "POP_TOP", "PRECALL", "PUSH_NULL", "RESUME", "SWAP"}
 )
 
+_FLAGS = {"LOAD_GLOBAL": 1, "LOAD_ATTR": int(sys.version_info >= (3, 12)), "LOAD_SUPER_ATTR": 2}
+"""How many bits of its own an instruction has below the number of its name."""
+
 
 class Obstacle(Exception):
     """Why the calls of a class cannot be replaced."""
 
 
 class Rebinding:
-    """Copies of functions in which every call of ``old`` is one of ``new``."""
+    """Copies of functions in which every call of one of ``replaced`` is one of the function that stands beside it.
 
-    def __init__(self, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-        self.old, self.new = old, new
+    Args:
+        replaced: pairs of functions, (old, new).
+        prefix: of the names that are put beside the originals; each rebinding needs one of its own.
+    """
+
+    def __init__(self, replaced: Iterable[tuple[Callable[..., Any], Callable[..., Any]]], prefix: str = PREFIX) -> None:
+        self._new = {id(old): (old, new) for old, new in replaced}
+        self._prefix = prefix
         self._copies: dict[types.FunctionType, types.FunctionType | None] = {}
         self._depth = 0
 
     def methods(self, cls: type[nn.Module]) -> dict[str, Any]:
-        """Copies of those attributes of a class whose own code reaches ``old``, by name.
+        """Copies of those attributes of a class whose own code reaches a function that is replaced, by name.
 
         Raises:
             Obstacle: where one of them is only reached through ``super()``, or its code cannot be changed by names.
@@ -68,7 +80,7 @@ class Rebinding:
         return found
 
     def function(self, function: types.FunctionType) -> types.FunctionType | None:
-        """A copy of a function that calls ``new``; None where it does not reach ``old``."""
+        """A copy of a function that calls the new functions; None where it reaches none that is replaced."""
         if function not in self._copies and self._depth < _DEEPEST:
             self._copies[function] = None  # what a function that calls itself finds
             self._depth += 1
@@ -115,8 +127,8 @@ class Rebinding:
 
     def value(self, value: Any) -> Any:
         """What stands in the place of a function, or of a part of its arguments; None where it stays."""
-        if value is self.old:
-            return self.new
+        if id(value) in self._new:
+            return self._new[id(value)][1]
         if isinstance(value, functools.partial):
             copy = self.value(value.func)
             return None if copy is None else functools.partial(copy, *value.args, **value.keywords)
@@ -134,33 +146,34 @@ class Rebinding:
         """The code with other names where its own stand for what is replaced; the same object where none does."""
         known = dict.fromkeys(_arguments(code), _UNKNOWN)
         list(_uses(code, namespace, outer, known))  # a variable may be given another value below, and in a loop
-        meanings: dict[str, list[tuple[dict[str, Any], Any]]] = {}
-        for name, where, value in _uses(code, namespace, outer, known):
-            meanings.setdefault(name, []).append((where, value))
-        names: dict[str, str] = {}
-        for name, uses in meanings.items():
-            copies = [None if value is _UNKNOWN else self.value(value) for _, value in uses]
-            if all(copy is None for copy in copies):
-                continue
-            if any(copy is None or value is not uses[0][1] for copy, (_, value) in zip(copies, uses)):
-                raise Obstacle(f"{name} stands for two things in {code.co_qualname}")
-            names[name] = PREFIX + name
-            for where, _ in uses:
-                where[names[name]] = copies[0]
+        renamed: dict[str, set[int]] = {}
+        kept: set[str] = set()
+        for step, where, value in _uses(code, namespace, outer, known):
+            copy = None if value is _UNKNOWN else self.value(value)
+            if copy is None:
+                kept.add(step.argval)
+            else:
+                renamed.setdefault(step.argval, set()).add(step.offset)
+                where[self._prefix + step.argval] = copy
         inner = {**outer, **known}
         constants = tuple(
             self._code(constant, namespace, inner) if isinstance(constant, types.CodeType) else constant
             for constant in code.co_consts
         )
-        if not names and all(a is b for a, b in zip(constants, code.co_consts)):
+        if not renamed and all(a is b for a, b in zip(constants, code.co_consts)):
             return code
-        return code.replace(co_names=tuple(names.get(name, name) for name in code.co_names), co_consts=constants)
+        names = {name: self._prefix + name for name in renamed}
+        everywhere = tuple(name if name in kept else names.get(name, name) for name in code.co_names)
+        code = code.replace(co_names=everywhere, co_consts=constants)
+        for name in renamed.keys() & kept:
+            code = _with_name(code, name, names[name], renamed[name])
+        return code
 
 
 def _uses(
     code: types.CodeType, namespace: dict[str, Any], outer: dict[str, Any], known: dict[str, Any]
-) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """Each use of a name of ``co_names``: the name, the namespace it is looked up in, and its value or _UNKNOWN.
+) -> Iterator[tuple[dis.Instruction, dict[str, Any], Any]]:
+    """Each use of a name of ``co_names``: its instruction, the namespace it is looked up in, its value or _UNKNOWN.
 
     ``known`` has the values of variables, and gets those that the code imports or takes from a module; one that may
     have two is _UNKNOWN.
@@ -198,7 +211,34 @@ def _uses(
             elif kind.startswith("STORE_FAST"):  # one instruction with two variables
                 known.update(dict.fromkeys(name, _UNKNOWN))
         if step.opcode in dis.hasname:
-            yield name, where, _UNKNOWN if kind == "IMPORT_NAME" else value
+            yield step, where, _UNKNOWN if kind == "IMPORT_NAME" else value
+
+
+def _with_name(code: types.CodeType, old: str, new: str, offsets: set[int]) -> types.CodeType:
+    """The code with ``new`` for ``old`` in the instructions at some offsets. No instruction changes its place.
+
+    Raises:
+        Obstacle: where the code has so many names that the number of a new one does not fit.
+    """
+    before, index = list(dis.get_instructions(code)), len(code.co_names)
+    changed = bytearray(code.co_code)
+    for place, step in enumerate(before):
+        if step.offset not in offsets or step.arg is None:
+            continue
+        flags = _FLAGS.get(step.opname, 0)
+        argument = index << flags | step.arg & ((1 << flags) - 1)
+        changed[step.offset + 1] = argument & 0xFF
+        while place > 0 and before[place - 1].opname == "EXTENDED_ARG":
+            place, argument = place - 1, argument >> 8
+            changed[before[place].offset + 1] = argument & 0xFF
+        if argument > 0xFF:
+            raise Obstacle(f"{old} stands for two things in {code.co_qualname}, which has too many names")
+    code = code.replace(co_code=bytes(changed), co_names=(*code.co_names, new))
+    for step, other in zip(before, dis.get_instructions(code), strict=True):
+        expected = new if step.offset in offsets else step.argval
+        if step.opname != "EXTENDED_ARG" and (step.opcode, expected) != (other.opcode, other.argval):
+            raise Obstacle(f"{old} stands for two things in {code.co_qualname}")
+    return code
 
 
 def _arguments(code: types.CodeType) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -12,6 +12,16 @@ from ..dialects._common import LAST_WEIGHTS
 
 ALREADY = "it runs on the fused ops already"
 """Why a module is left that was swapped before, or is one of this package."""
+
+_FOLDED = ("nn.Dropout", "Dropout")
+"""Modules of which a model has many, and nobody asks for one of them."""
+
+
+class Change(Protocol):
+    """Something else than the class of a module that was changed."""
+
+    def undo(self) -> None:
+        """Make it again what it was."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +40,7 @@ class Report:
 
     Attributes:
         rows: a row for each module that was swapped, and for each that was left and might have been expected not to.
-        plain: how many modules of ``torch.nn`` have nothing to gain (Linear, Dropout, containers), by class name.
+        plain: how many modules of ``torch.nn`` have nothing to gain (Linear, ReLU, containers), by class name.
     """
 
     rows: list[Row] = dataclasses.field(default_factory=list)
@@ -38,6 +48,7 @@ class Report:
     _originals: list[tuple[nn.Module, type[nn.Module], type[nn.Module], dict[str, Any]]] = dataclasses.field(
         default_factory=list, repr=False
     )
+    _changes: list[Change] = dataclasses.field(default_factory=list, repr=False)
 
     @property
     def swapped(self) -> list[Row]:
@@ -55,17 +66,20 @@ class Report:
         return [row for row in self.rows if row.why == ALREADY]
 
     def undo(self) -> None:
-        """Make every module that this call swapped again what it was. Its parameters are those it has now."""
+        """Make everything that this call changed again what it was. Parameters are those that the model has now."""
         for module, original, fast, attributes in reversed(self._originals):
             if type(module) is fast:
                 module.__class__ = original
                 module.__dict__.pop(LAST_WEIGHTS, None)
                 module.__dict__.update(attributes)
         self._originals.clear()
+        for change in reversed(self._changes):
+            change.undo()
+        self._changes.clear()
 
     def __str__(self) -> str:
         header = ("module", "was", "is", "why not")
-        table = [header, *((row.path or "(model)", row.was, row.now or "the same", row.why) for row in self.rows)]
+        table = [header, *((path, row.was, row.now or "the same", row.why) for path, row in self._folded())]
         widths = [max(len(line[column]) for line in table) for column in range(3)]
         lines = ["  ".join((*(c.ljust(w) for c, w in zip(line, widths)), line[3])).rstrip() for line in table]
         lines.insert(1, "  ".join("-" * width for width in (*widths, len(header[3]))))
@@ -73,6 +87,14 @@ class Report:
         if self.plain:
             done += "; nothing to gain in " + ", ".join(f"{n} {name}" for name, n in sorted(self.plain.items()))
         return "\n".join([*lines, done] if self.rows else [done])
+
+    def _folded(self) -> list[tuple[str, Row]]:
+        """What the first column says, and the row; all Dropout modules of one outcome are one line."""
+        lines: dict[Any, list[Row]] = {}
+        for place, row in enumerate(self.rows):
+            lines.setdefault((row.was, row.now, row.why) if row.was in _FOLDED else place, []).append(row)
+        counted = ((rows[0], f" and {len(rows) - 1} more" if len(rows) > 1 else "") for rows in lines.values())
+        return [((row.path or "(model)") + more, row) for row, more in counted]
 
     def _summary(self) -> str:
         already = len(self.already)

@@ -14,30 +14,27 @@ tomorrow too. Three questions are asked of a layer's methods and of the function
 
 from __future__ import annotations
 
-import dis
-import functools
-import inspect
-import itertools
 import sys
-import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
+from .layer_code import (
+    adds_to_its_mask,
+    calls_the_interface,
+    is_layer,
+    keywords_of,
+    named_by_init,
+    names_of,
+    own_arguments,
+    uses_masks_by_itself,
+)
 from .lazy_bias import make_lazy
-
-_LOOKUPS = {"ALL_ATTENTION_FUNCTIONS", "AttentionInterface"}
-_FUSED = {"scaled_dot_product_attention", "multi_head_attention_forward", "flash_attn_func", "flash_attn_varlen_func"}
 
 OWN_ARGUMENTS = "_transformer_fast_own_arguments"
 """Set on the class of a layer: arguments of the eager attention in its file that no other model's attention has."""
-_COMMON_ARGUMENTS = {
-    "module", "query", "key", "value", "query_states", "key_states", "value_states", "attention_mask", "scaling",
-    "dropout", "is_causal", "position_bias", "sliding_window", "softcap", "s_aux", "output_attentions", "training",
-    "kwargs", "args",
-}  # fmt: skip
 
 # Set on the class of a config, where torch.compile can read them and where they are not saved with the config.
 _CHECKED = "_transformer_fast_checked"
@@ -67,16 +64,44 @@ def refuse(model: nn.Module, names: set[str], asked: dict[int, str] | None = Non
             _judge(type(part), layers, name)
             passed.append((part, layers))
     for part, layers in passed:  # only now: two parts may have one config
-        for layer in layers:
-            if arguments := _own_arguments(layer):
-                setattr(layer, OWN_ARGUMENTS, arguments)
-            if _calls_the_interface(layer):
-                make_lazy(layer, names)
-        kind = type(part.config)
-        setattr(kind, _CHECKED, kind)
-        if not _is_trusted(type(part)):
-            setattr(kind, _NEEDS_MASKS, True)
-        _checked[id(part.config)] = part.config
+        prepare(layers, names)
+        mark(type(part), part.config)
+
+
+def prepare(layers: Iterable[type[nn.Module]], names: set[str]) -> None:
+    """Make the layers of a part that was not refused ready for the implementations ``names``."""
+    for layer in layers:
+        if arguments := own_arguments(layer):
+            setattr(layer, OWN_ARGUMENTS, arguments)
+        if calls_the_interface(layer):
+            make_lazy(next((base for base in layer.__mro__ if "compute_bias" in vars(base)), layer), names)
+
+
+def mark(part: type[nn.Module], config: Any) -> None:
+    """Note that a part with a config was not refused."""
+    kind = type(config)
+    setattr(kind, _CHECKED, kind)
+    if not _is_trusted(part):
+        setattr(kind, _NEEDS_MASKS, True)
+    _checked[id(config)] = config
+
+
+def obstacle(part: type[nn.Module], layers: Iterable[type[nn.Module]], unsupported: Mapping[str, str]) -> str:
+    """Why a part should not be given an implementation that nobody asked for by name; empty where it may.
+
+    Args:
+        part: its class.
+        layers: the classes of its layers.
+        unsupported: arguments that the implementation refuses when it is called with them, and what they are.
+    """
+    if (wrong := _wrong_layer(part, layers)) is not None:
+        return _reason(wrong)
+    for layer in layers:
+        if calls_the_interface(layer):
+            given = {*own_arguments(layer), *(keywords_of(layer) & unsupported.keys())}
+            if given:
+                return f"its {layer.__name__} gives {', '.join(sorted(given))} to its attention, which the kernel lacks"
+    return ""
 
 
 def refuse_class(cls: type[nn.Module], name: str) -> None:
@@ -92,13 +117,13 @@ def refuse_class(cls: type[nn.Module], name: str) -> None:
     layers: dict[type, bool] = {}
     todo = [cls]
     for made in todo:
-        for found in _named_by_init(made):
-            if isinstance(found, dict) and _is_layer(found.get("eager")) and name not in found:
+        for found in named_by_init(made):
+            if isinstance(found, dict) and is_layer(found.get("eager")) and name not in found:
                 raise NotImplementedError(_message(cls, found["eager"], name))
-            if _is_layer(found) and not issubclass(found, PreTrainedModel) and found not in layers:
+            if is_layer(found) and not issubclass(found, PreTrainedModel) and found not in layers:
                 layers[found] = True
                 todo.append(found)
-    if not any(_calls_the_interface(layer) for layer in layers):  # else only some of them may be made
+    if not any(calls_the_interface(layer) for layer in layers):  # else only some of them may be made
         _judge(cls, layers, name)
 
 
@@ -174,22 +199,34 @@ def _judge(part: type[nn.Module], layers: Iterable[type[nn.Module]], name: str) 
     says ``_supports_sdpa`` is trusted with layers of its own, since our masks are those of "sdpa"; but not where those
     layers are all it has and compare the implementation's name themselves.
     """
-    alone = not any(_calls_the_interface(layer) for layer in layers)
+    if (wrong := _wrong_layer(part, layers)) is not None:
+        raise NotImplementedError(_message(part, wrong, name))
+
+
+def _wrong_layer(part: type[nn.Module], layers: Iterable[type[nn.Module]]) -> type[nn.Module] | None:
+    alone = not any(calls_the_interface(layer) for layer in layers)
     trusted = _is_trusted(part)
     for layer in layers:
-        by_itself = _uses_masks_by_itself(layer)
+        by_itself = uses_masks_by_itself(layer)
         if trusted:
-            wrong = alone and by_itself and "_attn_implementation" in _names(layer)
+            wrong = alone and by_itself and "_attn_implementation" in names_of(layer)
         else:
-            wrong = by_itself or _adds_to_its_mask(layer) or (alone and "attention" in layer.__name__.lower())
+            wrong = by_itself or adds_to_its_mask(layer) or (alone and "attention" in layer.__name__.lower())
         if wrong:
-            raise NotImplementedError(_message(part, layer, name))
+            return layer
+    return None
+
+
+def _reason(layer: type) -> str:
+    return (
+        f"its {layer.__name__} computes attention or uses masks by itself, and does not call transformers' attention "
+        "interface"
+    )
 
 
 def _message(model: type, layer: type, name: str) -> str:
     return (
-        f'{model.__name__} cannot use attn_implementation="{name}": its {layer.__name__} computes attention or uses '
-        'masks by itself, and does not call transformers\' attention interface. Use attn_implementation="eager"; '
+        f'{model.__name__} cannot use attn_implementation="{name}": {_reason(layer)}. Use attn_implementation="eager"; '
         "tfast.accelerate(model) still swaps the norms and embeddings it knows. Where it is a part of a larger model, "
         f'name one for each part, such as attn_implementation={{"text_config": "{name}", "vision_config": "eager"}}'
     )
@@ -214,92 +251,3 @@ def _parts(model: nn.Module) -> Iterator[tuple[nn.Module, list[type[nn.Module]]]
 
 def _is_trusted(part: type[nn.Module]) -> bool:
     return getattr(part, "_supports_sdpa", False)
-
-
-def _calls_the_interface(layer: type[nn.Module]) -> bool:
-    return not _LOOKUPS.isdisjoint(_names(layer))
-
-
-@functools.cache
-def _uses_masks_by_itself(layer: type[nn.Module]) -> bool:
-    names = _names(layer)
-    return (
-        any(name.endswith("mask") for name in inspect.signature(layer.forward).parameters)
-        and _LOOKUPS.isdisjoint(names)
-        and (any("softmax" in name.lower() for name in names) or not _FUSED.isdisjoint(names))
-    )
-
-
-@functools.cache
-def _adds_to_its_mask(layer: type[nn.Module]) -> bool:
-    """Whether a layer makes a tensor of its mask's type, to extend it: it expects one that is added to the scores."""
-    code = getattr(inspect.unwrap(layer.forward), "__code__", None)
-    steps = [(step.opname, step.argval) for step in dis.get_instructions(code)] if code is not None else []
-    pairs = itertools.pairwise(steps)
-    return any(first[1] == "attention_mask" and second == ("LOAD_ATTR", "dtype") for first, second in pairs)
-
-
-@functools.cache
-def _own_arguments(layer: type[nn.Module]) -> tuple[str, ...]:
-    file = vars(sys.modules.get(layer.__module__, types))
-    eager = file.get("eager_attention_forward") if _calls_the_interface(layer) else None
-    if not isinstance(eager, types.FunctionType):
-        return ()
-    return tuple(name for name in inspect.signature(eager).parameters if name not in _COMMON_ARGUMENTS)
-
-
-def _is_layer(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
-
-
-@functools.cache
-def _names(layer: type[nn.Module]) -> frozenset[str]:
-    """Every name that the methods of a layer use; none for the layers of torch itself."""
-    functions = [function for base in _own_bases(layer) for function in _functions(vars(base).values())]
-    names: set[str] = set()
-    seen: set[types.FunctionType] = set()
-    while functions:
-        function = functions.pop()
-        if function in seen:
-            continue
-        seen.add(function)
-        for code in _codes(function.__code__):
-            names.update(code.co_names)
-            called = _functions(function.__globals__.get(name) for name in code.co_names)
-            functions.extend(other for other in called if _package(other) == _package(function))
-    return frozenset(names)
-
-
-def _named_by_init(cls: type[nn.Module]) -> Iterator[Any]:
-    """The globals that the constructors of a class name: the layers it makes, the tables it looks into."""
-    for base in _own_bases(cls):
-        for function in _functions([vars(base).get("__init__")]):
-            for code in _codes(function.__code__):
-                yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
-
-
-def _own_bases(cls: type[nn.Module]) -> Iterator[type]:
-    """The classes that a layer or model inherits from, without those of torch and transformers' base classes."""
-    for base in cls.__mro__:
-        if base.__module__.partition(".")[0] != "torch" and not base.__module__.startswith("transformers.modeling_"):
-            yield base
-
-
-def _functions(values: Iterable[Any]) -> Iterator[types.FunctionType]:
-    """The Python functions among ``values``, without their decorators."""
-    for value in values:
-        function = getattr(value, "__func__", value)
-        if isinstance(function, types.FunctionType):
-            yield inspect.unwrap(function)
-
-
-def _package(function: types.FunctionType) -> str:
-    return function.__module__.rpartition(".")[0]
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """A function's code and that of the functions written inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _codes(constant)

@@ -23,13 +23,13 @@ from .lazy_bias import LazyBias
 from .lazy_mask import LazyMask, bounds_of
 
 NAME = "transformer_fast"
-_UNSUPPORTED = {
+SPARSE = {
     "sinks": "a sink for each query",
     "indices": "sparse attention by indices",
     "block_indices": "sparse attention by blocks",
-    "cache": "a paged cache",
-    "head_mask": "masks of whole heads",
 }
+"""Arguments that the layers of some models always give, and that the kernels lack."""
+_UNSUPPORTED = {**SPARSE, "cache": "a paged cache", "head_mask": "masks of whole heads"}
 _registered: set[str] = set()
 
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dialects._common import LAST_WEIGHTS, LastWeights
+from ...layers import dropout
 from ...layers.hooks import is_plain
 from ...layers.torch_modules import Embedding
 
@@ -201,7 +202,7 @@ INLINED = Part(lambda module: True, fused=True)
 """A module of any class that has no parameters, whose work ``fused_forward`` does."""
 LINEAR = Part(lambda module: hasattr(module, "in_features") and hasattr(module, "out_features"))
 """``nn.Linear``, or what another library put in its place, such as a quantised layer; it is called, not looked into."""
-DROPOUT = Part(lambda module: type(module) is nn.Dropout, fused=True)
+DROPOUT = Part(lambda module: type(module) in dropout.KINDS, fused=True)
 EMBEDDING = Part(lambda module: isinstance(module, Embedding), fused=True)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ... import ops
 from ...ops.dropout import dropout as fused_dropout
+from .base import parameters_of
 from .norm import Norm
 
 NAMES = (("weight", "bias"), ("gamma", "beta"), ("g", "b"))
@@ -29,6 +30,8 @@ class FunctionalNorm(Norm):
 
     def matches(self, m: Any) -> bool:
         names = {name for name, parameter in m._parameters.items() if parameter is not None}
+        if len(parameters_of(type(m)) or ()) != self.arguments:
+            return False
         if m._modules or not {self.gain} <= names <= {self.gain, self.shift}:
             return False
         named = [name for name in EPSILONS if isinstance(getattr(m, name, None), float)]

@@ -18,6 +18,7 @@ from .base import DROPOUT, Part, Pattern, children, pattern_of
 class Norm(Pattern):
     """``gain * (x - mean) / (std + eps) + shift`` with the unbiased std, or LayerNorm by the same names."""
 
+    arguments = 1
     keywords = ("residual", "dropout_p")
     eps = "eps"
 

@@ -1,0 +1,90 @@
+"""``nn.Dropout`` and torch's functions of dropout on the fused op."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from .. import backends, extension
+from ..ops.dropout import dropout as fused_dropout
+from ..tracing import is_traced
+
+# Taken now, so that a program that puts ours into torch.nn.functional still reaches torch's.
+TORCH, TORCH_BUILTIN = F.dropout, torch.dropout
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """``torch.nn.functional.dropout`` on the fused op; it may replace it anywhere.
+
+    A call that the op does not serve is torch's own: other devices than the CPU (nothing was measured there), compiled
+    and traced ones, ``inplace``, ``p`` of 0 or 1, no elements, integer, complex, sparse and nested tensors, subclasses,
+    views with gaps, transforms of ``torch.func``, forward-mode differentiation, a machine without kernels, and every
+    wrong call, so that its error is torch's too. The mask differs from torch's; ``torch.manual_seed`` governs both.
+    Backward draws it again, and cannot be differentiated itself.
+
+    Args:
+        input: (...), float32, float16, bfloat16 or float64, of one dimension or more.
+        p: probability of dropping an element.
+        training: without it the result is ``input`` itself.
+        inplace: write the result into ``input``.
+
+    Returns:
+        (...) in the dtype and with the strides that torch's has.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: torch's own, for whatever it would refuse.
+    """
+    out = None if inplace is not False else _served(input, p, training)
+    return TORCH(input, p, training, inplace) if out is None else out
+
+
+def builtin_dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    """``torch.dropout`` on the fused op, as :func:`dropout`."""
+    out = _served(input, p, train)
+    return TORCH_BUILTIN(input, p, train) if out is None else out
+
+
+class Dropout(nn.Dropout):
+    """``nn.Dropout`` on the fused op; :func:`dropout` says which calls are torch's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(...) -> (...), of the same dtype; ``input`` itself in evaluation."""
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return F.dropout(input, self.p, self.training, self.inplace)
+        else:  # torch.jit.script compiles what follows an if, but not this
+            return dropout(input, self.p, self.training, self.inplace)
+
+
+KINDS = (nn.Dropout, Dropout)
+"""The classes of dropout modules whose work a fused op may do without calling them."""
+
+
+def _served(x: Any, p: Any, training: Any) -> Tensor | None:
+    """The result of the fused op, or x itself in evaluation; None where the call is torch's."""
+    if torch.compiler.is_compiling() or is_traced():
+        return None
+    if (type(x) is not Tensor and type(x) is not Parameter) or type(p) is not float or not 0.0 < p < 1.0:
+        return None
+    if training is not True:
+        return x if training is False else None
+    if x.device.type != "cpu" or x.dtype not in _DTYPES or x.layout != torch.strided or x.is_nested:
+        return None
+    if x.dim() == 0 or x.numel() == 0 or backends.in_transform() or forward_ad._current_level >= 0:
+        return None
+    if backends.current() == "auto" and extension.module() is None:  # torch's is better than our reference
+        return None
+    if x.is_contiguous():
+        return fused_dropout(x, p)
+    strides = x.stride()
+    order = sorted(range(x.dim()), key=lambda i: -strides[i])  # torch keeps the order of the strides
+    inner = x.permute(order)
+    if not inner.is_contiguous():
+        return None
+    return fused_dropout(inner, p).permute([order.index(i) for i in range(x.dim())])
