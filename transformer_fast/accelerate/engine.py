@@ -159,7 +159,7 @@ class _Walk:
         return self._obstacle(module, "attention")
 
     def _probe(self, module: nn.Module, pattern: Pattern) -> str | None:
-        key = pattern, signature(module)
+        key = pattern, signature(module, pattern)
         if key not in self.probed:
             self.probed[key] = probe(module, pattern)
         return self.probed[key]
