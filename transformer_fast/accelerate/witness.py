@@ -29,8 +29,8 @@ class Witness(nn.Module):
                 setattr(self, name, getattr(module, name))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The first argument is (..., d), the output too; a tensor of its shape is added by element, others by their
-        mean, and a number is a factor."""
+        """The first argument is (..., d), the output too. A tensor of its shape is added by element. All others are
+        factors, since a norm may follow, which would hide what is added to all elements alike."""
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         values: dict[str, Any] = {}
@@ -41,8 +41,11 @@ class Witness(nn.Module):
         out = torch.tanh(x) + 0.5
         for name, value in sorted(values.items()):
             weight = 1.0 + zlib.crc32(name.encode()) % 997 / 997
-            if isinstance(value, Tensor):
-                out = out + weight * (value if value.shape == x.shape else value.to(x.dtype).mean())
+            if isinstance(value, Tensor) and value.shape == x.shape:
+                out = out + weight * value
+            elif isinstance(value, Tensor):
+                places = torch.linspace(1.0, 2.0, value.numel(), dtype=x.dtype) / value.numel()
+                out = out * (1.0 + weight * (value.to(x.dtype).flatten() @ places))
             elif isinstance(value, bool | int | float):
                 out = out * (1.0 + weight * float(value))
         return out if self.returns == 1 else (out, *(out.detach().mean() + i for i in range(1, self.returns)))
