@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,11 @@ from transformer_fast.reference.dialects import d2l, tensorflow
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from sdpa_models import Gpt
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
 
 VOCAB, D, N, HEADS, D_FF, B, L = 4000, 256, 3, 4, 1024, 16, 32
 SIZES = (VOCAB, D, D_FF, HEADS, N, 0.1)
@@ -123,3 +129,92 @@ def test_gpt(versus, length, training, device):
         return step
 
     versus(make_inputs, {"ours": run(after), "before": run(before)}, check=check)
+
+
+WIDTH, LONG, PAD = 768, 128, 1
+SHAPE = {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 3072}
+DROPPED = {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}
+IDS = {"pad_token_id": PAD, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
+
+
+def coder(d: int, heads: int, d_ff: int, layers: int) -> dict[str, Any]:
+    """The fields of a config of BART's family, with dropout 0.1 wherever it has one."""
+    sizes = {"layers": layers, "attention_heads": heads, "ffn_dim": d_ff}
+    each = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in sizes.items()}
+    dropped = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), 0.1)
+    dropped |= dict.fromkeys(("encoder_layerdrop", "decoder_layerdrop"), 0.0)  # a layer left out is no work
+    return {"d_model": d, "max_position_embeddings": LONG, **each, **dropped, **IDS}
+
+
+HUGGING_FACE: dict[str, tuple[str, dict[str, Any]]] = {  # by the names of a class and of its config's fields
+    "bert": ("BertForMaskedLM", {**SHAPE, **DROPPED, "pad_token_id": PAD}),
+    "roberta": ("RobertaForMaskedLM", {**SHAPE, **DROPPED, "pad_token_id": PAD, "max_position_embeddings": LONG + 2}),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        {"dim": WIDTH, "n_layers": 4, "n_heads": 12, "hidden_dim": 3072, "pad_token_id": PAD},
+    ),
+    "marian": ("MarianMTModel", coder(512, 8, 2048, 4)),
+    "bart": ("BartForConditionalGeneration", coder(WIDTH, 12, 3072, 2)),
+    "m2m100": ("M2M100ForConditionalGeneration", coder(WIDTH, 12, 3072, 2)),
+    "whisper": (
+        "WhisperForConditionalGeneration",
+        {**coder(WIDTH, 12, 3072, 2), "max_source_positions": LONG, "max_target_positions": LONG},
+    ),
+    "vit": ("ViTForImageClassification", {**SHAPE, **DROPPED, "image_size": 176}),  # 121 patches and one more
+    "t5": (
+        "T5ForConditionalGeneration",
+        {"d_model": WIDTH, "d_kv": 64, "num_heads": 12, "d_ff": 3072, "num_layers": 2, "num_decoder_layers": 2, **IDS},
+    ),
+    "gpt2": ("GPT2LMHeadModel", {"n_embd": WIDTH, "n_layer": 4, "n_head": 12, "n_positions": LONG, **IDS}),
+}
+
+
+def hugging_face_inputs(name: str, device: str) -> dict[str, Tensor]:
+    """16 sequences of 32 to 128 ids, padded, which are their own labels; sounds or pictures for those who take them."""
+    ids = torch.randint(3, 8000, (16, LONG), device=device)
+    mask = torch.arange(LONG, device=device) < torch.randint(LONG // 4, LONG + 1, (16, 1), device=device)
+    ids, labels = ids.masked_fill(~mask, PAD), ids.masked_fill(~mask, -100)
+    if name == "vit":
+        return {"pixel_values": torch.randn(16, 3, 176, 176, device=device), "labels": ids[:, 0] % 2}
+    if name == "whisper":
+        return {"input_features": torch.randn(16, 80, 2 * LONG, device=device), "labels": labels}
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": labels}
+
+
+@pytest.mark.skipif(transformers is None, reason="needs transformers")
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training step"])
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_hugging_face(versus, name, training, device):
+    """Models of transformers with their own loss: 4 layers or 2 + 2 of width 768 and 12 heads (Marian: 4 + 4, 512, 8),
+    16 x 128 ids of a vocabulary of 8000, dropout 0.1. "before" is attn_implementation="eager"; "sdpa" is transformers'
+    default."""
+    kind, fields = HUGGING_FACE[name]
+    config = getattr(transformers, kind).config_class(vocab_size=8000, **fields)
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    before = getattr(transformers, kind)(config).to(device).train(training)
+    sdpa, after = copy.deepcopy(before), copy.deepcopy(before)
+    sdpa.set_attn_implementation("sdpa")
+    assert tfast.accelerate(after).swapped
+
+    def check(given):
+        with torch.no_grad():
+            losses = [model.eval()(**given).loss for model in (after, before, sdpa)]
+        for model in (after, before, sdpa):
+            model.train(training)
+        torch.testing.assert_close(losses[0], losses[1], atol=2e-3, rtol=2e-3)
+
+    def run(model):
+        def step(given):
+            if not training:
+                with torch.no_grad():
+                    return model(**given).logits
+            loss = model(**given).loss
+            model.zero_grad(set_to_none=True)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    calls = {"ours": run(after), "before": run(before), "sdpa": run(sdpa)}
+    versus(lambda: hugging_face_inputs(name, device), calls, check=check)

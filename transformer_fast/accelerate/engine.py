@@ -175,7 +175,7 @@ class _Walk:
             self._leave(path, module, calls.stays() or reason)
 
     def _probe(self, module: nn.Module, pattern: Pattern) -> str | None:
-        key = pattern, signature(module)
+        key = pattern, signature(module, pattern)
         if key not in self.probed:
             self.probed[key] = probe(module, pattern)
         return self.probed[key]

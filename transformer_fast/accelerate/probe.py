@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from .. import backends
 from ..layers.dropout import KINDS as DROPOUTS
 from ..layers.hooks import HOOKS
-from .patterns.base import Accelerated, Pattern, accelerated_class
+from .patterns.base import Accelerated, Keywords, Part, Pattern, accelerated_class, pattern_of
+from .witness import Witness
 
 _ROWS = 16
 
@@ -32,7 +33,7 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
     with _quiet():
         torch.manual_seed(0)
         try:
-            trial = _copy(module)
+            trial = _copy(module, pattern)
             calls = [_trainable(call) for call in pattern.calls(trial)]
             made = accelerated_class(pattern, type(module))
         except Exception as error:
@@ -60,10 +61,11 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
         return None if tried else "no call of it succeeded"
 
 
-def signature(module: nn.Module) -> Any:
+def signature(module: nn.Module, pattern: Pattern) -> Any:
     """What decides the outcome of a probe: classes, plain attributes and shapes, not values."""
-    described = []
-    for name, child in module.named_modules():
+    described: list[Any] = [type(child) for child, _ in _called(module, pattern)]
+    seen = {child for child, _ in _called(module, pattern)}  # what named_modules shall not go into
+    for name, child in module.named_modules(seen):
         plain = tuple((k, v) for k, v in child.__dict__.items() if isinstance(v, int | float | str | bool))
         tensors = {**child._parameters, **child._buffers}
         shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in tensors.items())
@@ -106,9 +108,18 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _copy(module: nn.Module) -> nn.Module:
-    memo: dict[int, Any] = {}
-    for child in module.modules():
+def _called(module: nn.Module, pattern: Pattern) -> Iterator[tuple[nn.Module, Part]]:
+    """The modules that a pattern calls without looking into them: children, and those of the parts that it fuses."""
+    for part, member in pattern.members(module) or ():
+        if part.returns:
+            yield member, part
+        elif part.fused and (inner := pattern_of(member)):
+            yield from _called(member, inner)
+
+
+def _copy(module: nn.Module, pattern: Pattern) -> nn.Module:
+    memo: dict[int, Any] = {id(child): Witness(child, part.returns) for child, part in _called(module, pattern)}
+    for _, child in module.named_modules({child for child, _ in _called(module, pattern)}):
         for name in HOOKS:
             hooks = getattr(child, name)
             memo[id(hooks)] = collections.OrderedDict()
@@ -128,13 +139,14 @@ def _copy(module: nn.Module) -> nn.Module:
 
 def _settings(trial: nn.Module, pattern: Pattern) -> Iterator[tuple[Callable[[], None], bool]]:
     """In turn: evaluation; training without dropout; training with one dropout that drops everything (True)."""
-    dropouts = [child for child in trial.modules() if type(child) in DROPOUTS]
+    dropouts: list[tuple[nn.Module, str]] = [(child, "p") for child in trial.modules() if type(child) in DROPOUTS]
+    dropouts += [(trial, name) for name in pattern.dropouts]
 
-    def setting(training: bool, everything: nn.Dropout | None = None) -> Callable[[], None]:
+    def setting(training: bool, everything: tuple[nn.Module, str] | None = None) -> Callable[[], None]:
         def apply() -> None:
             trial.train(training)
             for dropout in dropouts:
-                dropout.p = float(dropout is everything)
+                setattr(*dropout, float(dropout == everything))
 
         return apply
 
@@ -142,7 +154,9 @@ def _settings(trial: nn.Module, pattern: Pattern) -> Iterator[tuple[Callable[[],
     yield setting(True), False
     fused = [member for part, member in pattern.members(trial) or () if part.fused]
     for dropout in _not_proven(trial, fused):
-        yield setting(True, dropout), True
+        yield setting(True, (dropout, "p")), True
+    for name in pattern.dropouts:
+        yield setting(True, (trial, name)), True
 
 
 def _not_proven(module: nn.Module, fused: list[nn.Module]) -> Iterator[nn.Dropout]:
@@ -174,21 +188,24 @@ def _fresh(value: Any) -> Any:
     return [_fresh(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _run(trial: nn.Module, call: tuple[Any, ...], *, gradients: bool) -> list[Tensor]:
-    """Outputs, and the gradients of a weighted sum of the first one."""
-    outs = _tensors(trial(*map(_fresh, call)))
+def _run(trial: nn.Module, call: tuple[Any, ...], *, gradients: bool) -> tuple[bool, list[Tensor]]:
+    """Whether it returns a tensor alone; its outputs, and the gradients of a weighted sum of the first one."""
+    args = [_fresh(value) for value in call]
+    kwargs = args.pop() if isinstance(args[-1], Keywords) else {}
+    returned = trial(*args, **kwargs)
+    alone, outs = isinstance(returned, Tensor), _tensors(returned)
     trained = [t for t in (*_tensors(call), *trial.parameters()) if t.requires_grad]
     weights = torch.linspace(-1.0, 2.0, outs[0].numel()).view(outs[0].shape)
     if not (gradients and outs[0].requires_grad):
-        return outs
+        return alone, outs
     grads = torch.autograd.grad((outs[0] * weights).sum(), trained, allow_unused=True)
-    return [*outs, *(torch.zeros(()) if grad is None else grad for grad in grads)]
+    return alone, [*outs, *(torch.zeros(()) if grad is None else grad for grad in grads)]
 
 
-def _agree(actual: list[Tensor], expected: list[Tensor]) -> bool:
-    if len(actual) != len(expected):
+def _agree(actual: tuple[bool, list[Tensor]], expected: tuple[bool, list[Tensor]]) -> bool:
+    if actual[0] != expected[0] or len(actual[1]) != len(expected[1]):
         return False
-    for a, b in zip(actual, expected):
+    for a, b in zip(actual[1], expected[1]):
         if a.dim() == 0 or b.dim() == 0:  # no gradient on one side is a gradient of zeros on the other
             a, b = torch.broadcast_tensors(a, b)
         if a.shape != b.shape or not (torch.equal(a, b) or torch.allclose(a, b, rtol=1e-6, atol=1e-9)):

@@ -2,6 +2,7 @@
 
 from . import (
     attention,
+    blocks,
     d2l,
     embedding,
     feed_forward,
@@ -10,6 +11,7 @@ from . import (
     norm,
     rms_norm,
     sublayer,
+    t5,
     tensorflow,
 )
 from .base import Pattern
@@ -25,6 +27,8 @@ PATTERNS: tuple[Pattern, ...] = (
     *sublayer.PATTERNS,
     *tensorflow.PATTERNS,
     *d2l.PATTERNS,
+    *blocks.PATTERNS,
+    *t5.PATTERNS,
 )
 
 __all__ = ["PATTERNS", "Pattern"]

@@ -37,6 +37,8 @@ class Part:
         swapped: it is called in a way that only the fused form understands, so it must not run as it was written.
         many: it is a list of such modules.
         optional: it may be missing.
+        returns: it is called, and how many values it returns. What the values are is no part of the proof, so another
+            module answers in its place, from which the arguments of the call can be told.
     """
 
     is_one: Kind
@@ -44,6 +46,11 @@ class Part:
     swapped: bool = False
     many: bool = False
     optional: bool = False
+    returns: int = 0
+
+
+class Keywords(dict[str, Any]):
+    """At the end of a call to try: arguments given by name."""
 
 
 class Pattern:
@@ -61,6 +68,11 @@ class Pattern:
     """Arguments of ``fused_forward`` that the module itself does not have; the layers of this package give them."""
     bases: tuple[type[nn.Module], ...] = ()
     """What else a swapped module is an instance of."""
+    dropouts: tuple[str, ...] = ()
+    """The module's attributes that are probabilities of dropout: numbers, where others have a ``nn.Dropout``."""
+    named: bool = False
+    """Whether ``fused_forward`` gets each argument by its name, with the module's own defaults for those not given, so
+    that the module's forward may have ``**kwargs``. Its other arguments must be named as those of ``fused_forward``."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name or type(self).__name__
@@ -73,7 +85,16 @@ class Pattern:
             return False
         if self.arguments is not None and len(parameters_of(type(m)) or ()) != self.arguments:
             return False
+        if self.named and not self._knows_arguments(type(m)):
+            return False
+        if not all(isinstance(getattr(m, name, None), float | int) for name in self.dropouts):
+            return False
         return self.members(m) is not None
+
+    def _knows_arguments(self, original: type[nn.Module]) -> bool:
+        names, parameters = names_of(original), inspect.signature(self.fused_forward).parameters
+        known = {name for name, p in parameters.items() if p.kind != p.VAR_KEYWORD} - {"m"}
+        return names is not None and names.defaults.keys() == known
 
     def members(self, m: Any) -> list[tuple[Part, nn.Module]] | None:
         """Each child, or each member of it, with its part; None where one is missing or is something else."""
@@ -94,7 +115,7 @@ class Pattern:
         """Arguments to try a module with; one that the module itself refuses is not tried."""
         raise NotImplementedError
 
-    def fused_forward(self, m: Any, *args: Any) -> Any:
+    def fused_forward(self, m: Any, *args: Any, **kwargs: Any) -> Any:
         """What a module computes, on the fused ops; None where they do not serve, and its own forward must run."""
         raise NotImplementedError
 
@@ -132,12 +153,16 @@ class Accelerated:
 def accelerated_class(pattern: Pattern, original: type[nn.Module]) -> type[nn.Module]:
     """The class of ``original``'s modules on the fused ops."""
     parameters = parameters_of(original)
+    names = names_of(original) if pattern.named else None
     keywords = [name for name in pattern.keywords if name not in inspect.signature(original.forward).parameters]
 
     @functools.wraps(original.forward)  # torch.export reads the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        ours = {name: kwargs.pop(name) for name in keywords if name in kwargs} if kwargs else {}
-        ordered = _in_order(parameters, args, kwargs) if kwargs else args
+        if pattern.named:
+            ordered, ours = _by_name(names, args, kwargs)
+        else:
+            ours = {name: kwargs.pop(name) for name in keywords if name in kwargs} if kwargs else {}
+            ordered = _in_order(parameters, args, kwargs) if kwargs else args
         if ordered is not None and pattern.fits(self):
             result = pattern.fused_forward(self, *ordered, **ours)
             if result is not None:
@@ -170,6 +195,43 @@ def _in_order(parameters: tuple[tuple[str, Any], ...] | None, args: tuple, kwarg
         if rest[-1] is inspect.Parameter.empty:
             return None
     return (*args, *rest) if used == len(kwargs) else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The arguments of a forward: their defaults (``inspect.Parameter.empty`` for none) by name, in order; the names
+    of those that may be given without it; whether there may be others."""
+
+    defaults: dict[str, Any]
+    positional: tuple[str, ...]
+    others: bool
+
+
+def names_of(original: type[nn.Module]) -> Names | None:
+    """The arguments of a module's forward; None where some have no name."""
+    parameters = list(inspect.signature(original.forward).parameters.values())[1:]
+    if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
+        return None
+    named = [p for p in parameters if p.kind != p.VAR_KEYWORD]
+    positional = tuple(p.name for p in named if p.kind == p.POSITIONAL_OR_KEYWORD)
+    return Names({p.name: p.default for p in named}, positional, len(named) < len(parameters))
+
+
+def _by_name(names: Names | None, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple | None, dict[str, Any]]:
+    """Every argument by its name, and none in order; (None, {}) where they do not fit, so that the original says so."""
+    if names is None or len(args) > len(names.positional):
+        return None, {}
+    given = dict(zip(names.positional, args))
+    for name, value in kwargs.items():
+        if name in given or not (names.others or name in names.defaults):
+            return None, {}
+        given[name] = value
+    for name, default in names.defaults.items():
+        if name not in given:
+            if default is inspect.Parameter.empty:
+                return None, {}
+            given[name] = default
+    return (), given
 
 
 def parameters_of(original: type[nn.Module]) -> tuple[tuple[str, Any], ...] | None:

@@ -1,0 +1,274 @@
+"""The blocks of Hugging Face transformers: attention and feed-forward with norms, dropouts and residual additions.
+
+A block calls its attention as it was written to, with whatever masks, caches and further arguments it is given, and
+takes dropout and addition along into the pass of the norm that follows. Many models share a structure, down to the
+names; no model is known by its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...layers.feed_forward import linear_relu_dropout
+from ...layers.hooks import is_plain
+from ...layers.norm import Unsummed, active_dropout, norm_and_sum
+from ...ops.dropout import dropout as fused_dropout
+from .base import ANY, DROPOUT, LINEAR, Keywords, Part, Pattern, children, pattern_of, random_keep, swapped_by
+from .norm import NORM, width_of
+
+ATTENTION = Part(lambda module: True, returns=2)
+"""Called with whatever the block is given; returns its output and its weights."""
+
+Step = tuple[nn.Module, Callable[[Tensor], Tensor], float]
+"""A norm, the function that it stands before or after, and the probability of the dropout of the function's output."""
+
+
+def unsummed(x: Tensor, y: Tensor, p: float) -> Unsummed:
+    """``x + dropout(y)``, in the dtype in which PyTorch adds."""
+    return Unsummed(x if x.dtype == y.dtype else x.to(torch.promote_types(x.dtype, y.dtype)), y, p)
+
+
+def run(x: Tensor, steps: Iterable[Step], *, norm_first: bool) -> Tensor:
+    """``x + dropout(function(norm(x)))`` or ``norm(x + dropout(function(x)))`` for each step in turn."""
+    if not norm_first:
+        for norm, function, p in steps:
+            x, _ = norm_and_sum(norm, unsummed(x, function(x), p))
+        return x
+    last: Tensor | Unsummed = x
+    for norm, function, p in steps:
+        normed, summed = norm_and_sum(norm, last)
+        last = unsummed(summed, function(normed), p)
+    return last.summed() if isinstance(last, Unsummed) else last
+
+
+def activated(linear: nn.Module, activation: Any, x: Tensor, p: float) -> Tensor:
+    """``dropout(activation(linear(x)))``."""
+    if isinstance(activation, nn.Module) and is_plain(activation, nn.ReLU):
+        return linear_relu_dropout(linear, x, p)
+    return fused_dropout(activation(linear(x)), p)
+
+
+def block_calls(width: int, *names: str) -> Iterable[tuple[Any, ...]]:
+    """Calls of a block: with a mask and all arguments of these names, with others that attention is to get, alone.
+
+    The arguments of these names are numbers where they are no tensors: attention alone reads them.
+    """
+    x, mask = torch.randn(2, 5, width), random_keep(2, 1, 1, 5)
+    others: dict[str, Any] = {
+        "attention_mask": mask,
+        "key_value_states": torch.randn(2, 3, width),
+        "encoder_hidden_states": torch.randn(2, 3, width),
+        "encoder_attention_mask": random_keep(2, 1, 1, 3),
+        "position_bias": torch.randn(2, 1, 5, 5),
+        "encoder_decoder_position_bias": torch.randn(2, 1, 5, 3),
+        "past_key_values": 0.3,
+        "use_cache": True,
+    }
+    given = {name: value for name, value in others.items() if name in ("attention_mask", *names)}
+    alone = {name: value for name, value in given.items() if "encoder" not in name}
+    return (x, Keywords(given)), (x, Keywords({**given, "of_no_name": 0.7})), (x, Keywords(alone)), (x, mask), (x, None)
+
+
+class DenseNorm(Pattern):
+    """``norm(dropout(dense(x)) + residual)``."""
+
+    def __init__(self, norm: str) -> None:
+        super().__init__(f"dense, dropout, {norm}")
+        self.norm, self.parts = norm, {"dense": LINEAR, "dropout": DROPOUT, norm: NORM}
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return [(torch.randn(2, 5, m.dense.in_features), torch.randn(2, 5, m.dense.out_features))]
+
+    def fused_forward(self, m: Any, x: Tensor, residual: Tensor) -> Tensor:
+        return norm_and_sum(getattr(m, self.norm), unsummed(residual, m.dense(x), active_dropout(m.dropout)))[0]
+
+
+class BartEncoderLayer(Pattern):
+    """``self_attn``, then ``fc1`` and ``fc2``, each with its norm, before it or after the sum; BART's and others'."""
+
+    named = True
+    parts = children(
+        self_attn=ATTENTION,
+        self_attn_layer_norm=NORM,
+        fc1=LINEAR,
+        activation_fn=dataclasses.replace(ANY, optional=True),
+        fc2=LINEAR,
+        final_layer_norm=NORM,
+    )
+    dropouts = ("dropout", "activation_dropout")
+
+    def __init__(self, name: str, *, norm_first: bool) -> None:
+        super().__init__(name)
+        self.norm_first = norm_first
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return block_calls(width_of(m.final_layer_norm))
+
+    def fused_forward(self, m: Any, hidden_states: Tensor, attention_mask: Tensor | None, **others: Any) -> Any:
+        return self.run(m, hidden_states, {"attention_mask": attention_mask, **others}, None)
+
+    def run(self, m: Any, x: Tensor, own: dict[str, Any], cross: dict[str, Any] | None) -> Tensor | None:
+        """The layer's output, for the arguments of its attentions; without cross-attention there are none."""
+        if x.dtype == torch.float16:  # some clamp it, which the probe cannot see
+            return None
+        p, inner_p = (m.dropout, m.activation_dropout) if m.training else (0.0, 0.0)
+        steps: list[Step] = [(m.self_attn_layer_norm, lambda x: m.self_attn(x, **own)[0], p)]
+        if cross is not None:
+            steps.append((m.encoder_attn_layer_norm, lambda x: m.encoder_attn(x, **cross)[0], p))
+        steps.append((m.final_layer_norm, lambda x: m.fc2(activated(m.fc1, m.activation_fn, x, inner_p)), p))
+        return run(x, steps, norm_first=self.norm_first)
+
+
+class BartDecoderLayer(BartEncoderLayer):
+    """The same with ``encoder_attn``, which a decoder without an encoder may lack."""
+
+    parts = children(
+        **BartEncoderLayer.parts,
+        encoder_attn=dataclasses.replace(ATTENTION, optional=True),
+        encoder_attn_layer_norm=dataclasses.replace(NORM, optional=True),
+    )
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        cross = ("encoder_hidden_states", "encoder_attention_mask") if "encoder_attn" in m._modules else ()
+        return block_calls(width_of(m.final_layer_norm), "past_key_values", "use_cache", *cross)
+
+    def fused_forward(
+        self,
+        m: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        encoder_hidden_states: Tensor | None,
+        encoder_attention_mask: Tensor | None,
+        past_key_values: Any,
+        use_cache: bool | None,
+        **others: Any,
+    ) -> Tensor | None:
+        others["past_key_values"] = past_key_values
+        cross = None
+        if encoder_hidden_states is not None:
+            if "encoder_attn" not in m._modules or "encoder_attn_layer_norm" not in m._modules:
+                return None
+            cross = {"key_value_states": encoder_hidden_states, "attention_mask": encoder_attention_mask, **others}
+        return self.run(m, hidden_states, {"attention_mask": attention_mask, **others}, cross)
+
+
+class FeedForward(Pattern):
+    """``dropout(second(activation(first(x))))``; a block that holds it does its dropout with the sum that follows."""
+
+    def __init__(self, name: str, first: str, second: str, activation: str) -> None:
+        super().__init__(name)
+        self.names = first, second, activation
+        self.parts = {first: ANY, second: ANY, activation: ANY, "dropout": DROPOUT}
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        first = getattr(m, self.names[0])
+        return [(torch.randn(2, 5, first.in_features if hasattr(first, "in_features") else first.nx),)]
+
+    def fused_forward(self, m: Any, x: Tensor) -> Tensor | None:
+        return None if in_chunks(m) else fused_dropout(self.undropped(m, x), active_dropout(m.dropout))
+
+    def undropped(self, m: Any, x: Tensor) -> Tensor:
+        """Its output before the dropout."""
+        first, second, activation = (getattr(m, name) for name in self.names)
+        return second(activated(first, activation, x, 0.0))
+
+
+def in_chunks(m: Any) -> bool:
+    """Whether a feed-forward network is to be run on chunks of the sequence, which bounds its memory."""
+    return bool(getattr(m, "chunk_size_feed_forward", 0))
+
+
+def feed_forward_step(norm: nn.Module, m: nn.Module) -> Step:
+    """A feed-forward network, with its dropout left to the sum, where that is possible."""
+    pattern = pattern_of(m)
+    if not isinstance(pattern, FeedForward) or in_chunks(m):
+        return norm, m, 0.0
+    return norm, lambda x: pattern.undropped(m, x), active_dropout(m.dropout)
+
+
+class Gpt2Block(Pattern):
+    """Pre-norm ``attn``, perhaps ``crossattention``, and ``mlp``, which end in dropouts of their own."""
+
+    named = True
+    parts = children(
+        ln_1=NORM,
+        attn=ATTENTION,
+        ln_2=NORM,
+        crossattention=dataclasses.replace(ATTENTION, optional=True),
+        ln_cross_attn=dataclasses.replace(NORM, optional=True),
+        mlp=Part(swapped_by(FeedForward), fused=True),
+    )
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        cross = ("encoder_hidden_states", "encoder_attention_mask") if "crossattention" in m._modules else ()
+        return block_calls(width_of(m.ln_1), "past_key_values", "use_cache", *cross)
+
+    def fused_forward(
+        self,
+        m: Any,
+        hidden_states: Tensor,
+        past_key_values: Any,
+        attention_mask: Tensor | None,
+        encoder_hidden_states: Tensor | None,
+        encoder_attention_mask: Tensor | None,
+        use_cache: bool | None,
+        **others: Any,
+    ) -> Tensor | None:
+        both = {"past_key_values": past_key_values, "attention_mask": attention_mask}
+        own = {**both, "use_cache": use_cache, **others}
+        steps: list[Step] = [(m.ln_1, lambda x: m.attn(x, **own)[0], 0.0)]
+        if encoder_hidden_states is not None:
+            if "crossattention" not in m._modules or "ln_cross_attn" not in m._modules:
+                return None
+            cross = {"encoder_hidden_states": encoder_hidden_states, "encoder_attention_mask": encoder_attention_mask}
+            steps.append((m.ln_cross_attn, lambda x: m.crossattention(x, **both, **cross)[0], 0.0))
+        steps.append(feed_forward_step(m.ln_2, m.mlp))
+        return run(hidden_states, steps, norm_first=True)
+
+
+class EncoderBlock(Pattern):
+    """An attention and a feed-forward network, each with its norm; either the network ends in a dropout, or the block
+    has one for both."""
+
+    named = True
+
+    def __init__(
+        self, name: str, attention: str, norm: str, mlp: str, last_norm: str, *, norm_first: bool, dropout: bool
+    ) -> None:
+        super().__init__(name)
+        self.names, self.norm_first, self.dropout = (attention, norm, mlp, last_norm), norm_first, dropout
+        network = Part(lambda module: True, returns=1) if dropout else Part(swapped_by(FeedForward), fused=True)
+        self.parts = {attention: ATTENTION, norm: NORM, mlp: network, last_norm: NORM}
+        if dropout:
+            self.parts |= {"dropout": DROPOUT}
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return block_calls(width_of(getattr(m, self.names[1])))
+
+    def fused_forward(self, m: Any, hidden_states: Tensor, attention_mask: Tensor | None, **others: Any) -> Tensor:
+        attention, norm, mlp, last_norm = (getattr(m, name) for name in self.names)
+        p = active_dropout(m.dropout) if self.dropout else 0.0
+        first: Step = (norm, lambda x: attention(x, attention_mask=attention_mask, **others)[0], p)
+        last: Step = (last_norm, mlp, p) if self.dropout else feed_forward_step(last_norm, mlp)
+        return run(hidden_states, (first, last), norm_first=self.norm_first)
+
+
+PATTERNS = (
+    *(DenseNorm(name) for name in ("LayerNorm", "layer_norm", "norm")),
+    BartEncoderLayer("BartEncoderLayer", norm_first=False),
+    BartEncoderLayer("PreNormBartEncoderLayer", norm_first=True),
+    BartDecoderLayer("BartDecoderLayer", norm_first=False),
+    BartDecoderLayer("PreNormBartDecoderLayer", norm_first=True),
+    FeedForward("DistilBertFeedForward", "lin1", "lin2", "activation"),
+    FeedForward("Gpt2FeedForward", "c_fc", "c_proj", "act"),
+    Gpt2Block("Gpt2Block"),
+    EncoderBlock(
+        "DistilBertBlock", "attention", "sa_layer_norm", "ffn", "output_layer_norm", norm_first=False, dropout=False
+    ),
+    EncoderBlock("VitLayer", "attention", "layernorm_before", "mlp", "layernorm_after", norm_first=True, dropout=True),
+)

@@ -1,0 +1,160 @@
+"""The sublayers and blocks of T5 and its relatives: ``x + dropout(f(norm(x)))`` with RMSNorm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...layers.norm import active_dropout, norm_and_sum
+from ...ops.dropout import dropout as fused_dropout
+from .base import ANY, DROPOUT, LINEAR, Part, Pattern, children, pattern_of, swapped_by
+from .blocks import activated, block_calls, unsummed
+from .norm import NORM, width_of
+
+
+class T5Dense(Pattern):
+    """``wo(dropout(act(wi(x))))``, or gated, ``wo(dropout(act(wi_0(x)) * wi_1(x)))``."""
+
+    def __init__(self, name: str, *inner: str) -> None:
+        super().__init__(name)
+        self.inner = inner
+        self.parts = {**dict.fromkeys(inner, LINEAR), "wo": LINEAR, "dropout": DROPOUT, "act": ANY}
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return [(torch.randn(2, 5, getattr(m, self.inner[0]).in_features),)]
+
+    def fused_forward(self, m: Any, x: Tensor) -> Tensor | None:
+        weight, p = getattr(m.wo, "weight", None), active_dropout(m.dropout)
+        if not isinstance(weight, Tensor) or not weight.is_floating_point():  # a quantised layer
+            return None
+        first, *gate = (getattr(m, name) for name in self.inner)
+        y = fused_dropout(m.act(first(x)) * gate[0](x), p) if gate else activated(first, m.act, x, p)
+        return m.wo(y.to(weight.dtype))  # which may be float32 where the others are not
+
+
+class T5Sublayer(Pattern):
+    """``x + dropout(f(norm(x)))``."""
+
+
+class T5FeedForward(T5Sublayer):
+    """``x + dropout(DenseReluDense(norm(x)))``."""
+
+    parts = children(DenseReluDense=Part(lambda module: True, returns=1), layer_norm=NORM, dropout=DROPOUT)
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return [(torch.randn(2, 5, width_of(m.layer_norm)),)]
+
+    def fused_forward(self, m: Any, x: Tensor) -> Tensor:
+        return unsummed(x, m.DenseReluDense(m.layer_norm(x)), active_dropout(m.dropout)).summed()
+
+
+class T5SelfAttention(T5Sublayer):
+    """``x + dropout(SelfAttention(norm(x)))``, and the position bias and weights that come with it."""
+
+    named = True
+    parts = children(SelfAttention=Part(lambda module: True, returns=3), layer_norm=NORM, dropout=DROPOUT)
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return block_calls(width_of(m.layer_norm), "position_bias", "past_key_values")
+
+    def fused_forward(
+        self,
+        m: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_bias: Tensor | None,
+        past_key_values: Any,
+        **others: Any,
+    ) -> tuple[Any, ...]:
+        given = {"mask": attention_mask, "position_bias": position_bias, "past_key_values": past_key_values, **others}
+        y, *rest = m.SelfAttention(m.layer_norm(hidden_states), **given)
+        return unsummed(hidden_states, y, active_dropout(m.dropout)).summed(), *rest
+
+
+class T5CrossAttention(T5Sublayer):
+    """The same with the encoder's outputs, ``EncDecAttention``."""
+
+    named = True
+    parts = children(EncDecAttention=Part(lambda module: True, returns=3), layer_norm=NORM, dropout=DROPOUT)
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return block_calls(width_of(m.layer_norm), "key_value_states", "position_bias", "past_key_values")
+
+    def fused_forward(
+        self,
+        m: Any,
+        hidden_states: Tensor,
+        key_value_states: Tensor,
+        attention_mask: Tensor | None,
+        position_bias: Tensor | None,
+        past_key_values: Any,
+        **others: Any,
+    ) -> tuple[Any, ...]:
+        given = {"mask": attention_mask, "position_bias": position_bias, "past_key_values": past_key_values, **others}
+        y, *rest = m.EncDecAttention(m.layer_norm(hidden_states), key_value_states=key_value_states, **given)
+        return unsummed(hidden_states, y, active_dropout(m.dropout)).summed(), *rest
+
+
+class T5Block(Pattern):
+    """Self-attention, in a decoder cross-attention, and feed-forward: each sum is one op with the norm that follows."""
+
+    named = True
+    parts = children(layer=Part(swapped_by(T5Sublayer), fused=True, many=True))
+
+    def matches(self, m: Any) -> bool:
+        return super().matches(m) and self.sublayers(m) is not None
+
+    def sublayers(self, m: Any) -> tuple[Any, Any, Any] | None:
+        """Those of attention, cross-attention (None in an encoder) and feed-forward; None where they are others."""
+        kinds = [type(pattern_of(layer)) for layer in m.layer]
+        if kinds == [T5SelfAttention, T5CrossAttention, T5FeedForward]:
+            return tuple(m.layer)
+        return (m.layer[0], None, m.layer[1]) if kinds == [T5SelfAttention, T5FeedForward] else None
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        own, cross, _ = self.sublayers(m)
+        memory = ("encoder_hidden_states", "encoder_attention_mask", "encoder_decoder_position_bias")
+        return block_calls(width_of(own.layer_norm), "position_bias", "past_key_values", *(memory if cross else ()))
+
+    def fused_forward(
+        self,
+        m: Any,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        position_bias: Tensor | None,
+        encoder_hidden_states: Tensor | None,
+        encoder_attention_mask: Tensor | None,
+        encoder_decoder_position_bias: Tensor | None,
+        past_key_values: Any,
+        **others: Any,
+    ) -> tuple[Any, ...] | None:
+        if hidden_states.dtype == torch.float16 or (sublayers := self.sublayers(m)) is None:  # float16 is clamped
+            return None
+        own, cross, ff = sublayers
+        if encoder_hidden_states is not None and (cross is None or not m.is_decoder):
+            return None
+        others["past_key_values"] = past_key_values
+        normed = own.layer_norm(hidden_states)
+        y, bias, _ = own.SelfAttention(normed, mask=attention_mask, position_bias=position_bias, **others)
+        x, cross_bias = unsummed(hidden_states, y, active_dropout(own.dropout)), None
+        if encoder_hidden_states is not None:
+            others |= {"key_value_states": encoder_hidden_states, "mask": encoder_attention_mask}
+            normed, summed = norm_and_sum(cross.layer_norm, x)
+            y, cross_bias, _ = cross.EncDecAttention(normed, position_bias=encoder_decoder_position_bias, **others)
+            x = unsummed(summed, y, active_dropout(cross.dropout))
+        normed, summed = norm_and_sum(ff.layer_norm, x)
+        x = unsummed(summed, ff.DenseReluDense(normed), active_dropout(ff.dropout))
+        return x.summed(), bias, cross_bias
+
+
+PATTERNS = (
+    T5Dense("T5Dense", "wi"),
+    T5Dense("T5GatedDense", "wi_0", "wi_1"),
+    T5FeedForward("T5FeedForward"),
+    T5SelfAttention("T5SelfAttention"),
+    T5CrossAttention("T5CrossAttention"),
+    T5Block("T5Block"),
+)
