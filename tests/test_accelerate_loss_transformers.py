@@ -1,4 +1,4 @@
-"""accelerate's fused loss in the models of Hugging Face transformers: losses and gradients are those of eager PyTorch."""
+"""accelerate's fused loss in the models of Hugging Face transformers: losses and gradients are those of eager ones."""
 
 from __future__ import annotations
 
@@ -40,8 +40,9 @@ def fused(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def seq2seq(name: str, **options: Any) -> nn.Module:
     config = getattr(transformers, f"{name}Config")(
-        vocab_size=V, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_start_token_id=1,
-        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, dropout=0.0, attention_dropout=0.0,
+        vocab_size=V, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, decoder_start_token_id=1, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        dropout=0.0, attention_dropout=0.0,
         activation_dropout=0.0, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options,
     )  # fmt: skip
     kind = "MTModel" if name == "Marian" else "ForConditionalGeneration"
@@ -51,7 +52,8 @@ def seq2seq(name: str, **options: Any) -> nn.Module:
 def bert(name: str, **options: Any) -> nn.Module:
     config = getattr(transformers, f"{name}Config")(
         vocab_size=V, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=32, pad_token_id=0, **options,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, max_position_embeddings=32, pad_token_id=0,
+        **options,
     )  # fmt: skip
     return getattr(transformers, f"{name}ForMaskedLM")(config)
 
@@ -134,7 +136,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Tensor]]
     "BERT": (lambda: bert("Bert"), mlm),
     "RoBERTa": (lambda: bert("Roberta"), mlm),
     "Whisper": (
-        lambda: seq2seq("Whisper", max_source_positions=16, max_target_positions=32, suppress_tokens=None, begin_suppress_tokens=None),
+        lambda: seq2seq(
+            "Whisper", max_source_positions=16, max_target_positions=32, suppress_tokens=None,
+            begin_suppress_tokens=None,
+        ),
         speech,
     ),
 }  # fmt: skip

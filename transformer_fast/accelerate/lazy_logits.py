@@ -9,17 +9,15 @@ and the loss is a node whose input is the tensor. So hooks, ``retain_grad`` and 
 look for. The gradient that the loss passes on is lazy too, a :class:`LazyGradient`: it has the gradients of hidden,
 weight and bias, which the node of the linear layer takes from it. Whatever else reads it makes the gradient itself.
 
-Values are made in ``__torch_dispatch__``, so also for C++ and for functions of ``torch.autograd``. Logits that are read
-after an optimizer's step are those of before: a hook on the optimizers copies the weights for tensors that are still
-alive. After any other change of the weights, reading raises an error.
+Logits that are read after an optimizer's step are those of before: a hook on the optimizers copies the weights for
+tensors that are still alive. After any other change of the weights, reading raises an error.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,79 +25,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
-from torch.utils._pytree import tree_map_only
 
 from .. import backends, ops
 from ..ops import _eager
 from ..tracing import is_traced
+from .lazy_tensor import VIEWS, Lazy, Node, cast, make_nothing
 
 _aten = torch.ops.aten
 
 
-class _Node:
-    """A tensor (*rows, V) that is made of its parent when it is read.
-
-    Attributes:
-        rows: what stands for it in the products, (*rows, d): hidden states, or their gradient (None: not asked for).
-        keeps: whether the value is kept. That of a view is made of its parent's each time, so that both share memory.
-        added: what was added to the output of the linear layer since, each (V,).
-    """
-
-    def __init__(
-        self, rows: Tensor | None, parent: _Node | None, make: Callable[[Tensor], Tensor], keeps: bool
-    ) -> None:
-        self.rows, self.parent, self.make, self.keeps = rows, parent, make, keeps
-        self.value: Tensor | None = None
-        self.added: tuple[Tensor, ...] = () if parent is None else parent.added
-        self._copies: weakref.WeakSet[_Node] = weakref.WeakSet()
-
-    @property
-    def root(self) -> Any:
-        """Where the tensor comes from, as long as it is not read."""
-        return self if self.parent is None else self.parent.root
-
-    def read(self) -> Tensor:
-        """The value, a plain tensor that is not part of a graph."""
-        if self.value is not None:
-            return self.value
-        base = None if self.parent is None else self.parent.read()
-        if self.value is None:  # it may have been made as a copy of its parent
-            with _plain_arithmetic():
-                value = self.computed(base)
-            if not self.keeps:
-                return value
-            self.value, self.parent = value, None
-            for copy in list(self._copies):  # from now on anybody may write to the memory of which they are copies
-                copy.read()
-        assert self.value is not None
-        return self.value
-
-    def computed(self, base: Tensor | None) -> Tensor:
-        """The value, made of the parent's."""
-        assert base is not None
-        return self.make(base)
-
-    def is_read(self) -> bool:
-        """Whether its value exists somewhere, and so may have been written to."""
-        return self.value is not None or (self.parent is not None and self.parent.is_read())
-
-    def derived(self, rows: Tensor | None, make: Callable[[Tensor], Tensor], keeps: bool) -> _Node:
-        """The node of a view, or of a copy."""
-        made = _Node(rows, self, make, keeps)
-        if keeps:
-            self._memory()._copies.add(made)
-        return made
-
-    def _memory(self) -> _Node:
-        """The node whose value has the memory of this one's."""
-        return self if self.keeps or self.parent is None else self.parent._memory()
-
-
-class _Linear(_Node):
+class _Linear(Node):
     """``F.linear(hidden, weight, bias)``, detached."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: tuple[bool, ...]) -> None:
-        super().__init__(hidden.detach(), None, _nothing, True)
+        super().__init__(hidden.detach(), None, make_nothing, True)
         # Not the parameters but tensors on their memory: a parameter that is given other memory changes nothing here.
         self.weight, self.bias, self.needs = weight.detach(), None if bias is None else bias.detach(), needs
         self.token = object()  # by which the graph knows it, without keeping it alive
@@ -131,12 +70,10 @@ class _Linear(_Node):
     def _state(self) -> tuple[list[int], Tensor]:
         """Versions, which every change counts up but one through ``.data``; and some numbers, which show that one."""
         tensors = [t for t in (self.rows, self.weight, self.bias) if t is not None]
-        rows, columns = (slice(None, None, max(1, n // 16)) for n in self.weight.shape)
-        return [t._version for t in tensors], self.weight[rows, columns].nan_to_num(0.5)
-
-
-def _nothing(value: Tensor) -> Tensor:
-    return value
+        sizes = [t.untyped_storage().nbytes() for t in tensors]  # sharding takes the memory of gathered weights away
+        steps = [max(1, n // 16) for n in self.weight.shape]
+        sample = self.weight[:: steps[0], :: steps[1]].nan_to_num(0.5) if all(sizes) else self.weight.new_empty(0)
+        return [*sizes, *(t._version for t in tensors)], sample
 
 
 _alive: weakref.WeakSet[_Linear] = weakref.WeakSet()
@@ -155,99 +92,28 @@ def _watch_optimizers() -> None:
     register_optimizer_step_pre_hook(before_step)
 
 
-@contextlib.contextmanager
-def _plain_arithmetic() -> Iterator[None]:
-    """What surrounds the reader has no influence on a value that others read too."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
-        yield
-
-
-class _Lazy(Tensor):
-    """A tensor that is made when it is read."""
-
-    node: Any
-
-    @staticmethod
-    def __new__(cls, node: _Node, like: Tensor) -> Any:
-        """Of the shape, strides and dtype of a tensor on the meta device."""
-        lazy = Tensor._make_wrapper_subclass(
-            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=torch.device("cpu")
-        )
-        lazy.node = node
-        return lazy
+class LazyLogits(Lazy):
+    """Logits that are made when something other than ``F.cross_entropy`` reads them."""
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is F.cross_entropy and (loss := _cross_entropy(*args, **kwargs)) is not None:
+        if function is F.cross_entropy and (loss := _cross_entropy(*args, **(kwargs or {}))) is not None:
             return loss
-        if function in _OUTSIDE:
-            args, kwargs = tree_map_only(_Lazy, _Lazy._outside, (args, kwargs))
-            if function in _DETACHED:
-                return function(args[0].detach())
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs)
+        return super().__torch_function__(function, types, args, kwargs)
 
-    @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        waits = args and isinstance(args[0], _Lazy) and not args[0].node.is_read()
-        if waits and (kept := args[0]._kept(function, args[1:], kwargs)) is not None:
-            return kept
-        if torch.Tag.inplace_view in function.tags:
-            raise NotImplementedError(
-                f"{function} of logits that accelerate left out: use the form that is not in place"
-            )
-        plain: dict[int, tuple[_Lazy, Tensor]] = {}
-        plain_args, plain_kwargs = tree_map_only(
-            _Lazy, lambda t: plain.setdefault(id(t), (t, t.node.read()))[1], (args, kwargs)
-        )
-        result = function(*plain_args, **plain_kwargs)
-        return next((lazy for lazy, value in plain.values() if result is value), result)
-
-    def _outside(self) -> Tensor:
-        """The tensor without its history, for what reads memory and not through PyTorch's operators."""
-        return self.node.read().detach().requires_grad_(self.requires_grad)
-
-    def _kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-        """The result of an operation that does not need the values; None for every other."""
-        raise NotImplementedError
-
-    def _like(self, function: Any = None, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Tensor:
-        like = torch.empty_strided(self.shape, self.stride(), dtype=self.dtype, device="meta")
-        return like if function is None else function(like, *args, **(kwargs or {}))
-
-    def _derived(self, function: Any, args: tuple, kwargs: dict[str, Any], rows: Tensor | None, keeps: bool) -> Tensor:
-        make = self.node.derived(rows, lambda value: function(value, *args, **kwargs), keeps)
-        return type(self)(make, self._like(function, args, kwargs))
-
-    def _reshaped(self, function: Any, args: tuple, kwargs: dict[str, Any], keeps: bool = False) -> Tensor | None:
-        """Of another shape, with the same last dimension."""
-        shape = self._like(function, args, kwargs).shape
-        if len(shape) < 2 or shape[-1] != self.shape[-1]:
-            return None
+    def kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
         rows = self.node.rows
-        return self._derived(
-            function, args, kwargs, None if rows is None else rows.reshape(*shape[:-1], rows.shape[-1]), keeps
-        )
-
-
-class LazyLogits(_Lazy):
-    """Logits that are made when something other than ``F.cross_entropy`` reads them."""
-
-    def _kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
-        rows = self.node.rows
-        if function in _VIEWS:
-            return self._reshaped(function, args, kwargs)
+        if function in VIEWS:
+            return self.reshaped(function, args, kwargs)
         if function in (_aten.slice.Tensor, _aten.select.int):
             dim = args[0] if args else 0
             if self.dim() < 2 or dim % self.dim() == self.dim() - 1:
                 return None
-            return self._derived(function, args, kwargs, function(rows, dim % self.dim(), *args[1:]), False)
+            return self.as_derived(function, args, kwargs, function(rows, dim % self.dim(), *args[1:]), False)
         if function is _aten.clone.default:
-            return self._derived(function, args, kwargs, rows, True)
-        if function is _aten._to_copy.default and _cast(kwargs) is torch.float32:
-            return self._derived(function, (), {"dtype": torch.float32}, rows, True)
+            return self.as_derived(function, args, kwargs, rows, True)
+        if function is _aten._to_copy.default and cast(kwargs) is torch.float32:
+            return self.as_derived(function, (), {"dtype": torch.float32}, rows, True)
         if function is _aten.add.Tensor and not kwargs and self._is_bias(args[0]):
             return self._plus(args[0])
         return None
@@ -271,58 +137,26 @@ class LazyLogits(_Lazy):
         return LazyLogits(node, torch.empty(self.shape, dtype=self.dtype, device="meta"))
 
 
-class LazyGradient(_Lazy):
+class LazyGradient(Lazy):
     """The gradient of logits that have not been made.
 
     Its node's rows are the gradient of the hidden states; its root has those of weight and bias, and ``token``.
     """
 
-    def _kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    def kept(self, function: Any, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
         rows = self.node.rows
-        if function in _VIEWS:
-            return self._reshaped(function, args, kwargs)
+        if function in VIEWS:
+            return self.reshaped(function, args, kwargs)
         if function in (_aten.slice_backward.default, _aten.select_backward.default):
             sizes, dim, *others = args
             if dim % len(sizes) == len(sizes) - 1:
                 return None
             if rows is not None:
                 rows = function(rows, [*sizes[:-1], rows.shape[-1]], dim % len(sizes), *others)
-            return self._derived(function, args, kwargs, rows, True)
-        if function is _aten._to_copy.default and (dtype := _cast(kwargs)) is not None:
-            return self._derived(function, (), {"dtype": dtype}, rows, True)
+            return self.as_derived(function, args, kwargs, rows, True)
+        if function is _aten._to_copy.default and (dtype := cast(kwargs)) is not None:
+            return self.as_derived(function, (), {"dtype": dtype}, rows, True)
         return None
-
-
-_VIEWS = {
-    _aten.view.default,
-    _aten._unsafe_view.default,
-    _aten._reshape_alias.default,
-    _aten.alias.default,
-    _aten.detach.default,
-}
-_DETACHED = {Tensor.detach, Tensor.data.__get__}  # type: ignore[attr-defined]
-_OUTSIDE = _DETACHED | {
-    Tensor.numpy,
-    Tensor.tolist,
-    Tensor.data_ptr,
-    Tensor.storage,
-    Tensor.untyped_storage,
-    Tensor.share_memory_,
-    Tensor.__array__,
-    Tensor.__dlpack__,
-    Tensor.__reduce_ex__,
-    Tensor.__repr__,
-    Tensor.__format__,
-}
-"""Functions that read memory without PyTorch's operators, or whose result outlives the graph."""
-
-
-def _cast(kwargs: dict[str, Any]) -> torch.dtype | None:
-    """The dtype of a ``_to_copy`` that changes nothing else."""
-    rest = {name: value for name, value in kwargs.items() if value is not None and value is not False}
-    dtype = rest.pop("dtype", None)
-    same = {"device": torch.device("cpu"), "layout": torch.strided}
-    return dtype if all(name in same and value == same[name] for name, value in rest.items()) else None
 
 
 class _LazyLinear(Function):
@@ -356,7 +190,7 @@ class _LazyLinear(Function):
         )
 
 
-class _LossGradient(_Node):
+class _LossGradient(Node):
     """The gradient of logits (N, V), as the loss passes it on.
 
     Attributes:
@@ -366,7 +200,7 @@ class _LossGradient(_Node):
 
     def __init__(self, parts: list[Tensor | None], token: object, logits: _Linear, loss: Callable[..., Tensor]) -> None:
         rows, self.weight, self.bias = parts
-        super().__init__(rows, None, _nothing, True)
+        super().__init__(rows, None, make_nothing, True)
         self.token, self.logits, self.loss = token, logits, loss
 
     def computed(self, base: Tensor | None) -> Tensor:
@@ -398,21 +232,27 @@ class _FusedLoss(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         target, loss, *leaves = ctx.saved_tensors
         (logits, version), options = ctx.logits, ctx.options
-        if torch.is_grad_enabled():  # the gradient shall have a gradient
+        again = torch.is_grad_enabled()
+        if (
+            again or backends.in_transform() or torch._C._functorch.is_legacy_batchedtensor(grad)
+        ):  # the gradient shall have a gradient, or there are many
             if logits._version != version:
-                raise RuntimeError("accelerate: the gradient of a gradient of logits that were changed in place")
-            with torch._C.DisableTorchFunctionSubclass():
+                raise RuntimeError("accelerate: these logits were changed in place, so their loss has no such gradient")
+            with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
                 loss = F.cross_entropy(logits, target, **options)
-            return *torch.autograd.grad(loss, logits, grad, create_graph=True), None, None
+            return *torch.autograd.grad(loss, logits, grad, create_graph=again), None, None
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         if not keep:
             ctx.logits = None
         needed = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
         made = iter(torch.autograd.grad(loss, needed, grad, retain_graph=keep))
         parts = [next(made) if leaf is not None and leaf.requires_grad else None for leaf in leaves]
-        again = _Linear(*(leaf if leaf is None else leaf.detach() for leaf in leaves), (False, False, False))
-        dtype = logits.dtype
-        node = _LossGradient(parts, ctx.token, again, lambda y: grad * F.cross_entropy(y.to(dtype), target, **options))
+        hidden, weight, bias = leaves
+        # Not the logits that there are: they may have been written to.
+        unchanged, dtype = _Linear(hidden, weight, bias, (False, False, False)), logits.dtype
+        node = _LossGradient(
+            parts, ctx.token, unchanged, lambda y: grad * F.cross_entropy(y.to(dtype), target, **options)
+        )
         return LazyGradient(node, torch.empty(logits.shape, dtype=dtype, device="meta")), None, None
 
 

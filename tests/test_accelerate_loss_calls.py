@@ -1,0 +1,198 @@
+"""accelerate's fused loss: which layers and calls it is for, what is compiled or traced, and the memory."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fused_loss_model import D, Gpt, V, assert_same, batch, gradients, loss_of, pair
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import transformer_fast as tfast
+from transformer_fast.accelerate import output_layer
+from transformer_fast.accelerate.lazy_logits import LazyLogits
+
+
+@pytest.fixture(autouse=True)
+def _small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_layer, "WORTH_IT", 1)
+
+
+def surrounded(context: Any) -> Callable[[Gpt, Tensor], Tensor]:
+    def call(model: Gpt, ids: Tensor) -> Tensor:
+        with context():
+            return model(ids)[0]
+
+    return call
+
+
+def hooked(model: Gpt, ids: Tensor) -> Tensor:
+    handle = model.lm_head.register_forward_hook(lambda module, args, out: None)
+    try:
+        return model(ids)[0]
+    finally:
+        handle.remove()
+
+
+def under_a_hook_on_all(model: Gpt, ids: Tensor) -> Tensor:
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+    try:
+        return model(ids)[0]
+    finally:
+        handle.remove()
+
+
+def replaced(model: Gpt, ids: Tensor) -> Tensor:
+    model = copy.deepcopy(model)
+    weight = model.lm_head.weight
+    model.lm_head = nn.Sequential(nn.Linear(D, D), nn.Linear(D, V, bias=False))
+    model.lm_head[1].weight = weight
+    return model(ids)[0]
+
+
+NOT_LEFT_OUT: dict[str, Callable[[Gpt, Tensor], Tensor]] = {
+    "evaluation": lambda m, ids: copy.deepcopy(m).eval()(ids)[0],
+    "no_grad": surrounded(torch.no_grad),
+    "inference mode": surrounded(torch.inference_mode),
+    "autocast": surrounded(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "reference": surrounded(lambda: tfast.backend("reference")),
+    "saved on the CPU": surrounded(torch.autograd.graph.save_on_cpu),
+    "dispatch mode": surrounded(lambda: FlopCounterMode(display=False)),
+    "forward mode": surrounded(torch.autograd.forward_ad.dual_level),
+    "hook": hooked,
+    "hook on all": under_a_hook_on_all,
+    "replaced": replaced,
+    "checkpoint": lambda m, ids: checkpoint(lambda x: m(x)[0], ids, use_reentrant=False),
+    "one vector": lambda m, ids: m(ids[0, 0, 0])[0],
+    "frozen": lambda m, ids: copy.deepcopy(m).requires_grad_(False)(ids)[0],
+    "compiled": lambda m, ids: torch.compile(m, backend="eager", fullgraph=True)(ids)[0],
+    "meta": lambda m, ids: copy.deepcopy(m).to("meta")(ids.to("meta"))[0],
+    "functional": lambda m, ids: torch.func.functional_call(m, {"lm_head.weight": Other(m.wte.weight)}, ids)[0],
+}
+
+
+class Other(Tensor):
+    """A subclass of somebody else."""
+
+
+@pytest.mark.parametrize("call", NOT_LEFT_OUT.values(), ids=NOT_LEFT_OUT)
+def test_calls_that_make_logits(call: Callable[[Gpt, Tensor], Tensor]) -> None:
+    eager, fast = pair(torch.float32)
+    ids = batch()[0].view(-1, 7)[None]
+    actual, expected = call(fast, ids), call(eager, ids)
+    assert type(actual) is type(expected) and type(actual) is not LazyLogits
+    assert actual.is_meta or "replaced" in str(call) or torch.equal(actual, expected)
+
+
+def test_small_calls_make_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, fast = pair()
+    monkeypatch.setattr(output_layer, "WORTH_IT", 21 * V)
+    ids, _ = batch()
+    assert type(fast(ids)[0]) is LazyLogits and type(fast(ids[:, 1:])[0]) is Tensor
+
+
+def test_traced_and_exported() -> None:
+    _, fast = pair(torch.float32)
+    ids, targets = batch()
+    traced = torch.jit.trace(fast, (ids, targets))
+    assert_same(traced(ids, targets)[1], fast(ids, targets)[1], rtol=1e-5, atol=1e-6)
+    exported = torch.export.export(fast, (ids, targets)).module()
+    assert_same(exported(ids, targets)[1], fast(ids, targets)[1], rtol=1e-5, atol=1e-6)
+
+
+def test_a_compiled_loss_of_lazy_logits() -> None:
+    eager, fast = pair()
+    ids, targets = batch()
+    compiled = torch.compile(loss_of, backend="aot_eager")
+    for model in (eager, fast):
+        compiled(model(ids)[0], targets).backward()
+    assert_same(gradients(fast), gradients(eager))
+
+
+def test_the_report_and_undo() -> None:
+    m = Gpt()
+    names = list(m.state_dict())
+    report = tfast.accelerate(m)
+    assert type(m.lm_head) is output_layer.Linear and list(m.state_dict()) == names
+    assert repr(m.lm_head) == f"Linear(in_features={D}, out_features={V}, bias=False)"
+    row = next(row for row in report.rows if row.path == "lm_head")
+    assert (row.was, row.now) == ("nn.Linear", "fused loss") and report.plain["Linear"] == 1
+    again = tfast.accelerate(m)
+    assert not again.swapped and "lm_head" in {row.path for row in again.already}
+    report.undo()
+    assert type(m.lm_head) is nn.Linear
+
+
+class NoLossInIt(nn.Module):
+    """The loss is somewhere else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte, self.lm_head = nn.Embedding(V, D), nn.Linear(D, V)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.lm_head(self.wte(ids))
+
+
+class Pruned(nn.Linear):
+    """Somebody's own class."""
+
+
+def test_layers_that_are_left() -> None:
+    other = Gpt()
+    other.lm_head = Pruned(D, V)
+    normed = Gpt(tied=False)
+    nn.utils.parametrizations.weight_norm(normed.lm_head)
+    other_size = Gpt(tied=False)
+    other_size.lm_head = nn.Linear(D, V + 1)
+    replaced = Gpt()
+    replaced.lm_head.forward = lambda x: x  # type: ignore[method-assign]
+    for model in (other, normed, other_size, replaced, NoLossInIt()):
+        assert not any(row.now == "fused loss" for row in tfast.accelerate(model).rows)
+
+
+MEMORY = """
+import resource, sys, torch, torch.nn.functional as F, transformer_fast as tfast
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(20000, 32)
+        self.lm_head = nn.Linear(32, 20000, bias=False)
+        self.lm_head.weight = self.wte.weight
+    def forward(self, ids, targets):
+        logits = self.lm_head(self.wte(ids))
+        return logits, F.cross_entropy(logits.float().view(-1, 20000), targets.view(-1))
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+model = Model()
+if sys.argv[1] == "fast":
+    tfast.accelerate(model)
+def step(rows):
+    ids = torch.randint(0, 20000, (2, rows // 2))
+    outputs = model(ids, ids)
+    outputs[1].backward()
+step(64)
+before = peak()
+step(4096)
+print(peak() - before)
+"""
+
+
+def test_no_logits_in_memory() -> None:
+    """4,096 rows of 20,000 logits are 312 MiB; a few chunks of 2**23 of them are less than a third of that."""
+    grown = {}
+    for name in ("eager", "fast"):
+        run = subprocess.run([sys.executable, "-c", MEMORY, name], capture_output=True, text=True, check=True)
+        grown[name] = float(run.stdout)
+    assert grown["eager"] > 600 and grown["fast"] < 150, grown
