@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .. import backends
 from ..distance import distance_table
-from ..masks import AttentionMask, and_causal, ranked
+from ..mask_parts import ranked
+from ..masks import AttentionMask, and_causal
 from ..tensor_cache import get, get_or_compute
 from ..tracing import is_traced, unrecorded
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import reference
 from ..attention_params import AttentionParams
 from ..distance import along_diagonals
-from ..masks import dense_keep, same_document
+from ..mask_parts import dense_keep, same_document
 from ..tracing import refuse_dropout, sizes
 
 
