@@ -15,10 +15,14 @@ def checked_offset(name: str, offset: int) -> int:
     return offset
 
 
+def kind_of(given: object) -> object:
+    """What a message says of an argument of the wrong kind: a tensor's dtype, or the name of another type."""
+    return given.dtype if isinstance(given, Tensor) else type(given).__name__
+
+
 def check_float(name: str, t: Tensor, shape: str, dims: tuple[int, ...]) -> None:
     if not isinstance(t, Tensor) or not t.is_floating_point():
-        what = t.dtype if isinstance(t, Tensor) else type(t).__name__
-        raise TypeError(f"{name} must be a float tensor {shape}, got {what}")
+        raise TypeError(f"{name} must be a float tensor {shape}, got {kind_of(t)}")
     if t.dim() not in dims:
         raise ValueError(f"{name} must be {shape}, got shape {tuple(t.shape)}")
 

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from .distance import Alibi, DistanceBias, Relative, along_diagonals, distance_table
-from .mask_checks import INTEGERS, boolean, check_float, checked_offset, four_dimensions, not_a_mask
+from .mask_checks import INTEGERS, boolean, check_float, checked_offset, four_dimensions, kind_of, not_a_mask
 from .mask_parts import both_documents, combine, dense_keep, same_document, same_rank
 from .tracing import sizes
 
@@ -76,8 +76,7 @@ class AttentionMask:
     def lengths(cls, lengths: Tensor) -> AttentionMask:
         """Valid lengths: integer (B,), or (B, Lq) for one length a query; keys at or past the length are blocked."""
         if not isinstance(lengths, Tensor) or lengths.dtype not in INTEGERS:
-            what = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
-            raise TypeError(f"lengths: expected an integer tensor of shape (B,) or (B, Lq), got {what}")
+            raise TypeError(f"lengths: expected an integer tensor of shape (B,) or (B, Lq), got {kind_of(lengths)}")
         if lengths.dim() not in (1, 2):
             raise ValueError(f"lengths: expected shape (B,) or (B, Lq), got {tuple(lengths.shape)}")
         return cls(key_lengths=lengths)
@@ -123,8 +122,7 @@ class AttentionMask:
         ids = (query_ids, query_ids if key_ids is None else key_ids)
         for name, t in zip(("query_ids", "key_ids"), ids, strict=True):
             if not isinstance(t, Tensor) or t.dtype not in INTEGERS:
-                what = t.dtype if isinstance(t, Tensor) else type(t).__name__
-                raise TypeError(f"documents: {name} must be an integer tensor (B, L), got {what}")
+                raise TypeError(f"documents: {name} must be an integer tensor (B, L), got {kind_of(t)}")
             if t.dim() != 2:
                 raise ValueError(f"documents: {name} must be (B, L), got shape {tuple(t.shape)}")
         return cls(document_ids=ids)
@@ -180,8 +178,8 @@ class AttentionMask:
             ValueError: for more than four dimensions, or none.
         """
         if not isinstance(bias, Tensor) or not bias.is_floating_point():
-            what = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-            raise TypeError(f"bias must be a float tensor added to the scores, got {what}; a mask goes in mask=")
+            given = kind_of(bias)
+            raise TypeError(f"bias must be a float tensor added to the scores, got {given}; a mask goes in mask=")
         return cls(additive_bias=four_dimensions(bias))
 
     def __and__(self, other: AttentionMask) -> AttentionMask:
