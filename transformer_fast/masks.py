@@ -24,17 +24,15 @@ give.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .distance import Alibi, DistanceBias, Relative, along_diagonals, distance_table
+from .mask_checks import INTEGERS, boolean, check_float, checked_offset, four_dimensions, kind_of, not_a_mask
+from .mask_parts import both_documents, combine, dense_keep, same_document, same_rank
 from .tracing import sizes
-
-_Part = TypeVar("_Part", Tensor, int, tuple[Tensor, Tensor])
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,7 +56,7 @@ class AttentionMask:
             TypeError: for a float mask, which could also be an additive bias or a blocked mask.
             ValueError: for more than four dimensions, or none.
         """
-        mask = _four_dimensions(_boolean(mask, "keep"))
+        mask = four_dimensions(boolean(mask, "keep"))
         if sizes(mask)[2] == 1:
             return cls(key_keep_mask=mask)
         return cls(keep_mask=mask)
@@ -77,9 +75,8 @@ class AttentionMask:
     @classmethod
     def lengths(cls, lengths: Tensor) -> AttentionMask:
         """Valid lengths: integer (B,), or (B, Lq) for one length a query; keys at or past the length are blocked."""
-        if not isinstance(lengths, Tensor) or lengths.dtype not in _INTEGERS:
-            what = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
-            raise TypeError(f"lengths: expected an integer tensor of shape (B,) or (B, Lq), got {what}")
+        if not isinstance(lengths, Tensor) or lengths.dtype not in INTEGERS:
+            raise TypeError(f"lengths: expected an integer tensor of shape (B,) or (B, Lq), got {kind_of(lengths)}")
         if lengths.dim() not in (1, 2):
             raise ValueError(f"lengths: expected shape (B,) or (B, Lq), got {tuple(lengths.shape)}")
         return cls(key_lengths=lengths)
@@ -124,9 +121,8 @@ class AttentionMask:
         """
         ids = (query_ids, query_ids if key_ids is None else key_ids)
         for name, t in zip(("query_ids", "key_ids"), ids, strict=True):
-            if not isinstance(t, Tensor) or t.dtype not in _INTEGERS:
-                what = t.dtype if isinstance(t, Tensor) else type(t).__name__
-                raise TypeError(f"documents: {name} must be an integer tensor (B, L), got {what}")
+            if not isinstance(t, Tensor) or t.dtype not in INTEGERS:
+                raise TypeError(f"documents: {name} must be an integer tensor (B, L), got {kind_of(t)}")
             if t.dim() != 2:
                 raise ValueError(f"documents: {name} must be (B, L), got shape {tuple(t.shape)}")
         return cls(document_ids=ids)
@@ -143,7 +139,7 @@ class AttentionMask:
             TypeError: for slopes that are no float tensor, or an offset that is no int.
             ValueError: for another shape.
         """
-        _check_float("alibi: slopes", slopes, "(H,) or (B, H)", (1, 2))
+        check_float("alibi: slopes", slopes, "(H,) or (B, H)", (1, 2))
         return cls(distance_biases=(Alibi(slopes, checked_offset("alibi offset", offset)),))
 
     @classmethod
@@ -163,7 +159,7 @@ class AttentionMask:
             TypeError: for a weight that is no float tensor, or numbers that are no ints.
             ValueError: for another shape, or fewer buckets than the distances near the query need.
         """
-        _check_float("relative: weight", weight, "(buckets, H)", (2,))
+        check_float("relative: weight", weight, "(buckets, H)", (2,))
         checked_offset("relative max_distance", max_distance)
         exact = weight.shape[0] // (4 if bidirectional else 2)
         if exact < 1 or max_distance <= exact:
@@ -182,9 +178,9 @@ class AttentionMask:
             ValueError: for more than four dimensions, or none.
         """
         if not isinstance(bias, Tensor) or not bias.is_floating_point():
-            what = bias.dtype if isinstance(bias, Tensor) else type(bias).__name__
-            raise TypeError(f"bias must be a float tensor added to the scores, got {what}; a mask goes in mask=")
-        return cls(additive_bias=_four_dimensions(bias))
+            given = kind_of(bias)
+            raise TypeError(f"bias must be a float tensor added to the scores, got {given}; a mask goes in mask=")
+        return cls(additive_bias=four_dimensions(bias))
 
     def __and__(self, other: AttentionMask) -> AttentionMask:
         """Keys that both masks allow; biases add up.
@@ -193,21 +189,21 @@ class AttentionMask:
             TypeError: for a tensor, which could be read two ways; the message names the constructors to choose from.
         """
         if not isinstance(other, AttentionMask):
-            raise _not_a_mask(other)
+            raise not_a_mask(other)
         return AttentionMask(
-            _combine(self.keep_mask, other.keep_mask, torch.logical_and),
-            _combine(self.key_keep_mask, other.key_keep_mask, torch.logical_and),
-            _combine(*_same_rank(self.key_lengths, other.key_lengths), torch.minimum),
-            _combine(self.causal_offset, other.causal_offset, min),
-            _combine(self.additive_bias, other.additive_bias, torch.add),
-            _combine(self.window_offset, other.window_offset, max),
-            _combine(self.document_ids, other.document_ids, _both_documents),
+            combine(self.keep_mask, other.keep_mask, torch.logical_and),
+            combine(self.key_keep_mask, other.key_keep_mask, torch.logical_and),
+            combine(*same_rank(self.key_lengths, other.key_lengths), torch.minimum),
+            combine(self.causal_offset, other.causal_offset, min),
+            combine(self.additive_bias, other.additive_bias, torch.add),
+            combine(self.window_offset, other.window_offset, max),
+            combine(self.document_ids, other.document_ids, both_documents),
             self.distance_biases + other.distance_biases,
         )
 
     def __rand__(self, other: object) -> AttentionMask:
         """``tensor & mask``: the same error as ``mask & tensor``."""
-        raise _not_a_mask(other)
+        raise not_a_mask(other)
 
     def tensors(self) -> dict[str, Tensor]:
         """The parts that are tensors, by name, and the tensors that others hold."""
@@ -264,118 +260,4 @@ def and_causal(offset: int | None, causal: bool | int) -> int | None:
     """The causal offset of a mask whose own is `offset`, and of ``tfast.attention(causal=...)``."""
     if causal is False:
         return offset
-    return _combine(offset, 0 if causal is True else checked_offset("causal offset", causal), min)
-
-
-def dense_keep(
-    keep: Tensor | None,
-    key_keep: Tensor | None,
-    lengths: Tensor | None,
-    causal: int | None,
-    window: int | None,
-    Lq: int,
-    Lk: int,
-    device: torch.device | str | None,
-) -> Tensor:
-    """The normal form as one bool tensor (B|1, H|1, Lq|1, Lk): True where the key is allowed."""
-    j = torch.arange(Lk, device=device)
-    allowed = torch.ones(1, 1, 1, Lk, dtype=torch.bool, device=device)
-    if keep is not None:
-        allowed = allowed & keep
-    if key_keep is not None:
-        allowed = allowed & key_keep
-    if lengths is not None:
-        per_query = lengths if lengths.dim() == 2 else lengths.unsqueeze(1)
-        allowed = allowed & (j < per_query[:, None, :, None])
-    i = torch.arange(Lq, device=device).unsqueeze(1)
-    if causal is not None:
-        allowed = allowed & (j <= i + causal)
-    if window is not None:
-        allowed = allowed & (j >= i + window)
-    return allowed
-
-
-def same_document(query_ids: Tensor, key_ids: Tensor) -> Tensor:
-    """Bool (B|1, 1, Lq, Lk) of ids (B|1, Lq) and (B|1, Lk): True where they are equal."""
-    return query_ids[:, None, :, None] == key_ids[:, None, None, :]
-
-
-def ranked(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The same ids as int32 numbers that are equal where those are."""
-    order = torch.cat([query_ids.reshape(-1), key_ids.reshape(-1)]).sort().values
-    first, second = (torch.searchsorted(order, t.contiguous()).to(torch.int32) for t in (query_ids, key_ids))
-    return first, second
-
-
-def checked_offset(name: str, offset: int) -> int:
-    """The offset; a TypeError that names it if it is no int."""
-    if isinstance(offset, bool) or not isinstance(offset, int):
-        raise TypeError(f"{name}: expected an int, got {type(offset).__name__}")
-    return offset
-
-
-def _not_a_mask(other: object) -> TypeError:
-    """What to write instead of ``mask & other``."""
-    if not isinstance(other, Tensor):
-        return TypeError(f"AttentionMask & {type(other).__name__}: both sides must be an AttentionMask")
-    # Libraries differ in what True means, and in whether the head axis is already there, so nothing is guessed.
-    keep, blocked = "AttentionMask.keep(t) if nonzero means kept", "AttentionMask.blocked(t) if nonzero means blocked"
-    readings = [keep, blocked]
-    if other.is_floating_point():
-        keep = "AttentionMask.keep(t.bool()) if nonzero means kept"
-        readings = [keep, blocked, "AttentionMask.bias(t) if it is added to the scores"]
-    elif other.dtype != torch.bool:
-        readings.append("AttentionMask.lengths(t) if it holds lengths")
-    return TypeError(
-        f"AttentionMask & tensor: a {other.dtype} tensor {tuple(other.shape)} can be read in several ways. Combine "
-        f"the mask with {'; '.join(readings)}."
-    )
-
-
-def _both_documents(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Ids that are equal where both are."""
-    first, second = ranked(*a), ranked(*b)
-    most = sum(t.numel() for t in second) + 1
-    queries, keys = (x.long() * most + y for x, y in zip(first, second, strict=True))
-    return ranked(queries, keys)
-
-
-def _check_float(name: str, t: Tensor, shape: str, dims: tuple[int, ...]) -> None:
-    if not isinstance(t, Tensor) or not t.is_floating_point():
-        what = t.dtype if isinstance(t, Tensor) else type(t).__name__
-        raise TypeError(f"{name} must be a float tensor {shape}, got {what}")
-    if t.dim() not in dims:
-        raise ValueError(f"{name} must be {shape}, got shape {tuple(t.shape)}")
-
-
-def _boolean(mask: Tensor, dialect: str) -> Tensor:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"{dialect} mask: expected a tensor or an AttentionMask, got {type(mask).__name__}")
-    if mask.dtype == torch.bool:
-        return mask
-    if mask.dtype in _INTEGERS:
-        return mask != 0
-    raise TypeError(
-        f"{dialect} mask: a {mask.dtype} tensor can be read two ways. If it is added to the scores, pass it as bias=; "
-        "if 1.0 means blocked, pass AttentionMask.blocked(mask); if 1.0 means kept, pass mask.bool()."
-    )
-
-
-def _four_dimensions(mask: Tensor) -> Tensor:
-    if not 1 <= mask.dim() <= 4:
-        raise ValueError(
-            f"mask: expected 1 to 4 dimensions broadcastable to (B, H, Lq, Lk), got shape {tuple(mask.shape)}"
-        )
-    return mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
-
-
-def _combine(a: _Part | None, b: _Part | None, both: Callable[[_Part, _Part], _Part]) -> _Part | None:
-    if a is None or b is None:
-        return b if a is None else a
-    return both(a, b)
-
-
-def _same_rank(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    if a is None or b is None or a.dim() == b.dim():
-        return a, b
-    return (a.unsqueeze(1), b) if a.dim() == 1 else (a, b.unsqueeze(1))
+    return combine(offset, 0 if causal is True else checked_offset("causal offset", causal), min)

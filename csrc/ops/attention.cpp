@@ -183,60 +183,42 @@ TwoTensors forward_autocast(const AttentionParams& params, const Tensor& q, cons
                            autocast<device>(v));
 }
 
-// The functions that serve the forwards of both kinds of batches; and those that serve the backwards.
-template <auto forward>
-void implement_forward(torch::Library& m) {
-  m.impl("attention", Padded<forward>::call);
-  m.impl("attention_packed", Packed<forward>::call);
-}
-
-template <auto backward, auto grad_bias, auto grad_distance_bias>
-void implement_backward(torch::Library& m) {
-  m.impl("attention_backward", Padded<backward>::call);
-  m.impl("attention_packed_backward", Packed<backward>::call);
-  m.impl("attention_grad_bias", Padded<grad_bias>::call);
-  m.impl("attention_grad_distance_bias", Padded<grad_distance_bias>::call);
-  m.impl("attention_packed_grad_distance_bias", Packed<grad_distance_bias>::call);
+// Defines an op of the backward: `arguments` is its schema without the name.
+template <Name name, auto implementation, auto meta>
+void define_backward(torch::Library& m, const std::string& arguments) {
+  define<implementation, meta, eager::Undifferentiable<name, implementation>::call>(m, name.text + arguments);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   const std::string padded = kMask + kOptions, packed = kSequences + kOptions;
-  m.def(("attention" + kForwardInputs + padded + kForwardResults).c_str());
-  m.def(("attention_packed" + kForwardInputs + packed + kForwardResults).c_str());
-  m.def(("attention_backward" + kBackwardInputs + padded + kBackwardResults).c_str());
-  m.def(("attention_packed_backward" + kBackwardInputs + packed + kBackwardResults).c_str());
-  m.def(("attention_grad_bias" + kBackwardInputs + padded + " -> Tensor").c_str());
-  m.def(("attention_grad_distance_bias" + kBackwardInputs + padded + " -> Tensor").c_str());
-  m.def(("attention_packed_grad_distance_bias" + kBackwardInputs + packed + " -> Tensor").c_str());
+  const std::string padded_backward = kBackwardInputs + padded, packed_backward = kBackwardInputs + packed;
+  define<Padded<forward>::call, Padded<forward_meta>::call, Padded<forward_autograd>::call>(
+      m, "attention" + kForwardInputs + padded + kForwardResults);
+  define<Packed<forward>::call, Packed<forward_meta>::call, Packed<forward_autograd>::call>(
+      m, "attention_packed" + kForwardInputs + packed + kForwardResults);
+  define_backward<"attention_backward", Padded<backward>::call, Padded<backward_meta>::call>(m, padded_backward +
+                                                                                                    kBackwardResults);
+  define_backward<"attention_packed_backward", Packed<backward>::call, Packed<backward_meta>::call>(
+      m, packed_backward + kBackwardResults);
+  define_backward<"attention_grad_bias", Padded<grad_bias>::call, Padded<grad_bias_meta>::call>(m, padded_backward +
+                                                                                                       " -> Tensor");
+  define_backward<"attention_grad_distance_bias", Padded<grad_distance_bias>::call,
+                  Padded<grad_distance_bias_meta>::call>(m, padded_backward + " -> Tensor");
+  define_backward<"attention_packed_grad_distance_bias", Packed<grad_distance_bias>::call,
+                  Packed<grad_distance_bias_meta>::call>(m, packed_backward + " -> Tensor");
 }
 
-TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {
-  implement_forward<forward>(m);
-  implement_backward<backward, grad_bias, grad_distance_bias>(m);
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) {
+  m.impl("attention", Padded<forward_autocast<at::kCPU>>::call);
+  m.impl("attention_packed", Packed<forward_autocast<at::kCPU>>::call);
 }
 
-TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) {
-  implement_forward<forward_meta>(m);
-  implement_backward<backward_meta, grad_bias_meta, grad_distance_bias_meta>(m);
+TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) {
+  m.impl("attention", Padded<forward_autocast<at::kCUDA>>::call);
+  m.impl("attention_packed", Packed<forward_autocast<at::kCUDA>>::call);
 }
-
-TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) {
-  using eager::Undifferentiable;
-  implement_forward<forward_autograd>(m);
-  m.impl("attention_backward", Undifferentiable<"attention_backward", Padded<backward>::call>::call);
-  m.impl("attention_packed_backward", Undifferentiable<"attention_packed_backward", Packed<backward>::call>::call);
-  m.impl("attention_grad_bias", Undifferentiable<"attention_grad_bias", Padded<grad_bias>::call>::call);
-  m.impl("attention_grad_distance_bias",
-         Undifferentiable<"attention_grad_distance_bias", Padded<grad_distance_bias>::call>::call);
-  m.impl("attention_packed_grad_distance_bias",
-         Undifferentiable<"attention_packed_grad_distance_bias", Packed<grad_distance_bias>::call>::call);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) { implement_forward<forward_autocast<at::kCPU>>(m); }
-
-TORCH_LIBRARY_IMPL(transformer_fast, AutocastCUDA, m) { implement_forward<forward_autocast<at::kCUDA>>(m); }
 
 }  // namespace attention_op
 

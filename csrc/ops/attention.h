@@ -46,7 +46,9 @@ struct AttentionParams {
   AttentionParams without_tensors() const;
   AttentionParams with(const Tensor* saved) const;
 
- private:
+  // All tensors: first those that have these names in Python.
+  static constexpr std::array kNames = {"keep",          "key_keep",  "lengths", "bias",
+                                        "distance_bias", "query_ids", "key_ids", "sinks"};
   template <typename Params>
   static std::array<decltype(&std::declval<Params&>().keep), kTensors> tensor_fields(Params& p) {
     return {&p.keep,

@@ -68,14 +68,9 @@ Tensor weights_autocast(const AttentionParams& params, const Tensor& q, const Te
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  m.def(("attention_weights(Tensor q, Tensor k, Tensor? logsumexp, " + kMask + kOptions + " -> Tensor").c_str());
+  define<Padded<weights>::call, Padded<weights_meta>::call, Padded<weights_autograd>::call>(
+      m, "attention_weights(Tensor q, Tensor k, Tensor? logsumexp, " + kMask + kOptions + " -> Tensor");
 }
-
-TORCH_LIBRARY_IMPL(transformer_fast, CompositeExplicitAutograd, m) {
-  m.impl("attention_weights", Padded<weights>::call);
-}
-TORCH_LIBRARY_IMPL(transformer_fast, Meta, m) { m.impl("attention_weights", Padded<weights_meta>::call); }
-TORCH_LIBRARY_IMPL(transformer_fast, Autograd, m) { m.impl("attention_weights", Padded<weights_autograd>::call); }
 TORCH_LIBRARY_IMPL(transformer_fast, AutocastCPU, m) {
   m.impl("attention_weights", Padded<weights_autocast<at::kCPU>>::call);
 }

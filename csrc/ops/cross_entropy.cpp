@@ -168,8 +168,7 @@ FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTe
 
 struct LinearCrossEntropy {
   static constexpr const char* kName = "linear_cross_entropy";
-  // What is saved after the inputs: their gradients, and the scale of those.
-  enum : size_t { kGradients = 3, kScale = 6, kSaved };
+  enum : size_t { kGradients = 3, kScale = 6, kSaved };  // what is saved after the inputs
 
   struct Options {};
 

@@ -3,46 +3,11 @@
 #include "launch_cache.h"
 #include "python_function.h"
 
-#include <array>
 #include <initializer_list>
-#include <utility>
 
 namespace transformer_fast {
 
 namespace py = pybind11;
-
-namespace {
-
-// The tensors of a call but the seed and the bounds of packed sequences, by their names in Python, in the order of PARTS
-// in triton/attention/launches.py.
-std::array<std::pair<const char*, const OptionalTensor*>, 8> parts_of(const AttentionParams& params) {
-  return {{{"keep", &params.keep},
-           {"key_keep", &params.key_keep},
-           {"lengths", &params.lengths},
-           {"bias", &params.bias},
-           {"distance_bias", &params.distance_bias},
-           {"query_ids", &params.query_ids},
-           {"key_ids", &params.key_ids},
-           {"sinks", &params.sinks}}};
-}
-
-}  // namespace
-
-py::object python_params(const AttentionParams& params) {
-  static const PythonFunction make("transformer_fast.attention_params", "AttentionParams");
-  static const PythonFunction make_packed("transformer_fast.attention_params", "PackedBatch");
-  py::dict fields;
-  for (const auto& [name, tensor] : parts_of(params)) fields[name] = PythonFunction::object(*tensor);
-  fields["causal"] = params.causal, fields["window"] = params.window;
-  fields["softcap"] = params.softcap;
-  fields["scale"] = params.scale, fields["dropout_p"] = params.dropout_p;
-  fields["seed"] = params.seed_value ? py::object(py::int_(*params.seed_value)) : PythonFunction::object(params.seed);
-  fields["zero_empty_rows"] = params.zero_empty_rows;
-  if (const PackedBatch& packed = params.packed; params.is_packed())
-    fields["packed"] = make_packed.call({}, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_q.expect_int(),
-                                        packed.max_k.expect_int());
-  return make.call(fields);
-}
 
 namespace {
 
@@ -62,7 +27,8 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   call.scalar(params.zero_empty_rows);
 
   for (const OptionalTensor& input : inputs) call.input(input);
-  for (const auto& part : parts_of(params)) call.input(*part.second);
+  const auto tensors = AttentionParams::tensor_fields(params);  // in the order of PARTS there
+  for (size_t i = 0; i < AttentionParams::kNames.size(); ++i) call.input(*tensors[i]);
   if (params.seed_value)
     call.input(*params.seed_value);
   else
@@ -91,6 +57,23 @@ bool only_launches(const Tensor& q, const Tensor& k, const AttentionParams& para
 }
 
 }  // namespace
+
+py::object python_params(const AttentionParams& params) {
+  static const PythonFunction make("transformer_fast.attention_params", "AttentionParams");
+  static const PythonFunction make_packed("transformer_fast.attention_params", "PackedBatch");
+  py::dict fields;
+  const auto tensors = AttentionParams::tensor_fields(params);
+  for (size_t i = 0; i < AttentionParams::kNames.size(); ++i)
+    fields[AttentionParams::kNames[i]] = PythonFunction::object(*tensors[i]);
+  fields["causal"] = params.causal, fields["window"] = params.window, fields["softcap"] = params.softcap;
+  fields["scale"] = params.scale, fields["dropout_p"] = params.dropout_p;
+  fields["seed"] = params.seed_value ? py::object(py::int_(*params.seed_value)) : PythonFunction::object(params.seed);
+  fields["zero_empty_rows"] = params.zero_empty_rows;
+  if (const PackedBatch& packed = params.packed; params.is_packed())
+    fields["packed"] = make_packed.call({}, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_q.expect_int(),
+                                        packed.max_k.expect_int());
+  return make.call(fields);
+}
 
 AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params) {
   static const PythonFunction launcher("transformer_fast.triton.attention.forward", "attention_forward");

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from .. import backends
 from ..distance import distance_table
-from ..masks import AttentionMask, and_causal, ranked
+from ..mask_checks import kind_of
+from ..mask_parts import ranked
+from ..masks import AttentionMask, and_causal
 from ..tensor_cache import get, get_or_compute
 from ..tracing import is_traced, unrecorded
 
@@ -141,8 +143,7 @@ def _check_special(
         raise ValueError(f"{op}: softcap must be above 0, or None for none, got {softcap}")
     if sinks is not None:
         if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-            what = sinks.dtype if isinstance(sinks, Tensor) else type(sinks).__name__
-            raise TypeError(f"{op}: sinks must be a float tensor (H,), got {what}")
+            raise TypeError(f"{op}: sinks must be a float tensor (H,), got {kind_of(sinks)}")
         if sinks.shape != (H,):
             raise ValueError(f"{op}: sinks must be (H,) = ({H},), got shape {tuple(sinks.shape)}")
     for bias in mask.distance_biases:

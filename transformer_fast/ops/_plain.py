@@ -8,7 +8,6 @@ dropout, which is for training. The functions of attention are in ``_plain_atten
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +44,6 @@ def _by_position(op: torch._ops.OpOverload, function: Callable[..., Any]) -> Cal
     """The function of an op as graphs call it: with arguments in the order of its schema."""
     names = [argument.name for argument in op._schema.arguments]
 
-    @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         return function(**dict(zip(names, given, strict=False)), **named)
 
@@ -84,13 +82,7 @@ def layer_norm(
 
 
 def dropout(
-    x: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    relu: bool,
-    p: float,
-    seed: Tensor | None,
-    backend: str,
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, relu: bool, p: float, seed: Tensor | None, backend: str
 ) -> Tensor:
     """``[residual +] [relu] (x [+ bias])`` (..., d)."""
     refuse_dropout("dropout", p)
@@ -145,17 +137,6 @@ def linear_cross_entropy(
     return loss, x.new_empty(0), weight.new_empty(0), weight.new_empty(0), torch.zeros_like(loss)
 
 
-_PLAIN: dict[str, Callable[..., Any]] = {
-    function.__name__: function
-    for function in (
-        attention,
-        attention_weights,
-        attention_decode,
-        attention_packed,
-        layer_norm,
-        dropout,
-        embed,
-        add_positional,
-        linear_cross_entropy,
-    )
-}
+_ATTENTION = (attention, attention_weights, attention_decode, attention_packed)
+_OTHERS = (layer_norm, dropout, embed, add_positional, linear_cross_entropy)
+_PLAIN: dict[str, Callable[..., Any]] = {function.__name__: function for function in (*_ATTENTION, *_OTHERS)}

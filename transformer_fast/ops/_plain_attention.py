@@ -12,13 +12,14 @@ from torch import Tensor
 from .. import reference
 from ..attention_params import AttentionParams
 from ..distance import along_diagonals
-from ..masks import dense_keep, same_document
+from ..mask_parts import dense_keep, same_document
 from ..tracing import refuse_dropout, sizes
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
     """out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
-    params = _without_dropout("attention", options)
+    params = AttentionParams.from_keywords(**options)
+    refuse_dropout("attention", params.dropout_p)
     scores, allowed = _scores_and_mask(q, k, params)
     weights = _weights(scores, allowed, params, q.dtype)
     return _per_head(weights, v), _logsumexp(scores, allowed, params.sinks)
@@ -26,29 +27,24 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) 
 
 def attention_weights(q: Tensor, k: Tensor, logsumexp: Tensor | None, *, backend: str, **options: Any) -> Tensor:
     """The weights (B, H, Lq, Lk)."""
-    params = _without_dropout("attention", options)
+    params = AttentionParams.from_keywords(**options)
+    refuse_dropout("attention", params.dropout_p)
     return _weights(*_scores_and_mask(q, k, params), params, q.dtype)
 
 
 def attention_decode(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    lengths: Tensor,
-    page_table: Tensor | None,
-    *,
-    backend: str,
-    **options: Any,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, page_table: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, Lq, D) and logsumexp (B, H, Lq)."""
     mask = {name: options.pop(name, None) for name in ("distance_bias", "query_ids", "key_ids", "causal", "window")}
     k, v, keep, bias = reference.attention.cached_keys(q, k_cache, v_cache, lengths, page_table, **mask)
-    return attention(q, k, v, keep=keep, bias=bias, zero_empty_rows=True, backend=backend, **options)
+    return attention(q, k, v, keep=keep, bias=bias, zero_empty_rows=True, **options)
 
 
 def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options: Any) -> tuple[Tensor, Tensor]:
     """out (Tq, H, D) and logsumexp (H, Tq), by the padded batch: it is put together, and taken apart again."""
-    params = _without_dropout("attention_packed", options)
+    params = AttentionParams.from_keywords(**options)
+    refuse_dropout("attention_packed", params.dropout_p)
     assert params.packed is not None
     cu_seqlens_q, cu_seqlens_k = params.packed.cu_seqlens_q, params.packed.cu_seqlens_k
     max_q, max_k, batch = params.packed.max_q, params.packed.max_k, cu_seqlens_q.shape[0] - 1
@@ -74,13 +70,6 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options
     out, logsumexp = _per_head(weights, padded_v), _logsumexp(scores, allowed, params.sinks).unsqueeze(-1)
     out, logsumexp = (t.transpose(1, 2).flatten(0, 1).index_select(0, place_q) for t in (out, logsumexp))
     return out, logsumexp.squeeze(-1).transpose(0, 1)
-
-
-def _without_dropout(op: str, options: dict[str, Any]) -> AttentionParams:
-    """The arguments of a schema; a RuntimeError if they ask for dropout."""
-    params = AttentionParams.from_keywords(**options)
-    refuse_dropout(op, params.dropout_p)
-    return params
 
 
 def _scores_and_mask(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:

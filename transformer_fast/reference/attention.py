@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..distance import along_diagonals
-from ..masks import dense_keep, same_document
+from ..mask_parts import dense_keep, same_document
 from .dropout import attention_keep, rescale
 
 

@@ -230,15 +230,9 @@ class ScoreGradients {
   }
 
   SavedTile<T, A> saved_tile(int64_t first_key) {
-    const auto& saved = call_.saved_probs;
-    return {saved.at(b_, h_, first_query_, lanes_, first_key),
-            saved.factors_at(b_, h_, first_query_, first_key),
-            uniform_,
-            delta_,
-            weights_,
-            grads_,
-            queries_,
-            lanes_};
+    const T* const saved = call_.saved_probs.at(b_, h_, first_query_, lanes_, first_key);
+    const A* const factors = call_.saved_probs.factors_at(b_, h_, first_query_, first_key);
+    return {saved, factors, uniform_, delta_, weights_, grads_, queries_, lanes_};
   }
 
   bool packed() const { return SavedTile<T, A>::kPacks && call_.saved_probs; }

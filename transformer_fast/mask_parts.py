@@ -1,0 +1,71 @@
+"""What is done with the parts of an attention mask: they become a dense mask, and those of two masks become one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+_Part = TypeVar("_Part", Tensor, int, tuple[Tensor, Tensor])
+
+
+def dense_keep(
+    keep: Tensor | None,
+    key_keep: Tensor | None,
+    lengths: Tensor | None,
+    causal: int | None,
+    window: int | None,
+    Lq: int,
+    Lk: int,
+    device: torch.device | str | None,
+) -> Tensor:
+    """The normal form as one bool tensor (B|1, H|1, Lq|1, Lk): True where the key is allowed."""
+    j = torch.arange(Lk, device=device)
+    allowed = torch.ones(1, 1, 1, Lk, dtype=torch.bool, device=device)
+    if keep is not None:
+        allowed = allowed & keep
+    if key_keep is not None:
+        allowed = allowed & key_keep
+    if lengths is not None:
+        per_query = lengths if lengths.dim() == 2 else lengths.unsqueeze(1)
+        allowed = allowed & (j < per_query[:, None, :, None])
+    i = torch.arange(Lq, device=device).unsqueeze(1)
+    if causal is not None:
+        allowed = allowed & (j <= i + causal)
+    if window is not None:
+        allowed = allowed & (j >= i + window)
+    return allowed
+
+
+def same_document(query_ids: Tensor, key_ids: Tensor) -> Tensor:
+    """Bool (B|1, 1, Lq, Lk) of ids (B|1, Lq) and (B|1, Lk): True where they are equal."""
+    return query_ids[:, None, :, None] == key_ids[:, None, None, :]
+
+
+def ranked(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The same ids as int32 numbers that are equal where those are."""
+    order = torch.cat([query_ids.reshape(-1), key_ids.reshape(-1)]).sort().values
+    first, second = (torch.searchsorted(order, t.contiguous()).to(torch.int32) for t in (query_ids, key_ids))
+    return first, second
+
+
+def both_documents(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Ids that are equal where both are."""
+    first, second = ranked(*a), ranked(*b)
+    most = sum(t.numel() for t in second) + 1
+    queries, keys = (x.long() * most + y for x, y in zip(first, second, strict=True))
+    return ranked(queries, keys)
+
+
+def combine(a: _Part | None, b: _Part | None, both: Callable[[_Part, _Part], _Part]) -> _Part | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return both(a, b)
+
+
+def same_rank(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    if a is None or b is None or a.dim() == b.dim():
+        return a, b
+    return (a.unsqueeze(1), b) if a.dim() == 1 else (a, b.unsqueeze(1))
