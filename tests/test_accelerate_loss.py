@@ -224,7 +224,7 @@ def test_saved_and_printed() -> None:
     assert type(loaded) is Tensor and torch.equal(loaded, logits)
     assert "tensor(" in repr(fast(ids)[0]) and "requires_grad" in repr(logits)
     whole = pickle.loads(pickle.dumps(fast))
-    assert type(whole(ids)[0]) is LazyLogits and type(copy.deepcopy(fast).lm_head) is output_layer.Linear
+    assert type(whole(ids)[0]) is LazyLogits and type(copy.deepcopy(fast).lm_head) is output_layer.OutputLayer
 
 
 @pytest.mark.parametrize("frozen", ["lm_head", "layer", "wte"])

@@ -120,7 +120,7 @@ def test_the_report_and_undo() -> None:
     m = Gpt()
     names = list(m.state_dict())
     report = tfast.accelerate(m)
-    assert type(m.lm_head) is output_layer.Linear and list(m.state_dict()) == names
+    assert type(m.lm_head) is output_layer.OutputLayer and list(m.state_dict()) == names
     assert repr(m.lm_head) == f"Linear(in_features={D}, out_features={V}, bias=False)"
     row = next(row for row in report.rows if row.path == "lm_head")
     assert (row.was, row.now) == ("nn.Linear", "fused loss") and report.plain["Linear"] == 1

@@ -87,7 +87,7 @@ def accelerated(eager: nn.Module) -> nn.Module:
     fast = copy.deepcopy(eager)
     assert [row.now for row in tfast.accelerate(fast).swapped].count("fused loss") == 1
     for module, original in zip(fast.modules(), eager.modules(), strict=True):
-        if type(module) is not output_layer.Linear:
+        if type(module) is not output_layer.OutputLayer:
             module.__class__ = original.__class__
     return fast
 

@@ -14,9 +14,12 @@ from ..dialects._common import LastWeights
 from ..layers import torch_modules as fast
 from ..layers import torch_stacks
 from ..layers.dropout import Dropout
+from ..layers.linear import Linear
+from ..ops.linear import is_faster
 from .calls import CallsOurs, calling_ours, calls_of
 from .huggingface import give_attention
-from .output_layer import fuse_losses
+from .output_layer import NAME as FUSED_LOSS
+from .output_layer import OutputLayer, output_layers
 from .patterns import PATTERNS
 from .patterns.base import Accelerated, Pattern, accelerated_class
 from .probe import probe, signature
@@ -79,8 +82,10 @@ def accelerate(model: nn.Module) -> Report:
     dtype, device and optimizers stay, and masks keep the meaning they have at each module. A hand-written module is
     swapped only where its numbers agree with the fused op's on random input. Any other module whose code calls
     ``F.scaled_dot_product_attention`` or ``F.dropout`` keeps that code, and calls ours in it. Models of Hugging Face
-    transformers use ``attn_implementation="transformer_fast"``, in configs of their own. Call it before the model is
-    compiled or sharded. A second call says which modules are swapped already, and swaps those that have come since.
+    transformers use ``attn_implementation="transformer_fast"``, in configs of their own. Linear layers multiply by the
+    faster of PyTorch's libraries, and logits that only a loss reads are left out. Call it before the model is compiled
+    or sharded, and after it was quantised. A second call says which modules are swapped already, and swaps those that
+    have come since.
 
     Args:
         model: any module; it may itself be one of those that are swapped.
@@ -95,7 +100,6 @@ def accelerate(model: nn.Module) -> Report:
         raise TypeError(f"accelerate: expected a torch.nn.Module, got {type(model).__name__}")
     walk = _Walk(model)
     walk.visit(model, "")
-    fuse_losses(model, walk)
     walk.report.rows.sort(key=lambda row: walk.order[row.path])
     return walk.report
 
@@ -105,6 +109,7 @@ class _Walk:
         self.report = Report()
         self.order = {path: place for place, (path, _) in enumerate(model.named_modules())}
         self.seen: set[int] = set()
+        self.output_layers = output_layers(model)
         self.fused: set[int] = set()  # modules that run on the fused ops, from this call or before
         self.probed: dict[Any, str | None] = {}
         parameter = next(model.parameters(), None)
@@ -127,6 +132,8 @@ class _Walk:
         if isinstance(module, Accelerated | CallsOurs) or _is_ours(was):
             self._leave(path, module, ALREADY)
             self.fused.add(id(module))
+        elif was is nn.Linear:
+            self._linear(path, module)
         elif was in _TORCH:
             self._torch(path, module)
         elif isinstance(module, tuple(_TORCH)) and parametrize.is_parametrized(module):
@@ -135,6 +142,14 @@ class _Walk:
             self.report.plain[was.__name__] += 1
         else:
             self._other(path, module)
+
+    def _linear(self, path: str, module: nn.Linear) -> None:
+        if id(module) in self.output_layers and not self._obstacle(module, "cross_entropy"):
+            self._swap(path, module, OutputLayer, FUSED_LOSS)
+        elif is_faster(module.weight) and not _is_replaced(module):
+            self._swap(path, module, Linear, "layers.Linear")
+        else:
+            self.report.plain["Linear"] += 1
 
     def _torch(self, path: str, module: nn.Module) -> None:
         made, op, obstacle = _TORCH[type(module)]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..layers.hooks import is_plain
+from ..layers.linear import Linear
 from ..tracing import is_traced
 from . import lazy_logits
 
@@ -22,15 +21,16 @@ WORTH_IT = 2**20
 _FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
-class Linear(nn.Linear):
+class OutputLayer(Linear):
     """``nn.Linear`` whose output, in training on a CPU, is not made where only ``F.cross_entropy`` reads it."""
 
     def forward(self, input: Tensor) -> Tensor:
         """(..., in_features) -> (..., out_features), in training a :class:`.lazy_logits.LazyLogits` where it serves."""
         if torch.compiler.is_compiling() or is_traced() or not self.training or not torch.is_grad_enabled():
-            return F.linear(input, self.weight, self.bias)
-        linear = lazy_logits.linear if self._leaves_out(input) else F.linear
-        return linear(input, self.weight, self.bias)
+            return super().forward(input)
+        if not self._leaves_out(input):
+            return super().forward(input)
+        return lazy_logits.linear(input, self.weight, self.bias)
 
     def _leaves_out(self, x: Any) -> bool:
         weight, bias = self.weight, self.bias
@@ -55,29 +55,18 @@ class Linear(nn.Linear):
         )
 
 
-def fuse_losses(model: nn.Module, walk: Any) -> None:
-    """Swap the output layers of a model, and write them into the report of a walk over it (``engine.py``).
+def output_layers(model: nn.Module) -> set[int]:
+    """The output layers among a model's modules, by id.
 
     They are the linear layer that ``get_output_embeddings()`` of a model of transformers names, and those that are as
     large as one of the model's embeddings, in a module whose code mentions the cross entropy.
     """
-    for path, layer in _output_layers(model):
-        on_cpu = layer.weight.device.type == "cpu"
-        if on_cpu and not walk._obstacle(layer, "cross_entropy"):
-            walk.report.plain["Linear"] -= 1
-            walk._swap(path, layer, Linear, NAME)
-    walk.report.plain += type(walk.report.plain)()  # forgets what there is none of
-
-
-def _output_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    modules = list(model.named_modules())
-    tables = {tuple(m.weight.shape) for _, m in modules if isinstance(m, nn.Embedding)}
-    named = [head for _, m in modules if (head := _named(m)) is not None]
-    holders = (m for _, m in modules if _mentions_loss(type(m)))
+    modules = list(model.modules())
+    tables = {tuple(m.weight.shape) for m in modules if isinstance(m, nn.Embedding)}
+    named = [head for m in modules if (head := _named(m)) is not None]
+    holders = (m for m in modules if _mentions_loss(type(m)))
     named += [m for holder in holders for m in holder.children() if _is_linear(m) and tuple(m.weight.shape) in tables]
-    for path, module in modules:
-        if _is_linear(module) and any(module is head for head in named):
-            yield path, module
+    return {id(head) for head in named if _is_linear(head) and head.weight.device.type == "cpu"}
 
 
 def _is_linear(module: Any) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.linear import linear
@@ -15,7 +17,10 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """x (..., in_features) -> (..., out_features)."""
-        return linear(input, self.weight, self.bias)
+        if torch.jit.is_scripting():  # type: ignore[attr-defined]
+            return F.linear(input, self.weight, self.bias)
+        else:  # torch.jit.script compiles what follows an if, but not this
+            return linear(input, self.weight, self.bias)
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import extension
 from . import _eager
 
 
@@ -32,3 +34,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if result is not None:
             return result
     return F.linear(x, weight, bias)
+
+
+def is_faster(weight: Tensor) -> bool:
+    """Whether :func:`linear` is more than ``F.linear`` for this weight (out, in) and a thousand rows."""
+    module = extension.module()
+    if module is None or weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.dim() != 2:
+        return False
+    return module.onednn_is_faster(1024, weight.shape[1], weight.shape[0])
