@@ -1,5 +1,5 @@
 """Masked scaled dot-product attention. Its ops - forward, backward, gradient of the bias, weights - are in
-csrc/ops/attention.cpp."""
+csrc/ops/attention.cpp and attention_weights.cpp."""
 
 from __future__ import annotations
 
