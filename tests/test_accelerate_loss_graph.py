@@ -106,7 +106,7 @@ def test_the_gradient_of_logits_after_the_step_is_that_of_before() -> None:
     assert_same(found[1].clone(), found[0])
 
 
-@pytest.mark.parametrize("way", ["in place", "data", "hidden", "freed"])
+@pytest.mark.parametrize("way", ["in place", "data", "data and a step", "hidden", "freed"])
 def test_logits_after_another_change_say_so(way: str) -> None:
     _, fast = pair()
     _, targets = batch()
@@ -116,8 +116,10 @@ def test_logits_after_another_change_say_so(way: str) -> None:
     with torch.no_grad():
         if way == "in place":
             fast.lm_head.weight.mul_(0.5)
-        elif way == "data":
+        elif way.startswith("data"):
             fast.lm_head.weight.data.mul_(0.5)
+            if way == "data and a step":
+                torch.optim.SGD(fast.parameters(), lr=0.1).step()
         elif way == "freed":
             fast.lm_head.weight.untyped_storage().resize_(0)
         else:

@@ -53,8 +53,7 @@ class _Linear(Node):
 
     def check(self) -> None:
         """Raise unless the tensors are what they were."""
-        versions, sample = self._state()
-        if versions != self._seen[0] or not torch.equal(sample, self._seen[1]):
+        if not self._is_unchanged():
             raise RuntimeError(
                 "accelerate: these logits are computed when they are read (the loss did not need them), and since then "
                 "the weights of the output layer, or its input, have been changed by something else than the step of a "
@@ -63,9 +62,13 @@ class _Linear(Node):
 
     def keep_weights(self) -> None:
         """Copy the weights, which are about to change. If they have changed already, reading will say so."""
-        if self.value is None and self._state()[0] == self._seen[0]:
+        if self.value is None and self._is_unchanged():
             self.weight, self.bias = self.weight.clone(), None if self.bias is None else self.bias.clone()
             self._seen = self._state()
+
+    def _is_unchanged(self) -> bool:
+        versions, sample = self._state()
+        return versions == self._seen[0] and torch.equal(sample, self._seen[1])
 
     def _state(self) -> tuple[list[int], Tensor]:
         """Versions, which every change counts up but one through ``.data``; and some numbers, which show that one."""
