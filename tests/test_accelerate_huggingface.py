@@ -95,7 +95,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 def set_dropout(model: nn.Module, p: float) -> None:
     """Every dropout but those of attention weights, whose mask eager draws in its own way."""
     for path, m in model.named_modules():
-        if type(m) is nn.Dropout and not path.endswith(("self.dropout", "attention.dropout", "attn_dropout")):
+        if isinstance(m, nn.Dropout) and not path.endswith(("self.dropout", "attention.dropout", "attn_dropout")):
             m.p = p
         if hasattr(m, "activation_dropout"):
             m.dropout = m.activation_dropout = p
