@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -358,3 +359,12 @@ def test_without_transformers_nothing_is_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
+
+
+def test_on_a_gpu_it_stays_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model says that its parameters are on a GPU."""
+    model = transformers.BertModel(transformers.BertConfig(**BERT))
+    parameter = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    monkeypatch.setattr(model, "parameters", lambda recurse=True: iter((parameter,)))
+    (row,) = [row for row in tfast.accelerate(model).left if row.was == "BertModel (sdpa)"]
+    assert row.why == "on a GPU it was not measured against ours" and set(implementations(model)) == {"sdpa"}

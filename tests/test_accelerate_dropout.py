@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -430,3 +431,19 @@ def test_the_reference_is_used_when_it_is_asked_for() -> None:
         reference = dropout(X, 0.4)
     torch.manual_seed(1)
     assert torch.equal(reference, dropout(X, 0.4))
+
+
+class OnGpu(nn.Sequential):
+    """It says that its parameters are on a GPU."""
+
+    def parameters(self, recurse: bool = True) -> Any:
+        yield types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+
+
+def test_on_a_gpu_it_stays_with_the_reason() -> None:
+    report = tfast.accelerate(OnGpu(nn.Dropout(0.4), nn.Dropout(0.3), Both()))
+    reason = "on a GPU it was not measured against ours"
+    assert not report.swapped and [row.why for row in report.left if row.path in ("0", "1")] == [reason] * 2
+    stays = f"its F.dropout stays: {reason}; its F.scaled_dot_product_attention stays: {reason}"
+    assert [row.why for row in report.left if row.path == "2"] == [stays]
+    assert "0 and 1 more" in str(report)

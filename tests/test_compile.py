@@ -57,7 +57,7 @@ class Stock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.model = nn.Transformer(D, 2, 1, 1, 24, batch_first=True)
-        assert len(tfast.accelerate(self).swapped) == 14
+        assert len(tfast.accelerate(self).swapped) == 21
 
     def forward(self, x: Tensor, blocked: Tensor, look_ahead: Tensor) -> Tensor:
         options = {"src_key_padding_mask": blocked, "memory_key_padding_mask": blocked, "src_is_causal": False}

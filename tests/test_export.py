@@ -169,7 +169,7 @@ OPS: dict[str, Case] = {
 
 
 def accelerated(model: nn.Module) -> nn.Module:
-    assert len(tfast.accelerate(model).swapped) == 22
+    assert len(tfast.accelerate(model).swapped) == 34
     return model
 
 

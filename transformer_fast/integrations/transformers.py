@@ -10,6 +10,7 @@ weights beside the fused path. A query with every key blocked (left padding) att
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
 import torch
@@ -111,11 +112,20 @@ def attention_forward(
         mask = position_bias.mask if mask is None else mask & position_bias.mask
     elif position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
-    wanted = "dropped" if kwargs.get("output_attentions") else False
+    wanted = "dropped" if kwargs.get("output_attentions") or _weights_are_captured() else False
     options: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "return_weights": wanted}
     result = ops.attention(query, key, value, mask, bias=bias, scale=scaling, dropout_p=dropout, **options)
     out, weights = result if wanted else (result, None)
     return out.transpose(1, 2).contiguous(), weights
+
+
+def _weights_are_captured() -> bool:
+    """Whether transformers records the weights of the call that runs. A layer such as GPT-2's does not pass on that
+    ``output_attentions`` was asked for; transformers takes the weights from what the layer returns."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")  # since transformers 5
+    if capturing is None or torch.compiler.is_compiling():
+        return False
+    return any("attentions" in key for key in capturing._active_collector.get() or ())
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
