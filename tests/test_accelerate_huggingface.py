@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast.accelerate.patterns import blocks as patterns
+from transformer_fast.accelerate.patterns import t5
 from transformer_fast.accelerate.patterns.base import Accelerated
+from transformer_fast.accelerate.probe import probe
 from transformer_fast.layers import norm as fast_norm
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -102,10 +104,13 @@ def set_dropout(model: nn.Module, p: float) -> None:
 
 
 def outcome(model: nn.Module, given: dict[str, Tensor], *, gradients: bool) -> dict[str, Tensor]:
-    found = {"logits": model(**given, use_cache=False).logits if "input_ids" in given else model(**given).logits}
+    """Logits, and on request the gradients of a weighted mean of those that stand for no padding."""
+    logits = (model(**given, use_cache=False) if "input_ids" in given else model(**given)).logits
+    found = {"logits": logits}
     if gradients:
-        logits = found["logits"]
         weights = torch.linspace(-1, 2, logits.numel(), dtype=torch.float64).view_as(logits).to(logits.dtype)
+        if "decoder_input_ids" not in given and "attention_mask" in given:
+            weights = weights * given["attention_mask"].unsqueeze(-1)
         model.zero_grad(set_to_none=True)
         (logits * weights).mean().backward()
         found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -133,7 +138,8 @@ def test_evaluation_and_gradients_are_as_exact_as_eager_s(name: str, side: str) 
     runs = (fast.train(), given), (eager.train(), given), (exact.train(), wide)
     for ours, theirs, true in (evaluated, [outcome(*run, gradients=True) for run in runs]):
         assert ours.keys() == theirs.keys()
-        for key in theirs.keys() - {key for key, t in true.items() if t.abs().max() < 1e-12}:  # that of a key's bias
+        largest = max(t.abs().max() for t in true.values())
+        for key in theirs.keys() - {key for key, t in true.items() if t.abs().max() < 1e-7 * largest}:  # a key's bias
             # a gradient is summed over the rows of a batch, 21 of them, or 3 pictures of 17 patches
             ulps = 8.0 if key == "logits" else 4.0 * 51**0.5
             assert_as_exact_as_eager(ours[key], theirs[key], true[key], ulps=ulps, what=key)
@@ -212,7 +218,7 @@ def test_captured_hidden_states_and_attentions(name: str) -> None:
     eager, fast = pair(name)
     given = models.inputs(case(name), "right")
     for model in (eager, fast):
-        model.eval()
+        model.eval().set_attn_implementation("eager")  # only the blocks differ
     with torch.no_grad():
         for _ in range(2):
             ours, theirs = (m(**given, output_hidden_states=True, output_attentions=True) for m in (fast, eager))
@@ -463,5 +469,7 @@ def test_a_layer_that_computes_something_else_is_left(name: str, path: str, line
     found: dict[str, Any] = {}
     exec(textwrap.dedent(code.replace(line, other, 1)), vars(inspect.getmodule(original)), found)
     layer.__class__ = type("Other", (original,), found)
-    (row,) = (row for row in tfast.accelerate(layer).rows if not row.path)
-    assert row.now is None and row.why == OTHER
+    tfast.accelerate(layer)
+    assert not isinstance(layer, Accelerated)
+    known = [pattern for pattern in (*patterns.PATTERNS, *t5.PATTERNS) if pattern.matches(layer)]
+    assert {probe(layer, pattern) for pattern in known} == {OTHER}
