@@ -102,6 +102,22 @@ def masked_inputs(batch: int, length: int) -> Inputs:
     return heads(batch, length), k, v, lengths(batch, length + 2), dense, bias
 
 
+def parted(*args: Tensor) -> tuple[Tensor, ...]:
+    """Attention by documents, distances and a window, of capped scores and with sinks, and all that it returns."""
+    q, k, v, query_ids, key_ids, slopes, relative, sinks = args
+    mask = AttentionMask.documents(query_ids, key_ids) & AttentionMask.window(4, 2, offset=1)
+    mask &= AttentionMask.alibi(slopes, offset=2) & AttentionMask.relative(relative, max_distance=6)
+    options: dict[str, Any] = {"softcap": 2.0, "sinks": sinks}
+    return tfast.attention(q, k, v, mask, return_weights=True, return_logsumexp=True, **options)
+
+
+def parted_inputs(batch: int, length: int) -> Inputs:
+    query_ids, key_ids = torch.randint(0, 3, (batch, length)), torch.randint(0, 3, (batch, length + 2))
+    query_ids[0, 1] = 7  # a query without keys, but for its sink
+    k, v = heads(batch, length + 2, 2), torch.randn(batch, 2, length + 2, 5)
+    return heads(batch, length), k, v, query_ids, key_ids, torch.rand(4), torch.randn(8, 4), torch.randn(4)
+
+
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, **sizes: int) -> tuple[Tensor, ...]:
     """Packed attention of which some queries have no keys."""
     empty = AttentionMask.window(-2, None)
@@ -113,6 +129,25 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, **sizes: i
     )
     results = [tfast.attention_packed(q, k, v, starts, starts, **sizes, **given) for given in options]
     return results[0], *results[1], *results[2:]
+
+
+def parted_tokens(*args: Tensor) -> tuple[Tensor, ...]:
+    """Packed attention, and attention to a cache, by documents and distances, of capped scores and with sinks."""
+    q, k, v, starts, numbers, slopes, relative, sinks = args
+    options: dict[str, Any] = {"softcap": 2.0, "sinks": sinks}
+    by_distance = AttentionMask.alibi(slopes) & AttentionMask.relative(relative, 6, bidirectional=False)
+    mask = by_distance & AttentionMask.documents(numbers)
+    sizes = {"max_q": q.shape[0], "max_k": q.shape[0] - 1}  # else the program would read them from the device
+    packed = tfast.attention_packed(q, k, v, starts, starts, mask=mask, **sizes, **options)
+    newest, keys, values = (t.transpose(0, 1)[None] for t in (q[-2:], k, v))
+    mask = by_distance & AttentionMask.documents(numbers[:, -2:], numbers)
+    return packed, tfast.attention_decode(newest, keys, values, starts[-1:] - 1, mask=mask, **options)
+
+
+def parted_token_inputs(batch: int, length: int) -> Inputs:
+    tokens = [torch.randn(batch * length, h, 8) for h in (4, 2, 2)]
+    numbers = torch.randint(0, 3, (1, batch * length))
+    return *tokens, starts(batch, length), numbers, torch.rand(4), torch.randn(8, 4), torch.randn(4)
 
 
 def starts(batch: int, length: int) -> Tensor:
@@ -143,6 +178,8 @@ def loss(rows: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> tuple[Te
 
 OPS: dict[str, Case] = {
     "attention": (lambda: Call(masked), masked_inputs),
+    "parts of a mask": (lambda: Call(parted), parted_inputs),
+    "parts of a mask, packed and decoding": (lambda: Call(parted_tokens), parted_token_inputs),
     "plain attention": (lambda: Call(tfast.attention), lambda b, n: (heads(b, n), heads(b, n), heads(b, n))),
     "packed attention": (
         lambda: Call(packed_attention),
@@ -314,7 +351,9 @@ def test_onnx_by_torchscript(name: str, tmp_path: Path) -> None:
         assert_same(run_by_onnx(path, given), results)
 
 
-@pytest.mark.parametrize("name", ["attention", "norms and dropout", "embeddings", "nn.TransformerEncoder"])
+@pytest.mark.parametrize(
+    "name", ["attention", "parts of a mask", "norms and dropout", "embeddings", "nn.TransformerEncoder"]
+)
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_by_dynamo(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
@@ -326,10 +365,11 @@ def test_onnx_by_dynamo(name: str, tmp_path: Path) -> None:
         assert_same(run_by_onnx(path, given), results)
 
 
+@pytest.mark.parametrize("name", ["bert", "parts of a mask"])
 @pytest.mark.filterwarnings("ignore")
-def test_onnx_of_an_exported_program(tmp_path: Path) -> None:
+def test_onnx_of_an_exported_program(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
-    model, args, expected = made(MODELS["bert"])
+    model, args, expected = made(CASES[name])
     program = exported(model, args).run_decompositions(tfast.decompositions())
     path = tmp_path / "model.onnx"
     torch.onnx.export(program, f=path, dynamo=True, verbose=False)

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from .tracing import sizes
+
 
 @dataclass(frozen=True, eq=False)
 class Alibi:
@@ -38,7 +40,7 @@ class Alibi:
 
     def table(self, first: int, count: int, dtype: torch.dtype) -> Tensor:
         """The bias (B|1, H, count) of keys ``first`` to ``first + count - 1`` after the query's number."""
-        distances = torch.arange(first - self.offset, first - self.offset + count, device=self.slopes.device)
+        distances = _distances(first - self.offset, count, self.slopes.device)
         slopes = self.slopes if self.slopes.dim() == 2 else self.slopes.unsqueeze(0)
         return -slopes.to(dtype).unsqueeze(-1) * distances.abs().to(dtype)
 
@@ -73,10 +75,11 @@ class Relative:
 
     def table(self, first: int, count: int, dtype: torch.dtype) -> Tensor:
         """The bias (1, H, count) of keys ``first`` to ``first + count - 1`` after the query's number."""
-        distances = torch.arange(first - self.offset, first - self.offset + count, device=self.weight.device)
-        buckets = relative_buckets(distances, self.weight.shape[0], self.max_distance, self.bidirectional)
+        distances = _distances(first - self.offset, count, self.weight.device)
+        number = sizes(self.weight)[0]
+        buckets = relative_buckets(distances, number, self.max_distance, self.bidirectional)
         # The gradient of a product with a one-hot matrix is summed in a fixed order, that of an index is not on a GPU.
-        selected = torch.nn.functional.one_hot(buckets, self.weight.shape[0]).to(dtype)
+        selected = torch.nn.functional.one_hot(buckets, number).to(dtype)
         return (selected @ self.weight.to(dtype)).t().unsqueeze(0)
 
 
@@ -96,6 +99,12 @@ def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirec
     return later + torch.where(distances < exact, distances, far)
 
 
+def _distances(first: int, count: int, device: torch.device) -> Tensor:
+    """int64 (count,), from ``first`` on; none for the count of -1 that no queries and no keys have. It is not compared
+    with 0, as that would be a constant of a traced graph."""
+    return torch.arange(first, first + count + 1, device=device)[:-1]
+
+
 DistanceBias = Alibi | Relative
 
 
@@ -103,7 +112,7 @@ def distance_table(biases: tuple[DistanceBias, ...], Lq: int, Lk: int, zero: int
     """The sum of biases as the kernels read it: (B|1, H, Lq + Lk - 1), for query i and key j entry ``zero + j - i``."""
     if not biases:
         return None
-    tables = [bias.table(-zero, max(Lq + Lk - 1, 0), dtype) for bias in biases]
+    tables = [bias.table(-zero, Lq + Lk - 1, dtype) for bias in biases]
     return sum(tables[1:], tables[0]).contiguous()
 
 

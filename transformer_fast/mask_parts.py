@@ -45,10 +45,14 @@ def same_document(query_ids: Tensor, key_ids: Tensor) -> Tensor:
 
 
 def ranked(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """The same ids as int32 numbers that are equal where those are."""
-    order = torch.cat([query_ids.reshape(-1), key_ids.reshape(-1)]).sort().values
-    first, second = (torch.searchsorted(order, t.contiguous()).to(torch.int32) for t in (query_ids, key_ids))
-    return first, second
+    """The same ids as int32 numbers that are equal where those are, and in the same order."""
+    ids = torch.cat([query_ids.reshape(-1), key_ids.reshape(-1)])
+    values, places = ids.sort()
+    changes = torch.cat([values[:1] != values[:1], values[1:] != values[:-1]]).cumsum(0)
+    # No searchsorted: ONNX has none.
+    numbers = torch.zeros_like(ids).scatter(0, places, changes).to(torch.int32)
+    first, second = numbers.split([query_ids.numel(), key_ids.numel()])
+    return first.view(query_ids.shape), second.view(key_ids.shape)
 
 
 def both_documents(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

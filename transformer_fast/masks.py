@@ -161,7 +161,7 @@ class AttentionMask:
         """
         check_float("relative: weight", weight, "(buckets, H)", (2,))
         checked_offset("relative max_distance", max_distance)
-        exact = weight.shape[0] // (4 if bidirectional else 2)
+        exact = sizes(weight)[0] // (4 if bidirectional else 2)
         if exact < 1 or max_distance <= exact:
             raise ValueError(
                 f"relative: weight {tuple(weight.shape)} has {weight.shape[0]} buckets, of which {exact} are for one "

@@ -14,7 +14,7 @@ from ..mask_checks import kind_of
 from ..mask_parts import ranked
 from ..masks import AttentionMask, and_causal
 from ..tensor_cache import get, get_or_compute
-from ..tracing import is_traced, unrecorded
+from ..tracing import is_traced, needs_plain_ops, unrecorded
 
 
 def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:
@@ -167,9 +167,11 @@ def _check_special(
 
 def document_numbers(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Ids as int32 in contiguous rows. Wide ones are numbered anew and kept, so that every layer has the same."""
+    if needs_plain_ops():
+        return query_ids, key_ids  # which are only compared there
     if query_ids.dtype != torch.int64 and key_ids.dtype != torch.int64:
         return query_ids.to(torch.int32).contiguous(), key_ids.to(torch.int32).contiguous()
-    if torch.compiler.is_compiling() or is_traced() or type(query_ids) is not Tensor or type(key_ids) is not Tensor:
+    if torch.compiler.is_compiling() or type(query_ids) is not Tensor or type(key_ids) is not Tensor:
         return ranked(query_ids.long(), key_ids.long())
     numbers = lambda: ranked(query_ids.long(), key_ids.long())  # noqa: E731
     return get_or_compute(query_ids, ("documents",), (key_ids,), numbers)

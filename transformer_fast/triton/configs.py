@@ -116,9 +116,11 @@ _TILES_16_BIT = {
 }
 
 # By kernel, architecture class, padded head size and kind of call: where documents would spill in the tiles of "long",
-# or other parts in those of "biased". With 255 registers the compiler does not spill a little to fit two programs.
+# or other parts in those of "biased"; with 255 registers the compiler does not spill a little to fit two programs. And
+# where packed rows need fewer registers than others in the tiles of "short".
 _TILES_OF_PARTS = {
     ("forward", "sm80", 64, "parts"): (64, 32, 8, 2),
+    ("forward", "sm90", 64, "packed"): (64, 32, 4, 2, 128),
     ("grad_q", "sm80", 32, "documents"): (64, 32, 4, 2, 255),
     ("grad_q", "sm80", 32, "parts"): (64, 32, 4, 2, 255),
     ("grad_q", "sm80", 64, "documents"): (64, 32, 8, 2),
@@ -139,9 +141,10 @@ _TILES_OF_PARTS = {
 _TILES_32_BIT = {32: (32, 32, 8, 1), 64: (32, 32, 8, 1), 128: (16, 32, 16, 1), 256: (16, 32, 16, 1)}
 
 
-ATTENTION_KINDS = ("short", "long", "plain", "biased", "documents", "parts")
+ATTENTION_KINDS = ("short", "long", "plain", "biased", "documents", "parts", "packed")
 """Kinds of attention calls: up to LONG keys; more; more, but without mask (except causal), dropout and packing; with a
-bias; with documents, and more than LONG keys; with a bias by distance or capped scores."""
+bias; with documents, and more than LONG keys; with a bias by distance or capped scores; of a packed batch, up to LONG
+keys, without documents or a diagonal that may leave a query without keys."""
 
 
 def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
@@ -150,7 +153,7 @@ def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
     for kernel, architectures in _TILES_16_BIT.items():
         for arch, sizes in architectures.items():
             for d, tiles in sizes.items():
-                for kind, tile in zip(ATTENTION_KINDS, (*tiles, tiles[1], tiles[3]), strict=True):
+                for kind, tile in zip(ATTENTION_KINDS, (*tiles, tiles[1], tiles[3], tiles[0]), strict=True):
                     tile = _TILES_OF_PARTS.get((kernel, arch, d, kind), tile)
                     table[kernel, arch, 16, d, kind] = AttentionConfig(*tile)
             for kind in ATTENTION_KINDS:

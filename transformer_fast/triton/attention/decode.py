@@ -55,9 +55,11 @@ def _join_kernel(
     batch = (number // queries // (kv_heads * group)).to(tl.int64)
     # The diagonals of a sequence end at its last key.
     length = tl.minimum(tl.load(lengths + batch), capacity)
+    if causal_offset is not None:
+        causal_offset += length - queries
     if window is not None:
         window += length - queries
-    bounds = Bounds(None, 0, causal_offset + length - queries, window, queries, length, None, None)
+    bounds = Bounds(None, 0, causal_offset, window, queries, length, None, None)
     first_key, last_key, share = shares(bounds, parts, BLOCK_KEYS)
     # At least one part, so that nothing is divided by zero; its loop does not run if there is no key.
     used = tl.cdiv(tl.maximum(last_key - first_key, 0), tl.maximum(share, 1))
@@ -110,6 +112,14 @@ def division_of(q: Tensor, k: Tensor, page_table: Tensor | None) -> tuple[int, i
     return division(*q.shape, k.shape[1], capacity_of(k, page_table), q.element_size())
 
 
+def most_registers(bits: int, block_d: int, block_rows: int, masked: bool, whole_pages: bool) -> int | None:
+    """Registers a thread may take where the scores are only masked, or not even that, and keys are read in parts from
+    pages of whole tiles, or not. One more program runs with so many, and nothing spills; None: the compiler chooses."""
+    if (bits, block_d, block_rows) == (16, 64, 32):
+        return 128
+    return 96 if (bits, block_d, block_rows) == (16, 64, 16) and whole_pages and not masked else None
+
+
 def part_buffers(q: Tensor, parts: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """What each part leaves for the join, fp32: sums of weighted values, maxima and sums of the rows of q; None for one
     part."""
@@ -137,24 +147,30 @@ def decode_launches(
     B, H, Lq, D = q.shape
     Hkv = k.shape[1]
     block_d = padded_head_dim(q.shape[3])
+    causal_offset = None if causal is None or causal >= Lq - 1 else max(-capacity, causal)
+    window = bounded_window(window, capacity, Lq)
     _, keys, warps, stages = TILES[q.element_size() * 8, block_d]
-    changed = softcap is not None or distance_bias is not None
-    if changed:  # what is done to the scores takes the registers of more keys
-        keys = min(keys, 32)
+    registers = None
+    if softcap is not None or distance_bias is not None:
+        keys = min(keys, 32)  # what is done to the scores takes the registers of more
+        registers = 255  # else ptxas may spill for one more program at once
+    elif key_ids is None:
+        masked = causal_offset is not None or window is not None
+        whole_pages = parts > 1 and page_size > 0 and page_size % keys == 0
+        registers = most_registers(q.element_size() * 8, block_d, block_rows, masked, whole_pages)
     warps *= block_rows // 16
     rows = B * H * Lq
 
     shared = {
         "logsumexp": logsumexp, "lengths": lengths, "kv_heads": Hkv, "group": H // Hkv, "queries": Lq,
         "capacity": capacity, "parts": parts, "sinks": sinks,
-        "causal_offset": capacity + Lq if causal is None else max(-capacity, min(causal, capacity + Lq)),
-        "window": bounded_window(window, capacity, Lq), "rows": rows,
+        "causal_offset": causal_offset, "window": window, "rows": rows,
         "HEAD_DIM": D, "BLOCK_D": block_d, "BLOCK_KEYS": keys, "part_outs": part_outs,
         "part_maxes": part_maxes, "part_sums": part_sums,
     }  # fmt: skip
     kind = f"{str(q.dtype)[6:]} d{block_d}"
     kinds = {
-        f"pages of {page_size}": page_size, "window": shared["window"] is not None, "documents": key_ids is not None,
+        f"pages of {page_size}": page_size, "window": window is not None, "documents": key_ids is not None,
         "by distance": distance_bias is not None, "capped": softcap is not None, "sinks": sinks is not None,
         "in parts": parts > 1,
     }  # fmt: skip
@@ -170,17 +186,16 @@ def decode_launches(
                 "query_ids_batch": batch_stride(query_ids), "key_ids_batch": batch_stride(key_ids),
                 "page_table": page_table, "table_batch": 0 if page_table is None else page_table.stride(0),
                 "scale": scale, "BLOCK_ROWS": block_rows, "PAGE_SIZE": page_size,
-                "CAUSAL": causal is not None and causal < Lq - 1,
             },
             num_warps=warps,
             num_stages=stages,
-            max_registers=255 if changed else None,  # else ptxas may spill for one more program at once
+            max_registers=registers,
         )
     ]  # fmt: skip
     if parts > 1:
         launches.append(
             Launch(
-                name=f"attention decode join {kind}{' window' if shared['window'] is not None else ''}"
+                name=f"attention decode join {kind}{'' if window is None else ' window'}"
                 f"{'' if sinks is None else ' sinks'}",
                 kernel=_join_kernel,
                 grid=rows,

@@ -17,7 +17,9 @@ RUNTIME_INTEGERS = [f"{name}_{dim}" for name in ("q", "k", "v", "out") for dim i
 def shares(bounds, parts, KEYS: tl.constexpr):
     """(first key, end, keys of a part): what the parts share of one sequence, in whole tiles of keys."""
     first = first_visible(0, bounds) // KEYS * KEYS
-    end = tl.minimum(tl.maximum(bounds.queries + bounds.causal_offset, 0), bounds.keys)
+    end = bounds.keys
+    if bounds.causal_offset is not None:
+        end = tl.minimum(tl.maximum(bounds.queries + bounds.causal_offset, 0), end)
     return first, end, tl.cdiv(tl.cdiv(tl.maximum(end - first, 0), parts), KEYS) * KEYS
 
 
@@ -53,7 +55,7 @@ def part_kernel(
     table_batch: tl.int64, kv_heads, group, queries, capacity, causal_offset, window, parts, rows: tl.int64, scale,
     distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr, CAUSAL: tl.constexpr,
+    UNIT: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys of one (sequence, key head), for a tile of the query rows that share it."""
     tiles = tl.cdiv(group * queries, BLOCK_ROWS)
@@ -64,10 +66,12 @@ def part_kernel(
 
     # The diagonals of a sequence end at its last key.
     length = tl.minimum(tl.load(lengths + batch), capacity)
+    if causal_offset is not None:
+        causal_offset += length - queries
     if window is not None:
         window += length - queries
     bounds = Bounds(
-        None, 0, causal_offset + length - queries, window, queries, length,
+        None, 0, causal_offset, window, queries, length,
         ids_at(query_ids, batch, query_ids_batch, 0), ids_at(key_ids, batch, key_ids_batch, 0),
     )  # fmt: skip
     first_key, last_key, share = shares(bounds, parts, BLOCK_KEYS)
@@ -82,7 +86,7 @@ def part_kernel(
     head = kv_head * group + row // queries
     query = row % queries
     limit = key_limits(query, bounds)
-    full_end = tl.minimum(bounds.causal_offset + 1, bounds.keys) if CAUSAL else bounds.keys
+    full_end = bounds.keys if causal_offset is None else tl.minimum(causal_offset + 1, bounds.keys)
 
     dim = tl.arange(0, BLOCK_D)
     q_offsets = batch * q_batch + head.to(tl.int64) * q_head + query.to(tl.int64) * q_row
@@ -137,7 +141,7 @@ def part_kernel(
             if distance_bias is not None:
                 visible = visible & (nearness != float("-inf"))
             scores = tl.where(visible, scores, float("-inf"))
-            if CAUSAL or window is not None or key_ids is not None or distance_bias is not None:
+            if causal_offset is not None or window is not None or key_ids is not None or distance_bias is not None:
                 # Some rows see these values and some must not: 0 * NaN inside the product below is NaN.
                 finite = (v_tile - v_tile) == 0.0
                 seen = tl.where(visible, 1.0, 0.0).to(v_tile.dtype)

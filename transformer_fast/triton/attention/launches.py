@@ -22,7 +22,9 @@ def call_kind(keys: int, params: AttentionParams) -> str:
     if params.bias is not None:
         return "biased"
     if keys <= LONG:
-        return "short"
+        diagonal = params.window is not None or (params.causal is not None and params.causal < 0)
+        packed = params.packed is not None and params.query_ids is None and not diagonal
+        return "packed" if packed else "short"
     if params.query_ids is not None:
         return "documents"
     parts = (params.keep, params.key_keep, params.lengths, params.packed)

@@ -23,7 +23,7 @@ class Bounds(NamedTuple):
     Args:
         lengths: pointer to the batch's first length, or None.
         lengths_query: stride from query to query; 0 for one length for all.
-        causal_offset: query i sees keys j <= i + causal_offset.
+        causal_offset: query i sees keys j <= i + causal_offset; None for no such bound, where a kernel allows for it.
         window: query i sees keys j >= i + window; None for no such bound.
         queries, keys: how many there are.
         query_ids, key_ids: pointers to the first query's and the first key's id, or None: query i sees the keys of its
@@ -95,7 +95,10 @@ def query_rows(start_query, bounds, QUERIES: tl.constexpr):
 @triton.jit
 def key_limits(rows, bounds):
     """How many keys each of these queries may see at most: the first key past length, diagonal or end."""
-    limit = tl.minimum(rows + bounds.causal_offset + 1, bounds.keys)
+    if bounds.causal_offset is None:
+        limit = bounds.keys + 0 * rows
+    else:
+        limit = tl.minimum(rows + bounds.causal_offset + 1, bounds.keys)
     if bounds.lengths is not None:
         limit = tl.minimum(limit, tl.load(bounds.lengths + rows.to(tl.int64) * bounds.lengths_query))
     return limit
