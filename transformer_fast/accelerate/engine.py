@@ -110,6 +110,8 @@ class _Walk:
         self.order = {path: place for place, (path, _) in enumerate(model.named_modules())}
         self.seen: set[int] = set()
         self.output_layers = output_layers(model)
+        ours = (m for m in model.modules() if _is_ours(type(m)) or type(m) in _TORCH)
+        self.applied = {id(child) for m in ours for child in m.children()}  # layers that ours compute by themselves
         self.fused: set[int] = set()  # modules that run on the fused ops, from this call or before
         self.probed: dict[Any, str | None] = {}
         parameter = next(model.parameters(), None)
@@ -146,7 +148,7 @@ class _Walk:
     def _linear(self, path: str, module: nn.Linear) -> None:
         if id(module) in self.output_layers and not self._obstacle(module, "cross_entropy"):
             self._swap(path, module, OutputLayer, FUSED_LOSS)
-        elif is_faster(module.weight) and not _is_replaced(module):
+        elif id(module) not in self.applied and is_faster(module.weight) and not _is_replaced(module):
             self._swap(path, module, Linear, "layers.Linear")
         else:
             self.report.plain["Linear"] += 1

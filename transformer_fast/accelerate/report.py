@@ -13,7 +13,7 @@ from ..dialects._common import LAST_WEIGHTS
 ALREADY = "it runs on the fused ops already"
 """Why a module is left that was swapped before, or is one of this package."""
 
-_FOLDED = ("nn.Dropout", "Dropout")
+_FOLDED = ("nn.Dropout", "Dropout", "nn.Linear", "Linear")
 """Modules of which a model has many, and nobody asks for one of them."""
 
 
@@ -89,7 +89,7 @@ class Report:
         return "\n".join([*lines, done] if self.rows else [done])
 
     def _folded(self) -> list[tuple[str, Row]]:
-        """What the first column says, and the row; all Dropout modules of one outcome are one line."""
+        """What the first column says, and the row; all modules of one outcome that a model has many of are one line."""
         lines: dict[Any, list[Row]] = {}
         for place, row in enumerate(self.rows):
             lines.setdefault((row.was, row.now, row.why) if row.was in _FOLDED else place, []).append(row)
