@@ -206,7 +206,8 @@ OPS: dict[str, Case] = {
 
 
 def accelerated(model: nn.Module) -> nn.Module:
-    assert len(tfast.accelerate(model).swapped) == 34
+    swapped = tfast.accelerate(model).swapped
+    assert len([row for row in swapped if row.was != "nn.Linear"]) == 34  # those are a matter of the processor
     return model
 
 
