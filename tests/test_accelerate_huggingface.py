@@ -22,6 +22,7 @@ from transformer_fast.accelerate.patterns import t5
 from transformer_fast.accelerate.patterns.base import Accelerated
 from transformer_fast.accelerate.probe import probe
 from transformer_fast.layers import norm as fast_norm
+from transformer_fast.ops.linear import is_faster
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 import huggingface_models as models  # noqa: E402
@@ -473,3 +474,20 @@ def test_a_layer_that_computes_something_else_is_left(name: str, path: str, line
     assert not isinstance(layer, Accelerated)
     known = [pattern for pattern in (*patterns.PATTERNS, *t5.PATTERNS) if pattern.matches(layer)]
     assert {probe(layer, pattern) for pattern in known} == {OTHER}
+
+
+def test_linear_layers_of_gpt2() -> None:
+    """Their weight is (in, out). They are swapped where oneDNN is the faster library."""
+    from transformers.pytorch_utils import Conv1D
+
+    layer, x = Conv1D(256, 512), torch.randn(2, 300, 512, requires_grad=True)
+    expected = [layer(x), *torch.autograd.grad(layer(x).square().sum(), (x, layer.weight, layer.bias))]
+    (row,) = tfast.accelerate(layer).rows
+    faster = is_faster(layer.weight.t())
+    assert row.now == ("fused TransposedLinear" if faster else None)
+    found = [layer(x), *torch.autograd.grad(layer(x).square().sum(), (x, layer.weight, layer.bias))]
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.detach().abs().max()))
+    other = Conv1D(8, 16)
+    tfast.accelerate(other)
+    assert not isinstance(other, Accelerated)  # too small

@@ -1,0 +1,33 @@
+"""The pattern of linear layers whose weight is stored the other way round."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import ops
+from ...ops.linear import is_faster
+from .base import Pattern
+
+
+class TransposedLinear(Pattern):
+    """``x weight + bias`` for a weight (in, out), such as GPT-2's ``Conv1D``; where our product is the faster one."""
+
+    parameters = frozenset(("weight", "bias"))
+
+    def matches(self, m: Any) -> bool:
+        if not super().matches(m) or m.weight.dim() != 2 or m.bias.shape != m.weight.shape[1:]:
+            return False
+        return is_faster(m.weight.t())
+
+    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
+        return [(torch.randn(2, 5, m.weight.shape[0]),)]
+
+    def fused_forward(self, m: Any, x: Tensor) -> Tensor:
+        return ops.linear(x, m.weight.t(), m.bias)
+
+
+PATTERNS = (TransposedLinear(),)
