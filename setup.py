@@ -192,8 +192,7 @@ def write_changed(file: Path, text: str) -> None:
 
 
 def sources(folder: str) -> list[str]:
-    found = Path(ROOT, "csrc", folder).rglob("*.cpp") if folder else Path(ROOT, "csrc").glob("*.cpp")
-    files = (file.relative_to(ROOT).as_posix() for file in found)
+    files = (file.relative_to(ROOT).as_posix() for file in (ROOT / "csrc" / folder).rglob("*.cpp"))
     return sorted(files, key=lambda file: (not file.removesuffix(".cpp").endswith(SLOW), file))
 
 

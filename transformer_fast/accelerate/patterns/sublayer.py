@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers.norm import Sublayer, Unsummed, norm_and_sum, pre_norm
+from ...layers.norm import Sublayer, Unsummed, active_dropout, norm_and_sum, pre_norm
+from ...ops.dropout import dropout as fused_dropout
 from .attention import BERT, Heads
 from .base import ANY, DROPOUT, Part, Pattern, pattern_of, random_keep, swapped_by
 from .layer import decoder_calls, encoder_calls
@@ -96,7 +97,7 @@ class BertBlock(AnnotatedLayer):
         return (x, None), (x, random_keep(2, 1, 1, 5))
 
     def fused_forward(self, m: Any, x: Tensor, *args: Any) -> Tensor:
-        return m.dropout(super().fused_forward(m, x, *args))
+        return fused_dropout(super().fused_forward(m, x, *args), active_dropout(m.dropout))
 
 
 ENCODER_LAYER = AnnotatedLayer("AnnotatedEncoderLayer", 2, "self_attn")
