@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast as tfast
+from transformer_fast.integrations import dispatch
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -368,3 +369,13 @@ def test_on_a_gpu_it_stays_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(model, "parameters", lambda recurse=True: iter((parameter,)))
     (row,) = [row for row in tfast.accelerate(model).left if row.was == "BertModel (sdpa)"]
     assert row.why == "on a GPU it was not measured against ours" and set(implementations(model)) == {"sdpa"}
+
+
+def test_a_part_that_stays_is_not_noted_as_one_that_may() -> None:
+    """What compiles asks for the class of a config; another part of the same model must not answer for Bloom."""
+    both = nn.ModuleList([make("Bloom"), make("Bert")])
+    for config in (transformers.BloomConfig, transformers.BertConfig):
+        if dispatch._CHECKED in vars(config):
+            delattr(config, dispatch._CHECKED)
+    tfast.accelerate(both)
+    assert not dispatch.is_checked(both[0].config) and dispatch.is_checked(both[1].config)

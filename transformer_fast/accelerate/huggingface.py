@@ -120,7 +120,8 @@ def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str]) -> At
         done.changes = _change(model, parts)
         for part in ours:
             dispatch.prepare(part.kinds, {integration.NAME})
-            if _is_model(part.module):
+            # The part around a model that stays holds the same config, and is no word on that model.
+            if _is_model(part.module) and part.module.config._attn_implementation == integration.NAME:
                 dispatch.mark(type(part.module), part.module.config)
     return done
 
