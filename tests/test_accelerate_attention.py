@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -289,6 +290,8 @@ def test_generation(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Bert", "Marian", "T5"])
 def test_compiled_in_one_graph(name: str) -> None:
+    if name != "Bert" and Version(torch.__version__) < Version("2.13"):
+        pytest.skip("Dynamo of this PyTorch does not follow the copy of a config that transformers makes")
     torch._dynamo.reset()
     _, given, _ = CASES[name]
     model, fast, _ = pair(name)
