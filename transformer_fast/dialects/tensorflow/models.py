@@ -7,6 +7,7 @@ import math
 from torch import Tensor, nn
 
 from ...layers.embedding import SinusoidalTable
+from ...layers.linear import apply_linear
 from .._common import embed_with_positions
 from .attention import BlockedMask, blocked_mask
 from .layers import DecoderLayer, EncoderLayer
@@ -162,4 +163,4 @@ class Transformer(nn.Module):
         """
         enc_output = self.encoder(inp, enc_padding_mask)
         x, weights = self.decoder(tar, enc_output, look_ahead_mask, dec_padding_mask, need_weights=need_weights)
-        return self.final_layer(x), weights
+        return apply_linear(self.final_layer, x), weights
