@@ -98,33 +98,40 @@ inline void multiply_panel(int64_t depth, const E* a, int64_t a_row, int64_t a_c
   using A = Accumulate<E>;
   constexpr int64_t lanes = kLanes<A>;
   constexpr bool kAdd = std::is_same_v<End, Added>;
-  Vector<A> sums[kRows][kVectors];
+  // A panel of one vector has too few sums to keep the units busy, and one long sum loses more digits than two short ones.
+  constexpr int kParts = kVectors == 1 ? 2 : 1;
+  Vector<A> sums[kParts][kRows][kVectors];
 #pragma GCC unroll 6
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) {
-      if constexpr (kAdd)
-        sums[m][n] = load(c + m * c_stride + n * lanes);
-      else
-        sums[m][n] = Vector<A>{};
+      for (int part = 0; part < kParts; ++part) sums[part][m][n] = Vector<A>{};
+      if constexpr (kAdd) sums[0][m][n] = load(c + m * c_stride + n * lanes);
     }
-  for (int64_t k = 0; k < depth; ++k) {
+  const auto add_step = [&](int64_t k, int part) {
     Vector<A> row[kVectors];
     for (int n = 0; n < kVectors; ++n) row[n] = load(b + k * b_stride + n * lanes);
     for (int m = 0; m < kRows; ++m) {
       const E element = a[m * a_row + k * a_column];
-      for (int n = 0; n < kVectors; ++n) sums[m][n] = add_product(sums[m][n], element, row[n]);
+      for (int n = 0; n < kVectors; ++n) sums[part][m][n] = add_product(sums[part][m][n], element, row[n]);
     }
-  }
+  };
+  int64_t k = 0;
+  for (; k + kParts <= depth; k += kParts)
+#pragma GCC unroll 2
+    for (int part = 0; part < kParts; ++part) add_step(k + part, part);
+  for (; k < depth; ++k) add_step(k, 0);
 #pragma GCC unroll 6
   for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 4
     for (int n = 0; n < kVectors; ++n) {
       A* target = c + m * c_stride + n * lanes;
+      Vector<A> sum = sums[0][m][n];
+      if constexpr (kParts == 2) sum += sums[1][m][n];
       if constexpr (kAdd)
-        store(target, sums[m][n]);
+        store(target, sum);
       else
-        store(target, end(sums[m][n], target));
+        store(target, end(sum, target));
     }
 }
 
