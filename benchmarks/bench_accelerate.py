@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import warnings
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from transformer_fast.reference.dialects import d2l, tensorflow
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from sdpa_models import Gpt
+from sdpa_models import Gpt, Vision
 
 try:
     import transformers
@@ -99,34 +100,88 @@ def test_before_and_after(versus, name, training, device):
     versus(make_inputs, {"ours": run(after), "before": run(before)}, check=check)
 
 
+class GptLoss(nn.Module):
+    """d 256, 4 heads, 3 layers, 4 sequences."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.model, self.length = Gpt(VOCAB, D, N, HEADS, length, 0.1), length
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (torch.randint(VOCAB, (4, self.length + 1)),)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+class VisionLoss(nn.Module):
+    """d 384, 6 heads, 4 layers, 8 images of 224 x 224: 197 places each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Vision(384, 4, 6, 0.1, size=224, patch=16)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        return torch.randn(8, 3, 224, 224), torch.randint(7, (8,))
+
+    def forward(self, images: Tensor, classes: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(images), classes)
+
+
+class XTransformersLoss(nn.Module):
+    """d 256, 4 heads, 3 + 3 layers, 16 pairs of 128 ids, of which a third of the source is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        x_transformers = pytest.importorskip("x_transformers")
+        sizes = {"num_tokens": VOCAB, "depth": N, "heads": HEADS, "max_seq_len": 128}
+        sizes |= {"attn_flash": True, "attn_dropout": 0.1, "ff_dropout": 0.1}
+        parts = {f"{part}_{name}": size for part in ("enc", "dec") for name, size in sizes.items()}
+        self.model = x_transformers.XTransformer(dim=D, **parts)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        ids = torch.randint(1, VOCAB, (2, 16, 128))
+        return *ids, torch.arange(128) < torch.randint(43, 129, (16, 1))
+
+    def forward(self, src: Tensor, trg: Tensor, keep: Tensor) -> Tensor:
+        return self.model(src, trg, mask=keep)
+
+
+CALLERS: dict[str, Callable[[], Any]] = {
+    **{f"gpt {length}": functools.partial(GptLoss, length) for length in (128, 512, 1024)},
+    "vision": VisionLoss,
+    "x-transformers": XTransformersLoss,
+}
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training step"])
-@pytest.mark.parametrize("length", [128, 512, 1024])
-def test_gpt(versus, length, training, device):
-    """A GPT that calls torch's attention in its own code, with dropout 0.1: d 256, 4 heads, 3 layers, 4 sequences."""
+@pytest.mark.parametrize("name", CALLERS)
+def test_callers(versus, name, training, device):
+    """Models that call torch's attention in their own code, with dropout 0.1; each computes its loss."""
     torch.manual_seed(0)
-    before = Gpt(VOCAB, D, N, HEADS, length, 0.1).to(device).train(training)
+    before = CALLERS[name]().to(device).train(training)
     after = copy.deepcopy(before)
     assert tfast.accelerate(after).swapped
 
-    def make_inputs():
-        return torch.randint(VOCAB, (4, length + 1), device=device)
-
-    def check(ids):
+    def check(inputs):
         with torch.no_grad():
-            torch.testing.assert_close(after.eval()(ids[:, 1:]), before.eval()(ids[:, 1:]), atol=2e-3, rtol=2e-3)
+            torch.testing.assert_close(after.eval()(*inputs), before.eval()(*inputs), atol=2e-3, rtol=2e-3)
         after.train(training), before.train(training)
 
     def run(model):
-        def step(ids):
+        def step(inputs):
             if not training:
                 with torch.no_grad():
-                    return model(ids[:, 1:])
-            loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+                    return model(*inputs)
+            loss = model(*inputs)
             model.zero_grad(set_to_none=True)
             loss.backward()
             return loss.detach()
 
         return step
+
+    def make_inputs():
+        return tuple(t.to(device) for t in before.inputs())
 
     versus(make_inputs, {"ours": run(after), "before": run(before)}, check=check)
 

@@ -134,12 +134,21 @@ class VisionBlock(nn.Module):
 
 
 class Vision(nn.Module):
-    """Images (B, 3, 16, 16) -> classes (B, 7)."""
+    """Images (B, 3, size, size) -> classes (B, 7)."""
 
-    def __init__(self, width: int = 32, layers: int = 2, heads: int = 4, dropout: float = 0.0) -> None:
+    def __init__(
+        self,
+        width: int = 32,
+        layers: int = 2,
+        heads: int = 4,
+        dropout: float = 0.0,
+        size: int = 16,
+        patch: int = 4,
+    ) -> None:
         super().__init__()
-        self.patches = nn.Conv2d(3, width, 4, 4)
-        self.first, self.positions = (nn.Parameter(torch.randn(1, n, width)) for n in (1, 17))
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        positions = (size // patch) ** 2 + 1
+        self.first, self.positions = (nn.Parameter(torch.randn(1, n, width)) for n in (1, positions))
         self.blocks = nn.Sequential(*[VisionBlock(width, heads, dropout) for _ in range(layers)])
         self.norm, self.head = nn.LayerNorm(width, eps=1e-6), nn.Linear(width, 7)
 
