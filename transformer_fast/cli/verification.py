@@ -273,7 +273,7 @@ def _check_transformer(device: torch.device, dtype: torch.dtype) -> Iterator[Par
 
     classic = reference.layers.Transformer
     kinds = ((classic, torch.float64), (classic, dtype), (Transformer, torch.float64), (Transformer, dtype))
-    for norm, norm_first in (("std", True), ("layer", False)):
+    for norm, norm_first in (("std", True), ("layer", False), ("rms", True)):
         options = {"d_ff": 160, "norm": norm, "norm_first": norm_first}
         torch.manual_seed(SEED)
         models = [kind(60, 60, 80, 2, 4, 0.1, **options).to(device, its_dtype) for kind, its_dtype in kinds]
@@ -283,7 +283,7 @@ def _check_transformer(device: torch.device, dtype: torch.dtype) -> Iterator[Par
                 embed.lut.weight.div_(80**0.5)
         for model in models:
             model.load_state_dict(eager.state_dict())
-        order = "pre-norm" if norm_first else "post-norm"
+        order = f"{'pre' if norm_first else 'post'}-norm {norm}"
         for what, training, sides in (
             ("against the reference class", False, (exact, eager)),
             ("training with dropout 0.1", True, (exact_fast, fast)),

@@ -134,10 +134,14 @@ class FeedForward(nn.Module):
 
 
 def make_norm(kind: str, d_model: int) -> nn.Module:
-    """The norm of a layer: "std" (:class:`Norm`) or "layer" (``nn.LayerNorm``)."""
-    if kind not in ("std", "layer"):
-        raise ValueError(f'norm: expected "std" or "layer", got {kind!r}')
-    return Norm(d_model) if kind == "std" else nn.LayerNorm(d_model)
+    """The norm of a layer: "std" (:class:`Norm`), "layer" (``nn.LayerNorm``) or "rms" (``nn.RMSNorm``, eps 1e-6)."""
+    if kind == "std":
+        return Norm(d_model)
+    if kind == "layer":
+        return nn.LayerNorm(d_model)
+    if kind == "rms":
+        return nn.RMSNorm(d_model, eps=1e-6)
+    raise ValueError(f'norm: expected "std", "layer" or "rms", got {kind!r}')
 
 
 class EncoderLayer(nn.Module):
