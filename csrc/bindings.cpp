@@ -46,7 +46,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("dropout", &eager::dropout);
   m.def("layer_norm", &eager::layer_norm);
   m.def("linear", &eager::linear);
-  m.def("onednn_is_faster", &transformer_fast::onednn_is_faster,
+  m.def("onednn_is_faster", py::overload_cast<int64_t, int64_t, int64_t>(&transformer_fast::onednn_is_faster),
         "Whether oneDNN multiplies float32 matrices (rows, in) and (in, out) faster than PyTorch's own product.");
   m.def("linear_cross_entropy", &eager::linear_cross_entropy);
   m.def("embed", &eager::embed);

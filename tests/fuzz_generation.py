@@ -85,7 +85,7 @@ def config(seed: int, number: int) -> Config:
         models=pick(1, 1, 1, 2),
         form={
             "norm_first": pick(True, True, False),
-            "norm": pick("layer", "std"),
+            "norm": pick("layer", "std", "rms"),
             "d_ff": pick(24, 40),
             "tie_weights": pick(False, False, "decoder"),
             "activation": pick("relu", "swish", "gelu"),

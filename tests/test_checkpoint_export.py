@@ -47,6 +47,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory, corpus: dict[str, str], one_t
         "untied": {"norm_first": False, "tie_weights": False},
         "pre": {},
         "std": {"norm": "std", "max_steps": 1},
+        "rms": {"norm": "rms", "norm_first": False},
+        "pre rms": {"norm": "rms"},
         "lower": {"norm_first": False, "lowercase": True, "max_steps": 1},
     }.items():
         train(small_config(corpus, root / name, **options | changes), Silent())
@@ -90,7 +92,7 @@ def test_a_trained_run_comes_back(runs: dict[str, Path], tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("beam", [1, 4])
-@pytest.mark.parametrize("name", ["imported", "post", "untied", "pre"])
+@pytest.mark.parametrize("name", ["imported", "post", "untied", "pre", "rms", "pre rms"])
 def test_ctranslate2_says_the_same(name: str, beam: int, runs: dict[str, Path], tmp_path: Path) -> None:
     ctranslate2 = pytest.importorskip("ctranslate2")
     sentencepiece = pytest.importorskip("sentencepiece")
@@ -130,8 +132,9 @@ def test_quantized(runs: dict[str, Path], tmp_path: Path) -> None:
     [
         ("pre", "hf", "cannot be a Marian model: its layers are pre-norm (norm_first), and Marian's are post-norm"),
         ("std", "hf", "its norm is 'std', and Marian's is LayerNorm"),
+        ("rms", "hf", "cannot be a Marian model: its norm is 'rms', and Marian's is LayerNorm"),
         ("lower", "hf", "it was trained on lower-cased text, and MarianTokenizer cannot lower-case"),
-        ("std", "ctranslate2", "cannot run in CTranslate2: its norm is 'std', not LayerNorm"),
+        ("std", "ctranslate2", "cannot run in CTranslate2: its norm is 'std', neither LayerNorm nor RMSNorm"),
     ],
 )
 def test_what_cannot_be_said_is_named(

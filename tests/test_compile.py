@@ -32,9 +32,9 @@ Inputs = Callable[[int], tuple[Any, ...]]
 class Padded(nn.Module):
     """Our model, called with lengths and a look-ahead mask."""
 
-    def __init__(self, dropout: float = 0.1) -> None:
+    def __init__(self, dropout: float = 0.1, **options: Any) -> None:
         super().__init__()
-        self.model = tfast.Transformer(VOCABULARY, VOCABULARY, D, 1, 2, dropout, d_ff=24)
+        self.model = tfast.Transformer(VOCABULARY, VOCABULARY, D, 1, 2, dropout, d_ff=24, **options)
 
     def forward(self, src: Tensor, trg: Tensor, lengths: Tensor) -> Tensor:
         return self.model(src, trg, tfast.AttentionMask.lengths(lengths), tfast.AttentionMask.causal())
@@ -81,6 +81,10 @@ def blocked(length: int) -> Tensor:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "ours": (Padded, lambda n: (ids(n), ids(n - 1), torch.tensor([n, n - 2, 1]))),
+    "RMSNorm": (
+        lambda: Padded(norm="rms"),
+        lambda n: (ids(n), ids(n - 1), torch.tensor([n, n - 2, 1])),
+    ),
     "windows": (Windowed, lambda n: (ids(n), ids(n - 1), torch.tensor([n, n - 2, 1]))),
     "nn.Transformer": (
         Stock,
@@ -121,6 +125,7 @@ def test_export_with_dynamic_lengths(name: str) -> None:
     model, auto = make().eval(), torch.export.Dim.AUTO
     shapes = {
         "ours": ({1: auto}, {1: auto}, {}),
+        "RMSNorm": ({1: auto}, {1: auto}, {}),
         "windows": ({1: auto}, {1: auto}, {}),
         "nn.Transformer": ({1: auto}, {1: auto}, {0: auto, 1: auto}),
         "hand-written": ({1: auto}, {2: auto}),
@@ -222,6 +227,7 @@ SIZES = (VOCABULARY, D, 24, 4, 1, 0.1)
 PARTS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
     "attention": (lambda: layers.MultiHeadAttention(2, D), lambda n: (x(n), x(n), x(n), keep(n))),
     "encoder layer": (lambda: layers.EncoderLayer(D, 2, norm_first=False, norm="layer"), lambda n: (x(n), keep(n))),
+    "encoder layer with RMSNorm": (lambda: layers.EncoderLayer(D, 2, norm="rms"), lambda n: (x(n), keep(n))),
     "decoder layer": (
         lambda: layers.DecoderLayer(D, 2),
         lambda n: (x(n), x(n), keep(n), layers.subsequentmask(n)),

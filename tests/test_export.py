@@ -226,6 +226,7 @@ MODELS: dict[str, Case] = {
         lambda: layers.EncoderLayer(D, 2, d_ff=24, norm_first=False, norm="layer"),
         lambda b, n: (x(b, n), keep(b, n).unsqueeze(1)),
     ),
+    "RMSNorm": (lambda: Padded(norm="rms"), transformer_inputs),
     "bert": (
         lambda: Call(lambda e, a, t, m: a(*(e(t),) * 3, m), bert.BERTEmbedding(20, D), bert.MultiHeadedAttention(2, D)),
         lambda b, n: (ids(b, n), keep(b, n)[:, None, None]),

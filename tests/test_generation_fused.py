@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import transformer_fast as tfast
 from transformer_fast.generation.decoding import Decoding, check_request
 from transformer_fast.layers import DecoderLayer
+from transformer_fast.layers.norm import make_norm
 
 VOCAB, BOS, EOS = 20, 0, 1
 
@@ -21,6 +22,8 @@ FORMS = [
     {"norm": "std"},
     {"norm": "layer", "norm_first": False},
     {"norm": "std", "norm_first": False},
+    {"norm": "rms"},
+    {"norm": "rms", "norm_first": False},
     {"activation": "swish", "norm_first": False, "scale": 1.0, "positions": "halves"},
     {"activation": "gelu"},
 ]
@@ -143,3 +146,26 @@ def test_with_the_reference_the_answers_are_the_same() -> None:
 def test_under_autocast_the_modules_are_called() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert calls_of_modules()[0] > 0
+
+
+def test_rms_norm_without_an_eps_has_that_of_torch() -> None:
+    """On rows so small that it decides about their size."""
+    models = [tiny(norm="rms") for _ in range(3)]
+    for model, eps in zip(models, (None, torch.finfo(torch.float32).eps, 1e-6), strict=True):
+        model.decoder.embed.scale = 1e-4
+        model.decoder.pe.pe.zero_()
+        for layer in model.decoder.layers:
+            layer.norm_1.eps = layer.norm_2.eps = layer.norm_3.eps = eps
+    src, lengths, tokens = torch.full((2, 3), 4), torch.tensor([3, 2]), torch.full((2, 1), BOS)
+    with torch.inference_mode():
+        found, same, other = (decoding(model, src, lengths, 2).next_logits(tokens) for model in models)
+    assert torch.equal(found, same) and not torch.allclose(found, other, atol=1e-3)
+
+
+@pytest.mark.parametrize("norm", ["layer", "std", "rms"])
+def test_norms_of_every_kind_run_in_the_step(norm: str) -> None:
+    def swap(model: tfast.Transformer) -> None:
+        for layer in model.decoder.layers:
+            layer.norm_1, layer.norm_2, layer.norm_3 = (make_norm(norm, 40) for _ in range(3))
+
+    assert calls_of_modules(swap)[0] == 0

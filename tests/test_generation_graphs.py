@@ -104,7 +104,7 @@ def capture(monkeypatch):
     return capture
 
 
-@pytest.mark.parametrize("options", [{}, {"norm": "std"}, {"norm_first": False}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"norm": "std"}, {"norm": "rms"}, {"norm_first": False}], ids=str)
 def test_answers_are_those_without_a_cache(capture, options):
     model = tiny(1, **options)
     src, lengths = batch(seed=1)

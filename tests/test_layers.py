@@ -14,7 +14,7 @@ from transformer_fast import AttentionMask, layers
 from transformer_fast.reference import layers as reference
 
 D = 16
-STYLES = [(True, "std"), (True, "layer"), (False, "std"), (False, "layer")]
+STYLES = [(norm_first, norm) for norm_first in (True, False) for norm in ("std", "layer", "rms")]
 
 
 def keep(*lengths: int, length: int = 7) -> torch.Tensor:
@@ -237,7 +237,7 @@ def test_what_stands_for_the_first_linear_layer_is_called_as_it_is():
     assert run().isfinite().all()
 
 
-@pytest.mark.parametrize("norm", ["std", "layer"])
+@pytest.mark.parametrize("norm", ["std", "layer", "rms"])
 def test_a_sublayer_of_a_stack_costs_one_norm(norm, monkeypatch):
     """Between pre-norm layers the sum that ends one and the norm that begins the next are one op, and change no bit."""
     model = layers.Transformer(11, 12, D, 3, 4, 0.1, norm=norm, d_ff=24)
@@ -277,6 +277,13 @@ def test_rms_norm_stands_for_torch_s(options):
     expected = [*torch.autograd.grad(slow(x + y).square().sum(), (x, y)), x + y]
     actual = [*torch.autograd.grad(out.square().sum(), (x, y)), summed]
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_every_norm_of_an_rms_model_is_rms_norm_with_its_eps():
+    model = layers.Transformer(11, 12, D, 2, 4, 0.1, norm="rms")
+    norms = [m for name, m in model.named_modules() if name.rpartition(".")[2].startswith("norm")]
+    assert {(type(m), m.eps) for m in norms} == {(layers.RMSNorm, 1e-6)} and len(norms) == 2 * 2 + 2 * 3 + 2
+    assert not any(name.endswith(".bias") and ".norm" in name for name in model.state_dict())
 
 
 def test_rms_norm_of_several_dimensions_is_refused():

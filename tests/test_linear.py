@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast import extension, ops
-from transformer_fast.layers.linear import Linear, apply_linear
+from transformer_fast.dialects import d2l, tensorflow
+from transformer_fast.layers.linear import Linear, apply_in_order, apply_linear
 
 SHAPES = [  # leading dimensions, in, out: below and above what goes to oneDNN; gradients that transpose either side
     ((3,), 4, 2),
@@ -224,6 +225,47 @@ def test_modules_that_are_called(module: nn.Linear) -> None:
 
     other = Other(256, 128)
     assert torch.equal(apply_linear(other, x), F.linear(x, other.weight, other.bias) + 1)
+
+
+def nodes(out: Tensor) -> list[str]:
+    """The names of all nodes of a graph, one for each time it computes something."""
+    found, open_ones = {}, [out.grad_fn]
+    while open_ones:
+        node = open_ones.pop()
+        if node is not None and node not in found:
+            found[node] = node.name()
+            open_ones += [following for following, _ in node.next_functions]
+    return list(found.values())
+
+
+D = 256
+MODULES: dict[str, tuple[Callable[[], nn.Module], int]] = {  # and how many large linear layers it has
+    "TensorFlow's layer": (lambda: tensorflow.EncoderLayer(D, 4, 2 * D), 6),
+    "TensorFlow's additive attention": (lambda: tensorflow.AdditiveAttention(D, D, D), 2),
+    "TensorFlow's bilinear attention": (lambda: tensorflow.BilinearAttention(D, D, D), 2),
+    "d2l's additive attention": (lambda: d2l.AdditiveAttention(D, 0.1, query_size=D, key_size=D), 2),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_of_the_dialects(by_onednn: None, name: str) -> None:
+    make, linears = MODULES[name]
+    module, x = make(), torch.randn(2, 48, D)
+    out = module(x, None) if isinstance(module, tensorflow.EncoderLayer) else module(x, x, x)
+    assert nodes(out[0] if isinstance(out, tuple) else out).count(NODE) == linears
+
+
+def test_a_sequential_is_called_where_somebody_would_miss_it(by_onednn: None) -> None:
+    network, x = tensorflow.point_wise_feed_forward_network(D, 2 * D), torch.randn(96, D)
+    out, seen = apply_in_order(network, x), []
+    assert nodes(out).count(NODE) == 2
+    torch.testing.assert_close(out, network(x), rtol=1e-5, atol=1e-5)
+    handle = network.register_forward_hook(lambda *_: seen.append("network"))
+    assert torch.equal(apply_in_order(network, x), network(x))
+    handle.remove()
+    network[2].register_forward_hook(lambda *_: seen.append("layer"))
+    apply_in_order(network, x)
+    assert seen == ["network", "network", "layer"]
 
 
 def test_the_same_on_any_number_of_threads_and_for_any_number_of_rows(by_onednn: None) -> None:

@@ -104,7 +104,7 @@ def test_every_form_of_mask(name, device):
 
 
 @pytest.mark.parametrize("tie_weights", [False, True])
-@pytest.mark.parametrize("norm", ["std", "layer"])
+@pytest.mark.parametrize("norm", ["std", "layer", "rms"])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_every_style_of_layer(norm_first, norm, tie_weights, device):
     assert_same(

@@ -45,7 +45,7 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"max_time": 0.0}, "max_time is 0.0; expected a positive number of seconds"),
     ({"max_length": 4097}, r"batch_tokens is 4096; expected at least max_length \(4097\)"),
     ({"cooldown": 11, "max_steps": 10}, r"cooldown is 11; expected at most max_steps \(10\)"),
-    ({"norm": "rms"}, "norm is 'rms'; expected one of layer, std"),
+    ({"norm": "l2"}, "norm is 'l2'; expected one of layer, std, rms"),
     ({"amp": "int8"}, "amp is 'int8'; expected one of auto, off, bf16, fp16"),
     ({"device": "tpu"}, "device is 'tpu'; expected auto, cpu, cuda or cuda:N"),
     ({"valid_source": "v.en"}, "valid_target is missing: validation needs both"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from transformer_fast import backends, ops
-from transformer_fast.cli import speed, verification
+from transformer_fast.cli import speed, verification, verification_cases
 from transformer_fast.cli.verification import Parity, errors, parity, print_parity
 
 
@@ -69,7 +69,7 @@ def test_a_wrong_kernel_fails(op, change, monkeypatch):
     alter, expected = CHANGES[change]
     monkeypatch.setattr(ops, op, broken(getattr(ops, op), alter))
     device = torch.device("cpu")
-    cases = [case for case in verification._op_cases(device) if case.op == op]
+    cases = [case for case in verification_cases.op_cases(device) if case.op == op]
     with backends.backend("auto"):
         rows = [row for case in cases for row in verification._check_case(case, device, torch.float32)]
     failed = [row for row in rows if not row.passed]

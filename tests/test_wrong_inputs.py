@@ -125,7 +125,7 @@ NORM_AND_DROPOUT = {
     "dropout without residual": Wrong(lambda: tfast.layer_norm(X, None, None, dropout_p=0.1), ValueError, "residual"),
     "Norm of width 1": Wrong(lambda: layers.Norm(1), ValueError, "d_model of at least 2, got 1"),
     "dropout p of 2": Wrong(lambda: dropout(X, 2.0), ValueError, r"\[0, 1\].*2.0"),
-    "unknown norm of a layer": Wrong(lambda: layers.EncoderLayer(8, 2, norm="rms"), ValueError, "\"layer\", got 'rms'"),
+    "unknown norm of a layer": Wrong(lambda: layers.EncoderLayer(8, 2, norm="l2"), ValueError, "\"rms\", got 'l2'"),
 }
 
 LOSS = {

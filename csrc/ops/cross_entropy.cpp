@@ -76,8 +76,9 @@ int64_t count_targets(const Tensor& target, int64_t ignore_index, int64_t vocabu
 
 // result = scale * a @ b, or that added to it; result may be wider.
 void accumulate(Tensor result, const Tensor& a, const Tensor& b, double scale, bool add) {
-  if (!add && a.scalar_type() == at::kFloat && onednn_is_faster(a.size(0), a.size(1), b.size(1))) {
-    at::mul_out(result, a.is_contiguous() ? onednn_linear(a, b.t(), {}) : linear_grad_weight(a.t(), b),
+  const Tensor b_t = b.t();
+  if (!add && onednn_is_faster(a, b_t)) {
+    at::mul_out(result, a.is_contiguous() ? onednn_linear(a, b_t, {}) : linear_grad_weight(a.t(), b),
                 at::scalar_tensor(scale, a.options()));
   } else if (result.scalar_type() == a.scalar_type()) {
     at::addmm_out(result, result, a, b, add ? 1 : 0, scale);
@@ -104,7 +105,7 @@ FiveTensors of_counted(const Tensor& x, const Tensor& weight, const OptionalTens
   if (gradients[2]) grad_bias = at::zeros({vocabulary}, losses.options());
 
   const Tensor weight_t = weight.t();
-  const bool by_onednn = x.scalar_type() == at::kFloat && onednn_is_faster(std::min(rows, most), x.size(1), vocabulary);
+  const bool by_onednn = onednn_is_faster(whole ? x : x.narrow(0, 0, most), weight);
   const Tensor buffer = at::empty({by_onednn ? 0 : std::min(rows, most), vocabulary}, x.options());
   for (int64_t start = 0; start < rows; start += most) {
     const int64_t count = std::min(most, rows - start);

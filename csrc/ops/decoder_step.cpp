@@ -17,7 +17,8 @@
 namespace transformer_fast {
 namespace {
 
-// Where the weight and the bias of each part of a layer stand among its tensors; `_Layer` in generation/fused.py.
+// Where the weight and the bias of each part of a layer stand among its tensors; `_Layer` in generation/fused.py. The
+// bias of an RMSNorm is empty.
 enum Part { kNorm1, kNorm2, kNorm3, kOwnIn, kOwnOut, kCrossIn, kCrossOut, kFeedIn, kFeedOut, kParts };
 
 // Attention of q (B, H, Lq, D) -> (B * Lq, H * D).
@@ -34,7 +35,8 @@ struct Step {
   int64_t length;
   OptionalTensor source_lengths;
   OptionalTensor row_of_slot, slot_of_row;  // each sentence has as many slots as the widest; none: a row is a slot
-  bool norm_first, std;
+  bool norm_first;
+  NormKind kind;  // of the norms
   double eps;
   std::string_view activation;  // of the feed-forward layer: "relu", "swish" or "gelu"
 
@@ -46,8 +48,8 @@ struct Step {
                                 : step_linear(input, weight, bias, bias.size(0), relu);
     };
     const auto norm = [&](Part part, const Tensor& input, const OptionalTensor& residual) {
-      return norm_forward(input, residual, at[2 * part], at[2 * part + 1], eps, std ? NormKind::kStd : NormKind::kLayer,
-                          0, {}, nullptr, nullptr);
+      const OptionalTensor bias = kind == NormKind::kRms ? OptionalTensor() : at[2 * part + 1];
+      return norm_forward(input, residual, at[2 * part], bias, eps, kind, 0, {}, nullptr, nullptr);
     };
     if (norm_first) {
       const Tensor first = norm(kNorm1, x, {}).out;
@@ -96,9 +98,10 @@ struct Step {
 
 Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const Tensor& cross, int64_t length,
                     const OptionalTensor& source_lengths, const OptionalTensor& row_of_slot,
-                    const OptionalTensor& slot_of_row, bool norm_first, bool std, double eps,
+                    const OptionalTensor& slot_of_row, bool norm_first, std::string_view norm, double eps,
                     std::string_view activation) {
-  const Step step{own, cross, length, source_lengths, row_of_slot, slot_of_row, norm_first, std, eps, activation};
+  const Step step{own,        cross,           length, source_lengths, row_of_slot, slot_of_row,
+                  norm_first, norm_kind(norm), eps,    activation};
   for (int64_t layer = 0; layer < own.size(0); ++layer) x = step.through(layer, weights.data() + 2 * kParts * layer, x);
   return x;
 }
@@ -108,7 +111,7 @@ Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const T
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "decoder_step(Tensor x, Tensor[] weights, Tensor(a!) own, Tensor cross, int length, Tensor? source_lengths, "
-      "Tensor? row_of_slot, Tensor? slot_of_row, bool norm_first, bool std, float eps, str activation) -> Tensor");
+      "Tensor? row_of_slot, Tensor? slot_of_row, bool norm_first, str norm, float eps, str activation) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("decoder_step", decoder_step); }

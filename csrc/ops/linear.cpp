@@ -114,10 +114,13 @@ bool onednn_is_faster(int64_t rows, int64_t in, int64_t out) {
          at::globalContext().userEnabledMkldnn();
 }
 
-Tensor linear_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+bool onednn_is_faster(const Tensor& x, const Tensor& weight) {
   const int64_t in = weight.size(1), rows = in > 0 ? x.numel() / in : 0;
-  const bool faster = x.scalar_type() == at::kFloat && onednn_is_faster(rows, in, weight.size(0));
-  return faster ? onednn_linear(x, weight, bias) : at::linear(x, weight, bias);
+  return x.scalar_type() == at::kFloat && onednn_is_faster(rows, in, weight.size(0));
+}
+
+Tensor linear_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  return onednn_is_faster(x, weight) ? onednn_linear(x, weight, bias) : at::linear(x, weight, bias);
 }
 
 // oneDNN takes one of the two transposed in memory: the one that costs less, that of the result included.
@@ -141,9 +144,7 @@ py::object eager::linear(py::handle x_, py::handle weight_, py::handle bias_) {
   if (!arguments.ok()) return py::none();
 
   return computed([&] {
-    const int64_t in = weight.size(1), rows = in > 0 ? x.numel() / in : 0;
-    if (x.scalar_type() != at::kFloat || !onednn_is_faster(rows, in, weight.size(0)))
-      return at::linear(x, weight, bias);
+    if (!onednn_is_faster(x, weight)) return at::linear(x, weight, bias);
     Tensor out;
     {
       const at::AutoDispatchBelowADInplaceOrView below;

@@ -11,6 +11,9 @@ Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor
 // Whether oneDNN multiplies float32 matrices of these sizes, (rows, in) and (in, out), faster than at::linear.
 bool onednn_is_faster(int64_t rows, int64_t in, int64_t out);
 
+// The same of x (..., in) and a weight (out, in) of one type; of any other than float32 it does not.
+bool onednn_is_faster(const Tensor& x, const Tensor& weight);
+
 // x (..., in) and weight (out, in), of plain tensors of the CPU; nothing is recorded for autograd.
 Tensor linear_forward(const Tensor& x, const Tensor& weight, const OptionalTensor& bias);
 

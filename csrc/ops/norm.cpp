@@ -41,7 +41,29 @@ RowView<T> result_rows(const Tensor& result, int64_t d) {
   return {result.defined() ? result.mutable_data_ptr<T>() : nullptr, d};
 }
 
+// A kind, and its name in Python.
+struct NamedKind {
+  const char* name;
+  NormKind kind;
+};
+
+constexpr NamedKind kKinds[] = {{"layer", NormKind::kLayer}, {"std", NormKind::kStd}, {"rms", NormKind::kRms}};
+
+// The kind for whose name is_it(name) holds, or null.
+template <typename IsIt>
+const NamedKind* find_kind(const IsIt& is_it) {
+  for (const NamedKind& kind : kKinds)
+    if (is_it(kind.name)) return &kind;
+  return nullptr;
+}
+
 }  // namespace
+
+NormKind norm_kind(std::string_view name) {
+  const NamedKind* const found = find_kind([&](std::string_view other) { return other == name; });
+  TORCH_CHECK_VALUE(found, "layer_norm: kind must be \"layer\", \"std\" or \"rms\", got \"", name, "\"");
+  return found->kind;
+}
 
 NormResult norm_forward(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
                         const OptionalTensor& bias, double eps, NormKind kind, double dropout_p,
@@ -69,28 +91,6 @@ using eager::needs_gradient, eager::Needs, eager::or_none, eager::or_undefined;
 using torch::autograd::variable_list;
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-
-// A kind, and its name in Python.
-struct NamedKind {
-  const char* name;
-  NormKind kind;
-};
-
-constexpr NamedKind kKinds[] = {{"layer", NormKind::kLayer}, {"std", NormKind::kStd}, {"rms", NormKind::kRms}};
-
-// The kind for whose name is_it(name) holds, or null.
-template <typename IsIt>
-const NamedKind* find_kind(const IsIt& is_it) {
-  for (const NamedKind& kind : kKinds)
-    if (is_it(kind.name)) return &kind;
-  return nullptr;
-}
-
-NormKind kind_of(std::string_view name) {
-  const NamedKind* const found = find_kind([&](std::string_view other) { return other == name; });
-  TORCH_CHECK_VALUE(found, "layer_norm: kind must be \"layer\", \"std\" or \"rms\", got \"", name, "\"");
-  return found->kind;
-}
 
 // Which gradients are asked for: of x and the residual, of the weight (there is one then), of the bias. Undefined are
 // those that are not, and that of the residual without dropout, where it is that of x.
@@ -138,7 +138,7 @@ FourTensors forward(const Tensor& x, const OptionalTensor& residual, const Optio
   const auto options = x.options().dtype(arithmetic_type(x));
   const int64_t rows = x.numel() / x.size(-1);
   const Tensor mean = at::empty({has_mean(kind) ? rows : 0}, options), rstd = at::empty({rows}, options);
-  const auto [out, summed] = norm_forward(x, residual, weight, bias, eps, kind_of(kind), dropout_p, seed,
+  const auto [out, summed] = norm_forward(x, residual, weight, bias, eps, norm_kind(kind), dropout_p, seed,
                                           mean.mutable_data_ptr(), rstd.mutable_data_ptr());
   return {out, or_empty(summed, x.options()), mean, rstd};
 }
@@ -161,8 +161,8 @@ FourTensors backward(const Tensor& grad_out, const OptionalTensor& grad_summed, 
         launcher.tensors<4>(grad_out, grad_summed, x, weight, mean, rstd, kind, dropout_p, seed, has_bias));
   }
   const auto [grad_x, grad_residual, grad_weight, grad_bias] =
-      gradients(grad_out, grad_summed, x, weight, mean.contiguous(), rstd.contiguous(), kind_of(kind), dropout_p, seed,
-                {true, weight.has_value(), has_bias});
+      gradients(grad_out, grad_summed, x, weight, mean.contiguous(), rstd.contiguous(), norm_kind(kind), dropout_p,
+                seed, {true, weight.has_value(), has_bias});
   const auto weight_options = x.options().dtype(weight ? weight->scalar_type() : x.scalar_type());
   return {grad_x, or_empty(grad_residual, x.options()), or_empty(grad_weight, weight_options),
           or_empty(grad_bias, weight_options).to(weight_options)};
@@ -200,8 +200,8 @@ struct LayerNorm {
     const OptionalTensor grad_summed = grads.size() > 1 ? or_none(grads[1]) : std::nullopt;
     const Tensor grad_out = grads[0].defined() ? grads[0] : at::zeros_like(x);  // only the sum was used
     auto [grad_x, grad_residual, grad_weight, grad_bias] =
-        direct ? gradients(grad_out, grad_summed, x, weight, mean, rstd, kind_of(options.kind), options.dropout_p, seed,
-                           {needs[0] || needs[1], needs[2], needs[3]})
+        direct ? gradients(grad_out, grad_summed, x, weight, mean, rstd, norm_kind(options.kind), options.dropout_p,
+                           seed, {needs[0] || needs[1], needs[2], needs[3]})
                : op<"layer_norm_backward", norm_op::backward>()(grad_out, grad_summed, x, weight, mean, rstd,
                                                                 options.kind, options.dropout_p, seed,
                                                                 options.bias.has_value(), options.backend);
@@ -254,7 +254,7 @@ py::object eager::layer_norm(py::handle x_, py::handle weight_, py::handle bias_
   const OptionalTensor weight = arguments.optional_floating(weight_), bias = arguments.optional_floating(bias_);
   const OptionalTensor residual = arguments.optional_floating(residual_), seed = arguments.optional_tensor(seed_);
   const double eps = arguments.number(eps_), dropout_p = arguments.probability(dropout_p_);
-  const norm_op::NamedKind* const known = norm_op::find_kind([&](const char* name) { return is_text(kind_, name); });
+  const NamedKind* const known = find_kind([&](const char* name) { return is_text(kind_, name); });
   if (!arguments.ok() || x.dim() == 0) return py::none();
   const int64_t d = x.size(-1);
   arguments.require(known && d > (known->kind == NormKind::kStd ? 1 : 0) && !(known->kind == NormKind::kRms && bias));

@@ -4,12 +4,17 @@
 #include "../cpu/norm/params.h"
 #include "tensors.h"
 
+#include <string_view>
+
 namespace transformer_fast {
 
 // `summed` is undefined without a residual.
 struct NormResult {
   Tensor out, summed;
 };
+
+// The kind of this name in Python.
+NormKind norm_kind(std::string_view name);
 
 // mean and rstd receive a number for each row, in arithmetic_type(x), where they are not null. kRms has no mean and no
 // bias.

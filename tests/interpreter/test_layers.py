@@ -9,7 +9,7 @@ from transformer_fast import AttentionMask, layers
 
 
 @pytest.mark.parametrize("norm_first", [True, False])
-@pytest.mark.parametrize("norm", ["std", "layer"])
+@pytest.mark.parametrize("norm", ["std", "layer", "rms"])
 def test_a_training_step_of_the_transformer(norm_first, norm, device):
     """Same manual seed, same dropout masks: Triton and the fp64 reference agree in the loss and in every gradient."""
     torch.manual_seed(0)

@@ -158,6 +158,6 @@ def _attribute(name: str, held: Any, names: tuple[str, ...]) -> property:
     return property(get, put)
 
 
-def _rebuild(original: type[nn.Module], held: Held, names: tuple[str, ...] = ("attention",)) -> nn.Module:
+def _rebuild(original: type[nn.Module], held: Held, names: tuple[str, ...]) -> nn.Module:
     made = _class(original, held, names)
     return made.__new__(made)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -60,16 +61,33 @@ def _stack_obstacle(module: nn.Module) -> str:
     return "" if len({m.self_attn.num_heads for m in module.layers}) == 1 else "its layers differ in their heads"
 
 
-_TORCH: dict[type[nn.Module], tuple[type[nn.Module], str, Callable[[Any], str]]] = {
-    nn.LayerNorm: (fast.LayerNorm, "norm", _norm_obstacle),
-    nn.RMSNorm: (fast.RMSNorm, "norm", _norm_obstacle),
-    nn.Embedding: (fast.Embedding, "embedding", _embedding_obstacle),
-    nn.Dropout: (Dropout, "dropout", _dropout_obstacle),
-    nn.MultiheadAttention: (fast.MultiheadAttention, "attention", _attention_obstacle),
-    nn.TransformerEncoderLayer: (fast.TransformerEncoderLayer, "attention", _layer_obstacle),
-    nn.TransformerDecoderLayer: (fast.TransformerDecoderLayer, "attention", _layer_obstacle),
-    nn.TransformerEncoder: (torch_stacks.TransformerEncoder, "attention", _stack_obstacle),
-    nn.TransformerDecoder: (torch_stacks.TransformerDecoder, "attention", _stack_obstacle),
+@dataclasses.dataclass(frozen=True)
+class _Swap:
+    """What a module of ``torch.nn`` becomes.
+
+    Attributes:
+        made: its class afterwards.
+        op: the op whose kernels compute it.
+        obstacle: why a module stays as it is; empty where nothing in it says so.
+        on_gpu: whether it is swapped on a GPU too.
+    """
+
+    made: type[nn.Module]
+    op: str
+    obstacle: Callable[[Any], str]
+    on_gpu: bool = True
+
+
+_TORCH: dict[type[nn.Module], _Swap] = {
+    nn.LayerNorm: _Swap(fast.LayerNorm, "norm", _norm_obstacle),
+    nn.RMSNorm: _Swap(fast.RMSNorm, "norm", _norm_obstacle),
+    nn.Embedding: _Swap(fast.Embedding, "embedding", _embedding_obstacle),
+    nn.Dropout: _Swap(Dropout, "dropout", _dropout_obstacle, on_gpu=False),
+    nn.MultiheadAttention: _Swap(fast.MultiheadAttention, "attention", _attention_obstacle),
+    nn.TransformerEncoderLayer: _Swap(fast.TransformerEncoderLayer, "attention", _layer_obstacle),
+    nn.TransformerDecoderLayer: _Swap(fast.TransformerDecoderLayer, "attention", _layer_obstacle),
+    nn.TransformerEncoder: _Swap(torch_stacks.TransformerEncoder, "attention", _stack_obstacle),
+    nn.TransformerDecoder: _Swap(torch_stacks.TransformerDecoder, "attention", _stack_obstacle),
 }
 
 
@@ -154,11 +172,11 @@ class _Walk:
             self.report.plain["Linear"] += 1
 
     def _torch(self, path: str, module: nn.Module) -> None:
-        made, op, obstacle = _TORCH[type(module)]
-        reason = obstacle(module) or self._obstacle(module, op)
-        if made is Dropout and not reason:
-            reason = self._device_obstacle(module, op)
-        self._leave(path, module, reason) if reason else self._swap(path, module, made, f"layers.{made.__name__}")
+        swap = _TORCH[type(module)]
+        if reason := swap.obstacle(module) or self._obstacle(module, swap.op, on_gpu=swap.on_gpu):
+            self._leave(path, module, reason)
+        else:
+            self._swap(path, module, swap.made, f"layers.{swap.made.__name__}")
 
     def _other(self, path: str, module: nn.Module) -> None:
         family = next((base for base in _TORCH if isinstance(module, base)), None)
@@ -197,10 +215,10 @@ class _Walk:
             self.probed[key] = probe(module, pattern)
         return self.probed[key]
 
-    def _obstacle(self, module: nn.Module, op: str) -> str:
+    def _obstacle(self, module: nn.Module, op: str, *, on_gpu: bool = True) -> str:
         if _is_replaced(module) or type(module).__call__ is not nn.Module.__call__:
             return "its forward was replaced"
-        return self._no_kernel(module, op)
+        return self._no_kernel(module, op) if on_gpu else self._device_obstacle(module, op)
 
     def _device_obstacle(self, module: nn.Module, op: str) -> str:
         """Why what is faster on a CPU stays torch's where a module is."""

@@ -26,14 +26,18 @@ NEVER = -1e4
 
 
 def make_spec(exported: Exported) -> Any:
-    """The specification of a model with LayerNorm, its weights and its vocabularies.
+    """The specification of a model with LayerNorm or RMSNorm, its weights and its vocabularies.
 
     Tokens that the run never chooses are made unlikely by the output layer's bias. CTranslate2 adds the end of a source
     sentence by itself.
     """
     model, config, tokenizer = exported.model, exported.config, exported.tokenizer
     spec = transformer_spec.TransformerSpec.from_config(
-        config.layers, config.heads[0], pre_norm=config.norm_first, activation=ACTIVATIONS[config.activation]
+        config.layers,
+        config.heads[0],
+        pre_norm=config.norm_first,
+        activation=ACTIVATIONS[config.activation],
+        rms_norm=config.norm == "rms",
     )
     spec.decoder.num_heads = np.int16(config.heads[1])
     for side, stack in ((spec.encoder, model.encoder), (spec.decoder, model.decoder)):
@@ -83,7 +87,9 @@ def _set_linear(spec: Any, linears: Sequence[nn.Linear]) -> None:
 
 
 def _set_norm(spec: Any, norm: nn.Module) -> None:
-    spec.gamma, spec.beta = _array(norm.weight), _array(norm.bias)
+    spec.gamma = _array(norm.weight)
+    if not isinstance(norm, nn.RMSNorm):
+        spec.beta = _array(norm.bias)
 
 
 def _array(tensor: Tensor) -> np.ndarray:

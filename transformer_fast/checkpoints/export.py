@@ -99,8 +99,8 @@ def export_ctranslate2(run: PathLike, out: PathLike, *, which: str = "best", qua
     from .ctranslate2_spec import make_spec  # needs the package
 
     exported = _exported(load_trained(run, which=which))
-    if exported.config.norm != "layer":
-        raise CheckpointError(f"{run} cannot run in CTranslate2: its norm is {exported.config.norm!r}, not LayerNorm")
+    if (norm := exported.config.norm) not in ("layer", "rms"):
+        raise CheckpointError(f"{run} cannot run in CTranslate2: its norm is {norm!r}, neither LayerNorm nor RMSNorm")
     spec = make_spec(exported)
     with new_folder(Path(out)) as scratch:
         try:

@@ -12,19 +12,22 @@ import torch
 from torch import Tensor, nn
 
 from .. import backends, extension
-from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm
+from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm, RMSNorm
 from ..layers.hooks import is_plain
 from ..models import Decoder
 from .cache import DecoderCache
 from .weights import StepFeedForward, StepLinear
 
+_KINDS: dict[type[nn.Module], str] = {Norm: "std", LayerNorm: "layer", RMSNorm: "rms"}
+"""By the class of a norm, the kind of the op that it calls."""
+
 
 class _Layer(NamedTuple):
     """A decoder layer in the order of `Part` in decoder_step.cpp, and what must be the same in all layers."""
 
-    norms: list[Tensor]  # weight and bias of each
+    norms: list[Tensor]  # weight and bias of each; RMSNorm has an empty bias
     linears: list[StepLinear]
-    options: tuple[bool, bool, float, str]  # norm_first, whether norms divide by std + eps, eps, activation
+    options: tuple[bool, str, float, str]  # norm_first, kind of the norms, eps, activation
 
 
 class FusedStep:
@@ -73,15 +76,23 @@ def _layer(layer: nn.Module, project: object) -> _Layer | None:
     if not is_plain(layer, DecoderLayer) or not is_plain(layer.ff, StepFeedForward):
         return None
     norms, attentions = (layer.norm_1, layer.norm_2, layer.norm_3), (layer.attn_1, layer.attn_2)
-    if not all(is_plain(norm, Norm, LayerNorm) for norm in norms) or len({(type(n), n.eps) for n in norms}) != 1:
+    if not all(is_plain(norm, *_KINDS) for norm in norms) or len({(type(n), n.eps) for n in norms}) != 1:
         return None
     linears = [project, layer.attn_1.out, layer.attn_2.q_linear, layer.attn_2.out, layer.ff.linear_1, layer.ff.linear_2]
     if not all(is_plain(one, MultiHeadAttention) for one in attentions):
         return None
     if not all(isinstance(linear, StepLinear) for linear in linears):
         return None
-    std = type(layer.norm_1) is Norm
-    tensors = [t for norm in norms for t in (norm.alpha if std else norm.weight, norm.bias)]
+    tensors = [t for norm in norms for t in _parameters(norm)]
     if any(t is None or t.dtype != torch.float32 for t in (*tensors, *(linear.bias for linear in linears))):
         return None
-    return _Layer(tensors, linears, (layer.norm_first, std, layer.norm_1.eps, layer.ff.activation))
+    kind, eps = _KINDS[type(layer.norm_1)], layer.norm_1.eps
+    eps = torch.finfo(torch.float32).eps if eps is None else eps  # as nn.RMSNorm has it
+    return _Layer(tensors, linears, (layer.norm_first, kind, eps, layer.ff.activation))
+
+
+def _parameters(norm: Norm | LayerNorm | RMSNorm) -> tuple[Tensor | None, Tensor | None]:
+    """The weight and the bias of a norm, as `_Layer` has them."""
+    if isinstance(norm, RMSNorm):
+        return norm.weight, torch.empty(0)
+    return norm.alpha if isinstance(norm, Norm) else norm.weight, norm.bias

@@ -20,7 +20,7 @@ class EncoderLayer(nn.Module):
         d_ff: inner width of the feed-forward network.
         norm_first: pre-norm ``x + dropout(sublayer(norm(x)))``; False for post-norm
             ``norm(x + dropout(sublayer(x)))``.
-        norm: "std" (:class:`~transformer_fast.layers.Norm`) or "layer" (LayerNorm).
+        norm: "std" (:class:`~transformer_fast.layers.Norm`), "layer" (LayerNorm) or "rms" (RMSNorm, eps 1e-6).
         attention_dropout, activation_dropout: on the attention weights and after the activation; ``dropout`` if None.
         activation: "relu", "swish" or "gelu".
     """

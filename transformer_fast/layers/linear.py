@@ -28,6 +28,15 @@ def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     return is_plain(module, nn.Linear, Linear)
 
 
+def apply_in_order(module: nn.Module, x: Tensor) -> Tensor:
+    """``module(x)``; the linear layers of an ``nn.Sequential`` by our op."""
+    if not is_plain(module, nn.Sequential):
+        return module(x)
+    for child in module:
+        x = apply_linear(child, x)
+    return x
+
+
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """``module(x)``; an ``nn.Linear`` by our op. Another module, such as a quantised one, is called as it is."""
     return linear(x, module.weight, module.bias) if is_linear(module) else module(x)

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from ..ops.dropout import dropout
 from ..ops.norm import layer_norm
 
+RMS_EPS = 1e-6
+"""The eps of RMSNorm in our models, as in T5 and Llama."""
+
 
 class Norm(nn.Module):
     """``alpha * (x - mean) / (std + eps) + bias`` with the unbiased std over the last dimension.
@@ -94,11 +97,19 @@ class RMSNorm(nn.RMSNorm):
         return layer_norm(x, self.weight, None, self.eps, kind="rms", residual=residual, dropout_p=dropout_p)
 
 
-def make_norm(kind: str, d_model: int) -> Norm | LayerNorm:
-    """The norm of a layer: "std" (:class:`Norm`) or "layer" (:class:`LayerNorm`)."""
-    if kind not in ("std", "layer"):
-        raise ValueError(f'norm: expected "std" or "layer", got {kind!r}')
-    return Norm(d_model) if kind == "std" else LayerNorm(d_model)
+def make_norm(kind: str, d_model: int) -> Norm | LayerNorm | RMSNorm:
+    """The norm of a layer: "std" (:class:`Norm`), "layer" (:class:`LayerNorm`) or "rms" (:class:`RMSNorm`, eps 1e-6).
+
+    Raises:
+        ValueError: for any other kind.
+    """
+    if kind == "std":
+        return Norm(d_model)
+    if kind == "layer":
+        return LayerNorm(d_model)
+    if kind == "rms":
+        return RMSNorm(d_model, eps=RMS_EPS)
+    raise ValueError(f'norm: expected "std", "layer" or "rms", got {kind!r}')
 
 
 def active_dropout(dropout: nn.Dropout) -> float:

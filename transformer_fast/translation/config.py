@@ -68,7 +68,9 @@ class TrainConfig:
     activation_dropout: float | None = _option(
         None, "dropout inside the feed-forward layers (default: that of --dropout)", type=float
     )
-    norm: str = _option("layer", "LayerNorm, or the classic Norm with an unbiased std", choices=("layer", "std"))
+    norm: str = _option(
+        "layer", "LayerNorm, the classic Norm with an unbiased std, or RMSNorm", choices=("layer", "std", "rms")
+    )
     norm_first: bool = _option(True, "pre-norm (recommended) or post-norm")
     tie_weights: bool = _option(True, "one matrix for both embeddings and the output layer")
 

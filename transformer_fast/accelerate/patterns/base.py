@@ -73,6 +73,8 @@ class Pattern:
     named: bool = False
     """Whether ``fused_forward`` gets each argument by its name, with the module's own defaults for those not given, so
     that the module's forward may have ``**kwargs``. Its other arguments must be named as those of ``fused_forward``."""
+    passed_on: tuple[str, ...] = ()
+    """Arguments of a named ``fused_forward`` that it has among its ``**others``, and passes on as they are."""
 
     def __init__(self, name: str = "") -> None:
         self.name = name or type(self).__name__
@@ -93,7 +95,7 @@ class Pattern:
 
     def _knows_arguments(self, original: type[nn.Module]) -> bool:
         names, parameters = names_of(original), inspect.signature(self.fused_forward).parameters
-        known = {name for name, p in parameters.items() if p.kind != p.VAR_KEYWORD} - {"m"}
+        known = {name for name, p in parameters.items() if p.kind != p.VAR_KEYWORD} - {"m"} | {*self.passed_on}
         return names is not None and names.defaults.keys() == known
 
     def members(self, m: Any) -> list[tuple[Part, nn.Module]] | None:

@@ -51,51 +51,36 @@ class T5FeedForward(T5Sublayer):
         return unsummed(x, m.DenseReluDense(m.layer_norm(x)), active_dropout(m.dropout)).summed()
 
 
-class T5SelfAttention(T5Sublayer):
-    """``x + dropout(SelfAttention(norm(x)))``, and the position bias and weights that come with it."""
+class T5Attention(T5Sublayer):
+    """``x + dropout(attention(norm(x)))``, and the position bias and weights that come with it.
+
+    Args:
+        name: of the pattern.
+        attention: the name of the child.
+        memory: the name of the argument with the encoder's outputs; empty for self-attention.
+    """
 
     named = True
-    parts = children(SelfAttention=Part(lambda module: True, returns=3), layer_norm=NORM, dropout=DROPOUT)
+
+    def __init__(self, name: str, attention: str, memory: str = "") -> None:
+        super().__init__(name)
+        self.attention = attention
+        self.parts = {attention: Part(lambda module: True, returns=3), "layer_norm": NORM, "dropout": DROPOUT}
+        self.passed_on = (*((memory,) if memory else ()), "position_bias", "past_key_values")
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
-        return block_calls(width_of(m.layer_norm), "position_bias", "past_key_values")
+        return block_calls(width_of(m.layer_norm), *self.passed_on)
 
     def fused_forward(
-        self,
-        m: Any,
-        hidden_states: Tensor,
-        attention_mask: Tensor | None,
-        position_bias: Tensor | None,
-        past_key_values: Any,
-        **others: Any,
+        self, m: Any, hidden_states: Tensor, attention_mask: Tensor | None, **others: Any
     ) -> tuple[Any, ...]:
-        given = {"mask": attention_mask, "position_bias": position_bias, "past_key_values": past_key_values, **others}
-        y, *rest = m.SelfAttention(m.layer_norm(hidden_states), **given)
+        y, *rest = getattr(m, self.attention)(m.layer_norm(hidden_states), mask=attention_mask, **others)
         return unsummed(hidden_states, y, active_dropout(m.dropout)).summed(), *rest
 
 
-class T5CrossAttention(T5Sublayer):
-    """The same with the encoder's outputs, ``EncDecAttention``."""
-
-    named = True
-    parts = children(EncDecAttention=Part(lambda module: True, returns=3), layer_norm=NORM, dropout=DROPOUT)
-
-    def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
-        return block_calls(width_of(m.layer_norm), "key_value_states", "position_bias", "past_key_values")
-
-    def fused_forward(
-        self,
-        m: Any,
-        hidden_states: Tensor,
-        key_value_states: Tensor,
-        attention_mask: Tensor | None,
-        position_bias: Tensor | None,
-        past_key_values: Any,
-        **others: Any,
-    ) -> tuple[Any, ...]:
-        given = {"mask": attention_mask, "position_bias": position_bias, "past_key_values": past_key_values, **others}
-        y, *rest = m.EncDecAttention(m.layer_norm(hidden_states), key_value_states=key_value_states, **given)
-        return unsummed(hidden_states, y, active_dropout(m.dropout)).summed(), *rest
+SELF_ATTENTION = T5Attention("T5SelfAttention", "SelfAttention")
+CROSS_ATTENTION = T5Attention("T5CrossAttention", "EncDecAttention", memory="key_value_states")
+FEED_FORWARD = T5FeedForward("T5FeedForward")
 
 
 class T5Block(Pattern):
@@ -109,10 +94,10 @@ class T5Block(Pattern):
 
     def sublayers(self, m: Any) -> tuple[Any, Any, Any] | None:
         """Those of attention, cross-attention (None in an encoder) and feed-forward; None where they are others."""
-        kinds = [type(pattern_of(layer)) for layer in m.layer]
-        if kinds == [T5SelfAttention, T5CrossAttention, T5FeedForward]:
+        patterns = [pattern_of(layer) for layer in m.layer]
+        if patterns == [SELF_ATTENTION, CROSS_ATTENTION, FEED_FORWARD]:
             return tuple(m.layer)
-        return (m.layer[0], None, m.layer[1]) if kinds == [T5SelfAttention, T5FeedForward] else None
+        return (m.layer[0], None, m.layer[1]) if patterns == [SELF_ATTENTION, FEED_FORWARD] else None
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         own, cross, _ = self.sublayers(m)
@@ -153,8 +138,8 @@ class T5Block(Pattern):
 PATTERNS = (
     T5Dense("T5Dense", "wi"),
     T5Dense("T5GatedDense", "wi_0", "wi_1"),
-    T5FeedForward("T5FeedForward"),
-    T5SelfAttention("T5SelfAttention"),
-    T5CrossAttention("T5CrossAttention"),
+    FEED_FORWARD,
+    SELF_ATTENTION,
+    CROSS_ATTENTION,
     T5Block("T5Block"),
 )

@@ -83,7 +83,7 @@ class AdditiveAttention(_Attention):
         """queries (B, Lq, query_size), keys (B, Lk, key_size), values (B, Lk, dv) -> (B, Lq, dv)."""
         _three_axes("AdditiveAttention", queries, keys, values)
         mask = lengths_mask("AdditiveAttention", valid_lens, *queries.shape[:2])
-        scores = additive_scores(self.W_q(queries), self.W_k(keys), self.w_v)
+        scores = additive_scores(apply_linear(self.W_q, queries), apply_linear(self.W_k, keys), self.w_v)
         leave_weights(self, lambda scores: masked_softmax(scores, mask), scores)
         return attend_by_scores(scores, values, mask, dropout_p=active_dropout(self.dropout))[0]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ...layers.linear import apply_in_order
 from ...layers.norm import LayerNorm, active_dropout
 from .attention import BlockedMask, MultiHeadAttention
 
@@ -36,7 +37,7 @@ class EncoderLayer(nn.Module):
         """x (B, L, d_model); mask as for :func:`scaled_dot_product_attention` -> (B, L, d_model)."""
         attended, _ = self.mha(x, x, x, mask, need_weights=False)
         x, _ = self.layernorm1(attended, residual=x, dropout_p=active_dropout(self.dropout1))
-        return self.layernorm2(self.ffn(x), residual=x, dropout_p=active_dropout(self.dropout2))[0]
+        return self.layernorm2(apply_in_order(self.ffn, x), residual=x, dropout_p=active_dropout(self.dropout2))[0]
 
 
 class DecoderLayer(nn.Module):
@@ -74,5 +75,5 @@ class DecoderLayer(nn.Module):
         x, _ = self.layernorm1(attended, residual=x, dropout_p=active_dropout(self.dropout1))
         attended, weights_2 = self.mha2(enc_output, enc_output, x, padding_mask, need_weights=need_weights)
         x, _ = self.layernorm2(attended, residual=x, dropout_p=active_dropout(self.dropout2))
-        x, _ = self.layernorm3(self.ffn(x), residual=x, dropout_p=active_dropout(self.dropout3))
+        x, _ = self.layernorm3(apply_in_order(self.ffn, x), residual=x, dropout_p=active_dropout(self.dropout3))
         return x, weights_1, weights_2

@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...layers.linear import is_linear
+from ...layers.linear import apply_linear, is_linear
+from ...ops.linear import linear
 from .._common import additive_scores, attend, attend_by_scores
 from .attention import BlockedMask, blocked_mask
 
@@ -34,8 +35,8 @@ class AdditiveAttention(nn.Module):
         mask: float blocked mask broadcastable to (B, Lq, Lk), or an AttentionMask.
         """
         if is_linear(self.W):
-            query = F.linear(q, self.W.weight[:, self.key_size :])
-            key = F.linear(k, self.W.weight[:, : self.key_size])
+            query = linear(q, self.W.weight[:, self.key_size :])
+            key = linear(k, self.W.weight[:, : self.key_size])
         else:  # such as a quantised one: zeros stand for the other half of its input
             query, key = self.W(F.pad(q, (self.key_size, 0))), self.W(F.pad(k, (0, self.query_size)))
         scores = additive_scores(query, key, self.v)
@@ -62,4 +63,5 @@ class BilinearAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """As for :class:`AdditiveAttention`."""
         mask = blocked_mask("BilinearAttention", mask, 3)
-        return attend("BilinearAttention", self.W_q(q), self.W_k(k), v, mask, scale=1.0, return_weights=need_weights)
+        query, key = apply_linear(self.W_q, q), apply_linear(self.W_k, k)
+        return attend("BilinearAttention", query, key, v, mask, scale=1.0, return_weights=need_weights)
