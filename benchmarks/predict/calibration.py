@@ -1,0 +1,3 @@
+from .predictions import Range
+
+FACTOR = Range(0.81, 0.96)
