@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).resolve().parents[n]) for n in (1, 2)]
 
 import torch
 from attention_cases import Case

@@ -8,6 +8,7 @@ of a mask the longest. Blocks are laid out so that only a loop's end leads back,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ from functools import cached_property
 from .sass import Instruction
 
 _RARE = 8
-"""A loop with more than the main loop's work divided by this is one that repeats a tile."""
+"""In a kernel without tensor cores, a loop with more than the main loop's work divided by this repeats a tile."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,11 @@ class Flow:
     def innermost(self) -> list[Loop]:
         return [loop for loop in self.loops if not any(loop.holds(other) for other in self.loops)]
 
+    @cached_property
+    def has_products(self) -> bool:
+        """Whether the kernel uses tensor cores."""
+        return any(i.is_tensor for block in self.blocks.values() for i in block.instructions)
+
     def main_loop(self) -> Loop:
         """The first of the innermost loops with the most work.
 
@@ -106,40 +112,41 @@ class Flow:
 
     def work(self, loop: Loop) -> int:
         """Products of tensor cores in a loop; where the kernel has none, fp32 operations."""
-        tensor = any(i.is_tensor for block in self.blocks.values() for i in block.instructions)
         inside = [i for a, b in self.blocks.items() if loop.first <= a <= loop.last for i in b.instructions]
-        return sum(i.is_tensor if tensor else i.name in ("FFMA", "FMUL", "FADD") for i in inside)
+        return sum(i.is_tensor if self.has_products else i.name in ("FFMA", "FMUL", "FADD") for i in inside)
 
     def walk(self) -> Walk:
         """The way through a kernel with a main loop."""
         main = self.main_loop()
-        rare = {
-            address
-            for loop in self.innermost
-            if loop != main and self.work(loop) * _RARE > self.work(main)
-            for address in self.blocks
-            if loop.first <= address <= loop.last
-        }
-        rare |= {address for address, block in self.blocks.items() if any(i.name == "CALL" for i in block.instructions)}
-        inside = {address for address in self.blocks if main.first <= address <= main.last}
+        rare_loops = [loop for loop in self.innermost if loop != main and self._is_rare(loop, main)]
+        rare = {a for a in self.blocks if any(loop.first <= a <= loop.last for loop in rare_loops)}
+        rare |= {a for a, block in self.blocks.items() if any(i.name == "CALL" for i in block.instructions)}
+        # What is copied ahead of a loop that takes no step is never fetched.
+        around = [loop for loop in self.loops if not loop.holds(main) and any(map(loop.holds, rare_loops))]
+        idle = {a for a in self.blocks if any(loop.first <= a <= loop.last for loop in around)}
+        inside = {a for a in self.blocks if main.first <= a <= main.last}
         start = min(self.blocks)
         before = self.path(start, {main.first}, avoid=rare)[:-1]
         after_main = [s for s in self.blocks[main.last].successors if s > main.last]
-        ends = {address for address, block in self.blocks.items() if block.ends}
+        ends = {a for a, block in self.blocks.items() if block.ends}
         after = self.path(after_main[0], ends, avoid=rare)
         try:
             skipped = self.path(start, ends, avoid=rare | inside)
         except ValueError:  # the loop always takes a step
             skipped = before + after
-        exits = {address for address, block in self.blocks.items() if block.may_end}
+        exits = {a for a, block in self.blocks.items() if block.may_end}
         return Walk(
-            self._listed(before),
+            self._listed(before, idle),
             self._listed(self.path(main.first, {main.last}, avoid=rare - inside, shortest=True)),
             self._listed(self.path(main.first, {main.last}, avoid=rare - inside)),
             self._listed(after),
-            self._listed(skipped),
+            self._listed(skipped, set(skipped)),
             self._listed(self.path(start, exits, shortest=True, product=0)),
         )
+
+    def _is_rare(self, loop: Loop, main: Loop) -> bool:
+        """Whether a loop is one that repeats a tile: it has products too, or much of the work where none has."""
+        return self.work(loop) > 0 if self.has_products else self.work(loop) * _RARE > self.work(main)
 
     def counted(self, steps: Sequence[int]) -> list[Instruction]:
         """The longest way through a kernel whose loops, in the order of their addresses, take so many steps each time.
@@ -218,13 +225,14 @@ class Flow:
                     todo.append(block.back)
         return reached
 
-    def _listed(self, path: Sequence[int]) -> list[Instruction]:
-        return [i for address in path for i in self.blocks[address].instructions]
+    def _listed(self, path: Sequence[int], idle: Collection[int] = ()) -> list[Instruction]:
+        """The instructions of a path, without copies to shared memory in the blocks `idle`."""
+        return [i for a in path for i in self.blocks[a].instructions if i.name != "LDGSTS" or a not in idle]
 
 
 def _blocks(instructions: Sequence[Instruction]) -> dict[int, Block]:
     starts = {instructions[0].address} | {i.target for i in instructions if i.target is not None}
-    for one, following in zip(instructions, instructions[1:], strict=False):
+    for one, following in itertools.pairwise(instructions):
         if one.name in ("BRA", "EXIT", "RET", "BRX", "JMP"):
             starts.add(following.address)
     blocks: dict[int, Block] = {}

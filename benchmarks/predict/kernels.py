@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
 
 from triton_kernels import resource_usage, triton_compiled
 
@@ -90,9 +86,17 @@ class Steps:
 
 @dataclass(frozen=True)
 class Walked:
-    """A program that has no main loop, by its instructions; equal for all programs of a launch."""
+    """What a program of a kernel without a main loop does; the same for all programs of a launch.
+
+    Args:
+        loops: steps of each of its loops, by their addresses.
+    """
 
     loops: tuple[int, ...] = ()
+
+    def at_most(self, steps: int) -> Walked:
+        """The same with at most so many steps of the first loop."""
+        return Walked((min(steps, self.loops[0]), *self.loops[1:])) if self.loops else self
 
 
 class Durations:
@@ -100,15 +104,18 @@ class Durations:
 
     Args:
         kernel: compiled.
+        most: programs on a multiprocessor at most; None for as many as fit.
         machine: assumptions.
     """
 
     REPLAYED = 3
     """Programs of more steps are replayed with so many; each further step takes what it does in the loop alone."""
+    COUNTED = 2
+    """Of kernels without a main loop with so many, and twice as many, for what each further step takes."""
 
-    def __init__(self, kernel: Kernel, machine: Machine = H100) -> None:
+    def __init__(self, kernel: Kernel, most: int | None = None, machine: Machine = H100) -> None:
         self.kernel, self.machine = kernel, machine
-        self.most = kernel.resident(machine)[0]
+        self.most = min(kernel.resident(machine)[0], most or machine.programs)
         self._replays: dict[tuple[object, int], Replay] = {}
 
     def cycles(self, work: Steps | Walked, resident: int) -> float:
@@ -128,6 +135,8 @@ class Durations:
     def whole(self, work: Steps | Walked) -> Replay:
         """The replay of whole programs of one kind of work, as many as fit."""
         self._cycles(work, self.most)
+        if isinstance(work, Walked):
+            work = work.at_most(2 * self.COUNTED)
         return self._replays[work, self.most]
 
     def busiest(self, works: Sequence[Steps | Walked]) -> Replay:
@@ -147,7 +156,7 @@ class Durations:
     def _cycles(self, work: Steps | Walked, resident: int) -> float:
         kernel = self.kernel
         if isinstance(work, Walked):
-            return self._replay(work, kernel.flow.counted(work.loops), resident, whole=True).cycles
+            return self._counted(work, resident)
         if work.exits:
             return self._replay(work, kernel.walk.exited, resident, whole=True).cycles
         replayed = self._replayed(work)
@@ -158,6 +167,14 @@ class Durations:
         if work.masked > masked:
             cycles += (work.masked - masked) * self.step(True, resident).cycles
         return cycles
+
+    def _counted(self, work: Walked, resident: int) -> float:
+        few, more = work.at_most(self.COUNTED), work.at_most(2 * self.COUNTED)
+        cycles = self._replay(more, self.kernel.flow.counted(more.loops), resident, whole=True).cycles
+        if more == work:
+            return cycles
+        step = cycles - self._replay(few, self.kernel.flow.counted(few.loops), resident, whole=True).cycles
+        return cycles + step / self.COUNTED * (work.loops[0] - more.loops[0])
 
     def _replay(self, key: object, path: list[Instruction], resident: int, whole: bool = False) -> Replay:
         if (key, resident) not in self._replays:

@@ -16,7 +16,7 @@ def _assumed(value: float, unit: str, source: str):
 
 @dataclass(frozen=True)
 class Machine:
-    """What is assumed of an H100 SXM. A sub-partition is a quarter of a multiprocessor: one scheduler, one tensor core."""
+    """What is assumed of an H100 SXM. A sub-partition is a quarter of a multiprocessor, with one scheduler."""
 
     multiprocessors: int = _assumed(132, "", "H100 SXM datasheet")
     clock: float = _assumed(1.755e9, "Hz", "assumed: below the 1.83 GHz that the datasheet's 989 TFLOP/s follow from")
@@ -47,6 +47,9 @@ class Machine:
     shuffle_latency: int = _assumed(24, "cycles", _FITTED)
     constant_latency: int = _assumed(35, "cycles", _FITTED)
     memory_latency: int = _assumed(700, "cycles", f"479 without load ({_LUO}); more beside other programs, assumed")
+    cached_latency: int = _assumed(
+        300, "cycles", f"of up to 8 bytes a lane, which lie in the L2: 263 ({_LUO}), and some"
+    )
     loaded_latency: int = _assumed(1100, "cycles", "the same where DRAM is busy: slow end of kernels without products")
     copy_issue_latency: int = _assumed(20, "cycles until cp.async has read its address", _FITTED)
     wgmma_latency: int = _assumed(30, "cycles from the last product to its results", _FITTED)

@@ -17,8 +17,8 @@ first-level cache and shuffles, a fourth of which is a sub-partition's."""
 
 _FP32 = {"FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2"}
 _ALU = set(
-    "LOP3 PLOP3 IADD3 SHF ISETP FSETP FSEL SEL FMNMX PRMT LEA VIADD IMNMX VIMNMX LOP BMSK SGXT IABS MOV P2R R2P VOTE "
-    "CS2R F2FP FCHK ISCADD IADD HSETP2 HSET2 VOTEU".split()
+    """LOP3 PLOP3 IADD3 SHF ISETP FSETP FSEL SEL FMNMX PRMT LEA VIADD IMNMX VIMNMX LOP BMSK SGXT IABS MOV P2R R2P VOTE
+    CS2R F2FP FCHK ISCADD IADD HSETP2 HSET2 VOTEU""".split()
 )
 _MUFU = {"MUFU", "POPC", "FLO", "I2F", "F2I", "I2FP", "F2F", "BREV"}
 _SHARED = {"LDS", "LDSM", "STS", "STSM"}
@@ -52,6 +52,7 @@ class Operation:
         stall, write_barrier, read_barrier, waits: see :class:`.sass.Instruction`; barrier 6 for none.
         count: how many groups may be outstanding after a wait; whether a product ends its group (1).
         operand_cost: cycles of a product in shared memory.
+        memory: cycles until what a copy asked for has come.
     """
 
     kind: Kind
@@ -64,6 +65,7 @@ class Operation:
     waits: tuple[int, ...] = ()
     count: int = 0
     operand_cost: float = 0.0
+    memory: float = 0.0
 
 
 def pipe_of(instruction: Instruction) -> str:
@@ -128,7 +130,7 @@ def cost_of(instruction: Instruction, machine: Machine = H100) -> float:
 def operation(instruction: Instruction, machine: Machine = H100) -> Operation:
     """What the replay needs of an instruction."""
     name, pipe, cost = instruction.name, pipe_of(instruction), cost_of(instruction, machine)
-    kind, latency, count, operand_cost = Kind.PLAIN, 0.0, 0, 0.0
+    kind, latency, count, operand_cost, memory = Kind.PLAIN, 0.0, 0, 0.0, 0.0
     if name == "HGMMA":
         kind, count = Kind.PRODUCT, int("gsb0" in instruction.operands)
         operand_cost = operand_bytes(instruction) / machine.shared_width
@@ -144,8 +146,9 @@ def operation(instruction: Instruction, machine: Machine = H100) -> Operation:
         latency = machine.shuffle_latency
     elif name == "LDGSTS":
         kind, latency = Kind.COPY, machine.copy_issue_latency
+        memory = machine.memory_latency if bytes_of(instruction) > 256 else machine.cached_latency
     elif name in _GLOBAL:
-        latency = machine.memory_latency
+        latency = machine.memory_latency if bytes_of(instruction) > 256 else machine.cached_latency
     elif name in _CONSTANT:
         latency = machine.constant_latency
     elif name == "LDGDEPBAR":
@@ -172,6 +175,7 @@ def operation(instruction: Instruction, machine: Machine = H100) -> Operation:
         instruction.waits,
         count,
         operand_cost,
+        memory,
     )
 
 

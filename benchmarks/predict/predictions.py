@@ -8,7 +8,6 @@ from . import pipes
 from .grid import launch_cycles
 from .kernels import Durations, Kernel, Steps, Walked
 from .machine import H100, Machine
-from .replay import Replay
 
 HELD_UP = 0.5
 """Where no pipe is busy for this share of the time, what binds is waiting: for memory, barriers and results."""
@@ -38,12 +37,14 @@ class Launched:
         works: of each program, in the order in which they start.
         moved: bytes read and written at least once.
         operations: floating-point operations of the products that are needed.
+        cached: what it reads is small and was written just before, so that it lies in the L2.
     """
 
     kernel: Kernel
     works: tuple[Steps | Walked, ...]
     moved: int
     operations: float = 0.0
+    cached: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,27 +90,30 @@ def predict(launched: Launched, factor: Range, machine: Machine = H100) -> Predi
 
     Args:
         launched: kernel and programs.
-        factor: published by simulated speed of the calibration, applied to kernels with a main loop. Those without
-            have two latencies of memory instead, one at each end of the range.
-        machine: assumptions.
+        factor: published by simulated speed of the calibration.
+        machine: assumptions. Where a kernel has no main loop, which hides the latency of memory, the slow end of the
+            range has a longer latency than the fast end.
     """
     kernel, works = launched.kernel, launched.works
-    resident, limited_by = kernel.resident(machine)
-    durations = Durations(kernel, machine)
+    fit, limited_by = kernel.resident(machine)
+    resident = min(fit, -(-len(works) // machine.multiprocessors))
+    latencies = (machine.cached_latency, machine.memory_latency, machine.loaded_latency)[not launched.cached :]
+
+    def durations(latency: int) -> Durations:
+        return Durations(kernel, resident, replace(machine, memory_latency=latency))
 
     def launch(of: Durations) -> float:
         return launch_cycles(works, of.cycles, machine.multiprocessors, resident)
 
-    cycles = launch(durations)
-    if isinstance(works[0], Steps):
-        shown: Replay = durations.busiest(works)
-        path = kernel.walk.full
-        low, high = cycles / factor.high, cycles / factor.low
+    fast = durations(latencies[0])
+    cycles = launch(fast)
+    if isinstance(works[0], Walked):
+        path, shown = kernel.flow.counted(works[0].loops), fast.whole(works[0])
+        slowest = launch(durations(latencies[1]))
     else:
-        path = kernel.flow.counted(works[0].loops)
-        shown = durations.whole(works[0])
-        low = cycles
-        high = launch(Durations(kernel, replace(machine, memory_latency=machine.loaded_latency)))
+        path, shown = kernel.walk.full, fast.busiest(works)
+        slowest = cycles
+    low, high = cycles / factor.high, slowest / factor.low
     floor = launched.moved / machine.copy
     time = Range(*(max(c / machine.clock, floor) + machine.gap for c in (low, high)))
     busiest = shown.busiest
@@ -123,10 +127,10 @@ def predict(launched: Launched, factor: Range, machine: Machine = H100) -> Predi
         kernel.warps,
         len(works),
         resident,
-        limited_by,
+        limited_by if resident == fit else "programs",
         pipes.counts(path),
         shown.busy,
-        "memory" if floor >= low / machine.clock else binding,
+        "memory" if floor >= cycles / factor.high / machine.clock else binding,
         round(cycles),
         launched.moved,
         launched.operations,

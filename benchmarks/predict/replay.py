@@ -15,6 +15,8 @@ from .machine import H100, Machine
 from .pipes import PIPES, Kind, Operation
 
 _ISSUE, _TENSOR, _FP32, _MULTIPLY, _ALU, _MUFU, _UNIFORM, _SHARED = range(len(PIPES))
+_NEVER = float("inf")
+_IN_TURN = (_MULTIPLY, _ALU, _UNIFORM)
 _QUEUE = {_MUFU: 4, _SHARED: 8}
 """Instructions that wait for these pipes without holding up their warp."""
 _STAGGER = 600
@@ -40,11 +42,12 @@ class Replay:
 
 
 class _Warp:
-    __slots__ = ("at", "barriers", "copies", "copying", "ends", "products", "program", "time", "waiting")
+    __slots__ = ("at", "barriers", "copies", "copying", "ends", "own", "products", "program", "time", "waiting")
 
     def __init__(self, program: int, time: float) -> None:
         self.program, self.time = program, time
         self.at = 0
+        self.own = time
         self.barriers = [0.0] * 7
         self.copying = 0.0
         self.copies: list[float] = []
@@ -76,21 +79,21 @@ def replay(
     free, busy = [0.0] * len(PIPES), [0.0] * len(PIPES)
     arrived: list[list[tuple[_Warp, float]]] = [[] for _ in range(programs)]
     port, length, active = 0.0, len(trace), list(resident)
+    for warp in active:
+        warp.own = _own_time(warp, trace[0])
     while active:
-        best, best_time, best_own = None, 0.0, 0.0
+        best, best_time = None, _NEVER
         for warp in active:
-            if warp.waiting:
+            if warp.own > best_time:
                 continue
-            time = _earliest(warp, trace[warp.at], free)
-            if time < port:
-                time = port
-            if best is None or time < best_time or (time == best_time and warp.time < best_own):
-                best, best_time, best_own = warp, time, warp.time
+            time = max(warp.own, _pipe_time(trace[warp.at], free), port)
+            if time < best_time or (time == best_time and best is not None and warp.time < best.time):
+                best, best_time = warp, time
         if best is None:
             raise RuntimeError("every warp waits at a barrier: the path leaves one out for some of them")
         port = best_time + 1
         busy[_ISSUE] += 1
-        _issue(best, trace[best.at], best_time, free, busy, machine, arrived, own)
+        released = _issue(best, trace[best.at], best_time, free, busy, machine, arrived[best.program], own)
         best.at += 1
         if best.at == length:
             best.at = 0
@@ -98,6 +101,9 @@ def replay(
             del best.copies[:-8], best.products[:-8]
             if len(best.ends) == passes:
                 active.remove(best)
+        best.own = _NEVER if best.waiting else _own_time(best, trace[best.at])
+        for warp in released:
+            warp.own = _own_time(warp, trace[warp.at])
     counted = passes - 3 - skip
     cycles = sum((warp.ends[-3] - warp.ends[skip]) / counted for warp in resident) / len(resident)
     total = max(warp.ends[-1] for warp in resident)
@@ -106,42 +112,45 @@ def replay(
     return Replay(cycles, {pipe: round(s, 4) for pipe, s in zip(PIPES, share, strict=True)})
 
 
-def _earliest(warp: _Warp, operation: Operation, free: list[float]) -> float:
-    """When the warp can issue the operation, other warps aside."""
+def _own_time(warp: _Warp, operation: Operation) -> float:
+    """When the warp can issue the operation, its pipe and other warps aside."""
     time = warp.time
     for barrier in operation.waits:
         if warp.barriers[barrier] > time:
             time = warp.barriers[barrier]
-    kind, pipe = operation.kind, operation.pipe
-    if kind is Kind.WAIT_FOR_COPIES:
-        groups = warp.copies
+    kind = operation.kind
+    if kind is Kind.WAIT_FOR_COPIES or kind is Kind.WAIT_FOR_PRODUCTS:
+        groups = warp.copies if kind is Kind.WAIT_FOR_COPIES else warp.products
         if len(groups) > operation.count:
             time = max(time, groups[len(groups) - 1 - operation.count])
-    elif kind is Kind.WAIT_FOR_PRODUCTS:
-        groups = warp.products
-        if len(groups) > operation.count:
-            time = max(time, groups[len(groups) - 1 - operation.count])
-    if pipe == _FP32:
-        return max(time, min(free[_FP32], free[_MULTIPLY]))
-    if pipe in (_MULTIPLY, _ALU, _UNIFORM):
-        return max(time, free[pipe])
-    if pipe in _QUEUE:
-        return max(time, free[pipe] - _QUEUE[pipe] * max(operation.cost, 1))
     return time
+
+
+def _pipe_time(operation: Operation, free: list[float]) -> float:
+    """When the operation's pipe can take it."""
+    pipe = operation.pipe
+    if pipe == _FP32:
+        return min(free[_FP32], free[_MULTIPLY])
+    if pipe in _IN_TURN:
+        return free[pipe]
+    if pipe in _QUEUE:
+        return free[pipe] - _QUEUE[pipe] * max(operation.cost, 1)
+    return 0.0
 
 
 def _issue(
     warp: _Warp, operation: Operation, time: float, free: list[float], busy: list[float], machine: Machine,
-    arrived: list[list[tuple[_Warp, float]]], own: int,
-) -> None:  # fmt: skip
-    """The warp issues the operation at `time`."""
+    arrived: list[tuple[_Warp, float]], own: int,
+) -> list[_Warp]:  # fmt: skip
+    """The warp issues the operation at `time`; returns the warps that a barrier thereby lets go."""
     kind, pipe, cost, latency = operation.kind, operation.pipe, operation.cost, operation.latency
     done = read = time + 4
+    released: list[_Warp] = []
     if pipe == _FP32:
         lane = _MULTIPLY if free[_MULTIPLY] < free[_FP32] else _FP32
         free[lane] = max(time, free[lane]) + cost
         busy[lane] += cost
-    elif pipe in (_MULTIPLY, _ALU, _UNIFORM):
+    elif pipe in _IN_TURN:
         free[pipe] = max(time, free[pipe]) + cost
         busy[pipe] += cost
         done = time + cost + latency
@@ -160,7 +169,7 @@ def _issue(
         busy[pipe] += cost
         done, read = begin + cost + latency, begin + cost + 4
         if kind is Kind.COPY:
-            warp.copying = max(warp.copying, begin + cost + machine.memory_latency)
+            warp.copying = max(warp.copying, begin + cost + operation.memory)
     else:
         done = time + max(4, latency)
     warp.time = time + operation.stall
@@ -170,16 +179,17 @@ def _issue(
     elif kind is Kind.DELAY:
         warp.time = max(warp.time, time + latency)
     elif kind is Kind.BARRIER:
-        group = arrived[warp.program]
-        group.append((warp, time))
-        warp.waiting = len(group) < own
+        arrived.append((warp, time))
+        warp.waiting = len(arrived) < own
         if not warp.waiting:
-            released = max(t for _, t in group) + latency
-            for other, _ in group:
+            last = max(t for _, t in arrived) + latency
+            released = [other for other, _ in arrived]
+            for other in released:
                 other.waiting = False
-                other.time = max(other.time, released)
-            group.clear()
+                other.time = max(other.time, last)
+            arrived.clear()
     barriers = warp.barriers
     barriers[operation.write_barrier] = max(barriers[operation.write_barrier], done)
     barriers[operation.read_barrier] = max(barriers[operation.read_barrier], read)
     barriers[6] = 0.0
+    return released
