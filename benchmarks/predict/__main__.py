@@ -8,6 +8,7 @@ python benchmarks/predict CASE --packed --tile forward=64x64,4,3,128
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -16,8 +17,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from attention_cases import CUDA, Case  # noqa: E402 - the path comes first
 
 from predict.attention import launched, tiles  # noqa: E402
-from predict.calibration import FACTOR  # noqa: E402
 from predict.predictions import Prediction, Range, predict  # noqa: E402
+from predict.report import RESULTS, write  # noqa: E402
 from transformer_fast.triton.configs import AttentionConfig  # noqa: E402
 
 
@@ -50,16 +51,21 @@ def case_named(name: str) -> Case:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("case", help="of attention_cases.py")
+    parser.add_argument("case", nargs="?", help="of attention_cases.py; without one, all of them are predicted")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the record of all cases")
     parser.add_argument("--packed", action="store_true", help="the same batch without its padding")
     parser.add_argument(
         "--tile", type=tile, action="append", default=[], metavar="KERNEL=64x64,4,3[,128]", help=tile.__doc__
     )
     arguments = parser.parse_args()
+    if arguments.case is None:
+        write(arguments.out, lambda line: print(line, flush=True))
+        return
+    by = Range(**json.loads((RESULTS / "predicted.json").read_text())["factor"])  # of the last calibration
     case, total = case_named(arguments.case), Range(0.0, 0.0)
     with tiles(case, arguments.packed, dict(arguments.tile)):
         for one in launched(case, arguments.packed):
-            prediction = predict(one, FACTOR)
+            prediction = predict(one, by)
             show(prediction)
             total += prediction.time
     print(f"\n{case}: predicted {total.low * 1e6:.1f}-{total.high * 1e6:.1f} us")

@@ -21,7 +21,7 @@ from .predictions import Launched
 
 ARCHITECTURE = "sm90"
 PRODUCTS = {"forward": 2, "grad_q": 3, "grad_kv": 4}
-"""Matrix products of each kernel for a (query, key): q k^T and w v; for grad_q also do v^T; for grad_kv two sums more."""
+"""Matrix products of each kernel for a (query, key): q k^T and w v; in backward also do v^T and one sum or two more."""
 
 
 def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -105,7 +105,7 @@ def _steps(classes: torch.Tensor, over_keys: bool) -> list[list[Steps]]:
 
 
 def moved(case: Case, kernel: str, packed: bool) -> int:
-    """Bytes that a kernel reads and writes at least once. Keys past a length are not read; their gradients are written."""
+    """Bytes that a kernel reads and writes at least once. Keys past a length are not read, their gradients written."""
     real_keys = int(case.key_lengths().sum())
     queries, keys = (
         (int(case.query_lengths().sum()), real_keys) if packed else (case.B * case.queries, case.B * case.keys)

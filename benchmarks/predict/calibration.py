@@ -74,7 +74,7 @@ def launch(head_dim: int, tile: tuple[int, int, int, int]) -> Launch:
 def speed(head_dim: int, tile: tuple[int, int, int, int], machine: Machine = H100) -> float:
     """FLOP/s by the replay; 0 where a tile does not fit on a multiprocessor or spills in its loop."""
     kernel = compiled(launch(head_dim, tile))
-    resident, _ = kernel.resident(machine)
+    resident, _ = kernel.resident()
     if resident == 0 or kernel.spills_in(kernel.walk.full):
         return 0.0
     durations = Durations(kernel, machine=machine)
@@ -99,6 +99,3 @@ def calibrate(say: Callable[[str], None] = lambda line: None, machine: Machine =
 def factor(calibrations: list[Calibration]) -> Range:
     """The smallest and the largest of them."""
     return Range(min(c.factor.low for c in calibrations), max(c.factor.high for c in calibrations))
-
-
-FACTOR = Range(0.81, 0.96)

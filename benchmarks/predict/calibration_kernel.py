@@ -1,6 +1,6 @@
 """The kernel that the model is calibrated on: fused attention, forward, as the literature writes it, without a mask.
 
-Method: T. Dao, "FlashAttention-2", 2023, algorithm 1: a program has one tile of queries and walks over the tiles of keys
+Method: T. Dao, "FlashAttention-2", 2023, algorithm 1: a program has one tile of queries and takes the tiles of keys
 with an online softmax in base 2. Lengths are multiples of the tiles, so that no load is guarded.
 """
 

@@ -6,22 +6,22 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 from triton_kernels import resource_usage, triton_compiled
 
 from . import pipes
 from .control_flow import Flow, Walk
-from .machine import H100, Machine
+from .machine import H100, MULTIPROCESSORS, Machine
 from .replay import Replay, replay
 from .sass import Instruction, disassemble
 
 CAPABILITY = 90
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kernel:
-    """One compiled kernel.
+    """One compiled kernel; equal binaries are one object.
 
     Args:
         name: of the launch.
@@ -47,18 +47,29 @@ class Kernel:
     def walk(self) -> Walk:
         return self.flow.walk()
 
-    def resident(self, machine: Machine = H100) -> tuple[int, str]:
+    def resident(self) -> tuple[int, str]:
         """(programs that fit on a multiprocessor, what there is too little of for one more)."""
-        return machine.occupancy(self.registers, self.shared, self.warps)
+        programs, _, scarce = MULTIPROCESSORS[CAPABILITY].occupancy(self.registers, self.shared, self.warps)
+        return programs, scarce
 
     def spills_in(self, path: list[Instruction]) -> int:
         """Loads and stores of spilled registers along a path."""
         return sum(instruction.name in ("LDL", "STL") for instruction in path)
 
 
+_KERNELS: dict[bytes, Kernel] = {}
+
+
 def compiled(launch) -> Kernel:
     """Compile a :class:`transformer_fast.triton.launcher.Launch` for sm_90; Triton caches the binary."""
     binary = triton_compiled(launch, CAPABILITY)
+    cubin = binary.asm["cubin"]
+    if cubin not in _KERNELS:
+        _KERNELS[cubin] = _read(launch, binary)
+    return _KERNELS[cubin]
+
+
+def _read(launch, binary) -> Kernel:
     usage = resource_usage(binary.asm["cubin"])
     return Kernel(
         re.sub(r" torch\.", " ", launch.name),
@@ -99,6 +110,12 @@ class Walked:
         return Walked((min(steps, self.loops[0]), *self.loops[1:])) if self.loops else self
 
 
+@cache
+def durations(kernel: Kernel, most: int, machine: Machine) -> Durations:
+    """The same for all launches of a kernel, so that nothing is replayed twice."""
+    return Durations(kernel, most, machine)
+
+
 class Durations:
     """Cycles that programs of a kernel take, by their work and by how many share a multiprocessor.
 
@@ -115,17 +132,21 @@ class Durations:
 
     def __init__(self, kernel: Kernel, most: int | None = None, machine: Machine = H100) -> None:
         self.kernel, self.machine = kernel, machine
-        self.most = min(kernel.resident(machine)[0], most or machine.programs)
+        fit = kernel.resident()[0]
+        self.most = min(fit, fit if most is None else most)
         self._replays: dict[tuple[object, int], Replay] = {}
+        self._known: dict[tuple[Steps | Walked, int], float] = {}
 
     def cycles(self, work: Steps | Walked, resident: int) -> float:
         """Of one program while `resident` of the same work share the multiprocessor: replayed for 1 and for as many as
         fit, in between on a line."""
-        most = self._cycles(work, self.most)
-        if resident >= self.most or self.most == 1:
-            return most
-        alone = self._cycles(work, 1)
-        return alone + (most - alone) * (resident - 1) / (self.most - 1)
+        if (work, resident) not in self._known:
+            cycles = self._cycles(work, self.most)
+            if resident < self.most:
+                alone = self._cycles(work, 1)
+                cycles = alone + (cycles - alone) * (resident - 1) / (self.most - 1)
+            self._known[work, resident] = cycles
+        return self._known[work, resident]
 
     def step(self, masked: bool = False, resident: int | None = None) -> Replay:
         """A replay of the main loop alone, as many programs as fit."""

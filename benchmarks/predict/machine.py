@@ -5,13 +5,42 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 
 _GUIDE = "CUDA C++ programming guide, arithmetic throughput of compute capability 9.0"
-_LIMITS = "CUDA C++ programming guide, limits of compute capability 9.0"
+_LIMITS = "CUDA C++ programming guide, limits of compute capability 9.0, a multiprocessor"
 _LUO = "W. Luo et al., arXiv 2402.13499, microbenchmarks"
 _FITTED = "assumed; what it gets wrong is in the calibration"
 
 
 def _assumed(value: float, unit: str, source: str):
     return field(default=value, metadata={"unit": unit, "source": source})
+
+
+@dataclass(frozen=True)
+class Multiprocessor:
+    """What programs share on one multiprocessor: bytes of shared memory, and how many warps, registers and programs
+    there may be (CUDA C++ programming guide, limits by compute capability)."""
+
+    shared: int
+    warps: int = 64
+    registers: int = 65536
+    programs: int = 32
+
+    def occupancy(self, registers: int, shared: int, warps: int) -> tuple[int, float, str]:
+        """Of programs of `warps` warps with so many registers a thread and bytes of shared memory: (how many fit, the
+        share of the warps they fill, what there is too little of for one more)."""
+        a_warp = -(-registers * 32 // 256) * 256  # registers are given out 256 to a warp
+        a_program = -(-(shared + 1024) // 128) * 128  # 1 KB is the system's own, in every program
+        fits = {
+            "registers": self.registers // (a_warp * warps),
+            "shared memory": self.shared // a_program,
+            "warps": self.warps // warps,
+            "programs": self.programs,
+        }
+        scarce = min(fits, key=fits.__getitem__)
+        return fits[scarce], fits[scarce] * warps / self.warps, scarce
+
+
+MULTIPROCESSORS = {80: Multiprocessor(164 * 1024), 90: Multiprocessor(228 * 1024), 100: Multiprocessor(228 * 1024)}
+"""By compute capability."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +52,6 @@ class Machine:
     copy: float = _assumed(3.0e12, "byte/s", "a plain copy on an H100 SXM, published; the datasheet says 3.35e12")
     gap: float = _assumed(1.0e-6, "s", "between two kernels of a replayed CUDA graph; assumed")
     start: int = _assumed(400, "cycles", "from the end of a program to the next one's first instruction; " + _FITTED)
-    registers: int = _assumed(65536, "a multiprocessor", _LIMITS)
-    shared: int = _assumed(228 * 1024, "bytes a multiprocessor", _LIMITS)
-    warps: int = _assumed(64, "a multiprocessor", _LIMITS)
-    programs: int = _assumed(32, "a multiprocessor", _LIMITS)
-
     issue: float = _assumed(1, "cycles a warp instruction and sub-partition", "one scheduler each")
     fp32: float = _assumed(2, "cycles, on either of two pipes", f"{_GUIDE}: 128 results a cycle")
     integer_multiply: float = _assumed(2, "cycles, on one of these pipes", f"{_GUIDE}: 64 results a cycle")
@@ -59,23 +83,14 @@ class Machine:
     branch_latency: int = _assumed(6, "cycles", _FITTED)
     mbarrier_latency: int = _assumed(25, "cycles", _FITTED)
 
-    def occupancy(self, registers: int, shared: int, warps: int) -> tuple[int, str]:
-        """(programs that fit on a multiprocessor, what there is too little of for one more)."""
-        a_warp = -(-registers * 32 // 256) * 256  # registers are given out 256 to a warp
-        a_program = -(-(shared + 1024) // 128) * 128  # 1 KB is the system's own, in every program
-        fits = {
-            "registers": self.registers // (a_warp * warps),
-            "shared memory": self.shared // a_program,
-            "warps": self.warps // warps,
-            "programs": self.programs,
-        }
-        scarce = min(fits, key=fits.__getitem__)
-        return fits[scarce], scarce
-
 
 H100 = Machine()
 
 
 def assumptions(machine: Machine = H100) -> list[dict[str, object]]:
-    """Every number of the table: name, value, unit, source."""
-    return [{"name": f.name, "value": getattr(machine, f.name), **f.metadata} for f in fields(machine)]
+    """Every number of the table, and the limits of :class:`Multiprocessor`: name, value, unit, source."""
+    limits = fields(MULTIPROCESSORS[90])
+    shared = [
+        {"name": f.name, "value": getattr(MULTIPROCESSORS[90], f.name), "unit": "", "source": _LIMITS} for f in limits
+    ]
+    return [{"name": f.name, "value": getattr(machine, f.name), **f.metadata} for f in fields(machine)] + shared

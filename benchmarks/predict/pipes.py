@@ -16,10 +16,27 @@ PIPES = ("issue", "tensor", "fp32", "multiply", "alu", "mufu", "uniform", "share
 first-level cache and shuffles, a fourth of which is a sub-partition's."""
 
 _FP32 = {"FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2"}
-_ALU = set(
-    """LOP3 PLOP3 IADD3 SHF ISETP FSETP FSEL SEL FMNMX PRMT LEA VIADD IMNMX VIMNMX LOP BMSK SGXT IABS MOV P2R R2P VOTE
-    CS2R F2FP FCHK ISCADD IADD HSETP2 HSET2 VOTEU""".split()
-)
+_ALU = {
+    *(
+        "LOP3",
+        "PLOP3",
+        "LOP",
+        "SHF",
+        "PRMT",
+        "LEA",
+        "BMSK",
+        "SGXT",
+        "MOV",
+        "SEL",
+        "FSEL",
+        "P2R",
+        "R2P",
+        "VOTE",
+        "VOTEU",
+    ),
+    *("IADD", "IADD3", "VIADD", "ISCADD", "IABS", "ISETP", "FSETP", "HSETP2", "HSET2", "IMNMX", "VIMNMX", "FMNMX"),
+    *("CS2R", "F2FP", "FCHK"),
+}
 _MUFU = {"MUFU", "POPC", "FLO", "I2F", "F2I", "I2FP", "F2F", "BREV"}
 _SHARED = {"LDS", "LDSM", "STS", "STSM"}
 _GLOBAL = {"LDG", "STG", "LDGSTS"}

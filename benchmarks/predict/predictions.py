@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from . import pipes
 from .grid import launch_cycles
-from .kernels import Durations, Kernel, Steps, Walked
+from .kernels import Durations, Kernel, Steps, Walked, durations
 from .machine import H100, Machine
 
 HELD_UP = 0.5
@@ -95,21 +95,18 @@ def predict(launched: Launched, factor: Range, machine: Machine = H100) -> Predi
             range has a longer latency than the fast end.
     """
     kernel, works = launched.kernel, launched.works
-    fit, limited_by = kernel.resident(machine)
+    fit, limited_by = kernel.resident()
     resident = min(fit, -(-len(works) // machine.multiprocessors))
     latencies = (machine.cached_latency, machine.memory_latency, machine.loaded_latency)[not launched.cached :]
-
-    def durations(latency: int) -> Durations:
-        return Durations(kernel, resident, replace(machine, memory_latency=latency))
 
     def launch(of: Durations) -> float:
         return launch_cycles(works, of.cycles, machine.multiprocessors, resident)
 
-    fast = durations(latencies[0])
+    fast, slow = (durations(kernel, resident, replace(machine, memory_latency=latency)) for latency in latencies[:2])
     cycles = launch(fast)
     if isinstance(works[0], Walked):
         path, shown = kernel.flow.counted(works[0].loops), fast.whole(works[0])
-        slowest = launch(durations(latencies[1]))
+        slowest = launch(slow)
     else:
         path, shown = kernel.walk.full, fast.busiest(works)
         slowest = cycles

@@ -1,4 +1,4 @@
-"""The launches of norm, dropout and loss at their benchmarks' sizes, compiled, with what each of their programs does."""
+"""The launches of norm, dropout and loss, compiled, with what each of their programs does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from transformer_fast.triton import cross_entropy, dropout, norm, norm_backward
-from transformer_fast.triton.launcher import Launch
+from transformer_fast.triton.launcher import Launch, blocks_of
 
 from .attention import meta
 from .kernels import Walked, compiled
@@ -30,9 +30,9 @@ def norm_forward(d: int, residual_and_dropout: bool) -> Iterator[Launched]:
     """LayerNorm of bf16 rows of d columns, or of residual + dropout(x)."""
     x, vector, statistics = meta(ROWS, d, dtype=torch.bfloat16), meta(d, dtype=torch.bfloat16), meta(ROWS, dtype=_F32)
     residual = x if residual_and_dropout else None
-    seed = meta(1, dtype=torch.int64) if residual_and_dropout else None
+    p, seed = (P, meta(1, dtype=torch.int64)) if residual_and_dropout else (0.0, None)
     launch = norm.forward_launch(
-        x, residual, vector, vector, x, residual, statistics, statistics, 1e-5, "layer", P if seed is not None else 0.0, seed
+        x, residual, vector, vector, x, residual, statistics, statistics, 1e-5, "layer", p, seed
     )  # fmt: skip
     matrices = 4 if residual_and_dropout else 2
     yield _launched(launch, (), (matrices * 2 * d + 8) * ROWS)
@@ -42,15 +42,15 @@ def norm_backward_of(d: int, residual_and_dropout: bool) -> Iterator[Launched]:
     """The gradients of :func:`norm_forward`."""
     x, vector, statistics = meta(ROWS, d, dtype=torch.bfloat16), meta(d, dtype=torch.bfloat16), meta(ROWS, dtype=_F32)
     other = x if residual_and_dropout else None
-    seed = meta(1, dtype=torch.int64) if residual_and_dropout else None
+    p, seed = (P, meta(1, dtype=torch.int64)) if residual_and_dropout else (0.0, None)
     programs = norm_backward.sharing_programs(ROWS, d, H100.multiprocessors)
     partials = meta(2, programs, d, dtype=_F32)
     launches = norm_backward.backward_launches(
         x, other, x, vector, statistics, statistics, x, other, vector, vector, partials,
-        "layer", P if seed is not None else 0.0, seed, programs,
+        "layer", p, seed, programs,
     )  # fmt: skip
-    rows, blocks = launches[0].arguments.get("BLOCK_ROWS", 1), -(-d // launches[0].arguments["BLOCK_COLUMNS"])
-    steps = -(-(-(-ROWS // rows)) // programs)
+    rows, blocks = launches[0].arguments.get("BLOCK_ROWS", 1), blocks_of(d, launches[0].arguments["BLOCK_COLUMNS"])
+    steps = blocks_of(blocks_of(ROWS, rows), programs)
     matrices = 5 if residual_and_dropout else 3
     yield _launched(launches[0], (steps,) if blocks == 1 else (steps, blocks), (matrices * 2 * d + 8) * ROWS)
     yield _sum(launches[1], 2 * programs, d)
@@ -58,7 +58,7 @@ def norm_backward_of(d: int, residual_and_dropout: bool) -> Iterator[Launched]:
 
 def _sum(launch: Launch, rows: int, d: int) -> Launched:
     """The launch that sums fp32 partials of `rows` rows."""
-    steps = -(-launch.arguments["programs"] // launch.arguments["BLOCK_ROWS"])
+    steps = blocks_of(launch.arguments["programs"], launch.arguments["BLOCK_ROWS"])
     return _launched(launch, (steps,), 4 * rows * d, cached=True)
 
 
@@ -72,7 +72,7 @@ def loss_rows(vocabulary: int = VOCABULARY, rows: int = 1024) -> Iterator[Launch
     """Loss and gradient of bf16 logits, which another launch made: read, and written over."""
     logits = meta(rows, vocabulary, dtype=torch.bfloat16)
     launch = cross_entropy.rows_launch(logits, meta(rows, dtype=torch.int64), meta(rows, dtype=_F32), 0.1, 0, True)
-    steps = -(-vocabulary // launch.arguments["BLOCK_COLUMNS"])
+    steps = blocks_of(vocabulary, launch.arguments["BLOCK_COLUMNS"])
     yield _launched(launch, (steps, steps), 4 * vocabulary * rows)
 
 
