@@ -61,7 +61,10 @@ def main() -> None:
     if arguments.case is None:
         write(arguments.out, lambda line: print(line, flush=True))
         return
-    by = Range(**json.loads((RESULTS / "predicted.json").read_text())["factor"])  # of the last calibration
+    record = RESULTS / "predicted.json"
+    if not record.is_file():
+        raise SystemExit(f"{record} holds the calibration, and is missing: run `make predict` first")
+    by = Range(**json.loads(record.read_text())["factor"])
     case, total = case_named(arguments.case), Range(0.0, 0.0)
     with tiles(case, arguments.packed, dict(arguments.tile)):
         for one in launched(case, arguments.packed):

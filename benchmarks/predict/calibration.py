@@ -34,9 +34,12 @@ class Published:
 
 
 PUBLISHED = (
-    Published(64, 400e12, 400e12, "J. Shah et al., FlashAttention-3, 2024, figure 5: Triton at 4k"),
+    Published(64, 400e12, 400e12, "J. Shah et al., FlashAttention-3, 2024: Triton at 4k"),
     Published(
-        128, 389e12, 460e12, "published runs of Triton's tutorial; facebookexperimental/triton, pull request 206"
+        128,
+        389e12,
+        460e12,
+        "389: the same paper; 458: pytorch/benchmark, pull 2391; 460: facebookexperimental/triton, pull 206",
     ),
 )
 

@@ -15,7 +15,6 @@ Work = TypeVar("Work", bound=Hashable)
 class _Multiprocessor:
     running: list[list] = field(default_factory=list)  # [work, share of it that is left]
     time: float = 0.0
-    version: int = 0
 
 
 def launch_cycles(
@@ -34,34 +33,35 @@ def launch_cycles(
     """
     waiting = deque(works)
     machines = [_Multiprocessor() for _ in range(min(multiprocessors, len(works)))]
-    for _ in range(resident):
-        for machine in machines:
-            if waiting:
-                machine.running.append([waiting.popleft(), 1.0])
-    events: list[tuple[float, int, int]] = []
+    events: list[tuple[float, int]] = []
 
     def plan(index: int) -> None:
         machine = machines[index]
-        machine.version += 1
         if machine.running:
             sharing = len(machine.running)
             left = min(share * cycles(work, sharing) for work, share in machine.running)
-            heapq.heappush(events, (machine.time + left, machine.version, index))
+            heapq.heappush(events, (machine.time + left, index))
 
-    for index in range(len(machines)):
-        plan(index)
+    def fill(indices: list[int]) -> None:
+        for _ in range(resident):
+            for index in indices:
+                if waiting and len(machines[index].running) < resident:
+                    machines[index].running.append([waiting.popleft(), 1.0])
+        for index in indices:
+            plan(index)
+
+    fill(list(range(len(machines))))
     end = 0.0
     while events:
-        now, version, index = heapq.heappop(events)
-        machine = machines[index]
-        if version != machine.version:
-            continue
-        sharing, passed = len(machine.running), now - machine.time
-        for program in machine.running:
-            program[1] -= passed / cycles(program[0], sharing)
-        machine.time = end = now
-        machine.running = [program for program in machine.running if program[1] > 1e-9]
-        while waiting and len(machine.running) < resident:
-            machine.running.append([waiting.popleft(), 1.0])
-        plan(index)
+        end = events[0][0]
+        ready = []
+        while events and events[0][0] <= end:
+            ready.append(heapq.heappop(events)[1])
+            machine = machines[ready[-1]]
+            sharing, passed = len(machine.running), end - machine.time
+            for program in machine.running:
+                program[1] -= passed / cycles(program[0], sharing)
+            machine.time = end
+            machine.running = [program for program in machine.running if program[1] > 1e-9]
+        fill(ready)
     return end

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 
 _GUIDE = "CUDA C++ programming guide, arithmetic throughput of compute capability 9.0"
 _LIMITS = "CUDA C++ programming guide, limits of compute capability 9.0, a multiprocessor"
-_LUO = "W. Luo et al., arXiv 2402.13499, microbenchmarks"
+_LUO = "assumed, near what microbenchmarks report (W. Luo et al., arXiv 2402.13499)"
 _FITTED = "assumed; what it gets wrong is in the calibration"
 
 
@@ -62,7 +62,7 @@ class Machine:
     shuffle: float = _assumed(4, "cycles", f"{_GUIDE}: 32 results a cycle")
     shared_width: float = _assumed(128, "bytes a cycle and multiprocessor", "32 banks of 4 bytes")
     tensor: float = _assumed(0.5, "cycles a column of a 64-row wgmma", "4,096 FLOP a cycle: 989 TFLOP/s at 1.83 GHz")
-    mma_sync: float = _assumed(6.5, "cycles a 16x8x16 mma.sync", f"63 % of a wgmma's rate ({_LUO})")
+    mma_sync: float = _assumed(6.5, "cycles a 16x8x16 mma.sync", f"slower than a wgmma; {_LUO}")
 
     mma_sync_latency: int = _assumed(33, "cycles", _LUO)
     mufu_latency: int = _assumed(18, "cycles beyond its turn", _FITTED)
@@ -70,11 +70,11 @@ class Machine:
     shared_latency: int = _assumed(29, "cycles", _LUO)
     shuffle_latency: int = _assumed(24, "cycles", _FITTED)
     constant_latency: int = _assumed(35, "cycles", _FITTED)
-    memory_latency: int = _assumed(700, "cycles", f"479 without load ({_LUO}); more beside other programs, assumed")
-    cached_latency: int = _assumed(
-        300, "cycles", f"of up to 8 bytes a lane, which lie in the L2: 263 ({_LUO}), and some"
+    memory_latency: int = _assumed(700, "cycles", "assumed: what DRAM takes beside other programs")
+    cached_latency: int = _assumed(300, "cycles", f"loads of up to 8 bytes a lane, which hit the L2; {_LUO}")
+    loaded_latency: int = _assumed(
+        1100, "cycles", "assumed: where DRAM is busy; slow end of kernels without a main loop"
     )
-    loaded_latency: int = _assumed(1100, "cycles", "the same where DRAM is busy: slow end of kernels without products")
     copy_issue_latency: int = _assumed(20, "cycles until cp.async has read its address", _FITTED)
     wgmma_latency: int = _assumed(30, "cycles from the last product to its results", _FITTED)
     wgmma_arrive: int = _assumed(4, "cycles", _FITTED)

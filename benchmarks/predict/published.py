@@ -68,11 +68,14 @@ PEERS = (
     Peer("Triton, d 64, 4k forward", "400 TFLOP/s", _FA3),
     Peer("FlashAttention-2, d 64, 4k forward", "321 TFLOP/s", _FA3),
     Peer("FlashAttention-3, d 64, 4k forward, causal", "420 TFLOP/s", _FA3),
+    Peer("Triton / FlashAttention-3, d 128, 4k forward", "389 / 638 TFLOP/s", _FA3),
     Peer("FlashAttention-4, H200, d 128, 4k forward / backward", "734 / 636 TFLOP/s", "published for FlashAttention-4"),
-    Peer("Triton's tutorial, d 128, 4k forward", "460 TFLOP/s", "facebookexperimental/triton, pull request 206"),
     Peer(
-        "the same with producers and consumers, d 128", "501 TFLOP/s", "facebookexperimental/triton, pull request 206"
+        "Triton's tutorial, newer, d 128, 4k forward",
+        "458, 460 TFLOP/s",
+        "pytorch/benchmark, pull 2391; facebookexperimental/triton, pull 206",
     ),
+    Peer("the same with producers and consumers", "501 TFLOP/s", "facebookexperimental/triton, pull 206"),
     Peer(
         "Liger LayerNorm fp32, 1,024 / 4,096 / 8,192 columns, forward",
         "1780 / 2630 / 2833 GB/s",

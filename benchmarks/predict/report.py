@@ -166,7 +166,7 @@ def markdown(made: dict) -> str:
         "\n## Kernels\n\nInstructions of one warp in a step of the main loop, or in all where there is none, by pipe; "
     )
     text += "busy: how much of the time the pipe works. TFLOP/s: of the products that are needed.\n\n"
-    head = ["kernel", "registers", "spilled", "KB", "programs / SM", "for lack of", *PIPES, "bound by", "TFLOP/s"]
+    head = ["kernel", "in", "registers", "spilled", "KB", "programs / SM", "for lack of", *PIPES, "bound by", "TFLOP/s"]
     text += table(head, kernel_rows(made["attention"] + made["rows"]))
     text += "\n## Assumptions\n\n"
     cells = ([a["name"], f"{a['value']:g}", a["unit"], a["source"]] for a in made["assumptions"])
@@ -207,18 +207,19 @@ def row_cells(row: dict) -> list[str]:
 
 
 def kernel_rows(found: list[dict]) -> Iterable[list[str]]:
-    """Each kernel once, in the case in which most of its time goes into products."""
-    best: dict[str, dict] = {}
-    for p in (p for row in found for p in row["kernels"]):
-        if p["name"] not in best or p["operations"] > best[p["name"]]["operations"]:
-            best[p["name"]] = p
-    for name, p in sorted(best.items()):
+    """Each compiled kernel once, in the case with the most operations; those of one name differ in what is masked."""
+    best: dict[tuple[object, ...], tuple[dict, str]] = {}
+    for p, case in ((p, row["case"]) for row in found for p in row["kernels"]):
+        key = (p["name"], p["registers"], tuple(p["instructions"].values()))
+        if key not in best or p["operations"] > best[key][0]["operations"]:
+            best[key] = p, case
+    for _, (p, case) in sorted(best.items()):
         speed = [p["operations"] / p["time"][end] / 1e12 for end in ("high", "low")]
         pipes = [f"{p['instructions'][pipe]} ({p['busy'][pipe]:.0%})" for pipe in PIPES]
         spilled = f"{p['spilled']}, {p['spills']} accesses" if p["spilled"] else "0"
         yield [
-            name, str(p["registers"]), spilled, f"{p['shared'] / 1024:.0f}", str(p["resident"]), p["limited_by"],
-            *pipes, p["binding"], f"{speed[0]:.0f}-{speed[1]:.0f}" if p["operations"] else "",
+            p["name"], case, str(p["registers"]), spilled, f"{p['shared'] / 1024:.0f}", str(p["resident"]),
+            p["limited_by"], *pipes, p["binding"], f"{speed[0]:.0f}-{speed[1]:.0f}" if p["operations"] else "",
         ]  # fmt: skip
 
 
