@@ -2,6 +2,7 @@
 # make test       lint, the whole test suite, every Triton kernel compiled for three GPU architectures; one verdict
 # make bench      the benchmark suite on this machine; CPU=avx2: as on one without AVX-512
 # make gpu        on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
+# make predict    how long the Triton kernels would take on an H100, from their machine code, without a GPU
 # make fuzz       random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
 # make sanitize   the ops' tests and random calls under the sanitizers for memory and undefined behaviour;
 #                 make sanitize-threads, under the one for races
@@ -30,7 +31,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 SOURCES := setup.py $(CSRC)
 FORMATTED := $(CSRC) $(wildcard tests/*.cpp tools/*.cpp)
 
-.PHONY: setup demo test lint fuzz fmt wheel bench gpu cuda-check oldest arm-check sanitize sanitize-threads clean
+.PHONY: setup demo test lint fuzz fmt wheel bench predict gpu cuda-check oldest arm-check sanitize sanitize-threads clean
 
 setup: $(VENV)/.linked
 
@@ -82,6 +83,9 @@ bench: setup
 	mkdir -p $(RESULTS)
 	$(BENCH_CPU) $(BIN)/python -m pytest benchmarks --benchmark-json $(RESULTS)/benchmarks.json
 	$(BIN)/python benchmarks/report.py $(RESULTS)/benchmarks.json --out $(RESULTS)
+
+predict: setup
+	$(BIN)/python benchmarks/predict
 
 gpu:
 	TRANSFORMER_FAST_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace

@@ -1,4 +1,4 @@
-"""The calls of attention that are measured, and what each asks of a machine: for bench_attention.py and roofline.py.
+"""The calls of attention that are measured or predicted, and what each asks of a machine.
 
 Sentence batches have lognormal lengths with a median of 24 tokens and a sigma of 0.62, at most 256: of a batch of 64
 padded to its longest, some 12 % of the scores are of real pairs; padded to 256, some 2 %. Long batches have lengths

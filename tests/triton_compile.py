@@ -1,6 +1,6 @@
 """What the ahead-of-time compilation of the Triton kernels found, said at the end of a test run.
 
-The compilation itself is tools/triton_kernels.py, which benchmarks/roofline.py uses too.
+The compilation itself is tools/triton_kernels.py, which benchmarks/resources.py and benchmarks/predict use too.
 """
 
 from __future__ import annotations

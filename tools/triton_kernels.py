@@ -35,14 +35,13 @@ class Compiled:
     seconds: float
 
 
-def compile_launch(launch, arch: int) -> Compiled:
-    """Compile a :class:`transformer_fast.triton.launcher.Launch` for compute capability `arch`."""
+def triton_compiled(launch, arch: int):
+    """Triton's compiled kernel of a :class:`transformer_fast.triton.launcher.Launch`, for compute capability `arch`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, make_backend
     from triton.runtime.jit import create_function_from_signature
 
-    started = time.perf_counter()
     kernel = launch.kernel
     target = GPUTarget("cuda", arch, 32)
     backend = make_backend(target)
@@ -52,11 +51,17 @@ def compile_launch(launch, arch: int) -> Compiled:
     bound, specialization, _ = bind(**launch.arguments, **options)
     parsed, signature, constants, attributes = kernel._pack_args(backend, options, bound, specialization, None)
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=target, options=parsed.__dict__)
+    return triton.compile(source, target=target, options=parsed.__dict__)
+
+
+def compile_launch(launch, arch: int) -> Compiled:
+    """Compile a launch for compute capability `arch`, and read what it needs."""
+    started = time.perf_counter()
+    compiled = triton_compiled(launch, arch)
     usage = resource_usage(compiled.asm["cubin"])
     return Compiled(
         name=launch.name,
-        kernel=kernel.__name__,
+        kernel=launch.kernel.__name__,
         arch=arch,
         registers=usage["REG"],
         spill_bytes=usage["STACK"] + usage["LOCAL"],

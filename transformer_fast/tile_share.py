@@ -95,22 +95,3 @@ def work_share(B: int, Lq: int, Lk: int, tile: tuple[int, int], **mask: Tensor |
         return WorkShare(0, 0, 0)
     classes = tile_classes(B, Lq, Lk, tile, **mask)
     return WorkShare(classes.numel(), int((classes == FULL).sum()), int((classes == PARTIAL).sum()))
-
-
-def packed_work_share(
-    lengths_q: Tensor, lengths_k: Tensor, tile: tuple[int, int], *, causal: bool, window: int | None = None
-) -> WorkShare:
-    """Count the tiles of a packed batch, among those of the same batch padded to its longest sequences.
-
-    Args:
-        lengths_q, lengths_k: integers (B,), rows of each sequence.
-        tile: queries and keys a tile.
-        causal: whether query i of a sequence sees only its keys j <= i.
-        window: query i of a sequence sees only its keys j >= i + window; None for no such bound.
-    """
-    longest_q, longest_k = (int(n.max()) if n.numel() else 0 for n in (lengths_q, lengths_k))
-    full = partial = 0
-    for rows, columns in zip(lengths_q.tolist(), lengths_k.tolist(), strict=True):
-        own = work_share(1, rows, columns, tile, causal=0 if causal else None, window=window)
-        full, partial = full + own.full, partial + own.partial
-    return WorkShare(len(lengths_q) * -(-longest_q // tile[0]) * -(-longest_k // tile[1]), full, partial)

@@ -19,7 +19,6 @@ from transformer_fast.tile_share import (
     FULL,
     PARTIAL,
     WorkShare,
-    packed_work_share,
     tile_classes,
     work_share,
 )
@@ -132,11 +131,12 @@ def test_classes_in_plain_pytorch(dialect):
     assert share == int((classes != EMPTY).sum()) / classes.numel()
 
 
-def test_share_of_a_packed_batch():
-    lengths = torch.tensor([0, 33, 64])
+def test_share_of_square_batches():
     # Of 33 keys, the second tile holds one; on the diagonal of 64, two tiles are partial and one above is empty.
-    assert packed_work_share(lengths, lengths, (32, 32), causal=False) == WorkShare(12, 2 + 4, 2)
-    assert packed_work_share(lengths, lengths, (32, 32), causal=True) == WorkShare(12, 1 + 1, 2 + 2)
+    assert work_share(1, 33, 33, (32, 32)) == WorkShare(4, 2, 2)
+    assert work_share(1, 64, 64, (32, 32)) == WorkShare(4, 4, 0)
+    assert work_share(1, 33, 33, (32, 32), causal=0) == WorkShare(4, 1, 2)
+    assert work_share(1, 64, 64, (32, 32), causal=0) == WorkShare(4, 1, 2)
     assert work_share(0, 3, 4, (32, 32)).share == 0.0
 
 

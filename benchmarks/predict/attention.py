@@ -1,0 +1,152 @@
+"""The launches of the attention benchmark's cases, compiled, with what each of their programs does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from attention_cases import Case
+
+from transformer_fast.attention_params import AttentionParams, PackedBatch
+from transformer_fast.tile_share import FULL, PARTIAL, tile_classes
+from transformer_fast.triton.attention import backward, forward
+from transformer_fast.triton.attention.launches import call_kind
+from transformer_fast.triton.configs import ATTENTION, LONG, AttentionConfig, attention_config
+from transformer_fast.triton.launcher import Launch
+
+from .kernels import Steps, Walked, compiled
+from .predictions import Launched
+
+ARCHITECTURE = "sm90"
+PRODUCTS = {"forward": 2, "grad_q": 3, "grad_kv": 4}
+"""Matrix products of each kernel for a (query, key): q k^T and w v; in backward also do v^T and one sum or two more."""
+
+
+def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor without contents."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def parameters(case: Case, packed: bool) -> AttentionParams:
+    """The arguments of a case, as the launchers take them."""
+    params = AttentionParams(scale=case.D**-0.5)
+    if case.dropout_p:
+        params = replace(params, dropout_p=case.dropout_p, seed=meta(1, dtype=torch.int64))
+    if case.causal:
+        params = replace(params, causal=case.causal_offset)
+    if packed:
+        starts = meta(case.B + 1, dtype=torch.int32)
+        longest = int(case.query_lengths().max()), int(case.key_lengths().max())
+        return replace(params, packed=PackedBatch(starts, starts, *longest))
+    if case.lengths != "full":
+        params = replace(params, lengths=meta(case.B, dtype=torch.int32))
+    return params
+
+
+def launches(case: Case, packed: bool) -> list[tuple[str, Launch]]:
+    """(kernel, launch) of a case in order, on meta tensors: forward; delta, grad_q, grad_kv."""
+    params = parameters(case, packed)
+    if packed:
+        rows = int(case.query_lengths().sum()), int(case.key_lengths().sum())
+        q, k = (meta(n, case.H, case.D, dtype=case.dtype) for n in rows)
+        logsumexp = meta(case.H, rows[0], dtype=torch.float32)
+    else:
+        q, k = (meta(case.B, n, case.H, case.D, dtype=case.dtype).transpose(1, 2) for n in (case.queries, case.keys))
+        logsumexp = meta(case.B, case.H, case.queries, dtype=torch.float32)
+    found = [
+        ("forward", launch) for launch in forward.forward_launches((q, k, k), (q, logsumexp), params, ARCHITECTURE)
+    ]
+    if case.backward:
+        inputs, outputs = (q, q, k, k, q, logsumexp, None), (q, k, k, *backward.row_buffers(q, logsumexp, params))
+        names = ("delta", "grad_q", "grad_kv")
+        found += zip(names, backward.backward_launches(inputs, outputs, params, ARCHITECTURE), strict=True)
+    return found
+
+
+def works(case: Case, kernel: str, tile: tuple[int, int], packed: bool) -> tuple[Steps, ...]:
+    """What each program of "forward", "grad_q" or "grad_kv" does, in the order in which programs start."""
+    own = case.query_lengths(), case.key_lengths()
+    over_keys = kernel == "grad_kv"
+    longest = (own[1] if packed else torch.tensor([case.keys])) if over_keys else own[0] if packed else None
+    rows = int(longest.max()) if longest is not None else case.queries
+    blocks = -(-rows // tile[1 if over_keys else 0])
+    if packed:
+        of_batch = [
+            _steps(_classes(1, m, n, tile, None, case.causal), over_keys)[0]
+            for m, n in zip(*map(torch.Tensor.tolist, own), strict=True)
+        ]
+        weight = own[0].long() * own[1]
+    else:
+        lengths = own[1] if case.lengths != "full" else None
+        of_batch = _steps(_classes(case.B, case.queries, case.keys, tile, lengths, case.causal), over_keys)
+        weight = own[1].long()
+    order = range(case.B)
+    if int(own[1].max() if packed else case.keys) > LONG and (packed or case.lengths != "full"):
+        order = torch.sort(weight, descending=True, stable=True).indices.tolist()
+    found: list[Steps] = []
+    for batch in order:
+        steps = of_batch[batch] if over_keys else of_batch[batch][::-1]
+        found += (steps + [Steps(0, 0, exits=True)] * (blocks - len(steps))) * case.H
+    return tuple(found)
+
+
+def _classes(B: int, m: int, n: int, tile: tuple[int, int], lengths: torch.Tensor | None, causal: bool) -> torch.Tensor:
+    offset = n - m if causal else None
+    return tile_classes(B, m, n, tile, lengths=lengths, causal=offset)[:, 0]
+
+
+def _steps(classes: torch.Tensor, over_keys: bool) -> list[list[Steps]]:
+    """Of every batch, for each of its tiles of queries or of keys."""
+    across = 1 if over_keys else 2
+    full, masked = ((classes == kind).sum(across).tolist() for kind in (FULL, PARTIAL))
+    return [[Steps(f, m) for f, m in zip(*rows, strict=True)] for rows in zip(full, masked, strict=True)]
+
+
+def moved(case: Case, kernel: str, packed: bool) -> int:
+    """Bytes that a kernel reads and writes at least once. Keys past a length are not read, their gradients written."""
+    real_keys = int(case.key_lengths().sum())
+    queries, keys = (
+        (int(case.query_lengths().sum()), real_keys) if packed else (case.B * case.queries, case.B * case.keys)
+    )
+    rows = {
+        "forward": 2 * queries + 2 * real_keys,  # q, out; k, v
+        "delta": 2 * queries,  # out and its gradient
+        "grad_q": 3 * queries + 2 * real_keys,  # q and its gradient, that of out; k, v
+        "grad_kv": 2 * queries + 2 * real_keys + 2 * keys,  # q, the gradient of out; k, v and theirs
+    }[kernel]
+    statistics = {"forward": 1, "delta": 1, "grad_q": 2, "grad_kv": 2}[kernel] * queries
+    return case.H * (rows * case.D * case.dtype.itemsize + 4 * statistics)
+
+
+@contextmanager
+def tiles(case: Case, packed: bool, overrides: Mapping[str, AttentionConfig]) -> Iterator[None]:
+    """The table of tiles with other entries for the kernels of a case."""
+    kind = call_kind(case.keys, parameters(case, packed))
+    keys = {
+        (kernel, ARCHITECTURE, case.dtype.itemsize * 8, max(32, case.D), kind): c for kernel, c in overrides.items()
+    }
+    before = {key: ATTENTION[key] for key in keys}
+    ATTENTION.update(keys)
+    try:
+        yield
+    finally:
+        ATTENTION.update(before)
+
+
+def launched(case: Case, packed: bool = False) -> Iterator[Launched]:
+    """The launches of a case, compiled by the tile table, with their programs."""
+    params = parameters(case, packed)
+    pairs = case.useful_pairs() if packed else case.pairs()
+    for kernel, launch in launches(case, packed):
+        if kernel == "delta":
+            own: tuple[Steps | Walked, ...] = (Walked(),) * launch.grid
+        else:
+            bits, block_d = case.dtype.itemsize * 8, launch.arguments["BLOCK_D"]
+            config = attention_config(kernel, ARCHITECTURE, bits, block_d, call_kind(case.keys, params))
+            own = works(case, kernel, (config.block_queries, config.block_keys), packed)
+            if len(own) != launch.grid:
+                raise RuntimeError(f"{case}: {kernel} has {launch.grid} programs, and the model {len(own)}")
+        operations = 2.0 * PRODUCTS.get(kernel, 0) * pairs * case.H * case.D
+        yield Launched(compiled(launch), own, moved(case, kernel, packed), operations)
