@@ -61,6 +61,7 @@ class AttentionConfig:
 # None spills in its loop over tiles, by Triton 3.6 or 3.7, with dropout, with a tile map or lengths, packed or not.
 # Among those: for "short" small tiles, since what a sentence's last tile holds beyond it is waste; for the others large
 # ones, which read keys and values less often; and where two are equal in that, the one of which more warps fit.
+# On sm_80 a warp has 16 rows of its own where the tile has as many rows as a head has dimensions: not fewer rows then.
 # On sm_90, what a replay of the machine code finds fastest: two programs or more on a multiprocessor, of which one
 # computes while another waits. But "long" and "plain" keep 128 queries a tile where that is nearly as fast: the replay
 # does not know how fast the L2 cache can be read.
@@ -69,7 +70,7 @@ _TILES_16_BIT = {
         "sm80": {
             32: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
             64: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
-            128: ((32, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+            128: ((64, 32, 4, 2), (128, 32, 8, 2), (128, 32, 8, 2), (32, 32, 8, 2)),
         },
         "sm90": {
             32: ((64, 32, 4, 2, 128), (64, 64, 8, 2, 128), (128, 64, 8, 3, 128), (64, 32, 4, 2)),
@@ -84,8 +85,8 @@ _TILES_16_BIT = {
     },
     "grad_q": {
         "sm80": {
-            32: ((64, 32, 4, 2), (64, 64, 8, 2, 128), (128, 64, 8, 2), (64, 32, 8, 2)),
-            64: ((64, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+            32: ((64, 32, 4, 2), (128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+            64: ((64, 32, 4, 2), (128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
             128: ((64, 32, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
         },
         "sm90": {
@@ -123,13 +124,12 @@ _TILES_16_BIT = {
 # little to fit two programs.
 _TILES_OF_PARTS = {
     ("forward", "sm80", 64, "parts"): (64, 32, 8, 2),
+    ("forward", "sm80", 128, "documents"): (32, 32, 8, 2),
     ("forward", "sm90", 64, "short mapped"): (64, 32, 4, 3, 168),
     ("forward", "sm90", 64, "mapped"): (64, 64, 4, 3, 168),
     ("forward", "sm90", 64, "documents"): (128, 64, 8, 2),
     ("forward", "sm90", 128, "documents"): (128, 32, 8, 2),
-    ("grad_q", "sm80", 32, "documents"): (64, 32, 4, 2, 255),
     ("grad_q", "sm80", 32, "parts"): (64, 32, 4, 2, 255),
-    ("grad_q", "sm80", 64, "documents"): (64, 32, 8, 2),
     ("grad_q", "sm80", 64, "parts"): (32, 32, 8, 2, 255),
     ("grad_kv", "sm80", 64, "parts"): (32, 32, 8, 2, 255),
     ("grad_kv", "sm80", 128, "parts"): (32, 32, 8, 2, 255),

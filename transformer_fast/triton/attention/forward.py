@@ -103,9 +103,17 @@ def _forward_kernel(
                 scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
             )
             scores = tl.where(allowed, scores, float("-inf"))
-        elif at_edge(step, steps, window is not None and tile_list is None, True):
-            allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
-            scores = tl.where(allowed, scores, float("-inf"))
+        else:
+            # Scores that come from a branch alone do not show Triton that the next product takes them: on sm_80 it
+            # would spread the keys of a row over several warps, which then exchange all that is summed or drawn along
+            # it. Selected again they do, at no cost: compilers see that it changes nothing. In a product of fewer rows
+            # than columns it would spread them all the more.
+            edge = at_edge(step, steps, window is not None and tile_list is None, True)
+            masked = scores
+            if edge:
+                allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
+                masked = tl.where(allowed, scores, float("-inf"))
+            scores = tl.where(edge, masked, scores) if BLOCK_QUERIES >= BLOCK_D else masked
         new_max = tl.maximum(row_max, tl.max(scores, 1) if BIASED else tl.max(scores, 1) * (scale * LOG2E))
         # A row that has seen no key yet has the maximum -inf, which must not be subtracted from itself.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
