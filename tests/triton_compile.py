@@ -47,13 +47,14 @@ def summary(rows: list[dict]) -> list[str]:
         )
     for row in rows:
         if row["spill_bytes"]:
-            lines.append(f"  spills {row['spill_bytes']} bytes a thread: sm_{row['arch']} {row['name']}")
+            hot = "" if row["hot_spills"] is None else f", {row['hot_spills']} accesses in the hot loop"
+            lines.append(f"  spills {row['spill_bytes']} bytes a thread{hot}: sm_{row['arch']} {row['name']}")
     return lines
 
 
 def table(rows: list[dict]) -> str:
     """A Markdown table of every compilation."""
-    columns = ("arch", "name", "registers", "spill_bytes", "shared", "warps", "wgmma")
+    columns = ("arch", "name", "registers", "spill_bytes", "hot_spills", "shared", "warps", "wgmma")
     lines = ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
     for row in sorted(rows, key=lambda row: (row["name"], row["arch"])):
         lines.append("| " + " | ".join(str(row[column]) for column in columns) + " |")

@@ -14,13 +14,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hot_loops import NoHotLoopError, disassembled, spills
+
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory a program may use, in bytes, by compute capability (CUDA programming guide, table of limits)."""
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one kernel x config x architecture needs of a GPU."""
+    """What one kernel x config x architecture needs of a GPU.
+
+    `hot_spills`: instructions of its hot loop that read or write what was spilled; None where nothing was, or where no
+    loop has products of tensor cores.
+    """
 
     name: str
     kernel: str
@@ -33,6 +39,7 @@ class Compiled:
     mma_sync: int
     rows_of_16_bit_dot: int
     seconds: float
+    hot_spills: int | None = None
 
 
 def triton_compiled(launch, arch: int):
@@ -59,12 +66,13 @@ def compile_launch(launch, arch: int) -> Compiled:
     started = time.perf_counter()
     compiled = triton_compiled(launch, arch)
     usage = resource_usage(compiled.asm["cubin"])
+    spilled = usage["STACK"] + usage["LOCAL"]
     return Compiled(
         name=launch.name,
         kernel=launch.kernel.__name__,
         arch=arch,
         registers=usage["REG"],
-        spill_bytes=usage["STACK"] + usage["LOCAL"],
+        spill_bytes=spilled,
         shared=compiled.metadata.shared,
         warps=launch.num_warps,
         wgmma=compiled.asm["ptx"].count("wgmma.mma_async"),
@@ -74,7 +82,16 @@ def compile_launch(launch, arch: int) -> Compiled:
             map(int, re.findall(r"tt\.dot .*: tensor<(\d+)x\d+xb?f16>", compiled.asm["ttir"])), default=0
         ),
         seconds=time.perf_counter() - started,
+        hot_spills=hot_spills(compiled.asm["cubin"]) if spilled else None,
     )
+
+
+def hot_spills(cubin: bytes) -> int | None:
+    """Accesses to local memory in the loop of a kernel that has the most products; None if it has no such loop."""
+    try:
+        return spills(disassembled(cubin)).hot
+    except NoHotLoopError:
+        return None
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:

@@ -58,20 +58,24 @@ class AttentionConfig:
 
 
 # AttentionConfig by kernel, architecture class, padded head size and kind of call, the first four of ATTENTION_KINDS.
-# None spills, by Triton 3.6 or 3.7, with dropout, with a tile map or lengths, packed or not. Among those: for "short"
-# small tiles, since what a sentence's last tile holds beyond it is waste; for the others large ones, which read keys
-# and values less often; and where two are equal in that, the one of which more warps fit.
+# None spills in its loop over tiles, by Triton 3.6 or 3.7, with dropout, with a tile map or lengths, packed or not.
+# Among those: for "short" small tiles, since what a sentence's last tile holds beyond it is waste; for the others large
+# ones, which read keys and values less often; and where two are equal in that, the one of which more warps fit.
+# On sm_80 a warp has 16 rows of its own where the tile has as many rows as a head has dimensions: not fewer rows then.
+# On sm_90, what a replay of the machine code finds fastest: two programs or more on a multiprocessor, of which one
+# computes while another waits. But "long" and "plain" keep 128 queries a tile where that is nearly as fast: the replay
+# does not know how fast the L2 cache can be read.
 _TILES_16_BIT = {
     "forward": {
         "sm80": {
             32: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
             64: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
-            128: ((32, 32, 8, 2), (32, 32, 8, 2), (64, 32, 8, 2), (32, 32, 8, 2)),
+            128: ((64, 32, 4, 2), (128, 32, 8, 2), (128, 32, 8, 2), (32, 32, 8, 2)),
         },
         "sm90": {
             32: ((64, 32, 4, 2, 128), (64, 64, 8, 2, 128), (128, 64, 8, 3, 128), (64, 32, 4, 2)),
-            64: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3, 128), (64, 64, 8, 2)),
-            128: ((64, 32, 4, 2), (128, 32, 8, 2), (128, 64, 8, 3), (64, 32, 8, 2)),
+            64: ((64, 32, 4, 3, 128), (128, 64, 8, 3, 128), (128, 64, 8, 3, 128), (64, 64, 8, 2)),
+            128: ((64, 32, 4, 3), (128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
         },
         "sm100": {
             32: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
@@ -81,13 +85,13 @@ _TILES_16_BIT = {
     },
     "grad_q": {
         "sm80": {
-            32: ((64, 32, 4, 2), (64, 64, 8, 2, 128), (128, 64, 8, 2), (64, 32, 8, 2)),
-            64: ((64, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+            32: ((64, 32, 4, 2), (128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+            64: ((64, 32, 4, 2), (128, 32, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
             128: ((64, 32, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 2)),
         },
         "sm90": {
             32: ((64, 32, 4, 2, 128), (64, 64, 8, 2, 128), (128, 64, 8, 2, 128), (64, 32, 4, 2)),
-            64: ((64, 32, 4, 2, 168), (128, 64, 8, 2), (128, 64, 8, 2, 128), (64, 32, 4, 2)),
+            64: ((64, 32, 4, 3, 128), (128, 32, 8, 3, 128), (128, 64, 8, 2, 128), (64, 32, 4, 2)),
             128: ((64, 32, 4, 2), (128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
         },
         "sm100": {
@@ -104,8 +108,8 @@ _TILES_16_BIT = {
         },
         "sm90": {
             32: ((64, 64, 8, 1, 128), (64, 128, 8, 2), (64, 128, 8, 2), (64, 64, 8, 1)),
-            64: ((64, 64, 8, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 32, 4, 1)),
-            128: ((64, 64, 8, 2), (64, 64, 8, 2), (64, 64, 8, 2), (64, 32, 8, 1)),
+            64: ((64, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 1)),
+            128: ((64, 64, 8, 3), (64, 64, 8, 3), (64, 64, 8, 3), (64, 32, 8, 1)),
         },
         "sm100": {
             32: ((64, 64, 4, 2), (64, 128, 8, 2), (64, 128, 8, 2), (64, 64, 8, 1)),
@@ -115,19 +119,24 @@ _TILES_16_BIT = {
     },
 }
 
-# By kernel, architecture class, padded head size and kind of call: where documents would spill in the tiles of "long",
-# or other parts in those of "biased"; with 255 registers the compiler does not spill a little to fit two programs. And
-# where packed rows need fewer registers than others in the tiles of "short".
+# By kernel, architecture class, padded head size and kind of call: where documents or a tile map would spill in the
+# tiles of "long" or "short", or other parts in those of "biased"; with 255 registers the compiler does not spill a
+# little to fit two programs.
 _TILES_OF_PARTS = {
     ("forward", "sm80", 64, "parts"): (64, 32, 8, 2),
-    ("forward", "sm90", 64, "packed"): (64, 32, 4, 2, 128),
-    ("grad_q", "sm80", 32, "documents"): (64, 32, 4, 2, 255),
+    ("forward", "sm80", 128, "documents"): (32, 32, 8, 2),
+    ("forward", "sm90", 64, "short mapped"): (64, 32, 4, 3, 168),
+    ("forward", "sm90", 64, "mapped"): (64, 64, 4, 3, 168),
+    ("forward", "sm90", 64, "documents"): (128, 64, 8, 2),
+    ("forward", "sm90", 128, "documents"): (128, 32, 8, 2),
     ("grad_q", "sm80", 32, "parts"): (64, 32, 4, 2, 255),
-    ("grad_q", "sm80", 64, "documents"): (64, 32, 8, 2),
     ("grad_q", "sm80", 64, "parts"): (32, 32, 8, 2, 255),
     ("grad_kv", "sm80", 64, "parts"): (32, 32, 8, 2, 255),
     ("grad_kv", "sm80", 128, "parts"): (32, 32, 8, 2, 255),
+    ("grad_q", "sm90", 64, "documents"): (128, 64, 8, 2),
     ("grad_q", "sm90", 64, "parts"): (64, 32, 8, 2),
+    ("grad_kv", "sm90", 64, "documents"): (64, 128, 8, 2),
+    ("grad_kv", "sm90", 128, "documents"): (64, 64, 8, 2),
     ("grad_q", "sm90", 128, "documents"): (64, 64, 8, 2),
     ("grad_q", "sm100", 32, "documents"): (64, 64, 8, 2),
     ("grad_q", "sm100", 32, "parts"): (64, 32, 4, 2, 255),
@@ -141,10 +150,14 @@ _TILES_OF_PARTS = {
 _TILES_32_BIT = {32: (32, 32, 8, 1), 64: (32, 32, 8, 1), 128: (16, 32, 16, 1), 256: (16, 32, 16, 1)}
 
 
-ATTENTION_KINDS = ("short", "long", "plain", "biased", "documents", "parts", "packed")
+ATTENTION_KINDS = ("short", "long", "plain", "biased", "documents", "parts", "packed", "short mapped", "mapped")
 """Kinds of attention calls: up to LONG keys; more; more, but without mask (except causal), dropout and packing; with a
 bias; with documents, and more than LONG keys; with a bias by distance or capped scores; of a packed batch, up to LONG
-keys, without documents or a diagonal that may leave a query without keys."""
+keys, without documents or a diagonal that may leave a query without keys; with a tile map, up to LONG keys; with a tile
+map, but without documents, and more than LONG keys."""
+
+# Which of the four tiles of a table's row each kind takes, where _TILES_OF_PARTS has none for it.
+_TILES_OF_KINDS = (0, 1, 2, 3, 1, 3, 0, 0, 1)
 
 
 def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
@@ -153,7 +166,7 @@ def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
     for kernel, architectures in _TILES_16_BIT.items():
         for arch, sizes in architectures.items():
             for d, tiles in sizes.items():
-                for kind, tile in zip(ATTENTION_KINDS, (*tiles, tiles[1], tiles[3], tiles[0]), strict=True):
+                for kind, tile in zip(ATTENTION_KINDS, [tiles[i] for i in _TILES_OF_KINDS], strict=True):
                     tile = _TILES_OF_PARTS.get((kernel, arch, d, kind), tile)
                     table[kernel, arch, 16, d, kind] = AttentionConfig(*tile)
             for kind in ATTENTION_KINDS:

@@ -15,6 +15,7 @@ then high half), so one call serves eight elements; an element is kept iff its d
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -44,14 +45,35 @@ class RandomBits(NamedTuple):
     head: tl.tensor
 
 
+def _product(factor: int) -> str:
+    """PTX of a 32 x 32-bit product whose low half and high half are two results."""
+    return f"{{ .reg .b64 product; mul.wide.u32 product, $2, {factor}; mov.b64 {{$0, $1}}, product; }}"
+
+
+# One instruction for both halves, which compilers do not make of the two products below; as 64-bit tensors it would
+# change how Triton lays out the words. The interpreter and GPUs of another maker do not know PTX.
+_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
+_FACTORS = tl.constexpr((0xD2511F53, 0xCD9E8D57))
+_PRODUCTS = tl.constexpr((_product(0xD2511F53), _product(0xCD9E8D57)))
+
+
+@triton.jit
+def _multiply(x, NUMBER: tl.constexpr):
+    """(low, high) halves of the product of uint32 words with one of the two factors."""
+    if _PTX:
+        return tl.inline_asm_elementwise(
+            _PRODUCTS[NUMBER], "=r,=r,r", [x], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1
+        )
+    else:
+        return x * _FACTORS[NUMBER], tl.umulhi(x, _FACTORS[NUMBER])
+
+
 @triton.jit
 def philox4x32(key_low, key_high, c0, c1, c2, c3):
     """Ten rounds of Philox 4x32 on uint32 tensors of one shape; returns the four output words."""
     for _ in tl.static_range(10):
-        high0 = tl.umulhi(c0, 0xD2511F53)
-        low0 = c0 * 0xD2511F53
-        high1 = tl.umulhi(c2, 0xCD9E8D57)
-        low1 = c2 * 0xCD9E8D57
+        low0, high0 = _multiply(c0, 0)
+        low1, high1 = _multiply(c2, 1)
         c0 = high1 ^ c1 ^ key_low
         c1 = low1
         c2 = high0 ^ c3 ^ key_high
@@ -62,20 +84,37 @@ def philox4x32(key_low, key_high, c0, c1, c2, c3):
 
 
 @triton.jit
-def _draws_to_keep(w0, w1, w2, w3, threshold):
-    """Eight keep bits a call: (R, C) words -> bool (R, C, half, high bit of word, low bit of word)."""
+def _draws_to_keep(w0, w1, w2, w3, threshold, IN_PLACE: tl.constexpr):
+    """Eight keep bits a call: (R, C) words -> bool (R, C, half, high bit of word, low bit of word).
+
+    IN_PLACE compares a high half without shifting it down, one instruction less; but 65,536 has no place there.
+    """
     threshold = tl.cast(threshold, tl.uint32)
+    SHIFT: tl.constexpr = 0 if IN_PLACE else 16
+    high_threshold = threshold << (16 - SHIFT)
     low0 = (w0 & 0xFFFF) >= threshold
-    high0 = (w0 >> 16) >= threshold
+    high0 = (w0 >> SHIFT) >= high_threshold
     low1 = (w1 & 0xFFFF) >= threshold
-    high1 = (w1 >> 16) >= threshold
+    high1 = (w1 >> SHIFT) >= high_threshold
     low2 = (w2 & 0xFFFF) >= threshold
-    high2 = (w2 >> 16) >= threshold
+    high2 = (w2 >> SHIFT) >= high_threshold
     low3 = (w3 & 0xFFFF) >= threshold
-    high3 = (w3 >> 16) >= threshold
+    high3 = (w3 >> SHIFT) >= high_threshold
     words02 = tl.join(tl.join(low0, high0), tl.join(low2, high2))
     words13 = tl.join(tl.join(low1, high1), tl.join(low3, high3))
     return tl.join(words02, words13)
+
+
+@triton.jit
+def kept_or_zero(kept, values):
+    """``where(kept, values, 0)`` for values that are rounded to 16 bits next.
+
+    LLVM would round before it selects, where the zero is a constant, and then has to take pairs of 16 bits apart.
+    """
+    zero = tl.full((), 0.0, tl.float32)
+    if _PTX:
+        zero = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [zero], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.where(kept, values, zero)
 
 
 @triton.jit
@@ -88,7 +127,8 @@ def attention_keep_tile(random, start_query, start_key, QUERIES: tl.constexpr, K
         QUERIES, KEYS: tile shape; KEYS a power of two of at least 32.
 
     Returns:
-        bool (QUERIES, KEYS), True = kept.
+        bool (QUERIES, KEYS), True = kept. With the threshold 65,536, that is where everything is dropped, they are any:
+        there the caller's factor of kept weights is 0.
     """
     blank = tl.zeros((QUERIES, KEYS // 8), tl.uint32)
     query = (start_query + tl.arange(0, QUERIES)).to(tl.uint32)[:, None] + blank
@@ -96,7 +136,7 @@ def attention_keep_tile(random, start_query, start_key, QUERIES: tl.constexpr, K
     head = tl.cast(random.head, tl.uint32) + blank
     batch = tl.cast(random.batch, tl.uint32) + blank
     w0, w1, w2, w3 = philox4x32(random.key[0], random.key[1], call, query, head, batch)
-    keep = _draws_to_keep(w0, w1, w2, w3, random.threshold)
+    keep = _draws_to_keep(w0, w1, w2, w3, random.threshold, True)
     # key = group * 32 + word * 8 + (call & 3) * 2 + half
     keep = tl.reshape(keep, (QUERIES, KEYS // 32, 4, 2, 2, 2))
     keep = tl.permute(keep, (0, 1, 4, 5, 2, 3))
@@ -123,7 +163,7 @@ def elementwise_keep_tile(key_low, key_high, threshold, rows, start_column, ROWS
     row_high = (rows >> 32).to(tl.uint32)[:, None] + blank
     call = (start_column // 8 + tl.arange(0, COLUMNS // 8)).to(tl.uint32)[None, :] + blank
     w0, w1, w2, w3 = philox4x32(key_low, key_high, call, row_low, row_high, blank)
-    keep = _draws_to_keep(w0, w1, w2, w3, threshold)
+    keep = _draws_to_keep(w0, w1, w2, w3, threshold, False)
     # column = call * 8 + word * 2 + half
     keep = tl.permute(keep, (0, 1, 3, 4, 2))
     return tl.reshape(keep, (ROWS, COLUMNS))

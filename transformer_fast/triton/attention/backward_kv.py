@@ -6,7 +6,7 @@ without keys, whose weight is 1/Lk on every key, may lie outside those, and are 
 
 import triton.language as tl
 
-from ..philox import RandomBits, attention_keep_tile, load_seed
+from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows
 from .steps import at_edge, program_of, query_steps, sequence, statistics_row, tile_at
 from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
@@ -89,7 +89,7 @@ def grad_kv_kernel(
                     weights = tl.where(empty, 1.0, 0.0)[:, None] + tl.zeros((_ROWS, BLOCK_KEYS), tl.float32)
                     if seed is not None:
                         kept = attention_keep_tile(random, start, start_key, _ROWS, BLOCK_KEYS)
-                        weights = tl.where(kept, weights, 0.0)
+                        weights = kept_or_zero(kept, weights)
                     v_acc = tl.dot(tl.trans(weights.to(grad_tile.dtype)), grad_tile, v_acc, input_precision="ieee")
         v_acc *= 1.0 / keys.to(tl.float32)
 
@@ -152,7 +152,7 @@ def grad_kv_kernel(
             dropped = weights
             if seed is not None:
                 kept = attention_keep_tile(random, start, start_key, BLOCK_QUERIES, BLOCK_KEYS)
-                dropped = tl.where(kept, weights, 0.0)
+                dropped = kept_or_zero(kept, weights)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             v_acc = tl.dot(tl.trans(dropped.to(q_tile.dtype)), grad_tile, v_acc, input_precision="ieee")
             grad_scores = weights * (grad_weights - row_delta[:, None])

@@ -169,10 +169,16 @@ def grad_q_kernel(
                 )
                 scores = tl.where(allowed, scores, float("-inf"))
                 grad_weights = tl.where(allowed, grad_weights, 0.0)
-            elif at_edge(step, steps, window is not None and tile_list is None, True):
-                allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
-                scores = tl.where(allowed, scores, float("-inf"))
-                grad_weights = tl.where(allowed, grad_weights, 0.0)
+            else:
+                # Selected again after the branch, for the layout of the products: see the forward kernel.
+                edge = at_edge(step, steps, window is not None and tile_list is None, True)
+                masked, masked_grad = scores, grad_weights
+                if edge:
+                    allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
+                    masked = tl.where(allowed, scores, float("-inf"))
+                    masked_grad = tl.where(allowed, grad_weights, 0.0)
+                scores = tl.where(edge, masked, scores) if BLOCK_QUERIES >= BLOCK_D else masked
+                grad_weights = tl.where(edge, masked_grad, grad_weights) if BLOCK_QUERIES >= BLOCK_D else masked_grad
             weights = exponential(scores, shift[:, None], scale, BASE_E)
             if BASE_E:
                 weights = weights / row_sum[:, None]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...attention_params import AttentionParams
 from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted, without_keys
-from ..philox import RandomBits, attention_keep_tile, load_seed
+from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
 from .launches import kernel_views, run_call, tile_launch
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import at_edge, key_steps, program_of, sequence, statistics_row, tile_at
@@ -103,9 +103,17 @@ def _forward_kernel(
                 scores, scale, start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS, MASK_UNIT
             )
             scores = tl.where(allowed, scores, float("-inf"))
-        elif at_edge(step, steps, window is not None and tile_list is None, True):
-            allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
-            scores = tl.where(allowed, scores, float("-inf"))
+        else:
+            # Scores that come from a branch alone do not show Triton that the next product takes them: on sm_80 it
+            # would spread the keys of a row over several warps, which then exchange all that is summed or drawn along
+            # it. Selected again they do, at no cost: compilers see that it changes nothing. In a product of fewer rows
+            # than columns it would spread them all the more.
+            edge = at_edge(step, steps, window is not None and tile_list is None, True)
+            masked = scores
+            if edge:
+                allowed = allowed_tile(start_query, start, limit, mask, BLOCK_QUERIES, BLOCK_KEYS)
+                masked = tl.where(allowed, scores, float("-inf"))
+            scores = tl.where(edge, masked, scores) if BLOCK_QUERIES >= BLOCK_D else masked
         new_max = tl.maximum(row_max, tl.max(scores, 1) if BIASED else tl.max(scores, 1) * (scale * LOG2E))
         # A row that has seen no key yet has the maximum -inf, which must not be subtracted from itself.
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
@@ -114,7 +122,7 @@ def _forward_kernel(
         row_sum = row_sum * decay + tl.sum(weights, 1)
         if seed is not None:
             kept = attention_keep_tile(random, start_query, start, BLOCK_QUERIES, BLOCK_KEYS)
-            weights = tl.where(kept, weights, 0.0)
+            weights = kept_or_zero(kept, weights)
         v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
         row_max = new_max
@@ -139,7 +147,7 @@ def _forward_kernel(
             weights = tl.where(empty[:, None], 1.0, weights)
         if seed is not None:
             kept = attention_keep_tile(random, start_query, start, BLOCK_QUERIES, REPEAT_KEYS)
-            weights = tl.where(kept, weights, 0.0)
+            weights = kept_or_zero(kept, weights)
         v_tile = load_rows(v, start, keys, v_row, REPEAT_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         v_tile = tl.where((v_tile - v_tile) == 0.0, v_tile, 0.0)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision="ieee")

@@ -23,12 +23,15 @@ def call_kind(keys: int, params: AttentionParams) -> str:
         return "biased"
     if keys <= LONG:
         diagonal = params.window is not None or (params.causal is not None and params.causal < 0)
-        packed = params.packed is not None and params.query_ids is None and not diagonal
-        return "packed" if packed else "short"
+        if params.packed is not None and params.query_ids is None and not diagonal:
+            return "packed"
+        return "short mapped" if is_mapped(params) else "short"
     if params.query_ids is not None:
         return "documents"
-    parts = (params.keep, params.key_keep, params.lengths, params.packed)
-    return "long" if params.dropout_p > 0.0 or any(part is not None for part in parts) else "plain"
+    if is_mapped(params):
+        return "mapped"
+    masked = params.lengths is not None or params.packed is not None
+    return "long" if masked or params.dropout_p > 0.0 else "plain"
 
 
 def is_mapped(params: AttentionParams) -> bool:

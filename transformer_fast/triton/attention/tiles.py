@@ -185,6 +185,7 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
     """Kernel arguments that say what is masked, scaled and dropped, but for dense masks, of which kernels read bits
     (:mod:`.tile_map`). Size-1 dimensions of a bias get stride 0."""
     bias, dropout_p = params.bias, params.dropout_p
+    threshold = round(dropout_p * 65536)
     H, Lq, D = q.shape[1:]
     Hkv, Lk = k.shape[1:3]
     arguments = bounds_arguments(params, Lq, Lk)
@@ -204,8 +205,8 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
         "softcap": params.softcap,
         "sinks": params.sinks,
         "seed": params.seed if dropout_p > 0.0 else None,
-        "threshold": round(dropout_p * 65536),
-        "rescale": 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0,
+        "threshold": threshold,
+        "rescale": 1.0 / (1.0 - dropout_p) if threshold < 65536 else 0.0,
         "scale": params.scale,
         "heads": H,
         "group": H // Hkv,
