@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -36,7 +35,7 @@ import fuzz_gate
 import helpers
 import torch
 from emulate_mutants import mutant_summary, run_mutants
-from emulated_backend import emulated_backend
+from emulated_backend import all_kernels, emulated_backend, launched_kernels
 from emulation_cases import MUTATED, cases
 from ptx_emulator import mutants
 from torch import Tensor
@@ -58,6 +57,7 @@ class Outcome:
         error: what else was wrong, or None.
         worst: largest error as a share of what the gate allows.
         results: how many tensors were held to the gate.
+        kernels: which were launched.
     """
 
     name: str
@@ -69,6 +69,7 @@ class Outcome:
     error: str | None = None
     worst: float = 0.0
     results: int = 0
+    kernels: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def passed(self) -> bool:
@@ -109,7 +110,7 @@ def run_case(name: str, arch: int, orders: Iterable[str] = ORDERS, seed: int = 0
     problems = []
     for order in orders:
         torch.manual_seed(seed)
-        with watched_gate() as gate, emulated_backend(arch, order=order) as report:
+        with watched_gate() as gate, emulated_backend(arch, order=order) as report, launched_kernels() as kernels:
             try:
                 case.check()
             except Exception as error:
@@ -121,6 +122,7 @@ def run_case(name: str, arch: int, orders: Iterable[str] = ORDERS, seed: int = 0
         if report.launches == 0 and not case.may_be_empty:
             problems.append(f"{order}: no kernel was launched")
         outcome.worst, outcome.results = max(outcome.worst, gate.worst), max(outcome.results, len(gate.bits))
+        outcome.kernels = sorted({*outcome.kernels, *kernels})
         outcome.launches += report.launches
         outcome.instructions += sum(report.instructions.values())
         outcome.findings += [f"{order}: {finding}" for finding in report.findings]
@@ -135,7 +137,11 @@ def start_worker() -> None:
 
 @contextmanager
 def pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as executor:
+    """Processes of one thread each."""
+    with (
+        mock.patch.dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
+        ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as executor,
+    ):
         try:
             yield executor
         except BaseException:
@@ -170,6 +176,11 @@ def described(outcome: Outcome) -> str:
     return "\n  ".join([*lines, f"again: {again}"])
 
 
+def never_launched(outcomes: list[Outcome]) -> set[str]:
+    """The kernels of the package that no case has launched."""
+    return all_kernels() - {name for outcome in outcomes for name in outcome.kernels}
+
+
 def summary(outcomes: list[Outcome], seconds: float) -> str:
     worst = max(outcomes, key=lambda o: o.worst, default=None)
     lines = [
@@ -181,6 +192,10 @@ def summary(outcomes: list[Outcome], seconds: float) -> str:
         own = [o for o in outcomes if o.arch == arch]
         findings = sum(len(o.findings) for o in own)
         lines.append(f"sm_{arch}: {len(own)} cases, {findings} findings, {sum(not o.passed for o in own)} failed")
+        missing = sorted(all_kernels().difference(*(o.kernels for o in own)))
+        lines.append(
+            f"    {len(all_kernels()) - len(missing)} of {len(all_kernels())} kernels; not {', '.join(missing)}"
+        )
     if worst is not None:
         lines.append(f"largest error: {worst.worst:.2f} of what the gate allows (sm_{worst.arch} {worst.name})")
     return "\n".join(lines)
@@ -218,6 +233,9 @@ def main() -> int:
         print(summary(outcomes, time.monotonic() - start))
         written = [dataclasses.asdict(o) for o in outcomes]
         failed = not all(o.passed for o in outcomes)
+        failed |= arguments.only == "*" and any(
+            never_launched([o for o in outcomes if o.arch == arch]) for arch in arguments.arch
+        )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return int(failed)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import pkgutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from ptx_emulator import Report, triton_driver
+from triton.runtime import JITFunction
 
 import transformer_fast as tfast
 from transformer_fast import backends
+from transformer_fast import triton as triton_package
 from transformer_fast.ops import _eager
+from transformer_fast.triton import launcher
 from transformer_fast.triton.configs import architecture
 from transformer_fast.triton.launcher import launch_cache
+
+PREFIX = triton_package.__name__
 
 
 @contextmanager
@@ -43,12 +51,39 @@ def emulated_backend(arch: int = 80, mutate: Callable[[str], str] | None = None,
         yield stack.enter_context(triton_driver.emulated(arch, mutate, **options))
 
 
+@contextmanager
+def launched_kernels() -> Iterator[set[str]]:
+    """The kernels launched inside, by module and name: "attention.tile_map._pack_kernel"."""
+    found: set[str] = set()
+    by_triton = launcher._launch_by_triton
+
+    def launch(asked: launcher.Launch) -> object:
+        found.add(name_of(asked.kernel))
+        return by_triton(asked)
+
+    with mock.patch.object(launcher, "_launch_by_triton", launch):
+        yield found
+
+
+@functools.cache
+def all_kernels() -> frozenset[str]:
+    """Every kernel of the package that is launched, by the same names."""
+    found: set[str] = set()
+    for info in pkgutil.walk_packages(triton_package.__path__, f"{PREFIX}."):
+        values = vars(importlib.import_module(info.name)).values()
+        kernels = [value for value in values if isinstance(value, JITFunction) and value.__module__ == info.name]
+        found |= {name_of(kernel) for kernel in kernels if kernel.__name__.endswith("kernel")}
+    return frozenset(found)
+
+
+def name_of(kernel: JITFunction) -> str:
+    return f"{kernel.__module__.removeprefix(f'{PREFIX}.')}.{kernel.__name__}"
+
+
 def _modules_with(name: str) -> list[object]:
     """The modules of the Triton kernels that have imported a function, and the one that defines it."""
-    from transformer_fast.triton.attention import backward, decode, forward, weights  # noqa: F401
-
-    prefix = "transformer_fast.triton."
-    return [m for key, m in list(sys.modules.items()) if key.startswith(prefix) and hasattr(m, name)]
+    all_kernels()
+    return [m for key, m in list(sys.modules.items()) if key.startswith(PREFIX) and hasattr(m, name)]
 
 
 def _forget_backends() -> None:
