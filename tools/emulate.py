@@ -173,6 +173,9 @@ def run_cases(jobs: list[tuple[str, int]], arguments: argparse.Namespace) -> lis
 def described(outcome: Outcome) -> str:
     lines = [f"sm_{outcome.arch} {outcome.name}", *([outcome.error] if outcome.error else []), *outcome.findings]
     again = f"python tools/emulate.py --arch {outcome.arch} --only {outcome.name!r}"
+    if outcome.name.startswith("random "):
+        _, seed, number = outcome.name.split()
+        again += f" --seed {seed} --random {int(number) + 1}"
     return "\n  ".join([*lines, f"again: {again}"])
 
 
@@ -192,10 +195,7 @@ def summary(outcomes: list[Outcome], seconds: float) -> str:
         own = [o for o in outcomes if o.arch == arch]
         findings = sum(len(o.findings) for o in own)
         lines.append(f"sm_{arch}: {len(own)} cases, {findings} findings, {sum(not o.passed for o in own)} failed")
-        missing = sorted(all_kernels().difference(*(o.kernels for o in own)))
-        lines.append(
-            f"    {len(all_kernels()) - len(missing)} of {len(all_kernels())} kernels; not {', '.join(missing)}"
-        )
+        lines.append(f"       {len(all_kernels() - never_launched(own))} of {len(all_kernels())} kernels")
     if worst is not None:
         lines.append(f"largest error: {worst.worst:.2f} of what the gate allows (sm_{worst.arch} {worst.name})")
     return "\n".join(lines)
@@ -233,9 +233,10 @@ def main() -> int:
         print(summary(outcomes, time.monotonic() - start))
         written = [dataclasses.asdict(o) for o in outcomes]
         failed = not all(o.passed for o in outcomes)
-        failed |= arguments.only == "*" and any(
-            never_launched([o for o in outcomes if o.arch == arch]) for arch in arguments.arch
-        )
+        for arch in arguments.arch if arguments.only == "*" else ():
+            if missing := never_launched([o for o in outcomes if o.arch == arch]):
+                print(f"no case on sm_{arch} launched {', '.join(sorted(missing))}")
+                failed = True
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return int(failed)
