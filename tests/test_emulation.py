@@ -43,33 +43,31 @@ def test_two_runs_agree_bit_for_bit(name):
     assert outcome.passed, emulate.described(outcome)
 
 
-def test_a_wrong_result_fails(monkeypatch):
-    """Each kernel without its last store: what it should have written is still NaN."""
+def faulty(monkeypatch: pytest.MonkeyPatch, kind: str, within: str) -> emulate.Outcome:
+    """What comes of a call whose kernels lack all instructions of a kind."""
 
-    def without_a_store(ptx: str) -> str:
-        launch = mutants.RecordedLaunch(ptx, (1, 1, 1), 32, 0, ())
-        return [m for m in mutants.mutants(launch) if m.kind == "store" and "global" in m.instruction][-1].of(ptx)
+    def without(ptx: str) -> str:
+        every = mutants.mutants(mutants.RecordedLaunch(ptx, (1, 1, 1), 32, 0, ()))
+        for mutant in reversed([m for m in every if m.kind == kind and within in m.instruction]):
+            ptx = mutant.of(ptx)
+        return ptx
 
-    backend = functools.partial(emulated_backend.emulated_backend, mutate=without_a_store)
+    backend = functools.partial(emulated_backend.emulated_backend, mutate=without)
     monkeypatch.setattr(emulate, "emulated_backend", backend)
-    outcome = emulate.run_case(LOSS, 80, ("lockstep",))
+    return emulate.run_case(LOSS, 80, ("lockstep",))
+
+
+def test_a_wrong_result_fails(monkeypatch):
+    """What kernels should have written is still NaN."""
+    outcome = faulty(monkeypatch, "store", "global")
     assert not outcome.passed and "AssertionError" in outcome.error
     assert outcome.error in emulate.described(outcome) and f"--only {LOSS!r}" in emulate.described(outcome)
 
 
 def test_a_finding_fails_although_the_result_is_right(monkeypatch):
-    """Barriers do nothing where all warps run in step, but the shared memory they guard is a race."""
-
-    def without_barriers(ptx: str) -> str:
-        launch = mutants.RecordedLaunch(ptx, (1, 1, 1), 32, 0, ())
-        for mutant in reversed([m for m in mutants.mutants(launch) if m.kind == "barrier"]):
-            ptx = mutant.of(ptx)
-        return ptx
-
-    backend = functools.partial(emulated_backend.emulated_backend, mutate=without_barriers)
-    monkeypatch.setattr(emulate, "emulated_backend", backend)
-    outcome = emulate.run_case(LOSS, 80, ("lockstep",))
-    assert outcome.findings and not outcome.passed
+    """Where all warps run in step nothing goes wrong without barriers, but their shared memory is a race."""
+    outcome = faulty(monkeypatch, "barrier", "")
+    assert outcome.error is None and outcome.findings and not outcome.passed
 
 
 def test_other_bits_in_another_order_fail(monkeypatch):
