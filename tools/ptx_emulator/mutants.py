@@ -161,7 +161,7 @@ def mutants(recorded_launch: RecordedLaunch) -> list[Mutant]:
 
 
 class Judge:
-    """Runs the mutants of one launch.
+    """Runs the mutants of one launch, whose kernel must have no finding in any order of warps.
 
     Args:
         recorded_launch: which, of a kernel without faults.
@@ -171,10 +171,7 @@ class Judge:
     def __init__(self, recorded_launch: RecordedLaunch, seconds: float = 60.0) -> None:
         self.launch, self.seconds = recorded_launch, seconds
         self.correct: dict[str, list[Tensor]] = {}
-        report, self.correct["lockstep"] = self._run(recorded_launch.ptx, recorded_launch.arguments, "lockstep")
-        if report.findings:
-            raise ValueError(f"the kernel has findings as it is: {report}")
-        self.lines = {line for _, line in report.lines}
+        self.lines = {line for _, line in self._run_correct("lockstep").lines}
 
     def executed_mutants(self) -> list[Mutant]:
         """Those whose instruction this launch executes."""
@@ -187,7 +184,7 @@ class Judge:
             arguments = shortened(arguments, mutant.argument)
         for order in orders:
             if order not in self.correct:
-                self.correct[order] = self._run(self.launch.ptx, self.launch.arguments, order)[1]
+                self._run_correct(order)
             try:
                 with time_limit(self.seconds):
                     report, results = self._run(mutant.of(self.launch.ptx), arguments, order)
@@ -205,6 +202,12 @@ class Judge:
 
     def _said(self, mutant: Mutant, seen: bool, how: str, changes_nothing: bool = False) -> Verdict:
         return Verdict(self.launch.kernel, mutant.kind, mutant.line, mutant.instruction, seen, how, changes_nothing)
+
+    def _run_correct(self, order: str) -> Report:
+        report, self.correct[order] = self._run(self.launch.ptx, self.launch.arguments, order)
+        if report.findings:
+            raise ValueError(f"the kernel has findings as it is: {report}")
+        return report
 
     def _run(self, ptx: str, arguments: tuple[Argument, ...], order: str) -> tuple[Report, list[Tensor]]:
         own = copied(arguments)
@@ -265,11 +268,15 @@ WHY_MISSED = {
 
 
 def shortened(arguments: tuple[Argument, ...], number: int) -> tuple[Argument, ...]:
-    """The arguments with the memory of one tensor an element shorter."""
+    """The arguments with the memory of one tensor an element shorter.
+
+    A tensor without gaps ends with its last element. Another may be a view through which a kernel sees more.
+    """
     given = arguments[number].value
+    start = given.storage_offset()
     everything = given.new_empty(0).set_(given.untyped_storage())
-    memory = everything[:-1].clone()
-    value = memory[given.storage_offset() :] if given.storage_offset() < memory.numel() else memory
+    end = start + given.numel() if given.is_contiguous() else everything.numel()
+    value = everything[: end - 1].clone()[start:]
     return (*arguments[:number], replace(arguments[number], value=value), *arguments[number + 1 :])
 
 
