@@ -19,6 +19,8 @@ from ptx_emulator.wgmma_layout import (
     first_factor_from_registers,
     misaligned_descriptors,
     operand_addresses,
+    operand_chunks,
+    operand_from_chunks,
     parse_shape,
     product,
 )
@@ -88,6 +90,11 @@ def test_every_element_has_its_own_bytes(mode, element, depth, transposed):
     at = operand_addresses(descriptors(leading=8192, stride=8 * pattern, mode=mode), 64, depth, element, transposed)
     assert len(np.unique(at)) == 64 * depth
     assert (at % element == 0).all()
+    bits = (8192 >> 4) << 16 | (8 * pattern >> 4) << 32 | mode << 62
+    contents = np.arange(2**16 // element)  # at every address its number
+    chunks = operand_chunks(bits, 64, depth, element, transposed)
+    read = operand_from_chunks(contents.reshape(-1, 16 // element)[chunks[None] // 16], transposed)
+    assert (read * element == at).all()
 
 
 def test_the_base_offset_moves_the_pattern():
@@ -126,7 +133,7 @@ def test_accumulator_fragments(columns):
 
 
 def test_first_factor_fragments():
-    """Registers of lane 4 g + t: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8); the lower column in the low half."""
+    """Registers of lane 4 g + t: (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8); low half, lower column."""
     registers = np.arange(2 * 32 * 4, dtype=np.uint32).reshape(2, 32, 4)
     registers = registers * 2 | (registers * 2 + 1) << 16
     factor = first_factor_from_registers(registers, 2)

@@ -52,10 +52,12 @@ class WgmmaAnalysis:
 
     Attributes:
         unfenced: by index of a wgmma.mma_async, registers accessed before it without a wgmma.fence in between.
+        delivered: by index of a wgmma.wait_group, registers of accumulators that it may complete.
         suspects: indices of other instructions that touch registers of a wgmma that may be in flight.
     """
 
     unfenced: dict[int, int] = field(default_factory=dict)
+    delivered: dict[int, int] = field(default_factory=dict)
     suspects: set[int] = field(default_factory=set)
 
 
@@ -182,6 +184,7 @@ def _step(
     elif name == ("wgmma", "commit_group"):
         state.committed, state.issued = _both(state.committed, state.issued), (0, 0)
     elif name == ("wgmma", "wait_group"):
+        result.delivered[instruction.index] = result.delivered.get(instruction.index, 0) | state.committed[0]
         if int(instruction.operands[0], 0) == 0:
             state.committed = 0, 0
     elif is_mma(instruction):

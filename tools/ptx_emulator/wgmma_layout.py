@@ -75,27 +75,10 @@ def misaligned_descriptors(descriptors: Descriptors) -> Array:
     return (first - descriptors.base_offset) % rows != 0
 
 
-@lru_cache(maxsize=256)
-def _linear_offsets(
-    rows: int, depth: int, element_bytes: int, transposed: bool, mode: int
-) -> tuple[Array, Array, Array]:
-    """Offset of each element of a (rows, depth) operand as multiples of 1, of `leading` and of `stride`, before the
-    swizzle. int64, each (rows, depth)."""
-    row, column = np.meshgrid(np.arange(rows), np.arange(depth), indexing="ij")
-    pattern = int(SWIZZLE_BYTES[mode])
-    if transposed:  # consecutive rows lie side by side
-        along, across = row * element_bytes, column
-    else:  # consecutive columns lie side by side
-        along, across = column * element_bytes, row
-    fixed = along % pattern + across % PATTERN_ROWS * pattern
-    chunks, groups = along // pattern, across // PATTERN_ROWS
-    if transposed and mode == 0:
-        return fixed, groups, chunks
-    return fixed, chunks, groups
-
-
-def operand_addresses(descriptors: Descriptors, rows: int, depth: int, element_bytes: int, transposed: bool) -> Array:
-    """Address of every element of the operands that descriptors describe.
+def operand_addresses(
+    descriptors: Descriptors, rows: int, depth: int, element_bytes: int, transposed: bool, by_chunk: bool = False
+) -> Array:
+    """Address of every element, or 16-byte chunk, of the operands that descriptors describe.
 
     An operand is given with its rows along M or N and its columns along K. A swizzle exchanges the 16-byte chunks of a
     row of its pattern: it XORs address bits 4 and up with the row's number, address bits 7 and up. The number counts
@@ -107,25 +90,46 @@ def operand_addresses(descriptors: Descriptors, rows: int, depth: int, element_b
         depth: K of the shape.
         element_bytes: 2 or 4.
         transposed: False if the elements of a row lie side by side ("K-major"), True if those of a column do.
+        by_chunk: one address for each 16 / element_bytes elements that lie side by side.
 
     Returns:
-        int64 (n, rows, depth), in bytes from the start of the program's shared memory.
+        int64, in bytes from the start of the program's shared memory: (n, rows, depth), or by chunk with one of the
+        last two dimensions shorter.
     """
-    addresses = np.empty((len(descriptors.start), rows, depth), np.int64)
-    for mode in np.unique(descriptors.mode):
-        at = descriptors.mode == mode
-        fixed, leading, stride = _linear_offsets(rows, depth, element_bytes, transposed, int(mode))
+    step = 16 // element_bytes if by_chunk else 1
+    row = np.arange(0, rows, step if transposed else 1)[:, None]
+    column = np.arange(0, depth, 1 if transposed else step)[None, :]
+    along, across = (row * element_bytes, column) if transposed else (column * element_bytes, row)
+    mode = descriptors.mode[:, None, None]
+    pattern = SWIZZLE_BYTES[mode]
+    chunks, groups = along // pattern, across // PATTERN_ROWS
+    swapped = (mode == 0) & transposed
+    leading, stride = descriptors.leading[:, None, None], descriptors.stride[:, None, None]
+    linear = (
+        descriptors.start[:, None, None]
+        + along % pattern
+        + across % PATTERN_ROWS * pattern
+        + np.where(swapped, groups, chunks) * leading
+        + np.where(swapped, chunks, groups) * stride
+    )
+    pattern_row = (linear >> 7) - descriptors.base_offset[:, None, None]
+    return linear ^ ((pattern_row & (pattern // 16 - 1)) << 4)
 
-        def wide(values: Array, at: Array = at) -> Array:
-            return values[at][:, None, None]
 
-        linear = (
-            wide(descriptors.start) + fixed + leading * wide(descriptors.leading) + stride * wide(descriptors.stride)
-        )
-        chunks = int(SWIZZLE_BYTES[mode]) // 16
-        pattern_row = (linear >> 7) - wide(descriptors.base_offset)
-        addresses[at] = linear ^ ((pattern_row & (chunks - 1)) << 4)
-    return addresses
+@lru_cache(maxsize=4096)
+def operand_chunks(bits: int, rows: int, depth: int, element_bytes: int, transposed: bool) -> Array:
+    """The addresses of an operand's 16-byte chunks, for one descriptor; int64 (rows, depth), one of them shorter."""
+    descriptors = decode_descriptors(np.array([bits], np.uint64))
+    return operand_addresses(descriptors, rows, depth, element_bytes, transposed, by_chunk=True)[0]
+
+
+def operand_from_chunks(chunks: Array, transposed: bool) -> Array:
+    """(n, rows, K) from the contents of an operand's chunks, (n, rows, K) with one of the two shorter, and a last
+    dimension of the elements of a chunk."""
+    n, rows, columns, elements = chunks.shape
+    if transposed:
+        return chunks.swapaxes(2, 3).reshape(n, rows * elements, columns)
+    return chunks.reshape(n, rows, columns * elements)
 
 
 # ---- registers
