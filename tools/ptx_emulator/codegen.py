@@ -5,8 +5,8 @@ same in every lane. Registers that a block uses before it writes them live in th
 unsigned integers; a block writes them back for the lanes of its mask. Lanes outside the mask compute garbage, which
 nobody reads; only accesses to memory and instructions of whole warps need the mask.
 
-An instruction is translated by the emitter of the first part of its opcode. `emits("name")` registers one, so that another
-module can add a family of instructions.
+An instruction is translated by the emitter of the first part of its opcode. `emits("name")` registers one, so that
+another module can add a family of instructions.
 """
 
 from __future__ import annotations
@@ -408,18 +408,16 @@ def _write_back(code: Code, registers: list[int]) -> None:
 
 
 def _narrowest(kernel: Kernel, space: str) -> int:
+    """Bytes of the narrowest access to a space, at most 16."""
     sizes = [16]
     for instruction in kernel.instructions:
-        name, modifiers = instruction.opcode[0], instruction.opcode
-        if name in ("ld", "st", "atom", "red") and (space in modifiers or not SPACES & set(modifiers)):
+        name = instruction.opcode[0]
+        named = {modifier.split("::")[0] for modifier in instruction.opcode} & SPACES
+        if name in ("ld", "st", "atom", "red") and (not named or space in named):
             sizes.append(WIDTHS[instruction.type] // 8)
-        elif name in ("ld", "st") and f"{space}::cta" in modifiers:
-            sizes.append(WIDTHS[instruction.type] // 8)
-        elif name == "cp" and len(instruction.operands) >= 3 and instruction.operands[2].isdigit():
-            sizes.append(int(instruction.operands[2]))
-        elif name == "cp" and len(instruction.operands) >= 3 and instruction.operands[2].startswith("0x"):
-            sizes.append(int(instruction.operands[2], 16))
+        elif name == "cp" and len(instruction.operands) >= 3 and instruction.operands[2][0].isdigit():
+            sizes.append(int(instruction.operands[2], 0))
     return min(sizes)
 
 
-SPACES = {"param", "global", "shared", "shared::cta", "shared::cluster", "local", "const"}
+SPACES = {"param", "global", "shared", "local", "const"}

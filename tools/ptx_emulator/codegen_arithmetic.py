@@ -265,8 +265,8 @@ def packed(code: Code, i: Instruction) -> None:
 # ---- integers
 
 
-@emits("add", "sub", "mul", "mad", "fma", "div", "rem", "min", "max", "neg", "abs", "ex2", "lg2", "sqrt", "rsqrt", "rcp",
-       "tanh", "sin", "cos")  # fmt: skip
+@emits("add", "sub", "mul", "mad", "fma", "div", "rem", "min", "max", "neg", "abs")
+@emits("ex2", "lg2", "sqrt", "rsqrt", "rcp", "tanh", "sin", "cos")
 def arithmetic(code: Code, i: Instruction) -> None:
     if i.type in PACKED:
         packed(code, i)

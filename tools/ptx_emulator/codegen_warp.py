@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from . import warp
 from .codegen import Code, emits
 from .codegen_arithmetic import unknown
-
 from .parser import Instruction
 
 if TYPE_CHECKING:

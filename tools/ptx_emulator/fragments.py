@@ -1,53 +1,50 @@
-"""Which lane and register holds which element of the operands of mma, ldmatrix and stmatrix.
+"""Which lane and register holds which element of the operands of mma.
 
-Source: the figures of the PTX ISA document, sections "Matrix Fragments for mma" and "ldmatrix". Lane l has group g = l // 4
-and place t = l % 4 in its group. A register of 32 bits holds `packed` elements (two of 16 bits, four of 8 bits).
+Source: the figures of the PTX ISA document, section "Matrix Fragments for mma". Lane l has group g = l // 4 and place
+t = l % 4 in its group. A register holds `packed` elements (two of 16 bits, four of 8 bits). Therefore a matrix is the
+registers of its warp with their axes in another order, and that is how the functions here make one from the other.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import numpy as np
 
-LANES = np.arange(32)
-GROUP, PLACE = LANES // 4, LANES % 4
 
+def rows_from_registers(values: np.ndarray, rows: int, packed: int) -> np.ndarray:
+    """A, or B transposed, whose rows run along k.
 
-@dataclass(frozen=True)
-class Fragments:
-    """Maps of one shape of mma. Each has the shape of its matrix and holds lane * elements a lane + element.
+    A register covers eight rows and 4 * packed columns; the registers go first down, then right.
 
-    accumulator_order: the inverse, for each element of each lane the place in the flattened matrix.
+    Args:
+        values: elements of shape (registers, warps, 32 * packed), as they lie in the registers.
+
+    Returns:
+        Shape (warps, rows, k).
     """
-
-    a: np.ndarray
-    b: np.ndarray
-    accumulator: np.ndarray
-    accumulator_order: np.ndarray
-
-
-@cache
-def fragments(m: int, n: int, k: int, packed: int) -> Fragments:
-    """Of mma.mMnNkK with `packed` elements of A and B a register: m16n8 of any k, and m8n8k4 (f64)."""
-    a = _place_rows(m, k, packed)
-    b = _place_rows(n, k, packed).T
-    accumulator = np.zeros((m, n), np.intp)
-    elements = m * n // 32
-    for element in range(elements):
-        accumulator[GROUP + 8 * (element // 2), 2 * PLACE + element % 2] = LANES * elements + element
-    return Fragments(a, b, accumulator, np.argsort(accumulator.ravel()))
-
-
-def _place_rows(rows: int, k: int, packed: int) -> np.ndarray:
-    """Of a matrix whose rows run along k: eight rows by 4 * packed columns a register, first down, then right."""
-    place = np.zeros((rows, k), np.intp)
+    registers, warps, _ = values.shape
     down = rows // 8
-    elements = rows * k // 32
-    for element in range(elements):
-        register, within = divmod(element, packed)
-        row = GROUP + 8 * (register % down)
-        column = packed * PLACE + within + 4 * packed * (register // down)
-        place[row, column] = LANES * elements + element
-    return place
+    parts = values.reshape(registers // down, down, warps, 8, 4, packed)
+    # (right, down, warp, g, t, within) -> (warp, down, g, right, t, within)
+    return parts.transpose(2, 1, 3, 0, 4, 5).reshape(warps, rows, -1)
+
+
+def accumulator_from_registers(values: np.ndarray, rows: int, packed: int) -> np.ndarray:
+    """C: each eight rows, lane (g, t) holds columns 2 t and 2 t + 1 of row g.
+
+    Args:
+        values: elements of shape (registers, warps, 32 * packed).
+
+    Returns:
+        Shape (warps, rows, 8).
+    """
+    _, warps, _ = values.shape
+    parts = values.reshape(rows // 8, 2 // packed, warps, 8, 4, packed)
+    # (down, half, warp, g, t, within) -> (warp, down, g, t, half, within)
+    return parts.transpose(2, 0, 3, 4, 1, 5).reshape(warps, rows, 8)
+
+
+def registers_from_accumulator(matrix: np.ndarray, packed: int) -> np.ndarray:
+    """The opposite: shape (registers, warps, 32 * packed)."""
+    warps, rows, _ = matrix.shape
+    parts = matrix.reshape(warps, rows // 8, 8, 4, 2 // packed, packed)
+    return parts.transpose(1, 4, 0, 2, 3, 5).reshape(rows // 8 * (2 // packed), warps, 32 * packed)

@@ -1,7 +1,7 @@
-"""Runs some CTAs of a launch at once: every thread is a lane of numpy arrays, every basic block one generated function.
+"""Runs some CTAs of a launch at once: every thread is a lane of numpy arrays, every basic block a generated function.
 
-The lanes at the lowest block run first, so that diverged lanes meet again; a barrier holds the lanes of a CTA until all of
-them are there. A block runs under a mask of its lanes, None if that is all of them.
+The lanes at the lowest block run first, so that diverged lanes meet again; a barrier holds the lanes of a CTA until all
+of them are there. A block runs under a mask of its lanes, None if that is all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .arithmetic import UNSIGNED, Array
 from .codegen import Program, Step
 from .memory import GlobalSpace, LocalSpace, SharedSpace, Tensors
 from .report import EmulationError, Finding, Report
-from .sanitizer import GlobalShadow
+from .sanitizer import GlobalShadow, stamps
 
 UNINITIALISED = {
     1: np.False_,
@@ -60,6 +60,7 @@ class Machine:
         self.thread_of_grid = self.cta_number.astype(np.int64) * self.threads + self.thread
         self.epoch = np.ones(self.lanes, np.int32)
         self.warp_epoch = np.ones(self.lanes, np.int32)
+        self.stamp = stamps(self.thread, self.epoch, self.warp_epoch)
         self.special = self._special_registers(grid, block)
         self.parameters = parameters
         sanitize = shadow is not None
@@ -121,6 +122,11 @@ class Machine:
     def address(self, name: str) -> int:
         """Of a variable in global or const space."""
         return self.memory.tensors.addresses[name]
+
+    def begin_warp_epoch(self, lanes: np.ndarray) -> None:
+        """What these lanes did so far is seen by the other lanes of their warps from now on."""
+        self.warp_epoch = self.warp_epoch + lanes
+        self.stamp = stamps(self.thread, self.epoch, self.warp_epoch)
 
     def extension(self, kind: type[Extension]) -> Extension:
         """The one instance of a class that keeps state for a family of instructions; made at its first use.
@@ -204,14 +210,23 @@ class Machine:
         complete = (here | ~alive.reshape(by_cta)).all(1) & here.any(1)
         if not complete.any():
             return
-        for cta in np.flatnonzero(complete):
-            numbers = np.unique(barrier.reshape(by_cta)[cta][here[cta]])
-            index = self.program.blocks[numbers[0]].last
-            if not here[cta].all():
-                self.report("barrier after threads of the CTA have exited", index, f"CTA {cta}")
-            if numbers.size > 1:
-                self.report("threads of a CTA wait at different barriers", index, f"CTA {cta}")
+        number = int(barrier[waiting.argmax()])
+        if not (here[complete].all() and (barrier[waiting] == number).all()):
+            self._check_barriers(here, complete, barrier.reshape(by_cta))
         released = np.repeat(complete, self.threads)
         waiting &= ~released
         self.epoch = self.epoch + released
-        self.warp_epoch = self.warp_epoch + released
+        self.begin_warp_epoch(released)
+        if self.shared.shadow is not None and released.all():
+            self.shared.shadow.forget_reads()
+
+    def _check_barriers(self, here: np.ndarray, complete: np.ndarray, barrier: np.ndarray) -> None:
+        """Every thread of a CTA is at the barrier, and at the same one. here, barrier: of shape (CTAs, threads)."""
+        for cta in np.flatnonzero(complete):
+            numbers = np.unique(barrier[cta][here[cta]])
+            index = self.program.blocks[numbers[0]].last
+            name = f"CTA {self.cta_number[cta * self.threads]}"
+            if not here[cta].all():
+                self.report("barrier after threads of the CTA have exited", index, name)
+            if numbers.size > 1:
+                self.report("threads of a CTA wait at different barriers", index, name)

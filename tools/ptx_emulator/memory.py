@@ -1,7 +1,7 @@
 """Memory: tensors at device addresses with guard gaps between them, shared memory of CTAs, local memory of threads.
 
-Every access goes through one of the spaces here: `place` turns addresses into places in its bytes and leaves out, with a
-finding, the lanes whose access is out of bounds or misaligned; `check_read` and `check_write` ask the sanitizer.
+Every access goes through one of the spaces here: `place` turns addresses into places in its bytes and leaves out,
+with a finding, the lanes whose access is out of bounds or misaligned; `check_read` and `write` ask the sanitizer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ UNDEFINED = 0xFF
 
 
 class Tensors:
-    """Copies of the storages of tensors, and of a kernel's own variables, with guard gaps between, at device addresses."""
+    """Copies of tensors' storages, and of a kernel's own variables, with guard gaps between, at device addresses."""
 
     def __init__(self, tensors: Sequence[tuple[str, Any]], variables: Sequence[Variable]) -> None:
         import torch
@@ -91,10 +91,18 @@ class Space(Protocol):
         self, mask: Array, address: Array, offset: int, total: int, index: int
     ) -> tuple[np.ndarray | None, np.ndarray]: ...
     def check_read(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None: ...
-    def check_write(
-        self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int, data: np.ndarray
-    ) -> None: ...
+    def write(self, lanes: np.ndarray | None, places: np.ndarray, data: np.ndarray, index: int) -> None: ...
     def check_atomic(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None: ...
+
+
+def rows(memory: np.ndarray, data: np.ndarray) -> np.ndarray:
+    """Memory as rows like those of data."""
+    return memory.view(data.dtype if data.itemsize > 1 else memory.dtype).reshape(-1, data.shape[1])
+
+
+def shift(data: np.ndarray) -> int:
+    """How far the place of an access is shifted to give its row."""
+    return (data.itemsize * data.shape[1]).bit_length() - 1
 
 
 def _of_lanes(machine: Machine, mask: Array, values: Array) -> tuple[np.ndarray | None, np.ndarray]:
@@ -134,11 +142,10 @@ class GlobalSpace:
         if self.shadow is not None:
             self.shadow.read(self.machine, lanes, places, total, index)
 
-    def check_write(
-        self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int, data: np.ndarray
-    ) -> None:
+    def write(self, lanes: np.ndarray | None, places: np.ndarray, data: np.ndarray, index: int) -> None:
         if self.shadow is not None:
-            self.shadow.write(self.machine, lanes, places, total, index)
+            self.shadow.write(self.machine, lanes, places, data.itemsize * data.shape[1], index)
+        rows(self.data, data)[places >> shift(data)] = data
 
     def check_atomic(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
         """Atomic operations on the same address may meet."""
@@ -179,15 +186,18 @@ class SharedSpace:
         if self.shadow is not None:
             self.shadow.read(lanes, places, total, index)
 
-    def check_write(
-        self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int, data: np.ndarray
-    ) -> None:
-        if self.shadow is not None:
-            self.shadow.write(lanes, places, total, index, data)
-
-    def check_atomic(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
-        if self.shadow is not None:
-            self.shadow.initialised(lanes, places, total, index)
+    def write(self, lanes: np.ndarray | None, places: np.ndarray, data: np.ndarray, index: int) -> None:
+        """data: a row of elements for each access."""
+        memory, at = rows(self.data, data), places >> shift(data)
+        if self.shadow is None:
+            memory[at] = data
+            return
+        total = data.itemsize * data.shape[1]
+        changes = lambda: (memory[at] != data).any(1)  # noqa: E731
+        self.shadow.check_overwrite(lanes, places, total, index, "write", changes)
+        memory[at] = data
+        self.shadow.mark_written(lanes, places, total)
+        self.shadow.overwritten(lanes, places, index, changes())
 
 
 class LocalSpace:
@@ -221,10 +231,9 @@ class LocalSpace:
         if not self.written[places[:, None] + np.arange(total)].all():
             self.machine.report("local bytes read that were never written", index, f"{total} bytes")
 
-    def check_write(
-        self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int, data: np.ndarray
-    ) -> None:
-        self.written[places[:, None] + np.arange(total)] = True
+    def write(self, lanes: np.ndarray | None, places: np.ndarray, data: np.ndarray, index: int) -> None:
+        rows(self.data, data)[places >> shift(data)] = data
+        rows(self.written, data.view(np.uint8))[places >> shift(data)] = True
 
     def check_atomic(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
         raise EmulationError("atomic operation on local memory")
@@ -274,8 +283,7 @@ def store(
     data = np.empty((places.size, len(values)), UNSIGNED[8 * size])
     for column, value in enumerate(values):
         data[:, column] = value if lanes is None or value.ndim == 0 else value[lanes]
-    space.data.view(data.dtype).reshape(-1, len(values))[places >> (total.bit_length() - 1)] = data
-    space.check_write(lanes, places, total, index, data)
+    space.write(lanes, places, data, index)
 
 
 def load_generic(machine: Machine, mask: Array, address: Array, offset: int, *rest: Any) -> list[np.ndarray]:

@@ -301,7 +301,7 @@ class _Body:
                 self.locations[line],
                 line,
                 index,
-            )  # fmt: skip
+            )
         )
         if name[0] == "bra":
             self.jumps.append((index, list(self.scopes)))

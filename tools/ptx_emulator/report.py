@@ -32,7 +32,8 @@ class Finding:
     count: int = 1
 
     def __str__(self) -> str:
-        return f"{self.kernel}, {self.location}: {self.kind}\n    {self.instruction}\n    {self.detail} ({self.count} times)"
+        where = f"{self.kernel}, {self.location}: {self.kind}"
+        return f"{where}\n    {self.instruction}\n    {self.detail} ({self.count} times)"
 
 
 @dataclass

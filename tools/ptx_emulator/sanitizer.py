@@ -7,6 +7,7 @@ A granule is as wide as the kernel's narrowest access, so that an access always 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +15,17 @@ import numpy as np
 if TYPE_CHECKING:
     from .machine import Machine
 
-NOBODY = -1
+THREAD_BITS, EPOCH_BITS = 11, 26
+BLOCK = 16
+"""Bytes of the widest access."""
+LOG_LIMIT = 256
+
+
+def stamps(thread: np.ndarray, epoch: np.ndarray, warp_epoch: np.ndarray) -> np.ndarray:
+    """Epoch, epoch of the warp and thread in one number; 0 is no stamp, since epochs begin at 1."""
+    return (
+        (epoch.astype(np.int64) << (THREAD_BITS + EPOCH_BITS)) | (warp_epoch.astype(np.int64) << THREAD_BITS) | thread
+    )
 
 
 def _rows(shadow: np.ndarray, places: np.ndarray, total: int, granule: int) -> np.ndarray:
@@ -32,98 +43,136 @@ def _pick(values: np.ndarray, lanes: np.ndarray | None) -> np.ndarray:
 
 
 class SharedShadow:
+    """Of the shared memory of a machine.
+
+    What is asked of most accesses is answered by summaries of blocks of 16 bytes: nobody wrote or read the block in
+    this epoch, all of it has been written. Only where that does not settle it are the granules looked at. Reads are
+    kept as a list until somebody asks who they were of.
+    """
+
     def __init__(self, machine: Machine, size: int, stride: int, granule: int) -> None:
-        granules = size // granule
+        granules, blocks = size // granule, size // BLOCK
         self.machine, self.granule, self.stride = machine, granule, stride
-        self.writer = np.full(granules, NOBODY, np.int32)
-        self.write_epoch = np.zeros(granules, np.int32)
-        self.write_warp_epoch = np.zeros(granules, np.int32)
+        self.stamp = np.zeros(granules, np.int64)
         self.read_epoch = np.zeros((granules, machine.warps), np.int32)
         self.in_flight = np.zeros(granules, bool)
-        self.any_in_flight = False
+        self.block_written = np.zeros(blocks, np.int32)  # epoch of the last write
+        self.block_read = np.zeros(blocks, np.int32)  # epoch of the last read
+        self.block_complete = np.zeros(blocks, bool)  # every byte has been written
+        self.block_in_flight = np.zeros(blocks, bool)
+        self._reads: list[tuple[np.ndarray, int, np.ndarray, np.ndarray]] = []
 
     def read(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
-        machine, granule = self.machine, self.granule
-        thread, epoch = _pick(machine.thread, lanes)[:, None], _pick(machine.epoch, lanes)[:, None]
-        warp = _pick(machine.warp, lanes)[:, None]
-        writer = _rows(self.writer, places, total, granule)
-        unwritten = writer < 0
-        if unwritten.any():
-            self._report("shared bytes read that were never written", unwritten, lanes, places, index)
-        if self.any_in_flight:
+        """Before a read: the bytes are written, arrived, and ordered after their write."""
+        machine, granule, block = self.machine, self.granule, places >> 4
+        epoch = _pick(machine.epoch, lanes)
+        if self.block_in_flight[block].any():
             in_flight = _rows(self.in_flight, places, total, granule)
             if in_flight.any():
                 self._report("shared read of bytes with a cp.async in flight", in_flight, lanes, places, index)
-        fresh = (_rows(self.write_epoch, places, total, granule) == epoch) & (writer != thread) & ~unwritten
-        if fresh.any():
-            of_other = fresh & (writer // 32 != warp)
-            if of_other.any():
-                kind = "shared race: read after another warp's write without a barrier"
-                self._report(kind, of_other, lanes, places, index, writer)
-            same_step = (
-                _rows(self.write_warp_epoch, places, total, granule) == _pick(machine.warp_epoch, lanes)[:, None]
-            )
-            within = fresh & ~of_other & same_step
-            if within.any():
-                kind = "shared race: read after another lane's write without bar.warp.sync"
-                self._report(kind, within, lanes, places, index, writer)
-        readers = self.read_epoch.reshape(-1, max(1, total // granule), machine.warps)
-        readers[places >> (total.bit_length() - 1), :, warp[:, 0]] = epoch
+        if not self.block_complete[block].all():
+            self.initialised(lanes, places, total, index)
+        if (self.block_written[block] == epoch).any():
+            self._check_writer(lanes, places, total, index, epoch)
+        self.block_read[block] = epoch
+        self._reads.append((places, total, _pick(machine.warp, lanes), epoch))
+        if len(self._reads) > LOG_LIMIT:
+            self._expand_reads()
 
-    def write(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int, data: np.ndarray) -> None:
-        """Of bytes that are in memory already; data are the bits that each access wrote."""
-        self.check_overwrite(lanes, places, total, index, "write")
-        machine, granule = self.machine, self.granule
-        thread = _pick(machine.thread, lanes)
-        self.mark_written(lanes, places, total)
-        writer = _rows(self.writer, places, total, granule)
-        clash = writer != thread[:, None]
-        if clash.any():
-            now = self.machine.shared.data.view(data.dtype).reshape(-1, data.shape[1])[
-                places >> (total.bit_length() - 1)
-            ]
-            differ = (now != data).any(1)
-            if differ.any():
-                kind = "shared race: two lanes of one store write different values"
-                self._report(kind, differ[:, None], lanes, places, index, writer)
-            elif (writer // 32 != thread[:, None] // 32).any():
-                kind = "several warps store the same value to the same shared bytes"
-                self._report(kind, clash, lanes, places, index, writer, note=True)
+    def _check_writer(
+        self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int, epoch: np.ndarray
+    ) -> None:
+        machine = self.machine
+        stamp = _rows(self.stamp, places, total, self.granule)
+        writer = stamp & ((1 << THREAD_BITS) - 1)
+        fresh = (stamp >> (THREAD_BITS + EPOCH_BITS)) == epoch[:, None]
+        fresh &= writer != _pick(machine.thread, lanes)[:, None]
+        if not fresh.any():
+            return
+        of_other = fresh & (writer >> 5 != _pick(machine.warp, lanes)[:, None])
+        if of_other.any():
+            kind = "shared race: read after another warp's write without a barrier"
+            self._report(kind, of_other, lanes, places, index, writer)
+        written_in = (stamp >> THREAD_BITS) & ((1 << EPOCH_BITS) - 1)
+        within = fresh & ~of_other & (written_in == _pick(machine.warp_epoch, lanes)[:, None])
+        if within.any():
+            kind = "shared race: read after another lane's write without bar.warp.sync"
+            self._report(kind, within, lanes, places, index, writer)
 
-    def check_overwrite(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int, what: str) -> None:
-        """Before a write, or a copy that will write: nobody else may have accessed these bytes since the barrier."""
-        machine, granule = self.machine, self.granule
-        epoch, warp = _pick(machine.epoch, lanes)[:, None], _pick(machine.warp, lanes)[:, None]
-        if self.any_in_flight:
+    def initialised(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
+        """Before a read: every byte has been written."""
+        unwritten = _rows(self.stamp, places, total, self.granule) == 0
+        if unwritten.any():
+            self._report("shared bytes read that were never written", unwritten, lanes, places, index)
+        block = places >> 4
+        self.block_complete[block] = (self.stamp.reshape(-1, BLOCK // self.granule)[block] != 0).all(1)
+
+    def check_overwrite(
+        self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int, what: str,
+        changes: Callable[[], np.ndarray] | None = None,
+    ) -> None:  # fmt: skip
+        """Before a write, or a copy that will write: nobody else may have accessed these bytes since the barrier.
+
+        changes: tells of each access whether it changes what is in memory; None: it may.
+        """
+        machine, granule, block = self.machine, self.granule, places >> 4
+        epoch = _pick(machine.epoch, lanes)
+        if self.block_in_flight[block].any():
             in_flight = _rows(self.in_flight, places, total, granule)
             if in_flight.any():
                 self._report(f"shared {what} to bytes with a cp.async in flight", in_flight, lanes, places, index)
-        writer = _rows(self.writer, places, total, granule)
-        written = (_rows(self.write_epoch, places, total, granule) == epoch) & (writer >= 0) & (writer // 32 != warp)
-        if written.any():
-            kind = f"shared race: {what} after another warp's write without a barrier"
-            self._report(kind, written, lanes, places, index, writer)
-        by_granule = self.read_epoch.reshape(-1, max(1, total // granule), machine.warps)
-        read = by_granule[places >> (total.bit_length() - 1)] == epoch[:, :, None]
-        read[np.arange(len(read)), :, warp[:, 0]] = False
-        if read.any():
-            kind = f"shared race: {what} after another warp's read without a barrier"
-            self._report(kind, read.any(2), lanes, places, index)
+        if (self.block_written[block] == epoch).any():
+            stamp = _rows(self.stamp, places, total, granule)
+            writer = stamp & ((1 << THREAD_BITS) - 1)
+            written = (stamp >> (THREAD_BITS + EPOCH_BITS)) == epoch[:, None]
+            written &= writer >> 5 != _pick(machine.warp, lanes)[:, None]
+            if written.any():
+                harmful = written if changes is None else written & changes()[:, None]
+                if harmful.any():
+                    kind = f"shared race: {what} after another warp's write without a barrier"
+                    self._report(kind, harmful, lanes, places, index, writer)
+                else:
+                    kind = "several warps store the same value to the same shared bytes"
+                    self._report(kind, written, lanes, places, index, writer, note=True)
+        if (self.block_read[block] == epoch).any():
+            self._expand_reads()
+            by_granule = self.read_epoch.reshape(-1, max(1, total // granule), machine.warps)
+            read = by_granule[places >> (total.bit_length() - 1)] == epoch[:, None, None]
+            read[np.arange(len(read)), :, _pick(machine.warp, lanes)] = False
+            if read.any():
+                kind = f"shared race: {what} after another warp's read without a barrier"
+                self._report(kind, read.any(2), lanes, places, index)
 
     def mark_written(self, lanes: np.ndarray | None, places: np.ndarray, total: int) -> None:
-        machine, granule = self.machine, self.granule
-        _set_rows(self.writer, places, total, granule, _pick(machine.thread, lanes))
-        _set_rows(self.write_epoch, places, total, granule, _pick(machine.epoch, lanes))
-        _set_rows(self.write_warp_epoch, places, total, granule, _pick(machine.warp_epoch, lanes))
+        _set_rows(self.stamp, places, total, self.granule, _pick(self.machine.stamp, lanes))
+        block = places >> 4
+        self.block_written[block] = _pick(self.machine.epoch, lanes)
+        if total == BLOCK:
+            self.block_complete[block] = True
+
+    def overwritten(self, lanes: np.ndarray | None, places: np.ndarray, index: int, lost: np.ndarray) -> None:
+        """After a store. lost: of each access, whether another one of the same instruction has overwritten it."""
+        if lost.any():
+            kind = "shared race: two lanes of one store write different values"
+            self._report(kind, lost[:, None], lanes, places, index)
 
     def mark_in_flight(self, places: np.ndarray, total: int, value: bool) -> None:
         _set_rows(self.in_flight, places, total, self.granule, value)
-        self.any_in_flight = value or bool(self.in_flight.any())
+        block = places >> 4
+        if total < BLOCK and not value:
+            self.block_in_flight[block] = self.in_flight.reshape(-1, BLOCK // self.granule)[block].any(1)
+        else:
+            self.block_in_flight[block] = value
 
-    def initialised(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
-        unwritten = _rows(self.writer, places, total, self.granule) < 0
-        if unwritten.any():
-            self._report("shared bytes read that were never written", unwritten, lanes, places, index)
+    def forget_reads(self) -> None:
+        """After a barrier of all CTAs: what was read before is no longer asked for."""
+        self._reads.clear()
+
+    def _expand_reads(self) -> None:
+        for places, total, warp, epoch in self._reads:
+            readers = self.read_epoch.reshape(-1, max(1, total // self.granule), self.machine.warps)
+            readers[places >> (total.bit_length() - 1), :, warp] = epoch[:, None]
+        self._reads.clear()
 
     def _report(
         self, kind: str, wrong: np.ndarray, lanes: np.ndarray | None, places: np.ndarray, index: int,
@@ -134,6 +183,9 @@ class SharedShadow:
         byte = int(places[access] + granule * self.granule) % self.stride
         by = "" if writer is None else f", written by thread {writer[access, granule]}"
         self.machine.report(kind, index, f"{self.machine.thread_name(lane)}: byte {byte}{by}", note=note)
+
+
+SEVERAL = -2
 
 
 class GlobalShadow:
@@ -148,13 +200,12 @@ class GlobalShadow:
 
     def read(self, machine: Machine, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
         self._check_writer(machine, lanes, places, total, index, "read")
-        cta = _pick(machine.cta_number, lanes) + 1
-        reader = _rows(self.reader, places, total, self.granule)
-        same = (reader == 0) | (reader == cta[:, None])
+        cta = _pick(machine.cta_number, lanes)[:, None] + 1
         rows = self.reader.reshape(-1, max(1, total // self.granule))
         at = places >> (total.bit_length() - 1)
-        rows[at] = np.where(same, cta[:, None], SEVERAL)
-        clash = rows[at] != cta[:, None]
+        before = rows[at]
+        rows[at] = np.where((before == 0) | (before == cta), cta, SEVERAL)
+        clash = rows[at] != cta  # also where two CTAs of this machine read the same bytes
         if clash.any():
             rows[at[clash.any(1)]] = SEVERAL
 
@@ -183,8 +234,9 @@ class GlobalShadow:
         self, machine: Machine, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int, verb: str
     ) -> None:
         writer = _rows(self.writer, places, total, self.granule)
-        thread = _pick(machine.thread_of_grid, lanes)[:, None] + 1
-        of_other = (writer > 0) & (writer != thread)
+        if not writer.any():
+            return
+        of_other = (writer > 0) & (writer != _pick(machine.thread_of_grid, lanes)[:, None] + 1)
         if not of_other.any():
             return
         other_cta = of_other & ((writer - 1) // machine.threads != _pick(machine.cta_number, lanes)[:, None])
@@ -206,6 +258,3 @@ class GlobalShadow:
         lane = int(access if lanes is None else lanes[access])
         where = machine.memory.tensors.describe(int(places[access] + granule * self.granule))
         machine.report(kind, index, f"{machine.thread_name(lane)}: {where}", note=note)
-
-
-SEVERAL = -2

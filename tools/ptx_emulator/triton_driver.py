@@ -22,7 +22,7 @@ from .launch import Argument, launch
 from .report import Report
 
 FIRST_DEVICE = 1000
-"""Device numbers begin here, one an architecture: Triton keeps compiled kernels by device, and no machine has so many."""
+"""Device numbers begin here, one an architecture: Triton keeps compiled kernels by device."""
 
 SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 """Bytes of shared memory a CTA may have, by compute capability (CUDA programming guide, table of limits)."""

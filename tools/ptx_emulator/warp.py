@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .arithmetic import Array, f32_to_tf32
-from .fragments import fragments
+from .fragments import accumulator_from_registers, registers_from_accumulator, rows_from_registers
 from .report import EmulationError
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ LANE_BITS = np.uint32(1) << np.arange(32, dtype=np.uint32)
 
 
 def converged(machine: Machine, mask: Array, index: int, members: Array | None = None) -> np.ndarray | None:
-    """The warps that execute a .sync instruction, None for all; lanes that it names and that are elsewhere are reported.
+    """The warps that execute a .sync instruction, None for all; lanes that it names and are elsewhere are reported.
 
     Args:
         members: bits of the lanes that take part; None for all 32.
@@ -139,7 +139,7 @@ def active_mask(machine: Machine, mask: Array) -> np.ndarray:
 def synchronise(machine: Machine, mask: Array, members: Array, index: int) -> None:
     """bar.warp.sync: what the lanes did before is seen by the others after."""
     converged(machine, mask, index, members)
-    machine.warp_epoch = machine.warp_epoch + (1 if mask is None else mask.astype(np.int32))
+    machine.begin_warp_epoch(machine.active(mask))
 
 
 # ---- matrices
@@ -186,8 +186,7 @@ def store_matrices(
         elements = pairs.view(np.uint16).reshape(count, matrices, 8, 8).swapaxes(2, 3)
         pairs = np.ascontiguousarray(elements).view(np.uint32)
     rows = pairs.reshape(-1, 4)
-    machine.shared.data.view(np.uint32).reshape(-1, 4)[places >> 4] = rows
-    machine.shared.check_write(lanes, places, 16, index, rows)
+    machine.shared.write(lanes, places, rows, index)
 
 
 def _of_warps(machine: Machine, value: Array, warps: np.ndarray | None) -> np.ndarray:
@@ -219,22 +218,28 @@ class MatrixProduct:
 
 
 def _elements(machine: Machine, registers: Sequence[Array], kind: str, warps: np.ndarray | None) -> np.ndarray:
-    """(warps, 32 * elements of a lane), as numbers that a product can take."""
-    bits = np.empty((machine.lanes, len(registers)), np.uint64 if kind == "f64" else np.uint32)
-    for column, register in enumerate(registers):
-        bits[:, column] = register
+    """Elements of shape (registers, warps, 32 * packed), as numbers that a product can take."""
+    bits = np.empty((len(registers), machine.lanes), np.uint64 if kind == "f64" else np.uint32)
+    for row, register in zip(bits, registers, strict=True):
+        row[:] = register
+    bits = bits.reshape(len(registers), -1, 32)
     if warps is not None:
-        bits = bits.reshape(-1, 32, len(registers))[warps]
-    count = bits.size // (32 * len(registers))
+        bits = bits[:, warps]
     if kind == "bf16":
-        values = (bits.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    elif kind == "f16":
-        values = bits.view(np.float16).astype(np.float32)
-    elif kind == "tf32":
-        values = f32_to_tf32(bits.view(np.float32), "rz").view(np.float32)
-    else:
-        values = bits.view({"f32": np.float32, "f64": np.float64, "s32": np.int32, "s8": np.int8, "u8": np.uint8}[kind])
-    return values.reshape(count, -1)
+        return (bits.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
+    if kind == "tf32":
+        return f32_to_tf32(bits.view(np.float32), "rz").view(np.float32)
+    return bits.view(NUMBERS[kind])
+
+
+NUMBERS = {
+    "f16": np.float16,
+    "f32": np.float32,
+    "f64": np.float64,
+    "s32": np.int32,
+    "s8": np.int8,
+    "u8": np.uint8,
+}
 
 
 def multiply_matrices(
@@ -244,12 +249,12 @@ def multiply_matrices(
     """mma: D = A B + C of every warp. Sums are made in float64 (int64 for integers) and rounded once."""
     warps = converged(machine, mask, index)
     of_d, of_a, of_b, of_c = product.types
-    maps = fragments(product.m, product.n, product.k, product.packed)
     wide = np.int64 if of_d == "s32" else np.float64
-    left = _elements(machine, a, of_a, warps)[:, maps.a].astype(wide)
-    right = _elements(machine, b, of_b, warps)[:, maps.b].astype(wide)
-    sums = np.matmul(left, right) + _elements(machine, c, of_c, warps)[:, maps.accumulator]
-    kind = {"f32": np.float32, "f16": np.float16, "s32": np.int32, "f64": np.float64}[of_d]
-    flat = sums.astype(kind).reshape(len(sums), -1)[:, maps.accumulator_order]
-    registers = flat.view(np.uint64 if of_d == "f64" else np.uint32).reshape(len(sums), 32, -1)
-    return [_of_all_warps(machine, registers[:, :, j], warps) for j in range(registers.shape[2])]
+    left = rows_from_registers(_elements(machine, a, of_a, warps), product.m, product.packed).astype(wide)
+    right = rows_from_registers(_elements(machine, b, of_b, warps), product.n, product.packed).astype(wide)
+    halves = 2 if of_c == "f16" else 1
+    sums = np.matmul(left, right.swapaxes(1, 2))
+    sums += accumulator_from_registers(_elements(machine, c, of_c, warps), product.m, halves)
+    registers = registers_from_accumulator(sums.astype(NUMBERS[of_d]), 2 if of_d == "f16" else 1)
+    bits = registers.view(np.uint64 if of_d == "f64" else np.uint32)
+    return [_of_all_warps(machine, register, warps) for register in bits]
