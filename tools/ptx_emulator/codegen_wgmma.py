@@ -1,7 +1,7 @@
 """Translation of wgmma and of the fence between proxies.
 
-A wgmma writes its registers when a wgmma.wait_group completes it. `prepare` therefore names them as operands of the waits
-that may deliver them, and has every other instruction that may meet one in flight checked.
+A wgmma writes its registers when a wgmma.wait_group completes it. `prepare` therefore names them as operands of the
+waits that may deliver them, and has every other instruction that may meet one in flight checked.
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from .wgmma_analysis import WgmmaAnalysis, accesses, analyse, is_mma
 from .wgmma_layout import parse_shape
 
 
-def uses_wgmma(kernel: Kernel) -> bool:
-    return any(is_mma(instruction) for instruction in kernel.instructions)
-
-
 def prepare(kernel: Kernel) -> None:
-    """Completes the operands of a kernel's wgmma instructions: what a wait delivers, and that an accumulator is read."""
+    """Completes the operands of wgmma instructions: what a wait delivers, and that an accumulator is read."""
+    if kernel.wgmma is not None or not any(map(is_mma, kernel.instructions)):
+        return
     kernel.wgmma = analyse(kernel)
     by_number = {number: name for name, number in kernel.registers.items()}
     for place, instruction in enumerate(kernel.instructions):
@@ -105,7 +103,6 @@ def _multiply(code: Code, instruction: Instruction) -> None:
     code.assign_all(instruction, code.vector(target), call)
 
 
-@emits("wgmma.check")
 def check_before(code: Code, instruction: Instruction) -> None:
     """The check of an instruction that may touch registers of a wgmma in flight."""
     analysis: WgmmaAnalysis | None = code.kernel.wgmma

@@ -5,8 +5,8 @@ accumulator holds no number. Each warp computes its own 16 of the 64 rows, so th
 the end of the program the warps of a warpgroup must have executed the same sequence of wgmma instructions.
 Factors: f16, bf16 and tf32, the first in registers or in shared memory; accumulators: fp32.
 
-Not here, because Triton 3.7.1 emits none of it for kernels without tensor descriptors: TMA (cp.async.bulk), mbarrier, clusters
-of more than one program, named barriers. An instruction of theirs raises EmulationError with its name.
+Not here, because Triton 3.7.1 emits none of it for kernels without tensor descriptors: TMA (cp.async.bulk), mbarrier,
+clusters of more than one program, named barriers. An instruction of theirs raises EmulationError with its name.
 """
 
 from __future__ import annotations
@@ -134,7 +134,8 @@ class Warpgroups:
             result = product(left, right[members], before, mma.shape.type, mma.negate)
         shadow = self._shadow()
         if shadow is not None:
-            shadow.read(warps, chunks[members], mma.index)
+            shadow.read(warps[leaders], chunks, mma.index)
+            shadow.mark_readers(warps, chunks[members])
         self.in_flight.append(
             InFlight(mma, warps, np.ones(len(warps), bool), np.zeros(len(warps), np.int64), result, chunks[members])
         )
@@ -238,7 +239,7 @@ class Warpgroups:
         self, mma: Mma, warps: np.ndarray, leaders: np.ndarray, members: np.ndarray, descriptors: Array, rows: int,
         transposed: bool,
     ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """(bits (g, rows, K), numbers of the 16-byte chunks (g, any)) of an operand in shared memory, of each warpgroup."""
+        """(bits (g, rows, K), numbers of the 16-byte chunks (g, any)) of each warpgroup's operand in shared memory."""
         machine, shape = self.machine, mma.shape
         bits = machine.full(descriptors).reshape(-1, 32)[warps]
         leading = bits[leaders, 0]
