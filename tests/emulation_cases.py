@@ -111,7 +111,7 @@ DECODE_PARTS: dict[str, dict[str, object]] = {
     "alibi, softcap": {"parts": ("alibi",), "softcap": 5.0, "number": 3},
 }
 # One head of one sequence, so that an access beyond it is beyond its tensor; more than one tile of queries and of keys.
-ALONE = {"B": 1, "H": 1, "Hkv": 1, "Lq": 70, "Lk": 150, "D": 40, "Dv": 40}
+ALONE = {"B": 1, "H": 1, "Hkv": 1, "Lq": 70, "Lk": 150, "D": 64, "Dv": 64}
 ONE_HEAD: dict[str, dict[str, object]] = {
     "bf16 lengths, causal, dropout": {"parts": ("lengths", "causal"), "causal": 90, "dropout_p": 0.1},
     "bf16 dense": {"parts": ("dense",)},

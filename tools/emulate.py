@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import fuzz_gate
 import helpers
 import torch
-from emulate_mutants import mutant_summary, run_mutants
+from emulate_mutants import mutant_summary, run_mutants, seen_share
 from emulated_backend import all_kernels, emulated_backend, launched_kernels
 from emulation_cases import MUTATED, cases
 from ptx_emulator import mutants
@@ -227,7 +227,7 @@ def main() -> int:
             verdicts = run_mutants(executor, found, arguments.arch, None if arguments.all else arguments.seed)
         print(mutant_summary(verdicts, time.monotonic() - start))
         written: list[dict[str, Any]] = [{"arch": arch, **dataclasses.asdict(v)} for arch, v in verdicts]
-        failed = sum(v.seen for _, v in verdicts) < arguments.least * len(verdicts)
+        failed = seen_share([v for _, v in verdicts]) < arguments.least
     else:
         outcomes = run_cases([(name, arch) for arch in arguments.arch for name in found], arguments)
         print(summary(outcomes, time.monotonic() - start))

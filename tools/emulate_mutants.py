@@ -76,19 +76,26 @@ def sampled(recorded: list[tuple[bytes, list[int]]], seed: int | None) -> list[t
     return [(launch, sorted(n for p, n in chosen if p == place)) for place, (launch, _) in enumerate(recorded)]
 
 
+def seen_share(verdicts: list[mutants.Verdict]) -> float:
+    """Of those that were not shown to change nothing."""
+    rest = [v for v in verdicts if not v.changes_nothing]
+    return sum(v.seen for v in rest) / max(len(rest), 1)
+
+
 def mutant_summary(verdicts: list[tuple[int, mutants.Verdict]], seconds: float) -> str:
     """The share seen by kind, and each that was missed, with what can be said of it."""
     lines = []
     for arch in sorted({arch for arch, _ in verdicts}):
         own = [v for a, v in verdicts if a == arch]
         lines.append(
-            f"sm_{arch}: {'kind':26} {'mutants':>8} {'seen':>6} {'share':>6}   missed, though they change nothing"
+            f"sm_{arch}: {'kind':24} {'mutants':>8} {'seen':>6} {'of all':>7} {'without effect':>15} {'of the rest':>12}"
         )
         for kind in (*mutants.KINDS, "all"):
             some = [v for v in own if kind in (v.kind, "all")]
             if some:
                 seen, idle = sum(v.seen for v in some), sum(v.changes_nothing for v in some)
-                lines.append(f"       {kind:26} {len(some):8} {seen:6} {seen / len(some):6.0%}   {idle}")
+                shares = f"{seen / len(some):7.0%} {idle:15} {seen_share(some):12.0%}"
+                lines.append(f"       {kind:24} {len(some):8} {seen:6} {shares}")
     missed = Counter((a, v.kind, v.how, v.kernel, v.line, v.instruction) for a, v in verdicts if not v.seen)
     lines += [
         f"missed: sm_{arch} {kernel} line {line}, {kind}: {instruction}\n    {how}"

@@ -27,7 +27,6 @@ ORDERS = ("lockstep", "reverse", "serial")
 REMOVED = {
     "barrier": r"bar\.sync|barrier\.sync(?:\.aligned)?",
     "cp.async wait": r"cp\.async\.wait_(?:group|all)",
-    "cp.async commit": r"cp\.async\.commit_group",
     "store": r"st\.(?:global|shared)|stmatrix",
     "wgmma fence": r"wgmma\.fence",
     "wgmma commit": r"wgmma\.commit_group",
@@ -217,29 +216,35 @@ class Judge:
         return report, [a.value if isinstance(a.value, Tensor) else torch.empty(0) for a in own]
 
     def _why_missed(self, mutant: Mutant) -> tuple[str, bool]:
+        guard = GUARD.match(mutant.instruction)
+        if (
+            guard
+            and mutant.kind != "guard"
+            and not self._is_reached(mutant, f"@{guard.group(1)}{guard.group(2)} trap; ")
+        ):
+            return "its guard keeps every lane out", True
         if mutant.kind == "guard":
-            if self._guard_always_holds(mutant):
+            if guard:
+                trap = f"@{'' if guard.group(1) else '!'}{guard.group(2)} trap; "
+            else:
+                size, given = mutant.instruction.rsplit(",", 2)[1:]
+                trap = f"setp.ne.u32 %mutant, {given}, {size}; @%mutant trap; "
+            if not self._is_reached(mutant, trap):
                 return "the guard holds for every lane", True
-            return "what it keeps out lies inside the tensor, and makes no difference", False
         if mutant.kind == "barrier" and self._is_beside_another(mutant):
             return "no shared memory is used between it and another barrier", True
         return WHY_MISSED.get(mutant.kind, "the result is the same without it"), False
 
-    def _guard_always_holds(self, mutant: Mutant) -> bool:
-        """Whether no lane that comes to the instruction is kept out: a trap for those that are is never reached."""
-        if guard := GUARD.match(mutant.instruction):
-            trap = f"@{'' if guard.group(1) else '!'}{guard.group(2)} trap; "
-        else:
-            size, given = mutant.instruction.rsplit(",", 2)[1:]
-            trap = f"setp.ne.u32 %mutant, {given}, {size}; @%mutant trap; "
+    def _is_reached(self, mutant: Mutant, trap: str) -> bool:
+        """Whether a lane that comes to the instruction runs into a trap before it."""
         text = self.launch.ptx[: mutant.start] + trap + self.launch.ptx[mutant.start :]
         body = text.index("{", text.index(".entry")) + 1
         text = f"{text[:body]} .reg .pred %mutant;{text[body:]}"
         try:
             self._run(text, self.launch.arguments, "lockstep")
         except EmulationError:
-            return False
-        return True
+            return True
+        return False
 
     def _is_beside_another(self, mutant: Mutant) -> bool:
         """Whether on the straight way to the barrier before, or to the one after, nothing touches shared memory."""
@@ -259,9 +264,9 @@ class Judge:
 
 USES_SHARED = r"\bbra\b|\bret\b|\.shared|ldmatrix|stmatrix|wgmma|cp\.async"
 WHY_MISSED = {
+    "guard": "what it keeps out lies inside the tensor, and makes no difference",
     "barrier": "no access before it meets one of another warp between it and the next barrier",
     "cp.async wait": "nothing is read before the next wait",
-    "cp.async commit": "its copies belong to the next group, which is waited for before they are read",
     "store": "what it stores is not read, or stored again",
     SHORT: "its last element is not touched",
 }
