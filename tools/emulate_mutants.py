@@ -88,13 +88,13 @@ def mutant_summary(verdicts: list[tuple[int, mutants.Verdict]], seconds: float) 
     for arch in sorted({arch for arch, _ in verdicts}):
         own = [v for a, v in verdicts if a == arch]
         lines.append(
-            f"sm_{arch}: {'kind':24} {'mutants':>8} {'seen':>6} {'of all':>7} {'without effect':>15} {'of the rest':>12}"
+            f"sm_{arch}: {'kind':24} {'mutants':>8} {'seen':>6} {'of all':>7} {'no effect':>10} {'of the rest':>12}"
         )
         for kind in (*mutants.KINDS, "all"):
             some = [v for v in own if kind in (v.kind, "all")]
             if some:
                 seen, idle = sum(v.seen for v in some), sum(v.changes_nothing for v in some)
-                shares = f"{seen / len(some):7.0%} {idle:15} {seen_share(some):12.0%}"
+                shares = f"{seen / len(some):7.0%} {idle:10} {seen_share(some):12.0%}"
                 lines.append(f"       {kind:24} {len(some):8} {seen:6} {shares}")
     missed = Counter((a, v.kind, v.how, v.kernel, v.line, v.instruction) for a, v in verdicts if not v.seen)
     lines += [
