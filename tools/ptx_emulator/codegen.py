@@ -1,0 +1,433 @@
+"""Kernels -> Python: each basic block becomes a function of (machine, registers, mask).
+
+In a block a register is a Python variable, an array with one element a lane, or a numpy scalar for a value that is the
+same in every lane. Registers that a block uses before it writes them live in the list `registers` between blocks, as
+unsigned integers; a block writes them back for the lanes of its mask. Lanes outside the mask compute garbage, which
+nobody reads; only accesses to memory and instructions of whole warps need the mask.
+
+An instruction is translated by the emitter of the first part of its opcode. `emits("name")` registers one, so that
+another module can add a family of instructions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+import numpy as np
+
+from . import arithmetic
+from .arithmetic import UNSIGNED
+from .memory import LOCAL_WINDOW, SHARED_WINDOW
+from .parser import WIDTHS, Instruction, Kernel, split_operands
+from .report import EmulationError
+
+
+class Step(Enum):
+    """What a block ends with."""
+
+    NEXT = auto()
+    BRANCH = auto()
+    EXIT = auto()
+    BARRIER = auto()
+
+
+@dataclass
+class Block:
+    """One basic block.
+
+    Args:
+        first, last: indices of its instructions, both inclusive.
+        step, target: how it ends, and the block that a branch goes to.
+        function: runs it; returns the lanes that take its branch or exit, or None for all.
+    """
+
+    first: int
+    last: int
+    step: Step = Step.NEXT
+    target: int = 0
+    function: Callable[..., Any] = lambda *_: None
+
+
+@dataclass
+class Program:
+    """A kernel translated. Granules are the narrowest accesses to shared and global memory, in bytes."""
+
+    kernel: Kernel
+    blocks: list[Block]
+    shared_granule: int
+    global_granule: int
+
+
+Emitter = Callable[["Code", Instruction], None]
+EMITTERS: dict[str, Emitter] = {}
+
+
+def emits(*names: str) -> Callable[[Emitter], Emitter]:
+    """Registers the translation of the instructions whose opcode begins with one of these names."""
+
+    def register(emitter: Emitter) -> Emitter:
+        EMITTERS.update(dict.fromkeys(names, emitter))
+        return emitter
+
+    return register
+
+
+FLOATS = {"f32": "f4", "f64": "f8", "f16": "f2"}
+NUMPY_KIND = {"pred": "?"} | {
+    name: FLOATS.get(name, ("i" if name[0] == "s" else "u") + str(width // 8))
+    for name, width in WIDTHS.items()
+    if name != "pred"
+}
+"""numpy's type of the value of each type; bf16, tf32 and packed types stay bits."""
+DTYPES = {kind: np.dtype(kind) for kind in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8")}
+
+SPECIAL = re.compile(r"%(n?(tid|ctaid)\.[xyz]|laneid|n?warpid|lanemask_(eq|l[te]|g[te]))$")
+"""Special registers that a machine knows."""
+_NAME = re.compile(r"[\w$%@.]+")
+
+
+class Code:
+    """Translates the instructions of one kernel. Emitters use its public methods."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+        self.lines: list[str] = []
+        self.environment: dict[str, Any] = {name: value for name, value in vars(arithmetic).items() if name[0] != "_"}
+        self.environment |= DTYPES | {"np": np, "where": np.where}
+        self.kinds: dict[int, str] = {}  # of the registers that are variables now, their numpy type
+        self.checks: list[Emitter] = []  # called before the emitter of every instruction
+        self._constants: dict[Any, str] = {}
+        self._offsets = kernel.offsets("shared"), kernel.offsets("local")
+
+    # ---- text
+
+    def line(self, text: str) -> None:
+        self.lines.append("    " + text)
+
+    def constant(self, value: Any) -> str:
+        """A name for a value in generated code."""
+        key = (type(value), value)
+        name = self._constants.get(key)
+        if name is None:
+            name = self._constants[key] = f"k{len(self._constants)}"
+            self.environment[name] = value
+        return name
+
+    def call(self, function: Callable[..., Any], *arguments: object) -> str:
+        """The expression function(machine, arguments...); an argument that is not text stands for itself."""
+        return f"{self.constant(function)}(M, {', '.join(str(argument) for argument in arguments)})"
+
+    # ---- operands
+
+    def is_register(self, operand: str) -> bool:
+        return operand in self.kernel.registers
+
+    def variable(self, operand: str) -> tuple[str, str, int]:
+        """Of a register: its variable, what numpy type that has now, and the register's width."""
+        number = self.kernel.registers[operand]
+        width = self.kernel.widths[number]
+        if number not in self.kinds:
+            self.line(f"r{number} = R[{number}]")
+            self.kinds[number] = "?" if width == 1 else f"u{width // 8}"
+        return f"r{number}", self.kinds[number], width
+
+    def bits(self, operand: str, type_: str) -> str:
+        """The bits of an operand as an unsigned integer of the type's width, or a bool."""
+        operand, width = operand.strip(), WIDTHS[type_]
+        if operand.startswith("!"):
+            return f"~{self.bits(operand[1:], type_)}"
+        if self.is_register(operand):
+            name, kind, own = self.variable(operand)
+            if kind[0] not in "u?":
+                name = f"{name}.view(u{own // 8})"
+            if own == width or width == 1:
+                return name
+            if own < width:
+                raise EmulationError(f"register {operand} is narrower than {type_}")
+            return f"{name}.astype(u{width // 8})"
+        if operand.startswith("%"):
+            if not SPECIAL.match(operand):
+                raise EmulationError(f"{self.kernel.name}: no register {operand}")
+            special = f"M.special[{operand!r}]"
+            return special if width == 32 else f"{special}.astype(u{width // 8})"
+        if re.match(r"[A-Za-z_$]", operand):
+            return self.address_of(operand, width)
+        return self.constant(self.number(operand, type_))
+
+    def number(self, operand: str, type_: str) -> Any:
+        """An immediate operand as bits."""
+        width = WIDTHS[type_]
+        if re.match(r"0[fF][0-9a-fA-F]{8}$", operand):
+            value = int(operand[2:], 16)
+            if width == 64:
+                value = int(np.float64(np.uint32(value).view(np.float32)).view(np.uint64))
+        elif re.match(r"0[dD][0-9a-fA-F]{16}$", operand):
+            value = int(operand[2:], 16)
+            if width == 32:
+                value = int(np.float32(np.uint64(value).view(np.float64)).view(np.uint32))
+        elif re.match(r"-?\d+\.\d*([eE][-+]?\d+)?$", operand):
+            return np.dtype(FLOATS[type_]).type(float(operand)).view(UNSIGNED[width])
+        else:
+            try:
+                value = _integer(operand)
+            except ValueError:
+                raise EmulationError(f"operand not understood: {operand}") from None
+        return np.bool_(value != 0) if width == 1 else UNSIGNED[width](value & (2**width - 1))
+
+    def address_of(self, name: str, width: int) -> str:
+        for offsets in self._offsets:
+            if name in offsets:
+                return self.constant(UNSIGNED[width](offsets[name]))
+        if name in self.kernel.variables:
+            return f"u{width // 8}.type(M.address({name!r}))"
+        raise EmulationError(f"{self.kernel.name}: no variable {name}")
+
+    def value(self, operand: str, type_: str) -> str:
+        """An operand as a number of its type; bf16 as f32."""
+        if type_ == "bf16":
+            return f"bf16_to_f32({self.bits(operand, type_)})"
+        kind = NUMPY_KIND[type_]
+        if self.is_register(operand):
+            name, now, _ = self.variable(operand)
+            if now == kind:
+                return name
+        bits = self.bits(operand, type_)
+        return bits if kind[0] in "u?" else f"{bits}.view({kind})"
+
+    def address(self, operand: str, space: str) -> tuple[str, int]:
+        """[register + number] -> expression of the register's bits, and the number."""
+        inner = operand.strip()[1:-1].strip()
+        found = re.match(r"(\S+?)\s*\+\s*(-?\w+)$", inner)
+        base, offset = (found.group(1), _integer(found.group(2))) if found else (inner, 0)
+        if re.match(r"-?\d", base):
+            base, offset = "0", offset + _integer(base)
+        if self.is_register(base):
+            name, kind, width = self.variable(base)
+            return (name if kind[0] == "u" else f"{name}.view(u{width // 8})"), offset
+        return self.bits(base, "u64" if space != "shared" else "u32"), offset
+
+    def vector(self, operand: str) -> tuple[str, ...]:
+        """{a, b, c} -> its parts; a single operand is a vector of one."""
+        return split_operands(operand.strip()[1:-1]) if operand.startswith("{") else (operand,)
+
+    def predicate(self, instruction: Instruction) -> str | None:
+        if instruction.predicate is None:
+            return None
+        return ("~" if instruction.negated else "") + self.bits(instruction.predicate, "pred")
+
+    def mask(self, instruction: Instruction) -> str:
+        """Expression of the lanes that execute the instruction."""
+        predicate = self.predicate(instruction)
+        return "m" if predicate is None else f"M.guarded(m, {predicate})"
+
+    # ---- results
+
+    def assign(self, instruction: Instruction, target: str, expression: str, type_: str) -> None:
+        """Writes a value of a type to a register, extended to the register's width; bf16 comes as f32."""
+        if target == "_":
+            return
+        if target not in self.kernel.registers:
+            raise EmulationError(f"{instruction.text}: {target} is not a register")
+        width = self.kernel.widths[self.kernel.registers[target]]
+        kind = NUMPY_KIND[type_]
+        if type_ == "bf16":
+            expression, kind = f"f32_to_bf16({expression})", "u2"
+        if kind != "?" and width > WIDTHS[type_]:
+            wide = ("i" if kind[0] == "i" else "u") + str(width // 8)
+            expression, kind = f"({expression}).astype({wide})", wide
+        self.bind(instruction, target, expression, kind)
+
+    def bind(self, instruction: Instruction, target: str, expression: str, kind: str) -> None:
+        """Writes an expression of numpy type `kind` to a register, under the instruction's predicate."""
+        number = self.kernel.registers[target]
+        predicate = self.predicate(instruction)
+        if predicate is not None:
+            name, now, width = self.variable(target)
+            if now != kind:
+                if kind[0] not in "u?":
+                    expression, kind = f"({expression}).view(u{width // 8})", f"u{width // 8}"
+                if now[0] not in "u?":
+                    name = f"{name}.view(u{width // 8})"
+            expression = f"where({predicate}, {expression}, {name})"
+        self.line(f"r{number} = {expression}")
+        self.kinds[number] = kind
+
+    def assign_all(self, instruction: Instruction, targets: Iterable[str], call: str, type_: str = "b32") -> None:
+        """Several registers from a call that returns a sequence of their bits."""
+        names = []
+        targets = tuple(targets)
+        for place in range(len(targets)):
+            names.append(f"t{place}")
+        self.line(f"{', '.join(names)}, = {call}")
+        for target, name in zip(targets, names, strict=True):
+            self.assign(instruction, target, name, type_)
+
+
+def _integer(text: str) -> int:
+    text = text.rstrip("Uu")
+    octal = re.match(r"-?0[0-7]+$", text)
+    return int(text, 8 if octal else 0)
+
+
+def windowed(space: str) -> int:
+    """Where a generic address of this space begins."""
+    return {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}.get(space, 0)
+
+
+# ---- blocks
+
+
+def ends_block(instruction: Instruction) -> Step | None:
+    name = instruction.opcode[0]
+    if name == "bra":
+        return Step.BRANCH
+    if name in ("ret", "exit", "trap"):
+        return Step.EXIT
+    if name in ("bar", "barrier") and "warp" not in instruction.opcode:
+        return Step.BARRIER
+    return None
+
+
+def translate(kernel: Kernel) -> Program:
+    """Raises EmulationError at an instruction that no emitter knows."""
+    from . import codegen_arithmetic, codegen_memory, codegen_warp, codegen_wgmma  # noqa: F401  (for their emitters)
+
+    codegen_wgmma.prepare(kernel)
+    blocks = _blocks(kernel)
+    outside = _live_between_blocks(kernel, blocks)
+    code = Code(kernel)
+    if kernel.wgmma is not None:
+        code.checks.append(codegen_wgmma.check_before)
+    for number, block in enumerate(blocks):
+        code.lines.append(f"def block{number}(M, R, m):")
+        _translate_block(code, kernel, block, outside)
+    # Functions of a kernel share one namespace: the constants, and what emitters call.
+    exec(compile("\n".join(code.lines), f"<{kernel.name}>", "exec"), code.environment)
+    for number, block in enumerate(blocks):
+        block.function = code.environment[f"block{number}"]
+    return Program(kernel, blocks, _narrowest(kernel, "shared"), _narrowest(kernel, "global"))
+
+
+def _blocks(kernel: Kernel) -> list[Block]:
+    instructions = kernel.instructions
+    jumped_to = {kernel.labels[i.operands[0]] for i in instructions if i.opcode[0] == "bra"}
+    after = {i.index + 1 for i in instructions if ends_block(i)}
+    starts = sorted(at for at in {0} | jumped_to | after if at < len(instructions))
+    number = {start: place for place, start in enumerate(starts)}
+    blocks = [Block(a, b - 1) for a, b in zip(starts, [*starts[1:], len(instructions)], strict=True)]
+    for block in blocks:
+        last = instructions[block.last]
+        block.step = ends_block(last) or Step.NEXT
+        if block.step is Step.BRANCH:
+            block.target = number.get(kernel.labels[last.operands[0]], len(blocks))
+    return blocks
+
+
+def _mentions(kernel: Kernel, instruction: Instruction) -> list[int]:
+    texts = (*instruction.operands, instruction.predicate or "")
+    names = (name for text in texts for name in _NAME.findall(text))
+    return [kernel.registers[name] for name in names if name in kernel.registers]
+
+
+def _live_between_blocks(kernel: Kernel, blocks: list[Block]) -> set[int]:
+    """Registers that some block may read before it has written them."""
+    live: set[int] = set()
+    for block in blocks:
+        written: set[int] = set()
+        for instruction in kernel.instructions[block.first : block.last + 1]:
+            targets = _targets(kernel, instruction)
+            mentioned = _mentions(kernel, instruction)
+            # A target also counts as read where it is mentioned twice, or keeps its value in some lanes.
+            read = [n for n in mentioned if n not in targets or mentioned.count(n) > 1 or instruction.predicate]
+            live.update(n for n in read if n not in written)
+            written.update(targets)
+    return live
+
+
+def _targets(kernel: Kernel, instruction: Instruction) -> set[int]:
+    """Registers that an instruction writes."""
+    if not instruction.operands or instruction.opcode[0] in WITHOUT_TARGET:
+        return set()
+    names = _NAME.findall(instruction.operands[0])
+    return {kernel.registers[name] for name in names if name in kernel.registers}
+
+
+WITHOUT_TARGET = {"st", "stmatrix", "cp", "bra", "ret", "exit", "trap", "bar", "barrier", "red", "membar", "fence",
+                  "prefetch", "call", "nanosleep", "mbarrier"}  # fmt: skip
+"""Opcodes whose first operand, if any, is read. Modules that add emitters may add to it."""
+
+
+def _translate_block(code: Code, kernel: Kernel, block: Block, outside: set[int]) -> None:
+    code.kinds = {}
+    instructions = kernel.instructions[block.first : block.last + 1]
+    last_mention: dict[int, int] = {}
+    for instruction in instructions:
+        last_mention.update(dict.fromkeys(_mentions(kernel, instruction), instruction.index))
+    written: set[int] = set()
+    condition: str | None = None
+    for instruction in instructions:
+        if instruction.index == block.last and block.step is not Step.NEXT:
+            if instruction.opcode[0] in ("bar", "barrier", "trap"):
+                _emit(code, instruction)
+            condition = code.predicate(instruction) if block.step is not Step.BARRIER else None
+            continue
+        _emit(code, instruction)
+        written |= _targets(kernel, instruction)
+        dead = [
+            f"r{number}"
+            for number in dict.fromkeys(_mentions(kernel, instruction))
+            if last_mention[number] == instruction.index and number in code.kinds
+            and not (number in written and number in outside)
+        ]  # fmt: skip
+        if dead:
+            code.line(f"{' = '.join(dead)} = None")
+    _write_back(code, sorted(written & outside))
+    code.line(f"return {condition}")
+
+
+def _emit(code: Code, instruction: Instruction) -> None:
+    emitter = EMITTERS.get(instruction.opcode[0])
+    if emitter is None:
+        raise EmulationError(f"{code.kernel.name}, line {instruction.line}: no emitter for {instruction.text}")
+    try:
+        for check in code.checks:
+            check(code, instruction)
+        emitter(code, instruction)
+    except (KeyError, IndexError, ValueError, StopIteration) as error:
+        where = f"{code.kernel.name}, line {instruction.line}"
+        raise EmulationError(f"{where}: this form is not known: {instruction.text} ({error!r})") from error
+
+
+def _write_back(code: Code, registers: list[int]) -> None:
+    if not registers:
+        return
+    bits = {}
+    for number in registers:
+        kind, width = code.kinds[number], code.kernel.widths[number]
+        bits[number] = f"r{number}" if kind[0] in "u?" else f"r{number}.view(u{width // 8})"
+    code.line("if m is None:")
+    for number, expression in bits.items():
+        code.line(f"    R[{number}] = {expression}")
+    code.line("else:")
+    for number, expression in bits.items():
+        code.line(f"    R[{number}] = where(m, {expression}, R[{number}])")
+
+
+def _narrowest(kernel: Kernel, space: str) -> int:
+    """Bytes of the narrowest access to a space, at most 16."""
+    sizes = [16]
+    for instruction in kernel.instructions:
+        name = instruction.opcode[0]
+        named = {modifier.split("::")[0] for modifier in instruction.opcode} & SPACES
+        if name in ("ld", "st", "atom", "red") and (not named or space in named):
+            sizes.append(WIDTHS[instruction.type] // 8)
+        elif name == "cp" and len(instruction.operands) >= 3 and instruction.operands[2][0].isdigit():
+            sizes.append(int(instruction.operands[2], 0))
+    return min(sizes)
+
+
+SPACES = {"param", "global", "shared", "local", "const"}

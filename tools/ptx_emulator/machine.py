@@ -1,0 +1,237 @@
+"""Runs some CTAs of a launch at once: every thread is a lane of numpy arrays, every basic block a generated function.
+
+The lanes at the lowest block run first, so that diverged lanes meet again; a barrier holds the lanes of a CTA until all
+of them are there. A block runs under a mask of its lanes, None if that is all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+
+from .arithmetic import UNSIGNED, Array
+from .codegen import Program, Step
+from .memory import GlobalSpace, LocalSpace, SharedSpace, Tensors
+from .report import EmulationError, Finding, Report
+from .sanitizer import GlobalShadow, stamps
+
+UNINITIALISED = {
+    1: np.False_,
+    8: np.uint8(0xD5),
+    16: np.uint16(0xFFD5),
+    32: np.uint32(0xFFD5BAD1),
+    64: np.uint64(0xFFD5BAD1FFD5BAD1),
+}
+"""What a register holds before it is written: a NaN, an address of nothing."""
+
+BLOCK_LIMIT = 2_000_000
+"""Executed blocks after which a machine is taken to run forever."""
+
+Extension = TypeVar("Extension")
+
+
+class Machine:
+    """Lanes, memory and barriers of `ctas` CTAs from number `first` on.
+
+    Attributes that generated code and extensions read:
+        lanes: number of threads of all its CTAs; threads, warps: of one CTA.
+        cta: of each lane, its CTA in this machine; cta_number: in the grid.
+        thread, warp: of each lane, in its CTA.
+        epoch: barriers that each lane has passed; warp_epoch: also bar.warp.sync.
+        special: special registers (%tid.x, ...) as u32; parameters: bytes of each kernel parameter.
+        shared, memory, local: the spaces.
+    """
+
+    def __init__(
+        self, program: Program, first: int, ctas: int, grid: tuple[int, int, int], block: tuple[int, int, int],
+        shared: int, parameters: Mapping[str, bytes], tensors: Tensors, shadow: GlobalShadow | None, report: Report,
+        order: str,
+    ) -> None:  # fmt: skip
+        self.program, self.kernel, self.order = program, program.kernel, order
+        self.threads = block[0] * block[1] * block[2]
+        self.ctas, self.lanes, self.warps = ctas, ctas * self.threads, self.threads // 32
+        lane = np.arange(self.lanes)
+        self.cta = lane // self.threads
+        self.cta_number = (first + self.cta).astype(np.int32)
+        self.thread = (lane % self.threads).astype(np.int32)
+        self.warp = self.thread // 32
+        self.thread_of_grid = self.cta_number.astype(np.int64) * self.threads + self.thread
+        self.epoch = np.ones(self.lanes, np.int32)
+        self.warp_epoch = np.ones(self.lanes, np.int32)
+        self.stamp = stamps(self.thread, self.epoch, self.warp_epoch)
+        self.special = self._special_registers(grid, block)
+        self.parameters = parameters
+        sanitize = shadow is not None
+        self.memory = GlobalSpace(self, tensors, shadow)
+        self.shared = SharedSpace(self, shared, program.shared_granule, sanitize)
+        self.local = LocalSpace(self, program.kernel.static_size("local"))
+        self.shuffles: dict[tuple[str, int, int], tuple[np.ndarray, np.ndarray]] = {}
+        self.executed = np.zeros(len(program.blocks), np.int64)
+        self._report = report
+        self._extensions: dict[type, Any] = {}
+
+    def _special_registers(self, grid: tuple[int, int, int], block: tuple[int, int, int]) -> dict[str, Array]:
+        values: dict[str, Array] = {}
+        cta = self.cta_number if self.ctas > 1 else self.cta_number[0]
+        for place, of, size in ((self.thread, "tid", block), (cta, "ctaid", grid)):
+            for axis, name in enumerate("xyz"):
+                values[f"%{of}.{name}"] = (place % size[axis]).astype(np.uint32)
+                values[f"%n{of}.{name}"] = np.uint32(size[axis])
+                place = place // size[axis]
+        for axis in "xyz":  # every CTA is a cluster of its own
+            values[f"%clusterid.{axis}"] = values[f"%ctaid.{axis}"]
+            values[f"%nclusterid.{axis}"] = values[f"%nctaid.{axis}"]
+            values[f"%cluster_ctaid.{axis}"], values[f"%cluster_nctaid.{axis}"] = np.uint32(0), np.uint32(1)
+        values["%cluster_ctarank"], values["%cluster_nctarank"] = np.uint32(0), np.uint32(1)
+        values["%laneid"] = (self.thread % 32).astype(np.uint32)
+        values["%warpid"] = self.warp.astype(np.uint32)
+        values["%nwarpid"] = np.uint32(self.warps)
+        for name, bits in (("eq", "=="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">=")):
+            lane, other = np.arange(32)[:, None], np.arange(32)[None, :]
+            chosen = {
+                "==": other == lane,
+                "<": other < lane,
+                "<=": other <= lane,
+                ">": other > lane,
+                ">=": other >= lane,
+            }
+            mask = (chosen[bits] * (np.uint32(1) << np.arange(32, dtype=np.uint32))).sum(1, dtype=np.uint32)
+            values[f"%lanemask_{name}"] = mask[self.thread % 32]
+        return values
+
+    # ---- what generated code and extensions call
+
+    def full(self, value: Array) -> np.ndarray:
+        """An element for every lane, also of a value that is the same in all of them."""
+        return value if value.shape == (self.lanes,) else np.full(self.lanes, value)
+
+    def active(self, mask: Array) -> np.ndarray:
+        return np.ones(self.lanes, bool) if mask is None else mask
+
+    def guarded(self, mask: Array, predicate: Array) -> np.ndarray:
+        """The lanes of a mask where a predicate holds."""
+        predicate = self.full(predicate)
+        return predicate if mask is None else mask & predicate
+
+    def undefined(self, size: int) -> Array:
+        return UNINITIALISED[8 * size]
+
+    def parameter(self, name: str, offset: int, size: int) -> Array:
+        data = self.parameters[name][offset : offset + size]
+        if len(data) != size:
+            raise EmulationError(f"parameter {name} has no {size} bytes at {offset}")
+        return UNSIGNED[8 * size](int.from_bytes(data, "little"))
+
+    def address(self, name: str) -> int:
+        """Of a variable in global or const space."""
+        return self.memory.tensors.addresses[name]
+
+    def begin_warp_epoch(self, lanes: np.ndarray) -> None:
+        """What these lanes did so far is seen by the other lanes of their warps from now on."""
+        self.warp_epoch = self.warp_epoch + lanes
+        self.stamp = stamps(self.thread, self.epoch, self.warp_epoch)
+
+    def extension(self, kind: type[Extension]) -> Extension:
+        """The one instance of a class that keeps state for a family of instructions; made at its first use.
+
+        Its `finish`, if it has one, is called when the machine has run to its end.
+        """
+        if kind not in self._extensions:
+            self._extensions[kind] = kind(self)  # type: ignore[call-arg]
+        return self._extensions[kind]
+
+    def thread_name(self, lane: int) -> str:
+        return f"thread {lane % self.threads} of CTA {self.cta_number[lane]}"
+
+    def report(self, kind: str, index: int, detail: str, *, note: bool = False) -> None:
+        """Adds a finding at the instruction of this index."""
+        instruction = self.kernel.instructions[index]
+        finding = Finding(kind, self.kernel.name, instruction.location, instruction.text, detail)
+        self._report.add(finding, note=note)
+
+    # ---- scheduling
+
+    def run(self) -> None:
+        """Until every lane has exited.
+
+        Raises:
+            EmulationError: a barrier that not all threads reach, a jump out of the kernel, or too many blocks.
+        """
+        blocks = self.program.blocks
+        registers: list[Array] = [UNINITIALISED[width] for width in self.kernel.widths]
+        at = np.zeros(self.lanes, np.int32)
+        alive, waiting = np.ones(self.lanes, bool), np.zeros(self.lanes, bool)
+        barrier = np.zeros(self.lanes, np.int32)
+        steps = 0
+        while alive.any():
+            ready = alive & ~waiting
+            if not ready.any():
+                raise EmulationError(f"{self.kernel.name}: deadlock, some threads of a CTA never reach its barrier")
+            if self.order != "lockstep":
+                ready = self._one_warp(ready)
+            number = int(at[ready].min())
+            if number >= len(blocks):
+                raise EmulationError(f"{self.kernel.name}: ran off the end of the kernel")
+            here = ready & (at == number)
+            mask = None if here.all() else here
+            self.executed[number] += self.lanes // 32 if mask is None else int(mask.reshape(-1, 32).any(1).sum())
+            block = blocks[number]
+            condition = block.function(self, registers, mask)
+            if condition is not None:
+                condition = self.guarded(here, condition)
+            if block.step is Step.NEXT:
+                at[here] = number + 1
+            elif block.step is Step.BRANCH:
+                at[here] = number + 1
+                at[here if condition is None else condition] = block.target
+            elif block.step is Step.EXIT:
+                at[here] = number + 1
+                alive &= ~(here if condition is None else condition)
+            else:
+                at[here] = number + 1
+                waiting |= here
+                barrier[here] = number
+            if waiting.any():
+                self._release(alive, waiting, barrier)
+            steps += 1
+            if steps > BLOCK_LIMIT:
+                raise EmulationError(f"{self.kernel.name}: no end after {BLOCK_LIMIT} blocks")
+        for extension in self._extensions.values():
+            if hasattr(extension, "finish"):
+                extension.finish()
+
+    def _one_warp(self, ready: np.ndarray) -> np.ndarray:
+        """Of the ready lanes, those of each CTA's first ready warp (order "serial") or last one ("reverse")."""
+        warps = ready.reshape(self.ctas, self.warps, 32).any(2)
+        chosen = warps.argmax(1) if self.order == "serial" else self.warps - 1 - warps[:, ::-1].argmax(1)
+        return ready & (self.warp == np.repeat(chosen, self.threads))
+
+    def _release(self, alive: np.ndarray, waiting: np.ndarray, barrier: np.ndarray) -> None:
+        """Lets go the CTAs of which every thread waits or has exited."""
+        by_cta = (self.ctas, self.threads)
+        here = waiting.reshape(by_cta)
+        complete = (here | ~alive.reshape(by_cta)).all(1) & here.any(1)
+        if not complete.any():
+            return
+        number = int(barrier[waiting.argmax()])
+        if not (here[complete].all() and (barrier[waiting] == number).all()):
+            self._check_barriers(here, complete, barrier.reshape(by_cta))
+        released = np.repeat(complete, self.threads)
+        waiting &= ~released
+        self.epoch = self.epoch + released
+        self.begin_warp_epoch(released)
+        if self.shared.shadow is not None and released.all():
+            self.shared.shadow.forget_reads()
+
+    def _check_barriers(self, here: np.ndarray, complete: np.ndarray, barrier: np.ndarray) -> None:
+        """Every thread of a CTA is at the barrier, and at the same one. here, barrier: of shape (CTAs, threads)."""
+        for cta in np.flatnonzero(complete):
+            numbers = np.unique(barrier[cta][here[cta]])
+            index = self.program.blocks[numbers[0]].last
+            name = f"CTA {self.cta_number[cta * self.threads]}"
+            if not here[cta].all():
+                self.report("barrier after threads of the CTA have exited", index, name)
+            if numbers.size > 1:
+                self.report("threads of a CTA wait at different barriers", index, name)

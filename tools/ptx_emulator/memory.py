@@ -1,0 +1,345 @@
+"""Memory: tensors at device addresses with guard gaps between them, shared memory of CTAs, local memory of threads.
+
+Every access goes through one of the spaces here: `place` turns addresses into places in its bytes and leaves out,
+with a finding, the lanes whose access is out of bounds or misaligned; `check_read` and `write` ask the sanitizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from .arithmetic import UNSIGNED, Array
+from .parser import Variable
+from .report import EmulationError
+from .sanitizer import GlobalShadow, SharedShadow
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+GLOBAL_BASE = 0x7F00_0000_0000
+SHARED_WINDOW = 0x7E00_0000_0000
+LOCAL_WINDOW = 0x7D00_0000_0000
+WINDOW_BITS = np.uint64(40)
+GUARD = 4096
+"""Bytes between two tensors that belong to none."""
+UNDEFINED = 0xFF
+"""What bytes hold that nobody has written: NaN in every float type."""
+
+
+class Tensors:
+    """Copies of tensors' storages, and of a kernel's own variables, with guard gaps between, at device addresses."""
+
+    def __init__(self, tensors: Sequence[tuple[str, Any]], variables: Sequence[Variable]) -> None:
+        import torch
+
+        self.regions: list[tuple[str, int, int]] = []
+        self._host: list[tuple[int, np.ndarray]] = []
+        self._place: dict[int, int] = {}
+        self.addresses: dict[str, int] = {}
+        at = GUARD
+        initial: list[tuple[int, np.ndarray]] = []
+        for variable in variables:
+            at = -(-at // max(variable.align, 16)) * max(variable.align, 16)
+            self.addresses[variable.name] = GLOBAL_BASE + at
+            initial.append((at, np.frombuffer(variable.data or b"", np.uint8)))
+            self.regions.append((variable.name, at, variable.size))
+            at += variable.size + GUARD
+        for name, tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == 0 or storage.data_ptr() in self._place:
+                continue
+            at = -(-at // 256) * 256 + storage.data_ptr() % 256
+            host = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),)).numpy()
+            self._place[storage.data_ptr()] = at
+            self._host.append((at, host))
+            self.regions.append((name, at, storage.nbytes()))
+            at += storage.nbytes() + GUARD
+        self.data = np.full(-(-at // 256) * 256, UNDEFINED, np.uint8)
+        self.valid = np.zeros(self.data.size + 16, bool)
+        for start, source in (*initial, *self._host):
+            self.data[start : start + source.size] = source
+        for _, start, size in self.regions:
+            self.valid[start : start + size] = True
+
+    def address(self, tensor: Any) -> int:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0:
+            return GLOBAL_BASE
+        return GLOBAL_BASE + self._place[storage.data_ptr()] + tensor.data_ptr() - storage.data_ptr()
+
+    def write_back(self) -> None:
+        for start, host in self._host:
+            host[:] = self.data[start : start + host.size]
+
+    def describe(self, place: int) -> str:
+        """The nearest region and the place in it, for people."""
+        if not self.regions:
+            return f"byte {place}, where there is no tensor"
+        name, start, size = min(self.regions, key=lambda region: max(region[1] - place, place - region[1] - region[2]))
+        return f"byte {place - start} of the {size} of {name}"
+
+
+class Space(Protocol):
+    """What `load`, `store` and `atomic` need of a memory. Places index `data`; lanes is None for all lanes."""
+
+    machine: Machine
+    data: np.ndarray
+
+    def place(
+        self, mask: Array, address: Array, offset: int, total: int, index: int
+    ) -> tuple[np.ndarray | None, np.ndarray]: ...
+    def check_read(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None: ...
+    def write(self, lanes: np.ndarray | None, places: np.ndarray, data: np.ndarray, index: int) -> None: ...
+    def check_atomic(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None: ...
+
+
+def rows(memory: np.ndarray, data: np.ndarray) -> np.ndarray:
+    """Memory as rows like those of data."""
+    return memory.view(data.dtype if data.itemsize > 1 else memory.dtype).reshape(-1, data.shape[1])
+
+
+def shift(data: np.ndarray) -> int:
+    """How far the place of an access is shifted to give its row."""
+    return (data.itemsize * data.shape[1]).bit_length() - 1
+
+
+def _of_lanes(machine: Machine, mask: Array, values: Array) -> tuple[np.ndarray | None, np.ndarray]:
+    """The lanes under a mask (None: all), and their values."""
+    values = machine.full(values)
+    if mask is None or mask.all():
+        return None, values
+    lanes = np.flatnonzero(mask)
+    return lanes, values[lanes]
+
+
+class GlobalSpace:
+    def __init__(self, machine: Machine, tensors: Tensors, shadow: GlobalShadow | None) -> None:
+        self.machine, self.tensors, self.data = machine, tensors, tensors.data
+        self.shadow = shadow
+
+    def place(
+        self, mask: Array, address: Array, offset: int, total: int, index: int
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        lanes, address = _of_lanes(self.machine, mask, address)
+        places = (address + np.uint64((offset - GLOBAL_BASE) & (2**64 - 1))).view(np.int64)
+        outside = places.view(np.uint64) >= np.uint64(self.data.size)
+        inside = np.where(outside, 0, places) if outside.any() else places
+        outside |= ~(self.tensors.valid[inside] & self.tensors.valid[inside + (total - 1)])
+        wrong = outside | ((places & (total - 1)) != 0)
+        if wrong.any():
+            first = int(np.flatnonzero(wrong)[0])
+            lane = first if lanes is None else int(lanes[first])
+            kind = "global access out of bounds" if outside.any() else "global access misaligned"
+            where = self.tensors.describe(int(places[first]))
+            self.machine.report(kind, index, f"{self.machine.thread_name(lane)}: {total} bytes at {where}")
+            lanes = np.flatnonzero(~wrong) if lanes is None else lanes[~wrong]
+            places = places[~wrong]
+        return lanes, places
+
+    def check_read(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
+        if self.shadow is not None:
+            self.shadow.read(self.machine, lanes, places, total, index)
+
+    def write(self, lanes: np.ndarray | None, places: np.ndarray, data: np.ndarray, index: int) -> None:
+        if self.shadow is not None:
+            self.shadow.write(self.machine, lanes, places, data.itemsize * data.shape[1], index)
+        rows(self.data, data)[places >> shift(data)] = data
+
+    def check_atomic(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
+        """Atomic operations on the same address may meet."""
+
+
+class SharedSpace:
+    """Shared memory of all CTAs of a machine, one after another, `stride` bytes each of which `size` are valid."""
+
+    def __init__(self, machine: Machine, size: int, granule: int, sanitize: bool) -> None:
+        self.machine, self.size = machine, size
+        self.stride = (size + 31) // 16 * 16
+        self.data = np.full(machine.ctas * self.stride, UNDEFINED, np.uint8)
+        self.base = machine.cta * self.stride
+        self.shadow = SharedShadow(machine, self.data.size, self.stride, granule) if sanitize else None
+
+    def place(
+        self, mask: Array, address: Array, offset: int, total: int, index: int
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        lanes, address = _of_lanes(self.machine, mask, address)
+        places = address.astype(np.int64) + offset
+        if places.size and places[0] >= SHARED_WINDOW:
+            places = places - SHARED_WINDOW
+        wrong = (places < 0) | (places > self.size - total) | ((places & (total - 1)) != 0)
+        if wrong.any():
+            first = int(np.flatnonzero(wrong)[0])
+            lane = first if lanes is None else int(lanes[first])
+            misaligned = 0 <= places[first] <= self.size - total
+            self.machine.report(
+                "shared access misaligned" if misaligned else "shared access out of bounds",
+                index,
+                f"{self.machine.thread_name(lane)}: {total} bytes at {int(places[first])} of {self.size}",
+            )
+            lanes = np.flatnonzero(~wrong) if lanes is None else lanes[~wrong]
+            places = places[~wrong]
+        return lanes, places + (self.base if lanes is None else self.base[lanes])
+
+    def check_read(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
+        if self.shadow is not None:
+            self.shadow.read(lanes, places, total, index)
+
+    def write(self, lanes: np.ndarray | None, places: np.ndarray, data: np.ndarray, index: int) -> None:
+        """data: a row of elements for each access."""
+        memory, at = rows(self.data, data), places >> shift(data)
+        if self.shadow is None:
+            memory[at] = data
+            return
+        total = data.itemsize * data.shape[1]
+        changes = lambda: (memory[at] != data).any(1)  # noqa: E731
+        self.shadow.check_overwrite(lanes, places, total, index, "write", changes)
+        memory[at] = data
+        self.shadow.mark_written(lanes, places, total)
+        self.shadow.overwritten(lanes, places, index, changes())
+
+
+class LocalSpace:
+    """Local memory of every thread, `stride` bytes each."""
+
+    def __init__(self, machine: Machine, size: int) -> None:
+        self.machine, self.size = machine, size
+        self.stride = (size + 31) // 16 * 16
+        self.data = np.full(machine.lanes * self.stride, UNDEFINED, np.uint8)
+        self.written = np.zeros(self.data.size, bool)
+        self.base = np.arange(machine.lanes) * self.stride
+
+    def place(
+        self, mask: Array, address: Array, offset: int, total: int, index: int
+    ) -> tuple[np.ndarray | None, np.ndarray]:
+        lanes, address = _of_lanes(self.machine, mask, address)
+        places = address.astype(np.int64) + offset
+        if places.size and places[0] >= LOCAL_WINDOW:
+            places = places - LOCAL_WINDOW
+        wrong = (places < 0) | (places > self.size - total) | ((places & (total - 1)) != 0)
+        if wrong.any():
+            first = int(np.flatnonzero(wrong)[0])
+            self.machine.report(
+                "local access out of bounds or misaligned", index, f"{total} bytes at {places[first]} of {self.size}"
+            )
+            lanes = np.flatnonzero(~wrong) if lanes is None else lanes[~wrong]
+            places = places[~wrong]
+        return lanes, places + (self.base if lanes is None else self.base[lanes])
+
+    def check_read(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
+        if not self.written[places[:, None] + np.arange(total)].all():
+            self.machine.report("local bytes read that were never written", index, f"{total} bytes")
+
+    def write(self, lanes: np.ndarray | None, places: np.ndarray, data: np.ndarray, index: int) -> None:
+        rows(self.data, data)[places >> shift(data)] = data
+        rows(self.written, data.view(np.uint8))[places >> shift(data)] = True
+
+    def check_atomic(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
+        raise EmulationError("atomic operation on local memory")
+
+
+# ---- called by generated code
+
+
+def load(
+    space: Space, mask: Array, address: Array, offset: int, size: int, kind: np.dtype, old: Sequence[Array] | None,
+    count: int, index: int,
+) -> list[np.ndarray]:  # fmt: skip
+    """`count` registers of numpy type `kind`, from `count` elements of `size` bytes each.
+
+    Args:
+        kind: of the registers; elements are extended to it, with their sign if it is signed.
+        old: the registers before, for the lanes that do not load; None if those are never read.
+    """
+    total = size * count
+    lanes, places = space.place(mask, address, offset, total, index)
+    if places.size:
+        space.check_read(lanes, places, total, index)
+    signed = kind.kind == "i"
+    values = space.data.view(f"{'i' if signed else 'u'}{size}").reshape(-1, count)[places >> (total.bit_length() - 1)]
+    registers = []
+    for column in range(count):
+        value = values[:, column].astype(kind)
+        if signed:
+            value = value.view(UNSIGNED[8 * kind.itemsize])
+        if lanes is not None:
+            before = space.machine.undefined(kind.itemsize) if old is None else old[column]
+            register = np.empty(space.machine.lanes, value.dtype)
+            register[:] = before
+            register[lanes] = value
+            value = register
+        registers.append(value)
+    return registers
+
+
+def store(
+    space: Space, mask: Array, address: Array, offset: int, size: int, values: Sequence[Array], index: int
+) -> None:
+    total = size * len(values)
+    lanes, places = space.place(mask, address, offset, total, index)
+    if not places.size:
+        return
+    data = np.empty((places.size, len(values)), UNSIGNED[8 * size])
+    for column, value in enumerate(values):
+        data[:, column] = value if lanes is None or value.ndim == 0 else value[lanes]
+    space.write(lanes, places, data, index)
+
+
+def load_generic(machine: Machine, mask: Array, address: Array, offset: int, *rest: Any) -> list[np.ndarray]:
+    """`load` where each lane's address says which memory it means."""
+    size, kind, old, count, index = rest
+    for space, chosen in _chosen(machine, mask, address):
+        old = load(space, chosen, address, offset, size, kind, old, count, index)
+    return list(old) if old is not None else [machine.undefined(kind.itemsize)] * count
+
+
+def store_generic(machine: Machine, mask: Array, address: Array, offset: int, *rest: Any) -> None:
+    for space, chosen in _chosen(machine, mask, address):
+        store(space, chosen, address, offset, *rest)
+
+
+def _chosen(machine: Machine, mask: Array, address: Array) -> list[tuple[Space, np.ndarray]]:
+    window = machine.full(address) >> WINDOW_BITS
+    active = machine.active(mask)
+    shared = window == (SHARED_WINDOW >> 40)
+    local = window == (LOCAL_WINDOW >> 40)
+    found: list[tuple[Space, np.ndarray]] = [(machine.shared, shared & active), (machine.local, local & active)]
+    found.append((machine.memory, ~shared & ~local & active))
+    return [(space, chosen) for space, chosen in found if chosen.any()]
+
+
+def atomic(
+    space: Space, mask: Array, address: Array, offset: int, operation: str, kind: np.dtype, operands: Sequence[Array],
+    index: int,
+) -> np.ndarray:  # fmt: skip
+    """What lay there before, in every lane; the lanes take their turns in order."""
+    machine, size = space.machine, kind.itemsize
+    lanes, places = space.place(mask, address, offset, size, index)
+    if places.size:
+        space.check_atomic(lanes, places, size, index)
+    memory = space.data.view(kind)
+    update = ATOMIC[operation]
+    chosen = np.arange(machine.lanes) if lanes is None else lanes
+    given = [machine.full(value).view(kind)[chosen] for value in operands]
+    before = np.zeros(machine.lanes, kind)
+    for turn, (lane, place) in enumerate(zip(chosen.tolist(), (places // size).tolist(), strict=True)):
+        old = memory[place]
+        before[lane] = old
+        memory[place] = update(old, *(value[turn] for value in given))
+    return before.view(UNSIGNED[8 * size])
+
+
+ATOMIC: dict[str, Any] = {
+    "add": lambda old, value: old + value,
+    "and": lambda old, value: old & value,
+    "or": lambda old, value: old | value,
+    "xor": lambda old, value: old ^ value,
+    "min": np.fmin,
+    "max": np.fmax,
+    "exch": lambda old, value: value,
+    "cas": lambda old, compare, value: value if old == compare else old,
+    "inc": lambda old, limit: type(old)(0) if old >= limit else old + type(old)(1),
+    "dec": lambda old, limit: limit if old == 0 or old > limit else old - type(old)(1),
+}

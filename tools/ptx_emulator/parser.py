@@ -1,0 +1,328 @@
+"""PTX text -> kernels: instructions, registers, labels, parameters, variables.
+
+Follows the grammar of the PTX ISA document as far as compilers write it: directives, statements, nested blocks with
+their own registers and labels. Vectors of operands are kept as text; the code generator knows what they mean.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from .report import EmulationError
+
+WIDTHS = {
+    "pred": 1, "b8": 8, "u8": 8, "s8": 8, "b16": 16, "u16": 16, "s16": 16, "f16": 16, "bf16": 16, "b32": 32, "u32": 32,
+    "s32": 32, "f32": 32, "f16x2": 32, "bf16x2": 32, "tf32": 32, "b64": 64, "u64": 64, "s64": 64, "f64": 64,
+    "f32x2": 64,
+}  # fmt: skip
+"""Bits of each fundamental type."""
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One instruction.
+
+    Args:
+        opcode: its name and modifiers, such as ("ld", "global", "b32"); "a::b" is one modifier.
+        operands: the operands as written, registers under their unique names.
+        predicate, negated: the guard @p or @!p, if any.
+        text: the whole statement as written.
+        location: the line of source that the nearest .loc names, or "".
+        line: line of the PTX text, from 1.
+        index: place in Kernel.instructions.
+    """
+
+    opcode: tuple[str, ...]
+    operands: tuple[str, ...]
+    predicate: str | None
+    negated: bool
+    text: str
+    location: str
+    line: int
+    index: int
+
+    @property
+    def type(self) -> str:
+        return self.opcode[-1]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    name: str
+    size: int
+    align: int
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A variable in shared, local, global or const space. size 0: as large as the launch says (.extern .shared x[])."""
+
+    name: str
+    space: str
+    size: int
+    align: int
+    data: bytes | None = None
+
+
+@dataclass
+class Kernel:
+    name: str
+    parameters: list[Parameter] = field(default_factory=list)
+    threads: int | None = None
+    registers: dict[str, int] = field(default_factory=dict)
+    widths: list[int] = field(default_factory=list)
+    instructions: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)
+    variables: dict[str, Variable] = field(default_factory=dict)
+    wgmma: Any = None  # what codegen_wgmma found out about its wgmma instructions
+
+    def offsets(self, space: str) -> dict[str, int]:
+        """Where the variables of a space lie; those of unknown size come last, at one place."""
+        at, places = 0, {}
+        for variable in sorted((v for v in self.variables.values() if v.space == space), key=lambda v: v.size == 0):
+            at = -(-at // variable.align) * variable.align
+            places[variable.name] = at
+            at += variable.size
+        return places
+
+    def static_size(self, space: str) -> int:
+        offsets = self.offsets(space)
+        return max((offsets[name] + self.variables[name].size for name in offsets), default=0)
+
+
+def split_operands(text: str) -> tuple[str, ...]:
+    """At the commas outside braces, brackets and parentheses."""
+    parts, depth, start = [], 0, 0
+    for at, character in enumerate(text):
+        if character in "{[(":
+            depth += 1
+        elif character in "}])":
+            depth -= 1
+        elif character == "," and depth == 0:
+            parts.append(text[start:at].strip())
+            start = at + 1
+    last = text[start:].strip()
+    return (*parts, last) if last else tuple(parts)
+
+
+def without_comments(text: str) -> str:
+    """The same text with comments blanked out; every character keeps its line."""
+    text = re.sub(r"/\*.*?\*/", lambda found: re.sub(r"[^\n]", " ", found.group()), text, flags=re.S)
+    return re.sub(r"//[^\n]*", "", text)
+
+
+def parse(ptx: str) -> dict[str, Kernel]:
+    """Every .entry of a module, by name.
+
+    Raises:
+        EmulationError: the text has no entry, or a statement that is not understood.
+    """
+    locations = _locations(ptx)
+    text = without_comments(ptx)
+    entries = list(re.finditer(r"\.entry\s+([\w$]+)\s*(\()?", text))
+    bodies = []
+    for found in entries:
+        kernel = Kernel(found.group(1))
+        end = found.end()
+        if found.group(2):
+            end = text.index(")", end)
+            kernel.parameters = [_parameter(p) for p in split_operands(text[found.end() : end])]
+            end += 1
+        start = text.index("{", end)
+        directives = text[end:start]
+        required = re.search(r"\.reqntid\s+([\d,\s]+)", directives)
+        if required:
+            kernel.threads = 1
+            for size in required.group(1).split(","):
+                kernel.threads *= int(size)
+        stop = _closing_brace(text, start)
+        bodies.append((kernel, start + 1, stop))
+    if not bodies:
+        raise EmulationError("the PTX text has no .entry")
+    outside, at = [], 0
+    for found, (_, _, stop) in zip(entries, bodies, strict=True):
+        outside.append(text[at : found.start()])
+        at = stop
+    outside.append(text[at:].split(".section")[0])
+    shared_by_all = {v.name: v for part in outside for v in _variables(part)}
+    for kernel, start, stop in bodies:
+        kernel.variables = dict(shared_by_all)
+        _Body(kernel, locations).read(text, start, stop)
+    return {kernel.name: kernel for kernel, _, _ in bodies}
+
+
+def _locations(ptx: str) -> list[str]:
+    """For every line of the text (from 1), the source line that holds there."""
+    here, lines = "", [""]
+    for line in ptx.split("\n"):
+        if ".loc" in line and line.lstrip().startswith(".loc"):
+            named = re.search(r"//\s*(\S+)", line)
+            here = named.group(1) if named else line.strip()
+        elif ".entry" in line:
+            here = ""
+        lines.append(here)
+    return lines
+
+
+def _closing_brace(text: str, start: int) -> int:
+    depth = 0
+    for found in re.compile(r"[{}]").finditer(text, start):
+        depth += 1 if found.group() == "{" else -1
+        if depth == 0:
+            return found.start()
+    raise EmulationError("a body of the PTX text is not closed")
+
+
+def _parameter(text: str) -> Parameter:
+    found = re.match(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(.*)$", text, re.S)
+    if not found:
+        raise EmulationError(f"parameter not understood: {text}")
+    size = WIDTHS[found.group(2)] // 8
+    align = int(found.group(1) or size)
+    name = found.group(3).split()[-1]
+    array = re.match(r"([\w$]+)\[(\d+)\]$", name)
+    return Parameter(array.group(1), size * int(array.group(2)), align) if array else Parameter(name, size, align)
+
+
+_VARIABLE = re.compile(
+    r"\.(shared|local|global|const)\s+(?:\.attribute\([^)]*\)\s*)?(?:\.align\s+(\d+)\s+)?"
+    r"(?:\.v([24])\s+)?\.(\w+)\s+([\w$]+)((?:\s*\[\s*\d*\s*\])*)\s*(?:=\s*(.*))?$",
+    re.S,
+)
+
+
+def _variables(text: str) -> Iterator[Variable]:
+    for statement in text.split(";"):
+        found = _VARIABLE.search(statement.strip())
+        if found:
+            yield _variable(found)
+
+
+def _variable(found: re.Match[str]) -> Variable:
+    space, align, vector, kind, name, dimensions, values = found.groups()
+    element = WIDTHS[kind] // 8
+    size = element * int(vector or 1)
+    for count in re.findall(r"\[\s*(\d*)\s*\]", dimensions):
+        size *= int(count or 0)
+    data = None
+    if space in ("global", "const"):
+        data = bytes(size)
+        if values and not re.search(r"[A-Za-z_$]{2}", values.replace("0x", "").replace("0X", "")):
+            numbers = [int(number, 0) & (2 ** (8 * element) - 1) for number in re.findall(r"-?\w+", values)]
+            data = b"".join(number.to_bytes(element, "little") for number in numbers).ljust(size, b"\0")
+    return Variable(name, space, size, int(align or element), data)
+
+
+class _Body:
+    """Reads the statements of one kernel."""
+
+    def __init__(self, kernel: Kernel, locations: list[str]) -> None:
+        self.kernel = kernel
+        self.locations = locations
+        self.scopes: list[dict[str, str]] = [{}]
+        self.jumps: list[tuple[int, list[dict[str, str]]]] = []
+
+    def read(self, text: str, start: int, stop: int) -> None:
+        at, line, counted = start, text.count("\n", 0, start) + 1, start
+        label = re.compile(r"([\w$%]+)\s*:(?!:)")
+        directive = re.compile(r"\.(loc|pragma|file)\b")
+        blank = re.compile(r"\s*")
+        while True:
+            at = blank.match(text, at).end()  # type: ignore[union-attr]
+            if at >= stop:
+                break
+            line, counted = line + text.count("\n", counted, at), at
+            character = text[at]
+            if character == "{":
+                self.scopes.append({})
+                at += 1
+            elif character == "}":
+                self.scopes.pop()
+                at += 1
+            elif character == ";":
+                at += 1
+            elif found := label.match(text, at):
+                name = found.group(1)
+                unique = name if len(self.scopes) == 1 else f"{name}@{len(self.kernel.labels)}"
+                self.scopes[-1][":" + name] = unique
+                self.kernel.labels[unique] = len(self.kernel.instructions)
+                at = found.end()
+            elif (found := directive.match(text, at)) and found.group(1) != "pragma":
+                at = text.index("\n", at)
+            else:
+                end = text.index(";", at)
+                self.statement(text[at:end].strip(), line)
+                at = end + 1
+        self.resolve_labels()
+
+    def statement(self, text: str, line: int) -> None:
+        if text.startswith(".reg"):
+            self.declare(text)
+        elif found := _VARIABLE.match(text):
+            variable = _variable(found)
+            self.kernel.variables[variable.name] = variable
+        elif not text.startswith((".pragma", ".param", ".branchtargets", ".callprototype")):
+            self.instruction(text, line)
+
+    def declare(self, text: str) -> None:
+        found = re.match(r"\.reg\s*(?:\.v[24]\s*)?\.(\w+)\s+(.*)$", text, re.S)
+        if not found or found.group(1) not in WIDTHS:
+            raise EmulationError(f"declaration not understood: {text}")
+        width = WIDTHS[found.group(1)]
+        for name in split_operands(found.group(2)):
+            numbered = re.match(r"(.*)<(\d+)>$", name)
+            names = [f"{numbered.group(1)}{n}" for n in range(int(numbered.group(2)))] if numbered else [name]
+            for plain in names:
+                unique = plain
+                if len(self.scopes) > 1:
+                    unique = f"{plain}@{len(self.kernel.widths)}"
+                    self.scopes[-1][plain] = unique
+                self.kernel.registers[unique] = len(self.kernel.widths)
+                self.kernel.widths.append(width)
+
+    def instruction(self, text: str, line: int) -> None:
+        found = re.match(r"(?:@(!?)([\w$%]+)\s+)?([\w.:]+)\s*(.*)$", text, re.S)
+        if not found:
+            raise EmulationError(f"line {line}: not understood: {text}")
+        negation, predicate, opcode, rest = found.groups()
+        index = len(self.kernel.instructions)
+        if len(self.scopes) > 1 and any(self.scopes[1:]):
+            rest = re.sub(r"[\w$%]+", lambda name: self.unique(name.group()), rest)
+            predicate = self.unique(predicate) if predicate else predicate
+        name = tuple(opcode.split("."))
+        self.kernel.instructions.append(
+            Instruction(
+                name,
+                split_operands(rest),
+                predicate,
+                bool(negation),
+                " ".join(text.split()),
+                self.locations[line],
+                line,
+                index,
+            )
+        )
+        if name[0] == "bra":
+            self.jumps.append((index, list(self.scopes)))
+
+    def unique(self, name: str) -> str:
+        for scope in reversed(self.scopes):
+            if name in scope:
+                return scope[name]
+        return name
+
+    def resolve_labels(self) -> None:
+        """A jump's label is that of the innermost block around it which has one of this name."""
+        for index, scopes in self.jumps:
+            jump = self.kernel.instructions[index]
+            name = jump.operands[0]
+            unique = next((scope[":" + name] for scope in reversed(scopes) if ":" + name in scope), None)
+            if unique is None:
+                raise EmulationError(f"line {jump.line}: no label {name}")
+            if unique != name:
+                self.kernel.instructions[index] = Instruction(
+                    jump.opcode, (unique,), jump.predicate, jump.negated, jump.text, jump.location, jump.line, index
+                )
