@@ -86,7 +86,7 @@ class AsyncCopies:
         data[np.arange(size) >= copy.given[lanes, None]] = 0
         shared.data.reshape(-1, size)[targets // size] = data
         if shared.shadow is not None:
-            shared.shadow.mark_written(lanes, targets, size)
+            shared.shadow.mark_written(lanes, targets, size, by_copy=True)
             shared.shadow.mark_in_flight(targets, size, False)
         copy.waiting[lanes] = False
 

@@ -99,6 +99,7 @@ class Code:
         self.environment: dict[str, Any] = {name: value for name, value in vars(arithmetic).items() if name[0] != "_"}
         self.environment |= DTYPES | {"np": np, "where": np.where}
         self.kinds: dict[int, str] = {}  # of the registers that are variables now, their numpy type
+        self.checks: list[Emitter] = []  # called before the emitter of every instruction
         self._constants: dict[Any, str] = {}
         self._offsets = kernel.offsets("shared"), kernel.offsets("local")
 
@@ -293,11 +294,14 @@ def ends_block(instruction: Instruction) -> Step | None:
 
 def translate(kernel: Kernel) -> Program:
     """Raises EmulationError at an instruction that no emitter knows."""
-    from . import codegen_arithmetic, codegen_memory, codegen_warp  # noqa: F401  (they register their emitters)
+    from . import codegen_arithmetic, codegen_memory, codegen_warp, codegen_wgmma  # noqa: F401  (for their emitters)
 
+    codegen_wgmma.prepare(kernel)
     blocks = _blocks(kernel)
     outside = _live_between_blocks(kernel, blocks)
     code = Code(kernel)
+    if kernel.wgmma is not None:
+        code.checks.append(codegen_wgmma.check_before)
     for number, block in enumerate(blocks):
         code.lines.append(f"def block{number}(M, R, m):")
         _translate_block(code, kernel, block, outside)
@@ -390,6 +394,8 @@ def _emit(code: Code, instruction: Instruction) -> None:
     if emitter is None:
         raise EmulationError(f"{code.kernel.name}, line {instruction.line}: no emitter for {instruction.text}")
     try:
+        for check in code.checks:
+            check(code, instruction)
         emitter(code, instruction)
     except (KeyError, IndexError, ValueError, StopIteration) as error:
         where = f"{code.kernel.name}, line {instruction.line}"

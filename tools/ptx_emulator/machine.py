@@ -80,6 +80,11 @@ class Machine:
                 values[f"%{of}.{name}"] = (place % size[axis]).astype(np.uint32)
                 values[f"%n{of}.{name}"] = np.uint32(size[axis])
                 place = place // size[axis]
+        for axis in "xyz":  # every CTA is a cluster of its own
+            values[f"%clusterid.{axis}"] = values[f"%ctaid.{axis}"]
+            values[f"%nclusterid.{axis}"] = values[f"%nctaid.{axis}"]
+            values[f"%cluster_ctaid.{axis}"], values[f"%cluster_nctaid.{axis}"] = np.uint32(0), np.uint32(1)
+        values["%cluster_ctarank"], values["%cluster_nctarank"] = np.uint32(0), np.uint32(1)
         values["%laneid"] = (self.thread % 32).astype(np.uint32)
         values["%warpid"] = self.warp.astype(np.uint32)
         values["%nwarpid"] = np.uint32(self.warps)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from .report import EmulationError
 
@@ -76,6 +77,7 @@ class Kernel:
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     variables: dict[str, Variable] = field(default_factory=dict)
+    wgmma: Any = None  # what codegen_wgmma found out about its wgmma instructions
 
     def offsets(self, space: str) -> dict[str, int]:
         """Where the variables of a space lie; those of unknown size come last, at one place."""

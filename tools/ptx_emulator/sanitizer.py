@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from .wgmma_shadow import WgmmaShadow
+
 if TYPE_CHECKING:
     from .machine import Machine
 
@@ -61,6 +63,7 @@ class SharedShadow:
         self.block_complete = np.zeros(blocks, bool)  # every byte has been written
         self.block_in_flight = np.zeros(blocks, bool)
         self._reads: list[tuple[np.ndarray, int, np.ndarray, np.ndarray]] = []
+        self.wgmma = WgmmaShadow(self) if machine.kernel.wgmma is not None else None
 
     def read(self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
         """Before a read: the bytes are written, arrived, and ordered after their write."""
@@ -74,10 +77,18 @@ class SharedShadow:
             self.initialised(lanes, places, total, index)
         if (self.block_written[block] == epoch).any():
             self._check_writer(lanes, places, total, index, epoch)
-        self.block_read[block] = epoch
-        self._reads.append((places, total, _pick(machine.warp, lanes), epoch))
+        self.mark_read(places, total, _pick(machine.warp, lanes), epoch)
+
+    def mark_read(self, places: np.ndarray, total: int, warp: np.ndarray, epoch: np.ndarray) -> None:
+        self.block_read[places >> 4] = epoch
+        self._reads.append((places, total, warp, epoch))
         if len(self._reads) > LOG_LIMIT:
             self._expand_reads()
+
+    def writers(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(thread, epoch) of the last write to each granule of some blocks, (n, granules) each; epoch 0: none."""
+        stamp = self.stamp.reshape(-1, BLOCK // self.granule)[blocks]
+        return stamp & ((1 << THREAD_BITS) - 1), stamp >> (THREAD_BITS + EPOCH_BITS)
 
     def _check_writer(
         self, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int, epoch: np.ndarray
@@ -119,6 +130,8 @@ class SharedShadow:
         """
         machine, granule, block = self.machine, self.granule, places >> 4
         epoch = _pick(machine.epoch, lanes)
+        if self.wgmma is not None:
+            self.wgmma.check_overwrite(lanes, places, index, what)
         if self.block_in_flight[block].any():
             in_flight = _rows(self.in_flight, places, total, granule)
             if in_flight.any():
@@ -145,7 +158,9 @@ class SharedShadow:
                 kind = f"shared race: {what} after another warp's read without a barrier"
                 self._report(kind, read.any(2), lanes, places, index)
 
-    def mark_written(self, lanes: np.ndarray | None, places: np.ndarray, total: int) -> None:
+    def mark_written(self, lanes: np.ndarray | None, places: np.ndarray, total: int, by_copy: bool = False) -> None:
+        if self.wgmma is not None:
+            self.wgmma.written(places, total, by_copy)
         _set_rows(self.stamp, places, total, self.granule, _pick(self.machine.stamp, lanes))
         block = places >> 4
         self.block_written[block] = _pick(self.machine.epoch, lanes)

@@ -1,0 +1,339 @@
+"""wgmma: products of a warpgroup (four warps, 128 threads) that run while its threads go on.
+
+A wgmma.mma_async is computed when it is issued and delivered by the wgmma.wait_group that completes it; in between its
+accumulator holds no number. Each warp computes its own 16 of the 64 rows, so that warps may come one after another; at
+the end of the program the warps of a warpgroup must have executed the same sequence of wgmma instructions.
+Factors: f16, bf16 and tf32, the first in registers or in shared memory; accumulators: fp32.
+
+Not here, because Triton 3.7.1 emits none of it for kernels without tensor descriptors: TMA (cp.async.bulk), mbarrier,
+clusters of more than one program, named barriers. An instruction of theirs raises EmulationError with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .arithmetic import Array
+from .report import EmulationError
+from .warp import converged
+from .wgmma_layout import (
+    ROWS,
+    WARPS,
+    Shape,
+    accumulator_from_registers,
+    accumulator_to_registers,
+    decode_descriptors,
+    first_factor_from_registers,
+    misaligned_descriptors,
+    operand_chunks,
+    operand_from_chunks,
+    product,
+)
+from .wgmma_shadow import CHUNK
+
+if TYPE_CHECKING:
+    from .machine import Machine
+
+
+@dataclass(frozen=True)
+class Mma:
+    """What a wgmma.mma_async says, besides its operands.
+
+    Args:
+        index: of the instruction.
+        shape: its shape and types.
+        accumulators: numbers of its accumulator's registers.
+        first_factor: numbers of its first factor's registers, none if that lies in shared memory.
+        transposed: whether the first and the second factor are transposed (imm-trans-a, imm-trans-b).
+        negate: exactly one of imm-scale-a and imm-scale-b is -1.
+        unfenced: names of its registers that were accessed before it without wgmma.fence.
+    """
+
+    index: int
+    shape: Shape
+    accumulators: tuple[int, ...]
+    first_factor: tuple[int, ...]
+    transposed: tuple[bool, bool]
+    negate: bool
+    unfenced: tuple[str, ...] = ()
+
+
+@dataclass
+class InFlight:
+    """An issued wgmma.
+
+    Attributes:
+        warps: numbers in the machine of the warps that execute it; all other arrays have an element a warp.
+        pending: whether it still is in flight for the warp.
+        group: number of the warp's commit group, 0 before it is committed.
+        result: (n, 16, N); None if a later wgmma accumulates to the same registers.
+        chunks: numbers of the 16-byte chunks of shared memory that it reads.
+    """
+
+    mma: Mma
+    warps: np.ndarray
+    pending: np.ndarray
+    group: np.ndarray
+    result: np.ndarray | None
+    chunks: np.ndarray
+
+
+@dataclass
+class Warpgroups:
+    """The wgmma instructions of one machine."""
+
+    machine: Machine
+    in_flight: list[InFlight] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        warps = self.machine.lanes // 32
+        self.groups = np.zeros(warps, np.int64)
+        self.executed = np.zeros(warps, np.uint64)  # a hash of the sequence of instructions
+        self.last = 0
+        if self.machine.warps % WARPS:
+            raise EmulationError(f"{self.machine.kernel.name}: wgmma in a program of {self.machine.warps} warps")
+
+    # ---- instructions
+
+    def multiply(
+        self, mask: Array, mma: Mma, accumulators: Sequence[Array], first: Sequence[Array] | Array, second: Array,
+        accumulate: Array,
+    ) -> list[Array]:  # fmt: skip
+        """wgmma.mma_async: starts a product; returns what its accumulator's registers hold from then on.
+
+        Args:
+            accumulators: bits of the accumulator's registers.
+            first: bits of the first factor's registers, or its descriptors.
+            second: descriptors of the second factor.
+            accumulate: scale-d.
+        """
+        machine = self.machine
+        warps = self._execute(mask, mma.index)
+        if mma.unfenced:
+            kind = "registers of a wgmma were accessed before it without wgmma.fence in between"
+            machine.report(kind, mma.index, f"{len(mma.unfenced)} registers, such as {mma.unfenced[0]}")
+        groups, leaders, members = np.unique(warps // WARPS, return_index=True, return_inverse=True)
+        right, chunks = self._operand(mma, warps, leaders, members, second, mma.shape.columns, mma.transposed[1])
+        if isinstance(first, Sequence):
+            left = first_factor_from_registers(self._of_warps(first, warps), mma.shape.element_bytes)
+        else:
+            rows, more = self._operand(mma, warps, leaders, members, first, ROWS, mma.transposed[0])
+            left = rows.reshape(len(groups), WARPS, ROWS // WARPS, -1)[members, warps % WARPS]
+            chunks = np.concatenate([chunks, more], 1)
+        before = self._accumulated(mma, warps, accumulators, accumulate)
+        here = len(warps) // len(groups)
+        if len(warps) == here * len(groups) and (members == np.repeat(np.arange(len(groups)), here)).all():
+            stacked = left.reshape(len(groups), here * 16, -1)
+            into = None if before is None else before.reshape(len(groups), here * 16, -1)
+            result = product(stacked, right, into, mma.shape.type, mma.negate).reshape(len(warps), 16, -1)
+        else:
+            result = product(left, right[members], before, mma.shape.type, mma.negate)
+        shadow = self._shadow()
+        if shadow is not None:
+            shadow.read(warps[leaders], chunks, mma.index)
+            shadow.mark_readers(warps, chunks[members])
+        self.in_flight.append(
+            InFlight(mma, warps, np.ones(len(warps), bool), np.zeros(len(warps), np.int64), result, chunks[members])
+        )
+        undefined = machine.undefined(4)
+        if len(warps) * 32 == machine.lanes:
+            return [undefined] * len(accumulators)
+        lanes = np.repeat(np.isin(np.arange(machine.lanes // 32), warps), 32)
+        return [np.where(lanes, undefined, register) for register in accumulators]
+
+    def commit(self, mask: Array, index: int) -> None:
+        """wgmma.commit_group: everything issued so far is one group."""
+        warps = self._execute(mask, index)
+        self.groups[warps] += 1
+        for issued in self.in_flight:
+            chosen = (issued.group == 0) & np.isin(issued.warps, warps)
+            issued.group[chosen] = self.groups[issued.warps[chosen]]
+
+    def wait(
+        self, mask: Array, index: int, remaining: int, numbers: tuple[int, ...], registers: Sequence[Array]
+    ) -> list[Array]:
+        """wgmma.wait_group: completes all but the last `remaining` groups.
+
+        Args:
+            numbers, registers: numbers and bits of all registers that may be accumulators of what is in flight.
+
+        Returns:
+            The registers with the results of what is complete.
+        """
+        warps = self._execute(mask, index)
+        values = dict(zip(numbers, registers, strict=True))
+        waits = np.zeros(self.machine.lanes // 32, bool)
+        waits[warps] = True
+        for issued in self.in_flight:
+            ready = issued.pending & (issued.group > 0) & waits[issued.warps]
+            ready &= issued.group <= self.groups[issued.warps] - remaining
+            if not ready.any():
+                continue
+            issued.pending &= ~ready
+            if issued.result is not None:
+                self._deliver(issued, ready, values)
+        shadow = self._shadow()
+        if shadow is not None:
+            for issued in self.in_flight:
+                finished = ~issued.pending
+                if finished.any():
+                    shadow.done(issued.warps[finished], issued.chunks[finished])
+        self.in_flight = [issued for issued in self.in_flight if issued.pending.any()]
+        if shadow is not None:
+            for issued in self.in_flight:
+                shadow.mark_readers(issued.warps[issued.pending], issued.chunks[issued.pending])
+        return [values[number] for number in numbers]
+
+    def fence(self, mask: Array, index: int) -> None:
+        """wgmma.fence. What it orders is followed before the kernel runs: see wgmma_analysis."""
+        self._execute(mask, index)
+
+    def check_registers(self, mask: Array, index: int, accessed: frozenset[int], written: frozenset[int]) -> None:
+        """Before an instruction that accesses and writes these registers: none may belong to a wgmma in flight."""
+        active = self.machine.active(mask).reshape(-1, 32).any(1)
+        for issued in self.in_flight:
+            here = issued.pending & active[issued.warps]
+            if not here.any():
+                continue
+            state = "in flight" if issued.group[here].all() else "in flight and not committed"
+            detail = f"{state}: {self.machine.kernel.instructions[issued.mma.index].text[:80]}"
+            if accessed & set(issued.mma.accumulators):
+                self.machine.report("accumulator of a wgmma in flight is accessed", index, detail)
+            elif written & set(issued.mma.first_factor):
+                self.machine.report("first factor of a wgmma in flight is overwritten", index, detail)
+
+    def finish(self) -> None:
+        """At the end of the program."""
+        for issued in self.in_flight:
+            self.machine.report("wgmma never waited for", issued.mma.index, "")
+        differ = np.ptp(self.executed.reshape(-1, WARPS), axis=1) != 0
+        if differ.any():
+            detail = f"warpgroup {int(np.flatnonzero(differ)[0])}"
+            self.machine.report("the warps of a warpgroup executed different wgmma instructions", self.last, detail)
+
+    # ---- parts of them
+
+    def _shadow(self):  # type: ignore[no-untyped-def]
+        return None if self.machine.shared.shadow is None else self.machine.shared.shadow.wgmma
+
+    def _execute(self, mask: Array, index: int) -> np.ndarray:
+        """The numbers of the warps that execute an instruction."""
+        some = converged(self.machine, mask, index)
+        warps = np.arange(self.machine.lanes // 32) if some is None else np.flatnonzero(some)
+        self.executed[warps] = self.executed[warps] * np.uint64(1000003) + np.uint64(index + 1)
+        self.last = index
+        return warps
+
+    def _of_warps(self, registers: Sequence[Array], warps: np.ndarray) -> np.ndarray:
+        """uint32 (n, 32, registers)."""
+        out = np.empty((len(warps), 32, len(registers)), np.uint32)
+        for place, register in enumerate(registers):
+            out[:, :, place] = register if register.ndim == 0 else register.reshape(-1, 32)[warps]
+        return out
+
+    def _operand(
+        self, mma: Mma, warps: np.ndarray, leaders: np.ndarray, members: np.ndarray, descriptors: Array, rows: int,
+        transposed: bool,
+    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+        """(bits (g, rows, K), numbers of the 16-byte chunks (g, any)) of each warpgroup's operand in shared memory."""
+        machine, shape = self.machine, mma.shape
+        bits = machine.full(descriptors).reshape(-1, 32)[warps]
+        leading = bits[leaders, 0]
+        if (bits != leading[members][:, None]).any():
+            kind = "threads of a warpgroup give a wgmma different matrix descriptors"
+            machine.report(kind, mma.index, machine.thread_name(int(warps[0]) * 32))
+        different, which = np.unique(leading, return_inverse=True)
+        if misaligned_descriptors(decode_descriptors(different)).any():
+            detail = " ".join(f"0x{int(descriptor):016x}" for descriptor in different[:2])
+            machine.report("matrix descriptor misaligned to its swizzle", mma.index, detail)
+        addresses = np.stack(
+            [operand_chunks(int(d), rows, shape.depth, shape.element_bytes, transposed) for d in different]
+        )
+        beyond = addresses > machine.shared.size - CHUNK
+        if beyond.any():
+            detail = f"byte {int(addresses.max())} of {machine.shared.size}"
+            machine.report("wgmma reads beyond the end of shared memory", mma.index, detail)
+            addresses = np.where(beyond, 0, addresses)
+        base = machine.shared.base[warps[leaders] * 32]
+        chunks = (addresses[which] + base[:, None, None]) // CHUNK
+        memory = machine.shared.data.view(np.uint16 if shape.element_bytes == 2 else np.uint32)
+        contents = memory.reshape(-1, CHUNK // shape.element_bytes)[chunks]
+        return operand_from_chunks(contents, transposed), chunks.reshape(len(leaders), -1)
+
+    def _accumulated(
+        self, mma: Mma, warps: np.ndarray, registers: Sequence[Array], accumulate: Array
+    ) -> np.ndarray | None:
+        """What a product is added to, float32 (n, 16, N): registers, or the results of wgmma in flight."""
+        wanted = self.machine.full(accumulate).reshape(-1, 32)[warps]
+        if (wanted != wanted[:, :1]).any():
+            self.machine.report("lanes of a warp give a wgmma different scale-d", mma.index, "")
+        wanted = wanted[:, 0]
+        same = [
+            issued
+            for issued in self.in_flight
+            if set(issued.mma.accumulators) & set(mma.accumulators) and issued.result is not None
+        ]
+        if same and same[-1].mma.accumulators == mma.accumulators and _as_a_whole(same[-1], warps):
+            before, same[-1].result = same[-1].result, None
+        else:
+            values = dict(zip(mma.accumulators, registers, strict=True))
+            for issued in same:
+                self._deliver(issued, issued.pending, values)
+            before = accumulator_from_registers(self._of_warps([values[n] for n in mma.accumulators], warps))
+        if not wanted.any():
+            return None
+        return before if wanted.all() else np.where(wanted[:, None, None], before, np.float32(0))
+
+    def _deliver(self, issued: InFlight, ready: np.ndarray, values: dict[int, Array]) -> None:
+        """Puts the results of some of its warps into those registers of `values` that are its accumulator."""
+        assert issued.result is not None
+        results = accumulator_to_registers(issued.result[ready])
+        warps = issued.warps[ready]
+        for place, number in enumerate(issued.mma.accumulators):
+            if number not in values:
+                continue
+            if len(warps) * 32 == self.machine.lanes:
+                values[number] = np.ascontiguousarray(results[:, :, place]).reshape(-1)
+            else:
+                register = self.machine.full(values[number]).copy()
+                register.reshape(-1, 32)[warps] = results[:, :, place]
+                values[number] = register
+
+
+def _as_a_whole(issued: InFlight, warps: np.ndarray) -> bool:
+    """Whether exactly these warps have it in flight."""
+    return bool(issued.pending.all()) and np.array_equal(issued.warps, warps)
+
+
+# ---- called by generated code
+
+
+def multiply(machine: Machine, *arguments: object) -> list[Array]:
+    return machine.extension(Warpgroups).multiply(*arguments)  # type: ignore[arg-type]
+
+
+def commit(machine: Machine, mask: Array, index: int) -> None:
+    machine.extension(Warpgroups).commit(mask, index)
+
+
+def wait(machine: Machine, *arguments: object) -> list[Array]:
+    return machine.extension(Warpgroups).wait(*arguments)  # type: ignore[arg-type]
+
+
+def fence(machine: Machine, mask: Array, index: int) -> None:
+    machine.extension(Warpgroups).fence(mask, index)
+
+
+def check_registers(machine: Machine, *arguments: object) -> None:
+    machine.extension(Warpgroups).check_registers(*arguments)  # type: ignore[arg-type]
+
+
+def proxy_fence(machine: Machine, mask: Array) -> None:
+    """fence.proxy.async."""
+    shadow = machine.shared.shadow
+    if shadow is not None and shadow.wgmma is not None:
+        shadow.wgmma.fence(mask)
