@@ -194,7 +194,7 @@ def bit_field_extract(bits: Array, position: Array, length: Array, width: int, s
     position, length = position & np.uint32(255), length & np.uint32(255)
     short = np.minimum(length, np.uint32(width - 1)).astype(kind)
     mask = where(length >= np.uint32(width), ~kind(0), (kind(1) << short) - kind(1))
-    extracted = shift_right(bits, position, width, False) & mask
+    extracted = shift_right(bits, position, width, signed) & mask
     if signed:
         top = np.minimum(position + length - np.uint32(1), np.uint32(width - 1))
         negative = (shift_right(bits, top, width, False) & kind(1)) != 0

@@ -85,6 +85,8 @@ NUMPY_KIND = {"pred": "?"} | {
 """numpy's type of the value of each type; bf16, tf32 and packed types stay bits."""
 DTYPES = {kind: np.dtype(kind) for kind in ("u1", "u2", "u4", "u8", "i1", "i2", "i4", "i8", "f2", "f4", "f8")}
 
+SPECIAL = re.compile(r"%(n?(tid|ctaid)\.[xyz]|laneid|n?warpid|lanemask_(eq|l[te]|g[te]))$")
+"""Special registers that a machine knows."""
 _NAME = re.compile(r"[\w$%@.]+")
 
 
@@ -148,6 +150,8 @@ class Code:
                 raise EmulationError(f"register {operand} is narrower than {type_}")
             return f"{name}.astype(u{width // 8})"
         if operand.startswith("%"):
+            if not SPECIAL.match(operand):
+                raise EmulationError(f"{self.kernel.name}: no register {operand}")
             special = f"M.special[{operand!r}]"
             return special if width == 32 else f"{special}.astype(u{width // 8})"
         if re.match(r"[A-Za-z_$]", operand):

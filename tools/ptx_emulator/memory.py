@@ -23,7 +23,8 @@ GLOBAL_BASE = 0x7F00_0000_0000
 SHARED_WINDOW = 0x7E00_0000_0000
 LOCAL_WINDOW = 0x7D00_0000_0000
 WINDOW_BITS = np.uint64(40)
-GUARD = 512
+GUARD = 4096
+"""Bytes between two tensors that belong to none."""
 UNDEFINED = 0xFF
 """What bytes hold that nobody has written: NaN in every float type."""
 
