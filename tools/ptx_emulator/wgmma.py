@@ -115,15 +115,16 @@ class Warpgroups:
         undefined = machine.undefined(4)
         if len(warps) * 32 == machine.lanes:
             return [undefined] * len(accumulators)
-        lanes = np.repeat(np.isin(np.arange(machine.lanes // 32), warps), 32)
+        lanes = np.repeat(self._chosen(warps), 32)
         return [np.where(lanes, undefined, register) for register in accumulators]
 
     def commit(self, mask: Array, index: int) -> None:
         """wgmma.commit_group: everything issued so far is one group."""
         warps = self._execute(mask, index)
         self.groups[warps] += 1
+        here = self._chosen(warps)
         for issued in self.in_flight:
-            chosen = (issued.group == 0) & np.isin(issued.warps, warps)
+            chosen = (issued.group == 0) & here[issued.warps]
             issued.group[chosen] = self.groups[issued.warps[chosen]]
 
     def wait(
@@ -139,8 +140,7 @@ class Warpgroups:
         """
         warps = self._execute(mask, index)
         values = dict(zip(numbers, registers, strict=True))
-        waits = np.zeros(self.machine.lanes // 32, bool)
-        waits[warps] = True
+        waits = self._chosen(warps)
         for issued in self.in_flight:
             ready = issued.pending & (issued.group > 0) & waits[issued.warps]
             ready &= issued.group <= self.groups[issued.warps] - remaining
@@ -201,6 +201,12 @@ class Warpgroups:
         self.last = index
         return warps
 
+    def _chosen(self, warps: np.ndarray) -> np.ndarray:
+        """For every warp of the machine, whether it is among these."""
+        chosen = np.zeros(self.machine.lanes // 32, bool)
+        chosen[warps] = True
+        return chosen
+
     def _accumulated(
         self, mma: Mma, warps: np.ndarray, registers: Sequence[Array], accumulate: Array
     ) -> np.ndarray | None:
@@ -214,14 +220,15 @@ class Warpgroups:
             for issued in self.in_flight
             if set(issued.mma.accumulators) & set(mma.accumulators) and issued.result is not None
         ]
+        before = None
         if same and same[-1].mma.accumulators == mma.accumulators and _as_a_whole(same[-1], warps):
             before, same[-1].result = same[-1].result, None
-        else:
+        elif same or wanted.any():
             values = dict(zip(mma.accumulators, registers, strict=True))
             for issued in same:
                 self._deliver(issued, issued.pending, values)
             before = accumulator_from_registers(of_warps([values[n] for n in mma.accumulators], warps))
-        if not wanted.any():
+        if before is None or not wanted.any():
             return None
         return before if wanted.all() else np.where(wanted[:, None, None], before, np.float32(0))
 
