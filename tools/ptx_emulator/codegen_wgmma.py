@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from . import wgmma
 from .codegen import Code, emits
-from .parser import Instruction, Kernel
+from .kernel import Instruction, Kernel
 from .wgmma_analysis import WgmmaAnalysis, accesses, analyse, is_mma
 from .wgmma_layout import parse_shape
 from .wgmma_operands import Mma

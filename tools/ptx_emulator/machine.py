@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .arithmetic import UNSIGNED, Array
-from .codegen import Program, Step
+from .blocks import Program, Step
 from .memory import GlobalSpace, LocalSpace, SharedSpace, Tensors
 from .report import EmulationError, Finding, Report
 from .sanitizer import GlobalShadow, stamps
@@ -88,16 +88,11 @@ class Machine:
         values["%laneid"] = (self.thread % 32).astype(np.uint32)
         values["%warpid"] = self.warp.astype(np.uint32)
         values["%nwarpid"] = np.uint32(self.warps)
-        for name, bits in (("eq", "=="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">=")):
-            lane, other = np.arange(32)[:, None], np.arange(32)[None, :]
-            chosen = {
-                "==": other == lane,
-                "<": other < lane,
-                "<=": other <= lane,
-                ">": other > lane,
-                ">=": other >= lane,
-            }
-            mask = (chosen[bits] * (np.uint32(1) << np.arange(32, dtype=np.uint32))).sum(1, dtype=np.uint32)
+        lane, other = np.arange(32)[:, None], np.arange(32)[None, :]
+        for name, chosen in {
+            "eq": other == lane, "lt": other < lane, "le": other <= lane, "gt": other > lane, "ge": other >= lane,
+        }.items():  # fmt: skip
+            mask = (chosen * (np.uint32(1) << np.arange(32, dtype=np.uint32))).sum(1, dtype=np.uint32)
             values[f"%lanemask_{name}"] = mask[self.thread % 32]
         return values
 

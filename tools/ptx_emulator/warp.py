@@ -41,7 +41,7 @@ def converged(machine: Machine, mask: Array, index: int, members: Array | None =
         warp = int(np.flatnonzero(missing)[0])
         detail = f"warp of {machine.thread_name(32 * warp)}: {int(here[warp].sum())} of its lanes are here"
         machine.report("a warp is not complete at a .sync instruction", index, detail)
-    return None if some.all() else some
+    return None if some.all() else np.asarray(some)
 
 
 def shuffle(
