@@ -344,3 +344,27 @@ def test_what_is_not_emulated_is_named(instruction):
     ptx = product.ptx().replace("    // in flight\n", f"    {instruction};\n")
     with pytest.raises(EmulationError, match=re.escape(instruction.split()[0])):
         product.run(ptx)
+
+
+def test_a_path_around_the_fence():
+    """Paths are followed whether or not they are taken: here no thread jumps."""
+    product = Product(in_registers=True)
+    fence = "    wgmma.fence.sync.aligned;\n"
+    around = f"    setp.eq.u32 %p2, %r1, 1000;\n    @%p2 bra AROUND;\n{fence}AROUND:\n"
+    report, error = product.run(product.ptx().replace(fence, around))
+    assert report.kinds() == {UNFENCED} and error < 1e-6
+    report, error = product.run(product.ptx().replace(fence, around + fence))
+    assert not report.findings and error < 1e-6
+
+
+def test_a_program_is_a_cluster_of_its_own():
+    """Its special registers, and setmaxnreg, which asks for registers that nobody counts."""
+    product = Product()
+    start = "    mov.b32 %f0, 0f3F000000;\n"
+    computed = (
+        "    setmaxnreg.inc.sync.aligned.u32 232;\n    mov.u32 %r4, %cluster_nctaid.x;\n"
+        "    mov.u32 %r6, %cluster_ctarank;\n    add.u32 %r4, %r4, %r6;\n    cvt.rn.f32.u32 %f0, %r4;\n"
+        "    mul.f32 %f0, %f0, 0f3F000000;\n"
+    )
+    report, error = product.run(product.ptx().replace(start, computed))
+    assert error < 1e-6 and not report.findings
