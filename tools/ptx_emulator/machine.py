@@ -80,10 +80,10 @@ class Machine:
                 values[f"%{of}.{name}"] = (place % size[axis]).astype(np.uint32)
                 values[f"%n{of}.{name}"] = np.uint32(size[axis])
                 place = place // size[axis]
-        for axis in "xyz":  # every CTA is a cluster of its own
-            values[f"%clusterid.{axis}"] = values[f"%ctaid.{axis}"]
-            values[f"%nclusterid.{axis}"] = values[f"%nctaid.{axis}"]
-            values[f"%cluster_ctaid.{axis}"], values[f"%cluster_nctaid.{axis}"] = np.uint32(0), np.uint32(1)
+        for name in "xyz":  # every CTA is a cluster of its own
+            values[f"%clusterid.{name}"] = values[f"%ctaid.{name}"]
+            values[f"%nclusterid.{name}"] = values[f"%nctaid.{name}"]
+            values[f"%cluster_ctaid.{name}"], values[f"%cluster_nctaid.{name}"] = np.uint32(0), np.uint32(1)
         values["%cluster_ctarank"], values["%cluster_nctarank"] = np.uint32(0), np.uint32(1)
         values["%laneid"] = (self.thread % 32).astype(np.uint32)
         values["%warpid"] = self.warp.astype(np.uint32)
@@ -199,7 +199,7 @@ class Machine:
 
     def _one_warp(self, ready: np.ndarray) -> np.ndarray:
         """Of the ready lanes, those of each CTA's first ready warp (order "serial") or last one ("reverse")."""
-        warps = ready.reshape(self.ctas, self.warps, 32).any(2)
+        warps = np.asarray(ready.reshape(self.ctas, self.warps, 32).any(2))
         chosen = warps.argmax(1) if self.order == "serial" else self.warps - 1 - warps[:, ::-1].argmax(1)
         return ready & (self.warp == np.repeat(chosen, self.threads))
 
