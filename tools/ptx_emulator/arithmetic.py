@@ -16,8 +16,8 @@ from numpy import where
 
 Array = Any  # numpy's arrays and scalars, which type checkers know as different types
 
-UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
-SIGNED = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
+UNSIGNED: dict[int, Any] = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
+SIGNED: dict[int, Any] = {8: np.int8, 16: np.int16, 32: np.int32, 64: np.int64}
 ROUND_TO_INTEGER: dict[str, Callable[[Array], Array]] = {
     "rzi": np.trunc,
     "rni": np.rint,
@@ -214,7 +214,7 @@ def bit_field_insert(source: Array, target: Array, position: Array, length: Arra
 def permute_bytes(a: Array, b: Array, selector: Array) -> Array:
     """prmt: each of four nibbles of the selector picks one of eight bytes, or its sign eight times."""
     pool = a.astype(np.uint64) | (b.astype(np.uint64) << np.uint64(32))
-    result = np.uint32(0)
+    result: Array = np.uint32(0)
     for place in range(4):
         pick = (selector >> np.uint32(4 * place)) & np.uint32(15)
         byte = ((pool >> ((pick & np.uint32(7)) << np.uint32(3)).astype(np.uint64)) & np.uint64(255)).astype(np.uint32)
@@ -225,7 +225,7 @@ def permute_bytes(a: Array, b: Array, selector: Array) -> Array:
 
 def permute_bytes_by(a: Array, b: Array, selector: int) -> Array:
     """prmt with a selector that is known beforehand."""
-    result = np.uint32(0)
+    result: Array = np.uint32(0)
     for place in range(4):
         pick = selector >> (4 * place) & 15
         source = b if pick & 4 else a
@@ -238,7 +238,7 @@ def permute_bytes_by(a: Array, b: Array, selector: int) -> Array:
 
 def logic3(a: Array, b: Array, c: Array, table: int) -> Array:
     """lop3: the function of three bits whose truth table is the number `table`."""
-    result = np.uint32(0)
+    result: Array = np.uint32(0)
     for row in range(8):
         if table >> row & 1:
             result = result | ((a if row & 4 else ~a) & (b if row & 2 else ~b) & (c if row & 1 else ~c))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import async_copy, memory
-from .codegen import DTYPES, NUMPY_KIND, WIDTHS, Code, emits
-from .codegen_arithmetic import unknown
-from .parser import Instruction
+from . import accesses, async_copy
+from .codegen import DTYPES, NUMPY_KIND, Code, emits
+from .codegen_values import unknown
+from .kernel import WIDTHS, Instruction
 
 SPACES = {
     "global": "M.memory",
@@ -41,9 +41,9 @@ def load(code: Code, i: Instruction) -> None:
     address, offset = code.address(i.operands[1], space or "generic")
     arguments = (mask, address, offset, size, code.constant(kind), old, len(targets), i.index)
     if space is None:
-        call = code.call(memory.load_generic, *arguments)
+        call = code.call(accesses.load_generic, *arguments)
     else:
-        call = f"{code.constant(memory.load)}({SPACES[space]}, {', '.join(map(str, arguments))})"
+        call = f"{code.constant(accesses.load)}({SPACES[space]}, {', '.join(map(str, arguments))})"
     _bind_loaded(code, targets, call, width)
 
 
@@ -83,14 +83,14 @@ def store(code: Code, i: Instruction) -> None:
     bits = [code.bits(value, f"b{max(WIDTHS[type_], 8)}") for value in values]
     arguments = (code.mask(i), address, offset, WIDTHS[type_] // 8, f"({', '.join(bits)},)", i.index)
     if space is None:
-        code.line(code.call(memory.store_generic, *arguments))
+        code.line(code.call(accesses.store_generic, *arguments))
     else:
-        code.line(f"{code.constant(memory.store)}({SPACES[space]}, {', '.join(map(str, arguments))})")
+        code.line(f"{code.constant(accesses.store)}({SPACES[space]}, {', '.join(map(str, arguments))})")
 
 
 @emits("atom", "red")
 def atomic(code: Code, i: Instruction) -> None:
-    operation = next((name for name in i.opcode if name in memory.ATOMIC), None)
+    operation = next((name for name in i.opcode if name in accesses.ATOMIC), None)
     type_, space = i.type, space_of(i)
     if operation is None or type_ not in WIDTHS or type_ in ("f16x2", "bf16x2", "bf16"):
         raise unknown(i)
@@ -101,7 +101,7 @@ def atomic(code: Code, i: Instruction) -> None:
     kind = code.constant(DTYPES[NUMPY_KIND[type_]])
     where = SPACES.get(space or "global")
     arguments = f"{where}, {code.mask(i)}, {address}, {offset}, {operation!r}, {kind}, ({values},), {i.index}"
-    call = f"{code.constant(memory.atomic)}({arguments})"
+    call = f"{code.constant(accesses.atomic)}({arguments})"
     if target is None:
         code.line(call)
     else:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from . import warp
 from .codegen import Code, emits
-from .codegen_arithmetic import unknown
-from .parser import Instruction
+from .codegen_values import unknown
+from .kernel import Instruction
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -99,7 +99,7 @@ def store_matrices(code: Code, i: Instruction) -> None:
 def multiply_matrices(code: Code, i: Instruction) -> None:
     shape = next(found for name in i.opcode if (found := re.match(r"m(\d+)n(\d+)k(\d+)$", name)))
     d, a, b, c = i.opcode[-4:]
-    size = tuple(map(int, shape.groups()))
+    size = int(shape[1]), int(shape[2]), int(shape[3])
     known = size[:2] == (16, 8) or (size == (8, 8, 4) and a == "f64")
     rest = set(i.opcode[1:-4]) - {"sync", "aligned", shape.group(), "row", "col"}
     if not known or "row" not in i.opcode or "col" not in i.opcode or rest:

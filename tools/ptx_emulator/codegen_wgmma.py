@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from . import wgmma
 from .codegen import Code, emits
-from .parser import Instruction, Kernel
+from .kernel import Instruction, Kernel
 from .wgmma_analysis import WgmmaAnalysis, accesses, analyse, is_mma
 from .wgmma_layout import parse_shape
+from .wgmma_operands import Mma
 
 
 def prepare(kernel: Kernel) -> None:
@@ -80,7 +81,7 @@ def _multiply(code: Code, instruction: Instruction) -> None:
     factor = code.vector(first) if in_registers else ()
     unfenced = code.kernel.wgmma.unfenced.get(instruction.index, 0)
     names = {number: name for name, number in registers.items()} if unfenced else {}
-    mma = wgmma.Mma(
+    mma = Mma(
         index=instruction.index,
         shape=shape,
         accumulators=tuple(registers[register] for register in code.vector(target)),

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from .codegen import Program, translate
+from .blocks import Program, translate
+from .kernel import Kernel
 from .machine import Machine
 from .memory import Tensors
-from .parser import Kernel, parse
+from .parser import parse
 from .report import EmulationError, Report
 from .sanitizer import GlobalShadow
 
@@ -146,7 +147,7 @@ def _bytes(argument: Argument, size: int, tensors: Tensors) -> bytes:
             raise ValueError(f"{argument.name} must be a tensor or None, not {type(value).__name__}")
         return (0 if value is None else tensors.address(value)).to_bytes(8, "little")
     if kind.startswith(("fp", "f")):
-        floats = {16: np.float16, 32: np.float32, 64: np.float64}
+        floats: dict[int, Any] = {16: np.float16, 32: np.float32, 64: np.float64}
         return floats[int(kind.lstrip("fp"))](value).tobytes()
     bits = int(kind.lstrip("iub"))
     return (int(value) & (2**bits - 1)).to_bytes(max(bits // 8, 1), "little")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .arithmetic import UNSIGNED, Array
-from .codegen import Program, Step
+from .blocks import Program, Step
 from .memory import GlobalSpace, LocalSpace, SharedSpace, Tensors
 from .report import EmulationError, Finding, Report
 from .sanitizer import GlobalShadow, stamps
@@ -80,24 +80,19 @@ class Machine:
                 values[f"%{of}.{name}"] = (place % size[axis]).astype(np.uint32)
                 values[f"%n{of}.{name}"] = np.uint32(size[axis])
                 place = place // size[axis]
-        for axis in "xyz":  # every CTA is a cluster of its own
-            values[f"%clusterid.{axis}"] = values[f"%ctaid.{axis}"]
-            values[f"%nclusterid.{axis}"] = values[f"%nctaid.{axis}"]
-            values[f"%cluster_ctaid.{axis}"], values[f"%cluster_nctaid.{axis}"] = np.uint32(0), np.uint32(1)
+        for name in "xyz":  # every CTA is a cluster of its own
+            values[f"%clusterid.{name}"] = values[f"%ctaid.{name}"]
+            values[f"%nclusterid.{name}"] = values[f"%nctaid.{name}"]
+            values[f"%cluster_ctaid.{name}"], values[f"%cluster_nctaid.{name}"] = np.uint32(0), np.uint32(1)
         values["%cluster_ctarank"], values["%cluster_nctarank"] = np.uint32(0), np.uint32(1)
         values["%laneid"] = (self.thread % 32).astype(np.uint32)
         values["%warpid"] = self.warp.astype(np.uint32)
         values["%nwarpid"] = np.uint32(self.warps)
-        for name, bits in (("eq", "=="), ("lt", "<"), ("le", "<="), ("gt", ">"), ("ge", ">=")):
-            lane, other = np.arange(32)[:, None], np.arange(32)[None, :]
-            chosen = {
-                "==": other == lane,
-                "<": other < lane,
-                "<=": other <= lane,
-                ">": other > lane,
-                ">=": other >= lane,
-            }
-            mask = (chosen[bits] * (np.uint32(1) << np.arange(32, dtype=np.uint32))).sum(1, dtype=np.uint32)
+        lane, other = np.arange(32)[:, None], np.arange(32)[None, :]
+        for name, chosen in {
+            "eq": other == lane, "lt": other < lane, "le": other <= lane, "gt": other > lane, "ge": other >= lane,
+        }.items():  # fmt: skip
+            mask = (chosen * (np.uint32(1) << np.arange(32, dtype=np.uint32))).sum(1, dtype=np.uint32)
             values[f"%lanemask_{name}"] = mask[self.thread % 32]
         return values
 
@@ -204,7 +199,7 @@ class Machine:
 
     def _one_warp(self, ready: np.ndarray) -> np.ndarray:
         """Of the ready lanes, those of each CTA's first ready warp (order "serial") or last one ("reverse")."""
-        warps = ready.reshape(self.ctas, self.warps, 32).any(2)
+        warps = np.asarray(ready.reshape(self.ctas, self.warps, 32).any(2))
         chosen = warps.argmax(1) if self.order == "serial" else self.warps - 1 - warps[:, ::-1].argmax(1)
         return ready & (self.warp == np.repeat(chosen, self.threads))
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -41,7 +41,7 @@ def converged(machine: Machine, mask: Array, index: int, members: Array | None =
         warp = int(np.flatnonzero(missing)[0])
         detail = f"warp of {machine.thread_name(32 * warp)}: {int(here[warp].sum())} of its lanes are here"
         machine.report("a warp is not complete at a .sync instruction", index, detail)
-    return None if some.all() else some
+    return None if some.all() else np.asarray(some)
 
 
 def shuffle(
@@ -219,10 +219,10 @@ class MatrixProduct:
 
 def _elements(machine: Machine, registers: Sequence[Array], kind: str, warps: np.ndarray | None) -> np.ndarray:
     """Elements of shape (registers, warps, 32 * packed), as numbers that a product can take."""
-    bits = np.empty((len(registers), machine.lanes), np.uint64 if kind == "f64" else np.uint32)
-    for row, register in zip(bits, registers, strict=True):
+    flat = np.empty((len(registers), machine.lanes), np.uint64 if kind == "f64" else np.uint32)
+    for row, register in zip(flat, registers, strict=True):
         row[:] = register
-    bits = bits.reshape(len(registers), -1, 32)
+    bits = flat.reshape(len(registers), -1, 32)
     if warps is not None:
         bits = bits[:, warps]
     if kind == "bf16":
@@ -232,7 +232,7 @@ def _elements(machine: Machine, registers: Sequence[Array], kind: str, warps: np
     return bits.view(NUMBERS[kind])
 
 
-NUMBERS = {
+NUMBERS: dict[str, Any] = {
     "f16": np.float16,
     "f32": np.float32,
     "f64": np.float64,

@@ -23,43 +23,16 @@ from .warp import converged
 from .wgmma_layout import (
     ROWS,
     WARPS,
-    Shape,
     accumulator_from_registers,
     accumulator_to_registers,
-    decode_descriptors,
     first_factor_from_registers,
-    misaligned_descriptors,
-    operand_chunks,
-    operand_from_chunks,
     product,
 )
-from .wgmma_shadow import CHUNK
+from .wgmma_operands import Mma, of_warps, operand
+from .wgmma_shadow import WgmmaShadow
 
 if TYPE_CHECKING:
     from .machine import Machine
-
-
-@dataclass(frozen=True)
-class Mma:
-    """What a wgmma.mma_async says, besides its operands.
-
-    Args:
-        index: of the instruction.
-        shape: its shape and types.
-        accumulators: numbers of its accumulator's registers.
-        first_factor: numbers of its first factor's registers, none if that lies in shared memory.
-        transposed: whether the first and the second factor are transposed (imm-trans-a, imm-trans-b).
-        negate: exactly one of imm-scale-a and imm-scale-b is -1.
-        unfenced: names of its registers that were accessed before it without wgmma.fence.
-    """
-
-    index: int
-    shape: Shape
-    accumulators: tuple[int, ...]
-    first_factor: tuple[int, ...]
-    transposed: tuple[bool, bool]
-    negate: bool
-    unfenced: tuple[str, ...] = ()
 
 
 @dataclass
@@ -117,11 +90,11 @@ class Warpgroups:
             kind = "registers of a wgmma were accessed before it without wgmma.fence in between"
             machine.report(kind, mma.index, f"{len(mma.unfenced)} registers, such as {mma.unfenced[0]}")
         groups, leaders, members = np.unique(warps // WARPS, return_index=True, return_inverse=True)
-        right, chunks = self._operand(mma, warps, leaders, members, second, mma.shape.columns, mma.transposed[1])
+        right, chunks = operand(machine, mma, warps, leaders, members, second, mma.shape.columns, mma.transposed[1])
         if isinstance(first, Sequence):
-            left = first_factor_from_registers(self._of_warps(first, warps), mma.shape.element_bytes)
+            left = first_factor_from_registers(of_warps(first, warps), mma.shape.element_bytes)
         else:
-            rows, more = self._operand(mma, warps, leaders, members, first, ROWS, mma.transposed[0])
+            rows, more = operand(machine, mma, warps, leaders, members, first, ROWS, mma.transposed[0])
             left = rows.reshape(len(groups), WARPS, ROWS // WARPS, -1)[members, warps % WARPS]
             chunks = np.concatenate([chunks, more], 1)
         before = self._accumulated(mma, warps, accumulators, accumulate)
@@ -142,15 +115,16 @@ class Warpgroups:
         undefined = machine.undefined(4)
         if len(warps) * 32 == machine.lanes:
             return [undefined] * len(accumulators)
-        lanes = np.repeat(np.isin(np.arange(machine.lanes // 32), warps), 32)
+        lanes = np.repeat(self._chosen(warps), 32)
         return [np.where(lanes, undefined, register) for register in accumulators]
 
     def commit(self, mask: Array, index: int) -> None:
         """wgmma.commit_group: everything issued so far is one group."""
         warps = self._execute(mask, index)
         self.groups[warps] += 1
+        here = self._chosen(warps)
         for issued in self.in_flight:
-            chosen = (issued.group == 0) & np.isin(issued.warps, warps)
+            chosen = (issued.group == 0) & here[issued.warps]
             issued.group[chosen] = self.groups[issued.warps[chosen]]
 
     def wait(
@@ -166,8 +140,7 @@ class Warpgroups:
         """
         warps = self._execute(mask, index)
         values = dict(zip(numbers, registers, strict=True))
-        waits = np.zeros(self.machine.lanes // 32, bool)
-        waits[warps] = True
+        waits = self._chosen(warps)
         for issued in self.in_flight:
             ready = issued.pending & (issued.group > 0) & waits[issued.warps]
             ready &= issued.group <= self.groups[issued.warps] - remaining
@@ -217,7 +190,7 @@ class Warpgroups:
 
     # ---- parts of them
 
-    def _shadow(self):  # type: ignore[no-untyped-def]
+    def _shadow(self) -> WgmmaShadow | None:
         return None if self.machine.shared.shadow is None else self.machine.shared.shadow.wgmma
 
     def _execute(self, mask: Array, index: int) -> np.ndarray:
@@ -228,41 +201,11 @@ class Warpgroups:
         self.last = index
         return warps
 
-    def _of_warps(self, registers: Sequence[Array], warps: np.ndarray) -> np.ndarray:
-        """uint32 (n, 32, registers)."""
-        out = np.empty((len(warps), 32, len(registers)), np.uint32)
-        for place, register in enumerate(registers):
-            out[:, :, place] = register if register.ndim == 0 else register.reshape(-1, 32)[warps]
-        return out
-
-    def _operand(
-        self, mma: Mma, warps: np.ndarray, leaders: np.ndarray, members: np.ndarray, descriptors: Array, rows: int,
-        transposed: bool,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """(bits (g, rows, K), numbers of the 16-byte chunks (g, any)) of each warpgroup's operand in shared memory."""
-        machine, shape = self.machine, mma.shape
-        bits = machine.full(descriptors).reshape(-1, 32)[warps]
-        leading = bits[leaders, 0]
-        if (bits != leading[members][:, None]).any():
-            kind = "threads of a warpgroup give a wgmma different matrix descriptors"
-            machine.report(kind, mma.index, machine.thread_name(int(warps[0]) * 32))
-        different, which = np.unique(leading, return_inverse=True)
-        if misaligned_descriptors(decode_descriptors(different)).any():
-            detail = " ".join(f"0x{int(descriptor):016x}" for descriptor in different[:2])
-            machine.report("matrix descriptor misaligned to its swizzle", mma.index, detail)
-        addresses = np.stack(
-            [operand_chunks(int(d), rows, shape.depth, shape.element_bytes, transposed) for d in different]
-        )
-        beyond = addresses > machine.shared.size - CHUNK
-        if beyond.any():
-            detail = f"byte {int(addresses.max())} of {machine.shared.size}"
-            machine.report("wgmma reads beyond the end of shared memory", mma.index, detail)
-            addresses = np.where(beyond, 0, addresses)
-        base = machine.shared.base[warps[leaders] * 32]
-        chunks = (addresses[which] + base[:, None, None]) // CHUNK
-        memory = machine.shared.data.view(np.uint16 if shape.element_bytes == 2 else np.uint32)
-        contents = memory.reshape(-1, CHUNK // shape.element_bytes)[chunks]
-        return operand_from_chunks(contents, transposed), chunks.reshape(len(leaders), -1)
+    def _chosen(self, warps: np.ndarray) -> np.ndarray:
+        """For every warp of the machine, whether it is among these."""
+        chosen = np.zeros(self.machine.lanes // 32, bool)
+        chosen[warps] = True
+        return chosen
 
     def _accumulated(
         self, mma: Mma, warps: np.ndarray, registers: Sequence[Array], accumulate: Array
@@ -277,14 +220,15 @@ class Warpgroups:
             for issued in self.in_flight
             if set(issued.mma.accumulators) & set(mma.accumulators) and issued.result is not None
         ]
+        before = None
         if same and same[-1].mma.accumulators == mma.accumulators and _as_a_whole(same[-1], warps):
             before, same[-1].result = same[-1].result, None
-        else:
+        elif same or wanted.any():
             values = dict(zip(mma.accumulators, registers, strict=True))
             for issued in same:
                 self._deliver(issued, issued.pending, values)
-            before = accumulator_from_registers(self._of_warps([values[n] for n in mma.accumulators], warps))
-        if not wanted.any():
+            before = accumulator_from_registers(of_warps([values[n] for n in mma.accumulators], warps))
+        if before is None or not wanted.any():
             return None
         return before if wanted.all() else np.where(wanted[:, None, None], before, np.float32(0))
 

@@ -17,7 +17,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from .parser import Instruction, Kernel
+from .kernel import Instruction, Kernel
 
 WITHOUT_RESULT = {
     "st",
