@@ -3,6 +3,8 @@
 # make bench      the benchmark suite on this machine; CPU=avx2: as on one without AVX-512
 # make gpu        on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
 # make fuzz       random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
+# make emulate    every Triton kernel as compiled for two GPU architectures, executed here against the reference; then
+#                 faulty kernels, of which most must be seen
 # make sanitize   the ops' tests and random calls under the sanitizers for memory and undefined behaviour;
 #                 make sanitize-threads, under the one for races
 # make arm-check  compile the CPU kernels for aarch64, and run them in qemu
@@ -30,7 +32,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 SOURCES := setup.py $(CSRC)
 FORMATTED := $(CSRC) $(wildcard tests/*.cpp tools/*.cpp)
 
-.PHONY: setup demo test lint fuzz fmt wheel bench gpu cuda-check oldest arm-check sanitize sanitize-threads clean
+.PHONY: setup demo test lint fuzz emulate fmt wheel bench gpu cuda-check oldest arm-check sanitize sanitize-threads clean
 
 setup: $(VENV)/.linked
 
@@ -68,6 +70,10 @@ fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --backend native --seed $(SEED) --count $(COUNT)
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python tests/fuzz.py --backend triton --seed $(SEED) --count $(COUNT)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz_generation.py --seed $(SEED) --count $(COUNT)
+
+emulate: setup
+	$(BIN)/python tools/emulate.py --workers $(WORKERS) --seed $(SEED)
+	$(BIN)/python tools/emulate.py --workers $(WORKERS) --seed $(SEED) --mutants
 
 fmt: setup
 	$(BIN)/ruff check --fix .

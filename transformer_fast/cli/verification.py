@@ -318,4 +318,4 @@ def _compare(
         Parity(*label, f"grad {name}", backend, *errors(gradients[name], eager[1][name], exact[1][name]))
         for name in exact[1]
     ]
-    yield max(lines, key=lambda line: math.inf if math.isnan(line.error) else line.error / line.gate)
+    yield max(lines, key=lambda line: math.inf if math.isnan(line.error) else line.error / max(line.gate, 1e-300))

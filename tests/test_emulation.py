@@ -1,0 +1,196 @@
+"""Small calls on the compiled Triton kernels, in the emulator. ``make emulate`` runs all of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET") == "1":
+    pytest.skip("TRITON_INTERPRET=1: nothing is compiled", allow_module_level=True)
+
+import emulate
+import emulate_mutants
+import emulated_backend
+import emulation_cases
+import ptx_emulator
+from ptx_emulator import mutants
+
+import transformer_fast as tfast
+from transformer_fast import backends
+from transformer_fast.triton.launcher import launch_cache
+
+NORM = "norm bf16 layer 37x20, residual, dropout"
+LOSS = "loss bf16 70x40, vocabulary 50"
+ATTENTION = "attention bf16 lengths, causal, dropout"
+
+
+CALLS = [(80, name) for name in emulation_cases.QUICK] + [(90, name) for name in (ATTENTION, NORM)]
+
+
+@pytest.mark.parametrize(("arch", "name"), CALLS)
+def test_a_call_holds_the_gate_without_a_finding(arch, name):
+    outcome = emulate.run_case(name, arch)
+    assert outcome.passed, emulate.described(outcome)
+    assert 0.0 < outcome.worst <= 1.0 and outcome.results > 0
+    assert outcome.launches >= len(outcome.kernels) > 0 < outcome.instructions
+
+
+def test_two_runs_agree_bit_for_bit():
+    outcome = emulate.run_case(LOSS, 80, ("lockstep", "lockstep", "serial"))
+    assert outcome.passed, emulate.described(outcome)
+
+
+def faulty(monkeypatch: pytest.MonkeyPatch, kind: str, within: str) -> emulate.Outcome:
+    """What comes of a call whose kernels lack all instructions of a kind."""
+
+    def without(ptx: str) -> str:
+        every = mutants.mutants(mutants.RecordedLaunch(ptx, (1, 1, 1), 32, 0, ()))
+        for mutant in reversed([m for m in every if m.kind == kind and within in m.instruction]):
+            ptx = mutant.of(ptx)
+        return ptx
+
+    backend = functools.partial(emulated_backend.emulated_backend, mutate=without)
+    monkeypatch.setattr(emulate, "emulated_backend", backend)
+    return emulate.run_case(LOSS, 80, ("lockstep",))
+
+
+def test_a_wrong_result_fails(monkeypatch):
+    """What kernels should have written is still NaN."""
+    outcome = faulty(monkeypatch, "store", "global")
+    assert not outcome.passed and "AssertionError" in outcome.error
+    assert outcome.error in emulate.described(outcome) and f"--only {LOSS!r}" in emulate.described(outcome)
+
+
+def test_a_finding_fails_although_the_result_is_right(monkeypatch):
+    """Where all warps run in step nothing goes wrong without barriers, but their shared memory is a race."""
+    outcome = faulty(monkeypatch, "barrier", "")
+    assert outcome.error is None and outcome.findings and not outcome.passed
+
+
+def test_other_bits_in_another_order_fail(monkeypatch):
+    case = emulation_cases.EmulationCase("drawn", lambda: emulate.verification.errors(*torch.rand(3, 4)), True)
+    monkeypatch.setattr(emulate, "cases", lambda *_: {"drawn": case})
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: None)
+    assert "other bits" in emulate.run_case("drawn", 80).error
+
+
+def test_a_case_that_launches_nothing_fails(monkeypatch):
+    case = emulation_cases.EmulationCase("nothing", lambda: None)
+    monkeypatch.setattr(emulate, "cases", lambda *_: {"nothing": case})
+    assert "no kernel was launched" in emulate.run_case("nothing", 80).error
+
+
+def test_everything_is_as_before_afterwards():
+    before = backends._obstacle, launch_cache.enabled, tfast.backends.current(), emulated_backend.launcher.run
+    with emulated_backend.emulated_backend(80):
+        assert tfast.backends.current() == "triton" and not launch_cache.enabled
+    assert before == (
+        backends._obstacle,
+        launch_cache.enabled,
+        tfast.backends.current(),
+        emulated_backend.launcher.run,
+    )
+    with pytest.raises(backends.BackendError), tfast.backend("triton"):
+        tfast.layer_norm(torch.zeros(2, 8), None, None)
+
+
+def test_names_of_cases():
+    cases = emulation_cases.cases()
+    assert set(emulation_cases.QUICK) | set(emulation_cases.MUTATED) <= set(cases)
+    assert set(emulation_cases.cases(5, 3)) == {*cases, "random 5 0", "random 5 1", "random 5 2"}
+
+
+def test_a_kernel_that_no_case_launches_is_named():
+    kernels = sorted(emulated_backend.all_kernels())
+    outcomes = [emulate.Outcome("first", 80, kernels=kernels[:5]), emulate.Outcome("second", 80, kernels=kernels[4:-1])]
+    assert emulate.never_launched(outcomes) == set(kernels[-1:])
+    assert f"{len(kernels) - 1} of {len(kernels)} kernels" in emulate.summary(outcomes, 60.0)
+
+
+PTX = """
+.version 8.7
+.target sm_80
+.address_size 64
+.visible .entry kernel(.param .u64 .ptr .global .align 1 a)
+{
+	.reg .pred %p<2>; // a comment; of two parts
+	.loc	1 18 9 // add.py:18:9
+	bar.sync 	0;
+	// begin inline asm
+	@%p1 ld.global.v2.b32 { %r1, %r2 }, [ %rd1 + 0 ];
+	// end inline asm
+$L__1: @!%p0 bra $L__1;
+	cp.async.cg.shared.global [ %r3 + 0 ], [ %rd1 + 0 ], 0x10, %r4;
+	cp.async.wait_group 	0x0;
+	{ st.shared.b32 [ %r1 ], %r2; bar.warp.sync 0xffffffff; }
+	ret;
+}
+"""
+
+
+def test_the_mutants_of_a_text():
+    launch = mutants.RecordedLaunch(
+        PTX,
+        (1, 1, 1),
+        32,
+        0,
+        (ptx_emulator.Argument("a", "*fp32", torch.zeros(3)), ptx_emulator.Argument("n", "i32", 3)),
+    )
+    found = mutants.mutants(launch)
+    assert [(m.kind, m.line, m.instruction) for m in found] == [
+        ("barrier", 9, "bar.sync 0"),
+        ("guard", 11, "@%p1 ld.global.v2.b32 { %r1, %r2 }, [ %rd1 + 0 ]"),
+        ("guard", 14, "cp.async.cg.shared.global [ %r3 + 0 ], [ %rd1 + 0 ], 0x10, %r4"),
+        ("cp.async wait", 15, "cp.async.wait_group 0x0"),
+        ("store", 16, "st.shared.b32 [ %r1 ], %r2"),
+        (mutants.SHORT, 0, "a"),
+    ]
+    texts = [m.of(PTX) for m in found]
+    assert "bar.sync" not in texts[0] and "\tld.global.v2.b32 { %r1, %r2 }, [ %rd1 + 0 ];" in texts[1]
+    assert "0x10;" in texts[2] and "wait_group" not in texts[3] and "{  bar.warp.sync" in texts[4] and texts[5] == PTX
+    shorter = mutants.shortened(launch.arguments, 0)
+    assert shorter[0].value.numel() == 2 and shorter[1] is launch.arguments[1]
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """The launches of a norm and a loss, each with its judge."""
+    found = []
+    for name in (NORM, LOSS):
+        with emulated_backend.emulated_backend(80), mutants.recorded() as launches:
+            emulation_cases.cases()[name].check()
+        found += [mutants.Judge(launch) for launch in launches if launch.kernel != "_backward_kernel"]
+    return found
+
+
+@pytest.mark.parametrize(("kind", "which"), [("barrier", 1), ("guard", 1), ("store", 0), (mutants.SHORT, 1)])
+def test_faults_are_seen(recorded, kind, which):
+    """Of these shapes the first guard keeps nothing out."""
+    verdicts = [judge.verdict([m for m in judge.executed_mutants() if m.kind == kind][which]) for judge in recorded]
+    assert len(verdicts) == 3 and all(verdict.seen for verdict in verdicts), verdicts
+
+
+def test_a_guard_that_keeps_nothing_out(recorded):
+    guards = [m for m in recorded[0].executed_mutants() if m.kind == "guard"]
+    verdict = recorded[0].verdict(guards[0], ("lockstep",))
+    assert verdict.changes_nothing and not verdict.seen and verdict.how == "the guard holds for every lane"
+
+
+def test_waits_for_copies_are_seen():
+    with emulated_backend.emulated_backend(80), mutants.recorded() as launches:
+        emulation_cases.cases()[ATTENTION].check()
+    judge = mutants.Judge(next(launch for launch in launches if "wait_group" in launch.ptx))
+    waits = [m for m in judge.executed_mutants() if m.kind == "cp.async wait"]
+    assert waits and any(judge.verdict(wait).seen for wait in waits)
+
+
+def test_the_sample_of_mutants_is_a_function_of_the_seed(recorded):
+    launches = [(pickle.dumps(judge.launch), list(range(len(mutants.mutants(judge.launch))))) for judge in recorded]
+    first, again, other = (emulate_mutants.sampled(launches, seed) for seed in (1, 1, 2))
+    assert first == again != other
+    assert emulate_mutants.sampled(launches, None) == launches

@@ -1,0 +1,246 @@
+"""``make emulate``: the compiled Triton kernels, executed on the CPU and held to the reference.
+
+    python tools/emulate.py [--arch 80 90] [--only PATTERN] [--order lockstep reverse] [--random 30] [--json FILE]
+    python tools/emulate.py --mutants [--all]
+
+Each case of tests/emulation_cases.py is a call of a public function. Its kernels are compiled by Triton as for a GPU,
+their PTX runs in tools/ptx_emulator, and every result is checked by the gate of CONTRIBUTING. Warps run in each order
+asked for, and the results must agree bit for bit. A finding of the emulator fails, as a wrong result does.
+
+With ``--mutants``, kernels are made faulty in one place at a time, and the share that is seen is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import fuzz_gate
+import helpers
+import torch
+from emulate_mutants import mutant_summary, run_mutants, seen_share
+from emulated_backend import all_kernels, emulated_backend, launched_kernels
+from emulation_cases import MUTATED, cases
+from ptx_emulator import mutants
+from torch import Tensor
+from tqdm import tqdm
+
+from transformer_fast.cli import verification
+
+ORDERS = ("lockstep", "reverse")
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of a case on one architecture.
+
+    Args:
+        seconds: of all, compilation included.
+        launches, instructions: of kernels, and of warps.
+        findings: of the emulator, as text.
+        error: what else was wrong, or None.
+        worst: largest error as a share of what the gate allows.
+        results: how many tensors were held to the gate.
+        kernels: which were launched.
+    """
+
+    name: str
+    arch: int
+    seconds: float = 0.0
+    launches: int = 0
+    instructions: int = 0
+    findings: list[str] = dataclasses.field(default_factory=list)
+    error: str | None = None
+    worst: float = 0.0
+    results: int = 0
+    kernels: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return self.error is None and not self.findings
+
+
+class Gate:
+    """In place of ``verification.errors``: keeps the largest share of the tolerance, and the bits of the results."""
+
+    def __init__(self, errors: Callable[..., tuple[float, float, float]]) -> None:
+        self.errors, self.worst = errors, 0.0
+        self.bits: list[bytes] = []
+
+    def __call__(self, actual: Tensor, *others: Any) -> tuple[float, float, float]:
+        error, allowed, eager = self.errors(actual, *others)
+        if allowed > 0.0:
+            self.worst = max(self.worst, error / allowed)
+        self.bits.append(actual.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return error, allowed, eager
+
+
+@contextmanager
+def watched_gate() -> Iterator[Gate]:
+    """What the checks inside ask of the gate. None runs its call a second time: that is done in another order."""
+    gate = Gate(verification.errors)
+    with (
+        mock.patch.object(verification, "errors", gate),
+        mock.patch.object(helpers, "errors", gate),
+        mock.patch.object(fuzz_gate, "RUN_AGAIN", 2**62),
+    ):
+        yield gate
+
+
+def run_case(name: str, arch: int, orders: Iterable[str] = ORDERS, seed: int = 0, random_calls: int = 0) -> Outcome:
+    """Run a case, once for each order of warps; nothing is raised."""
+    case, outcome, started = cases(seed, random_calls)[name], Outcome(name, arch), time.perf_counter()
+    bits: list[bytes] | None = None
+    problems = []
+    for order in orders:
+        torch.manual_seed(seed)
+        with watched_gate() as gate, emulated_backend(arch, order=order) as report, launched_kernels() as kernels:
+            try:
+                case.check()
+            except Exception as error:
+                problems.append(f"{order}: {type(error).__name__}: {error}")
+            else:
+                if bits is not None and gate.bits != bits:
+                    problems.append(f"{order}: other bits than in the first order of warps")
+                bits = gate.bits
+        if report.launches == 0 and not case.may_be_empty:
+            problems.append(f"{order}: no kernel was launched")
+        outcome.worst, outcome.results = max(outcome.worst, gate.worst), max(outcome.results, len(gate.bits))
+        outcome.kernels = sorted({*outcome.kernels, *kernels})
+        outcome.launches += report.launches
+        outcome.instructions += sum(report.instructions.values())
+        outcome.findings += [f"{order}: {finding}" for finding in report.findings]
+    outcome.error = "\n".join(problems) or None
+    outcome.seconds = time.perf_counter() - started
+    return outcome
+
+
+def start_worker() -> None:
+    torch.set_num_threads(1)
+
+
+@contextmanager
+def pool(workers: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes of one thread each."""
+    with (
+        mock.patch.dict(os.environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1"),
+        ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), start_worker) as executor,
+    ):
+        try:
+            yield executor
+        except BaseException:
+            executor.shutdown(cancel_futures=True)
+            raise
+
+
+def run_cases(jobs: list[tuple[str, int]], arguments: argparse.Namespace) -> list[Outcome]:
+    """Run cases in processes, and print each that fails."""
+    outcomes = []
+    with pool(arguments.workers) as executor:
+        futures: dict[Future[Outcome], tuple[str, int]] = {
+            executor.submit(run_case, name, arch, arguments.order, arguments.seed, arguments.random): (name, arch)
+            for name, arch in jobs
+        }
+        bar = tqdm(as_completed(futures), total=len(futures), unit="case", mininterval=1.0)
+        for future in bar:
+            try:
+                outcome = future.result()
+            except Exception as error:  # the process ended
+                outcome = Outcome(*futures[future], error=f"{type(error).__name__}: {error}")
+            outcomes.append(outcome)
+            if not outcome.passed:
+                tqdm.write(described(outcome))
+            bar.set_postfix(wrong=sum(not o.passed for o in outcomes), refresh=False)
+    return outcomes
+
+
+def described(outcome: Outcome) -> str:
+    lines = [f"sm_{outcome.arch} {outcome.name}", *([outcome.error] if outcome.error else []), *outcome.findings]
+    again = f"python tools/emulate.py --arch {outcome.arch} --only {outcome.name!r}"
+    if outcome.name.startswith("random "):
+        _, seed, number = outcome.name.split()
+        again += f" --seed {seed} --random {int(number) + 1}"
+    return "\n  ".join([*lines, f"again: {again}"])
+
+
+def never_launched(outcomes: list[Outcome]) -> set[str]:
+    """The kernels of the package that no case has launched."""
+    return all_kernels() - {name for outcome in outcomes for name in outcome.kernels}
+
+
+def summary(outcomes: list[Outcome], seconds: float) -> str:
+    worst = max(outcomes, key=lambda o: o.worst, default=None)
+    lines = [
+        f"{len(outcomes)} cases, {sum(o.results for o in outcomes)} results, {sum(o.launches for o in outcomes)} "
+        f"launches, {sum(o.instructions for o in outcomes) / 1e6:.1f} million warp instructions, "
+        f"{seconds / 60:.1f} minutes",
+    ]
+    for arch in sorted({o.arch for o in outcomes}):
+        own = [o for o in outcomes if o.arch == arch]
+        findings = sum(len(o.findings) for o in own)
+        lines.append(f"sm_{arch}: {len(own)} cases, {findings} findings, {sum(not o.passed for o in own)} failed")
+        lines.append(f"       {len(all_kernels() - never_launched(own))} of {len(all_kernels())} kernels")
+    if worst is not None:
+        lines.append(f"largest error: {worst.worst:.2f} of what the gate allows (sm_{worst.arch} {worst.name})")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], choices=(80, 90), help="compute capabilities")
+    parser.add_argument("--only", metavar="PATTERN", default="*", help="cases by name, as in a shell")
+    parser.add_argument("--order", nargs="+", default=list(ORDERS), choices=mutants.ORDERS, help="orders of warps")
+    parser.add_argument("--random", type=int, default=20, help="random calls of attention (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of random calls, and of the choice of mutants")
+    parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
+    parser.add_argument("--mutants", action="store_true", help="run faulty kernels instead, and say which are seen")
+    parser.add_argument("--all", action="store_true", help="every mutant, not a sample")
+    parser.add_argument("--least", type=float, default=0.8, help="share of mutants to see (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write the outcomes to a file")
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET=1 is set: nothing would be compiled")
+    start = time.monotonic()
+    found = [name for name in cases(arguments.seed, arguments.random) if fnmatch.fnmatchcase(name, arguments.only)]
+    if arguments.mutants:
+        found = [name for name in found if name in MUTATED]
+    if not found:
+        parser.error(f"no case is called {arguments.only!r}")
+    if arguments.mutants:
+        with pool(arguments.workers) as executor:
+            verdicts = run_mutants(executor, found, arguments.arch, None if arguments.all else arguments.seed)
+        print(mutant_summary(verdicts, time.monotonic() - start))
+        written: list[dict[str, Any]] = [{"arch": arch, **dataclasses.asdict(v)} for arch, v in verdicts]
+        failed = seen_share([v for _, v in verdicts]) < arguments.least
+    else:
+        outcomes = run_cases([(name, arch) for arch in arguments.arch for name in found], arguments)
+        print(summary(outcomes, time.monotonic() - start))
+        written = [dataclasses.asdict(o) for o in outcomes]
+        failed = not all(o.passed for o in outcomes)
+        for arch in arguments.arch if arguments.only == "*" else ():
+            if missing := never_launched([o for o in outcomes if o.arch == arch]):
+                print(f"no case on sm_{arch} launched {', '.join(sorted(missing))}")
+                failed = True
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
