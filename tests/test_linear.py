@@ -185,15 +185,12 @@ def test_errors_are_those_of_torch(wrong: object) -> None:
         wrong(x, weight, bias)  # type: ignore[operator]
 
 
-def test_compiled_and_traced(by_onednn: None) -> None:
+def test_traced(by_onednn: None) -> None:
     given = [t.detach() for t in inputs((512,), 128, 128)]
-    expected = F.linear(*given)
-    compiled = torch.compile(ops.linear, fullgraph=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         traced = torch.jit.trace(ops.linear, tuple(given))
-    for form in (compiled, traced):
-        torch.testing.assert_close(form(*given), expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(traced(*given), F.linear(*given), rtol=1e-5, atol=1e-4)
     assert "aten::linear" in str(traced.graph)
 
 

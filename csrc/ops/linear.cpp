@@ -9,6 +9,7 @@
 #include "eager.h"
 #include "eager_call.h"
 #include "node.h"
+#include "operator.h"
 
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
@@ -17,6 +18,7 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/mm.h>
+#include <torch/library.h>
 
 #include <algorithm>
 #include <string_view>
@@ -76,32 +78,65 @@ Tensor transposed(const Tensor& matrix) {
   return result;
 }
 
+// (..., columns) as a matrix.
+Tensor rows_of(const Tensor& tensor) { return tensor.reshape_symint({-1, tensor.sym_size(-1)}); }
+
 struct Linear {
   static constexpr const char* kName = "linear";
   static constexpr size_t kSaved = 2;  // the input where the weight needs a gradient, and the other way round
   static constexpr bool kDifferentiableBackward = true;
 
-  struct Options {};
+  struct Options {
+    bool direct;  // recorded by the eager fast path, not in a graph that is compiled
+  };
 
-  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options&,
+  static variable_list backward(const variable_list& grads, const variable_list& saved, const Options& options,
                                 const Needs& needs) {
     const Tensor &grad = grads[0], &x = saved[0], &weight = saved[1];
-    const Tensor grad_rows = grad.reshape({-1, grad.size(-1)});
+    const Tensor grad_rows = rows_of(grad);
     variable_list gradients(3);
-    if (at::GradMode::is_enabled() || !eager::is_plain_eager(grads) || !eager::is_plain_eager(saved)) {
+    const bool direct = eager::is_plain_eager(grads) && eager::is_plain_eager(saved);
+    if (at::GradMode::is_enabled() || (options.direct && !direct)) {
       if (needs[0]) gradients[0] = grad.matmul(weight);
-      if (needs[1]) gradients[1] = grad_rows.t().mm(x.reshape({-1, x.size(-1)}));
+      if (needs[1]) gradients[1] = grad_rows.t().mm(rows_of(x));
     } else {
-      const at::AutoDispatchBelowADInplaceOrView below;
-      if (needs[0]) gradients[0] = linear_forward(grad, weight.t(), {});
-      if (needs[1]) gradients[1] = linear_grad_weight(grad_rows, x.reshape({-1, x.size(-1)}));
+      if (needs[0]) gradients[0] = below_autograd<"linear", linear_forward>(direct, grad, weight.t(), OptionalTensor());
+      if (needs[1])
+        gradients[1] = below_autograd<"linear_grad_weight", linear_grad_weight>(direct, grad_rows, rows_of(x));
     }
     if (needs[2]) gradients[2] = grad_rows.sum(0);
     return gradients;
   }
 };
 
+Tensor forward_meta(const Tensor& x, const Tensor& weight, const OptionalTensor&) {
+  c10::SymDimVector sizes(x.sym_sizes());
+  sizes.back() = weight.sym_size(0);
+  return meta_tensor(x, sizes);
+}
+
+Tensor grad_weight_meta(const Tensor& grad, const Tensor& x) {
+  return meta_tensor(x, {grad.sym_size(1), x.sym_size(1)});
+}
+
+// `direct`: whether the libraries may be called without the dispatcher.
+Tensor recorded(bool direct, const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  const Tensor out = below_autograd<"linear", linear_forward>(direct, x, weight, bias);
+  if (needs_gradient(x, weight, bias))
+    eager::record<Linear>({out},
+                          {eager::requires_grad(weight) ? x : Tensor(), eager::requires_grad(x) ? weight : Tensor()},
+                          {direct}, x, weight, bias);
+  return out;
+}
+
 }  // namespace
+
+TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
+  define<linear_forward, forward_meta, Dispatched<recorded>::call>(
+      m, "linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  define<linear_grad_weight, grad_weight_meta, eager::Undifferentiable<"linear_grad_weight", linear_grad_weight>::call>(
+      m, "linear_grad_weight(Tensor grad, Tensor x) -> Tensor");
+}
 
 Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool relu) {
   const bool dense = weight.is_mkldnn() || weight.is_contiguous() || weight.t().is_contiguous();
@@ -126,13 +161,14 @@ Tensor linear_forward(const Tensor& x, const Tensor& weight, const OptionalTenso
 // oneDNN takes one of the two transposed in memory: the one that costs less, that of the result included.
 Tensor linear_grad_weight(const Tensor& grad, const Tensor& x) {
   const int64_t rows = x.size(0), in = x.size(1), out = grad.size(1);
-  if (rows * in * out < kLeastTransposed || !onednn_is_faster(out, rows, in)) return grad.t().mm(x);
+  const bool large = grad.scalar_type() == at::kFloat && rows * in * out >= kLeastTransposed;
+  if (!large || !onednn_is_faster(out, rows, in)) return grad.t().mm(x);
   const Tensor gradient = grad.contiguous(), input = x.contiguous();
   if (rows * out <= (rows + out) * in) return onednn_linear(transposed(gradient), input.t(), {});
   return transposed(onednn_linear(transposed(input), gradient.t(), {}));
 }
 
-// The eager fast path; there is no other.
+// The eager fast path.
 py::object eager::linear(py::handle x_, py::handle weight_, py::handle bias_) {
   Arguments arguments;
   const Tensor x = arguments.floating(x_), weight = arguments.floating(weight_);
@@ -144,16 +180,7 @@ py::object eager::linear(py::handle x_, py::handle weight_, py::handle bias_) {
   if (!arguments.ok()) return py::none();
 
   return computed([&] {
-    if (!onednn_is_faster(x, weight)) return at::linear(x, weight, bias);
-    Tensor out;
-    {
-      const at::AutoDispatchBelowADInplaceOrView below;
-      out = onednn_linear(x, weight, bias);
-    }
-    if (needs_gradient(x, weight, bias))
-      record<Linear>({out}, {requires_grad(weight) ? x : Tensor(), requires_grad(x) ? weight : Tensor()}, {}, x, weight,
-                     bias);
-    return out;
+    return onednn_is_faster(x, weight) ? recorded(/*direct=*/true, x, weight, bias) : at::linear(x, weight, bias);
   });
 }
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
 
-from .. import extension
+from .. import backends, extension
 from . import _eager
 
 
@@ -15,8 +17,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     PyTorch multiplies float32 matrices with MKL, which leaves the AVX-512 units of a processor unused that Intel did
     not make; oneDNN, with which PyTorch multiplies 16-bit ones, uses them. There this op calls oneDNN, forward and
-    backward, for all but the smallest matrices. Everywhere else, and in compiled and traced code, it is ``F.linear``
-    itself. ``torch.backends.mkldnn.flags(enabled=False)`` keeps oneDNN out.
+    backward, for all but the smallest matrices, also in code that ``torch.compile`` made. Everywhere else, and in
+    exported and traced code, it is ``F.linear`` itself. ``torch.backends.mkldnn.flags(enabled=False)`` keeps oneDNN
+    out.
 
     Args:
         x: (..., in).
@@ -29,11 +32,33 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         TypeError, RuntimeError: as ``F.linear``.
     """
-    if isinstance(x, Tensor) and x.is_cpu and (direct := _eager.native()):
-        result = direct.linear(x, weight, bias)
-        if result is not None:
-            return result
+    if isinstance(x, Tensor) and x.is_cpu:
+        if direct := _eager.native():
+            result = direct.linear(x, weight, bias)
+            if result is not None:
+                return result
+        elif torch.compiler.is_compiling() and _compiles_to_op(x, weight, bias):
+            return torch.ops.transformer_fast.linear.default(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+def _compiles_to_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a compiled call becomes the op. An exported program, forward-mode differentiation, autocast and tensors
+    of another class keep ``F.linear``."""
+    if torch.compiler.is_exporting() or forward_ad._current_level >= 0 or torch.is_autocast_enabled("cpu"):
+        return False
+    if backends.current() not in ("auto", "native") or not _is_ever_faster() or x.dim() < 2 or weight.dim() != 2:
+        return False
+    given = (x, weight) if bias is None else (x, weight, bias)
+    return all(type(t) in (Tensor, Parameter) and t.is_cpu and t.dtype == torch.float32 for t in given)
+
+
+def _is_ever_faster() -> bool:
+    module = extension.module()
+    return module is not None and module.onednn_is_faster(1024, 1024, 1024)
+
+
+_is_ever_faster._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in tracing.py
 
 
 def is_faster(weight: Tensor) -> bool:
