@@ -13,7 +13,7 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import triton
 from predict import attention, calibration, grid, pipes, report, rows
 from predict.control_flow import Flow
-from predict.kernels import Steps
+from predict.kernels import Steps, durations
 from predict.machine import H100, assumptions
 from predict.predictions import Prediction, Range
 from predict.published import Goal
@@ -259,6 +259,21 @@ def test_the_record_is_what_the_model_makes(record, name):
         assert new.pop("busy") == pytest.approx(old.pop("busy"), abs=2e-3)
         assert new.pop("cycles") == pytest.approx(old.pop("cycles"), rel=1e-3)
         assert new == old
+
+
+def test_programs_take_longer_with_more_steps_and_beside_others():
+    case = {str(c): c for c in report.CASES}["sentences-b64h16k256-p0.1-bfloat16-infer"]
+    (one,) = attention.launched(case, packed=True)
+    found = durations(one.kernel, 2, H100)
+    of_steps = [found.cycles(Steps(full, 1), 1) for full in range(6)]
+    assert of_steps == sorted(of_steps) and of_steps[5] > 1.5 * of_steps[0]
+    assert found.cycles(Steps(0, 0, exits=True), 1) < found.cycles(Steps(0, 0), 1) < of_steps[0]
+    alone, two = (found.cycles(Steps(1, 1), resident) for resident in (1, 2))
+    assert alone < two < 2 * alone
+    # Beyond what is replayed as a whole, a step takes what it does in the loop alone: near a replay of all of them.
+    operations = [pipes.operation(i) for i in one.kernel.walk.steps(6, 0)] + [pipes.program_end()]
+    whole = replay(operations, one.kernel.warps, 2, passes=9, skip=2).cycles
+    assert found.cycles(Steps(6, 0), 2) == pytest.approx(whole, rel=0.1)
 
 
 def test_the_calibration_divides_published_by_predicted():

@@ -60,7 +60,8 @@ class Prediction:
         limited_by: what there is too little of for one more.
         instructions: of one warp, by pipe: in a step of the main loop without mask code, or in all.
         busy: share of the time that each pipe works, in what `instructions` are of.
-        binding: the busiest of them, "waiting" or "memory".
+        binding: the busiest of them, or "waiting" where none is busy; "memory" where the bytes take longer; both where
+            this depends on the end of the range.
         cycles: replayed, of the whole launch.
         moved: bytes.
         operations: floating-point operations of the products that are needed.
@@ -114,7 +115,11 @@ def predict(launched: Launched, factor: Range, machine: Machine = H100) -> Predi
     floor = launched.moved / machine.copy
     time = Range(*(max(c / machine.clock, floor) + machine.gap for c in (low, high)))
     busiest = shown.busiest
-    binding = busiest if shown.busy[busiest] >= HELD_UP else f"waiting ({busiest})"
+    pipe = busiest if shown.busy[busiest] >= HELD_UP else f"waiting ({busiest})"
+    if floor >= high / machine.clock:
+        binding = "memory"
+    else:
+        binding = f"memory or {pipe}" if floor >= low / machine.clock else pipe
     return Prediction(
         kernel.name,
         kernel.registers,
@@ -127,7 +132,7 @@ def predict(launched: Launched, factor: Range, machine: Machine = H100) -> Predi
         limited_by if resident == fit else "programs",
         pipes.counts(path),
         shown.busy,
-        "memory" if floor >= cycles / factor.high / machine.clock else binding,
+        binding,
         round(cycles),
         launched.moved,
         launched.operations,
