@@ -140,6 +140,7 @@ _TILES_OF_PARTS = {
     ("grad_kv", "sm90", 128, "documents"): (64, 64, 8, 2),
     ("grad_q", "sm90", 128, "documents"): (64, 64, 8, 2),
     ("grad_q", "sm100", 32, "documents"): (64, 64, 8, 2),
+    ("grad_q", "sm100", 32, "biased"): (64, 32, 4, 2, 255),
     ("grad_q", "sm100", 32, "parts"): (64, 32, 4, 2, 255),
     ("grad_q", "sm100", 64, "parts"): (64, 32, 8, 2, 255),
     ("grad_kv", "sm100", 32, "parts"): (64, 32, 8, 1),
