@@ -178,6 +178,13 @@ def test_programs_must_not_write_what_others_access(verb):
         assert not execute(right, tensor[8:], threads=64, grid=grid).kinds()
 
 
+@pytest.mark.parametrize("name", FAULTS)
+def test_without_the_sanitizer_only_what_cannot_be_done_is_reported(name):
+    kind, faulty, _ = FAULTS[name]
+    of_shadow = "race" in kind or kind.startswith("shared bytes") or "in flight" in kind
+    assert findings(faulty, sanitize=False) == (set() if of_shadow else {kind})
+
+
 def test_a_finding_says_where():
     report = execute(
         "add.s64 %rd10, %rd0, %rd9;\n.loc 1 7 0 // kernel.py:7:0\nld.global.b32 %r1, [%rd10 + 4];", torch.zeros(32)
@@ -230,5 +237,7 @@ def test_arguments_are_checked():
         launch(ptx, (1, 1, 1), 32, 0, [Argument("x", "i32", 4)], entry="test")
     with pytest.raises(ValueError, match="must be a tensor"):
         launch(ptx, (1, 1, 1), 32, 0, [Argument("x", "*fp32", np.zeros(3))], entry="test")
+    with pytest.raises(ValueError, match="type bf16"):
+        launch(ptx, (1, 1, 1), 32, 0, [Argument("x", "bf16", 4)], entry="test")
     with pytest.raises(EmulationError, match=r"no \.entry"):
         launch(HEADER, (1, 1, 1), 32, 0, [])

@@ -80,10 +80,10 @@ class AsyncCopies:
     def _arrive(self, copy: Copy, lanes: np.ndarray) -> None:
         shared, size = self.machine.shared, copy.size
         targets, sources = copy.target[lanes], copy.source[lanes]
-        data = np.zeros((lanes.size, size), np.uint8)
-        present = sources >= 0
-        data[present] = self.machine.memory.data.reshape(-1, size)[sources[present] // size]
-        data[np.arange(size) >= copy.given[lanes, None]] = 0
+        data = self.machine.memory.data.reshape(-1, size)[sources // size]
+        given = np.where(sources < 0, 0, copy.given[lanes])
+        if (given < size).any():
+            data[np.arange(size) >= given[:, None]] = 0
         shared.data.reshape(-1, size)[targets // size] = data
         if shared.shadow is not None:
             shared.shadow.mark_written(lanes, targets, size, by_copy=True)

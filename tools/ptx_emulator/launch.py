@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -146,10 +147,13 @@ def _bytes(argument: Argument, size: int, tensors: Tensors) -> bytes:
         if value is not None and not hasattr(value, "untyped_storage"):
             raise ValueError(f"{argument.name} must be a tensor or None, not {type(value).__name__}")
         return (0 if value is None else tensors.address(value)).to_bytes(8, "little")
-    if kind.startswith(("fp", "f")):
+    found = re.fullmatch(r"(fp|f|i|u|b)(\d+)", kind)
+    if found is None:
+        raise ValueError(f"{argument.name}: the type {kind} is not known")
+    bits = int(found[2])
+    if found[1] in ("fp", "f"):
         floats: dict[int, Any] = {16: np.float16, 32: np.float32, 64: np.float64}
-        return floats[int(kind.lstrip("fp"))](value).tobytes()
-    bits = int(kind.lstrip("iub"))
+        return floats[bits](value).tobytes()
     return (int(value) & (2**bits - 1)).to_bytes(max(bits // 8, 1), "little")
 
 

@@ -204,7 +204,7 @@ class Machine:
         return ready & (self.warp == np.repeat(chosen, self.threads))
 
     def _release(self, alive: np.ndarray, waiting: np.ndarray, barrier: np.ndarray) -> None:
-        """Lets go the CTAs of which every thread waits or has exited."""
+        """Releases the CTAs of which every thread waits or has exited."""
         by_cta = (self.ctas, self.threads)
         here = waiting.reshape(by_cta)
         complete = (here | ~alive.reshape(by_cta)).all(1) & here.any(1)

@@ -52,7 +52,8 @@ class Tensors:
             if storage.nbytes() == 0 or storage.data_ptr() in self._place:
                 continue
             at = -(-at // 256) * 256 + storage.data_ptr() % 256
-            host = torch.empty(0, dtype=torch.uint8).set_(storage, 0, torch.Size([storage.nbytes()])).numpy()
+            flat: Any = torch.empty(0, dtype=torch.uint8)
+            host = flat.set_(storage, 0, (storage.nbytes(),)).numpy()
             self._place[storage.data_ptr()] = at
             self._host.append((at, host))
             self.regions.append((name, at, storage.nbytes()))

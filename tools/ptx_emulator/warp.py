@@ -58,9 +58,9 @@ def shuffle(
     else:
         source, inside = _sources(machine, mode, machine.full(b), machine.full(c))
     if mask is not None:
-        asleep = mask & ~mask[source]
-        if asleep.any():
-            detail = machine.thread_name(int(np.flatnonzero(asleep)[0]))
+        inactive = mask & ~mask[source]
+        if inactive.any():
+            detail = machine.thread_name(int(np.flatnonzero(inactive)[0]))
             machine.report("shuffle from a lane that does not take part", index, detail)
     return (value if np.ndim(value) == 0 else value[source]), inside
 
