@@ -268,6 +268,9 @@ WHY_MISSED = {
     "barrier": "no access before it meets one of another warp between it and the next barrier",
     "cp.async wait": "nothing is read before the next wait",
     "store": "what it stores is not read, or stored again",
+    "wgmma commit": "its products belong to the next group, which is waited for before they are used",
+    "wgmma wait": "nothing that it completes is used before the next wait",
+    "proxy fence": "another one comes between the writes and the wgmma that reads them",
     SHORT: "its last element is not touched",
 }
 

@@ -141,6 +141,7 @@ class Warpgroups:
         warps = self._execute(mask, index)
         values = dict(zip(numbers, registers, strict=True))
         waits = self._chosen(warps)
+        shadow = self._shadow()
         for issued in self.in_flight:
             ready = issued.pending & (issued.group > 0) & waits[issued.warps]
             ready &= issued.group <= self.groups[issued.warps] - remaining
@@ -149,12 +150,8 @@ class Warpgroups:
             issued.pending &= ~ready
             if issued.result is not None:
                 self._deliver(issued, ready, values)
-        shadow = self._shadow()
-        if shadow is not None:
-            for issued in self.in_flight:
-                finished = ~issued.pending
-                if finished.any():
-                    shadow.done(issued.warps[finished], issued.chunks[finished])
+            if shadow is not None:
+                shadow.done(issued.warps[ready], issued.chunks[ready])
         self.in_flight = [issued for issued in self.in_flight if issued.pending.any()]
         if shadow is not None:
             for issued in self.in_flight:
