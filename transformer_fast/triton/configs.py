@@ -134,6 +134,7 @@ _TILES_OF_PARTS = {
     ("grad_kv", "sm80", 64, "documents"): (64, 32, 8, 2),
     ("grad_kv", "sm80", 64, "parts"): (32, 32, 8, 2, 255),
     ("grad_kv", "sm80", 128, "parts"): (32, 32, 8, 2, 255),
+    ("grad_q", "sm90", 32, "documents"): (64, 64, 8, 2),
     ("grad_q", "sm90", 64, "documents"): (128, 64, 8, 2),
     ("grad_q", "sm90", 64, "parts"): (64, 32, 8, 2),
     ("grad_kv", "sm90", 64, "documents"): (64, 128, 8, 2),
