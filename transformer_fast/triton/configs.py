@@ -134,9 +134,11 @@ _TILES_OF_PARTS = {
     ("grad_kv", "sm80", 64, "documents"): (64, 32, 8, 2),
     ("grad_kv", "sm80", 64, "parts"): (32, 32, 8, 2, 255),
     ("grad_kv", "sm80", 128, "parts"): (32, 32, 8, 2, 255),
+    ("grad_q", "sm90", 32, "documents"): (64, 64, 8, 2),
     ("grad_q", "sm90", 64, "documents"): (128, 64, 8, 2),
     ("grad_q", "sm90", 64, "parts"): (64, 32, 8, 2),
     ("grad_kv", "sm90", 64, "documents"): (64, 128, 8, 2),
+    ("grad_kv", "sm90", 64, "packed long"): (64, 128, 8, 2),
     ("grad_kv", "sm90", 128, "documents"): (64, 64, 8, 2),
     ("grad_q", "sm90", 128, "documents"): (64, 64, 8, 2),
     ("grad_q", "sm100", 32, "documents"): (64, 64, 8, 2),
@@ -152,14 +154,16 @@ _TILES_OF_PARTS = {
 _TILES_32_BIT = {32: (32, 32, 8, 1), 64: (32, 32, 8, 1), 128: (16, 32, 16, 1), 256: (16, 32, 16, 1)}
 
 
-ATTENTION_KINDS = ("short", "long", "plain", "biased", "documents", "parts", "packed", "short mapped", "mapped")
+ATTENTION_KINDS = (
+    "short", "long", "plain", "biased", "documents", "parts", "packed", "short mapped", "mapped", "packed long"
+)  # fmt: skip
 """Kinds of attention calls: up to LONG keys; more; more, but without mask (except causal), dropout and packing; with a
 bias; with documents, and more than LONG keys; with a bias by distance or capped scores; of a packed batch, up to LONG
 keys, without documents or a diagonal that may leave a query without keys; with a tile map, up to LONG keys; with a tile
-map, but without documents, and more than LONG keys."""
+map, but without documents, and more than LONG keys; of a packed batch without documents, and more than LONG keys."""
 
 # Which of the four tiles of a table's row each kind takes, where _TILES_OF_PARTS has none for it.
-_TILES_OF_KINDS = (0, 1, 2, 3, 1, 3, 0, 0, 1)
+_TILES_OF_KINDS = (0, 1, 2, 3, 1, 3, 0, 0, 1, 1)
 
 
 def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:

@@ -30,8 +30,9 @@ def call_kind(keys: int, params: AttentionParams) -> str:
         return "documents"
     if is_mapped(params):
         return "mapped"
-    masked = params.lengths is not None or params.packed is not None
-    return "long" if masked or params.dropout_p > 0.0 else "plain"
+    if params.packed is not None:
+        return "packed long"
+    return "long" if params.lengths is not None or params.dropout_p > 0.0 else "plain"
 
 
 def is_mapped(params: AttentionParams) -> bool:
