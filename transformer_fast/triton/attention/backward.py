@@ -71,6 +71,7 @@ def backward_launches(
             },
             num_warps=4,
             num_stages=1,
+            fuse=False,  # lanes that hold one row's sum twice would round it in two ways
         ),
         tile_launch(
             "grad_q", grad_q_kernel, q, k, arch, tensors | {"grad_q": grad_q},
