@@ -18,7 +18,7 @@ from predict.machine import H100, assumptions
 from predict.predictions import Prediction, Range
 from predict.published import Goal
 from predict.replay import replay
-from predict.sass import Instruction, parse
+from sass import Instruction, parse
 
 LISTING = """
 	Function : _kernel

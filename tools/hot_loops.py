@@ -6,18 +6,11 @@ spilled outside costs a few accesses a program; inside it would be paid for at e
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-_LINE = re.compile(
-    r"^\s+/\*(?P<address>[0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][\w.]*)(?P<operands>[^;/]*)"
-)
-_TARGET = re.compile(r"0x([0-9a-f]+)\s*$")
-_PRODUCTS = ("HMMA", "HGMMA", "UTCHMMA")
+from sass import Instruction
+
 _LOCAL = ("LDL", "STL")
 
 
@@ -26,49 +19,11 @@ class NoHotLoopError(ValueError):
 
 
 @dataclass(frozen=True)
-class Instruction:
-    """One instruction of a listing: its address, opcode without modifiers, and where it branches to, if anywhere."""
-
-    address: int
-    opcode: str
-    target: int | None
-
-
-@dataclass(frozen=True)
 class Spills:
     """How many instructions of a kernel read or write local memory, in its hot loop and elsewhere."""
 
     hot: int
     elsewhere: int
-
-
-def instructions(listing: str) -> list[Instruction]:
-    """The instructions of the one kernel in a listing of `cuobjdump -sass`, in order.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found = []
-    for match in filter(None, map(_LINE.match, listing.splitlines())):
-        opcode = match["opcode"].split(".")[0]
-        target = _TARGET.search(match["operands"]) if opcode == "BRA" else None
-        found.append(Instruction(int(match["address"], 16), opcode, int(target[1], 16) if target else None))
-    if not found:
-        raise ValueError("not a listing of `cuobjdump -sass`")
-    return found
-
-
-def disassembled(cubin: bytes) -> list[Instruction]:
-    """The instructions of the one kernel in a cubin, by the cuobjdump that Triton ships."""
-    from triton.backends.nvidia import compiler as nvidia
-
-    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return instructions(
-            subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout
-        )
 
 
 def hot_loop(code: Sequence[Instruction]) -> Sequence[Instruction]:
@@ -93,9 +48,9 @@ def hot_loop(code: Sequence[Instruction]) -> Sequence[Instruction]:
 
 def spills(code: Sequence[Instruction]) -> Spills:
     """Accesses to local memory in the hot loop, branches that only some steps take included, and outside it."""
-    hot = sum(i.opcode in _LOCAL for i in hot_loop(code))
-    return Spills(hot, sum(i.opcode in _LOCAL for i in code) - hot)
+    hot = sum(i.name in _LOCAL for i in hot_loop(code))
+    return Spills(hot, sum(i.name in _LOCAL for i in code) - hot)
 
 
 def _products(code: Sequence[Instruction]) -> int:
-    return sum(i.opcode in _PRODUCTS for i in code)
+    return sum(i.is_tensor for i in code)

@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hot_loops import NoHotLoopError, disassembled, spills
+from hot_loops import NoHotLoopError, spills
+from sass import disassemble
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory a program may use, in bytes, by compute capability (CUDA programming guide, table of limits)."""
@@ -89,7 +90,7 @@ def compile_launch(launch, arch: int) -> Compiled:
 def hot_spills(cubin: bytes) -> int | None:
     """Accesses to local memory in the loop of a kernel that has the most products; None if it has no such loop."""
     try:
-        return spills(disassembled(cubin)).hot
+        return spills(disassemble(cubin)).hot
     except NoHotLoopError:
         return None
 

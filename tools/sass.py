@@ -53,7 +53,7 @@ class Instruction:
     @cached_property
     def is_tensor(self) -> bool:
         """Whether it is a matrix product of the tensor cores."""
-        return self.name in ("HGMMA", "HMMA", "QGMMA", "IGMMA")
+        return self.name in ("HGMMA", "HMMA", "QGMMA", "IGMMA", "UTCHMMA")
 
     @cached_property
     def target(self) -> int | None:
