@@ -27,8 +27,10 @@ def test_the_table_has_every_op_in_every_dtype_forward_and_backward(rows):
         (op, dtype, output) for op in ops_here for dtype in (torch.float32, torch.bfloat16) for output in (True, False)
     }
     assert all(row.eager_error > 0 for row in rows if row.op == "Transformer")
-    # The gate has teeth: in fp32 nothing may be off by more than a few parts in a hundred thousand.
-    assert all(row.gate < 1e-4 for row in rows if row.dtype == torch.float32)
+    # The gate has teeth: in fp32 nothing may be off by more than a few parts in a hundred thousand. The gradient
+    # of ALiBi's slopes is a sum of scores times distances, about 150 here, so its last place is larger.
+    most = {"grad slopes": 2e-4}
+    assert all(row.gate < most.get(row.tensor, 1e-4) for row in rows if row.dtype == torch.float32)
 
 
 def broken(op, change):
