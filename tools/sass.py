@@ -107,11 +107,16 @@ def _instruction(address: int, text: str, upper: int) -> Instruction:
 
 
 def disassemble(cubin: bytes) -> list[Instruction]:
-    """The instructions of a compiled kernel, by the cuobjdump that Triton ships."""
+    """The instructions of a compiled kernel."""
+    return parse(cuobjdump("-sass", cubin))
+
+
+def cuobjdump(option: str, cubin: bytes) -> str:
+    """What the cuobjdump that Triton ships prints of a compiled kernel."""
     from triton.backends.nvidia import compiler as nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return parse(subprocess.run([tool, "-sass", file.name], capture_output=True, text=True, check=True).stdout)
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout

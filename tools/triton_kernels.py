@@ -7,15 +7,12 @@ would compile it - the same specialisation, asked of Triton's own binder - and t
 from __future__ import annotations
 
 import re
-import subprocess
-import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from hot_loops import NoHotLoopError, spills
-from sass import disassemble
+from sass import cuobjdump, disassemble
 
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory a program may use, in bytes, by compute capability (CUDA programming guide, table of limits)."""
@@ -96,15 +93,9 @@ def hot_spills(cubin: bytes) -> int | None:
 
 
 def resource_usage(cubin: bytes) -> dict[str, int]:
-    """REG, STACK, LOCAL, SHARED of the one kernel in a cubin, by the cuobjdump that Triton ships."""
-    from triton.backends.nvidia import compiler as nvidia
-
-    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True)
-    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text.stdout)}
+    """REG, STACK, LOCAL, SHARED of the one kernel in a cubin."""
+    text = cuobjdump("--dump-resource-usage", cubin)
+    return {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", text)}
 
 
 # Parts of a mask that change a kernel alike on every architecture: compiled for one, unless all are asked for.

@@ -54,7 +54,7 @@ def _product(factor: int) -> str:
 # change how Triton lays out the words. The interpreter and GPUs of another maker do not know PTX.
 _PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
 _FACTORS = tl.constexpr((0xD2511F53, 0xCD9E8D57))
-_PRODUCTS = tl.constexpr((_product(0xD2511F53), _product(0xCD9E8D57)))
+_PRODUCTS = tl.constexpr(tuple(map(_product, _FACTORS.value)))
 
 
 @triton.jit
