@@ -162,7 +162,8 @@ void multiply_columns(int64_t rows, int64_t vectors, int64_t depth, Matrix<E> a,
     if (vectors > 0) multiply_columns<kVectors - 1>(rows, vectors, depth, a, b, b_stride, end, c, c_stride);
 }
 
-// Where A is exactly 0, B is not read into the sum: a blocked key's NaN or Inf must not pass as 0 * NaN.
+// Where A is exactly 0, B is not read into the sum: a blocked key's NaN or Inf must not pass as 0 * NaN. The sums are
+// multiply_panel's to the last digit, so that such a key does not show: a vector that is a panel by itself has two.
 template <typename E>
 void multiply_add_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, Accumulate<E>* c,
                                  int64_t c_stride) {
@@ -173,16 +174,22 @@ void multiply_add_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, M
     else
       return element;
   };
-  for (int64_t m = 0; m < rows; ++m)
+  constexpr int64_t lanes = kLanes<A>;
+  const int64_t first_split = columns / lanes % kPanelVectors == 1 ? columns - lanes : columns;
+  for (int64_t m = 0; m < rows; ++m) {
+    A* sums = c + m * c_stride;
+    A odd_sums[lanes] = {};
     for (int64_t k = 0; k < depth; ++k)
       for (int64_t step = 0; step < kSteps<E>; ++step) {
         const A factor = part(a.data[m * a.row_stride + k * a.column_stride], step);
         if (factor == 0) continue;
         for (int64_t n = 0; n < columns; ++n) {
-          A& sum = c[m * c_stride + n];
+          A& sum = k % 2 == 1 && n >= first_split ? odd_sums[n - first_split] : sums[n];
           sum = fma(factor, part(b.data[k * b.stride + n], step), sum);
         }
       }
+    for (int64_t n = first_split; n < columns; ++n) sums[n] += odd_sums[n - first_split];
+  }
 }
 
 // c (rows, columns) = end(a (rows, depth) b (depth, columns)); `columns` and the rows of b and c are whole vectors, a
