@@ -1,5 +1,7 @@
 # make demo       train a small translator here, check every op against the reference, draw two pictures
-# make test       lint, the whole test suite, every Triton kernel compiled for three GPU architectures; one verdict
+# make test       lint, the tests on every instruction set and in Triton's interpreter; one verdict. Every test runs, and
+#                 as many of its cases as 30 minutes allow: MINUTES=60 for more, MINUTES= for all; WHEEL=all: also a
+#                 wheel is built and run in an empty environment
 # make bench      the benchmark suite on this machine; CPU=avx2: as on one without AVX-512
 # make gpu        on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
 # make predict    how long the Triton kernels would take on an H100, from their machine code, without a GPU
@@ -19,6 +21,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 WORKERS ?= 2
+MINUTES ?= 30
+WHEEL ?=
 RESULTS ?= results
 SEED ?= 0
 COUNT ?= 2000
@@ -59,7 +63,7 @@ demo: setup
 	$(BIN)/python -m transformer_fast demo --out demo
 
 test: setup
-	@$(BIN)/python tools/run_tests.py --workers $(WORKERS)
+	@$(BIN)/python tools/run_tests.py --workers $(WORKERS) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(WHEEL),--wheel $(WHEEL))
 
 lint: setup
 	$(BIN)/ruff check .

@@ -3,8 +3,9 @@
 Environment:
     TRANSFORMER_FAST_CUDA         auto (default): with CUDA where nvcc and a CUDA build of torch are found; 0: never;
                                   1: or fail.
-    TRANSFORMER_FAST_CPU_SETS     instruction sets that get kernels: "host", those that this machine runs (default of an
-                                  in-place or editable build), "all" (default of a wheel), or names, "avx2,avx512".
+    TRANSFORMER_FAST_CPU_SETS     instruction sets that get kernels: "baseline", which every machine runs; "host", that
+                                  and the best that this machine runs (default of an in-place or editable build); "all"
+                                  (default of a wheel); or names, "avx2,avx512".
     TORCH_CUDA_ARCH_LIST          GPU architectures; default "8.0;9.0+PTX". No GPU is looked for.
     TRANSFORMER_FAST_CXX_FLAGS    further flags for the compiler and the linker, behind the ones below; the symbols are
                                   then kept. For tools/sanitize.py and for debuggers.
@@ -83,16 +84,17 @@ def known_sets() -> dict[str, tuple[list[str], set[str]]]:
 
 def instruction_sets(choice: str) -> list[str]:
     """Those to build, of a TRANSFORMER_FAST_CPU_SETS."""
-    known = known_sets()
+    known = known_sets()  # the baseline is the first
     if choice == "host":
         present = cpu_flags()
-        names = [name for name, (_, needed) in known.items() if not present or needed <= present] or list(known)[:1]
+        runs = [name for name, (_, needed) in known.items() if not present or needed <= present]
+        names = {next(iter(known)), *(runs[-1:] if present else runs)}
     else:
-        names = list(known) if choice == "all" else choice.split(",")
-    if unknown := set(names) - known.keys():
-        expected = f"host, all, or names of {', '.join(known)}"
+        names = set({"all": known, "baseline": list(known)[:1]}.get(choice) or choice.split(","))
+    if unknown := names - known.keys():
+        expected = f"baseline, host, all, or names of {', '.join(known)}"
         raise SystemExit(f"TRANSFORMER_FAST_CPU_SETS: expected {expected}, got {', '.join(sorted(unknown))!r}")
-    return names
+    return [name for name in known if name in names]
 
 
 def cpu_flags() -> set[str]:
@@ -123,6 +125,7 @@ class Build(cpp_extension.BuildExtension):
             self.build_temp = os.path.join("build", f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
         chosen = instruction_sets(os.environ.get("TRANSFORMER_FAST_CPU_SETS", "host" if in_place else "all"))
         left_out = {kernels_name(name) for name in known_sets() if name not in chosen}
+        self.unwanted = [Path(ROOT, self.get_ext_filename(name)) for name in left_out] if in_place else []
         self.extensions = [extension for extension in self.extensions if extension.name not in left_out]
 
     def build_extensions(self) -> None:
@@ -140,6 +143,15 @@ class Build(cpp_extension.BuildExtension):
         for extension in self.extensions:
             extension.include_dirs.append(include)
         super().build_extensions()
+        self.remove_older(self.unwanted)
+
+    def remove_older(self, libraries: list[Path]) -> None:
+        """Those that are older than a source: they are of another build, and would be loaded."""
+        newest = max(file.stat().st_mtime for file in (ROOT / "csrc").rglob("*") if file.is_file())
+        for library in libraries:
+            if library.exists() and library.stat().st_mtime < newest:
+                say(f"removing {library.name}: older than its sources, and not among those to build")
+                library.unlink()
 
     def build_extension(self, extension: cpp_extension.Extension) -> None:
         """Each in a folder of its own: the objects of one instruction set have the names of another's."""

@@ -11,14 +11,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 
 pytest_plugins = [
+    "breadth_first",  # --minutes: every test once, then as many of its cases as there is time for
     "triton_compile",  # says at the end how many Triton kernels were compiled, and what they need
     "small_training",  # fixtures of the tests of training
 ]
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The wheel's test first: it takes minutes, in which the other workers have enough to do."""
-    items.sort(key=lambda item: item.name != "test_a_stranger_can_use_the_wheel")
 
 
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])

@@ -315,14 +315,41 @@ def test_sets_to_build() -> None:
     names = setup_names()
     choose, known = names["instruction_sets"], list(names["known_sets"]())
     assert choose("all") == known and set(choose("host")) <= set(known)
-    assert choose(",".join(known[:2])) == known[:2]
-    with pytest.raises(SystemExit, match=r"expected host, all, or names of .*, got 'mmx'"):
+    assert choose("baseline") == known[:1] and choose(",".join(known[:2])) == known[:2]
+    with pytest.raises(SystemExit, match=r"expected baseline, host, all, or names of .*, got 'mmx'"):
         choose("mmx")
     if extension.load():
-        assert set(choose("host")) == set(extension.module().supported_instruction_sets())
-    if "avx2" in known:
-        names["cpu_flags"] = lambda: {"avx2", "fma", "bmi2"}
-        assert choose("host") == ["avx2"]
+        best = extension.module().supported_instruction_sets()[0]
+        assert set(choose("host")) == {best, known[0]}
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ({"avx2", "fma", "bmi2"}, ["avx2"]),
+        ({"sse2"}, ["avx2"]),  # nothing runs there; what is built does elsewhere
+        ({"avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd"}, ["avx2", "avx512"]),
+        ({"avx2", "fma", "bmi2", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512cd", "avx512_bf16"},
+         ["avx2", "avx512_bf16"]),
+        (set(), ["avx2", "avx512", "avx512_bf16"]),  # not known
+    ],
+)  # fmt: skip
+def test_sets_of_a_machine(flags: set[str], expected: list[str]) -> None:
+    names = setup_names()
+    names["known_sets"] = lambda: names["X86_SETS"]
+    names["cpu_flags"] = lambda: flags
+    assert names["instruction_sets"]("host") == expected
+
+
+@pytest.mark.parametrize(("age", "stays"), [(10, False), (-10, True)])
+def test_kernels_older_than_their_sources_do_not_stay(age: int, stays: bool, tmp_path: Path) -> None:
+    names = setup_names()
+    newest = max(file.stat().st_mtime for file in (ROOT / "csrc").rglob("*"))
+    library = tmp_path / "old.so"
+    library.touch()
+    os.utime(library, (newest - age, newest - age))
+    names["Build"].remove_older(None, [library, tmp_path / "missing.so"])
+    assert library.exists() == stays
 
 
 def test_explain_names_the_tile_of_the_kernels() -> None:

@@ -81,9 +81,34 @@ def test_every_part_runs_and_one_red_one_makes_the_verdict_red(
 
 
 def test_make_test_consists_of_lint_the_suite_and_the_interpreter(run_tests: ModuleType) -> None:
-    parts = {part.name: part for part in run_tests.parts("2")}
+    parts = {part.name: part for part in run_tests.parts("2", wheel="")}
     assert list(parts)[:1] == ["lint"] and {"tests", "interpreter"} <= parts.keys()
     assert parts["interpreter"].environment == {"TRITON_INTERPRET": "1"}
+    wheel = run_tests.parts("2", wheel="baseline")[-1]
+    assert wheel.environment == {"TRANSFORMER_FAST_TEST_WHEEL": "baseline"} and "-n" not in wheel.command
+
+
+def test_parts_share_the_minutes_and_what_is_left_of_them(
+    run_tests: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    given = []
+
+    def run(part: object) -> tuple[int, str]:
+        given.append(part.command[1:])
+        clock[0] += 60 * part.took
+        return 0, ""
+
+    def part(name: str, share: float, took: float) -> object:
+        made = run_tests.Part(name, ["x"], share=share)
+        object.__setattr__(made, "took", took)
+        return made
+
+    monkeypatch.setattr(run_tests, "run", run)
+    monkeypatch.setattr(run_tests.time, "monotonic", lambda: clock[0])
+    todo = [part("lint", 0, took=7), part("tests", 3, took=5), part("interpreter", 1, took=40), part("last", 1, took=1)]
+    assert run_tests.run_all(todo, minutes=20) == 0
+    assert given == [[], ["--minutes=12.00"], ["--minutes=7.50"], ["--minutes=0.00"]]
 
 
 REPORT = """

@@ -1,6 +1,7 @@
 """``make test``: every part, also after a red one, and one verdict at the end.
 
 A part is a command of its own. Its output is shown as it comes; the verdict repeats the last line of pytest's.
+With `--minutes` every part has its share of that time, and what an earlier one has left over (tests/breadth_first.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ KERNEL_TESTS = (
     "test_step_linear.py",
 )
 SETS = "from transformer_fast import extension; print(*extension.usable_instruction_sets())"
+WHEEL_TEST = "tests/test_packaging.py::test_a_stranger_can_use_the_wheel"
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 SUMMARY = re.compile(r"=+ (.* in [\d.]+s.*?) =+")
 
@@ -38,19 +40,25 @@ class Part:
     name: str
     command: list[str]
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    share: float = 0.0  # of the minutes; 0: it takes what it takes
 
 
-def parts(workers: str) -> list[Part]:
+def parts(workers: str, wheel: str) -> list[Part]:
     """What `make test` consists of."""
-    pytest = [sys.executable, "-m", "pytest", "-n", workers, f"--color={'yes' if sys.stdout.isatty() else 'no'}"]
+    colour = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
+    serial = [sys.executable, "-m", "pytest", colour]
+    pytest = [*serial, "-n", workers, "--maxschedchunk=2", "--durations=30"]
     interpreted = {"TRITON_INTERPRET": "1"}
     kernel_tests = sorted(str(path) for name in KERNEL_TESTS for path in (ROOT / "tests").glob(name))
-    return [
+    todo = [
         Part("lint", ["make", "--no-print-directory", "lint"]),
-        Part("tests", [*pytest, "tests", "--ignore", "tests/interpreter"]),
-        *(Part(name, [*pytest, *kernel_tests], {"TRANSFORMER_FAST_CPU": name}) for name in other_instruction_sets()),
-        Part("interpreter", [*pytest, "tests/interpreter"], interpreted),
+        Part("tests", [*pytest, "tests", "--ignore", "tests/interpreter"], share=8),
+        *(Part(name, [*pytest, *kernel_tests], {"TRANSFORMER_FAST_CPU": name}, 2) for name in other_instruction_sets()),
+        Part("interpreter", [*pytest, "tests/interpreter"], interpreted, 4),
     ]
+    if wheel:
+        todo.append(Part("wheel", [*serial, WHEEL_TEST], {"TRANSFORMER_FAST_TEST_WHEEL": wheel}))
+    return todo
 
 
 def other_instruction_sets() -> list[str]:
@@ -63,16 +71,24 @@ def other_instruction_sets() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="2", help="processes of pytest-xdist (default: %(default)s)")
-    return run_all(parts(parser.parse_args().workers))
+    parser.add_argument("--minutes", type=float, metavar="M", help="for the tests; default: what all of them take")
+    parser.add_argument("--wheel", choices=("baseline", "all"), help="also a wheel, with kernels for these")
+    options = parser.parse_args()
+    return run_all(parts(options.workers, options.wheel), options.minutes)
 
 
-def run_all(todo: list[Part]) -> int:
+def run_all(todo: list[Part], minutes: float | None = None) -> int:
     """Run each and print the verdict; 1 if one failed."""
     verdict, failed = [], []
-    for part in todo:
+    for index, part in enumerate(todo):
         print(f"\n== {part.name}: {shortened(part.command)}", flush=True)
         start = time.monotonic()
+        if minutes is not None and part.share:
+            given = minutes * part.share / sum(later.share for later in todo[index:])
+            part.command.append(f"--minutes={given:.2f}")
         code, summary = run(part)
+        if minutes is not None and part.share:
+            minutes = max(0.0, minutes - (time.monotonic() - start) / 60)
         if code != 0:
             failed.append(part.name)
         outcome = "passed" if code == 0 else f"FAILED ({code})"
@@ -83,7 +99,7 @@ def run_all(todo: list[Part]) -> int:
 
 
 def shortened(command: list[str]) -> str:
-    return f"{' '.join(command[:9])} ..." if len(command) > 9 else " ".join(command)
+    return f"{' '.join(command[:12])} ..." if len(command) > 12 else " ".join(command)
 
 
 def run(part: Part) -> tuple[int, str]:
