@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import triton
+from control_flow import Flow
 from predict import attention, calibration, grid, pipes, report, rows
-from predict.control_flow import Flow
 from predict.kernels import Steps, durations
 from predict.machine import H100, assumptions
 from predict.predictions import Prediction, Range

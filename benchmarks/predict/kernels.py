@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+from control_flow import Flow, Walk
 from sass import Instruction, disassemble
 from triton_kernels import resource_usage, triton_compiled
 
 from . import pipes
-from .control_flow import Flow, Walk
 from .machine import H100, MULTIPROCESSORS, Machine
 from .replay import Replay, replay
 

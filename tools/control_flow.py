@@ -112,8 +112,12 @@ class Flow:
 
     def work(self, loop: Loop) -> int:
         """Products of tensor cores in a loop; where the kernel has none, fp32 operations."""
-        inside = [i for a, b in self.blocks.items() if loop.first <= a <= loop.last for i in b.instructions]
-        return sum(i.is_tensor if self.has_products else i.name in ("FFMA", "FMUL", "FADD") for i in inside)
+        sums = ("FFMA", "FMUL", "FADD")
+        return sum(i.is_tensor if self.has_products else i.name in sums for i in self.inside(loop))
+
+    def inside(self, loop: Loop) -> list[Instruction]:
+        """The instructions of a loop, in the order of their addresses."""
+        return [i for a, b in sorted(self.blocks.items()) if loop.first <= a <= loop.last for i in b.instructions]
 
     def walk(self) -> Walk:
         """The way through a kernel with a main loop."""
