@@ -5,6 +5,11 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -194,3 +199,35 @@ def test_the_sample_of_mutants_is_a_function_of_the_seed(recorded):
     first, again, other = (emulate_mutants.sampled(launches, seed) for seed in (1, 1, 2))
     assert first == again != other
     assert emulate_mutants.sampled(launches, None) == launches
+
+
+PARENT = """
+import os, time
+import emulate
+
+if __name__ == "__main__":
+    with emulate.pool(1) as executor:
+        print(executor.submit(os.getpid).result(), flush=True)
+        executor.submit(time.sleep, 600).result()
+"""
+
+
+def test_processes_end_with_their_parent(tmp_path):
+    program = tmp_path / "parent.py"
+    program.write_text(PARENT)
+    tools = str(Path(emulate.__file__).parent)
+    with subprocess.Popen(
+        [sys.executable, str(program)], env={**os.environ, "PYTHONPATH": tools}, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        worker = int(parent.stdout.readline())
+        os.kill(worker, 0)
+        parent.kill()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
+    os.kill(worker, signal.SIGKILL)
+    pytest.fail("a process of the pool outlived the one that was killed")

@@ -19,6 +19,7 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
@@ -133,6 +134,13 @@ def run_case(name: str, arch: int, orders: Iterable[str] = ORDERS, seed: int = 0
 
 def start_worker() -> None:
     torch.set_num_threads(1)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    """A parent that is killed tells its processes nothing; they would finish their case and wait for ever."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 @contextmanager
