@@ -101,10 +101,10 @@ class Contestant:
         self.track = Track(name, sum(p.numel() for p in model.parameters()))
 
     def train(self, seconds: float) -> float:
-        """Updates for so many seconds of the process; the mean of their losses."""
+        """Updates for so many seconds of the process, one at least; the mean of their losses."""
         self.model.train()
         track, losses, began, before = self.track, [], time.process_time(), self.track.seconds
-        while time.process_time() - began < seconds:
+        while not losses or time.process_time() - began < seconds:
             batch = next(self._batches)
             loss = loss_of(self.model, batch)
             self._optimizer.zero_grad()

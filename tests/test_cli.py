@@ -122,12 +122,12 @@ def test_as_a_program_in_a_pipe(folder):
     """python -m transformer_fast, with a pipe on either side, and a reader that leaves early."""
     command = [sys.executable, "-m", "transformer_fast", "translate", "--model", str(folder / "run"), "--beam", "1"]
     text = "".join(f"{line}\n" for line in LINES)
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", len(LINES))
 
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     child.stdout.close()
-    _, err = child.communicate(text.encode(), timeout=120)
+    _, err = child.communicate(text.encode(), timeout=600)
     assert child.returncode == 1 and err == b""
 
 
@@ -311,7 +311,7 @@ for arguments in (["info"], ["demo"], ["plot"], ["translate", "--model", "x"], [
 
 
 def test_without_the_extras_the_rest_works_and_each_is_named():
-    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines()[-5:] == ["0", "1", "1", "1", "1"], done.stderr
     demo, plot, translate, train = done.stderr.splitlines()[-4:]
     every = "sentencepiece, sacrebleu, safetensors, tqdm"

@@ -14,8 +14,8 @@ import transformer_fast as tfast
 
 nbformat = pytest.importorskip("nbformat")
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "examples").glob("*.ipynb"))
-LONGEST = 120
-"""Seconds for one cell, on a slow core that others use too."""
+LONGEST = 600
+"""Seconds for the kernel to start, and for one cell, on a slow core that others use too: more is a hang."""
 PICTURE = 80_000
 """Characters of base64 that a committed picture may take."""
 
@@ -42,7 +42,8 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(notebook, timeout=LONGEST, kernel_name="python3", resources=resources).execute()
+    patience = {"timeout": LONGEST, "startup_timeout": LONGEST}
+    nbclient.NotebookClient(notebook, **patience, kernel_name="python3", resources=resources).execute()
     pictures = [o for cell in notebook.cells for o in cell.get("outputs", []) if "image/png" in o.get("data", {})]
     assert pictures and all(o.output_type == "display_data" for o in pictures)
 

@@ -45,7 +45,7 @@ class Killer:
 
     def close(self) -> None:
         self.process.stdin.close()
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=600)
         self.process.stdout.close()
         self.errors.close()
 
