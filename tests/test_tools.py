@@ -82,8 +82,10 @@ def test_every_part_runs_and_one_red_one_makes_the_verdict_red(
 
 def test_make_test_consists_of_lint_the_suite_and_the_interpreter(run_tests: ModuleType) -> None:
     parts = {part.name: part for part in run_tests.parts("2", wheel="")}
-    assert list(parts)[:1] == ["lint"] and {"tests", "interpreter"} <= parts.keys()
+    assert list(parts)[:1] == ["lint"] and {"kernels", "others", "interpreter"} <= parts.keys()
     assert parts["interpreter"].environment == {"TRITON_INTERPRET": "1"}
+    kernels = [argument for argument in parts["kernels"].command if argument.endswith(".py")]
+    assert len(kernels) > 10 and {f"--ignore={path}" for path in kernels} <= set(parts["others"].command), "none twice"
     wheel = run_tests.parts("2", wheel="baseline")[-1]
     assert wheel.environment == {"TRANSFORMER_FAST_TEST_WHEEL": "baseline"} and "-n" not in wheel.command
 

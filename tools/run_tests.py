@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# What runs the kernels of the CPU by themselves: on every instruction set that the machine has, not on the best alone.
+# What runs the CPU kernels by themselves: first of all, and on every instruction set with kernels, not the best alone.
 KERNEL_TESTS = (
     "test_attention*.py",
     "test_cross_entropy.py",
@@ -52,8 +52,13 @@ def parts(workers: str, wheel: str) -> list[Part]:
     kernel_tests = sorted(str(path) for name in KERNEL_TESTS for path in (ROOT / "tests").glob(name))
     todo = [
         Part("lint", ["make", "--no-print-directory", "lint"]),
-        Part("tests", [*pytest, "tests", "--ignore", "tests/interpreter"], share=8),
+        Part("kernels", [*pytest, *kernel_tests], share=3),
         *(Part(name, [*pytest, *kernel_tests], {"TRANSFORMER_FAST_CPU": name}, 2) for name in other_instruction_sets()),
+        Part(
+            "others",
+            [*pytest, "tests", "--ignore=tests/interpreter", *(f"--ignore={path}" for path in kernel_tests)],
+            share=6,
+        ),
         Part("interpreter", [*pytest, "tests/interpreter"], interpreted, 4),
     ]
     if wheel:
