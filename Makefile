@@ -1,7 +1,7 @@
 # make demo       train a small translator here, check every op against the reference, draw two pictures
-# make test       lint, the tests on every instruction set and in Triton's interpreter; one verdict. Every test runs, and
-#                 as many of its cases as 30 minutes allow: MINUTES=60 for more, MINUTES= for all; WHEEL=all: also a
-#                 wheel is built and run in an empty environment
+# make test       lint, the tests on every instruction set and in Triton's interpreter; one verdict. In 30 minutes
+#                 one case of every test, then more of them; what a slow machine has no time for is skipped and counted.
+#                 MINUTES=60 for more, MINUTES= for all; WHEEL=all: also a wheel is built and run in an empty environment
 # make bench      the benchmark suite on this machine; CPU=avx2: as on one without AVX-512
 # make gpu        on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
 # make predict    how long the Triton kernels would take on an H100, from their machine code, without a GPU
