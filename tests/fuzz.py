@@ -158,8 +158,11 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="(divide by zero|invalid value|overflow) encountered")
     if arguments.backend == "triton" and DEVICE.type == "cpu":
+        import quick_interpreter
+
         from transformer_fast.triton import configs
 
+        quick_interpreter.install()
         configs.ATTENTION.update(small_tiles())
     interpreted = "TRITON_INTERPRET=1 " if INTERPRETED else ""
     failed, started = 0, time.monotonic()

@@ -10,7 +10,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import quick_interpreter
 import torch
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quick_interpreter.install()
 
 
 @pytest.fixture(autouse=True)
