@@ -93,24 +93,21 @@ def test_make_test_consists_of_lint_the_suite_and_the_interpreter(run_tests: Mod
 def test_parts_share_the_minutes_and_what_is_left_of_them(
     run_tests: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock = [0.0]
-    given = []
+    took = {"lint": 7, "tests": 5, "interpreter": 40, "last": 1}
+    clock, given = [0.0], []
 
     def run(part: object) -> tuple[int, str]:
         given.append(part.command[1:])
-        clock[0] += 60 * part.took
+        clock[0] += 60 * took[part.name]
         return 0, ""
-
-    def part(name: str, share: float, took: float) -> object:
-        made = run_tests.Part(name, ["x"], share=share)
-        object.__setattr__(made, "took", took)
-        return made
 
     monkeypatch.setattr(run_tests, "run", run)
     monkeypatch.setattr(run_tests.time, "monotonic", lambda: clock[0])
-    todo = [part("lint", 0, took=7), part("tests", 3, took=5), part("interpreter", 1, took=40), part("last", 1, took=1)]
+    shares = zip(took, (0, 3, 1, 1), strict=True)
+    todo = [run_tests.Part(name, ["x"], share=share) for name, share in shares]
     assert run_tests.run_all(todo, minutes=20) == 0
     assert given == [[], ["--minutes=12.00"], ["--minutes=7.50"], ["--minutes=0.00"]]
+    assert all(part.command == ["x"] for part in todo)
 
 
 REPORT = """

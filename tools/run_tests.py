@@ -86,13 +86,14 @@ def run_all(todo: list[Part], minutes: float | None = None) -> int:
     """Run each and print the verdict; 1 if one failed."""
     verdict, failed = [], []
     for index, part in enumerate(todo):
-        print(f"\n== {part.name}: {shortened(part.command)}", flush=True)
         start = time.monotonic()
-        if minutes is not None and part.share:
+        limited = minutes is not None and part.share > 0
+        if limited:
             given = minutes * part.share / sum(later.share for later in todo[index:])
-            part.command.append(f"--minutes={given:.2f}")
+            part = dataclasses.replace(part, command=[*part.command, f"--minutes={given:.2f}"])
+        print(f"\n== {part.name}: {shortened(part.command)}", flush=True)
         code, summary = run(part)
-        if minutes is not None and part.share:
+        if limited:
             minutes = max(0.0, minutes - (time.monotonic() - start) / 60)
         if code != 0:
             failed.append(part.name)
