@@ -1,18 +1,20 @@
 """Train one recipe on Multi30k with the fast ops and with eager PyTorch, side by side, for the same CPU time.
 
-    python benchmarks/train_multi30k.py --data multi30k --out runs/multi30k --cpu-minutes 50
+    python benchmarks/train_multi30k.py --data multi30k --out runs/multi30k --cpu-minutes 50 --seeds 0 1 2
 
-Both sides are `transformer_fast.translation.train` with one recipe, one seed and one thread, in a process of its own:
-the same weights to begin with, the same batches in the same order. They differ in the backend: "fast" is the one that
-is chosen here by itself; "eager" is backend "reference", plain PyTorch for every op. Eager draws its dropout masks with
-PyTorch's own generator, as eager code does, so its curve for an update is that of another draw of dropout
-(--same-dropout: the same draws, counted out in eager integer arithmetic, which costs it 40 % of its speed).
+Both sides are `transformer_fast.translation.train` with one recipe and one thread, in a process of its own, once with
+each seed: the same weights to begin with, the same batches in the same order. They differ in the backend: "fast" is the
+one that is chosen here by itself; "eager" is backend "reference", plain PyTorch for every op. Eager draws its dropout
+masks with PyTorch's own generator, as eager code does, so its curve for an update is that of another draw of dropout
+(--same-dropout: the same draws, counted out in eager integer arithmetic, which costs it 40 % of its speed). What the
+sides differ by at an update says something only beside what the seeds of one side differ by: the record has both.
 
 The budget is CPU time of the process (`time.process_time`), validation and checkpoints included. Then each side
 translates the validation text with the mean of its last checkpoints and the recipe's beam, by its own backend.
 
 Written to RESULTS while they train: train_multi30k.json (what is known so far; "finished" says if that is all) and
-train_multi30k.png, the learning curves. OUT holds the two run folders. A run that was cut short goes on where it
+train_multi30k.png, the learning curves, each the mean of the seeds in a band from the lowest to the highest. OUT holds
+the run folders. A run that was cut short goes on where it
 stopped when the same command is given again; --report writes the record of what there is, and trains nothing.
 """
 
@@ -28,6 +30,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -49,18 +52,25 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--data", type=Path, required=True, help="folder of train.en.gz, train.de.gz, val.en.gz, val.de.gz"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the two runs")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results" / "multi30k")
     parser.add_argument("--recipe", default="multi30k-tiny-cpu", help="default: %(default)s")
     parser.add_argument("--cpu-minutes", type=float, default=50.0, help="budget of each side (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default: 0 1 2")
     parser.add_argument("--same-dropout", action="store_true", help="eager draws the same dropout masks, slowly")
     parser.add_argument("--report", action="store_true", help="only write the record of what there is")
-    parser.add_argument("--only", choices=SIDES, help="train and measure this side")
-    return parser.parse_args(argv)
+    parser.add_argument("--only", choices=SIDES, help="train and measure this side, with the first of the seeds")
+    args = parser.parse_args(argv)
+    if len(set(args.seeds)) != len(args.seeds):
+        parser.error(f"--seeds {' '.join(map(str, args.seeds))}: expected each seed once")
+    return args
 
 
-def settings(args: argparse.Namespace, side: str) -> TrainConfig:
+def folder_of(args: argparse.Namespace, side: str, seed: int) -> Path:
+    return args.out / f"{side}-{seed}"
+
+
+def settings(args: argparse.Namespace, side: str, seed: int) -> TrainConfig:
     """The recipe on the data, with the budget as its end."""
     texts = {
         name: str(args.data / file)
@@ -69,7 +79,8 @@ def settings(args: argparse.Namespace, side: str) -> TrainConfig:
             *(("valid_source", "val.en.gz"), ("valid_target", "val.de.gz")),
         )
     }
-    own = {"save": str(args.out / side), "seed": args.seed, "device": "cpu", "max_time": 60 * args.cpu_minutes}
+    folder = folder_of(args, side, seed)
+    own = {"save": str(folder), "seed": seed, "device": "cpu", "max_time": 60 * args.cpu_minutes}
     return TrainConfig(**{**load_recipe(args.recipe).training, **texts, **own})
 
 
@@ -79,12 +90,12 @@ def ordinary_dropout_masks() -> None:
     reference.dropout.attention_keep = lambda seed, p, *shape: torch.rand(shape) >= p
 
 
-def run_side(args: argparse.Namespace, side: str) -> None:
-    """Train one side to the end of its budget, translate, and leave result.json and valid.hyp in its folder."""
+def run_side(args: argparse.Namespace, side: str, seed: int) -> None:
+    """Train one side to the end of its budget, translate, and leave result.json and valid.hyp in the run folder."""
     torch.set_num_threads(1)
     if side == "eager" and not args.same_dropout:
         ordinary_dropout_masks()
-    config, recipe = settings(args, side), load_recipe(args.recipe)
+    config, recipe = settings(args, side, seed), load_recipe(args.recipe)
     with backends.backend(SIDES[side]):
         trained_as = train(config, clock=time.process_time)
         if trained_as.stopped == "interrupted":
@@ -141,28 +152,61 @@ def progress_of(folder: Path) -> dict[str, Any]:
 
 def write_record(args: argparse.Namespace) -> dict[str, Any]:
     """Record and picture of what there is by now; returns the record."""
-    sides = {}
+    results: dict[str, dict[str, Any]] = {side: {} for side in SIDES}
     for side in SIDES:
-        result = args.out / side / "result.json"
-        sides[side] = progress_of(args.out / side)
-        sides[side].update(json.loads(result.read_text(encoding="utf-8")) if result.exists() else {})
+        for seed in args.seeds:
+            folder = folder_of(args, side, seed)
+            result = folder / "result.json"
+            found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
+            results[side][str(seed)] = progress_of(folder) | found
     record = {
-        "what": "one recipe, seed and thread, the same CPU time; the backend differs",
-        "finished": all("bleu_lowercased" in side for side in sides.values()),
+        "what": "one recipe and thread, the same seeds and CPU time; the backend differs",
+        "finished": all("bleu_lowercased" in run for runs in results.values() for run in runs.values()),
         "recipe": load_recipe(args.recipe).name,
         "settings": load_recipe(args.recipe).training,
         "cpu_minutes": args.cpu_minutes,
-        "seed": args.seed,
+        "seeds": args.seeds,
         "dropout_of_eager": "the same masks" if args.same_dropout else "masks of PyTorch's own generator",
         "machine": {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "versions": {"torch": torch.__version__, "transformer_fast": transformer_fast.__version__},
         "curve_columns": ["update", "CPU seconds", "loss in nats a token; of training, of smoothed labels"],
-        "results": sides,
+        "summary": summary(results),
+        "results": results,
     }
     args.results.mkdir(parents=True, exist_ok=True)
     write_atomically(args.results / f"{NAME}.json", (json.dumps(record) + "\n").encode("utf-8"))
     draw(record, args.results / f"{NAME}.png")
     return record
+
+
+def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the runs say together: how many times as many tokens a CPU second, seed by seed; and the validation loss of
+    either side, seed by seed, at the last validation that all have passed, which is after about the same updates."""
+    fast, eager = (list(results[side].values()) for side in SIDES)
+    speeds = [
+        round(ours["target_tokens_a_cpu_second"] / theirs["target_tokens_a_cpu_second"], 3)
+        for ours, theirs in zip(fast, eager, strict=True)
+        if ours["target_tokens_a_cpu_second"] and theirs["target_tokens_a_cpu_second"]
+    ]
+    common = min(len(run["curve"]["valid"]) for run in (*fast, *eager))
+    at = {side: [run["curve"]["valid"][common - 1] for run in results[side].values()] for side in SIDES if common}
+    losses = {side: [loss for _, _, loss in points] for side, points in at.items()} if common else None
+    overlap = max(map(min, losses.values())) <= min(map(max, losses.values())) if losses else None
+    return {
+        "tokens_a_cpu_second_fast_over_eager": speeds,
+        "updates": sorted({step for points in at.values() for step, _, _ in points}) if common else None,
+        "valid_loss": losses,
+        "ranges_of_valid_loss_overlap": overlap,
+    }
+
+
+def band(runs: dict[str, Any], column: int) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Of the validations that all runs have passed: where they are, on the average, and the lowest, mean and highest
+    loss."""
+    points = list(zip(*(run["curve"]["valid"] for run in runs.values()), strict=False))
+    places = [fmean(point[column] for point in same) for same in points]
+    losses = [[point[2] for point in same] for same in points]
+    return places, [min(same) for same in losses], [fmean(same) for same in losses], [max(same) for same in losses]
 
 
 def draw(record: dict[str, Any], path: Path) -> None:
@@ -171,42 +215,51 @@ def draw(record: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(11, 4.6), layout="constrained", facecolor="white")
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, column, label in zip(panels, (1, 0), ("CPU minutes", "updates")):
-        for side, row in record["results"].items():
-            points = row["curve"]["valid"]
-            at = [point[column] / (60 if column else 1) for point in points]
-            bleu = f", BLEU {row['bleu_lowercased']:.1f}" if "bleu_lowercased" in row else ""
-            axes.plot(at, [p[2] for p in points], color=COLORS[side], linewidth=2, marker=".", label=f"{side}{bleu}")
+    for axes, column, label in zip(panels, (1, 0), ("CPU minutes", "updates"), strict=True):
+        for side, runs in record["results"].items():
+            places, low, middle, high = band(runs, column)
+            at = [place / (60 if column else 1) for place in places]
+            scores = [run["bleu_lowercased"] for run in runs.values() if "bleu_lowercased" in run]
+            bleu = f", BLEU {min(scores):.1f} to {max(scores):.1f}" if scores else ""
+            axes.plot(at, middle, color=COLORS[side], linewidth=2, marker=".", label=f"{side}{bleu}")
+            axes.fill_between(at, low, high, color=COLORS[side], alpha=0.2, linewidth=0)
         axes.set_xlabel(label)
         axes.grid(color="#e5e7eb")
         for edge in ("top", "right"):
             axes.spines[edge].set_visible(False)
     panels[0].set_ylabel("validation loss, nats a token")
     panels[0].legend(frameon=False)
+    seeds = len(record["seeds"])
     figure.suptitle(
-        f"Multi30k en-de, {record['recipe']}: {record['cpu_minutes']:g} CPU minutes a side, one thread each"
+        f"Multi30k en-de, {record['recipe']}: {record['cpu_minutes']:g} CPU minutes a run on one thread, "
+        f"{seeds} seed{'s' if seeds > 1 else ''} a side"
     )
     figure.savefig(path, dpi=120)
 
 
 def print_table(record: dict[str, Any]) -> None:
     names = ("updates", "target_tokens", "cpu_seconds", "target_tokens_a_cpu_second", "valid_loss")
-    print(f"{'' if record['finished'] else 'NOT FINISHED':<28}" + "".join(f"{side:>14}" for side in SIDES))
+    runs = [(f"{side} {seed}", run) for side, own in record["results"].items() for seed, run in own.items()]
+    print(f"{'' if record['finished'] else 'NOT FINISHED':<28}" + "".join(f"{title:>14}" for title, _ in runs))
     for name in (*names, "valid_loss_of_the_mean", "bleu_lowercased", "bleu_cased"):
-        values = [record["results"][side].get(name) for side in SIDES]
+        values = [run.get(name) for _, run in runs]
         shown = ("-" if v is None else f"{v:,.2f}" if isinstance(v, float) else f"{v:,}" for v in values)
         print(f"{name:<28}" + "".join(f"{value:>14}" for value in shown))
+    print(*(f"{name}: {value}" for name, value in record["summary"].items()), sep="\n")
 
 
-def train_both(args: argparse.Namespace, interval: float = 20.0) -> bool:
-    """Both sides at once; whether both came to their end. The record is written anew every `interval` seconds."""
+def train_both(args: argparse.Namespace, seed: int, interval: float = 20.0) -> bool:
+    """Both sides at once with one seed; whether both came to their end. The record is written anew every `interval`
+    seconds."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     args.out.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as files:
         processes = {}
         for side in SIDES:
-            said = files.enter_context(open(args.out / f"{side}.txt", "ab"))
-            command = [sys.executable, __file__, *sys.argv[1:], "--only", side]
+            if (folder_of(args, side, seed) / "result.json").exists():
+                continue
+            said = files.enter_context(open(args.out / f"{side}-{seed}.txt", "ab"))
+            command = [sys.executable, __file__, *sys.argv[1:], "--seeds", str(seed), "--only", side]
             # A session of its own: an interrupt reaches it once, from here, and it saves before it ends.
             processes[side] = subprocess.Popen(
                 command, env=environment, stdout=said, stderr=said, start_new_session=True
@@ -215,31 +268,32 @@ def train_both(args: argparse.Namespace, interval: float = 20.0) -> bool:
         try:
             while any(process.poll() is None for process in processes.values()):
                 time.sleep(interval)
-                print(time.strftime("%H:%M:%S"), _briefly(write_record(args)), flush=True)
+                print(time.strftime("%H:%M:%S"), _briefly(write_record(args), seed), flush=True)
         except KeyboardInterrupt:
             for process in processes.values():
                 process.terminate()
         codes = {side: process.wait() for side, process in processes.items()}
     for side, code in codes.items():
         if code:
-            print(f"{side} ended with {code}; it said why in {args.out / side}.txt", file=sys.stderr)
+            print(f"{side} ended with {code}; it said why in {args.out / f'{side}-{seed}.txt'}", file=sys.stderr)
     return not any(codes.values())
 
 
-def _briefly(record: dict[str, Any]) -> str:
-    rows = record["results"].items()
-    return "   ".join(f"{side}: update {row['updates']}, {row['cpu_seconds']:.0f} s" for side, row in rows)
+def _briefly(record: dict[str, Any], seed: int) -> str:
+    runs = ((side, record["results"][side][str(seed)]) for side in SIDES)
+    now = "   ".join(f"{side}: update {run['updates']}, {run['cpu_seconds']:.0f} s" for side, run in runs)
+    return f"seed {seed}   {now}"
 
 
 def main() -> int:
     args = arguments()
     if args.only:
-        run_side(args, args.only)
+        run_side(args, args.only, args.seeds[0])
         return 0
-    done = args.report or train_both(args)
+    done = args.report or all(train_both(args, seed) for seed in args.seeds)
     print_table(write_record(args))
     if not done:
-        print("not both sides came to their end; give the same command again to continue", file=sys.stderr)
+        print("not all runs came to their end; give the same command again to continue", file=sys.stderr)
     return 0 if done else 1
 
 
