@@ -98,7 +98,6 @@ predict: setup
 	$(BIN)/python benchmarks/predict
 
 gpu:
-	TRANSFORMER_FAST_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) benchmarks/gpu.py --out $(RESULTS)
 
 cuda-check: setup
