@@ -52,7 +52,7 @@ class Step:
     resumes: bool = False
 
     def is_done(self, outcome: dict[str, Any] | None) -> bool:
-        """Whether the outcome of an earlier run is all that there is to know: not where less than the limit stopped it."""
+        """Whether there is nothing to add to the outcome of an earlier run, as where less than the limit stopped it."""
         if outcome is None:
             return False
         return not outcome["stopped"] or (outcome["limit"] >= self.limit and not self.resumes)
@@ -165,7 +165,9 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("results"))
     names = [step.name for step in steps(Path())]
     parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=f"of: {', '.join(names)}")
-    parser.add_argument("--resume", action="store_true", help="leave out the steps that are done, and the cases measured")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out the steps that are done, and the cases measured"
+    )
     parser.add_argument("--minutes", type=float, help="end within so many; the steps that do not fit are left")
     options = parser.parse_args(given)
     out = options.out.resolve()

@@ -152,7 +152,11 @@ def markdown(made: dict) -> str:
     lines = ["# Measured beside predicted", "", ", ".join(f"{name} {value}" for name, value in machine.items()) + "."]
     lines += [f"\n**{note}**" for note in found["notes"]]
     done = found["cases"] - found["failed"]
-    lines += ["", f"{done} cases measured, {found['failed']} failed; {found['inside']} of {done} inside their range.", ""]
+    lines += [
+        "",
+        f"{done} cases measured, {found['failed']} failed; {found['inside']} of {done} inside their range.",
+        "",
+    ]
     rows = [
         [what, f"{f['median'] / unit:.2f}", f"{f['low'] / unit:.2f}-{f['high'] / unit:.2f}", str(f["count"])]
         for what, f, unit in (

@@ -11,7 +11,6 @@ its error; where it leaves the device unusable, the rest run in a new process.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import os
 import subprocess
@@ -91,9 +90,6 @@ def measure(cases: Iterable[Twin], timer: Timer, clock: Callable[[], int | None]
         except Exception as error:
             lines = str(error).strip().splitlines()
             yield {"case": twin.case, "error": f"{type(error).__name__}: {lines[0][:200] if lines else ''}"}
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
 
 
 def machine() -> dict[str, object]:
@@ -176,6 +172,7 @@ def main(given: list[str] | None = None) -> None:
         print(f"{found['case']}: {said}", flush=True)
         if "error" in found and not usable():
             os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--resume"])
+        torch.cuda.empty_cache()
     print(write(options.out, record, on, entries)["summary"]["advice"])
 
 

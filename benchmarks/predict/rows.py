@@ -42,9 +42,7 @@ class Work:
 
     def compiled(self) -> Launched:
         """The same compiled for an H100."""
-        return Launched(
-            compiled(self.launch), (Walked(self.loops),) * self.launch.grid, self.moved, cached=self.cached
-        )
+        return Launched(compiled(self.launch), (Walked(self.loops),) * self.launch.grid, self.moved, cached=self.cached)
 
 
 def norm_forward(d: int, residual_and_dropout: bool, device: str = META, rows: int = ROWS) -> list[Work]:

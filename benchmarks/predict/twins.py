@@ -73,7 +73,8 @@ class Twin:
 def makers() -> dict[str, Make]:
     """How the launches of each case are made on a device, by its name in the record."""
     found: dict[str, Make] = {
-        f"{case}{' packed' * packed}": partial(attention_case, case, packed) for case, packed in report.attention_names()
+        f"{case}{' packed' * packed}": partial(attention_case, case, packed)
+        for case, packed in report.attention_names()
     }
     return found | {name: partial(row_case, work) for name, work in rows.cases().items()}
 
@@ -125,10 +126,11 @@ def compile_all(cases: Iterable[Twin], workers: int | None = None) -> None:
     """Compile the launches for an H100 into Triton's cache, side by side: one process would take minutes."""
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         # What does not compile fails again, and is recorded, when its case is measured.
-        for job in [pool.submit(_compile, twin.make) for twin in cases]:
+        for job in [pool.submit(compile_case, twin.make) for twin in cases]:
             job.exception()
 
 
-def _compile(make: Make) -> None:
+def compile_case(make: Make) -> None:
+    """Compile the launches of a case for an H100."""
     for launch in make(META):
         triton_compiled(launch, CAPABILITY)
