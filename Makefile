@@ -3,7 +3,8 @@
 #                 one case of every test, then more of them; what a slow machine has no time for is skipped and counted.
 #                 MINUTES=60 for more, MINUTES= for all; WHEEL=all: also a wheel is built and run in an empty environment
 # make bench      the benchmark suite on this machine; CPU=avx2: as on one without AVX-512
-# make gpu        on a machine with a GPU: build with CUDA, test, check parity, benchmark (installs nothing)
+# make gpu        on a machine with a GPU: build with CUDA, check parity, measure what was predicted, test, benchmark
+#                 (installs nothing); in parts: docs/benchmarks.md
 # make predict    how long the Triton kernels would take on an H100, from their machine code, without a GPU
 # make fuzz       random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
 # make emulate    every Triton kernel as compiled for two GPU architectures, executed here against the reference; then
@@ -98,7 +99,6 @@ predict: setup
 	$(BIN)/python benchmarks/predict
 
 gpu:
-	TRANSFORMER_FAST_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
 	$(PYTHON) benchmarks/gpu.py --out $(RESULTS)
 
 cuda-check: setup

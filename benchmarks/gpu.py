@@ -1,92 +1,189 @@
-"""Everything worth knowing about a GPU machine, in one go: what ``make gpu`` runs after the build.
+"""Everything worth knowing about a GPU machine, in one go: what ``make gpu`` runs.
 
-The test suite on CUDA, the parity table, the benchmarks and their report. A step that fails or takes too long is
-reported and the next one runs, so that one visit to a machine always brings back all it can. Logs and JSON land in one
-folder; a short table is printed last.
+The build, the parity table, measured beside predicted, the tests on CUDA, the benchmarks and their report: the most
+valuable first. A step that fails, takes too long or lacks a package is reported and the next one runs, so that one
+visit to a machine always brings back all it can. Logs, records and summary.json land in one folder, each as soon as it
+is known; a table of the steps is printed last.
 
     python benchmarks/gpu.py --out results
+    python benchmarks/gpu.py --out results --minutes 9             as much as fits; then, until nothing is left:
+    python benchmarks/gpu.py --out results --minutes 9 --resume
+    python benchmarks/gpu.py --out results --only measured report
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parent.parent
+GRACE = 20
+"""Seconds between a step's interrupt at its limit, when it writes what it has, and its end."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Step:
-    """One command, its time limit in seconds, and what it is for."""
+    """One command.
+
+    Args:
+        name: of the step and of its log.
+        limit: seconds.
+        command: what runs, in the repository.
+        needs: packages without which the step is skipped, as they are imported.
+        environment: variables of its own.
+        resumes: a second run goes on where the first was stopped.
+    """
 
     name: str
-    limit: int
+    limit: float
     command: list[str]
+    needs: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    resumes: bool = False
+
+    def is_done(self, outcome: dict[str, Any] | None) -> bool:
+        """Whether there is nothing to add to the outcome of an earlier run, as where less than the limit stopped it."""
+        if outcome is None:
+            return False
+        return not outcome["stopped"] or (outcome["limit"] >= self.limit and not self.resumes)
 
 
-def steps(out: Path) -> list[Step]:
+PACKAGES = {"pytest_benchmark": "pytest-benchmark", "xdist": "pytest-xdist"}
+"""On the index, where they have another name than imported."""
+
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def steps(out: Path, resume: bool = False) -> list[Step]:
+    """All steps, the most valuable first."""
     python = sys.executable
     pytest = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     record = str(out / "benchmarks.json")
-    # Training and the command line are proved on CPU; ahead-of-time compiles need no GPU either.
-    trained = ("training", "checkpoint", "averaging", "recipes", "train_multi30k", "translation_data")
-    left_out = ("triton_compile", "cli", "plots", *trained)
-    ignored = [f"--ignore=tests/test_{name}.py" for name in left_out]
+    # Proved on CPU, or without a GPU by design: training, the command line, compilation ahead of time, emulation.
+    left_out = ("cli", "emulation", "examples", "packaging", "plots", "predict", "ptx_*", "triton_compile")
+    trained = ("training", "checkpoint*", "averaging", "recipes", "train_*", "translation_data", "killed", "ranks")
+    ignored = [f"--ignore-glob=tests/test_{name}.py" for name in (*left_out, *trained)]
+    # Eight processes share the GPU: each has a context, and the tensors of one small test.
+    tests = [*pytest, "-n", "8", "--continue-on-collection-errors", "tests", *ignored]
+    measured = [python, "-m", "benchmarks.predict.measured", "--out", str(out), *["--resume"] * resume]
     return [
-        Step("info", 60, [python, "-m", "transformer_fast", "info"]),
-        Step("verify", 90, [python, "-m", "transformer_fast", "verify"]),
-        Step("tests", 200, [*pytest, "-n", "8", "tests", *ignored]),
-        Step("host_cost", 40, [python, "benchmarks/host_cost.py"]),
-        Step("benchmarks", 220, [*pytest, "benchmarks", "--seconds", "0.15", "--benchmark-json", record]),
-        Step("report", 60, [python, "benchmarks/report.py", record, "--out", str(out)]),
+        Step("build", 500, [python, "setup.py", "-q", "build_ext", "--inplace"], ("torch", "pybind11", "ninja")),
+        Step("info", 60, [python, "-m", "transformer_fast", "info"], ("torch",)),
+        Step("verify", 240, [python, "-m", "transformer_fast", "verify"], ("torch", "triton")),
+        Step("measured", 400, measured, ("torch", "triton"), resumes=True),
+        Step("tests", 300, [*tests, "-k", "cuda", "--minutes", "4"], ("pytest", "xdist"), ONE_THREAD),
+        Step(
+            "benchmarks",
+            500,
+            [*pytest, "benchmarks", "--seconds", "0.15", "--benchmark-json", record],
+            ("pytest", "pytest_benchmark"),
+        ),
+        Step("report", 60, [python, "benchmarks/report.py", record, "--out", str(out)], ("matplotlib",)),
+        Step("host_cost", 90, [python, "benchmarks/host_cost.py"], ("torch", "triton")),
+        Step("other_tests", 420, [*tests, "-k", "not cuda", "--minutes", "6"], ("pytest", "xdist"), ONE_THREAD),
     ]
 
 
-def run(step: Step, out: Path, environment: dict[str, str]) -> dict[str, object]:
+def run(step: Step, out: Path, environment: dict[str, str]) -> dict[str, Any]:
     """Run one step, keep its output in a log, and say how it ended."""
-    start = time.monotonic()
-    log = out / f"{step.name}.log"
-    with log.open("w") as stream:
-        try:
-            code = subprocess.run(
-                step.command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT, timeout=step.limit
-            ).returncode
-            ended = "passed" if code == 0 else f"failed (exit status {code})"
-        except subprocess.TimeoutExpired:
-            ended = f"stopped after its limit of {step.limit} s"
+    start, log = time.monotonic(), out / f"{step.name}.log"
+    missing = [PACKAGES.get(name, name) for name in step.needs if importlib.util.find_spec(name) is None]
+    if missing:
+        ended = "skipped: not installed"
+        log.write_text(f"pip install {' '.join(missing)}\n")
+    else:
+        with log.open("w") as stream:
+            ended = _ended(step, stream, environment | step.environment)
     lines = log.read_text(errors="replace").strip().splitlines()
     return {
         "step": step.name,
         "ended": ended,
+        "limit": step.limit,
+        "stopped": ended.startswith("stopped"),
         "seconds": round(time.monotonic() - start, 1),
-        "last_line": lines[-1] if lines else "",
+        "last_line": lines[-1][:200] if lines else "",
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("results"))
-    out = parser.parse_args().out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
+def _ended(step: Step, stream: TextIO, environment: dict[str, str]) -> str:
+    """At its limit a step is interrupted, as by Ctrl-C, so that pytest still writes its record; then its whole process
+    group is killed: no worker may stay on the GPU."""
+    process = subprocess.Popen(
+        step.command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True
+    )
+    try:
+        code = process.wait(step.limit)
+        return "passed" if code == 0 else f"failed (exit status {code})"
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
+        return f"stopped after its limit of {step.limit:.0f} s"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run_all(todo: list[Step], out: Path, outcomes: dict[str, dict], minutes: float | None = None) -> list[str]:
+    """Run steps in order, and write summary.json after each.
+
+    Args:
+        todo: what is to be run.
+        out: folder of logs and records.
+        outcomes: of earlier steps, by name; those of these steps are added.
+        minutes: in which all of it must end; None for as long as the limits of the steps allow.
+
+    Returns:
+        The names of the steps that there was no time for.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    outcomes = []
-    for step in steps(out):
+    end = time.monotonic() + (float("inf") if minutes is None else 60 * minutes)
+    for index, step in enumerate(todo):
+        left = end - time.monotonic() - GRACE
+        if left < GRACE:
+            return [late.name for late in todo[index:]]
         print(f"{step.name} ...", flush=True)
-        outcomes.append(run(step, out, environment))
-    (out / "summary.json").write_text(json.dumps(outcomes, indent=2) + "\n")
-    table = out / "benchmarks.md"
-    if table.exists():
-        print(table.read_text())
-    print((out / "host_cost.log").read_text())
-    for outcome in outcomes:
-        print("{step:<11} {seconds:>6} s  {ended}: {last_line}".format(**outcome))
+        outcomes[step.name] = run(replace(step, limit=min(step.limit, left)), out, environment)
+        (out / "summary.json").write_text(json.dumps(list(outcomes.values()), indent=1) + "\n")
+    return []
+
+
+def main(given: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results"))
+    names = [step.name for step in steps(Path())]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="STEP", help=f"of: {', '.join(names)}")
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out the steps that are done, and the cases measured"
+    )
+    parser.add_argument("--minutes", type=float, help="end within so many; the steps that do not fit are left")
+    options = parser.parse_args(given)
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    summary = out / "summary.json"
+    outcomes: dict[str, dict] = {}
+    if summary.exists() and (options.only or options.resume):
+        outcomes = {outcome["step"]: outcome for outcome in json.loads(summary.read_text())}
+    todo = [step for step in steps(out, options.resume) if step.name in (options.only or names)]
+    if options.resume:
+        todo = [step for step in todo if not step.is_done(outcomes.get(step.name))]
+    left = run_all(todo, out, outcomes, options.minutes)
+    for outcome in sorted(outcomes.values(), key=lambda outcome: names.index(outcome["step"])):
+        print("{step:<12} {seconds:>6} s  {ended}: {last_line}".format(**outcome))
+    if left:
+        print(f"no time for: {', '.join(left)}; the same command with --resume goes on")
 
 
 if __name__ == "__main__":

@@ -232,7 +232,7 @@ def record():
 
 def test_the_record_has_every_case(record):
     assert [row["case"] for row in record["attention"]] == [f"{c}{' packed' * p}" for c, p in report.attention_names()]
-    assert [row["case"] for row in record["rows"]] == [name for name, _ in rows.cases()]
+    assert [row["case"] for row in record["rows"]] == list(rows.cases())
     assert len(record["goals"]) == len(report.GOALS)
     assert record["assumptions"] == assumptions()
     assert (report.RESULTS / "predicted.md").read_text() == report.markdown(record)

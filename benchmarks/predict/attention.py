@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -18,50 +18,54 @@ from transformer_fast.triton.launcher import Launch
 
 from .kernels import Steps, Walked, compiled
 from .predictions import Launched
+from .tensors import META, number, results, values
 
 ARCHITECTURE = "sm90"
 PRODUCTS = {"forward": 2, "grad_q": 3, "grad_kv": 4}
 """Matrix products of each kernel for a (query, key): q k^T and w v; in backward also do v^T and one sum or two more."""
 
 
-def meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor without contents."""
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def parameters(case: Case, packed: bool) -> AttentionParams:
+def parameters(case: Case, packed: bool, device: str = META) -> AttentionParams:
     """The arguments of a case, as the launchers take them."""
     params = AttentionParams(scale=case.D**-0.5)
     if case.dropout_p:
-        params = replace(params, dropout_p=case.dropout_p, seed=meta(1, dtype=torch.int64))
+        params = replace(params, dropout_p=case.dropout_p, seed=number(7, device))
     if case.causal:
         params = replace(params, causal=case.causal_offset)
     if packed:
-        starts = meta(case.B + 1, dtype=torch.int32)
-        longest = int(case.query_lengths().max()), int(case.key_lengths().max())
-        return replace(params, packed=PackedBatch(starts, starts, *longest))
+        lengths = case.query_lengths(), case.key_lengths()
+        starts = (torch.nn.functional.pad(n.cumsum(0), (1, 0)).to(device, torch.int32) for n in lengths)
+        return replace(params, packed=PackedBatch(*starts, *(int(n.max()) for n in lengths)))
     if case.lengths != "full":
-        params = replace(params, lengths=meta(case.B, dtype=torch.int32))
+        params = replace(params, lengths=case.key_lengths().to(device))
     return params
 
 
-def launches(case: Case, packed: bool) -> list[tuple[str, Launch]]:
-    """(kernel, launch) of a case in order, on meta tensors: forward; delta, grad_q, grad_kv."""
-    params = parameters(case, packed)
+def launches(case: Case, packed: bool, device: str = META) -> list[tuple[str, Launch]]:
+    """(kernel, launch) of a case in order: forward; delta, grad_q, grad_kv. On META they are those of an H100."""
+    params, arch = parameters(case, packed, device), ARCHITECTURE if device == META else None
     if packed:
-        rows = int(case.query_lengths().sum()), int(case.key_lengths().sum())
-        q, k = (meta(n, case.H, case.D, dtype=case.dtype) for n in rows)
-        logsumexp = meta(case.H, rows[0], dtype=torch.float32)
+        of_queries, of_keys = ((int(n.sum()), case.H, case.D) for n in (case.query_lengths(), case.key_lengths()))
     else:
-        q, k = (meta(case.B, n, case.H, case.D, dtype=case.dtype).transpose(1, 2) for n in (case.queries, case.keys))
-        logsumexp = meta(case.B, case.H, case.queries, dtype=torch.float32)
-    found = [
-        ("forward", launch) for launch in forward.forward_launches((q, k, k), (q, logsumexp), params, ARCHITECTURE)
-    ]
+        of_queries, of_keys = ((case.B, n, case.H, case.D) for n in (case.queries, case.keys))
+
+    def tensor(make: Callable[..., torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+        made = make(*shape, dtype=case.dtype, device=device)
+        return made if packed else made.transpose(1, 2)
+
+    q, k, v, out = (
+        tensor(make, shape)
+        for make, shape in ((values, of_queries), (values, of_keys), (values, of_keys), (results, of_queries))
+    )
+    rows = (case.H, of_queries[0]) if packed else (case.B, case.H, case.queries)
+    logsumexp = results(*rows, dtype=torch.float32, device=device)
+    found = [("forward", launch) for launch in forward.forward_launches((q, k, v), (out, logsumexp), params, arch)]
     if case.backward:
-        inputs, outputs = (q, q, k, k, q, logsumexp, None), (q, k, k, *backward.row_buffers(q, logsumexp, params))
+        inputs = tensor(values, of_queries), q, k, v, out, logsumexp, None
+        gradients = (tensor(results, shape) for shape in (of_queries, of_keys, of_keys))
+        outputs = (*gradients, *backward.row_buffers(q, logsumexp, params))
         names = ("delta", "grad_q", "grad_kv")
-        found += zip(names, backward.backward_launches(inputs, outputs, params, ARCHITECTURE), strict=True)
+        found += zip(names, backward.backward_launches(inputs, outputs, params, arch), strict=True)
     return found
 
 

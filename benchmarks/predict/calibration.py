@@ -19,6 +19,7 @@ from .grid import launch_cycles
 from .kernels import Durations, Steps, compiled
 from .machine import H100, Machine
 from .predictions import Range
+from .tensors import META, results, values
 
 BATCH_HEADS, LENGTH = 128, 4096
 
@@ -60,18 +61,24 @@ class Calibration:
         return Range(self.published.low / self.predicted, self.published.high / self.predicted)
 
 
-def launch(head_dim: int, tile: tuple[int, int, int, int]) -> Launch:
-    """The launch on meta tensors."""
+def launch(head_dim: int, tile: tuple[int, int, int, int], device: str = META) -> Launch:
+    """The launch on a device; on META without contents."""
     queries, keys, warps, stages = tile
-    q = torch.empty((BATCH_HEADS, LENGTH, head_dim), dtype=torch.float16, device="meta")
+    shape = BATCH_HEADS, LENGTH, head_dim
+    q, k, v = (values(*shape, dtype=torch.float16, device=device) for _ in range(3))
     arguments = {
-        "q": q, "k": q, "v": q, "out": q,
-        "logsumexp": torch.empty((BATCH_HEADS, LENGTH), dtype=torch.float32, device="meta"),
+        "q": q, "k": k, "v": v, "out": results(*shape, dtype=torch.float16, device=device),
+        "logsumexp": results(BATCH_HEADS, LENGTH, dtype=torch.float32, device=device),
         "scale": head_dim**-0.5, "length": LENGTH, "head_stride": LENGTH * head_dim,
         "HEAD_DIM": head_dim, "BLOCK_QUERIES": queries, "BLOCK_KEYS": keys,
     }  # fmt: skip
     name = f"fused attention d{head_dim} {queries}x{keys} {warps} warps {stages} stages"
     return Launch(name, attention_kernel, BATCH_HEADS * LENGTH // queries, arguments, warps, stages)
+
+
+def operations(head_dim: int) -> float:
+    """Floating-point operations of a launch."""
+    return 4.0 * BATCH_HEADS * LENGTH * LENGTH * head_dim
 
 
 def speed(head_dim: int, tile: tuple[int, int, int, int], machine: Machine = H100) -> float:
@@ -83,7 +90,7 @@ def speed(head_dim: int, tile: tuple[int, int, int, int], machine: Machine = H10
     durations = Durations(kernel, machine=machine)
     works = [Steps(LENGTH // tile[1], 0)] * (BATCH_HEADS * LENGTH // tile[0])
     cycles = launch_cycles(works, durations.cycles, machine.multiprocessors, resident)
-    return 4.0 * BATCH_HEADS * LENGTH * LENGTH * head_dim / cycles * machine.clock
+    return operations(head_dim) / cycles * machine.clock
 
 
 def calibrate(say: Callable[[str], None] = lambda line: None, machine: Machine = H100) -> list[Calibration]:

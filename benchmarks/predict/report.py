@@ -56,7 +56,7 @@ def attention_row(case: Case, packed: bool, by: Range) -> Row:
 
 def row_kernels_row(name: str, by: Range) -> Row:
     """Predict a case of :func:`.rows.cases`."""
-    return Row(name, [predict(one, by) for one in dict(rows.cases())[name]])
+    return Row(name, [predict(work.compiled(), by) for work in rows.cases()[name]()])
 
 
 def attention_names() -> list[tuple[Case, bool]]:
@@ -76,7 +76,7 @@ def predict_all(say: Callable[[str], None], workers: int = 2) -> dict[str, objec
         for case, packed in attention_names():
             groups.setdefault((case.D, case.dropout_p > 0, case.causal, packed), []).append((case, packed))
         jobs = [pool.submit(_group, group, by) for group in groups.values()]
-        others = [pool.submit(row_kernels_row, name, by) for name, _ in rows.cases()]
+        others = [pool.submit(row_kernels_row, name, by) for name in rows.cases()]
         for job in jobs:
             for row in job.result():
                 found["attention"].append(row)

@@ -1,89 +1,111 @@
-"""The launches of norm, dropout and loss, compiled, with what each of their programs does."""
+"""The launches of norm, dropout and loss, with what each of their programs does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from transformer_fast.triton import cross_entropy, dropout, norm, norm_backward
-from transformer_fast.triton.launcher import Launch, blocks_of
+from transformer_fast.triton.launcher import Launch, blocks_of, multiprocessors_of
 
-from .attention import meta
 from .kernels import Walked, compiled
 from .machine import H100
 from .predictions import Launched
+from .tensors import META, number, results, values
 
 ROWS = 16_384
 NORM_WIDTHS = (512, 1024, 2048, 4096, 8192)
 DROPOUT_WIDTHS = (1024, 4096)
 VOCABULARY = 32_000
 P = 0.1
-_F32 = torch.float32
+BF16, F32 = torch.bfloat16, torch.float32
 
 
-def _launched(launch: Launch, loops: tuple[int, ...], moved: int, cached: bool = False) -> Launched:
-    return Launched(compiled(launch), (Walked(loops),) * launch.grid, moved, cached=cached)
+@dataclass(frozen=True)
+class Work:
+    """A launch and what it does.
+
+    Args:
+        launch: on meta tensors, or on those of a device.
+        loops: steps of each loop of its programs.
+        moved: bytes read and written at least once.
+        cached: see :class:`.predictions.Launched`.
+    """
+
+    launch: Launch
+    loops: tuple[int, ...]
+    moved: int
+    cached: bool = False
+
+    def compiled(self) -> Launched:
+        """The same compiled for an H100."""
+        return Launched(compiled(self.launch), (Walked(self.loops),) * self.launch.grid, self.moved, cached=self.cached)
 
 
-def norm_forward(d: int, residual_and_dropout: bool) -> Iterator[Launched]:
+def norm_forward(d: int, residual_and_dropout: bool, device: str = META, rows: int = ROWS) -> list[Work]:
     """LayerNorm of bf16 rows of d columns, or of residual + dropout(x)."""
-    x, vector, statistics = meta(ROWS, d, dtype=torch.bfloat16), meta(d, dtype=torch.bfloat16), meta(ROWS, dtype=_F32)
-    residual = x if residual_and_dropout else None
-    p, seed = (P, meta(1, dtype=torch.int64)) if residual_and_dropout else (0.0, None)
-    launch = norm.forward_launch(
-        x, residual, vector, vector, x, residual, statistics, statistics, 1e-5, "layer", p, seed
-    )  # fmt: skip
-    matrices = 4 if residual_and_dropout else 2
-    yield _launched(launch, (), (matrices * 2 * d + 8) * ROWS)
+    x, out = values(rows, d, dtype=BF16, device=device), results(rows, d, dtype=BF16, device=device)
+    weight, bias = (values(d, dtype=BF16, device=device) for _ in range(2))
+    mean, rstd = (results(rows, dtype=F32, device=device) for _ in range(2))
+    residual = summed = seed = None
+    if residual_and_dropout:
+        residual, summed, seed = torch.randn_like(x), torch.full_like(out, float("nan")), number(7, device)
+    p = P if residual_and_dropout else 0.0
+    launch = norm.forward_launch(x, residual, weight, bias, out, summed, mean, rstd, 1e-5, "layer", p, seed)
+    return [Work(launch, (), ((4 if residual_and_dropout else 2) * 2 * d + 8) * rows)]
 
 
-def norm_backward_of(d: int, residual_and_dropout: bool) -> Iterator[Launched]:
+def norm_backward_of(d: int, residual_and_dropout: bool, device: str = META, rows: int = ROWS) -> list[Work]:
     """The gradients of :func:`norm_forward`."""
-    x, vector, statistics = meta(ROWS, d, dtype=torch.bfloat16), meta(d, dtype=torch.bfloat16), meta(ROWS, dtype=_F32)
-    other = x if residual_and_dropout else None
-    p, seed = (P, meta(1, dtype=torch.int64)) if residual_and_dropout else (0.0, None)
-    programs = norm_backward.sharing_programs(ROWS, d, H100.multiprocessors)
-    partials = meta(2, programs, d, dtype=_F32)
-    launches = norm_backward.backward_launches(
-        x, other, x, vector, statistics, statistics, x, other, vector, vector, partials,
+    dy, x = (values(rows, d, dtype=BF16, device=device) for _ in range(2))
+    weight, grad_weight, grad_bias = (make(d, dtype=BF16, device=device) for make in (values, results, results))
+    mean, rstd = (values(rows, dtype=F32, device=device) for _ in range(2))
+    grad_x = results(rows, d, dtype=BF16, device=device)
+    grad_summed = grad_residual = seed = None
+    if residual_and_dropout:
+        grad_summed, grad_residual, seed = torch.randn_like(x), torch.full_like(grad_x, float("nan")), number(7, device)
+    p = P if residual_and_dropout else 0.0
+    multiprocessors = H100.multiprocessors if device == META else multiprocessors_of(x)
+    programs = norm_backward.sharing_programs(rows, d, multiprocessors)
+    partials = results(2, programs, d, dtype=F32, device=device)
+    gradients, sums = norm_backward.backward_launches(
+        dy, grad_summed, x, weight, mean, rstd, grad_x, grad_residual, grad_weight, grad_bias, partials,
         "layer", p, seed, programs,
     )  # fmt: skip
-    rows, blocks = launches[0].arguments.get("BLOCK_ROWS", 1), blocks_of(d, launches[0].arguments["BLOCK_COLUMNS"])
-    steps = blocks_of(blocks_of(ROWS, rows), programs)
+    a_tile, blocks = gradients.arguments.get("BLOCK_ROWS", 1), blocks_of(d, gradients.arguments["BLOCK_COLUMNS"])
+    steps = blocks_of(blocks_of(rows, a_tile), programs)
     matrices = 5 if residual_and_dropout else 3
-    yield _launched(launches[0], (steps,) if blocks == 1 else (steps, blocks), (matrices * 2 * d + 8) * ROWS)
-    yield _sum(launches[1], 2 * programs, d)
+    return [
+        Work(gradients, (steps,) if blocks == 1 else (steps, blocks), (matrices * 2 * d + 8) * rows),
+        Work(sums, (blocks_of(programs, sums.arguments["BLOCK_ROWS"]),), 4 * 2 * programs * d, cached=True),
+    ]
 
 
-def _sum(launch: Launch, rows: int, d: int) -> Launched:
-    """The launch that sums fp32 partials of `rows` rows."""
-    steps = blocks_of(launch.arguments["programs"], launch.arguments["BLOCK_ROWS"])
-    return _launched(launch, (steps,), 4 * rows * d, cached=True)
-
-
-def dropout_forward(d: int) -> Iterator[Launched]:
+def dropout_forward(d: int, device: str = META, rows: int = ROWS) -> list[Work]:
     """Dropout of bf16 rows of d columns; its backward is the same kernel on other rows."""
-    x, seed = meta(ROWS, d, dtype=torch.bfloat16), meta(1, dtype=torch.int64)
-    yield _launched(dropout.forward_launch(x, None, None, x, False, P, seed), (), 4 * d * ROWS)
+    x, out = values(rows, d, dtype=BF16, device=device), results(rows, d, dtype=BF16, device=device)
+    return [Work(dropout.forward_launch(x, None, None, out, False, P, number(7, device)), (), 4 * d * rows)]
 
 
-def loss_rows(vocabulary: int = VOCABULARY, rows: int = 1024) -> Iterator[Launched]:
+def loss_rows(device: str = META, vocabulary: int = VOCABULARY, rows: int = 1024) -> list[Work]:
     """Loss and gradient of bf16 logits, which another launch made: read, and written over."""
-    logits = meta(rows, vocabulary, dtype=torch.bfloat16)
-    launch = cross_entropy.rows_launch(logits, meta(rows, dtype=torch.int64), meta(rows, dtype=_F32), 0.1, 0, True)
+    logits, losses = values(rows, vocabulary, dtype=BF16, device=device), results(rows, dtype=F32, device=device)
+    target = torch.arange(rows, device=device) % vocabulary
+    launch = cross_entropy.rows_launch(logits, target, losses, 0.1, 0, True)
     steps = blocks_of(vocabulary, launch.arguments["BLOCK_COLUMNS"])
-    yield _launched(launch, (steps, steps), 4 * vocabulary * rows)
+    return [Work(launch, (steps, steps), 4 * vocabulary * rows)]
 
 
-def cases() -> Iterator[tuple[str, Iterator[Launched]]]:
-    """(name, launches) of every case."""
-    for d in NORM_WIDTHS:
-        yield f"layer norm {ROWS}x{d} forward", norm_forward(d, False)
-        yield f"layer norm {ROWS}x{d} backward", norm_backward_of(d, False)
-    for d in NORM_WIDTHS:
-        yield f"residual + dropout + layer norm {ROWS}x{d} forward", norm_forward(d, True)
-        yield f"residual + dropout + layer norm {ROWS}x{d} backward", norm_backward_of(d, True)
-    for d in DROPOUT_WIDTHS:
-        yield f"dropout {ROWS}x{d}", dropout_forward(d)
-    yield f"loss of 1024x{VOCABULARY} logits, with gradient", loss_rows()
+def cases() -> dict[str, Callable[..., list[Work]]]:
+    """Every case by name; called with a device, it makes its tensors there."""
+    found: dict[str, Callable[..., list[Work]]] = {}
+    for fused, what in ((False, "layer norm"), (True, "residual + dropout + layer norm")):
+        for d in NORM_WIDTHS:
+            found[f"{what} {ROWS}x{d} forward"] = partial(norm_forward, d, fused)
+            found[f"{what} {ROWS}x{d} backward"] = partial(norm_backward_of, d, fused)
+    found |= {f"dropout {ROWS}x{d}": partial(dropout_forward, d) for d in DROPOUT_WIDTHS}
+    found[f"loss of 1024x{VOCABULARY} logits, with gradient"] = loss_rows
+    return found
