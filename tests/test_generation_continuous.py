@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 from transformer_fast import GenerationConfig, Transformer, generate
 from transformer_fast.generation.continuous import ContinuousBatch, Sentence, obstacle
+from transformer_fast.generation.greedy import GreedySearch
 
 BOS, EOS, VOCAB = 0, 1, 30
 MARKS = {"bos": BOS, "eos": EOS}
@@ -27,7 +29,7 @@ def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **options: object) -
     return model.eval()
 
 
-def sentences(count: int = 25, seed: int = 0, prefixed: bool = False) -> list[Sentence]:
+def sentences(count: int = 12, seed: int = 0, prefixed: bool = False) -> list[Sentence]:
     chance = random.Random(seed)
     found = []
     for _ in range(count):
@@ -60,13 +62,13 @@ OPTIONS = {
     "greedy": {},
     "beam": {"beam": 5},
     "n-best": {"beam": 4, "n_best": 4},
-    "wide beam": {"beam": 3, "n_best": 2, "slots": "keep", "early_stop": "now", "max_length": 12},
-    "groups": {"beam": 4, "beam_groups": 2, "n_best": 2, "max_length": 12},
+    "wide beam": {"beam": 3, "n_best": 2, "slots": "keep", "early_stop": "now", "max_length": (1.0, 3)},
+    "groups": {"beam": 4, "beam_groups": 2, "n_best": 2, "max_length": (1.0, 3)},
     "lengths": {"beam": 3, "min_length": (0.5, 2), "max_length": (1.0, 3), "suppress": (4, 5)},
     "forced end": {"max_length": (1.0, 2), "force_eos": True, "renormalize": True, "suppress": (7,)},
-    "repeats": {"beam": 2, "no_repeat_ngram": 2, "repetition_penalty": 1.5, "max_length": 15},
-    "no token twice": {"no_repeat_ngram": 1, "repetition_penalty": 2.0, "max_length": 15},
-    "patience": {"beam": 3, "patience": 2.0, "early_stop": True, "max_length": 15},
+    "repeats": {"beam": 2, "no_repeat_ngram": 2, "repetition_penalty": 1.5, "max_length": (1.0, 4)},
+    "no token twice": {"no_repeat_ngram": 1, "repetition_penalty": 2.0, "max_length": (1.0, 4)},
+    "patience": {"beam": 3, "patience": 2.0, "early_stop": True, "max_length": (1.0, 4)},
 }
 
 
@@ -76,5 +78,64 @@ def test_the_answers_are_those_of_a_sentence_alone(options: str, prefixed: bool)
     model, given = tiny(), sentences(prefixed=prefixed)
     config = GenerationConfig(**OPTIONS[options])
     expected = alone(model, given, config)
-    assert_same(continuous(model, given, config, 60 * config.beam), expected)
+    assert_same(continuous(model, given, config, 30 * config.beam), expected)
     assert len({len(answers[0].tokens) for answers in expected}) > 3  # sentences end at different steps
+
+
+@pytest.mark.parametrize("options", [{}, {"beam": 3, "n_best": 2}], ids=["greedy", "beam"])
+def test_the_modules_are_the_oracle_of_the_fused_step(monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
+    """Past a block of the cache, with post-norm layers, and by two models."""
+    models, given = [tiny(1, norm_first=False), tiny(2, norm_first=False)], sentences(8, seed=1)
+    config = GenerationConfig(max_length=(1.0, 64), suppress=(EOS + 1,), **options)
+    fused = continuous(models, given, config, 30 * config.beam)
+    monkeypatch.setattr("transformer_fast.generation.steps.fused_step", lambda *_: None)
+    assert_same(fused, continuous(models, given, config, 30 * config.beam))
+    assert_same(fused, alone(models, given, config))
+
+
+def test_rows_stay_within_the_limit_and_the_stream_is_not_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    read, rows = 0, []
+    given = sorted(sentences(30), key=lambda one: -len(one.source))
+    forward = GreedySearch.step
+
+    def step(search: GreedySearch) -> None:
+        rows.append(len(search.tokens))
+        forward(search)
+
+    def stream() -> Iterator[Sentence]:
+        nonlocal read
+        for one in given:
+            read += 1
+            yield one
+
+    monkeypatch.setattr(GreedySearch, "step", step)
+    config = GenerationConfig(max_length=(1.0, 2))
+    longest, answered = len(given[0].source), 0
+    for _ in ContinuousBatch(tiny(), stream(), config=config, tokens=4 * longest, **MARKS):
+        answered += 1
+        assert read <= answered + 4 * longest + 1
+    assert answered == read == 30 and rows[0] == 4
+    assert sum(rows) == sum(len(h[0].tokens) + h[0].finished for h in alone(tiny(), given, config))
+
+
+def test_a_sentence_too_long_for_the_batch_is_decoded_alone() -> None:
+    model, given, config = tiny(), sentences(4), GenerationConfig(max_length=5)
+    assert_same(continuous(model, given, config, 1), alone(model, given, config))
+    assert list(ContinuousBatch(model, [], config=config, tokens=1, **MARKS)) == []
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"sample": True}, "sample=True"),
+        ({"graph": True}, "graph=True"),
+        ({"alignments": True}, "alignments"),
+        ({"coverage_penalty": 0.2}, "coverage_penalty"),
+        ({"cache": False}, "with its cache"),
+    ],
+)
+def test_options_that_need_a_batch_are_refused(options: dict, reason: str) -> None:
+    config = GenerationConfig(**options)
+    assert reason in obstacle(tiny(), config) and obstacle(tiny(), GenerationConfig(beam=3)) is None
+    with pytest.raises(ValueError, match=f"cannot be batched continuously: .*{reason}"):
+        ContinuousBatch(tiny(), [], config=config, tokens=1, **MARKS)
