@@ -89,7 +89,7 @@ class DecoderCache:
         if moves and self._states is not None:
             move_rows(self._states, moves, self.length)
         if self.lengths is not None:
-            self._set_lengths(self.lengths[torch.tensor(origins, device=self.cross.device)])
+            self._set_lengths(self.lengths[torch.tensor(origins, dtype=torch.long, device=self.cross.device)])
         self._slots_changed()
 
     def admit(self, memory: Tensor, mask: Tensor | None) -> None:
