@@ -136,8 +136,9 @@ class ContinuousBatch(Iterator[tuple[int, list[Hypothesis]]]):
 
     def _admit(self) -> None:
         request, rules = self._prepare([sentence for _, sentence in self._joining])
+        kept: list[int] = []
         if self._search is None:
-            self._search, kept = self._new_search(request, rules), []
+            self._search = self._new_search(request, rules)
         else:
             kept = self._search.admit(request, rules)
         numbers = [self._open[old] for old in kept] + [number for number, _ in self._joining]
@@ -147,10 +148,12 @@ class ContinuousBatch(Iterator[tuple[int, list[Hypothesis]]]):
         self._joining = []
 
     def _step(self) -> None:
-        self._search.step()
-        going_on = set(self._search.sentences().tolist())
+        search = self._search
+        assert search is not None  # there is one as soon as a sentence is in work
+        search.step()
+        going_on = set(search.sentences().tolist())
         for sentence in [sentence for sentence in self._open if sentence not in going_on]:
-            self._ready.append((self._open.pop(sentence), self._search.answers(sentence)))
+            self._ready.append((self._open.pop(sentence), search.answers(sentence)))
 
     def _prepare(self, sentences: list[Sentence]) -> tuple[Request, Rules]:
         width = max(len(sentence.source) for sentence in sentences)

@@ -187,6 +187,8 @@ class Decoding:
         rows: how many there will be at most now. For cached steps that no graph replays; the caller sees to that.
         """
         for form, step in zip(self._forms, self._steps, strict=True):
+            if not isinstance(step, CachedStep):
+                raise ValueError(f"{type(form.model).__name__} has no cached decoder, which sentences could join")
             step.admit(form.encode(request.src, request.src_mask), request.src_mask, rows)
 
 
