@@ -1,4 +1,5 @@
-"""Random options of generation on random models: decoding with a cache against decoding without.
+"""Random options of generation on random models: decoding with a cache against decoding without; and,
+where options allow it, as a stream whose sentences join a running batch.
 
     python tests/fuzz_generation.py --seed 0 --count 200
 
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 
 from transformer_fast import GenerationConfig, Transformer, generate
+from transformer_fast.generation.continuous import ContinuousBatch, Sentence, obstacle
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from compare_cached import DTYPES, TIES, margins
@@ -131,6 +133,18 @@ def make_batch(c: Config) -> dict[str, Any]:
     return given
 
 
+def decode_stream(c: Config, models: list[Transformer], given: dict[str, Any]) -> list:
+    """The sentences as a stream of which a few are in work at a time."""
+    prefixes = given.get("prefix", [[]] * c.sentences)
+    sentences = [
+        Sentence(ids[:length], prefix)
+        for ids, length, prefix in zip(given["src"].tolist(), given["src_lengths"].tolist(), prefixes, strict=True)
+    ]
+    options, marks = GenerationConfig(**c.options), {"bos": given["bos"], "eos": given["eos"]}
+    found = dict(ContinuousBatch(models, sentences, config=options, tokens=3 * c.width * options.beam, **marks))
+    return [found[index] for index in range(c.sentences)]
+
+
 def check(c: Config) -> tuple[int, int]:
     """Raise AssertionError unless both ways agree. Returns how many sentences there were and how many were ties."""
     models, given = [make_model(c, index) for index in range(c.models)], make_batch(c)
@@ -139,7 +153,12 @@ def check(c: Config) -> tuple[int, int]:
         return generate(models, config=GenerationConfig(**c.options, cache=cache), **given)
 
     ties, known, tie = 0, None, TIES[c.dtype]
-    for index, (ours, theirs) in enumerate(zip(decode(True), decode(False), strict=True)):
+    sides = [decode(True)]
+    if c.padded == "lengths" and obstacle(models, GenerationConfig(**c.options)) is None:
+        sides.append(decode_stream(c, models, given))
+    uncached = decode(False)
+    pairs = [(index, *pair) for side in sides for index, pair in enumerate(zip(side, uncached, strict=True))]
+    for index, ours, theirs in pairs:
         if [(h.tokens, h.finished) for h in ours] != [(h.tokens, h.finished) for h in theirs]:
             assert not c.options.get("sample"), f"sentence {index} was drawn as {ours}, and uncached as {theirs}"
             known = margins(lambda: decode(False)) if known is None else known

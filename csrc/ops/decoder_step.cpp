@@ -30,9 +30,10 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalT
 }
 
 struct Step {
-  Tensor own;    // (layers, most rows, 2, H, capacity, D)
-  Tensor cross;  // (layers, sentences, 2, H, S, D)
-  int64_t length;
+  Tensor own;              // (layers, most rows, 2, H, capacity, D)
+  Tensor cross;            // (layers, sentences, 2, H, S, D)
+  int64_t length;          // positions that the longest row holds
+  OptionalTensor lengths;  // int32 (rows,), keys of each row with the newest one; none: length + 1 of every row
   OptionalTensor source_lengths;
   OptionalTensor row_of_slot, slot_of_row;  // each sentence has as many slots as the widest; none: a row is a slot
   bool norm_first;
@@ -76,13 +77,16 @@ struct Step {
     const int64_t rows = states.size(0), H = own.size(3), capacity = own.size(4), D = own.size(5), d = H * D;
     const Tensor cache = own.select(0, layer).narrow(0, 0, rows);
     const float* from = states.const_data_ptr<float>();
-    float* to = cache.mutable_data_ptr<float>() + length * D;
-    for (int64_t row = 0; row < rows; ++row)
+    float* to = cache.mutable_data_ptr<float>();
+    const int32_t* keys = lengths ? lengths->const_data_ptr<int32_t>() : nullptr;
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t position = keys ? keys[row] - 1 : length;
       for (int64_t head = 0; head < 2 * H; ++head)
-        std::copy_n(from + row * 3 * d + d + head * D, D, to + (row * 2 * H + head) * capacity * D);
+        std::copy_n(from + row * 3 * d + d + head * D, D, to + ((row * 2 * H + head) * capacity + position) * D);
+    }
     const Tensor known = cache.narrow(3, 0, length + 1);
     const Tensor q = states.view({rows, 3, H, 1, D}).select(1, 0);
-    return attend(q, known.select(1, 0), known.select(1, 1), {});
+    return attend(q, known.select(1, 0), known.select(1, 1), lengths);
   }
 
   // Attention of queries (rows, d) to the source. The hypotheses of a sentence are the queries of one batch entry.
@@ -97,11 +101,11 @@ struct Step {
 };
 
 Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const Tensor& cross, int64_t length,
-                    const OptionalTensor& source_lengths, const OptionalTensor& row_of_slot,
-                    const OptionalTensor& slot_of_row, bool norm_first, std::string_view norm, double eps,
-                    std::string_view activation) {
-  const Step step{own,        cross,           length, source_lengths, row_of_slot, slot_of_row,
-                  norm_first, norm_kind(norm), eps,    activation};
+                    const OptionalTensor& lengths, const OptionalTensor& source_lengths,
+                    const OptionalTensor& row_of_slot, const OptionalTensor& slot_of_row, bool norm_first,
+                    std::string_view norm, double eps, std::string_view activation) {
+  const Step step{own,         cross,      length,          lengths, source_lengths, row_of_slot,
+                  slot_of_row, norm_first, norm_kind(norm), eps,     activation};
   for (int64_t layer = 0; layer < own.size(0); ++layer) x = step.through(layer, weights.data() + 2 * kParts * layer, x);
   return x;
 }
@@ -110,8 +114,9 @@ Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const T
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
-      "decoder_step(Tensor x, Tensor[] weights, Tensor(a!) own, Tensor cross, int length, Tensor? source_lengths, "
-      "Tensor? row_of_slot, Tensor? slot_of_row, bool norm_first, str norm, float eps, str activation) -> Tensor");
+      "decoder_step(Tensor x, Tensor[] weights, Tensor(a!) own, Tensor cross, int length, Tensor? lengths, "
+      "Tensor? source_lengths, Tensor? row_of_slot, Tensor? slot_of_row, bool norm_first, str norm, float eps, str "
+      "activation) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("decoder_step", decoder_step); }

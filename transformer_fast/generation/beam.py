@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from .config import GenerationConfig
-from .decoding import Decoding, Hypothesis, Lengths, Request, check_request, evaluating
+from .decoding import Hypothesis, Lengths, Request, check_request, evaluating
 from .rules import Rules
 from .scores import length_penalty as length_penalty_of
 from .scores import scored_hypothesis
+from .search import SearchState, renumber
 from .topk import best_tokens, log_normalizer
 
 
@@ -64,56 +65,75 @@ def beam_search(
         return Search([model], request, config, Rules(config, request)).run()
 
 
-class Search:
-    """The state of one batch. A unit is one group of a sentence's beam (the whole beam, where there are no groups).
-    Rows are the open hypotheses of all units, unit by unit, best first. To be used within `evaluating`."""
+class Search(SearchState):
+    """The state of a search. A unit is one group of a sentence's beam (the whole beam, where there are no groups).
+    Rows are the open hypotheses of all units, best first. To be used within `evaluating`."""
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> None:
-        batch, device, groups = request.src.shape[0], request.src.device, config.beam_groups
-        units = batch * groups
-        self.request, self.config, self.rules, self.groups = request, config, rules, groups
-        self.width = self.candidates = config.beam // groups  # open hypotheses of a unit; continuations looked at
+        super().__init__(models, request, config, rules, rows=config.beam)
+        batch, device, self.groups = len(self.found), request.src.device, config.beam_groups
+        units = batch * self.groups
+        self.width = self.candidates = config.beam // self.groups  # open hypotheses of a unit; continuations looked at
         self.quota = math.ceil(config.patience * self.width)
-        self.decoding = Decoding(models, request, config, rows=batch * config.beam)
         self.unit = torch.arange(units, device=device)
-        if groups > 1:
-            self.decoding.select(self.unit // groups)
-        self.tokens = torch.full((units, 1), request.bos, device=device)
-        self.log_prob = torch.zeros(units, device=device)
         self.slot = torch.zeros(units, dtype=torch.long, device=device)
         self.finished = torch.zeros(units, dtype=torch.long, device=device)
-        self.limits = request.limits.repeat_interleave(groups)
         self.attention = torch.zeros(units, 0, request.src.shape[1], device=device) if config.reads_attention else None
-        self.found: list[list[Hypothesis]] = [[] for _ in range(batch)]
+        if self.groups > 1:
+            rows = self.sentences()
+            self.decoding.select(rows)
+            self.tokens, self.log_prob = self.tokens[rows], self.log_prob[rows]
 
-    def run(self) -> list[list[Hypothesis]]:
-        while self.tokens.shape[0]:
-            self._step()
-        for found in self.found:
-            found.sort(key=self._rank)
-        return [found[: self.config.n_best] for found in self.found]
+    def sentences(self) -> Tensor:
+        return self.unit // self.groups
+
+    def answers(self, sentence: int) -> list[Hypothesis]:
+        return sorted(self.found[sentence], key=self._rank)[: self.config.n_best]
 
     @staticmethod
     def _rank(hypothesis: Hypothesis) -> tuple[bool, float]:
         """The least is the best."""
         return not hypothesis.finished, -hypothesis.score
 
-    def _step(self) -> None:
-        length = self.tokens.shape[1]  # of the continuations, BOS aside
+    def step(self) -> None:
+        lengths, limits = self._lengths(), self._of_units(self.limits)
         total, parent, token = self._best_continuations()
         valid = self._has_slot(total, self.finished)
         self._keep_stuck(valid)
 
         ends = valid & (token == self.request.eos)
-        self._record(parent[ends], None, total[ends], length, finished=True)
+        self._record(parent[ends], None, total[ends], finished=True)
         self.finished += ends.sum(dim=1)
         alive = valid & ~ends & (self.finished < self.quota)[:, None]
-        alive &= ~self._decided(total.masked_fill(~alive, -torch.inf), length)[:, None]
-        cut = alive & (length >= self.limits)[:, None]
-        self._record(parent[cut], token[cut], total[cut], length, finished=False)
+        alive &= ~self._decided(total.masked_fill(~alive, -torch.inf), lengths)[:, None]
+        cut = alive & (lengths >= limits)[:, None]
+        self._record(parent[cut], token[cut], total[cut], finished=False)
         alive &= ~cut
 
         self._go_on(alive, total, parent, token)
+
+    def _of_units(self, sentences: Tensor) -> Tensor:
+        """What each sentence has, (sentences,) -> (units,)."""
+        return sentences if self.groups == 1 else sentences.repeat_interleave(self.groups)
+
+    def _lengths(self) -> Tensor:
+        """(units,) tokens of the continuations, BOS aside."""
+        return self.tokens.shape[1] - self._of_units(self.start)
+
+    def _admit_rows(self, kept: Tensor, batch: int) -> None:
+        groups, device, rows = self.groups, kept.device, len(self.unit)
+        units = (kept[:, None] * groups + torch.arange(groups, device=device)).flatten()
+        new = torch.arange(batch * groups, device=device)
+        if groups > 1:
+            self.decoding.select(torch.cat([torch.arange(rows, device=device), rows + new // groups]))
+        self.unit = torch.cat([renumber(units, self.unit, len(self.finished)), len(units) + new])
+        self.slot, self.finished = (
+            torch.cat([old, torch.zeros_like(new)]) for old in (self.slot, self.finished[units])
+        )
+
+    @property
+    def _rows_at_first(self) -> int:
+        return self.groups
 
     def _go_on(self, alive: Tensor, total: Tensor, parent: Tensor, token: Tensor) -> None:
         """Make the continuations that are alive the open hypotheses."""
@@ -135,7 +155,7 @@ class Search:
         logits = self.decoding.next_logits(self.tokens)
         if self.attention is not None:
             self.attention = torch.cat([self.attention, self.decoding.attention[:, None]], dim=1)
-        logits, probable = self.rules.apply(logits, self.tokens, self.unit // self.groups)
+        logits, probable = self.rules.apply(logits, self.tokens, self.sentences(), self.start)
         known = self.log_prob.to(logits.dtype) - log_normalizer(probable)
         if self.groups == 1:
             return self._best_of(torch.arange(len(known), device=known.device), self.unit, known, logits, logits)
@@ -175,7 +195,7 @@ class Search:
             return best, parent, torch.zeros_like(parent)
         return best, rows[parent], token[parent, flat % width]
 
-    def _decided(self, open_log_prob: Tensor, length: int) -> Tensor:
+    def _decided(self, open_log_prob: Tensor, lengths: Tensor) -> Tensor:
         """(units,) bool: the n_best finished hypotheses are at least as good as all that the open ones can become.
 
         With groups nothing is decided early, because what one group chooses changes what the next one does.
@@ -184,15 +204,15 @@ class Search:
         if self.groups > 1 and not config.early_stop:
             return torch.zeros_like(self.finished, dtype=torch.bool)
         bar = [-torch.inf] * len(self.found)
-        for index in set((self.unit // self.groups).tolist()):
+        for index in set(self.sentences().tolist()):
             scores = sorted((h.score for h in self.found[index] if h.finished), reverse=True)
             if len(scores) >= config.n_best:
                 bar[index] = torch.inf if config.early_stop else scores[config.n_best - 1]
         # log P only falls and the coverage penalty only lowers a score, so the best score in reach has today's log P,
         # no coverage penalty, and the length that is penalised least.
-        lengths = self.limits if config.length_penalty > 0 else torch.full_like(self.limits, length + 1)
+        lengths = self._of_units(self.limits) if config.length_penalty > 0 else lengths + 1
         reachable = open_log_prob.amax(dim=1).double() / length_penalty_of(lengths.double(), config)
-        least = torch.tensor(bar, dtype=torch.float64, device=reachable.device).repeat_interleave(self.groups)
+        least = self._of_units(torch.tensor(bar, dtype=torch.float64, device=reachable.device))
         return (least >= reachable) & (least > -torch.inf)
 
     def _keep_stuck(self, valid: Tensor) -> None:
@@ -200,14 +220,19 @@ class Search:
         stuck = ~valid.any(dim=1)[self.unit]
         if bool(stuck.any()):
             rows = stuck.nonzero().squeeze(1)
-            self._record(rows, None, self.log_prob[rows], self.tokens.shape[1] - 1, finished=False)
+            self._record(rows, None, self.log_prob[rows], finished=False, stuck=True)
 
-    def _record(self, rows: Tensor, last: Tensor | None, log_prob: Tensor, length: int, *, finished: bool) -> None:
-        tokens = self.tokens[rows, 1:]
+    def _record(
+        self, rows: Tensor, last: Tensor | None, log_prob: Tensor, *, finished: bool, stuck: bool = False
+    ) -> None:
+        """Record hypotheses: those of some rows, with a last token or, at the end, EOS; stuck ones have neither."""
+        tokens = self.tokens[rows]
         answers = (tokens if last is None else torch.cat([tokens, last[:, None]], dim=1)).tolist()
         maps = [None] * len(answers) if self.attention is None else self.attention[rows].unbind()
-        sentences = (self.unit[rows] // self.groups).tolist()
-        for index, ids, value, attention in zip(sentences, answers, log_prob.tolist(), maps, strict=True):
+        sentences = self.sentences()[rows]
+        known = (t.tolist() for t in (sentences, self.start[sentences], log_prob))
+        for index, start, value, ids, attention in zip(*known, answers, maps, strict=True):
+            body, length = ids[start + 1 :], self.tokens.shape[1] - start - stuck
             self.found[index].append(
-                scored_hypothesis(self.config, self.request, index, ids, value, length, finished, attention)
+                scored_hypothesis(self.config, self.request, index, body, value, length, finished, attention)
             )

@@ -3,7 +3,8 @@
 `DecoderCache` serves `models.Decoder`. Its rows are the open hypotheses. Self-attention has one tensor for all layers,
 which is doubled when it is full. Attention to the source has one more, computed once, with one entry for each
 *sentence*, which all its hypotheses share. A hypothesis that goes on keeps its slot in the cache where it can, and only
-rows that moved are copied; `enter` and `leave` translate between the caller's rows and the slots.
+rows that moved are copied; `enter` and `leave` translate between the caller's rows and the slots. Rows that join later
+(`admit`) stand at positions of their own.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class DecoderCache:
         record: keep the last layer's attention to the source, as `weights`.
 
     Attributes:
-        length: positions held.
+        length: positions held, by the longest row.
+        lengths: (slots,) int64, the positions that each slot holds; None where all hold `length`.
         layers: for each layer the pair of caches that it takes.
         weights: with `record`, (rows, S) attention of the newest position to the source, the mean of the heads.
         cross: (layers, sentences, 2, heads, S, d_k), keys and values of the source.
@@ -48,13 +50,14 @@ class DecoderCache:
     ) -> None:
         layers, batch = list(decoder.layers), memory.shape[0]
         self.length = 0
+        self.lengths: Tensor | None = None
         self.record = record
         self._max_rows = max(rows, batch)
         self._states: Tensor | None = None  # (layers, max rows, 2, heads, capacity, d_k)
         self._heads, self._width = layers[0].attn_1.h, layers[0].attn_1.d_k
-        source = [concat_linears(layer.attn_2.k_linear, layer.attn_2.v_linear)(memory) for layer in layers]
-        heads = layers[0].attn_2.h
-        self.cross = torch.stack([states.unflatten(-1, (2, heads, -1)).permute(0, 2, 3, 1, 4) for states in source])
+        self._source_heads = layers[0].attn_2.h
+        self._source = [concat_linears(layer.attn_2.k_linear, layer.attn_2.v_linear) for layer in layers]
+        self.cross = self._of_source(memory)
         self._set_mask(None if mask is None else mask.squeeze(1))
         self._slots = list(range(batch))  # of the caller's rows
         self._sentences = list(range(batch))  # of the slots: their entries in `cross`
@@ -79,35 +82,76 @@ class DecoderCache:
         parents = [self._slots[row] for row in rows]
         self._slots, moves = assign_slots(parents)
         sentences = [0] * len(parents)
+        origins = [0] * len(parents)
         for slot, parent in zip(self._slots, parents, strict=True):
-            sentences[slot] = self._sentences[parent]
+            sentences[slot], origins[slot] = self._sentences[parent], parent
         self._sentences = sentences
         if moves and self._states is not None:
             move_rows(self._states, moves, self.length)
+        if self.lengths is not None:
+            self._set_lengths(self.lengths[torch.tensor(origins, dtype=torch.long, device=self.cross.device)])
         self._slots_changed()
+
+    def admit(self, memory: Tensor, mask: Tensor | None) -> None:
+        """Further sentences join: memory (B, S, d_model) and keep mask (B, 1, S) as at first, each with one row that
+        holds no position, behind the caller's rows. The sources of sentences without a row are dropped."""
+        rows, batch, sentences, device = len(self._slots), memory.shape[0], self.cross.shape[1], self.cross.device
+        known = torch.ones(sentences, self.cross.shape[4], dtype=torch.bool, device=device)
+        known = known if self._mask is None else self._mask
+        new = torch.ones(memory.shape[:2], dtype=torch.bool, device=device) if mask is None else mask.squeeze(1)
+        read = max(_last_read(known), _last_read(new))
+        parts = [fit_width(self.cross, 4, read), fit_width(self._of_source(memory), 4, read)]
+        self.cross = torch.cat(parts, dim=1)
+        self._set_mask(torch.cat([fit_width(known, 1, read), fit_width(new, 1, read)]))
+        self._sentences += range(sentences, sentences + batch)
+        self._slots += range(rows, rows + batch)
+        lengths = torch.full((rows,), self.length, device=device) if self.lengths is None else self.lengths
+        self._set_lengths(torch.cat([lengths, lengths.new_zeros(batch)]))
+        self._slots_changed()
+
+    def reserve(self, rows: int) -> None:
+        """Make room for so many rows in all, and for no more positions than the longest row of today may need soon."""
+        if rows <= self._max_rows:
+            return
+        self._max_rows = max(rows, self._max_rows * 5 // 4)  # in few steps, where it grows often
+        if self._states is not None:
+            capacity = BLOCK
+            while capacity <= self.length:
+                capacity *= 2
+            self._grow(len(self._slots), capacity)
+
+    def stepped(self) -> None:
+        """Every row holds one position more."""
+        self.length += 1
+        if self.lengths is not None:
+            self.lengths += 1
+
+    def keys(self) -> Tensor | None:
+        """(slots,) int32, how many positions each slot holds with its newest one; None where all hold `length` + 1."""
+        return None if self.lengths is None else (self.lengths + 1).int()
 
     def own(self, rows: int) -> Tensor:
         """Keys and values of self-attention, (layers, max rows, 2, heads, capacity, d_k), with room for one more.
 
         rows: how many are in use."""
         if self._states is None or self._states.shape[4] <= self.length:
-            capacity = BLOCK if self._states is None else 2 * self._states.shape[4]
-            grown = self.cross.new_empty(len(self.layers), self._max_rows, 2, self._heads, capacity, self._width)
-            if self._states is not None:
-                grown[:, :rows, :, :, : self.length] = self._states[:, :rows, :, :, : self.length]
-            self._states = grown
+            self._grow(rows, BLOCK if self._states is None else 2 * self._states.shape[4])
         return self._states
 
     def position(self, rows: int) -> tuple[int | Tensor, int]:
         """Where the newest ids of so many rows stand, and how many positions the positional table must have."""
-        return self.length, self.length + 1
+        return self.length if self.lengths is None else self.lengths, self.length + 1
 
     def attend_own(self, layer: int, q: Tensor, states: Tensor) -> Tensor:
         """q (rows, heads, 1, d_k), and keys and values of the newest position (rows, 2, heads, d_k), which are kept
         -> the attention to all positions so far (rows, heads, 1, d_k)."""
         own = self.own(q.shape[0])[layer, : q.shape[0]]
-        own[:, :, :, self.length] = states
-        return ops.attention(q, *own[:, :, :, : self.length + 1].unbind(1))
+        if self.lengths is None:
+            own[:, :, :, self.length] = states
+            return ops.attention(q, *own[:, :, :, : self.length + 1].unbind(1))
+        own[torch.arange(q.shape[0], device=q.device), :, :, self.lengths] = states
+        mask = AttentionMask.lengths(self.keys())
+        return ops.attention(q, *own[:, :, :, : self.length + 1].unbind(1), mask)
 
     def attend_source(self, layer: int, q: Tensor) -> Tensor:
         """q (rows, 1, heads, d_k) -> the attention to the source (rows, 1, heads, d_k)."""
@@ -124,6 +168,24 @@ class DecoderCache:
             out = ops.attention(q.transpose(1, 2), k, v, self.source_mask)
         out = out.transpose(1, 2).reshape(-1, 1, heads, width)
         return out if self.grid is None else out.index_select(0, entries)
+
+    def _of_source(self, memory: Tensor) -> Tensor:
+        """memory (B, S, d_model) -> its keys and values (layers, B, 2, heads, S, d_k)."""
+        heads = self._source_heads
+        source = [project(memory).unflatten(-1, (2, heads, -1)) for project in self._source]
+        return torch.stack([states.permute(0, 2, 3, 1, 4) for states in source])
+
+    def _grow(self, rows: int, capacity: int) -> None:
+        """Give self-attention a tensor of `_max_rows` and so many positions, with what the first `rows` slots hold."""
+        grown = self.cross.new_empty(len(self.layers), self._max_rows, 2, self._heads, capacity, self._width)
+        if self._states is not None:
+            grown[:, :rows, :, :, : self.length] = self._states[:, :rows, :, :, : self.length]
+        self._states = grown
+
+    def _set_lengths(self, lengths: Tensor) -> None:
+        """lengths (slots,): the positions that each slot holds."""
+        shortest, self.length = map(int, lengths.aminmax()) if len(lengths) else (self.length, self.length)
+        self.lengths = lengths if shortest < self.length else None
 
     def _slots_changed(self) -> None:
         """Bring up to date what follows from `_slots` and `_sentences`."""
@@ -195,6 +257,22 @@ class _SourceAttention:
     def attend(self, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         q = attention.q_linear(x).view(x.shape[0], 1, attention.h, attention.d_k)
         return self._cache.attend_source(self._layer, q).reshape(x.shape)
+
+
+def fit_width(part: Tensor, dim: int, width: int) -> Tensor:
+    """A tensor with a dimension cut, or filled with zeros, to a width."""
+    missing = width - part.shape[dim]
+    if missing <= 0:
+        return part.narrow(dim, 0, width)
+    shape = list(part.shape)
+    shape[dim] = missing
+    return torch.cat([part, part.new_zeros(shape)], dim=dim)
+
+
+def _last_read(mask: Tensor) -> int:
+    """How many columns of a keep mask (B, S) there are up to the last that some row reads."""
+    read = mask.any(dim=0).nonzero()
+    return int(read[-1]) + 1 if len(read) else 0
 
 
 def as_lengths(mask: Tensor) -> Tensor | None:

@@ -136,9 +136,10 @@ class Decoding:
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, *, rows: int) -> None:
         self._steps: list[CachedStep | UncachedStep] = []
+        self._forms = list(map(form_of, models))
         mask, attention = request.src_mask, config.reads_attention
         longest = int(request.limits.max()) if len(request.limits) else 1
-        for form in map(form_of, models):
+        for form in self._forms:
             memory = form.encode(request.src, mask)
             decoder = form.cached_decoder(memory, mask, longest) if config.cache else None
             reason = obstacle(request.src.device, mask, decoder is not None, attention) if config.graph else None
@@ -153,7 +154,8 @@ class Decoding:
     def next_logits(self, tokens: Tensor) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
 
-        The prefixes are those of the last call, as `select` has ordered them, and one token more.
+        Rows that joined later have their BOS at a later column. The prefixes are those of the last call, as `select`
+        has ordered them, and one token more.
         Raises FloatingPointError if a model answers NaN, which no search can rank.
         """
         each = []
@@ -176,9 +178,18 @@ class Decoding:
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order (a row may be named several times: its continuations)."""
-        if rows.numel():
-            for step in self._steps:
-                step.select(rows)
+        for step in self._steps:
+            step.select(rows)
+
+    def admit(self, request: Request, *, rows: int) -> None:
+        """Further sentences join, each with one row behind the others, whose prefix begins with the next token.
+
+        rows: how many there will be at most now. For cached steps that no graph replays; the caller sees to that.
+        """
+        for form, step in zip(self._forms, self._steps, strict=True):
+            if not isinstance(step, CachedStep):
+                raise ValueError(f"{type(form.model).__name__} has no cached decoder, which sentences could join")
+            step.admit(form.encode(request.src, request.src_mask), request.src_mask, rows)
 
 
 @contextmanager

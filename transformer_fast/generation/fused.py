@@ -52,8 +52,9 @@ class FusedStep:
                     return None
                 operands += [weight, linear.bias]
         slots, entries, _ = cache.grid or (None, None, 0)
-        x = self._decoder.embed.with_positions(tokens[:, None], self._decoder.pe, cache.length).squeeze(1)
-        state = cache.own(rows), cache.cross, cache.length, cache.source_lengths, slots, entries
+        offset, length = cache.position(rows)
+        x = self._decoder.embed.with_positions(tokens[:, None], self._decoder.pe, offset, length=length).squeeze(1)
+        state = cache.own(rows), cache.cross, cache.length, cache.keys(), cache.source_lengths, slots, entries
         options = self._layers[0].options
         return self._decoder.norm(torch.ops.transformer_fast.decoder_step(x, operands, *state, *options))
 

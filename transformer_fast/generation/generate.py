@@ -46,9 +46,40 @@ def generate(
         ValueError: for input that cannot be decoded. FloatingPointError: if a model answers NaN.
     """
     config = GenerationConfig() if config is None else config
+    models = as_models(model)
+    request, rules = prepare(
+        models, src, src_lengths=src_lengths, src_mask=src_mask, bos=bos, eos=eos, pad=pad, prefix=prefix, config=config
+    )
+    if src.shape[0] == 0:
+        return []
+    with evaluating(*models):
+        if config.sample or config.beam == 1:
+            return sample_or_greedy(models, request, config, rules)
+        search = WideSearch if config.slots == "keep" else Search
+        return search(models, request, config, rules).run()
+
+
+def as_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+    """One model or several as a list, which must not be empty."""
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:
         raise ValueError("model is an empty list; expected at least one model")
+    return models
+
+
+def prepare(
+    models: Sequence[nn.Module],
+    src: Tensor,
+    *,
+    src_lengths: Tensor | None,
+    src_mask: Tensor | None = None,
+    bos: int,
+    eos: int,
+    pad: int | None = None,
+    prefix: Sequence[Sequence[int]] | None,
+    config: GenerationConfig,
+) -> tuple[Request, Rules]:
+    """The arguments of `generate`, checked; what a search takes besides the models and the config."""
     request, *_ = [
         check_request(one, src, src_lengths=src_lengths, src_mask=src_mask, bos=bos, eos=eos, pad=pad, max_length=None)
         for one in models
@@ -61,18 +92,11 @@ def generate(
         if token == eos or (vocabulary is not None and token >= vocabulary):
             raise ValueError(f"suppress names token {token}: it is EOS, or outside the vocabulary of {vocabulary}")
     _check_prefix(prefix, request, vocabulary)
-    if src.shape[0] == 0:
-        return []
     request = dataclasses.replace(request, limits=_span(config.max_length, request).clamp(min=1))
     least = _span(config.min_length, request)
     if bool((least > request.limits).any()):
         raise ValueError(f"min_length {config.min_length} is more than max_length {config.max_length} allows")
-    rules = Rules(config, request, least, prefix)
-    with evaluating(*models):
-        if config.sample or config.beam == 1:
-            return sample_or_greedy(models, request, config, rules)
-        search = WideSearch if config.slots == "keep" else Search
-        return search(models, request, config, rules).run()
+    return request, Rules(config, request, least, prefix)
 
 
 def _span(span: Span, request: Request) -> Tensor:

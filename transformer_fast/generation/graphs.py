@@ -81,6 +81,10 @@ class StaticCache(DecoderCache):
         self._order = self._entered, self._left
         self._slots_changed()
 
+    def select(self, rows: list[int]) -> None:
+        if rows:  # where none is left, no step comes
+            super().select(rows)
+
     def prepare(self, newest: Tensor) -> Tensor:
         """To be called before a step: puts its ids (rows,) and its position where graphs read them. Returns the ids for
         the graph, as many as the class of rows has."""

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from .config import GenerationConfig
-from .decoding import Decoding, Hypothesis, Lengths, Request, check_request, evaluating
+from .decoding import Hypothesis, Lengths, Request, check_request, evaluating
 from .rules import Rules
 from .sampling import Sampler
 from .scores import scored_hypothesis
+from .search import SearchState, renumber
 from .topk import best_tokens, log_normalizer
 
 
@@ -58,48 +59,84 @@ def greedy(
 def sample_or_greedy(
     models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules, *, scored: bool = True
 ) -> list[list[Hypothesis]]:
-    """Choose one token after the other, the most likely one or one drawn. To be called within `evaluating`.
+    """The answers of a `GreedySearch` of one batch: for each sentence `n_best` hypotheses, the best score first."""
+    return GreedySearch(models, request, config, rules, scored=scored).run()
 
-    Returns n_best hypotheses for each sentence, the best score first; without `scored`, all scores are NaN.
+
+class GreedySearch(SearchState):
+    """Chooses one token after the other, the most likely one or one drawn. To be used within `evaluating`.
+
+    Without `scored`, all scores are NaN.
     """
-    batch, device, copies = request.src.shape[0], request.src.device, config.n_best
-    decoding = Decoding(models, request, config, rows=batch * copies)
-    row = torch.arange(batch * copies, device=device)  # among all answers, for the draws
-    sentence = row // copies
-    if copies > 1:
-        decoding.select(sentence)
-    draw = Sampler(config, row.numel()) if config.sample else None
-    tokens = torch.full((row.numel(), 1), request.bos, device=device)
-    log_prob = torch.full((row.numel(),), 0.0 if scored else torch.nan, dtype=torch.float64, device=device)
-    attention = torch.zeros(row.numel(), 0, request.src.shape[1], device=device) if config.reads_attention else None
-    answers: list[list[Hypothesis]] = [[] for _ in range(batch)]
-    while tokens.shape[0]:
-        allowed, logits = rules.apply(decoding.next_logits(tokens), tokens, sentence)
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        request: Request,
+        config: GenerationConfig,
+        rules: Rules,
+        *,
+        scored: bool = True,
+    ) -> None:
+        copies = config.n_best
+        super().__init__(models, request, config, rules, rows=copies)
+        rows, device = len(self.found) * copies, request.src.device
+        self._row = torch.arange(rows, device=device)  # among all answers, for the draws
+        self._sentence = self._row // copies
+        if copies > 1:
+            self.decoding.select(self._sentence)
+            self.tokens = self.tokens[self._sentence]
+        self._draw = Sampler(config, rows) if config.sample else None
+        self._scored = scored
+        self.log_prob = torch.full((rows,), 0.0 if scored else torch.nan, dtype=torch.float64, device=device)
+        self._attention = torch.zeros(rows, 0, request.src.shape[1], device=device) if config.reads_attention else None
+
+    def sentences(self) -> Tensor:
+        return self._sentence
+
+    def answers(self, sentence: int) -> list[Hypothesis]:
+        return sorted(self.found[sentence], key=lambda hypothesis: -hypothesis.score)
+
+    def step(self) -> None:
+        tokens, sentence = self.tokens, self._sentence
+        allowed, logits = self.rules.apply(self.decoding.next_logits(tokens), tokens, sentence, self.start)
         best, token = (found.squeeze(1) for found in best_tokens(allowed, 1))
         # Where every token is impossible (all logits -inf) the answer ends without that last token.
         stuck = best == -torch.inf
-        if draw is not None:
-            token = draw(allowed, row)
-        if scored:
+        if self._draw is not None:
+            token = self._draw(allowed, self._row)
+        if self._scored:
             chosen = logits.gather(1, token[:, None]).squeeze(1)
-            log_prob += torch.where(stuck, 0.0, (chosen - log_normalizer(logits)).double())
-        if attention is not None:
-            attention = torch.cat([attention, decoding.attention[:, None]], dim=1)
-        tokens = torch.cat([tokens, token[:, None]], dim=1)
-        ended = stuck | (token == request.eos)
-        closed = ended | (tokens.shape[1] > request.limits[sentence])
+            self.log_prob += torch.where(stuck, 0.0, (chosen - log_normalizer(logits)).double())
+        if self._attention is not None:
+            self._attention = torch.cat([self._attention, self.decoding.attention[:, None]], dim=1)
+        self.tokens = torch.cat([tokens, token[:, None]], dim=1)
+        ended = stuck | (token == self.request.eos)
+        closed = ended | (self.tokens.shape[1] - self.start[sentence] > self.limits[sentence])
         if bool(closed.any()):
-            leaving = closed.nonzero().squeeze(1)
-            maps = [None] * len(leaving) if attention is None else attention[leaving].unbind()
-            columns = (t[leaving].tolist() for t in (sentence, tokens, ended, stuck, log_prob))
-            for index, ids, without_last, was_stuck, value, weights in zip(*columns, maps, strict=True):
-                body, length = ids[1:-1] if without_last else ids[1:], len(ids) - 1 - was_stuck
-                finished = without_last and not was_stuck
-                answers[index].append(scored_hypothesis(config, request, index, body, value, length, finished, weights))
+            self._close(closed.nonzero().squeeze(1), ended, stuck)
             rows = (~closed).nonzero().squeeze(1)
-            row, sentence, tokens, log_prob = row[rows], sentence[rows], tokens[rows], log_prob[rows]
-            attention = None if attention is None else attention[rows]
-            decoding.select(rows)
-    for hypotheses in answers:
-        hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
-    return answers
+            self._row, self._sentence, self.tokens = self._row[rows], sentence[rows], self.tokens[rows]
+            self.log_prob = self.log_prob[rows]
+            self._attention = None if self._attention is None else self._attention[rows]
+            self.decoding.select(rows)
+
+    def _close(self, leaving: Tensor, ended: Tensor, stuck: Tensor) -> None:
+        """Record the answers of the rows that leave; ended, stuck (rows,): with EOS or without a last token."""
+        maps = [None] * len(leaving) if self._attention is None else self._attention[leaving].unbind()
+        sentence = self._sentence[leaving]
+        columns = (t[leaving].tolist() for t in (self.tokens, ended, stuck, self.log_prob))
+        rows = zip(sentence.tolist(), self.start[sentence].tolist(), *columns, maps, strict=True)
+        for index, start, ids, without_last, was_stuck, value, weights in rows:
+            ids = ids[start + 1 :]
+            body, length = ids[:-1] if without_last else ids, len(ids) - was_stuck
+            finished = without_last and not was_stuck
+            self.found[index].append(
+                scored_hypothesis(self.config, self.request, index, body, value, length, finished, weights)
+            )
+
+    def _admit_rows(self, kept: Tensor, batch: int) -> None:
+        old = renumber(kept, self._sentence, len(self.found))
+        new = torch.arange(len(kept), len(kept) + batch, device=kept.device)
+        self._sentence = torch.cat([old, new])
+        self._row = torch.cat([self._row, new])  # of no use without draws, which a batch alone has

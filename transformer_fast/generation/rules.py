@@ -26,62 +26,92 @@ class Rules:
         least: Tensor | None = None,
         prefix: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        device = request.src.device
-        self._eos, self._least, self._config = request.eos, least, config
-        self._limits = request.limits if config.force_eos else None
-        self._first_limit = int(request.limits.min()) if config.force_eos else 0
-        self._most = 0 if least is None or not least.numel() else int(least.max())
-        self._suppress = torch.tensor(config.suppress, device=device) if config.suppress else None
-        self._forced: Tensor | None = None
-        if prefix is not None and any(prefix):
-            longest = max(map(len, prefix))
-            rows = [[*ids, *[-1] * (longest - len(ids))] for ids in prefix]
-            self._forced = torch.tensor(rows, device=device)
+        self._eos, self._config, self._device = request.eos, config, request.src.device
+        self._suppress = torch.tensor(config.suppress, device=self._device) if config.suppress else None
+        none: list[Sequence[int]] = [()] * request.src.shape[0]
+        self._limits = request.limits
+        self._least = torch.zeros_like(request.limits) if least is None else least
+        self._prefixes = none if prefix is None else list(prefix)
+        self._sentences_changed()
 
-    def apply(self, logits: Tensor, tokens: Tensor, sentence: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, vocabulary) logits of the prefixes `tokens` (rows, t), BOS first, each of a `sentence` (rows,) ->
-        logits that are -inf where a token may not follow; and those whose softmax is the probabilities."""
-        known = self._force_end(self._reweigh(logits, tokens), tokens, sentence)
-        allowed = self._forbid(known, tokens, sentence)
+    def admit(self, other: Rules, kept: Tensor) -> None:
+        """The rules of these sentences (kept,), and behind them those of another call with the same options."""
+        self._limits = torch.cat([self._limits[kept], other._limits])
+        self._least = torch.cat([self._least[kept], other._least])
+        self._prefixes = [self._prefixes[sentence] for sentence in kept.tolist()] + other._prefixes
+        self._sentences_changed()
+
+    def _sentences_changed(self) -> None:
+        """What follows from the limits and the prefixes of all sentences."""
+        config = self._config
+        self._first_limit = int(self._limits.min()) if config.force_eos and len(self._limits) else 0
+        self._most = int(self._least.max()) if len(self._least) else 0
+        longest = max(map(len, self._prefixes), default=0)
+        self._forced: Tensor | None = None  # (sentences, longest + 1), -1 behind the end of a prefix
+        if longest:
+            rows = [[*ids, *[-1] * (longest + 1 - len(ids))] for ids in self._prefixes]
+            self._forced = torch.tensor(rows, device=self._device)
+        bounds = self._forced is not None or self._suppress is not None or self._most > 1 or config.force_eos
+        self._active = bounds or config.no_repeat_ngram > 0 or config.repetition_penalty != 1.0
+
+    def apply(self, logits: Tensor, tokens: Tensor, sentence: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, vocabulary) logits of the prefixes `tokens` (rows, t), each of a `sentence` (rows,), whose BOS stands
+        at the column start[sentence] -> logits that are -inf where a token may not follow; and those whose softmax is
+        the probabilities."""
+        if not self._active:
+            return logits, logits
+        begin = start[sentence]
+        known = self._force_end(self._reweigh(logits, tokens, begin), tokens, sentence, begin)
+        allowed = self._forbid(known, tokens, sentence, begin)
         return allowed, allowed if self._config.renormalize else known
 
-    def _force_end(self, logits: Tensor, tokens: Tensor, sentence: Tensor) -> Tensor:
+    def _force_end(self, logits: Tensor, tokens: Tensor, sentence: Tensor, begin: Tensor) -> Tensor:
         """EOS alone, with probability 1, where an answer has one token left."""
-        if self._limits is None or tokens.shape[1] < self._first_limit:
+        if not self._config.force_eos or tokens.shape[1] < self._first_limit:
             return logits
-        last = (self._limits[sentence] <= tokens.shape[1])[:, None]
+        last = (self._limits[sentence] <= tokens.shape[1] - begin)[:, None]
         end = torch.full_like(logits[:1], -torch.inf)
         end[0, self._eos] = 0
         return torch.where(last, end, logits)
 
-    def _reweigh(self, logits: Tensor, tokens: Tensor) -> Tensor:
+    def _reweigh(self, logits: Tensor, tokens: Tensor, begin: Tensor) -> Tensor:
         """The logits with the repetition penalty."""
-        penalty, chosen = self._config.repetition_penalty, tokens[:, 1:]
-        if penalty == 1.0 or chosen.shape[1] == 0:
+        penalty = self._config.repetition_penalty
+        if penalty == 1.0 or tokens.shape[1] == 1:
             return logits
-        before = logits.gather(1, chosen)
-        return logits.scatter(1, chosen, torch.where(before > 0, before / penalty, before * penalty))
+        chosen = torch.zeros_like(logits).scatter_add(1, tokens, _is_chosen(tokens, begin).to(logits.dtype)) > 0
+        return torch.where(chosen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
-    def _forbid(self, logits: Tensor, tokens: Tensor, sentence: Tensor) -> Tensor:
+    def _forbid(self, logits: Tensor, tokens: Tensor, sentence: Tensor, begin: Tensor) -> Tensor:
         """The logits, -inf where a token may not follow."""
-        step, n = tokens.shape[1] - 1, self._config.no_repeat_ngram
-        forced = self._forced[sentence, step] if self._forced is not None and step < self._forced.shape[1] else None
-        repeats = 0 < n <= step
-        if self._suppress is None and step + 1 >= self._most and forced is None and not repeats:
+        n, steps = self._config.no_repeat_ngram, tokens.shape[1] - 1 - begin  # tokens chosen so far, (rows,)
+        newest = int(steps.min()) if self._forced is not None or self._most > 1 else 0
+        forced = None
+        if self._forced is not None and newest < self._forced.shape[1] - 1:
+            forced = self._forced[sentence, steps.clamp(max=self._forced.shape[1] - 1)]
+        early, repeats = newest + 1 < self._most, 0 < n < tokens.shape[1]
+        if self._suppress is None and not early and forced is None and not repeats:
             return logits
         allowed = logits.clone()
         if self._suppress is not None:
             allowed[:, self._suppress] = -torch.inf
-        if self._least is not None and step + 1 < self._most:
-            allowed[self._least[sentence] > step + 1, self._eos] = -torch.inf
+        if early:
+            allowed[self._least[sentence] > steps + 1, self._eos] = -torch.inf
         if repeats:
-            windows = tokens[:, 1:].unfold(1, n, 1)  # (rows, step - n + 1, n)
-            newest = tokens[:, tokens.shape[1] - n + 1 :]
-            row, start = (windows[:, :, : n - 1] == newest[:, None]).all(dim=2).nonzero(as_tuple=True)
-            allowed[row, windows[row, start, n - 1]] = -torch.inf
+            chosen = tokens.masked_fill(~_is_chosen(tokens, begin), -1)
+            windows = chosen.unfold(1, n, 1)  # (rows, t - n + 1, n)
+            newest_ids = chosen[:, chosen.shape[1] - n + 1 :]
+            same = (windows[:, :, : n - 1] == newest_ids[:, None]).all(dim=2) & (windows >= 0).all(dim=2)
+            row, at = same.nonzero(as_tuple=True)
+            allowed[row, windows[row, at, n - 1]] = -torch.inf
         if forced is not None:
             rows = (forced >= 0).nonzero().squeeze(1)
             only = torch.full_like(allowed[rows], -torch.inf)
             wanted = forced[rows, None]
             allowed[rows] = only.scatter(1, wanted, logits[rows].gather(1, wanted))
         return allowed
+
+
+def _is_chosen(tokens: Tensor, begin: Tensor) -> Tensor:
+    """Which of the tokens (rows, t) stand behind BOS, whose column is begin (rows,)."""
+    return torch.arange(tokens.shape[1], device=tokens.device) > begin[:, None]

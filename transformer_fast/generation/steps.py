@@ -60,7 +60,7 @@ class CachedStep:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary)."""
         newest = tokens[:, -1]
         logits = self._step(newest) if self._graphs is None else self._graphs(self._step, newest)
-        self._cache.length += 1
+        self._cache.stepped()
         return logits
 
     @property
@@ -69,6 +69,12 @@ class CachedStep:
 
     def select(self, rows: Tensor) -> None:
         self._cache.select(rows.tolist())
+
+    def admit(self, memory: Tensor, mask: Tensor | None, rows: int) -> None:
+        """Further sentences join, each with one row behind the others that has no prefix yet. memory, mask: as at
+        first, of the new sentences; rows: how many hypotheses there will be at most now."""
+        self._cache.reserve(rows)
+        self._cache.admit(memory, mask)
 
     def _step(self, newest: Tensor) -> Tensor:
         ids = self._cache.enter(newest)

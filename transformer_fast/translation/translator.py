@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..generation import GenerationConfig, Hypothesis, generate
+from ..generation.continuous import ContinuousBatch, Sentence, obstacle
 from .errors import ConfigError
 from .pair_tokenizer import PairTokenizer
 from .tokenizer import Tokenizer
@@ -22,6 +23,7 @@ SPACE = re.compile(r"\s+")
 WORD_START = "\u2581"
 
 AnyTokenizer = Tokenizer | PairTokenizer
+Answers = Iterator[tuple[int, list[Hypothesis] | Exception]]
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,8 @@ class Translator:
         beam: hypotheses a sentence keeps; 1 is greedy decoding.
         length_penalty: alpha of `beam_search`.
         config: all options of `generate`, in the place of the two above; `trained.generation` are those of the run.
-        batch_tokens: most padded source tokens of a batch, times beam (or n_best, where answers are drawn).
+        batch_tokens: most padded source tokens of a batch, times beam (or n_best, where answers are drawn). A batch is
+            kept full while there are lines, see `ContinuousBatch`, unless there is an `obstacle` for these options.
         longest: source tokens the model can be trusted with; a longer line is translated in pieces.
 
     Raises:
@@ -125,14 +128,12 @@ class Translator:
         found: list[list[Translation]] = [[] for _ in pieces]
         # Longest first: a batch that does not fit into memory shows at once, not after an hour.
         order = sorted(range(len(pieces)), key=lambda i: -len(sources[i]))
-        for batch in self._batches(order, sources):
-            given = [sources[i] for i in batch]
-            answers = self._decode(given) if on_error is None else self._decode_or_errors(given)
-            for index, answer in zip(batch, answers, strict=True):
-                if isinstance(answer, Exception):
-                    reasons.setdefault(pieces[index][0], str(answer))
-                else:
-                    found[index] = self._texts(sources[index], answer)
+        decode = self._decode_batches if obstacle(self.models, self.config) else self._decode_continuously
+        for index, answer in decode(order, sources, keep_errors=on_error is not None):
+            if isinstance(answer, Exception):
+                reasons.setdefault(pieces[index][0], str(answer))
+            else:
+                found[index] = self._texts(sources[index], answer)
         of_line: list[list[tuple[str, list[Translation]]]] = [[] for _ in lines]
         for (number, piece), answers in zip(pieces, found, strict=True):
             of_line[number].append((piece, answers))
@@ -151,6 +152,29 @@ class Translator:
             return len(tag + text) < self.longest or len(self.tokenizer.encode([tag + text])[0]) < self.longest
 
         return [tag + piece for piece in split_text(text, fits)] if tag or text else []
+
+    def _decode_continuously(self, order: list[int], sources: list[list[int]], *, keep_errors: bool) -> Answers:
+        """Sources in this order, each with its number, as they are finished. Where a step fails, the sentences that
+        were in work are decoded as batches, which find the one that fails, and the others go on."""
+        marks = {"bos": self.tokenizer.bos, "eos": self.tokenizer.eos}
+        while order:
+            waiting = (Sentence(sources[index]) for index in order)
+            stream = ContinuousBatch(self.models, waiting, config=self.config, tokens=self.batch_tokens, **marks)
+            try:
+                for number, answer in stream:
+                    yield order[number], answer
+            except (FloatingPointError, torch.OutOfMemoryError):
+                if not keep_errors:
+                    raise
+            failed = [order[number] for number in stream.pending]
+            yield from self._decode_batches(failed, sources, keep_errors=keep_errors)
+            order = order[stream.taken :]
+
+    def _decode_batches(self, order: list[int], sources: list[list[int]], *, keep_errors: bool) -> Answers:
+        """Sources in this order, each with its number; batch after batch."""
+        for batch in self._batches(order, sources):
+            given = [sources[index] for index in batch]
+            yield from zip(batch, self._decode_or_errors(given) if keep_errors else self._decode(given), strict=True)
 
     def _batches(self, order: list[int], sources: list[list[int]]) -> Iterator[list[int]]:
         batch: list[int] = []
