@@ -137,7 +137,7 @@ def form_of(model: nn.Module) -> Form:
     return AnnotatedForm(model)
 
 
-def can_cache(decoder: nn.Module) -> bool:
+def can_cache(decoder: nn.Module | None) -> bool:
     """Whether a decoder takes a cache: a `transformer_fast.models.Decoder` of its own layers, alike in their heads."""
     if not isinstance(decoder, Decoder) or not all(isinstance(layer, DecoderLayer) for layer in decoder.layers):
         return False
