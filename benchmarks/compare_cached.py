@@ -64,7 +64,8 @@ class MarginSearch(Search):
     def run(self) -> list[list[Hypothesis]]:
         found = super().run()
         for index, hypotheses in enumerate(self.found):
-            self._close(index, [h.score for h in hypotheses[: self.config.n_best + 1] if self._may_win(h)])
+            ranked = sorted(hypotheses, key=self._rank)[: self.config.n_best + 1]
+            self._close(index, [h.score for h in ranked if self._may_win(h)])
         return found
 
     def _may_win(self, hypothesis: Hypothesis) -> bool:

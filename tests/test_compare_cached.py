@@ -73,6 +73,20 @@ def test_a_tie_has_no_margin():
     assert compare_cached.margins(decode)[0] == 0.0
 
 
+def test_margins_are_of_answers_in_the_order_of_their_scores():
+    """A search finds them in another; the margin of two that do not follow each other would excuse too much."""
+    made, searches = model(), []
+    with torch.no_grad():
+        made.out.bias[EOS] += 3.0  # answers of many lengths
+    config = GenerationConfig(beam=5, n_best=4, max_length=8, length_penalty=1.0)
+    with compare_cached.recording(searches):
+        for _, given in batches():
+            compare_cached.generate(made, config=config, **given)
+    scores = [[h.score for h in found if h.finished] for search in searches for found in search.found]
+    assert any(sorted(found) != found != sorted(found, reverse=True) for found in scores)
+    assert all(margin >= 0 for search in searches for margin in search.margins)
+
+
 def test_the_command(tmp_path, monkeypatch, capsys):
     make_numbers_corpus(tmp_path / "data", train_size=200, held_out=20)
     sizes = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "batch_tokens": 512, "max_steps": 2, "warmup": 1}
