@@ -88,18 +88,18 @@ class WideMarginSearch(MarginSearch, WideSearch):
 def recording(searches: list[MarginSearch]) -> Iterator[None]:
     """Every search of `generate`, greedy ones too (a beam of 1 is greedy decoding), is a MarginSearch of this list."""
     module = importlib.import_module("transformer_fast.generation.generate")
-    before = module.Search, module.WideSearch, module.sample_or_greedy
+    before = module.Search, module.WideSearch, module.GreedySearch
 
     def search(*arguments: Any, kind: type[MarginSearch] = MarginSearch) -> MarginSearch:
         searches.append(kind(*arguments))
         return searches[-1]
 
-    module.Search, module.WideSearch = search, functools.partial(search, kind=WideMarginSearch)
-    module.sample_or_greedy = lambda *arguments: search(*arguments).run()
+    module.Search = module.GreedySearch = search
+    module.WideSearch = functools.partial(search, kind=WideMarginSearch)
     try:
         yield
     finally:
-        module.Search, module.WideSearch, module.sample_or_greedy = before
+        module.Search, module.WideSearch, module.GreedySearch = before
 
 
 def margins(decode: Callable[[], Any]) -> list[float]:

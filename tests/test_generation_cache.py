@@ -5,36 +5,15 @@ import gc
 import pytest
 import torch
 from helpers import assert_as_exact_as_eager
+from tiny_transformer import BOS, EOS, VOCAB, batch, tiny
 from torch import nn
 
-from transformer_fast import GenerationConfig, Transformer, beam_search, extension, generate, greedy
+from transformer_fast import GenerationConfig, beam_search, extension, generate, greedy
 from transformer_fast.generation.beam import Search
 from transformer_fast.generation.cache import DecoderCache, assign_slots, move_rows
 from transformer_fast.generation.decoding import Decoding, check_request
 from transformer_fast.generation.fused import FusedStep
 from transformer_fast.layers import MultiHeadAttention
-
-BOS, EOS, VOCAB = 0, 1, 30
-
-
-def tiny(seed=0, dtype=torch.float32, **options):
-    """A model whose choices are far from ties, so that rounding decides nothing."""
-    torch.manual_seed(seed)
-    options = {"d_ff": 48, "norm": "layer", **options}
-    model = Transformer(VOCAB, VOCAB, 32, 2, 4, 0.1, **options).to(dtype)
-    with torch.no_grad():
-        model.out.weight.mul_(1 if options.get("tie_weights") else 8)
-        for layer in model.decoder.layers:  # what is said shall depend on what was read and said
-            for attention in (layer.attn_1, layer.attn_2):
-                attention.v_linear.weight.mul_(8)
-                attention.k_linear.weight.mul_(4)
-    return model
-
-
-def batch(size=6, width=7, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    src = torch.randint(2, VOCAB, (size, width), generator=generator)
-    return src, torch.randint(1, width + 1, (size,), generator=generator)
 
 
 def request(model, src, **options):

@@ -7,26 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tiny_transformer import EOS, MARKS, VOCAB, tiny
 
-from transformer_fast import GenerationConfig, Transformer, generate
+from transformer_fast import GenerationConfig, generate
 from transformer_fast.generation.continuous import ContinuousBatch, Sentence, obstacle
 from transformer_fast.generation.greedy import GreedySearch
-
-BOS, EOS, VOCAB = 0, 1, 30
-MARKS = {"bos": BOS, "eos": EOS}
-
-
-def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **options: object) -> Transformer:
-    """A model whose choices are far from ties, and whose answers have many lengths."""
-    torch.manual_seed(seed)
-    model = Transformer(VOCAB, VOCAB, 32, 2, 4, 0.1, **{"d_ff": 48, "norm": "layer", **options}).to(dtype)
-    with torch.no_grad():
-        model.out.weight.mul_(8)
-        for layer in model.decoder.layers:
-            for attention in (layer.attn_1, layer.attn_2):
-                attention.v_linear.weight.mul_(8)
-                attention.k_linear.weight.mul_(4)
-    return model.eval()
 
 
 def sentences(count: int = 12, seed: int = 0, prefixed: bool = False) -> list[Sentence]:

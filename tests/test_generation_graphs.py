@@ -5,36 +5,16 @@ import functools
 
 import pytest
 import torch
+from tiny_transformer import EOS, MARKS, VOCAB, batch, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from transformer_fast import GenerationConfig, Transformer, beam_search, generate
+from transformer_fast import GenerationConfig, beam_search, generate
 from transformer_fast.generation import decoding, steps
 from transformer_fast.generation.graphs import StepGraphs, obstacle, row_class
-from transformer_fast.generation.greedy import sample_or_greedy
+from transformer_fast.generation.greedy import GreedySearch
 from transformer_fast.generation.rules import Rules
 from transformer_fast.generation.steps import CachedStep
-
-BOS, EOS, VOCAB = 0, 1, 30
-MARKS = {"bos": BOS, "eos": EOS}
-
-
-def tiny(seed=0, dtype=torch.float32, **options):
-    torch.manual_seed(seed)
-    model = Transformer(VOCAB, VOCAB, 32, 2, 4, 0.1, **{"d_ff": 48, "norm": "layer", **options}).to(dtype)
-    with torch.no_grad():
-        model.out.weight.mul_(8)
-        for layer in model.decoder.layers:
-            for attention in (layer.attn_1, layer.attn_2):
-                attention.v_linear.weight.mul_(8)
-                attention.k_linear.weight.mul_(4)
-    return model.eval()
-
-
-def batch(size=6, width=7, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    src = torch.randint(2, VOCAB, (size, width), generator=generator)
-    return src, torch.randint(1, width + 1, (size,), generator=generator)
 
 
 class Recording(TorchDispatchMode):
@@ -132,7 +112,7 @@ def test_a_class_of_shapes_is_captured_once(capture):
     request = decoding.check_request(model, src, src_lengths=None, src_mask=None, pad=None, max_length=limits, **MARKS)
     config = GenerationConfig(graph=True)
     with decoding.evaluating(model):
-        found = sample_or_greedy([model], request, config, Rules(config, request))
+        found = GreedySearch([model], request, config, Rules(config, request)).run()
     assert [h[0].tokens for h in found] == [h[0].tokens for h in expected]
     # Rows 8 (five sentences), 4 and 2 on 64 positions; 2, then 1, on 128; 1 on 256.
     assert (capture.captured, capture.replayed) == (6, 130)

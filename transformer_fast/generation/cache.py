@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from .. import extension, ops
 from ..layers.attention import MultiHeadAttention
@@ -96,13 +97,12 @@ class DecoderCache:
         """Further sentences join: memory (B, S, d_model) and keep mask (B, 1, S) as at first, each with one row that
         holds no position, behind the caller's rows. The sources of sentences without a row are dropped."""
         rows, batch, sentences, device = len(self._slots), memory.shape[0], self.cross.shape[1], self.cross.device
-        known = torch.ones(sentences, self.cross.shape[4], dtype=torch.bool, device=device)
-        known = known if self._mask is None else self._mask
-        new = torch.ones(memory.shape[:2], dtype=torch.bool, device=device) if mask is None else mask.squeeze(1)
+        known = _keep_mask(self._mask, sentences, self.cross.shape[4], device)
+        new = _keep_mask(None if mask is None else mask.squeeze(1), *memory.shape[:2], device)
         read = max(_last_read(known), _last_read(new))
-        parts = [fit_width(self.cross, 4, read), fit_width(self._of_source(memory), 4, read)]
-        self.cross = torch.cat(parts, dim=1)
-        self._set_mask(torch.cat([fit_width(known, 1, read), fit_width(new, 1, read)]))
+        sources = self.cross, self._of_source(memory)
+        self.cross = torch.cat([pad(part, (0, 0, 0, read - part.shape[4])) for part in sources], dim=1)
+        self._set_mask(torch.cat([pad(part, (0, read - part.shape[1])) for part in (known, new)]))
         self._sentences += range(sentences, sentences + batch)
         self._slots += range(rows, rows + batch)
         lengths = torch.full((rows,), self.length, device=device) if self.lengths is None else self.lengths
@@ -259,14 +259,9 @@ class _SourceAttention:
         return self._cache.attend_source(self._layer, q).reshape(x.shape)
 
 
-def fit_width(part: Tensor, dim: int, width: int) -> Tensor:
-    """A tensor with a dimension cut, or filled with zeros, to a width."""
-    missing = width - part.shape[dim]
-    if missing <= 0:
-        return part.narrow(dim, 0, width)
-    shape = list(part.shape)
-    shape[dim] = missing
-    return torch.cat([part, part.new_zeros(shape)], dim=dim)
+def _keep_mask(mask: Tensor | None, sentences: int, width: int, device: torch.device) -> Tensor:
+    """A keep mask (sentences, width), which is all True where there is none."""
+    return torch.ones(sentences, width, dtype=torch.bool, device=device) if mask is None else mask
 
 
 def _last_read(mask: Tensor) -> int:

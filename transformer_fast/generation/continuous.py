@@ -11,18 +11,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .beam import Search
 from .config import GenerationConfig
-from .decoding import Hypothesis, Request, evaluating
+from .decoding import Hypothesis, Request, evaluating, pad_sources
 from .forms import can_cache
-from .generate import as_models, prepare
-from .greedy import GreedySearch
+from .generate import as_models, new_search, prepare
 from .rules import Rules
 from .search import SearchState
-from .wide_beam import WideSearch
 
 REFILL = 4
 """Sentences join when they will be at least the 1 / REFILL-th part of the batch: an encoder that is given one sentence
@@ -138,7 +134,7 @@ class ContinuousBatch(Iterator[tuple[int, list[Hypothesis]]]):
         request, rules = self._prepare([sentence for _, sentence in self._joining])
         kept: list[int] = []
         if self._search is None:
-            self._search = self._new_search(request, rules)
+            self._search = new_search(self._models, request, self._config, rules)
         else:
             kept = self._search.admit(request, rules)
         numbers = [self._open[old] for old in kept] + [number for number, _ in self._joining]
@@ -156,17 +152,8 @@ class ContinuousBatch(Iterator[tuple[int, list[Hypothesis]]]):
             self._ready.append((self._open.pop(sentence), search.answers(sentence)))
 
     def _prepare(self, sentences: list[Sentence]) -> tuple[Request, Rules]:
-        width = max(len(sentence.source) for sentence in sentences)
-        rows = [[*sentence.source, *[0] * (width - len(sentence.source))] for sentence in sentences]
-        src: Tensor = torch.tensor(rows, device=self._device)
-        lengths = torch.tensor([len(sentence.source) for sentence in sentences], device=self._device)
+        src, lengths = pad_sources([sentence.source for sentence in sentences], self._device)
         prefix = [sentence.prefix for sentence in sentences]
         return prepare(
             self._models, src, src_lengths=lengths, bos=self._bos, eos=self._eos, prefix=prefix, config=self._config
         )
-
-    def _new_search(self, request: Request, rules: Rules) -> SearchState:
-        if self._config.beam == 1:
-            return GreedySearch(self._models, request, self._config, rules)
-        search = WideSearch if self._config.slots == "keep" else Search
-        return search(self._models, request, self._config, rules)

@@ -120,6 +120,13 @@ def _source_lengths(src: Tensor, mask: Tensor | None) -> Tensor:
     return torch.full((src.shape[0],), src.shape[1], device=src.device) if mask is None else mask.sum(dim=(1, 2))
 
 
+def pad_sources(sources: Sequence[Sequence[int]], device: torch.device, pad: int = 0) -> tuple[Tensor, Tensor]:
+    """Source ids side by side: (B, S), filled up with `pad` on the right, and the lengths (B,)."""
+    lengths = [len(source) for source in sources]
+    rows = [[*source, *[pad] * (max(lengths) - len(source))] for source in sources]
+    return torch.tensor(rows, device=device), torch.tensor(lengths, device=device)
+
+
 class Decoding:
     """The open hypotheses of a batch, one a row, and the models that continue them.
 

@@ -13,8 +13,9 @@ from .beam import Search
 from .config import GenerationConfig, Span
 from .decoding import Hypothesis, Request, check_request, evaluating
 from .forms import form_of
-from .greedy import sample_or_greedy
+from .greedy import GreedySearch
 from .rules import Rules
+from .search import SearchState
 from .wide_beam import WideSearch
 
 
@@ -53,10 +54,7 @@ def generate(
     if src.shape[0] == 0:
         return []
     with evaluating(*models):
-        if config.sample or config.beam == 1:
-            return sample_or_greedy(models, request, config, rules)
-        search = WideSearch if config.slots == "keep" else Search
-        return search(models, request, config, rules).run()
+        return new_search(models, request, config, rules).run()
 
 
 def as_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
@@ -97,6 +95,14 @@ def prepare(
     if bool((least > request.limits).any()):
         raise ValueError(f"min_length {config.min_length} is more than max_length {config.max_length} allows")
     return request, Rules(config, request, least, prefix)
+
+
+def new_search(models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> SearchState:
+    """The search that the config asks for. To be called within `evaluating`."""
+    if config.sample or config.beam == 1:
+        return GreedySearch(models, request, config, rules)
+    search = WideSearch if config.slots == "keep" else Search
+    return search(models, request, config, rules)
 
 
 def _span(span: Span, request: Request) -> Tensor:

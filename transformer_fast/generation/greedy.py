@@ -52,15 +52,8 @@ def greedy(
         return []
     config = GenerationConfig(cache=cache)
     with evaluating(model):
-        found = sample_or_greedy([model], request, config, Rules(config, request), scored=False)
+        found = GreedySearch([model], request, config, Rules(config, request), scored=False).run()
     return [hypotheses[0].tokens for hypotheses in found]
-
-
-def sample_or_greedy(
-    models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules, *, scored: bool = True
-) -> list[list[Hypothesis]]:
-    """The answers of a `GreedySearch` of one batch: for each sentence `n_best` hypotheses, the best score first."""
-    return GreedySearch(models, request, config, rules, scored=scored).run()
 
 
 class GreedySearch(SearchState):

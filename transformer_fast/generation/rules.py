@@ -79,8 +79,12 @@ class Rules:
         penalty = self._config.repetition_penalty
         if penalty == 1.0 or tokens.shape[1] == 1:
             return logits
-        chosen = torch.zeros_like(logits).scatter_add(1, tokens, _is_chosen(tokens, begin).to(logits.dtype)) > 0
-        return torch.where(chosen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+        chosen = _is_chosen(tokens, begin)
+        # What was not chosen stands for the newest token, which was, unless it is BOS: then none was.
+        ids = torch.where(chosen, tokens, tokens[:, -1:])
+        before = logits.gather(1, ids)
+        after = torch.where(before > 0, before / penalty, before * penalty)
+        return logits.scatter(1, ids, torch.where(chosen[:, -1:], after, before))
 
     def _forbid(self, logits: Tensor, tokens: Tensor, sentence: Tensor, begin: Tensor) -> Tensor:
         """The logits, -inf where a token may not follow."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..generation import GenerationConfig, Hypothesis, generate
 from ..generation.continuous import ContinuousBatch, Sentence, obstacle
+from ..generation.decoding import pad_sources
 from .errors import ConfigError
 from .pair_tokenizer import PairTokenizer
 from .tokenizer import Tokenizer
@@ -189,10 +190,8 @@ class Translator:
             yield batch
 
     def _decode(self, sources: list[list[int]]) -> list[list[Hypothesis]]:
-        width = max(map(len, sources))
         marks = {"bos": self.tokenizer.bos, "eos": self.tokenizer.eos}
-        src = torch.tensor([ids + [self.tokenizer.pad] * (width - len(ids)) for ids in sources], device=self.device)
-        lengths = torch.tensor([len(ids) for ids in sources], device=self.device)
+        src, lengths = pad_sources(sources, self.device, self.tokenizer.pad)
         return generate(self.models, src, src_lengths=lengths, config=self.config, **marks)
 
     def _decode_or_errors(self, sources: list[list[int]]) -> list[list[Hypothesis] | Exception]:
