@@ -5,7 +5,9 @@ In the suite it is a small model; the figures of the base size (minutes, most of
     python benchmarks/bench_generation.py --size base --length 64 --batch 16 --search greedy beam
 
 All answers have exactly ``length`` tokens. Ours, the reference and CTranslate2 have the same weights, and their answers
-are compared before anything is timed; Marian has random weights of the same sizes (post-norm, as it is made).
+are compared before anything is timed; Marian has random weights of the same sizes (post-norm, as it is made). On a CPU
+ours and CTranslate2 also run with int8 weights, and each is compared with the other's side of the same weights. Their
+answers' BLEU is against ours in fp32: with random weights many tokens are nearly tied, so that it is low for both.
 """
 
 from __future__ import annotations
@@ -61,15 +63,19 @@ def ways(case: Case, device: str, uncached: bool = True) -> dict[str, Callable[[
         slow.out.bias[EOS] = -1e4
     fast.load_state_dict(slow.state_dict())
     beam = 1 if case.search == "greedy" else BEAM
-    config = tfast.GenerationConfig(beam=beam, max_length=case.length)
 
-    def answers(model: torch.nn.Module) -> Callable[[Tensor], list[list[int]]]:
+    def answers(model: torch.nn.Module, **options: Any) -> Callable[[Tensor], list[list[int]]]:
+        config = tfast.GenerationConfig(beam=beam, max_length=case.length, **options)
         return lambda src: [h[0].tokens for h in tfast.generate(model, src, bos=BOS, eos=EOS, config=config)]
 
     sides = {"ours": answers(fast), "eager uncached": answers(slow)}
     if not uncached:
         del sides["eager uncached"]
-    return {**sides, "Marian": marian(size, beam, case.length, device), "CTranslate2": ctranslate2(slow, size, case)}
+    sides |= {"Marian": marian(size, beam, case.length, device), "CTranslate2": ctranslate2(slow, size, case)}
+    if device == "cpu":
+        int8 = ctranslate2(slow, size, case, "int8_float32")
+        sides |= {"ours int8": answers(fast, quantize="int8"), "CTranslate2 int8": int8}
+    return sides
 
 
 def marian(size: Size, beam: int, length: int, device: str) -> Callable[[Tensor], list[list[int]]]:
@@ -105,8 +111,10 @@ def absent(package: str) -> Callable[[Tensor], list[list[int]]]:
     return run
 
 
-def ctranslate2(model: torch.nn.Module, size: Size, case: Case) -> Callable[[Tensor], list[list[int]]]:
-    """CTranslate2, fp32, with the weights of the reference."""
+def ctranslate2(
+    model: torch.nn.Module, size: Size, case: Case, compute_type: str = "float32"
+) -> Callable[[Tensor], list[list[int]]]:
+    """CTranslate2 with the weights of the reference."""
     try:
         import ctranslate2 as library
         from ctranslate2.specs import TransformerSpec
@@ -148,7 +156,7 @@ def ctranslate2(model: torch.nn.Module, size: Size, case: Case) -> Callable[[Ten
         spec.save(folder)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         threads = torch.get_num_threads()
-        translator = library.Translator(folder, device=device, compute_type="float32", intra_threads=threads)
+        translator = library.Translator(folder, device=device, compute_type=compute_type, intra_threads=threads)
 
     def run(src: Tensor) -> list[list[int]]:
         rows = [[str(token) for token in ids] for ids in src.tolist()]
@@ -176,6 +184,14 @@ def sources(case: Case, device: str) -> Tensor:
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> float:
     """Share of sentences with the same answer."""
     return sum(a == b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+
+
+def bleu(answers: list[list[int]], expected: list[list[int]]) -> float:
+    """BLEU of ids as words."""
+    from sacrebleu.metrics import BLEU
+
+    said, wanted = ([" ".join(map(str, ids)) for ids in side] for side in (answers, expected))
+    return BLEU(tokenize="none", force=True).corpus_score(said, [wanted]).score
 
 
 CASES = [Case("small", search, batch, 16) for search, batch in [("greedy", 1), ("greedy", 16), ("greedy", 64)]]
@@ -234,8 +250,10 @@ def main() -> None:
             if not taken:
                 print(f"| {case.search} | {case.batch} | {name} | {refused[name]} | | |")
                 continue
-            median, ours = (statistics.median(times[side][1:]) for side in (name, "ours"))
+            mine = "ours int8" if "int8" in name else "ours"
+            median, ours = (statistics.median(times[side][1:]) for side in (name, mine))
             same = "" if name in ("ours", "Marian") else f"{agreement(said['ours'], said[name]):.0%}"
+            same += f", BLEU {bleu(said[name], said['ours']):.1f}" if "int8" in name else ""
             speed = case.batch * case.length / median
             print(f"| {case.search} | {case.batch} | {name} | {speed:.0f} | {median / ours:.2f} | {same} |", flush=True)
 

@@ -1,5 +1,6 @@
 // The functions that every CPU kernel is made of, each against plain arithmetic: a program, built by
 // tests/test_portable.py for a processor without AVX2 and by tools/arm_check.py for aarch64. Needs no libtorch.
+#include "cpu/simd/byte_products.h"
 #include "cpu/simd/exp.h"
 #include "cpu/simd/operands.h"
 #include "cpu/simd/philox_dropout.h"
@@ -123,6 +124,31 @@ void check_part_of_a_vector() {
   }
 }
 
+// Sums of products of four bytes a lane, the greatest among them.
+template <typename Products>
+void check_byte_products() {
+  std::uniform_int_distribution<int> any(-127, 127), one_in_eight(0, 7);
+  for (int i = 0; i < 10000; ++i) {
+    int8_t x[4], w[4 * kLanes<float>];
+    const auto byte = [&] { return static_cast<int8_t>(one_in_eight(generator) ? any(generator) : -127); };
+    std::generate(std::begin(x), std::end(x), byte);
+    std::generate(std::begin(w), std::end(w), byte);
+    int32_t word;
+    std::memcpy(&word, x, sizeof(word));
+    Int32Vector weights, planes[Products::kPlanes];
+    std::memcpy(&weights, w, sizeof(weights));
+    Products::planes(Int32Vector{} + word, planes);
+    int32_t inputs[Products::kPlanes];
+    for (int p = 0; p < Products::kPlanes; ++p) inputs[p] = planes[p][0];
+    const Int32Vector found = Products::add(Int32Vector{} + i, inputs, 1, Products::weights(weights));
+    for (int64_t lane = 0; lane < kLanes<float>; ++lane) {
+      int32_t expected = i;
+      for (int k = 0; k < 4; ++k) expected += (x[k] + Products::kOffset) * w[4 * lane + k];
+      check(found[lane] == expected, "products of bytes");
+    }
+  }
+}
+
 }  // namespace
 }  // namespace transformer_fast
 
@@ -135,6 +161,10 @@ int main() {
   check_random_bits();
   check_lanes<float>();
   check_lanes<double>();
+  check_byte_products<WidenedBytes>();
+#if defined(__AVX512F__)
+  if (VnniBytes::is_there()) check_byte_products<VnniBytes>();
+#endif
   check_part_of_a_vector<float>();
   check_part_of_a_vector<double>();
   check_part_of_a_vector<c10::Half>();

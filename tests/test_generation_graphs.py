@@ -130,7 +130,7 @@ def test_no_value_is_asked_for(monkeypatch, dtype):
     with torch.inference_mode():
         memory = torch.empty(3, 7, 32, dtype=dtype, device="meta")
         mask = torch.empty(3, 1, 7, dtype=torch.bool, device="meta")
-        step = CachedStep(model.decoder, model.out, memory, mask, rows=6, graph=True)
+        step = CachedStep(model.decoder, model.out, memory, mask, GenerationConfig(graph=True), rows=6)
         for _ in range(2):
             logits = step.next_logits(torch.empty(3, 1, dtype=torch.long, device="meta"))
             step.select(torch.tensor([2, 0, 0]))

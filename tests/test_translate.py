@@ -203,6 +203,14 @@ def test_lengths_and_stopping(root, trained, monkeypatch, capsysbinary):
     assert "'long' is neither a whole number nor two numbers a,b" in capsysbinary.readouterr().err.decode()
 
 
+def test_int8_weights(root, trained, monkeypatch, capsysbinary):
+    command = ["--model", root / "one", "--beam", 3, "--scores", "--quantize", "int8"]
+    code, out, _ = run(monkeypatch, capsysbinary, command, "\n".join(LINES).encode())
+    config = GenerationConfig(beam=3, quantize="int8")
+    assert code == 0 and out == scored(Translator(trained.model, trained.tokenizer, config=config))
+    assert out != scored(Translator(trained.model, trained.tokenizer, beam=3))
+
+
 # Prints the most that Python holds while 500, 2,000 and 20,000 lines go through, answers aside.
 MEMORY = """
 import sys, tracemalloc

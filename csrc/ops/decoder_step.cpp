@@ -45,8 +45,9 @@ struct Step {
   Tensor through(int64_t layer, const Tensor* at, Tensor x) const {
     const auto linear = [at](Part part, const Tensor& input, bool relu = false) {
       const Tensor &weight = at[2 * part], &bias = at[2 * part + 1];
-      return weight.is_mkldnn() ? onednn_linear(input, weight, bias, relu)
-                                : step_linear(input, weight, bias, bias.size(0), relu);
+      if (weight.is_mkldnn()) return onednn_linear(input, weight, bias, relu);
+      const auto product = weight.scalar_type() == at::kChar ? int8_linear : step_linear;
+      return product(input, weight, bias, bias.size(0), relu);
     };
     const auto norm = [&](Part part, const Tensor& input, const OptionalTensor& residual) {
       const OptionalTensor bias = kind == NormKind::kRms ? OptionalTensor() : at[2 * part + 1];

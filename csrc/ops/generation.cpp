@@ -52,17 +52,39 @@ Tensor log_normalizer(const Tensor& logits) {
   return out;
 }
 
-Tensor pack_step_weight(at::TensorList weights) {
-  const int64_t depth = weights[0].size(1), panel = kernels().generation.panel;
-  std::vector<Tensor> saved;
+// Weights (out, in) of linear layers of one input, one below the other.
+struct StackedWeights {
+  std::vector<Tensor> contiguous;
   std::vector<const float*> rows;
-  for (const Tensor& weight : weights) {
-    saved.push_back(weight.contiguous());
-    for (int64_t n = 0; n < weight.size(0); ++n) rows.push_back(saved.back().const_data_ptr<float>() + n * depth);
+  int64_t depth;
+
+  explicit StackedWeights(at::TensorList weights) : depth(weights[0].size(1)) {
+    for (const Tensor& weight : weights) {
+      contiguous.push_back(weight.contiguous());
+      for (int64_t n = 0; n < weight.size(0); ++n)
+        rows.push_back(contiguous.back().const_data_ptr<float>() + n * depth);
+    }
   }
-  const int64_t outputs = static_cast<int64_t>(rows.size()), panels = (outputs + panel - 1) / panel;
-  const Tensor packed = at::cpu::empty({panels, depth, panel}, weights[0].options());
-  kernels().generation.pack_step_weight(rows.data(), outputs, depth, packed.mutable_data_ptr<float>());
+
+  int64_t outputs() const { return static_cast<int64_t>(rows.size()); }
+  int64_t panels() const { return (outputs() + kernels().generation.panel - 1) / kernels().generation.panel; }
+};
+
+Tensor pack_step_weight(at::TensorList weights) {
+  const StackedWeights given(weights);
+  const Tensor packed = at::cpu::empty({given.panels(), given.depth, kernels().generation.panel}, weights[0].options());
+  kernels().generation.pack_step_weight(given.rows.data(), given.outputs(), given.depth,
+                                        packed.mutable_data_ptr<float>());
+  return packed;
+}
+
+Tensor pack_int8_weight(at::TensorList weights) {
+  const StackedWeights given(weights);
+  const int64_t groups = (given.depth + kInt8Group - 1) / kInt8Group;
+  const Tensor packed =
+      at::cpu::empty({given.panels(), kInt8Header + groups, kernels().generation.panel, kInt8Group}, at::kChar);
+  kernels().generation.pack_int8_weight(given.rows.data(), given.outputs(), given.depth,
+                                        packed.mutable_data_ptr<int8_t>());
   return packed;
 }
 
@@ -80,12 +102,26 @@ Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& 
   return out;
 }
 
+Tensor int8_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool relu) {
+  const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
+  const int64_t depth = x.size(-1);
+  auto sizes = x.sizes().vec();
+  sizes.back() = outputs;
+  const Tensor out = at::cpu::empty(sizes, x.options());
+  kernels().generation.int8_linear({input.const_data_ptr<float>(), packed.const_data_ptr<int8_t>(),
+                                    bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
+                                    input.numel() / depth, depth, outputs, relu});
+  return out;
+}
+
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def("copy_cache_rows(Tensor(a!) cache, int[] sources, int[] targets, int length) -> ()");
   m.def("best_tokens(Tensor logits, int k) -> (Tensor best, Tensor token)");
   m.def("log_normalizer(Tensor logits) -> Tensor");
   m.def("pack_step_weight(Tensor[] weights) -> Tensor");
   m.def("step_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
+  m.def("pack_int8_weight(Tensor[] weights) -> Tensor");
+  m.def("int8_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
@@ -94,6 +130,8 @@ TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("log_normalizer", log_normalizer);
   m.impl("pack_step_weight", pack_step_weight);
   m.impl("step_linear", step_linear);
+  m.impl("pack_int8_weight", pack_int8_weight);
+  m.impl("int8_linear", int8_linear);
 }
 
 }  // namespace transformer_fast

@@ -48,6 +48,8 @@ class GenerationConfig:
         cache: keep keys and values between the steps, where the model can.
         graph: record the cached steps as CUDA graphs and replay them, which takes the host out of them; on a GPU, for
             decoders of `transformer_fast`, padded sources, and without alignments and coverage penalty.
+        quantize: "int8" multiplies with int8 weights, on a CPU, for fp32 models whose decoder takes a cache. They are
+            quantised when `generate` is called, each output's by a scale of its own; inputs row by row.
 
     All but repetition_penalty, force_eos and renormalize choose among continuations and leave their probabilities as
     the model has them.
@@ -81,6 +83,7 @@ class GenerationConfig:
     alignments: bool = False
     cache: bool = True
     graph: bool = False
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "suppress", tuple(self.suppress))
@@ -95,6 +98,7 @@ class GenerationConfig:
             ("coverage_penalty diversity", lambda v: _is_number(v) and v >= 0, "a number >= 0"),
             ("patience temperature repetition_penalty", lambda v: _is_number(v) and v > 0, "a number > 0"),
             ("top_p", lambda v: _is_number(v) and 0 < v <= 1, "a number in (0, 1]"),
+            ("quantize", lambda v: v in (None, "int8"), 'None or "int8"'),
             ("length_norm", lambda v: v in ("gnmt", "power"), '"gnmt" or "power"'),
             ("max_length", lambda v: _is_span(v, 1), "an int >= 1, or (a, b) for a * S + b"),
             ("min_length", lambda v: _is_span(v, 0), "an int >= 0, or (a, b) for a * S + b"),
@@ -117,6 +121,9 @@ class GenerationConfig:
             )
         if self.beam % self.beam_groups:
             raise ValueError(f"beam_groups must divide the beam, got {self.beam_groups} groups and beam {self.beam}")
+
+        if self.quantize and not self.cache:
+            raise ValueError(f"quantize {self.quantize!r} is for steps with a cache; expected cache True, got False")
 
     @property
     def reads_attention(self) -> bool:

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from . import graphs, quantization
 from .config import GenerationConfig
 from .forms import form_of
-from .graphs import obstacle
 from .steps import CachedStep, UncachedStep
 
 Lengths = int | Sequence[int] | Tensor | None
@@ -134,29 +134,30 @@ class Decoding:
         models: each of a form that `form_of` knows; of several, the mean of their probabilities counts.
         request: from `check_request`; one row for each sentence at first.
         config: says whether keys and values are cached where a model can (see `forms`), whether the cached steps are
-            replayed as CUDA graphs, and whether the attention to the source must be known.
+            replayed as CUDA graphs, whether weights are quantised, and whether the attention to the source must be
+            known.
         rows: how many rows there will be at most.
 
     Raises:
-        ValueError: with `config.graph`, where that cannot be; says why.
+        ValueError: with `config.graph` or `config.quantize`, where that cannot be; says why.
     """
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, *, rows: int) -> None:
         self._steps: list[CachedStep | UncachedStep] = []
-        self._forms = list(map(form_of, models))
+        self._forms = [quantization.apply(form_of(model), config.quantize) for model in models]
         mask, attention = request.src_mask, config.reads_attention
         longest = int(request.limits.max()) if len(request.limits) else 1
         for form in self._forms:
             memory = form.encode(request.src, mask)
             decoder = form.cached_decoder(memory, mask, longest) if config.cache else None
-            reason = obstacle(request.src.device, mask, decoder is not None, attention) if config.graph else None
-            if reason is not None:
+            if config.graph and (reason := graphs.obstacle(request.src.device, mask, decoder is not None, attention)):
                 raise ValueError(f"graph=True cannot be: {reason}")
+            if config.quantize and decoder is None:
+                raise ValueError(f"quantize={config.quantize!r} cannot be: there is no cached decoder for this model")
             if decoder is None:
                 self._steps.append(UncachedStep(form, memory, mask, attention=attention))
             else:
-                step = CachedStep(decoder, form.out, memory, mask, rows=rows, attention=attention, graph=config.graph)
-                self._steps.append(step)
+                self._steps.append(CachedStep(decoder, form.out, memory, mask, config, rows=rows))
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).

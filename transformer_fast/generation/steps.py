@@ -15,6 +15,7 @@ from .. import ops
 from ..layers.attention import layer_mask
 from ..models import Decoder
 from .cache import DecoderCache
+from .config import GenerationConfig
 from .forms import Form
 from .fused import fused_step
 from .graphs import StaticCache, StepGraphs, row_class
@@ -28,9 +29,9 @@ class CachedStep:
         decoder, out: of the model.
         memory: (B, S, d_model), the encoder's outputs.
         mask: keep mask (B, 1, S) of the source, or None.
+        config: says whether the newest position's attention to the source must be known, whether the steps are replayed
+            as CUDA graphs, and whether weights are quantised; there must be no obstacle to what it says.
         rows: how many hypotheses there will be at most.
-        attention: know the newest position's attention to the source.
-        graph: replay the steps as CUDA graphs, for which there must be no obstacle.
     """
 
     def __init__(
@@ -39,21 +40,20 @@ class CachedStep:
         out: nn.Module,
         memory: Tensor,
         mask: Tensor | None,
+        config: GenerationConfig,
         *,
         rows: int,
-        attention: bool = False,
-        graph: bool = False,
     ) -> None:
         rows = max(rows, memory.shape[0])
-        rows = row_class(rows) if graph else rows
-        self._decoder, self._out = prepack(decoder, rows), prepack(out, rows)
+        rows = row_class(rows) if config.graph else rows
+        self._decoder, self._out = (prepack(module, rows, config.quantize) for module in (decoder, out))
         self._cache: DecoderCache
         self._graphs, self._fused = None, None
-        if graph:
+        if config.graph:
             self._cache = cache = StaticCache(self._decoder, memory, mask, rows=rows)
             self._graphs = StepGraphs(cache)
         else:
-            self._cache = DecoderCache(self._decoder, memory, mask, rows=rows, record=attention)
+            self._cache = DecoderCache(self._decoder, memory, mask, rows=rows, record=config.reads_attention)
             self._fused = fused_step(self._decoder, self._cache)
 
     def next_logits(self, tokens: Tensor) -> Tensor:

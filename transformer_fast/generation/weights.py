@@ -1,7 +1,7 @@
 """A model's weights in the layout in which steps of few rows read them fastest, for the time of one call.
 
 Nothing of the model itself is changed, so that several threads may decode with one model: `prepack` makes a copy of its
-modules that shares their parameters, in which plain linear layers are `StepLinear`.
+modules that shares their parameters, in which plain linear layers are `StepLinear`, or `Int8Linear`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ NATIVE_ROWS = 24
 """Rows up to which the native product, which is bound by reading the weight, is the fastest."""
 BLOCKED_ROWS = 512
 """Rows from which a product with the weight as it is is as fast as one with a weight in blocks."""
+INT8_INPUTS = 2**17
+"""Inputs up to which 32 bits hold the sum of products of int8."""
 
 
 class StepLinear(nn.Module):
@@ -85,14 +87,33 @@ class StepLinear(nn.Module):
         return self._concatenated
 
 
+class Int8Linear(StepLinear):
+    """One linear layer with int8 weights, or several of one input side by side, for any number of rows.
+
+    For fp32 on a CPU: `csrc/cpu/generation/int8_linear.cpp`, which computes what `reference.int8_linear` says. The
+    weights are quantised when they are first needed.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) -> (..., out)."""
+        weight = self.operand(x.numel() // x.shape[-1])
+        return torch.ops.transformer_fast.int8_linear(x, weight, self.bias, self._outputs, self._relu)
+
+    def operand(self, rows: int) -> Tensor:
+        """The weights for `int8_linear`."""
+        if self._packed is None:
+            self._packed = torch.ops.transformer_fast.pack_int8_weight(self._weights)
+        return self._packed
+
+
 class StepFeedForward(nn.Module):
     """`FeedForward` without dropout; if its activation is ReLU, that is done where its input is made."""
 
-    def __init__(self, module: FeedForward, rows: int) -> None:
+    def __init__(self, module: FeedForward, rows: int, quantize: str | None = None) -> None:
         super().__init__()
         self.activation = module.activation
-        self.linear_1 = StepLinear([module.linear_1], rows, relu=module.activation == "relu")
-        self.linear_2 = StepLinear([module.linear_2], rows)
+        self.linear_1 = _step_linear(module.linear_1, rows, quantize, relu=module.activation == "relu")
+        self.linear_2 = _step_linear(module.linear_2, rows, quantize)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., d_model) -> (..., d_model)."""
@@ -106,26 +127,33 @@ def _has_onednn() -> bool:
     return mkldnn.enabled and mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
-def prepack(module: nn.Module, rows: int) -> nn.Module:
+def _step_linear(linear: nn.Linear, rows: int, quantize: str | None, *, relu: bool = False) -> StepLinear:
+    kind = Int8Linear if quantize == "int8" and linear.in_features <= INT8_INPUTS else StepLinear
+    return kind([linear], rows, relu=relu)
+
+
+def prepack(module: nn.Module, rows: int, quantize: str | None = None) -> nn.Module:
     """A copy of a module and all below it, with the same parameters, in evaluation mode, for decoding step by step.
 
-    rows: how many a step will have at most.
+    rows: how many a step will have at most. quantize: as in `GenerationConfig`; the caller has seen to it that there is
+    no `quantization.obstacle`.
     """
     if is_linear(module):
-        return StepLinear([module], rows)
+        return _step_linear(module, rows, quantize)
     if is_plain(module, FeedForward) and all(map(is_linear, (module.linear_1, module.linear_2))):
-        return StepFeedForward(module, rows)
+        return StepFeedForward(module, rows, quantize)
     clone = copy.copy(module)
-    children = {name: prepack(child, rows) for name, child in module._modules.items() if child is not None}
+    children = {name: prepack(child, rows, quantize) for name, child in module._modules.items() if child is not None}
     # Buffers of its own: another call that extends a positional table must not free one that a CUDA graph reads.
     clone.__dict__.update(_modules=children, _buffers=dict(module._buffers), training=False)
     return clone
 
 
 def concat_linears(*linears: nn.Module, rows: int = 0) -> Callable[[Tensor], Tensor]:
-    """Several linear layers of one input as one, their outputs side by side; where one is not a `StepLinear`, all are
-    called one by one. rows: as for `StepLinear`."""
-    plain = [one for linear in linears if isinstance(linear, StepLinear) for one in linear.linears]
-    if len(plain) == len(linears) and len({linear.bias is None for linear in plain}) == 1:
-        return StepLinear(plain, rows)
+    """Several linear layers of one input as one, their outputs side by side; where they are not all `StepLinear`, or
+    all `Int8Linear`, they are called one by one. rows: as for `StepLinear`."""
+    steps = [linear for linear in linears if isinstance(linear, StepLinear)]
+    plain = [one for linear in steps for one in linear.linears]
+    if len(plain) == len(linears) and len({(type(step), step.bias is None) for step in steps}) == 1:
+        return type(steps[0])(plain, rows)
     return lambda x: torch.cat([linear(x) for linear in linears], dim=-1)

@@ -13,6 +13,11 @@ inline CounterVector multiply_low_words(CounterVector v, uint32_t constant) {
   return reinterpret_cast<CounterVector>(_mm256_mul_epu32(reinterpret_cast<__m256i>(v), _mm256_set1_epi64x(constant)));
 }
 
+inline IntegerVector<float> multiply_pairs(IntegerVector<float> a, IntegerVector<float> b) {
+  return reinterpret_cast<IntegerVector<float>>(
+      _mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+}
+
 inline Vector<float> load(const c10::Half* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

@@ -13,6 +13,11 @@ inline CounterVector multiply_low_words(CounterVector v, uint32_t constant) {
   return reinterpret_cast<CounterVector>(_mm512_mul_epu32(reinterpret_cast<__m512i>(v), _mm512_set1_epi64(constant)));
 }
 
+inline IntegerVector<float> multiply_pairs(IntegerVector<float> a, IntegerVector<float> b) {
+  return reinterpret_cast<IntegerVector<float>>(
+      _mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+}
+
 // The compiler would convert half a vector at a time.
 inline Vector<float> load(const c10::BFloat16* p) {
   const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));

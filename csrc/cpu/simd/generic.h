@@ -26,6 +26,12 @@ inline V multiply_low_words(V v, uint32_t constant) {
   return (v & 0xffffffff) * constant;
 }
 
+// In every 32-bit lane, the sum of the two products of its 16-bit halves.
+template <typename V>
+inline V multiply_pairs(V a, V b) {
+  return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+}
+
 inline Vector<float> load(const float* p) {
   Vector<float> v;
   std::memcpy(&v, p, sizeof(v));

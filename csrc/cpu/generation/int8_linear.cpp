@@ -1,0 +1,206 @@
+// A linear layer with int8 weights. The weights of an output, and each row of the input, are integers of at most 127 by
+// a scale of their own; the integers' products are summed exactly. So the result is the same for any number of rows and
+// threads, and on any vector unit. transformer_fast/reference/int8_linear.py says what is computed.
+//
+// The weights lie in panels of two vectors of outputs, and there in groups of four inputs, the order in which they are
+// read. A task multiplies one panel with a block of rows, some of which are summed in registers at a time.
+#include "generation.h"
+
+#include "../buffer.h"
+#include "../simd/byte_products.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+
+namespace transformer_fast {
+namespace {
+
+using V = Vector<float>;
+using I = Int32Vector;
+
+constexpr int64_t kW = kLanes<float>, kPanel = kStepPanel;
+constexpr int64_t kBlock = 192;  // rows of a task
+constexpr int64_t kAhead = 16;   // groups, by which weights are fetched before they are read
+// 12 x 2 or 4 x 2 sums, the weights of a group and a broadcast.
+constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 4;
+
+int64_t groups_of(int64_t depth) { return (depth + kInt8Group - 1) / kInt8Group; }
+
+// x as q * scale, with 127 for its greatest magnitude and zeros up to `padded`; returns the scale. That is NaN for a
+// row that is not finite, and 0 where it would be too small for a quotient.
+float quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
+  I greatest[4] = {};  // magnitudes as integers, in whose order infinity and NaN are the last
+  for_columns<float>(0, depth, [&](int64_t c, auto count, int slot) {
+    const I magnitude = reinterpret_cast<I>(load(x + c, count)) & 0x7fffffff;
+    greatest[slot] = magnitude > greatest[slot] ? magnitude : greatest[slot];
+  });
+  int32_t bits = 0;
+  for (const I& v : greatest)
+    for (int64_t lane = 0; lane < kW; ++lane) bits = std::max(bits, v[lane]);
+  const float most = std::bit_cast<float>(bits), factor = 127 / most;
+  std::fill_n(q + depth, padded - depth, int8_t{0});
+  if (!(std::isfinite(most) && std::isfinite(factor))) {
+    std::fill_n(q, depth, int8_t{0});
+    return std::isfinite(most) ? 0 : std::numeric_limits<float>::quiet_NaN();
+  }
+  constexpr float kInteger = 0x1.8p23f;  // a small number added to it is rounded to an integer, to even at a tie
+  for_columns<float>(0, depth, [&](int64_t c, auto count, int) {
+    const I integers = reinterpret_cast<I>(load(x + c, count) * factor + kInteger) - std::bit_cast<int32_t>(kInteger);
+    typedef int8_t Bytes __attribute__((vector_size(kW)));
+    const Bytes bytes = __builtin_convertvector(integers, Bytes);
+    std::memcpy(q + c, &bytes, count);
+  });
+  return most / 127;
+}
+
+// The rows of a call: in planes of words (see byte_products.h), and their scales.
+struct QuantizedRows {
+  const int32_t* words;
+  int64_t stride, plane;
+  const float* scales;
+};
+
+template <typename Products>
+QuantizedRows quantize_rows(const float* x, int64_t rows, int64_t depth) {
+  static thread_local GrowingBuffer<int32_t> words_buffer;
+  static thread_local GrowingBuffer<float> scales_buffer;
+  const int64_t plane = (groups_of(depth) + kW - 1) / kW * kW;
+  const int64_t stride = Products::kPlanes * plane + kW;  // not a power of two
+  int32_t* const words = words_buffer.reserve(rows * stride);
+  float* const scales = scales_buffer.reserve(rows);
+  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / depth), [&](int64_t begin, int64_t end) {
+    static thread_local GrowingBuffer<int8_t> bytes_buffer;
+    int8_t* const bytes = bytes_buffer.reserve(kInt8Group * plane);
+    for (int64_t row = begin; row < end; ++row) {
+      scales[row] = quantize(x + row * depth, depth, bytes, kInt8Group * plane);
+      for (int64_t group = 0; group < plane; group += kW) {
+        I in_planes[Products::kPlanes];
+        Products::planes(reinterpret_cast<I>(load(reinterpret_cast<const float*>(bytes) + group)), in_planes);
+        for (int p = 0; p < Products::kPlanes; ++p)
+          std::memcpy(words + row * stride + p * plane + group, &in_planes[p], sizeof(I));
+      }
+    }
+  });
+  return {words, stride, plane, scales};
+}
+
+// A panel of packed weights, and what its results become.
+struct Panel {
+  const float* scales;
+  const int32_t* sums;
+  const int32_t* weights;  // (groups, kPanel) words
+  int64_t groups;
+  const float* bias;  // kPanel numbers
+  bool relu;
+  int64_t columns;  // of the panel that exist
+};
+
+I load_words(const int32_t* p) {
+  I v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+template <typename Products, int kRows>
+void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, float* out, int64_t out_stride) {
+  const int32_t* words = x.words + row * x.stride;
+  I sums[kRows][2];
+  for (auto& of_row : sums)
+    for (int half = 0; half < 2; ++half) of_row[half] = load_words(panel.sums + half * kW) * -Products::kOffset;
+  for (int64_t group = 0; group < panel.groups; ++group) {
+    const int32_t* const at = panel.weights + group * kPanel;
+    __builtin_prefetch(at + kAhead * kPanel);
+    __builtin_prefetch(at + kAhead * kPanel + kPanel - 1);
+    const auto low = Products::weights(load_words(at)), high = Products::weights(load_words(at + kW));
+#pragma GCC unroll 12
+    for (int m = 0; m < kRows; ++m) {
+      const int32_t* const inputs = words + m * x.stride + group;
+      sums[m][0] = Products::add(sums[m][0], inputs, x.plane, low);
+      sums[m][1] = Products::add(sums[m][1], inputs, x.plane, high);
+    }
+  }
+#pragma GCC unroll 12
+  for (int m = 0; m < kRows; ++m)
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+      const int64_t n = half * kW, count = std::min(kW, panel.columns - n);
+      const V scale = x.scales[row + m] * load(panel.scales + n);
+      V v = __builtin_convertvector(sums[m][half], V) * scale + load(panel.bias + n);
+      if (panel.relu) v = v < 0 ? V{} : v;  // a NaN passes, as in torch.relu
+      if (count > 0) store_some(out + (row + m) * out_stride + n, v, count);
+    }
+}
+
+template <typename Products, int kRows = kMostRows>
+void multiply_some(const QuantizedRows& x, int64_t row, int64_t rows, const Panel& panel, float* out, int64_t stride) {
+  if constexpr (kRows > 1)
+    if (rows < kRows) return multiply_some<Products, kRows - 1>(x, row, rows, panel, out, stride);
+  multiply<Products, kRows>(x, row, panel, out, stride);
+}
+
+template <typename Products>
+void multiply_all(const Int8LinearParams& p) {
+  const int64_t rows = p.rows, outputs = p.outputs, panels = (outputs + kPanel - 1) / kPanel;
+  const int64_t groups = groups_of(p.depth), blocks = (rows + kBlock - 1) / kBlock;
+  const QuantizedRows x = quantize_rows<Products>(p.x, rows, p.depth);
+  at::parallel_for(0, blocks * panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t first = task % panels * kPanel, columns = std::min(kPanel, outputs - first);
+      const auto words = reinterpret_cast<const int32_t*>(p.packed) + task % panels * (kInt8Header + groups) * kPanel;
+      float bias[kPanel] = {};
+      if (p.bias) std::copy_n(p.bias + first, columns, bias);
+      const Panel panel{reinterpret_cast<const float*>(words),
+                        words + kPanel,
+                        words + kInt8Header * kPanel,
+                        groups,
+                        bias,
+                        p.relu,
+                        columns};
+      const int64_t block = task / panels, row = block * rows / blocks, until = (block + 1) * rows / blocks;
+      const int64_t passes = (until - row + kMostRows - 1) / kMostRows;
+      for (int64_t pass = 0; pass < passes; ++pass) {
+        const int64_t from = row + pass * (until - row) / passes, to = row + (pass + 1) * (until - row) / passes;
+        multiply_some<Products>(x, from, to - from, panel, p.out + first, outputs);
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void pack_int8_weight(const float* const* rows, int64_t outputs, int64_t depth, int8_t* packed) {
+  const int64_t panels = (outputs + kPanel - 1) / kPanel, groups = groups_of(depth);
+  at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
+    static thread_local GrowingBuffer<int8_t> bytes_buffer;
+    int8_t* const bytes = bytes_buffer.reserve(groups * kInt8Group);
+    for (int64_t panel = begin; panel < end; ++panel) {
+      int8_t* const block = packed + panel * (kInt8Header + groups) * kPanel * kInt8Group;
+      const int64_t columns = std::min(kPanel, outputs - panel * kPanel);
+      if (columns < kPanel) std::fill_n(block, (kInt8Header + groups) * kPanel * kInt8Group, int8_t{0});
+      for (int64_t n = 0; n < columns; ++n) {
+        int8_t* to = block + n * kInt8Group;
+        const float scale = quantize(rows[panel * kPanel + n], depth, bytes, groups * kInt8Group);
+        int32_t sum = 0;
+        for (int64_t k = 0; k < depth; ++k) sum += bytes[k];
+        std::memcpy(to, &scale, sizeof(scale));
+        std::memcpy(to + kPanel * kInt8Group, &sum, sizeof(sum));
+        for (int64_t group = 0; group < groups; ++group)
+          std::memcpy(to + (kInt8Header + group) * kPanel * kInt8Group, bytes + group * kInt8Group, kInt8Group);
+      }
+    }
+  });
+}
+
+void int8_linear(const Int8LinearParams& params) {
+#if defined(__AVX512F__)
+  static const bool vnni = VnniBytes::is_there();
+  if (vnni) return multiply_all<VnniBytes>(params);
+#endif
+  multiply_all<WidenedBytes>(params);
+}
+
+}  // namespace transformer_fast

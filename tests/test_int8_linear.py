@@ -1,0 +1,132 @@
+"""Linear layers with int8 weights: bit for bit what the reference says, for any rows, threads and vector unit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import poisoned_memory
+from torch import Tensor, nn
+
+from transformer_fast.generation import weights
+from transformer_fast.generation.weights import Int8Linear, StepFeedForward, concat_linears, prepack
+from transformer_fast.layers import FeedForward
+from transformer_fast.reference.int8_linear import int8_linear, quantize_rows
+
+SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs
+
+
+def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None)
+    linear.weight = nn.Parameter(weight)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias)
+    return linear
+
+
+def computed(linear: nn.Linear, x: Tensor, relu: bool = False) -> Tensor:
+    with torch.inference_mode(), poisoned_memory():
+        return Int8Linear([linear], 1, relu=relu)(x)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 5, 11, 12, 13, 25, 400])  # around the rows of a sum, and of a task
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bit_for_bit_the_reference(shape: tuple[int, int], rows: int) -> None:
+    torch.manual_seed(rows)
+    linear = nn.Linear(shape[1], shape[0], bias=rows % 2 == 0)
+    x = torch.randn(rows, 1, shape[1]) * 10.0 ** torch.randint(-3, 4, (rows, 1, 1))
+    expected = int8_linear(x, linear.weight, linear.bias)
+    for relu in (False, True):
+        assert torch.equal(computed(linear, x, relu), expected.relu() if relu else expected)
+
+
+def test_the_reference_is_as_near_as_its_scales_allow() -> None:
+    """Each factor is rounded by at most half a step of its scale."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(20, 300), torch.randn(40, 300)
+    (_, of_x), (_, of_weight) = quantize_rows(x), quantize_rows(weight)
+    exact = F.linear(x.double(), weight.double())
+    bound = F.linear(x.abs(), 0.51 * of_weight[:, None].expand(40, 300)) + F.linear(
+        0.51 * of_x[:, None].expand(20, 300), weight.abs() + of_weight[:, None]
+    )
+    error = (int8_linear(x, weight) - exact).abs()
+    assert (error <= bound).all() and error.max() > bound.max() / 1000
+
+
+@pytest.mark.parametrize("signs", [(1, 1), (1, -1), (-1, 1), (-1, -1)], ids=str)
+def test_nothing_is_saturated(signs: tuple[int, int]) -> None:
+    """The greatest products there are, as many as 32 bits are promised to hold, and with them in one output of two."""
+    inputs = weights.INT8_INPUTS
+    weight = torch.full((2, inputs), float(signs[1]))
+    weight[1, 1::2] *= -1
+    x = torch.full((1, inputs), float(signs[0]))
+    out = computed(linear_of(weight), x)
+    assert torch.equal(out, int8_linear(x, weight))
+    assert out[0, 0] == pytest.approx(signs[0] * signs[1] * inputs, rel=1e-6) and out[0, 1] == 0
+
+
+def test_rounding_is_to_even() -> None:
+    steps = torch.tensor([127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5])
+    out = computed(linear_of(torch.eye(8)), steps[None])[0]
+    assert out.tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
+
+
+def test_one_row_at_a_time_and_any_number_of_threads() -> None:
+    torch.manual_seed(0)
+    step = Int8Linear([nn.Linear(130, 70)], 1)
+    x, threads = torch.randn(450, 130), torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            whole = step(x)
+            assert torch.equal(whole, torch.cat([step(row[None]) for row in x]))
+            assert torch.equal(whole, int8_linear(x, step.weight, step.bias))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_what_is_not_finite_stays_in_its_row_and_output() -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(6, 20), torch.randn(9, 20), torch.randn(9)
+    x[1, 4], x[3, 19], x[4], x[5] = torch.nan, -torch.inf, 0, 1e-39  # whose 127th part is nothing
+    weight[2, 0], weight[7, 3], weight[8] = torch.inf, torch.nan, 0
+    out, expected = computed(linear_of(weight, bias), x, relu=True), int8_linear(x, weight, bias).relu()
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    where = torch.zeros(6, 9, dtype=torch.bool)
+    where[[1, 3]] = where[:, [2, 7]] = True
+    assert torch.equal(out.isnan(), where)
+    assert torch.equal(out[4:][~where[4:]], bias.relu().expand(2, 9)[~where[4:]])
+
+
+def test_several_side_by_side() -> None:
+    torch.manual_seed(0)
+    linears, x = [nn.Linear(50, outputs) for outputs in (40, 3, 70)], torch.randn(9, 50)
+    packed = [prepack(linear, 9, "int8") for linear in linears]
+    together = concat_linears(*packed, rows=9)
+    assert isinstance(together, Int8Linear)
+    assert torch.equal(together(x), torch.cat([linear(x) for linear in packed], dim=-1))
+    mixed = concat_linears(packed[0], prepack(linears[1], 9))  # one is quantised, the other is not
+    assert torch.equal(mixed(x)[:, :40], packed[0](x))
+
+
+def test_weights_at_any_strides() -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(30, 40), torch.randn(3, 40)
+    assert torch.equal(computed(linear_of(weight.T.contiguous().T), x), int8_linear(x, weight))
+    assert torch.equal(computed(linear_of(weight), x.T.contiguous().T), int8_linear(x, weight))
+
+
+def test_feed_forward() -> None:
+    torch.manual_seed(0)
+    for activation in ("relu", "gelu"):
+        module, x = FeedForward(24, 50, 0.3, activation).eval(), torch.randn(3, 1, 24)
+        step = prepack(module, 3, "int8")
+        assert isinstance(step, StepFeedForward) and isinstance(step.linear_2, Int8Linear)
+        inner = weights.ACTIVATIONS[activation](int8_linear(x, module.linear_1.weight, module.linear_1.bias))
+        assert torch.equal(step(x), int8_linear(inner, module.linear_2.weight, module.linear_2.bias))
+
+
+def test_sums_that_32_bits_do_not_hold_are_left_in_fp32() -> None:
+    with torch.device("meta"):
+        assert isinstance(prepack(nn.Linear(weights.INT8_INPUTS, 1), 1, "int8"), Int8Linear)
+        assert not isinstance(prepack(nn.Linear(weights.INT8_INPUTS + 1, 1), 1, "int8"), Int8Linear)

@@ -1,0 +1,46 @@
+"""Where a model can generate with quantised weights, and its encoder with them; see `GenerationConfig.quantize`."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import extension
+from ..layers import EncoderLayer
+from ..layers.hooks import is_plain
+from ..models import Encoder
+from .forms import Form
+from .weights import prepack
+
+
+def apply(form: Form, quantize: str | None) -> Form:
+    """The form with its encoder's weights quantised, where it is one of `transformer_fast` (another stays as it is).
+    The decoder's and those of `out` are by `CachedStep`.
+
+    Raises:
+        ValueError: where there is an obstacle; says which.
+    """
+    if quantize is None:
+        return form
+    if (reason := obstacle(form.model)) is not None:
+        raise ValueError(f"quantize={quantize!r} cannot be: {reason}")
+    encoder: Any = form.model.encoder
+    if not is_plain(encoder, Encoder) or not all(isinstance(layer, EncoderLayer) for layer in encoder.layers):
+        return form
+    model = copy.copy(form.model)
+    model.__dict__["_modules"] = {**form.model._modules, "encoder": prepack(encoder, 0, quantize)}
+    return dataclasses.replace(form, model=model)
+
+
+def obstacle(model: nn.Module) -> str | None:
+    """Why a model's weights cannot be quantised; None if they can."""
+    given = next(((p.device.type, p.dtype) for p in model.parameters()), ("cpu", torch.float32))
+    if given != ("cpu", torch.float32):
+        return f"it is for fp32 weights on a CPU, and these are {given[1]} on {given[0]}"
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on, which asks for another type"
+    return extension.obstacle() or None
