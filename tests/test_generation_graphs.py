@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from transformer_fast import GenerationConfig, beam_search, generate
-from transformer_fast.generation import decoding, steps
+from transformer_fast.generation import decoding, graphs, steps
 from transformer_fast.generation.graphs import StepGraphs, obstacle, row_class
 from transformer_fast.generation.greedy import GreedySearch
 from transformer_fast.generation.rules import Rules
@@ -79,7 +79,7 @@ def capture(monkeypatch):
     """`graph=True` works on this CPU, on steps that run again."""
     capture = FakeCapture()
     cuda = torch.device("cuda")
-    monkeypatch.setattr(decoding, "obstacle", lambda device, *rest: obstacle(cuda, *rest))
+    monkeypatch.setattr(graphs, "obstacle", lambda device, *rest: obstacle(cuda, *rest))
     monkeypatch.setattr(steps, "StepGraphs", functools.partial(StepGraphs, capture=capture))
     return capture
 
