@@ -8,6 +8,7 @@
 
 #include "../buffer.h"
 #include "../simd/byte_products.h"
+#include "../simd/operands.h"
 
 #include <ATen/Parallel.h>
 
@@ -30,9 +31,14 @@ constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 4;
 
 int64_t groups_of(int64_t depth) { return (depth + kInt8Group - 1) / kInt8Group; }
 
-// x as q * scale, with 127 for its greatest magnitude and zeros up to `padded`; returns the scale. That is NaN for a
-// row that is not finite, and 0 where it would be too small for a quotient.
-float quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
+struct Quantized {
+  float scale;
+  int32_t sum;  // of the integers
+};
+
+// x as q * scale, with 127 for its greatest magnitude and zeros up to `padded`. The scale is NaN for a row that is not
+// finite, and 0 where it would be too small for a quotient.
+Quantized quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
   I greatest[4] = {};  // magnitudes as integers, in whose order infinity and NaN are the last
   for_columns<float>(0, depth, [&](int64_t c, auto count, int slot) {
     const I magnitude = reinterpret_cast<I>(load(x + c, count)) & 0x7fffffff;
@@ -45,16 +51,18 @@ float quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
   std::fill_n(q + depth, padded - depth, int8_t{0});
   if (!(std::isfinite(most) && std::isfinite(factor))) {
     std::fill_n(q, depth, int8_t{0});
-    return std::isfinite(most) ? 0 : std::numeric_limits<float>::quiet_NaN();
+    return {std::isfinite(most) ? 0 : std::numeric_limits<float>::quiet_NaN(), 0};
   }
+  I sums[4] = {};
   constexpr float kInteger = 0x1.8p23f;  // a small number added to it is rounded to an integer, to even at a tie
-  for_columns<float>(0, depth, [&](int64_t c, auto count, int) {
+  for_columns<float>(0, depth, [&](int64_t c, auto count, int slot) {
     const I integers = reinterpret_cast<I>(load(x + c, count) * factor + kInteger) - std::bit_cast<int32_t>(kInteger);
+    sums[slot] += integers;
     typedef int8_t Bytes __attribute__((vector_size(kW)));
     const Bytes bytes = __builtin_convertvector(integers, Bytes);
     std::memcpy(q + c, &bytes, count);
   });
-  return most / 127;
+  return {most / 127, sum(sums)};
 }
 
 // The rows of a call: in planes of words (see byte_products.h), and their scales.
@@ -76,7 +84,7 @@ QuantizedRows quantize_rows(const float* x, int64_t rows, int64_t depth) {
     static thread_local GrowingBuffer<int8_t> bytes_buffer;
     int8_t* const bytes = bytes_buffer.reserve(kInt8Group * plane);
     for (int64_t row = begin; row < end; ++row) {
-      scales[row] = quantize(x + row * depth, depth, bytes, kInt8Group * plane);
+      scales[row] = quantize(x + row * depth, depth, bytes, kInt8Group * plane).scale;
       for (int64_t group = 0; group < plane; group += kW) {
         I in_planes[Products::kPlanes];
         Products::planes(reinterpret_cast<I>(load(reinterpret_cast<const float*>(bytes) + group)), in_planes);
@@ -175,22 +183,20 @@ void multiply_all(const Int8LinearParams& p) {
 void pack_int8_weight(const float* const* rows, int64_t outputs, int64_t depth, int8_t* packed) {
   const int64_t panels = (outputs + kPanel - 1) / kPanel, groups = groups_of(depth);
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-    static thread_local GrowingBuffer<int8_t> bytes_buffer;
-    int8_t* const bytes = bytes_buffer.reserve(groups * kInt8Group);
+    static thread_local GrowingBuffer<float> words_buffer;
+    float* const words = words_buffer.reserve(kPanel * groups);  // of four bytes each
     for (int64_t panel = begin; panel < end; ++panel) {
-      int8_t* const block = packed + panel * (kInt8Header + groups) * kPanel * kInt8Group;
+      float* const block = reinterpret_cast<float*>(packed) + panel * (kInt8Header + groups) * kPanel;
       const int64_t columns = std::min(kPanel, outputs - panel * kPanel);
-      if (columns < kPanel) std::fill_n(block, (kInt8Header + groups) * kPanel * kInt8Group, int8_t{0});
+      if (columns < kPanel) std::fill_n(block, (kInt8Header + groups) * kPanel, 0.0f);
       for (int64_t n = 0; n < columns; ++n) {
-        int8_t* to = block + n * kInt8Group;
-        const float scale = quantize(rows[panel * kPanel + n], depth, bytes, groups * kInt8Group);
-        int32_t sum = 0;
-        for (int64_t k = 0; k < depth; ++k) sum += bytes[k];
-        std::memcpy(to, &scale, sizeof(scale));
-        std::memcpy(to + kPanel * kInt8Group, &sum, sizeof(sum));
-        for (int64_t group = 0; group < groups; ++group)
-          std::memcpy(to + (kInt8Header + group) * kPanel * kInt8Group, bytes + group * kInt8Group, kInt8Group);
+        const auto bytes = reinterpret_cast<int8_t*>(words + n * groups);
+        const Quantized row = quantize(rows[panel * kPanel + n], depth, bytes, groups * kInt8Group);
+        block[n] = row.scale, block[kPanel + n] = std::bit_cast<float>(row.sum);
       }
+      const auto row_at = [&](int64_t n, int64_t k, int64_t count) { return load_some(words + n * groups + k, count); };
+      transpose_rows<float>(columns, groups, row_at,
+                            [&](int64_t k, int64_t n, V v) { store(block + (kInt8Header + k) * kPanel + n, v); });
     }
   });
 }
