@@ -1,9 +1,9 @@
 // The functions that every CPU kernel is made of, each against plain arithmetic: a program, built by
 // tests/test_portable.py for a processor without AVX2 and by tools/arm_check.py for aarch64. Needs no libtorch.
-#include "cpu/simd/byte_products.h"
 #include "cpu/simd/exp.h"
 #include "cpu/simd/operands.h"
 #include "cpu/simd/philox_dropout.h"
+#include "cpu/simd/quantized_products.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -140,10 +140,11 @@ void check_byte_products() {
     Products::planes(Int32Vector{} + word, planes);
     int32_t inputs[Products::kPlanes];
     for (int p = 0; p < Products::kPlanes; ++p) inputs[p] = planes[p][0];
+    const int32_t offset = -Products::begin(Int32Vector{} + 1)[0];
     const Int32Vector found = Products::add(Int32Vector{} + i, inputs, 1, Products::weights(weights));
     for (int64_t lane = 0; lane < kLanes<float>; ++lane) {
       int32_t expected = i;
-      for (int k = 0; k < 4; ++k) expected += (x[k] + Products::kOffset) * w[4 * lane + k];
+      for (int k = 0; k < 4; ++k) expected += (x[k] + offset) * w[4 * lane + k];
       check(found[lane] == expected, "products of bytes");
     }
   }

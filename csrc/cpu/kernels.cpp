@@ -33,8 +33,8 @@ void best_tokens(const float* logits, int64_t rows, int64_t columns, int64_t k, 
 void log_normalizer(const float* logits, int64_t rows, int64_t columns, float* out);
 void pack_step_weight(const float* const* rows, int64_t outputs, int64_t depth, float* packed);
 void step_linear(const StepLinearParams& params);
-void pack_int8_weight(const float* const* rows, int64_t outputs, int64_t depth, int8_t* packed);
-void int8_linear(const Int8LinearParams& params);
+QuantizedKernels int8_kernels();
+QuantizedKernels bf16_kernels();
 
 namespace {
 
@@ -50,12 +50,12 @@ constexpr TypedKernels<T> typed_kernels() {
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) const Kernels* transformer_fast_kernels() {
-  static constexpr Kernels kernels{
+  static const Kernels kernels{
       TRANSFORMER_FAST_BUILD,
       kVectorBytes,
       {typed_kernels<float>(), typed_kernels<double>(), typed_kernels<c10::Half>(), typed_kernels<c10::BFloat16>()},
       &fill_positional_table,
-      {&best_tokens, &log_normalizer, kStepPanel, &pack_step_weight, &step_linear, &pack_int8_weight, &int8_linear}};
+      {&best_tokens, &log_normalizer, kStepPanel, &pack_step_weight, &step_linear, int8_kernels(), bf16_kernels()}};
   return &kernels;
 }
 

@@ -46,7 +46,7 @@ struct Step {
     const auto linear = [at](Part part, const Tensor& input, bool relu = false) {
       const Tensor &weight = at[2 * part], &bias = at[2 * part + 1];
       if (weight.is_mkldnn()) return onednn_linear(input, weight, bias, relu);
-      const auto product = weight.scalar_type() == at::kChar ? int8_linear : step_linear;
+      const auto product = weight.scalar_type() == at::kFloat ? step_linear : quantized_linear;
       return product(input, weight, bias, bias.size(0), relu);
     };
     const auto norm = [&](Part part, const Tensor& input, const OptionalTensor& residual) {

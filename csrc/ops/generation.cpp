@@ -78,13 +78,21 @@ Tensor pack_step_weight(at::TensorList weights) {
   return packed;
 }
 
-Tensor pack_int8_weight(at::TensorList weights) {
+// The kernels for weights of a type, int8 or bfloat16.
+const QuantizedKernels& quantized_kernels(at::ScalarType type) {
+  TORCH_CHECK_VALUE(type == at::kChar || type == at::kBFloat16, "expected int8 or bfloat16, got ", type);
+  const QuantizedKernels& found = type == at::kChar ? kernels().generation.int8 : kernels().generation.bf16;
+  TORCH_CHECK_NOT_IMPLEMENTED(found.linear, "no products of ", type, " on this vector unit");
+  return found;
+}
+
+Tensor pack_quantized_weight(at::TensorList weights, at::ScalarType type) {
+  const QuantizedKernels& kernels_of_type = quantized_kernels(type);
   const StackedWeights given(weights);
-  const int64_t groups = (given.depth + kInt8Group - 1) / kInt8Group;
-  const Tensor packed =
-      at::cpu::empty({given.panels(), kInt8Header + groups, kernels().generation.panel, kInt8Group}, at::kChar);
-  kernels().generation.pack_int8_weight(given.rows.data(), given.outputs(), given.depth,
-                                        packed.mutable_data_ptr<int8_t>());
+  const int64_t group = static_cast<int64_t>(sizeof(int32_t) / c10::elementSize(type));
+  const int64_t groups = (given.depth + group - 1) / group, panel = kernels().generation.panel;
+  const Tensor packed = at::cpu::empty({given.panels(), kPanelHeader + groups, panel, group}, type);
+  kernels_of_type.pack(given.rows.data(), given.outputs(), given.depth, packed.mutable_data_ptr());
   return packed;
 }
 
@@ -102,15 +110,15 @@ Tensor step_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& 
   return out;
 }
 
-Tensor int8_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool relu) {
+Tensor quantized_linear(const Tensor& x, const Tensor& packed, const OptionalTensor& bias, int64_t outputs, bool relu) {
   const Tensor input = x.contiguous(), added = bias ? bias->contiguous() : Tensor();
   const int64_t depth = x.size(-1);
   auto sizes = x.sizes().vec();
   sizes.back() = outputs;
   const Tensor out = at::cpu::empty(sizes, x.options());
-  kernels().generation.int8_linear({input.const_data_ptr<float>(), packed.const_data_ptr<int8_t>(),
-                                    bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
-                                    input.numel() / depth, depth, outputs, relu});
+  quantized_kernels(packed.scalar_type())
+      .linear({input.const_data_ptr<float>(), packed.const_data_ptr(), bias ? added.const_data_ptr<float>() : nullptr,
+               out.mutable_data_ptr<float>(), input.numel() / depth, depth, outputs, relu});
   return out;
 }
 
@@ -120,8 +128,8 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def("log_normalizer(Tensor logits) -> Tensor");
   m.def("pack_step_weight(Tensor[] weights) -> Tensor");
   m.def("step_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
-  m.def("pack_int8_weight(Tensor[] weights) -> Tensor");
-  m.def("int8_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
+  m.def("pack_quantized_weight(Tensor[] weights, ScalarType type) -> Tensor");
+  m.def("quantized_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
@@ -130,8 +138,8 @@ TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("log_normalizer", log_normalizer);
   m.impl("pack_step_weight", pack_step_weight);
   m.impl("step_linear", step_linear);
-  m.impl("pack_int8_weight", pack_int8_weight);
-  m.impl("int8_linear", int8_linear);
+  m.impl("pack_quantized_weight", pack_quantized_weight);
+  m.impl("quantized_linear", quantized_linear);
 }
 
 }  // namespace transformer_fast

@@ -11,8 +11,8 @@ namespace transformer_fast {
 at::Tensor step_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                        int64_t outputs, bool relu);
 
-// The same with int8 weights from pack_int8_weight.
-at::Tensor int8_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
-                       int64_t outputs, bool relu);
+// The same with weights from pack_quantized_weight, in int8 or bfloat16.
+at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
+                            int64_t outputs, bool relu);
 
 }  // namespace transformer_fast

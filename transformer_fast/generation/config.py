@@ -49,7 +49,8 @@ class GenerationConfig:
         graph: record the cached steps as CUDA graphs and replay them, which takes the host out of them; on a GPU, for
             decoders of `transformer_fast`, padded sources, and without alignments and coverage penalty.
         quantize: "int8" multiplies with int8 weights, on a CPU, for fp32 models whose decoder takes a cache. They are
-            quantised when `generate` is called, each output's by a scale of its own; inputs row by row.
+            quantised when `generate` is called, each output's by a scale of its own; inputs row by row. "bf16" rounds
+            both to bfloat16, where the CPU multiplies that (AVX512-BF16).
 
     All but repetition_penalty, force_eos and renormalize choose among continuations and leave their probabilities as
     the model has them.
@@ -98,7 +99,7 @@ class GenerationConfig:
             ("coverage_penalty diversity", lambda v: _is_number(v) and v >= 0, "a number >= 0"),
             ("patience temperature repetition_penalty", lambda v: _is_number(v) and v > 0, "a number > 0"),
             ("top_p", lambda v: _is_number(v) and 0 < v <= 1, "a number in (0, 1]"),
-            ("quantize", lambda v: v in (None, "int8"), 'None or "int8"'),
+            ("quantize", lambda v: v in (None, "int8", "bf16"), 'None, "int8" or "bf16"'),
             ("length_norm", lambda v: v in ("gnmt", "power"), '"gnmt" or "power"'),
             ("max_length", lambda v: _is_span(v, 1), "an int >= 1, or (a, b) for a * S + b"),
             ("min_length", lambda v: _is_span(v, 0), "an int >= 0, or (a, b) for a * S + b"),

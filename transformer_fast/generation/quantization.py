@@ -26,7 +26,7 @@ def apply(form: Form, quantize: str | None) -> Form:
     """
     if quantize is None:
         return form
-    if (reason := obstacle(form.model)) is not None:
+    if (reason := obstacle(form.model, quantize)) is not None:
         raise ValueError(f"quantize={quantize!r} cannot be: {reason}")
     encoder: Any = form.model.encoder
     if not is_plain(encoder, Encoder) or not all(isinstance(layer, EncoderLayer) for layer in encoder.layers):
@@ -36,11 +36,14 @@ def apply(form: Form, quantize: str | None) -> Form:
     return dataclasses.replace(form, model=model)
 
 
-def obstacle(model: nn.Module) -> str | None:
-    """Why a model's weights cannot be quantised; None if they can."""
+def obstacle(model: nn.Module, quantize: str) -> str | None:
+    """Why a model's weights cannot be quantised to this type; None if they can."""
     given = next(((p.device.type, p.dtype) for p in model.parameters()), ("cpu", torch.float32))
     if given != ("cpu", torch.float32):
         return f"it is for fp32 weights on a CPU, and these are {given[1]} on {given[0]}"
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on, which asks for another type"
-    return extension.obstacle() or None
+    if (missing := extension.obstacle()) or quantize != "bf16":
+        return missing or None
+    unit = extension.build_info()["instruction_set"]
+    return None if unit == "avx512_bf16" else f"it needs AVX512-BF16, and the kernels in use are for {unit}"

@@ -1,7 +1,7 @@
 """A model's weights in the layout in which steps of few rows read them fastest, for the time of one call.
 
 Nothing of the model itself is changed, so that several threads may decode with one model: `prepack` makes a copy of its
-modules that shares their parameters, in which plain linear layers are `StepLinear`, or `Int8Linear`.
+modules that shares their parameters, in which plain linear layers are `StepLinear`, or `QuantizedLinear`.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ NATIVE_ROWS = 24
 """Rows up to which the native product, which is bound by reading the weight, is the fastest."""
 BLOCKED_ROWS = 512
 """Rows from which a product with the weight as it is is as fast as one with a weight in blocks."""
+QUANTIZED = {"int8": torch.int8, "bf16": torch.bfloat16}
+"""By what `GenerationConfig` calls them, the types of quantised weights."""
 INT8_INPUTS = 2**17
 """Inputs up to which 32 bits hold the sum of products of int8."""
 
@@ -87,22 +89,31 @@ class StepLinear(nn.Module):
         return self._concatenated
 
 
-class Int8Linear(StepLinear):
-    """One linear layer with int8 weights, or several of one input side by side, for any number of rows.
+class QuantizedLinear(StepLinear):
+    """One linear layer with quantised weights, or several of one input side by side, for any number of rows.
 
-    For fp32 on a CPU: `csrc/cpu/generation/int8_linear.cpp`, which computes what `reference.int8_linear` says. The
-    weights are quantised when they are first needed.
+    For fp32 on a CPU: `csrc/cpu/generation/quantized_linear.cpp`, which computes what `reference.quantized_linear`
+    says. The weights are quantised when they are first needed.
+
+    Args:
+        linears, rows, relu: as for `StepLinear`.
+        quantize: as in `GenerationConfig`.
     """
+
+    def __init__(self, linears: Sequence[nn.Linear], rows: int, *, relu: bool = False, quantize: str) -> None:
+        super().__init__(linears, rows, relu=relu)
+        self.quantize = quantize
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
         weight = self.operand(x.numel() // x.shape[-1])
-        return torch.ops.transformer_fast.int8_linear(x, weight, self.bias, self._outputs, self._relu)
+        return torch.ops.transformer_fast.quantized_linear(x, weight, self.bias, self._outputs, self._relu)
 
     def operand(self, rows: int) -> Tensor:
-        """The weights for `int8_linear`."""
+        """The weights for `quantized_linear`."""
         if self._packed is None:
-            self._packed = torch.ops.transformer_fast.pack_int8_weight(self._weights)
+            dtype = QUANTIZED[self.quantize]
+            self._packed = torch.ops.transformer_fast.pack_quantized_weight(self._weights, dtype)
         return self._packed
 
 
@@ -128,8 +139,9 @@ def _has_onednn() -> bool:
 
 
 def _step_linear(linear: nn.Linear, rows: int, quantize: str | None, *, relu: bool = False) -> StepLinear:
-    kind = Int8Linear if quantize == "int8" and linear.in_features <= INT8_INPUTS else StepLinear
-    return kind([linear], rows, relu=relu)
+    if quantize is None or (quantize == "int8" and linear.in_features > INT8_INPUTS):
+        return StepLinear([linear], rows, relu=relu)
+    return QuantizedLinear([linear], rows, relu=relu, quantize=quantize)
 
 
 def prepack(module: nn.Module, rows: int, quantize: str | None = None) -> nn.Module:
@@ -150,10 +162,12 @@ def prepack(module: nn.Module, rows: int, quantize: str | None = None) -> nn.Mod
 
 
 def concat_linears(*linears: nn.Module, rows: int = 0) -> Callable[[Tensor], Tensor]:
-    """Several linear layers of one input as one, their outputs side by side; where they are not all `StepLinear`, or
-    all `Int8Linear`, they are called one by one. rows: as for `StepLinear`."""
+    """Several linear layers of one input as one, their outputs side by side; where they are not all `StepLinear` of one
+    kind, they are called one by one. rows: as for `StepLinear`."""
     steps = [linear for linear in linears if isinstance(linear, StepLinear)]
     plain = [one for linear in steps for one in linear.linears]
-    if len(plain) == len(linears) and len({(type(step), step.bias is None) for step in steps}) == 1:
-        return type(steps[0])(plain, rows)
+    kinds = {step.quantize if isinstance(step, QuantizedLinear) else None for step in steps}
+    if len(plain) == len(linears) and len(kinds) == 1 and len({linear.bias is None for linear in plain}) == 1:
+        [quantize] = kinds
+        return StepLinear(plain, rows) if quantize is None else QuantizedLinear(plain, rows, quantize=quantize)
     return lambda x: torch.cat([linear(x) for linear in linears], dim=-1)

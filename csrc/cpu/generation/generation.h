@@ -1,4 +1,4 @@
-// What decoding needs besides the ops (topk.cpp, step_linear.cpp, int8_linear.cpp): kernels for float, on contiguous memory.
+// What decoding needs besides the ops (topk.cpp, step_linear.cpp, quantized_linear.cpp): kernels for float, on contiguous memory.
 #pragma once
 
 #include <cstdint>
@@ -13,19 +13,26 @@ struct StepLinearParams {
   bool relu;
 };
 
-// out (rows, outputs) = x (rows, depth) by int8 weights, plus a bias (outputs) unless it is null.
-struct Int8LinearParams {
+// out (rows, outputs) = x (rows, depth) by quantised weights, plus a bias (outputs) unless it is null.
+struct QuantizedLinearParams {
   const float* x;
-  const int8_t* packed;
+  const void* packed;
   const float* bias;
   float* out;
   int64_t rows, depth, outputs;
   bool relu;
 };
 
-// Weights of which four inputs are packed side by side, and as many rows of a panel before them: its outputs' scales
-// (float), and the sums of their weights (int32).
-constexpr int64_t kInt8Group = 4, kInt8Header = 2;
+// Panels of quantised weights begin with so many rows of words: their outputs' scales (float), and the sums of their
+// weights (int32).
+constexpr int64_t kPanelHeader = 2;
+
+// For one type of quantised weights; null where the vector unit has no products of it.
+struct QuantizedKernels {
+  // Weights as for pack_step_weight, to (panels, kPanelHeader + groups, panel) words, a group of inputs in each.
+  void (*pack)(const float* const* rows, int64_t outputs, int64_t depth, void* packed);
+  void (*linear)(const QuantizedLinearParams& params);
+};
 
 struct GenerationKernels {
   // The k greatest of each row of logits (rows, columns), the greatest first, into (rows, k) each.
@@ -37,9 +44,7 @@ struct GenerationKernels {
   // Weights of a linear layer, `outputs` rows of `depth` elements each, to (panels, depth, panel).
   void (*pack_step_weight)(const float* const* rows, int64_t outputs, int64_t depth, float* packed);
   void (*step_linear)(const StepLinearParams& params);
-  // The same weights in int8, each output's by a scale of its own, to (panels, kInt8Header + groups, panel, kInt8Group).
-  void (*pack_int8_weight)(const float* const* rows, int64_t outputs, int64_t depth, int8_t* packed);
-  void (*int8_linear)(const Int8LinearParams& params);
+  QuantizedKernels int8, bf16;
 };
 
 }  // namespace transformer_fast

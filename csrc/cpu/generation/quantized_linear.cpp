@@ -1,14 +1,16 @@
-// A linear layer with int8 weights. The weights of an output, and each row of the input, are integers of at most 127 by
-// a scale of their own; the integers' products are summed exactly. So the result is the same for any number of rows and
-// threads, and on any vector unit. transformer_fast/reference/int8_linear.py says what is computed.
+// A linear layer with quantised weights. In int8, the weights of an output, and each row of the input, are integers of at
+// most 127 by a scale of their own, and their products are summed exactly: a result is the same for any number of rows
+// and threads, and on any vector unit. In bfloat16, where the processor multiplies it, both are rounded.
+// transformer_fast/reference/quantized_linear.py says what is computed.
 //
-// The weights lie in panels of two vectors of outputs, and there in groups of four inputs, the order in which they are
-// read. A task multiplies one panel with a block of rows, some of which are summed in registers at a time.
+// The weights lie in panels of two vectors of outputs, and there in groups of as many inputs as 32 bits hold, the order
+// in which they are read. A task multiplies one panel with a block of rows, some of which are summed in registers at a
+// time.
 #include "generation.h"
 
 #include "../buffer.h"
-#include "../simd/byte_products.h"
 #include "../simd/operands.h"
+#include "../simd/quantized_products.h"
 
 #include <ATen/Parallel.h>
 
@@ -29,11 +31,18 @@ constexpr int64_t kAhead = 16;   // groups, by which weights are fetched before 
 // 12 x 2 or 4 x 2 sums, the weights of a group and a broadcast.
 constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 4;
 
-int64_t groups_of(int64_t depth) { return (depth + kInt8Group - 1) / kInt8Group; }
+// Elements in a group.
+template <typename Element>
+constexpr int64_t kGroup = sizeof(int32_t) / sizeof(Element);
+
+template <typename Element>
+int64_t groups_of(int64_t depth) {
+  return (depth + kGroup<Element> - 1) / kGroup<Element>;
+}
 
 struct Quantized {
   float scale;
-  int32_t sum;  // of the integers
+  int32_t sum;  // of integers
 };
 
 // x as q * scale, with 127 for its greatest magnitude and zeros up to `padded`. The scale is NaN for a row that is not
@@ -65,7 +74,14 @@ Quantized quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
   return {most / 127, sum(sums)};
 }
 
-// The rows of a call: in planes of words (see byte_products.h), and their scales.
+// x rounded to bfloat16, with zeros up to `padded`.
+Quantized quantize(const float* x, int64_t depth, c10::BFloat16* q, int64_t padded) {
+  for_columns<float>(0, depth, [&](int64_t c, auto count, int) { store_some(q + c, load(x + c, count), count); });
+  std::fill_n(q + depth, padded - depth, c10::BFloat16(0.0f));
+  return {1, 0};
+}
+
+// The rows of a call: in planes of words (see quantized_products.h), and their scales.
 struct QuantizedRows {
   const int32_t* words;
   int64_t stride, plane;
@@ -76,18 +92,19 @@ template <typename Products>
 QuantizedRows quantize_rows(const float* x, int64_t rows, int64_t depth) {
   static thread_local GrowingBuffer<int32_t> words_buffer;
   static thread_local GrowingBuffer<float> scales_buffer;
-  const int64_t plane = (groups_of(depth) + kW - 1) / kW * kW;
+  using Element = typename Products::Element;
+  const int64_t plane = (groups_of<Element>(depth) + kW - 1) / kW * kW;
   const int64_t stride = Products::kPlanes * plane + kW;  // not a power of two
   int32_t* const words = words_buffer.reserve(rows * stride);
   float* const scales = scales_buffer.reserve(rows);
   at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / depth), [&](int64_t begin, int64_t end) {
-    static thread_local GrowingBuffer<int8_t> bytes_buffer;
-    int8_t* const bytes = bytes_buffer.reserve(kInt8Group * plane);
+    static thread_local GrowingBuffer<float> groups_buffer;
+    float* const groups = groups_buffer.reserve(plane);
     for (int64_t row = begin; row < end; ++row) {
-      scales[row] = quantize(x + row * depth, depth, bytes, kInt8Group * plane).scale;
+      scales[row] = quantize(x + row * depth, depth, reinterpret_cast<Element*>(groups), kGroup<Element> * plane).scale;
       for (int64_t group = 0; group < plane; group += kW) {
         I in_planes[Products::kPlanes];
-        Products::planes(reinterpret_cast<I>(load(reinterpret_cast<const float*>(bytes) + group)), in_planes);
+        Products::planes(reinterpret_cast<I>(load(groups + group)), in_planes);
         for (int p = 0; p < Products::kPlanes; ++p)
           std::memcpy(words + row * stride + p * plane + group, &in_planes[p], sizeof(I));
       }
@@ -115,29 +132,36 @@ I load_words(const int32_t* p) {
 
 template <typename Products, int kRows>
 void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, float* out, int64_t out_stride) {
-  const int32_t* words = x.words + row * x.stride;
-  I sums[kRows][2];
-  for (auto& of_row : sums)
-    for (int half = 0; half < 2; ++half) of_row[half] = load_words(panel.sums + half * kW) * -Products::kOffset;
-  for (int64_t group = 0; group < panel.groups; ++group) {
-    const int32_t* const at = panel.weights + group * kPanel;
-    __builtin_prefetch(at + kAhead * kPanel);
-    __builtin_prefetch(at + kAhead * kPanel + kPanel - 1);
-    const auto low = Products::weights(load_words(at)), high = Products::weights(load_words(at + kW));
+  const int32_t* const words = x.words + row * x.stride;
+  V totals[kRows][2] = {};
+  for (int64_t begin = 0; begin < panel.groups; begin += std::min(Products::kBlock, panel.groups - begin)) {
+    const int64_t end = begin + std::min(Products::kBlock, panel.groups - begin);
+    typename Products::Sums sums[kRows][2] = {};
+    if (begin == 0)
+      for (auto& of_row : sums)
+        for (int half = 0; half < 2; ++half) of_row[half] = Products::begin(load_words(panel.sums + half * kW));
+    for (int64_t group = begin; group < end; ++group) {
+      const int32_t* const at = panel.weights + group * kPanel;
+      __builtin_prefetch(at + kAhead * kPanel);
+      __builtin_prefetch(at + kAhead * kPanel + kPanel - 1);
+      const auto low = Products::weights(load_words(at)), high = Products::weights(load_words(at + kW));
 #pragma GCC unroll 12
-    for (int m = 0; m < kRows; ++m) {
-      const int32_t* const inputs = words + m * x.stride + group;
-      sums[m][0] = Products::add(sums[m][0], inputs, x.plane, low);
-      sums[m][1] = Products::add(sums[m][1], inputs, x.plane, high);
+      for (int m = 0; m < kRows; ++m) {
+        const int32_t* const inputs = words + m * x.stride + group;
+        sums[m][0] = Products::add(sums[m][0], inputs, x.plane, low);
+        sums[m][1] = Products::add(sums[m][1], inputs, x.plane, high);
+      }
     }
-  }
 #pragma GCC unroll 12
-  for (int m = 0; m < kRows; ++m)
+    for (int m = 0; m < kRows; ++m)
 #pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) totals[m][half] += Products::result(sums[m][half]);
+  }
+  for (int m = 0; m < kRows; ++m)
     for (int half = 0; half < 2; ++half) {
       const int64_t n = half * kW, count = std::min(kW, panel.columns - n);
       const V scale = x.scales[row + m] * load(panel.scales + n);
-      V v = __builtin_convertvector(sums[m][half], V) * scale + load(panel.bias + n);
+      V v = totals[m][half] * scale + load(panel.bias + n);
       if (panel.relu) v = v < 0 ? V{} : v;  // a NaN passes, as in torch.relu
       if (count > 0) store_some(out + (row + m) * out_stride + n, v, count);
     }
@@ -151,19 +175,19 @@ void multiply_some(const QuantizedRows& x, int64_t row, int64_t rows, const Pane
 }
 
 template <typename Products>
-void multiply_all(const Int8LinearParams& p) {
+void linear(const QuantizedLinearParams& p) {
   const int64_t rows = p.rows, outputs = p.outputs, panels = (outputs + kPanel - 1) / kPanel;
-  const int64_t groups = groups_of(p.depth), blocks = (rows + kBlock - 1) / kBlock;
+  const int64_t groups = groups_of<typename Products::Element>(p.depth), blocks = (rows + kBlock - 1) / kBlock;
   const QuantizedRows x = quantize_rows<Products>(p.x, rows, p.depth);
   at::parallel_for(0, blocks * panels, 1, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task % panels * kPanel, columns = std::min(kPanel, outputs - first);
-      const auto words = reinterpret_cast<const int32_t*>(p.packed) + task % panels * (kInt8Header + groups) * kPanel;
+      const auto words = static_cast<const int32_t*>(p.packed) + task % panels * (kPanelHeader + groups) * kPanel;
       float bias[kPanel] = {};
       if (p.bias) std::copy_n(p.bias + first, columns, bias);
       const Panel panel{reinterpret_cast<const float*>(words),
                         words + kPanel,
-                        words + kInt8Header * kPanel,
+                        words + kPanelHeader * kPanel,
                         groups,
                         bias,
                         p.relu,
@@ -178,35 +202,46 @@ void multiply_all(const Int8LinearParams& p) {
   });
 }
 
-}  // namespace
-
-void pack_int8_weight(const float* const* rows, int64_t outputs, int64_t depth, int8_t* packed) {
-  const int64_t panels = (outputs + kPanel - 1) / kPanel, groups = groups_of(depth);
+template <typename Element>
+void pack(const float* const* rows, int64_t outputs, int64_t depth, void* packed) {
+  const int64_t panels = (outputs + kPanel - 1) / kPanel, groups = groups_of<Element>(depth);
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     static thread_local GrowingBuffer<float> words_buffer;
-    float* const words = words_buffer.reserve(kPanel * groups);  // of four bytes each
+    float* const words = words_buffer.reserve(kPanel * groups);
     for (int64_t panel = begin; panel < end; ++panel) {
-      float* const block = reinterpret_cast<float*>(packed) + panel * (kInt8Header + groups) * kPanel;
+      float* const block = static_cast<float*>(packed) + panel * (kPanelHeader + groups) * kPanel;
       const int64_t columns = std::min(kPanel, outputs - panel * kPanel);
-      if (columns < kPanel) std::fill_n(block, (kInt8Header + groups) * kPanel, 0.0f);
+      if (columns < kPanel) std::fill_n(block, (kPanelHeader + groups) * kPanel, 0.0f);
       for (int64_t n = 0; n < columns; ++n) {
-        const auto bytes = reinterpret_cast<int8_t*>(words + n * groups);
-        const Quantized row = quantize(rows[panel * kPanel + n], depth, bytes, groups * kInt8Group);
+        const auto elements = reinterpret_cast<Element*>(words + n * groups);
+        const Quantized row = quantize(rows[panel * kPanel + n], depth, elements, groups * kGroup<Element>);
         block[n] = row.scale, block[kPanel + n] = std::bit_cast<float>(row.sum);
       }
       const auto row_at = [&](int64_t n, int64_t k, int64_t count) { return load_some(words + n * groups + k, count); };
       transpose_rows<float>(columns, groups, row_at,
-                            [&](int64_t k, int64_t n, V v) { store(block + (kInt8Header + k) * kPanel + n, v); });
+                            [&](int64_t k, int64_t n, V v) { store(block + (kPanelHeader + k) * kPanel + n, v); });
     }
   });
 }
 
-void int8_linear(const Int8LinearParams& params) {
+void int8_linear(const QuantizedLinearParams& params) {
 #if defined(__AVX512F__)
   static const bool vnni = VnniBytes::is_there();
-  if (vnni) return multiply_all<VnniBytes>(params);
+  if (vnni) return linear<VnniBytes>(params);
 #endif
-  multiply_all<WidenedBytes>(params);
+  linear<WidenedBytes>(params);
+}
+
+}  // namespace
+
+QuantizedKernels int8_kernels() { return {&pack<int8_t>, &int8_linear}; }
+
+QuantizedKernels bf16_kernels() {
+#if defined(__AVX512BF16__)
+  return {&pack<c10::BFloat16>, &linear<Bf16Products>};
+#else
+  return {nullptr, nullptr};
+#endif
 }
 
 }  // namespace transformer_fast

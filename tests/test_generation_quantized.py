@@ -1,4 +1,4 @@
-"""Generation with int8 weights: against linear layers of the reference, for any batch and threads; and its refusals."""
+"""Generation with quantised weights: against linear layers of the reference, for any batch and threads; refusals."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from transformer_fast import GenerationConfig, Transformer, accelerate, extensio
 from transformer_fast.generation import quantization, steps
 from transformer_fast.generation.continuous import ContinuousBatch, Sentence
 from transformer_fast.generation.forms import form_of
-from transformer_fast.generation.weights import Int8Linear
-from transformer_fast.reference.int8_linear import int8_linear
+from transformer_fast.generation.weights import QuantizedLinear
 from transformer_fast.reference.layers import Transformer as ReferenceTransformer
+from transformer_fast.reference.quantized_linear import bf16_linear, int8_linear
 
 CONFIGS = [
     {},
@@ -27,25 +27,28 @@ CONFIGS = [
 ]
 
 
-class ReferenceLinear(nn.Module):
-    """A linear layer as the reference computes it with int8 weights."""
+REFERENCES = {"int8": int8_linear, "bf16": bf16_linear}
 
-    def __init__(self, linear: nn.Linear) -> None:
+
+class ReferenceLinear(nn.Module):
+    """A linear layer as the reference computes it with quantised weights."""
+
+    def __init__(self, linear: nn.Linear, quantize: str) -> None:
         super().__init__()
-        self.linear, self.out_features = linear, linear.out_features
+        self.linear, self.out_features, self.quantize = linear, linear.out_features, quantize
 
     def forward(self, x: Tensor) -> Tensor:
-        return int8_linear(x, self.linear.weight, self.linear.bias)
+        return REFERENCES[self.quantize](x, self.linear.weight, self.linear.bias)
 
 
-def with_reference_linears(model: nn.Module) -> nn.Module:
+def with_reference_linears(model: nn.Module, quantize: str = "int8") -> nn.Module:
     """A copy of a model whose linear layers are those of the reference."""
     model = copy.deepcopy(model)
     for module in list(model.modules()):
         if not isinstance(module, ReferenceLinear):
             for name, child in module.named_children():
                 if type(child) is nn.Linear:
-                    setattr(module, name, ReferenceLinear(child))
+                    setattr(module, name, ReferenceLinear(child, quantize))
     return model
 
 
@@ -90,9 +93,9 @@ def test_every_linear_layer_is_quantised(monkeypatch: pytest.MonkeyPatch) -> Non
     """In the fused step and by modules; the encoder's, and that of the logits, too."""
     for module in ("layers.linear", "generation.weights"):
         monkeypatch.setattr(f"transformer_fast.{module}.linear", None)
-    packed: list[Int8Linear] = []
-    operand = Int8Linear.operand
-    monkeypatch.setattr(Int8Linear, "operand", lambda self, rows: packed.append(self) or operand(self, rows))
+    packed: list[QuantizedLinear] = []
+    operand = QuantizedLinear.operand
+    monkeypatch.setattr(QuantizedLinear, "operand", lambda self, rows: packed.append(self) or operand(self, rows))
     model, (src, lengths) = tiny(), batch()
     for fused in (True, False):
         if not fused:
@@ -114,6 +117,17 @@ def test_the_model_is_as_it_was() -> None:
     with torch.no_grad():  # and the next call quantises anew
         model.out.bias[EOS] = 1e4
     assert answers(model, src, lengths, quantize="int8") == [[[]]] * len(src)
+
+
+def test_bf16() -> None:
+    model, (src, lengths) = tiny(1), batch()
+    if extension.build_info().get("instruction_set") != "avx512_bf16":
+        with pytest.raises(ValueError, match="quantize='bf16' cannot be: it needs AVX512-BF16, and the kernels in use"):
+            answers(model, src, lengths, quantize="bf16")
+        return
+    for options in CONFIGS:
+        expected = answers(with_reference_linears(model, "bf16"), src, lengths, cache=False, **options)
+        assert answers(model, src, lengths, quantize="bf16", **options) == expected
 
 
 def test_an_ensemble() -> None:
@@ -139,8 +153,8 @@ def test_what_cannot_be() -> None:
             answers(model, src, lengths, **options)
         return str(raised.value)
 
-    assert refused(tiny(), quantize="int4") == "quantize must be None or \"int8\", got 'int4'"
-    assert refused(tiny(), quantize=8) == 'quantize must be None or "int8", got 8'
+    assert refused(tiny(), quantize="int4") == """quantize must be None, "int8" or "bf16", got 'int4'"""
+    assert refused(tiny(), quantize=8) == 'quantize must be None, "int8" or "bf16", got 8'
     assert "expected cache True, got False" in refused(tiny(), quantize="int8", cache=False)
     for dtype in (torch.bfloat16, torch.float64):
         reason = f"fp32 weights on a CPU, and these are {dtype} on cpu"

@@ -1,17 +1,19 @@
-"""Linear layers with int8 weights: bit for bit what the reference says, for any rows, threads and vector unit."""
+"""Linear layers with quantised weights: in int8 bit for bit what the reference says, for any rows, threads and vector
+unit; in bfloat16 as exact as it."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import poisoned_memory
+from helpers import assert_as_exact_as_eager, poisoned_memory
 from torch import Tensor, nn
 
+from transformer_fast import extension
 from transformer_fast.generation import weights
-from transformer_fast.generation.weights import Int8Linear, StepFeedForward, concat_linears, prepack
+from transformer_fast.generation.weights import QuantizedLinear, StepFeedForward, concat_linears, prepack
 from transformer_fast.layers import FeedForward
-from transformer_fast.reference.int8_linear import int8_linear, quantize_rows
+from transformer_fast.reference.quantized_linear import bf16_linear, int8_linear, quantize_rows
 
 SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs
 
@@ -24,9 +26,42 @@ def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     return linear
 
 
-def computed(linear: nn.Linear, x: Tensor, relu: bool = False) -> Tensor:
+def computed(linear: nn.Linear, x: Tensor, relu: bool = False, quantize: str = "int8") -> Tensor:
     with torch.inference_mode(), poisoned_memory():
-        return Int8Linear([linear], 1, relu=relu)(x)
+        return QuantizedLinear([linear], 1, relu=relu, quantize=quantize)(x)
+
+
+HAS_BF16 = extension.build_info().get("instruction_set") == "avx512_bf16"
+needs_bf16 = pytest.mark.skipif(not HAS_BF16, reason="no products of bfloat16")
+
+
+@needs_bf16
+@pytest.mark.parametrize("rows", [1, 5, 12, 25])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bf16_is_as_exact_as_the_reference(shape: tuple[int, int], rows: int) -> None:
+    torch.manual_seed(rows)
+    linear = nn.Linear(shape[1], shape[0], bias=rows % 2 == 0)
+    x, bias = torch.randn(rows, 1, shape[1]), None if linear.bias is None else linear.bias.double()
+    eager, exact = bf16_linear(x, linear.weight, linear.bias), bf16_linear(x.double(), linear.weight.double(), bias)
+    for relu in (False, True):
+        given = ((t.relu() if relu else t).detach() for t in (eager, exact))
+        assert_as_exact_as_eager(computed(linear, x, relu, "bf16"), *given, what="out")
+
+
+@needs_bf16
+def test_bf16_one_row_at_a_time() -> None:
+    torch.manual_seed(0)
+    step, x = QuantizedLinear([nn.Linear(130, 70)], 1, quantize="bf16"), torch.randn(30, 130)
+    x[3, 5], x[4] = torch.nan, 0
+    whole = step(x)
+    torch.testing.assert_close(torch.cat([step(row[None]) for row in x]), whole, rtol=0, atol=0, equal_nan=True)
+    assert whole[3].isnan().all() and whole.isnan().sum() == 70 and torch.equal(whole[4], step.bias)
+
+
+@pytest.mark.skipif(HAS_BF16, reason="products of bfloat16")
+def test_the_op_refuses_bf16_without_the_unit() -> None:
+    with pytest.raises(NotImplementedError, match="no products of BFloat16 on this vector unit"):
+        computed(nn.Linear(3, 3), torch.zeros(1, 3), quantize="bf16")
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 11, 12, 13, 25, 400])  # around the rows of a sum, and of a task
@@ -73,7 +108,7 @@ def test_rounding_is_to_even() -> None:
 
 def test_one_row_at_a_time_and_any_number_of_threads() -> None:
     torch.manual_seed(0)
-    step = Int8Linear([nn.Linear(130, 70)], 1)
+    step = QuantizedLinear([nn.Linear(130, 70)], 1, quantize="int8")
     x, threads = torch.randn(450, 130), torch.get_num_threads()
     try:
         for count in (1, 2, 3):
@@ -103,7 +138,7 @@ def test_several_side_by_side() -> None:
     linears, x = [nn.Linear(50, outputs) for outputs in (40, 3, 70)], torch.randn(9, 50)
     packed = [prepack(linear, 9, "int8") for linear in linears]
     together = concat_linears(*packed, rows=9)
-    assert isinstance(together, Int8Linear)
+    assert isinstance(together, QuantizedLinear)
     assert torch.equal(together(x), torch.cat([linear(x) for linear in packed], dim=-1))
     mixed = concat_linears(packed[0], prepack(linears[1], 9))  # one is quantised, the other is not
     assert torch.equal(mixed(x)[:, :40], packed[0](x))
@@ -121,12 +156,12 @@ def test_feed_forward() -> None:
     for activation in ("relu", "gelu"):
         module, x = FeedForward(24, 50, 0.3, activation).eval(), torch.randn(3, 1, 24)
         step = prepack(module, 3, "int8")
-        assert isinstance(step, StepFeedForward) and isinstance(step.linear_2, Int8Linear)
+        assert isinstance(step, StepFeedForward) and isinstance(step.linear_2, QuantizedLinear)
         inner = weights.ACTIVATIONS[activation](int8_linear(x, module.linear_1.weight, module.linear_1.bias))
         assert torch.equal(step(x), int8_linear(inner, module.linear_2.weight, module.linear_2.bias))
 
 
 def test_sums_that_32_bits_do_not_hold_are_left_in_fp32() -> None:
     with torch.device("meta"):
-        assert isinstance(prepack(nn.Linear(weights.INT8_INPUTS, 1), 1, "int8"), Int8Linear)
-        assert not isinstance(prepack(nn.Linear(weights.INT8_INPUTS + 1, 1), 1, "int8"), Int8Linear)
+        assert isinstance(prepack(nn.Linear(weights.INT8_INPUTS, 1), 1, "int8"), QuantizedLinear)
+        assert not isinstance(prepack(nn.Linear(weights.INT8_INPUTS + 1, 1), 1, "int8"), QuantizedLinear)

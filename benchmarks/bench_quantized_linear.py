@@ -1,6 +1,7 @@
 """Linear layers with int8 weights on a CPU: ours against PyTorch's int8 product (oneDNN) and the fp32 layer.
 
-Ours and the int8 product begin with x in fp32 and end with the same numbers.
+Ours and the int8 product begin with x in fp32 and end with the same numbers. Ours has bfloat16 weights too, where the
+processor multiplies them.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_fast.generation.weights import Int8Linear, StepLinear
-from transformer_fast.reference.int8_linear import quantize_rows
+from transformer_fast.generation.weights import QuantizedLinear, StepLinear
+from transformer_fast.reference.quantized_linear import quantize_rows
 
 SHAPES = [  # (rows, in, out)
     (1, 512, 2048),
@@ -41,7 +42,7 @@ def test_int8_linear(versus, device, shape):
         return torch._int_mm(q, weight) * (of_row[:, None] * scale) + linear.bias
 
     sides = {
-        "ours": Int8Linear([linear], rows),
+        "ours": QuantizedLinear([linear], rows, quantize="int8"),
         "oneDNN int8": int8_product,
         "ours fp32": StepLinear([linear], rows),
         "F.linear": lambda x: F.linear(x, linear.weight, linear.bias),

@@ -1,0 +1,109 @@
+// Products of elements of less than 32 bits, several to a lane: those of a row times the weights of an output.
+//
+// A struct is one way to multiply. Its inputs lie in planes, one 32-bit word in each for a group of elements of a row.
+// `weights` is what a vector of the weights' words becomes before several rows are multiplied with it.
+#pragma once
+
+#include "vec.h"
+
+#include <limits>
+
+#if defined(__AVX512F__)
+#include <cpuid.h>
+#endif
+
+namespace transformer_fast {
+namespace {
+
+using Int32Vector = IntegerVector<float>;
+typedef int16_t Int16Vector __attribute__((vector_size(kVectorBytes)));
+
+// Bytes, four to a lane, summed exactly: no sum in between is shorter than 32 bits, so nothing is ever saturated.
+// (AVX2's vpmaddubsw adds products of bytes in 16 bits: it is not used.) `offset` is added to each input.
+template <int32_t offset>
+struct ByteProducts {
+  using Element = int8_t;
+  using Sums = Int32Vector;
+  static constexpr int64_t kBlock = std::numeric_limits<int64_t>::max();  // groups that are summed by themselves
+
+  // weight_sums: of each output.
+  static Sums begin(Int32Vector weight_sums) { return weight_sums * -offset; }
+  static Vector<float> result(Sums sums) { return __builtin_convertvector(sums, Vector<float>); }
+};
+
+// On any vector unit: bytes become 16-bit elements, whose products are summed in pairs. The even inputs of four are one
+// word, the odd ones another.
+struct WidenedBytes : ByteProducts<0> {
+  static constexpr int kPlanes = 2;
+
+  struct Weights {
+    Int32Vector even, odd;
+  };
+
+  static Weights weights(Int32Vector bytes) {
+    const Int16Vector pairs = reinterpret_cast<Int16Vector>(bytes);
+    return {reinterpret_cast<Int32Vector>(pairs << 8 >> 8), reinterpret_cast<Int32Vector>(pairs >> 8)};
+  }
+
+  static void planes(Int32Vector bytes, Int32Vector (&to)[kPlanes]) {
+    const Weights split = weights(bytes);
+    to[0] = split.even, to[1] = split.odd;
+  }
+
+  // x: the first plane at a group of a row; the second is `plane` words behind it.
+  static Sums add(Sums sums, const int32_t* x, int64_t plane, const Weights& w) {
+    sums += multiply_pairs(Int32Vector{} + x[0], w.even);
+    return sums + multiply_pairs(Int32Vector{} + x[plane], w.odd);
+  }
+};
+
+#if defined(__AVX512F__)
+// AVX-512's VNNI, whose instruction takes inputs without a sign: 128 is added to each, and 128 times the sum of the
+// weights taken from the result. Written as assembly because not every processor with AVX-512 has it.
+struct VnniBytes : ByteProducts<128> {
+  static constexpr int kPlanes = 1;
+
+  using Weights = Int32Vector;
+
+  static Weights weights(Int32Vector bytes) { return bytes; }
+
+  static void planes(Int32Vector bytes, Int32Vector (&to)[kPlanes]) {
+    to[0] = bytes ^ static_cast<int32_t>(0x80808080);
+  }
+
+  static Sums add(Sums sums, const int32_t* x, int64_t, Weights w) {
+    const Int32Vector inputs = Int32Vector{} + x[0];
+    asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(inputs), "v"(w));
+    return sums;
+  }
+
+  static bool is_there() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c >> 11 & 1);
+  }
+};
+#endif
+
+#if defined(__AVX512BF16__)
+// bfloat16, two to a lane, summed in fp32: block by block, since sums of sums round less than one long sum.
+struct Bf16Products {
+  static constexpr int kPlanes = 1;
+  static constexpr int64_t kBlock = 64;
+
+  using Element = c10::BFloat16;
+  using Sums = Vector<float>;
+  using Weights = Vector<float>;
+
+  static Sums begin(Int32Vector) { return Sums{}; }
+  static Vector<float> result(Sums sums) { return sums; }
+  static Weights weights(Int32Vector pairs) { return reinterpret_cast<Weights>(pairs); }
+  static void planes(Int32Vector pairs, Int32Vector (&to)[kPlanes]) { to[0] = pairs; }
+
+  static Sums add(Sums sums, const int32_t* x, int64_t, Weights w) {
+    return add_pairs(sums, reinterpret_cast<Vector<float>>(Int32Vector{} + x[0]), w);
+  }
+};
+#endif
+
+}  // namespace
+}  // namespace transformer_fast
