@@ -238,6 +238,29 @@ void check_step_linear(int64_t rows, int64_t depth, int64_t outputs) {
   check(out, expected, "step_linear", 64);
 }
 
+// Factors are rounded to steps of a 127th of their greatest magnitude, of about 4 here.
+void check_quantized_linear(int64_t rows, int64_t depth, int64_t outputs) {
+  const vector<float> x = random<float>(rows * depth), weight = random<float>(outputs * depth);
+  const GenerationKernels& kernels = table.generation;
+  vector<const float*> of_output(outputs);
+  for (int64_t n = 0; n < outputs; ++n) of_output[n] = &weight[n * depth];
+  const int64_t panels = (outputs + kernels.panel - 1) / kernels.panel, groups = (depth + 3) / 4;
+  vector<int32_t> packed(panels * (kPanelHeader + groups) * kernels.panel);
+  vector<float> out(rows * outputs), again(outputs);
+  kernels.int8.pack(of_output.data(), outputs, depth, packed.data());
+  kernels.int8.linear({x.data(), packed.data(), nullptr, out.data(), rows, depth, outputs, false});
+  const float* const last = &x[(rows - 1) * depth];
+  kernels.int8.linear({last, packed.data(), nullptr, again.data(), 1, depth, outputs, false});
+  bool right = std::equal(again.begin(), again.end(), &out[(rows - 1) * outputs]);
+  for (int64_t i = 0; i < rows * outputs; ++i) {
+    double expected = 0;
+    for (int64_t c = 0; c < depth; ++c)
+      expected += static_cast<double>(x[i / outputs * depth + c]) * weight[i % outputs * depth + c];
+    right = right && std::abs(out[i] - expected) <= 4.0 / 127 * std::sqrt(static_cast<double>(depth)) * 3;
+  }
+  if (!right) std::printf("wrong: quantized_linear\n"), std::exit(1);
+}
+
 }  // namespace
 
 int main() {
@@ -246,5 +269,7 @@ int main() {
   check_type<c10::Half>();
   check_type<c10::BFloat16>();
   check_step_linear(3, 65, 37);
+  check_quantized_linear(3, 65, 37);
+  check_quantized_linear(29, 130, 70);
   std::printf("kernels right with vectors of %d bytes\n", static_cast<int>(table.vector_bytes));
 }

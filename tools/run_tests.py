@@ -24,9 +24,11 @@ KERNEL_TESTS = (
     "test_dropout.py",
     "test_embedding*.py",
     "test_generation_fused.py",
+    "test_generation_quantized.py",
     "test_norm.py",
     "test_packing.py",
     "test_pages.py",
+    "test_quantized_linear.py",
     "test_step_linear.py",
 )
 SETS = "from transformer_fast import extension; print(*extension.usable_instruction_sets())"

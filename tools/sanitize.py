@@ -36,6 +36,7 @@ TESTS = (
     "test_cross_entropy.py",
     "test_attention*.py",
     "test_step_linear.py",
+    "test_quantized_linear.py",
     "test_generation_fused.py",
     "test_packing.py",
     "test_pages.py",
