@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,6 @@ class Result:
     weights: str
     bleu: float
     same: float  # share of lines that are translated as in fp32
-    seconds: float
 
 
 def compare(trained: Trained, source: list[str], target: list[str], beam: int) -> list[Result]:
@@ -46,18 +44,16 @@ def compare(trained: Trained, source: list[str], target: list[str], beam: int) -
     for weights in ("fp32", *QUANTIZED):
         quantize = None if weights == "fp32" else weights
         config = dataclasses.replace(trained.generation, beam=beam, quantize=quantize)
-        start = time.perf_counter()
         try:
             said = list(Translator(trained.model, trained.tokenizer, config=config).translate(source))
         except ValueError as error:
-            print(f"| beam {beam} | {weights} | {error} | | |")
+            print(f"| beam {beam} | {weights} | {error} | |")
             continue
-        seconds = time.perf_counter() - start
         exact = exact or said
         same = sum(one == other for one, other in zip(said, exact, strict=True)) / len(said)
         score = corpus_bleu(said, target, lowercase=trained.tokenizer.lowercase).score
-        results.append(Result(f"beam {beam}", weights, score, same, seconds))
-        print(f"| beam {beam} | {weights} | {score:.2f} | {same:.1%} | {seconds:.1f} |", flush=True)
+        results.append(Result(f"beam {beam}", weights, score, same))
+        print(f"| beam {beam} | {weights} | {score:.2f} | {same:.1%} |", flush=True)
     return results
 
 
@@ -74,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     trained = load_trained(args.model)
     source, target = read_lines(args.source), read_lines(args.target)
-    print("| search | weights | BLEU | lines as in fp32 | s |\n| --- | --- | --- | --- | --- |")
+    print("| search | weights | BLEU | lines as in fp32 |\n| --- | --- | --- | --- |")
     results = [result for beam in args.beams for result in compare(trained, source, target, beam)]
     if args.out:
         report: dict[str, Any] = {
