@@ -1,7 +1,6 @@
 """Linear layers with int8 weights on a CPU: ours against PyTorch's int8 product (oneDNN) and the fp32 layer.
 
-Ours and the int8 product begin with x in fp32 and end with the same numbers. Ours has bfloat16 weights too, where the
-processor multiplies them.
+Ours and the int8 product begin with x in fp32 and end with the same numbers.
 """
 
 from __future__ import annotations

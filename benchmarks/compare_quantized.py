@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         report: dict[str, Any] = {
             "what": "translations with quantised weights against fp32",
             "sentences": len(source),
-            "vector_unit": extension.build_info()["instruction_set"],
+            "vector_unit": extension.build_info().get("instruction_set"),
             "model": {name: getattr(trained.config, name) for name in ("d_model", "heads", "layers", "d_ff")},
             "versions": {"torch": torch.__version__, "transformer_fast": transformer_fast.__version__},
             "results": [dataclasses.asdict(result) for result in results],

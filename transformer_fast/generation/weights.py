@@ -123,8 +123,8 @@ class StepFeedForward(nn.Module):
     def __init__(self, module: FeedForward, rows: int, quantize: str | None = None) -> None:
         super().__init__()
         self.activation = module.activation
-        self.linear_1 = _step_linear(module.linear_1, rows, quantize, relu=module.activation == "relu")
-        self.linear_2 = _step_linear(module.linear_2, rows, quantize)
+        self.linear_1 = _step_linear([module.linear_1], rows, quantize, relu=module.activation == "relu")
+        self.linear_2 = _step_linear([module.linear_2], rows, quantize)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., d_model) -> (..., d_model)."""
@@ -138,10 +138,10 @@ def _has_onednn() -> bool:
     return mkldnn.enabled and mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
-def _step_linear(linear: nn.Linear, rows: int, quantize: str | None, *, relu: bool = False) -> StepLinear:
-    if quantize is None or (quantize == "int8" and linear.in_features > INT8_INPUTS):
-        return StepLinear([linear], rows, relu=relu)
-    return QuantizedLinear([linear], rows, relu=relu, quantize=quantize)
+def _step_linear(linears: Sequence[nn.Linear], rows: int, quantize: str | None, *, relu: bool = False) -> StepLinear:
+    if quantize is None or (quantize == "int8" and linears[0].in_features > INT8_INPUTS):
+        return StepLinear(linears, rows, relu=relu)
+    return QuantizedLinear(linears, rows, relu=relu, quantize=quantize)
 
 
 def prepack(module: nn.Module, rows: int, quantize: str | None = None) -> nn.Module:
@@ -151,7 +151,7 @@ def prepack(module: nn.Module, rows: int, quantize: str | None = None) -> nn.Mod
     no `quantization.obstacle`.
     """
     if is_linear(module):
-        return _step_linear(module, rows, quantize)
+        return _step_linear([module], rows, quantize)
     if is_plain(module, FeedForward) and all(map(is_linear, (module.linear_1, module.linear_2))):
         return StepFeedForward(module, rows, quantize)
     clone = copy.copy(module)
@@ -168,6 +168,5 @@ def concat_linears(*linears: nn.Module, rows: int = 0) -> Callable[[Tensor], Ten
     plain = [one for linear in steps for one in linear.linears]
     kinds = {step.quantize if isinstance(step, QuantizedLinear) else None for step in steps}
     if len(plain) == len(linears) and len(kinds) == 1 and len({linear.bias is None for linear in plain}) == 1:
-        [quantize] = kinds
-        return StepLinear(plain, rows) if quantize is None else QuantizedLinear(plain, rows, quantize=quantize)
+        return _step_linear(plain, rows, kinds.pop())
     return lambda x: torch.cat([linear(x) for linear in linears], dim=-1)

@@ -1,4 +1,5 @@
-// What decoding needs besides the ops (topk.cpp, step_linear.cpp, quantized_linear.cpp): kernels for float, on contiguous memory.
+// What decoding needs besides the ops (topk.cpp, step_linear.cpp, quantized_linear.cpp): kernels for float, on
+// contiguous memory.
 #pragma once
 
 #include <cstdint>
