@@ -119,6 +119,22 @@ def test_four_unequal_micro_batches_are_one_big_batch(corpus: dict[str, str], tm
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_a_packed_update_is_the_padded_one(corpus: dict[str, str], tmp_path: Path) -> None:
+    """Sentences of unequal lengths on both sides: no layer sees padding, and loss and gradients are the same."""
+    runs = [fresh_run(short_config(corpus, tmp_path / str(packed), packed=packed, **EXACT)) for packed in (True, False)]
+    rows: list[int] = []
+    for run in runs:
+        run.learner.model.decoder.layers[0].register_forward_pre_hook(
+            lambda module, inputs: rows.append(inputs[0].shape[:-1].numel())
+        )
+    batch = runs[0].batches.corpus.batch(range(16))
+    losses = [run.learner.update(1, [batch], batch.tokens)[0] for run in runs]
+    assert rows == [batch.tokens, batch.target_in.numel()] and batch.tokens < batch.target_in.numel()
+    assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-6)
+    for ours, theirs in zip(*(run.learner.model.parameters() for run in runs), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_bf16_on_the_cpu_follows_fp32(corpus: dict[str, str], tmp_path: Path) -> None:
     runs = [fresh_run(short_config(corpus, tmp_path / amp, amp=amp, **EXACT)) for amp in ("off", "bf16")]
     seen: list[torch.dtype] = []

@@ -46,6 +46,24 @@ def test_precision_and_device_that_are_not_there(corpus: dict[str, str], tmp_pat
             train(short_config(corpus, tmp_path, device="cuda"), Silent())
 
 
+class Messages(Silent):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.texts.append(text)
+
+
+@pytest.mark.parametrize(("amp", "has_unit"), [("bf16", False), ("bf16", True), ("off", False)])
+def test_bf16_on_a_cpu_without_the_unit_says_so(
+    amp: str, has_unit: bool, corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "multiplies_bf16", lambda: has_unit)
+    messages = Messages()
+    train(short_config(corpus, tmp_path / "run", amp=amp, max_steps=1), messages)
+    assert any("AVX512-BF16" in text for text in messages.texts) == (amp == "bf16" and not has_unit)
+
+
 def test_it_learns(tmp_path: Path) -> None:
     """Forty numbers by heart: loss and exact matches both say so, from the saved folder alone."""
     paths = make_numbers_corpus(tmp_path, train_size=40, held_out=1)

@@ -51,7 +51,8 @@ class Batch:
 
     Attributes:
         source: `(B, S)` int64, each row closed by `eos`.
-        source_lengths: `(B,)` int32, `eos` counted.
+        source_lengths, target_lengths: `(B,)` int32, `bos` or `eos` counted; they stay on the CPU, where a packed
+            batch needs them.
         target_in: `(B, T)` int64, what the decoder reads: `bos` and the sentence.
         target_out: `(B, T)` int64, what it must predict: the sentence and `eos`.
         tokens: how many of the `B * T` targets are not padding.
@@ -59,6 +60,7 @@ class Batch:
 
     source: Tensor
     source_lengths: Tensor
+    target_lengths: Tensor
     target_in: Tensor
     target_out: Tensor
     tokens: int
@@ -66,8 +68,8 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self
-        tensors = (self.source, self.source_lengths, self.target_in, self.target_out)
-        return Batch(*(t.pin_memory().to(device, non_blocking=True) for t in tensors), self.tokens)
+        moved = {name: getattr(self, name) for name in ("source", "target_in", "target_out")}
+        return replace(self, **{name: t.pin_memory().to(device, non_blocking=True) for name, t in moved.items()})
 
 
 class Corpus:
@@ -124,6 +126,7 @@ class Corpus:
         return Batch(
             source=_pad(source),
             source_lengths=torch.tensor([len(s) for s in source], dtype=torch.int32),
+            target_lengths=torch.tensor([len(t) + 1 for t in target], dtype=torch.int32),
             target_in=_pad([torch.cat((bos, t)) for t in target]),
             target_out=_pad([torch.cat((t, eos)) for t in target]),
             tokens=sum(len(t) + 1 for t in target),

@@ -93,6 +93,9 @@ class TrainConfig:
         "16-bit arithmetic; bf16 also on a CPU; auto is bf16 on a GPU that has it, else off",
         choices=("auto", "off", "bf16", "fp16"),
     )
+    packed: bool = _option(
+        True, "leave padding out of every layer; the same losses, up to rounding and the places of dropout", free=True
+    )
     shard: bool = _option(
         False, "under torchrun, shard weights and optimizer over the processes (FSDP2), not all in each", free=True
     )

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import platform
 import signal
 import threading
 from collections.abc import Iterator
@@ -39,6 +40,13 @@ def amp_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
     if config.amp == "auto":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else None
     return {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[config.amp]
+
+
+def multiplies_bf16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16: AVX512-BF16 or AMX, or those of ARM."""
+    if platform.machine().lower() in ("x86_64", "amd64"):
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @contextlib.contextmanager

@@ -19,7 +19,11 @@ from .tokenizer import PAD
 def logits(model: nn.Module, batch: Batch) -> Tensor:
     """`(B, T, vocab)` scores of the next token. The target is right padded, so looking ahead is all that must be
     masked there: padding stands after every real token, and what it predicts never enters a loss."""
-    return model(batch.source, batch.target_in, AttentionMask.lengths(batch.source_lengths), AttentionMask.causal(0))
+    return model(batch.source, batch.target_in, _source_mask(batch), AttentionMask.causal(0))
+
+
+def _source_mask(batch: Batch) -> AttentionMask:
+    return AttentionMask.lengths(batch.source_lengths.to(batch.source.device))
 
 
 def token_loss(scores: Tensor, target: Tensor, smoothing: float = 0.0) -> Tensor:
@@ -41,7 +45,11 @@ def batch_loss(model: nn.Module, batch: Batch, smoothing: float = 0.0) -> Tensor
     """`token_loss` of a batch; a `transformer_fast.Transformer` computes it without ever holding all logits."""
     if not isinstance(model, Transformer):
         return token_loss(logits(model, batch), batch.target_out, smoothing)
-    masks = AttentionMask.lengths(batch.source_lengths), AttentionMask.causal(0)
+    if model.packed:
+        source, target = (AttentionMask.lengths(side) for side in (batch.source_lengths, batch.target_lengths))
+        masks = source, target & AttentionMask.causal()
+    else:
+        masks = _source_mask(batch), AttentionMask.causal()
     inputs = batch.source, batch.target_in, *masks, batch.target_out
     return model.loss(*inputs, label_smoothing=smoothing, ignore_index=PAD, reduction="sum")
 

@@ -25,7 +25,7 @@ from .tokenizer import PAD, Tokenizer
 def build_model(config: TrainConfig, vocab: int) -> nn.Module:
     """A freshly initialised `transformer_fast.Transformer` with one vocabulary of `vocab` pieces for both sides."""
     names = ("attention_dropout", "activation_dropout", "d_ff", "norm_first", "norm", "tie_weights")
-    options = {name: getattr(config, name) for name in (*names, "checkpoint_activations")}
+    options = {name: getattr(config, name) for name in (*names, "checkpoint_activations", "packed")}
     sizes = vocab, vocab, config.d_model, config.layers, config.heads
     model = Transformer(*sizes, config.dropout, padding_idx=PAD, **options)
     init_weights(model, config.d_model)

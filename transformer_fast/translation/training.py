@@ -23,7 +23,7 @@ from .averaging import average_checkpoints, save_average, steps_to_average
 from .batching import Corpus, TokenBatches
 from .checkpoint import RunFolder
 from .config import TrainConfig
-from .environment import amp_dtype, choose_device, interruptible, open_run
+from .environment import amp_dtype, choose_device, interruptible, multiplies_bf16, open_run
 from .errors import CheckpointError, DivergedError
 from .learner import Learner
 from .model import build_model
@@ -128,6 +128,11 @@ class _Run:
             f"{len(corpus):,} sentence pairs{skipped}, {len(self.tokenizer):,} pieces, {parameters:,} parameters,"
             f" {self.device}{'' if amp is None else f' in {amp}'.replace('torch.', '')}"
         )
+        if amp is not None and self.device.type == "cpu" and not multiplies_bf16():
+            self.progress.message(
+                "amp is 'bf16', but this CPU has no instructions for products of bfloat16 (AVX512-BF16 or AMX): "
+                "every update takes several times as long as with amp 'off'"
+            )
 
     # One update
 
