@@ -2,7 +2,8 @@
 
 torch.compile of the whole reference takes minutes on a CPU. So by default each *kind* of layer of it is compiled, as
 the layers of one kind share their code, and the loss; embeddings and what stands between run as they are. The whole
-model as one graph is timed with ``--compile-whole``.
+model as one graph is timed with ``--compile-whole``. Under autocast to bfloat16 a step is timed where there are
+instructions for it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import nn
 
 import transformer_fast as tfast
 from transformer_fast.reference import layers as reference
+from transformer_fast.translation.environment import multiplies_bf16
 
 
 class Model(NamedTuple):
@@ -165,12 +167,25 @@ def compiled_by_layer(models, shape, device):
     return Model(model, None, loss)
 
 
+def in_bf16(model):
+    """The same under autocast, as `translation.train` with `amp="bf16"`."""
+
+    def loss(inputs):
+        with torch.autocast(inputs[0].device.type, torch.bfloat16):
+            return model.loss(inputs)
+
+    return model._replace(loss=loss)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_training_step(versus, shape, device, request):
     """Forward, label-smoothed loss and backward, with dropout; 3 / 8 of the batch is padding."""
     models, make_inputs, operations = build(shape, device)
     check = same_logits(models)
     models["compiled by layer"] = compiled_by_layer(models, shape, device)
+    if device == "cuda" or multiplies_bf16():
+        for name in ("ours", "ours packed", "nn.Transformer"):
+            models[f"{name}, bf16"] = in_bf16(models[name])
     if request.config.getoption("--compile-whole"):
         models["compiled whole"] = models["eager"]._replace(loss=torch.compile(models["eager"].loss))
 
