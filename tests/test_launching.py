@@ -54,11 +54,11 @@ def test_the_package_kernels_too(launched):
             (q, q, q, q, q, logsumexp, None),
             (q, q, q, *backward.row_buffers(q, logsumexp, AttentionParams())),
         )
-        delta, *_ = backward.backward_launches(inputs, outputs, AttentionParams(causal=0, scale=0.5), "sm90")
+        grad_q, _ = backward.backward_launches(inputs, outputs, AttentionParams(causal=0, scale=0.5), "sm90")
         launches = [
             norm.forward_launch(x, x, vector, vector, x, x, sums, sums, 1e-5, False, 0.1, seed),
             dropout.forward_launch(x, None, None, x, True, 0.1, seed),
-            delta,
+            grad_q,
         ]
         run(launches, x)
         launched.clear()

@@ -50,7 +50,7 @@ def test_a_whole_call_of_attention_is_replayed(on_a_gpu, monkeypatch, name, drop
     monkeypatch.setattr(attention, "check_inputs", None)
     monkeypatch.setattr(cached, "_prepare_and_run", None)
     node, forward, both = call()
-    assert node == "transformer_fast::attention_backward" and (forward, both) == (1, 4)
+    assert node == "transformer_fast::attention_backward" and (forward, both) == (1, 3)
     assert all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
 
 
@@ -118,7 +118,7 @@ def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypat
     for module in ("forward", "backward"):
         monkeypatch.setattr(f"transformer_fast.triton.attention.{module}.attention_{module}", None)
     assert outcomes(*call()) == by_launchers
-    assert len(on_a_gpu) == 4 and all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
+    assert len(on_a_gpu) == 3 and all(driver_call[6:9] == (None, None, None) for driver_call in on_a_gpu)
 
 
 def test_another_window_is_another_call(on_a_gpu):
@@ -195,7 +195,7 @@ def test_the_seed_of_a_launch_is_a_number_that_backward_gets_again(on_a_gpu):
         torch.manual_seed(6)
         number = _seed.draw_seed(torch.device("cpu")).item()
         launches = [seen(driver_call)[-1] for driver_call in on_a_gpu]
-        assert [number in arguments for arguments in launches] == [True, False, True, True], "delta has no dropout"
+        assert [number in arguments for arguments in launches] == [True, True, True]
 
 
 def test_a_captured_graph_draws_its_seed_on_the_device(monkeypatch):

@@ -37,6 +37,5 @@ def test_the_committed_table():
         "grad_q",
         "grad_kv",
         "decode",
-        "delta",
     }
     assert (resources.RESULTS / "resources.md").read_text() == resources.markdown(record["kernels"])

@@ -16,7 +16,7 @@ from transformer_fast.triton.attention.launches import call_kind
 from transformer_fast.triton.configs import ATTENTION, LONG, AttentionConfig, attention_config
 from transformer_fast.triton.launcher import Launch
 
-from .kernels import Steps, Walked, compiled
+from .kernels import Steps, compiled
 from .predictions import Launched
 from .tensors import META, number, results, values
 
@@ -42,7 +42,7 @@ def parameters(case: Case, packed: bool, device: str = META) -> AttentionParams:
 
 
 def launches(case: Case, packed: bool, device: str = META) -> list[tuple[str, Launch]]:
-    """(kernel, launch) of a case in order: forward; delta, grad_q, grad_kv. On META they are those of an H100."""
+    """(kernel, launch) of a case in order: forward; grad_q, grad_kv. On META they are those of an H100."""
     params, arch = parameters(case, packed, device), ARCHITECTURE if device == META else None
     if packed:
         of_queries, of_keys = ((int(n.sum()), case.H, case.D) for n in (case.query_lengths(), case.key_lengths()))
@@ -64,7 +64,7 @@ def launches(case: Case, packed: bool, device: str = META) -> list[tuple[str, La
         inputs = tensor(values, of_queries), q, k, v, out, logsumexp, None
         gradients = (tensor(results, shape) for shape in (of_queries, of_keys, of_keys))
         outputs = (*gradients, *backward.row_buffers(q, logsumexp, params))
-        names = ("delta", "grad_q", "grad_kv")
+        names = ("grad_q", "grad_kv")
         found += zip(names, backward.backward_launches(inputs, outputs, params, arch), strict=True)
     return found
 
@@ -116,11 +116,10 @@ def moved(case: Case, kernel: str, packed: bool) -> int:
     )
     rows = {
         "forward": 2 * queries + 2 * real_keys,  # q, out; k, v
-        "delta": 2 * queries,  # out and its gradient
-        "grad_q": 3 * queries + 2 * real_keys,  # q and its gradient, that of out; k, v
+        "grad_q": 4 * queries + 2 * real_keys,  # q and its gradient, out and its; k, v
         "grad_kv": 2 * queries + 2 * real_keys + 2 * keys,  # q, the gradient of out; k, v and theirs
     }[kernel]
-    statistics = {"forward": 1, "delta": 1, "grad_q": 2, "grad_kv": 2}[kernel] * queries
+    statistics = {"forward": 1, "grad_q": 2, "grad_kv": 2}[kernel] * queries
     return case.H * (rows * case.D * case.dtype.itemsize + 4 * statistics)
 
 
@@ -144,13 +143,10 @@ def launched(case: Case, packed: bool = False) -> Iterator[Launched]:
     params = parameters(case, packed)
     pairs = case.useful_pairs() if packed else case.pairs()
     for kernel, launch in launches(case, packed):
-        if kernel == "delta":
-            own: tuple[Steps | Walked, ...] = (Walked(),) * launch.grid
-        else:
-            bits, block_d = case.dtype.itemsize * 8, launch.arguments["BLOCK_D"]
-            config = attention_config(kernel, ARCHITECTURE, bits, block_d, call_kind(case.keys, params))
-            own = works(case, kernel, (config.block_queries, config.block_keys), packed)
-            if len(own) != launch.grid:
-                raise RuntimeError(f"{case}: {kernel} has {launch.grid} programs, and the model {len(own)}")
-        operations = 2.0 * PRODUCTS.get(kernel, 0) * pairs * case.H * case.D
+        bits, block_d = case.dtype.itemsize * 8, launch.arguments["BLOCK_D"]
+        config = attention_config(kernel, ARCHITECTURE, bits, block_d, call_kind(case.keys, params))
+        own = works(case, kernel, (config.block_queries, config.block_keys), packed)
+        if len(own) != launch.grid:
+            raise RuntimeError(f"{case}: {kernel} has {launch.grid} programs, and the model {len(own)}")
+        operations = 2.0 * PRODUCTS[kernel] * pairs * case.H * case.D
         yield Launched(compiled(launch), own, moved(case, kernel, packed), operations)

@@ -159,7 +159,6 @@ def visits(monkeypatch, call, tensors):
     out, logsumexp = forward.attention_forward(*tensors[:3], call)
     forward_tiles = counts.pop("forward") // 2
     q, k, v, grad = tensors
-    # The tile of queries has as many rows as that of delta.
     watch(backward_kv, "grad_kv", 32)
     backward.attention_backward(grad, q, k, v, out, logsumexp, call)
     return forward_tiles, counts["grad_q"] // 2, counts["grad_kv"] // 2

@@ -43,7 +43,6 @@ class Launch:
         arguments: every argument by name, constants included; more than the kernel takes do no harm.
         num_warps, num_stages: compile options.
         max_registers: compile option, registers a thread may take at most; None leaves it to the compiler.
-        fuse: compile option, whether a product and a sum may be rounded once.
     """
 
     name: str
@@ -53,14 +52,13 @@ class Launch:
     num_warps: int
     num_stages: int
     max_registers: int | None = None
-    fuse: bool = True
 
     def options(self) -> dict[str, int]:
         """The compile options, as Triton takes them."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         if self.max_registers is not None:
             options["maxnreg"] = self.max_registers
-        return options if self.fuse else options | {"enable_fp_fusion": False}
+        return options
 
 
 def architecture_of(tensor: Tensor) -> str:

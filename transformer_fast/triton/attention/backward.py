@@ -1,7 +1,7 @@
 """Masked attention, backward: weights are computed again from the logsumexp, tile by tile.
 
-Method: T. Dao, "FlashAttention-2", 2023, section 3.1.2, as three kernels: delta (one number a row), the gradient of q
-(both in :mod:`.backward_q`), and the gradients of k and v (:mod:`.backward_kv`).
+Method: T. Dao, "FlashAttention-2", 2023, section 3.1.2, as two kernels: the gradient of q, with delta (one number a
+row), which the next one needs (:mod:`.backward_q`), and the gradients of k and v (:mod:`.backward_kv`).
 Every sum has one owner and one order: two runs agree bit for bit.
 """
 
@@ -12,32 +12,36 @@ from torch import Tensor
 
 from ...attention_params import AttentionParams
 from ..launcher import Launch, architecture_of, blocks_of, empties_like, widen_bf16_if_interpreted
-from .backward_kv import DELTA_ROWS, grad_kv_kernel
-from .backward_q import delta_kernel, grad_q_kernel
-from .launches import kernel_views, packed_view, run_call, tile_launch
-from .tiles import changes_scores, padded_head_dim, positive_scale, tensor_arguments, within_reach
+from .backward_kv import grad_kv_kernel
+from .backward_q import grad_q_kernel
+from .launches import kernel_views, run_call, tile_launch
+from .steps import FLAG_ROWS
+from .tiles import changes_scores, positive_scale
 
 
 def row_buffers(q: Tensor, logsumexp: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What the kernels of one call leave for each other: delta, which tiles of rows have empty ones, sums of weights.
+    """What grad_q leaves for grad_kv: delta, flags of rows without keys, sums of weights.
 
     `logsumexp` is (B, H, Lq), or (H, Tq) of a packed batch.
     """
-    rows = logsumexp.shape[-1]
-    tiles = blocks_of(rows, DELTA_ROWS) * (logsumexp.numel() // rows)
-    empty_tiles = torch.empty(tiles, dtype=torch.int32, device=logsumexp.device)
+    rows, a_flag = logsumexp.shape[-1], FLAG_ROWS.value
+    if params.packed is None:
+        flags = logsumexp.numel() // rows * blocks_of(rows, a_flag)
+    else:
+        flags = logsumexp.shape[0] * (rows // a_flag + params.packed.cu_seqlens_q.shape[0] - 1)
+    empty_flags = torch.empty(flags, dtype=torch.int32, device=logsumexp.device)
     # What 16-bit types cannot show is not corrected.
     if q.dtype == torch.float32 or changes_scores(params):
         delta, sums = empties_like(logsumexp, logsumexp)
-        return delta, empty_tiles, sums
-    return torch.empty_like(logsumexp), empty_tiles, None
+        return delta, empty_flags, sums
+    return torch.empty_like(logsumexp), empty_flags, None
 
 
 def backward_launches(
     inputs: tuple[Tensor | None, ...], outputs: tuple[Tensor | None, ...], params: AttentionParams,
     arch: str | None = None,
 ) -> list[Launch]:  # fmt: skip
-    """The three launches from :func:`attention_backward`'s tensors to the gradients, by way of :func:`row_buffers`.
+    """The two launches from :func:`attention_backward`'s tensors to the gradients, by way of :func:`row_buffers`.
 
     Args:
         inputs: grad_out, q, k, v, out, logsumexp, grad_logsumexp.
@@ -46,40 +50,21 @@ def backward_launches(
         arch: architecture class; None for that of q's GPU.
     """
     grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
-    grad_q, grad_k, grad_v, delta, empty_tiles, sums = outputs
+    grad_q, grad_k, grad_v, delta, empty_flags, sums = outputs
     q, scale, _ = positive_scale(q, params.scale)
     params = replace(params, scale=scale)
-    if params.packed is None:
-        all_grad_out, all_out = within_reach(grad_out), within_reach(out)
-    else:
-        all_grad_out, all_out = (packed_view(t, 1, t.shape[0]) for t in (grad_out, out))
-    grad_out, q, k, v = kernel_views(params, (grad_out, q), (k, v))
+    grad_out, q, out, k, v = kernel_views(params, (grad_out, q, out), (k, v))
     grad_q, grad_k, grad_v = kernel_views(params, (grad_q,), (grad_k, grad_v), written=True)
     arch = architecture_of(q) if arch is None else arch
     tensors = {"grad_out": grad_out, "q": q, "k": k, "v": v}
-    rows = {"logsumexp": logsumexp, "delta": delta}
-    D = q.shape[-1]
+    rows = {"logsumexp": logsumexp, "delta": delta, "sums": sums, "empty_flags": empty_flags}
     return [
-        Launch(
-            f"attention delta {str(q.dtype)[6:]} d{padded_head_dim(D)}",
-            delta_kernel,
-            empty_tiles.shape[0],
-            {
-                **tensor_arguments(grad_out=all_grad_out, out=all_out), **rows, "grad_logsumexp": grad_logsumexp,
-                "empty_tiles": empty_tiles, "heads": all_out.shape[1], "queries": all_out.shape[2],
-                "HEAD_DIM": D, "BLOCK_D": padded_head_dim(D), "ROWS": DELTA_ROWS,
-            },
-            num_warps=4,
-            num_stages=1,
-            fuse=False,  # lanes that hold one row's sum twice would round it in two ways
+        tile_launch(
+            "grad_q", grad_q_kernel, q, k, arch, tensors | {"out": out, "grad_q": grad_q},
+            rows | {"grad_logsumexp": grad_logsumexp}, params,
         ),
         tile_launch(
-            "grad_q", grad_q_kernel, q, k, arch, tensors | {"grad_q": grad_q},
-            rows | {"sums": sums, "grad_logsumexp": grad_logsumexp}, params,
-        ),
-        tile_launch(
-            "grad_kv", grad_kv_kernel, q, k, arch, tensors | {"grad_k": grad_k, "grad_v": grad_v},
-            rows | {"sums": sums, "empty_tiles": empty_tiles}, params,
+            "grad_kv", grad_kv_kernel, q, k, arch, tensors | {"grad_k": grad_k, "grad_v": grad_v}, rows, params,
         ),
     ]  # fmt: skip
 

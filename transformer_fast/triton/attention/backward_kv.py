@@ -8,17 +8,16 @@ import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows
-from .steps import at_edge, program_of, query_steps, sequence, statistics_row, tile_at
+from .steps import FLAG_ROWS, at_edge, flag_row, program_of, query_steps, sequence, statistics_row, tile_at
 from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
 
-DELTA_ROWS = 32
-_ROWS = tl.constexpr(DELTA_ROWS)
+# Flags that are read at once.
 _SCAN = tl.constexpr(256)
 
 
 @jit
 def grad_kv_kernel(
-    grad_out, q, k, v, logsumexp, delta, sums, empty_tiles, grad_k, grad_v, keep, key_keep, lengths, bias,
+    grad_out, q, k, v, logsumexp, delta, sums, empty_flags, grad_k, grad_v, keep, key_keep, lengths, bias,
     distance_bias, query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
     tile_list, tile_counts, tile_order, map_batch, map_head,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
@@ -62,8 +61,7 @@ def grad_kv_kernel(
     k_acc = tl.zeros((BLOCK_KEYS, BLOCK_D), tl.float32)
     v_acc = tl.zeros((BLOCK_KEYS, BLOCK_D), tl.float32)
 
-    # Rows without keys give every value the same share, and the key nothing. Elsewhere they weigh nothing. Which tiles
-    # of rows hold any is counted over all rows of a packed batch: the first of a sequence may begin before it.
+    # Rows without keys give every value the same share, and the key nothing. Elsewhere they weigh nothing.
     if not ZERO_EMPTY_ROWS:
         masked = (tile_list is not None) or (lengths is not None) or (window is not None) or (key_ids is not None)
         masked = masked or BIASED
@@ -74,21 +72,22 @@ def grad_kv_kernel(
                 grad_out, batch, head, first_query, grad_out_batch, grad_out_head, grad_out_row, UNIT
             )
             first_row = statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
-            flags = empty_tiles + statistics_row(cu_seqlens_q, batch, head, heads, tl.cdiv(total_queries, _ROWS), 0)
-            flagged = tl.cdiv(first_query + queries, _ROWS)
-            for begin in tl.range(first_query // _ROWS, flagged, _SCAN):
+            flags = empty_flags + flag_row(cu_seqlens_q, batch, head, heads, first_query, queries)
+            flagged = tl.cdiv(queries, FLAG_ROWS)
+            for begin in tl.range(0, flagged, _SCAN):
                 near = begin + tl.arange(0, _SCAN)
                 found = any_true(tl.load(flags + near, mask=near < flagged, other=0))
                 for near_tile in tl.range(begin, tl.where(found, tl.minimum(begin + _SCAN, flagged), begin)):
-                    start = near_tile * _ROWS - first_query
-                    row = start + tl.arange(0, _ROWS)
-                    own = (row >= 0) & (row < queries)
-                    empty = tl.load(logsumexp + first_row + row, mask=own, other=0.0) == float("-inf")
-                    grad_tile = load_rows(head_grad_out, start, queries, grad_out_row, _ROWS, HEAD_DIM, BLOCK_D, UNIT)
+                    start = near_tile * FLAG_ROWS
+                    row = start + tl.arange(0, FLAG_ROWS)
+                    empty = tl.load(logsumexp + first_row + row, mask=row < queries, other=0.0) == float("-inf")
+                    grad_tile = load_rows(
+                        head_grad_out, start, queries, grad_out_row, FLAG_ROWS, HEAD_DIM, BLOCK_D, UNIT
+                    )
                     grad_tile = tl.where(empty[:, None], grad_tile, 0.0)
-                    weights = tl.where(empty, 1.0, 0.0)[:, None] + tl.zeros((_ROWS, BLOCK_KEYS), tl.float32)
+                    weights = tl.where(empty, 1.0, 0.0)[:, None] + tl.zeros((FLAG_ROWS, BLOCK_KEYS), tl.float32)
                     if seed is not None:
-                        kept = attention_keep_tile(random, start, start_key, _ROWS, BLOCK_KEYS)
+                        kept = attention_keep_tile(random, start, start_key, FLAG_ROWS, BLOCK_KEYS)
                         weights = kept_or_zero(kept, weights)
                     v_acc = tl.dot(tl.trans(weights.to(grad_tile.dtype)), grad_tile, v_acc, input_precision="ieee")
         v_acc *= 1.0 / keys.to(tl.float32)

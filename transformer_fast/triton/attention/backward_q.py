@@ -1,52 +1,27 @@
-"""Masked attention, backward: delta, one number a row, and the gradient of q, a program a tile of queries.
+"""Masked attention, backward: the gradient of q, a program a tile of queries.
 
-The second loops over the tiles of keys that its queries see, as the forward does.
+The program loops over the tiles of keys that its queries see, as the forward does. What it knows of its rows before, it
+leaves for the gradients of k and v: delta, one number a row, and which rows have no keys.
 """
 
 import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
-from .steps import at_edge, key_steps, program_of, sequence, statistics_row, tile_at
-from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
-
-
-@jit
-def delta_kernel(
-    grad_out, out, delta, empty_tiles, logsumexp, grad_logsumexp,
-    grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
-    out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
-    heads, queries,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """delta = sum over d of grad_out * out, less the gradient of the logsumexp: what the softmax's gradient subtracts
-    in each row. And which tiles of ROWS rows hold a row without keys."""
-    batch, head, tile = program_of(heads, queries, None, ROWS)
-    start = tile * ROWS
-    grad_out = at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT)
-    out = at_head(out, batch, head, out_batch, out_head, UNIT)
-    grad_tile = load_rows(grad_out, start, queries, grad_out_row, ROWS, HEAD_DIM, BLOCK_D, UNIT)
-    out_tile = load_rows(out, start, queries, out_row, ROWS, HEAD_DIM, BLOCK_D, UNIT)
-    row = start + tl.arange(0, ROWS)
-    sums = tl.sum(grad_tile.to(tl.float32) * out_tile.to(tl.float32), 1)
-    first_row = (batch * heads + head).to(tl.int64) * queries
-    empty = tl.load(logsumexp + first_row + row, mask=row < queries, other=0.0) == float("-inf")
-    if grad_logsumexp is not None:
-        # The logsumexp of an empty row is a constant, whatever gradient comes back to it (NaN, through an exp).
-        sums -= tl.load(grad_logsumexp + first_row + row, mask=(row < queries) & (empty == 0), other=0.0)
-    tl.store(empty_tiles + tl.program_id(0), tl.max(empty.to(tl.int32)))
-    tl.store(delta + first_row + row, sums, mask=row < queries)
+from .steps import FLAG_ROWS, at_edge, flag_row, key_steps, program_of, sequence, statistics_row, tile_at
+from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, row_products, store_rows
 
 
 @jit
 def grad_q_kernel(
-    grad_out, q, k, v, logsumexp, grad_logsumexp, delta, sums, grad_q, keep, key_keep, lengths, bias,
+    grad_out, q, k, v, out, logsumexp, grad_logsumexp, delta, sums, empty_flags, grad_q, keep, key_keep, lengths, bias,
     distance_bias, query_ids, key_ids, sinks, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
     tile_list, tile_counts, tile_order, map_batch, map_head,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
+    out_batch: tl.int64, out_head: tl.int64, out_row: tl.int64,
     grad_q_batch: tl.int64, grad_q_head: tl.int64, grad_q_row: tl.int64,
     keep_batch: tl.int64, keep_head: tl.int64, keep_query: tl.int64, keep_word,
     key_keep_batch: tl.int64, key_keep_head: tl.int64,
@@ -76,6 +51,7 @@ def grad_q_kernel(
     q = at_row(q, batch, head, first_query, q_batch, q_head, q_row, UNIT)
     k = at_row(k, batch, head // group, first_key, k_batch, k_head, k_row, UNIT)
     v = at_row(v, batch, head // group, first_key, v_batch, v_head, v_row, UNIT)
+    out = at_row(out, batch, head, first_query, out_batch, out_head, out_row, UNIT)
     grad_q = at_row(grad_q, batch, head, first_query, grad_q_batch, grad_q_head, grad_q_row, UNIT)
     bounds = Bounds(
         at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
@@ -102,11 +78,18 @@ def grad_q_kernel(
         tile_list += (first_tile_row + tile).to(tl.int64) * key_tiles
 
     first_row = statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
+    row = start_query + tl.arange(0, BLOCK_QUERIES)
     shift = tl.load(logsumexp + first_row + rows)
-    shift = tl.where(shift == float("-inf"), 0.0, shift) * (1.0 if BASE_E else LOG2E)
-    row_delta = tl.load(delta + first_row + rows)
+    empty = shift == float("-inf")
+    shift = tl.where(empty, 0.0, shift) * (1.0 if BASE_E else LOG2E)
     q_tile = load_rows(q, start_query, queries, q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
     grad_tile = load_rows(grad_out, start_query, queries, grad_out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
+    # What the softmax's gradient subtracts in each row.
+    out_tile = load_rows(out, start_query, queries, out_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)
+    row_delta = row_products(grad_tile, out_tile)
+    if grad_logsumexp is not None:
+        # The logsumexp of an empty row is a constant, whatever gradient comes back to it (NaN, through an exp).
+        row_delta -= tl.load(grad_logsumexp + first_row + rows, mask=empty == 0, other=0.0)
     acc = tl.zeros((BLOCK_QUERIES, BLOCK_D), tl.float32)
 
     # A large logsumexp has lost digits (beside a bias of -1e9 on a whole row, even the number of keys): weights from
@@ -142,9 +125,15 @@ def grad_q_kernel(
         if grad_logsumexp is not None:
             gradient_sum -= tl.load(grad_logsumexp + first_row + rows)
         row_delta = tl.where(summed, gradient_sum, row_delta)
-        row = start_query + tl.arange(0, BLOCK_QUERIES)
         tl.store(sums + first_row + row, row_sum, mask=row < queries)
-        tl.store(delta + first_row + row, row_delta, mask=row < queries)
+
+    tl.store(delta + first_row + row, row_delta, mask=row < queries)
+    if not ZERO_EMPTY_ROWS:
+        FLAGS: tl.constexpr = BLOCK_QUERIES // FLAG_ROWS
+        flag = tile * FLAGS + tl.arange(0, FLAGS)
+        found = tl.max(tl.reshape(empty.to(tl.int32), (FLAGS, FLAG_ROWS)), 1)
+        empty_flags += flag_row(cu_seqlens_q, batch, head, heads, first_query, queries)
+        tl.store(empty_flags + flag, found, mask=flag * FLAG_ROWS < queries)
 
     # Twice only where a NaN or Inf came out: then with such keys read as zeros. Where they are allowed, the scores
     # bring the NaN anyway.

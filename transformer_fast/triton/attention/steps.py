@@ -13,6 +13,9 @@ import triton.language as tl
 
 from .mask import first_visible, query_rows
 
+FLAG_ROWS = tl.constexpr(16)
+"""So many rows of a sequence have one flag: the smallest tile of queries."""
+
 # Ids that are read at once where a program looks for those of its own tile.
 _SCAN = tl.constexpr(1024)
 
@@ -57,6 +60,19 @@ def statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
         return (batch * heads + head).to(tl.int64) * total_queries
     else:
         return head.to(tl.int64) * total_queries + first_query
+
+
+@triton.jit
+def flag_row(cu_seqlens_q, batch, head, heads, first_query, queries):
+    """Where the flags of a sequence's rows begin, one for each FLAG_ROWS of them, in (B, H, cdiv(Lq, FLAG_ROWS)).
+
+    A packed batch has H * (Tq // FLAG_ROWS + B): the last flag of each sequence may be of fewer rows.
+    """
+    flags = tl.cdiv(queries, FLAG_ROWS)
+    if cu_seqlens_q is None:
+        return (batch * heads + head).to(tl.int64) * flags
+    else:
+        return (first_query // FLAG_ROWS + batch).to(tl.int64) * heads + head * flags
 
 
 @triton.jit

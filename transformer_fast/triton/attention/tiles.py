@@ -83,6 +83,17 @@ def store_rows(
 
 
 @triton.jit
+def row_products(a, b):
+    """The products of the rows of two tiles (rows, BLOCK_D): fp32 (rows,).
+
+    Each product is rounded before it is summed. One that the compiler rounds only together with another lane's makes
+    lanes differ that hold the sum of one row.
+    """
+    a = a.to(tl.float32)
+    return tl.sum(tl.fma(a, b.to(tl.float32), tl.zeros_like(a)), 1)
+
+
+@triton.jit
 def exponential(scores, shift, scale, BASE_E: tl.constexpr):
     """``exp(score - shift)``: scores and shift in base e, or raw scores (before `scale`) and a shift in base 2.
 
