@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 import emulate
 import emulate_mutants
+import emulate_record
 import emulated_backend
 import emulation_cases
 import ptx_emulator
@@ -108,6 +111,56 @@ def test_names_of_cases():
     cases = emulation_cases.cases()
     assert set(emulation_cases.QUICK) | set(emulation_cases.MUTATED) <= set(cases)
     assert set(emulation_cases.cases(5, 3)) == {*cases, "random 5 0", "random 5 1", "random 5 2"}
+
+
+def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
+    """What passed is not run again; what failed is, and so is what a damaged line or other kernels leave open."""
+    wrong, ran = {"dropout bf16 5x64"}, []
+
+    def run_case(name, arch, *_):
+        ran.append(name)
+        return emulate.Outcome(name, arch, kernels=["k"], error="wrong" if name in wrong else None)
+
+    @contextlib.contextmanager
+    def pool(workers):
+        with ThreadPoolExecutor(workers) as executor:
+            yield executor
+
+    monkeypatch.setattr(emulate, "run_case", run_case)
+    monkeypatch.setattr(emulate, "pool", pool)
+    path = tmp_path / "kept" / "passed.jsonl"
+
+    def run(*flags):
+        ran.clear()
+        flags = ("--only", "dropout bf16 5x64*", "--arch", "80", "--continue", str(path), *flags)
+        monkeypatch.setattr(sys, "argv", ["emulate.py", *flags])
+        return emulate.main(), sorted(ran)
+
+    names = ["dropout bf16 5x64", "dropout bf16 5x64, bias, ReLU", "dropout bf16 5x64, bias, residual"]
+    assert run() == (1, names)
+    assert run() == (1, names[:1])
+    wrong.clear()
+    assert run() == (0, names[:1])
+    capsys.readouterr()
+    assert run() == (0, []) and "3 cases have passed before" in capsys.readouterr().out
+    assert run("--seed", "1") == (0, names)
+    path.write_text(path.read_text()[:-20])
+    assert len(run("--seed", "1")[1]) == 1 and run("--seed", "1") == (0, [])
+    monkeypatch.setattr(emulate_record, "state", lambda: "kernels of another day")
+    assert run("--seed", "1") == (0, names)
+
+
+def test_the_state_of_a_record_is_that_of_kernels_and_cases():
+    files = {
+        str(path.relative_to(emulate_record.ROOT))
+        for pattern in emulate_record.DECISIVE
+        for path in emulate_record.ROOT.glob(pattern)
+    }
+    assert {
+        *("transformer_fast/triton/attention/backward_q.py", "transformer_fast/reference/attention.py"),
+        *("tools/ptx_emulator/codegen.py", "tests/emulation_cases.py", "transformer_fast/masks.py"),
+    } <= files
+    assert all(any(emulate_record.ROOT.glob(pattern)) for pattern in emulate_record.DECISIVE)
 
 
 def test_a_kernel_that_no_case_launches_is_named():

@@ -1,11 +1,15 @@
 """``make emulate``: the compiled Triton kernels, executed on the CPU and held to the reference.
 
     python tools/emulate.py [--arch 80 90] [--only PATTERN] [--order lockstep reverse] [--random 30] [--json FILE]
+                            [--continue FILE]
     python tools/emulate.py --mutants [--all]
 
 Each case of tests/emulation_cases.py is a call of a public function. Its kernels are compiled by Triton as for a GPU,
 their PTX runs in tools/ptx_emulator, and every result is checked by the gate of CONTRIBUTING. Warps run in each order
 asked for, and the results must agree bit for bit. A finding of the emulator fails, as a wrong result does.
+
+With ``--continue FILE`` a case that has passed before is not run again: FILE keeps what passed, for as long as kernels,
+reference, cases, emulator and versions are the same. All cases take hours.
 
 With ``--mutants``, kernels are made faulty in one place at a time, and the share that is seen is printed.
 """
@@ -36,6 +40,7 @@ import fuzz_gate
 import helpers
 import torch
 from emulate_mutants import mutant_summary, run_mutants, seen_share
+from emulate_record import PassedBefore
 from emulated_backend import all_kernels, emulated_backend, launched_kernels
 from emulation_cases import MUTATED, cases
 from ptx_emulator import mutants
@@ -158,8 +163,14 @@ def pool(workers: int) -> Iterator[ProcessPoolExecutor]:
 
 
 def run_cases(jobs: list[tuple[str, int]], arguments: argparse.Namespace) -> list[Outcome]:
-    """Run cases in processes, and print each that fails."""
-    outcomes = []
+    """Run cases in processes, and print each that fails. Those that passed before come first, as they were."""
+    outcomes, record = [], None
+    if arguments.passed_before is not None:
+        record = PassedBefore(arguments.passed_before, {"seed": arguments.seed, "orders": arguments.order})
+        before = {(outcome.name, outcome.arch): outcome for outcome in (Outcome(**kept) for kept in record)}
+        outcomes = [before[job] for job in jobs if job in before]
+        jobs = [job for job in jobs if job not in before]
+        print(f"{len(outcomes)} cases have passed before ({record.path}), {len(jobs)} are to be run", flush=True)
     with pool(arguments.workers) as executor:
         futures: dict[Future[Outcome], tuple[str, int]] = {
             executor.submit(run_case, name, arch, arguments.order, arguments.seed, arguments.random): (name, arch)
@@ -174,6 +185,8 @@ def run_cases(jobs: list[tuple[str, int]], arguments: argparse.Namespace) -> lis
             outcomes.append(outcome)
             if not outcome.passed:
                 tqdm.write(described(outcome))
+            elif record is not None:
+                record.add(dataclasses.asdict(outcome))
             bar.set_postfix(wrong=sum(not o.passed for o in outcomes), refresh=False)
     return outcomes
 
@@ -220,6 +233,13 @@ def main() -> int:
     parser.add_argument("--mutants", action="store_true", help="run faulty kernels instead, and say which are seen")
     parser.add_argument("--all", action="store_true", help="every mutant, not a sample")
     parser.add_argument("--least", type=float, default=0.8, help="share of mutants to see (default: %(default)s)")
+    parser.add_argument(
+        "--continue",
+        type=Path,
+        metavar="FILE",
+        dest="passed_before",
+        help="what has passed; added to, and not run again",
+    )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the outcomes to a file")
     arguments = parser.parse_args()
     if os.environ.get("TRITON_INTERPRET") == "1":
