@@ -6,6 +6,7 @@ python benchmarks/report.py results/benchmarks.json --out results
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections import defaultdict
 from pathlib import Path
@@ -87,7 +88,7 @@ def duration(info: dict[str, Any]) -> str:
 
 def draw(name: str, cases: list[dict[str, Any]], path: Path) -> None:
     """Bars of the peers' ratios, a group a case, on a log scale from the line at 1, which is ours; other forms of ours,
-    as without padding, are diamonds: left of the line they are faster still."""
+    as without padding, are black marks: left of the line they are faster still."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -111,10 +112,9 @@ def draw(name: str, cases: list[dict[str, Any]], path: Path) -> None:
         widths = [ratio - 1 for ratio in ratios]
         axes.barh([y + index * height for y in places], widths, left=1.0, height=height * 0.9, label=peer)
     axes.axvline(1.0, color="black", linewidth=1)
-    for form in (name for name in names if name not in peers):
+    for form, mark in zip((name for name in names if name not in peers), itertools.cycle("Dos^v")):
         places, ratios = known(form)
-        label = f"{form} (left of the line: faster still)"
-        axes.plot(ratios, [y + middle for y in places], "D", color="black", markersize=5, label=label)
+        axes.plot(ratios, [y + middle for y in places], mark, color="black", markersize=5, label=form)
     axes.set_yticks([y + middle for y in range(len(cases))], [title(case) for case in cases], fontsize=8)
     axes.invert_yaxis()
     axes.set_xscale("log")
@@ -124,7 +124,7 @@ def draw(name: str, cases: list[dict[str, Any]], path: Path) -> None:
     axes.margins(y=0.01)
     axes.set_xlabel("time of the peer / time of ours (right of the line: ours is faster)")
     axes.set_title(f"{name}: transformer_fast against its peers")
-    axes.legend(fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 

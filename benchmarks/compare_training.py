@@ -1,0 +1,130 @@
+"""Target tokens a second of training on a corpus: with padding in the layers, packed, and packed in bfloat16.
+
+    python benchmarks/compare_training.py --source train.en.gz --target train.de.gz --out results
+
+A side makes whole updates (loss, gradients, clipping, Adam) of a recipe's model, on batches of the first epoch, each
+batch on every side before the next. Batches are of about equally long targets, so packing can leave out little more
+than the padding of the sources; its share stands beside the speeds. bfloat16 is timed where there are instructions for
+its products.
+
+Printed as a table, and written to OUT/compare_training.json where it is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import transformer_fast
+from transformer_fast import extension
+from transformer_fast.translation import Tokenizer, TrainConfig, build_model, load_recipe, read_parallel
+from transformer_fast.translation.batching import Corpus, TokenBatches
+from transformer_fast.translation.environment import choose_device, multiplies_bf16
+from transformer_fast.translation.learner import Learner
+from transformer_fast.translation.ranks import Ranks
+
+SIDES: dict[str, dict[str, Any]] = {
+    "padded": {"packed": False, "amp": "off"},
+    "packed": {"packed": True, "amp": "off"},
+    "packed, bf16": {"packed": True, "amp": "bf16"},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What one size of batches came to.
+
+    Attributes:
+        batch_tokens: most padded tokens of a batch, on either side.
+        source_padding, target_padding: share of the positions that are padding.
+        tokens_per_second: target tokens, by side.
+    """
+
+    batch_tokens: int
+    source_padding: float
+    target_padding: float
+    tokens_per_second: dict[str, float]
+
+
+def compare(config: TrainConfig, corpus: Corpus, vocabulary: int, updates: int) -> Result:
+    """Updates on every side, after one that warms up."""
+    device = choose_device(config)
+    learners = {}
+    for side, settings in SIDES.items():
+        if settings["amp"] == "off" or device.type == "cuda" or multiplies_bf16():
+            own = dataclasses.replace(config, **settings)
+            learners[side] = Learner(own, build_model(own, vocabulary), device, Ranks())
+    batches = TokenBatches(corpus, config.batch_tokens, config.seed)
+    seconds = dict.fromkeys(learners, 0.0)
+    tokens, real, positions = 0, [0, 0], [0, 0]
+    for step in range(updates + 1):
+        batch, count = batches.next_batch()
+        for side, learner in learners.items():
+            start = time.perf_counter()
+            loss, _ = learner.update(step + 1, [batch], count)
+            float(loss)  # waits for a GPU
+            seconds[side] += (time.perf_counter() - start) * (step > 0)
+        if step > 0:
+            tokens += count
+            for n, (ids, lengths) in enumerate(
+                ((batch.source, batch.source_lengths), (batch.target_in, batch.target_lengths))
+            ):
+                real[n] += int(lengths.sum())
+                positions[n] += ids.numel()
+    padding = (1 - real[n] / positions[n] for n in range(2))
+    return Result(config.batch_tokens, *padding, {side: tokens / taken for side, taken in seconds.items()})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--source", required=True, help="sentences, one a line, plain or .gz")
+    parser.add_argument("--target", required=True, help="their translations, line by line")
+    parser.add_argument("--recipe", default="multi30k-tiny", help="default: %(default)s")
+    parser.add_argument("--batch-tokens", type=int, nargs="+", default=[2048, 8192], help="default: %(default)s")
+    parser.add_argument("--updates", type=int, default=20, help="timed, of each side (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, help="folder for compare_training.json")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    given = {"source": args.source, "target": args.target, "save": "not written"}
+    config = TrainConfig(**{**load_recipe(args.recipe).training, **given})
+    text = read_parallel(args.source, args.target)
+    tokenizer = Tokenizer.train((*text.source, *text.target), config.vocab_size, lowercase=config.lowercase)
+    corpus = Corpus(text, tokenizer, config.max_length)
+    results = []
+    for size in args.batch_tokens:
+        result = compare(dataclasses.replace(config, batch_tokens=size), corpus, len(tokenizer), args.updates)
+        if not results:
+            sides = list(result.tokens_per_second)
+            print(
+                f"| tokens a batch | padding: source | target | {' | '.join(sides)} |\n|{' --- |' * (3 + len(sides))}"
+            )
+        results.append(result)
+        padded = result.tokens_per_second["padded"]
+        speeds = (f"{speed:.0f} ({speed / padded:.2f})" for speed in result.tokens_per_second.values())
+        shares = f"{result.source_padding:.1%} | {result.target_padding:.1%}"
+        print(f"| {size} | {shares} | {' | '.join(speeds)} |", flush=True)
+    if args.out:
+        report = {
+            "what": "target tokens a second of whole updates, each batch on every side before the next",
+            "recipe": args.recipe,
+            "updates": args.updates,
+            "threads": args.threads,
+            "vector_unit": extension.build_info().get("instruction_set"),
+            "versions": {"torch": torch.__version__, "transformer_fast": transformer_fast.__version__},
+            "results": [dataclasses.asdict(result) for result in results],
+        }
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "compare_training.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
