@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import platform
 import signal
 import threading
 from pathlib import Path
@@ -62,6 +63,16 @@ def test_bf16_on_a_cpu_without_the_unit_says_so(
     messages = Messages()
     train(short_config(corpus, tmp_path / "run", amp=amp, max_steps=1), messages)
     assert any("AVX512-BF16" in text for text in messages.texts) == (amp == "bf16" and not has_unit)
+
+
+def test_where_bf16_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = Path("/proc/cpuinfo")
+    if platform.machine() == "x86_64" and flags.exists():
+        words = flags.read_text().split()
+        assert environment.multiplies_bf16() == ("avx512_bf16" in words or "amx_tile" in words)
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert environment.multiplies_bf16() is False
 
 
 def test_it_learns(tmp_path: Path) -> None:

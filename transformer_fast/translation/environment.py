@@ -46,7 +46,7 @@ def multiplies_bf16() -> bool:
     """Whether this CPU has instructions for products of bfloat16: AVX512-BF16 or AMX, or those of ARM."""
     if platform.machine().lower() in ("x86_64", "amd64"):
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 @contextlib.contextmanager
