@@ -29,6 +29,7 @@ from transformer_fast.translation.batching import Corpus, TokenBatches
 from transformer_fast.translation.environment import choose_device, multiplies_bf16
 from transformer_fast.translation.learner import Learner
 from transformer_fast.translation.ranks import Ranks
+from transformer_fast.translation.tokenizer import PAD
 
 SIDES: dict[str, dict[str, Any]] = {
     "padded": {"packed": False, "amp": "off"},
@@ -53,17 +54,22 @@ class Result:
     tokens_per_second: dict[str, float]
 
 
+def sides_of(device: torch.device) -> list[str]:
+    """Those that there are instructions for."""
+    bf16 = device.type == "cuda" or multiplies_bf16()
+    return [side for side, settings in SIDES.items() if bf16 or settings["amp"] == "off"]
+
+
 def compare(config: TrainConfig, corpus: Corpus, vocabulary: int, updates: int) -> Result:
     """Updates on every side, after one that warms up."""
     device = choose_device(config)
     learners = {}
-    for side, settings in SIDES.items():
-        if settings["amp"] == "off" or device.type == "cuda" or multiplies_bf16():
-            own = dataclasses.replace(config, **settings)
-            learners[side] = Learner(own, build_model(own, vocabulary), device, Ranks())
+    for side in sides_of(device):
+        own = dataclasses.replace(config, **SIDES[side])
+        learners[side] = Learner(own, build_model(own, vocabulary), device, Ranks())
     batches = TokenBatches(corpus, config.batch_tokens, config.seed)
     seconds = dict.fromkeys(learners, 0.0)
-    tokens, real, positions = 0, [0, 0], [0, 0]
+    tokens, padding, positions = 0, [0, 0], [0, 0]
     for step in range(updates + 1):
         batch, count = batches.next_batch()
         for side, learner in learners.items():
@@ -73,13 +79,11 @@ def compare(config: TrainConfig, corpus: Corpus, vocabulary: int, updates: int) 
             seconds[side] += (time.perf_counter() - start) * (step > 0)
         if step > 0:
             tokens += count
-            for n, (ids, lengths) in enumerate(
-                ((batch.source, batch.source_lengths), (batch.target_in, batch.target_lengths))
-            ):
-                real[n] += int(lengths.sum())
+            for n, ids in enumerate((batch.source, batch.target_in)):
+                padding[n] += int((ids == PAD).sum())
                 positions[n] += ids.numel()
-    padding = (1 - real[n] / positions[n] for n in range(2))
-    return Result(config.batch_tokens, *padding, {side: tokens / taken for side, taken in seconds.items()})
+    shares = (padding[n] / positions[n] for n in range(2))
+    return Result(config.batch_tokens, *shares, {side: tokens / taken for side, taken in seconds.items()})
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,14 +102,11 @@ def main(arguments: list[str] | None = None) -> int:
     text = read_parallel(args.source, args.target)
     tokenizer = Tokenizer.train((*text.source, *text.target), config.vocab_size, lowercase=config.lowercase)
     corpus = Corpus(text, tokenizer, config.max_length)
+    sides = sides_of(choose_device(config))
+    print(f"| tokens a batch | padding: source | target | {' | '.join(sides)} |\n|{' --- |' * (3 + len(sides))}")
     results = []
     for size in args.batch_tokens:
         result = compare(dataclasses.replace(config, batch_tokens=size), corpus, len(tokenizer), args.updates)
-        if not results:
-            sides = list(result.tokens_per_second)
-            print(
-                f"| tokens a batch | padding: source | target | {' | '.join(sides)} |\n|{' --- |' * (3 + len(sides))}"
-            )
         results.append(result)
         padded = result.tokens_per_second["padded"]
         speeds = (f"{speed:.0f} ({speed / padded:.2f})" for speed in result.tokens_per_second.values())

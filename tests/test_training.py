@@ -48,6 +48,8 @@ def test_precision_and_device_that_are_not_there(corpus: dict[str, str], tmp_pat
 
 
 class Messages(Silent):
+    """Keeps what is said."""
+
     def __init__(self) -> None:
         self.texts: list[str] = []
 
@@ -196,17 +198,12 @@ def test_interrupts_are_left_alone_outside_the_main_thread(corpus: dict[str, str
 
 def test_corpus_of_a_run_reports_what_it_left_out(corpus: dict[str, str], tmp_path: Path) -> None:
     text = read_parallel(corpus["source"], corpus["target"])
-    messages: list[str] = []
-
-    class Listening(Silent):
-        def message(self, text: str) -> None:
-            messages.append(text)
-
-    train(short_config(corpus, tmp_path, max_steps=1, max_length=20), Listening())
+    messages = Messages()
+    train(short_config(corpus, tmp_path, max_steps=1, max_length=20), messages)
     trained = load_trained(tmp_path)
     kept = Corpus(text, trained.tokenizer, 20)
     assert kept.too_long > 0
-    assert messages[0].startswith(f"{len(kept):,} sentence pairs, {kept.too_long:,} left out, 60 pieces")
+    assert messages.texts[0].startswith(f"{len(kept):,} sentence pairs, {kept.too_long:,} left out, 60 pieces")
 
 
 def test_a_seed_reproduces_a_run_to_the_bit(corpus: dict[str, str], tmp_path: Path) -> None:

@@ -161,7 +161,7 @@ def run_call(
     run_cached((name, *lengths_of_packed, *options), inputs, outputs, launches, sources, MAP_TENSORS)
 
 
-def packed_view(t: Tensor, batches: int, longest: int) -> Tensor:
+def _packed_view(t: Tensor, batches: int, longest: int) -> Tensor:
     """(T, H, D) as a (B, H, longest, D) of which every batch is the whole: a sequence's first row is added in the
     kernel."""
     return within_reach(t.transpose(0, 1))[:, :longest].expand(batches, -1, -1, -1)
@@ -180,4 +180,4 @@ def kernel_views(
     if params.packed is None:
         return [t if written else within_reach(t) for t in (*queries, *keys)]
     packed, B = params.packed, params.packed.cu_seqlens_q.shape[0] - 1
-    return [packed_view(t, B, packed.max_q) for t in queries] + [packed_view(t, B, packed.max_k) for t in keys]
+    return [_packed_view(t, B, packed.max_q) for t in queries] + [_packed_view(t, B, packed.max_k) for t in keys]
