@@ -28,8 +28,9 @@ using I = Int32Vector;
 constexpr int64_t kW = kLanes<float>, kPanel = kStepPanel;
 constexpr int64_t kBlock = 192;  // rows of a task
 constexpr int64_t kAhead = 16;   // groups, by which weights are fetched before they are read
-// 12 x 2 or 4 x 2 sums, the weights of a group and a broadcast.
-constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 4;
+constexpr int64_t kLine = 64 / sizeof(int32_t);
+// 12 x 2 or 6 x 2 sums, 2 vectors of weights, a broadcast and a product.
+constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
 
 // Elements in a group.
 template <typename Element>
@@ -75,16 +76,17 @@ Quantized quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
 }
 
 // x rounded to bfloat16, with zeros up to `padded`.
-Quantized quantize(const float* x, int64_t depth, c10::BFloat16* q, int64_t padded) {
+[[maybe_unused]] Quantized quantize(const float* x, int64_t depth, c10::BFloat16* q, int64_t padded) {
   for_columns<float>(0, depth, [&](int64_t c, auto count, int) { store_some(q + c, load(x + c, count), count); });
   std::fill_n(q + depth, padded - depth, c10::BFloat16(0.0f));
   return {1, 0};
 }
 
-// The rows of a call: in planes of words (see quantized_products.h), and their scales.
+// The rows of a call: the words of a group in each plane (see quantized_products.h) one after the other, and their
+// scales.
 struct QuantizedRows {
   const int32_t* words;
-  int64_t stride, plane;
+  int64_t stride;
   const float* scales;
 };
 
@@ -93,24 +95,27 @@ QuantizedRows quantize_rows(const float* x, int64_t rows, int64_t depth) {
   static thread_local GrowingBuffer<int32_t> words_buffer;
   static thread_local GrowingBuffer<float> scales_buffer;
   using Element = typename Products::Element;
-  const int64_t plane = (groups_of<Element>(depth) + kW - 1) / kW * kW;
-  const int64_t stride = Products::kPlanes * plane + kW;  // not a power of two
+  constexpr int64_t planes = Products::kPlanes;
+  const int64_t padded = (groups_of<Element>(depth) + kW - 1) / kW * kW;
+  const int64_t stride = planes * padded + kW;  // not a power of two
   int32_t* const words = words_buffer.reserve(rows * stride);
   float* const scales = scales_buffer.reserve(rows);
   at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / depth), [&](int64_t begin, int64_t end) {
     static thread_local GrowingBuffer<float> groups_buffer;
-    float* const groups = groups_buffer.reserve(plane);
+    float* const groups = groups_buffer.reserve(padded);
     for (int64_t row = begin; row < end; ++row) {
-      scales[row] = quantize(x + row * depth, depth, reinterpret_cast<Element*>(groups), kGroup<Element> * plane).scale;
-      for (int64_t group = 0; group < plane; group += kW) {
-        I in_planes[Products::kPlanes];
+      scales[row] =
+          quantize(x + row * depth, depth, reinterpret_cast<Element*>(groups), kGroup<Element> * padded).scale;
+      for (int64_t group = 0; group < padded; group += kW) {
+        I in_planes[planes];
         Products::planes(reinterpret_cast<I>(load(groups + group)), in_planes);
-        for (int p = 0; p < Products::kPlanes; ++p)
-          std::memcpy(words + row * stride + p * plane + group, &in_planes[p], sizeof(I));
+        int32_t* const to = words + row * stride + planes * group;
+        for (int64_t lane = 0; lane < kW; ++lane)
+          for (int64_t plane = 0; plane < planes; ++plane) to[planes * lane + plane] = in_planes[plane][lane];
       }
     }
   });
-  return {words, stride, plane, scales};
+  return {words, stride, scales};
 }
 
 // A panel of packed weights, and what its results become.
@@ -143,13 +148,17 @@ void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, float* ou
     for (int64_t group = begin; group < end; ++group) {
       const int32_t* const at = panel.weights + group * kPanel;
       __builtin_prefetch(at + kAhead * kPanel);
-      __builtin_prefetch(at + kAhead * kPanel + kPanel - 1);
-      const auto low = Products::weights(load_words(at)), high = Products::weights(load_words(at + kW));
+      if constexpr (kPanel > kLine) __builtin_prefetch(at + kAhead * kPanel + kLine);
+      const I low_words = load_words(at), high_words = load_words(at + kW);
+#pragma GCC unroll 2
+      for (int plane = 0; plane < Products::kPlanes; ++plane) {
+        const auto low = Products::weights(low_words, plane), high = Products::weights(high_words, plane);
 #pragma GCC unroll 12
-      for (int m = 0; m < kRows; ++m) {
-        const int32_t* const inputs = words + m * x.stride + group;
-        sums[m][0] = Products::add(sums[m][0], inputs, x.plane, low);
-        sums[m][1] = Products::add(sums[m][1], inputs, x.plane, high);
+        for (int m = 0; m < kRows; ++m) {
+          const int32_t inputs = words[m * x.stride + group * Products::kPlanes + plane];
+          sums[m][0] = Products::add(sums[m][0], inputs, low);
+          sums[m][1] = Products::add(sums[m][1], inputs, high);
+        }
       }
     }
 #pragma GCC unroll 12
@@ -202,8 +211,9 @@ void linear(const QuantizedLinearParams& p) {
   });
 }
 
-template <typename Element>
+template <typename Products>
 void pack(const float* const* rows, int64_t outputs, int64_t depth, void* packed) {
+  using Element = typename Products::Element;
   const int64_t panels = (outputs + kPanel - 1) / kPanel, groups = groups_of<Element>(depth);
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     static thread_local GrowingBuffer<float> words_buffer;
@@ -218,27 +228,31 @@ void pack(const float* const* rows, int64_t outputs, int64_t depth, void* packed
         block[n] = row.scale, block[kPanel + n] = std::bit_cast<float>(row.sum);
       }
       const auto row_at = [&](int64_t n, int64_t k, int64_t count) { return load_some(words + n * groups + k, count); };
-      transpose_rows<float>(columns, groups, row_at,
-                            [&](int64_t k, int64_t n, V v) { store(block + (kPanelHeader + k) * kPanel + n, v); });
+      transpose_rows<float>(columns, groups, row_at, [&](int64_t k, int64_t n, V v) {
+        const I words = Products::stored(reinterpret_cast<I>(v));
+        store(block + (kPanelHeader + k) * kPanel + n, reinterpret_cast<V>(words));
+      });
     }
   });
 }
 
-void int8_linear(const QuantizedLinearParams& params) {
-#if defined(__AVX512F__)
-  static const bool vnni = VnniBytes::is_there();
-  if (vnni) return linear<VnniBytes>(params);
-#endif
-  linear<WidenedBytes>(params);
+template <typename Products>
+QuantizedKernels kernels_of() {
+  return {&pack<Products>, &linear<Products>};
 }
 
 }  // namespace
 
-QuantizedKernels int8_kernels() { return {&pack<int8_t>, &int8_linear}; }
+QuantizedKernels int8_kernels() {
+#if defined(__AVX512F__)
+  if (VnniBytes::is_there()) return kernels_of<VnniBytes>();
+#endif
+  return kernels_of<WidenedBytes>();
+}
 
 QuantizedKernels bf16_kernels() {
 #if defined(__AVX512BF16__)
-  return {&pack<c10::BFloat16>, &linear<Bf16Products>};
+  return kernels_of<Bf16Products>();
 #else
   return {nullptr, nullptr};
 #endif

@@ -13,9 +13,11 @@ inline CounterVector multiply_low_words(CounterVector v, uint32_t constant) {
   return reinterpret_cast<CounterVector>(_mm256_mul_epu32(reinterpret_cast<__m256i>(v), _mm256_set1_epi64x(constant)));
 }
 
-inline IntegerVector<float> multiply_pairs(IntegerVector<float> a, IntegerVector<float> b) {
-  return reinterpret_cast<IntegerVector<float>>(
-      _mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+inline IntegerVector<float> add_products_of_halves(IntegerVector<float> sums, IntegerVector<float> a,
+                                                   IntegerVector<float> b) {
+  const __m256i products = _mm256_madd_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b));
+  asm("vpaddd %1, %0, %0" : "+x"(sums) : "x"(products));  // a compiler adds products first, and has no registers left
+  return sums;
 }
 
 inline Vector<float> load(const c10::Half* p) {

@@ -13,9 +13,10 @@ inline CounterVector multiply_low_words(CounterVector v, uint32_t constant) {
   return reinterpret_cast<CounterVector>(_mm512_mul_epu32(reinterpret_cast<__m512i>(v), _mm512_set1_epi64(constant)));
 }
 
-inline IntegerVector<float> multiply_pairs(IntegerVector<float> a, IntegerVector<float> b) {
-  return reinterpret_cast<IntegerVector<float>>(
-      _mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
+inline IntegerVector<float> add_products_of_halves(IntegerVector<float> sums, IntegerVector<float> a,
+                                                   IntegerVector<float> b) {
+  return sums + reinterpret_cast<IntegerVector<float>>(
+                    _mm512_madd_epi16(reinterpret_cast<__m512i>(a), reinterpret_cast<__m512i>(b)));
 }
 
 // The compiler would convert half a vector at a time.

@@ -26,10 +26,10 @@ inline V multiply_low_words(V v, uint32_t constant) {
   return (v & 0xffffffff) * constant;
 }
 
-// In every 32-bit lane, the sum of the two products of its 16-bit halves.
+// In every 32-bit lane, the two products of its 16-bit halves are added to the sum.
 template <typename V>
-inline V multiply_pairs(V a, V b) {
-  return (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+inline V add_products_of_halves(V sums, V a, V b) {
+  return sums + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 }
 
 inline Vector<float> load(const float* p) {

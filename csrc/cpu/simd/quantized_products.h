@@ -1,7 +1,8 @@
 // Products of elements of less than 32 bits, several to a lane: those of a row times the weights of an output.
 //
 // A struct is one way to multiply. Its inputs lie in planes, one 32-bit word in each for a group of elements of a row.
-// `weights` is what a vector of the weights' words becomes before several rows are multiplied with it.
+// `stored` is how a vector of the weights' words is kept, and `weights` what it becomes for a plane before several rows
+// are multiplied with it.
 #pragma once
 
 #include "vec.h"
@@ -31,30 +32,32 @@ struct ByteProducts {
   static Vector<float> result(Sums sums) { return __builtin_convertvector(sums, Vector<float>); }
 };
 
-// On any vector unit: bytes become 16-bit elements, whose products are summed in pairs. The even inputs of four are one
-// word, the odd ones another.
+// On any vector unit, by 16-bit products that are summed in pairs: the even inputs of four bytes are one word, the odd
+// ones another. Two weights lie in 16 bits as w = even + 256 odd, so that splitting them takes little; that x_even * w
+// has 256 x_even * odd too much is made up for by the plane of the odd inputs, x_odd - 256 x_even. After each group the
+// sums are those of the bytes' products.
 struct WidenedBytes : ByteProducts<0> {
   static constexpr int kPlanes = 2;
 
-  struct Weights {
-    Int32Vector even, odd;
-  };
-
-  static Weights weights(Int32Vector bytes) {
+  static Int32Vector stored(Int32Vector bytes) {
     const Int16Vector pairs = reinterpret_cast<Int16Vector>(bytes);
-    return {reinterpret_cast<Int32Vector>(pairs << 8 >> 8), reinterpret_cast<Int32Vector>(pairs >> 8)};
+    return reinterpret_cast<Int32Vector>(even(pairs) + (pairs >> 8 << 8));
+  }
+
+  static Int32Vector weights(Int32Vector words, int plane) {
+    return plane == 0 ? words : reinterpret_cast<Int32Vector>((reinterpret_cast<Int16Vector>(words) + 128) >> 8);
   }
 
   static void planes(Int32Vector bytes, Int32Vector (&to)[kPlanes]) {
-    const Weights split = weights(bytes);
-    to[0] = split.even, to[1] = split.odd;
+    const Int16Vector pairs = reinterpret_cast<Int16Vector>(bytes);
+    to[0] = reinterpret_cast<Int32Vector>(even(pairs));
+    to[1] = reinterpret_cast<Int32Vector>((pairs >> 8) - (even(pairs) << 8));
   }
 
-  // x: the first plane at a group of a row; the second is `plane` words behind it.
-  static Sums add(Sums sums, const int32_t* x, int64_t plane, const Weights& w) {
-    sums += multiply_pairs(Int32Vector{} + x[0], w.even);
-    return sums + multiply_pairs(Int32Vector{} + x[plane], w.odd);
-  }
+  static Sums add(Sums sums, int32_t x, Int32Vector w) { return add_products_of_halves(sums, Int32Vector{} + x, w); }
+
+ private:
+  static Int16Vector even(Int16Vector pairs) { return pairs << 8 >> 8; }
 };
 
 #if defined(__AVX512F__)
@@ -63,16 +66,15 @@ struct WidenedBytes : ByteProducts<0> {
 struct VnniBytes : ByteProducts<128> {
   static constexpr int kPlanes = 1;
 
-  using Weights = Int32Vector;
-
-  static Weights weights(Int32Vector bytes) { return bytes; }
+  static Int32Vector stored(Int32Vector bytes) { return bytes; }
+  static Int32Vector weights(Int32Vector bytes, int) { return bytes; }
 
   static void planes(Int32Vector bytes, Int32Vector (&to)[kPlanes]) {
     to[0] = bytes ^ static_cast<int32_t>(0x80808080);
   }
 
-  static Sums add(Sums sums, const int32_t* x, int64_t, Weights w) {
-    const Int32Vector inputs = Int32Vector{} + x[0];
+  static Sums add(Sums sums, int32_t x, Int32Vector w) {
+    const Int32Vector inputs = Int32Vector{} + x;
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(inputs), "v"(w));
     return sums;
   }
@@ -92,15 +94,15 @@ struct Bf16Products {
 
   using Element = c10::BFloat16;
   using Sums = Vector<float>;
-  using Weights = Vector<float>;
 
   static Sums begin(Int32Vector) { return Sums{}; }
   static Vector<float> result(Sums sums) { return sums; }
-  static Weights weights(Int32Vector pairs) { return reinterpret_cast<Weights>(pairs); }
+  static Int32Vector stored(Int32Vector pairs) { return pairs; }
+  static Vector<float> weights(Int32Vector pairs, int) { return reinterpret_cast<Vector<float>>(pairs); }
   static void planes(Int32Vector pairs, Int32Vector (&to)[kPlanes]) { to[0] = pairs; }
 
-  static Sums add(Sums sums, const int32_t* x, int64_t, Weights w) {
-    return add_pairs(sums, reinterpret_cast<Vector<float>>(Int32Vector{} + x[0]), w);
+  static Sums add(Sums sums, int32_t x, Vector<float> w) {
+    return add_pairs(sums, reinterpret_cast<Vector<float>>(Int32Vector{} + x), w);
   }
 };
 #endif
