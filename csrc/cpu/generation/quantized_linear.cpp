@@ -229,8 +229,8 @@ void pack(const float* const* rows, int64_t outputs, int64_t depth, void* packed
       }
       const auto row_at = [&](int64_t n, int64_t k, int64_t count) { return load_some(words + n * groups + k, count); };
       transpose_rows<float>(columns, groups, row_at, [&](int64_t k, int64_t n, V v) {
-        const I words = Products::stored(reinterpret_cast<I>(v));
-        store(block + (kPanelHeader + k) * kPanel + n, reinterpret_cast<V>(words));
+        const I stored = Products::stored(reinterpret_cast<I>(v));
+        store(block + (kPanelHeader + k) * kPanel + n, reinterpret_cast<V>(stored));
       });
     }
   });
