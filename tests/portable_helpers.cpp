@@ -138,10 +138,10 @@ void check_byte_products() {
     Int32Vector weights, planes[Products::kPlanes];
     std::memcpy(&weights, w, sizeof(weights));
     Products::planes(Int32Vector{} + word, planes);
-    int32_t inputs[Products::kPlanes];
-    for (int p = 0; p < Products::kPlanes; ++p) inputs[p] = planes[p][0];
     const int32_t offset = -Products::begin(Int32Vector{} + 1)[0];
-    const Int32Vector found = Products::add(Int32Vector{} + i, inputs, 1, Products::weights(weights));
+    Int32Vector found = Int32Vector{} + i;
+    for (int p = 0; p < Products::kPlanes; ++p)
+      found = Products::add(found, planes[p][0], Products::weights(Products::stored(weights), p));
     for (int64_t lane = 0; lane < kLanes<float>; ++lane) {
       int32_t expected = i;
       for (int k = 0; k < 4; ++k) expected += (x[k] + offset) * w[4 * lane + k];
