@@ -180,7 +180,7 @@ def normal(*shape: int, seed: int = 0, shift: float = 0.0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) + shift
 
 
-NORM_SHAPES = ((1, 8), (37, 20), (9, 97), (3, 513), (150, 33), (2, 5000), (0, 40))
+NORM_SHAPES = ((1, 8), (37, 20), (9, 97), (3, 513), (150, 33), (2, 5000), (1, 16390), (0, 40))
 DROPOUT_SHAPES = ((1, 1), (33, 7), (5, 64), (6, 129), (3, 512), (2, 2500))
 # (rows, width, vocabulary)
 LOSS_SHAPES = ((1, 8, 5), (70, 40, 50), (17, 16, 1500), (5, 16, 9001))
@@ -190,7 +190,7 @@ def op_cases() -> Iterator[EmulationCase]:
     """Norm, dropout and loss, on the shapes that break kernels; all of these in bf16."""
     for dtype in DTYPES:
         every = dtype == "bf16"
-        norms = norm_cases(NORM_SHAPES if every else NORM_SHAPES[1:4:2] + NORM_SHAPES[5:6])
+        norms = norm_cases(NORM_SHAPES if every else NORM_SHAPES[1:4:2] + NORM_SHAPES[5:7])
         dropouts = dropout_cases(DROPOUT_SHAPES if every else DROPOUT_SHAPES[1::2])
         losses = loss_cases(LOSS_SHAPES if every else LOSS_SHAPES[1:])
         for case in (*norms, *dropouts, *losses):
@@ -205,7 +205,7 @@ def norm_cases(shapes: Iterable[tuple[int, int]]) -> Iterator[Case]:
             del inputs["bias"]
             norm = partial(norm, bias=None)
         yield Case("norm", f"{kind} {rows}x{d}", inputs, norm)
-        if (rows, d) in ((37, 20), (2, 5000)):
+        if (rows, d) in ((37, 20), (2, 5000), (1, 16390)):
             more = inputs | {"residual": normal(rows, d, seed=4)}
             yield Case("norm", f"{kind} {rows}x{d}, residual, dropout", more, partial(norm, dropout_p=0.3))
     plain = partial(ops.layer_norm, weight=None, bias=None, eps=1e-5)

@@ -35,9 +35,10 @@ from transformer_fast.triton.launcher import launch_cache
 NORM = "norm bf16 layer 37x20, residual, dropout"
 LOSS = "loss bf16 70x40, vocabulary 50"
 ATTENTION = "attention bf16 lengths, causal, dropout"
+FACTOR_IN_REGISTERS = "packed bf16 relative, softcap"  # arithmetic for it moved below a wgmma.fence
 
 
-CALLS = [(80, name) for name in emulation_cases.QUICK] + [(90, name) for name in (ATTENTION, NORM)]
+CALLS = [(80, name) for name in emulation_cases.QUICK] + [(90, name) for name in (ATTENTION, NORM, FACTOR_IN_REGISTERS)]
 
 
 @pytest.mark.parametrize(("arch", "name"), CALLS)

@@ -50,9 +50,11 @@ def _product(factor: int) -> str:
     return f"{{ .reg .b64 product; mul.wide.u32 product, $2, {factor}; mov.b64 {{$0, $1}}, product; }}"
 
 
+# The interpreter and GPUs of another maker do not know it.
+PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
+
 # One instruction for both halves, which compilers do not make of the two products below; as 64-bit tensors it would
-# change how Triton lays out the words. The interpreter and GPUs of another maker do not know PTX.
-_PTX = tl.constexpr(not triton.knobs.runtime.interpret and torch.version.hip is None)
+# change how Triton lays out the words.
 _FACTORS = tl.constexpr((0xD2511F53, 0xCD9E8D57))
 _PRODUCTS = tl.constexpr(tuple(map(_product, _FACTORS.value)))
 
@@ -60,7 +62,7 @@ _PRODUCTS = tl.constexpr(tuple(map(_product, _FACTORS.value)))
 @triton.jit
 def _multiply(x, NUMBER: tl.constexpr):
     """(low, high) halves of the product of uint32 words with one of the two factors."""
-    if _PTX:
+    if PTX:
         return tl.inline_asm_elementwise(
             _PRODUCTS[NUMBER], "=r,=r,r", [x], dtype=(tl.uint32, tl.uint32), is_pure=True, pack=1
         )
@@ -112,7 +114,7 @@ def kept_or_zero(kept, values):
     LLVM would round before it selects, where the zero is a constant, and then has to take pairs of 16 bits apart.
     """
     zero = tl.full((), 0.0, tl.float32)
-    if _PTX:
+    if PTX:
         zero = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [zero], dtype=tl.float32, is_pure=True, pack=1)
     return tl.where(kept, values, zero)
 

@@ -9,7 +9,18 @@ import triton.language as tl
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import FLAG_ROWS, at_edge, flag_row, key_steps, program_of, sequence, statistics_row, tile_at
-from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, row_products, store_rows
+from .tiles import (
+    LOG2E,
+    any_true,
+    at_head,
+    at_row,
+    exponential,
+    factor_in_registers,
+    jit,
+    load_rows,
+    row_products,
+    store_rows,
+)
 
 
 @jit
@@ -179,6 +190,6 @@ def grad_q_kernel(
                 grad_scores *= slope
             if NONFINITE_PASS:
                 k_tile = tl.where((k_tile - k_tile) == 0.0, k_tile, 0.0)
-            acc = tl.dot(grad_scores.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
+            acc = tl.dot(factor_in_registers(grad_scores.to(k_tile.dtype)), k_tile, acc, input_precision="ieee")
 
     store_rows(grad_q, acc * scale, start_query, queries, grad_q_row, BLOCK_QUERIES, HEAD_DIM, BLOCK_D, UNIT)

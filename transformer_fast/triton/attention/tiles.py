@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention_params import AttentionParams
+from ..philox import PTX
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -91,6 +92,18 @@ def row_products(a, b):
     """
     a = a.to(tl.float32)
     return tl.sum(tl.fma(a, b.to(tl.float32), tl.zeros_like(a)), 1)
+
+
+@triton.jit
+def factor_in_registers(x):
+    """x, all of it computed where this stands: for a product's first factor in the loop of a kernel.
+
+    PTX wants wgmma.fence between whatever writes that factor and the product. LLVM knows of no tie between the two, and
+    may move arithmetic below the fence (triton-lang/triton#9433); ptxas then waits for one product before the next.
+    """
+    if PTX and x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
 
 
 @triton.jit
