@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import handwritten as hw
 import pytest
@@ -180,3 +181,20 @@ def test_sizes_at_which_every_unit_of_work_is_cut() -> None:
     src, lengths = torch.randint(2, 70, (30, 11)), torch.randint(1, 12, (30,))
     expected = answers(with_reference_linears(model), src, lengths, max_length=6, cache=False)
     assert answers(model, src, lengths, max_length=6, quantize="int8") == expected
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+def test_kept_weights_follow_the_model(quantize: str | None) -> None:
+    model, (src, lengths) = tiny().requires_grad_(False), batch()
+    given = {"src_lengths": lengths, **MARKS}
+    config = GenerationConfig(beam=3, quantize=quantize)
+    kept = dataclasses.replace(config, keep_weights=True)
+    answers = []
+    for other in tiny(1), tiny(2):
+        model.load_state_dict(other.state_dict())
+        answers.append(generate(model, src, **given, config=config))
+        for _ in range(2):
+            assert generate(model, src, **given, config=kept) == answers[-1]
+    assert answers[0] != answers[1]
+    with pytest.raises(ValueError, match=r"keep_weights=True is for models that are no longer trained"):
+        generate(tiny(), src, **given, config=kept)

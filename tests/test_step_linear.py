@@ -98,3 +98,32 @@ def test_without_the_extension(monkeypatch):
     monkeypatch.setattr(extension, "load", lambda: False)
     monkeypatch.setattr(weights, "_has_onednn", lambda: False)
     assert torch.equal(StepLinear([linear], 3)(x), linear(x))
+
+
+def test_weights_are_kept_until_one_is_written_to():
+    linears = layers(20, 9, 33)
+    x = torch.randn(3, 20)
+
+    def expected():
+        return torch.cat([linear(x) for linear in linears], dim=-1)
+
+    writes = {
+        "none": lambda: None,
+        "a step of an optimizer": lambda: torch.optim.SGD(linears[0].parameters(), lr=0.1).step(),
+        "a state": lambda: linears[1].load_state_dict(layers(20, 33)[0].state_dict()),
+        "other data": lambda: setattr(linears[0].weight, "data", torch.randn(9, 20)),
+    }
+    for rows in (3, weights.NATIVE_ROWS + 1):
+        for what, write in writes.items():
+            expected().sum().backward()
+            before = StepLinear(linears, rows, keep=True).operand(rows)
+            write()
+            step = StepLinear(linears, rows, keep=True)
+            assert (step.operand(rows) is before) == (what == "none"), what
+            torch.testing.assert_close(step(x), expected(), msg=what)
+
+
+def test_weights_are_not_kept_unasked():
+    [linear] = layers(20, 9)
+    assert StepLinear([linear], 3).operand(3) is not StepLinear([linear], 3).operand(3)
+    assert not hasattr(linear.weight, "_tensor_cache")

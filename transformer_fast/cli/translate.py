@@ -150,7 +150,7 @@ def _translator(args: argparse.Namespace, device: torch.device) -> Translator:
         if trained.tokenizer.model != tokenizer.model:
             first = args.model[0]
             raise ConfigError(f"{folder} has another tokenizer than {first}; only models with one can work together")
-    models = [trained.model for trained in runs]
+    models = [trained.model.requires_grad_(False) for trained in runs]
     names = [field.name for field in dataclasses.fields(GenerationConfig)]
     given = {name: getattr(args, name) for name in names if hasattr(args, name)}
     generation = runs[0].generation
@@ -163,7 +163,7 @@ def _translator(args: argparse.Namespace, device: torch.device) -> Translator:
     return Translator(
         average_models(models) if args.average else models,
         tokenizer,
-        config=dataclasses.replace(generation, **given),
+        config=dataclasses.replace(generation, **given, keep_weights=True),
         batch_tokens=args.batch_tokens,
         longest=min(trained.config.max_length for trained in runs),
     )

@@ -51,6 +51,10 @@ class GenerationConfig:
         quantize: "int8" multiplies with int8 weights, on a CPU, for fp32 models whose decoder takes a cache. They are
             quantised when `generate` is called, each output's by a scale of its own; inputs row by row. "bf16" rounds
             both to bfloat16, where the CPU multiplies that (AVX512-BF16).
+        keep_weights: what a call lays out of the weights for its steps on a CPU, quantised or not, stays on the model's
+            parameters for the next call; it takes their memory once more. For a model that is no longer trained:
+            its parameters must not require gradients. Writes that PyTorch counts are seen, such as loading a state;
+            those through `.data`, or by a fused optimizer that still has their gradients, are not.
 
     All but repetition_penalty, force_eos and renormalize choose among continuations and leave their probabilities as
     the model has them.
@@ -85,6 +89,7 @@ class GenerationConfig:
     cache: bool = True
     graph: bool = False
     quantize: str | None = None
+    keep_weights: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "suppress", tuple(self.suppress))
@@ -92,7 +97,11 @@ class GenerationConfig:
             ("beam n_best beam_groups", lambda v: _is_int(v, 1), "an int >= 1"),
             ("top_k no_repeat_ngram", lambda v: _is_int(v, 0), "an int >= 0"),
             ("seed", lambda v: v is None or _is_int(v, 0), "None or an int >= 0"),
-            ("sample force_eos renormalize alignments cache graph", lambda v: isinstance(v, bool), "True or False"),
+            (
+                "sample force_eos renormalize alignments cache graph keep_weights",
+                lambda v: isinstance(v, bool),
+                "True or False",
+            ),
             ("early_stop", lambda v: isinstance(v, bool) or v == "now", 'True, False or "now"'),
             ("slots", lambda v: v in ("close", "keep"), '"close" or "keep"'),
             ("length_penalty", _is_number, "a finite number"),

@@ -139,12 +139,17 @@ class Decoding:
         rows: how many rows there will be at most.
 
     Raises:
-        ValueError: with `config.graph` or `config.quantize`, where that cannot be; says why.
+        ValueError: with `config.graph`, `config.quantize` or `config.keep_weights`, where that cannot be; says why.
     """
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, *, rows: int) -> None:
         self._steps: list[CachedStep | UncachedStep] = []
-        self._forms = [quantization.apply(form_of(model), config.quantize) for model in models]
+        if config.keep_weights and any(p.requires_grad for model in models for p in model.parameters()):
+            raise ValueError(
+                "keep_weights=True is for models that are no longer trained, but there are parameters that require "
+                "gradients; expected model.requires_grad_(False) before"
+            )
+        self._forms = [quantization.apply(form_of(model), config.quantize, config.keep_weights) for model in models]
         mask, attention = request.src_mask, config.reads_attention
         longest = int(request.limits.max()) if len(request.limits) else 1
         for form in self._forms:

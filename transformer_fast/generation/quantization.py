@@ -17,9 +17,11 @@ from .forms import Form
 from .weights import prepack
 
 
-def apply(form: Form, quantize: str | None) -> Form:
+def apply(form: Form, quantize: str | None, keep: bool = False) -> Form:
     """The form with its encoder's weights quantised, where it is one of `transformer_fast` (another stays as it is).
     The decoder's and those of `out` are by `CachedStep`.
+
+    quantize, keep: as in `GenerationConfig`.
 
     Raises:
         ValueError: where there is an obstacle; says which.
@@ -32,7 +34,7 @@ def apply(form: Form, quantize: str | None) -> Form:
     if not is_plain(encoder, Encoder) or not all(isinstance(layer, EncoderLayer) for layer in encoder.layers):
         return form
     model = copy.copy(form.model)
-    model.__dict__["_modules"] = {**form.model._modules, "encoder": prepack(encoder, 0, quantize)}
+    model.__dict__["_modules"] = {**form.model._modules, "encoder": prepack(encoder, 0, quantize, keep)}
     return dataclasses.replace(form, model=model)
 
 

@@ -46,7 +46,9 @@ class CachedStep:
     ) -> None:
         rows = max(rows, memory.shape[0])
         rows = row_class(rows) if config.graph else rows
-        self._decoder, self._out = (prepack(module, rows, config.quantize) for module in (decoder, out))
+        self._decoder, self._out = (
+            prepack(module, rows, config.quantize, config.keep_weights) for module in (decoder, out)
+        )
         self._cache: DecoderCache
         self._graphs, self._fused = None, None
         if config.graph:

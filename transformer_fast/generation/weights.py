@@ -1,4 +1,4 @@
-"""A model's weights in the layout in which steps of few rows read them fastest, for the time of one call.
+"""A model's weights in the layout in which steps of few rows read them fastest, for the time of one call or longer.
 
 Nothing of the model itself is changed, so that several threads may decode with one model: `prepack` makes a copy of its
 modules that shares their parameters, in which plain linear layers are `StepLinear`, or `QuantizedLinear`.
@@ -7,6 +7,7 @@ modules that shares their parameters, in which plain linear layers are `StepLine
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -18,6 +19,7 @@ from ..layers.feed_forward import ACTIVATIONS
 from ..layers.hooks import is_plain
 from ..layers.linear import is_linear
 from ..ops.linear import linear
+from ..tensor_cache import get_or_compute
 
 NATIVE_ROWS = 24
 """Rows up to which the native product, which is bound by reading the weight, is the fastest."""
@@ -41,10 +43,12 @@ class StepLinear(nn.Module):
         linears: plain linear layers of one input, all with a bias or none.
         rows: how many there will be at most; 0 for a single call, which a copy would not repay.
         relu: of the outputs.
+        keep: the copy for the next `StepLinear` of these layers, as in `GenerationConfig.keep_weights`.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], rows: int, *, relu: bool = False) -> None:
+    def __init__(self, linears: Sequence[nn.Linear], rows: int, *, relu: bool = False, keep: bool = False) -> None:
         super().__init__()
+        self.keep = keep
         self._weights = weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears]
         self.bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
@@ -75,11 +79,21 @@ class StepLinear(nn.Module):
             return None
         if self._use_native and rows <= NATIVE_ROWS:
             if self._packed is None:
-                self._packed = torch.ops.transformer_fast.pack_step_weight(self._weights)
+                self._packed = self._copied("step", lambda: torch.ops.transformer_fast.pack_step_weight(self._weights))
             return self._packed
         if self._use_onednn and self._blocked is None:
-            self._blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight, rows)
+            blocked = functools.partial(torch.ops.mkldnn._reorder_linear_weight, self.weight, rows)
+            self._blocked = self._copied(f"blocked for {rows} rows", blocked)
         return self._blocked
+
+    def _copied(self, layout: str, copy_of: Callable[[], Tensor]) -> Tensor:
+        """The weights in a layout: what is kept of them, or a copy made now."""
+        if not self.keep:
+            return copy_of()
+        first, *others = self._weights
+        # An address tells of a parameter that was given other data, which counts as no write.
+        key = (layout, *(weight.data_ptr() for weight in self._weights))
+        return get_or_compute(first, key, tuple(others), copy_of)
 
     @property
     def weight(self) -> Tensor:
@@ -96,12 +110,14 @@ class QuantizedLinear(StepLinear):
     says. The weights are quantised when they are first needed.
 
     Args:
-        linears, rows, relu: as for `StepLinear`.
+        linears, rows, relu, keep: as for `StepLinear`.
         quantize: as in `GenerationConfig`.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], rows: int, *, relu: bool = False, quantize: str) -> None:
-        super().__init__(linears, rows, relu=relu)
+    def __init__(
+        self, linears: Sequence[nn.Linear], rows: int, *, relu: bool = False, keep: bool = False, quantize: str
+    ) -> None:
+        super().__init__(linears, rows, relu=relu, keep=keep)
         self.quantize = quantize
 
     def forward(self, x: Tensor) -> Tensor:
@@ -112,19 +128,19 @@ class QuantizedLinear(StepLinear):
     def operand(self, rows: int) -> Tensor:
         """The weights for `quantized_linear`."""
         if self._packed is None:
-            dtype = QUANTIZED[self.quantize]
-            self._packed = torch.ops.transformer_fast.pack_quantized_weight(self._weights, dtype)
+            pack = torch.ops.transformer_fast.pack_quantized_weight
+            self._packed = self._copied(self.quantize, lambda: pack(self._weights, QUANTIZED[self.quantize]))
         return self._packed
 
 
 class StepFeedForward(nn.Module):
     """`FeedForward` without dropout; if its activation is ReLU, that is done where its input is made."""
 
-    def __init__(self, module: FeedForward, rows: int, quantize: str | None = None) -> None:
+    def __init__(self, module: FeedForward, rows: int, quantize: str | None = None, keep: bool = False) -> None:
         super().__init__()
         self.activation = module.activation
-        self.linear_1 = _step_linear([module.linear_1], rows, quantize, relu=module.activation == "relu")
-        self.linear_2 = _step_linear([module.linear_2], rows, quantize)
+        self.linear_1 = _step_linear([module.linear_1], rows, quantize, keep, relu=module.activation == "relu")
+        self.linear_2 = _step_linear([module.linear_2], rows, quantize, keep)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., d_model) -> (..., d_model)."""
@@ -138,24 +154,27 @@ def _has_onednn() -> bool:
     return mkldnn.enabled and mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
-def _step_linear(linears: Sequence[nn.Linear], rows: int, quantize: str | None, *, relu: bool = False) -> StepLinear:
+def _step_linear(
+    linears: Sequence[nn.Linear], rows: int, quantize: str | None, keep: bool, *, relu: bool = False
+) -> StepLinear:
     if quantize is None or (quantize == "int8" and linears[0].in_features > INT8_INPUTS):
-        return StepLinear(linears, rows, relu=relu)
-    return QuantizedLinear(linears, rows, relu=relu, quantize=quantize)
+        return StepLinear(linears, rows, relu=relu, keep=keep)
+    return QuantizedLinear(linears, rows, relu=relu, keep=keep, quantize=quantize)
 
 
-def prepack(module: nn.Module, rows: int, quantize: str | None = None) -> nn.Module:
+def prepack(module: nn.Module, rows: int, quantize: str | None = None, keep: bool = False) -> nn.Module:
     """A copy of a module and all below it, with the same parameters, in evaluation mode, for decoding step by step.
 
-    rows: how many a step will have at most. quantize: as in `GenerationConfig`; the caller has seen to it that there is
-    no `quantization.obstacle`.
+    rows: how many a step will have at most. quantize, keep: as in `GenerationConfig`; the caller has seen to it that
+    there is no `quantization.obstacle`.
     """
     if is_linear(module):
-        return _step_linear([module], rows, quantize)
+        return _step_linear([module], rows, quantize, keep)
     if is_plain(module, FeedForward) and all(map(is_linear, (module.linear_1, module.linear_2))):
-        return StepFeedForward(module, rows, quantize)
+        return StepFeedForward(module, rows, quantize, keep)
     clone = copy.copy(module)
-    children = {name: prepack(child, rows, quantize) for name, child in module._modules.items() if child is not None}
+    known = [(name, child) for name, child in module._modules.items() if child is not None]
+    children = {name: prepack(child, rows, quantize, keep) for name, child in known}
     # Buffers of its own: another call that extends a positional table must not free one that a CUDA graph reads.
     clone.__dict__.update(_modules=children, _buffers=dict(module._buffers), training=False)
     return clone
@@ -168,5 +187,5 @@ def concat_linears(*linears: nn.Module, rows: int = 0) -> Callable[[Tensor], Ten
     plain = [one for linear in steps for one in linear.linears]
     kinds = {step.quantize if isinstance(step, QuantizedLinear) else None for step in steps}
     if len(plain) == len(linears) and len(kinds) == 1 and len({linear.bias is None for linear in plain}) == 1:
-        return _step_linear(plain, rows, kinds.pop())
+        return _step_linear(plain, rows, kinds.pop(), all(step.keep for step in steps))
     return lambda x: torch.cat([linear(x) for linear in linears], dim=-1)
