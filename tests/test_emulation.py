@@ -216,6 +216,39 @@ def test_the_mutants_of_a_text():
     assert shorter[0].value.numel() == 2 and shorter[1] is launch.arguments[1]
 
 
+FENCES = """
+.visible .entry kernel()
+{
+	fence.proxy.async.shared::cta;
+	st.shared.b32 [ %r1 ], %r2;
+	fence.proxy.async.shared::cta;
+$L__tmp1:
+	ld.shared.b32 %r2, [ %r1 ];
+	fence.proxy.async.shared::cta;
+	wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r3}, %rd1, %rd2, 0, 1, 1, 0, 0;
+	fence.proxy.async.shared::cta;
+	cp.async.wait_group 0;
+	fence.proxy.async.shared::cta;
+$L__BB0_1:
+	fence.proxy.async.shared::cta;
+	@%p1 bra $L__BB0_1;
+	fence.proxy.async.shared::cta;
+	ret;
+}
+"""
+
+
+def test_a_proxy_fence_beside_another():
+    """One after it orders what it does, unless a product comes first; one before did, unless memory is written since,
+    or another way leads here."""
+    found = mutants.mutants(mutants.RecordedLaunch(FENCES, (1, 1, 1), 128, 0, ()))
+    fences = [m for m in found if m.kind == "proxy fence"]
+    after = [mutants.another_beside(FENCES, m, "after", mutants.MULTIPLIES) for m in fences]
+    before = [mutants.another_beside(FENCES, m, "before", mutants.WRITES_SHARED) for m in fences]
+    assert after == [True, True, False, True, False, False, False]
+    assert before == [False, False, True, True, False, False, False]
+
+
 @pytest.fixture(scope="module")
 def recorded():
     """The launches of a norm and a loss, each with its judge."""

@@ -6,6 +6,7 @@ import pickle
 import random
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from operator import attrgetter
 
 from emulated_backend import emulated_backend
 from emulation_cases import cases
@@ -77,8 +78,8 @@ def sampled(recorded: list[tuple[bytes, list[int]]], seed: int | None) -> list[t
 
 
 def seen_share(verdicts: list[mutants.Verdict]) -> float:
-    """Of those that were not shown to change nothing."""
-    rest = [v for v in verdicts if not v.changes_nothing]
+    """Of those that were neither shown to change nothing nor noted."""
+    rest = [v for v in verdicts if not v.changes_nothing and not v.noted]
     return sum(v.seen for v in rest) / max(len(rest), 1)
 
 
@@ -88,13 +89,14 @@ def mutant_summary(verdicts: list[tuple[int, mutants.Verdict]], seconds: float) 
     for arch in sorted({arch for arch, _ in verdicts}):
         own = [v for a, v in verdicts if a == arch]
         lines.append(
-            f"sm_{arch}: {'kind':24} {'mutants':>8} {'seen':>6} {'of all':>7} {'no effect':>10} {'of the rest':>12}"
+            f"sm_{arch}: {'kind':24} {'mutants':>8} {'seen':>6} {'of all':>7} {'no effect':>10} {'noted':>6} "
+            f"{'of the rest':>12}"
         )
         for kind in (*mutants.KINDS, "all"):
             some = [v for v in own if kind in (v.kind, "all")]
             if some:
-                seen, idle = sum(v.seen for v in some), sum(v.changes_nothing for v in some)
-                shares = f"{seen / len(some):7.0%} {idle:10} {seen_share(some):12.0%}"
+                seen, idle, noted = (sum(map(attrgetter(name), some)) for name in ("seen", "changes_nothing", "noted"))
+                shares = f"{seen / len(some):7.0%} {idle:10} {noted:6} {seen_share(some):12.0%}"
                 lines.append(f"       {kind:24} {len(some):8} {seen:6} {shares}")
     missed = Counter((a, v.kind, v.how, v.kernel, v.line, v.instruction) for a, v in verdicts if not v.seen)
     lines += [

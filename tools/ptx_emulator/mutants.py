@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import re
 import signal
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -88,7 +89,8 @@ class Mutant:
 class Verdict:
     """Whether a mutant was seen, and by what; or what can be said of why not.
 
-    ``changes_nothing``: it was shown that on this launch the fault makes no difference.
+    ``changes_nothing``: it was shown that on this launch the fault makes no difference. ``noted``: it was seen, but as
+    a note, which fails no run: what compilers rely on beyond the letter of the ISA, see README.md.
     """
 
     kernel: str
@@ -98,6 +100,7 @@ class Verdict:
     seen: bool
     how: str
     changes_nothing: bool = False
+    noted: bool = False
 
 
 @contextmanager
@@ -170,6 +173,7 @@ class Judge:
     def __init__(self, recorded_launch: RecordedLaunch, seconds: float = 60.0) -> None:
         self.launch, self.seconds = recorded_launch, seconds
         self.correct: dict[str, list[Tensor]] = {}
+        self.notes: dict[str, Counter[tuple[str, str]]] = {}
         self.lines = {line for _, line in self._run_correct("lockstep").lines}
 
     def executed_mutants(self) -> list[Mutant]:
@@ -181,6 +185,7 @@ class Judge:
         arguments = self.launch.arguments
         if mutant.argument is not None:
             arguments = shortened(arguments, mutant.argument)
+        new_notes: list[tuple[str, str]] = []
         for order in orders:
             if order not in self.correct:
                 self._run_correct(order)
@@ -193,19 +198,23 @@ class Judge:
                 return self._said(mutant, True, "does not end")
             if report.findings:
                 return self._said(mutant, True, report.findings[0].kind)
+            new_notes = new_notes or [*(notes_of(report) - self.notes[order])]
             for number, (result, correct) in enumerate(zip(results, self.correct[order], strict=True)):
                 if number != mutant.argument and is_wrong(result, correct):
                     return self._said(mutant, True, "wrong result")
+        if new_notes:
+            return replace(self._said(mutant, False, f"a note: {new_notes[0][0]}"), noted=True)
         how, changes_nothing = self._why_missed(mutant)
-        return self._said(mutant, False, how, changes_nothing)
+        return replace(self._said(mutant, False, how), changes_nothing=changes_nothing)
 
-    def _said(self, mutant: Mutant, seen: bool, how: str, changes_nothing: bool = False) -> Verdict:
-        return Verdict(self.launch.kernel, mutant.kind, mutant.line, mutant.instruction, seen, how, changes_nothing)
+    def _said(self, mutant: Mutant, seen: bool, how: str) -> Verdict:
+        return Verdict(self.launch.kernel, mutant.kind, mutant.line, mutant.instruction, seen, how)
 
     def _run_correct(self, order: str) -> Report:
         report, self.correct[order] = self._run(self.launch.ptx, self.launch.arguments, order)
         if report.findings:
             raise ValueError(f"the kernel has findings as it is: {report}")
+        self.notes[order] = notes_of(report)
         return report
 
     def _run(self, ptx: str, arguments: tuple[Argument, ...], order: str) -> tuple[Report, list[Tensor]]:
@@ -231,8 +240,14 @@ class Judge:
                 trap = f"setp.ne.u32 %mutant, {given}, {size}; @%mutant trap; "
             if not self._is_reached(mutant, trap):
                 return "the guard holds for every lane", True
-        if mutant.kind == "barrier" and self._is_beside_another(mutant):
+        if mutant.kind == "barrier" and any(
+            another_beside(self.launch.ptx, mutant, where, USES_SHARED) for where in ("after", "before")
+        ):
             return "no shared memory is used between it and another barrier", True
+        if mutant.kind == "proxy fence" and another_beside(self.launch.ptx, mutant, "before", WRITES_SHARED):
+            return "no shared memory is written between another one and it", True
+        if mutant.kind == "proxy fence" and another_beside(self.launch.ptx, mutant, "after", MULTIPLIES):
+            return "no wgmma comes between it and another one", True
         return WHY_MISSED.get(mutant.kind, "the result is the same without it"), False
 
     def _is_reached(self, mutant: Mutant, trap: str) -> bool:
@@ -246,23 +261,37 @@ class Judge:
             return True
         return False
 
-    def _is_beside_another(self, mutant: Mutant) -> bool:
-        """Whether on the straight way to the barrier before, or to the one after, nothing touches shared memory."""
-        listed = list(statements(self.launch.ptx))
-        here = [start for start, _ in listed].index(mutant.start)
-        for way in (listed[here + 1 :], listed[:here][::-1]):
-            last = mutant.start
-            for start, instruction in way:
-                between = self.launch.ptx[min(start, last) : max(start, last)]
-                if re.search(r"^\$?[\w$]+:", between, re.M) or re.search(USES_SHARED, instruction):
-                    break
-                if re.match(REMOVED["barrier"], instruction):
-                    return True
-                last = start
-        return False
+
+def notes_of(report: Report) -> Counter[tuple[str, str]]:
+    """How often each note was made, by its kind and instruction."""
+    found: Counter[tuple[str, str]] = Counter()
+    for note in report.notes:
+        found[note.kind, note.instruction] += note.count
+    return found
 
 
-USES_SHARED = r"\bbra\b|\bret\b|\.shared|ldmatrix|stmatrix|wgmma|cp\.async"
+def another_beside(ptx: str, mutant: Mutant, where: str, ending: str) -> bool:
+    """Whether another instruction of a mutant's kind stands "before" it, or "after", with neither a jump nor anything
+    that matches `ending` in between."""
+    listed = list(statements(ptx))
+    here = [start for start, _ in listed].index(mutant.start)
+    last = mutant.start
+    for start, instruction in listed[here + 1 :] if where == "after" else listed[:here][::-1]:
+        between = ptx[min(start, last) : max(start, last)]
+        if re.search(r"^(?!\$L__tmp)[\w$]+:", between, re.M):  # those are the debugger's
+            return False
+        if re.match(REMOVED[mutant.kind], instruction):
+            return True
+        if re.search(rf"\bbra\b|\bret\b|{ending}", instruction):
+            return False
+        last = start
+    return False
+
+
+USES_SHARED = r"\.shared|ldmatrix|stmatrix|wgmma|cp\.async"
+# cp.async writes until it has been waited for.
+WRITES_SHARED = r"(?:st|atom|red)\S*\.shared|stmatrix|cp\.async"
+MULTIPLIES = r"wgmma\.mma_async"
 WHY_MISSED = {
     "guard": "what it keeps out lies inside the tensor, and makes no difference",
     "barrier": "no access before it meets one of another warp between it and the next barrier",
