@@ -99,10 +99,12 @@ def factor_in_registers(x):
     """x, all of it computed where this stands: for a product's first factor in the loop of a kernel.
 
     PTX wants wgmma.fence between whatever writes that factor and the product. LLVM knows of no tie between the two, and
-    may move arithmetic below the fence (triton-lang/triton#9433); ptxas then waits for one product before the next.
+    may move arithmetic below the fence (triton-lang/triton#9433); ptxas then waits for one product before the next. The
+    assembly has not been moved, as the emulator sees. Called not pure, it could not be: but then Triton refuses to
+    pipeline some of the loops.
     """
     if PTX and x.dtype.primitive_bitwidth == 16:
-        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=True, pack=2)
     return x
 
 
