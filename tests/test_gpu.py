@@ -67,9 +67,9 @@ except KeyboardInterrupt:
 
 
 def test_a_step_over_its_limit_writes_what_it_has_and_leaves_no_process(visit, tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu, "GRACE", 1)
-    found, _ = visit([small("tests", WAITS, 4), SMALL[0]])
-    assert found["tests"]["ended"] == "stopped after its limit of 4 s" and found["info"]["ended"] == "passed"
+    monkeypatch.setattr(gpu, "GRACE", 5)
+    found, _ = visit([small("tests", WAITS, 8), SMALL[0]])
+    assert found["tests"]["ended"] == "stopped after its limit of 8 s" and found["info"]["ended"] == "passed"
     pid, last = (tmp_path / "tests.log").read_text().splitlines()
     assert last == found["tests"]["last_line"] == "written at the last moment"
     status = Path(f"/proc/{pid}/stat")
