@@ -123,6 +123,12 @@ def test_weights_are_kept_until_one_is_written_to():
             torch.testing.assert_close(step(x), expected(), msg=what)
 
 
+def test_one_copy_is_kept_for_any_number_of_rows():
+    linears = layers(20, 9)
+    many = range(weights.NATIVE_ROWS + 1, weights.BLOCKED_ROWS, 100)
+    assert len({id(StepLinear(linears, rows, keep=True).operand(rows)) for rows in many}) == 1
+
+
 def test_weights_are_not_kept_unasked():
     [linear] = layers(20, 9)
     assert StepLinear([linear], 3).operand(3) is not StepLinear([linear], 3).operand(3)
