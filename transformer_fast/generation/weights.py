@@ -1,7 +1,8 @@
 """A model's weights in the layout in which steps of few rows read them fastest, for the time of one call or longer.
 
 Nothing of the model itself is changed, so that several threads may decode with one model: `prepack` makes a copy of its
-modules that shares their parameters, in which plain linear layers are `StepLinear`, or `QuantizedLinear`.
+modules that shares their parameters, in which plain linear layers are `StepLinear`, or `QuantizedLinear`. What is kept
+for longer lies on the parameters (`tensor_cache.py`), and goes with them.
 """
 
 from __future__ import annotations
