@@ -8,7 +8,6 @@ for longer lies on the parameters (`tensor_cache.py`), and goes with them.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -83,8 +82,8 @@ class StepLinear(nn.Module):
                 self._packed = self._copied("step", lambda: torch.ops.transformer_fast.pack_step_weight(self._weights))
             return self._packed
         if self._use_onednn and self._blocked is None:
-            blocked = functools.partial(torch.ops.mkldnn._reorder_linear_weight, self.weight, BLOCKED_ROWS)
-            self._blocked = self._copied("blocked", blocked)
+            reorder = torch.ops.mkldnn._reorder_linear_weight
+            self._blocked = self._copied("blocked", lambda: reorder(self.weight, BLOCKED_ROWS))
         return self._blocked
 
     def _copied(self, layout: str, copy_of: Callable[[], Tensor]) -> Tensor:
