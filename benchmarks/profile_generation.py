@@ -2,11 +2,14 @@
 
     python benchmarks/profile_generation.py --size base --batch 16 --search greedy beam --out results
 
-For every case of bench_generation.py: the time of a whole call and of its encoder with the first step, the time of a
-step (the rest over the steps), the least a step can take on this machine in fp32, and the share of each kind of op, for
-ours and for Hugging Face's Marian. The least is the greater of two: the bytes of weights, keys and values over the
-measured bandwidth of a read, and the operations over the measured rate of a big matrix product, both from this run.
-The shares are of a run under the profiler, which makes Python's larger than it is.
+For every case and side of bench_generation.py: the time of a whole call and of its encoder with the first step, the
+time of a step (the rest over the steps), and the least that both can take on this machine with weights of that type.
+The least is the greater of two: the bytes of weights, keys and values over the measured bandwidth of a read, and the
+operations over the measured rate of a big matrix product, in fp32 (PyTorch's) or int8 (ours), all from this run.
+Attention is in fp32 on every side.
+
+For the sides that run in PyTorch also the share of each kind of op, of a run under the profiler, which makes Python's
+larger than it is.
 
 Printed as Markdown, and written to OUT/profile_generation.{md,json} where it is given.
 """
@@ -24,12 +27,13 @@ from typing import Any
 import torch
 from bench_generation import BEAM, SIZES, VOCAB, Case, sources, ways
 
+from transformer_fast.generation.weights import QuantizedLinear, WeightLayout
 from transformer_fast.ops import linear
 
 KINDS = {
     "layers in one call": ("decoder_step",),
     "products": ("linear", "addmm", "aten::mm", "matmul", "aten::mv", "addmv", "aten::bmm"),
-    "weights rearranged": ("pack_step_weight", "_reorder_linear_weight"),
+    "weights rearranged": ("pack_step_weight", "pack_quantized_weight", "_reorder_linear_weight"),
     "attention": ("attention",),
     "choice of tokens": (
         *("best_tokens", "log_normalizer", "logsumexp", "softmax", "topk", "aten::max", "amax", "exp_", "sort"),
@@ -40,21 +44,32 @@ KINDS = {
 }
 """A kind of work and what names of ops have in them; the first that fits counts, so rearranging is asked first. Layers
 in one call are products, attention and norms of all layers together (generation/fused.py)."""
+SIDES = ("ours", "ours int8", "Marian", "CTranslate2", "CTranslate2 int8")
 
 
-@dataclass
-class Floor:
-    """What a step must do at least, and the seconds that takes on this machine."""
+@dataclass(frozen=True)
+class Limits:
+    """What this machine does at most: bytes a second of reading, operations a second of products in fp32 and int8."""
 
-    weight_bytes: int
-    cache_bytes: int
-    operations: int
     bandwidth: float
-    rate: float
+    fp32: float
+    int8: float
 
-    @property
-    def seconds(self) -> float:
-        return max((self.weight_bytes + self.cache_bytes) / self.bandwidth, self.operations / self.rate)
+
+@dataclass(frozen=True)
+class Work:
+    """What must be read and done at least."""
+
+    weights: int
+    cache_bytes: int
+    products: int
+    attention: int
+
+    def seconds(self, limits: Limits, int8: bool) -> tuple[float, float]:
+        """(of reading, of doing)"""
+        read = self.weights * (1 if int8 else 4) + self.cache_bytes
+        doing = self.products / (limits.int8 if int8 else limits.fp32) + self.attention / limits.fp32
+        return read / limits.bandwidth, doing
 
 
 def least(call: Callable[[], Any], rounds: int) -> float:
@@ -69,23 +84,38 @@ def least(call: Callable[[], Any], rounds: int) -> float:
     return min(times)
 
 
-def ceilings(rounds: int = 5) -> tuple[float, float]:
-    """Bytes a second of reading, operations a second of a 1024 x 2048 x 2048 product, both fp32 on the CPU."""
+def measured_limits(rounds: int = 5) -> Limits:
+    """The rates are those of a 1024 x 2048 x 2048 product."""
     far = torch.randn(64 * 2**20)
-    x, weight = torch.randn(1024, 2048), torch.randn(2048, 2048)
-    bandwidth = far.numel() * 4 / least(far.sum, rounds)
-    return bandwidth, 2 * 1024 * 2048 * 2048 / least(lambda: linear(x, weight), rounds)
+    x, layer = torch.randn(1024, 2048), torch.nn.Linear(2048, 2048).requires_grad_(False)
+    int8 = QuantizedLinear([layer], len(x), WeightLayout("int8"))
+    operations = 2 * 1024 * 2048 * 2048
+    return Limits(
+        far.numel() * 4 / least(far.sum, rounds),
+        operations / least(lambda: linear(x, layer.weight, layer.bias), rounds),
+        operations / least(lambda: int8(x), rounds),
+    )
 
 
-def floor(case: Case, bandwidth: float, rate: float) -> Floor:
+def step_work(case: Case) -> Work:
     """Of a step in the middle of the answer: half of its length is in the cache."""
     size, rows = SIZES[case.size], case.batch * (1 if case.search == "greedy" else BEAM)
     d = size.d_model
     weights = size.layers * (6 * d * d + 2 * d * size.d_ff) + VOCAB * d
     own, source = rows * case.length // 2, case.batch * case.length
-    cache = size.layers * 2 * d * (own + source)
     attention = size.layers * 4 * d * rows * (case.length // 2 + case.length)
-    return Floor(4 * weights, 4 * cache, 2 * rows * weights + attention, bandwidth, rate)
+    return Work(weights, 4 * size.layers * 2 * d * (own + source), 2 * rows * weights, attention)
+
+
+def first_work(case: Case) -> Work:
+    """Of the encoder, the keys and values of the source, and one step without those of an answer."""
+    size, tokens = SIZES[case.size], case.batch * case.length
+    d, step = size.d_model, step_work(case)
+    weights = size.layers * (6 * d * d + 2 * d * size.d_ff)
+    attention = size.layers * 4 * d * tokens * case.length
+    return Work(
+        weights + step.weights, step.cache_bytes, 2 * tokens * weights + step.products, attention + step.attention
+    )
 
 
 def shares(call: Callable[[], Any]) -> dict[str, float]:
@@ -103,50 +133,49 @@ def shares(call: Callable[[], Any]) -> dict[str, float]:
     return seconds
 
 
-def profile(case: Case, names: list[str], rounds: int, limits: tuple[float, float]) -> dict[str, Any]:
-    """One case: the floor, and for each side the times and shares."""
+def profile(case: Case, names: list[str], rounds: int, limits: Limits) -> dict[str, Any]:
+    """One case: for each side the times, the least they can be, and the shares."""
     sides, src = ways(case, "cpu", uncached=False), sources(case, "cpu")
     once = ways(case._replace(length=1), "cpu", uncached=False)  # one step: the encoder, and what is done once
-    found: dict[str, Any] = {"case": case._asdict(), "floor": asdict(floor(case, *limits)), "sides": {}}
-    found["floor"]["seconds"] = floor(case, *limits).seconds
+    found: dict[str, Any] = {"case": case._asdict(), "sides": {}}
     for name in names:
+        int8 = "int8" in name
         whole = least(lambda: sides[name](src), rounds)  # noqa: B023
         first = least(lambda: once[name](src), rounds)  # noqa: B023
         found["sides"][name] = {
             "whole": whole,
             "first": first,
             "step": (whole - first) / (case.length - 1),
-            "shares": shares(lambda: sides[name](src)),  # noqa: B023
+            "first_reads_and_does": first_work(case).seconds(limits, int8),
+            "step_reads_and_does": step_work(case).seconds(limits, int8),
+            "shares": None if name.startswith("CTranslate2") else shares(lambda: sides[name](src)),  # noqa: B023
         }
     return found
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """Markdown: the step against its floor, and the shares."""
-    lines = ["| case | side | whole | encoder and first step | a step | its floor | floor / step |"]
-    lines.append("| --- | --- | --- | --- | --- | --- | --- |")
+def table(found: list[dict[str, Any]], limits: Limits) -> str:
+    """Markdown: the times against the least, and the shares."""
+    lines = ["| case | side | whole | first | least / first | a step | it reads | it does | least / step |"]
+    lines.append("| --- |" + " --- |" * 8)
     for one in found:
-        lowest = one["floor"]["seconds"]
         for name, side in one["sides"].items():
-            times = f"{side['whole'] * 1e3:.0f} ms | {side['first'] * 1e3:.0f} ms | {side['step'] * 1e3:.2f} ms"
-            lines.append(f"| {title(one)} | {name} | {times} | {lowest * 1e3:.2f} ms | {lowest / side['step']:.0%} |")
+            reads, does = side["step_reads_and_does"]
+            times = f"{side['whole'] * 1e3:.0f} ms | {side['first'] * 1e3:.0f} ms"
+            of_first = f"{max(side['first_reads_and_does']) / side['first']:.0%}"
+            step = f"{side['step'] * 1e3:.2f} ms | {reads * 1e3:.2f} ms | {does * 1e3:.2f} ms"
+            of_step = f"{max(reads, does) / side['step']:.0%}"
+            lines.append(f"| {title(one)} | {name} | {times} | {of_first} | {step} | {of_step} |")
     kinds = [*KINDS, "other ops", "Python and the rest"]
     lines += ["", f"| case | side | {' | '.join(kinds)} |", "| --- | --- |" + " --- |" * len(kinds)]
     for one in found:
         for name, side in one["sides"].items():
-            total = sum(side["shares"].values())
-            parts = " | ".join(f"{side['shares'][kind] / total:.0%}" for kind in kinds)
-            lines.append(f"| {title(one)} | {name} | {parts} |")
-    lines.append("")
-    for one in found:
-        f = one["floor"]
-        read = f"{f['weight_bytes'] / 1e6:.0f} MB of weights and {f['cache_bytes'] / 1e6:.0f} MB of keys and values"
-        reading = (f["weight_bytes"] + f["cache_bytes"]) / f["bandwidth"] * 1e3
-        doing = f["operations"] / f["rate"] * 1e3
-        lines.append(
-            f"- {title(one)}: a step reads {read}, {reading:.2f} ms at {f['bandwidth'] / 1e9:.0f} GB/s, "
-            f"and does {f['operations'] / 1e9:.2f} G operations, {doing:.2f} ms at {f['rate'] / 1e9:.0f} GFLOP/s."
-        )
+            if side["shares"] is not None:
+                total = sum(side["shares"].values())
+                parts = " | ".join(f"{side['shares'][kind] / total:.0%}" for kind in kinds)
+                lines.append(f"| {title(one)} | {name} | {parts} |")
+    rates = f"{limits.fp32 / 1e9:.0f} G operations in fp32, {limits.int8 / 1e9:.0f} G in int8"
+    lines += ["", f"A second at most: {limits.bandwidth / 1e9:.0f} GB read, {rates}."]
+    lines += ["First: the encoder, the keys and values of the source, and one step."]
     return "\n".join(lines)
 
 
@@ -161,21 +190,23 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--batch", type=int, nargs="+", default=[16])
     parser.add_argument("--search", nargs="+", choices=("greedy", "beam"), default=["greedy", "beam"])
-    parser.add_argument("--sides", nargs="+", choices=("ours", "Marian"), default=["ours", "Marian"])
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    limits = ceilings()
+    limits = measured_limits()
     cases = [Case(args.size, search, batch, args.length) for search in args.search for batch in args.batch]
     found = [profile(case, args.sides, args.rounds, limits) for case in cases]
-    head = f"fp32, {args.threads} threads, torch {torch.__version__}; fastest of {args.rounds}\n\n"
-    print(head + table(found))
+    head = f"{args.threads} threads, torch {torch.__version__}; fastest of {args.rounds}\n\n"
+    text = head + table(found, limits)
+    print(text)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "profile_generation.md").write_text(head + table(found) + "\n", encoding="utf-8")
-        (args.out / "profile_generation.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        (args.out / "profile_generation.md").write_text(text + "\n", encoding="utf-8")
+        record = {"limits": asdict(limits), "cases": found}
+        (args.out / "profile_generation.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -4,10 +4,11 @@
 
 Both sides are `transformer_fast.translation.train` with one recipe and one thread, in a process of its own, once with
 each seed: the same weights to begin with, the same batches in the same order. They differ in the backend: "fast" is the
-one that is chosen here by itself; "eager" is backend "reference", plain PyTorch for every op. Eager draws its dropout
-masks with PyTorch's own generator, as eager code does, so its curve for an update is that of another draw of dropout
-(--same-dropout: the same draws, counted out in eager integer arithmetic, which costs it 40 % of its speed). What the
-sides differ by at an update says something only beside what the seeds of one side differ by: the record has both.
+one that is chosen here by itself, without padding in the layers; "eager" is backend "reference", plain PyTorch for
+every op, with padding. Eager draws its dropout masks with PyTorch's own generator, as eager code does, so its curve for
+an update is that of another draw of dropout (--same-dropout: the same draws, which takes padding on both sides, and of
+eager 40 % of its speed, as it counts them out in integer arithmetic). What the sides differ by at an update says
+something only beside what the seeds of one side differ by: the record has both.
 
 The budget is CPU time of the process (`time.process_time`), validation and checkpoints included. Then each side
 translates the validation text with the mean of its last checkpoints and the recipe's beam, by its own backend.
@@ -81,6 +82,7 @@ def settings(args: argparse.Namespace, side: str, seed: int) -> TrainConfig:
     }
     folder = folder_of(args, side, seed)
     own = {"save": str(folder), "seed": seed, "device": "cpu", "max_time": 60 * args.cpu_minutes}
+    own |= {"packed": not args.same_dropout}
     return TrainConfig(**{**load_recipe(args.recipe).training, **texts, **own})
 
 
@@ -160,7 +162,7 @@ def write_record(args: argparse.Namespace) -> dict[str, Any]:
             found = json.loads(result.read_text(encoding="utf-8")) if result.exists() else {}
             results[side][str(seed)] = progress_of(folder) | found
     record = {
-        "what": "one recipe and thread, the same seeds and CPU time; the backend differs",
+        "what": "one recipe and thread, the same seeds and CPU time; the backend differs, and pads or does not",
         "finished": all("bleu_lowercased" in run for runs in results.values() for run in runs.values()),
         "recipe": load_recipe(args.recipe).name,
         "settings": load_recipe(args.recipe).training,

@@ -110,31 +110,34 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert [one["search"] for one in report["results"]] == ["greedy", "beam 2"] and report["sentences"] == 3
 
 
-def test_the_least_a_step_can_take():
+def test_the_least_a_call_can_take():
     case = profile_generation.Case("small", "beam", 2, 16)  # d 256, 3 layers, d_ff 1024
-    floor = profile_generation.floor(case, bandwidth=1e9, rate=1e12)
-    weights = 3 * (6 * 256 * 256 + 2 * 256 * 1024) + 8000 * 256
-    assert floor.weight_bytes == 4 * weights
-    assert floor.cache_bytes == 4 * 3 * 2 * 256 * (10 * 8 + 2 * 16)  # ten rows half way, and two sources
-    assert floor.operations == 2 * 10 * weights + 3 * 4 * 256 * 10 * (8 + 16)
-    assert floor.seconds == (floor.weight_bytes + floor.cache_bytes) / 1e9
-    assert profile_generation.floor(case, bandwidth=1e15, rate=1e12).seconds == floor.operations / 1e12
+    step, first = profile_generation.step_work(case), profile_generation.first_work(case)
+    layers = 3 * (6 * 256 * 256 + 2 * 256 * 1024)
+    assert step.weights == layers + 8000 * 256
+    assert step.cache_bytes == 4 * 3 * 2 * 256 * (10 * 8 + 2 * 16)  # ten rows half way, and two sources
+    assert step.products == 2 * 10 * step.weights and step.attention == 3 * 4 * 256 * 10 * (8 + 16)
+    assert first.products == 2 * 32 * layers + step.products
+    assert first.attention == 3 * 4 * 256 * 32 * 16 + step.attention
+    limits = profile_generation.Limits(bandwidth=1e9, fp32=1e12, int8=2e12)
+    reads, does = step.seconds(limits, int8=False)
+    assert reads == (4 * step.weights + step.cache_bytes) / 1e9
+    assert does == pytest.approx((step.products + step.attention) / 1e12)
+    reads, does = step.seconds(limits, int8=True)
+    assert reads == (step.weights + step.cache_bytes) / 1e9
+    assert does == pytest.approx((step.products / 2 + step.attention) / 1e12)
 
 
 def test_kinds_of_ops():
     x = torch.randn(64, 64)
     shares = profile_generation.shares(lambda: [torch.nn.functional.linear(x, x), x.topk(3), torch.cat([x, x])])
     assert all(shares[kind] > 0 for kind in ("products", "choice of tokens", "rows moved"))
-    side = {"whole": 0.1, "first": 0.02, "step": 0.005, "shares": shares}
-    floor = {
-        "weight_bytes": 10**8,
-        "cache_bytes": 0,
-        "operations": 10**9,
-        "bandwidth": 1e10,
-        "rate": 1e11,
-        "seconds": 0.01,
-    }
-    one = {"case": profile_generation.Case("base", "greedy", 16, 64)._asdict(), "floor": floor, "sides": {"ours": side}}
-    text = profile_generation.table([one])
-    assert "| base greedy B 16 L 64 | ours | 100 ms | 20 ms | 5.00 ms | 10.00 ms | 200% |" in text
-    assert "100 MB of weights" in text and "10.00 ms at 10 GB/s" in text
+    least = {"first_reads_and_does": (0.005, 0.01), "step_reads_and_does": (0.002, 0.004)}
+    side = {"whole": 0.1, "first": 0.02, "step": 0.005, **least, "shares": shares}
+    sides = {"ours": side, "CTranslate2": side | {"shares": None}}
+    one = {"case": profile_generation.Case("base", "greedy", 16, 64)._asdict(), "sides": sides}
+    text = profile_generation.table([one], profile_generation.Limits(1e10, 1e11, 2e11))
+    for name in sides:
+        row = f"| base greedy B 16 L 64 | {name} | 100 ms | 20 ms | 50% | 5.00 ms | 2.00 ms | 4.00 ms | 80% |"
+        assert row in text
+    assert text.count("| CTranslate2 |") == 1 and "10 GB read, 100 G operations in fp32, 200 G in int8" in text

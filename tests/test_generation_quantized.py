@@ -8,6 +8,7 @@ import dataclasses
 import handwritten as hw
 import pytest
 import torch
+from helpers import assert_as_exact_as_eager
 from tiny_transformer import EOS, MARKS, VOCAB, batch, tiny
 from torch import Tensor, nn
 
@@ -15,7 +16,7 @@ from transformer_fast import GenerationConfig, Transformer, accelerate, extensio
 from transformer_fast.generation import quantization, steps
 from transformer_fast.generation.continuous import ContinuousBatch, Sentence
 from transformer_fast.generation.forms import form_of
-from transformer_fast.generation.weights import QuantizedLinear
+from transformer_fast.generation.weights import QuantizedLinear, StepLinear, WeightLayout
 from transformer_fast.reference.layers import Transformer as ReferenceTransformer
 from transformer_fast.reference.quantized_linear import bf16_linear, int8_linear
 
@@ -142,7 +143,7 @@ def test_the_annotated_transformer_keeps_its_encoder() -> None:
     model = hw.make_model(VOCAB, VOCAB, 2, 32, 48, 4).eval()
     accelerate(model)
     src, lengths = batch()
-    assert quantization.apply(form_of(model), "int8").model is model
+    assert quantization.apply(form_of(model), WeightLayout("int8")).model is model
     assert len(answers(model, src, lengths, quantize="int8", max_length=5)) == len(src)
 
 
@@ -194,7 +195,32 @@ def test_kept_weights_follow_the_model(quantize: str | None) -> None:
         model.load_state_dict(other.state_dict())
         answers.append(generate(model, src, **given, config=config))
         for _ in range(2):
-            assert generate(model, src, **given, config=kept) == answers[-1]
+            found = generate(model, src, **given, config=kept)
+            for one, other in zip(found, answers[-1], strict=True):
+                assert [h.tokens for h in one] == [h.tokens for h in other]
+                assert [h.score for h in one] == pytest.approx([h.score for h in other], rel=1e-5)
     assert answers[0] != answers[1]
     with pytest.raises(ValueError, match=r"keep_weights=True is for models that are no longer trained"):
         generate(tiny(), src, **given, config=kept)
+
+
+def test_kept_weights_of_the_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are laid out once, and it computes as exactly with them; a model of another type stays as it is."""
+    rearranged = []
+    copied = StepLinear._copied
+    monkeypatch.setattr(
+        StepLinear,
+        "_copied",
+        lambda self, layout, copy_of: copied(self, layout, lambda: rearranged.append(layout) or copy_of()),
+    )
+    model, (src, _) = tiny().requires_grad_(False), batch()
+    for _ in range(2):
+        encoder = quantization.apply(form_of(model), WeightLayout(keep=True)).model.encoder
+        wide = copy.deepcopy(model.encoder).double()
+        found, plain, exact = (one(src, None) for one in (encoder, model.encoder, wide))
+        assert encoder is not model.encoder
+        assert_as_exact_as_eager(found, plain, exact)
+    linears = sum(isinstance(module, nn.Linear) for module in model.encoder.modules())
+    assert len(rearranged) in (0, linears)  # none without oneDNN
+    double = tiny().double().requires_grad_(False)
+    assert quantization.apply(form_of(double), WeightLayout(keep=True)).model is double

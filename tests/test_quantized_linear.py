@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from transformer_fast import extension
 from transformer_fast.generation import weights
-from transformer_fast.generation.weights import QuantizedLinear, StepFeedForward, concat_linears, prepack
+from transformer_fast.generation.weights import QuantizedLinear, StepFeedForward, WeightLayout, concat_linears, prepack
 from transformer_fast.layers import FeedForward
 from transformer_fast.reference.quantized_linear import bf16_linear, int8_linear, quantize_rows
 
@@ -28,7 +28,7 @@ def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 def computed(linear: nn.Linear, x: Tensor, relu: bool = False, quantize: str = "int8") -> Tensor:
     with torch.inference_mode(), poisoned_memory():
-        return QuantizedLinear([linear], 1, relu=relu, quantize=quantize)(x)
+        return QuantizedLinear([linear], 1, WeightLayout(quantize), relu=relu)(x)
 
 
 HAS_BF16 = extension.build_info().get("instruction_set") == "avx512_bf16"
@@ -51,7 +51,7 @@ def test_bf16_is_as_exact_as_the_reference(shape: tuple[int, int], rows: int) ->
 @needs_bf16
 def test_bf16_one_row_at_a_time() -> None:
     torch.manual_seed(0)
-    step, x = QuantizedLinear([nn.Linear(130, 70)], 1, quantize="bf16"), torch.randn(30, 130)
+    step, x = QuantizedLinear([nn.Linear(130, 70)], 1, WeightLayout("bf16")), torch.randn(30, 130)
     x[3, 5], x[4] = torch.nan, 0
     whole = step(x)
     torch.testing.assert_close(torch.cat([step(row[None]) for row in x]), whole, rtol=0, atol=0, equal_nan=True)
@@ -108,7 +108,7 @@ def test_rounding_is_to_even() -> None:
 
 def test_one_row_at_a_time_and_any_number_of_threads() -> None:
     torch.manual_seed(0)
-    step = QuantizedLinear([nn.Linear(130, 70)], 1, quantize="int8")
+    step = QuantizedLinear([nn.Linear(130, 70)], 1, WeightLayout("int8"))
     x, threads = torch.randn(450, 130), torch.get_num_threads()
     try:
         for count in (1, 2, 3):
@@ -136,7 +136,7 @@ def test_what_is_not_finite_stays_in_its_row_and_output() -> None:
 def test_several_side_by_side() -> None:
     torch.manual_seed(0)
     linears, x = [nn.Linear(50, outputs) for outputs in (40, 3, 70)], torch.randn(9, 50)
-    packed = [prepack(linear, 9, "int8") for linear in linears]
+    packed = [prepack(linear, 9, WeightLayout("int8")) for linear in linears]
     together = concat_linears(*packed, rows=9)
     assert isinstance(together, QuantizedLinear)
     assert torch.equal(together(x), torch.cat([linear(x) for linear in packed], dim=-1))
@@ -155,7 +155,7 @@ def test_feed_forward() -> None:
     torch.manual_seed(0)
     for activation in ("relu", "gelu"):
         module, x = FeedForward(24, 50, 0.3, activation).eval(), torch.randn(3, 1, 24)
-        step = prepack(module, 3, "int8")
+        step = prepack(module, 3, WeightLayout("int8"))
         assert isinstance(step, StepFeedForward) and isinstance(step.linear_2, QuantizedLinear)
         inner = weights.ACTIVATIONS[activation](int8_linear(x, module.linear_1.weight, module.linear_1.bias))
         assert torch.equal(step(x), int8_linear(inner, module.linear_2.weight, module.linear_2.bias))
@@ -163,5 +163,5 @@ def test_feed_forward() -> None:
 
 def test_sums_that_32_bits_do_not_hold_are_left_in_fp32() -> None:
     with torch.device("meta"):
-        assert isinstance(prepack(nn.Linear(weights.INT8_INPUTS, 1), 1, "int8"), QuantizedLinear)
-        assert not isinstance(prepack(nn.Linear(weights.INT8_INPUTS + 1, 1), 1, "int8"), QuantizedLinear)
+        assert isinstance(prepack(nn.Linear(weights.INT8_INPUTS, 1), 1, WeightLayout("int8")), QuantizedLinear)
+        assert not isinstance(prepack(nn.Linear(weights.INT8_INPUTS + 1, 1), 1, WeightLayout("int8")), QuantizedLinear)

@@ -8,7 +8,7 @@ from torch import nn
 
 from transformer_fast import extension
 from transformer_fast.generation import weights
-from transformer_fast.generation.weights import StepFeedForward, StepLinear, concat_linears, prepack
+from transformer_fast.generation.weights import StepFeedForward, StepLinear, WeightLayout, concat_linears, prepack
 from transformer_fast.layers import FeedForward
 
 SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs
@@ -116,9 +116,9 @@ def test_weights_are_kept_until_one_is_written_to():
     for rows in (3, weights.NATIVE_ROWS + 1):
         for what, write in writes.items():
             expected().sum().backward()
-            before = StepLinear(linears, rows, keep=True).operand(rows)
+            before = StepLinear(linears, rows, WeightLayout(keep=True)).operand(rows)
             write()
-            step = StepLinear(linears, rows, keep=True)
+            step = StepLinear(linears, rows, WeightLayout(keep=True))
             assert (step.operand(rows) is before) == (what == "none"), what
             torch.testing.assert_close(step(x), expected(), msg=what)
 
@@ -126,7 +126,7 @@ def test_weights_are_kept_until_one_is_written_to():
 def test_one_copy_is_kept_for_any_number_of_rows():
     linears = layers(20, 9)
     many = range(weights.NATIVE_ROWS + 1, weights.BLOCKED_ROWS, 100)
-    assert len({id(StepLinear(linears, rows, keep=True).operand(rows)) for rows in many}) == 1
+    assert len({id(StepLinear(linears, rows, WeightLayout(keep=True)).operand(rows)) for rows in many}) == 1
 
 
 def test_weights_are_not_kept_unasked():

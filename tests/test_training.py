@@ -16,6 +16,7 @@ import torch
 from small_training import short_config
 from torch import nn
 
+from transformer_fast import backends, extension
 from transformer_fast.translation import (
     ConfigError,
     DataError,
@@ -45,6 +46,19 @@ def test_precision_and_device_that_are_not_there(corpus: dict[str, str], tmp_pat
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match="device is 'cuda' but torch sees no GPU"):
             train(short_config(corpus, tmp_path, device="cuda"), Silent())
+
+
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_batches_are_packed_where_attention_is_fused(corpus: dict[str, str], tmp_path: Path, backend: str) -> None:
+    made = []
+
+    def build(config: TrainConfig, vocab: int) -> nn.Module:
+        made.append(build_model(config, vocab))
+        return made[0]
+
+    with backends.backend(backend):
+        train(short_config(corpus, tmp_path, max_steps=1), Silent(), build=build)
+    assert made[0].packed == (backend == "auto" and extension.load())
 
 
 class Messages(Silent):

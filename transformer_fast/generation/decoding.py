@@ -19,6 +19,7 @@ from . import graphs, quantization
 from .config import GenerationConfig
 from .forms import form_of
 from .steps import CachedStep, UncachedStep
+from .weights import WeightLayout
 
 Lengths = int | Sequence[int] | Tensor | None
 
@@ -149,7 +150,8 @@ class Decoding:
                 "keep_weights=True is for models that are no longer trained, but there are parameters that require "
                 "gradients; expected model.requires_grad_(False) before"
             )
-        self._forms = [quantization.apply(form_of(model), config.quantize, config.keep_weights) for model in models]
+        layout = WeightLayout(config.quantize, config.keep_weights)
+        self._forms = [quantization.apply(form_of(model), layout) for model in models]
         mask, attention = request.src_mask, config.reads_attention
         longest = int(request.limits.max()) if len(request.limits) else 1
         for form in self._forms:

@@ -1,4 +1,4 @@
-"""Where a model can generate with quantised weights, and its encoder with them; see `GenerationConfig.quantize`."""
+"""Where a model can generate with quantised or kept weights, and its encoder with them; see `GenerationConfig`."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from ..layers import EncoderLayer
 from ..layers.hooks import is_plain
 from ..models import Encoder
 from .forms import Form
-from .weights import prepack
+from .weights import AS_IT_IS, WeightLayout, prepack
 
 
-def apply(form: Form, quantize: str | None, keep: bool = False) -> Form:
-    """The form with its encoder's weights quantised, where it is one of `transformer_fast` (another stays as it is).
-    The decoder's and those of `out` are by `CachedStep`.
-
-    quantize, keep: as in `GenerationConfig`.
+def apply(form: Form, layout: WeightLayout) -> Form:
+    """The form with its encoder's weights quantised, or kept, where it is one of `transformer_fast` (another stays as
+    it is). The decoder's and those of `out` are by `CachedStep`.
 
     Raises:
-        ValueError: where there is an obstacle; says which.
+        ValueError: where there is an obstacle to quantising; says which.
     """
-    if quantize is None:
+    if layout == AS_IT_IS:
         return form
-    if (reason := obstacle(form.model, quantize)) is not None:
-        raise ValueError(f"quantize={quantize!r} cannot be: {reason}")
+    reason = obstacle(form.model, layout.quantize)
+    if reason is not None and layout.quantize is not None:
+        raise ValueError(f"quantize={layout.quantize!r} cannot be: {reason}")
     encoder: Any = form.model.encoder
-    if not is_plain(encoder, Encoder) or not all(isinstance(layer, EncoderLayer) for layer in encoder.layers):
+    known = is_plain(encoder, Encoder) and all(isinstance(layer, EncoderLayer) for layer in encoder.layers)
+    if reason is not None or not known:
         return form
     model = copy.copy(form.model)
-    model.__dict__["_modules"] = {**form.model._modules, "encoder": prepack(encoder, 0, quantize, keep)}
+    model.__dict__["_modules"] = {**form.model._modules, "encoder": prepack(encoder, 0, layout)}
     return dataclasses.replace(form, model=model)
 
 
-def obstacle(model: nn.Module, quantize: str) -> str | None:
-    """Why a model's weights cannot be quantised to this type; None if they can."""
+def obstacle(model: nn.Module, quantize: str | None) -> str | None:
+    """Why a model's weights cannot be quantised to this type, or (None) laid out as they are; None if they can."""
     given = next(((p.device.type, p.dtype) for p in model.parameters()), ("cpu", torch.float32))
     if given != ("cpu", torch.float32):
         return f"it is for fp32 weights on a CPU, and these are {given[1]} on {given[0]}"

@@ -19,7 +19,7 @@ from .config import GenerationConfig
 from .forms import Form
 from .fused import fused_step
 from .graphs import StaticCache, StepGraphs, row_class
-from .weights import prepack
+from .weights import WeightLayout, prepack
 
 
 class CachedStep:
@@ -46,9 +46,8 @@ class CachedStep:
     ) -> None:
         rows = max(rows, memory.shape[0])
         rows = row_class(rows) if config.graph else rows
-        self._decoder, self._out = (
-            prepack(module, rows, config.quantize, config.keep_weights) for module in (decoder, out)
-        )
+        layout = WeightLayout(config.quantize, config.keep_weights)
+        self._decoder, self._out = (prepack(module, rows, layout) for module in (decoder, out))
         self._cache: DecoderCache
         self._graphs, self._fused = None, None
         if config.graph:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,17 @@ INT8_INPUTS = 2**17
 """Inputs up to which 32 bits hold the sum of products of int8."""
 
 
+class WeightLayout(NamedTuple):
+    """How the copies of weights are made: `GenerationConfig.quantize`, and `GenerationConfig.keep_weights`."""
+
+    quantize: str | None = None
+    keep: bool = False
+
+
+AS_IT_IS = WeightLayout()
+"""Copied for one call, in the type that it has."""
+
+
 class StepLinear(nn.Module):
     """One linear layer for few rows at a time, or several of one input side by side.
 
@@ -41,14 +53,17 @@ class StepLinear(nn.Module):
 
     Args:
         linears: plain linear layers of one input, all with a bias or none.
-        rows: how many there will be at most; 0 for a single call, which a copy would not repay.
+        rows: how many there will be at most; 0 for a single call, which a copy repays only if it is kept.
+        layout: whether a copy is kept for the next `StepLinear` of these layers.
         relu: of the outputs.
-        keep: the copy for the next `StepLinear` of these layers, as in `GenerationConfig.keep_weights`.
     """
 
-    def __init__(self, linears: Sequence[nn.Linear], rows: int, *, relu: bool = False, keep: bool = False) -> None:
+    def __init__(
+        self, linears: Sequence[nn.Linear], rows: int, layout: WeightLayout = AS_IT_IS, *, relu: bool = False
+    ) -> None:
         super().__init__()
-        self.keep = keep
+        self.layout = layout
+        rows = rows or (BLOCKED_ROWS if layout.keep else 0)
         self._weights = weights = [linear.weight for linear in linears]
         biases = [linear.bias for linear in linears]
         self.bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
@@ -88,7 +103,7 @@ class StepLinear(nn.Module):
 
     def _copied(self, layout: str, copy_of: Callable[[], Tensor]) -> Tensor:
         """The weights in a layout: what is kept of them, or a copy made now."""
-        if not self.keep:
+        if not self.layout.keep:
             return copy_of()
         first, *others = self._weights
         # An address tells of a parameter that was given other data, which counts as no write.
@@ -107,18 +122,8 @@ class QuantizedLinear(StepLinear):
     """One linear layer with quantised weights, or several of one input side by side, for any number of rows.
 
     For fp32 on a CPU: `csrc/cpu/generation/quantized_linear.cpp`, which computes what `reference.quantized_linear`
-    says. The weights are quantised when they are first needed.
-
-    Args:
-        linears, rows, relu, keep: as for `StepLinear`.
-        quantize: as in `GenerationConfig`.
+    says. The weights are quantised, as the layout says, when they are first needed.
     """
-
-    def __init__(
-        self, linears: Sequence[nn.Linear], rows: int, *, relu: bool = False, keep: bool = False, quantize: str
-    ) -> None:
-        super().__init__(linears, rows, relu=relu, keep=keep)
-        self.quantize = quantize
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
@@ -128,19 +133,19 @@ class QuantizedLinear(StepLinear):
     def operand(self, rows: int) -> Tensor:
         """The weights for `quantized_linear`."""
         if self._packed is None:
-            pack = torch.ops.transformer_fast.pack_quantized_weight
-            self._packed = self._copied(self.quantize, lambda: pack(self._weights, QUANTIZED[self.quantize]))
+            name, pack = str(self.layout.quantize), torch.ops.transformer_fast.pack_quantized_weight
+            self._packed = self._copied(name, lambda: pack(self._weights, QUANTIZED[name]))
         return self._packed
 
 
 class StepFeedForward(nn.Module):
     """`FeedForward` without dropout; if its activation is ReLU, that is done where its input is made."""
 
-    def __init__(self, module: FeedForward, rows: int, quantize: str | None = None, keep: bool = False) -> None:
+    def __init__(self, module: FeedForward, rows: int, layout: WeightLayout) -> None:
         super().__init__()
         self.activation = module.activation
-        self.linear_1 = _step_linear([module.linear_1], rows, quantize, keep, relu=module.activation == "relu")
-        self.linear_2 = _step_linear([module.linear_2], rows, quantize, keep)
+        self.linear_1 = _step_linear([module.linear_1], rows, layout, relu=module.activation == "relu")
+        self.linear_2 = _step_linear([module.linear_2], rows, layout)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., d_model) -> (..., d_model)."""
@@ -154,27 +159,25 @@ def _has_onednn() -> bool:
     return mkldnn.enabled and mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in names)
 
 
-def _step_linear(
-    linears: Sequence[nn.Linear], rows: int, quantize: str | None, keep: bool, *, relu: bool = False
-) -> StepLinear:
-    if quantize is None or (quantize == "int8" and linears[0].in_features > INT8_INPUTS):
-        return StepLinear(linears, rows, relu=relu, keep=keep)
-    return QuantizedLinear(linears, rows, relu=relu, keep=keep, quantize=quantize)
+def _step_linear(linears: Sequence[nn.Linear], rows: int, layout: WeightLayout, *, relu: bool = False) -> StepLinear:
+    too_deep = layout.quantize == "int8" and linears[0].in_features > INT8_INPUTS
+    kind = StepLinear if layout.quantize is None or too_deep else QuantizedLinear
+    return kind(linears, rows, layout, relu=relu)
 
 
-def prepack(module: nn.Module, rows: int, quantize: str | None = None, keep: bool = False) -> nn.Module:
+def prepack(module: nn.Module, rows: int, layout: WeightLayout = AS_IT_IS) -> nn.Module:
     """A copy of a module and all below it, with the same parameters, in evaluation mode, for decoding step by step.
 
-    rows: how many a step will have at most. quantize, keep: as in `GenerationConfig`; the caller has seen to it that
-    there is no `quantization.obstacle`.
+    rows: how many a step will have at most. The caller has seen to it that what the layout asks for has no
+    `obstacle`.
     """
     if is_linear(module):
-        return _step_linear([module], rows, quantize, keep)
+        return _step_linear([module], rows, layout)
     if is_plain(module, FeedForward) and all(map(is_linear, (module.linear_1, module.linear_2))):
-        return StepFeedForward(module, rows, quantize, keep)
+        return StepFeedForward(module, rows, layout)
     clone = copy.copy(module)
     known = [(name, child) for name, child in module._modules.items() if child is not None]
-    children = {name: prepack(child, rows, quantize, keep) for name, child in known}
+    children = {name: prepack(child, rows, layout) for name, child in known}
     # Buffers of its own: another call that extends a positional table must not free one that a CUDA graph reads.
     clone.__dict__.update(_modules=children, _buffers=dict(module._buffers), training=False)
     return clone
@@ -182,10 +185,10 @@ def prepack(module: nn.Module, rows: int, quantize: str | None = None, keep: boo
 
 def concat_linears(*linears: nn.Module, rows: int = 0) -> Callable[[Tensor], Tensor]:
     """Several linear layers of one input as one, their outputs side by side; where they are not all `StepLinear` of one
-    kind, they are called one by one. rows: as for `StepLinear`."""
+    layout, they are called one by one. rows: as for `StepLinear`."""
     steps = [linear for linear in linears if isinstance(linear, StepLinear)]
     plain = [one for linear in steps for one in linear.linears]
-    kinds = {step.quantize if isinstance(step, QuantizedLinear) else None for step in steps}
-    if len(plain) == len(linears) and len(kinds) == 1 and len({linear.bias is None for linear in plain}) == 1:
-        return _step_linear(plain, rows, kinds.pop(), all(step.keep for step in steps))
+    layouts = {step.layout for step in steps}
+    if len(plain) == len(linears) and len(layouts) == 1 and len({linear.bias is None for linear in plain}) == 1:
+        return _step_linear(plain, rows, layouts.pop())
     return lambda x: torch.cat([linear(x) for linear in linears], dim=-1)

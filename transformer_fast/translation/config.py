@@ -94,7 +94,10 @@ class TrainConfig:
         choices=("auto", "off", "bf16", "fp16"),
     )
     packed: bool = _option(
-        True, "leave padding out of every layer; the same losses, up to rounding and the places of dropout", free=True
+        True,
+        "leave padding out of every layer where there is a fused attention; the same losses, up to rounding and the "
+        "places of dropout",
+        free=True,
     )
     shard: bool = _option(
         False, "under torchrun, shard weights and optimizer over the processes (FSDP2), not all in each", free=True

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .. import backends
+from ..models import Transformer
 from .batching import Batch
 from .checkpoint import Tensors
 from .config import TrainConfig
@@ -34,6 +36,8 @@ class Learner:
         self.config, self.device, self.ranks = config, device, ranks
         self.amp = amp_dtype(config, device)
         self.model = model.to(device)
+        if isinstance(model, Transformer) and _has_no_fused_attention(device, self.amp):
+            model.packed = False  # the reference computes a packed batch one sentence after another
         self.sharded = config.shard and ranks.world_size > 1
         # Rank 0 validates alone, for which it needs a model that is not sharded.
         self._full_model = copy.deepcopy(model).cpu() if self.sharded and not ranks.rank else None
@@ -106,6 +110,10 @@ class Learner:
         model = copy.deepcopy(self._full_model or self.model)
         load_model_tensors(model, tensors)
         return model.to(self.device)
+
+
+def _has_no_fused_attention(device: torch.device, amp: torch.dtype | None) -> bool:
+    return backends.choose("attention", device, amp or torch.float32)[0] == "reference"
 
 
 class _Loss(nn.Module):
