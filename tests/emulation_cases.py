@@ -264,7 +264,7 @@ QUICK = (
 MUTATED = (
     *(f"one head {name}" for name in ONE_HEAD),
     "norm bf16 layer 37x20, residual, dropout",
-    "norm fp32 rms 2x5000",
+    "norm fp32 rms 1x16390",
     "dropout bf16 33x7, bias, ReLU",
     "loss bf16 70x40, vocabulary 50",
 )

@@ -235,7 +235,7 @@ def norm_backward_cases(arch: str) -> Iterator[Launch]:
     RMSNorm."""
     widths = sorted(width for kernel, width in NORM if kernel == "backward" and width > 0)
     names = set()
-    wide = (2 * widths[-1], 3 * widths[-1], 65536)  # slices of two, three and four blocks
+    wide = (12288, 65536)  # slices of three and four blocks
     in_bf16 = ((d, torch.bfloat16) for d in (*widths, *wide))
     for d, dtype in [*in_bf16, (widths[-1], torch.float32), (65536, torch.float32)]:
         x = torch.empty((1024, d), dtype=dtype, device="meta")

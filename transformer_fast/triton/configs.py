@@ -211,21 +211,27 @@ class NormConfig:
 
 
 def _norm_table() -> dict[tuple[str, int], NormConfig]:
-    """(kernel, padded width) -> config; width 0 holds what serves any width, in blocks of columns.
+    """(kernel, padded width) -> config; width 0 holds what serves any width, in blocks of columns. For "sum" it is the
+    number of partial sums in place of the width.
 
     Forward about 16 elements a thread: enough 128-bit loads in flight, few enough registers for several programs.
-    Backward half of that, since it keeps two sums beside each pair of elements.
+    Backward half of that, since it keeps two sums beside each pair of elements; as many from 4096 columns on, where
+    more warps would all wait for one row. The sum of partials has one step where it can: each waits for memory.
     """
     table = {
         ("forward", 0): NormConfig(1, 4096, 8),
         ("backward", 0): NormConfig(1, 4096, 16, 3, 1, 4),
-        ("sum", 0): NormConfig(32, 64, 4),
+        ("sum", 0): NormConfig(1024, 8, 8),
+        ("sum", 512): NormConfig(512, 8, 4),
     }
     for columns in (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384):
         table["forward", columns] = NormConfig(max(1, 2048 // columns), columns, max(4, columns // 512))
-    for columns in (64, 128, 256, 512, 1024, 2048, 4096):  # 8192 spills on sm_100
-        warps = max(4, columns // 256)
-        table["backward", columns] = NormConfig(max(1, 1024 // columns), columns, warps, 1, max(1, 24 // warps))
+    for columns, warps, programs in ((1024, 4, 6), (2048, 8, 3), (4096, 8, 2), (8192, 16, 1)):
+        table["backward", columns] = NormConfig(1, columns, warps, 1, programs)
+    for columns in (64, 128, 256, 512):
+        table["backward", columns] = NormConfig(1024 // columns, columns, 4, 1, 6)
+    for programs in (64, 128, 256):
+        table["sum", programs] = NormConfig(256, 8, 2)
     return table
 
 
@@ -233,7 +239,7 @@ NORM = Table(_norm_table())
 
 
 def norm_config(kernel: str, d: int) -> NormConfig:
-    """The config of a norm kernel ("forward", "backward", "sum") for rows of d columns."""
+    """The config of a norm kernel ("forward", "backward") for rows of d columns, or ("sum") for d partial sums."""
     columns = max(64, 1 << (d - 1).bit_length())
     return NORM.get((kernel, columns)) or NORM[kernel, 0]
 

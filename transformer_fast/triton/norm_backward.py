@@ -9,7 +9,7 @@ With g = dy * weight and h = (x - mean) * rstd all norms have dx = rstd * (g - a
 A bounded number of programs shares the rows; each keeps its part of the weight gradients in registers and stores it
 once as a row of an fp32 buffer, which a last kernel sums in a fixed order. No atomics: two runs agree bit for bit.
 
-Rows of up to 4096 columns stay in registers from the averages to the gradients. A wider row is cut into slices of up to
+Rows of up to 8192 columns stay in registers from the averages to the gradients. A wider row is cut into slices of up to
 16,384 columns, one program each: the sums of a slice take 64 of a thread's 128 registers, so that the row itself is
 read again after the averages, and read for the averages by every program of it. Memory sees one pass all the same:
 programs of one row run side by side, and their rows (65,536 columns of bf16: 256 KB of dy and x, 9 MB in the whole of
@@ -64,11 +64,9 @@ def _backward_kernel(
     DROPOUT: tl.constexpr = seed is not None
     key_low, key_high = load_seed(seed) if DROPOUT else (0, 0)
     columns = tl.arange(0, BLOCK_COLUMNS)
-    if weight is not None:
-        w = tl.load(weight + columns, mask=columns < d, other=0.0).to(tl.float32)[None, :]
     weight_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
     bias_sum = tl.zeros((BLOCK_ROWS, BLOCK_COLUMNS), tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, BLOCK_ROWS), tl.num_programs(0), disable_licm=True):
         rows = tl.cast(tile, tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         inside = (rows < n_rows)[:, None] & (columns < d)[None, :]
         dy_tile = load_tile(dy, rows, columns, inside, dy_stride)
@@ -80,8 +78,14 @@ def _backward_kernel(
             h = x_tile * row_rstd[:, None]
         else:
             h = tl.where(inside, (x_tile - row_mean[:, None]) * row_rstd[:, None], 0.0)
-        g = dy_tile * w if weight is not None else dy_tile
+        g = dy_tile
+        if weight is not None:
+            g *= tl.load(weight + columns, mask=columns < d, other=0.0).to(tl.float32)[None, :]
         slope = _slope(tl.sum(g * h, 1), tl.sum(h * h, 1), d, KIND)
+        if partials is not None:
+            weight_sum += dy_tile * h
+            if KIND != "rms":
+                bias_sum += dy_tile
         if KIND == "rms":
             gradient = (g - h * slope[:, None]) * row_rstd[:, None]
         else:
@@ -90,10 +94,6 @@ def _backward_kernel(
             gradient, grad_summed, grad_x, grad_residual, rows, 0, columns, inside, grad_summed_stride, d,
             key_low, key_high, threshold, rescale, DROPOUT,
         )  # fmt: skip
-        if partials is not None:
-            weight_sum += dy_tile * h
-            if KIND != "rms":
-                bias_sum += dy_tile
     if partials is not None:
         partials += tl.program_id(0).to(tl.int64) * d + columns
         tl.store(partials, tl.sum(weight_sum, 0), mask=columns < d)
@@ -204,14 +204,14 @@ def _sum_partials_kernel(
 def sum_of_partials(partials: Tensor, grad_weight: Tensor | None, grad_bias: Tensor | None, programs: int) -> Launch:
     """The launch that sums fp32 partials (2, programs, d) into a weight's gradient and a bias's; (programs, d) will do
     for the first of them alone."""
-    config, d = norm_config("sum", partials.shape[-1]), partials.shape[-1]
+    config, d = norm_config("sum", programs), partials.shape[-1]
     arguments = {
         "partials": partials, "grad_weight": grad_weight, "grad_bias": grad_bias, "programs": programs, "d": d,
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns,
     }  # fmt: skip
     sums = " and ".join(name for name, t in (("weight", grad_weight), ("bias", grad_bias)) if t is not None)
     return Launch(
-        f"sum of partials, {sums}", _sum_partials_kernel, blocks_of(d, config.block_columns), arguments,
+        f"sum of partials {config.block_rows}x{config.block_columns}, {sums}", _sum_partials_kernel, blocks_of(d, config.block_columns), arguments,
         config.num_warps, config.num_stages,
     )  # fmt: skip
 
