@@ -210,10 +210,9 @@ def sum_of_partials(partials: Tensor, grad_weight: Tensor | None, grad_bias: Ten
         "BLOCK_ROWS": config.block_rows, "BLOCK_COLUMNS": config.block_columns,
     }  # fmt: skip
     sums = " and ".join(name for name, t in (("weight", grad_weight), ("bias", grad_bias)) if t is not None)
-    return Launch(
-        f"sum of partials {config.block_rows}x{config.block_columns}, {sums}", _sum_partials_kernel, blocks_of(d, config.block_columns), arguments,
-        config.num_warps, config.num_stages,
-    )  # fmt: skip
+    name = f"sum of partials {config.block_rows}x{config.block_columns}, {sums}"
+    grid = blocks_of(d, config.block_columns)
+    return Launch(name, _sum_partials_kernel, grid, arguments, config.num_warps, config.num_stages)
 
 
 def slices_of(d: int) -> tuple[int, int]:
