@@ -147,6 +147,8 @@ def run_all(todo: list[Step], out: Path, outcomes: dict[str, dict], minutes: flo
     Returns:
         The names of the steps that there was no time for.
     """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as a shell starts what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # or the steps would ignore their interrupt too
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     environment.pop("TRITON_INTERPRET", None)
     end = time.monotonic() + (float("inf") if minutes is None else 60 * minutes)

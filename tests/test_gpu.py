@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -66,7 +67,15 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_step_over_its_limit_writes_what_it_has_and_leaves_no_process(visit, tmp_path, monkeypatch):
+@pytest.fixture
+def in_background():
+    """A shell starts programs in the background with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_step_over_its_limit_writes_what_it_has_and_leaves_no_process(visit, tmp_path, monkeypatch, in_background):
     monkeypatch.setattr(gpu, "GRACE", 5)
     found, _ = visit([small("tests", WAITS, 8), SMALL[0]])
     assert found["tests"]["ended"] == "stopped after its limit of 8 s" and found["info"]["ended"] == "passed"
