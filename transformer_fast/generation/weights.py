@@ -58,23 +58,37 @@ class StepLinear(nn.Module):
         relu: of the outputs.
     """
 
+    linears: list[nn.Linear]
+    layout: WeightLayout
+    _weights: list[Tensor]
+    _relu: bool
+    _outputs: int
+    _concatenated: Tensor | None
+    _packed: Tensor | None
+    _blocked: Tensor | None
+    _may_copy: bool
+    _use_native: bool
+
     def __init__(
         self, linears: Sequence[nn.Linear], rows: int, layout: WeightLayout = AS_IT_IS, *, relu: bool = False
     ) -> None:
         super().__init__()
-        self.layout = layout
-        rows = rows or (BLOCKED_ROWS if layout.keep else 0)
-        self._weights = weights = [linear.weight for linear in linears]
-        biases = [linear.bias for linear in linears]
+        weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         self.bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
-        self.linears, self._relu = list(linears), relu
-        self._outputs = sum(weight.shape[0] for weight in weights)
-        self._concatenated: Tensor | None = None
-        self._packed: Tensor | None = None
-        self._blocked: Tensor | None = None
-        self._may_copy = rows > 0 and all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights)
-        self._use_native = rows <= NATIVE_ROWS and extension.load()
-        self._use_onednn = _has_onednn()
+        rows = rows or (BLOCKED_ROWS if layout.keep else 0)
+        # A hundred of these are made in a call, and nn.Module takes its time for every attribute that is set.
+        self.__dict__.update(
+            linears=list(linears),
+            layout=layout,
+            _weights=weights,
+            _relu=relu,
+            _outputs=sum(weight.shape[0] for weight in weights),
+            _concatenated=None,
+            _packed=None,
+            _blocked=None,
+            _may_copy=rows > 0 and all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights),
+            _use_native=rows <= NATIVE_ROWS and extension.load(),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
@@ -96,7 +110,7 @@ class StepLinear(nn.Module):
             if self._packed is None:
                 self._packed = self._copied("step", lambda: torch.ops.transformer_fast.pack_step_weight(self._weights))
             return self._packed
-        if self._use_onednn and self._blocked is None:
+        if self._blocked is None and _has_onednn():
             reorder = torch.ops.mkldnn._reorder_linear_weight
             self._blocked = self._copied("blocked", lambda: reorder(self.weight, BLOCKED_ROWS))
         return self._blocked
