@@ -87,6 +87,7 @@ LONG: dict[str, dict[str, object]] = {
     "plain": {},
     "dropout": {"dropout_p": 0.1},
     "lengths": {"parts": ("lengths",), "dropout_p": 0.1},
+    "lengths, causal, dropout": {"parts": ("lengths", "causal"), "causal": 5, "Lq": 540, "dropout_p": 0.3},
     "causal": {"parts": ("causal",), "causal": 560},
     "dense": {"parts": ("dense",)},
     "documents": {"parts": ("documents",), "documents": 50},
@@ -114,6 +115,7 @@ DECODE_PARTS: dict[str, dict[str, object]] = {
 ALONE = {"B": 1, "H": 1, "Hkv": 1, "Lq": 70, "Lk": 150, "D": 64, "Dv": 64}
 ONE_HEAD: dict[str, dict[str, object]] = {
     "bf16 lengths, causal, dropout": {"parts": ("lengths", "causal"), "causal": 90, "dropout_p": 0.1},
+    "bf16 long, lengths, dropout": {"parts": ("lengths",), "Lk": 601, "dropout_p": 0.1},
     "bf16 dense": {"parts": ("dense",)},
     "bf16 learned bias": {"bias": "learned"},
     "bf16 relative, sinks": {"parts": ("relative", "sinks"), "dropout_p": 0.1},

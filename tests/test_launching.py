@@ -51,7 +51,7 @@ def test_the_package_kernels_too(launched):
         x, vector, sums = floats(rows, 64), floats(64), floats(rows)
         q, logsumexp = floats(1, 2, rows, 16), floats(1, 2, rows)
         inputs, outputs = (
-            (q, q, q, q, q, logsumexp, None),
+            (q, q, q, q, q, logsumexp, None, None),
             (q, q, q, *backward.row_buffers(q, logsumexp, AttentionParams())),
         )
         grad_q, _ = backward.backward_launches(inputs, outputs, AttentionParams(causal=0, scale=0.5), "sm90")

@@ -74,6 +74,7 @@ KINDS = {
     "sinks": {"sinks": torch.zeros(4)},
     "window": {"mask": tfast.AttentionMask.window(4, 2)},
     "long lengths": {"mask": LONG_LENGTHS, "rows": 600},
+    "kept bits": {"mask": LONG_LENGTHS, "rows": 600, "D": 64, "dtype": torch.float16},
     "packed": {"cu_seqlens": ENDS[24], "causal": True},
     "packed window": {"cu_seqlens": ENDS[24], "mask": tfast.AttentionMask.window(4), "causal": True},
     "packed documents, distances, sinks": {
@@ -94,7 +95,8 @@ def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypat
     """
     options = dict(KINDS[kind])
     dtype, rows, ends = options.pop("dtype", torch.float32), options.pop("rows", 24), options.pop("cu_seqlens", None)
-    shape = (2, 4, rows, 32) if ends is None else (rows, 4, 32)
+    D = options.pop("D", 32)
+    shape = (2, 4, rows, D) if ends is None else (rows, 4, D)
     q, k, v = (floats(*shape).to(dtype).requires_grad_() for _ in range(3))
     grad = torch.ones_like(q)
 

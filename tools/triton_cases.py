@@ -22,6 +22,7 @@ from transformer_fast.triton.attention import (
     tile_map,
     weights,
 )
+from transformer_fast.triton.attention.kept_bits import empty_kept_bits
 from transformer_fast.triton.configs import ATTENTION, CROSS_ENTROPY, NORM
 from transformer_fast.triton.launcher import Launch
 
@@ -73,8 +74,8 @@ def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
     yield call(torch.bfloat16, 256, 1023, "biased")
     for D in (32, 64, 128, 256):
         yield call(torch.float32, D, 1024, "limits")
-    for kind in ("limits", "plain", "mapped", "packed"):
-        (q, logsumexp), params = call(torch.bfloat16, 128, 1024, kind)
+    for kind, D in (("limits", 64), ("limits", 128), ("plain", 128), ("mapped", 128), ("packed", 128)):
+        (q, logsumexp), params = call(torch.bfloat16, D, 1024, kind)
         yield (q, logsumexp), replace(params, causal=0, window=-100)
     for D in (32, 64, 128):
         for kind in ("limits", "packed"):
@@ -116,17 +117,27 @@ def dense_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
         yield call(torch.float32, D, 1024, True, False)
 
 
+def kept_or_drawn(q: Tensor, params: AttentionParams, arch: str) -> Iterator[Tensor | None]:
+    """None; and memory for the bits of dropout, where a forward keeps them."""
+    yield None
+    if (kept_bits := empty_kept_bits(q, q, params, arch)) is not None:
+        yield kept_bits
+
+
 def attention_cases(arch: str) -> Iterator[Launch]:
     """A launch for every forward config of an architecture class."""
     for (q, logsumexp), params in tile_calls():
-        yield from forward.forward_launches((q, q, q), (q, logsumexp), params, arch)
+        for kept_bits in kept_or_drawn(q, params, arch):
+            yield from forward.forward_launches((q, q, q), (q, logsumexp, kept_bits), params, arch)
 
 
 def attention_backward_cases(arch: str) -> Iterator[Launch]:
     """The launches of every backward config of an architecture class."""
     for (q, logsumexp), params in tile_calls():
         outputs = q, q, q, *backward.row_buffers(q, logsumexp, params)
-        yield from backward.backward_launches((q, q, q, q, q, logsumexp, None), outputs, params, arch)
+        for kept_bits in kept_or_drawn(q, params, arch):
+            inputs = q, q, q, q, q, logsumexp, None, kept_bits
+            yield from backward.backward_launches(inputs, outputs, params, arch)
 
 
 def attention_tile_map_cases(arch: str) -> Iterator[Launch]:

@@ -12,9 +12,10 @@ from attention_cases import Case
 from transformer_fast.attention_params import AttentionParams, PackedBatch
 from transformer_fast.tile_share import FULL, PARTIAL, tile_classes
 from transformer_fast.triton.attention import backward, forward
+from transformer_fast.triton.attention.kept_bits import empty_kept_bits
 from transformer_fast.triton.attention.launches import call_kind
-from transformer_fast.triton.configs import ATTENTION, LONG, AttentionConfig, attention_config
-from transformer_fast.triton.launcher import Launch
+from transformer_fast.triton.configs import ATTENTION, LONG, AttentionConfig
+from transformer_fast.triton.launcher import Launch, architecture_of
 
 from .kernels import Steps, compiled
 from .predictions import Launched
@@ -43,7 +44,10 @@ def parameters(case: Case, packed: bool, device: str = META) -> AttentionParams:
 
 def launches(case: Case, packed: bool, device: str = META) -> list[tuple[str, Launch]]:
     """(kernel, launch) of a case in order: forward; grad_q, grad_kv. On META they are those of an H100."""
-    params, arch = parameters(case, packed, device), ARCHITECTURE if device == META else None
+    params, arch = (
+        parameters(case, packed, device),
+        ARCHITECTURE if device == META else architecture_of(torch.empty(0, device=device)),
+    )
     if packed:
         of_queries, of_keys = ((int(n.sum()), case.H, case.D) for n in (case.query_lengths(), case.key_lengths()))
     else:
@@ -59,9 +63,11 @@ def launches(case: Case, packed: bool, device: str = META) -> list[tuple[str, La
     )
     rows = (case.H, of_queries[0]) if packed else (case.B, case.H, case.queries)
     logsumexp = results(*rows, dtype=torch.float32, device=device)
-    found = [("forward", launch) for launch in forward.forward_launches((q, k, v), (out, logsumexp), params, arch)]
+    kept_bits = empty_kept_bits(q, k, params, arch) if case.backward else None
+    outputs = out, logsumexp, kept_bits
+    found = [("forward", launch) for launch in forward.forward_launches((q, k, v), outputs, params, arch)]
     if case.backward:
-        inputs = tensor(values, of_queries), q, k, v, out, logsumexp, None
+        inputs = tensor(values, of_queries), q, k, v, out, logsumexp, None, kept_bits
         gradients = (tensor(results, shape) for shape in (of_queries, of_keys, of_keys))
         outputs = (*gradients, *backward.row_buffers(q, logsumexp, params))
         names = ("grad_q", "grad_kv")
@@ -125,10 +131,11 @@ def moved(case: Case, kernel: str, packed: bool) -> int:
 
 @contextmanager
 def tiles(case: Case, packed: bool, overrides: Mapping[str, AttentionConfig]) -> Iterator[None]:
-    """The table of tiles with other entries for the kernels of a case."""
-    kind = call_kind(case.keys, parameters(case, packed))
+    """The table of tiles with other entries for the kernels of a case, whether its bits of dropout are kept or not."""
     keys = {
-        (kernel, ARCHITECTURE, case.dtype.itemsize * 8, max(32, case.D), kind): c for kernel, c in overrides.items()
+        (kernel, ARCHITECTURE, case.dtype.itemsize * 8, max(32, case.D), kind): c
+        for kernel, c in overrides.items()
+        for kind in (call_kind(case.keys, parameters(case, packed)), "kept")
     }
     before = {key: ATTENTION[key] for key in keys}
     ATTENTION.update(keys)
@@ -140,13 +147,11 @@ def tiles(case: Case, packed: bool, overrides: Mapping[str, AttentionConfig]) ->
 
 def launched(case: Case, packed: bool = False) -> Iterator[Launched]:
     """The launches of a case, compiled by the tile table, with their programs."""
-    params = parameters(case, packed)
     pairs = case.useful_pairs() if packed else case.pairs()
     for kernel, launch in launches(case, packed):
-        bits, block_d = case.dtype.itemsize * 8, launch.arguments["BLOCK_D"]
-        config = attention_config(kernel, ARCHITECTURE, bits, block_d, call_kind(case.keys, params))
-        own = works(case, kernel, (config.block_queries, config.block_keys), packed)
+        own = works(case, kernel, (launch.arguments["BLOCK_QUERIES"], launch.arguments["BLOCK_KEYS"]), packed)
         if len(own) != launch.grid:
             raise RuntimeError(f"{case}: {kernel} has {launch.grid} programs, and the model {len(own)}")
         operations = 2.0 * PRODUCTS[kernel] * pairs * case.H * case.D
-        yield Launched(compiled(launch), own, moved(case, kernel, packed), operations)
+        bits = 0 if launch.arguments["kept_bits"] is None else case.pairs() * case.H // 8
+        yield Launched(compiled(launch), own, moved(case, kernel, packed) + bits, operations)

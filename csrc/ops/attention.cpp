@@ -45,20 +45,20 @@ AttentionGradients compute_backward(const AttentionParams& params, const Tensor&
 
 TwoTensors forward(const AttentionParams& params, const Tensor& q, const Tensor& k, const Tensor& v) {
   const AttentionResult result = is_native(params.backend) ? attention_forward(q, k, v, params, /*training=*/false)
-                                                           : launch_attention(q, k, v, params);
+                                                           : launch_attention(q, k, v, params, /*training=*/false);
   return {result.out, result.logsumexp};
 }
 
 ThreeTensors backward(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
                       const Tensor& v, const Tensor& out, const Tensor& logsumexp,
                       const OptionalTensor& grad_logsumexp) {
-  const auto grads = compute_backward(params, grad_out, q, k, v, {out, logsumexp, {}, {}}, grad_logsumexp, {});
+  const auto grads = compute_backward(params, grad_out, q, k, v, {out, logsumexp, {}, {}, {}}, grad_logsumexp, {});
   return {grads.q, grads.k, grads.v};
 }
 
 Tensor grad_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
                  const Tensor& v, const Tensor& out, const Tensor& logsumexp, const OptionalTensor& grad_logsumexp) {
-  const AttentionResult result{out, logsumexp, {}, {}};
+  const AttentionResult result{out, logsumexp, {}, {}, {}};
   return is_native(params.backend) ? attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params)
                                    : launch_attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);
 }
@@ -66,7 +66,7 @@ Tensor grad_bias(const AttentionParams& params, const Tensor& grad_out, const Te
 Tensor grad_distance_bias(const AttentionParams& params, const Tensor& grad_out, const Tensor& q, const Tensor& k,
                           const Tensor& v, const Tensor& out, const Tensor& logsumexp,
                           const OptionalTensor& grad_logsumexp) {
-  const AttentionResult result{out, logsumexp, {}, {}};
+  const AttentionResult result{out, logsumexp, {}, {}, {}};
   if (!is_native(params.backend))
     return launch_attention_grad_distance_bias(grad_out, q, k, v, result, grad_logsumexp, params);
   const GradientNeeds needs{/*bias=*/false, /*distance_bias=*/true};
@@ -104,14 +104,15 @@ struct Attention {
   static constexpr const char* kName = "attention";
   // The inputs; and what is saved: q, k and v as there, the tensors of the arguments, and what the forward found.
   enum : size_t { kQ, kK, kV, kBias, kDistanceBias, kSinks, kInputs };
-  enum : size_t { kParams = kV + 1, kOut = kParams + AttentionParams::kTensors, kLogsumexp, kProbs, kFactors, kSaved };
+  enum : size_t { kParams = kV + 1, kOut = kParams + AttentionParams::kTensors, kLogsumexp, kProbs, kFactors, kKeptBits, kSaved };
   using Options = AttentionParams;
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const AttentionParams& options,
                                 const Needs& needs) {
     const AttentionParams params = options.with(&saved[kParams]);
     const Tensor &q = saved[kQ], &k = saved[kK], &v = saved[kV];
-    const AttentionResult result{saved[kOut], saved[kLogsumexp], or_none(saved[kProbs]), or_none(saved[kFactors])};
+    const AttentionResult result{saved[kOut], saved[kLogsumexp], or_none(saved[kProbs]), or_none(saved[kFactors]),
+                                 or_none(saved[kKeptBits])};
     const OptionalTensor grad_logsumexp = grads.size() > 1 ? or_none(grads[1]) : std::nullopt;
     const bool direct = is_direct(params, grads) && is_direct(params, saved);
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -149,7 +150,7 @@ AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& par
     const at::AutoDispatchBelowADInplaceOrView below;
     if (direct)
       result = is_native(params.backend) ? attention_forward(q, k, v, params, /*training=*/records)
-                                         : launch_attention(q, k, v, params);
+                                         : launch_attention(q, k, v, params, /*training=*/records);
     else
       std::tie(result.out, result.logsumexp) = dispatch<forward>("attention", "attention_packed", params, q, k, v);
   }
@@ -160,6 +161,7 @@ AttentionResult recorded(bool direct, size_t outputs, const AttentionParams& par
   saved[Attention::kOut] = result.out, saved[Attention::kLogsumexp] = result.logsumexp;
   saved[Attention::kProbs] = or_undefined(result.saved_probs);
   saved[Attention::kFactors] = or_undefined(result.saved_factors);
+  saved[Attention::kKeptBits] = or_undefined(result.kept_bits);
   variable_list returned = {result.out, result.logsumexp};
   returned.resize(outputs);
   eager::record<Attention>(returned, saved, params.without_tensors(), q, k, v, params.bias, params.distance_bias,

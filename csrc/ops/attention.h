@@ -65,10 +65,11 @@ struct AttentionParams {
   }
 };
 
-// What a forward found. In training it may keep weights for its backward, in the tiles that both work on.
+// What a forward found. In training it may keep weights for its backward, in the tiles that both work on; on a GPU, which
+// weights dropout kept.
 struct AttentionResult {
   Tensor out, logsumexp;
-  OptionalTensor saved_probs, saved_factors;
+  OptionalTensor saved_probs, saved_factors, kept_bits;
 };
 
 // The gradients of a call: those of the biases and the sinks where they are needed.

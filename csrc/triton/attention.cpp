@@ -75,16 +75,17 @@ py::object python_params(const AttentionParams& params) {
   return make.call(fields);
 }
 
-AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params) {
+AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
+                                 bool training) {
   static const PythonFunction launcher("transformer_fast.triton.attention.forward", "attention_forward");
   const py::gil_scoped_acquire gil;
   if (only_launches(q, k, params)) {
-    LaunchCall call = call_of("attention forward", params, k, {q, k, v});
-    if (const auto results = LaunchCache::instance().replay(call, 2); !results.empty())
-      return {results[0], results[1], {}, {}};
+    LaunchCall call = call_of(training ? "attention forward in training" : "attention forward", params, k, {q, k, v});
+    if (const auto results = LaunchCache::instance().replay(call, 3); !results.empty())
+      return {results[0], results[1], {}, {}, eager::or_none(results[2])};
   }
-  const auto [out, logsumexp] = launcher.tensors<2>(q, k, v, python_params(params));
-  return {out, logsumexp, {}, {}};
+  const auto [out, logsumexp, kept_bits] = launcher.tensors<3>(q, k, v, python_params(params), training);
+  return {out, logsumexp, {}, {}, eager::or_none(kept_bits)};
 }
 
 AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -94,12 +95,13 @@ AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tenso
   const Tensor &out = result.out, &logsumexp = result.logsumexp;
   const py::gil_scoped_acquire gil;
   if (only_launches(q, k, params)) {
-    LaunchCall call = call_of("attention backward", params, k, {grad_out, q, k, v, out, logsumexp, grad_logsumexp});
+    LaunchCall call =
+        call_of("attention backward", params, k, {grad_out, q, k, v, out, logsumexp, grad_logsumexp, result.kept_bits});
     if (const auto results = LaunchCache::instance().replay(call, 3); !results.empty())
       return {results[0], results[1], results[2], {}};
   }
   const auto [grad_q, grad_k, grad_v] =
-      launcher.tensors<3>(grad_out, q, k, v, out, logsumexp, python_params(params), grad_logsumexp);
+      launcher.tensors<3>(grad_out, q, k, v, out, logsumexp, python_params(params), grad_logsumexp, result.kept_bits);
   return {grad_q, grad_k, grad_v, {}};
 }
 

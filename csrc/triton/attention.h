@@ -11,7 +11,8 @@ namespace transformer_fast {
 // As transformer_fast.attention_params.AttentionParams, which functions in Python take. The GIL must be held.
 pybind11::object python_params(const AttentionParams& params);
 
-AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params);
+AttentionResult launch_attention(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
+                                 bool training);
 // The gradients of q, k and v.
 AttentionGradients launch_attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,
                                              const AttentionResult& result, const OptionalTensor& grad_logsumexp,

@@ -232,6 +232,11 @@ std::vector<Tensor> LaunchCache::replay(LaunchCall& call, size_t results) {
   std::vector<Tensor> outputs;
   for (size_t i = 0; i < results; ++i) {
     const auto& [sizes, strides, dtype, bytes] = cached->outputs[i];
+    if (bytes == 0) {
+      outputs.emplace_back();
+      call.add_address(nullptr);
+      continue;
+    }
     outputs.push_back(at::empty_strided(sizes, strides, at::TensorOptions(call.device_).dtype(dtype)));
     call.add_address(outputs.back().const_data_ptr());
   }

@@ -103,7 +103,8 @@ class __attribute__((visibility("hidden"))) LaunchCache {
 
   // Repeats the launches of an earlier call like this one; false where there was none, or they may not be replayed.
   bool replay(const LaunchCall& call);
-  // The same for a call whose outputs are still to be allocated; the first `results` of them, or nothing.
+  // The same for a call whose outputs are still to be allocated; the first `results` of them, undefined for None, or
+  // nothing.
   std::vector<at::Tensor> replay(LaunchCall& call, size_t results);
   // Keeps the launches that this call made.
   void store(const LaunchCall& call, std::vector<CachedLaunch> launches);

@@ -62,7 +62,7 @@ def documents(name: str) -> dict[str, torch.Tensor]:
 
 def kernel(q, k, v, grad, call):
     with poisoned_memory():
-        out, logsumexp = attention_forward(q, k, v, call)
+        out, logsumexp = attention_forward(q, k, v, call)[:2]
         grads = attention_backward(grad, q, k, v, out, logsumexp, call)
         return out, logsumexp, attention_weights(q, k, logsumexp, call), *grads
 
@@ -158,7 +158,7 @@ def test_gradient_of_the_logsumexp(magnitude):
     q, k, v, grad = inputs(B, H, 1, LQ, LK, D, torch.float32)
     mask = {"distance_bias": distances(1, H) * magnitude, "softcap": 50.0} | documents("in order")
     call, q = call_of(mask, D), q * magnitude
-    out, logsumexp = attention_forward(q, k, v, call)
+    out, logsumexp = attention_forward(q, k, v, call)[:2]
     grad_logsumexp = random(B, H, 1, seed=5).expand(B, H, LQ).where(logsumexp > -torch.inf, torch.nan)
     with poisoned_memory():
         ours = attention_backward(grad, q, k, v, out, logsumexp, call, grad_logsumexp)
@@ -243,7 +243,7 @@ def test_tiles_of_other_documents_are_not_visited(monkeypatch):
     for parts in ({"query_ids": ids, "key_ids": ids}, {}):
         loads.clear()
         call = call_of(parts, D)
-        out, logsumexp = attention_forward(q, k, v, call)
+        out, logsumexp = attention_forward(q, k, v, call)[:2]
         attention_backward(grad, q, k, v, out, logsumexp, call)
         visited.append(dict(loads))
     # A step loads two tiles.

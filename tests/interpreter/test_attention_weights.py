@@ -19,7 +19,7 @@ DIALECTS = list(mask_parts(1, 1, 1, 1, torch.Generator()))
 
 def kernel(q, k, v, call):
     with poisoned_memory():
-        _, logsumexp = attention_forward(q, k, v, call)
+        _, logsumexp = attention_forward(q, k, v, call)[:2]
         return attention_weights(q, k, logsumexp, call)
 
 

@@ -154,6 +154,15 @@ _TILES_OF_PARTS = {
 _TILES_32_BIT = {32: (32, 32, 8, 1), 64: (32, 32, 8, 1), 128: (16, 32, 16, 1), 256: (16, 32, 16, 1)}
 
 
+# Kernel and architecture class, for heads of 64: where a "long" forward keeps the bits of dropout for the backward (see
+# KEPT_BITS). Of other heads, keeping them is no faster than drawing them again.
+_TILES_OF_KEPT_BITS = {
+    "forward": {"sm80": (128, 64, 8, 2), "sm90": (128, 64, 8, 3, 128), "sm100": (128, 64, 8, 2)},
+    "grad_q": {"sm80": (128, 64, 8, 2), "sm90": (128, 64, 8, 3, 128), "sm100": (128, 64, 8, 2)},
+    "grad_kv": {"sm80": (64, 64, 4, 1), "sm90": (64, 64, 4, 3), "sm100": (64, 64, 8, 2)},
+}
+
+ATTENTION_KERNELS = "forward", "grad_q", "grad_kv"
 ATTENTION_KINDS = (
     "short", "long", "plain", "biased", "documents", "parts", "packed", "short mapped", "mapped", "packed long"
 )  # fmt: skip
@@ -167,7 +176,7 @@ _TILES_OF_KINDS = (0, 1, 2, 3, 1, 3, 0, 0, 1, 1)
 
 
 def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
-    """(kernel, architecture class, bits of the type, padded head size, one of ATTENTION_KINDS) -> config."""
+    """(kernel, architecture class, bits of the type, padded head size, one of ATTENTION_KINDS or "kept") -> config."""
     table = {}
     for kernel, architectures in _TILES_16_BIT.items():
         for arch, sizes in architectures.items():
@@ -179,6 +188,7 @@ def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
                 table[kernel, arch, 16, 256, kind] = AttentionConfig(64, 32, 8, 1)
                 for d, tile in _TILES_32_BIT.items():
                     table[kernel, arch, 32, d, kind] = AttentionConfig(*tile)
+            table[kernel, arch, 16, 64, "kept"] = AttentionConfig(*_TILES_OF_KEPT_BITS[kernel][arch])
     return table
 
 
@@ -186,8 +196,15 @@ ATTENTION = Table(_attention_table())
 
 
 def attention_config(kernel: str, arch: str, bits: int, block_d: int, kind: str) -> AttentionConfig:
-    """The config of an attention kernel ("forward", "grad_q", "grad_kv") for one of ATTENTION_KINDS."""
+    """The config of one of ATTENTION_KERNELS for one of ATTENTION_KINDS, or for "kept"."""
     return ATTENTION[kernel, arch, bits, block_d, kind]
+
+
+KEPT_BITS = Table({"share": 1.0})
+"""How much memory the forward of attention may take to keep which weights dropout kept, for its backward: as a share of
+what q, k, v and the output take. 0 keeps nothing; ``math.inf`` all that can be kept: padded calls of 16 bits, heads of
+64 and more than LONG keys, without dense masks and biases. A weight takes a bit, so 1.0 is reached by 4,096 keys. What
+is not kept each kernel draws again: the same weights are dropped either way."""
 
 
 @dataclass(frozen=True)

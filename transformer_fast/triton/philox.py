@@ -132,13 +132,25 @@ def attention_keep_tile(random, start_query, start_key, QUERIES: tl.constexpr, K
         bool (QUERIES, KEYS), True = kept. With the threshold 65,536, that is where everything is dropped, they are any:
         there the caller's factor of kept weights is 0.
     """
+    w0, w1, w2, w3 = attention_draws(random, start_query, start_key, QUERIES, KEYS)
+    return kept_of_draws(w0, w1, w2, w3, random.threshold, QUERIES, KEYS)
+
+
+@triton.jit
+def attention_draws(random, start_query, start_key, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """The four words of each call for the weights of a tile: uint32 (QUERIES, KEYS // 8)."""
     blank = tl.zeros((QUERIES, KEYS // 8), tl.uint32)
     query = (start_query + tl.arange(0, QUERIES)).to(tl.uint32)[:, None] + blank
     call = (start_key // 8 + tl.arange(0, KEYS // 8)).to(tl.uint32)[None, :] + blank
     head = tl.cast(random.head, tl.uint32) + blank
     batch = tl.cast(random.batch, tl.uint32) + blank
-    w0, w1, w2, w3 = philox4x32(random.key[0], random.key[1], call, query, head, batch)
-    keep = _draws_to_keep(w0, w1, w2, w3, random.threshold, True)
+    return philox4x32(random.key[0], random.key[1], call, query, head, batch)
+
+
+@triton.jit
+def kept_of_draws(w0, w1, w2, w3, threshold, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """The keep bits (QUERIES, KEYS) of a tile from its :func:`attention_draws`."""
+    keep = _draws_to_keep(w0, w1, w2, w3, threshold, True)
     # key = group * 32 + word * 8 + (call & 3) * 2 + half
     keep = tl.reshape(keep, (QUERIES, KEYS // 32, 4, 2, 2, 2))
     keep = tl.permute(keep, (0, 1, 4, 5, 2, 3))

@@ -44,12 +44,12 @@ def backward_launches(
     """The two launches from :func:`attention_backward`'s tensors to the gradients, by way of :func:`row_buffers`.
 
     Args:
-        inputs: grad_out, q, k, v, out, logsumexp, grad_logsumexp.
+        inputs: grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits.
         outputs: the gradients of q, k and v, and the buffers.
         params: as given to the launcher.
         arch: architecture class; None for that of q's GPU.
     """
-    grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
+    grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits = inputs
     grad_q, grad_k, grad_v, delta, empty_flags, sums = outputs
     q, scale, _ = positive_scale(q, params.scale)
     params = replace(params, scale=scale)
@@ -61,10 +61,11 @@ def backward_launches(
     return [
         tile_launch(
             "grad_q", grad_q_kernel, q, k, arch, tensors | {"out": out, "grad_q": grad_q},
-            rows | {"grad_logsumexp": grad_logsumexp}, params,
+            rows | {"grad_logsumexp": grad_logsumexp}, params, kept_bits,
         ),
         tile_launch(
             "grad_kv", grad_kv_kernel, q, k, arch, tensors | {"grad_k": grad_k, "grad_v": grad_v}, rows, params,
+            kept_bits,
         ),
     ]  # fmt: skip
 
@@ -72,7 +73,7 @@ def backward_launches(
 @widen_bf16_if_interpreted(results=3)
 def attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, params: AttentionParams,
-    grad_logsumexp: Tensor | None = None,
+    grad_logsumexp: Tensor | None = None, kept_bits: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of :func:`~.forward.attention_forward` by Triton.
 
@@ -81,6 +82,7 @@ def attention_backward(
         q, k, v, params: as given to the forward launcher.
         out, logsumexp: as it returned them.
         grad_logsumexp: fp32, the gradient of logsumexp, or None. A row without keys takes none.
+        kept_bits: as the forward launcher returned it; None lets the kernels draw again.
 
     Returns:
         Gradients of q, k and v, in their shapes and dtypes. Bitwise equal from run to run.
@@ -93,7 +95,7 @@ def attention_backward(
     if grad_logsumexp is not None:
         grad_logsumexp = grad_logsumexp.contiguous()
     keys = k.shape[2] if params.packed is None else params.packed.max_k
-    inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
+    inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits
     outputs = (*gradients, *row_buffers(q, logsumexp, params))
     run_call("attention backward", inputs, outputs, keys, params, backward_launches)
     # The kernels had q times the sign of the scale.

@@ -7,6 +7,7 @@ without keys, whose weight is 1/Lk on every key, may lie outside those, and are 
 import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
+from .kept_bits import bits_at_head, recall_keep_tile
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows
 from .steps import FLAG_ROWS, at_edge, flag_row, program_of, query_steps, sequence, statistics_row, tile_at
 from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
@@ -17,7 +18,7 @@ _SCAN = tl.constexpr(256)
 
 @jit
 def grad_kv_kernel(
-    grad_out, q, k, v, logsumexp, delta, sums, empty_flags, grad_k, grad_v, keep, key_keep, lengths, bias,
+    grad_out, q, k, v, logsumexp, delta, sums, empty_flags, grad_k, grad_v, kept_bits, keep, key_keep, lengths, bias,
     distance_bias, query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
     tile_list, tile_counts, tile_order, map_batch, map_head,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
@@ -111,6 +112,7 @@ def grad_kv_kernel(
             at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap, None,
         )  # fmt: skip
         random = RandomBits(philox_key, threshold, batch, head)
+        head_kept_bits = bits_at_head(kept_bits, batch, head, heads, queries, keys)
         first_row = statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
         tile_row = batch * map_batch + head * map_head + tile
         head_tile_list = tile_list
@@ -150,7 +152,7 @@ def grad_kv_kernel(
                 weights = weights / tl.load(sums + first_row + row, mask=row < queries, other=1.0)[:, None]
             dropped = weights
             if seed is not None:
-                kept = attention_keep_tile(random, start, start_key, BLOCK_QUERIES, BLOCK_KEYS)
+                kept = recall_keep_tile(head_kept_bits, random, start, start_key, queries, BLOCK_QUERIES, BLOCK_KEYS)
                 dropped = kept_or_zero(kept, weights)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             v_acc = tl.dot(tl.trans(dropped.to(q_tile.dtype)), grad_tile, v_acc, input_precision="ieee")

@@ -7,6 +7,7 @@ leaves for the gradients of k and v: delta, one number a row, and which rows hav
 import triton.language as tl
 
 from ..philox import RandomBits, attention_keep_tile, load_seed
+from .kept_bits import bits_at_head, recall_keep_tile
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import FLAG_ROWS, at_edge, flag_row, key_steps, program_of, sequence, statistics_row, tile_at
 from .tiles import (
@@ -25,8 +26,8 @@ from .tiles import (
 
 @jit
 def grad_q_kernel(
-    grad_out, q, k, v, out, logsumexp, grad_logsumexp, delta, sums, empty_flags, grad_q, keep, key_keep, lengths, bias,
-    distance_bias, query_ids, key_ids, sinks, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
+    grad_out, q, k, v, out, logsumexp, grad_logsumexp, delta, sums, empty_flags, grad_q, kept_bits, keep, key_keep,
+    lengths, bias, distance_bias, query_ids, key_ids, sinks, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
     tile_list, tile_counts, tile_order, map_batch, map_head,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
@@ -77,6 +78,7 @@ def grad_q_kernel(
         sink_of(sinks, head),
     )  # fmt: skip
     random = RandomBits(load_seed(seed), threshold, batch, head)
+    kept_bits = bits_at_head(kept_bits, batch, head, heads, queries, keys)
 
     rows = query_rows(start_query, bounds, BLOCK_QUERIES)
     limit = key_limits(rows, bounds)
@@ -183,7 +185,7 @@ def grad_q_kernel(
             if BASE_E:
                 weights = weights / row_sum[:, None]
             if seed is not None:
-                kept = attention_keep_tile(random, start_query, start, BLOCK_QUERIES, BLOCK_KEYS)
+                kept = recall_keep_tile(kept_bits, random, start_query, start, queries, BLOCK_QUERIES, BLOCK_KEYS)
                 grad_weights = tl.where(kept, grad_weights * rescale, 0.0)
             grad_scores = weights * (grad_weights - row_delta[:, None])
             if softcap is not None:

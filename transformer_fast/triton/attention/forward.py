@@ -17,6 +17,7 @@ from torch import Tensor
 from ...attention_params import AttentionParams
 from ..launcher import Launch, architecture_of, empty_outputs, widen_bf16_if_interpreted, without_keys
 from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
+from .kept_bits import bits_at_head, draw_keep_tile, empty_kept_bits
 from .launches import kernel_views, run_call, tile_launch
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
 from .steps import at_edge, key_steps, program_of, sequence, statistics_row, tile_at
@@ -27,7 +28,7 @@ REPEAT_KEYS = tl.constexpr(32)
 
 @jit
 def _forward_kernel(
-    q, k, v, out, logsumexp, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, sinks, seed,
+    q, k, v, out, logsumexp, kept_bits, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, sinks, seed,
     cu_seqlens_q, cu_seqlens_k, batch_order, tile_list, tile_counts, tile_order, map_batch, map_head,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -75,6 +76,7 @@ def _forward_kernel(
         sink_of(sinks, head),
     )  # fmt: skip
     random = RandomBits(load_seed(seed), threshold, batch, head)
+    kept_bits = bits_at_head(kept_bits, batch, head, heads, queries, keys)
 
     limit = key_limits(query_rows(start_query, bounds, BLOCK_QUERIES), bounds)
     last_key = tl.maximum(tl.max(limit, 0), 0)
@@ -121,7 +123,7 @@ def _forward_kernel(
         decay = tl.math.exp2((row_max - shift) * (LOG2E if BIASED else 1.0))
         row_sum = row_sum * decay + tl.sum(weights, 1)
         if seed is not None:
-            kept = attention_keep_tile(random, start_query, start, BLOCK_QUERIES, BLOCK_KEYS)
+            kept = draw_keep_tile(kept_bits, random, start_query, start, queries, BLOCK_QUERIES, BLOCK_KEYS)
             weights = kept_or_zero(kept, weights)
         v_tile = load_rows(v, start, last_key, v_row, BLOCK_KEYS, HEAD_DIM, BLOCK_D, UNIT)
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc * decay[:, None], input_precision="ieee")
@@ -176,18 +178,20 @@ def forward_launches(
     inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], params: AttentionParams, arch: str | None = None
 ) -> list[Launch]:
     """The launch from :func:`attention_forward`'s tensors to its results, for an architecture class."""
-    (q, k, v), (out, logsumexp) = inputs, outputs
+    (q, k, v), (out, logsumexp, kept_bits) = inputs, outputs
     q, scale, _ = positive_scale(q, params.scale)
     params = replace(params, scale=scale)
     q, k, v = kernel_views(params, (q,), (k, v))
     (out,) = kernel_views(params, (out,), (), written=True)
     tensors = {"q": q, "k": k, "v": v, "out": out}
     arch = architecture_of(q) if arch is None else arch
-    return [tile_launch("forward", _forward_kernel, q, k, arch, tensors, {"logsumexp": logsumexp}, params)]
+    return [tile_launch("forward", _forward_kernel, q, k, arch, tensors, {"logsumexp": logsumexp}, params, kept_bits)]
 
 
 @widen_bf16_if_interpreted(results=1)
-def attention_forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
+def attention_forward(
+    q: Tensor, k: Tensor, v: Tensor, params: AttentionParams, training: bool = False
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Masked attention by Triton.
 
     Args:
@@ -195,13 +199,17 @@ def attention_forward(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) 
         k, v: (B, Hkv, Lk, D) of q's dtype; ``Hkv`` divides ``H``; last stride 1. Of a packed batch (Tk, Hkv, D).
         params: what is masked, scaled and dropped. Dropout is drawn by :mod:`..philox`; query i and key j of sequence b
             of a packed batch draw as in a padded one.
+        training: whether a backward follows, for which the forward may keep what it drew.
 
     Returns:
-        out like q and logsumexp (B, H, Lq) fp32, or (H, Tq) of a packed batch; -inf for a row without keys.
+        out like q and logsumexp (B, H, Lq) fp32, or (H, Tq) of a packed batch; -inf for a row without keys. And which
+        weights dropout kept, for the backward (:mod:`.kept_bits`), or None.
     """
     out, logsumexp = empty_outputs(q)
     if q.numel() == 0 or k.numel() == 0:
-        return out.zero_(), without_keys(logsumexp, params.sinks)
+        return out.zero_(), without_keys(logsumexp, params.sinks), None
     keys = k.shape[2] if params.packed is None else params.packed.max_k
-    run_call("attention forward", (q, k, v), (out, logsumexp), keys, params, forward_launches)
-    return out, logsumexp
+    kept_bits = empty_kept_bits(q, k, params, architecture_of(q)) if training else None
+    name = "attention forward in training" if training else "attention forward"
+    run_call(name, (q, k, v), (out, logsumexp, kept_bits), keys, params, forward_launches)
+    return out, logsumexp, kept_bits

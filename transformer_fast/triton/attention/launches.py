@@ -75,7 +75,7 @@ def score_kinds(params: AttentionParams) -> str:
 
 def tile_launch(
     name: str, kernel, q: Tensor, k: Tensor, arch: str, tensors: dict[str, Tensor], rows: dict[str, Tensor | None],
-    params: AttentionParams,
+    params: AttentionParams, kept_bits: Tensor | None,
 ) -> Launch:  # fmt: skip
     """Launch of an attention kernel with its tile from the table.
 
@@ -87,15 +87,16 @@ def tile_launch(
         tensors: (B, H, L, D) tensors by argument, q and k among them.
         rows: tensors with a number a row, or None, by argument; logsumexp among them.
         params: as given to the launcher.
+        kept_bits: see :mod:`.kept_bits`.
     """
     arguments = mask_arguments(q, k, params) | tensor_arguments(**tensors)
-    kind = call_kind(k.shape[2], params)
+    kind = call_kind(k.shape[2], params) if kept_bits is None else "kept"
     config = attention_config(name, arch, q.element_size() * 8, arguments["BLOCK_D"], kind)
     tile = config.block_queries, config.block_keys
     kinds = {
         "mapped": is_mapped(params), "biased": params.bias is not None,
         "packed": params.packed is not None, "window": arguments["window"] is not None,
-        "dropout": arguments["seed"] is not None,
+        "dropout": arguments["seed"] is not None, "kept": kept_bits is not None,
     }  # fmt: skip
     over, block = (k, config.block_keys) if name == "grad_kv" else (q, config.block_queries)
     return Launch(
@@ -106,7 +107,7 @@ def tile_launch(
         kernel,
         blocks_of(over.shape[2], block) * over.shape[0] * over.shape[1],
         {
-            **arguments, **order_arguments(q, k, tile, name == "grad_kv", params), **rows,
+            **arguments, "kept_bits": kept_bits, **order_arguments(q, k, tile, name == "grad_kv", params), **rows,
             "cu_seqlens_q": None if params.packed is None else params.packed.cu_seqlens_q,
             "cu_seqlens_k": None if params.packed is None else params.packed.cu_seqlens_k,
             "total_queries": rows["logsumexp"].shape[-1],

@@ -1,0 +1,82 @@
+"""Bits of dropout that the forward keeps for the backward: the mask of the reference, and the gradients of drawing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import poisoned_memory
+
+from transformer_fast import reference
+from transformer_fast.attention_params import AttentionParams
+from transformer_fast.triton import configs
+from transformer_fast.triton.attention.backward import attention_backward
+from transformer_fast.triton.attention.forward import attention_forward
+
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
+
+B, H, LQ, LK, D = 2, 4, 140, 150, 64
+
+
+@pytest.fixture(autouse=True)
+def short_calls_are_long(monkeypatch):
+    """And drawing has the tiles of keeping, so that sums are taken in one order."""
+    monkeypatch.setattr("transformer_fast.triton.attention.launches.LONG", 64)
+    for key in configs.ATTENTION:
+        if key[2:] == (16, 64, "long"):
+            monkeypatch.setitem(configs.ATTENTION, key, configs.ATTENTION[*key[:4], "kept"])
+
+
+def call_of(device: torch.device, p: float = 0.3, **options) -> tuple[tuple[torch.Tensor, ...], AttentionParams]:
+    """(q, k, v, the gradient of out), of two heads of keys, and what is dropped."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = (B, H, LQ, D), (B, H // 2, LK, D), (B, H // 2, LK, D), (B, H, LQ, D)
+    tensors = tuple(torch.randn(shape, generator=generator).to(device, torch.float16) for shape in shapes)
+    seed = torch.tensor([2**40 + 7], device=device)
+    return tensors, AttentionParams(scale=D**-0.5, dropout_p=p, seed=seed, **options)
+
+
+def trained(tensors: tuple[torch.Tensor, ...], call: AttentionParams, keep: bool) -> tuple[torch.Tensor, ...]:
+    """(out, the gradients of q, k and v), and the bits."""
+    *qkv, grad = tensors
+    with poisoned_memory():
+        out, logsumexp, kept_bits = attention_forward(*qkv, call, training=keep)
+        assert (kept_bits is not None) == keep
+        return out, *attention_backward(grad, *qkv, out, logsumexp, call, None, kept_bits), kept_bits
+
+
+def unpacked(kept_bits: torch.Tensor) -> torch.Tensor:
+    """bool (B, H, LQ, LK), by what the module says of the words."""
+    i, j = torch.arange(LQ, device=kept_bits.device)[:, None], torch.arange(LK, device=kept_bits.device)
+    lane = i % 8 * 4 + j // 2 % 4
+    bit = i // 8 % 2 * 16 + j // 32 % 2 * 8 + j // 8 % 4 * 2 + j % 2
+    return kept_bits[:, :, j // 64, i // 16, lane] >> bit & 1 == 1
+
+
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.9999])
+def test_bits_are_those_of_the_reference(device, p):
+    tensors, call = call_of(device, p)
+    kept_bits = attention_forward(*tensors[:3], call, training=True)[2]
+    assert torch.equal(unpacked(kept_bits), reference.dropout.attention_keep(call.seed, p, B, H, LQ, LK))
+
+
+@pytest.mark.parametrize("empty_rows", ["uniform", "zero"])
+def test_gradients_are_those_of_drawing(device, empty_rows):
+    """Bit for bit, with tiles at the edge, tiles that no query sees, and queries that see no key."""
+    lengths = torch.tensor([101, 0], dtype=torch.int32, device=device)
+    tensors, call = call_of(device, lengths=lengths, causal=-3, zero_empty_rows=empty_rows == "zero")
+    *kept, _ = trained(tensors, call, keep=True)
+    *drawn, _ = trained(tensors, call, keep=False)
+    assert all(torch.equal(*pair) for pair in zip(kept, drawn, strict=True))
+    assert not torch.isnan(torch.stack(kept[:1])).any() and kept[3].any()
+
+
+def test_the_backward_reads_them(device):
+    """Without any weight kept, no gradient reaches the values, nor do those of drawing."""
+    (q, k, v, grad), call = call_of(device)
+    out, logsumexp, kept_bits = attention_forward(q, k, v, call, training=True)
+    _, _, grad_v = attention_backward(grad, q, k, v, out, logsumexp, call, None, torch.zeros_like(kept_bits))
+    assert not grad_v.any()
+    ones = torch.full_like(kept_bits, -1)
+    grad_q, _, grad_v = attention_backward(grad, q, k, v, out, logsumexp, call, None, ones)
+    drawn_q, _, drawn_v = attention_backward(grad, q, k, v, out, logsumexp, call)
+    assert not torch.equal(grad_q, drawn_q) and not torch.equal(grad_v, drawn_v)

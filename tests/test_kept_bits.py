@@ -1,0 +1,111 @@
+"""When attention keeps the bits of dropout for its backward, and how they get there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+import transformer_fast as tfast
+from transformer_fast.attention_params import AttentionParams, PackedBatch
+
+recording = pytest.importorskip("recording_driver")
+kept_bits = pytest.importorskip("transformer_fast.triton.attention.kept_bits")
+backward = pytest.importorskip("transformer_fast.triton.attention.backward")
+forward = pytest.importorskip("transformer_fast.triton.attention.forward")
+configs = pytest.importorskip("transformer_fast.triton.configs")
+launched, on_a_gpu, floats, seen = recording.launched, recording.on_a_gpu, recording.floats, recording.seen
+
+DROPPED = AttentionParams(dropout_p=0.1, seed=7)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def bytes_kept(
+    params: AttentionParams, *, arch: str = "sm90", queries: int = 1024, keys: int = 1024, D: int = 64,
+    dtype: torch.dtype = torch.bfloat16,
+) -> int | None:  # fmt: skip
+    """Of a call of two batches and three heads; None where it keeps nothing."""
+    q, k = (meta(2, 3, length, D, dtype=dtype) for length in (queries, keys))
+    found = kept_bits.empty_kept_bits(q, k, params, arch)
+    return None if found is None else found.numel() * found.element_size()
+
+
+@pytest.mark.parametrize("arch", ["sm80", "sm90", "sm100"])
+@pytest.mark.parametrize("D", [40, 64])
+def test_a_weight_takes_a_bit(arch, D):
+    assert bytes_kept(DROPPED, arch=arch, D=D) == 2 * 3 * 1024 * 1024 // 8
+    params = replace(DROPPED, lengths=meta(2, dtype=torch.int32), causal=0, window=-700)
+    assert bytes_kept(params, arch=arch, D=D) == 2 * 3 * 1024 * 1024 // 8
+
+
+def test_both_lengths_are_rounded_up_to_tiles():
+    assert bytes_kept(DROPPED, queries=1, keys=1025) == 2 * 3 * 128 * 1152 // 8
+
+
+def test_not_where_there_is_no_kernel_for_it():
+    packed = PackedBatch(meta(3, dtype=torch.int32), meta(3, dtype=torch.int32), 1024, 1024)
+    for params in (
+        AttentionParams(),
+        replace(DROPPED, bias=meta(1, 1, 1024, 1024)),
+        replace(DROPPED, key_keep=meta(2, 1, 1, 1024, dtype=torch.bool)),
+        replace(DROPPED, query_ids=meta(2, 1024), key_ids=meta(2, 1024)),
+        replace(DROPPED, softcap=5.0),
+        replace(DROPPED, packed=packed),
+    ):
+        assert bytes_kept(params) is None
+    assert bytes_kept(DROPPED, keys=512) is None
+    assert bytes_kept(DROPPED, dtype=torch.float32) is None
+    assert bytes_kept(DROPPED, D=32) is bytes_kept(DROPPED, D=128) is None
+
+
+@pytest.mark.parametrize("tile", [(128, 32, 4, 1), (256, 64, 8, 1)])
+def test_not_in_tiles_without_whole_words(monkeypatch, tile):
+    monkeypatch.setitem(configs.ATTENTION, ("grad_q", "sm90", 16, 64, "kept"), configs.AttentionConfig(*tile))
+    assert bytes_kept(DROPPED) is None
+
+
+def test_not_more_than_their_share(monkeypatch):
+    """By default as much as q, k, v and the output take."""
+    assert bytes_kept(DROPPED, queries=4096, keys=4096) is not None
+    assert bytes_kept(DROPPED, queries=4097, keys=4097) is None
+    monkeypatch.setitem(configs.KEPT_BITS, "share", 0.49)
+    assert bytes_kept(DROPPED, queries=2048, keys=2048) is None
+    monkeypatch.setitem(configs.KEPT_BITS, "share", 0)
+    assert bytes_kept(DROPPED) is None
+    monkeypatch.setitem(configs.KEPT_BITS, "share", math.inf)
+    assert bytes_kept(DROPPED, queries=2**14, keys=2**14) is not None
+    assert bytes_kept(DROPPED, queries=2**18, keys=2**18) is None  # offsets of 32 bits do not reach them
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0])
+def test_the_backward_gets_what_the_forward_kept(on_a_gpu, monkeypatch, share):
+    """The first call, and one that the extension launches again; without gradients nothing is kept."""
+    monkeypatch.setitem(configs.KEPT_BITS, "share", share)
+    q, k, v = (floats(1, 2, 600, 64).half().requires_grad_() for _ in range(3))
+    kernels = forward._forward_kernel, backward.grad_q_kernel, backward.grad_kv_kernel
+    for _ in range(2):
+        on_a_gpu.clear()
+        out = tfast.attention(q, k, v, dropout_p=0.1)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        memory = [arguments_of(kernel, call)["kept_bits"] for kernel, call in zip(kernels, on_a_gpu, strict=True)]
+        assert len(set(memory)) == 1 and (memory[0] is not None) == (share > 0)
+    on_a_gpu.clear()
+    with torch.no_grad():
+        tfast.attention(q, k, v, dropout_p=0.1)
+    assert arguments_of(kernels[0], on_a_gpu[0])["kept_bits"] is None
+
+
+def arguments_of(kernel, call) -> dict[str, object]:
+    """The arguments that a driver got, by name."""
+    return dict(zip([parameter.name for parameter in kernel.params], seen(call)[-1], strict=True))
+
+
+def test_explain_says_what_it_takes(on_a_gpu):
+    q = floats(1, 2, 600, 64).half()
+    assert "training keeps a bit a weight, 0.1 MiB" in tfast.explain(q, q, q, dropout_p=0.1)
+    assert "no mask is stored" in tfast.explain(q[:, :, :500], q[:, :, :500], q[:, :, :500], dropout_p=0.1)

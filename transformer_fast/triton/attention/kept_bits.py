@@ -1,0 +1,137 @@
+"""Which attention weights dropout kept, a bit each, from the forward to the backward: loaded, not drawn again.
+
+Drawing a weight takes eight instructions, reading its bit takes one. But the bits take memory, so they are kept only as
+`configs.KEPT_BITS` says. Elsewhere each kernel draws for itself, and finds the same mask bit for bit.
+
+The bits lie as a thread has the accumulator of a product, and its draws: of 16 queries and 64 keys a lane has 32
+weights, its word. In the word of lane 4 a + b, bit 16 r + 8 g + 2 n + h is of query 8 r + a and of key
+32 g + 8 n + 2 b + h. The words of (B, H) are (columns of 64 keys, units of 16 queries, 32 lanes); both counts are
+rounded up to whole tiles, and what no forward visits is not written.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...attention_params import AttentionParams
+from ..configs import ATTENTION, ATTENTION_KERNELS, KEPT_BITS, AttentionConfig
+from ..launcher import blocks_of
+from ..philox import attention_draws, attention_keep_tile, kept_of_draws
+from .launches import call_kind
+from .tiles import padded_head_dim
+
+_MOST_ROWS = tl.constexpr(128)
+"""Queries, and keys, of the largest tile. There are words for whole ones, so that no access is guarded."""
+
+
+def empty_kept_bits(q: Tensor, k: Tensor, params: AttentionParams, arch: str) -> Tensor | None:
+    """Memory for the bits of a call, or None where they are not kept.
+
+    Args:
+        q: (B, H, Lq, D), or (T, H, D) of a packed batch.
+        k: (B, Hkv, Lk, D).
+        params: as given to the launcher.
+        arch: architecture class.
+
+    Returns:
+        int32 (B, H, columns, units, 32), uninitialised: see the module.
+    """
+    if params.packed is not None or params.dropout_p == 0.0 or call_kind(k.shape[2], params) != "long":
+        return None
+    bits, block_d = q.element_size() * 8, padded_head_dim(q.shape[-1])
+    tiles = [ATTENTION.get((kernel, arch, bits, block_d, "kept")) for kernel in ATTENTION_KERNELS]
+    if not all(tile is not None and _holds_whole_words(tile) for tile in tiles):
+        return None
+    columns, units = (n * blocks_of(t.shape[2], _MOST_ROWS.value) for n, t in ((2, k), (8, q)))
+    shape = (*q.shape[:2], columns, units, 32)
+    most = KEPT_BITS["share"] * 2 * (q.numel() + k.numel()) * q.element_size()
+    if 4 * math.prod(shape) > most or math.prod(shape[2:]) >= 2**31:
+        return None
+    return torch.empty(shape, dtype=torch.int32, device=q.device)
+
+
+def _holds_whole_words(tile: AttentionConfig) -> bool:
+    return tile.block_keys % 64 == 0 and max(tile.block_queries, tile.block_keys) <= _MOST_ROWS.value
+
+
+@triton.jit
+def bits_at_head(kept_bits, batch, head, heads, queries, keys):
+    """Pointer to the words of one (batch, head); None for None."""
+    if kept_bits is None:
+        return
+    else:
+        words = tl.cdiv(keys, _MOST_ROWS) * 2 * _words_of_column(queries)
+        return kept_bits + (batch * heads + head).to(tl.int64) * words
+
+
+@triton.jit
+def _words_of_column(queries):
+    return tl.cdiv(queries, _MOST_ROWS) * (2 * _MOST_ROWS)
+
+
+@triton.jit
+def _words_at(kept_bits, start_query, start_key, queries, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Pointers to the words of a tile: (QUERIES // 16, 8, KEYS // 64, 4), a unit's a, a column, a lane's b."""
+    words = _words_of_column(queries)
+    kept_bits += start_key // 64 * words + start_query * 2
+    unit = tl.arange(0, QUERIES // 16)[:, None, None, None] * 32
+    column = tl.arange(0, KEYS // 64)[None, None, :, None] * words
+    lane = tl.arange(0, 8)[None, :, None, None] * 4 + tl.arange(0, 4)[None, None, None, :]
+    return kept_bits + column + (unit + lane)
+
+
+@triton.jit
+def draw_keep_tile(
+    kept_bits, random, start_query, start_key, queries, QUERIES: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    """:func:`~..philox.attention_keep_tile`, stored where there is memory for it: `kept_bits`, from
+    :func:`bits_at_head`, or None."""
+    if kept_bits is None:
+        return attention_keep_tile(random, start_query, start_key, QUERIES, KEYS)
+    else:
+        w0, w1, w2, w3 = attention_draws(random, start_query, start_key, QUERIES, KEYS)
+        words = _words_of_draws(w0, w1, w2, w3, random.threshold, QUERIES, KEYS)
+        tl.store(_words_at(kept_bits, start_query, start_key, queries, QUERIES, KEYS), words)
+        return kept_of_draws(w0, w1, w2, w3, random.threshold, QUERIES, KEYS)
+
+
+@triton.jit
+def recall_keep_tile(
+    kept_bits, random, start_query, start_key, queries, QUERIES: tl.constexpr, KEYS: tl.constexpr
+):  # fmt: skip
+    """What :func:`draw_keep_tile` returned for the weights of a tile, loaded or drawn again. Where no forward drew, the
+    bits are any: those weights are 0."""
+    if kept_bits is None:
+        return attention_keep_tile(random, start_query, start_key, QUERIES, KEYS)
+    else:
+        words = tl.load(_words_at(kept_bits, start_query, start_key, queries, QUERIES, KEYS))
+        keep = (words[:, :, :, :, None] & (1 << tl.arange(0, 32))) != 0
+        # (unit, a, column, b; r, g, n, h) -> query = (unit, r, a), key = (column, g, n, b, h)
+        keep = tl.reshape(keep, (QUERIES // 16, 8, KEYS // 64, 4, 2, 2, 4, 2))
+        keep = tl.permute(keep, (0, 4, 1, 2, 5, 6, 3, 7))
+        return tl.reshape(keep, (QUERIES, KEYS))
+
+
+@triton.jit
+def _words_of_draws(w0, w1, w2, w3, threshold, QUERIES: tl.constexpr, KEYS: tl.constexpr):
+    """Draws of a tile (QUERIES, KEYS // 8), four words of two -> (QUERIES // 16, 8, KEYS // 64, 4) of 32 bits."""
+    threshold = tl.cast(threshold, tl.uint32)
+    bits = _two_bits(w0, threshold, 0)
+    bits |= _two_bits(w1, threshold, 2)
+    bits |= _two_bits(w2, threshold, 4)
+    bits |= _two_bits(w3, threshold, 6)
+    # (unit, r, a, column, g, b) -> (unit, a, column, b, r, g)
+    bits = tl.permute(tl.reshape(bits, (QUERIES // 16, 2, 8, KEYS // 64, 2, 4)), (0, 2, 3, 5, 1, 4))
+    of_group0, of_group1 = tl.split(bits)
+    bits00, bits10 = tl.split(of_group0)
+    bits01, bits11 = tl.split(of_group1)
+    return bits00 | (bits01 << 8) | (bits10 << 16) | (bits11 << 24)
+
+
+@triton.jit
+def _two_bits(word, threshold, PLACE: tl.constexpr):
+    low = tl.where((word & 0xFFFF) >= threshold, 1 << PLACE, 0)
+    return low | tl.where(word >= threshold << 16, 2 << PLACE, 0)
