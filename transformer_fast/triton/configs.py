@@ -203,8 +203,8 @@ def attention_config(kernel: str, arch: str, bits: int, block_d: int, kind: str)
 KEPT_BITS = Table({"share": 1.0})
 """How much memory the forward of attention may take to keep which weights dropout kept, for its backward: as a share of
 what q, k, v and the output take. 0 keeps nothing; ``math.inf`` all that can be kept: padded calls of 16 bits, heads of
-64 and more than LONG keys, without dense masks and biases. A weight takes a bit, so 1.0 is reached by 4,096 keys. What
-is not kept each kernel draws again: the same weights are dropped either way."""
+64 and more than LONG keys, without windows, dense masks and biases. A weight takes a bit, so 1.0 is reached by 4,096
+keys. What is not kept each kernel draws again: the same weights are dropped either way."""
 
 
 @dataclass(frozen=True)

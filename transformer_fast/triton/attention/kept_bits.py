@@ -39,7 +39,9 @@ def empty_kept_bits(q: Tensor, k: Tensor, params: AttentionParams, arch: str) ->
     Returns:
         int32 (B, H, columns, units, 32), uninitialised: see the module.
     """
-    if params.packed is not None or params.dropout_p == 0.0 or call_kind(k.shape[2], params) != "long":
+    if params.packed is not None or params.window is not None or params.dropout_p == 0.0:
+        return None
+    if call_kind(k.shape[2], params) != "long":
         return None
     bits, block_d = q.element_size() * 8, padded_head_dim(q.shape[-1])
     tiles = [ATTENTION.get((kernel, arch, bits, block_d, "kept")) for kernel in ATTENTION_KERNELS]

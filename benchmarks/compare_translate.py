@@ -1,0 +1,192 @@
+"""A whole text translated: with a batch that is kept full, batch after batch, and by CTranslate2's translate_file.
+
+    python benchmarks/compare_translate.py --model runs/en-de --source val.en --target val.de --out results
+
+The lines of SOURCE are repeated to LINES. All sides have the weights of the run and one search: greedy, or beam 5 with
+the slots and length penalty of CTranslate2 (docs/checkpoints.md). Ours begins and ends with text: splitting into pieces
+and joining them is in its time. CTranslate2 reads and writes a file of pieces, and neither is in its. It is timed with
+each of PEER_TOKENS as the size of its batches, and the fastest of them counts; ours has its default.
+
+The sides take turns, ROUNDS times; the fastest round of each is in the record. Answers are compared by BLEU, and by the
+share of lines that are as ours.
+
+Written to OUT, where it is given: compare_translate.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+import transformer_fast
+from transformer_fast import GenerationConfig, extension
+from transformer_fast.checkpoints import export_ctranslate2
+from transformer_fast.translation import Trained, load_trained, read_lines, translator
+from transformer_fast.translation.evaluate import corpus_bleu
+from transformer_fast.translation.translator import Translator
+
+PEER_TOKENS = (1024, 4096, 16384)
+SLOTS: dict[str, Any] = {"slots": "keep", "early_stop": True, "length_norm": "power", "renormalize": True}
+SEARCHES = {
+    "greedy": GenerationConfig(beam=1),
+    "beam 5": GenerationConfig(beam=5, length_penalty=1.0, **SLOTS),
+}
+MOST_TOKENS = 256
+"""Of an answer."""
+
+Side = Callable[[], list[str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One side of one search: seconds of each round, and its answers to the distinct lines."""
+
+    search: str
+    precision: str
+    side: str
+    seconds: list[float]
+    bleu: float
+    same: float
+
+    def lines_per_second(self, lines: int) -> float:
+        return lines / min(self.seconds)
+
+
+def ours(trained: Trained, lines: list[str], config: GenerationConfig, full: bool) -> Side:
+    """The lines by the translator; or, not `full`, batch after batch, each decoded to its end."""
+
+    def run() -> list[str]:
+        say = Translator(trained.model, trained.tokenizer, config=config)
+        if full:
+            return list(say.translate(lines))
+        with mock.patch.object(translator, "obstacle", lambda *_: "batch after batch, for comparison"):
+            return list(say.translate(lines))
+
+    return run
+
+
+def peer(
+    trained: Trained, folder: Path, lines: list[str], config: GenerationConfig, precision: str, tokens: int
+) -> Side:
+    """The lines by CTranslate2 from the folder that `export` wrote, as pieces in a file."""
+    import ctranslate2
+
+    threads = torch.get_num_threads()
+    compute_type = {"fp32": "float32", "int8": "int8_float32"}[precision]
+    library = ctranslate2.Translator(str(folder), compute_type=compute_type, intra_threads=threads, inter_threads=1)
+    tokenizer = trained.tokenizer
+    source, target = folder / "source", folder / "target"
+    pieces = (tokenizer.source_pieces(ids[:-1]) for ids in tokenizer.encode_source(lines))
+    source.write_text("".join(" ".join(line) + "\n" for line in pieces), encoding="utf-8")
+
+    def run() -> list[str]:
+        library.translate_file(
+            str(source), str(target), max_batch_size=tokens, batch_type="tokens", beam_size=config.beam,
+            length_penalty=config.length_penalty, min_decoding_length=0, max_decoding_length=config.max_length,
+        )  # fmt: skip
+        return target.read_text(encoding="utf-8").splitlines()
+
+    return run
+
+
+def texts(lines: Iterable[str]) -> list[str]:
+    """Pieces with spaces between them -> text."""
+    kept = ([piece for piece in line.split(" ") if piece not in ("<s>", "<pad>")] for line in lines)
+    return ["".join(pieces).replace("\u2581", " ").strip() for pieces in kept]
+
+
+def compare(
+    trained: Trained, folder: Path, lines: list[str], target: list[str], search: str, precision: str, rounds: int
+) -> list[Result]:
+    """Every side of one search in one precision, each answer against the translations of the first lines."""
+    quantize = None if precision == "fp32" else precision
+    more = {"quantize": quantize, "suppress": trained.tokenizer.never, "max_length": MOST_TOKENS}
+    config = dataclasses.replace(SEARCHES[search], **more)
+    sides: dict[str, Side] = {
+        "ours": ours(trained, lines, config, full=True),
+        "ours, batch after batch": ours(trained, lines, config, full=False),
+    }
+    for tokens in PEER_TOKENS:
+        sides[f"CTranslate2, {tokens} tokens"] = peer(trained, folder, lines, config, precision, tokens)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    said: dict[str, list[str]] = {}
+    for name, run in itertools.chain.from_iterable([sides.items()] * rounds):
+        start = time.perf_counter()
+        answers = run()
+        seconds[name].append(round(time.perf_counter() - start, 3))
+        said[name] = (answers if name.startswith("ours") else texts(answers))[: len(target)]
+        print(f"| {search} | {precision} | {name} | {len(lines) / seconds[name][-1]:.0f} |", flush=True)
+    found = []
+    for name in sides:
+        bleu = corpus_bleu(said[name], target, lowercase=trained.tokenizer.lowercase).score
+        same = sum(one == other for one, other in zip(said[name], said["ours"], strict=True)) / len(target)
+        found.append(Result(search, precision, name, seconds[name], round(bleu, 2), round(same, 4)))
+    return found
+
+
+def summary(results: list[Result], lines: int) -> str:
+    """A table: lines a second, and how many times faster ours is."""
+    rows = ["| search | precision | side | lines/s | ours is faster by | BLEU | lines as ours |", "| --- " * 7 + "|"]
+    for key, group in itertools.groupby(results, lambda result: (result.search, result.precision)):
+        own = list(group)
+        for result in own:
+            faster = min(result.seconds) / min(own[0].seconds)
+            rows.append(
+                f"| {key[0]} | {key[1]} | {result.side} | {result.lines_per_second(lines):.0f} | {faster:.2f} | "
+                f"{result.bleu} | {result.same:.1%} |"
+            )
+    return "\n".join(rows)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="the folder that `train --save` wrote")
+    parser.add_argument("--source", required=True, help="sentences, one a line, plain or .gz")
+    parser.add_argument("--target", required=True, help="their translations, line by line")
+    parser.add_argument("--lines", type=int, default=20_000, help="default: %(default)s")
+    parser.add_argument("--search", nargs="+", choices=SEARCHES, default=list(SEARCHES))
+    parser.add_argument("--precision", nargs="+", choices=("fp32", "int8"), default=["fp32", "int8"])
+    parser.add_argument("--rounds", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--out", type=Path, help="folder for compare_translate.json")
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    trained = load_trained(args.model)
+    source, target = read_lines(args.source), read_lines(args.target)
+    lines = list(itertools.islice(itertools.cycle(source), args.lines))
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "ctranslate2"
+        export_ctranslate2(args.model, folder)
+        for search, precision in itertools.product(args.search, args.precision):
+            results += compare(trained, folder, lines, target[: len(lines)], search, precision, args.rounds)
+    print(summary(results, len(lines)))
+    if args.out:
+        import ctranslate2
+
+        versions = {"torch": torch.__version__, "ctranslate2": ctranslate2.__version__}
+        report: dict[str, Any] = {
+            "what": "a text translated line by line, in seconds a round",
+            "lines": len(lines),
+            "threads": args.threads,
+            "vector_unit": extension.build_info().get("instruction_set"),
+            "model": {name: getattr(trained.config, name) for name in ("d_model", "heads", "layers", "d_ff")},
+            "versions": versions | {"transformer_fast": transformer_fast.__version__},
+            "results": [dataclasses.asdict(result) for result in results],
+        }
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "compare_translate.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
