@@ -7,7 +7,7 @@ the slots and length penalty of CTranslate2 (docs/checkpoints.md). Ours begins a
 and joining them is in its time. CTranslate2 reads and writes a file of pieces, and neither is in its. It is timed with
 each of PEER_TOKENS as the size of its batches, and the fastest of them counts; ours has its default.
 
-The sides take turns, ROUNDS times; the fastest round of each is in the record. Answers are compared by BLEU, and by the
+The sides take turns, ROUNDS times; the fastest round of each counts. Answers are compared by BLEU, and by the
 share of lines that are as ours.
 
 Written to OUT, where it is given: compare_translate.json.
@@ -49,7 +49,7 @@ Side = Callable[[], list[str]]
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One side of one search: seconds of each round, and its answers to the distinct lines."""
+    """One side of one search: seconds of each round, BLEU, and the share of lines that are as ours."""
 
     search: str
     precision: str
@@ -57,9 +57,6 @@ class Result:
     seconds: list[float]
     bleu: float
     same: float
-
-    def lines_per_second(self, lines: int) -> float:
-        return lines / min(self.seconds)
 
 
 def ours(trained: Trained, lines: list[str], config: GenerationConfig, full: bool) -> Side:
@@ -75,19 +72,14 @@ def ours(trained: Trained, lines: list[str], config: GenerationConfig, full: boo
     return run
 
 
-def peer(
-    trained: Trained, folder: Path, lines: list[str], config: GenerationConfig, precision: str, tokens: int
-) -> Side:
-    """The lines by CTranslate2 from the folder that `export` wrote, as pieces in a file."""
+def peer(folder: Path, config: GenerationConfig, precision: str, tokens: int) -> Side:
+    """The lines that :func:`write_pieces` wrote, by CTranslate2 from the folder that `export` wrote."""
     import ctranslate2
 
     threads = torch.get_num_threads()
     compute_type = {"fp32": "float32", "int8": "int8_float32"}[precision]
     library = ctranslate2.Translator(str(folder), compute_type=compute_type, intra_threads=threads, inter_threads=1)
-    tokenizer = trained.tokenizer
     source, target = folder / "source", folder / "target"
-    pieces = (tokenizer.source_pieces(ids[:-1]) for ids in tokenizer.encode_source(lines))
-    source.write_text("".join(" ".join(line) + "\n" for line in pieces), encoding="utf-8")
 
     def run() -> list[str]:
         library.translate_file(
@@ -97,6 +89,13 @@ def peer(
         return target.read_text(encoding="utf-8").splitlines()
 
     return run
+
+
+def write_pieces(trained: Trained, lines: list[str], path: Path) -> None:
+    """Each line as its pieces, with spaces between them."""
+    tokenizer = trained.tokenizer
+    pieces = (tokenizer.source_pieces(ids[:-1]) for ids in tokenizer.encode_source(lines))
+    path.write_text("".join(" ".join(line) + "\n" for line in pieces), encoding="utf-8")
 
 
 def texts(lines: Iterable[str]) -> list[str]:
@@ -117,7 +116,7 @@ def compare(
         "ours, batch after batch": ours(trained, lines, config, full=False),
     }
     for tokens in PEER_TOKENS:
-        sides[f"CTranslate2, {tokens} tokens"] = peer(trained, folder, lines, config, precision, tokens)
+        sides[f"CTranslate2, {tokens} tokens"] = peer(folder, config, precision, tokens)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     said: dict[str, list[str]] = {}
     for name, run in itertools.chain.from_iterable([sides.items()] * rounds):
@@ -142,7 +141,7 @@ def summary(results: list[Result], lines: int) -> str:
         for result in own:
             faster = min(result.seconds) / min(own[0].seconds)
             rows.append(
-                f"| {key[0]} | {key[1]} | {result.side} | {result.lines_per_second(lines):.0f} | {faster:.2f} | "
+                f"| {key[0]} | {key[1]} | {result.side} | {lines / min(result.seconds):.0f} | {faster:.2f} | "
                 f"{result.bleu} | {result.same:.1%} |"
             )
     return "\n".join(rows)
@@ -168,6 +167,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "ctranslate2"
         export_ctranslate2(args.model, folder)
+        write_pieces(trained, lines, folder / "source")
         for search, precision in itertools.product(args.search, args.precision):
             results += compare(trained, folder, lines, target[: len(lines)], search, precision, args.rounds)
     print(summary(results, len(lines)))

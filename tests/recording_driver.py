@@ -77,6 +77,11 @@ def seen(call):
     return (*call[:6], [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in call[9:]])
 
 
+def arguments_of(kernel, call):
+    """The arguments of a driver call by name, tensors as in :func:`seen`."""
+    return dict(zip([parameter.name for parameter in kernel.params], seen(call)[-1], strict=True))
+
+
 def outcomes(calls, given):
     """Driver calls with every pointer named: the input it is of, or in what order it first came."""
     names = {t.data_ptr(): name for name, t in given.items()}

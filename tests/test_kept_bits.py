@@ -16,7 +16,8 @@ kept_bits = pytest.importorskip("transformer_fast.triton.attention.kept_bits")
 backward = pytest.importorskip("transformer_fast.triton.attention.backward")
 forward = pytest.importorskip("transformer_fast.triton.attention.forward")
 configs = pytest.importorskip("transformer_fast.triton.configs")
-launched, on_a_gpu, floats, seen = recording.launched, recording.on_a_gpu, recording.floats, recording.seen
+launched, on_a_gpu, floats = recording.launched, recording.on_a_gpu, recording.floats
+arguments_of = recording.arguments_of
 
 DROPPED = AttentionParams(dropout_p=0.1, seed=7)
 
@@ -99,11 +100,6 @@ def test_the_backward_gets_what_the_forward_kept(on_a_gpu, monkeypatch, share):
     with torch.no_grad():
         tfast.attention(q, k, v, dropout_p=0.1)
     assert arguments_of(kernels[0], on_a_gpu[0])["kept_bits"] is None
-
-
-def arguments_of(kernel, call) -> dict[str, object]:
-    """The arguments that a driver got, by name."""
-    return dict(zip([parameter.name for parameter in kernel.params], seen(call)[-1], strict=True))
 
 
 def test_explain_says_what_it_takes(on_a_gpu):

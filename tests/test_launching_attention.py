@@ -162,8 +162,7 @@ def test_the_extension_decodes_again_what_the_launcher_did(on_a_gpu, monkeypatch
     assert outcomes(*call()) == by_launcher
     assert len(on_a_gpu) == (1 if kind == "one part" else 2)
     if kind != "one part":
-        parameters = [parameter.name for parameter in attention_decode._join_kernel.params]
-        arguments = dict(zip(parameters, seen(on_a_gpu[1])[-1], strict=True))
+        arguments = recording.arguments_of(attention_decode._join_kernel, on_a_gpu[1])
         outs, maxes, sums = (arguments[name] for name in ("part_outs", "part_maxes", "part_sums"))
         rows = 4 * arguments["parts"] * arguments["rows"]
         assert maxes - outs >= rows * 40 and sums - maxes >= rows and maxes % 16 == sums % 16 == 0

@@ -52,19 +52,19 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
     if options.get("sinks") is not None:
         lines.append(f"sinks: {tuple(options['sinks'].shape)}, one more key without a value for each head")
     p = options.get("dropout_p", 0.0)
+    stored = 0
     if backend != "reference" and q.numel() > 0 and k.shape[2] > 0:
-        lines.append(_describe_tiles(q, k, mask, options, backend))
+        params = _kernel_params(q, k, mask, options)
+        lines.append(_describe_tiles(q, k, params, backend))
+        stored = _bytes_for_backward(q, k, params) if backend == "triton" else 0
     if p > 0.0:
-        stored = _bytes_for_backward(q, k, mask, options) if backend == "triton" else 0
         kept = f"training keeps a bit a weight, {stored / 2**20:,.1f} MiB" if stored else "no mask is stored"
         lines.append(f"dropout: {p} on the weights, drawn from one seed (Philox 4x32-10); {kept}")
     return "\n".join(lines)
 
 
-def _describe_tiles(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str, Any], backend: str) -> str:
+def _describe_tiles(q: Tensor, k: Tensor, params: AttentionParams, backend: str) -> str:
     """How many of the forward's tiles hold work; reads the mask, which on a GPU waits for it."""
-    offset = and_causal(mask.causal_offset, options.get("causal", False))
-    keep, key_keep, lengths = mask.keep_mask, mask.key_keep_mask, mask.key_lengths
     (B, _, Lq, _), Lk = q.shape, k.shape[2]
     tile = NATIVE_TILE
     if backend == "triton":
@@ -72,52 +72,47 @@ def _describe_tiles(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str
         from .triton.attention.tiles import padded_head_dim
         from .triton.launcher import architecture_of
 
-        kind = call_kind(Lk, _kernel_params(q, k, mask, options))
+        kind = call_kind(Lk, params)
         config = attention_config(
             "forward", architecture_of(q), q.element_size() * 8, padded_head_dim(q.shape[-1]), kind
         )
         tile = config.block_queries, config.block_keys
-    if lengths is not None:
-        lengths = normal_lengths(lengths, B, Lq, Lk)
-    bounds = {"keep": keep, "key_keep": key_keep, "lengths": lengths, "causal": offset, "window": mask.window_offset}
-    bounds |= _document_parts(mask)
-    found = work_share(B, Lq, Lk, tile, **bounds)
+    lengths = None if params.lengths is None else normal_lengths(params.lengths, B, Lq, Lk)
+    bounds = {name: getattr(params, name) for name in ("keep", "key_keep", "query_ids", "key_ids", "causal", "window")}
+    found = work_share(B, Lq, Lk, tile, lengths=lengths, **bounds)
     return (
         f"work: {found.share:.1%} of {found.tiles} tiles of {tile[0]} queries x {tile[1]} keys hold any "
         f"({found.full} full, {found.partial} at an edge of the mask)"
     )
 
 
-def _bytes_for_backward(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str, Any]) -> int:
+def _bytes_for_backward(q: Tensor, k: Tensor, params: AttentionParams) -> int:
     """What the forward of the Triton kernels stores of dropout in training."""
     from .triton.attention.kept_bits import empty_kept_bits
     from .triton.launcher import architecture_of
 
-    params, arch = _kernel_params(q, k, mask, options), architecture_of(q)
-    bits = empty_kept_bits(q.to("meta"), k.to("meta"), params, arch)
+    bits = empty_kept_bits(q.to("meta"), k.to("meta"), params, architecture_of(q))
     return 0 if bits is None else bits.nbytes
 
 
 def _kernel_params(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str, Any]) -> AttentionParams:
-    """What decides which kernels a call takes."""
-    documents: dict[str, Any] = _document_parts(mask)
+    """What decides which kernels a call takes, and through which tiles they step."""
+    documents: dict[str, Any] = {}
+    if mask.document_ids is not None:
+        numbers = document_numbers(*mask.document_ids)
+        documents = dict(zip(("query_ids", "key_ids"), numbers, strict=True))
     return AttentionParams(
         keep=mask.keep_mask,
         key_keep=mask.key_keep_mask,
         lengths=mask.key_lengths,
         bias=mask.additive_bias,
         distance_bias=mask.table(q.shape[2], k.shape[2]),
+        causal=and_causal(mask.causal_offset, options.get("causal", False)),
         window=mask.window_offset,
         softcap=options.get("softcap"),
         dropout_p=options.get("dropout_p", 0.0),
         **documents,
     )
-
-
-def _document_parts(mask: AttentionMask) -> dict[str, Tensor]:
-    if mask.document_ids is None:
-        return {}
-    return dict(zip(("query_ids", "key_ids"), document_numbers(*mask.document_ids), strict=True))
 
 
 def _describe_mask(mask: AttentionMask, causal: bool | int) -> str:
