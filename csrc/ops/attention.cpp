@@ -104,7 +104,15 @@ struct Attention {
   static constexpr const char* kName = "attention";
   // The inputs; and what is saved: q, k and v as there, the tensors of the arguments, and what the forward found.
   enum : size_t { kQ, kK, kV, kBias, kDistanceBias, kSinks, kInputs };
-  enum : size_t { kParams = kV + 1, kOut = kParams + AttentionParams::kTensors, kLogsumexp, kProbs, kFactors, kKeptBits, kSaved };
+  enum : size_t {
+    kParams = kV + 1,
+    kOut = kParams + AttentionParams::kTensors,
+    kLogsumexp,
+    kProbs,
+    kFactors,
+    kKeptBits,
+    kSaved
+  };
   using Options = AttentionParams;
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const AttentionParams& options,
