@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import pickle
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,7 +26,7 @@ import emulate_record
 import emulated_backend
 import emulation_cases
 import ptx_emulator
-from ptx_emulator import mutants
+from ptx_emulator import judge, mutants
 
 import transformer_fast as tfast
 from transformer_fast import backends
@@ -216,39 +216,6 @@ def test_the_mutants_of_a_text():
     assert shorter[0].value.numel() == 2 and shorter[1] is launch.arguments[1]
 
 
-FENCES = """
-.visible .entry kernel()
-{
-	fence.proxy.async.shared::cta;
-	st.shared.b32 [ %r1 ], %r2;
-	fence.proxy.async.shared::cta;
-$L__tmp1:
-	ld.shared.b32 %r2, [ %r1 ];
-	fence.proxy.async.shared::cta;
-	wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r3}, %rd1, %rd2, 0, 1, 1, 0, 0;
-	fence.proxy.async.shared::cta;
-	cp.async.wait_group 0;
-	fence.proxy.async.shared::cta;
-$L__BB0_1:
-	fence.proxy.async.shared::cta;
-	@%p1 bra $L__BB0_1;
-	fence.proxy.async.shared::cta;
-	ret;
-}
-"""
-
-
-def test_a_proxy_fence_beside_another():
-    """One after it orders what it does, unless a product comes first; one before did, unless memory is written since,
-    or another way leads here."""
-    found = mutants.mutants(mutants.RecordedLaunch(FENCES, (1, 1, 1), 128, 0, ()))
-    fences = [m for m in found if m.kind == "proxy fence"]
-    after = [mutants.another_beside(FENCES, m, "after", mutants.MULTIPLIES) for m in fences]
-    before = [mutants.another_beside(FENCES, m, "before", mutants.WRITES_SHARED) for m in fences]
-    assert after == [True, True, False, True, False, False, False]
-    assert before == [False, False, True, True, False, False, False]
-
-
 @pytest.fixture(scope="module")
 def recorded():
     """The launches of a norm and a loss, each with its judge."""
@@ -256,36 +223,64 @@ def recorded():
     for name in (NORM, LOSS):
         with emulated_backend.emulated_backend(80), mutants.recorded() as launches:
             emulation_cases.cases()[name].check()
-        found += [mutants.Judge(launch) for launch in launches if launch.kernel != "_backward_kernel"]
+        found += [judge.Judge(launch) for launch in launches if launch.kernel != "_backward_kernel"]
     return found
+
+
+def of_effect(own: judge.Judge, kind: str) -> list[mutants.Mutant]:
+    idle = own.idle_mutants()
+    return [mutant for mutant in own.executed_mutants() if mutant.kind == kind and mutant not in idle]
 
 
 @pytest.mark.parametrize(("kind", "which"), [("barrier", 1), ("guard", 1), ("store", 0), (mutants.SHORT, 1)])
 def test_faults_are_seen(recorded, kind, which):
-    """Of these shapes the first guard keeps nothing out."""
-    verdicts = [judge.verdict([m for m in judge.executed_mutants() if m.kind == kind][which]) for judge in recorded]
+    verdicts = [own.verdict(of_effect(own, kind)[which]) for own in recorded]
     assert len(verdicts) == 3 and all(verdict.seen for verdict in verdicts), verdicts
-
-
-def test_a_guard_that_keeps_nothing_out(recorded):
-    guards = [m for m in recorded[0].executed_mutants() if m.kind == "guard"]
-    verdict = recorded[0].verdict(guards[0], ("lockstep",))
-    assert verdict.changes_nothing and not verdict.seen and verdict.how == "the guard holds for every lane"
 
 
 def test_waits_for_copies_are_seen():
     with emulated_backend.emulated_backend(80), mutants.recorded() as launches:
         emulation_cases.cases()[ATTENTION].check()
-    judge = mutants.Judge(next(launch for launch in launches if "wait_group" in launch.ptx))
-    waits = [m for m in judge.executed_mutants() if m.kind == "cp.async wait"]
-    assert waits and any(judge.verdict(wait).seen for wait in waits)
+    own = judge.Judge(next(launch for launch in launches if "wait_group" in launch.ptx))
+    waits = of_effect(own, "cp.async wait")
+    assert waits and any(own.verdict(wait).seen for wait in waits)
+
+
+def test_what_changes_nothing_is_not_seen(recorded):
+    """Stores of the loss whose guard keeps every lane out: by running them."""
+    idle = recorded[-1].idle_mutants()
+    assert len(idle) > 2 and {mutant.kind for mutant in idle} == {"store"}, idle
+    assert len(of_effect(recorded[-1], "store")) > 2
+    for mutant, reason in idle.items():
+        verdict = recorded[-1].verdict(mutant, ("lockstep",))
+        assert not verdict.seen and not verdict.noted, (mutant, reason, verdict)
 
 
 def test_the_sample_of_mutants_is_a_function_of_the_seed(recorded):
-    launches = [(pickle.dumps(judge.launch), list(range(len(mutants.mutants(judge.launch))))) for judge in recorded]
+    launches = [emulate_mutants.recorded(own.launch) for own in recorded]
     first, again, other = (emulate_mutants.sampled(launches, seed) for seed in (1, 1, 2))
     assert first == again != other
-    assert emulate_mutants.sampled(launches, None) == launches
+    everything = [launch.mutants for launch in launches]
+    assert emulate_mutants.sampled(launches, None) == everything
+    assert all(set(some) <= set(own) for some, own in zip(first, everything, strict=True))
+
+
+def test_the_summary_counts_every_mutant(recorded):
+    """Of those made, each is left out for one reason, or run."""
+    launch = emulate_mutants.recorded(recorded[-1].launch)
+    made = [mutant.kind for mutant in mutants.mutants(recorded[-1].launch)]
+    assert len(made) == launch.left_out.total() + len(launch.mutants)
+    verdicts = [
+        judge.Verdict("kernel", "guard", 3, "@%p1 st", True, "wrong result"),
+        judge.Verdict("kernel", "guard", 4, "@%p2 st", False, "it makes no difference"),
+    ]
+    outcome = emulate_mutants.Outcome(Counter(made), launch.left_out, verdicts)
+    said = emulate_mutants.mutant_summary({90: outcome}, 30.0)
+    total = next(line for line in said.splitlines() if line.split()[0] == "all").split()
+    executed = len(recorded[-1].executed_mutants())
+    assert total[1:] == [*map(str, (len(made), executed, len(launch.mutants), 2, 1)), "50%", "0"]
+    assert "its guard keeps every lane out" in said and "it makes no difference" in said
+    assert "1 of 2 mutants seen" in said and emulate_mutants.seen_share(verdicts) == 0.5
 
 
 PARENT = """

@@ -43,7 +43,7 @@ from emulate_mutants import mutant_summary, run_mutants, seen_share
 from emulate_record import PassedBefore
 from emulated_backend import all_kernels, emulated_backend, launched_kernels
 from emulation_cases import MUTATED, cases
-from ptx_emulator import mutants
+from ptx_emulator import judge
 from torch import Tensor
 from tqdm import tqdm
 
@@ -226,7 +226,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], choices=(80, 90), help="compute capabilities")
     parser.add_argument("--only", metavar="PATTERN", default="*", help="cases by name, as in a shell")
-    parser.add_argument("--order", nargs="+", default=list(ORDERS), choices=mutants.ORDERS, help="orders of warps")
+    parser.add_argument("--order", nargs="+", default=list(ORDERS), choices=judge.ORDERS, help="orders of warps")
     parser.add_argument("--random", type=int, default=20, help="random calls of attention (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of random calls, and of the choice of mutants")
     parser.add_argument("--workers", type=int, default=2, help="processes (default: %(default)s)")
@@ -252,10 +252,12 @@ def main() -> int:
         parser.error(f"no case is called {arguments.only!r}")
     if arguments.mutants:
         with pool(arguments.workers) as executor:
-            verdicts = run_mutants(executor, found, arguments.arch, None if arguments.all else arguments.seed)
-        print(mutant_summary(verdicts, time.monotonic() - start))
-        written: list[dict[str, Any]] = [{"arch": arch, **dataclasses.asdict(v)} for arch, v in verdicts]
-        failed = seen_share([v for _, v in verdicts]) < arguments.least
+            of_archs = run_mutants(executor, found, arguments.arch, None if arguments.all else arguments.seed)
+        print(mutant_summary(of_archs, time.monotonic() - start))
+        written: list[dict[str, Any]] = [
+            {"arch": arch, **dataclasses.asdict(v)} for arch, outcome in of_archs.items() for v in outcome.verdicts
+        ]
+        failed = any(seen_share(outcome.verdicts) < arguments.least for outcome in of_archs.values())
     else:
         outcomes = run_cases([(name, arch) for arch in arguments.arch for name in found], arguments)
         print(summary(outcomes, time.monotonic() - start))

@@ -6,102 +6,150 @@ import pickle
 import random
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from operator import attrgetter
+from dataclasses import dataclass
 
 from emulated_backend import emulated_backend
 from emulation_cases import cases
-from ptx_emulator import mutants
+from ptx_emulator import judge, mutants
 from tqdm import tqdm
 
 # Mutants of each kind, unless all are asked for; and how many a worker is given at once.
 MUTANTS_OF_A_KIND = 40
 AT_ONCE = 8
+NOT_EXECUTED = "not executed"
 
 
-def record_case(name: str, arch: int) -> list[tuple[bytes, list[int]]]:
-    """The launches of a case, pickled, each with the numbers of those of its mutants that it executes."""
+@dataclass
+class Recorded:
+    """A launch of a case, and those of its mutants that make a difference to it.
+
+    Args:
+        launch: a RecordedLaunch, pickled.
+        mutants: their numbers among ``mutants.mutants(launch)``.
+        left_out: of each (kind, reason) the number of those that make none.
+    """
+
+    launch: bytes
+    mutants: list[int]
+    left_out: Counter[tuple[str, str]]
+
+
+def record_case(name: str, arch: int) -> list[Recorded]:
+    """The launches of a case, one of each kernel."""
     with emulated_backend(arch), mutants.recorded() as launches:
         cases()[name].check()
-    found = []
-    for launch in {launch.ptx: launch for launch in launches}.values():
-        executed = set(mutants.Judge(launch).executed_mutants())
-        numbers = [number for number, mutant in enumerate(mutants.mutants(launch)) if mutant in executed]
-        found.append((pickle.dumps(launch), numbers))
-    return found
+    return [recorded(launch) for launch in {launch.ptx: launch for launch in launches}.values()]
 
 
-def judge_mutants(launch: bytes, numbers: list[int]) -> list[mutants.Verdict]:
+def recorded(launch: mutants.RecordedLaunch) -> Recorded:
+    own = judge.Judge(launch)
+    executed, idle = set(own.executed_mutants()), own.idle_mutants()
+    numbers, left_out = [], Counter[tuple[str, str]]()
+    for number, mutant in enumerate(mutants.mutants(launch)):
+        if mutant in idle:
+            left_out[mutant.kind, idle[mutant]] += 1
+        elif mutant in executed:
+            numbers.append(number)
+        else:
+            left_out[mutant.kind, NOT_EXECUTED] += 1
+    return Recorded(pickle.dumps(launch), numbers, left_out)
+
+
+def judge_mutants(launch: bytes, numbers: list[int]) -> list[judge.Verdict]:
     """Run some mutants of a recorded launch."""
-    judge = mutants.Judge(pickle.loads(launch))
-    every = mutants.mutants(judge.launch)
-    return [judge.verdict(every[number]) for number in numbers]
+    own = judge.Judge(pickle.loads(launch))
+    every = mutants.mutants(own.launch)
+    return [own.verdict(every[number]) for number in numbers]
+
+
+@dataclass
+class Outcome:
+    """What came of the mutants on one architecture.
+
+    Args:
+        made: how many there are of all launches, by kind.
+        left_out: of each (kind, reason) the number of those that make no difference.
+        verdicts: on those that were run.
+    """
+
+    made: Counter[str]
+    left_out: Counter[tuple[str, str]]
+    verdicts: list[judge.Verdict]
 
 
 def run_mutants(
     executor: ProcessPoolExecutor, names: list[str], archs: list[int], seed: int | None
-) -> list[tuple[int, mutants.Verdict]]:
-    """Record the launches of cases, and run a sample of their mutants, or all without a seed: (architecture, verdict)
-    of each."""
-    verdicts = []
+) -> dict[int, Outcome]:
+    """Record the launches of cases, and run a sample of their mutants, or all without a seed; by architecture."""
     futures = {executor.submit(record_case, name, arch): (name, arch) for arch in archs for name in names}
-    launches: dict[tuple[str, int], list[tuple[bytes, list[int]]]] = {}
+    launches: dict[tuple[str, int], list[Recorded]] = {}
     for future in tqdm(as_completed(futures), total=len(futures), unit="case", desc="recording"):
         launches[futures[future]] = future.result()
-    judged = {}
+    outcomes, judged = {}, {}
     for arch in archs:
-        recorded = [launch for name in names for launch in launches[name, arch]]
-        for launch, numbers in sampled(recorded, seed):
+        of_arch = [launch for name in names for launch in launches[name, arch]]
+        outcomes[arch] = outcome = Outcome(Counter(), Counter(), [])
+        for launch, numbers in zip(of_arch, sampled(of_arch, seed), strict=True):
+            outcome.made.update(mutant.kind for mutant in mutants.mutants(pickle.loads(launch.launch)))
+            outcome.left_out.update(launch.left_out)
             for first in range(0, len(numbers), AT_ONCE):
                 some = numbers[first : first + AT_ONCE]
-                judged[executor.submit(judge_mutants, launch, some)] = arch, len(some)
+                judged[executor.submit(judge_mutants, launch.launch, some)] = arch, len(some)
     with tqdm(total=sum(count for _, count in judged.values()), unit="mutant", mininterval=1.0) as bar:
         for future in as_completed(judged):
             arch, count = judged[future]
-            verdicts += [(arch, verdict) for verdict in future.result()]
+            outcomes[arch].verdicts += future.result()
             bar.update(count)
-            bar.set_postfix(seen=sum(v.seen for _, v in verdicts), refresh=False)
-    return verdicts
+            bar.set_postfix(seen=sum(v.seen for o in outcomes.values() for v in o.verdicts), refresh=False)
+    return outcomes
 
 
-def sampled(recorded: list[tuple[bytes, list[int]]], seed: int | None) -> list[tuple[bytes, list[int]]]:
-    """As many mutants of each kind as the sample takes, by launch; all of them without a seed."""
+def sampled(launches: list[Recorded], seed: int | None) -> list[list[int]]:
+    """Of each launch the numbers of mutants in the sample: as many of each kind as it takes; all without a seed."""
     if seed is None:
-        return recorded
+        return [launch.mutants for launch in launches]
     by_kind: dict[str, list[tuple[int, int]]] = {kind: [] for kind in mutants.KINDS}
-    for place, (launch, numbers) in enumerate(recorded):
-        every = mutants.mutants(pickle.loads(launch))
-        for number in numbers:
+    for place, launch in enumerate(launches):
+        every = mutants.mutants(pickle.loads(launch.launch))
+        for number in launch.mutants:
             by_kind[every[number].kind].append((place, number))
     chance = random.Random(seed)
     chosen = [pick for own in by_kind.values() for pick in chance.sample(own, min(len(own), MUTANTS_OF_A_KIND))]
-    return [(launch, sorted(n for p, n in chosen if p == place)) for place, (launch, _) in enumerate(recorded)]
+    return [sorted(number for p, number in chosen if p == place) for place in range(len(launches))]
 
 
-def seen_share(verdicts: list[mutants.Verdict]) -> float:
-    """Of those that were neither shown to change nothing nor noted."""
-    rest = [v for v in verdicts if not v.changes_nothing and not v.noted]
-    return sum(v.seen for v in rest) / max(len(rest), 1)
+def seen_share(verdicts: list[judge.Verdict]) -> float:
+    return sum(verdict.seen for verdict in verdicts) / max(len(verdicts), 1)
 
 
-def mutant_summary(verdicts: list[tuple[int, mutants.Verdict]], seconds: float) -> str:
-    """The share seen by kind, and each that was missed, with what can be said of it."""
+def mutant_summary(outcomes: dict[int, Outcome], seconds: float) -> str:
+    """What was run and seen by kind, what was left out and why, and each mutant that was missed."""
     lines = []
-    for arch in sorted({arch for arch, _ in verdicts}):
-        own = [v for a, v in verdicts if a == arch]
+    for arch, outcome in outcomes.items():
         lines.append(
-            f"sm_{arch}: {'kind':24} {'mutants':>8} {'seen':>6} {'of all':>7} {'no effect':>10} {'noted':>6} "
-            f"{'of the rest':>12}"
+            f"sm_{arch}: {'kind':24} {'made':>6} {'executed':>9} {'of effect':>10} {'run':>5} {'seen':>5} {'share':>6} "
+            f"{'noted':>6}"
         )
         for kind in (*mutants.KINDS, "all"):
-            some = [v for v in own if kind in (v.kind, "all")]
-            if some:
-                seen, idle, noted = (sum(map(attrgetter(name), some)) for name in ("seen", "changes_nothing", "noted"))
-                shares = f"{seen / len(some):7.0%} {idle:10} {noted:6} {seen_share(some):12.0%}"
-                lines.append(f"       {kind:24} {len(some):8} {seen:6} {shares}")
-    missed = Counter((a, v.kind, v.how, v.kernel, v.line, v.instruction) for a, v in verdicts if not v.seen)
+            made = outcome.made.total() if kind == "all" else outcome.made[kind]
+            some = [v for v in outcome.verdicts if kind in (v.kind, "all")]
+            if made:
+                left_out = {key: n for key, n in outcome.left_out.items() if kind in (key[0], "all")}
+                executed = made - sum(n for (_, reason), n in left_out.items() if reason == NOT_EXECUTED)
+                lines.append(
+                    f"       {kind:24} {made:6} {executed:9} {made - sum(left_out.values()):10} {len(some):5} "
+                    f"{sum(v.seen for v in some):5} {seen_share(some):6.0%} {sum(v.noted for v in some):6}"
+                )
+        lines += [
+            f"no effect: sm_{arch} {count} x {kind}: {reason}"
+            for (kind, reason), count in sorted(outcome.left_out.items())
+            if reason != NOT_EXECUTED
+        ]
+    verdicts = [(arch, verdict) for arch, outcome in outcomes.items() for verdict in outcome.verdicts]
+    missed = Counter((arch, v.kind, v.how, v.kernel, v.line, v.instruction) for arch, v in verdicts if not v.seen)
     lines += [
         f"missed: sm_{arch} {kernel} line {line}, {kind}: {instruction}\n    {how}"
         for arch, kind, how, kernel, line, instruction in sorted(missed)
     ]
-    found = sum(v.seen for _, v in verdicts)
+    found = sum(verdict.seen for _, verdict in verdicts)
     return "\n".join([*lines, f"{found} of {len(verdicts)} mutants seen, {seconds / 60:.1f} minutes"])

@@ -119,6 +119,9 @@ def launch(
     finally:
         tensors.write_back()
     _count(report, program, executed)
+    if shadow is not None:
+        for name, start, size in tensors.regions:
+            report.reach[name] = max(report.reach.get(name, 0), shadow.reach(start, size))
     return report
 
 

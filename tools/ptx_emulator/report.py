@@ -46,6 +46,8 @@ class Report:
         launches: number of launches.
         instructions: number of executed warp instructions by opcode.
         lines: number of executed warp instructions by (kernel, line of the PTX text).
+        reach: bytes of each tensor's storage up to the last that was loaded, stored or copied, by the name of the first
+            argument with this storage; of launches that are sanitized.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -53,6 +55,7 @@ class Report:
     launches: int = 0
     instructions: Counter[str] = field(default_factory=Counter)
     lines: Counter[tuple[str, int]] = field(default_factory=Counter)
+    reach: dict[str, int] = field(default_factory=dict)
     _known: dict[tuple[str, ...], Finding] = field(default_factory=dict, repr=False)
 
     def add(self, finding: Finding, *, note: bool = False) -> None:

@@ -215,6 +215,12 @@ class GlobalShadow:
         self.write_epoch = np.zeros(granules, np.int32)
         self.reader = np.zeros(granules, np.int32)  # CTA + 1, or SEVERAL
 
+    def reach(self, start: int, size: int) -> int:
+        """How many of these bytes lie before the end of the last one accessed."""
+        granules = slice(start // self.granule, -(-(start + size) // self.granule))
+        touched = np.flatnonzero((self.writer[granules] != 0) | (self.reader[granules] != 0))
+        return min(size, int(touched[-1] + 1) * self.granule) if touched.size else 0
+
     def read(self, machine: Machine, lanes: np.ndarray | None, places: np.ndarray, total: int, index: int) -> None:
         self._check_writer(machine, lanes, places, total, index, "read")
         cta = _pick(machine.cta_number, lanes)[:, None] + 1

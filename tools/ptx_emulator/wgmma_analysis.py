@@ -152,7 +152,7 @@ def analyse(kernel: Kernel) -> WgmmaAnalysis:
         state = states[start].copy()
         for index in range(start, ends[start]):
             _step(kernel, kernel.instructions[index], touched[index], state, result)
-        for successor in _successors(kernel, ends[start] - 1):
+        for successor in successors(kernel, ends[start] - 1):
             new = successor not in states
             if (states[successor].join(state) or new) and successor < len(kernel.instructions):
                 waiting.append(successor)
@@ -163,7 +163,8 @@ def _ends_block(instruction: Instruction) -> bool:
     return instruction.opcode[0] in ("bra", "ret", "exit", "trap")
 
 
-def _successors(kernel: Kernel, last: int) -> list[int]:
+def successors(kernel: Kernel, last: int) -> list[int]:
+    """Indices of the instructions that may follow this one."""
     instruction = kernel.instructions[last]
     following = [last + 1] if last + 1 < len(kernel.instructions) else []
     if instruction.opcode[0] == "bra":
