@@ -49,17 +49,20 @@ class MarginSearch(Search):
         super().__init__(*arguments)
         self.margins = [float("inf")] * len(self.found)
 
+    @property
+    def _looked_at(self) -> int:
+        return self.candidates + 1
+
     def _best_of(
-        self, rows: Tensor, unit: Tensor, known: Tensor, logits: Tensor, ranking: Tensor
+        self, rows: Tensor, unit: Tensor, rank: Tensor, total: Tensor, token: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        width = min(self.candidates + 1, ranking.shape[1])
-        rank = known[:, None] + ranking.topk(width, dim=1).values
+        width = rank.shape[1]
         grid = rank.new_full((len(self.found), self.width, width), -torch.inf)
         grid[unit, self.slot[rows]] = rank.masked_fill(rank.isnan(), -torch.inf)
         best = grid.flatten(1).topk(min(self.candidates + 1, self.width * width), dim=1).values
         for index, scores in enumerate(best.tolist()):
             self._close(index, scores)
-        return super()._best_of(rows, unit, known, logits, ranking)
+        return super()._best_of(rows, unit, rank, total, token)
 
     def run(self) -> list[list[Hypothesis]]:
         found = super().run()

@@ -7,7 +7,7 @@ import torch
 from helpers import assert_as_exact_as_eager, poisoned_memory
 
 from transformer_fast import extension
-from transformer_fast.generation.topk import best_tokens, log_normalizer
+from transformer_fast.generation.topk import best_tokens, choose, log_normalizer
 
 INF, NAN = float("inf"), float("nan")
 
@@ -65,3 +65,35 @@ def test_elsewhere_torch_answers(monkeypatch: pytest.MonkeyPatch, dtype: torch.d
         best, token = best_tokens(logits, k)
         assert torch.equal(best, logits.topk(k).values) and torch.equal(token, logits.topk(k).indices)
     assert torch.equal(log_normalizer(logits), logits.logsumexp(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("columns", [4, 17, 64, 1000])
+def test_a_choice_is_both_at_once(columns, renormalize, dtype):
+    """And without the suppressed tokens, wherever they stand; what is not suppressed alone gives the same bits."""
+    logits = torch.randn(9, columns, dtype=dtype) * 5
+    for suppressed in ((), (0,), (columns - 1,), (1, 2, columns - 1)):
+        masked = logits.clone()
+        masked[:, list(suppressed)] = -INF
+        for k in {1, min(6, columns - len(suppressed))}:
+            before = logits.clone()
+            with poisoned_memory():
+                found = choose(logits, k, suppressed, renormalize=renormalize)
+            expected = masked if renormalize else logits
+            best, token = best_tokens(masked, k)
+            assert torch.equal(found.best, best) and torch.equal(found.token, token) and torch.equal(logits, before)
+            assert_as_exact_as_eager(found.normalizer, expected.logsumexp(1), expected.double().logsumexp(1))
+            if expected is logits:
+                assert torch.equal(found.normalizer, log_normalizer(logits))
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_the_normalizer_of_a_choice_shows_a_nan(renormalize):
+    """Wherever it stands, also where it is suppressed or beside an infinity; no other row has one."""
+    logits = torch.randn(5, 40)
+    logits[1, 7], logits[2, 3], logits[3, [0, 9]] = NAN, NAN, torch.tensor([INF, NAN])
+    logits[4] = -INF
+    found = choose(logits, 2, (3, 5), renormalize=renormalize)
+    assert found.normalizer.isnan().tolist() == [False, True, True, True, False]
+    assert found.best[4].tolist() == [-INF, -INF] and found.normalizer[4] == -INF

@@ -113,7 +113,7 @@ def test_weights_are_kept_until_one_is_written_to():
         "a state": lambda: linears[1].load_state_dict(layers(20, 33)[0].state_dict()),
         "other data": lambda: setattr(linears[0].weight, "data", torch.randn(9, 20)),
     }
-    for rows in (3, weights.NATIVE_ROWS + 1):
+    for rows in (3, weights.FEW_ROWS + 1):
         for what, write in writes.items():
             expected().sum().backward()
             before = StepLinear(linears, rows, WeightLayout(keep=True)).operand(rows)
@@ -125,8 +125,28 @@ def test_weights_are_kept_until_one_is_written_to():
 
 def test_one_copy_is_kept_for_any_number_of_rows():
     linears = layers(20, 9)
-    many = range(weights.NATIVE_ROWS + 1, weights.BLOCKED_ROWS, 100)
+    many = range(weights.FEW_ROWS + 1, weights.COPIED_ROWS, 100)
     assert len({id(StepLinear(linears, rows, WeightLayout(keep=True)).operand(rows)) for rows in many}) == 1
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_which_product_a_layer_takes(few, monkeypatch):
+    """Where few rows alone are multiplied natively, a layer that is given more has oneDNN's copy, and no second one."""
+    monkeypatch.setattr(weights, "NATIVE_ROWS", dict.fromkeys(extension.INSTRUCTION_SETS, 24 if few else 512))
+    [linear] = layers(20, 9)
+    x = torch.randn(600, 20)
+    taken = {}
+    for most in (24, 25, 1000):
+        step = StepLinear([linear], most)
+        for rows in (1, 24, 25, 512, 513):
+            operand = step.operand(rows)
+            taken[most, rows] = "torch" if operand is None else "onednn" if operand.is_mkldnn else "native"
+            torch.testing.assert_close(step(x[:rows]), linear(x[:rows]))
+        assert step._packed is None or step._blocked is None or (most, few) == (24, True)
+    rest = "onednn" if few else "native"
+    for most in (24, 25, 1000):
+        first = "native" if most == 24 else rest
+        assert [taken[most, rows] for rows in (1, 24, 25, 512, 513)] == [first, first, rest, rest, "torch"]
 
 
 def test_weights_are_not_kept_unasked():

@@ -52,6 +52,20 @@ Tensor log_normalizer(const Tensor& logits) {
   return out;
 }
 
+// Both at once, and without some tokens: `suppressed` rise.
+std::tuple<Tensor, Tensor, Tensor> choose_tokens(const Tensor& logits, int64_t k, at::IntArrayRef suppressed,
+                                                 bool renormalize) {
+  const Tensor given = logits.contiguous();
+  const int64_t rows = given.size(0), columns = given.size(1);
+  const Tensor best = at::empty({rows, k}, given.options()), normalizer = at::empty({rows}, given.options());
+  const Tensor token = at::empty({rows, k}, given.options().dtype(at::kLong));
+  kernels().generation.choose_tokens({given.const_data_ptr<float>(), rows, columns, k, suppressed.data(),
+                                      static_cast<int64_t>(suppressed.size()), renormalize,
+                                      best.mutable_data_ptr<float>(), token.mutable_data_ptr<int64_t>(),
+                                      normalizer.mutable_data_ptr<float>()});
+  return {best, token, normalizer};
+}
+
 // Weights (out, in) of linear layers of one input, one below the other.
 struct StackedWeights {
   std::vector<Tensor> contiguous;
@@ -126,6 +140,9 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def("copy_cache_rows(Tensor(a!) cache, int[] sources, int[] targets, int length) -> ()");
   m.def("best_tokens(Tensor logits, int k) -> (Tensor best, Tensor token)");
   m.def("log_normalizer(Tensor logits) -> Tensor");
+  m.def(
+      "choose_tokens(Tensor logits, int k, int[] suppressed, bool renormalize) -> (Tensor best, Tensor token, Tensor "
+      "normalizer)");
   m.def("pack_step_weight(Tensor[] weights) -> Tensor");
   m.def("step_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
   m.def("pack_quantized_weight(Tensor[] weights, ScalarType type) -> Tensor");
@@ -136,6 +153,7 @@ TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("copy_cache_rows", copy_cache_rows);
   m.impl("best_tokens", best_tokens);
   m.impl("log_normalizer", log_normalizer);
+  m.impl("choose_tokens", choose_tokens);
   m.impl("pack_step_weight", pack_step_weight);
   m.impl("step_linear", step_linear);
   m.impl("pack_quantized_weight", pack_quantized_weight);

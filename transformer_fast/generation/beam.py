@@ -152,38 +152,50 @@ class Search(SearchState):
 
     def _best_continuations(self) -> tuple[Tensor, Tensor, Tensor]:
         """(units, candidates) each, best first: cumulative log-probability, row it continues, token it adds."""
+        rows = torch.arange(len(self.unit), device=self.unit.device)
+        if self.groups == 1:
+            best, token, normalizer = self._choose(self._looked_at)
+            self._remember_attention()
+            total = (self.log_prob.to(best.dtype) - normalizer)[:, None] + best
+            return self._best_of(rows, self.unit, total, total, token)
         logits = self.decoding.next_logits(self.tokens)
-        if self.attention is not None:
-            self.attention = torch.cat([self.attention, self.decoding.attention[:, None]], dim=1)
+        self._remember_attention()
         logits, probable = self.rules.apply(logits, self.tokens, self.sentences(), self.start)
         known = self.log_prob.to(logits.dtype) - log_normalizer(probable)
-        if self.groups == 1:
-            return self._best_of(torch.arange(len(known), device=known.device), self.unit, known, logits, logits)
+        width = min(self._looked_at, logits.shape[1])
         chosen = logits.new_zeros(len(self.found), logits.shape[1])  # how often, by the groups before
         each = []
         for group in range(self.groups):
             rows = (self.unit % self.groups == group).nonzero().squeeze(1)
             sentence = self.unit[rows] // self.groups
             given = logits[rows]
-            diverse = given - self.config.diversity * chosen[sentence]
-            total, parent, token = self._best_of(rows, sentence, known[rows], given, diverse)
+            best, token = best_tokens(given - self.config.diversity * chosen[sentence], width)
+            rank = known[rows, None] + best
+            possible = (known[rows, None] + given.gather(1, token)).masked_fill(best == -torch.inf, -torch.inf)
+            total, parent, token = self._best_of(rows, sentence, rank, possible, token)
             taken = self._has_slot(total, self.finished[group :: self.groups])
             chosen.scatter_add_(1, token, taken.to(chosen.dtype))
             each.append((total, parent, token))
         total, parent, token = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*each, strict=True))
         return total, parent, token
 
+    @property
+    def _looked_at(self) -> int:
+        """Continuations of every row: it gives at most so many of the survivors."""
+        return self.candidates
+
+    def _remember_attention(self) -> None:
+        if self.attention is not None:
+            self.attention = torch.cat([self.attention, self.decoding.attention[:, None]], dim=1)
+
     def _best_of(
-        self, rows: Tensor, unit: Tensor, known: Tensor, logits: Tensor, ranking: Tensor
+        self, rows: Tensor, unit: Tensor, rank: Tensor, total: Tensor, token: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The best continuations of some rows, by `ranking`, as each unit has them; their totals are by `logits`."""
-        width = min(self.candidates, logits.shape[1])  # a row gives at most this many of the survivors
-        best, token = best_tokens(ranking, width)
-        rank = known[:, None] + best
-        total = rank if ranking is logits else known[:, None] + logits.gather(1, token)
-        total = total.masked_fill(best == -torch.inf, -torch.inf)  # their tokens are arbitrary
+        """The best continuations of some rows as each unit has them. rank, total, token (rows, width): of each row's
+        best ones what decides, the cumulative log-probability, and the token; the token of a -inf is arbitrary."""
         # A row whose logits are all -inf has NaN here, and no continuation.
         total, rank = (t.masked_fill(t.isnan(), -torch.inf) for t in (total, rank))
+        width = token.shape[1]
         units, slot = len(self.found), self.slot[rows]
         grid = total.new_full((2, units, self.width, width), -torch.inf)
         grid[0, unit, slot], grid[1, unit, slot] = rank, total

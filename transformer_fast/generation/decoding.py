@@ -166,22 +166,20 @@ class Decoding:
             else:
                 self._steps.append(CachedStep(decoder, form.out, memory, mask, config, rows=rows))
 
-    def next_logits(self, tokens: Tensor) -> Tensor:
+    def next_logits(self, tokens: Tensor, *, check: bool = True) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
 
         Rows that joined later have their BOS at a later column. The prefixes are those of the last call, as `select`
         has ordered them, and one token more.
-        Raises FloatingPointError if a model answers NaN, which no search can rank.
+        Raises FloatingPointError if a model answers NaN, which no search can rank; without `check` the caller asks
+        `refuse_nan`.
         """
         each = []
         for step in self._steps:
             logits = step.next_logits(tokens)
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            if bool(logits.amax().isnan()):  # a maximum of numbers with a NaN among them is NaN
-                raise FloatingPointError(
-                    f"the model's logits for token {tokens.shape[1]} are NaN; its weights are not usable for decoding"
-                )
-            each.append(logits)
+            each.append(logits if logits.dtype == torch.float64 else logits.float())
+            if check:
+                refuse_nan(each[-1].amax(), tokens)  # a maximum of numbers with a NaN among them is NaN
         if len(each) == 1:
             return each[0]
         return torch.stack([logits.log_softmax(dim=-1) for logits in each]).logsumexp(dim=0) - math.log(len(each))
@@ -205,6 +203,14 @@ class Decoding:
             if not isinstance(step, CachedStep):
                 raise ValueError(f"{type(form.model).__name__} has no cached decoder, which sentences could join")
             step.admit(form.encode(request.src, request.src_mask), request.src_mask, rows)
+
+
+def refuse_nan(found: Tensor, tokens: Tensor) -> None:
+    """Raises FloatingPointError if there is a NaN in what was found of the logits behind these prefixes."""
+    if bool(found.isnan().any()):
+        raise FloatingPointError(
+            f"the model's logits for token {tokens.shape[1]} are NaN; its weights are not usable for decoding"
+        )
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from .rules import Rules
 from .sampling import Sampler
 from .scores import scored_hypothesis
 from .search import SearchState, renumber
-from .topk import best_tokens, log_normalizer
+from .topk import log_normalizer
 
 
 def greedy(
@@ -92,15 +92,9 @@ class GreedySearch(SearchState):
 
     def step(self) -> None:
         tokens, sentence = self.tokens, self._sentence
-        allowed, logits = self.rules.apply(self.decoding.next_logits(tokens), tokens, sentence, self.start)
-        best, token = (found.squeeze(1) for found in best_tokens(allowed, 1))
-        # Where every token is impossible (all logits -inf) the answer ends without that last token.
-        stuck = best == -torch.inf
-        if self._draw is not None:
-            token = self._draw(allowed, self._row)
+        token, log_prob, stuck = self._next_tokens()
         if self._scored:
-            chosen = logits.gather(1, token[:, None]).squeeze(1)
-            self.log_prob += torch.where(stuck, 0.0, (chosen - log_normalizer(logits)).double())
+            self.log_prob += torch.where(stuck, 0.0, log_prob.double())
         if self._attention is not None:
             self._attention = torch.cat([self._attention, self.decoding.attention[:, None]], dim=1)
         self.tokens = torch.cat([tokens, token[:, None]], dim=1)
@@ -113,6 +107,18 @@ class GreedySearch(SearchState):
             self.log_prob = self.log_prob[rows]
             self._attention = None if self._attention is None else self._attention[rows]
             self.decoding.select(rows)
+
+    def _next_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(rows,) each: the next tokens, their log-probabilities, and whether a row is stuck. Where every token is
+        impossible (all logits -inf) the answer ends without that last token."""
+        if self._draw is None:
+            best, token, normalizer = self._choose(1)
+            return token.squeeze(1), best.squeeze(1) - normalizer, best.squeeze(1) == -torch.inf
+        tokens = self.tokens
+        allowed, logits = self.rules.apply(self.decoding.next_logits(tokens), tokens, self._sentence, self.start)
+        token = self._draw(allowed, self._row)
+        log_prob = logits.gather(1, token[:, None]).squeeze(1) - log_normalizer(logits)
+        return token, log_prob, allowed.amax(dim=1) == -torch.inf
 
     def _close(self, leaving: Tensor, ended: Tensor, stuck: Tensor) -> None:
         """Record the answers of the rows that leave; ended, stuck (rows,): with EOS or without a last token."""

@@ -54,6 +54,12 @@ class Rules:
         bounds = self._forced is not None or self._suppress is not None or self._most > 1 or config.force_eos
         self._active = bounds or config.no_repeat_ngram > 0 or config.repetition_penalty != 1.0
 
+    def only_suppress(self, length: int) -> bool:
+        """Whether the rules do no more to logits behind prefixes of this length than suppress tokens."""
+        ends = self._config.force_eos and length >= self._first_limit
+        bounds = ends or self._forced is not None or self._most > 1
+        return not (bounds or self._config.no_repeat_ngram > 0 or self._config.repetition_penalty != 1.0)
+
     def apply(self, logits: Tensor, tokens: Tensor, sentence: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, vocabulary) logits of the prefixes `tokens` (rows, t), each of a `sentence` (rows,), whose BOS stands
         at the column start[sentence] -> logits that are -inf where a token may not follow; and those whose softmax is

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .config import GenerationConfig
-from .decoding import Decoding, Hypothesis, Request
+from .decoding import Decoding, Hypothesis, Request, refuse_nan
 from .rules import Rules
+from .topk import Choice, best_tokens, choose, log_normalizer
 
 
 class SearchState:
@@ -54,6 +55,19 @@ class SearchState:
     def step(self) -> None:
         """Continue every open hypothesis by one token."""
         raise NotImplementedError
+
+    def _choose(self, k: int) -> Choice:
+        """The k best next tokens of every row, by the rules."""
+        tokens, config = self.tokens, self.config
+        if self.rules.only_suppress(tokens.shape[1]):
+            logits = self.decoding.next_logits(tokens, check=False)
+            suppressed, k = sorted({*config.suppress}), min(k, logits.shape[1])
+            choice = choose(logits, k, suppressed, renormalize=config.renormalize)
+            refuse_nan(choice.normalizer, tokens)
+            return choice
+        logits = self.decoding.next_logits(tokens)
+        allowed, probable = self.rules.apply(logits, tokens, self.sentences(), self.start)
+        return Choice(*best_tokens(allowed, min(k, logits.shape[1])), log_normalizer(probable))
 
     def answers(self, sentence: int) -> list[Hypothesis]:
         """The `n_best` hypotheses found for a sentence, the best first."""

@@ -2,10 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .. import extension
+
+
+class Choice(NamedTuple):
+    """best, token (rows, k): the greatest logits of each row, and whose they are, the greatest first. normalizer
+    (rows,): what makes log-probabilities of logits, NaN where a row has a NaN."""
+
+    best: Tensor
+    token: Tensor
+    normalizer: Tensor
+
+
+def choose(logits: Tensor, k: int, suppressed: Sequence[int] = (), *, renormalize: bool = False) -> Choice:
+    """`best_tokens` and `log_normalizer` in one pass over the logits, which stay as they are.
+
+    suppressed: rising tokens that are not chosen; with `renormalize` they have no probability either.
+    """
+    if _use_native(logits):
+        return Choice(*torch.ops.transformer_fast.choose_tokens(logits, k, list(suppressed), renormalize))
+    allowed = logits
+    if suppressed:
+        allowed = logits.clone()
+        allowed[:, list(suppressed)] = -torch.inf
+    normalizer = log_normalizer(allowed if renormalize else logits)
+    if renormalize:
+        normalizer = normalizer.masked_fill(logits.isnan().any(dim=1), torch.nan)
+    return Choice(*best_tokens(allowed, k), normalizer)
 
 
 def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -22,10 +22,12 @@ from ..layers.linear import is_linear
 from ..ops.linear import linear
 from ..tensor_cache import get_or_compute
 
-NATIVE_ROWS = 24
-"""Rows up to which the native product, which is bound by reading the weight, is the fastest."""
-BLOCKED_ROWS = 512
-"""Rows from which a product with the weight as it is is as fast as one with a weight in blocks."""
+NATIVE_ROWS = {"avx2": 512}
+"""By vector unit, the rows up to which the native product is the fastest."""
+FEW_ROWS = 24
+"""The same where `NATIVE_ROWS` does not name the unit: as long as reading the weight takes longer than the products."""
+COPIED_ROWS = 512
+"""Rows from which a product with the weight as it is is as fast as one with a copy of it."""
 QUANTIZED = {"int8": torch.int8, "bf16": torch.bfloat16}
 """By what `GenerationConfig` calls them, the types of quantised weights."""
 INT8_INPUTS = 2**17
@@ -47,7 +49,7 @@ class StepLinear(nn.Module):
     """One linear layer for few rows at a time, or several of one input side by side.
 
     In fp32 on a CPU it multiplies with a copy of the weights in the order in which they are read, made when it is first
-    needed: for up to `NATIVE_ROWS` that of `csrc/cpu/generation/step_linear.cpp`, for up to `BLOCKED_ROWS` the blocked
+    needed: for up to `native_rows` that of `csrc/cpu/generation/step_linear.cpp`, for up to `COPIED_ROWS` the blocked
     layout of oneDNN. PyTorch's own product rearranges the weight in every call, which for few rows costs more than the
     product. It computes everything else.
 
@@ -67,7 +69,7 @@ class StepLinear(nn.Module):
     _packed: Tensor | None
     _blocked: Tensor | None
     _may_copy: bool
-    _use_native: bool
+    _native_rows: int
 
     def __init__(
         self, linears: Sequence[nn.Linear], rows: int, layout: WeightLayout = AS_IT_IS, *, relu: bool = False
@@ -75,7 +77,7 @@ class StepLinear(nn.Module):
         super().__init__()
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
         self.bias = biases[0] if len(biases) == 1 or biases[0] is None else torch.cat(biases)
-        rows = rows or (BLOCKED_ROWS if layout.keep else 0)
+        rows = rows or (COPIED_ROWS if layout.keep else 0)
         # A hundred of these are made in a call, and nn.Module takes its time for every attribute that is set.
         self.__dict__.update(
             linears=list(linears),
@@ -87,7 +89,7 @@ class StepLinear(nn.Module):
             _packed=None,
             _blocked=None,
             _may_copy=rows > 0 and all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights),
-            _use_native=rows <= NATIVE_ROWS and extension.load(),
+            _native_rows=native_rows(rows),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -104,15 +106,15 @@ class StepLinear(nn.Module):
     def operand(self, rows: int) -> Tensor | None:
         """The weight in the layout in which that many rows are multiplied: a dense one for `step_linear`, an mkldnn one
         for oneDNN; None where PyTorch's own product is the one to call."""
-        if not self._may_copy or not 0 < rows <= BLOCKED_ROWS:
+        if not self._may_copy or not 0 < rows <= COPIED_ROWS:
             return None
-        if self._use_native and rows <= NATIVE_ROWS:
+        if rows <= self._native_rows:
             if self._packed is None:
                 self._packed = self._copied("step", lambda: torch.ops.transformer_fast.pack_step_weight(self._weights))
             return self._packed
         if self._blocked is None and _has_onednn():
             reorder = torch.ops.mkldnn._reorder_linear_weight
-            self._blocked = self._copied("blocked", lambda: reorder(self.weight, BLOCKED_ROWS))
+            self._blocked = self._copied("blocked", lambda: reorder(self.weight, COPIED_ROWS))
         return self._blocked
 
     def _copied(self, layout: str, copy_of: Callable[[], Tensor]) -> Tensor:
@@ -165,6 +167,15 @@ class StepFeedForward(nn.Module):
         """x (..., d_model) -> (..., d_model)."""
         inner = self.linear_1(x)
         return self.linear_2(inner if self.activation == "relu" else ACTIVATIONS[self.activation](inner))
+
+
+def native_rows(most: int) -> int:
+    """For how many rows a layer multiplies natively that is given up to `most`. One copy of its weights serves it, so
+    there is no native one where oneDNN's is needed for the most."""
+    if not extension.load():
+        return 0
+    rows = NATIVE_ROWS.get(extension.build_info()["instruction_set"], FEW_ROWS)
+    return rows if rows >= COPIED_ROWS or most <= rows else 0
 
 
 def _has_onednn() -> bool:

@@ -24,6 +24,20 @@ struct QuantizedLinearParams {
   bool relu;
 };
 
+// Of each row of logits (rows, columns), into (rows, k) each: the k greatest without the suppressed columns, which rise;
+// and log(sum(exp(row))) of all columns, or with `renormalize` of those that are not suppressed, which is NaN where the
+// row has one.
+struct TokenChoice {
+  const float* logits;
+  int64_t rows, columns, k;
+  const int64_t* suppressed;
+  int64_t suppressed_count;
+  bool renormalize;
+  float* best;
+  int64_t* token;
+  float* normalizer;
+};
+
 // Panels of quantised weights begin with so many rows of words: their outputs' scales (float), and the sums of their
 // weights (int32).
 constexpr int64_t kPanelHeader = 2;
@@ -40,6 +54,7 @@ struct GenerationKernels {
   void (*best_tokens)(const float* logits, int64_t rows, int64_t columns, int64_t k, float* best, int64_t* token);
   // log(sum(exp(row))) of each.
   void (*log_normalizer)(const float* logits, int64_t rows, int64_t columns, float* out);
+  void (*choose_tokens)(const TokenChoice& params);
   // How many outputs a panel of packed weights has.
   int64_t panel;
   // Weights of a linear layer, `outputs` rows of `depth` elements each, to (panels, depth, panel).

@@ -1,4 +1,4 @@
-// What a search wants to know of logits (rows, vocabulary): the best tokens, and the logarithm of the normaliser.
+// What a search wants to know of logits (rows, vocabulary): the best tokens, the logarithm of the normaliser, or both.
 #include "generation.h"
 
 #include "../simd/exp.h"
@@ -18,23 +18,60 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 // The k greatest of a row, the greatest first, of equal ones the first first. Neither -inf nor NaN is found; what is
 // then missing at the end is -inf, of token 0. After some columns hardly any is greater than all that are in the list.
-void find_best(const float* row, int64_t columns, int64_t k, float* best, int64_t* token) {
-  std::fill_n(best, k, -kInfinity);
-  std::fill_n(token, k, 0);
-  for_columns<float>(0, columns, [&](int64_t c, auto count, int) {
-    if (lanes_added(load(row + c, count, -kInfinity) > best[k - 1]) == 0) return;
-    for (int64_t i = c; i < c + count; ++i) {
-      if (!(row[i] > best[k - 1])) continue;
-      int64_t place = k - 1;
-      for (; place > 0 && row[i] > best[place - 1]; --place)
-        best[place] = best[place - 1], token[place] = token[place - 1];
-      best[place] = row[i], token[place] = i;
-    }
+struct Best {
+  int64_t k;
+  float* values;
+  int64_t* tokens;
+
+  void clear() const {
+    std::fill_n(values, k, -kInfinity);
+    std::fill_n(tokens, k, 0);
+  }
+
+  void find(const float* row, int64_t begin, int64_t end) const {
+    for_columns<float>(begin, end, [&](int64_t c, auto count, int) {
+      if (lanes_added(load(row + c, count, -kInfinity) > values[k - 1]) == 0) return;
+      for (int64_t i = c; i < c + count; ++i) {
+        if (!(row[i] > values[k - 1])) continue;
+        int64_t place = k - 1;
+        for (; place > 0 && row[i] > values[place - 1]; --place)
+          values[place] = values[place - 1], tokens[place] = tokens[place - 1];
+        values[place] = row[i], tokens[place] = i;
+      }
+    });
+  }
+};
+
+// The columns of a row without some of them, which rise.
+struct Columns {
+  int64_t count;
+  const int64_t* left_out = nullptr;
+  int64_t left_out_count = 0;
+
+  // body(begin, end) for each range between two that are left out.
+  template <typename Body>
+  void for_ranges(Body body) const {
+    int64_t begin = 0;
+    for (int64_t i = 0; i < left_out_count; begin = left_out[i++] + 1) body(begin, left_out[i]);
+    body(begin, count);
+  }
+};
+
+// log(sum(exp(row))) over some columns, of which `shift` is the greatest number; NaN where one of them is NaN.
+float log_sum(const float* row, const Columns& columns, float shift) {
+  if (shift == kInfinity)
+    return std::any_of(row, row + columns.count, [](float v) { return std::isnan(v); }) ? NAN : kInfinity;
+  if (shift == -kInfinity) shift = 0;
+  V sums[4] = {};
+  columns.for_ranges([&](int64_t begin, int64_t end) {
+    for_columns<float>(begin, end, [&](int64_t c, auto count, int slot) {
+      sums[slot] += exponential(load(row + c, count, -kInfinity) - shift);
+    });
   });
+  return shift + std::log(sum(sums));
 }
 
-// log(sum(exp(row))); NaN where the row has one.
-float find_log_normalizer(const float* row, int64_t columns) {
+float log_normalizer_of(const float* row, int64_t columns) {
   V greatest[4];
   std::fill_n(greatest, 4, broadcast(-kInfinity));
   for_columns<float>(0, columns, [&](int64_t c, auto count, int slot) {
@@ -44,14 +81,7 @@ float find_log_normalizer(const float* row, int64_t columns) {
   float shift = -kInfinity;
   for (const V& v : greatest)
     for (int64_t lane = 0; lane < kLanes<float>; ++lane) shift = std::max(shift, v[lane]);
-  if (shift == kInfinity)
-    return std::any_of(row, row + columns, [](float v) { return std::isnan(v); }) ? NAN : kInfinity;
-  if (shift == -kInfinity) shift = 0;
-  V sums[4] = {};
-  for_columns<float>(0, columns, [&](int64_t c, auto count, int slot) {
-    sums[slot] += exponential(load(row + c, count, -kInfinity) - shift);
-  });
-  return shift + std::log(sum(sums));
+  return log_sum(row, {columns}, shift);
 }
 
 template <typename Task>
@@ -64,11 +94,32 @@ void for_rows(int64_t rows, int64_t columns, Task task) {
 }  // namespace
 
 void best_tokens(const float* logits, int64_t rows, int64_t columns, int64_t k, float* best, int64_t* token) {
-  for_rows(rows, columns, [&](int64_t r) { find_best(logits + r * columns, columns, k, best + r * k, token + r * k); });
+  for_rows(rows, columns, [&](int64_t r) {
+    const Best found{k, best + r * k, token + r * k};
+    found.clear();
+    found.find(logits + r * columns, 0, columns);
+  });
+}
+
+void choose_tokens(const TokenChoice& p) {
+  const Columns allowed{p.columns, p.suppressed, p.suppressed_count};
+  for_rows(p.rows, p.columns, [&](int64_t r) {
+    const float* const row = p.logits + r * p.columns;
+    const Best found{p.k, p.best + r * p.k, p.token + r * p.k};
+    found.clear();
+    allowed.for_ranges([&](int64_t begin, int64_t end) { found.find(row, begin, end); });
+    float greatest = found.values[0], lost = 0;
+    for (int64_t i = 0; i < p.suppressed_count; ++i) {
+      const float logit = row[p.suppressed[i]];
+      if (std::isnan(logit)) lost = NAN;
+      if (!p.renormalize) greatest = std::max(greatest, logit);
+    }
+    p.normalizer[r] = log_sum(row, p.renormalize ? allowed : Columns{p.columns}, greatest) + lost;
+  });
 }
 
 void log_normalizer(const float* logits, int64_t rows, int64_t columns, float* out) {
-  for_rows(rows, columns, [&](int64_t r) { out[r] = find_log_normalizer(logits + r * columns, columns); });
+  for_rows(rows, columns, [&](int64_t r) { out[r] = log_normalizer_of(logits + r * columns, columns); });
 }
 
 }  // namespace transformer_fast
