@@ -238,6 +238,8 @@ class Search(SearchState):
         self, rows: Tensor, last: Tensor | None, log_prob: Tensor, *, finished: bool, stuck: bool = False
     ) -> None:
         """Record hypotheses: those of some rows, with a last token or, at the end, EOS; stuck ones have neither."""
+        if not len(rows):
+            return
         tokens = self.tokens[rows]
         answers = (tokens if last is None else torch.cat([tokens, last[:, None]], dim=1)).tolist()
         maps = [None] * len(answers) if self.attention is None else self.attention[rows].unbind()

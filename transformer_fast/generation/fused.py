@@ -35,6 +35,7 @@ class FusedStep:
 
     def __init__(self, decoder: Decoder, cache: DecoderCache, layers: list[_Layer]) -> None:
         self._decoder, self._cache, self._layers = decoder, cache, layers
+        self._operands_by_rows: dict[int, list[Tensor] | None] = {}
 
     def __call__(self, tokens: Tensor) -> Tensor | None:
         """(rows,) newest ids in the order of the cache -> (rows, d_model) what the last norm gives; the cache has their
@@ -43,6 +44,20 @@ class FusedStep:
         general_mask = cache.source_mask is not None and cache.source_lengths is None
         if general_mask or torch.is_autocast_enabled("cpu"):
             return None
+        if rows not in self._operands_by_rows:
+            self._operands_by_rows[rows] = self._operands(rows)
+        operands = self._operands_by_rows[rows]
+        if operands is None:
+            return None
+        slots, entries, _ = cache.grid or (None, None, 0)
+        offset, length = cache.position(rows)
+        x = self._decoder.embed.with_positions(tokens[:, None], self._decoder.pe, offset, length=length).squeeze(1)
+        state = cache.own(rows), cache.cross, cache.length, cache.keys(), cache.source_lengths, slots, entries
+        options = self._layers[0].options
+        return self._decoder.norm(torch.ops.transformer_fast.decoder_step(x, operands, *state, *options))
+
+    def _operands(self, rows: int) -> list[Tensor] | None:
+        """The tensors of all layers, as so many rows are multiplied with them; None where modules must do that."""
         operands = []
         for layer in self._layers:
             operands += layer.norms
@@ -51,12 +66,7 @@ class FusedStep:
                 if weight is None:
                     return None
                 operands += [weight, linear.bias]
-        slots, entries, _ = cache.grid or (None, None, 0)
-        offset, length = cache.position(rows)
-        x = self._decoder.embed.with_positions(tokens[:, None], self._decoder.pe, offset, length=length).squeeze(1)
-        state = cache.own(rows), cache.cross, cache.length, cache.keys(), cache.source_lengths, slots, entries
-        options = self._layers[0].options
-        return self._decoder.norm(torch.ops.transformer_fast.decoder_step(x, operands, *state, *options))
+        return operands
 
 
 def fused_step(decoder: nn.Module, cache: DecoderCache) -> FusedStep | None:
