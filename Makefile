@@ -7,8 +7,8 @@
 #                 (installs nothing); in parts: docs/benchmarks.md
 # make predict    how long the Triton kernels would take on an H100, from their machine code, without a GPU
 # make fuzz       random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
-# make emulate    every Triton kernel as compiled for two GPU architectures, executed here against the reference; then
-#                 faulty kernels, of which most must be seen. 40 minutes of one core; it goes on where it was stopped
+# make emulate    every Triton and CUDA kernel as compiled for two GPU architectures, executed here against the reference;
+#                 then faulty kernels, of which most must be seen. 40 minutes of one core; it goes on where it was stopped
 # make sanitize   the ops' tests and random calls under the sanitizers for memory and undefined behaviour;
 #                 make sanitize-threads, under the one for races
 # make arm-check  compile the CPU kernels for aarch64, and run them in qemu

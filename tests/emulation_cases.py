@@ -1,6 +1,7 @@
 """The calls that tools/emulate.py runs on the compiled Triton kernels: public functions, forward and every gradient.
 
-Attention is checked by the gate of tests/fuzz_gate.py, the other ops by that of ``transformer_fast verify``.
+Attention is checked by the gate of tests/fuzz_gate.py, the other ops by that of ``transformer_fast verify``. The calls
+of the CUDA kernels, where there is nvcc, are in emulation_cases_cuda.py.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from functools import partial
 
 import fuzz
 import torch
+from cuda_sources import nvcc
+from emulation_cases_cuda import cuda_cases
 from fuzz_config import LAYOUTS, Config
 from helpers import poisoned_memory
 from torch import Tensor
@@ -33,11 +36,15 @@ class EmulationCase:
         name: what it is, unique.
         check: makes the call on the backend in force, and raises AssertionError unless each result holds the gate.
         may_be_empty: whether the call may have nothing to compute, and so launch nothing.
+        cuda: whether the kernels are those of csrc/cuda, whose operators the check is then given.
+        same_bits: whether the results must be the same to the last bit in every order of warps.
     """
 
     name: str
-    check: Callable[[], None]
+    check: Callable[..., None]
     may_be_empty: bool = False
+    cuda: bool = False
+    same_bits: bool = True
 
 
 PLAIN = Config(
@@ -245,6 +252,13 @@ def check_op(case: Case, dtype: torch.dtype) -> None:
     assert not failed, "\n".join(failed)
 
 
+QUICK_CUDA = (
+    "embedding bf16 20 columns, table fp32",
+    "embedding gradient bf16 40 columns, skewed ids, sorted",
+    "embedding gradient fp32 3 columns, outside ids, atomic",
+    "positional table 40x7",
+)
+"""Names of small cases that reach every kernel of csrc/cuda, where there is nvcc."""
 QUICK = (
     "attention bf16 lengths, causal, dropout",
     "attention bf16 dense",
@@ -277,7 +291,8 @@ MUTATED = (
 def cases(seed: int = 0, random_calls: int = 0) -> dict[str, EmulationCase]:
     """All of them by name, with so many random calls."""
     found: dict[str, EmulationCase] = {}
-    for case in (*attention_cases(), *op_cases(), *random_cases(seed, random_calls)):
+    cuda = (EmulationCase(name, check, cuda=True, same_bits=same) for name, check, same in cuda_cases())
+    for case in (*attention_cases(), *op_cases(), *(cuda if nvcc() else ()), *random_cases(seed, random_calls)):
         if case.name in found:
             raise ValueError(f"two cases are called {case.name!r}")
         found[case.name] = case

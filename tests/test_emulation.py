@@ -24,8 +24,10 @@ import emulate
 import emulate_mutants
 import emulate_record
 import emulated_backend
+import emulated_cuda
 import emulation_cases
 import ptx_emulator
+from cuda_sources import nvcc
 from ptx_emulator import judge, mutants
 
 import transformer_fast as tfast
@@ -47,6 +49,32 @@ def test_a_call_holds_the_gate_without_a_finding(arch, name):
     assert outcome.passed, emulate.described(outcome)
     assert 0.0 < outcome.worst <= 1.0 and outcome.results > 0
     assert outcome.launches >= len(outcome.kernels) > 0 < outcome.instructions
+
+
+@pytest.mark.skipif(nvcc() is None, reason="there is no nvcc on this machine")
+@pytest.mark.parametrize("name", emulation_cases.QUICK_CUDA)
+def test_a_call_of_cuda_kernels_holds_the_gate_without_a_finding(name):
+    outcome = emulate.run_case(name, 80)
+    assert outcome.passed, emulate.described(outcome)
+    assert outcome.launches > 0 and outcome.kernels
+
+
+@pytest.mark.skipif(nvcc() is None, reason="there is no nvcc on this machine")
+def test_quick_calls_launch_every_cuda_kernel():
+    launched = {kernel for name in emulation_cases.QUICK_CUDA for kernel in emulate.run_case(name, 80).kernels}
+    assert launched == emulated_cuda.all_kernels() and len(launched) == 6
+
+
+@pytest.mark.skipif(nvcc() is None, reason="there is no nvcc on this machine")
+def test_a_cuda_kernel_that_reads_other_memory_is_seen():
+    """A tensor made outside is memory that nobody gave to the kernel."""
+    ids = torch.tensor([[0, 1, 2]])
+    with emulated_cuda.emulated_cuda(80) as (operators, report, _):
+        weight = torch.ones(3, 20)
+        assert torch.equal(operators.embed(ids + 0, weight, None, 2.0, 0, None, None, 0.0, None, True)[0], 2 * weight)
+        assert not report.findings
+        operators.embed(ids, weight, None, 2.0, 0, None, None, 0.0, None, True)  # these ids were made outside
+        assert {finding.kind for finding in report.findings} == {"global access out of bounds"}
 
 
 def test_two_runs_agree_bit_for_bit():
@@ -110,7 +138,8 @@ def test_everything_is_as_before_afterwards():
 
 def test_names_of_cases():
     cases = emulation_cases.cases()
-    assert set(emulation_cases.QUICK) | set(emulation_cases.MUTATED) <= set(cases)
+    cuda = emulation_cases.QUICK_CUDA if nvcc() else ()
+    assert {*emulation_cases.QUICK, *emulation_cases.MUTATED, *cuda} <= set(cases)
     assert set(emulation_cases.cases(5, 3)) == {*cases, "random 5 0", "random 5 1", "random 5 2"}
 
 
@@ -165,7 +194,7 @@ def test_the_state_of_a_record_is_that_of_kernels_and_cases():
 
 
 def test_a_kernel_that_no_case_launches_is_named():
-    kernels = sorted(emulated_backend.all_kernels())
+    kernels = sorted(emulate.all_kernels())
     outcomes = [emulate.Outcome("first", 80, kernels=kernels[:5]), emulate.Outcome("second", 80, kernels=kernels[4:-1])]
     assert emulate.never_launched(outcomes) == set(kernels[-1:])
     assert f"{len(kernels) - 1} of {len(kernels)} kernels" in emulate.summary(outcomes, 60.0)

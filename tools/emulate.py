@@ -1,12 +1,13 @@
-"""``make emulate``: the compiled Triton kernels, executed on the CPU and held to the reference.
+"""``make emulate``: the compiled Triton and CUDA kernels, executed on the CPU and held to the reference.
 
     python tools/emulate.py [--arch 80 90] [--only PATTERN] [--order lockstep reverse] [--random 30] [--json FILE]
                             [--continue FILE]
     python tools/emulate.py --mutants [--all]
 
 Each case of tests/emulation_cases.py is a call of a public function. Its kernels are compiled by Triton as for a GPU,
-their PTX runs in tools/ptx_emulator, and every result is checked by the gate of CONTRIBUTING. Warps run in each order
-asked for, and the results must agree bit for bit. A finding of the emulator fails, as a wrong result does.
+or by nvcc where there is one; their PTX runs in tools/ptx_emulator, and every result is checked by the gate of
+CONTRIBUTING. Warps run in each order asked for, and the results must agree bit for bit, but for atomic sums. A finding
+of the emulator fails, as a wrong result does.
 
 With ``--continue FILE`` a case that has passed before is not run again: FILE keeps what passed, for as long as kernels,
 reference, cases, emulator and versions are the same. All cases take hours.
@@ -19,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import fnmatch
+import functools
 import json
 import multiprocessing
 import os
@@ -39,11 +41,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import fuzz_gate
 import helpers
 import torch
+from cuda_sources import nvcc
 from emulate_mutants import mutant_summary, run_mutants, seen_share
 from emulate_record import PassedBefore
-from emulated_backend import all_kernels, emulated_backend, launched_kernels
-from emulation_cases import MUTATED, cases
-from ptx_emulator import judge
+from emulated_backend import all_kernels as triton_kernels
+from emulated_backend import emulated_backend, launched_kernels
+from emulated_cuda import all_kernels as cuda_kernels
+from emulated_cuda import emulated_cuda
+from emulation_cases import MUTATED, EmulationCase, cases
+from ptx_emulator import Report, judge
 from torch import Tensor
 from tqdm import tqdm
 
@@ -116,13 +122,13 @@ def run_case(name: str, arch: int, orders: Iterable[str] = ORDERS, seed: int = 0
     problems = []
     for order in orders:
         torch.manual_seed(seed)
-        with watched_gate() as gate, emulated_backend(arch, order=order) as report, launched_kernels() as kernels:
+        with watched_gate() as gate, emulated(case, arch, order) as (check, report, kernels):
             try:
-                case.check()
+                check()
             except Exception as error:
                 problems.append(f"{order}: {type(error).__name__}: {error}")
             else:
-                if bits is not None and gate.bits != bits:
+                if case.same_bits and bits is not None and gate.bits != bits:
                     problems.append(f"{order}: other bits than in the first order of warps")
                 bits = gate.bits
         if report.launches == 0 and not case.may_be_empty:
@@ -135,6 +141,17 @@ def run_case(name: str, arch: int, orders: Iterable[str] = ORDERS, seed: int = 0
     outcome.error = "\n".join(problems) or None
     outcome.seconds = time.perf_counter() - started
     return outcome
+
+
+@contextmanager
+def emulated(case: EmulationCase, arch: int, order: str) -> Iterator[tuple[Callable[[], None], Report, set[str]]]:
+    """The check of a case; what it will find, and the kernels that it will launch."""
+    if case.cuda:
+        with emulated_cuda(arch, order=order) as (operators, report, kernels):
+            yield functools.partial(case.check, operators), report, kernels
+    else:
+        with emulated_backend(arch, order=order) as report, launched_kernels() as kernels:
+            yield case.check, report, kernels
 
 
 def start_worker() -> None:
@@ -198,6 +215,11 @@ def described(outcome: Outcome) -> str:
         _, seed, number = outcome.name.split()
         again += f" --seed {seed} --random {int(number) + 1}"
     return "\n  ".join([*lines, f"again: {again}"])
+
+
+def all_kernels() -> set[str]:
+    """The Triton kernels, and those of csrc/cuda where there is nvcc."""
+    return {*triton_kernels(), *(cuda_kernels() if nvcc() else ())}
 
 
 def never_launched(outcomes: list[Outcome]) -> set[str]:

@@ -1,7 +1,9 @@
 // Just enough of CUDA C++ to run the kernels of csrc/cuda on the CPU, one block after the other: the test compiles the
 // very sources, with their launches rewritten to launch(). Each thread of a block is a fiber, so __syncthreads() works
-// as it should: a thread that reaches it waits until all the others have, or have ended.
+// as it should: a thread that reaches it waits until all the others have, or have ended. Or a launch goes to an executor.
 #pragma once
+
+#include "recorded_memory.h"
 
 #include <ucontext.h>
 
@@ -11,6 +13,7 @@
 #include <cstring>
 #include <functional>
 #include <stdexcept>
+#include <tuple>
 #include <vector>
 
 #define __global__
@@ -85,10 +88,27 @@ inline void run_block(std::vector<Fiber>& fibers, unsigned threads) {
 // Blocks are run from a capped grid, so that the strided loops over what is beyond a grid are walked too.
 constexpr unsigned kGridCap = 3, kThreadCap = 256;
 
+// Takes the launches, if it is set: the host's address of the kernel, grid and block, and the bytes of each argument.
+using Executor = void (*)(const void* kernel, unsigned grid, const dim3* block, int count, const void* const* arguments,
+                          const size_t* sizes);
+inline Executor executor = nullptr;
+
 template <typename... Parameters, typename... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, dim3 block, const Arguments&... arguments) {
   const unsigned threads = block.x * block.y * block.z;
   if (grid == 0 || threads == 0 || threads > kThreadCap) throw std::runtime_error("a launch that CUDA would refuse");
+  if (executor) {
+    const std::tuple<Parameters...> given(arguments...);
+    std::apply(
+        [&](const auto&... each) {
+          const void* const places[] = {&each...};
+          const size_t sizes[] = {sizeof(each)...};
+          executor(reinterpret_cast<const void*>(kernel), std::min(grid, kGridCap), &block, sizeof...(each), places,
+                   sizes);
+        },
+        given);
+    return;
+  }
   static std::vector<Fiber> fibers(kThreadCap);
   const std::function<void()> call = [&] { kernel(arguments...); };
   body = &call;
@@ -106,4 +126,8 @@ inline void __syncthreads() {
   cuda_on_cpu::Fiber* self = cuda_on_cpu::running;
   swapcontext(&self->context, &cuda_on_cpu::scheduler);
   threadIdx = self->index;
+}
+
+extern "C" __attribute__((visibility("default"))) void set_executor(cuda_on_cpu::Executor executor) {
+  cuda_on_cpu::executor = executor;
 }

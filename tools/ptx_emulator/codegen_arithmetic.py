@@ -106,9 +106,11 @@ def arithmetic(code: Code, i: Instruction) -> None:
 def integer(code: Code, i: Instruction) -> None:
     name, type_, target = i.opcode[0], i.type, i.operands[0]
     plain, signed, width = bits_of(type_), type_[0] == "s", WIDTHS[type_]
+    if "cc" in i.opcode:
+        return with_carry(code, i)
     if name in ("mul", "mad"):
         return multiply(code, i)
-    if "sat" in i.opcode or "cc" in i.opcode:
+    if "sat" in i.opcode:
         raise unknown(i)
     if name in ("add", "sub"):
         x, y = (code.bits(operand, plain) for operand in i.operands[1:])
@@ -157,10 +159,31 @@ def multiply(code: Code, i: Instruction) -> None:
     else:
         raise unknown(i)
     if add:
-        if {"cc", "sat"} & set(i.opcode):
+        if "sat" in i.opcode:
             raise unknown(i)
         expression = f"{expression} + {code.bits(i.operands[3], result)}"
     code.assign(i, target, expression, result)
+
+
+@emits("addc", "subc", "madc")
+def with_carry(code: Code, i: Instruction) -> None:
+    """Of 32 bits, with a carry that the instruction before has left in the same block, or that this one leaves."""
+    name, target = i.opcode[0], i.operands[0]
+    if WIDTHS[i.type] != 32 or i.predicate is not None:
+        raise unknown(i)
+    first, second, *third = (f"{code.bits(operand, 'b32')}.astype(u8)" for operand in i.operands[1:])
+    if name.startswith("mad"):
+        product = f"{first} * {second}"
+        part = f"({product} >> u8.type(32))" if "hi" in i.opcode else f"({product} & u8.type(0xFFFFFFFF))"
+        expression = f"{part} + {third[0]}"
+    else:
+        expression = f"{first} {'-' if name.startswith('sub') else '+'} {second}"
+    if name.endswith("c"):
+        expression += f" {'-' if name.startswith('sub') else '+'} carry"
+    code.line(f"wide = {expression}")
+    if "cc" in i.opcode:
+        code.line("carry = wide >> u8.type(32) & u8.type(1)")
+    code.assign(i, target, "wide.astype(u4)", "b32")
 
 
 # ---- bits

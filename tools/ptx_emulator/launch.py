@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -59,6 +60,7 @@ def launch(
     sanitize: bool = True,
     order: str = "lockstep",
     report: Report | None = None,
+    memory: Sequence[tuple[str, Any]] = (),
 ) -> Report:
     """Runs every program of the grid; tensors are written in place.
 
@@ -73,6 +75,8 @@ def launch(
         order: "lockstep" (all warps together, block by block), "serial" (each warp as far as it can, the first first)
             or "reverse" (the last first).
         report: to add to; a new one by default.
+        memory: further tensors with their names, to which structs among the arguments may point: words of a struct that
+            are addresses in them, or in tensors among the arguments, become addresses of the device.
 
     Returns:
         The report.
@@ -100,7 +104,8 @@ def launch(
     if kernel.threads not in (None, count):
         raise ValueError(f"{entry} is compiled for {kernel.threads} threads, not {count}")
     variables = [v for v in kernel.variables.values() if v.space in ("global", "const")]
-    tensors = Tensors([(a.name, a.value) for a in arguments if hasattr(a.value, "untyped_storage")], variables)
+    given = [(a.name, a.value) for a in arguments if hasattr(a.value, "untyped_storage")]
+    tensors = Tensors([*given, *memory], variables)
     parameters = _parameters(kernel, arguments, tensors)
     shadow = GlobalShadow(tensors.data.size, program.global_granule) if sanitize else None
     executed = np.zeros(len(program.blocks), np.int64)
@@ -145,7 +150,7 @@ def _bytes(argument: Argument, size: int, tensors: Tensors) -> bytes:
     """An argument as it lies in the parameter space."""
     value, kind = argument.value, argument.type
     if isinstance(value, bytes):
-        return value.ljust(size, b"\0")
+        return tensors.with_device_addresses(value).ljust(size, b"\0")
     if kind.startswith("*"):
         if value is not None and not hasattr(value, "untyped_storage"):
             raise ValueError(f"{argument.name} must be a tensor or None, not {type(value).__name__}")

@@ -71,6 +71,15 @@ class Tensors:
             return GLOBAL_BASE
         return GLOBAL_BASE + self._place[storage.data_ptr()] + tensor.data_ptr() - storage.data_ptr()
 
+    def with_device_addresses(self, struct: bytes) -> bytes:
+        """The bytes of a struct, in which addresses in these tensors, as the host has them, are those of the device."""
+        words = np.frombuffer(struct, np.uint64, len(struct) // 8).copy()
+        for start, host in self._host:
+            offsets = words - np.uint64(host.ctypes.data)  # wraps below the tensor
+            inside = offsets < host.size
+            words[inside] = offsets[inside] + np.uint64(GLOBAL_BASE + start)
+        return words.tobytes() + struct[8 * len(words) :]
+
     def write_back(self) -> None:
         for start, host in self._host:
             host[:] = self.data[start : start + host.size]

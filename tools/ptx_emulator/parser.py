@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+from .functions import with_calls_inlined
 from .kernel import WIDTHS, Instruction, Kernel, Parameter, Variable, split_operands
 from .report import EmulationError
 
@@ -26,7 +27,7 @@ def parse(ptx: str) -> dict[str, Kernel]:
         EmulationError: the text has no entry, or a statement that is not understood.
     """
     locations = _locations(ptx)
-    text = without_comments(ptx)
+    text = with_calls_inlined(without_comments(ptx))
     entries = list(re.finditer(r"\.entry\s+([\w$]+)\s*(\()?", text))
     bodies = []
     for found in entries:
