@@ -72,6 +72,14 @@ def test_a_function_is_called_twice():
     assert not report.findings and torch.equal(out[:20], (odd + 10).int()) and (out[20:] == -1).all()
 
 
+def test_results_of_two_sizes_have_their_own_memory():
+    """Calls declare their parameters and results by the same names."""
+    wide = PTX.replace(".param .b32 retval0;", ".param .align 8 .b8 retval0[16];", 1)
+    inlined = with_calls_inlined(wide)
+    assert ".local .align 8 .b8 retval0$call0[16]" in inlined and ".local .b32 retval0$call1;" in inlined
+    assert ".param .b32 param0" not in inlined
+
+
 def test_every_line_keeps_its_number():
     inlined = with_calls_inlined(PTX)
     assert inlined.count("\n") == PTX.count("\n") and "call" not in inlined.replace("callseq", "").replace("$call", "")

@@ -28,51 +28,40 @@ def with_calls_inlined(text: str) -> str:
         text = text[: found.start()] + re.sub(r"[^\n]", " ", text[found.start() : end + 1]) + text[end + 1 :]
     numbers = itertools.count()
     while call := next((c for c in CALL.finditer(text) if c["name"] in functions), None):
-        head, body = functions[call["name"]]
-        inlined = _inlined(next(numbers), call, head, body)
-        start = _in_local_memory(text, call)
-        lines = "\n" * text.count("\n", call.start(), call.end())
-        text = start + " ".join(inlined.split()) + lines + _of_result(text[call.end() :], call["result"])
+        suffix = f"$call{next(numbers)}"
+        # A compiler declares a call's parameters and its result in the block around it.
+        start, end = text.rindex("{", 0, call.start()), text.index("}", call.end())
+        block = _as_local_memory(text[start:end], suffix)
+        call = next(c for c in CALL.finditer(block) if c["name"] in functions)
+        inlined = " ".join(_inlined(suffix, call, *functions[call["name"]]).split())
+        lines = "\n" * block.count("\n", call.start(), call.end())
+        text = text[:start] + block[: call.start()] + inlined + lines + block[call.end() :] + text[end:]
     return text
 
 
-def _inlined(number: int, call: re.Match[str], head: re.Match[str], body: str) -> str:
+def _as_local_memory(text: str, suffix: str) -> str:
+    """The parameters that a text declares as local memory, whose names have a suffix."""
+    text = _renamed(text, {name: name + suffix for _, name, _ in PARAMETER.findall(text)})
+    text = PARAMETER.sub(r".local\1\2\3", text)
+    return re.sub(rf"\b(ld|st)\.param(?=[^;]*{re.escape(suffix)}\b)", r"\1.local", text)
+
+
+def _inlined(suffix: str, call: re.Match[str], head: re.Match[str], body: str) -> str:
     """The body of a function as a block, for one call."""
-    own = {
-        *(name for _, name, _ in PARAMETER.findall(body)),
-        *re.findall(r"\.local\s+(?:\.align\s+\d+\s+)?\.\w+\s+([\w$]+)", body),
-        *LABEL.findall(body),
-    }
-    names = {name: f"{name}$call{number}" for name in own}
+    own = {*re.findall(r"\.local\s+(?:\.align\s+\d+\s+)?\.\w+\s+([\w$]+)", body), *LABEL.findall(body)}
+    names = {name: name + suffix for name in own}
     given = [name.strip() for name in (call["given"] or "").split(",") if name.strip()]
-    names |= dict(
-        zip((declared.split()[-1] for declared in head["parameters"].split(",") if declared), given, strict=True)
-    )
+    parameters = [parameter.split()[-1] for parameter in head["parameters"].split(",") if parameter.strip()]
+    names |= dict(zip(parameters, given, strict=True))
     if head["result"]:
         names[re.sub(r"\[\d+\]$", "", head["result"].split()[-1])] = call["result"]
-    body = re.sub(r"(?<![\w$%.])[\w$]+", lambda found: names.get(found.group(), found.group()), body)
-    body = re.sub(r"\b(ld|st)\.param\b", r"\1.local", body)
-    body = PARAMETER.sub(r".local\1\2\3", body)
-    end = f"$end$call{number}"
+    body = re.sub(rf"\b(ld|st)\.param(?=[^;]*{re.escape(suffix)}\b)", r"\1.local", _renamed(body, names))
+    end = f"$end{suffix}"
     return "{" + re.sub(r"\bret\s*;", f"bra.uni {end};", body) + f" {end}: " + "}"
 
 
-def _in_local_memory(text: str, call: re.Match[str]) -> str:
-    """What stands before a call, in whose block its parameters and result are declared and stored."""
-    start = text.rindex("{", 0, call.start())
-    block = PARAMETER.sub(r".local\1\2\3", text[start : call.start()])
-    return text[:start] + re.sub(r"\bst\.param\b", "st.local", block)
-
-
-def _of_result(text: str, result: str | None) -> str:
-    """What stands behind a call, in whose block its result is loaded."""
-    end = text.index("}")
-    if result is None:
-        return text
-    return (
-        re.sub(rf"\bld\.param(\.\w+(?:\.\w+)?\s+[^;]*\[\s*{re.escape(result)}\b)", r"ld.local\1", text[:end])
-        + text[end:]
-    )
+def _renamed(text: str, names: dict[str, str]) -> str:
+    return re.sub(r"(?<![\w$%.])[\w$]+", lambda found: names.get(found.group(), found.group()), text)
 
 
 def _closing_brace(text: str, start: int) -> int:
