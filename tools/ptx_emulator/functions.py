@@ -9,6 +9,8 @@ from __future__ import annotations
 import itertools
 import re
 
+from .report import EmulationError
+
 FUNCTION = re.compile(
     r"\.func\s*(?:\(\s*(?P<result>[^()]*?)\s*\)\s*)?(?P<name>[\w$]+)\s*\(\s*(?P<parameters>[^()]*?)\s*\)(?P<attributes>[^;{]*)\{"
 )
@@ -23,7 +25,7 @@ def with_calls_inlined(text: str) -> str:
     """A module without comments in which no function is called that it defines; every character keeps its line."""
     functions = {}
     while found := FUNCTION.search(text):
-        end = _closing_brace(text, found.end() - 1)
+        end = closing_brace(text, found.end() - 1)
         functions[found["name"]] = found, text[found.end() : end]
         text = text[: found.start()] + re.sub(r"[^\n]", " ", text[found.start() : end + 1]) + text[end + 1 :]
     numbers = itertools.count()
@@ -64,10 +66,11 @@ def _renamed(text: str, names: dict[str, str]) -> str:
     return re.sub(r"(?<![\w$%.])[\w$]+", lambda found: names.get(found.group(), found.group()), text)
 
 
-def _closing_brace(text: str, start: int) -> int:
+def closing_brace(text: str, start: int) -> int:
+    """Where the block that begins with the brace at `start` ends."""
     depth = 0
     for found in re.compile(r"[{}]").finditer(text, start):
         depth += 1 if found.group() == "{" else -1
         if depth == 0:
             return found.start()
-    raise ValueError("a function of the PTX text is not closed")
+    raise EmulationError("a body of the PTX text is not closed")

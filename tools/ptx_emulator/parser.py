@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from .functions import with_calls_inlined
+from .functions import closing_brace, with_calls_inlined
 from .kernel import WIDTHS, Instruction, Kernel, Parameter, Variable, split_operands
 from .report import EmulationError
 
@@ -44,7 +44,7 @@ def parse(ptx: str) -> dict[str, Kernel]:
             kernel.threads = 1
             for size in required.group(1).split(","):
                 kernel.threads *= int(size)
-        stop = _closing_brace(text, start)
+        stop = closing_brace(text, start)
         bodies.append((kernel, start + 1, stop))
     if not bodies:
         raise EmulationError("the PTX text has no .entry")
@@ -71,15 +71,6 @@ def _locations(ptx: str) -> list[str]:
             here = ""
         lines.append(here)
     return lines
-
-
-def _closing_brace(text: str, start: int) -> int:
-    depth = 0
-    for found in re.compile(r"[{}]").finditer(text, start):
-        depth += 1 if found.group() == "{" else -1
-        if depth == 0:
-            return found.start()
-    raise EmulationError("a body of the PTX text is not closed")
 
 
 def _parameter(text: str) -> Parameter:
