@@ -1,14 +1,19 @@
-"""Triton's interpreter with a shorter way to replace the functions of ``triton.language``.
+"""Triton's interpreter with a shorter way to replace the functions of ``triton.language``, and products that round alike.
 
 It replaces them at each call of a device function, and looks through all members of the language each time: a quarter
 of what interpreted kernels take. Which members are its builtins does not change, so here they are looked for once.
+
+Its ``tl.dot`` is NumPy's product, whose order of summation depends on the shape and the processor: the scores of one
+query differ between two tiles, and with them a weight from the sum of the weights, which no GPU does.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from typing import Any
 
+import numpy as np
 from triton.language.core import is_builtin
 from triton.runtime import interpreter
 
@@ -33,6 +38,13 @@ def replace_builtins(package: object, *rest: object) -> None:
             interpreter._patch_attr(package, name, member, *rest)
 
 
+def dot(builder: Any, a: Any, b: Any, added: Any, *options: object) -> Any:
+    """What ``create_dot`` of the interpreter's builder does, each sum rounded once: in any order it is the same."""
+    product = np.matmul(a.data, b.data, dtype=np.float64).astype(added.data.dtype)
+    return interpreter.TensorHandle(product + added.data, added.dtype.scalar)
+
+
 def install() -> None:
-    """Let the interpreter of this process go the shorter way, from now on."""
+    """Let the interpreter of this process go the shorter way, from now on, and round products alike."""
     interpreter._patch_builtin = replace_builtins
+    interpreter.InterpreterBuilder.create_dot = dot

@@ -3,6 +3,7 @@
 import inspect
 import os
 
+import numpy as np
 import pytest
 import quick_interpreter
 import triton.language as tl
@@ -25,3 +26,19 @@ def test_every_builtin_is_replaced_and_comes_back(package):
     finally:
         scope.restore()
     assert {name: getattr(package, name) for name in before} == before
+
+
+def test_products_do_not_depend_on_the_tile():
+    """Those of 15 and of 64 rows, from sums of 4,096 terms that NumPy rounds in several orders."""
+    handle = interpreter.TensorHandle
+    a, b = (np.random.default_rng(0).standard_normal(shape).astype(np.float32) for shape in ((64, 4096), (4096, 33)))
+
+    def product(rows, columns):
+        added = handle(np.ones((rows, columns), np.float32), tl.float32)
+        return quick_interpreter.dot(None, handle(a[:rows], tl.float32), handle(b[:, :columns], tl.float32), added).data
+
+    whole = product(64, 33)
+    assert whole.dtype == np.float32
+    assert np.abs(whole - (a.astype(np.float64) @ b + 1)).max() < 2e-5
+    for rows, columns in ((1, 33), (15, 7), (64, 1)):
+        assert np.array_equal(product(rows, columns), whole[:rows, :columns])
