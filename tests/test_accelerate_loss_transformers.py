@@ -89,6 +89,8 @@ def accelerated(eager: nn.Module) -> nn.Module:
     for module, original in zip(fast.modules(), eager.modules(), strict=True):
         if type(module) is not output_layer.OutputLayer:
             module.__class__ = original.__class__
+        if hasattr(original, "config"):  # attention is chosen there
+            module.config = original.config
     return fast
 
 
