@@ -76,14 +76,14 @@ void multiply_rows(const T* rows, int64_t stride, int64_t count, int64_t D, cons
 }
 
 // sum += weights[j] * (row j) over j < count; `sum` is padded to whole vectors. A weight of 0 does not touch its row,
-// which may hold NaN or Inf; with kFinite, what is not finite counts as 0 everywhere.
+// which may hold NaN or Inf; with kFinite, what is not finite counts as 0 everywhere. The rows are summed by themselves:
+// sums of sums round less than one long sum.
 template <bool kFinite = false, bool kFetch = false, typename T, typename A>
 void add_rows(const A* weights, const T* rows, int64_t stride, int64_t count, int64_t D, A* sum, Ahead<T> ahead = {}) {
   constexpr int64_t kW = kLanes<A>, kVectors = 4;
   for (int64_t d = 0; d < D; d += kVectors * kW) {
     const int64_t columns = std::min(kVectors * kW, D - d), vectors = (columns + kW - 1) / kW;
-    Vector<A> sums[kVectors];
-    for (int64_t n = 0; n < kVectors; ++n) sums[n] = n < vectors ? load(sum + d + n * kW) : Vector<A>{};
+    Vector<A> sums[kVectors] = {};
     for (int64_t j = 0; j < count; ++j) {
       if constexpr (kFetch)
         for (int64_t n = 0; n < vectors; ++n) ahead.fetch(j, d + n * kW);
@@ -98,7 +98,7 @@ void add_rows(const A* weights, const T* rows, int64_t stride, int64_t count, in
         }
       }
     }
-    for (int64_t n = 0; n < vectors; ++n) store(sum + d + n * kW, sums[n]);
+    for (int64_t n = 0; n < vectors; ++n) store(sum + d + n * kW, load(sum + d + n * kW) + sums[n]);
   }
 }
 
