@@ -244,7 +244,7 @@ void check_quantized_linear(int64_t rows, int64_t depth, int64_t outputs) {
   const GenerationKernels& kernels = table.generation;
   vector<const float*> of_output(outputs);
   for (int64_t n = 0; n < outputs; ++n) of_output[n] = &weight[n * depth];
-  const int64_t panels = (outputs + kernels.panel - 1) / kernels.panel, groups = (depth + 3) / 4;
+  const int64_t panels = (outputs + kernels.panel - 1) / kernels.panel, groups = kernels.int8.groups(depth);
   vector<int32_t> packed(panels * (kPanelHeader + groups) * kernels.panel);
   vector<float> out(rows * outputs), again(outputs);
   kernels.int8.pack(of_output.data(), outputs, depth, packed.data());

@@ -104,8 +104,8 @@ Tensor pack_quantized_weight(at::TensorList weights, at::ScalarType type) {
   const QuantizedKernels& kernels_of_type = quantized_kernels(type);
   const StackedWeights given(weights);
   const int64_t group = static_cast<int64_t>(sizeof(int32_t) / c10::elementSize(type));
-  const int64_t groups = (given.depth + group - 1) / group, panel = kernels().generation.panel;
-  const Tensor packed = at::cpu::empty({given.panels(), kPanelHeader + groups, panel, group}, type);
+  const int64_t words = kPanelHeader + kernels_of_type.groups(given.depth);
+  const Tensor packed = at::cpu::empty({given.panels(), words, kernels().generation.panel, group}, type);
   kernels_of_type.pack(given.rows.data(), given.outputs(), given.depth, packed.mutable_data_ptr());
   return packed;
 }

@@ -44,6 +44,8 @@ constexpr int64_t kPanelHeader = 2;
 
 // For one type of quantised weights; null where the vector unit has no products of it.
 struct QuantizedKernels {
+  // How many groups an output with so many inputs has.
+  int64_t (*groups)(int64_t depth);
   // Weights as for pack_step_weight, to (panels, kPanelHeader + groups, panel) words, a group of inputs in each.
   void (*pack)(const float* const* rows, int64_t outputs, int64_t depth, void* packed);
   void (*linear)(const QuantizedLinearParams& params);

@@ -36,9 +36,11 @@ constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
 template <typename Element>
 constexpr int64_t kGroup = sizeof(int32_t) / sizeof(Element);
 
+// How many groups an output's weights are, with zeros that fill up what is taken at once.
 template <typename Element>
 int64_t groups_of(int64_t depth) {
-  return (depth + kGroup<Element> - 1) / kGroup<Element>;
+  constexpr int64_t elements = kGroup<Element> * kGroupsAtOnce;
+  return (depth + elements - 1) / elements * kGroupsAtOnce;
 }
 
 struct Quantized {
@@ -98,7 +100,8 @@ QuantizedRows quantize_rows(const float* x, int64_t rows, int64_t depth) {
   constexpr int64_t planes = Products::kPlanes;
   const int64_t padded = (groups_of<Element>(depth) + kW - 1) / kW * kW;
   const int64_t stride = planes * padded + kW;  // not a power of two
-  int32_t* const words = words_buffer.reserve(rows * stride);
+  // A tile reads rows behind the last, too; what comes of them is not stored.
+  int32_t* const words = words_buffer.reserve((rows + Products::kRows) * stride);
   float* const scales = scales_buffer.reserve(rows);
   at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / depth), [&](int64_t begin, int64_t end) {
     static thread_local GrowingBuffer<float> groups_buffer;
@@ -135,6 +138,15 @@ I load_words(const int32_t* p) {
   return v;
 }
 
+// Sums of one row and a half of the panel's outputs become results.
+void finish(V total, float x_scale, const Panel& panel, int half, float* out) {
+  const int64_t n = half * kW, count = std::min(kW, panel.columns - n);
+  if (count <= 0) return;
+  V v = total * (x_scale * load(panel.scales + n)) + load(panel.bias + n);
+  if (panel.relu) v = v < 0 ? V{} : v;  // a NaN passes, as in torch.relu
+  store_some(out + n, v, count);
+}
+
 template <typename Products, int kRows>
 void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, float* out, int64_t out_stride) {
   const int32_t* const words = x.words + row * x.stride;
@@ -167,13 +179,8 @@ void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, float* ou
       for (int half = 0; half < 2; ++half) totals[m][half] += Products::result(sums[m][half]);
   }
   for (int m = 0; m < kRows; ++m)
-    for (int half = 0; half < 2; ++half) {
-      const int64_t n = half * kW, count = std::min(kW, panel.columns - n);
-      const V scale = x.scales[row + m] * load(panel.scales + n);
-      V v = totals[m][half] * scale + load(panel.bias + n);
-      if (panel.relu) v = v < 0 ? V{} : v;  // a NaN passes, as in torch.relu
-      if (count > 0) store_some(out + (row + m) * out_stride + n, v, count);
-    }
+    for (int half = 0; half < 2; ++half)
+      finish(totals[m][half], x.scales[row + m], panel, half, out + (row + m) * out_stride);
 }
 
 template <typename Products, int kRows = kMostRows>
@@ -183,12 +190,77 @@ void multiply_some(const QuantizedRows& x, int64_t row, int64_t rows, const Pane
   multiply<Products, kRows>(x, row, panel, out, stride);
 }
 
+#if defined(TRANSFORMER_FAST_TILES)
+// One or two tiles of rows with both halves of a panel: sums in tiles 0 to 3, inputs in 4 and 5, weights in 6 and 7.
+template <typename Products, int kTiles>
+void multiply_tiles(const QuantizedRows& x, int64_t row, int64_t rows, const Panel& panel, float* out, int64_t stride) {
+  using Element = typename Products::Element;
+  constexpr int64_t kBytes = sizeof(int32_t), kSums = kTileRows * kPanel;
+  const int32_t *const low = x.words + row * x.stride, *const high = low + kTileRows * x.stride;
+  alignas(64) int32_t sums[kTiles * kSums];
+  alignas(64) float totals[kTiles * kSums];
+  for (int64_t begin = 0, end; begin < panel.groups; begin = end) {
+    end = begin + std::min(Products::kBlock, panel.groups - begin);
+    zero_tile<0>(), zero_tile<1>();
+    if constexpr (kTiles == 2) zero_tile<2>(), zero_tile<3>();
+    for (int64_t group = begin; group < end; group += kTileGroups) {
+      const int32_t* const weights = panel.weights + group * kPanel;
+      for (int64_t word = 0; word < kTileGroups * kPanel; word += kLine)
+        __builtin_prefetch(weights + kTileGroups * kPanel + word);
+      load_tile<6>(weights, kPanel * kBytes), load_tile<7>(weights + kW, kPanel * kBytes);
+      load_tile<4>(low + group, x.stride * kBytes);
+      multiply_tile<Element, 0, 4, 6>(), multiply_tile<Element, 1, 4, 7>();
+      if constexpr (kTiles == 2) {
+        load_tile<5>(high + group, x.stride * kBytes);
+        multiply_tile<Element, 2, 5, 6>(), multiply_tile<Element, 3, 5, 7>();
+      }
+    }
+    store_tile<0>(sums, kPanel * kBytes), store_tile<1>(sums + kW, kPanel * kBytes);
+    if constexpr (kTiles == 2)
+      store_tile<2>(sums + kSums, kPanel * kBytes), store_tile<3>(sums + kSums + kW, kPanel * kBytes);
+    for (int64_t m = 0; m < rows; ++m)
+      for (int half = 0; half < 2; ++half) {
+        const int64_t at = m * kPanel + half * kW;
+        V total = Products::result(load_words(sums + at));
+        if (begin > 0) total += load(totals + at);
+        if (end < panel.groups)
+          store(totals + at, total);
+        else
+          finish(total, x.scales[row + m], panel, half, out + (row + m) * stride);
+      }
+  }
+}
+#endif
+
+// Rows `row` to `end` with a panel.
+template <typename Products>
+void multiply_rows(const QuantizedRows& x, int64_t row, int64_t end, const Panel& panel, float* out, int64_t stride) {
+  if constexpr (Products::kRows == 1) {
+    const int64_t rows = end - row, passes = (rows + kMostRows - 1) / kMostRows;
+    for (int64_t pass = 0; pass < passes; ++pass) {
+      const int64_t from = row + pass * rows / passes, to = row + (pass + 1) * rows / passes;
+      multiply_some<Products>(x, from, to - from, panel, out, stride);
+    }
+  }
+#if defined(TRANSFORMER_FAST_TILES)
+  if constexpr (Products::kRows == kTileRows) {
+    for (; end - row > kTileRows; row = std::min(row + 2 * kTileRows, end))
+      multiply_tiles<Products, 2>(x, row, std::min(2 * kTileRows, end - row), panel, out, stride);
+    if (row < end) multiply_tiles<Products, 1>(x, row, end - row, panel, out, stride);
+  }
+#endif
+}
+
 template <typename Products>
 void linear(const QuantizedLinearParams& p) {
   const int64_t rows = p.rows, outputs = p.outputs, panels = (outputs + kPanel - 1) / kPanel;
   const int64_t groups = groups_of<typename Products::Element>(p.depth), blocks = (rows + kBlock - 1) / kBlock;
   const QuantizedRows x = quantize_rows<Products>(p.x, rows, p.depth);
+  const auto start_of = [&](int64_t block) {
+    return block == blocks ? rows : block * rows / blocks / Products::kRows * Products::kRows;
+  };
   at::parallel_for(0, blocks * panels, 1, [&](int64_t begin, int64_t end) {
+    [[maybe_unused]] const typename Products::Session session(rows);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task % panels * kPanel, columns = std::min(kPanel, outputs - first);
       const auto words = static_cast<const int32_t*>(p.packed) + task % panels * (kPanelHeader + groups) * kPanel;
@@ -201,12 +273,8 @@ void linear(const QuantizedLinearParams& p) {
                         bias,
                         p.relu,
                         columns};
-      const int64_t block = task / panels, row = block * rows / blocks, until = (block + 1) * rows / blocks;
-      const int64_t passes = (until - row + kMostRows - 1) / kMostRows;
-      for (int64_t pass = 0; pass < passes; ++pass) {
-        const int64_t from = row + pass * (until - row) / passes, to = row + (pass + 1) * (until - row) / passes;
-        multiply_some<Products>(x, from, to - from, panel, p.out + first, outputs);
-      }
+      const int64_t block = task / panels;
+      multiply_rows<Products>(x, start_of(block), start_of(block + 1), panel, p.out + first, outputs);
     }
   });
 }
@@ -236,14 +304,24 @@ void pack(const float* const* rows, int64_t outputs, int64_t depth, void* packed
   });
 }
 
+// Few rows would leave most of a tile idle.
+template <typename Few, typename Many, int64_t kFew>
+void linear_of_rows(const QuantizedLinearParams& p) {
+  p.rows <= kFew ? linear<Few>(p) : linear<Many>(p);
+}
+
 template <typename Products>
-QuantizedKernels kernels_of() {
-  return {&pack<Products>, &linear<Products>};
+QuantizedKernels kernels_of(void (*multiply)(const QuantizedLinearParams&) = &linear<Products>) {
+  return {&groups_of<typename Products::Element>, &pack<Products>, multiply};
 }
 
 }  // namespace
 
 QuantizedKernels int8_kernels() {
+#if defined(TRANSFORMER_FAST_TILES)
+  if (has_tiles() && VnniBytes::is_there())
+    return kernels_of<VnniBytes>(&linear_of_rows<VnniBytes, TileProducts<int8_t>, 8>);
+#endif
 #if defined(__AVX512F__)
   if (VnniBytes::is_there()) return kernels_of<VnniBytes>();
 #endif
@@ -251,10 +329,13 @@ QuantizedKernels int8_kernels() {
 }
 
 QuantizedKernels bf16_kernels() {
+#if defined(TRANSFORMER_FAST_TILES)
+  if (has_tiles()) return kernels_of<TileProducts<c10::BFloat16>>();
+#endif
 #if defined(__AVX512BF16__)
   return kernels_of<Bf16Products>();
 #else
-  return {nullptr, nullptr};
+  return {nullptr, nullptr, nullptr};
 #endif
 }
 

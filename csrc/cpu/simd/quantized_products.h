@@ -2,7 +2,7 @@
 //
 // A struct is one way to multiply. Its inputs lie in planes, one 32-bit word in each for a group of elements of a row.
 // `stored` is how a vector of the weights' words is kept, and `weights` what it becomes for a plane before several rows
-// are multiplied with it.
+// are multiplied with it. It takes `kRows` rows at once; a `Session` is alive while it multiplies.
 #pragma once
 
 #include "vec.h"
@@ -12,6 +12,10 @@
 #if defined(__AVX512F__)
 #include <cpuid.h>
 #endif
+#if defined(__AVX512BF16__) && defined(__linux__)
+#define TRANSFORMER_FAST_TILES
+#include "tiles.h"
+#endif
 
 namespace transformer_fast {
 namespace {
@@ -19,10 +23,25 @@ namespace {
 using Int32Vector = IntegerVector<float>;
 typedef int16_t Int16Vector __attribute__((vector_size(kVectorBytes)));
 
+// By how many groups weights are read: for tiles they are filled up.
+#if defined(TRANSFORMER_FAST_TILES)
+constexpr int64_t kGroupsAtOnce = kTileGroups;
+#else
+constexpr int64_t kGroupsAtOnce = 1;
+#endif
+
+// What is multiplied in vectors, row by row.
+struct VectorProducts {
+  static constexpr int64_t kRows = 1;
+  struct Session {
+    explicit Session(int64_t) {}
+  };
+};
+
 // Bytes, four to a lane, summed exactly: no sum in between is shorter than 32 bits, so nothing is ever saturated.
 // (AVX2's vpmaddubsw adds products of bytes in 16 bits: it is not used.) `offset` is added to each input.
 template <int32_t offset>
-struct ByteProducts {
+struct ByteProducts : VectorProducts {
   using Element = int8_t;
   using Sums = Int32Vector;
   static constexpr int64_t kBlock = std::numeric_limits<int64_t>::max();  // groups that are summed by themselves
@@ -88,7 +107,7 @@ struct VnniBytes : ByteProducts<128> {
 
 #if defined(__AVX512BF16__)
 // bfloat16, two to a lane, summed in fp32: block by block, since sums of sums round less than one long sum.
-struct Bf16Products {
+struct Bf16Products : VectorProducts {
   static constexpr int kPlanes = 1;
   static constexpr int64_t kBlock = 64;
 
@@ -103,6 +122,25 @@ struct Bf16Products {
 
   static Sums add(Sums sums, int32_t x, Vector<float> w) {
     return add_pairs(sums, reinterpret_cast<Vector<float>>(Int32Vector{} + x), w);
+  }
+};
+#endif
+
+#if defined(TRANSFORMER_FAST_TILES)
+// Either type by AMX, which takes bytes with their sign, and so no offset.
+template <typename Element_>
+struct TileProducts {
+  using Element = Element_;
+  using Session = TileSession;
+  static constexpr int kPlanes = 1;
+  static constexpr int64_t kRows = kTileRows;
+  static constexpr int64_t kBlock = std::is_same_v<Element, int8_t> ? ByteProducts<0>::kBlock : Bf16Products::kBlock;
+
+  static Int32Vector stored(Int32Vector words) { return words; }
+  static void planes(Int32Vector words, Int32Vector (&to)[kPlanes]) { to[0] = words; }
+  static Vector<float> result(Int32Vector words) {
+    if constexpr (std::is_same_v<Element, int8_t>) return __builtin_convertvector(words, Vector<float>);
+    return reinterpret_cast<Vector<float>>(words);
   }
 };
 #endif
