@@ -4,11 +4,12 @@ In the suite it is a small model; the figures of the base size (minutes, most of
 
     python benchmarks/bench_generation.py --size base --length 64 --batch 16 --search greedy beam
 
-All answers have exactly ``length`` tokens. Ours, the reference and CTranslate2 have the same weights, and their answers
-are compared before anything is timed. Weights that are laid out for decoding are so before, in ours as in CTranslate2.
-Marian has random weights of the same sizes (post-norm, as it is made). On a CPU
-ours and CTranslate2 also run with int8 weights, and each is compared with the other's side of the same weights. Their
-answers' BLEU is against ours in fp32: with random weights many tokens are nearly tied, so that it is low for both.
+Each side is in a process of its own (apart.py). All answers have exactly ``length`` tokens. Ours, the reference and
+CTranslate2 have the same weights, and their answers are compared before anything is timed. Weights that are laid out
+for decoding are so before, in ours as in CTranslate2. Marian has random weights of the same sizes (post-norm, as it is
+made). On a CPU ours and CTranslate2 also run with int8 weights, and each is compared with the other's side of the same
+weights. Their answers' BLEU is against ours in fp32: with random weights many tokens are nearly tied, so that it is low
+for both.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from apart import Apart, from_thread_that_ends
 from torch import Tensor
 
 import transformer_fast as tfast
@@ -32,6 +34,8 @@ from transformer_fast.reference import layers as reference
 
 VOCAB, PAD, BOS, EOS = 8000, 0, 2, 3
 BEAM = 5
+
+Side = Callable[[Tensor], list[list[int]]]
 
 
 class Size(NamedTuple):
@@ -55,35 +59,55 @@ class Case(NamedTuple):
     length: int
 
 
-def ways(case: Case, device: str, uncached: bool = True) -> dict[str, Callable[[Tensor], list[list[int]]]]:
-    """Every side by name: source ids (batch, length) -> answers. One that is not installed raises RuntimeError."""
+SIDES = ("ours", "eager uncached", "Marian", "CTranslate2", "ours int8", "CTranslate2 int8")
+
+
+def ways(case: Case, device: str, uncached: bool = True) -> dict[str, Side]:
+    """Every side by name: source ids (batch, length) -> answers. One that is not installed raises RuntimeError. On
+    a CPU each is a process of its own, to be closed."""
+    names = [name for name in SIDES if (uncached or "uncached" not in name) and (device == "cpu" or "int8" not in name)]
+    if device != "cpu":
+        return {name: make_side(name, case, device) for name in names}
+    threads = torch.get_num_threads()
+    # PyTorch only makes the weights of CTranslate2's model.
+    return {
+        name: Apart(make_side, name, case, device, threads, threads=1 if name.startswith("CTranslate2") else threads)
+        for name in names
+    }
+
+
+def close(sides: dict[str, Side]) -> None:
+    """End the processes of :func:`ways`."""
+    for side in sides.values():
+        if isinstance(side, Apart):
+            side.close()
+
+
+def make_side(name: str, case: Case, device: str, threads: int | None = None) -> Side:
+    """One of SIDES, in this process. threads: CTranslate2's."""
     size = SIZES[case.size]
+    beam = 1 if case.search == "greedy" else BEAM
+    if name == "Marian":
+        return marian(size, beam, case.length, device)
     torch.manual_seed(0)
     sizes = VOCAB, VOCAB, size.d_model, size.layers, size.heads, 0.0
     slow = reference.Transformer(*sizes, d_ff=size.d_ff, norm="layer").to(device).eval()
-    fast = tfast.Transformer(*sizes, d_ff=size.d_ff, norm="layer").to(device).eval()
     with torch.no_grad():  # further from ties than fresh weights are, and never an end
         slow.out.weight.mul_(8)
         slow.out.bias[EOS] = -1e4
-    fast.load_state_dict(slow.state_dict())
-    fast.requires_grad_(False)
-    beam = 1 if case.search == "greedy" else BEAM
-
-    def answers(model: torch.nn.Module, **options: Any) -> Callable[[Tensor], list[list[int]]]:
-        config = tfast.GenerationConfig(beam=beam, max_length=case.length, keep_weights=True, **options)
-        return lambda src: [h[0].tokens for h in tfast.generate(model, src, bos=BOS, eos=EOS, config=config)]
-
-    sides = {"ours": answers(fast), "eager uncached": answers(slow)}
-    if not uncached:
-        del sides["eager uncached"]
-    sides |= {"Marian": marian(size, beam, case.length, device), "CTranslate2": ctranslate2(slow, size, case)}
-    if device == "cpu":
-        int8 = ctranslate2(slow, size, case, "int8_float32")
-        sides |= {"ours int8": answers(fast, quantize="int8"), "CTranslate2 int8": int8}
-    return sides
+    quantize = "int8" if name.endswith("int8") else None
+    if name.startswith("CTranslate2"):
+        return ctranslate2(slow, size, case, "int8_float32" if quantize else "float32", threads or 0)
+    model = slow
+    if name != "eager uncached":
+        model = tfast.Transformer(*sizes, d_ff=size.d_ff, norm="layer").to(device).eval()
+        model.load_state_dict(slow.state_dict())
+    model.requires_grad_(False)
+    config = tfast.GenerationConfig(beam=beam, max_length=case.length, keep_weights=True, quantize=quantize)
+    return lambda src: [h[0].tokens for h in tfast.generate(model, src, bos=BOS, eos=EOS, config=config)]
 
 
-def marian(size: Size, beam: int, length: int, device: str) -> Callable[[Tensor], list[list[int]]]:
+def marian(size: Size, beam: int, length: int, device: str) -> Side:
     """Hugging Face's Marian with random weights."""
     try:
         from transformers import MarianConfig, MarianMTModel
@@ -107,7 +131,7 @@ def marian(size: Size, beam: int, length: int, device: str) -> Callable[[Tensor]
     return run
 
 
-def absent(package: str) -> Callable[[Tensor], list[list[int]]]:
+def absent(package: str) -> Side:
     """A side that says, in the record, why it is not there."""
 
     def run(src: Tensor) -> list[list[int]]:
@@ -116,9 +140,7 @@ def absent(package: str) -> Callable[[Tensor], list[list[int]]]:
     return run
 
 
-def ctranslate2(
-    model: torch.nn.Module, size: Size, case: Case, compute_type: str = "float32"
-) -> Callable[[Tensor], list[list[int]]]:
+def ctranslate2(model: torch.nn.Module, size: Size, case: Case, compute_type: str, threads: int) -> Side:
     """CTranslate2 with the weights of the reference."""
     try:
         import ctranslate2 as library
@@ -160,8 +182,8 @@ def ctranslate2(
         spec.validate()
         spec.save(folder)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        threads = torch.get_num_threads()
-        translator = library.Translator(folder, device=device, compute_type=compute_type, intra_threads=threads)
+        of_model: dict[str, Any] = {"device": device, "compute_type": compute_type, "intra_threads": threads}
+        translator = from_thread_that_ends(lambda: library.Translator(folder, **of_model))
 
     def run(src: Tensor) -> list[list[int]]:
         rows = [[str(token) for token in ids] for ids in src.tolist()]
@@ -214,7 +236,10 @@ def test_generation(versus, device, benchmark, case):
         if uncached:
             assert agreement(sides["ours"](src), sides["eager uncached"](src)) >= 0.9  # ties by rounding aside
 
-    result = versus(lambda: sources(case, device), sides, check=check)
+    try:
+        result = versus(lambda: sources(case, device), sides, check=check)
+    finally:
+        close(sides)
     said = case.batch * case.length
     benchmark.extra_info["tokens_per_second"] = {name: said / t.median for name, t in result.device.items()}
 
@@ -264,6 +289,7 @@ def compare(case: Case, device: str, rounds: int, uncached: bool) -> list[Result
                 refused[name] = str(error)
             else:
                 seconds[name].append(time.perf_counter() - start)
+    close(sides)
     found = []
     for name, taken in seconds.items():
         same = None if name in ("ours", "Marian", *refused) else agreement(said["ours"], said[name])

@@ -7,8 +7,8 @@ the slots and length penalty of CTranslate2 (docs/checkpoints.md). Ours begins a
 and joining them is in its time. CTranslate2 reads and writes a file of pieces, and neither is in its. It is timed with
 each of PEER_TOKENS as the size of its batches, and the fastest of them counts; ours has its default.
 
-The sides take turns, ROUNDS times; the fastest round of each counts. Answers are compared by BLEU, and by the
-share of lines that are as ours.
+Each side is in a process of its own (apart.py), and they take turns, ROUNDS times; the fastest round of each counts.
+Answers are compared by BLEU, and by the share of lines that are as ours.
 
 Written to OUT, where it is given: compare_translate.json.
 """
@@ -27,6 +27,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from apart import Apart, from_thread_that_ends
 
 import transformer_fast
 from transformer_fast import GenerationConfig, extension
@@ -59,8 +60,9 @@ class Result:
     same: float
 
 
-def ours(trained: Trained, lines: list[str], config: GenerationConfig, full: bool) -> Side:
+def ours(run_folder: str, lines: list[str], config: GenerationConfig, full: bool) -> Side:
     """The lines by the translator; or, not `full`, batch after batch, each decoded to its end."""
+    trained = load_trained(run_folder)
 
     def run() -> list[str]:
         say = Translator(trained.model, trained.tokenizer, config=config)
@@ -72,13 +74,13 @@ def ours(trained: Trained, lines: list[str], config: GenerationConfig, full: boo
     return run
 
 
-def peer(folder: Path, config: GenerationConfig, precision: str, tokens: int) -> Side:
+def peer(folder: Path, config: GenerationConfig, precision: str, tokens: int, threads: int) -> Side:
     """The lines that :func:`write_pieces` wrote, by CTranslate2 from the folder that `export` wrote."""
     import ctranslate2
 
-    threads = torch.get_num_threads()
     compute_type = {"fp32": "float32", "int8": "int8_float32"}[precision]
-    library = ctranslate2.Translator(str(folder), compute_type=compute_type, intra_threads=threads, inter_threads=1)
+    options: dict[str, Any] = {"compute_type": compute_type, "intra_threads": threads, "inter_threads": 1}
+    library = from_thread_that_ends(lambda: ctranslate2.Translator(str(folder), **options))
     source, target = folder / "source", folder / "target"
 
     def run() -> list[str]:
@@ -105,18 +107,19 @@ def texts(lines: Iterable[str]) -> list[str]:
 
 
 def compare(
-    trained: Trained, folder: Path, lines: list[str], target: list[str], search: str, precision: str, rounds: int
+    run_folder: str, folder: Path, lines: list[str], target: list[str], search: str, precision: str, rounds: int
 ) -> list[Result]:
     """Every side of one search in one precision, each answer against the translations of the first lines."""
     quantize = None if precision == "fp32" else precision
-    more = {"quantize": quantize, "suppress": trained.tokenizer.never, "max_length": MOST_TOKENS}
+    tokenizer, threads = load_trained(run_folder).tokenizer, torch.get_num_threads()
+    more = {"quantize": quantize, "suppress": tokenizer.never, "max_length": MOST_TOKENS}
     config = dataclasses.replace(SEARCHES[search], **more)
-    sides: dict[str, Side] = {
-        "ours": ours(trained, lines, config, full=True),
-        "ours, batch after batch": ours(trained, lines, config, full=False),
+    sides = {
+        "ours": Apart(ours, run_folder, lines, config, True),
+        "ours, batch after batch": Apart(ours, run_folder, lines, config, False),
     }
     for tokens in PEER_TOKENS:
-        sides[f"CTranslate2, {tokens} tokens"] = peer(folder, config, precision, tokens)
+        sides[f"CTranslate2, {tokens} tokens"] = Apart(peer, folder, config, precision, tokens, threads, threads=1)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     said: dict[str, list[str]] = {}
     for name, run in itertools.chain.from_iterable([sides.items()] * rounds):
@@ -126,8 +129,9 @@ def compare(
         said[name] = (answers if name.startswith("ours") else texts(answers))[: len(target)]
         print(f"| {search} | {precision} | {name} | {len(lines) / seconds[name][-1]:.0f} |", flush=True)
     found = []
-    for name in sides:
-        bleu = corpus_bleu(said[name], target, lowercase=trained.tokenizer.lowercase).score
+    for name, side in sides.items():
+        side.close()
+        bleu = corpus_bleu(said[name], target, lowercase=tokenizer.lowercase).score
         same = sum(one == other for one, other in zip(said[name], said["ours"], strict=True)) / len(target)
         found.append(Result(search, precision, name, seconds[name], round(bleu, 2), round(same, 4)))
     return found
@@ -169,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
         export_ctranslate2(args.model, folder)
         write_pieces(trained, lines, folder / "source")
         for search, precision in itertools.product(args.search, args.precision):
-            results += compare(trained, folder, lines, target[: len(lines)], search, precision, args.rounds)
+            results += compare(args.model, folder, lines, target[: len(lines)], search, precision, args.rounds)
     print(summary(results, len(lines)))
     if args.out:
         import ctranslate2

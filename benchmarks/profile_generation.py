@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_generation import BEAM, SIZES, VOCAB, Case, sources, ways
+from bench_generation import BEAM, SIZES, VOCAB, Case, close, make_side, sources, ways
 
 from transformer_fast.generation.weights import QuantizedLinear, WeightLayout
 from transformer_fast.ops import linear
@@ -73,14 +73,13 @@ class Work:
 
 
 def least(call: Callable[[], Any], rounds: int) -> float:
-    """Seconds of the fastest of some calls; on one thread those of the process, which wait for nobody."""
-    clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+    """Seconds of the fastest of some calls."""
     call()
     times = []
     for _ in range(rounds):
-        started = clock()
+        started = time.perf_counter()
         call()
-        times.append(clock() - started)
+        times.append(time.perf_counter() - started)
     return min(times)
 
 
@@ -148,8 +147,15 @@ def profile(case: Case, names: list[str], rounds: int, limits: Limits) -> dict[s
             "step": (whole - first) / (case.length - 1),
             "first_reads_and_does": first_work(case).seconds(limits, int8),
             "step_reads_and_does": step_work(case).seconds(limits, int8),
-            "shares": None if name.startswith("CTranslate2") else shares(lambda: sides[name](src)),  # noqa: B023
         }
+    close(sides)
+    close(once)
+    for name, side in found["sides"].items():
+        side["shares"] = None
+        if not name.startswith("CTranslate2"):
+            here = make_side(name, case, "cpu")
+            here(src)
+            side["shares"] = shares(lambda: here(src))  # noqa: B023
     return found
 
 

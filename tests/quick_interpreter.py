@@ -1,4 +1,4 @@
-"""Triton's interpreter with a shorter way to replace the functions of ``triton.language``, and products that round alike.
+"""Triton's interpreter with a shorter way to replace the functions of ``triton.language``, and rounding of one kind.
 
 It replaces them at each call of a device function, and looks through all members of the language each time: a quarter
 of what interpreted kernels take. Which members are its builtins does not change, so here they are looked for once.
