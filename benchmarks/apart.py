@@ -84,6 +84,6 @@ def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[An
 
 
 def from_thread_that_ends(make: Callable[[], Any]) -> Any:
-    """What `make` returns, called in a thread whose pool ends with it: for a library that works in another than loads."""
+    """What `make` returns, from a thread whose pool ends with it: for a library that works in threads of its own."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()

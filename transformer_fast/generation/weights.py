@@ -22,7 +22,7 @@ from ..layers.linear import is_linear
 from ..ops.linear import linear
 from ..tensor_cache import get_or_compute
 
-NATIVE_ROWS = {"avx2": 512}
+NATIVE_ROWS = {"avx2": 512, "avx512": 80, "avx512_bf16": 80}
 """By vector unit, the rows up to which the native product is the fastest."""
 FEW_ROWS = 24
 """The same where `NATIVE_ROWS` does not name the unit: as long as reading the weight takes longer than the products."""
