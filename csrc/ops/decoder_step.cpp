@@ -1,11 +1,13 @@
 // The newest position of every open hypothesis through all layers of a decoder, in one call: what runs between the
 // kernels of a decoding step, in Python and the dispatcher, is as long as several of them and runs on one thread.
 // The kernels are those of the ops; models/decoder.py says the same in Python.
-#include "attention.h"
+#include "../cpu/kernels.h"
 #include "generation.h"
 #include "linear.h"
 #include "norm.h"
 
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/silu.h>
 #include <torch/library.h>
@@ -21,19 +23,12 @@ namespace {
 // bias of an RMSNorm is empty.
 enum Part { kNorm1, kNorm2, kNorm3, kOwnIn, kOwnOut, kCrossIn, kCrossOut, kFeedIn, kFeedOut, kParts };
 
-// Attention of q (B, H, Lq, D) -> (B * Lq, H * D).
-Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const OptionalTensor& lengths) {
-  AttentionParams params;
-  params.lengths = lengths, params.scale = 1 / std::sqrt(static_cast<float>(q.size(3)));
-  const Tensor out = attention_forward(q, k, v, params, /*training=*/false).out;
-  return out.transpose(1, 2).reshape({-1, q.size(1) * q.size(3)});
-}
-
 struct Step {
   Tensor own;              // (layers, most rows, 2, H, capacity, D)
   Tensor cross;            // (layers, sentences, 2, H, S, D)
   int64_t length;          // positions that the longest row holds
   OptionalTensor lengths;  // int32 (rows,), keys of each row with the newest one; none: length + 1 of every row
+  OptionalTensor cells;    // int32 (rows, capacity), where each position of a row lies, counted in D; none: in its row
   OptionalTensor source_lengths;
   OptionalTensor row_of_slot, slot_of_row;  // each sentence has as many slots as the widest; none: a row is a slot
   bool norm_first;
@@ -76,37 +71,61 @@ struct Step {
   // Self-attention of states (rows, 3 d), whose keys and values join the cache.
   Tensor of_own(int64_t layer, const Tensor& states) const {
     const int64_t rows = states.size(0), H = own.size(3), capacity = own.size(4), D = own.size(5), d = H * D;
-    const Tensor cache = own.select(0, layer).narrow(0, 0, rows);
-    const float* from = states.const_data_ptr<float>();
-    float* to = cache.mutable_data_ptr<float>();
-    const int32_t* keys = lengths ? lengths->const_data_ptr<int32_t>() : nullptr;
-    for (int64_t row = 0; row < rows; ++row) {
-      const int64_t position = keys ? keys[row] - 1 : length;
-      for (int64_t head = 0; head < 2 * H; ++head)
-        std::copy_n(from + row * 3 * d + d + head * D, D, to + ((row * 2 * H + head) * capacity + position) * D);
-    }
-    const Tensor known = cache.narrow(3, 0, length + 1);
-    const Tensor q = states.view({rows, 3, H, 1, D}).select(1, 0);
-    return attend(q, known.select(1, 0), known.select(1, 1), lengths);
+    const int64_t head = capacity * D, row = 2 * H * head;
+    const float* const from = states.const_data_ptr<float>();
+    float* const to = own.mutable_data_ptr<float>() + layer * own.stride(0);
+    const int32_t* const keys = lengths ? lengths->const_data_ptr<int32_t>() : nullptr;
+    int32_t* const places = cells ? cells->mutable_data_ptr<int32_t>() : nullptr;
+    at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / d), [&](int64_t begin, int64_t end) {
+      for (int64_t r = begin; r < end; ++r) {
+        const int64_t position = keys ? keys[r] - 1 : length;
+        for (int64_t h = 0; h < 2 * H; ++h)
+          std::copy_n(from + r * 3 * d + d + h * D, D, to + r * row + h * head + position * D);
+        if (places) places[r * capacity + position] = static_cast<int32_t>(r * 2 * H * capacity + position);
+      }
+    });
+    AttentionKernelParams<float, float> p;
+    p.B = rows, p.H = p.Hkv = H, p.Lq = 1, p.Lk = length + 1, p.D = D;
+    p.q = {from, {3 * d, D, d, 1}};
+    p.k = {to, {row, head, D, 1}}, p.v = {to + H * head, {row, head, D, 1}};
+    p.lengths = {keys, {1, 0, 0, 0}}, p.cells = {places, {capacity, 0, 0, 1}};
+    return attend(p);
   }
 
   // Attention of queries (rows, d) to the source. The hypotheses of a sentence are the queries of one batch entry.
   Tensor of_source(int64_t layer, const Tensor& queries) const {
-    const Tensor known = cross.select(0, layer);
-    const int64_t sentences = known.size(0), H = known.size(2), D = known.size(4);
+    const int64_t sentences = cross.size(1), H = cross.size(3), S = cross.size(4), D = cross.size(5), d = H * D;
     const Tensor q = row_of_slot ? queries.index_select(0, *row_of_slot) : queries;
-    const Tensor out =
-        attend(q.view({sentences, -1, H, D}).transpose(1, 2), known.select(1, 0), known.select(1, 1), source_lengths);
+    const float* const known = cross.const_data_ptr<float>() + layer * cross.stride(0);
+    AttentionKernelParams<float, float> p;
+    p.B = sentences, p.H = p.Hkv = H, p.Lq = sentences ? q.size(0) / sentences : 0, p.Lk = S, p.D = D;
+    p.q = {q.const_data_ptr<float>(), {p.Lq * d, D, d, 1}};
+    p.k = {known, {2 * d * S, S * D, D, 1}}, p.v = {known + d * S, {2 * d * S, S * D, D, 1}};
+    if (source_lengths) p.lengths = {source_lengths->const_data_ptr<int32_t>(), {1, 0, 0, 0}};
+    const Tensor out = attend(p);
     return slot_of_row ? out.index_select(0, *slot_of_row) : out;
+  }
+
+  // -> (B * Lq, H * D)
+  Tensor attend(AttentionKernelParams<float, float>& p) const {
+    const int64_t d = p.H * p.D;
+    const Tensor out = at::cpu::empty({p.B * p.Lq, d}, own.options());
+    const Tensor logsumexp = at::cpu::empty({p.B * p.H * p.Lq}, own.options());
+    p.scale = 1 / std::sqrt(static_cast<float>(p.D));
+    const AttentionForward<float, float> call{p,
+                                              {out.mutable_data_ptr<float>(), {p.Lq * d, p.D, d, 1}},
+                                              {logsumexp.mutable_data_ptr<float>(), {p.H * p.Lq, p.Lq, 1, 1}}};
+    kernels().of<float>().attention_forward(call);
+    return out;
   }
 };
 
 Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const Tensor& cross, int64_t length,
-                    const OptionalTensor& lengths, const OptionalTensor& source_lengths,
+                    const OptionalTensor& lengths, const OptionalTensor& cells, const OptionalTensor& source_lengths,
                     const OptionalTensor& row_of_slot, const OptionalTensor& slot_of_row, bool norm_first,
                     std::string_view norm, double eps, std::string_view activation) {
-  const Step step{own,         cross,      length,          lengths, source_lengths, row_of_slot,
-                  slot_of_row, norm_first, norm_kind(norm), eps,     activation};
+  const Step step{own,         cross,       length,     lengths,         cells, source_lengths,
+                  row_of_slot, slot_of_row, norm_first, norm_kind(norm), eps,   activation};
   for (int64_t layer = 0; layer < own.size(0); ++layer) x = step.through(layer, weights.data() + 2 * kParts * layer, x);
   return x;
 }
@@ -116,7 +135,8 @@ Tensor decoder_step(Tensor x, at::TensorList weights, const Tensor& own, const T
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "decoder_step(Tensor x, Tensor[] weights, Tensor(a!) own, Tensor cross, int length, Tensor? lengths, "
-      "Tensor? source_lengths, Tensor? row_of_slot, Tensor? slot_of_row, bool norm_first, str norm, float eps, str "
+      "Tensor(b!)? cells, Tensor? source_lengths, Tensor? row_of_slot, Tensor? slot_of_row, bool norm_first, str norm, "
+      "float eps, str "
       "activation) -> Tensor");
 }
 

@@ -5,6 +5,10 @@ which is doubled when it is full. Attention to the source has one more, computed
 *sentence*, which all its hypotheses share. A hypothesis that goes on keeps its slot in the cache where it can, and only
 rows that moved are copied; `enter` and `leave` translate between the caller's rows and the slots. Rows that join later
 (`admit`) stand at positions of their own.
+
+The fused step on a CPU copies no rows either: it reads each position of a slot where a table of cells says that it lies,
+in the slot of the hypothesis that wrote it. A slot writes behind all that others read of it, as long as all slots hold
+equally many positions.
 """
 
 from __future__ import annotations
@@ -55,6 +59,8 @@ class DecoderCache:
         self.record = record
         self._max_rows = max(rows, batch)
         self._states: Tensor | None = None  # (layers, max rows, 2, heads, capacity, d_k)
+        self._in_cells = False  # whether the last step read its table
+        self._cells: Tensor | None = None  # (slots, capacity); None where each position lies in its slot
         self._heads, self._width = layers[0].attn_1.h, layers[0].attn_1.d_k
         self._source_heads = layers[0].attn_2.h
         self._source = [concat_linears(layer.attn_2.k_linear, layer.attn_2.v_linear) for layer in layers]
@@ -88,7 +94,12 @@ class DecoderCache:
             sentences[slot], origins[slot] = self._sentences[parent], parent
         self._sentences = sentences
         if moves and self._states is not None:
-            move_rows(self._states, moves, self.length)
+            if self._in_cells and self.lengths is None:
+                self._cells = self._own_cells() if self._cells is None else self._cells
+                self._cells = self._cells[torch.tensor(origins)]
+            else:
+                self._settle()
+                move_rows(self._states, moves, self.length)
         if self.lengths is not None:
             self._set_lengths(self.lengths[torch.tensor(origins, dtype=torch.long, device=self.cross.device)])
         self._slots_changed()
@@ -97,6 +108,7 @@ class DecoderCache:
         """Further sentences join: memory (B, S, d_model) and keep mask (B, 1, S) as at first, each with one row that
         holds no position, behind the caller's rows. The sources of sentences without a row are dropped."""
         rows, batch, sentences, device = len(self._slots), memory.shape[0], self.cross.shape[1], self.cross.device
+        self._settle()
         known = _keep_mask(self._mask, sentences, self.cross.shape[4], device)
         new = _keep_mask(None if mask is None else mask.squeeze(1), *memory.shape[:2], device)
         read = max(_last_read(known), _last_read(new))
@@ -114,6 +126,7 @@ class DecoderCache:
         if rows <= self._max_rows:
             return
         self._max_rows = max(rows, self._max_rows * 5 // 4)  # in few steps, where it grows often
+        self._settle()
         if self._states is not None:
             capacity = BLOCK
             while capacity <= self.length:
@@ -134,9 +147,18 @@ class DecoderCache:
         """Keys and values of self-attention, (layers, max rows, 2, heads, capacity, d_k), with room for one more.
 
         rows: how many are in use."""
-        if self._states is None or self._states.shape[4] <= self.length:
-            self._grow(rows, BLOCK if self._states is None else 2 * self._states.shape[4])
-        return self._states
+        self._in_cells = False
+        self._settle()
+        return self._with_room(rows)
+
+    def own_in_cells(self, rows: int) -> tuple[Tensor, Tensor | None]:
+        """The same, where positions do not lie in their slots, and the table of cells, int32 (rows, capacity): where they
+        are, counted in d_k from the first of slot 0 of a layer and head. None: in their slots."""
+        if self._states is not None and self._states.shape[4] <= self.length:
+            self._settle()
+        states = self._with_room(rows)
+        self._in_cells = states[0].numel() < 2**31 * self._width  # what int32 counts
+        return states, self._cells
 
     def position(self, rows: int) -> tuple[int | Tensor, int]:
         """Where the newest ids of so many rows stand, and how many positions the positional table must have."""
@@ -174,6 +196,31 @@ class DecoderCache:
         heads = self._source_heads
         source = [project(memory).unflatten(-1, (2, heads, -1)) for project in self._source]
         return torch.stack([states.permute(0, 2, 3, 1, 4) for states in source])
+
+    def _with_room(self, rows: int) -> Tensor:
+        """The states of self-attention with room for one more position."""
+        if self._states is None or self._states.shape[4] <= self.length:
+            self._grow(rows, BLOCK if self._states is None else 2 * self._states.shape[4])
+        return self._states
+
+    def _own_cells(self) -> Tensor:
+        """The cells of every slot, each its own."""
+        slots, parts, heads, capacity = self._states.shape[1:5]
+        first = torch.arange(slots, dtype=torch.int32) * (parts * heads * capacity)
+        return first[:, None] + torch.arange(capacity, dtype=torch.int32)
+
+    def _settle(self) -> None:
+        """Bring every position into its slot."""
+        if self._cells is None:
+            return
+        layers, _, parts, heads, capacity, width = self._states.shape
+        rows = len(self._cells)
+        head = torch.arange(parts * heads) * capacity
+        cells = self._cells[:, None, : self.length] + head[:, None]
+        positions = self._states.view(layers, -1, width).index_select(1, cells.flatten())
+        settled = positions.view(layers, rows, parts, heads, self.length, width)
+        self._states[:, :rows, :, :, : self.length] = settled
+        self._cells = None
 
     def _grow(self, rows: int, capacity: int) -> None:
         """Give self-attention a tensor of `_max_rows` and so many positions, with what the first `rows` slots hold."""

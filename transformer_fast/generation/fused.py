@@ -52,7 +52,8 @@ class FusedStep:
         slots, entries, _ = cache.grid or (None, None, 0)
         offset, length = cache.position(rows)
         x = self._decoder.embed.with_positions(tokens[:, None], self._decoder.pe, offset, length=length).squeeze(1)
-        state = cache.own(rows), cache.cross, cache.length, cache.keys(), cache.source_lengths, slots, entries
+        own, cells = cache.own_in_cells(rows)
+        state = own, cache.cross, cache.length, cache.keys(), cells, cache.source_lengths, slots, entries
         options = self._layers[0].options
         return self._decoder.norm(torch.ops.transformer_fast.decoder_step(x, operands, *state, *options))
 

@@ -13,7 +13,7 @@ constexpr int64_t kRowKeys = 64;  // keys taken at a time: they stay in the cach
 
 template <typename T, typename A>
 bool has_few_queries(const AttentionKernelParams<T, A>& params) {
-  return params.Lq <= kFewQueries || params.pages != nullptr;
+  return params.Lq <= kFewQueries || params.pages != nullptr || params.cells.data != nullptr;
 }
 
 // Calls body(true_type) where rows of D elements are whole vectors of operands, else body(false_type).
@@ -40,66 +40,83 @@ inline void copy_operands(const T* row, int64_t D, Accumulate<T>* out) {
     store(out + unit, load_operands<false>(row, unit, D));
 }
 
-// Rows that will be read after those at hand: each line of those asks for one of these, since a cache comes from memory.
+// Rows of keys or values: at a stride, or where `cells` says, in units of it.
 template <typename T>
-struct Ahead {
-  const T* rows;
-  int64_t stride;
+struct RowsAt {
+  const T* first = nullptr;
+  int64_t stride = 0;
+  const int32_t* cells = nullptr;
 
-  void fetch(int64_t row, int64_t column) const { __builtin_prefetch(rows + row * stride + column, 0, 2); }
+  const T* at(int64_t j) const { return first + (cells ? cells[j] : j) * stride; }
+  RowsAt from(int64_t j) const { return cells ? RowsAt{first, stride, cells + j} : RowsAt{at(j), stride}; }
+  // A cache comes from memory: each line of rows at hand asks for one of those that are read next.
+  void fetch(int64_t j, int64_t column) const { __builtin_prefetch(at(j) + column, 0, 2); }
 };
 
 // out[j] = factor * (row j) . vector for j < count; `out` has room for whole vectors, `vector` holds operands.
 template <bool kFetch = false, typename T, typename A>
-void multiply_rows(const T* rows, int64_t stride, int64_t count, int64_t D, const A* vector, A factor, A* out,
-                   Ahead<T> ahead = {}) {
-  constexpr int64_t kW = kLanes<A>;
+void multiply_rows(RowsAt<T> rows, int64_t count, int64_t D, const A* vector, A factor, A* out, RowsAt<T> ahead = {}) {
+  constexpr int64_t kW = kLanes<A>, kRows = std::min<int64_t>(4, kW);
   with_whole_vectors<T>(D, [&](auto whole) {
     for (int64_t first = 0; first < count; first += kW) {
-      const int64_t last = std::min(kW, count - first) - 1;
-      const T* row = rows + first * stride;
-      Vector<A> sums[kW] = {};
-      for (int64_t unit = 0; unit * kSteps<Operand<T>> < D; unit += kW) {
-        const Vector<A> operands = load(vector + unit);
-        for (int64_t j = 0; j < kW; ++j) {
-          if constexpr (kFetch) ahead.fetch(first + j, unit * kSteps<Operand<T>>);
-          sums[j] = add_products<Operand<T>>(
-              sums[j], load_operands<decltype(whole)::value>(row + std::min(j, last) * stride, unit, D), operands);
+      Vector<A> products[kW] = {};
+      for (int64_t j = 0; j < std::min(kW, count - first); j += kRows) {
+        const T* row[kRows];
+        Vector<A> sums[kRows] = {};
+        for (int64_t i = 0; i < kRows; ++i) row[i] = rows.at(std::min(first + j + i, count - 1));
+        for (int64_t unit = 0; unit * kSteps<Operand<T>> < D; unit += kW) {
+          const Vector<A> operands = load(vector + unit);
+          for (int64_t i = 0; i < kRows; ++i) {
+            if constexpr (kFetch) ahead.fetch(std::min(first + j + i, count - 1), unit * kSteps<Operand<T>>);
+            sums[i] =
+                add_products<Operand<T>>(sums[i], load_operands<decltype(whole)::value>(row[i], unit, D), operands);
+          }
         }
+        for (int64_t i = 0; i < kRows; ++i) products[j + i] = sums[i];
       }
-      transpose<A>(sums);
-      Vector<A> total = sums[0];
-      for (int64_t j = 1; j < kW; ++j) total += sums[j];
-      store(out + first, total * factor);
+      store(out + first, lanes_of_each_added<A>(products) * factor);
     }
   });
 }
 
-// sum += weights[j] * (row j) over j < count; `sum` is padded to whole vectors. A weight of 0 does not touch its row,
-// which may hold NaN or Inf; with kFinite, what is not finite counts as 0 everywhere. The rows are summed by themselves:
-// sums of sums round less than one long sum.
-template <bool kFinite = false, bool kFetch = false, typename T, typename A>
-void add_rows(const A* weights, const T* rows, int64_t stride, int64_t count, int64_t D, A* sum, Ahead<T> ahead = {}) {
-  constexpr int64_t kW = kLanes<A>, kVectors = 4;
-  for (int64_t d = 0; d < D; d += kVectors * kW) {
-    const int64_t columns = std::min(kVectors * kW, D - d), vectors = (columns + kW - 1) / kW;
-    Vector<A> sums[kVectors] = {};
-    for (int64_t j = 0; j < count; ++j) {
-      if constexpr (kFetch)
-        for (int64_t n = 0; n < vectors; ++n) ahead.fetch(j, d + n * kW);
-      if (weights[j] == 0) continue;
-      const T* row = rows + j * stride + d;
-      if (columns == kVectors * kW && !kFinite) {
-        for (int64_t n = 0; n < kVectors; ++n) sums[n] = fma(load(row + n * kW), weights[j], sums[n]);
-      } else {
-        for (int64_t n = 0; n < kVectors && n < vectors; ++n) {
-          const Vector<A> value = load_some(row + n * kW, std::min(kW, columns - n * kW));
-          sums[n] = fma(kFinite ? (value - value == 0 ? value : Vector<A>{}) : value, weights[j], sums[n]);
-        }
+// sum += weights[j] * (row j) over j < count, for kVectors vectors of columns, the last of which may not be whole. The rows
+// are summed by themselves, two by two: sums of sums round less than one long sum.
+template <int kVectors, bool kWhole, bool kFinite, bool kFetch, typename T, typename A>
+void add_columns(const A* weights, RowsAt<T> rows, int64_t count, int64_t columns, A* sum, RowsAt<T> ahead) {
+  constexpr int64_t kW = kLanes<A>;
+  Vector<A> sums[2][kVectors] = {};
+  for (int64_t j = 0; j < count; ++j) {
+    if constexpr (kFetch)
+      for (int n = 0; n < kVectors; ++n) ahead.fetch(j, n * kW);
+    if (weights[j] == 0) continue;
+    const T* const row = rows.at(j);
+    const Vector<A> weight = broadcast(weights[j]);
+    const auto add = [&](Vector<A>(&to)[kVectors]) {
+      for (int n = 0; n < kVectors; ++n) {
+        Vector<A> value = kWhole ? load(row + n * kW) : load_some(row + n * kW, std::min(kW, columns - n * kW));
+        if constexpr (kFinite) value = value - value == 0 ? value : Vector<A>{};
+        to[n] = fma(value, weight, to[n]);
       }
-    }
-    for (int64_t n = 0; n < vectors; ++n) store(sum + d + n * kW, load(sum + d + n * kW) + sums[n]);
+    };
+    j % 2 ? add(sums[1]) : add(sums[0]);
   }
+  for (int n = 0; n < kVectors; ++n) store(sum + n * kW, load(sum + n * kW) + (sums[0][n] + sums[1][n]));
+}
+
+// sum += weights[j] * (row j) over j < count; `sum` is padded to whole vectors. A weight of 0 does not touch its row,
+// which may hold NaN or Inf; with kFinite, what is not finite counts as 0 everywhere.
+template <bool kFinite = false, bool kFetch = false, typename T, typename A>
+void add_rows(const A* weights, RowsAt<T> rows, int64_t count, int64_t D, A* sum, RowsAt<T> ahead = {}) {
+  constexpr int64_t kW = kLanes<A>;
+  constexpr int kVectors = 4;
+  int64_t d = 0;
+  const auto add = [&](auto vectors, auto whole) {
+    add_columns<decltype(vectors)::value, decltype(whole)::value, kFinite, kFetch>(weights, rows, count, D - d, sum + d,
+                                                                                   ahead);
+    d += vectors * kW, rows.first += vectors * kW, ahead.first += vectors * kW;
+  };
+  while (D - d >= kVectors * kW) add(std::integral_constant<int, kVectors>(), std::true_type());
+  while (d < D) add(std::integral_constant<int, 1>(), std::false_type());
 }
 
 // Row j of `sums` += weights[j] * vector, for j < count; both padded to whole vectors. A weight of 0 adds nothing.
@@ -165,34 +182,43 @@ class QueryRows {
   // The keys that the row may see by its length and the diagonals.
   Range visible(int64_t row) const { return visible_keys(params_, b_, position(row)); }
 
-  // Where key `first` and its value lie, and how many of `count` lie behind it at one stride.
-  int64_t find_keys(int64_t first, int64_t count, const T** k, const T** v) const {
+  // Where key `first` and its value lie, and how many of `count` lie behind it in the same way.
+  int64_t find_keys(int64_t first, int64_t count, RowsAt<T>* k, RowsAt<T>* v) const {
     const auto& p = params_;
+    const int64_t k_stride = p.k.row_stride(), v_stride = p.v.row_stride();
+    if (p.cells.data) {
+      const int32_t* const cells = p.cells.at(b_, 0, 0) + first;
+      *k = {p.k.at(0, kv_head_, 0), k_stride, cells}, *v = {p.v.at(0, kv_head_, 0), v_stride, cells};
+      return count;
+    }
     if (p.pages == nullptr) {
-      *k = p.k.at(b_, kv_head_, first), *v = p.v.at(b_, kv_head_, first);
+      *k = {p.k.at(b_, kv_head_, first), k_stride}, *v = {p.v.at(b_, kv_head_, first), v_stride};
       return count;
     }
     const int64_t page = p.pages[b_ * p.pages_stride + first / p.page_size], slot = first % p.page_size;
-    *k = p.k.at(page, kv_head_, slot), *v = p.v.at(page, kv_head_, slot);
+    *k = {p.k.at(page, kv_head_, slot), k_stride}, *v = {p.v.at(page, kv_head_, slot), v_stride};
     return std::min(count, p.page_size - slot);
   }
 
-  // The first keys of the head after this one, or null.
-  const T* next_head() const {
+  // The first keys of the head after this one, or none.
+  RowsAt<T> next_head() const {
     const auto& p = params_;
-    if (p.pages != nullptr || (kv_head_ + 1 == p.Hkv && b_ + 1 == p.B)) return nullptr;
-    return kv_head_ + 1 < p.Hkv ? p.k.at(b_, kv_head_ + 1, 0) : p.k.at(b_ + 1, 0, 0);
+    if (p.pages != nullptr || (kv_head_ + 1 == p.Hkv && b_ + 1 == p.B)) return {};
+    const bool last = kv_head_ + 1 == p.Hkv;
+    const int64_t b = last ? b_ + 1 : b_, head = last ? 0 : kv_head_ + 1;
+    if (p.cells.data) return {p.k.at(0, head, 0), p.k.row_stride(), p.cells.at(b, 0, 0)};
+    return {p.k.at(b, head, 0), p.k.row_stride()};
   }
 
-  // The masked scores of keys first .. first + count - 1, and -inf up to whole vectors; values lie ahead, or null. `slopes`:
-  // where those of the softcap go, or null.
-  void find_scores(int64_t row, const A* query, const T* k, int64_t first, int64_t count, A* scores,
-                   const T* ahead = nullptr, A* slopes = nullptr) const {
+  // The masked scores of keys first .. first + count - 1, and -inf up to whole vectors; `ahead`: values to fetch, or none.
+  // `slopes`: where those of the softcap go, or null.
+  void find_scores(int64_t row, const A* query, RowsAt<T> k, int64_t first, int64_t count, A* scores,
+                   RowsAt<T> ahead = {}, A* slopes = nullptr) const {
     const auto& p = params_;
-    if (ahead)
-      multiply_rows<true>(k, p.k.row_stride(), count, p.D, query, p.scale, scores, Ahead<T>{ahead, p.v.row_stride()});
+    if (ahead.first)
+      multiply_rows<true>(k, count, p.D, query, p.scale, scores, ahead);
     else
-      multiply_rows(k, p.k.row_stride(), count, p.D, query, p.scale, scores);
+      multiply_rows(k, count, p.D, query, p.scale, scores);
     if (p.softcap > 0) cap(count, p.softcap, scores, slopes);
     const int64_t h = head(row), i = position(row);
     const Range keys = visible(row);

@@ -105,7 +105,7 @@ class RowsBackward {
     TwoPartLogsumexp<A> total(sink_of(params_, rows_.head(row)));
     const Range visible = rows_.visible(row);
     for (int64_t first = visible.from_multiple(kRowKeys).begin; first < visible.end; first += kRowKeys) {
-      const T *k, *v;
+      RowsAt<T> k, v;
       const int64_t keys = rows_.find_keys(first, std::min(kRowKeys, visible.end - first), &k, &v);
       rows_.find_scores(row, q_operands_ + row * width_, k, first, keys, weights_);
       total.add(weights_, keys, 1);
@@ -122,12 +122,12 @@ class RowsBackward {
   // Dropped weights of some keys and the gradients of their scores; adds to the gradient of q.
   void find_gradients(int64_t row, int64_t first, int64_t keys, bool sum_delta) {
     const auto& p = params_;
-    const T *k, *v;
+    RowsAt<T> k, v;
     rows_.find_keys(first, keys, &k, &v);
     const A uniform = number(row, kUniform), logsumexp = number(row, kLogsumexp);
     const A rest = number(row, kRest);
-    rows_.find_scores(row, q_operands_ + row * width_, k, first, keys, weights_, nullptr, slopes_);
-    multiply_rows(v, p.v.row_stride(), keys, p.D, grad_operands_ + row * width_, A(1), grads_);
+    rows_.find_scores(row, q_operands_ + row * width_, k, first, keys, weights_, {}, slopes_);
+    multiply_rows(v, keys, p.D, grad_operands_ + row * width_, A(1), grads_);
     uint16_t draws[kRowKeys];
     if (p.dropout.p > 0) {
       rows_.draw(row, first, keys, draws);
@@ -157,7 +157,7 @@ class RowsBackward {
     for (int64_t j = 0; p.softcap > 0 && j < keys; j += kW) store(grads_ + j, load(grads_ + j) * load(slopes_ + j));
     std::fill(weights_ + keys, weights_ + round_up(keys, kW), A(0));
     if (p.dropout.p > 0) drop(draws, DropoutRate(p.dropout.p), keys, rescale_, weights_);
-    add_rows(grads_, k, p.k.row_stride(), keys, p.D, grad_q_ + row * width_);
+    add_rows(grads_, k, keys, p.D, grad_q_ + row * width_);
   }
 
   void write_outer_product(const A* weights, const A* vector, int64_t count, A factor, T* target,

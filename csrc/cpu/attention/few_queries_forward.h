@@ -44,14 +44,14 @@ class RowsForward {
     const int64_t first_key = visible.from_multiple(kRowKeys).begin + offset;
     const int64_t end = std::min(visible.end, first_key + count);
     for (int64_t first = first_key; first < end;) {
-      const T *k, *v;
+      RowsAt<T> k, v;
       const int64_t keys = rows_.find_keys(first, std::min(kRowKeys, end - first), &k, &v);
       // While the scores are computed the values are fetched, and while those are summed up what comes after them.
-      const T *after = rows_.next_head(), *values;
+      RowsAt<T> after = rows_.next_head(), values;
       if (const int64_t next = first + keys; next < end)
         rows_.find_keys(next, std::min(kRowKeys, end - next), &after, &values);
       for (int64_t row = 0; row < rows_.count(); ++row)
-        add_keys(row, k, v, first, keys, RowPart<A>(storage, row, width_), row == 0 ? after : nullptr);
+        add_keys(row, k, v, first, keys, RowPart<A>(storage, row, width_), row == 0 ? after : RowsAt<T>());
       first += keys;
     }
     if (!parts)
@@ -77,8 +77,8 @@ class RowsForward {
   }
 
  private:
-  void add_keys(int64_t row, const T* k, const T* v, int64_t first, int64_t keys, RowPart<A> part, const T* after) {
-    rows_.find_scores(row, queries_ + row * width_, k, first, keys, weights_, row == 0 ? v : nullptr);
+  void add_keys(int64_t row, RowsAt<T> k, RowsAt<T> v, int64_t first, int64_t keys, RowPart<A> part, RowsAt<T> after) {
+    rows_.find_scores(row, queries_ + row * width_, k, first, keys, weights_, row == 0 ? v : RowsAt<T>());
     Vector<A> maxima = broadcast(*part.row_max);
     for (int64_t j = 0; j < keys; j += kW) maxima = load(weights_ + j) > maxima ? load(weights_ + j) : maxima;
     A maximum = *part.row_max;
@@ -99,11 +99,10 @@ class RowsForward {
     *part.row_max = maximum;
     *part.row_sum += lane_sum<A>(totals);
     drop_weights(row, first, keys);
-    const int64_t stride = params_.v.row_stride();
-    if (after)
-      add_rows<false, true>(weights_, v, stride, keys, params_.D, part.sum, Ahead<T>{after, params_.k.row_stride()});
+    if (after.first)
+      add_rows<false, true>(weights_, v, keys, params_.D, part.sum, after);
     else
-      add_rows(weights_, v, stride, keys, params_.D, part.sum);
+      add_rows(weights_, v, keys, params_.D, part.sum);
   }
 
   void drop_weights(int64_t row, int64_t first, int64_t keys) {
@@ -136,11 +135,11 @@ class RowsForward {
   void add_all_values(int64_t row, RowPart<A> part) {
     for (int64_t first = 0; first < params_.Lk; first += kRowKeys) {
       const int64_t keys = std::min(kRowKeys, params_.Lk - first);
-      const T *k, *v;
+      RowsAt<T> k, v;
       rows_.find_keys(first, keys, &k, &v);
       std::fill(weights_, weights_ + kRowKeys, A(1));
       drop_weights(row, first, keys);
-      add_rows<true>(weights_, v, params_.v.row_stride(), keys, params_.D, part.sum);
+      add_rows<true>(weights_, v, keys, params_.D, part.sum);
     }
     *part.row_sum = static_cast<A>(params_.Lk);
   }

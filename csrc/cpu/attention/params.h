@@ -91,6 +91,8 @@ struct AttentionKernelParams {
   // first stride of k and v is that of a page. Forward of few queries only.
   const int32_t* pages = nullptr;
   int64_t pages_stride = 0, page_size = 0;
+  // Or key j of batch entry b lies, with its value, that many rows behind the first of entry 0: (B, 1, 1, Lk). The same.
+  View<const int32_t> cells;
 };
 
 // How many keys query i of batch entry b has by its length.

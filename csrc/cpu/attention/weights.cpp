@@ -71,7 +71,7 @@ class WeightsBlock {
     const auto& p = params_;
     for (int64_t i = 0; i < queries_; ++i) {
       copy_operands(p.q.at(b_, h_, first_query_ + i), p.D, query_lanes_);
-      multiply_rows(k, p.k.row_stride(), keys, p.D, query_lanes_, p.scale, staged_);
+      multiply_rows(RowsAt<T>{k, p.k.row_stride()}, keys, p.D, query_lanes_, p.scale, staged_);
       if (p.softcap > 0) cap(keys, p.softcap, staged_);
       for (int64_t j = 0; j < keys; ++j)
         if (A& score = scores[j * lanes_ + i]; score != kBlocked<A>) score += staged_[j];

@@ -9,11 +9,12 @@
 namespace transformer_fast {
 namespace {
 
-// One step of the transposition: swaps the off-diagonal blocks, kHalf lanes wide, of every block 2 * kHalf wide.
-template <typename A, int kHalf, std::size_t... kLane>
+// One step of the transposition: swaps the off-diagonal blocks, kHalf lanes wide, of every block 2 * kHalf wide of the first
+// kRows rows.
+template <typename A, int kHalf, int kRows, std::size_t... kLane>
 inline void swap_blocks(Vector<A>* rows, std::index_sequence<kLane...>) {
   constexpr int lanes = kLanes<A>;
-  for (int r = 0; r < lanes; ++r) {
+  for (int r = 0; r < kRows; ++r) {
     if (r & kHalf) continue;
     const Vector<A> a = rows[r], b = rows[r + kHalf];
     rows[r] = __builtin_shuffle(a, b, IntegerVector<A>{(kLane & kHalf ? kLane - kHalf + lanes : kLane)...});
@@ -24,8 +25,17 @@ inline void swap_blocks(Vector<A>* rows, std::index_sequence<kLane...>) {
 // Transposes a square of kLanes vectors in registers.
 template <typename A, int kHalf = kLanes<A> / 2>
 inline void transpose(Vector<A>* rows) {
-  swap_blocks<A, kHalf>(rows, std::make_index_sequence<kLanes<A>>{});
+  swap_blocks<A, kHalf, kLanes<A>>(rows, std::make_index_sequence<kLanes<A>>{});
   if constexpr (kHalf > 1) transpose<A, kHalf / 2>(rows);
+}
+
+// The sum of the lanes of vector j of kLanes, in lane j. The vectors are overwritten.
+template <typename A, int kHalf = kLanes<A> / 2>
+inline Vector<A> lanes_of_each_added(Vector<A>* vectors) {
+  swap_blocks<A, kHalf, 2 * kHalf>(vectors, std::make_index_sequence<kLanes<A>>{});
+  for (int v = 0; v < kHalf; ++v) vectors[v] += vectors[v + kHalf];
+  if constexpr (kHalf > 1) return lanes_of_each_added<A, kHalf / 2>(vectors);
+  return vectors[0];
 }
 
 template <typename A>
