@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast as tfast
 from transformer_fast.generation.decoding import Decoding, check_request
+from transformer_fast.generation.fused import FusedStep
 from transformer_fast.layers import DecoderLayer
 from transformer_fast.layers.norm import make_norm
 
@@ -40,7 +41,7 @@ def decoding(model: tfast.Transformer, src: torch.Tensor, lengths: torch.Tensor,
     return Decoding([model], request, tfast.GenerationConfig(), rows=rows)
 
 
-@pytest.mark.parametrize("rows", [9, 60])  # with natively packed weights, and in oneDNN's layout
+@pytest.mark.parametrize("rows", [9, 100])  # with natively packed weights, and in oneDNN's layout
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_as_exact_as_the_modules(monkeypatch: pytest.MonkeyPatch, form: dict, rows: int) -> None:
     """Rows that double, end and change slots, for given tokens. A source without a token is read too."""
@@ -63,6 +64,46 @@ def test_as_exact_as_the_modules(monkeypatch: pytest.MonkeyPatch, form: dict, ro
             tokens = torch.cat([tokens[kept], torch.randint(VOCAB, (len(kept), 1), generator=generator)], dim=1)
             for one in (exact, ours, modules):
                 one.select(kept)
+
+
+def test_positions_are_found_in_the_slots_that_wrote_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past two blocks of the cache; with steps of the modules, for which rows are settled; and sentences that join."""
+    generator = torch.Generator().manual_seed(0)
+    models = tiny(torch.float64), tiny(), tiny()
+    src, more = (torch.randint(2, VOCAB, (3, 6), generator=generator) for _ in range(2))
+    lengths, rows = torch.tensor([6, 2, 4]), 12
+    in_slots: list[bool] = []
+    call = FusedStep.__call__
+
+    def sometimes(self: FusedStep, tokens: torch.Tensor) -> torch.Tensor | None:
+        in_slots.append(self._cache._cells is None)
+        return None if len(in_slots) % 23 == 0 else call(self, tokens)
+
+    with torch.inference_mode():
+        exact, ours = (decoding(model, src, lengths, rows) for model in models[:2])
+        with monkeypatch.context() as patch:
+            patch.setattr("transformer_fast.generation.steps.fused_step", lambda *_: None)
+            modules = decoding(models[2], src, lengths, rows)
+        monkeypatch.setattr(FusedStep, "__call__", sometimes)
+        tokens = torch.full((3, 1), BOS)
+        for step in range(180):
+            got, eager, expected = (one.next_logits(tokens) for one in (ours, modules, exact))
+            assert_as_exact_as_eager(got, eager, expected, what=f"logits of step {step}")
+            kept = torch.randint(
+                len(tokens), (int(torch.randint(4, rows, (), generator=generator)),), generator=generator
+            )
+            newest = torch.randint(VOCAB, (len(kept), 1), generator=generator)
+            tokens = torch.cat([tokens[kept], newest], dim=1)
+            for one in (exact, ours, modules):
+                one.select(kept)
+            if step == 150:
+                for one, model in zip((exact, ours, modules), models, strict=True):
+                    marks = {"src_mask": None, "bos": BOS, "eos": EOS, "pad": None, "max_length": 99}
+                    one.admit(check_request(model, more, src_lengths=lengths, **marks), rows=rows)
+                new = torch.full((3, tokens.shape[1]), BOS)
+                tokens = torch.cat([tokens, new])
+    assert 100 < in_slots.count(False) < 170
+    assert in_slots[151]  # where rows stand at different positions there is no table
 
 
 def calls_of_modules(
