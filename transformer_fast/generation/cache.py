@@ -6,9 +6,8 @@ which is doubled when it is full. Attention to the source has one more, computed
 rows that moved are copied; `enter` and `leave` translate between the caller's rows and the slots. Rows that join later
 (`admit`) stand at positions of their own.
 
-The fused step on a CPU copies no rows either: it reads each position of a slot where a table of cells says that it lies,
-in the slot of the hypothesis that wrote it. A slot writes behind all that others read of it, as long as all slots hold
-equally many positions.
+The fused step on a CPU copies no rows either: a table of cells says where each position of a slot lies, in the slot of
+the hypothesis that wrote it. A slot writes behind all that others read of it while all hold equally many positions.
 """
 
 from __future__ import annotations
@@ -152,8 +151,8 @@ class DecoderCache:
         return self._with_room(rows)
 
     def own_in_cells(self, rows: int) -> tuple[Tensor, Tensor | None]:
-        """The same, where positions do not lie in their slots, and the table of cells, int32 (rows, capacity): where they
-        are, counted in d_k from the first of slot 0 of a layer and head. None: in their slots."""
+        """The same, where positions need not lie in their slots, and the table of cells, int32 (rows, capacity): where
+        they are, counted in d_k from the first of slot 0 of a layer and head. None: in their slots."""
         if self._states is not None and self._states.shape[4] <= self.length:
             self._settle()
         states = self._with_room(rows)

@@ -217,8 +217,9 @@ def refuse_nan(found: Tensor, tokens: Tensor) -> None:
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Inference mode, every module in evaluation mode; each gets its own mode back, also after an error."""
     training = [module for model in models for module in model.modules() if module.training]
-    for model in models:
-        model.eval()
+    if training:
+        for model in models:
+            model.eval()
     try:
         with torch.inference_mode():
             yield

@@ -17,6 +17,9 @@ class Rules:
     Args:
         config, request: of the call; least (B,) is the fewest tokens of an answer, EOS included.
         prefix: for each sentence the ids its answers must begin with, or None. They override every other rule.
+
+    Attributes:
+        suppressed: ids that are never chosen, rising.
     """
 
     def __init__(
@@ -27,7 +30,8 @@ class Rules:
         prefix: Sequence[Sequence[int]] | None = None,
     ) -> None:
         self._eos, self._config, self._device = request.eos, config, request.src.device
-        self._suppress = torch.tensor(config.suppress, device=self._device) if config.suppress else None
+        self.suppressed = sorted({*config.suppress})
+        self._suppress = torch.tensor(self.suppressed, device=self._device) if config.suppress else None
         none: list[Sequence[int]] = [()] * request.src.shape[0]
         self._limits = request.limits
         self._least = torch.zeros_like(request.limits) if least is None else least

@@ -61,8 +61,7 @@ class SearchState:
         tokens, config = self.tokens, self.config
         if self.rules.only_suppress(tokens.shape[1]):
             logits = self.decoding.next_logits(tokens, check=False)
-            suppressed, k = sorted({*config.suppress}), min(k, logits.shape[1])
-            choice = choose(logits, k, suppressed, renormalize=config.renormalize)
+            choice = choose(logits, min(k, logits.shape[1]), self.rules.suppressed, renormalize=config.renormalize)
             refuse_nan(choice.normalizer, tokens)
             return choice
         logits = self.decoding.next_logits(tokens)

@@ -24,6 +24,8 @@ from ..tensor_cache import get_or_compute
 
 NATIVE_ROWS = {"avx2": 512, "avx512": 80, "avx512_bf16": 80}
 """By vector unit, the rows up to which the native product is the fastest."""
+NARROW = 256
+"""Inputs up to which it is so for `COPIED_ROWS` on each of these units: oneDNN's call takes longer than it saves."""
 FEW_ROWS = 24
 """The same where `NATIVE_ROWS` does not name the unit: as long as reading the weight takes longer than the products."""
 COPIED_ROWS = 512
@@ -89,7 +91,7 @@ class StepLinear(nn.Module):
             _packed=None,
             _blocked=None,
             _may_copy=rows > 0 and all(w.device.type == "cpu" and w.dtype == torch.float32 for w in weights),
-            _native_rows=native_rows(rows),
+            _native_rows=native_rows(rows, weights[0].shape[1]),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -169,12 +171,13 @@ class StepFeedForward(nn.Module):
         return self.linear_2(inner if self.activation == "relu" else ACTIVATIONS[self.activation](inner))
 
 
-def native_rows(most: int) -> int:
-    """For how many rows a layer multiplies natively that is given up to `most`. One copy of its weights serves it, so
-    there is no native one where oneDNN's is needed for the most."""
+def native_rows(most: int, inputs: int) -> int:
+    """For how many rows a layer with so many inputs multiplies natively that is given up to `most`. One copy of its
+    weights serves it, so there is no native one where oneDNN's is needed for the most."""
     if not extension.load():
         return 0
     rows = NATIVE_ROWS.get(extension.build_info()["instruction_set"], FEW_ROWS)
+    rows = COPIED_ROWS if rows > FEW_ROWS and inputs <= NARROW else rows
     return rows if rows >= COPIED_ROWS or most <= rows else 0
 
 
