@@ -125,7 +125,6 @@ class DecoderCache:
         if rows <= self._max_rows:
             return
         self._max_rows = max(rows, self._max_rows * 5 // 4)  # in few steps, where it grows often
-        self._settle()
         if self._states is not None:
             capacity = BLOCK
             while capacity <= self.length:
@@ -153,8 +152,6 @@ class DecoderCache:
     def own_in_cells(self, rows: int) -> tuple[Tensor, Tensor | None]:
         """The same, where positions need not lie in their slots, and the table of cells, int32 (rows, capacity): where
         they are, counted in d_k from the first of slot 0 of a layer and head. None: in their slots."""
-        if self._states is not None and self._states.shape[4] <= self.length:
-            self._settle()
         states = self._with_room(rows)
         self._in_cells = states[0].numel() < 2**31 * self._width  # what int32 counts
         return states, self._cells
@@ -223,6 +220,7 @@ class DecoderCache:
 
     def _grow(self, rows: int, capacity: int) -> None:
         """Give self-attention a tensor of `_max_rows` and so many positions, with what the first `rows` slots hold."""
+        self._settle()
         grown = self.cross.new_empty(len(self.layers), self._max_rows, 2, self._heads, capacity, self._width)
         if self._states is not None:
             grown[:, :rows, :, :, : self.length] = self._states[:, :rows, :, :, : self.length]

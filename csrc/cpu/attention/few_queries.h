@@ -48,7 +48,6 @@ struct RowsAt {
   const int32_t* cells = nullptr;
 
   const T* at(int64_t j) const { return first + (cells ? cells[j] : j) * stride; }
-  RowsAt from(int64_t j) const { return cells ? RowsAt{first, stride, cells + j} : RowsAt{at(j), stride}; }
   // A cache comes from memory: each line of rows at hand asks for one of those that are read next.
   void fetch(int64_t j, int64_t column) const { __builtin_prefetch(at(j) + column, 0, 2); }
 };
