@@ -1,5 +1,5 @@
-"""Random options of generation on random models: decoding with a cache against decoding without; and,
-where options allow it, as a stream whose sentences join a running batch.
+"""Random options of generation on random models: decoding with a cache against decoding without; and, where options
+allow it, as a stream whose sentences join a running batch, and with drafted tokens.
 
     python tests/fuzz_generation.py --seed 0 --count 200
 
@@ -145,6 +145,12 @@ def decode_stream(c: Config, models: list[Transformer], given: dict[str, Any]) -
     return [found[index] for index in range(c.sentences)]
 
 
+def may_draft(c: Config) -> bool:
+    options = GenerationConfig(**c.options)
+    greedy = options.beam == 1 and not options.sample and not options.reads_attention
+    return greedy and c.models == 1 and c.dtype == "fp32"
+
+
 def check(c: Config) -> tuple[int, int]:
     """Raise AssertionError unless both ways agree. Returns how many sentences there were and how many were ties."""
     models, given = [make_model(c, index) for index in range(c.models)], make_batch(c)
@@ -154,6 +160,9 @@ def check(c: Config) -> tuple[int, int]:
 
     ties, known, tie = 0, None, TIES[c.dtype]
     sides = [decode(True)]
+    if may_draft(c):
+        drafted = GenerationConfig(**c.options, draft_tokens=1 + c.number % 5)
+        sides.append(generate(models, config=drafted, **given))
     if c.padded == "lengths" and obstacle(models, GenerationConfig(**c.options)) is None:
         sides.append(decode_stream(c, models, given))
     uncached = decode(False)

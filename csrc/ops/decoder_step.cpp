@@ -24,11 +24,11 @@ namespace {
 enum Part { kNorm1, kNorm2, kNorm3, kOwnIn, kOwnOut, kCrossIn, kCrossOut, kFeedIn, kFeedOut, kParts };
 
 struct Step {
-  Tensor own;              // (layers, most rows, 2, H, capacity, D)
+  Tensor own;              // (layers, most slots, 2, H, capacity, D); a slot has `span` rows, its newest positions
   Tensor cross;            // (layers, sentences, 2, H, S, D)
-  int64_t length;          // positions that the longest row holds
-  OptionalTensor lengths;  // int32 (rows,), keys of each row with the newest one; none: length + 1 of every row
-  OptionalTensor cells;    // int32 (rows, capacity), where each position of a row lies, counted in D; none: in its row
+  int64_t length;          // positions that the longest slot holds
+  OptionalTensor lengths;  // int32 (slots, span), keys of each row with its own; none: length + 1 of every row, span 1
+  OptionalTensor cells;    // int32 (slots, capacity), where each position of a slot lies, counted in D; none: in it
   OptionalTensor source_lengths;
   OptionalTensor row_of_slot, slot_of_row;  // each sentence has as many slots as the widest; none: a row is a slot
   bool norm_first;
@@ -68,27 +68,28 @@ struct Step {
     return activation == "swish" ? at::silu(inner) : at::gelu(inner);
   }
 
-  // Self-attention of states (rows, 3 d), whose keys and values join the cache.
+  // Self-attention of states (rows, 3 d), whose keys and values join the cache. The rows of a slot are the queries of one
+  // batch entry.
   Tensor of_own(int64_t layer, const Tensor& states) const {
     const int64_t rows = states.size(0), H = own.size(3), capacity = own.size(4), D = own.size(5), d = H * D;
-    const int64_t head = capacity * D, row = 2 * H * head;
+    const int64_t head = capacity * D, slot = 2 * H * head, span = lengths ? lengths->size(1) : 1;
     const float* const from = states.const_data_ptr<float>();
     float* const to = own.mutable_data_ptr<float>() + layer * own.stride(0);
     const int32_t* const keys = lengths ? lengths->const_data_ptr<int32_t>() : nullptr;
     int32_t* const places = cells ? cells->mutable_data_ptr<int32_t>() : nullptr;
     at::parallel_for(0, rows, std::max<int64_t>(1, 16384 / d), [&](int64_t begin, int64_t end) {
       for (int64_t r = begin; r < end; ++r) {
-        const int64_t position = keys ? keys[r] - 1 : length;
+        const int64_t position = keys ? keys[r] - 1 : length, s = r / span;
         for (int64_t h = 0; h < 2 * H; ++h)
-          std::copy_n(from + r * 3 * d + d + h * D, D, to + r * row + h * head + position * D);
-        if (places) places[r * capacity + position] = static_cast<int32_t>(r * 2 * H * capacity + position);
+          std::copy_n(from + r * 3 * d + d + h * D, D, to + s * slot + h * head + position * D);
+        if (places) places[s * capacity + position] = static_cast<int32_t>(s * 2 * H * capacity + position);
       }
     });
     AttentionKernelParams<float, float> p;
-    p.B = rows, p.H = p.Hkv = H, p.Lq = 1, p.Lk = length + 1, p.D = D;
-    p.q = {from, {3 * d, D, d, 1}};
-    p.k = {to, {row, head, D, 1}}, p.v = {to + H * head, {row, head, D, 1}};
-    p.lengths = {keys, {1, 0, 0, 0}}, p.cells = {places, {capacity, 0, 0, 1}};
+    p.B = rows / span, p.H = p.Hkv = H, p.Lq = span, p.Lk = length + span, p.D = D;
+    p.q = {from, {span * 3 * d, D, 3 * d, 1}};
+    p.k = {to, {slot, head, D, 1}}, p.v = {to + H * head, {slot, head, D, 1}};
+    p.lengths = {keys, {span, 0, 1, 0}}, p.cells = {places, {capacity, 0, 0, 1}};
     return attend(p);
   }
 

@@ -13,6 +13,7 @@ the hypothesis that wrote it. A slot writes behind all that others read of it wh
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Sequence
 
@@ -45,9 +46,11 @@ class DecoderCache:
         layers: for each layer the pair of caches that it takes.
         weights: with `record`, (rows, S) attention of the newest position to the source, the mean of the heads.
         cross: (layers, sentences, 2, heads, S, d_k), keys and values of the source.
+        span: newest positions of a slot that a step computes.
     """
 
     weights: Tensor
+    span = 1
 
     def __init__(
         self, decoder: nn.Module, memory: Tensor, mask: Tensor | None, *, rows: int, record: bool = False
@@ -138,11 +141,12 @@ class DecoderCache:
             self.lengths += 1
 
     def keys(self) -> Tensor | None:
-        """(slots,) int32, how many positions each slot holds with its newest one; None where all hold `length` + 1."""
-        return None if self.lengths is None else (self.lengths + 1).int()
+        """(slots, span) int32, how many positions each slot holds with each of its newest ones; None where all hold
+        `length` + 1."""
+        return None if self.lengths is None else (self.lengths + 1).int()[:, None]
 
     def own(self, rows: int) -> Tensor:
-        """Keys and values of self-attention, (layers, max rows, 2, heads, capacity, d_k), with room for one more.
+        """Keys and values of self-attention, (layers, max rows, 2, heads, capacity, d_k), with room for what is newest.
 
         rows: how many are in use."""
         self._in_cells = False
@@ -194,9 +198,11 @@ class DecoderCache:
         return torch.stack([states.permute(0, 2, 3, 1, 4) for states in source])
 
     def _with_room(self, rows: int) -> Tensor:
-        """The states of self-attention with room for one more position."""
-        if self._states is None or self._states.shape[4] <= self.length:
-            self._grow(rows, BLOCK if self._states is None else 2 * self._states.shape[4])
+        """The states of self-attention with room for `span` more positions."""
+        capacity = 0 if self._states is None else self._states.shape[4]
+        if capacity < self.length + self.span:
+            needed = max(2 * capacity, BLOCK * math.ceil((self.length + self.span) / BLOCK))
+            self._grow(rows, needed)
         return self._states
 
     def _own_cells(self) -> Tensor:

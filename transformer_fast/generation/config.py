@@ -51,6 +51,10 @@ class GenerationConfig:
         quantize: "int8" multiplies with int8 weights, on a CPU, for fp32 models whose decoder takes a cache. They are
             quantised when `generate` is called, each output's by a scale of its own; inputs row by row. "bf16" rounds
             both to bfloat16, where the CPU multiplies that (AVX512-BF16).
+        draft_tokens: greedy decoding in fewer steps, for one model in fp32 on a CPU: the same model with int8 weights
+            proposes so many tokens, and one step in fp32 says which of them it would have chosen (Leviathan et al.
+            2023, "Fast Inference from Transformers via Speculative Decoding"). The answers are those without; for
+            batches of few sentences, whose steps read weights rather than multiply. 0 is off.
         keep_weights: what a call lays out of the weights for its steps on a CPU, quantised or not, stays on the model's
             parameters for the next call; it takes their memory once more. For a model that is no longer trained:
             its parameters must not require gradients. Writes that PyTorch counts are seen, such as loading a state;
@@ -89,13 +93,14 @@ class GenerationConfig:
     cache: bool = True
     graph: bool = False
     quantize: str | None = None
+    draft_tokens: int = 0
     keep_weights: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "suppress", tuple(self.suppress))
         checks: list[tuple[str, Callable[[Any], bool], str]] = [
             ("beam n_best beam_groups", lambda v: _is_int(v, 1), "an int >= 1"),
-            ("top_k no_repeat_ngram", lambda v: _is_int(v, 0), "an int >= 0"),
+            ("top_k no_repeat_ngram draft_tokens", lambda v: _is_int(v, 0), "an int >= 0"),
             ("seed", lambda v: v is None or _is_int(v, 0), "None or an int >= 0"),
             (
                 "sample force_eos renormalize alignments cache graph keep_weights",
@@ -134,6 +139,11 @@ class GenerationConfig:
 
         if self.quantize and not self.cache:
             raise ValueError(f"quantize {self.quantize!r} is for steps with a cache; expected cache True, got False")
+        if self.draft_tokens:
+            wanted = {"beam": 1, "sample": False, "cache": True, "graph": False, "quantize": None, "alignments": False}
+            for name, value in (wanted | {"coverage_penalty": 0}).items():
+                if getattr(self, name) != value:
+                    raise ValueError(f"draft_tokens needs {name} {value!r}, got {getattr(self, name)!r}")
 
     @property
     def reads_attention(self) -> bool:

@@ -37,6 +37,8 @@ def obstacle(model: nn.Module | Sequence[nn.Module], config: GenerationConfig) -
     """Why sentences cannot join a running search of these models with these options, or None."""
     if config.sample:
         return "what is drawn depends on the batch (sample=True)"
+    if config.draft_tokens:
+        return "drafted tokens are checked for a batch that nobody joins (draft_tokens)"
     if config.graph:
         return "a CUDA graph replays steps in which all rows are at one position (graph=True)"
     if config.reads_attention:

@@ -7,6 +7,7 @@ cache needs to know no more.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,9 +16,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from ..models import Decoder
 from . import graphs, quantization
 from .config import GenerationConfig
-from .forms import form_of
+from .forms import Form, form_of
 from .steps import CachedStep, UncachedStep
 from .weights import WeightLayout
 
@@ -135,16 +137,18 @@ class Decoding:
         models: each of a form that `form_of` knows; of several, the mean of their probabilities counts.
         request: from `check_request`; one row for each sentence at first.
         config: says whether keys and values are cached where a model can (see `forms`), whether the cached steps are
-            replayed as CUDA graphs, whether weights are quantised, and whether the attention to the source must be
-            known.
+            replayed as CUDA graphs, whether weights are quantised, whether tokens are drafted, and whether the
+            attention to the source must be known.
         rows: how many rows there will be at most.
 
     Raises:
-        ValueError: with `config.graph`, `config.quantize` or `config.keep_weights`, where that cannot be; says why.
+        ValueError: with `config.graph`, `config.quantize`, `config.draft_tokens` or `config.keep_weights`, where that
+            cannot be; says why.
     """
 
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, *, rows: int) -> None:
         self._steps: list[CachedStep | UncachedStep] = []
+        self._draft: CachedStep | None = None
         if config.keep_weights and any(p.requires_grad for model in models for p in model.parameters()):
             raise ValueError(
                 "keep_weights=True is for models that are no longer trained, but there are parameters that require "
@@ -161,10 +165,14 @@ class Decoding:
                 raise ValueError(f"graph=True cannot be: {reason}")
             if config.quantize and decoder is None:
                 raise ValueError(f"quantize={config.quantize!r} cannot be: there is no cached decoder for this model")
+            if config.draft_tokens:
+                self._draft = self._draft_step(form, decoder, memory, mask, config)
+                rows *= config.draft_tokens + 1
             if decoder is None:
                 self._steps.append(UncachedStep(form, memory, mask, attention=attention))
             else:
-                self._steps.append(CachedStep(decoder, form.out, memory, mask, config, rows=rows))
+                spans = config.draft_tokens > 0
+                self._steps.append(CachedStep(decoder, form.out, memory, mask, config, rows=rows, spans=spans))
 
     def next_logits(self, tokens: Tensor, *, check: bool = True) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
@@ -184,6 +192,32 @@ class Decoding:
             return each[0]
         return torch.stack([logits.log_softmax(dim=-1) for logits in each]).logsumexp(dim=0) - math.log(len(each))
 
+    def span_logits(self, ids: Tensor, held: Tensor) -> Tensor:
+        """With `draft_tokens`: ids (rows, span) behind so many positions, held (rows,) -> fp32 logits of what follows
+        each, (rows, span, vocabulary). What an earlier call gave for later positions is no longer known."""
+        (step,) = self._steps
+        assert isinstance(step, CachedStep)  # __init__ refuses all others
+        return step.span_logits(ids, held)
+
+    def draft_logits(self, ids: Tensor, held: Tensor) -> Tensor:
+        """The same by the draft, behind the last id alone, (rows, 1, vocabulary)."""
+        assert self._draft is not None
+        return self._draft.span_logits(ids, held, newest=True)
+
+    def _draft_step(
+        self, form: Form, decoder: Decoder | None, memory: Tensor, mask: Tensor | None, config: GenerationConfig
+    ) -> CachedStep:
+        """The steps of the same decoder with int8 weights."""
+        reason = quantization.obstacle(form.model, "int8")
+        if len(self._forms) > 1:
+            reason = f"there are {len(self._forms)} models; expected one"
+        elif decoder is None:
+            reason = "there is no cached decoder for this model"
+        if reason is not None or decoder is None:
+            raise ValueError(f"draft_tokens={config.draft_tokens} cannot be: {reason}")
+        config = dataclasses.replace(config, draft_tokens=0, quantize="int8")
+        return CachedStep(decoder, form.out, memory, mask, config, rows=2 * memory.shape[0], spans=True)
+
     @property
     def attention(self) -> Tensor:
         """(rows, S) fp32: the newest position's attention to the source, the mean of all heads of the last layer."""
@@ -191,7 +225,7 @@ class Decoding:
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order (a row may be named several times: its continuations)."""
-        for step in self._steps:
+        for step in (*self._steps, *([self._draft] if self._draft else [])):
             step.select(rows)
 
     def admit(self, request: Request, *, rows: int) -> None:

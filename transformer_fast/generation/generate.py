@@ -16,6 +16,7 @@ from .forms import form_of
 from .greedy import GreedySearch
 from .rules import Rules
 from .search import SearchState
+from .speculative import SpeculativeSearch
 from .wide_beam import WideSearch
 
 
@@ -99,6 +100,8 @@ def prepare(
 
 def new_search(models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> SearchState:
     """The search that the config asks for. To be called within `evaluating`."""
+    if config.draft_tokens:
+        return SpeculativeSearch(models, request, config, rules)
     if config.sample or config.beam == 1:
         return GreedySearch(models, request, config, rules)
     search = WideSearch if config.slots == "keep" else Search

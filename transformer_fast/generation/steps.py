@@ -19,6 +19,7 @@ from .config import GenerationConfig
 from .forms import Form
 from .fused import fused_step
 from .graphs import StaticCache, StepGraphs, row_class
+from .span_cache import SpanCache
 from .weights import WeightLayout, prepack
 
 
@@ -31,7 +32,8 @@ class CachedStep:
         mask: keep mask (B, 1, S) of the source, or None.
         config: says whether the newest position's attention to the source must be known, whether the steps are replayed
             as CUDA graphs, and whether weights are quantised; there must be no obstacle to what it says.
-        rows: how many hypotheses there will be at most.
+        rows: how many rows a step will have at most.
+        spans: a step is `span_logits`, of several positions of each sentence, which has one hypothesis.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class CachedStep:
         config: GenerationConfig,
         *,
         rows: int,
+        spans: bool = False,
     ) -> None:
         rows = max(rows, memory.shape[0])
         rows = row_class(rows) if config.graph else rows
@@ -54,7 +57,8 @@ class CachedStep:
             self._cache = cache = StaticCache(self._decoder, memory, mask, rows=rows)
             self._graphs = StepGraphs(cache)
         else:
-            self._cache = DecoderCache(self._decoder, memory, mask, rows=rows, record=config.reads_attention)
+            kind, most = (SpanCache, memory.shape[0]) if spans else (DecoderCache, rows)
+            self._cache = kind(self._decoder, memory, mask, rows=most, record=config.reads_attention)
             self._fused = fused_step(self._decoder, self._cache)
 
     def next_logits(self, tokens: Tensor) -> Tensor:
@@ -77,12 +81,21 @@ class CachedStep:
         self._cache.reserve(rows)
         self._cache.admit(memory, mask)
 
+    def span_logits(self, ids: Tensor, held: Tensor, *, newest: bool = False) -> Tensor:
+        """ids (sentences, span), of which the first stand behind `held` positions, (sentences,) -> (sentences, span,
+        vocabulary), or of the newest position alone. For steps made with `spans`."""
+        assert isinstance(self._cache, SpanCache)
+        self._cache.hold(held, ids.shape[1])
+        hidden = self._hidden(ids.flatten()).unflatten(0, ids.shape)
+        return self._out(hidden[:, -1:] if newest else hidden)
+
     def _step(self, newest: Tensor) -> Tensor:
-        ids = self._cache.enter(newest)
+        return self._out(self._cache.leave(self._hidden(self._cache.enter(newest))))
+
+    def _hidden(self, ids: Tensor) -> Tensor:
+        """ids (rows,) in the order of the cache -> (rows, d_model)."""
         hidden = None if self._fused is None else self._fused(ids)
-        if hidden is None:
-            hidden = self._decoder(ids[:, None], None, None, None, cache=self._cache)[:, -1]
-        return self._out(self._cache.leave(hidden))
+        return self._decoder(ids[:, None], None, None, None, cache=self._cache)[:, -1] if hidden is None else hidden
 
 
 class UncachedStep:

@@ -1,0 +1,219 @@
+"""Greedy decoding with drafted tokens has the answers of greedy decoding; steps of several positions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import handwritten as hw
+import pytest
+import torch
+from helpers import assert_as_exact_as_eager, poisoned_memory
+from tiny_transformer import BOS, EOS, MARKS, VOCAB, batch, tiny
+from torch import Tensor, nn
+
+from transformer_fast import GenerationConfig, accelerate, extension, generate
+from transformer_fast.generation import steps
+from transformer_fast.generation.continuous import obstacle
+from transformer_fast.generation.decoding import Decoding, Hypothesis
+from transformer_fast.generation.steps import CachedStep
+from transformer_fast.reference.layers import Transformer as ReferenceTransformer
+
+OPTIONS = [
+    {},
+    {"suppress": (5, 9), "renormalize": True},
+    {"no_repeat_ngram": 2, "min_length": 4},
+    {"repetition_penalty": 1.5, "force_eos": True},
+    {"max_length": 150},
+    {"keep_weights": True},
+]
+
+
+def answers(model: nn.Module, src: Tensor, lengths: Tensor, **options: object) -> list[Hypothesis]:
+    config = GenerationConfig(**options)
+    return [one for [one] in generate(model, src, src_lengths=lengths, **MARKS, config=config)]
+
+
+def assert_same(ours: list[Hypothesis], expected: list[Hypothesis]) -> None:
+    assert [(h.tokens, h.finished) for h in ours] == [(h.tokens, h.finished) for h in expected]
+    assert [h.score for h in ours] == pytest.approx([h.score for h in expected], abs=1e-4)
+
+
+def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Positions that each step in fp32 computed of a sentence."""
+    spans: list[int] = []
+    check = Decoding.span_logits
+    monkeypatch.setattr(
+        Decoding, "span_logits", lambda self, ids, held: spans.append(ids.shape[1]) or check(self, ids, held)
+    )
+    return spans
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 3, 6])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_answers_of_greedy_decoding(monkeypatch: pytest.MonkeyPatch, options: dict, draft_tokens: int) -> None:
+    """Of sentences that end one after the other; in fewer steps than there are tokens."""
+    spans = count_checks(monkeypatch)
+    model, (src, lengths) = tiny(1).requires_grad_(False), batch(9)
+    expected = answers(model, src, lengths, **options)
+    assert_same(answers(model, src, lengths, draft_tokens=draft_tokens, **options), expected)
+    assert max(spans) == draft_tokens + 1
+    assert len(spans) < max(len(h.tokens) for h in expected)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.5])
+def test_whatever_is_drafted(monkeypatch: pytest.MonkeyPatch, right: float) -> None:
+    """Also where no draft is right, and where rows are at different positions since some are."""
+    spans, draft = count_checks(monkeypatch), Decoding.draft_logits
+    generator = torch.Generator().manual_seed(0)
+
+    def drafted(self: Decoding, ids: Tensor, held: Tensor) -> Tensor:
+        logits = draft(self, ids, held)
+        kept = torch.rand(len(ids), 1, 1, generator=generator) < right
+        return torch.where(kept, logits, -logits)
+
+    monkeypatch.setattr(Decoding, "draft_logits", drafted)
+    model, (src, lengths) = tiny(2), batch(8)
+    expected = answers(model, src, lengths)
+    assert_same(answers(model, src, lengths, draft_tokens=3), expected)
+    if right == 0:
+        assert len(spans) == max(len(h.tokens) + h.finished for h in expected)
+
+
+def test_prefixes() -> None:
+    model, (src, lengths) = tiny(1), batch(4)
+    prefix = [[7, 7], [], [3], [4, 5, 6, 7, 8]]
+    given = {"src_lengths": lengths, "prefix": prefix, **MARKS}
+    plain, drafted = (generate(model, src, config=GenerationConfig(draft_tokens=n), **given) for n in (0, 4))
+    assert_same([one for [one] in drafted], [one for [one] in plain])
+
+
+def test_by_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (src, lengths) = tiny(1), batch(9)
+    expected = answers(model, src, lengths)
+    monkeypatch.setattr(steps, "fused_step", lambda *_: None)
+    assert_same(answers(model, src, lengths, draft_tokens=3), expected)
+
+
+def test_a_source_mask_that_is_more_than_padding() -> None:
+    model, (src, _) = tiny(1), batch(5)
+    mask = torch.rand(5, 1, src.shape[1], generator=torch.Generator().manual_seed(0)) > 0.4
+    given = {"src_mask": mask | (torch.arange(src.shape[1]) == 0), **MARKS}
+    plain, drafted = (generate(model, src, config=GenerationConfig(draft_tokens=n), **given) for n in (0, 4))
+    assert_same([one for [one] in drafted], [one for [one] in plain])
+
+
+def test_the_annotated_transformer_reads_no_position_past_its_table() -> None:
+    """An answer as long as its positional table: what would lie behind is not drafted."""
+    torch.manual_seed(0)
+    model = hw.make_model(VOCAB, VOCAB, 2, 32, 48, 4).eval()
+    model.tgt_embed[1].pe = model.tgt_embed[1].pe[:, :12]
+    with torch.no_grad():
+        model.generator.proj.bias[EOS] = -1e4
+    accelerate(model)
+    src, lengths = batch(3)
+    expected = answers(model, src, lengths, max_length=12)
+    assert [len(h.tokens) for h in expected] == [12, 12, 12]
+    assert_same(answers(model, src, lengths, max_length=12, draft_tokens=5), expected)
+
+
+@pytest.mark.parametrize("form", [{}, {"norm": "std", "norm_first": False}], ids=str)
+def test_a_step_of_several_positions_is_as_exact_as_the_modules(form: dict) -> None:
+    """Sentences that hold differently many positions, some of which are written over; past a block of the cache; and
+    with fewer sentences at the end."""
+    generator = torch.Generator().manual_seed(4)
+    src, _ = batch(4)
+    mask = torch.arange(src.shape[1]) < torch.tensor([7, 1, 4, 6])[:, None]
+    ids = torch.randint(2, VOCAB, (4, 140), generator=generator)
+    ids[:, 0] = BOS
+
+    def step_of(model: nn.Module, memory: Tensor) -> CachedStep:
+        return CachedStep(model.decoder, model.out, memory, mask[:, None], GenerationConfig(), rows=24, spans=True)
+
+    models = tiny(3, torch.float64, **form), tiny(3, **form), tiny(3, **form)
+    with torch.inference_mode():
+        memories = [model.encoder(src, mask[:, None]) for model in models]
+        exact, ours, modules = map(step_of, models, memories)
+        assert ours._fused is not None and exact._fused is None
+        modules._fused = None
+        held, kept = torch.zeros(4, dtype=torch.long), torch.arange(4)
+        while int(held.max()) < 130:
+            span = int(torch.randint(1, 7, (), generator=generator))
+            newest = torch.stack([ids[s, n : n + span] for s, n in zip(kept.tolist(), held.tolist(), strict=True)])
+            with poisoned_memory():
+                got = ours.span_logits(newest, held)
+            eager, expected = (one.span_logits(newest, held) for one in (modules, exact))
+            assert_as_exact_as_eager(got, eager, expected)
+            held = held + torch.randint(1, span + 1, (len(held),), generator=generator)
+            if len(held) == 4 and int(held.max()) > 70:
+                kept = torch.tensor([1, 3])
+                held = held[kept]
+                for one in (exact, ours, modules):
+                    one.select(kept)
+        # The oracle of all three: the decoder over whole prefixes.
+        model, memory = models[0], memories[0]
+        for s, n in zip(kept.tolist(), held.tolist(), strict=True):
+            causal = torch.ones(1, n + 1, n + 1, dtype=torch.bool).tril()
+            whole = model.decoder(ids[s : s + 1, : n + 1], memory[s : s + 1], mask[s : s + 1, None], causal)
+            row = kept.tolist().index(s)
+            newest = torch.stack([ids[k, m : m + 1] for k, m in zip(kept.tolist(), held.tolist(), strict=True)])
+            torch.testing.assert_close(exact.span_logits(newest, held)[row, 0], model.out(whole[0, -1]))
+
+
+def with_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """What the model in fp32 says, changed: change(logits (rows, span, vocabulary), positions (rows, span))."""
+    check = Decoding.span_logits
+
+    def changed(self: Decoding, ids: Tensor, held: Tensor) -> Tensor:
+        return change(check(self, ids, held), held[:, None] + torch.arange(ids.shape[1]))
+
+    monkeypatch.setattr(Decoding, "span_logits", changed)
+
+
+def test_nan_counts_only_where_a_token_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (src, lengths) = tiny(1), batch(3)
+    expected = answers(model, src, lengths, max_length=6)
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoding, "draft_logits", lambda self, ids, held: torch.zeros(len(ids), 1, VOCAB))
+        # No draft is taken, so nobody asks what follows them.
+        with_logits(patch, lambda logits, at: torch.where(at[:, :, None] > at[:, :1, None], torch.nan, logits))
+        assert expected and all(0 not in h.tokens for h in expected)
+        assert_same(answers(model, src, lengths, max_length=6, draft_tokens=3), expected)
+    with_logits(monkeypatch, lambda logits, at: torch.where(at[:, :, None] == 3, torch.nan, logits))
+    with pytest.raises(FloatingPointError, match="logits for token 4 are NaN"):
+        answers(model, src, lengths, max_length=6, draft_tokens=3)
+
+
+def test_where_no_token_is_possible_the_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, (src, lengths) = tiny(1), batch(3)
+    expected = answers(model, src, lengths, max_length=4)
+    with_logits(monkeypatch, lambda logits, at: torch.where(at[:, :, None] == 4, -torch.inf, logits))
+    ours = answers(model, src, lengths, max_length=9, draft_tokens=3)
+    assert [(h.tokens, h.finished) for h in ours] == [(h.tokens, h.finished) for h in expected]
+
+
+def test_an_empty_batch() -> None:
+    assert answers(tiny(), torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, dtype=torch.long), draft_tokens=2) == []
+
+
+def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    src, lengths = batch()
+
+    def refused(model: nn.Module | list[nn.Module], **options: object) -> str:
+        with pytest.raises(ValueError) as raised:
+            answers(model, src, lengths, **{"draft_tokens": 2, **options})
+        return str(raised.value)
+
+    assert refused(tiny(), draft_tokens=-1) == "draft_tokens must be an int >= 0, got -1"
+    assert refused(tiny(), draft_tokens=True) == "draft_tokens must be an int >= 0, got True"
+    assert refused(tiny(), beam=2) == "draft_tokens needs beam 1, got 2"
+    assert refused(tiny(), sample=True) == "draft_tokens needs sample False, got True"
+    assert refused(tiny(), quantize="int8") == "draft_tokens needs quantize None, got 'int8'"
+    assert refused(tiny(), cache=False) == "draft_tokens needs cache True, got False"
+    assert refused(tiny(), alignments=True) == "draft_tokens needs alignments False, got True"
+    assert refused([tiny(), tiny(1)]) == "draft_tokens=2 cannot be: there are 2 models; expected one"
+    assert "fp32 weights on a CPU, and these are torch.bfloat16" in refused(tiny(dtype=torch.bfloat16))
+    uncached = ReferenceTransformer(VOCAB, VOCAB, 32, 1, 4, 0.0, d_ff=48).eval()
+    assert refused(uncached) == "draft_tokens=2 cannot be: there is no cached decoder for this model"
+    assert "draft_tokens" in str(obstacle(tiny(), GenerationConfig(draft_tokens=2)))
+    monkeypatch.setattr(extension, "obstacle", lambda: "no kernels here; run `make setup`")
+    assert refused(tiny()) == "draft_tokens=2 cannot be: no kernels here; run `make setup`"

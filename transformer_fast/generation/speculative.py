@@ -1,0 +1,125 @@
+"""Greedy decoding, several tokens a step: the model with int8 weights drafts them, and in fp32 checks them all at once.
+
+A step of few rows takes as long as reading the weights, so one of several positions takes little longer than one of
+one. From Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding", with quantised weights of
+the same model as its draft, and for the most likely token: the answers are those of `GreedySearch`, whatever is
+drafted, since each token is the one that the model in fp32 chooses behind the tokens before it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .config import GenerationConfig
+from .decoding import Hypothesis, Request, refuse_nan
+from .rules import Rules
+from .scores import scored_hypothesis
+from .search import SearchState
+from .topk import Choice, best_tokens, choose, log_normalizer
+
+
+@dataclass
+class Answer:
+    """One that is not finished. tokens: BOS and those chosen; drafted: positions that the draft's cache holds."""
+
+    sentence: int
+    tokens: list[int]
+    log_prob: float = 0.0
+    drafted: int = 0
+
+
+class SpeculativeSearch(SearchState):
+    """Greedy decoding with `config.draft_tokens`. To be used within `evaluating`. Each open answer is a row; its tokens
+    stand at the right of `tokens`, from the column `start` of its sentence on."""
+
+    def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> None:
+        super().__init__(models, request, config, rules, rows=1)
+        self._open = [Answer(sentence, [request.bos]) for sentence in range(len(self.found))]
+
+    def sentences(self) -> Tensor:
+        return torch.tensor([answer.sentence for answer in self._open], dtype=torch.long)
+
+    def answers(self, sentence: int) -> list[Hypothesis]:
+        return self.found[sentence]
+
+    def step(self) -> None:
+        limits = self.limits[self.sentences()].tolist()
+        left = max(limit + 1 - len(answer.tokens) for limit, answer in zip(limits, self._open, strict=True))
+        count = min(self.config.draft_tokens, left - 1)  # behind the end of all answers there is nothing to draft
+        tokens = self._with_drafts(count)
+        held = torch.tensor([len(answer.tokens) - 1 for answer in self._open])
+        best, token, normalizer = self._choose_each(self.decoding.span_logits(tokens[:, -count - 1 :], held), tokens)
+        best = best.squeeze(2)
+        # -inf where every token is impossible: the answer ends there, without a last token.
+        log_prob = torch.where((best == -torch.inf) & ~normalizer.isnan(), -torch.inf, best - normalizer).tolist()
+        drafts = tokens[:, tokens.shape[1] - count :].tolist()
+        rows = zip(self._open, limits, token.squeeze(2).tolist(), log_prob, drafts, strict=True)
+        going_on = [row for row, given in enumerate(rows) if not self._extend(*given)]
+        if len(going_on) < len(self._open):
+            self._open = [self._open[row] for row in going_on]
+            self.decoding.select(torch.tensor(going_on, dtype=torch.long))
+        self._set_tokens()
+
+    def _extend(self, answer: Answer, limit: int, chosen: list[int], log_probs: list[float], drafts: list[int]) -> bool:
+        """Add the chosen tokens, up to the first that was not drafted. Returns whether the answer ends with them."""
+        held = len(answer.tokens) - 1
+        for position, (token, log_prob) in enumerate(zip(chosen, log_probs, strict=True)):
+            if math.isnan(log_prob):
+                refuse_nan(torch.tensor(log_prob), torch.tensor([answer.tokens]))
+            stuck = log_prob == -math.inf
+            if not stuck:
+                answer.tokens.append(token)
+                answer.log_prob += log_prob
+            if stuck or token == self.request.eos or len(answer.tokens) > limit:
+                self._record(answer, finished=not stuck and token == self.request.eos)
+                return True
+            if drafts[position : position + 1] != [token]:
+                break
+        answer.drafted = min(held + len(drafts), len(answer.tokens) - 1)
+        return False
+
+    def _record(self, answer: Answer, *, finished: bool) -> None:
+        body = answer.tokens[1:-1] if finished else answer.tokens[1:]
+        length, index = len(answer.tokens) - 1, answer.sentence
+        found = scored_hypothesis(self.config, self.request, index, body, answer.log_prob, length, finished, None)
+        self.found[index].append(found)
+
+    def _with_drafts(self, count: int) -> Tensor:
+        """`tokens` with so many drafted ones behind them."""
+        tokens = self.tokens
+        lengths = torch.tensor([len(answer.tokens) for answer in self._open])
+        # The last of tokens that were all right is one that the draft has not read; where there is one, all rows read
+        # their last two.
+        unread = max(len(answer.tokens) - answer.drafted for answer in self._open)
+        for drafted in range(count):
+            logits = self.decoding.draft_logits(tokens[:, -unread:], lengths + drafted - unread)
+            tokens = torch.cat([tokens, self._choose_each(logits, tokens).token.squeeze(2)], dim=1)
+            unread = 1
+        return tokens
+
+    def _choose_each(self, logits: Tensor, tokens: Tensor) -> Choice:
+        """logits (rows, span, vocabulary) behind each of the last tokens -> the most likely next tokens by the rules,
+        (rows, span, 1), and the normalizers (rows, span)."""
+        span, width, rules = logits.shape[1], tokens.shape[1], self.rules
+        if rules.only_suppress(width):
+            choice = choose(logits.flatten(0, 1), 1, rules.suppressed, renormalize=self.config.renormalize)
+            return Choice(*(found.unflatten(0, logits.shape[:2]) for found in choice))
+        each = []
+        for position in range(span):
+            prefixes = tokens[:, : width - span + 1 + position]
+            allowed, probable = rules.apply(logits[:, position], prefixes, self.sentences(), self.start)
+            each.append(Choice(*best_tokens(allowed, 1), log_normalizer(probable)))
+        return Choice(*(torch.stack(parts, dim=1) for parts in zip(*each, strict=True)))
+
+    def _set_tokens(self) -> None:
+        """`tokens` and `start` of the open answers."""
+        width = max((len(answer.tokens) for answer in self._open), default=0)
+        before = [width - len(answer.tokens) for answer in self._open]
+        rows = [[self.request.bos] * n + answer.tokens for n, answer in zip(before, self._open, strict=True)]
+        self.tokens = torch.tensor(rows, dtype=torch.long).view(len(rows), width)
+        self.start[self.sentences()] = torch.tensor(before, dtype=torch.long)
