@@ -116,7 +116,12 @@ class ContinuousBatch(Iterator[tuple[int, list[Hypothesis]]]):
 
     def _fill(self) -> bool:
         """Let waiting sentences join where enough of them find a place. Returns whether any sentence is in work."""
-        while self._next is not None and self._fits(self._next[1]):
+        widths = [len(sentence.source) for _, sentence in self._joining]
+        longest = max([*widths, *(self._widths[number] for number in self._open.values())], default=0)
+        while self._next is not None:
+            count, longest = len(self._joining) + len(self._open), max(longest, len(self._next[1].source))
+            if count and (count + 1) * self._config.beam * longest > self._tokens:
+                break
             self._joining.append(self._next)
             self._taken += 1
             self._next = next(self._sentences, None)
@@ -125,12 +130,6 @@ class ContinuousBatch(Iterator[tuple[int, list[Hypothesis]]]):
         if count and enough:
             self._admit()
         return bool(self._open)
-
-    def _fits(self, sentence: Sentence) -> bool:
-        widths = [len(other.source) for _, other in self._joining]
-        widths += [self._widths[number] for number in self._open.values()]
-        rows = (len(widths) + 1) * self._config.beam
-        return not widths or rows * max(*widths, len(sentence.source)) <= self._tokens
 
     def _admit(self) -> None:
         request, rules = self._prepare([sentence for _, sentence in self._joining])
