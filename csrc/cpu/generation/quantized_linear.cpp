@@ -70,8 +70,7 @@ Quantized quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
   for_columns<float>(0, depth, [&](int64_t c, auto count, int slot) {
     const I integers = reinterpret_cast<I>(load(x + c, count) * factor + kInteger) - std::bit_cast<int32_t>(kInteger);
     sums[slot] += integers;
-    typedef int8_t Bytes __attribute__((vector_size(kW)));
-    const Bytes bytes = __builtin_convertvector(integers, Bytes);
+    const ByteVector bytes = low_bytes(integers);
     std::memcpy(q + c, &bytes, count);
   });
   return {most / 127, sum(sums)};
@@ -91,6 +90,27 @@ struct QuantizedRows {
   int64_t stride;
   const float* scales;
 };
+
+I load_words(const int32_t* p) {
+  I v;
+  std::memcpy(&v, p, sizeof(v));
+  return v;
+}
+
+void store_words(int32_t* p, I v) { std::memcpy(p, &v, sizeof(v)); }
+
+// The words of each plane in turn.
+template <std::size_t... kLane>
+void interleave(const I (&planes)[1], int32_t* to, std::index_sequence<kLane...>) {
+  store_words(to, planes[0]);
+}
+
+template <std::size_t... kLane>
+void interleave(const I (&planes)[2], int32_t* to, std::index_sequence<kLane...>) {
+  constexpr auto from = [](std::size_t word) { return static_cast<int32_t>(word / 2 + word % 2 * kW); };
+  store_words(to, __builtin_shuffle(planes[0], planes[1], I{from(kLane)...}));
+  store_words(to + kW, __builtin_shuffle(planes[0], planes[1], I{from(kLane + kW)...}));
+}
 
 template <typename Products>
 QuantizedRows quantize_rows(const float* x, int64_t rows, int64_t depth) {
@@ -112,9 +132,7 @@ QuantizedRows quantize_rows(const float* x, int64_t rows, int64_t depth) {
       for (int64_t group = 0; group < padded; group += kW) {
         I in_planes[planes];
         Products::planes(reinterpret_cast<I>(load(groups + group)), in_planes);
-        int32_t* const to = words + row * stride + planes * group;
-        for (int64_t lane = 0; lane < kW; ++lane)
-          for (int64_t plane = 0; plane < planes; ++plane) to[planes * lane + plane] = in_planes[plane][lane];
+        interleave(in_planes, words + row * stride + planes * group, std::make_index_sequence<kW>());
       }
     }
   });
@@ -131,12 +149,6 @@ struct Panel {
   bool relu;
   int64_t columns;  // of the panel that exist
 };
-
-I load_words(const int32_t* p) {
-  I v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
 
 // Sums of one row and a half of the panel's outputs become results.
 void finish(V total, float x_scale, const Panel& panel, int half, float* out) {
