@@ -6,120 +6,28 @@
 // The weights lie in panels of two vectors of outputs, and there in groups of as many inputs as 32 bits hold, the order
 // in which they are read. A task multiplies one panel with a block of rows, some of which are summed in registers at a
 // time.
+#include "quantized_rows.h"
+
 #include "generation.h"
 
-#include "../buffer.h"
 #include "../simd/operands.h"
-#include "../simd/quantized_products.h"
 
 #include <ATen/Parallel.h>
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
-#include <limits>
 
 namespace transformer_fast {
 namespace {
 
 using V = Vector<float>;
-using I = Int32Vector;
 
-constexpr int64_t kW = kLanes<float>, kPanel = kStepPanel;
+constexpr int64_t kPanel = kStepPanel;
 constexpr int64_t kBlock = 192;  // rows of a task
 constexpr int64_t kAhead = 16;   // groups, by which weights are fetched before they are read
 constexpr int64_t kLine = 64 / sizeof(int32_t);
 // 12 x 2 or 6 x 2 sums, 2 vectors of weights, a broadcast and a product.
 constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
-
-// Elements in a group.
-template <typename Element>
-constexpr int64_t kGroup = sizeof(int32_t) / sizeof(Element);
-
-// How many groups an output's weights are, with zeros that fill up what is taken at once.
-template <typename Element>
-int64_t groups_of(int64_t depth) {
-  constexpr int64_t elements = kGroup<Element> * kGroupsAtOnce;
-  return (depth + elements - 1) / elements * kGroupsAtOnce;
-}
-
-struct Quantized {
-  float scale;
-  int32_t sum;  // of integers
-};
-
-// x as q * scale, with 127 for its greatest magnitude and zeros up to `padded`. The scale is NaN for a row that is not
-// finite, and 0 where it would be too small for a quotient.
-Quantized quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
-  I greatest[4] = {};  // magnitudes as integers, in whose order infinity and NaN are the last
-  for_columns<float>(0, depth, [&](int64_t c, auto count, int slot) {
-    const I magnitude = reinterpret_cast<I>(load(x + c, count)) & 0x7fffffff;
-    greatest[slot] = magnitude > greatest[slot] ? magnitude : greatest[slot];
-  });
-  int32_t bits = 0;
-  for (const I& v : greatest)
-    for (int64_t lane = 0; lane < kW; ++lane) bits = std::max(bits, v[lane]);
-  const float most = std::bit_cast<float>(bits), factor = 127 / most;
-  std::fill_n(q + depth, padded - depth, int8_t{0});
-  if (!(std::isfinite(most) && std::isfinite(factor))) {
-    std::fill_n(q, depth, int8_t{0});
-    return {std::isfinite(most) ? 0 : std::numeric_limits<float>::quiet_NaN(), 0};
-  }
-  I sums[4] = {};
-  constexpr float kInteger = 0x1.8p23f;  // a small number added to it is rounded to an integer, to even at a tie
-  for_columns<float>(0, depth, [&](int64_t c, auto count, int slot) {
-    const I integers = reinterpret_cast<I>(load(x + c, count) * factor + kInteger) - std::bit_cast<int32_t>(kInteger);
-    sums[slot] += integers;
-    typedef int8_t Bytes __attribute__((vector_size(kW)));
-    const Bytes bytes = __builtin_convertvector(integers, Bytes);
-    std::memcpy(q + c, &bytes, count);
-  });
-  return {most / 127, sum(sums)};
-}
-
-// x rounded to bfloat16, with zeros up to `padded`.
-[[maybe_unused]] Quantized quantize(const float* x, int64_t depth, c10::BFloat16* q, int64_t padded) {
-  for_columns<float>(0, depth, [&](int64_t c, auto count, int) { store_some(q + c, load(x + c, count), count); });
-  std::fill_n(q + depth, padded - depth, c10::BFloat16(0.0f));
-  return {1, 0};
-}
-
-// The rows of a call: the words of a group in each plane (see quantized_products.h) one after the other, and their
-// scales.
-struct QuantizedRows {
-  const int32_t* words;
-  int64_t stride;
-  const float* scales;
-};
-
-template <typename Products>
-QuantizedRows quantize_rows(const float* x, int64_t rows, int64_t depth) {
-  static thread_local GrowingBuffer<int32_t> words_buffer;
-  static thread_local GrowingBuffer<float> scales_buffer;
-  using Element = typename Products::Element;
-  constexpr int64_t planes = Products::kPlanes;
-  const int64_t padded = (groups_of<Element>(depth) + kW - 1) / kW * kW;
-  const int64_t stride = planes * padded + kW;  // not a power of two
-  // A tile reads rows behind the last, too; what comes of them is not stored.
-  int32_t* const words = words_buffer.reserve((rows + Products::kRows) * stride);
-  float* const scales = scales_buffer.reserve(rows);
-  at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / depth), [&](int64_t begin, int64_t end) {
-    static thread_local GrowingBuffer<float> groups_buffer;
-    float* const groups = groups_buffer.reserve(padded);
-    for (int64_t row = begin; row < end; ++row) {
-      scales[row] =
-          quantize(x + row * depth, depth, reinterpret_cast<Element*>(groups), kGroup<Element> * padded).scale;
-      for (int64_t group = 0; group < padded; group += kW) {
-        I in_planes[planes];
-        Products::planes(reinterpret_cast<I>(load(groups + group)), in_planes);
-        int32_t* const to = words + row * stride + planes * group;
-        for (int64_t lane = 0; lane < kW; ++lane)
-          for (int64_t plane = 0; plane < planes; ++plane) to[planes * lane + plane] = in_planes[plane][lane];
-      }
-    }
-  });
-  return {words, stride, scales};
-}
 
 // A panel of packed weights, and what its results become.
 struct Panel {
@@ -132,11 +40,16 @@ struct Panel {
   int64_t columns;  // of the panel that exist
 };
 
-I load_words(const int32_t* p) {
-  I v;
-  std::memcpy(&v, p, sizeof(v));
-  return v;
-}
+// Weights that are read later, fetched while others are multiplied: `step` words on in each group.
+struct Ahead {
+  const int32_t* words;
+  int64_t step;
+
+  void fetch(int64_t group) const {
+    __builtin_prefetch(words + group * step);
+    if constexpr (kPanel > kLine) __builtin_prefetch(words + group * step + kLine);
+  }
+};
 
 // Sums of one row and a half of the panel's outputs become results.
 void finish(V total, float x_scale, const Panel& panel, int half, float* out) {
@@ -148,7 +61,8 @@ void finish(V total, float x_scale, const Panel& panel, int half, float* out) {
 }
 
 template <typename Products, int kRows>
-void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, float* out, int64_t out_stride) {
+void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, const Ahead& ahead, float* out,
+              int64_t out_stride) {
   const int32_t* const words = x.words + row * x.stride;
   V totals[kRows][2] = {};
   for (int64_t begin = 0; begin < panel.groups; begin += std::min(Products::kBlock, panel.groups - begin)) {
@@ -159,9 +73,8 @@ void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, float* ou
         for (int half = 0; half < 2; ++half) of_row[half] = Products::begin(load_words(panel.sums + half * kW));
     for (int64_t group = begin; group < end; ++group) {
       const int32_t* const at = panel.weights + group * kPanel;
-      __builtin_prefetch(at + kAhead * kPanel);
-      if constexpr (kPanel > kLine) __builtin_prefetch(at + kAhead * kPanel + kLine);
       const I low_words = load_words(at), high_words = load_words(at + kW);
+      ahead.fetch(group);
 #pragma GCC unroll 2
       for (int plane = 0; plane < Products::kPlanes; ++plane) {
         const auto low = Products::weights(low_words, plane), high = Products::weights(high_words, plane);
@@ -184,10 +97,11 @@ void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, float* ou
 }
 
 template <typename Products, int kRows = kMostRows>
-void multiply_some(const QuantizedRows& x, int64_t row, int64_t rows, const Panel& panel, float* out, int64_t stride) {
+void multiply_some(const QuantizedRows& x, int64_t row, int64_t rows, const Panel& panel, const Ahead& ahead,
+                   float* out, int64_t stride) {
   if constexpr (kRows > 1)
-    if (rows < kRows) return multiply_some<Products, kRows - 1>(x, row, rows, panel, out, stride);
-  multiply<Products, kRows>(x, row, panel, out, stride);
+    if (rows < kRows) return multiply_some<Products, kRows - 1>(x, row, rows, panel, ahead, out, stride);
+  multiply<Products, kRows>(x, row, panel, ahead, out, stride);
 }
 
 #if defined(TRANSFORMER_FAST_TILES)
@@ -237,9 +151,15 @@ template <typename Products>
 void multiply_rows(const QuantizedRows& x, int64_t row, int64_t end, const Panel& panel, float* out, int64_t stride) {
   if constexpr (Products::kRows == 1) {
     const int64_t rows = end - row, passes = (rows + kMostRows - 1) / kMostRows;
+    const int64_t share = (kPanel + passes - 1) / passes, words = panel.groups * kPanel;
     for (int64_t pass = 0; pass < passes; ++pass) {
       const int64_t from = row + pass * rows / passes, to = row + (pass + 1) * rows / passes;
-      multiply_some<Products>(x, from, to - from, panel, out, stride);
+      const int64_t fetched = pass * panel.groups * share;
+      // A single pass reads weights as fast as they arrive. Several fetch the next panel, each a part.
+      const Ahead ahead = passes == 1       ? Ahead{panel.weights + kAhead * kPanel, kPanel}
+                          : fetched < words ? Ahead{panel.weights + words + fetched, share}
+                                            : Ahead{panel.weights, 0};
+      multiply_some<Products>(x, from, to - from, panel, ahead, out, stride);
     }
   }
 #if defined(TRANSFORMER_FAST_TILES)

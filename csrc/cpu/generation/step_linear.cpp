@@ -36,41 +36,38 @@ struct Edges {
   int64_t columns;  // of the panel that exist
 };
 
-// What comes next, fetched while a block is multiplied: at most two lines a step.
+// What comes next, fetched evenly over all passes of a block: at most a step of the weights in each of its steps.
 struct Next {
-  const float *first, *second;
+  const float* data;
   int64_t step;  // 0 where there is nothing, or all of it was fetched
 
   void fetch(int64_t k) const {
-    __builtin_prefetch(first + k * step, 0, 3);
-    __builtin_prefetch(second + k * step, 0, 3);
+    __builtin_prefetch(data + k * step);
+    if constexpr (kLines > 1) __builtin_prefetch(data + k * step + (kLines - 1) * kLine);
   }
 };
 
-// The sums of a block, (rows, kPanel), joined to the results. A block is summed by itself: sums of sums round less than
-// one long sum.
-void add_block(const float* sums, int64_t rows, float* out, int64_t out_stride, const Edges& edges) {
-  for (int64_t m = 0; m < rows; ++m)
-    for (int64_t n = 0; n < edges.columns; n += kW) {
-      const int64_t count = std::min(kW, edges.columns - n);
-      float* to = out + m * out_stride + n;
-      V v = load(sums + m * kPanel + n);
-      if (!edges.first)
-        v += load_some(to, count);
-      else if (edges.bias)
-        v += load(edges.bias + n);
-      if (edges.last && edges.relu) v = v < 0 ? V{} : v;  // a NaN passes, as in torch.relu
-      store_some(to, v, count);
-    }
+// A vector of a block's sums becomes results, or is added to them. A block is summed by itself: sums of sums round less
+// than one long sum.
+inline void add_sums(V v, float* to, int64_t n, const Edges& edges) {
+  const int64_t count = std::min(kW, edges.columns - n);
+  if (count <= 0) return;
+  if (!edges.first)
+    v += load_some(to + n, count);
+  else if (edges.bias)
+    v += load(edges.bias + n);
+  if (edges.last && edges.relu) v = v < 0 ? V{} : v;  // a NaN passes, as in torch.relu
+  store_some(to + n, v, count);
 }
 
-// sums (kRows, kPanel) = x (kRows, depth) weights (depth, kPanel)
+// out (kRows, columns) += x (kRows, depth) weights (depth, kPanel)
 template <int kRows>
-void multiply_block(InputRows x, const float* weights, const Next& next, int64_t depth, float* sums_of_block) {
+void multiply_block(InputRows x, const float* weights, const Next& next, int64_t depth, float* out, int64_t out_stride,
+                    const Edges& edges) {
   V sums[kRows][2] = {};
   for (int64_t k = 0; k < depth; ++k) {
-    next.fetch(k);
     const V low = load(weights + k * kPanel), high = load(weights + k * kPanel + kW);
+    next.fetch(k);
 #pragma GCC unroll 12
     for (int m = 0; m < kRows; ++m) {
       const V element = broadcast(x.data[m * x.stride + k]);
@@ -78,10 +75,19 @@ void multiply_block(InputRows x, const float* weights, const Next& next, int64_t
       sums[m][1] = fma(element, high, sums[m][1]);
     }
   }
+  if (edges.columns == kPanel && !edges.first && !edges.last) {  // most blocks, without a test for each vector
+#pragma GCC unroll 12
+    for (int m = 0; m < kRows; ++m) {
+      float* const to = out + m * out_stride;
+      store(to, sums[m][0] + load(to));
+      store(to + kW, sums[m][1] + load(to + kW));
+    }
+    return;
+  }
 #pragma GCC unroll 12
   for (int m = 0; m < kRows; ++m) {
-    store(sums_of_block + m * kPanel, sums[m][0]);
-    store(sums_of_block + m * kPanel + kW, sums[m][1]);
+    add_sums(sums[m][0], out + m * out_stride, 0, edges);
+    add_sums(sums[m][1], out + m * out_stride, kW, edges);
   }
 }
 
@@ -90,9 +96,7 @@ void multiply_some(int64_t rows, InputRows x, const float* weights, const Next& 
                    int64_t out_stride, const Edges& edges) {
   if constexpr (kRows > 1)
     if (rows < kRows) return multiply_some<kRows - 1>(rows, x, weights, next, depth, out, out_stride, edges);
-  alignas(64) float sums[kRows * kPanel];
-  multiply_block<kRows>(x, weights, next, depth, sums);
-  add_block(sums, kRows, out, out_stride, edges);
+  multiply_block<kRows>(x, weights, next, depth, out, out_stride, edges);
 }
 
 // The rows of a thread's own copy: rows a power of two apart would share a few sets of the cache.
@@ -128,6 +132,7 @@ void step_linear(const StepLinearParams& p) {
   float* const to = p.out;
   const bool relu = p.relu;
   const int64_t passes = (rows + kMostRows - 1) / kMostRows;
+  const int64_t share = (kPanel + passes - 1) / passes;  // of the next weights, fetched in a pass
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     const InputRows copied = copy_rows(p.x, rows, depth);
     for (int64_t panel = begin; panel < end; ++panel) {
@@ -146,11 +151,8 @@ void step_linear(const StepLinearParams& p) {
           const int64_t until = (pass + 1) * rows / passes;
           const InputRows part{copied.data + m * copied.stride + k, copied.stride};
           float* result = to + m * outputs + panel * kPanel;
-          Next ahead{next, next, 0};
-          if (passes == 1)
-            ahead = {next, next + (kLines - 1) * kLine, kLines * kLine};
-          else if (pass < kLines)
-            ahead.first = ahead.second = next + pass * count * kLine, ahead.step = kLine;
+          const int64_t fetched = pass * count * share;
+          const Next ahead{next + fetched, fetched < count * kPanel ? share : 0};
           multiply_some(until - m, part, block, ahead, count, result, outputs, edges);
           m = until;
         }

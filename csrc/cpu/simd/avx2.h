@@ -20,6 +20,15 @@ inline IntegerVector<float> add_products_of_halves(IntegerVector<float> sums, In
   return sums;
 }
 
+// A compiler would convert lane by lane.
+inline ByteVector low_bytes(IntegerVector<float> v) {
+  const __m256i halves = _mm256_shuffle_epi8(reinterpret_cast<__m256i>(v), _mm256_set1_epi32(0x0c080400));
+  const __m128i bytes = _mm_unpacklo_epi32(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+  ByteVector result;
+  _mm_storel_epi64(reinterpret_cast<__m128i*>(&result), bytes);
+  return result;
+}
+
 inline Vector<float> load(const c10::Half* p) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }

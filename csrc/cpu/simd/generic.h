@@ -32,6 +32,12 @@ inline V add_products_of_halves(V sums, V a, V b) {
   return sums + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 }
 
+// The low byte of every 32-bit lane.
+template <typename V>
+inline ByteVector low_bytes(V v) {
+  return __builtin_convertvector(v, ByteVector);
+}
+
 inline Vector<float> load(const float* p) {
   Vector<float> v;
   std::memcpy(&v, p, sizeof(v));

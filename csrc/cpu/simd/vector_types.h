@@ -44,6 +44,8 @@ using IntegerLane = std::conditional_t<std::is_same_v<A, double>, int64_t, int32
 template <typename A>
 using ShortVector = typename VectorOf<A>::Short;
 
+typedef int8_t ByteVector __attribute__((vector_size(kLanes<float>)));  // as many lanes as Vector<float>, 8 bits each
+
 // Counters of random numbers, a 32-bit word in the low half of each lane.
 typedef uint64_t CounterVector __attribute__((vector_size(kVectorBytes)));
 constexpr int64_t kCounters = kVectorBytes / 8;
