@@ -1,12 +1,14 @@
-"""The best tokens of logits, and the logarithm of their normaliser."""
+"""The best tokens of logits, the logarithm of their normaliser, and the best continuations of a beam."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from helpers import assert_as_exact_as_eager, poisoned_memory
+from tiny_transformer import MARKS, batch, tiny
 
-from transformer_fast import extension
+from transformer_fast import GenerationConfig, extension, generate
+from transformer_fast.generation.beam import Search
 from transformer_fast.generation.topk import best_tokens, choose, log_normalizer
 
 INF, NAN = float("inf"), float("nan")
@@ -97,3 +99,59 @@ def test_the_normalizer_of_a_choice_shows_a_nan(renormalize):
     found = choose(logits, 2, (3, 5), renormalize=renormalize)
     assert found.normalizer.isnan().tolist() == [False, True, True, True, False]
     assert found.best[4].tolist() == [-INF, -INF] and found.normalizer[4] == -INF
+
+
+@pytest.mark.parametrize("candidates", [3, 6])  # as many as the beam, and twice as many
+def test_continuations_of_a_beam(candidates: int) -> None:
+    """Against a stable sort of all of a unit's. Units without rows, rows without a finite logit, NaN, ties, and slots
+    in any order."""
+    width, units, k = 3, 5, 4
+    generator = torch.Generator().manual_seed(candidates)
+    for case in range(20):
+        places = torch.rand(units, width, generator=generator) < 0.7
+        unit, slot = places.nonzero(as_tuple=True)
+        mixed = torch.randperm(len(unit), generator=generator)
+        unit, slot = unit[mixed].contiguous(), slot[mixed].contiguous()
+        rows = len(unit)
+        # Few values, which are sums without rounding: many are equal.
+        best = torch.randint(-4, 3, (rows, k), generator=generator).float().sort(dim=1, descending=True).values
+        best[torch.rand(rows, generator=generator) < 0.2, 2:] = -INF
+        normalizer, log_prob = (torch.randint(0, 4, (rows,), generator=generator).float() for _ in range(2))
+        token = torch.randint(0, 99, (rows, k), generator=generator)
+        if rows and case % 4 == 0:
+            best[0], normalizer[0] = -INF, -INF
+        if rows > 1 and case % 4 == 1:
+            log_prob[1] = NAN
+        with poisoned_memory():
+            found = torch.ops.transformer_fast.choose_continuations(
+                best, token, normalizer, log_prob, unit, slot, units, width, candidates
+            )
+        total = (log_prob - normalizer)[:, None] + best
+        for u in range(units):
+            order = sorted((int(slot[r]), r) for r in range(rows) if unit[r] == u)
+            all_of_unit = [(total[r, i].item(), r, token[r, i].item()) for _, r in order for i in range(k)]
+            expected = sorted((one for one in all_of_unit if one[0] > -INF), key=lambda one: -one[0])[:candidates]
+            expected += [(-INF, 0, 0)] * (candidates - len(expected))
+            assert list(zip(*(part[u].tolist() for part in found), strict=True)) == expected
+
+
+def test_a_beam_chooses_as_its_tensors_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The continuations by C++ and by PyTorch; and steps in which nothing ends, with and without their short cut."""
+    src, lengths = batch(9)
+    for options in (
+        {},
+        {"n_best": 4},
+        {"patience": 2.0},
+        {"slots": "keep"},
+        {"no_repeat_ngram": 1},
+        {"suppress": (4,)},
+    ):
+        config = GenerationConfig(beam=4, **options)
+        given = {"src_lengths": lengths, "config": config, **MARKS}
+        native = generate(tiny(1), src, **given)
+        with monkeypatch.context() as patch:
+            patch.setattr("transformer_fast.generation.beam.use_native", lambda _: False)
+            patch.setattr(
+                Search, "_some_finished", property(lambda self: True, lambda self, value: None), raising=False
+            )
+            assert generate(tiny(1), src, **given) == native

@@ -66,6 +66,22 @@ std::tuple<Tensor, Tensor, Tensor> choose_tokens(const Tensor& logits, int64_t k
   return {best, token, normalizer};
 }
 
+// The best continuations of every unit of a beam, (units, candidates) each; BeamChoice says which.
+std::tuple<Tensor, Tensor, Tensor> choose_continuations(const Tensor& best, const Tensor& token,
+                                                        const Tensor& normalizer, const Tensor& log_prob,
+                                                        const Tensor& unit, const Tensor& slot, int64_t units,
+                                                        int64_t width, int64_t candidates) {
+  const Tensor total = at::empty({units, candidates}, best.options());
+  const Tensor parent = at::empty({units, candidates}, token.options()),
+               chosen = at::empty({units, candidates}, token.options());
+  kernels().generation.choose_continuations(
+      {best.const_data_ptr<float>(), token.const_data_ptr<int64_t>(), normalizer.const_data_ptr<float>(),
+       log_prob.const_data_ptr<float>(), unit.const_data_ptr<int64_t>(), slot.const_data_ptr<int64_t>(), best.size(0),
+       best.size(1), units, width, candidates, total.mutable_data_ptr<float>(), parent.mutable_data_ptr<int64_t>(),
+       chosen.mutable_data_ptr<int64_t>()});
+  return {total, parent, chosen};
+}
+
 // Weights (out, in) of linear layers of one input, one below the other.
 struct StackedWeights {
   std::vector<Tensor> contiguous;
@@ -143,6 +159,10 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def(
       "choose_tokens(Tensor logits, int k, int[] suppressed, bool renormalize) -> (Tensor best, Tensor token, Tensor "
       "normalizer)");
+  m.def(
+      "choose_continuations(Tensor best, Tensor token, Tensor normalizer, Tensor log_prob, Tensor unit, Tensor slot, "
+      "int "
+      "units, int width, int candidates) -> (Tensor total, Tensor parent, Tensor chosen)");
   m.def("pack_step_weight(Tensor[] weights) -> Tensor");
   m.def("step_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
   m.def("pack_quantized_weight(Tensor[] weights, ScalarType type) -> Tensor");
@@ -154,6 +174,7 @@ TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("best_tokens", best_tokens);
   m.impl("log_normalizer", log_normalizer);
   m.impl("choose_tokens", choose_tokens);
+  m.impl("choose_continuations", choose_continuations);
   m.impl("pack_step_weight", pack_step_weight);
   m.impl("step_linear", step_linear);
   m.impl("pack_quantized_weight", pack_quantized_weight);

@@ -25,7 +25,7 @@ from .rules import Rules
 from .scores import length_penalty as length_penalty_of
 from .scores import scored_hypothesis
 from .search import SearchState, renumber
-from .topk import best_tokens, log_normalizer
+from .topk import best_tokens, log_normalizer, use_native
 
 
 def beam_search(
@@ -78,6 +78,7 @@ class Search(SearchState):
         self.unit = torch.arange(units, device=device)
         self.slot = torch.zeros(units, dtype=torch.long, device=device)
         self.finished = torch.zeros(units, dtype=torch.long, device=device)
+        self._some_finished = False  # of the hypotheses of the units in work
         self.attention = torch.zeros(units, 0, request.src.shape[1], device=device) if config.reads_attention else None
         if self.groups > 1:
             rows = self.sentences()
@@ -98,12 +99,17 @@ class Search(SearchState):
     def step(self) -> None:
         lengths, limits = self._lengths(), self._of_units(self.limits)
         total, parent, token = self._best_continuations()
+        if not self._some_finished and total.shape[1] == self.width:
+            ends = (token == self.request.eos) | (total == -torch.inf) | (lengths >= limits)[:, None]
+            if not bool(ends.any()):
+                return self._go_on(None, total, parent, token)
         valid = self._has_slot(total, self.finished)
         self._keep_stuck(valid)
 
         ends = valid & (token == self.request.eos)
         self._record(parent[ends], None, total[ends], finished=True)
         self.finished += ends.sum(dim=1)
+        self._some_finished = bool(self.finished.any())
         alive = valid & ~ends & (self.finished < self.quota)[:, None]
         alive &= ~self._decided(total.masked_fill(~alive, -torch.inf), lengths)[:, None]
         cut = alive & (lengths >= limits)[:, None]
@@ -130,18 +136,22 @@ class Search(SearchState):
         self.slot, self.finished = (
             torch.cat([old, torch.zeros_like(new)]) for old in (self.slot, self.finished[units])
         )
+        self._some_finished = bool(self.finished.any())
 
     @property
     def _rows_at_first(self) -> int:
         return self.groups
 
-    def _go_on(self, alive: Tensor, total: Tensor, parent: Tensor, token: Tensor) -> None:
-        """Make the continuations that are alive the open hypotheses."""
-        rows = parent[alive]
-        self.tokens = torch.cat([self.tokens[rows], token[alive][:, None]], dim=1)
-        self.log_prob = total[alive]
+    def _go_on(self, alive: Tensor | None, total: Tensor, parent: Tensor, token: Tensor) -> None:
+        """Make the continuations that are alive the open hypotheses; None: all, as many as each unit has slots."""
+        if alive is None:
+            rows, added, self.log_prob = parent.flatten(), token.flatten(), total.flatten()
+            self.slot = torch.arange(self.width, device=total.device).repeat(len(total))
+        else:
+            rows, added, self.log_prob = parent[alive], token[alive], total[alive]
+            self.slot = (alive.cumsum(dim=1) - 1)[alive]
+        self.tokens = torch.cat([self.tokens[rows], added[:, None]], dim=1)
         self.unit = self.unit[rows]
-        self.slot = (alive.cumsum(dim=1) - 1)[alive]
         self.attention = None if self.attention is None else self.attention[rows]
         self.decoding.select(rows)
 
@@ -156,6 +166,11 @@ class Search(SearchState):
         if self.groups == 1:
             best, token, normalizer = self._choose(self._looked_at)
             self._remember_attention()
+            if use_native(best):
+                state = self.log_prob, self.unit, self.slot, len(self.found), self.width
+                candidates = min(self.candidates, self.width * token.shape[1])
+                chosen = torch.ops.transformer_fast.choose_continuations(best, token, normalizer, *state, candidates)
+                return chosen[0], chosen[1], chosen[2]
             total = (self.log_prob.to(best.dtype) - normalizer)[:, None] + best
             return self._best_of(rows, self.unit, total, total, token)
         logits = self.decoding.next_logits(self.tokens)

@@ -25,7 +25,7 @@ def choose(logits: Tensor, k: int, suppressed: Sequence[int] = (), *, renormaliz
 
     suppressed: rising tokens that are not chosen; with `renormalize` they have no probability either.
     """
-    if _use_native(logits):
+    if use_native(logits):
         return Choice(*torch.ops.transformer_fast.choose_tokens(logits, k, list(suppressed), renormalize))
     allowed = logits
     if suppressed:
@@ -42,7 +42,7 @@ def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Of equal ones the first token comes first on a CPU in fp32; elsewhere in no order. The token of a -inf is arbitrary.
     """
-    if _use_native(logits):
+    if use_native(logits):
         return torch.ops.transformer_fast.best_tokens(logits, k)
     return logits.max(dim=-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1)
 
@@ -50,10 +50,11 @@ def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 def log_normalizer(logits: Tensor) -> Tensor:
     """logits (rows, vocabulary) -> their logsumexp (rows,): log P of a token is its logit less this, so that a
     log-softmax of the whole vocabulary need not be written."""
-    if _use_native(logits):
+    if use_native(logits):
         return torch.ops.transformer_fast.log_normalizer(logits)
     return logits.logsumexp(dim=-1)
 
 
-def _use_native(logits: Tensor) -> bool:
+def use_native(logits: Tensor) -> bool:
+    """Whether the C++ extension chooses among such numbers."""
     return logits.device.type == "cpu" and logits.dtype == torch.float32 and extension.load()

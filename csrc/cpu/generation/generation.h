@@ -38,6 +38,19 @@ struct TokenChoice {
   float* normalizer;
 };
 
+// The best continuations of each unit of a beam search, from those of its rows, (rows, k) each: `best` and `token`, the best
+// first, and what makes log-probabilities of `best`. Into (units, candidates) each, the best first: the cumulative
+// log-probability, the row that is continued, and the token. What is missing at the end is -inf, of row 0 and token 0.
+struct BeamChoice {
+  const float* best;
+  const int64_t* token;
+  const float *normalizer, *log_prob;  // (rows,)
+  const int64_t *unit, *slot;          // (rows,), of `units` and `width`
+  int64_t rows, k, units, width, candidates;
+  float* total;
+  int64_t *parent, *chosen;
+};
+
 // Panels of quantised weights begin with so many rows of words: their outputs' scales (float), and the sums of their
 // weights (int32).
 constexpr int64_t kPanelHeader = 2;
@@ -57,6 +70,7 @@ struct GenerationKernels {
   // log(sum(exp(row))) of each.
   void (*log_normalizer)(const float* logits, int64_t rows, int64_t columns, float* out);
   void (*choose_tokens)(const TokenChoice& params);
+  void (*choose_continuations)(const BeamChoice& params);
   // How many outputs a panel of packed weights has.
   int64_t panel;
   // Weights of a linear layer, `outputs` rows of `depth` elements each, to (panels, depth, panel).

@@ -1,4 +1,5 @@
-// What a search wants to know of logits (rows, vocabulary): the best tokens, the logarithm of the normaliser, or both.
+// What a search wants to know of logits (rows, vocabulary): the best tokens, the logarithm of the normaliser, or both. And
+// which of those tokens are the best continuations of a beam.
 #include "generation.h"
 
 #include "../simd/exp.h"
@@ -8,6 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <vector>
 
 namespace transformer_fast {
 namespace {
@@ -116,6 +118,33 @@ void choose_tokens(const TokenChoice& p) {
     }
     p.normalizer[r] = log_sum(row, p.renormalize ? allowed : Columns{p.columns}, greatest) + lost;
   });
+}
+
+void choose_continuations(const BeamChoice& p) {
+  std::vector<int64_t> row_at(p.units * p.width, -1);
+  for (int64_t r = 0; r < p.rows; ++r) row_at[p.unit[r] * p.width + p.slot[r]] = r;
+  for (int64_t unit = 0; unit < p.units; ++unit) {
+    float* const total = p.total + unit * p.candidates;
+    int64_t *const parent = p.parent + unit * p.candidates, *const chosen = p.chosen + unit * p.candidates;
+    std::fill_n(total, p.candidates, -kInfinity);
+    std::fill_n(parent, p.candidates, 0), std::fill_n(chosen, p.candidates, 0);
+    // Of equal ones that of the first slot comes first.
+    for (int64_t slot = 0; slot < p.width; ++slot) {
+      const int64_t row = row_at[unit * p.width + slot];
+      if (row < 0) continue;
+      const float before = p.log_prob[row] - p.normalizer[row];
+      for (int64_t i = row * p.k; i < (row + 1) * p.k; ++i) {
+        const float sum = before + p.best[i];
+        int64_t place = p.candidates;
+        while (place > 0 && sum > total[place - 1]) --place;
+        if (place == p.candidates) continue;  // as is NaN, of a row without a finite logit
+        std::copy_backward(total + place, total + p.candidates - 1, total + p.candidates);
+        std::copy_backward(parent + place, parent + p.candidates - 1, parent + p.candidates);
+        std::copy_backward(chosen + place, chosen + p.candidates - 1, chosen + p.candidates);
+        total[place] = sum, parent[place] = row, chosen[place] = p.token[i];
+      }
+    }
+  }
 }
 
 void log_normalizer(const float* logits, int64_t rows, int64_t columns, float* out) {
