@@ -166,7 +166,7 @@ class Search(SearchState):
         if self.groups == 1:
             best, token, normalizer = self._choose(self._looked_at)
             self._remember_attention()
-            if use_native(best):
+            if self._use_native(best):
                 state = self.log_prob, self.unit, self.slot, len(self.found), self.width
                 candidates = min(self.candidates, self.width * token.shape[1])
                 chosen = torch.ops.transformer_fast.choose_continuations(best, token, normalizer, *state, candidates)
@@ -198,6 +198,10 @@ class Search(SearchState):
     def _looked_at(self) -> int:
         """Continuations of every row: it gives at most so many of the survivors."""
         return self.candidates
+
+    def _use_native(self, best: Tensor) -> bool:
+        """Whether one op does what `_best_of` says."""
+        return use_native(best)
 
     def _remember_attention(self) -> None:
         if self.attention is not None:
