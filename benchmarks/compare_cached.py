@@ -53,9 +53,6 @@ class MarginSearch(Search):
     def _looked_at(self) -> int:
         return self.candidates + 1
 
-    def _use_native(self, best: Tensor) -> bool:
-        return False  # _best_of records the margins
-
     def _best_of(
         self, rows: Tensor, unit: Tensor, rank: Tensor, total: Tensor, token: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:

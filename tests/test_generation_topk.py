@@ -122,11 +122,11 @@ def test_continuations_of_a_beam(candidates: int) -> None:
             best[0], normalizer[0] = -INF, -INF
         if rows > 1 and case % 4 == 1:
             log_prob[1] = NAN
+        total = (log_prob - normalizer)[:, None] + best
         with poisoned_memory():
             found = torch.ops.transformer_fast.choose_continuations(
-                best, token, normalizer, log_prob, unit, slot, units, width, candidates
+                total, total, token, unit, slot, units, width, candidates
             )
-        total = (log_prob - normalizer)[:, None] + best
         for u in range(units):
             order = sorted((int(slot[r]), r) for r in range(rows) if unit[r] == u)
             all_of_unit = [(total[r, i].item(), r, token[r, i].item()) for _, r in order for i in range(k)]
@@ -145,13 +145,12 @@ def test_a_beam_chooses_as_its_tensors_say(monkeypatch: pytest.MonkeyPatch) -> N
         {"slots": "keep"},
         {"no_repeat_ngram": 1},
         {"suppress": (4,)},
+        {"beam_groups": 2, "n_best": 3},
     ):
         config = GenerationConfig(beam=4, **options)
         given = {"src_lengths": lengths, "config": config, **MARKS}
         native = generate(tiny(1), src, **given)
         with monkeypatch.context() as patch:
             patch.setattr("transformer_fast.generation.beam.use_native", lambda _: False)
-            patch.setattr(
-                Search, "_some_finished", property(lambda self: True, lambda self, value: None), raising=False
-            )
+            patch.setattr(Search, "_all_go_on", lambda *_: False)
             assert generate(tiny(1), src, **given) == native

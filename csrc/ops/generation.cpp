@@ -67,19 +67,20 @@ std::tuple<Tensor, Tensor, Tensor> choose_tokens(const Tensor& logits, int64_t k
 }
 
 // The best continuations of every unit of a beam, (units, candidates) each; BeamChoice says which.
-std::tuple<Tensor, Tensor, Tensor> choose_continuations(const Tensor& best, const Tensor& token,
-                                                        const Tensor& normalizer, const Tensor& log_prob,
+std::tuple<Tensor, Tensor, Tensor> choose_continuations(const Tensor& rank, const Tensor& total, const Tensor& token,
                                                         const Tensor& unit, const Tensor& slot, int64_t units,
                                                         int64_t width, int64_t candidates) {
-  const Tensor total = at::empty({units, candidates}, best.options());
-  const Tensor parent = at::empty({units, candidates}, token.options()),
-               chosen = at::empty({units, candidates}, token.options());
-  kernels().generation.choose_continuations(
-      {best.const_data_ptr<float>(), token.const_data_ptr<int64_t>(), normalizer.const_data_ptr<float>(),
-       log_prob.const_data_ptr<float>(), unit.const_data_ptr<int64_t>(), slot.const_data_ptr<int64_t>(), best.size(0),
-       best.size(1), units, width, candidates, total.mutable_data_ptr<float>(), parent.mutable_data_ptr<int64_t>(),
-       chosen.mutable_data_ptr<int64_t>()});
-  return {total, parent, chosen};
+  const Tensor ranks = rank.contiguous(), totals = total.contiguous(), tokens = token.contiguous();
+  const Tensor of_unit = unit.contiguous(), at_slot = slot.contiguous();
+  const Tensor best = at::empty({units, candidates}, total.options());
+  const Tensor parent = at::empty({units, candidates}, token.options());
+  const Tensor chosen = at::empty({units, candidates}, token.options());
+  kernels().generation.choose_continuations({ranks.const_data_ptr<float>(), totals.const_data_ptr<float>(),
+                                             tokens.const_data_ptr<int64_t>(), of_unit.const_data_ptr<int64_t>(),
+                                             at_slot.const_data_ptr<int64_t>(), tokens.size(0), tokens.size(1), units,
+                                             width, candidates, best.mutable_data_ptr<float>(),
+                                             parent.mutable_data_ptr<int64_t>(), chosen.mutable_data_ptr<int64_t>()});
+  return {best, parent, chosen};
 }
 
 // Weights (out, in) of linear layers of one input, one below the other.
@@ -160,9 +161,9 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "choose_tokens(Tensor logits, int k, int[] suppressed, bool renormalize) -> (Tensor best, Tensor token, Tensor "
       "normalizer)");
   m.def(
-      "choose_continuations(Tensor best, Tensor token, Tensor normalizer, Tensor log_prob, Tensor unit, Tensor slot, "
+      "choose_continuations(Tensor rank, Tensor total, Tensor token, Tensor unit, Tensor slot, int units, int width, "
       "int "
-      "units, int width, int candidates) -> (Tensor total, Tensor parent, Tensor chosen)");
+      "candidates) -> (Tensor best, Tensor parent, Tensor chosen)");
   m.def("pack_step_weight(Tensor[] weights) -> Tensor");
   m.def("step_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
   m.def("pack_quantized_weight(Tensor[] weights, ScalarType type) -> Tensor");

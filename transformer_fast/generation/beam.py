@@ -78,7 +78,6 @@ class Search(SearchState):
         self.unit = torch.arange(units, device=device)
         self.slot = torch.zeros(units, dtype=torch.long, device=device)
         self.finished = torch.zeros(units, dtype=torch.long, device=device)
-        self._some_finished = False  # of the hypotheses of the units in work
         self.attention = torch.zeros(units, 0, request.src.shape[1], device=device) if config.reads_attention else None
         if self.groups > 1:
             rows = self.sentences()
@@ -99,17 +98,14 @@ class Search(SearchState):
     def step(self) -> None:
         lengths, limits = self._lengths(), self._of_units(self.limits)
         total, parent, token = self._best_continuations()
-        if not self._some_finished and total.shape[1] == self.width:
-            ends = (token == self.request.eos) | (total == -torch.inf) | (lengths >= limits)[:, None]
-            if not bool(ends.any()):
-                return self._go_on(None, total, parent, token)
+        if self._all_go_on(total, token, lengths >= limits):
+            return self._go_on(torch.ones_like(token, dtype=torch.bool), total, parent, token)
         valid = self._has_slot(total, self.finished)
         self._keep_stuck(valid)
 
         ends = valid & (token == self.request.eos)
         self._record(parent[ends], None, total[ends], finished=True)
         self.finished += ends.sum(dim=1)
-        self._some_finished = bool(self.finished.any())
         alive = valid & ~ends & (self.finished < self.quota)[:, None]
         alive &= ~self._decided(total.masked_fill(~alive, -torch.inf), lengths)[:, None]
         cut = alive & (lengths >= limits)[:, None]
@@ -117,6 +113,12 @@ class Search(SearchState):
         alive &= ~cut
 
         self._go_on(alive, total, parent, token)
+
+    def _all_go_on(self, total: Tensor, token: Tensor, last: Tensor) -> bool:
+        """Whether all units keep all slots, so that nothing is to be recorded or decided. last (units,): whose answers
+        may not be longer."""
+        stop = (token == self.request.eos) | (total == -torch.inf) | (last | (self.finished > 0))[:, None]
+        return total.shape[1] == self.width and not bool(stop.any())
 
     def _of_units(self, sentences: Tensor) -> Tensor:
         """What each sentence has, (sentences,) -> (units,)."""
@@ -136,22 +138,18 @@ class Search(SearchState):
         self.slot, self.finished = (
             torch.cat([old, torch.zeros_like(new)]) for old in (self.slot, self.finished[units])
         )
-        self._some_finished = bool(self.finished.any())
 
     @property
     def _rows_at_first(self) -> int:
         return self.groups
 
-    def _go_on(self, alive: Tensor | None, total: Tensor, parent: Tensor, token: Tensor) -> None:
-        """Make the continuations that are alive the open hypotheses; None: all, as many as each unit has slots."""
-        if alive is None:
-            rows, added, self.log_prob = parent.flatten(), token.flatten(), total.flatten()
-            self.slot = torch.arange(self.width, device=total.device).repeat(len(total))
-        else:
-            rows, added, self.log_prob = parent[alive], token[alive], total[alive]
-            self.slot = (alive.cumsum(dim=1) - 1)[alive]
-        self.tokens = torch.cat([self.tokens[rows], added[:, None]], dim=1)
+    def _go_on(self, alive: Tensor, total: Tensor, parent: Tensor, token: Tensor) -> None:
+        """Make the continuations that are alive the open hypotheses."""
+        rows = parent[alive]
+        self.tokens = torch.cat([self.tokens[rows], token[alive][:, None]], dim=1)
+        self.log_prob = total[alive]
         self.unit = self.unit[rows]
+        self.slot = (alive.cumsum(dim=1) - 1)[alive]
         self.attention = None if self.attention is None else self.attention[rows]
         self.decoding.select(rows)
 
@@ -166,11 +164,6 @@ class Search(SearchState):
         if self.groups == 1:
             best, token, normalizer = self._choose(self._looked_at)
             self._remember_attention()
-            if self._use_native(best):
-                state = self.log_prob, self.unit, self.slot, len(self.found), self.width
-                candidates = min(self.candidates, self.width * token.shape[1])
-                chosen = torch.ops.transformer_fast.choose_continuations(best, token, normalizer, *state, candidates)
-                return chosen[0], chosen[1], chosen[2]
             total = (self.log_prob.to(best.dtype) - normalizer)[:, None] + best
             return self._best_of(rows, self.unit, total, total, token)
         logits = self.decoding.next_logits(self.tokens)
@@ -199,10 +192,6 @@ class Search(SearchState):
         """Continuations of every row: it gives at most so many of the survivors."""
         return self.candidates
 
-    def _use_native(self, best: Tensor) -> bool:
-        """Whether one op does what `_best_of` says."""
-        return use_native(best)
-
     def _remember_attention(self) -> None:
         if self.attention is not None:
             self.attention = torch.cat([self.attention, self.decoding.attention[:, None]], dim=1)
@@ -212,15 +201,19 @@ class Search(SearchState):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The best continuations of some rows as each unit has them. rank, total, token (rows, width): of each row's
         best ones what decides, the cumulative log-probability, and the token; the token of a -inf is arbitrary."""
+        width = token.shape[1]
+        units, slot, candidates = len(self.found), self.slot[rows], min(self.candidates, self.width * width)
+        if len(rows) and use_native(rank):
+            where = unit, slot, units, self.width, candidates
+            best, parent, chosen = torch.ops.transformer_fast.choose_continuations(rank, total, token, *where)
+            return best, rows[parent], chosen
         # A row whose logits are all -inf has NaN here, and no continuation.
         total, rank = (t.masked_fill(t.isnan(), -torch.inf) for t in (total, rank))
-        width = token.shape[1]
-        units, slot = len(self.found), self.slot[rows]
         grid = total.new_full((2, units, self.width, width), -torch.inf)
         grid[0, unit, slot], grid[1, unit, slot] = rank, total
         row = torch.zeros(units, self.width, dtype=torch.long, device=total.device)
         row[unit, slot] = torch.arange(len(rows), device=total.device)
-        flat = grid[0].flatten(1).topk(min(self.candidates, self.width * width), dim=1).indices
+        flat = grid[0].flatten(1).topk(candidates, dim=1).indices
         best, parent = grid[1].flatten(1).gather(1, flat), row.gather(1, flat // width)
         if not len(rows):
             return best, parent, torch.zeros_like(parent)

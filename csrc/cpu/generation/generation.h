@@ -38,16 +38,15 @@ struct TokenChoice {
   float* normalizer;
 };
 
-// The best continuations of each unit of a beam search, from those of its rows, (rows, k) each: `best` and `token`, the best
-// first, and what makes log-probabilities of `best`. Into (units, candidates) each, the best first: the cumulative
-// log-probability, the row that is continued, and the token. What is missing at the end is -inf, of row 0 and token 0.
+// The best continuations of each unit of a beam search, of those that its rows have, (rows, k) each: `rank` decides, and
+// `total` is the cumulative log-probability. Into (units, candidates) each, the best first: the total, the row that is
+// continued, and the token. What is missing at the end is -inf, of row 0 and token 0.
 struct BeamChoice {
-  const float* best;
+  const float *rank, *total;
   const int64_t* token;
-  const float *normalizer, *log_prob;  // (rows,)
-  const int64_t *unit, *slot;          // (rows,), of `units` and `width`
+  const int64_t *unit, *slot;  // (rows,), of `units` and `width`
   int64_t rows, k, units, width, candidates;
-  float* total;
+  float* best;
   int64_t *parent, *chosen;
 };
 

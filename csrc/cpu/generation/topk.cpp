@@ -121,28 +121,27 @@ void choose_tokens(const TokenChoice& p) {
 }
 
 void choose_continuations(const BeamChoice& p) {
-  std::vector<int64_t> row_at(p.units * p.width, -1);
+  std::vector<int64_t> row_at(p.units * p.width, -1), found;  // found: places in (rows, k), the best first
   for (int64_t r = 0; r < p.rows; ++r) row_at[p.unit[r] * p.width + p.slot[r]] = r;
+  const auto better = [&](int64_t a, int64_t b) { return p.rank[a] > p.rank[b]; };
   for (int64_t unit = 0; unit < p.units; ++unit) {
-    float* const total = p.total + unit * p.candidates;
-    int64_t *const parent = p.parent + unit * p.candidates, *const chosen = p.chosen + unit * p.candidates;
-    std::fill_n(total, p.candidates, -kInfinity);
-    std::fill_n(parent, p.candidates, 0), std::fill_n(chosen, p.candidates, 0);
-    // Of equal ones that of the first slot comes first.
+    found.clear();
     for (int64_t slot = 0; slot < p.width; ++slot) {
       const int64_t row = row_at[unit * p.width + slot];
       if (row < 0) continue;
-      const float before = p.log_prob[row] - p.normalizer[row];
-      for (int64_t i = row * p.k; i < (row + 1) * p.k; ++i) {
-        const float sum = before + p.best[i];
-        int64_t place = p.candidates;
-        while (place > 0 && sum > total[place - 1]) --place;
-        if (place == p.candidates) continue;  // as is NaN, of a row without a finite logit
-        std::copy_backward(total + place, total + p.candidates - 1, total + p.candidates);
-        std::copy_backward(parent + place, parent + p.candidates - 1, parent + p.candidates);
-        std::copy_backward(chosen + place, chosen + p.candidates - 1, chosen + p.candidates);
-        total[place] = sum, parent[place] = row, chosen[place] = p.token[i];
+      for (int64_t at = row * p.k; at < (row + 1) * p.k; ++at) {
+        if (!(p.rank[at] > -kInfinity)) continue;  // as is NaN, of a row without a finite logit
+        // Of equal ones that of the first slot comes first.
+        found.insert(std::upper_bound(found.begin(), found.end(), at, better), at);
+        if (static_cast<int64_t>(found.size()) > p.candidates) found.pop_back();
       }
+    }
+    for (int64_t i = 0; i < p.candidates; ++i) {
+      const bool is_there = i < static_cast<int64_t>(found.size());
+      const int64_t to = unit * p.candidates + i;
+      p.best[to] = is_there ? p.total[found[i]] : -kInfinity;
+      p.parent[to] = is_there ? found[i] / p.k : 0;
+      p.chosen[to] = is_there ? p.token[found[i]] : 0;
     }
   }
 }
