@@ -140,10 +140,15 @@ class DecoderCache:
         if self.lengths is not None:
             self.lengths += 1
 
+    def positions(self) -> Tensor | None:
+        """(slots, span), where the newest ids stand; None for one each, at `length`."""
+        return None if self.lengths is None else self.lengths[:, None]
+
     def keys(self) -> Tensor | None:
         """(slots, span) int32, how many positions each slot holds with each of its newest ones; None where all hold
         `length` + 1."""
-        return None if self.lengths is None else (self.lengths + 1).int()[:, None]
+        at = self.positions()
+        return None if at is None else (at + 1).int()
 
     def own(self, rows: int) -> Tensor:
         """Keys and values of self-attention, (layers, max rows, 2, heads, capacity, d_k), with room for what is newest.
@@ -162,23 +167,29 @@ class DecoderCache:
 
     def position(self, rows: int) -> tuple[int | Tensor, int]:
         """Where the newest ids of so many rows stand, and how many positions the positional table must have."""
-        return self.length if self.lengths is None else self.lengths, self.length + 1
+        at = self.positions()
+        return self.length if at is None else at.flatten(), self.length + self.span
 
     def attend_own(self, layer: int, q: Tensor, states: Tensor) -> Tensor:
-        """q (rows, heads, 1, d_k), and keys and values of the newest position (rows, 2, heads, d_k), which are kept
+        """q (rows, heads, 1, d_k), and keys and values of the newest positions (rows, 2, heads, d_k), which are kept
         -> the attention to all positions so far (rows, heads, 1, d_k)."""
-        own = self.own(q.shape[0])[layer, : q.shape[0]]
-        if self.lengths is None:
+        slots, at = q.shape[0] // self.span, self.positions()
+        own = self.own(slots)[layer, :slots]
+        if at is None:
             own[:, :, :, self.length] = states
             return ops.attention(q, *own[:, :, :, : self.length + 1].unbind(1))
-        own[torch.arange(q.shape[0], device=q.device), :, :, self.lengths] = states
-        mask = AttentionMask.lengths(self.keys())
-        return ops.attention(q, *own[:, :, :, : self.length + 1].unbind(1), mask)
+        own[torch.arange(slots, device=q.device)[:, None], :, :, at] = states.unflatten(0, at.shape)
+        queries = q.squeeze(2).unflatten(0, at.shape).transpose(1, 2)
+        k, v = own[:, :, :, : self.length + self.span].unbind(1)
+        out = ops.attention(queries, k, v, AttentionMask.lengths(self.keys()))
+        return out.transpose(1, 2).reshape(q.shape)
 
     def attend_source(self, layer: int, q: Tensor) -> Tensor:
         """q (rows, 1, heads, d_k) -> the attention to the source (rows, 1, heads, d_k)."""
         heads, width = q.shape[2:]
-        if self.grid is not None:
+        if self.grid is None:
+            q = q.view(-1, self.span, heads, width)
+        else:
             slots, entries, queries = self.grid
             q = q.index_select(0, slots).view(-1, queries, heads, width)
         k, v = self.cross[layer].unbind(1)

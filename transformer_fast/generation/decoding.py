@@ -225,8 +225,10 @@ class Decoding:
 
     def select(self, rows: Tensor) -> None:
         """Keep these rows, in this order (a row may be named several times: its continuations)."""
-        for step in (*self._steps, *([self._draft] if self._draft else [])):
+        for step in self._steps:
             step.select(rows)
+        if self._draft is not None:
+            self._draft.select(rows)
 
     def admit(self, request: Request, *, rows: int) -> None:
         """Further sentences join, each with one row behind the others, whose prefix begins with the next token.
