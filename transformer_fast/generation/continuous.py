@@ -117,10 +117,12 @@ class ContinuousBatch(Iterator[tuple[int, list[Hypothesis]]]):
     def _fill(self) -> bool:
         """Let waiting sentences join where enough of them find a place. Returns whether any sentence is in work."""
         widths = [len(sentence.source) for _, sentence in self._joining]
-        longest = max([*widths, *(self._widths[number] for number in self._open.values())], default=0)
+        widths += [self._widths[number] for number in self._open.values()]
+        longest = max(widths, default=0)
         while self._next is not None:
-            count, longest = len(self._joining) + len(self._open), max(longest, len(self._next[1].source))
-            if count and (count + 1) * self._config.beam * longest > self._tokens:
+            sentences = len(self._open) + len(self._joining) + 1
+            longest = max(longest, len(self._next[1].source))
+            if sentences > 1 and sentences * self._config.beam * longest > self._tokens:
                 break
             self._joining.append(self._next)
             self._taken += 1

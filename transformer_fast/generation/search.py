@@ -58,15 +58,20 @@ class SearchState:
 
     def _choose(self, k: int) -> Choice:
         """The k best next tokens of every row, by the rules."""
-        tokens, config = self.tokens, self.config
-        if self.rules.only_suppress(tokens.shape[1]):
-            logits = self.decoding.next_logits(tokens, check=False)
-            choice = choose(logits, min(k, logits.shape[1]), self.rules.suppressed, renormalize=config.renormalize)
+        tokens, shows_nan = self.tokens, self.rules.only_suppress(self.tokens.shape[1])
+        choice = self._choice(self.decoding.next_logits(tokens, check=not shows_nan), tokens, k)
+        if shows_nan:
             refuse_nan(choice.normalizer, tokens)
-            return choice
-        logits = self.decoding.next_logits(tokens)
-        allowed, probable = self.rules.apply(logits, tokens, self.sentences(), self.start)
-        return Choice(*best_tokens(allowed, min(k, logits.shape[1])), log_normalizer(probable))
+        return choice
+
+    def _choice(self, logits: Tensor, tokens: Tensor, k: int) -> Choice:
+        """The k best next tokens behind `tokens`, of their logits (rows, vocabulary). A row with a NaN has it in the
+        normalizer where the rules only suppress tokens; they then ask no more of `tokens` than how many there are."""
+        k, rules = min(k, logits.shape[1]), self.rules
+        if rules.only_suppress(tokens.shape[1]):
+            return choose(logits, k, rules.suppressed, renormalize=self.config.renormalize)
+        allowed, probable = rules.apply(logits, tokens, self.sentences(), self.start)
+        return Choice(*best_tokens(allowed, k), log_normalizer(probable))
 
     def answers(self, sentence: int) -> list[Hypothesis]:
         """The `n_best` hypotheses found for a sentence, the best first."""

@@ -20,7 +20,7 @@ from .decoding import Hypothesis, Request, refuse_nan
 from .rules import Rules
 from .scores import scored_hypothesis
 from .search import SearchState
-from .topk import Choice, best_tokens, choose, log_normalizer
+from .topk import Choice
 
 
 @dataclass
@@ -105,15 +105,11 @@ class SpeculativeSearch(SearchState):
     def _choose_each(self, logits: Tensor, tokens: Tensor) -> Choice:
         """logits (rows, span, vocabulary) behind each of the last tokens -> the most likely next tokens by the rules,
         (rows, span, 1), and the normalizers (rows, span)."""
-        span, width, rules = logits.shape[1], tokens.shape[1], self.rules
-        if rules.only_suppress(width):
-            choice = choose(logits.flatten(0, 1), 1, rules.suppressed, renormalize=self.config.renormalize)
+        span, width = logits.shape[1], tokens.shape[1]
+        if self.rules.only_suppress(width):
+            choice = self._choice(logits.flatten(0, 1), tokens, 1)
             return Choice(*(found.unflatten(0, logits.shape[:2]) for found in choice))
-        each = []
-        for position in range(span):
-            prefixes = tokens[:, : width - span + 1 + position]
-            allowed, probable = rules.apply(logits[:, position], prefixes, self.sentences(), self.start)
-            each.append(Choice(*best_tokens(allowed, 1), log_normalizer(probable)))
+        each = [self._choice(logits[:, i], tokens[:, : width - span + 1 + i], 1) for i in range(span)]
         return Choice(*(torch.stack(parts, dim=1) for parts in zip(*each, strict=True)))
 
     def _set_tokens(self) -> None:
