@@ -183,6 +183,18 @@ def test_nan_counts_only_where_a_token_is_taken(monkeypatch: pytest.MonkeyPatch)
         answers(model, src, lengths, max_length=6, draft_tokens=3)
 
 
+def test_nan_of_a_suppressed_token_is_seen_with_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without drafts, where the probabilities leave that token out."""
+    with_logits(
+        monkeypatch,
+        lambda logits, at: logits.masked_fill((at[:, :, None] == 3) & (torch.arange(VOCAB) == 5), torch.nan),
+    )
+    for rules in ({}, {"no_repeat_ngram": 3}):
+        with pytest.raises(FloatingPointError, match="logits for token 4 are NaN"):
+            options = {"max_length": 6, "suppress": (5,), "renormalize": True, **rules}
+            answers(tiny(1), *batch(3), draft_tokens=3, **options)
+
+
 def test_where_no_token_is_possible_the_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     model, (src, lengths) = tiny(1), batch(3)
     expected = answers(model, src, lengths, max_length=4)

@@ -110,7 +110,8 @@ class SpeculativeSearch(SearchState):
             choice = self._choice(logits.flatten(0, 1), tokens, 1)
             return Choice(*(found.unflatten(0, logits.shape[:2]) for found in choice))
         each = [self._choice(logits[:, i], tokens[:, : width - span + 1 + i], 1) for i in range(span)]
-        return Choice(*(torch.stack(parts, dim=1) for parts in zip(*each, strict=True)))
+        best, token, normalizer = (torch.stack(parts, dim=1) for parts in zip(*each, strict=True))
+        return Choice(best, token, normalizer.masked_fill(logits.isnan().any(dim=2), torch.nan))
 
     def _set_tokens(self) -> None:
         """`tokens` and `start` of the open answers."""
