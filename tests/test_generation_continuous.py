@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from tiny_transformer import EOS, MARKS, VOCAB, tiny
+from torch import Tensor
 
 from transformer_fast import GenerationConfig, generate
 from transformer_fast.generation.continuous import ContinuousBatch, Sentence, obstacle
@@ -79,13 +80,16 @@ def test_the_modules_are_the_oracle_of_the_fused_step(monkeypatch: pytest.Monkey
 
 
 def test_rows_stay_within_the_limit_and_the_stream_is_not_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    read, rows = 0, []
+    read, rows, chosen = 0, [], 0
     given = [Sentence([*one.source * 6][:6]) for one in sentences(30)]
-    forward = GreedySearch.step
+    forward = GreedySearch._next_tokens
 
-    def step(search: GreedySearch) -> None:
-        rows.append(len(search.tokens))
-        forward(search)
+    def next_tokens(search: GreedySearch) -> tuple[Tensor, Tensor, Tensor]:
+        nonlocal chosen
+        found = forward(search)
+        rows.append(len(found[0]))
+        chosen += found[0].numel()
+        return found
 
     def stream() -> Iterator[Sentence]:
         nonlocal read
@@ -93,14 +97,15 @@ def test_rows_stay_within_the_limit_and_the_stream_is_not_read_ahead(monkeypatch
             read += 1
             yield one
 
-    monkeypatch.setattr(GreedySearch, "step", step)
     config = GenerationConfig(max_length=(1.0, 2))
+    expected = sum(len(h[0].tokens) + h[0].finished for h in alone(tiny(), given, config))
+    monkeypatch.setattr(GreedySearch, "_next_tokens", next_tokens)
     answered = 0
     for _ in ContinuousBatch(tiny(), stream(), config=config, tokens=4 * 6, **MARKS):
         answered += 1
         assert read <= answered + 4 + 1  # the first that does not fit is known
     assert answered == read == 30 and max(rows) == rows[0] == 4
-    assert sum(rows) == sum(len(h[0].tokens) + h[0].finished for h in alone(tiny(), given, config))
+    assert chosen == expected
 
 
 def test_a_sentence_too_long_for_the_batch_is_decoded_alone() -> None:

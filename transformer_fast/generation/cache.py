@@ -134,11 +134,15 @@ class DecoderCache:
                 capacity *= 2
             self._grow(len(self._slots), capacity)
 
-    def stepped(self) -> None:
-        """Every row holds one position more."""
-        self.length += 1
+    def room(self) -> int:
+        """For how many further positions of the longest row there is room; at least one after `own_in_cells`."""
+        return 0 if self._states is None else self._states.shape[4] - self.length
+
+    def stepped(self, steps: int = 1) -> None:
+        """Every row holds so many positions more."""
+        self.length += steps
         if self.lengths is not None:
-            self.lengths += 1
+            self.lengths += steps
 
     def positions(self) -> Tensor | None:
         """(slots, span), where the newest ids stand; None for one each, at `length`."""

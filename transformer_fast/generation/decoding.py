@@ -21,6 +21,7 @@ from . import graphs, quantization
 from .config import GenerationConfig
 from .forms import Form, form_of
 from .steps import CachedStep, UncachedStep
+from .topk import Choice
 from .weights import WeightLayout
 
 Lengths = int | Sequence[int] | Tensor | None
@@ -191,6 +192,18 @@ class Decoding:
         if len(each) == 1:
             return each[0]
         return torch.stack([logits.log_softmax(dim=-1) for logits in each]).logsumexp(dim=0) - math.log(len(each))
+
+    def greedy_steps(
+        self, tokens: Tensor, most: int, eos: int, suppressed: Sequence[int], *, renormalize: bool
+    ) -> Choice | None:
+        """Several calls of `next_logits` in one, behind prefixes (rows, t), each row going on with its most likely
+        token: what `topk.choose` gives of each, (rows, steps). There are at most so many, and none behind one in which
+        a row ends: chooses `eos`, has nothing to choose, or has a NaN in its normalizer. None, and nothing done, where
+        steps cannot be taken in one call."""
+        step = self._steps[0]
+        if len(self._steps) > 1 or not isinstance(step, CachedStep):
+            return None
+        return step.greedy_steps(tokens, most, eos, suppressed, renormalize=renormalize)
 
     def span_logits(self, ids: Tensor, held: Tensor) -> Tensor:
         """With `draft_tokens`: ids (rows, span) behind so many positions, held (rows,) -> fp32 logits of what follows

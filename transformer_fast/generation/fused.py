@@ -1,4 +1,5 @@
-"""The cached step with all layers in one call of the C++ extension, `csrc/ops/decoder_step.cpp`.
+"""The cached step with all layers in one call of the C++ extension, `csrc/ops/decoder_step.cpp`; of greedy decoding
+several steps in one.
 
 Some hundred calls of small ops a step are a fifth of it on one thread of a CPU, and more on two, since nothing runs
 beside them. Taken only where it is sure to compute what the modules would; they are its oracle.
@@ -6,16 +7,18 @@ beside them. Taken only where it is sure to compute what the modules would; they
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .. import backends, extension
-from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm, RMSNorm
+from ..layers import DecoderLayer, Embedder, LayerNorm, MultiHeadAttention, Norm, PositionalEncoder, RMSNorm
 from ..layers.hooks import is_plain
 from ..models import Decoder
 from .cache import DecoderCache
+from .topk import Choice
 from .weights import StepFeedForward, StepLinear
 
 _KINDS: dict[type[nn.Module], str] = {Norm: "std", LayerNorm: "layer", RMSNorm: "rms"}
@@ -30,17 +33,56 @@ class _Layer(NamedTuple):
     options: tuple[bool, str, float, str]  # norm_first, kind of the norms, eps, activation
 
 
+class _Ends(NamedTuple):
+    """What stands before the first layer, in the order of greedy_steps in decoder_step.cpp, and behind the last."""
+
+    embedding: Tensor
+    positions: PositionalEncoder
+    scale: float
+    norm: tuple[Tensor | None, Tensor | None]
+    out: StepLinear
+
+
 class FusedStep:
     """Steps of a prepacked decoder with its cache; from `fused_step`."""
 
-    def __init__(self, decoder: Decoder, cache: DecoderCache, layers: list[_Layer]) -> None:
-        self._decoder, self._cache, self._layers = decoder, cache, layers
+    def __init__(self, decoder: Decoder, cache: DecoderCache, layers: list[_Layer], ends: _Ends | None) -> None:
+        self._decoder, self._cache, self._layers, self._ends = decoder, cache, layers, ends
         self._operands_by_rows: dict[int, list[Tensor] | None] = {}
 
     def __call__(self, tokens: Tensor) -> Tensor | None:
         """(rows,) newest ids in the order of the cache -> (rows, d_model) what the last norm gives; the cache has their
         keys and values then. None, and nothing done, where this step needs the modules."""
-        rows, cache = tokens.shape[0], self._cache
+        state = self._state(tokens.shape[0])
+        if state is None:
+            return None
+        offset, length = self._cache.position(tokens.shape[0])
+        x = self._decoder.embed.with_positions(tokens[:, None], self._decoder.pe, offset, length=length).squeeze(1)
+        return self._decoder.norm(torch.ops.transformer_fast.decoder_step(x, *state))
+
+    def greedy(
+        self, tokens: Tensor, most: int, eos: int, suppressed: Sequence[int], *, renormalize: bool
+    ) -> Choice | None:
+        """Up to so many steps in one call, (rows,) newest ids -> what each step chose, as `choose` gives it, (rows,
+        steps); the last is the first in which a row ended: chose `eos`, had nothing to choose, or shows a NaN. The
+        cache has the keys and values of all steps then. None as above."""
+        ends, cache = self._ends, self._cache
+        weight = None if ends is None else ends.out.operand(tokens.shape[0])
+        state = None if weight is None else self._state(tokens.shape[0])
+        if ends is None or state is None:
+            return None
+        most = min(most, cache.room())
+        table = ends.positions.table(cache.length + most)
+        before = ends.embedding, table, ends.scale
+        behind = *ends.norm, weight, ends.out.bias, ends.out.outputs
+        wanted = most, eos, list(suppressed), renormalize
+        found = torch.ops.transformer_fast.greedy_steps(tokens, *wanted, *before, *behind, *state)
+        return Choice(found[1], found[0], found[2])
+
+    def _state(self, rows: int) -> tuple[Any, ...] | None:
+        """What decoder_step takes besides the rows, which have room in the cache then; None where the modules are
+        needed."""
+        cache = self._cache
         general_mask = cache.source_mask is not None and cache.source_lengths is None
         if general_mask or torch.is_autocast_enabled("cpu"):
             return None
@@ -50,12 +92,9 @@ class FusedStep:
         if operands is None:
             return None
         slots, entries, _ = cache.grid or (None, None, 0)
-        offset, length = cache.position(rows)
-        x = self._decoder.embed.with_positions(tokens[:, None], self._decoder.pe, offset, length=length).squeeze(1)
         own, cells = cache.own_in_cells(rows)
         state = own, cache.cross, cache.length, cache.keys(), cells, cache.source_lengths, slots, entries
-        options = self._layers[0].options
-        return self._decoder.norm(torch.ops.transformer_fast.decoder_step(x, operands, *state, *options))
+        return operands, *state, *self._layers[0].options
 
     def _operands(self, rows: int) -> list[Tensor] | None:
         """The tensors of all layers, as so many rows are multiplied with them; None where modules must do that."""
@@ -70,8 +109,9 @@ class FusedStep:
         return operands
 
 
-def fused_step(decoder: nn.Module, cache: DecoderCache) -> FusedStep | None:
-    """The fused steps of a prepacked decoder, or None where its modules must be called."""
+def fused_step(decoder: nn.Module, out: nn.Module, cache: DecoderCache) -> FusedStep | None:
+    """The fused steps of a prepacked decoder and what makes logits of its rows, or None where its modules must be
+    called."""
     device, dtype = cache.cross.device, cache.cross.dtype
     if device.type != "cpu" or dtype != torch.float32 or cache.record or not is_plain(decoder, Decoder):
         return None
@@ -80,7 +120,7 @@ def fused_step(decoder: nn.Module, cache: DecoderCache) -> FusedStep | None:
     layers = [_layer(layer, known.own.project) for layer, known in zip(decoder.layers, cache.layers, strict=True)]
     if None in layers or len({layer.options for layer in layers}) != 1:
         return None
-    return FusedStep(decoder, cache, layers)
+    return FusedStep(decoder, cache, layers, _ends(decoder, out, layers))
 
 
 def _layer(layer: nn.Module, project: object) -> _Layer | None:
@@ -98,9 +138,34 @@ def _layer(layer: nn.Module, project: object) -> _Layer | None:
     tensors = [t for norm in norms for t in _parameters(norm)]
     if any(t is None or t.dtype != torch.float32 for t in (*tensors, *(linear.bias for linear in linears))):
         return None
-    kind, eps = _KINDS[type(layer.norm_1)], layer.norm_1.eps
-    eps = torch.finfo(torch.float32).eps if eps is None else eps  # as nn.RMSNorm has it
-    return _Layer(tensors, linears, (layer.norm_first, kind, eps, layer.ff.activation))
+    kind = _KINDS[type(layer.norm_1)]
+    return _Layer(tensors, linears, (layer.norm_first, kind, _eps(layer.norm_1), layer.ff.activation))
+
+
+def _ends(decoder: Decoder, out: nn.Module, layers: list[_Layer]) -> _Ends | None:
+    """The embedding, the last norm and `out`; None if one of them is no plain module in fp32, or the norm another one
+    than the layers'."""
+    embed, positions, norm = decoder.embed, decoder.pe, decoder.norm
+    if (
+        not is_plain(embed, Embedder)
+        or not is_plain(embed.lut, nn.Embedding)
+        or not is_plain(positions, PositionalEncoder)
+    ):
+        return None
+    if not isinstance(out, StepLinear) or embed.lut.weight.dtype != torch.float32:
+        return None
+    tensors: tuple[Tensor | None, Tensor | None] = (None, None)
+    if not is_plain(norm, nn.Identity):
+        if not is_plain(norm, *_KINDS) or (_KINDS[type(norm)], _eps(norm)) != layers[0].options[1:3]:
+            return None
+        tensors = _parameters(norm)
+        if any(t is None or t.dtype != torch.float32 for t in tensors):
+            return None
+    return _Ends(embed.lut.weight, positions, embed.scale, tensors, out)
+
+
+def _eps(norm: Norm | LayerNorm | RMSNorm) -> float:
+    return torch.finfo(torch.float32).eps if norm.eps is None else norm.eps  # as nn.RMSNorm has it
 
 
 def _parameters(norm: Norm | LayerNorm | RMSNorm) -> tuple[Tensor | None, Tensor | None]:

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from .config import GenerationConfig
-from .decoding import Hypothesis, Lengths, Request, check_request, evaluating
+from .decoding import Hypothesis, Lengths, Request, check_request, evaluating, refuse_nan
 from .rules import Rules
 from .sampling import Sampler
 from .scores import scored_hypothesis
 from .search import SearchState, renumber
-from .topk import log_normalizer
+from .topk import Choice, log_normalizer
+
+MOST_STEPS = 64
+"""In one call, during which nobody can interrupt it."""
 
 
 def greedy(
@@ -91,14 +94,16 @@ class GreedySearch(SearchState):
         return sorted(self.found[sentence], key=lambda hypothesis: -hypothesis.score)
 
     def step(self) -> None:
-        tokens, sentence = self.tokens, self._sentence
+        sentence = self._sentence
         token, log_prob, stuck = self._next_tokens()
         if self._scored:
-            self.log_prob += torch.where(stuck, 0.0, log_prob.double())
+            for each in log_prob[:, :-1].unbind(1):
+                self.log_prob += each
+            self.log_prob += torch.where(stuck, 0.0, log_prob[:, -1].double())
         if self._attention is not None:
             self._attention = torch.cat([self._attention, self.decoding.attention[:, None]], dim=1)
-        self.tokens = torch.cat([tokens, token[:, None]], dim=1)
-        ended = stuck | (token == self.request.eos)
+        self.tokens = torch.cat([self.tokens, token], dim=1)
+        ended = stuck | (token[:, -1] == self.request.eos)
         closed = ended | (self.tokens.shape[1] - self.start[sentence] > self.limits[sentence])
         if bool(closed.any()):
             self._close(closed.nonzero().squeeze(1), ended, stuck)
@@ -109,16 +114,30 @@ class GreedySearch(SearchState):
             self.decoding.select(rows)
 
     def _next_tokens(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows,) each: the next tokens, their log-probabilities, and whether a row is stuck. Where every token is
+        """The tokens of the next step, or of several of which the last is the first that may end a row, and their
+        log-probabilities, (rows, steps) each; and whether a row is stuck in the last, (rows,). Where every token is
         impossible (all logits -inf) the answer ends without that last token."""
         if self._draw is None:
-            best, token, normalizer = self._choose(1)
-            return token.squeeze(1), best.squeeze(1) - normalizer, best.squeeze(1) == -torch.inf
+            choice = self._choose_several()
+            best, token, normalizer = self._choose(1) if choice is None else choice
+            return token, best - normalizer.view_as(best), best[:, -1] == -torch.inf
         tokens = self.tokens
         allowed, logits = self.rules.apply(self.decoding.next_logits(tokens), tokens, self._sentence, self.start)
         token = self._draw(allowed, self._row)
         log_prob = logits.gather(1, token[:, None]).squeeze(1) - log_normalizer(logits)
-        return token, log_prob, allowed.amax(dim=1) == -torch.inf
+        return token[:, None], log_prob[:, None], allowed.amax(dim=1) == -torch.inf
+
+    def _choose_several(self) -> Choice | None:
+        """What `_choose` finds, of as many steps as can be taken at once, (rows, steps) each; None if none can."""
+        width, config = self.tokens.shape[1], self.config
+        if self._attention is not None or not (most := self.rules.plain_steps(width, MOST_STEPS)):
+            return None
+        left = int((self.start + self.limits)[self._sentence].min()) + 1 - width
+        ends = self.request.eos, self.rules.suppressed
+        found = self.decoding.greedy_steps(self.tokens, min(left, most), *ends, renormalize=config.renormalize)
+        if found is not None:
+            refuse_nan(found.normalizer[:, -1], torch.cat([self.tokens, found.token[:, :-1]], dim=1))
+        return found
 
     def _close(self, leaving: Tensor, ended: Tensor, stuck: Tensor) -> None:
         """Record the answers of the rows that leave; ended, stuck (rows,): with EOS or without a last token."""

@@ -64,6 +64,12 @@ class Rules:
         bounds = ends or self._forced is not None or self._most > 1
         return not (bounds or self._config.no_repeat_ngram > 0 or self._config.repetition_penalty != 1.0)
 
+    def plain_steps(self, length: int, most: int) -> int:
+        """For how many lengths from this one on, at most so many, the rules `only_suppress`."""
+        if not self.only_suppress(length):
+            return 0
+        return min(most, self._first_limit - length) if self._config.force_eos else most
+
     def apply(self, logits: Tensor, tokens: Tensor, sentence: Tensor, start: Tensor) -> tuple[Tensor, Tensor]:
         """(rows, vocabulary) logits of the prefixes `tokens` (rows, t), each of a `sentence` (rows,), whose BOS stands
         at the column start[sentence] -> logits that are -inf where a token may not follow; and those whose softmax is

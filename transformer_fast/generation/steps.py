@@ -7,6 +7,7 @@ layers are one call where that computes the same (`fused.py`), and on a GPU CUDA
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from .forms import Form
 from .fused import fused_step
 from .graphs import StaticCache, StepGraphs, row_class
 from .span_cache import SpanCache
+from .topk import Choice
 from .weights import WeightLayout, prepack
 
 
@@ -59,7 +61,7 @@ class CachedStep:
         else:
             kind, most = (SpanCache, memory.shape[0]) if spans else (DecoderCache, rows)
             self._cache = kind(self._decoder, memory, mask, rows=most, record=config.reads_attention)
-            self._fused = fused_step(self._decoder, self._cache)
+            self._fused = fused_step(self._decoder, self._out, self._cache)
 
     def next_logits(self, tokens: Tensor) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary)."""
@@ -67,6 +69,19 @@ class CachedStep:
         logits = self._step(newest) if self._graphs is None else self._graphs(self._step, newest)
         self._cache.stepped()
         return logits
+
+    def greedy_steps(
+        self, tokens: Tensor, most: int, eos: int, suppressed: Sequence[int], *, renormalize: bool
+    ) -> Choice | None:
+        """As `Decoding.greedy_steps`."""
+        if self._fused is None:
+            return None
+        newest = self._cache.enter(tokens[:, -1])
+        found = self._fused.greedy(newest, most, eos, suppressed, renormalize=renormalize)
+        if found is None:
+            return None
+        self._cache.stepped(found.token.shape[1])
+        return Choice(*map(self._cache.leave, found))
 
     @property
     def attention(self) -> Tensor:

@@ -60,13 +60,16 @@ class StepLinear(nn.Module):
         rows: how many there will be at most; 0 for a single call, which a copy repays only if it is kept.
         layout: whether a copy is kept for the next `StepLinear` of these layers.
         relu: of the outputs.
+
+    Attributes:
+        outputs: how many there are.
     """
 
     linears: list[nn.Linear]
     layout: WeightLayout
     _weights: list[Tensor]
     _relu: bool
-    _outputs: int
+    outputs: int
     _concatenated: Tensor | None
     _packed: Tensor | None
     _blocked: Tensor | None
@@ -86,7 +89,7 @@ class StepLinear(nn.Module):
             layout=layout,
             _weights=weights,
             _relu=relu,
-            _outputs=sum(weight.shape[0] for weight in weights),
+            outputs=sum(weight.shape[0] for weight in weights),
             _concatenated=None,
             _packed=None,
             _blocked=None,
@@ -103,7 +106,7 @@ class StepLinear(nn.Module):
         if weight.is_mkldnn:
             activation = "relu" if self._relu else "none"
             return torch.ops.mkldnn._linear_pointwise(x, weight, self.bias, activation, [], "")
-        return torch.ops.transformer_fast.step_linear(x, weight, self.bias, self._outputs, self._relu)
+        return torch.ops.transformer_fast.step_linear(x, weight, self.bias, self.outputs, self._relu)
 
     def operand(self, rows: int) -> Tensor | None:
         """The weight in the layout in which that many rows are multiplied: a dense one for `step_linear`, an mkldnn one
@@ -146,7 +149,7 @@ class QuantizedLinear(StepLinear):
     def forward(self, x: Tensor) -> Tensor:
         """x (..., in) -> (..., out)."""
         weight = self.operand(x.numel() // x.shape[-1])
-        return torch.ops.transformer_fast.quantized_linear(x, weight, self.bias, self._outputs, self._relu)
+        return torch.ops.transformer_fast.quantized_linear(x, weight, self.bias, self.outputs, self._relu)
 
     def operand(self, rows: int) -> Tensor:
         """The weights for `quantized_linear`."""

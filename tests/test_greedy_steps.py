@@ -1,0 +1,160 @@
+"""Several greedy steps in one call against one after the other: the same tokens and bits; and when there is no such
+call."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from helpers import poisoned_memory
+from test_generation_fused import BOS, EOS, FORMS, VOCAB, tiny
+from torch import nn
+
+import transformer_fast as tfast
+from transformer_fast import GenerationConfig, generate
+from transformer_fast.generation.continuous import ContinuousBatch, Sentence
+from transformer_fast.generation.fused import FusedStep
+from transformer_fast.layers import Embedder
+
+greedy = importlib.import_module("transformer_fast.generation.greedy")  # the package has a function of that name
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many steps each call of the op took."""
+    steps: list[int] = []
+    taken = FusedStep.greedy
+
+    def counted(*args: object, **options: object) -> object:
+        found = taken(*args, **options)
+        if found is not None:
+            steps.append(found.token.shape[1])
+        return found
+
+    monkeypatch.setattr(FusedStep, "greedy", counted)
+    return steps
+
+
+def decoded(model: nn.Module, sentences: int = 7, **options: object) -> list[tuple]:
+    """Answers for sources of many lengths, with their exact scores."""
+    generator = torch.Generator().manual_seed(1)
+    src = torch.randint(2, VOCAB, (sentences, 9), generator=generator)
+    lengths = torch.randint(1, 10, (sentences,), generator=generator)
+    config = GenerationConfig(**{"max_length": (3.0, 1), **options})
+    with poisoned_memory():
+        found = generate(model, src, src_lengths=lengths, bos=BOS, eos=EOS, config=config)
+    return [(one.tokens, one.log_prob, one.score, one.finished) for [one] in found]
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch, run: Callable[[], list]) -> list:
+    with monkeypatch.context() as patch:
+        patch.setattr(greedy, "MOST_STEPS", 0)
+        return run()
+
+
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_bits_are_those_of_step_by_step(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch, form: dict, quantize: str | None
+) -> None:
+    model = tiny(**form)
+    found = decoded(model, quantize=quantize)
+    assert max(calls) > 1 and sum(calls) == max(len(tokens) + finished for tokens, *_, finished in found)
+    expected = one_by_one(monkeypatch, lambda: decoded(model, quantize=quantize))
+    assert found == expected and len({len(tokens) for tokens, *_ in found}) > 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"suppress": (3, 7), "renormalize": True},
+        {"force_eos": True},
+        {"min_length": 4},
+        {"no_repeat_ngram": 2},
+        {"max_length": 200},  # past two blocks of the cache
+        {"length_norm": "power", "keep_weights": True},
+    ],
+    ids=str,
+)
+def test_options(calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
+    model = tiny().requires_grad_(False)
+    model.out.bias.data[EOS] = -0.5
+    found = decoded(model, **options)
+    assert found == one_by_one(monkeypatch, lambda: decoded(model, **options))
+    rules = "min_length" in options or "no_repeat_ngram" in options
+    assert not calls if rules else max(calls) > 1
+
+
+def test_sentences_that_join(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows at positions of their own."""
+    model, generator = tiny(), torch.Generator().manual_seed(2)
+    sources = [torch.randint(2, VOCAB, (1 + i % 8,), generator=generator).tolist() for i in range(25)]
+    config = GenerationConfig(max_length=(2.0, 3))
+
+    def run() -> list:
+        batch = ContinuousBatch(model, map(Sentence, sources), bos=BOS, eos=EOS, config=config, tokens=5 * 8)
+        return sorted((number, one.tokens, one.log_prob) for number, [one] in batch)
+
+    found = run()
+    assert found == one_by_one(monkeypatch, run) and max(calls) > 1 and len(calls) > 5
+
+
+def test_a_nan_names_its_token() -> None:
+    """What enters at position 3 is NaN, and so are the logits of the fourth token."""
+    model = tiny()
+    model.out.bias.data[EOS] = -100
+    model.decoder.pe.pe[0, 3] = math.nan
+    with pytest.raises(FloatingPointError, match="logits for token 4 are NaN"):
+        decoded(model, max_length=9)
+
+
+def test_an_answer_without_a_possible_token_ends(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    model.out.bias.data[EOS] = -math.inf
+    suppress = tuple(token for token in range(VOCAB) if token != EOS)
+    found = decoded(model, suppress=suppress)
+    assert calls == [1] and found == one_by_one(monkeypatch, lambda: decoded(model, suppress=suppress))
+    assert found[0] == ([], 0.0, 0.0, False)
+
+
+class OwnEmbedder(Embedder):
+    """The same by another class."""
+
+
+def other_embedder(model: tfast.Transformer) -> None:
+    model.decoder.embed.__class__ = OwnEmbedder
+
+
+def other_norm(model: tfast.Transformer) -> None:
+    model.decoder.norm.eps = 0.1
+
+
+def hooked(model: tfast.Transformer) -> None:
+    model.decoder.pe.register_forward_hook(lambda *_: None)
+
+
+def other_out(model: tfast.Transformer) -> None:
+    model.out.forward = model.out.forward
+
+
+@pytest.mark.parametrize("change", [other_embedder, other_norm, hooked, other_out])
+def test_modules_that_must_be_called(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch, change: Callable[[tfast.Transformer], None]
+) -> None:
+    model = tiny()
+    change(model)
+    found = decoded(model)
+    assert not calls and found == one_by_one(monkeypatch, lambda: decoded(model))
+
+
+def test_ensembles_and_alignments_take_single_steps(calls: list[int]) -> None:
+    src = torch.randint(2, VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
+    for models, config in (
+        ([tiny(), tiny(norm="rms")], GenerationConfig()),
+        ([tiny()], GenerationConfig(alignments=True)),
+    ):
+        assert len(generate(models, src, bos=BOS, eos=EOS, config=config)) == 2
+    assert not calls
