@@ -1,11 +1,14 @@
-"""A whole text translated: with a batch that is kept full, batch after batch, and by CTranslate2's translate_file.
+"""A whole text translated: batch after batch, by several processes, with a batch that is kept full, and by
+CTranslate2's translate_file.
 
     python benchmarks/compare_translate.py --model runs/en-de --source val.en --target val.de --out results
 
 The lines of SOURCE are repeated to LINES. All sides have the weights of the run and one search: greedy, or beam 5 with
 the slots and length penalty of CTranslate2 (docs/checkpoints.md). Ours begins and ends with text: splitting into pieces
 and joining them is in its time. CTranslate2 reads and writes a file of pieces, and neither is in its. It is timed with
-each of PEER_TOKENS as the size of its batches, and the fastest of them counts; ours has its default.
+each of PEER_TOKENS as the size of its batches, for one batch with all threads and for as many batches as threads with
+one each, and the fastest of them counts; ours has its default. Workers are as many as threads, and the time that it
+takes to start them is in theirs.
 
 Each side is in a process of its own (apart.py), and they take turns, ROUNDS times; the fastest round of each counts.
 Answers are compared by BLEU, and by the share of lines that are as ours.
@@ -24,7 +27,6 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from apart import Apart, from_thread_that_ends
@@ -32,7 +34,7 @@ from apart import Apart, from_thread_that_ends
 import transformer_fast
 from transformer_fast import GenerationConfig, extension
 from transformer_fast.checkpoints import export_ctranslate2
-from transformer_fast.translation import Trained, load_trained, read_lines, translator
+from transformer_fast.translation import Trained, load_trained, read_lines
 from transformer_fast.translation.evaluate import corpus_bleu
 from transformer_fast.translation.translator import Translator
 
@@ -60,26 +62,25 @@ class Result:
     same: float
 
 
-def ours(run_folder: str, lines: list[str], config: GenerationConfig, full: bool) -> Side:
-    """The lines by the translator; or, not `full`, batch after batch, each decoded to its end."""
+def ours(run_folder: str, lines: list[str], config: GenerationConfig, full: bool, workers: int) -> Side:
+    """The lines by the translator: batch after batch, or with a batch that is kept full; by so many processes."""
     trained = load_trained(run_folder)
+    trained.model.requires_grad_(False)
 
     def run() -> list[str]:
-        say = Translator(trained.model, trained.tokenizer, config=config)
-        if full:
-            return list(say.translate(lines))
-        with mock.patch.object(translator, "obstacle", lambda *_: "batch after batch, for comparison"):
-            return list(say.translate(lines))
+        say = Translator(trained.model, trained.tokenizer, config=config, keep_full=full)
+        return list(say.translate(lines, workers=workers))
 
     return run
 
 
-def peer(folder: Path, config: GenerationConfig, precision: str, tokens: int, threads: int) -> Side:
-    """The lines that :func:`write_pieces` wrote, by CTranslate2 from the folder that `export` wrote."""
+def peer(folder: Path, config: GenerationConfig, precision: str, tokens: int, threads: int, batches: int) -> Side:
+    """The lines that :func:`write_pieces` wrote, by CTranslate2 from the folder that `export` wrote: so many batches at
+    a time, with so many threads each."""
     import ctranslate2
 
     compute_type = {"fp32": "float32", "int8": "int8_float32"}[precision]
-    options: dict[str, Any] = {"compute_type": compute_type, "intra_threads": threads, "inter_threads": 1}
+    options: dict[str, Any] = {"compute_type": compute_type, "intra_threads": threads, "inter_threads": batches}
     library = from_thread_that_ends(lambda: ctranslate2.Translator(str(folder), **options))
     source, target = folder / "source", folder / "target"
 
@@ -112,14 +113,16 @@ def compare(
     """Every side of one search in one precision, each answer against the translations of the first lines."""
     quantize = None if precision == "fp32" else precision
     tokenizer, threads = load_trained(run_folder).tokenizer, torch.get_num_threads()
-    more = {"quantize": quantize, "suppress": tokenizer.never, "max_length": MOST_TOKENS}
+    more = {"quantize": quantize, "suppress": tokenizer.never, "max_length": MOST_TOKENS, "keep_weights": True}
     config = dataclasses.replace(SEARCHES[search], **more)
     sides = {
-        "ours": Apart(ours, run_folder, lines, config, True),
-        "ours, batch after batch": Apart(ours, run_folder, lines, config, False),
+        "ours": Apart(ours, run_folder, lines, config, False, 1),
+        f"ours, {threads} workers": Apart(ours, run_folder, lines, config, False, threads),
+        "ours, kept full": Apart(ours, run_folder, lines, config, True, 1),
     }
-    for tokens in PEER_TOKENS:
-        sides[f"CTranslate2, {tokens} tokens"] = Apart(peer, folder, config, precision, tokens, threads, threads=1)
+    for batches, tokens in itertools.product(dict.fromkeys((1, threads)), PEER_TOKENS):
+        given = folder, config, precision, tokens, threads // batches, batches
+        sides[f"CTranslate2, {batches} x {tokens} tokens"] = Apart(peer, *given, threads=1)
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     said: dict[str, list[str]] = {}
     for name, run in itertools.chain.from_iterable([sides.items()] * rounds):

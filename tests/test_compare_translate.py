@@ -31,13 +31,15 @@ def test_all_sides_translate_alike(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(compare_translate, "PEER_TOKENS", (64,))
     monkeypatch.setattr(compare_translate, "MOST_TOKENS", 12)
     given = {"--model": tmp_path / "run", "--source": paths["test_source"], "--target": paths["test_target"]}
-    given |= {"--lines": 45, "--rounds": 2, "--out": tmp_path}
+    given |= {"--lines": 45, "--rounds": 2, "--threads": 2, "--out": tmp_path}
     compare_translate.main([str(part) for option in given.items() for part in option])
     record = json.loads((tmp_path / "compare_translate.json").read_text())
     results = {(found["search"], found["precision"], found["side"]): found for found in record["results"]}
-    assert len(results) == 2 * 2 * 3 and record["lines"] == 45
+    assert len(results) == 2 * 2 * 5 and record["lines"] == 45
     assert all(len(found["seconds"]) == 2 and min(found["seconds"]) > 0 for found in results.values())
     for search in ("greedy", "beam 5"):
-        assert results[search, "fp32", "ours, batch after batch"]["same"] == 1.0
-        assert results[search, "fp32", "CTranslate2, 64 tokens"]["same"] >= 0.9  # ties by rounding aside
+        assert results[search, "fp32", "ours, kept full"]["same"] == 1.0
+        assert results[search, "fp32", "ours, 2 workers"]["same"] == 1.0
+        assert results[search, "fp32", "CTranslate2, 1 x 64 tokens"]["same"] >= 0.9  # ties by rounding aside
+        assert results[search, "fp32", "CTranslate2, 2 x 64 tokens"]["same"] >= 0.9
     assert "| greedy | fp32 | ours | " in capsys.readouterr().out

@@ -37,6 +37,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--batch-tokens", type=int, metavar="N", default=8192, help="source tokens x beam in a batch, at most"
     )
+    command.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        default=1,
+        help="processes that translate, each with its share of the processors and a copy of the model (default: 1)",
+    )
     number = {"type": int, "metavar": "N", "default": argparse.SUPPRESS}
     real = {"type": float, "metavar": "X", "default": argparse.SUPPRESS}
     flag = {"action": "store_true", "default": argparse.SUPPRESS}
@@ -127,7 +134,9 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
             failed = True
             bar.write(f"{name}, line {number}: {reason}; its translation is left empty", sys.stderr)
 
-        answers = translator.translations(_lines(source), chunk_lines=1 if typed else CHUNK_LINES, on_error=report)
+        # Workers read ahead, and someone typing has not yet written what they would read.
+        chunk_lines, workers = (1, 1) if typed else (CHUNK_LINES, args.workers)
+        answers = translator.translations(_lines(source), chunk_lines=chunk_lines, workers=workers, on_error=report)
         for number, found in enumerate(answers, start=1):
             for translation in found:
                 target.write(_columns(args, number, translation).encode("utf-8") + b"\n")

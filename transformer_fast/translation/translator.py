@@ -16,9 +16,12 @@ from ..generation.decoding import pad_sources
 from .errors import ConfigError
 from .pair_tokenizer import PairTokenizer
 from .tokenizer import Tokenizer
+from .worker_pool import translate_chunks
 
 CHUNK_LINES = 2_000
 CHUNK_CHARACTERS = 1_000_000
+WORKER_LINES = 250
+"""Fewer at a time do not fill batches."""
 SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+")
 SPACE = re.compile(r"\s+")
 WORD_START = "\u2581"
@@ -55,8 +58,10 @@ class Translator:
         beam: hypotheses a sentence keeps; 1 is greedy decoding.
         length_penalty: alpha of `beam_search`.
         config: all options of `generate`, in the place of the two above; `trained.generation` are those of the run.
-        batch_tokens: most padded source tokens of a batch, times beam (or n_best, where answers are drawn). A batch is
-            kept full while there are lines, see `ContinuousBatch`, unless there is an `obstacle` for these options.
+        batch_tokens: most padded source tokens of a batch, times beam (or n_best, where answers are drawn).
+        keep_full: whether waiting lines take the places of finished ones, see `ContinuousBatch`. None: on a GPU, where
+            there is no `obstacle` for these options. A CPU is faster batch after batch: sorted lines end nearly
+            together, and a row takes as long in a full batch as in half of one.
         longest: source tokens the model can be trusted with; a longer line is translated in pieces.
 
     Raises:
@@ -72,6 +77,7 @@ class Translator:
         length_penalty: float = 0.6,
         config: GenerationConfig | None = None,
         batch_tokens: int = 8192,
+        keep_full: bool | None = None,
         longest: int = 256,
     ) -> None:
         for name, value, least in (("batch_tokens", batch_tokens, 1), ("longest", longest, 2)):
@@ -82,13 +88,18 @@ class Translator:
         self.config = config or GenerationConfig(beam=beam, length_penalty=length_penalty, suppress=tokenizer.never)
         self.batch_tokens, self.longest = batch_tokens, longest
         self.device = next(self.models[0].parameters()).device
+        reason = obstacle(self.models, self.config)
+        if keep_full and reason:
+            raise ConfigError(f"keep_full=True cannot be: {reason}")
+        self.keep_full = (reason is None and self.device.type != "cpu") if keep_full is None else keep_full
 
-    def translate(self, lines: Iterable[str], *, chunk_lines: int = CHUNK_LINES) -> Iterator[str]:
+    def translate(self, lines: Iterable[str], *, chunk_lines: int = CHUNK_LINES, workers: int = 1) -> Iterator[str]:
         """One translation for every line, in order; a blank line gives an empty one.
 
         Lines are read `chunk_lines` at a time (fewer if they are long), so memory does not grow with the text.
+        workers: processes that translate, as in `translations`.
         """
-        for found in self.translations(lines, chunk_lines=chunk_lines):
+        for found in self.translations(lines, chunk_lines=chunk_lines, workers=workers):
             yield found[0].text
 
     def translations(
@@ -96,17 +107,28 @@ class Translator:
         lines: Iterable[str | Exception],
         *,
         chunk_lines: int = CHUNK_LINES,
+        workers: int = 1,
         on_error: Callable[[int, str], None] | None = None,
     ) -> Iterator[list[Translation]]:
         """The best translations of every line, best first, in the order of the lines; at least one, perhaps empty.
 
         lines: an exception stands for a line that could not be read.
+        workers: processes that translate, each with its share of the threads, of `chunk_lines`, and with a copy of the
+            models; more than one is for a CPU, and for a script that runs below `if __name__ == "__main__"`.
         on_error: called with number (from 1) and reason for a line that could not be read or translated, which then
             gets an empty translation; without it the first such line raises.
 
         Raises:
-            ValueError, FloatingPointError, torch.OutOfMemoryError: without `on_error`, for such a line.
+            ValueError, FloatingPointError, torch.OutOfMemoryError: without `on_error`, for such a line; with several
+                workers always ValueError.
+            ConfigError: for a number of workers that cannot be. ChildProcessError: when a worker was killed.
         """
+        if workers < 1:
+            raise ConfigError(f"workers is {workers}; expected a whole number >= 1")
+        if workers > 1:
+            chunks = _chunks(lines, max(chunk_lines // (2 * workers), min(chunk_lines, WORKER_LINES)))
+            yield from translate_chunks(self, chunks, workers=workers, on_error=on_error)
+            return
         first = 1
         for chunk in _chunks(lines, chunk_lines):
             yield from self._translate_chunk(chunk, first, on_error)
@@ -129,7 +151,7 @@ class Translator:
         found: list[list[Translation]] = [[] for _ in pieces]
         # Longest first: a batch that does not fit into memory shows at once, not after an hour.
         order = sorted(range(len(pieces)), key=lambda i: -len(sources[i]))
-        decode = self._decode_batches if obstacle(self.models, self.config) else self._decode_continuously
+        decode = self._decode_continuously if self.keep_full else self._decode_batches
         for index, answer in decode(order, sources, keep_errors=on_error is not None):
             if isinstance(answer, Exception):
                 reasons.setdefault(pieces[index][0], str(answer))
