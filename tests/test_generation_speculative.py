@@ -72,11 +72,33 @@ def test_whatever_is_drafted(monkeypatch: pytest.MonkeyPatch, right: float) -> N
         return torch.where(kept, logits, -logits)
 
     monkeypatch.setattr(Decoding, "draft_logits", drafted)
+    monkeypatch.setattr(Decoding, "draft_steps", lambda *_: None)
     model, (src, lengths) = tiny(2), batch(8)
     expected = answers(model, src, lengths)
     assert_same(answers(model, src, lengths, draft_tokens=3), expected)
     if right == 0:
         assert len(spans) == max(len(h.tokens) + h.finished for h in expected)
+
+
+@pytest.mark.parametrize("sentences", [1, 6])
+def test_drafts_are_the_same_one_by_one(monkeypatch: pytest.MonkeyPatch, sentences: int) -> None:
+    model, (src, lengths) = tiny(2), batch(sentences)
+    drafted, steps_of = [], Decoding.draft_steps
+
+    def several(self: Decoding, *given: object) -> Tensor | None:
+        found = steps_of(self, *given)
+        drafted.append(found.shape[1])
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Decoding, "draft_steps", several)
+        checks = count_checks(patch)
+        found = answers(model, src, lengths, draft_tokens=5, suppress=(4,))
+    assert max(drafted) > 3
+    monkeypatch.setattr(Decoding, "draft_steps", lambda *_: None)
+    single = count_checks(monkeypatch)
+    assert_same(answers(model, src, lengths, draft_tokens=5, suppress=(4,)), found)
+    assert single == checks
 
 
 def test_prefixes() -> None:
@@ -174,6 +196,7 @@ def test_nan_counts_only_where_a_token_is_taken(monkeypatch: pytest.MonkeyPatch)
     expected = answers(model, src, lengths, max_length=6)
     with monkeypatch.context() as patch:
         patch.setattr(Decoding, "draft_logits", lambda self, ids, held: torch.zeros(len(ids), 1, VOCAB))
+        patch.setattr(Decoding, "draft_steps", lambda *_: None)
         # No draft is taken, so nobody asks what follows them.
         with_logits(patch, lambda logits, at: torch.where(at[:, :, None] > at[:, :1, None], torch.nan, logits))
         assert expected and all(0 not in h.tokens for h in expected)

@@ -147,6 +147,9 @@ Tensor decoder_step(const Tensor& x, at::TensorList weights, const Tensor& own, 
   return step(x);
 }
 
+// Rows of which the logits are there at a time. Those of hundreds would be written to memory and read from there.
+constexpr int64_t kLogitRows = 128;
+
 // As many steps as `most`, or as come before one in which a row ends: chooses EOS, has nothing to choose, or shows a NaN.
 // newest (rows,) are the ids that stand at `length`, or at the last of `lengths`. -> what choose_tokens gives of each
 // step, (rows, steps) each.
@@ -174,12 +177,16 @@ std::tuple<Tensor, Tensor, Tensor> greedy_steps(
     Tensor x = step(entering.squeeze(1));
     if (last_norm_weight)
       x = norm_forward(x, {}, last_norm_weight, last_norm_bias, eps, kind, 0, {}, nullptr, nullptr).out;
-    const Tensor logits = linear(x, out_weight, out_bias, vocabulary);
     float* const highest = best.mutable_data_ptr<float>() + steps * rows;
     float* const sums = normalizer.mutable_data_ptr<float>() + steps * rows;
     int64_t* const chosen = token.mutable_data_ptr<int64_t>() + steps * rows;
-    kernels().generation.choose_tokens({logits.const_data_ptr<float>(), rows, vocabulary, 1, suppressed.data(),
-                                        static_cast<int64_t>(suppressed.size()), renormalize, highest, chosen, sums});
+    for (int64_t first = 0; first < rows; first += kLogitRows) {
+      const int64_t count = std::min(kLogitRows, rows - first);
+      const Tensor logits = linear(x.narrow(0, first, count), out_weight, out_bias, vocabulary);
+      kernels().generation.choose_tokens({logits.const_data_ptr<float>(), count, vocabulary, 1, suppressed.data(),
+                                          static_cast<int64_t>(suppressed.size()), renormalize, highest + first,
+                                          chosen + first, sums + first});
+    }
     for (int64_t row = 0; row < rows; ++row)
       open = open && chosen[row] != eos && std::isfinite(highest[row]) && !std::isnan(sums[row]);
     ids = token.select(0, steps++);

@@ -8,6 +8,7 @@ cache needs to know no more.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ from .topk import Choice
 from .weights import WeightLayout
 
 Lengths = int | Sequence[int] | Tensor | None
+
+ENCODED_TOKENS = 1024
+"""That a CPU encodes at a time: what layers leave of more does not stay in its caches."""
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -160,7 +164,7 @@ class Decoding:
         mask, attention = request.src_mask, config.reads_attention
         longest = int(request.limits.max()) if len(request.limits) else 1
         for form in self._forms:
-            memory = form.encode(request.src, mask)
+            memory = _encode(form, request.src, mask)
             decoder = form.cached_decoder(memory, mask, longest) if config.cache else None
             if config.graph and (reason := graphs.obstacle(request.src.device, mask, decoder is not None, attention)):
                 raise ValueError(f"graph=True cannot be: {reason}")
@@ -217,6 +221,13 @@ class Decoding:
         assert self._draft is not None
         return self._draft.span_logits(ids, held, newest=True)
 
+    def draft_steps(
+        self, newest: Tensor, held: Tensor, most: int, eos: int, suppressed: Sequence[int]
+    ) -> Tensor | None:
+        """(rows, steps) tokens that the draft chooses behind `newest` (rows,), as `greedy_steps` does."""
+        assert self._draft is not None
+        return self._draft.span_steps(newest, held, most, eos, suppressed)
+
     def _draft_step(
         self, form: Form, decoder: Decoder | None, memory: Tensor, mask: Tensor | None, config: GenerationConfig
     ) -> CachedStep:
@@ -251,7 +262,17 @@ class Decoding:
         for form, step in zip(self._forms, self._steps, strict=True):
             if not isinstance(step, CachedStep):
                 raise ValueError(f"{type(form.model).__name__} has no cached decoder, which sentences could join")
-            step.admit(form.encode(request.src, request.src_mask), request.src_mask, rows)
+            step.admit(_encode(form, request.src, request.src_mask), request.src_mask, rows)
+
+
+def _encode(form: Form, src: Tensor, mask: Tensor | None) -> Tensor:
+    """`form.encode`, on a CPU some sentences at a time."""
+    batch, width = src.shape
+    rows = max(ENCODED_TOKENS // width, 1) if src.device.type == "cpu" else batch
+    if batch <= rows:
+        return form.encode(src, mask)
+    masks = mask.split(rows) if mask is not None else itertools.repeat(None)
+    return torch.cat([form.encode(part, own) for part, own in zip(src.split(rows), masks, strict=False)])
 
 
 def refuse_nan(found: Tensor, tokens: Tensor) -> None:

@@ -96,11 +96,21 @@ class SpeculativeSearch(SearchState):
         # The last of tokens that were all right is one that the draft has not read; where there is one, all rows read
         # their last two.
         unread = max(len(answer.tokens) - answer.drafted for answer in self._open)
-        for drafted in range(count):
-            logits = self.decoding.draft_logits(tokens[:, -unread:], lengths + drafted - unread)
-            tokens = torch.cat([tokens, self._choose_each(logits, tokens).token.squeeze(2)], dim=1)
-            unread = 1
+        while (drafted := tokens.shape[1] - self.tokens.shape[1]) < count:
+            held = lengths + drafted - unread
+            several = self._draft_several(tokens, held, count - drafted) if unread == 1 else None
+            if several is None:
+                logits = self.decoding.draft_logits(tokens[:, -unread:], held)
+                several = self._choose_each(logits, tokens).token.squeeze(2)
+            tokens, unread = torch.cat([tokens, several], dim=1), 1
         return tokens
+
+    def _draft_several(self, tokens: Tensor, held: Tensor, most: int) -> Tensor | None:
+        """(rows, steps) tokens that the draft chooses behind `tokens`, at most so many; None where it cannot take
+        several steps at once."""
+        most = self.rules.plain_steps(tokens.shape[1], most)
+        ends = self.request.eos, self.rules.suppressed
+        return self.decoding.draft_steps(tokens[:, -1], held, most, *ends) if most else None
 
     def _choose_each(self, logits: Tensor, tokens: Tensor) -> Choice:
         """logits (rows, span, vocabulary) behind each of the last tokens -> the most likely next tokens by the rules,

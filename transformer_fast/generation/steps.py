@@ -104,6 +104,14 @@ class CachedStep:
         hidden = self._hidden(ids.flatten()).unflatten(0, ids.shape)
         return self._out(hidden[:, -1:] if newest else hidden)
 
+    def span_steps(self, newest: Tensor, held: Tensor, most: int, eos: int, suppressed: Sequence[int]) -> Tensor | None:
+        """The tokens of greedy steps, (sentences, steps), behind `newest`, (sentences,), which stand behind `held`
+        positions; None where there is no single call for them."""
+        assert isinstance(self._cache, SpanCache)
+        self._cache.hold(held, 1)
+        found = None if self._fused is None else self._fused.greedy(newest, most, eos, suppressed, renormalize=False)
+        return None if found is None else found.token
+
     def _step(self, newest: Tensor) -> Tensor:
         return self._out(self._cache.leave(self._hidden(self._cache.enter(newest))))
 
