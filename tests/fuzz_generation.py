@@ -71,6 +71,9 @@ def config(seed: int, number: int) -> Config:
         "suppress": pick((), (5,), (2, 7)),
         "alignments": pick(False, True),
     }
+    if pick(True, False):  # no more than suppressed tokens: several steps are taken in one call
+        options |= {"coverage_penalty": 0.0, "min_length": 0, "no_repeat_ngram": 0, "repetition_penalty": 1.0}
+        options["alignments"] = False
     kind = pick("greedy", "beam", "beam", "groups", "sample")
     if kind == "sample":
         draws = {"temperature": pick(1.0, 0.5), "top_k": pick(0, 4), "top_p": pick(1.0, 0.8), "seed": pick(1, 2)}

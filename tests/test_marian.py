@@ -58,18 +58,18 @@ def search(trained: Trained, lines: list[str], **changes: object) -> list[Hypoth
 
 @pytest.fixture
 def fused_only(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A step that is not the fused one fails; returns the rows of each."""
-    steps: list[int] = []
-    real = fused.FusedStep.__call__
+    """A step that is not the fused one fails; returns the rows of each call, which takes one step or several."""
+    calls: list[int] = []
+    state_of = fused.FusedStep._state
 
-    def called(self: fused.FusedStep, tokens: torch.Tensor) -> torch.Tensor:
-        hidden = real(self, tokens)
-        assert hidden is not None, "the step needs the modules"
-        steps.append(len(tokens))
-        return hidden
+    def called(self: fused.FusedStep, rows: int, **options: bool) -> object:
+        state = state_of(self, rows, **options)
+        assert state is not None, "the step needs the modules"
+        calls.append(rows)
+        return state
 
-    monkeypatch.setattr(fused.FusedStep, "__call__", called)
-    return steps
+    monkeypatch.setattr(fused.FusedStep, "_state", called)
+    return calls
 
 
 @pytest.mark.parametrize("activation", ["swish", "gelu", "relu"])

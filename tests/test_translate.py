@@ -98,7 +98,8 @@ def test_a_line_that_is_not_utf8_gets_an_empty_translation(root, monkeypatch, ca
     assert err == ("standard input, line 2: not valid UTF-8 (byte 0xfc at column 2); its translation is left empty\n")
 
 
-def test_a_sentence_the_model_cannot_answer_gets_an_empty_translation(trained):
+@pytest.mark.parametrize("keep_full", [False, True])
+def test_a_sentence_the_model_cannot_answer_gets_an_empty_translation(trained, keep_full):
     """NaN for one source token: of a batch of five, the four others are translated as ever."""
     lines = ["seven", "two", "one thousand", "nine", "forty-one"]
     expected = list(Translator(trained.model, trained.tokenizer, beam=2).translate(lines))
@@ -108,7 +109,7 @@ def test_a_sentence_the_model_cannot_answer_gets_an_empty_translation(trained):
     weight = model.encoder.embed.lut.weight.detach().clone()  # its own, where the model shares it with the output
     weight[poisonous] = math.nan
     model.encoder.embed.lut = torch.nn.Embedding.from_pretrained(weight, padding_idx=0)
-    translator = Translator(model, trained.tokenizer, beam=2)
+    translator = Translator(model, trained.tokenizer, beam=2, keep_full=keep_full)
     reports = []
     found = list(translator.translations(lines, on_error=lambda *report: reports.append(report)))
     assert [answers[0].text for answers in found] == [*expected[:2], "", *expected[3:]]
@@ -117,6 +118,17 @@ def test_a_sentence_the_model_cannot_answer_gets_an_empty_translation(trained):
     assert number == 3 and "NaN" in reason
     with pytest.raises(FloatingPointError, match="NaN"):
         list(translator.translate(lines))
+
+
+def test_a_batch_is_kept_full_where_that_is_asked_for(trained):
+    """On a CPU by default it is not: batch after batch is faster there."""
+    assert not Translator(trained.model, trained.tokenizer).keep_full
+    translators = [Translator(trained.model, trained.tokenizer, beam=2, batch_tokens=40, keep_full=k) for k in (0, 1)]
+    assert translators[1].keep_full
+    apart, full = (list(translator.translate(LINES * 4)) for translator in translators)
+    assert apart == full
+    with pytest.raises(ConfigError, match="keep_full=True cannot be: what is drawn depends on the batch"):
+        Translator(trained.model, trained.tokenizer, config=GenerationConfig(sample=True), keep_full=True)
 
 
 def test_numbers_of_invalid_lines_count_from_the_start_of_the_text(trained):

@@ -1,16 +1,14 @@
-// The newest position of every open hypothesis through all layers of a decoder, in one call, and several such steps in
-// one where each row takes its most likely token: what runs between the kernels of a decoding step, in Python and the
-// dispatcher, is as long as several of them and runs on one thread. The kernels are those of the ops; models/decoder.py
-// and generation/greedy.py say the same in Python.
+// The newest position of every open hypothesis through all layers of a decoder, in one call: what runs between the
+// kernels of a decoding step, in Python and the dispatcher, is as long as several of them and runs on one thread.
+// The kernels are those of the ops; models/decoder.py says the same in Python.
+#include "decoder_step.h"
+
 #include "../cpu/kernels.h"
-#include "embedding.h"
 #include "generation.h"
 #include "linear.h"
-#include "norm.h"
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/gelu.h>
 #include <ATen/ops/silu.h>
 #include <torch/library.h>
@@ -18,49 +16,23 @@
 #include <algorithm>
 #include <cmath>
 #include <string>
-#include <string_view>
-#include <tuple>
 
 namespace transformer_fast {
 namespace {
-
-// x (rows, in) -> (rows, outputs), by a weight in any layout that weights.py makes.
-Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t outputs, bool relu = false) {
-  if (weight.is_mkldnn()) return onednn_linear(x, weight, bias, relu);
-  const auto product = weight.scalar_type() == at::kFloat ? step_linear : quantized_linear;
-  return product(x, weight, bias, outputs, relu);
-}
 
 // Where the weight and the bias of each part of a layer stand among its tensors; `_Layer` in generation/fused.py. The
 // bias of an RMSNorm is empty.
 enum Part { kNorm1, kNorm2, kNorm3, kOwnIn, kOwnOut, kCrossIn, kCrossOut, kFeedIn, kFeedOut, kParts };
 
-struct Step {
-  at::TensorList weights;
-  Tensor own;              // (layers, most slots, 2, H, capacity, D); a slot has `span` rows, its newest positions
-  Tensor cross;            // (layers, sentences, 2, H, S, D)
-  int64_t length;          // positions that the longest slot holds
-  OptionalTensor lengths;  // int32 (slots, span), keys of each row with its own; none: length + 1 of every row, span 1
-  OptionalTensor cells;    // int32 (slots, capacity), where each position of a slot lies, counted in D; none: in it
-  OptionalTensor source_lengths;
-  OptionalTensor row_of_slot, slot_of_row;  // each sentence has as many slots as the widest; none: a row is a slot
-  bool norm_first;
-  NormKind kind;  // of the norms
-  double eps;
-  std::string_view activation;  // of the feed-forward layer: "relu", "swish" or "gelu"
+struct Layers : DecoderStep {
+  explicit Layers(const DecoderStep& step) : DecoderStep(step) {}
 
-  // x (rows, d), what enters the first layer -> what leaves the last.
-  Tensor operator()(Tensor x) const {
-    for (int64_t layer = 0; layer < own.size(0); ++layer) x = through(layer, x);
-    return x;
-  }
-
- private:
+  // A layer's x (rows, d) -> (rows, d).
   Tensor through(int64_t layer, Tensor x) const {
     const Tensor* const at = weights.data() + 2 * kParts * layer;
     const auto linear = [at](Part part, const Tensor& input, bool relu = false) {
       const Tensor& bias = at[2 * part + 1];
-      return transformer_fast::linear(input, at[2 * part], bias, bias.size(0), relu);
+      return step_product(input, at[2 * part], bias, bias.size(0), relu);
     };
     const auto norm = [&](Part part, const Tensor& input, const OptionalTensor& residual) {
       const OptionalTensor bias = kind == NormKind::kRms ? OptionalTensor() : at[2 * part + 1];
@@ -77,6 +49,7 @@ struct Step {
     return norm(kNorm3, linear(kFeedOut, activated(linear(kFeedIn, x, relu()))), x).out;
   }
 
+ private:
   // Whether the activation is one that a linear layer does along with its product.
   bool relu() const { return activation == "relu"; }
 
@@ -142,83 +115,30 @@ Tensor decoder_step(const Tensor& x, at::TensorList weights, const Tensor& own, 
                     const OptionalTensor& lengths, const OptionalTensor& cells, const OptionalTensor& source_lengths,
                     const OptionalTensor& row_of_slot, const OptionalTensor& slot_of_row, bool norm_first,
                     std::string_view norm, double eps, std::string_view activation) {
-  const Step step{weights,     own,         cross,      length,          lengths, cells,     source_lengths,
-                  row_of_slot, slot_of_row, norm_first, norm_kind(norm), eps,     activation};
+  const DecoderStep step{weights,     own,         cross,      length,          lengths, cells,     source_lengths,
+                         row_of_slot, slot_of_row, norm_first, norm_kind(norm), eps,     activation};
   return step(x);
-}
-
-// Rows of which the logits are there at a time. Those of hundreds would be written to memory and read from there.
-constexpr int64_t kLogitRows = 128;
-
-// As many steps as `most`, or as come before one in which a row ends: chooses EOS, has nothing to choose, or shows a NaN.
-// newest (rows,) are the ids that stand at `length`, or at the last of `lengths`. -> what choose_tokens gives of each
-// step, (rows, steps) each.
-std::tuple<Tensor, Tensor, Tensor> greedy_steps(
-    const Tensor& newest, int64_t most, int64_t eos, at::IntArrayRef suppressed, bool renormalize,
-    const Tensor& embedding, const Tensor& positions, double scale, const OptionalTensor& last_norm_weight,
-    const OptionalTensor& last_norm_bias, const Tensor& out_weight, const OptionalTensor& out_bias, int64_t vocabulary,
-    at::TensorList weights, const Tensor& own, const Tensor& cross, int64_t length, const OptionalTensor& lengths,
-    const OptionalTensor& cells, const OptionalTensor& source_lengths, const OptionalTensor& row_of_slot,
-    const OptionalTensor& slot_of_row, bool norm_first, std::string_view norm, double eps,
-    std::string_view activation) {
-  const NormKind kind = norm_kind(norm);
-  const OptionalTensor keys = lengths ? OptionalTensor(lengths->clone()) : lengths;
-  Step step{weights,     own,         cross,      length, keys, cells,     source_lengths,
-            row_of_slot, slot_of_row, norm_first, kind,   eps,  activation};
-  const int64_t rows = newest.size(0);
-  const Tensor token = at::cpu::empty({most, rows}, newest.options().dtype(at::kLong));
-  const Tensor best = at::cpu::empty({most, rows}, embedding.options()), normalizer = at::empty_like(best);
-  Tensor ids = newest;
-  int64_t steps = 0;
-  for (bool open = true; open && steps < most; ++step.length) {
-    const OptionalTensor at = keys ? OptionalTensor(keys->squeeze(1) - 1) : keys;
-    const Tensor entering = embedding_op::embed(ids.unsqueeze(1), embedding, positions, scale, keys ? 0 : step.length,
-                                                at, std::nullopt, 0, {}, false);
-    Tensor x = step(entering.squeeze(1));
-    if (last_norm_weight)
-      x = norm_forward(x, {}, last_norm_weight, last_norm_bias, eps, kind, 0, {}, nullptr, nullptr).out;
-    float* const highest = best.mutable_data_ptr<float>() + steps * rows;
-    float* const sums = normalizer.mutable_data_ptr<float>() + steps * rows;
-    int64_t* const chosen = token.mutable_data_ptr<int64_t>() + steps * rows;
-    for (int64_t first = 0; first < rows; first += kLogitRows) {
-      const int64_t count = std::min(kLogitRows, rows - first);
-      const Tensor logits = linear(x.narrow(0, first, count), out_weight, out_bias, vocabulary);
-      kernels().generation.choose_tokens({logits.const_data_ptr<float>(), count, vocabulary, 1, suppressed.data(),
-                                          static_cast<int64_t>(suppressed.size()), renormalize, highest + first,
-                                          chosen + first, sums + first});
-    }
-    for (int64_t row = 0; row < rows; ++row)
-      open = open && chosen[row] != eos && std::isfinite(highest[row]) && !std::isnan(sums[row]);
-    ids = token.select(0, steps++);
-    if (keys) keys->add_(1);
-  }
-  const auto done = [steps](const Tensor& of_each) { return of_each.narrow(0, 0, steps).t().contiguous(); };
-  return {done(token), done(best), done(normalizer)};
 }
 
 }  // namespace
 
+Tensor DecoderStep::operator()(Tensor x) const {
+  const Layers layers(*this);
+  for (int64_t layer = 0; layer < own.size(0); ++layer) x = layers.through(layer, x);
+  return x;
+}
+
+Tensor step_product(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, int64_t outputs, bool relu) {
+  if (weight.is_mkldnn()) return onednn_linear(x, weight, bias, relu);
+  const auto product = weight.scalar_type() == at::kFloat ? step_linear : quantized_linear;
+  return product(x, weight, bias, outputs, relu);
+}
+
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
-  const std::string step =
-      "Tensor[] weights, Tensor(a!) own, Tensor cross, int length, Tensor? lengths, Tensor(b!)? cells, "
-      "Tensor? source_lengths, Tensor? row_of_slot, Tensor? slot_of_row, bool norm_first, str norm, float eps, "
-      "str activation";
-  m.def(("decoder_step(Tensor x, " + step + ") -> Tensor").c_str());
-  const std::string ends =
-      "Tensor newest, int most, int eos, int[] suppressed, bool renormalize, Tensor embedding, Tensor positions, "
-      "float scale, Tensor? last_norm_weight, Tensor? last_norm_bias, Tensor out_weight, Tensor? out_bias, "
-      "int vocabulary, ";
-  m.def(("greedy_steps(" + ends + step + ") -> (Tensor token, Tensor best, Tensor normalizer)").c_str());
+  m.def(("decoder_step(Tensor x, " + std::string(kDecoderStepSchema) + ") -> Tensor").c_str());
 }
 
-TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
-  m.impl("decoder_step", decoder_step);
-  m.impl("greedy_steps", greedy_steps);
-}
-
-TORCH_LIBRARY_IMPL(transformer_fast, MkldnnCPU, m) {  // by their weights
-  m.impl("decoder_step", decoder_step);
-  m.impl("greedy_steps", greedy_steps);
-}
+TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) { m.impl("decoder_step", decoder_step); }
+TORCH_LIBRARY_IMPL(transformer_fast, MkldnnCPU, m) { m.impl("decoder_step", decoder_step); }  // by its weights
 
 }  // namespace transformer_fast

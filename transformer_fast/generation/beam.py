@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import GenerationConfig
-from .decoding import Hypothesis, Lengths, Request, check_request, evaluating
+from .decoding import Hypothesis, Lengths, Request, check_request, evaluating, refuse_nan
 from .rules import Rules
 from .scores import length_penalty as length_penalty_of
 from .scores import scored_hypothesis
@@ -96,8 +96,8 @@ class Search(SearchState):
         return not hypothesis.finished, -hypothesis.score
 
     def step(self) -> None:
-        lengths, limits = self._lengths(), self._of_units(self.limits)
         total, parent, token = self._best_continuations()
+        lengths, limits = self._lengths(), self._of_units(self.limits)
         if self._all_go_on(total, token, lengths >= limits):
             return self._go_on(torch.ones_like(token, dtype=torch.bool), total, parent, token)
         valid = self._has_slot(total, self.finished)
@@ -158,8 +158,36 @@ class Search(SearchState):
         slots = max(self.quota, self.width) - finished
         return (total > -torch.inf) & (torch.arange(self.width, device=total.device) < slots[:, None])
 
+    def _after_several(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What `_best_continuations` finds, behind as many steps as can be taken at once; None if none can."""
+        width = self.width
+        whole = self.groups == 1 and self._looked_at == self.candidates == width and len(self.unit) % width == 0
+        if not whole or self.attention is not None or not len(self.unit) or not (most := self._plain_steps()):
+            return None
+        unit = self.unit.view(-1, width)
+        if bool(((unit != unit[:, :1]) | (self.finished[unit] > 0)).any()):
+            return None
+        ends = self.request.eos, self.rules.suppressed
+        given = self.tokens, self.log_prob, width, most
+        found = self.decoding.beam_steps(*given, *ends, renormalize=self.config.renormalize)
+        if found is None:
+            return None
+        self.tokens = torch.cat([self.tokens[found.origin], found.history], dim=1)
+        self.log_prob = found.reached
+        refuse_nan(found.normalizer, self.tokens)
+        last = found.total, found.parent, found.token
+        if len(unit) == len(self.found):
+            return last
+        total = found.total.new_full((len(self.found), width), -torch.inf)
+        parent, token = (torch.zeros(total.shape, dtype=torch.long) for _ in range(2))
+        for whole_one, own in zip((total, parent, token), last, strict=True):
+            whole_one[unit[:, 0]] = own
+        return total, parent, token
+
     def _best_continuations(self) -> tuple[Tensor, Tensor, Tensor]:
         """(units, candidates) each, best first: cumulative log-probability, row it continues, token it adds."""
+        if (found := self._after_several()) is not None:
+            return found
         rows = torch.arange(len(self.unit), device=self.unit.device)
         if self.groups == 1:
             best, token, normalizer = self._choose(self._looked_at)

@@ -86,6 +86,10 @@ class DecoderCache:
         """(rows, ...) in the order of the slots -> in the caller's."""
         return rows if self._order is None else rows.index_select(0, self._order[1][: rows.shape[0]])
 
+    def places(self) -> Tensor:
+        """(rows,) where each of the caller's rows stands in the order of the slots."""
+        return torch.arange(len(self._slots)) if self._order is None else self._order[1]
+
     def select(self, rows: list[int]) -> None:
         """Keep these of the caller's rows, in this order; one named several times is continued several times."""
         parents = [self._slots[row] for row in rows]
@@ -162,11 +166,14 @@ class DecoderCache:
         self._settle()
         return self._with_room(rows)
 
-    def own_in_cells(self, rows: int) -> tuple[Tensor, Tensor | None]:
+    def own_in_cells(self, rows: int, *, always: bool = False) -> tuple[Tensor, Tensor | None]:
         """The same, where positions need not lie in their slots, and the table of cells, int32 (rows, capacity): where
-        they are, counted in d_k from the first of slot 0 of a layer and head. None: in their slots."""
+        they are, counted in d_k from the first of slot 0 of a layer and head. None: in their slots; `always`: only
+        where there can be no table."""
         states = self._with_room(rows)
         self._in_cells = states[0].numel() < 2**31 * self._width  # what int32 counts
+        if always and self._cells is None and self._in_cells and self.lengths is None:
+            self._cells = self._own_cells()
         return states, self._cells
 
     def position(self, rows: int) -> tuple[int | Tensor, int]:

@@ -21,6 +21,7 @@ from ..models import Decoder
 from . import graphs, quantization
 from .config import GenerationConfig
 from .forms import Form, form_of
+from .fused import BeamSteps
 from .steps import CachedStep, UncachedStep
 from .topk import Choice
 from .weights import WeightLayout
@@ -208,6 +209,17 @@ class Decoding:
         if len(self._steps) > 1 or not isinstance(step, CachedStep):
             return None
         return step.greedy_steps(tokens, most, eos, suppressed, renormalize=renormalize)
+
+    def beam_steps(
+        self, tokens: Tensor, log_prob: Tensor, width: int, most: int, eos: int, suppressed: Sequence[int], *,
+        renormalize: bool,
+    ) -> BeamSteps | None:  # fmt: skip
+        """The same for beams of which all `width` hypotheses are open, whose rows stand side by side: steps up to the
+        first in which a continuation may end. The caller selects the rows of the last step alone."""
+        step = self._steps[0]
+        if len(self._steps) > 1 or not isinstance(step, CachedStep):
+            return None
+        return step.beam_steps(tokens, log_prob, width, most, eos, suppressed, renormalize=renormalize)
 
     def span_logits(self, ids: Tensor, held: Tensor) -> Tensor:
         """With `draft_tokens`: ids (rows, span) behind so many positions, held (rows,) -> fp32 logits of what follows

@@ -1,5 +1,5 @@
-"""The cached step with all layers in one call of the C++ extension, `csrc/ops/decoder_step.cpp`; of greedy decoding
-several steps in one.
+"""The cached step with all layers in one call of the C++ extension, `csrc/ops/decoder_step.cpp`; and several steps of a
+search in one, `csrc/ops/search_steps.cpp`.
 
 Some hundred calls of small ops a step are a fifth of it on one thread of a CPU, and more on two, since nothing runs
 beside them. Taken only where it is sure to compute what the modules would; they are its oracle.
@@ -34,13 +34,28 @@ class _Layer(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """What stands before the first layer, in the order of greedy_steps in decoder_step.cpp, and behind the last."""
+    """What stands before the first layer, in the order of search_steps.cpp, and behind the last."""
 
     embedding: Tensor
     positions: PositionalEncoder
     scale: float
     norm: tuple[Tensor | None, Tensor | None]
     out: StepLinear
+
+
+class BeamSteps(NamedTuple):
+    """Several steps of beams, by their rows. history (rows, steps): the tokens of all but the last step, and origin
+    (rows,) the row that each one was before them; reached (rows,): its log-probability. total, parent, token (units,
+    width): the best continuations of the last step, the row each continues, and its token. normalizer (rows,): of the
+    last step, in no order; NaN where a row has a NaN."""
+
+    history: Tensor
+    origin: Tensor
+    reached: Tensor
+    total: Tensor
+    parent: Tensor
+    token: Tensor
+    normalizer: Tensor
 
 
 class FusedStep:
@@ -66,22 +81,42 @@ class FusedStep:
         """Up to so many steps in one call, (rows,) newest ids -> what each step chose, as `choose` gives it, (rows,
         steps); the last is the first in which a row ended: chose `eos`, had nothing to choose, or shows a NaN. The
         cache has the keys and values of all steps then. None as above."""
-        ends, cache = self._ends, self._cache
-        weight = None if ends is None else ends.out.operand(tokens.shape[0])
-        state = None if weight is None else self._state(tokens.shape[0])
-        if ends is None or state is None:
+        state = None if self._ends is None else self._state(tokens.shape[0])
+        ends = None if state is None else self._ends_of(tokens.shape[0], most, eos, suppressed, renormalize)
+        if ends is None:
             return None
-        most = min(most, cache.room())
-        table = ends.positions.table(cache.length + most)
-        before = ends.embedding, table, ends.scale
-        behind = *ends.norm, weight, ends.out.bias, ends.out.outputs
-        wanted = most, eos, list(suppressed), renormalize
-        found = torch.ops.transformer_fast.greedy_steps(tokens, *wanted, *before, *behind, *state)
-        return Choice(found[1], found[0], found[2])
+        token, best, normalizer = torch.ops.transformer_fast.greedy_steps(tokens, *ends, *state)
+        return Choice(best, token, normalizer)
 
-    def _state(self, rows: int) -> tuple[Any, ...] | None:
+    def beam(
+        self, tokens: Tensor, log_prob: Tensor, width: int, most: int, eos: int, suppressed: Sequence[int], *,
+        renormalize: bool,
+    ) -> BeamSteps | None:  # fmt: skip
+        """The same for beams of which all hypotheses are open, (units * width,) rows in the caller's order, up to the
+        first step in which one may end; who continues whom is in the cache, but for the last step."""
+        state = None if self._ends is None else self._state(tokens.shape[0], cells=True)
+        ends = None if state is None else self._ends_of(tokens.shape[0], most, eos, suppressed, renormalize)
+        if ends is None:
+            return None
+        beams = log_prob, self._cache.places(), width
+        return BeamSteps(*torch.ops.transformer_fast.beam_steps(tokens, *ends, *beams, *state))
+
+    def _ends_of(
+        self, rows: int, most: int, eos: int, suppressed: Sequence[int], renormalize: bool
+    ) -> tuple[Any, ...] | None:
+        """What search_steps.cpp takes between the tokens and the state, which is there."""
+        ends = self._ends
+        weight = None if ends is None else ends.out.operand(rows)
+        if ends is None or weight is None:
+            return None
+        most = min(most, self._cache.room())
+        table = ends.positions.table(self._cache.length + most)
+        behind = *ends.norm, weight, ends.out.bias, ends.out.outputs
+        return most, eos, list(suppressed), renormalize, ends.embedding, table, ends.scale, *behind
+
+    def _state(self, rows: int, *, cells: bool = False) -> tuple[Any, ...] | None:
         """What decoder_step takes besides the rows, which have room in the cache then; None where the modules are
-        needed."""
+        needed, or with `cells` where there is no table of them."""
         cache = self._cache
         general_mask = cache.source_mask is not None and cache.source_lengths is None
         if general_mask or torch.is_autocast_enabled("cpu"):
@@ -92,8 +127,10 @@ class FusedStep:
         if operands is None:
             return None
         slots, entries, _ = cache.grid or (None, None, 0)
-        own, cells = cache.own_in_cells(rows)
-        state = own, cache.cross, cache.length, cache.keys(), cells, cache.source_lengths, slots, entries
+        own, table = cache.own_in_cells(rows, always=cells)
+        if cells and table is None:
+            return None
+        state = own, cache.cross, cache.length, cache.keys(), table, cache.source_lengths, slots, entries
         return operands, *state, *self._layers[0].options
 
     def _operands(self, rows: int) -> list[Tensor] | None:

@@ -15,9 +15,6 @@ from .scores import scored_hypothesis
 from .search import SearchState, renumber
 from .topk import Choice, log_normalizer
 
-MOST_STEPS = 64
-"""In one call, during which nobody can interrupt it."""
-
 
 def greedy(
     model: nn.Module,
@@ -129,12 +126,10 @@ class GreedySearch(SearchState):
 
     def _choose_several(self) -> Choice | None:
         """What `_choose` finds, of as many steps as can be taken at once, (rows, steps) each; None if none can."""
-        width, config = self.tokens.shape[1], self.config
-        if self._attention is not None or not (most := self.rules.plain_steps(width, MOST_STEPS)):
+        if self._attention is not None or not (most := self._plain_steps()):
             return None
-        left = int((self.start + self.limits)[self._sentence].min()) + 1 - width
         ends = self.request.eos, self.rules.suppressed
-        found = self.decoding.greedy_steps(self.tokens, min(left, most), *ends, renormalize=config.renormalize)
+        found = self.decoding.greedy_steps(self.tokens, most, *ends, renormalize=self.config.renormalize)
         if found is not None:
             refuse_nan(found.normalizer[:, -1], torch.cat([self.tokens, found.token[:, :-1]], dim=1))
         return found

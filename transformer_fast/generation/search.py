@@ -17,6 +17,9 @@ from .decoding import Decoding, Hypothesis, Request, refuse_nan
 from .rules import Rules
 from .topk import Choice, best_tokens, choose, log_normalizer
 
+MOST_STEPS = 64
+"""Taken in one call, during which nobody can interrupt it."""
+
 
 class SearchState:
     """The sentences of a search, their open hypotheses and their answers. To be used within `evaluating`.
@@ -72,6 +75,12 @@ class SearchState:
             return choose(logits, k, rules.suppressed, renormalize=self.config.renormalize)
         allowed, probable = rules.apply(logits, tokens, self.sentences(), self.start)
         return Choice(*best_tokens(allowed, k), log_normalizer(probable))
+
+    def _plain_steps(self) -> int:
+        """How many steps can be taken at once as far as rules and limits go, the last of which may end an answer."""
+        width = self.tokens.shape[1]
+        most = self.rules.plain_steps(width, MOST_STEPS)
+        return most and min(most, int((self.start + self.limits)[self.sentences()].min()) + 1 - width)
 
     def answers(self, sentence: int) -> list[Hypothesis]:
         """The `n_best` hypotheses found for a sentence, the best first."""

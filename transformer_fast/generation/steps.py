@@ -18,7 +18,7 @@ from ..models import Decoder
 from .cache import DecoderCache
 from .config import GenerationConfig
 from .forms import Form
-from .fused import fused_step
+from .fused import BeamSteps, fused_step
 from .graphs import StaticCache, StepGraphs, row_class
 from .span_cache import SpanCache
 from .topk import Choice
@@ -82,6 +82,18 @@ class CachedStep:
             return None
         self._cache.stepped(found.token.shape[1])
         return Choice(*map(self._cache.leave, found))
+
+    def beam_steps(
+        self, tokens: Tensor, log_prob: Tensor, width: int, most: int, eos: int, suppressed: Sequence[int], *,
+        renormalize: bool,
+    ) -> BeamSteps | None:  # fmt: skip
+        """As `Decoding.beam_steps`."""
+        if self._fused is None:
+            return None
+        found = self._fused.beam(tokens[:, -1], log_prob, width, most, eos, suppressed, renormalize=renormalize)
+        if found is not None:
+            self._cache.stepped(found.history.shape[1] + 1)
+        return found
 
     @property
     def attention(self) -> Tensor:
