@@ -162,14 +162,13 @@ class Search(SearchState):
         """What `_best_continuations` finds, behind as many steps as can be taken at once; None if none can."""
         width = self.width
         whole = self.groups == 1 and self._looked_at == self.candidates == width and len(self.unit) % width == 0
-        if not whole or self.attention is not None or not len(self.unit) or not (most := self._plain_steps()):
+        if not whole or self.attention is not None or not len(self.unit):
             return None
         unit = self.unit.view(-1, width)
         if bool(((unit != unit[:, :1]) | (self.finished[unit] > 0)).any()):
             return None
-        ends = self.request.eos, self.rules.suppressed
-        given = self.tokens, self.log_prob, width, most
-        found = self.decoding.beam_steps(*given, *ends, renormalize=self.config.renormalize)
+        several = self._several()
+        found = None if several is None else self.decoding.beam_steps(self.tokens, self.log_prob, width, several)
         if found is None:
             return None
         self.tokens = torch.cat([self.tokens[found.origin], found.history], dim=1)

@@ -21,7 +21,7 @@ from ..models import Decoder
 from . import graphs, quantization
 from .config import GenerationConfig
 from .forms import Form, form_of
-from .fused import BeamSteps
+from .fused import BeamSteps, Several
 from .steps import CachedStep, UncachedStep
 from .topk import Choice
 from .weights import WeightLayout
@@ -198,28 +198,23 @@ class Decoding:
             return each[0]
         return torch.stack([logits.log_softmax(dim=-1) for logits in each]).logsumexp(dim=0) - math.log(len(each))
 
-    def greedy_steps(
-        self, tokens: Tensor, most: int, eos: int, suppressed: Sequence[int], *, renormalize: bool
-    ) -> Choice | None:
+    def greedy_steps(self, tokens: Tensor, several: Several) -> Choice | None:
         """Several calls of `next_logits` in one, behind prefixes (rows, t), each row going on with its most likely
-        token: what `topk.choose` gives of each, (rows, steps). There are at most so many, and none behind one in which
-        a row ends: chooses `eos`, has nothing to choose, or has a NaN in its normalizer. None, and nothing done, where
-        steps cannot be taken in one call."""
+        token: what `topk.choose` gives of each, (rows, steps). There is none behind one in which a row ends: chooses
+        EOS, has nothing to choose, or has a NaN in its normalizer. None, and nothing done, where steps cannot be taken
+        in one call."""
         step = self._steps[0]
         if len(self._steps) > 1 or not isinstance(step, CachedStep):
             return None
-        return step.greedy_steps(tokens, most, eos, suppressed, renormalize=renormalize)
+        return step.greedy_steps(tokens, several)
 
-    def beam_steps(
-        self, tokens: Tensor, log_prob: Tensor, width: int, most: int, eos: int, suppressed: Sequence[int], *,
-        renormalize: bool,
-    ) -> BeamSteps | None:  # fmt: skip
+    def beam_steps(self, tokens: Tensor, log_prob: Tensor, width: int, several: Several) -> BeamSteps | None:
         """The same for beams of which all `width` hypotheses are open, whose rows stand side by side: steps up to the
         first in which a continuation may end. The caller selects the rows of the last step alone."""
         step = self._steps[0]
         if len(self._steps) > 1 or not isinstance(step, CachedStep):
             return None
-        return step.beam_steps(tokens, log_prob, width, most, eos, suppressed, renormalize=renormalize)
+        return step.beam_steps(tokens, log_prob, width, several)
 
     def span_logits(self, ids: Tensor, held: Tensor) -> Tensor:
         """With `draft_tokens`: ids (rows, span) behind so many positions, held (rows,) -> fp32 logits of what follows
@@ -233,12 +228,10 @@ class Decoding:
         assert self._draft is not None
         return self._draft.span_logits(ids, held, newest=True)
 
-    def draft_steps(
-        self, newest: Tensor, held: Tensor, most: int, eos: int, suppressed: Sequence[int]
-    ) -> Tensor | None:
+    def draft_steps(self, newest: Tensor, held: Tensor, several: Several) -> Tensor | None:
         """(rows, steps) tokens that the draft chooses behind `newest` (rows,), as `greedy_steps` does."""
         assert self._draft is not None
-        return self._draft.span_steps(newest, held, most, eos, suppressed)
+        return self._draft.span_steps(newest, held, several)
 
     def _draft_step(
         self, form: Form, decoder: Decoder | None, memory: Tensor, mask: Tensor | None, config: GenerationConfig

@@ -7,7 +7,6 @@ beside them. Taken only where it is sure to compute what the modules would; they
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +42,16 @@ class _Ends(NamedTuple):
     out: StepLinear
 
 
+class Several(NamedTuple):
+    """Steps that are to be taken in one call: at most so many, none behind one in which a hypothesis may have ended with
+    `eos`; suppressed, renormalize: as for `topk.choose`."""
+
+    most: int
+    eos: int
+    suppressed: list[int]
+    renormalize: bool
+
+
 class BeamSteps(NamedTuple):
     """Several steps of beams, by their rows. history (rows, steps): the tokens of all but the last step, and origin
     (rows,) the row that each one was before them; reached (rows,): its log-probability. total, parent, token (units,
@@ -75,44 +84,38 @@ class FusedStep:
         x = self._decoder.embed.with_positions(tokens[:, None], self._decoder.pe, offset, length=length).squeeze(1)
         return self._decoder.norm(torch.ops.transformer_fast.decoder_step(x, *state))
 
-    def greedy(
-        self, tokens: Tensor, most: int, eos: int, suppressed: Sequence[int], *, renormalize: bool
-    ) -> Choice | None:
-        """Up to so many steps in one call, (rows,) newest ids -> what each step chose, as `choose` gives it, (rows,
-        steps); the last is the first in which a row ended: chose `eos`, had nothing to choose, or shows a NaN. The
-        cache has the keys and values of all steps then. None as above."""
-        state = None if self._ends is None else self._state(tokens.shape[0])
-        ends = None if state is None else self._ends_of(tokens.shape[0], most, eos, suppressed, renormalize)
-        if ends is None:
+    def greedy(self, tokens: Tensor, several: Several) -> Choice | None:
+        """(rows,) newest ids -> what each step chose, as `choose` gives it, (rows, steps); the last is the first in
+        which a row ended: chose EOS, had nothing to choose, or shows a NaN. The cache has the keys and values of all
+        steps then. None as above."""
+        state = self._state(tokens.shape[0])
+        ends = None if state is None else self._ends_of(tokens.shape[0], several)
+        if state is None or ends is None:
             return None
         token, best, normalizer = torch.ops.transformer_fast.greedy_steps(tokens, *ends, *state)
         return Choice(best, token, normalizer)
 
-    def beam(
-        self, tokens: Tensor, log_prob: Tensor, width: int, most: int, eos: int, suppressed: Sequence[int], *,
-        renormalize: bool,
-    ) -> BeamSteps | None:  # fmt: skip
+    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, several: Several) -> BeamSteps | None:
         """The same for beams of which all hypotheses are open, (units * width,) rows in the caller's order, up to the
         first step in which one may end; who continues whom is in the cache, but for the last step."""
-        state = None if self._ends is None else self._state(tokens.shape[0], cells=True)
-        ends = None if state is None else self._ends_of(tokens.shape[0], most, eos, suppressed, renormalize)
-        if ends is None:
+        state = self._state(tokens.shape[0], cells=True)
+        ends = None if state is None else self._ends_of(tokens.shape[0], several)
+        if state is None or ends is None:
             return None
         beams = log_prob, self._cache.places(), width
         return BeamSteps(*torch.ops.transformer_fast.beam_steps(tokens, *ends, *beams, *state))
 
-    def _ends_of(
-        self, rows: int, most: int, eos: int, suppressed: Sequence[int], renormalize: bool
-    ) -> tuple[Any, ...] | None:
-        """What search_steps.cpp takes between the tokens and the state, which is there."""
+    def _ends_of(self, rows: int, several: Several) -> tuple[Any, ...] | None:
+        """What search_steps.cpp takes between the tokens and the state, which is there; None where modules must be
+        called."""
         ends = self._ends
         weight = None if ends is None else ends.out.operand(rows)
         if ends is None or weight is None:
             return None
-        most = min(most, self._cache.room())
-        table = ends.positions.table(self._cache.length + most)
+        several = several._replace(most=min(several.most, self._cache.room()))
+        table = ends.positions.table(self._cache.length + several.most)
         behind = *ends.norm, weight, ends.out.bias, ends.out.outputs
-        return most, eos, list(suppressed), renormalize, ends.embedding, table, ends.scale, *behind
+        return *several, ends.embedding, table, ends.scale, *behind
 
     def _state(self, rows: int, *, cells: bool = False) -> tuple[Any, ...] | None:
         """What decoder_step takes besides the rows, which have room in the cache then; None where the modules are

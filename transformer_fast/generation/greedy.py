@@ -126,10 +126,8 @@ class GreedySearch(SearchState):
 
     def _choose_several(self) -> Choice | None:
         """What `_choose` finds, of as many steps as can be taken at once, (rows, steps) each; None if none can."""
-        if self._attention is not None or not (most := self._plain_steps()):
-            return None
-        ends = self.request.eos, self.rules.suppressed
-        found = self.decoding.greedy_steps(self.tokens, most, *ends, renormalize=self.config.renormalize)
+        several = self._several() if self._attention is None else None
+        found = None if several is None else self.decoding.greedy_steps(self.tokens, several)
         if found is not None:
             refuse_nan(found.normalizer[:, -1], torch.cat([self.tokens, found.token[:, :-1]], dim=1))
         return found

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from .config import GenerationConfig
 from .decoding import Decoding, Hypothesis, Request, refuse_nan
+from .fused import Several
 from .rules import Rules
 from .topk import Choice, best_tokens, choose, log_normalizer
 
-MOST_STEPS = 64
+MOST_STEPS = 16
 """Taken in one call, during which nobody can interrupt it."""
 
 
@@ -76,11 +77,14 @@ class SearchState:
         allowed, probable = rules.apply(logits, tokens, self.sentences(), self.start)
         return Choice(*best_tokens(allowed, k), log_normalizer(probable))
 
-    def _plain_steps(self) -> int:
-        """How many steps can be taken at once as far as rules and limits go, the last of which may end an answer."""
+    def _several(self) -> Several | None:
+        """The steps that can be taken at once as far as rules and limits go; None for none."""
         width = self.tokens.shape[1]
         most = self.rules.plain_steps(width, MOST_STEPS)
-        return most and min(most, int((self.start + self.limits)[self.sentences()].min()) + 1 - width)
+        if not most:
+            return None
+        left = int((self.start + self.limits)[self.sentences()].min()) + 1 - width
+        return Several(min(most, left), self.request.eos, self.rules.suppressed, self.config.renormalize)
 
     def answers(self, sentence: int) -> list[Hypothesis]:
         """The `n_best` hypotheses found for a sentence, the best first."""

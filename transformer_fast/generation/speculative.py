@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from .config import GenerationConfig
 from .decoding import Hypothesis, Request, refuse_nan
+from .fused import Several
 from .rules import Rules
 from .scores import scored_hypothesis
 from .search import SearchState
@@ -109,8 +110,8 @@ class SpeculativeSearch(SearchState):
         """(rows, steps) tokens that the draft chooses behind `tokens`, at most so many; None where it cannot take
         several steps at once."""
         most = self.rules.plain_steps(tokens.shape[1], most)
-        ends = self.request.eos, self.rules.suppressed
-        return self.decoding.draft_steps(tokens[:, -1], held, most, *ends) if most else None
+        several = Several(most, self.request.eos, self.rules.suppressed, self.config.renormalize)
+        return self.decoding.draft_steps(tokens[:, -1], held, several) if most else None
 
     def _choose_each(self, logits: Tensor, tokens: Tensor) -> Choice:
         """logits (rows, span, vocabulary) behind each of the last tokens -> the most likely next tokens by the rules,

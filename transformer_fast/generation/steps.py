@@ -7,7 +7,6 @@ layers are one call where that computes the same (`fused.py`), and on a GPU CUDA
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from ..models import Decoder
 from .cache import DecoderCache
 from .config import GenerationConfig
 from .forms import Form
-from .fused import BeamSteps, fused_step
+from .fused import BeamSteps, Several, fused_step
 from .graphs import StaticCache, StepGraphs, row_class
 from .span_cache import SpanCache
 from .topk import Choice
@@ -70,27 +69,17 @@ class CachedStep:
         self._cache.stepped()
         return logits
 
-    def greedy_steps(
-        self, tokens: Tensor, most: int, eos: int, suppressed: Sequence[int], *, renormalize: bool
-    ) -> Choice | None:
+    def greedy_steps(self, tokens: Tensor, several: Several) -> Choice | None:
         """As `Decoding.greedy_steps`."""
-        if self._fused is None:
-            return None
-        newest = self._cache.enter(tokens[:, -1])
-        found = self._fused.greedy(newest, most, eos, suppressed, renormalize=renormalize)
+        found = None if self._fused is None else self._fused.greedy(self._cache.enter(tokens[:, -1]), several)
         if found is None:
             return None
         self._cache.stepped(found.token.shape[1])
         return Choice(*map(self._cache.leave, found))
 
-    def beam_steps(
-        self, tokens: Tensor, log_prob: Tensor, width: int, most: int, eos: int, suppressed: Sequence[int], *,
-        renormalize: bool,
-    ) -> BeamSteps | None:  # fmt: skip
+    def beam_steps(self, tokens: Tensor, log_prob: Tensor, width: int, several: Several) -> BeamSteps | None:
         """As `Decoding.beam_steps`."""
-        if self._fused is None:
-            return None
-        found = self._fused.beam(tokens[:, -1], log_prob, width, most, eos, suppressed, renormalize=renormalize)
+        found = None if self._fused is None else self._fused.beam(tokens[:, -1], log_prob, width, several)
         if found is not None:
             self._cache.stepped(found.history.shape[1] + 1)
         return found
@@ -116,12 +105,12 @@ class CachedStep:
         hidden = self._hidden(ids.flatten()).unflatten(0, ids.shape)
         return self._out(hidden[:, -1:] if newest else hidden)
 
-    def span_steps(self, newest: Tensor, held: Tensor, most: int, eos: int, suppressed: Sequence[int]) -> Tensor | None:
+    def span_steps(self, newest: Tensor, held: Tensor, several: Several) -> Tensor | None:
         """The tokens of greedy steps, (sentences, steps), behind `newest`, (sentences,), which stand behind `held`
         positions; None where there is no single call for them."""
         assert isinstance(self._cache, SpanCache)
         self._cache.hold(held, 1)
-        found = None if self._fused is None else self._fused.greedy(newest, most, eos, suppressed, renormalize=False)
+        found = None if self._fused is None else self._fused.greedy(newest, several)
         return None if found is None else found.token
 
     def _step(self, newest: Tensor) -> Tensor:
