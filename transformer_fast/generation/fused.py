@@ -43,8 +43,8 @@ class _Ends(NamedTuple):
 
 
 class Several(NamedTuple):
-    """Steps that are to be taken in one call: at most so many, none behind one in which a hypothesis may have ended with
-    `eos`; suppressed, renormalize: as for `topk.choose`."""
+    """Steps that are to be taken in one call: at most so many, and none behind one in which a hypothesis may have ended
+    with `eos`. suppressed, renormalize: as for `topk.choose`."""
 
     most: int
     eos: int
