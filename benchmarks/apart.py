@@ -60,8 +60,7 @@ class Apart:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, there = context.Pipe()
-        # Not as a daemon, which may start no processes; the finalizer ends it.
-        self._process = context.Process(target=_serve, args=(there, *self._given))
+        self._process = context.Process(target=_serve, args=(there, *self._given), daemon=True)
         self._process.start()
         there.close()
         self._finalizer = weakref.finalize(self, _end, self._process)

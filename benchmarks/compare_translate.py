@@ -1,4 +1,4 @@
-"""A whole text translated: batch after batch, by several processes, with a batch that is kept full, and by
+"""A whole text translated: batch after batch, several batches at a time, with a batch that is kept full, and by
 CTranslate2's translate_file.
 
     python benchmarks/compare_translate.py --model runs/en-de --source val.en --target val.de --out results
@@ -7,8 +7,7 @@ The lines of SOURCE are repeated to LINES. All sides have the weights of the run
 the slots and length penalty of CTranslate2 (docs/checkpoints.md). Ours begins and ends with text: splitting into pieces
 and joining them is in its time. CTranslate2 reads and writes a file of pieces, and neither is in its. It is timed with
 each of PEER_TOKENS as the size of its batches, for one batch with all threads and for as many batches as threads with
-one each, and the fastest of them counts; ours has its default. Workers are as many as threads, and the time that it
-takes to start them is in theirs.
+one each, and the fastest of them counts; ours has its default, with one worker and with as many as threads.
 
 Each side is in a process of its own (apart.py), and they take turns, ROUNDS times; the fastest round of each counts.
 Answers are compared by BLEU, and by the share of lines that are as ours.
@@ -63,7 +62,7 @@ class Result:
 
 
 def ours(run_folder: str, lines: list[str], config: GenerationConfig, full: bool, workers: int) -> Side:
-    """The lines by the translator: batch after batch, or with a batch that is kept full; by so many processes."""
+    """The lines by the translator: batch after batch, or with a batch that is kept full; so many at a time."""
     trained = load_trained(run_folder)
     trained.model.requires_grad_(False)
 

@@ -1,10 +1,10 @@
-"""A text translated by several processes: the answers of one, in their order, with the same reports."""
+"""A text translated by several workers: the answers of one, in their order, with the same reports."""
 
 import itertools
-import os
-import signal
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 from test_translate import LINES, root, run, trained  # noqa: F401  (fixtures among them)
 
 from transformer_fast import GenerationConfig
@@ -18,7 +18,7 @@ def translator(trained):  # noqa: F811
     return Translator(trained.model, trained.tokenizer, config=GenerationConfig(beam=3, n_best=2, alignments=True))
 
 
-def test_answers_are_those_of_one_process(translator):
+def test_answers_are_those_of_one_worker(translator):
     lines = [*itertools.islice(itertools.cycle([*LINES, ValueError("torn")]), 23)]
     reports = {1: [], 2: []}
     answers = {}
@@ -44,24 +44,37 @@ def test_lines_are_read_no_further_ahead_than_the_workers_need(translator):
     found = translator.translations(lines, chunk_lines=3, workers=2)
     for _ in range(10):
         next(found)
-    assert len(read) <= 10 + 3 * worker_pool.AHEAD * 2
+    assert len(read) <= 10 + 3 * 4 + 1
     found.close()
 
 
-def test_a_worker_that_is_killed_is_an_error(translator, monkeypatch):
-    monkeypatch.setattr(worker_pool, "_translate", _die)
-    with pytest.raises(ChildProcessError, match="one of 2 workers was killed, and lines from 1 on"):
-        list(translator.translations(LINES, chunk_lines=2, workers=2))
+def test_models_and_threads_are_as_before(translator):
+    """Also where the caller stops early: models in training mode translate as in evaluation mode until then."""
+    threads = torch.get_num_threads()
+    expected = [one[0].text for one in translator.translations(LINES)]
+    translator.models[0].train()
+    try:
+        found = translator.translations(LINES * 20, chunk_lines=3, workers=2)
+        assert [next(found)[0].text for _ in LINES] == expected and not translator.models[0].training
+        found.close()
+        assert all(module.training for module in translator.models[0].modules())
+    finally:
+        translator.models[0].eval()
+    assert torch.get_num_threads() == threads
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == threads
 
 
-def _die(lines, backend):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_short_text_starts_no_process(translator, monkeypatch):
-    monkeypatch.setattr(worker_pool, "ProcessPoolExecutor", None)
-    assert len(list(translator.translations([*LINES, ValueError("torn")], workers=9, on_error=lambda *_: None))) == 7
-    assert list(translator.translations([], workers=2)) == []
+def test_threads_are_shared(translator, monkeypatch):
+    threads, seen = torch.get_num_threads(), []
+    answer = worker_pool._answer
+    monkeypatch.setattr(worker_pool, "_answer", lambda *a: seen.append(torch.get_num_threads()) or answer(*a))
+    torch.set_num_threads(4)
+    try:
+        list(translator.translations(LINES, chunk_lines=1, workers=2))
+    finally:
+        torch.set_num_threads(threads)
+    assert seen == [2] * len(LINES)
 
 
 def test_numbers_of_workers_that_cannot_be(translator, monkeypatch):

@@ -44,7 +44,7 @@ def get_or_compute(
     value = compute()
     results.pop(key, None)
     if len(results) >= ENTRIES:
-        del results[next(iter(results))]
+        results.pop(next(iter(results)), None)  # another thread may be quicker
     results[key] = _Result(value, [(weakref.ref(t), version) for t, version in zip(bases, versions, strict=True)])
     return value
 

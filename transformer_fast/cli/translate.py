@@ -42,7 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         default=1,
-        help="processes that translate, each with its share of the processors and a copy of the model (default: 1)",
+        help="how many batches are translated at a time, each with its share of the processors (default: 1)",
     )
     number = {"type": int, "metavar": "N", "default": argparse.SUPPRESS}
     real = {"type": float, "metavar": "X", "default": argparse.SUPPRESS}

@@ -291,13 +291,19 @@ def refuse_nan(found: Tensor, tokens: Tensor) -> None:
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Inference mode, every module in evaluation mode; each gets its own mode back, also after an error."""
+    with evaluation_mode(*models), torch.inference_mode():
+        yield
+
+
+@contextmanager
+def evaluation_mode(*models: nn.Module) -> Iterator[None]:
+    """Every module in evaluation mode; each gets its own mode back, also after an error."""
     training = [module for model in models for module in model.modules() if module.training]
     if training:
         for model in models:
             model.eval()
     try:
-        with torch.inference_mode():
-            yield
+        yield
     finally:
         for module in training:
             module.training = True

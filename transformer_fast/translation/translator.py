@@ -97,7 +97,7 @@ class Translator:
         """One translation for every line, in order; a blank line gives an empty one.
 
         Lines are read `chunk_lines` at a time (fewer if they are long), so memory does not grow with the text.
-        workers: processes that translate, as in `translations`.
+        workers: how many translate at a time, as in `translations`.
         """
         for found in self.translations(lines, chunk_lines=chunk_lines, workers=workers):
             yield found[0].text
@@ -113,15 +113,15 @@ class Translator:
         """The best translations of every line, best first, in the order of the lines; at least one, perhaps empty.
 
         lines: an exception stands for a line that could not be read.
-        workers: processes that translate, each with its share of the threads, of `chunk_lines`, and with a copy of the
-            models; more than one is for a CPU, and for a script that runs below `if __name__ == "__main__"`.
+        workers: how many threads of Python translate at a time, with a share of PyTorch's threads and of `chunk_lines`
+            each; more than one is for a CPU. Until the last line the models are in evaluation mode.
         on_error: called with number (from 1) and reason for a line that could not be read or translated, which then
             gets an empty translation; without it the first such line raises.
 
         Raises:
             ValueError, FloatingPointError, torch.OutOfMemoryError: without `on_error`, for such a line; with several
                 workers always ValueError.
-            ConfigError: for a number of workers that cannot be. ChildProcessError: when a worker was killed.
+            ConfigError: for a number of workers that cannot be.
         """
         if workers < 1:
             raise ConfigError(f"workers is {workers}; expected a whole number >= 1")
