@@ -1,6 +1,8 @@
 """A text translated by several workers: the answers of one, in their order, with the same reports."""
 
+import copy
 import itertools
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -36,6 +38,14 @@ def test_without_on_error_the_first_bad_line_raises(translator):
     found = translator.translations(lines, chunk_lines=5, workers=2)
     with pytest.raises(ValueError, match="line 7: torn"):
         list(found)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_without_on_error_the_errors_are_those_of_one_worker(trained, workers):  # noqa: F811
+    model = copy.deepcopy(trained.model)
+    model.out.bias.data[0] = math.nan
+    with pytest.raises(FloatingPointError, match="NaN"):
+        list(Translator(model, trained.tokenizer, beam=2).translate(LINES, chunk_lines=2, workers=workers))
 
 
 def test_lines_are_read_no_further_ahead_than_the_workers_need(translator):

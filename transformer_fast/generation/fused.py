@@ -88,34 +88,36 @@ class FusedStep:
         """(rows,) newest ids -> what each step chose, as `choose` gives it, (rows, steps); the last is the first in
         which a row ended: chose EOS, had nothing to choose, or shows a NaN. The cache has the keys and values of all
         steps then. None as above."""
-        state = self._state(tokens.shape[0])
-        ends = None if state is None else self._ends_of(tokens.shape[0], several)
-        if state is None or ends is None:
+        given = self._of_several(tokens.shape[0], several)
+        if given is None:
             return None
+        ends, state = given
         token, best, normalizer = torch.ops.transformer_fast.greedy_steps(tokens, *ends, *state)
         return Choice(best, token, normalizer)
 
     def beam(self, tokens: Tensor, log_prob: Tensor, width: int, several: Several) -> BeamSteps | None:
         """The same for beams of which all hypotheses are open, (units * width,) rows in the caller's order, up to the
         first step in which one may end; who continues whom is in the cache, but for the last step."""
-        state = self._state(tokens.shape[0], cells=True)
-        ends = None if state is None else self._ends_of(tokens.shape[0], several)
-        if state is None or ends is None:
+        given = self._of_several(tokens.shape[0], several, cells=True)
+        if given is None:
             return None
+        ends, state = given
         beams = log_prob, self._cache.places(), width
         return BeamSteps(*torch.ops.transformer_fast.beam_steps(tokens, *ends, *beams, *state))
 
-    def _ends_of(self, rows: int, several: Several) -> tuple[Any, ...] | None:
-        """What search_steps.cpp takes between the tokens and the state, which is there; None where modules must be
-        called."""
+    def _of_several(
+        self, rows: int, several: Several, *, cells: bool = False
+    ) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
+        """What search_steps.cpp takes besides the tokens: what is around the layers, and `_state`. None as there."""
         ends = self._ends
         weight = None if ends is None else ends.out.operand(rows)
-        if ends is None or weight is None:
+        state = None if weight is None else self._state(rows, cells=cells)
+        if ends is None or state is None:
             return None
         several = several._replace(most=min(several.most, self._cache.room()))
         table = ends.positions.table(self._cache.length + several.most)
         behind = *ends.norm, weight, ends.out.bias, ends.out.outputs
-        return *several, ends.embedding, table, ends.scale, *behind
+        return (*several, ends.embedding, table, ends.scale, *behind), state
 
     def _state(self, rows: int, *, cells: bool = False) -> tuple[Any, ...] | None:
         """What decoder_step takes besides the rows, which have room in the cache then; None where the modules are

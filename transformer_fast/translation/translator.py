@@ -119,8 +119,7 @@ class Translator:
             gets an empty translation; without it the first such line raises.
 
         Raises:
-            ValueError, FloatingPointError, torch.OutOfMemoryError: without `on_error`, for such a line; with several
-                workers always ValueError.
+            ValueError, FloatingPointError, torch.OutOfMemoryError: without `on_error`, for such a line.
             ConfigError: for a number of workers that cannot be.
         """
         if workers < 1:
@@ -131,16 +130,17 @@ class Translator:
             return
         first = 1
         for chunk in _chunks(lines, chunk_lines):
-            yield from self._translate_chunk(chunk, first, on_error)
+            yield from self.translate_chunk(chunk, first, on_error)
             first += len(chunk)
 
     def decode_ids(self, lines: list[str]) -> list[list[int]]:
         """The target ids of each line's translation, without BOS and EOS; every line as one piece."""
         return [found[0].tokens for found in self._decode(self.tokenizer.encode_source(lines))]
 
-    def _translate_chunk(
+    def translate_chunk(
         self, lines: list[str | Exception], first: int, on_error: Callable[[int, str], None] | None
     ) -> Iterator[list[Translation]]:
+        """`translations` of some lines, all of which are in memory; first: the number of the first of them."""
         reasons = {number: str(line) for number, line in enumerate(lines) if isinstance(line, Exception)}
         if reasons and on_error is None:
             number, reason = next(iter(reasons.items()))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Lines = list[str | Exception]
 Answer = tuple[list[list["Translation"]], list[tuple[int, str]]]
-"""The translations of each line of a chunk, and number in it (from 1) and reason of each that has none."""
+"""The translations of each line of a chunk, and number and reason of each that has none."""
 
 
 def translate_chunks(
@@ -49,28 +49,27 @@ def translate_chunks(
         stack.callback(torch.set_num_threads, threads)  # a thread's own is what new threads begin with
         pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,))
         stack.callback(pool.shutdown, cancel_futures=True)
+        running: deque[Future[Answer]] = deque()
         first = 1
-        for translations, errors in _in_order(pool, translator, chunks, 2 * workers):
-            for number, reason in errors:
-                if on_error is None:
-                    raise ValueError(f"line {first + number - 1}: {reason}")
-                on_error(first + number - 1, reason)
-            yield from translations
-            first += len(translations)
+        for chunk in chunks:
+            running.append(pool.submit(_answer, translator, chunk, first, on_error is not None))
+            first += len(chunk)
+            if len(running) == 2 * workers:
+                yield from _reported(running.popleft().result(), on_error)
+        while running:
+            yield from _reported(running.popleft().result(), on_error)
 
 
-def _in_order(pool: ThreadPoolExecutor, translator: Translator, chunks: Iterable[Lines], most: int) -> Iterator[Answer]:
-    """The answers to all chunks, of which at most so many are in work or wait."""
-    running: deque[Future[Answer]] = deque()
-    for chunk in chunks:
-        running.append(pool.submit(_answer, translator, chunk))
-        if len(running) == most:
-            yield running.popleft().result()
-    while running:
-        yield running.popleft().result()
+def _reported(answer: Answer, on_error: Callable[[int, str], None] | None) -> list[list[Translation]]:
+    """The translations, once the lines without one are reported."""
+    translations, errors = answer
+    for error in errors:
+        assert on_error is not None  # without it they were raised
+        on_error(*error)
+    return translations
 
 
-def _answer(translator: Translator, lines: Lines) -> Answer:
+def _answer(translator: Translator, lines: Lines, first: int, keep_errors: bool) -> Answer:
     errors: list[tuple[int, str]] = []
-    found = translator.translations(lines, chunk_lines=len(lines), on_error=lambda *error: errors.append(error))
-    return list(found), errors
+    keep = (lambda *error: errors.append(error)) if keep_errors else None
+    return list(translator.translate_chunk(lines, first, keep)), errors
