@@ -25,6 +25,7 @@ from .. import extension, ops
 from ..layers.attention import MultiHeadAttention
 from ..layers.decoder import LayerCache
 from ..masks import AttentionMask
+from .state_pool import StateMemory, StatePool
 from .weights import concat_linears
 
 BLOCK = 64
@@ -39,6 +40,7 @@ class DecoderCache:
         mask: keep mask (B, 1, S) of the source, or None.
         rows: how many hypotheses there will be at most.
         record: keep the last layer's attention to the source, as `weights`.
+        pool: where the memory of self-attention comes from and goes to.
 
     Attributes:
         length: positions held, by the longest row.
@@ -53,8 +55,16 @@ class DecoderCache:
     span = 1
 
     def __init__(
-        self, decoder: nn.Module, memory: Tensor, mask: Tensor | None, *, rows: int, record: bool = False
+        self,
+        decoder: nn.Module,
+        memory: Tensor,
+        mask: Tensor | None,
+        *,
+        rows: int,
+        record: bool = False,
+        pool: StatePool | None = None,
     ) -> None:
+        self._memory = StateMemory(pool)
         layers, batch = list(decoder.layers), memory.shape[0]
         self.length = 0
         self.lengths: Tensor | None = None
@@ -249,10 +259,11 @@ class DecoderCache:
     def _grow(self, rows: int, capacity: int) -> None:
         """Give self-attention a tensor of `_max_rows` and so many positions, with what the first `rows` slots hold."""
         self._settle()
-        grown = self.cross.new_empty(len(self.layers), self._max_rows, 2, self._heads, capacity, self._width)
-        if self._states is not None:
-            grown[:, :rows, :, :, : self.length] = self._states[:, :rows, :, :, : self.length]
-        self._states = grown
+        shape = len(self.layers), self._max_rows, 2, self._heads, capacity, self._width
+        known = None if self._states is None else self._states[:, :rows, :, :, : self.length]
+        self._states, known = self._memory.resized(shape, known, self.cross)
+        if known is not None:
+            self._states[:, :rows, :, :, : self.length] = known
 
     def _set_lengths(self, lengths: Tensor) -> None:
         """lengths (slots,): the positions that each slot holds."""

@@ -56,9 +56,10 @@ class GenerationConfig:
             2023, "Fast Inference from Transformers via Speculative Decoding"). The answers are those without; for
             batches of few sentences, whose steps read weights rather than multiply. 0 is off.
         keep_weights: what a call lays out of the weights for its steps on a CPU, quantised or not, stays on the model's
-            parameters for the next call; it takes their memory once more. For a model that is no longer trained:
-            its parameters must not require gradients. Writes that PyTorch counts are seen, such as loading a state;
-            those through `.data`, or by a fused optimizer that still has their gradients, are not.
+            parameters for the next call, and so does the memory of keys and values; it takes that of the weights once
+            more. For a model that is no longer trained: its parameters must not require gradients. Writes that PyTorch
+            counts are seen, such as loading a state; those through `.data`, or by a fused optimizer that still has
+            their gradients, are not.
 
     All but repetition_penalty, force_eos and renormalize choose among continuations and leave their probabilities as
     the model has them.

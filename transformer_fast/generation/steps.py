@@ -20,6 +20,7 @@ from .forms import Form
 from .fused import BeamSteps, Several, fused_step
 from .graphs import StaticCache, StepGraphs, row_class
 from .span_cache import SpanCache
+from .state_pool import state_pool
 from .topk import Choice
 from .weights import WeightLayout, prepack
 
@@ -59,7 +60,8 @@ class CachedStep:
             self._graphs = StepGraphs(cache)
         else:
             kind, most = (SpanCache, memory.shape[0]) if spans else (DecoderCache, rows)
-            self._cache = kind(self._decoder, memory, mask, rows=most, record=config.reads_attention)
+            pool = state_pool(decoder) if config.keep_weights else None
+            self._cache = kind(self._decoder, memory, mask, rows=most, record=config.reads_attention, pool=pool)
             self._fused = fused_step(self._decoder, self._out, self._cache)
 
     def next_logits(self, tokens: Tensor) -> Tensor:
