@@ -8,7 +8,6 @@ cache needs to know no more.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +15,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..models import Decoder
 from . import graphs, quantization
+from .cache import as_lengths
 from .config import GenerationConfig
 from .forms import Form, form_of
 from .fused import BeamSteps, Several
@@ -271,13 +272,31 @@ class Decoding:
 
 
 def _encode(form: Form, src: Tensor, mask: Tensor | None) -> Tensor:
-    """`form.encode`, on a CPU some sentences at a time."""
+    """`form.encode`. A CPU encodes some sentences at a time, and where `_trimmed_lengths` are known, no wider than the
+    longest of them; what stands past that is zero."""
     batch, width = src.shape
-    rows = max(ENCODED_TOKENS // width, 1) if src.device.type == "cpu" else batch
-    if batch <= rows:
+    if src.device.type != "cpu" or batch == 0:
         return form.encode(src, mask)
-    masks = mask.split(rows) if mask is not None else itertools.repeat(None)
-    return torch.cat([form.encode(part, own) for part, own in zip(src.split(rows), masks, strict=False)])
+    lengths = _trimmed_lengths(form, mask) or [width] * batch
+    parts, first = [], 0
+    while first < batch:
+        longest = max(lengths[first:])  # which is the first, where sources are sorted
+        end = first + max(ENCODED_TOKENS // longest, 1)
+        longest = max(lengths[first:end])
+        own = None if mask is None else mask[first:end, :, :longest]
+        parts.append(F.pad(form.encode(src[first:end, :longest], own), (0, 0, 0, width - longest)))
+        first = end
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _trimmed_lengths(form: Form, mask: Tensor | None) -> list[int] | None:
+    """The lengths of sources, behind which an encoder of this package does not read; None for another encoder, for a
+    mask that is more than lengths, and where a sentence is nothing but padding, over all of which attention is spread
+    evenly."""
+    if mask is None or not form.has_own_encoder():
+        return None
+    lengths = as_lengths(mask.squeeze(1))
+    return None if lengths is None or bool((lengths < 1).any()) else lengths.tolist()
 
 
 def refuse_nan(found: Tensor, tokens: Tensor) -> None:

@@ -18,10 +18,10 @@ from ..accelerate.patterns.embedding import Embedder, Positional
 from ..accelerate.patterns.feed_forward import ANNOTATED_FEED_FORWARD
 from ..accelerate.patterns.norm import width_of
 from ..accelerate.patterns.sublayer import DECODER
-from ..layers import DecoderLayer, LayerNorm, MultiHeadAttention, Norm, RMSNorm
+from ..layers import DecoderLayer, EncoderLayer, LayerNorm, MultiHeadAttention, Norm, RMSNorm
 from ..layers import torch_modules as swapped
 from ..layers.hooks import is_plain
-from ..models import Decoder
+from ..models import Decoder, Encoder
 
 _ANNOTATED = ("encoder", "decoder", "src_embed", "tgt_embed", "generator")
 
@@ -42,6 +42,11 @@ class Form:
     def vocabulary(self) -> int | None:
         """How many target tokens there are, where the model says so."""
         return getattr(self.out, "out_features", None)
+
+    def has_own_encoder(self) -> bool:
+        """Whether the encoder is one of this package, of its layers."""
+        encoder = self.model.encoder
+        return is_plain(encoder, Encoder) and all(isinstance(layer, EncoderLayer) for layer in encoder.layers)
 
     def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
         """src (B, S), keep mask (B, 1, S) -> the encoder's outputs (B, S, d_model)."""

@@ -10,9 +10,6 @@ import torch
 from torch import nn
 
 from .. import extension
-from ..layers import EncoderLayer
-from ..layers.hooks import is_plain
-from ..models import Encoder
 from .forms import Form
 from .weights import AS_IT_IS, WeightLayout, prepack
 
@@ -29,11 +26,10 @@ def apply(form: Form, layout: WeightLayout) -> Form:
     reason = obstacle(form.model, layout.quantize)
     if reason is not None and layout.quantize is not None:
         raise ValueError(f"quantize={layout.quantize!r} cannot be: {reason}")
-    encoder: Any = form.model.encoder
-    known = is_plain(encoder, Encoder) and all(isinstance(layer, EncoderLayer) for layer in encoder.layers)
-    if reason is not None or not known:
+    if reason is not None or not form.has_own_encoder():
         return form
     model = copy.copy(form.model)
+    encoder: Any = form.model.encoder
     model.__dict__["_modules"] = {**form.model._modules, "encoder": prepack(encoder, 0, layout)}
     return dataclasses.replace(form, model=model)
 
