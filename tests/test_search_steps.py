@@ -70,7 +70,6 @@ def test_bits_are_those_of_step_by_step(
 
 
 def test_greedy_decoding_takes_no_other_steps(calls: list[int]) -> None:
-    assert sum(calls) == 0
     found = decoded(tiny())
     assert sum(calls) == max(len(tokens) + finished for tokens, *_, finished in found)
 

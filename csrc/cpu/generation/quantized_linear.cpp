@@ -8,6 +8,7 @@
 // time.
 #include "quantized_rows.h"
 
+#include "ahead.h"
 #include "generation.h"
 
 #include "../simd/operands.h"
@@ -21,6 +22,7 @@ namespace transformer_fast {
 namespace {
 
 using V = Vector<float>;
+using Words = Ahead<int32_t>;
 
 constexpr int64_t kPanel = kStepPanel;
 constexpr int64_t kBlock = 192;  // rows of a task
@@ -40,17 +42,6 @@ struct Panel {
   int64_t columns;  // of the panel that exist
 };
 
-// Weights that are read later, fetched while others are multiplied: `step` words on in each group.
-struct Ahead {
-  const int32_t* words;
-  int64_t step;
-
-  void fetch(int64_t group) const {
-    __builtin_prefetch(words + group * step);
-    if constexpr (kPanel > kLine) __builtin_prefetch(words + group * step + kLine);
-  }
-};
-
 // Sums of one row and a half of the panel's outputs become results.
 void finish(V total, float x_scale, const Panel& panel, int half, float* out) {
   const int64_t n = half * kW, count = std::min(kW, panel.columns - n);
@@ -61,7 +52,7 @@ void finish(V total, float x_scale, const Panel& panel, int half, float* out) {
 }
 
 template <typename Products, int kRows>
-void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, const Ahead& ahead, float* out,
+void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, const Words& ahead, float* out,
               int64_t out_stride) {
   const int32_t* const words = x.words + row * x.stride;
   V totals[kRows][2] = {};
@@ -97,7 +88,7 @@ void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, const Ahe
 }
 
 template <typename Products, int kRows = kMostRows>
-void multiply_some(const QuantizedRows& x, int64_t row, int64_t rows, const Panel& panel, const Ahead& ahead,
+void multiply_some(const QuantizedRows& x, int64_t row, int64_t rows, const Panel& panel, const Words& ahead,
                    float* out, int64_t stride) {
   if constexpr (kRows > 1)
     if (rows < kRows) return multiply_some<Products, kRows - 1>(x, row, rows, panel, ahead, out, stride);
@@ -156,9 +147,9 @@ void multiply_rows(const QuantizedRows& x, int64_t row, int64_t end, const Panel
       const int64_t from = row + pass * rows / passes, to = row + (pass + 1) * rows / passes;
       const int64_t fetched = pass * panel.groups * share;
       // A single pass reads weights as fast as they arrive. Several fetch the next panel, each a part.
-      const Ahead ahead = passes == 1       ? Ahead{panel.weights + kAhead * kPanel, kPanel}
-                          : fetched < words ? Ahead{panel.weights + words + fetched, share}
-                                            : Ahead{panel.weights, 0};
+      const Words ahead = passes == 1       ? Words{panel.weights + kAhead * kPanel, kPanel}
+                          : fetched < words ? Words{panel.weights + words + fetched, share}
+                                            : Words{panel.weights, 0};
       multiply_some<Products>(x, from, to - from, panel, ahead, out, stride);
     }
   }

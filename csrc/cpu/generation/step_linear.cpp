@@ -2,10 +2,10 @@
 // in the order in which it is read: panels of two vectors of outputs, in each one input after the other. While a block
 // of a panel is multiplied with all rows, the next is fetched (K. Goto and R. van de Geijn, "Anatomy of
 // high-performance matrix multiplication", 2008, with the small matrix in the place of their packed one).
+#include "ahead.h"
 #include "generation.h"
 
 #include "../buffer.h"
-#include "../simd/operands.h"
 
 #include <ATen/Parallel.h>
 
@@ -19,7 +19,6 @@ using V = Vector<float>;
 constexpr int64_t kW = kLanes<float>, kPanel = kStepPanel;
 constexpr int64_t kDepth = 64;  // inputs at a time: their weights, the next ones and the rows stay in the first cache
 constexpr int64_t kLine = 64 / sizeof(float);
-constexpr int64_t kLines = kPanel / kLine;  // that a step reads of the weights: 1 or 2
 // 12 x 2 sums, 2 vectors of weights and a broadcast of 32 registers.
 constexpr int kMostRows = kVectorRegisters == 32 ? 12 : 6;
 
@@ -34,17 +33,6 @@ struct Edges {
   const float* bias;  // kPanel numbers, or null
   bool relu;
   int64_t columns;  // of the panel that exist
-};
-
-// What comes next, fetched evenly over all passes of a block: at most a step of the weights in each of its steps.
-struct Next {
-  const float* data;
-  int64_t step;  // 0 where there is nothing, or all of it was fetched
-
-  void fetch(int64_t k) const {
-    __builtin_prefetch(data + k * step);
-    if constexpr (kLines > 1) __builtin_prefetch(data + k * step + (kLines - 1) * kLine);
-  }
 };
 
 // A vector of a block's sums becomes results, or is added to them. A block is summed by itself: sums of sums round less
@@ -62,8 +50,8 @@ inline void add_sums(V v, float* to, int64_t n, const Edges& edges) {
 
 // out (kRows, columns) += x (kRows, depth) weights (depth, kPanel)
 template <int kRows>
-void multiply_block(InputRows x, const float* weights, const Next& next, int64_t depth, float* out, int64_t out_stride,
-                    const Edges& edges) {
+void multiply_block(InputRows x, const float* weights, const Ahead<float>& next, int64_t depth, float* out,
+                    int64_t out_stride, const Edges& edges) {
   V sums[kRows][2] = {};
   for (int64_t k = 0; k < depth; ++k) {
     const V low = load(weights + k * kPanel), high = load(weights + k * kPanel + kW);
@@ -92,7 +80,7 @@ void multiply_block(InputRows x, const float* weights, const Next& next, int64_t
 }
 
 template <int kRows = kMostRows>
-void multiply_some(int64_t rows, InputRows x, const float* weights, const Next& next, int64_t depth, float* out,
+void multiply_some(int64_t rows, InputRows x, const float* weights, const Ahead<float>& next, int64_t depth, float* out,
                    int64_t out_stride, const Edges& edges) {
   if constexpr (kRows > 1)
     if (rows < kRows) return multiply_some<kRows - 1>(rows, x, weights, next, depth, out, out_stride, edges);
@@ -151,8 +139,8 @@ void step_linear(const StepLinearParams& p) {
           const int64_t until = (pass + 1) * rows / passes;
           const InputRows part{copied.data + m * copied.stride + k, copied.stride};
           float* result = to + m * outputs + panel * kPanel;
-          const int64_t fetched = pass * count * share;
-          const Next ahead{next + fetched, fetched < count * kPanel ? share : 0};
+          const int64_t fetched = pass * count * share;  // a part in each pass
+          const Ahead<float> ahead{next + fetched, fetched < count * kPanel ? share : 0};
           multiply_some(until - m, part, block, ahead, count, result, outputs, edges);
           m = until;
         }
