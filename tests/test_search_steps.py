@@ -109,9 +109,31 @@ def test_beams_some_of_which_have_ended(calls: list[int], monkeypatch: pytest.Mo
     assert sum(steps > 1 for steps in calls) > 3
 
 
-def test_the_search_that_keeps_slots_takes_single_steps(calls: list[int]) -> None:
-    assert decoded(tiny(), beam=3, slots="keep", early_stop="now") and decoded(tiny(), beam=4, beam_groups=2)
-    assert not calls
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"early_stop": True},
+        {"early_stop": "now"},
+        {"early_stop": False, "length_penalty": 0},
+        {"early_stop": "now", "n_best": 4, "length_norm": "power", "renormalize": True, "quantize": "int8"},
+        {"early_stop": "now", "force_eos": True, "max_length": 40},
+        {"beam": 30},  # more than the vocabulary
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ends", [-100.0, -0.5, 1.5])
+def test_beams_that_stay_wide(calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict, ends: float) -> None:
+    """Twice as many continuations are looked at; they stop being plain steps once a sentence has all its answers."""
+    model = tiny()
+    model.out.bias.data[EOS] = ends
+    options = {"beam": 4, "slots": "keep", "max_length": 24, **options}
+    found = decoded(model, **options)
+    assert found == one_by_one(monkeypatch, lambda: decoded(model, **options))
+    assert options["beam"] > VOCAB // 2 or ends > 0 or max(calls) > 1
+
+
+def test_groups_of_a_beam_take_single_steps(calls: list[int]) -> None:
+    assert decoded(tiny(), beam=4, beam_groups=2) and not calls
 
 
 @pytest.mark.parametrize(

@@ -89,16 +89,17 @@ std::tuple<Tensor, Tensor, Tensor> greedy_steps(
 }
 
 // As many steps of beams, of which all `width` hypotheses are open: (units * width,) rows, those of a unit side by side, and
-// all in one position. The last step is left to the caller, who may have something to record: it is the one in which a
-// continuation ends, or `most`. Row r stands at places[r] among the rows of the step. `cells` follow who continues whom.
-// -> of the other steps the tokens (rows, steps), which row each row was before them, and the log-probability; of the
-// last one the continuations of each unit, as choose_continuations gives them, and the normalizers in no order.
+// all in one position. The last step is left to the caller, who may have something to record: it is the one in which one
+// of the best `width` continuations ends, or `most`. Row r stands at places[r] among the rows of the step. `cells` follow
+// who continues whom. -> of the other steps the tokens (rows, steps), which row each row was before them, and the
+// log-probability; of the last one the best `candidates` continuations of each unit, or all where there are fewer, as
+// choose_continuations gives them, and the normalizers in no order.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> beam_steps(
     const Tensor& newest, int64_t most, int64_t eos, at::IntArrayRef suppressed, bool renormalize,
     const Tensor& embedding, const Tensor& positions, double scale, const OptionalTensor& last_norm_weight,
     const OptionalTensor& last_norm_bias, const Tensor& out_weight, const OptionalTensor& out_bias, int64_t vocabulary,
-    const Tensor& log_prob, const Tensor& places, int64_t width, at::TensorList weights, const Tensor& own,
-    const Tensor& cross, int64_t length, const OptionalTensor& lengths, const OptionalTensor& cells,
+    const Tensor& log_prob, const Tensor& places, int64_t width, int64_t candidates, at::TensorList weights,
+    const Tensor& own, const Tensor& cross, int64_t length, const OptionalTensor& lengths, const OptionalTensor& cells,
     const OptionalTensor& source_lengths, const OptionalTensor& row_of_slot, const OptionalTensor& slot_of_row,
     bool norm_first, std::string_view norm, double eps, std::string_view activation) {
   TORCH_CHECK(cells && !lengths, "beam_steps needs a table of cells, and rows of one length");
@@ -106,7 +107,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> beam_steps(
                    row_of_slot, slot_of_row, norm_first, norm_kind(norm), eps,     activation};
   const Ends ends{embedding,  positions, scale,      last_norm_weight, last_norm_bias,
                   out_weight, out_bias,  vocabulary, suppressed,       renormalize};
-  const int64_t rows = newest.size(0), units = rows / width, k = std::min(width, vocabulary);
+  const int64_t rows = newest.size(0), units = rows / width, k = std::min(candidates, vocabulary);
+  const int64_t looked_at = std::min(candidates, width * k);
   const auto whole = newest.options().dtype(at::kLong), real = embedding.options();
   const Tensor given = newest.contiguous(), at_first = log_prob.contiguous(), placed = places.contiguous();
   const int64_t* const place = placed.const_data_ptr<int64_t>();
@@ -123,33 +125,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> beam_steps(
     ids.mutable_data_ptr<int64_t>()[at] = given.const_data_ptr<int64_t>()[r];
   }
   // By row: the continuations of the last step.
-  const Tensor total = at::cpu::empty({units, width}, real);
-  const Tensor parent = at::cpu::empty({units, width}, whole), chosen = at::cpu::empty({units, width}, whole);
-  float *const totals = total.mutable_data_ptr<float>(), *const candidates = best.mutable_data_ptr<float>();
+  const Tensor total = at::cpu::empty({units, looked_at}, real);
+  const Tensor parent = at::cpu::empty({units, looked_at}, whole), chosen = at::cpu::empty({units, looked_at}, whole);
+  float *const totals = total.mutable_data_ptr<float>(), *const of_row = best.mutable_data_ptr<float>();
   int64_t *const parents = parent.mutable_data_ptr<int64_t>(), *const tokens = chosen.mutable_data_ptr<int64_t>();
   float* const sums = normalizer.mutable_data_ptr<float>();
   int32_t* const table = cells->mutable_data_ptr<int32_t>();
   const int64_t capacity = cells->size(1);
   std::vector<int32_t> earlier(rows * capacity);
   for (int64_t steps = 1;; ++steps) {
-    ends.choose(step, ids, k, candidates, token.mutable_data_ptr<int64_t>(), sums);
+    ends.choose(step, ids, k, of_row, token.mutable_data_ptr<int64_t>(), sums);
     ++step.length;
     bool open = steps < most;
     for (int64_t at = 0; at < rows; ++at) {
       open = open && !std::isnan(sums[at]);
-      for (int64_t i = 0; i < k; ++i) candidates[at * k + i] += known[at] - sums[at];
+      for (int64_t i = 0; i < k; ++i) of_row[at * k + i] += known[at] - sums[at];
     }
-    kernels().generation.choose_continuations({candidates, candidates, token.const_data_ptr<int64_t>(), unit.data(),
-                                               rank.data(), rows, k, units, width, width, totals, parents, tokens});
-    for (int64_t r = 0; r < rows; ++r) open = open && tokens[r] != eos && totals[r] > -INFINITY;
+    kernels().generation.choose_continuations({of_row, of_row, token.const_data_ptr<int64_t>(), unit.data(),
+                                               rank.data(), rows, k, units, width, looked_at, totals, parents, tokens});
+    const auto found = [&](int64_t r) { return r / width * looked_at + r % width; };  // where row r's continuation is
+    for (int64_t r = 0; r < rows; ++r) open = open && tokens[found(r)] != eos && totals[found(r)] > -INFINITY;
     if (!open) break;
     std::copy_n(table, rows * capacity, earlier.data());
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = place[r], old = parents[r];
+      const int64_t at = place[r], of = found(r), old = parents[of];
       std::copy_n(earlier.data() + old * capacity, step.length, table + at * capacity);
-      known[at] = totals[r], from[at] = before[old], longer[at] = said[old];
-      longer[at].push_back(tokens[r]);
-      ids.mutable_data_ptr<int64_t>()[at] = tokens[r];
+      known[at] = totals[of], from[at] = before[old], longer[at] = said[old];
+      longer[at].push_back(tokens[of]);
+      ids.mutable_data_ptr<int64_t>()[at] = tokens[of];
     }
     before.swap(from), said.swap(longer);
   }
@@ -160,8 +163,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> beam_steps(
     const int64_t at = place[r];
     std::copy(said[at].begin(), said[at].end(), history.mutable_data_ptr<int64_t>() + r * steps);
     origin.mutable_data_ptr<int64_t>()[r] = row_at[before[at]], reached.mutable_data_ptr<float>()[r] = known[at];
-    parents[r] = row_at[parents[r]];
   }
+  for (int64_t i = 0; i < units * looked_at; ++i) parents[i] = row_at[parents[i]];
   return {history, origin, reached, total, parent, chosen, normalizer};
 }
 
@@ -173,7 +176,7 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "float scale, Tensor? last_norm_weight, Tensor? last_norm_bias, Tensor out_weight, Tensor? out_bias, "
       "int vocabulary, ";
   const std::string greedy = ends + kDecoderStepSchema;
-  const std::string beam = ends + "Tensor log_prob, Tensor places, int width, " + kDecoderStepSchema;
+  const std::string beam = ends + "Tensor log_prob, Tensor places, int width, int candidates, " + kDecoderStepSchema;
   m.def(("greedy_steps(" + greedy + ") -> (Tensor token, Tensor best, Tensor normalizer)").c_str());
   m.def(("beam_steps(" + beam +
          ") -> (Tensor history, Tensor origin, Tensor reached, Tensor total, Tensor parent, Tensor chosen, "

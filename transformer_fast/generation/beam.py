@@ -161,14 +161,15 @@ class Search(SearchState):
     def _after_several(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """What `_best_continuations` finds, behind as many steps as can be taken at once; None if none can."""
         width = self.width
-        whole = self.groups == 1 and self._looked_at == self.candidates == width and len(self.unit) % width == 0
+        whole = self.groups == 1 and len(self.unit) % width == 0
         if not whole or self.attention is not None or not len(self.unit):
             return None
         unit = self.unit.view(-1, width)
-        if bool(((unit != unit[:, :1]) | (self.finished[unit] > 0)).any()):
+        if bool((unit != unit[:, :1]).any()) or self._decides(unit[:, 0]):
             return None
-        several = self._several()
-        found = None if several is None else self.decoding.beam_steps(self.tokens, self.log_prob, width, several)
+        if (several := self._several()) is None:
+            return None
+        found = self.decoding.beam_steps(self.tokens, self.log_prob, width, self.candidates, several)
         if found is None:
             return None
         self.tokens = torch.cat([self.tokens[found.origin], found.history], dim=1)
@@ -177,11 +178,15 @@ class Search(SearchState):
         last = found.total, found.parent, found.token
         if len(unit) == len(self.found):
             return last
-        total = found.total.new_full((len(self.found), width), -torch.inf)
+        total = found.total.new_full((len(self.found), found.total.shape[1]), -torch.inf)
         parent, token = (torch.zeros(total.shape, dtype=torch.long) for _ in range(2))
         for whole_one, own in zip((total, parent, token), last, strict=True):
             whole_one[unit[:, 0]] = own
         return total, parent, token
+
+    def _decides(self, units: Tensor) -> bool:
+        """Whether a step of one of these units does more than keep its best continuations, though none of them ends."""
+        return bool((self.finished[units] > 0).any())
 
     def _best_continuations(self) -> tuple[Tensor, Tensor, Tensor]:
         """(units, candidates) each, best first: cumulative log-probability, row it continues, token it adds."""
@@ -189,7 +194,7 @@ class Search(SearchState):
             return found
         rows = torch.arange(len(self.unit), device=self.unit.device)
         if self.groups == 1:
-            best, token, normalizer = self._choose(self._looked_at)
+            best, token, normalizer = self._choose(self.candidates)
             self._remember_attention()
             total = (self.log_prob.to(best.dtype) - normalizer)[:, None] + best
             return self._best_of(rows, self.unit, total, total, token)
@@ -197,7 +202,7 @@ class Search(SearchState):
         self._remember_attention()
         logits, probable = self.rules.apply(logits, self.tokens, self.sentences(), self.start)
         known = self.log_prob.to(logits.dtype) - log_normalizer(probable)
-        width = min(self._looked_at, logits.shape[1])
+        width = min(self.candidates, logits.shape[1])
         chosen = logits.new_zeros(len(self.found), logits.shape[1])  # how often, by the groups before
         each = []
         for group in range(self.groups):
@@ -213,11 +218,6 @@ class Search(SearchState):
             each.append((total, parent, token))
         total, parent, token = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*each, strict=True))
         return total, parent, token
-
-    @property
-    def _looked_at(self) -> int:
-        """Continuations of every row: it gives at most so many of the survivors."""
-        return self.candidates
 
     def _remember_attention(self) -> None:
         if self.attention is not None:

@@ -209,13 +209,16 @@ class Decoding:
             return None
         return step.greedy_steps(tokens, several)
 
-    def beam_steps(self, tokens: Tensor, log_prob: Tensor, width: int, several: Several) -> BeamSteps | None:
+    def beam_steps(
+        self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, several: Several
+    ) -> BeamSteps | None:
         """The same for beams of which all `width` hypotheses are open, whose rows stand side by side: steps up to the
-        first in which a continuation may end. The caller selects the rows of the last step alone."""
+        first in which one of the best `width` continuations ends. The caller selects the rows of the last step alone,
+        of its best `candidates` continuations."""
         step = self._steps[0]
         if len(self._steps) > 1 or not isinstance(step, CachedStep):
             return None
-        return step.beam_steps(tokens, log_prob, width, several)
+        return step.beam_steps(tokens, log_prob, width, candidates, several)
 
     def span_logits(self, ids: Tensor, held: Tensor) -> Tensor:
         """With `draft_tokens`: ids (rows, span) behind so many positions, held (rows,) -> fp32 logits of what follows

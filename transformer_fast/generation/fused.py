@@ -55,8 +55,8 @@ class Several(NamedTuple):
 class BeamSteps(NamedTuple):
     """Several steps of beams, by their rows. history (rows, steps): the tokens of all but the last step, and origin
     (rows,) the row that each one was before them; reached (rows,): its log-probability. total, parent, token (units,
-    width): the best continuations of the last step, the row each continues, and its token. normalizer (rows,): of the
-    last step, in no order; NaN where a row has a NaN."""
+    candidates): the best continuations of the last step, the row each continues, and its token. normalizer (rows,): of
+    the last step, in no order; NaN where a row has a NaN."""
 
     history: Tensor
     origin: Tensor
@@ -95,14 +95,15 @@ class FusedStep:
         token, best, normalizer = torch.ops.transformer_fast.greedy_steps(tokens, *ends, *state)
         return Choice(best, token, normalizer)
 
-    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, several: Several) -> BeamSteps | None:
+    def beam(self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, several: Several) -> BeamSteps | None:
         """The same for beams of which all hypotheses are open, (units * width,) rows in the caller's order, up to the
-        first step in which one may end; who continues whom is in the cache, but for the last step."""
+        first step in which one of the best `width` continuations may end; who continues whom is in the cache, but for
+        the last step."""
         given = self._of_several(tokens.shape[0], several, cells=True)
         if given is None:
             return None
         ends, state = given
-        beams = log_prob, self._cache.places(), width
+        beams = log_prob, self._cache.places(), width, candidates
         return BeamSteps(*torch.ops.transformer_fast.beam_steps(tokens, *ends, *beams, *state))
 
     def _of_several(

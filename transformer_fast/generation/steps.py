@@ -79,9 +79,13 @@ class CachedStep:
         self._cache.stepped(found.token.shape[1])
         return Choice(*map(self._cache.leave, found))
 
-    def beam_steps(self, tokens: Tensor, log_prob: Tensor, width: int, several: Several) -> BeamSteps | None:
+    def beam_steps(
+        self, tokens: Tensor, log_prob: Tensor, width: int, candidates: int, several: Several
+    ) -> BeamSteps | None:
         """As `Decoding.beam_steps`."""
-        found = None if self._fused is None else self._fused.beam(tokens[:, -1], log_prob, width, several)
+        if self._fused is None:
+            return None
+        found = self._fused.beam(tokens[:, -1], log_prob, width, candidates, several)
         if found is not None:
             self._cache.stepped(found.history.shape[1] + 1)
         return found

@@ -34,8 +34,8 @@ class WideSearch(Search):
         return False, -hypothesis.score
 
     def step(self) -> None:
-        lengths = self._lengths()
         total, parent, token = self._best_continuations()
+        lengths = self._lengths()
         valid = total > -torch.inf
         self._keep_stuck(valid)
 
@@ -49,6 +49,9 @@ class WideSearch(Search):
         alive &= ~self._done(total.masked_fill(~alive, -torch.inf).amax(dim=1), lengths)[:, None]
 
         self._go_on(alive, total, parent, token)
+
+    def _decides(self, units: Tensor) -> bool:
+        return any(len(self.found[unit]) >= self.width for unit in units.tolist())
 
     def _done(self, best_open: Tensor, lengths: Tensor) -> Tensor:
         """(units,) bool: enough have finished, and no open hypothesis can beat the worst of them. best_open (units,):
