@@ -161,7 +161,7 @@ class Search(SearchState):
     def _after_several(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """What `_best_continuations` finds, behind as many steps as can be taken at once; None if none can."""
         width = self.width
-        whole = self.groups == 1 and len(self.unit) % width == 0
+        whole = self.groups == 1 and self._looked_at == self.candidates and len(self.unit) % width == 0
         if not whole or self.attention is not None or not len(self.unit):
             return None
         unit = self.unit.view(-1, width)
@@ -194,7 +194,7 @@ class Search(SearchState):
             return found
         rows = torch.arange(len(self.unit), device=self.unit.device)
         if self.groups == 1:
-            best, token, normalizer = self._choose(self.candidates)
+            best, token, normalizer = self._choose(self._looked_at)
             self._remember_attention()
             total = (self.log_prob.to(best.dtype) - normalizer)[:, None] + best
             return self._best_of(rows, self.unit, total, total, token)
@@ -202,7 +202,7 @@ class Search(SearchState):
         self._remember_attention()
         logits, probable = self.rules.apply(logits, self.tokens, self.sentences(), self.start)
         known = self.log_prob.to(logits.dtype) - log_normalizer(probable)
-        width = min(self.candidates, logits.shape[1])
+        width = min(self._looked_at, logits.shape[1])
         chosen = logits.new_zeros(len(self.found), logits.shape[1])  # how often, by the groups before
         each = []
         for group in range(self.groups):
@@ -218,6 +218,12 @@ class Search(SearchState):
             each.append((total, parent, token))
         total, parent, token = (torch.stack(parts, dim=1).flatten(0, 1) for parts in zip(*each, strict=True))
         return total, parent, token
+
+    @property
+    def _looked_at(self) -> int:
+        """Continuations of every row: it gives at most so many of the survivors. `benchmarks/compare_cached.py` looks
+        at one more."""
+        return self.candidates
 
     def _remember_attention(self) -> None:
         if self.attention is not None:
