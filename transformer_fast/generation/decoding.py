@@ -287,7 +287,8 @@ def _encode(form: Form, src: Tensor, mask: Tensor | None) -> Tensor:
         end = first + max(ENCODED_TOKENS // longest, 1)
         longest = max(lengths[first:end])
         own = None if mask is None else mask[first:end, :, :longest]
-        parts.append(F.pad(form.encode(src[first:end, :longest], own), (0, 0, 0, width - longest)))
+        part = form.encode(src[first:end, :longest], own)
+        parts.append(part if longest == width else F.pad(part, (0, 0, 0, width - longest)))  # F.pad always copies
         first = end
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
