@@ -117,7 +117,10 @@ class CachedStep:
         assert isinstance(self._cache, SpanCache)
         self._cache.hold(held, 1)
         found = None if self._fused is None else self._fused.greedy(newest, several)
-        return None if found is None else found.token
+        if found is None:
+            return None
+        self._cache.hold(held, found.token.shape[1])  # `select` keeps what the last step has written: all of these
+        return found.token
 
     def _step(self, newest: Tensor) -> Tensor:
         return self._out(self._cache.leave(self._hidden(self._cache.enter(newest))))
