@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -156,7 +156,7 @@ class Decoding:
     def __init__(self, models: Sequence[nn.Module], request: Request, config: GenerationConfig, *, rows: int) -> None:
         self._steps: list[CachedStep | UncachedStep] = []
         self._draft: CachedStep | None = None
-        if config.keep_weights and any(p.requires_grad for model in models for p in model.parameters()):
+        if config.keep_weights and _is_trained(models):
             raise ValueError(
                 "keep_weights=True is for models that are no longer trained, but there are parameters that require "
                 "gradients; expected model.requires_grad_(False) before"
@@ -311,6 +311,22 @@ def refuse_nan(found: Tensor, tokens: Tensor) -> None:
         )
 
 
+def _modules_of(models: Iterable[nn.Module]) -> set[nn.Module]:
+    """All modules of models. `nn.Module.modules` also makes the name of each, which in a short call is a tenth of it."""
+    found, new = set(models), list(models)
+    while new:
+        children = {child for module in new for child in module._modules.values() if child is not None}
+        new = list(children - found)
+        found.update(new)
+    return found
+
+
+def _is_trained(models: Iterable[nn.Module]) -> bool:
+    """Whether a parameter requires gradients."""
+    parameters = (p for module in _modules_of(models) for p in module._parameters.values())
+    return any(p is not None and p.requires_grad for p in parameters)
+
+
 @contextmanager
 def evaluating(*models: nn.Module) -> Iterator[None]:
     """Inference mode, every module in evaluation mode; each gets its own mode back, also after an error."""
@@ -321,7 +337,7 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 @contextmanager
 def evaluation_mode(*models: nn.Module) -> Iterator[None]:
     """Every module in evaluation mode; each gets its own mode back, also after an error."""
-    training = [module for model in models for module in model.modules() if module.training]
+    training = [module for module in _modules_of(models) if module.training]
     if training:
         for model in models:
             model.eval()

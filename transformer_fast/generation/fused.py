@@ -168,7 +168,7 @@ def fused_step(decoder: nn.Module, out: nn.Module, cache: DecoderCache) -> Fused
 
 def _layer(layer: nn.Module, project: object) -> _Layer | None:
     """The parts of a decoder layer; None for one that is not made of plain modules in fp32."""
-    if not is_plain(layer, DecoderLayer) or not is_plain(layer.ff, StepFeedForward):
+    if not is_plain(layer, DecoderLayer) or not isinstance(layer.ff, StepFeedForward):
         return None
     norms, attentions = (layer.norm_1, layer.norm_2, layer.norm_3), (layer.attn_1, layer.attn_2)
     if not all(is_plain(norm, *_KINDS) for norm in norms) or len({(type(n), n.eps) for n in norms}) != 1:
