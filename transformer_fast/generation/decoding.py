@@ -312,7 +312,7 @@ def refuse_nan(found: Tensor, tokens: Tensor) -> None:
 
 
 def _modules_of(models: Iterable[nn.Module]) -> set[nn.Module]:
-    """All modules of models. `nn.Module.modules` also makes the name of each, which in a short call is a tenth of it."""
+    """All modules of models. `nn.Module.modules` also makes their names: a tenth of a short call."""
     found, new = set(models), list(models)
     while new:
         children = {child for module in new for child in module._modules.values() if child is not None}

@@ -194,7 +194,7 @@ def prepack(module: nn.Module, rows: int, layout: WeightLayout = AS_IT_IS) -> An
         return _step_linear([module], rows, layout)
     if is_plain(module, FeedForward) and all(map(is_linear, (module.linear_1, module.linear_2))):
         return StepFeedForward(module, rows, layout)
-    clone = _copied(module)
+    clone = _shallow_copy(module)
     known = [(name, child) for name, child in module._modules.items() if child is not None]
     children = {name: prepack(child, rows, layout) for name, child in known}
     # Buffers of its own: another call that extends a positional table must not free one that a CUDA graph reads.
@@ -202,8 +202,8 @@ def prepack(module: nn.Module, rows: int, layout: WeightLayout = AS_IT_IS) -> An
     return clone
 
 
-def _copied(module: nn.Module) -> nn.Module:
-    """`copy.copy`, in a fifth of its time where a class does not say how it is copied."""
+def _shallow_copy(module: nn.Module) -> nn.Module:
+    """`copy.copy`, in a fifth of its time: all that a module keeps is in its `__dict__`, unless its class says else."""
     kind = type(module)
     if hasattr(kind, "__copy__"):
         return copy.copy(module)

@@ -80,7 +80,10 @@ class Tokenizer:
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Ids of each line, without begin and end of sentence."""
-        return self._processor.encode([line.lower() if self.lowercase else line for line in lines], out_type=int)
+        lines = [line.lower() if self.lowercase else line for line in lines]
+        if len(lines) == 1:  # a call for several makes threads, which takes ten times as long as a sentence
+            return [self._processor.encode(lines[0], out_type=int)]
+        return self._processor.encode(lines, out_type=int)
 
     def encode_source(self, lines: Sequence[str]) -> list[list[int]]:
         """Ids of each line as the encoder reads it: closed by `eos`, so that even an empty line has one token."""
