@@ -55,8 +55,8 @@ class StepLinear:
     layout of oneDNN. PyTorch's own product rearranges the weight in every call, which for few rows costs more than the
     product. It computes everything else.
 
-    It has no parameters of its own, and is called as a module is. A hundred are made in a call; each would take ten
-    times as long as an `nn.Module`.
+    It is called as a module is, and is none: a hundred are made in a call of `generate`, and an `nn.Module` takes ten
+    times as long to make.
 
     Args:
         linears: plain linear layers of one input, all with a bias or none.
