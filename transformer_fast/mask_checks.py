@@ -9,8 +9,8 @@ INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def checked_offset(name: str, offset: int) -> int:
-    """The offset; a TypeError that names it if it is no int."""
-    if isinstance(offset, bool) or not isinstance(offset, int):
+    """The offset, an int or the symbol of one in a graph; a TypeError that names it for anything else."""
+    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise TypeError(f"{name}: expected an int, got {type(offset).__name__}")
     return offset
 

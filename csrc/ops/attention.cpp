@@ -113,6 +113,7 @@ struct Attention {
     kKeptBits,
     kSaved
   };
+  static constexpr size_t kValues = kParams;
   using Options = AttentionParams;
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const AttentionParams& options,

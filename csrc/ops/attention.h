@@ -28,8 +28,8 @@ struct AttentionParams {
   OptionalTensor query_ids;       // int32 (B | 1, Lq), packed (Tq,): query i sees the keys of its own id
   OptionalTensor key_ids;         // int32 (B | 1, Lk), packed (Tk,)
   OptionalTensor sinks;           // fp32 or fp64 (H,): the score of one more key, without a value
-  std::optional<int64_t> causal;  // query i sees keys up to i + causal
-  std::optional<int64_t> window;  // ... and from i + window on
+  OptionalSymInt causal;          // query i sees keys up to i + causal
+  OptionalSymInt window;          // ... and from i + window on
   std::optional<double> softcap;  // scaled scores s become softcap * tanh(s / softcap) before anything is added
   double scale = 1, dropout_p = 0;
   OptionalTensor seed;                // int64 (1,), with dropout

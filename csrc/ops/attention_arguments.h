@@ -15,7 +15,7 @@ namespace {
 const std::string kMask = "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, ";
 const std::string kSequences = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, ";
 const std::string kOptions =
-    "int? causal, int? window, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows, str backend, "
+    "SymInt? causal, SymInt? window, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows, str backend, "
     "Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? key_ids=None, Tensor? sinks=None, "
     "float? softcap=None)";
 
@@ -34,14 +34,14 @@ template <auto function, typename... Keys>
 struct Flat;
 template <typename Result, typename... Inputs, Result (*function)(const AttentionParams&, Inputs...), typename... Keys>
 struct Flat<function, Keys...> {
-  static Result call(Inputs... inputs, Keys... keys, std::optional<int64_t> causal, std::optional<int64_t> window,
-                     double scale, double dropout_p, const OptionalTensor& seed, bool zero_empty_rows,
-                     std::string_view backend, const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
+  static Result call(Inputs... inputs, Keys... keys, OptionalSymInt causal, OptionalSymInt window, double scale,
+                     double dropout_p, const OptionalTensor& seed, bool zero_empty_rows, std::string_view backend,
+                     const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
                      const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
     AttentionParams params;
     set_keys(params, std::move(keys)...);
     params.distance_bias = distance_bias, params.query_ids = query_ids, params.key_ids = key_ids, params.sinks = sinks;
-    params.causal = causal, params.window = window, params.softcap = softcap;
+    params.causal = std::move(causal), params.window = std::move(window), params.softcap = softcap;
     params.scale = scale, params.dropout_p = dropout_p;
     params.seed = seed, params.zero_empty_rows = zero_empty_rows, params.backend = backend;
     return function(params, inputs...);

@@ -53,7 +53,7 @@ void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const Att
     using T = scalar_t;
     using A = Accumulate<T>;
     AttentionKernelParams<T, A> common;
-    set_diagonals(common, params.causal, params.window);
+    set_diagonals(common, known(params.causal), known(params.window));
     if (params.sinks) common.sinks = params.sinks->const_data_ptr<A>();
     common.scale = static_cast<A>(params.scale), common.softcap = static_cast<A>(params.softcap.value_or(0));
     common.zero_empty_rows = params.zero_empty_rows;

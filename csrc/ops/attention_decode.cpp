@@ -21,8 +21,9 @@ namespace {
 using TwoTensors = std::tuple<Tensor, Tensor>;
 
 constexpr const char* kSchema =
-    "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, int? causal, "
-    "int? window, float scale, str backend, Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? key_ids=None, "
+    "attention_decode(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, Tensor? page_table, SymInt? causal, "
+    "SymInt? window, float scale, str backend, Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? "
+    "key_ids=None, "
     "Tensor? sinks=None, float? softcap=None) -> (Tensor out, Tensor logsumexp)";
 
 // Few new queries q (B, H, Lq, D) against a cache (B, Hkv, S, D), or with a page table, int32 (B, pages of a sequence),
@@ -30,7 +31,7 @@ constexpr const char* kSchema =
 struct DecodeParams {
   Tensor q, k, v, lengths;  // int32 (B,)
   OptionalTensor page_table;
-  std::optional<int64_t> causal, window;  // query i sees keys i + lengths[b] - Lq + window .. causal
+  OptionalSymInt causal, window;  // query i sees keys i + lengths[b] - Lq + window .. causal
   double scale;
   OptionalTensor distance_bias = {};            // (B | 1, H | 1, Lq + S - 1): entry S - 1 + j - (i + lengths[b] - Lq)
   OptionalTensor query_ids = {}, key_ids = {};  // int32 (B | 1, Lq) and (B | 1, S)
@@ -45,12 +46,13 @@ struct DecodeParams {
 
 TwoTensors launch(const DecodeParams& params) {
   static const PythonFunction launcher("transformer_fast.triton.attention.decode", "attention_decode");
+  const std::optional<int64_t> causal = known(params.causal), window = known(params.window);
   const pybind11::gil_scoped_acquire gil;
   if (params.q.numel() > 0 && params.k.numel() > 0) {
     LaunchCall call;
     call.scalar("attention decode");
-    call.scalar(params.causal);
-    call.scalar(params.window);
+    call.scalar(causal);
+    call.scalar(window);
     call.scalar(params.softcap);
     call.scalar(params.scale);
     call.input(params.q);
@@ -64,9 +66,9 @@ TwoTensors launch(const DecodeParams& params) {
     call.input(params.sinks);
     if (const auto results = LaunchCache::instance().replay(call, 2); !results.empty()) return {results[0], results[1]};
   }
-  const auto [out, logsumexp] = launcher.tensors<2>(
-      params.q, params.k, params.v, params.lengths, params.page_table, params.distance_bias, params.query_ids,
-      params.key_ids, params.sinks, params.causal, params.window, params.softcap, params.scale);
+  const auto [out, logsumexp] =
+      launcher.tensors<2>(params.q, params.k, params.v, params.lengths, params.page_table, params.distance_bias,
+                          params.query_ids, params.key_ids, params.sinks, causal, window, params.softcap, params.scale);
   return {out, logsumexp};
 }
 
@@ -84,7 +86,7 @@ TwoTensors compute(const DecodeParams& params) {
     set_tensors(p, q, k, v);
     p.Lk = lengths.max().item<int32_t>();
     p.lengths = view<const int32_t>(lengths.view({-1, 1, 1, 1})), p.bottom_right = true;
-    set_diagonals(p, params.causal, params.window);
+    set_diagonals(p, known(params.causal), known(params.window));
     p.distance_bias = distance_view<const A>(params.distance_bias, params.capacity() - 1);
     if (params.sinks) p.sinks = params.sinks->const_data_ptr<A>();
     p.query_ids = ids_view(params.query_ids), p.key_ids = ids_view(params.key_ids);
@@ -100,10 +102,9 @@ TwoTensors compute(const DecodeParams& params) {
 }
 
 TwoTensors forward(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& lengths,
-                   const OptionalTensor& page_table, std::optional<int64_t> causal, std::optional<int64_t> window,
-                   double scale, std::string_view backend, const OptionalTensor& distance_bias,
-                   const OptionalTensor& query_ids, const OptionalTensor& key_ids, const OptionalTensor& sinks,
-                   std::optional<double> softcap) {
+                   const OptionalTensor& page_table, OptionalSymInt causal, OptionalSymInt window, double scale,
+                   std::string_view backend, const OptionalTensor& distance_bias, const OptionalTensor& query_ids,
+                   const OptionalTensor& key_ids, const OptionalTensor& sinks, std::optional<double> softcap) {
   return (is_native(backend) ? compute : launch)({q, k_cache, v_cache, lengths, page_table, causal, window, scale,
                                                   distance_bias, query_ids, key_ids, sinks, softcap});
 }

@@ -29,6 +29,7 @@ Tensor weights_meta(const AttentionParams&, const Tensor& q, const Tensor& k, co
 struct AttentionWeights {
   static constexpr const char* kName = "attention_weights";
   enum : size_t { kQ, kK, kParams, kSaved = kParams + AttentionParams::kTensors };  // what is saved
+  static constexpr size_t kValues = kParams;
   using Options = AttentionParams;
 
   static variable_list backward(const variable_list& grads, const variable_list& saved, const AttentionParams& options,

@@ -169,7 +169,8 @@ FiveTensors forward_meta(const Tensor& x, const Tensor& weight, const OptionalTe
 
 struct LinearCrossEntropy {
   static constexpr const char* kName = "linear_cross_entropy";
-  enum : size_t { kGradients = 3, kScale = 6, kSaved };  // what is saved after the inputs
+  // Saved are the inputs that need a gradient, and this.
+  enum : size_t { kGradients = 3, kScale = 6, kSaved };
 
   struct Options {};
 
@@ -213,8 +214,11 @@ FiveTensors recorded(bool direct, const Tensor& x, const Tensor& weight, const O
     results = below_autograd<"linear_cross_entropy", forward>(false, x, weight, bias, target, smoothing, ignore_index,
                                                               mean, needs, chunk_elements, backend);
   }
+  const auto differentiated = [](const Tensor& input) { return requires_grad(input) ? input : Tensor(); };
   if (records)
-    eager::record<LinearCrossEntropy>({loss}, {x, weight, or_undefined(bias), grad_x, grad_weight, grad_bias, scale},
+    eager::record<LinearCrossEntropy>({loss},
+                                      {differentiated(x), differentiated(weight), differentiated(or_undefined(bias)),
+                                       grad_x, grad_weight, grad_bias, scale},
                                       {}, x, weight, bias);
   return results;
 }

@@ -84,6 +84,7 @@ Tensor rows_of(const Tensor& tensor) { return tensor.reshape_symint({-1, tensor.
 struct Linear {
   static constexpr const char* kName = "linear";
   static constexpr size_t kSaved = 2;  // the input where the weight needs a gradient, and the other way round
+  static constexpr size_t kValues = kSaved;
   static constexpr bool kDifferentiableBackward = true;
 
   struct Options {

@@ -97,6 +97,24 @@ struct Undifferentiable<name, implementation> {
 template <typename Op>
 concept DifferentiableBackward = requires { Op::kDifferentiableBackward; };
 
+// The number of saved tensors, the first ones, that are values of the computation. The others are masks, indices and the
+// like.
+template <typename Op>
+constexpr size_t saved_values() {
+  if constexpr (requires { Op::kValues; }) return Op::kValues;
+  return 0;
+}
+
+// A tensor that autograd can save. One from inference mode is copied, because autograd refuses it; a dimension that is
+// broadcast stays so.
+inline at::Tensor savable(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.is_inference()) return tensor;
+  at::Tensor small = tensor;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    if (tensor.sym_stride(dim) == 0 && tensor.sym_size(dim) > 1) small = small.narrow(dim, 0, 1);
+  return small.clone().expand_symint(tensor.sym_sizes());
+}
+
 // Op gives kName, Options, kSaved (how many tensors it saves: the end of an enum that names their places) and
 //   variable_list backward(const variable_list& grads, const variable_list& saved, const Options&, const Needs&)
 // with a gradient, or an undefined tensor, for each of its inputs. At least one of grads is defined there.
@@ -113,7 +131,9 @@ class OpNode final : public torch::autograd::Node {
     for (size_t i = 0; i < tensors.size(); ++i) {
       const auto same = [&](const at::Tensor& output) { return output.is_same(tensors[i]); };
       const bool is_output = tensors[i].defined() && std::any_of(outputs.begin(), outputs.end(), same);
-      saved_[i] = torch::autograd::SavedVariable(tensors[i], is_output);
+      // As in PyTorch's own ops, a value from inference mode cannot be saved: SavedVariable raises.
+      const bool value = i < saved_values<Op>();
+      saved_[i] = torch::autograd::SavedVariable(value ? tensors[i] : savable(tensors[i]), is_output);
     }
   }
 

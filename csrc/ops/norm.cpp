@@ -182,6 +182,7 @@ FourTensors backward_meta(const Tensor&, const OptionalTensor&, const Tensor& x,
 struct LayerNorm {
   static constexpr const char* kName = "layer_norm";
   enum : size_t { kX, kWeight, kMean, kRstd, kSeed, kSaved };  // what is saved
+  static constexpr size_t kValues = kMean;
 
   struct Options {
     std::string kind;

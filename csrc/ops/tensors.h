@@ -12,6 +12,12 @@ namespace transformer_fast {
 
 using at::Tensor;
 using OptionalTensor = std::optional<at::Tensor>;
+using OptionalSymInt = std::optional<c10::SymInt>;
+
+// The number that a kernel takes; while a graph is made, it may be a symbol.
+inline std::optional<int64_t> known(const OptionalSymInt& number) {
+  return number ? std::optional(number->guard_int(__FILE__, __LINE__)) : std::nullopt;
+}
 
 // The type of the arithmetic on x, and of sums and statistics: float64 for float64, else float32.
 inline at::ScalarType arithmetic_type(const at::Tensor& x) {

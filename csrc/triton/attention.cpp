@@ -19,8 +19,8 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   const bool packed = params.is_packed();
   if (packed) call.scalar(params.packed.max_q.expect_int());
   if (packed) call.scalar(params.packed.max_k.expect_int());
-  call.scalar(params.causal);
-  call.scalar(params.window);
+  call.scalar(known(params.causal));
+  call.scalar(known(params.window));
   call.scalar(params.softcap);
   call.scalar(params.scale);
   call.scalar(params.dropout_p);
@@ -65,7 +65,7 @@ py::object python_params(const AttentionParams& params) {
   const auto tensors = AttentionParams::tensor_fields(params);
   for (size_t i = 0; i < AttentionParams::kNames.size(); ++i)
     fields[AttentionParams::kNames[i]] = PythonFunction::object(*tensors[i]);
-  fields["causal"] = params.causal, fields["window"] = params.window, fields["softcap"] = params.softcap;
+  fields["causal"] = known(params.causal), fields["window"] = known(params.window), fields["softcap"] = params.softcap;
   fields["scale"] = params.scale, fields["dropout_p"] = params.dropout_p;
   fields["seed"] = params.seed_value ? py::object(py::int_(*params.seed_value)) : PythonFunction::object(params.seed);
   fields["zero_empty_rows"] = params.zero_empty_rows;
