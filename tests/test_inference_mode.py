@@ -269,3 +269,26 @@ def test_models_train_with_masks_of_a_validation_pass(name: str) -> None:
         results.append([out, *torch.autograd.grad(out.square().mean(), list(model.parameters()), allow_unused=True)])
     for ours, plain in zip(*results, strict=True):
         torch.testing.assert_close(ours, plain)
+
+
+def test_compiled() -> None:
+    """A graph saves what it was given, as plain PyTorch compiled does; what it makes of that trains."""
+    with torch.inference_mode():
+        keep, lengths = KEEP.clone(), torch.tensor([3, 17])
+    masks = {
+        "lengths": lambda: AttentionMask.lengths(lengths),
+        "blocked": lambda: AttentionMask.blocked(~keep),
+        "keep": lambda: AttentionMask.keep(keep),
+    }
+    for name, make in masks.items():
+        torch._dynamo.reset()
+        call = lambda q, make=make: summed(tfast.attention(q, q, q, make()))  # noqa: E731
+        q = heads()["q"].requires_grad_()
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        if name == "keep":
+            plain = torch.compile(lambda q: torch.where(keep, q @ q.mT, -1e9).sum(), backend="aot_eager")
+            for function in (compiled, plain):
+                with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+                    function(q)
+            continue
+        torch.testing.assert_close(*(torch.autograd.grad(f(q), q)[0] for f in (compiled, call)))

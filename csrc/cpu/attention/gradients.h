@@ -53,12 +53,15 @@ class ScoreGradients {
     first_tile_ = keys.begin;
     sum_delta_ = keys.begin == needed.begin && visible.end <= std::min(range.end, keys.begin + kKeyTile);
     std::fill(delta_, delta_ + lanes_, A(0));
+    std::fill(weight_sums_, weight_sums_ + lanes_, A(0));
     if (!sum_delta_) {
-      if (again)
+      if (again) {
         for (int64_t first = visible.begin; first < visible.end; first += kKeyTile)
           find_weights(first, std::min(kKeyTile, visible.end - first), Pass::kSum);
-      else
+        normalize_delta();
+      } else {
         load_delta();
+      }
       take_off_grad_logsumexp();
     }
     return keys;
@@ -71,6 +74,7 @@ class ScoreGradients {
     const bool only_tile = sum_delta_ && first_key == first_tile_;
     keys = find_weights(first_key, keys, only_tile ? Pass::kSum : Pass::kOnly);
     if (!only_tile) return keys;
+    normalize_delta();
     take_off_grad_logsumexp();
     if (call_.saved_probs)
       saved_tile(first_key).differentiate(keys);
@@ -160,6 +164,17 @@ class ScoreGradients {
       delta_[i - first_query_] = dot(call_.out.at(b_, h_, i), call_.grad_out.at(b_, h_, i), params_.D);
   }
 
+  // delta from weights whose sum is 1. Those found from a rounded logsumexp miss it, all by one factor, and a weight of
+  // almost 1 would then leave a gradient where there is none.
+  void normalize_delta() {
+    if (call_.saved_probs) return;
+    const A sink = sink_of(params_, h_);
+    for (int64_t i = 0; i < queries_; ++i) {
+      const A total = weight_sums_[i] + std::exp((sink - logsumexp_[i]) - rest_[i]);
+      if (total > 0) delta_[i] /= total;
+    }
+  }
+
   // The logsumexp grows with each score by its weight.
   void take_off_grad_logsumexp() {
     for (int64_t i = 0; i < queries_; ++i) delta_[i] -= grad_logsumexp_[i];
@@ -194,7 +209,7 @@ class ScoreGradients {
   void weigh(int64_t first_key, int64_t keys, int64_t lane) {
     const Vector<A> logsumexp = load(logsumexp_ + lane), rest = load(rest_ + lane), uniform = load(uniform_ + lane);
     const A rescale = rescale_;
-    Vector<A> delta = load(delta_ + lane);
+    Vector<A> delta = load(delta_ + lane), weight_sum = load(weight_sums_ + lane);
     for_rows(dropout_, keys, first_key, first_query_ + lane, [&](int64_t row, auto, auto kept) {
       A* weights = weights_ + row * lanes_ + lane;
       A* grads = grads_ + row * lanes_ + lane;
@@ -207,11 +222,12 @@ class ScoreGradients {
         store(grads, blocked | (weight == 0) ? Vector<A>{} : weight * (grad - delta));
       } else {
         delta = fma(weight, grad, delta);
+        weight_sum += weight;
         store(weights, where_kept<A>(kept, weight, -weight));
         store(grads, grad);
       }
     });
-    if constexpr (kPass == Pass::kSum) store(delta_ + lane, delta);
+    if constexpr (kPass == Pass::kSum) store(delta_ + lane, delta), store(weight_sums_ + lane, weight_sum);
   }
 
   // After a pass that sums: weights to dropped weights, and the gradients of weights to those of scores.
@@ -251,7 +267,8 @@ class ScoreGradients {
   MaskBuffers<A> mask_buffers_;
   Rows<E> q_, grad_out_;
   // A weight is exp(score - logsumexp - rest).
-  A logsumexp_[kQueryTile], rest_[kQueryTile], grad_logsumexp_[kQueryTile], delta_[kQueryTile], uniform_[kQueryTile];
+  A logsumexp_[kQueryTile], rest_[kQueryTile], grad_logsumexp_[kQueryTile], delta_[kQueryTile], uniform_[kQueryTile],
+      weight_sums_[kQueryTile];
   std::optional<TileDropout<A>> dropout_;
   std::optional<BlockMask<T, A>> mask_;
 };
