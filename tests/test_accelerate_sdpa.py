@@ -14,37 +14,14 @@ import pytest
 import sdpa_models as models
 import torch
 import torch.nn.functional as F
+from sdpa_models import Base, Seen, causal_helper, pair, step, whose
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as imported
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
 from transformer_fast.accelerate.sdpa import NAME
 from transformer_fast.accelerate.sdpa import scaled_dot_product_attention as theirs_or_ours
-
-
-class Seen(TorchDispatchMode):
-    """Whose attention ran: "torch" or "ours", each call forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "scaled_dot_product" in str(func) or "transformer_fast.attention" in str(func):
-            self.calls += [] if "backward" in str(func) else ["ours" if "transformer_fast" in str(func) else "torch"]
-        return func(*args, **(kwargs or {}))
-
-
-def whose(call: Callable[[], Any]) -> set[str]:
-    with Seen() as seen:
-        call()
-    return set(seen.calls)
-
-
-def helper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,20 +37,6 @@ def decorated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-class Base(nn.Module):
-    """One layer of attention; how it is called is up to the subclasses."""
-
-    dropout_p = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
-
-
 class Attribute(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout_p)
@@ -86,22 +49,13 @@ class Imported(Base):
 
 class InAFunction(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return helper(q, k, v)
+        return causal_helper(q, k, v)
 
 
 class Decorated(Base):
     @torch.enable_grad()
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return decorated(q, k, v)
-
-
-class ImportedInside(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        import torch.nn.functional as functional
-        from torch.nn.functional import scaled_dot_product_attention as other
-
-        first = other(q, k, v, is_causal=True)
-        return (first + functional.scaled_dot_product_attention(q, k, v, is_causal=True)) / 2
 
 
 class Static(Base):
@@ -161,24 +115,7 @@ class Inherited(Attribute):
     pass
 
 
-FORMS = (
-    Attribute, Imported, InAFunction, Decorated, ImportedInside, Static, Partial, Held, HeldFunction, Closure,
-    Inherited,
-)  # fmt: skip
-
-
-def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, tfast.accelerate.Report]:
-    """A model, its accelerated copy, and the report."""
-    torch.manual_seed(0)
-    model = make()
-    fast = copy.deepcopy(model)
-    return model, fast, tfast.accelerate(fast)
-
-
-def step(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
-    """The result and all gradients."""
-    out = model(*inputs)
-    return [out, *torch.autograd.grad(out.square().mean(), list(model.parameters()))]
+FORMS = (Attribute, Imported, InAFunction, Decorated, Static, Partial, Held, HeldFunction, Closure, Inherited)
 
 
 IDS = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -388,7 +325,7 @@ class Elsewhere:
 
 
 class Choice(Base):
-    """One of two libraries, by a branch, an argument and in a loop: which one the name stands for is not known."""
+    """One of two libraries, by a branch, an argument and in a loop."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, given: Any = Elsewhere) -> Tensor:
         chosen = Elsewhere if self.training else F
@@ -401,11 +338,12 @@ class Choice(Base):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_a_name_that_may_stand_for_something_else_is_left(training: bool) -> None:
+def test_a_module_that_may_be_another_one_is_redirected_where_it_is_torch_s(training: bool) -> None:
     model, fast, report = pair(Choice)
     x = torch.randn(2, 5, 16)
-    torch.testing.assert_close(fast.train(training)(x), model.train(training)(x), rtol=0, atol=0)
-    assert not report.swapped
+    assert [row.now for row in report.swapped] == [f"{NAME} in attend"]
+    torch.testing.assert_close(step(fast.train(training), x), step(model.train(training), x))
+    assert whose(lambda: fast(x)) == {"ours"} and whose(lambda: model(x)) == {"torch"}
 
 
 def test_what_is_left_is_named_with_the_reason() -> None:
