@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from sdpa_models import Base, causal_helper, pair, step, whose
+from sdpa_models import Base, GptNorm, causal_helper, pair, step, whose
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
+import transformer_fast as tfast
 from transformer_fast.accelerate.rebinding import Rebinding, StandIn
 from transformer_fast.accelerate.sdpa import NAME
 
@@ -125,6 +126,36 @@ def test_a_copy_reads_globals_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -
         torch.testing.assert_close(call(x) - fast.out.bias, 3 * before)
 
 
+class Elsewhere:
+    """What another library calls by the same name."""
+
+    @staticmethod
+    def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v
+
+
+class Choice(Base):
+    """One of two libraries, by a branch, an argument and in a loop."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, given: Any = Elsewhere) -> Tensor:
+        chosen = Elsewhere if self.training else F
+        first = chosen.scaled_dot_product_attention(q, k, v) + given.scaled_dot_product_attention(q, k, v)
+        library = F
+        for _ in range(2):
+            first = first + library.scaled_dot_product_attention(q, k, v)
+            library = Elsewhere
+        return first
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_module_that_may_be_another_one_is_redirected_where_it_is_torch_s(training: bool) -> None:
+    model, fast, report = pair(Choice)
+    x = torch.randn(2, 5, 16)
+    assert [row.now for row in report.swapped] == [f"{NAME} in attend"]
+    torch.testing.assert_close(step(fast.train(training), x), step(model.train(training), x))
+    assert whose(lambda: fast(x)) == {"ours"} and whose(lambda: model(x)) == {"torch"}
+
+
 class ImportedInside(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         from torch.nn.functional import scaled_dot_product_attention as other
@@ -233,3 +264,36 @@ def test_a_stand_in_is_the_module_but_for_what_was_put_into_it() -> None:
     assert not hasattr(this, "later")
     with pytest.raises(AttributeError, match="has no attribute 'missing'"):
         stand_in.missing  # noqa: B018
+
+
+class Shifted(GptNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight + 1, self.bias, 1e-5)
+
+
+class WithEps(GptNorm):
+    def __init__(self, width: int, bias: bool, eps: float, used: float | None = None) -> None:
+        super().__init__(width, bias)
+        self.eps, self.used = eps, eps if used is None else used
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.used)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("eps", [1e-3, 1e-6, 1e-12])
+def test_a_norm_around_the_function_of_torch(bias: bool, eps: float) -> None:
+    """Known by numbers: by its eps too, also where the difference is below every tolerance on ordinary rows."""
+    model, fast, report = pair(lambda: WithEps(8, bias, eps))
+    assert [row.now for row in report.swapped] == ["fused LayerNorm of weight, bias and eps"]
+    for scale in (1.0, eps**0.5):
+        x = scale * torch.randn(3, 8, dtype=torch.float32)
+        torch.testing.assert_close(step(fast, x), step(model, x))
+    for other in (torch.randn(3, 8, dtype=torch.float64), torch.randn(3, 7)):
+        with pytest.raises(RuntimeError) as expected:
+            model(other)
+        with pytest.raises(RuntimeError) as actual:
+            fast(other)
+        assert str(actual.value) == str(expected.value)
+    for wrong in (Shifted(8, bias), WithEps(8, bias, eps, used=2 * eps)):
+        assert "computes something else" in tfast.accelerate(wrong).left[0].why

@@ -123,7 +123,7 @@ def run_row(row: Row, program: str, folder: Path, objects: Path | None, workers:
     build = {**variables, "TRANSFORMER_FAST_CPU_SETS": "none" if objects else "host"}
     step(row, "build", [python, "setup.py", "-q", "build_ext", "--inplace"], tree, build)
     if objects:
-        link_kernels(row, tree, objects)
+        link_kernels(row, environment, tree, objects)
     step(row, "verify", [python, "-m", "transformer_fast", "verify"], tree, variables)
     pytest = [python, "-m", "pytest", "-q", "-n", workers, "--show-capture=no"]
     step(row, "tests", [*pytest, *(f"tests/test_{name}.py" for name in TESTS)], tree, variables)
@@ -151,11 +151,12 @@ def ignored(folder: str, names: list[str]) -> set[str]:
     return shutil.ignore_patterns(*patterns)(folder, names)
 
 
-def link_kernels(row: Row, tree: Path, objects: Path) -> None:
+def link_kernels(row: Row, environment: Path, tree: Path, objects: Path) -> None:
     """Link the kernels that were compiled in this checkout with the record of the module in ``tree``."""
     setup = setup_names(tree)
     (record,) = tree.glob("build/temp.*/build_config.h")
     (module,) = (tree / "transformer_fast").glob("_C.*.so")
+    (torch,) = environment.glob("lib/python*/site-packages/torch/include")
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     for name, (flags, _) in setup["known_sets"]().items():
         compiled = objects / setup["kernels_name"](name)
@@ -163,7 +164,7 @@ def link_kernels(row: Row, tree: Path, objects: Path) -> None:
         if not parts:
             continue
         own = str(record.parent / f"kernels_{name}.o")
-        include = [f"-I{tree}/csrc", f"-I{record.parent}", "-fPIC", "-ffp-contract=off"]
+        include = [f"-I{tree}/csrc", f"-I{record.parent}", f"-I{torch}", "-fPIC", "-ffp-contract=off"]
         command = [*compiler, *setup["CXX_FLAGS"], *flags, *include, "-c", f"{tree}/csrc/cpu/kernels.cpp", "-o", own]
         step(row, f"record of {name}", command)
         library = module.with_name(module.name.replace("_C.", f"_cpu_{name}."))
