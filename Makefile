@@ -12,6 +12,8 @@
 # make sanitize   the ops' tests and random calls under the sanitizers for memory and undefined behaviour;
 #                 make sanitize-threads, under the one for races
 # make arm-check  compile the CPU kernels for aarch64, and run them in qemu
+# make pythons    build, verify and test with every Python from 3.11 on that is here, and with the newest and the oldest
+#                 torch; some gigabytes each. ROWS="python3.12 torch2.11": only rows of these; make oldest, the last one
 # make wheel      a source distribution, and a wheel built from it, in dist; URL=https://host/owner/name: where README's
 #                 links lead from a package index
 # make fmt        format Python and C++, and fix what ruff can
@@ -38,7 +40,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 SOURCES := setup.py $(CSRC)
 FORMATTED := $(CSRC) $(wildcard tests/*.cpp tools/*.cpp)
 
-.PHONY: setup demo test lint fuzz emulate fmt wheel bench predict gpu cuda-check oldest arm-check sanitize sanitize-threads clean
+.PHONY: setup demo test lint fuzz emulate fmt wheel bench predict gpu cuda-check pythons oldest arm-check sanitize sanitize-threads clean
 
 setup: $(VENV)/.linked
 
@@ -88,7 +90,8 @@ fmt: setup
 
 wheel: setup
 	rm -rf dist
-	@$(PROGRESS) "source distribution and wheel" $(if $(URL),env TRANSFORMER_FAST_URL=$(URL)) $(BIN)/python -m build --no-isolation
+	@$(PROGRESS) "source distribution and wheel" env TRANSFORMER_FAST_CPU_SETS=$${TRANSFORMER_FAST_CPU_SETS:-all} \
+	  $(if $(URL),TRANSFORMER_FAST_URL=$(URL)) $(BIN)/python -m build --no-isolation
 
 bench: setup
 	mkdir -p $(RESULTS)
@@ -104,8 +107,11 @@ gpu:
 cuda-check: setup
 	$(BIN)/python tools/cuda_check.py
 
+pythons: setup
+	$(BIN)/python tools/pythons.py $(ROWS)
+
 oldest: setup
-	$(BIN)/python tools/oldest_check.py
+	$(BIN)/python tools/pythons.py --oldest
 
 arm-check: $(VENV)/.installed
 	$(BIN)/python tools/arm_check.py
@@ -117,4 +123,4 @@ sanitize-threads: $(VENV)/.installed
 	$(BIN)/python tools/sanitize.py --threads
 
 clean:
-	rm -rf $(VENV) .venv-cuda .venv-oldest build dist *.egg-info transformer_fast/*.so $(RESULTS) demo
+	rm -rf $(VENV) .venv-cuda .venv-pythons build dist *.egg-info transformer_fast/*.so $(RESULTS) demo

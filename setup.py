@@ -1,11 +1,11 @@
 """Builds the C++/CUDA extension ``transformer_fast._C`` (everything else is in pyproject.toml).
 
 Environment:
-    TRANSFORMER_FAST_CUDA         auto (default): with CUDA where nvcc and a CUDA build of torch are found; 0: never;
-                                  1: or fail.
-    TRANSFORMER_FAST_CPU_SETS     instruction sets that get kernels: "baseline", which every machine runs; "host", that
-                                  and the best that this machine runs (default of an in-place or editable build); "all"
-                                  (default of a wheel); or names, "avx2,avx512".
+    TRANSFORMER_FAST_CUDA         auto (default): with CUDA where a CUDA build of torch, nvcc, its headers and libcudart
+                                  are found; 0: never; 1: or fail.
+    TRANSFORMER_FAST_CPU_SETS     instruction sets that get kernels: "host" (default), the baseline, which every machine
+                                  runs, and the best that this machine runs; "baseline"; "all", for a wheel that other
+                                  machines get (`make wheel`); names, "avx2,avx512"; or "none" (tools/pythons.py).
     TORCH_CUDA_ARCH_LIST          GPU architectures; default "8.0;9.0+PTX". No GPU is looked for.
     TRANSFORMER_FAST_CXX_FLAGS    further flags for the compiler and the linker, behind the ones below; the symbols are
                                   then kept. For tools/sanitize.py and for debuggers.
@@ -75,7 +75,21 @@ def cuda_obstacle() -> str | None:
     release = version.partition("release ")[2].partition(",")[0]
     if release.split(".")[0] != torch.version.cuda.split(".")[0]:
         return f"nvcc is {release}, but torch {torch.__version__} was built with CUDA {torch.version.cuda}"
-    return None
+    # CUDA_HOME may be a guess from nvcc's folder, and nvcc a script there that calls the one of a toolkit elsewhere.
+    folders = [*cpp_extension.include_paths("cuda"), Path(cpp_extension.CUDA_HOME, "include")]
+    found = any(Path(folder, "cuda_runtime.h").exists() for folder in folders)
+    missing = [] if found else ["cuda_runtime.h"]
+    if not can_link("libcudart.so", cpp_extension.library_paths("cuda")):
+        missing.append("libcudart.so")
+    return f"{nvcc} has no {' and no '.join(missing)}; set CUDA_HOME to the toolkit's folder" if missing else None
+
+
+def can_link(library: str, folders: list[str]) -> bool:
+    """Tell whether a library is in one of the folders or where the compiler looks by itself."""
+    compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
+    command = [*compiler, f"-print-file-name={library}"]  # its path, or the name alone
+    own = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return own != library or any(Path(folder, library).exists() for folder in folders)
 
 
 def known_sets() -> dict[str, tuple[list[str], set[str]]]:
@@ -85,6 +99,8 @@ def known_sets() -> dict[str, tuple[list[str], set[str]]]:
 def instruction_sets(choice: str) -> list[str]:
     """Those to build, of a TRANSFORMER_FAST_CPU_SETS."""
     known = known_sets()  # the baseline is the first
+    if choice == "none":
+        return []
     if choice == "host":
         present = cpu_flags()
         runs = [name for name, (_, needed) in known.items() if not present or needed <= present]
@@ -92,7 +108,7 @@ def instruction_sets(choice: str) -> list[str]:
     else:
         names = set({"all": known, "baseline": list(known)[:1]}.get(choice) or choice.split(","))
     if unknown := names - known.keys():
-        expected = f"baseline, host, all, or names of {', '.join(known)}"
+        expected = f"baseline, host, all, none, or names of {', '.join(known)}"
         raise SystemExit(f"TRANSFORMER_FAST_CPU_SETS: expected {expected}, got {', '.join(sorted(unknown))!r}")
     return [name for name in known if name in names]
 
@@ -123,7 +139,7 @@ class Build(cpp_extension.BuildExtension):
         in_place = bool(self.inplace or editable)
         if editable:  # where `build_ext --inplace` builds; in setuptools' temporary folder all would be compiled again
             self.build_temp = os.path.join("build", f"temp.{self.plat_name}-{sys.implementation.cache_tag}")
-        chosen = instruction_sets(os.environ.get("TRANSFORMER_FAST_CPU_SETS", "host" if in_place else "all"))
+        chosen = instruction_sets(os.environ.get("TRANSFORMER_FAST_CPU_SETS", "host"))
         left_out = {kernels_name(name) for name in known_sets() if name not in chosen}
         self.unwanted = [Path(ROOT, self.get_ext_filename(name)) for name in left_out] if in_place else []
         self.extensions = [extension for extension in self.extensions if extension.name not in left_out]

@@ -14,10 +14,11 @@ import inspect
 from typing import Any
 
 import numpy as np
+from packaging.version import Version
 from triton.language.core import is_builtin
 from triton.runtime import interpreter
 
-__all__ = ["install"]
+__all__ = ["install", "obstacle"]
 
 
 @functools.cache
@@ -42,6 +43,16 @@ def dot(builder: Any, a: Any, b: Any, added: Any, *options: object) -> Any:
     """What ``create_dot`` of the interpreter's builder does, each sum rounded once: in any order it is the same."""
     product = np.matmul(a.data, b.data, dtype=np.float64).astype(added.data.dtype)
     return interpreter.TensorHandle(product + added.data, added.dtype.scalar)
+
+
+def obstacle(triton: str, numpy: str) -> str:
+    """The reason why the interpreter of this version of Triton fails with this version of NumPy; empty where it runs.
+
+    It converts arrays of one element to numbers, which NumPy refuses from 2.4 on; Triton 3.7 does so no more.
+    """
+    if Version(triton) < Version("3.7") and Version(numpy) >= Version("2.4"):
+        return f"the interpreter of Triton {triton} does not run with NumPy {numpy}: install Triton>=3.7 or numpy<2.4"
+    return ""
 
 
 def install() -> None:

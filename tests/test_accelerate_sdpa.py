@@ -14,37 +14,14 @@ import pytest
 import sdpa_models as models
 import torch
 import torch.nn.functional as F
+from sdpa_models import Base, Seen, causal_helper, pair, step, whose
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention as imported
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
 from transformer_fast.accelerate.sdpa import NAME
 from transformer_fast.accelerate.sdpa import scaled_dot_product_attention as theirs_or_ours
-
-
-class Seen(TorchDispatchMode):
-    """Whose attention ran: "torch" or "ours", each call forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "scaled_dot_product" in str(func) or "transformer_fast.attention" in str(func):
-            self.calls += [] if "backward" in str(func) else ["ours" if "transformer_fast" in str(func) else "torch"]
-        return func(*args, **(kwargs or {}))
-
-
-def whose(call: Callable[[], Any]) -> set[str]:
-    with Seen() as seen:
-        call()
-    return set(seen.calls)
-
-
-def helper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def plain(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,20 +37,6 @@ def decorated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-class Base(nn.Module):
-    """One layer of attention; how it is called is up to the subclasses."""
-
-    dropout_p = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
-
-
 class Attribute(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout_p)
@@ -86,22 +49,13 @@ class Imported(Base):
 
 class InAFunction(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return helper(q, k, v)
+        return causal_helper(q, k, v)
 
 
 class Decorated(Base):
     @torch.enable_grad()
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return decorated(q, k, v)
-
-
-class ImportedInside(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        import torch.nn.functional as functional
-        from torch.nn.functional import scaled_dot_product_attention as other
-
-        first = other(q, k, v, is_causal=True)
-        return (first + functional.scaled_dot_product_attention(q, k, v, is_causal=True)) / 2
 
 
 class Static(Base):
@@ -161,24 +115,7 @@ class Inherited(Attribute):
     pass
 
 
-FORMS = (
-    Attribute, Imported, InAFunction, Decorated, ImportedInside, Static, Partial, Held, HeldFunction, Closure,
-    Inherited,
-)  # fmt: skip
-
-
-def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, tfast.accelerate.Report]:
-    """A model, its accelerated copy, and the report."""
-    torch.manual_seed(0)
-    model = make()
-    fast = copy.deepcopy(model)
-    return model, fast, tfast.accelerate(fast)
-
-
-def step(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
-    """The result and all gradients."""
-    out = model(*inputs)
-    return [out, *torch.autograd.grad(out.square().mean(), list(model.parameters()))]
+FORMS = (Attribute, Imported, InAFunction, Decorated, Static, Partial, Held, HeldFunction, Closure, Inherited)
 
 
 IDS = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -352,6 +289,28 @@ def test_an_attribute_that_holds_it_can_be_set() -> None:
     assert fast.chosen is theirs_or_ours
     report.undo()
     assert fast.chosen is imported
+    fast.chosen = other
+    report.undo()
+    assert fast.chosen is other and not tfast.accelerate(fast).swapped
+    fast.chosen = imported
+    assert tfast.accelerate(fast).swapped and fast.chosen is theirs_or_ours
+    fast.chosen = module = nn.Identity()
+    assert fast.chosen is module
+    del fast.chosen
+    fast.chosen = imported
+    assert fast.chosen is theirs_or_ours
+
+
+@pytest.mark.parametrize("form", [Held, HeldFunction])
+def test_a_compiled_module_calls_what_its_attribute_holds_now(form: type[nn.Module]) -> None:
+    torch._dynamo.reset()
+    _, fast, _ = pair(form)
+    compiled, x = torch.compile(fast, fullgraph=True, backend="eager"), torch.randn(2, 5, 16)
+    torch.testing.assert_close(compiled(x), fast(x))
+    fast.chosen = lambda q, k, v, **options: 2 * v
+    expected = 2 * fast.qkv(x).chunk(3, -1)[2]
+    for call in (fast, compiled):
+        torch.testing.assert_close(call(x), fast.out(expected))
 
 
 class OwnFunction(Base):
@@ -377,35 +336,6 @@ class BySuper(Attribute):
 class Overridden(Attribute):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return v
-
-
-class Elsewhere:
-    """What another library calls by the same name."""
-
-    @staticmethod
-    def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return v
-
-
-class Choice(Base):
-    """One of two libraries, by a branch, an argument and in a loop: which one the name stands for is not known."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, given: Any = Elsewhere) -> Tensor:
-        chosen = Elsewhere if self.training else F
-        first = chosen.scaled_dot_product_attention(q, k, v) + given.scaled_dot_product_attention(q, k, v)
-        library = F
-        for _ in range(2):
-            first = first + library.scaled_dot_product_attention(q, k, v)
-            library = Elsewhere
-        return first
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_a_name_that_may_stand_for_something_else_is_left(training: bool) -> None:
-    model, fast, report = pair(Choice)
-    x = torch.randn(2, 5, 16)
-    torch.testing.assert_close(fast.train(training)(x), model.train(training)(x), rtol=0, atol=0)
-    assert not report.swapped
 
 
 def test_what_is_left_is_named_with_the_reason() -> None:
@@ -446,36 +376,3 @@ def test_a_wrong_call_gets_the_error_it_got() -> None:
     q = torch.randn(2, 2, 5, 8)
     with pytest.raises(RuntimeError, match="same dtype"):
         fast.attend(q, q.double(), q)
-
-
-class Shifted(models.GptNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight + 1, self.bias, 1e-5)
-
-
-class WithEps(models.GptNorm):
-    def __init__(self, width: int, bias: bool, eps: float, used: float | None = None) -> None:
-        super().__init__(width, bias)
-        self.eps, self.used = eps, eps if used is None else used
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.used)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("eps", [1e-3, 1e-6, 1e-12])
-def test_a_norm_around_the_function_of_torch(bias: bool, eps: float) -> None:
-    """Known by numbers: by its eps too, also where the difference is below every tolerance on ordinary rows."""
-    model, fast, report = pair(lambda: WithEps(8, bias, eps))
-    assert [row.now for row in report.swapped] == ["fused LayerNorm of weight, bias and eps"]
-    for scale in (1.0, eps**0.5):
-        x = scale * torch.randn(3, 8, dtype=torch.float32)
-        torch.testing.assert_close(step(fast, x), step(model, x))
-    for other in (torch.randn(3, 8, dtype=torch.float64), torch.randn(3, 7)):
-        with pytest.raises(RuntimeError) as expected:
-            model(other)
-        with pytest.raises(RuntimeError) as actual:
-            fast(other)
-        assert str(actual.value) == str(expected.value)
-    for wrong in (Shifted(8, bias), WithEps(8, bias, eps, used=2 * eps)):
-        assert "computes something else" in tfast.accelerate(wrong).left[0].why

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from setuptools import Distribution
 
 from transformer_fast import extension
 
@@ -181,45 +182,57 @@ def test_setup_without_torch_says_what_to_install() -> None:
     assert "Run `pip install torch`" in result.stderr and "Traceback" not in result.stderr
 
 
+TOOLKIT = ("include/cuda_runtime.h", "lib64/libcudart.so")
+
+
 @pytest.mark.parametrize(
-    "choice,nvcc_release,torch_cuda,expected",
+    "choice,nvcc_release,files,expected",
     [
-        ("auto", "13.0", "13.0", True),
-        ("auto", "13.2", "13.0", True),
-        ("auto", "12.8", "13.0", False),
-        ("auto", None, "13.0", False),
-        ("0", "13.0", "13.0", False),
-        ("1", "13.0", "13.0", True),
-        ("1", "12.8", "13.0", "nvcc is 12.8, but torch .* was built with CUDA 13.0"),
-        ("1", None, "13.0", "there is no nvcc; put it on PATH or set CUDA_HOME"),
+        ("auto", "13.0", TOOLKIT, ""),
+        ("auto", "13.2", TOOLKIT, ""),
+        ("auto", "12.8", TOOLKIT, "nvcc is 12.8, but torch .* was built with CUDA 13.0"),
+        ("auto", None, TOOLKIT, "there is no nvcc; put it on PATH or set CUDA_HOME"),
+        ("auto", "13.0", TOOLKIT[:1], "/bin/nvcc has no libcudart.so; set CUDA_HOME to the toolkit's folder"),
+        ("auto", "13.0", TOOLKIT[1:], "/bin/nvcc has no cuda_runtime.h; set CUDA_HOME"),
+        ("auto", "13.0", (), "/bin/nvcc has no cuda_runtime.h and no libcudart.so; set CUDA_HOME"),
+        ("0", "13.0", TOOLKIT, "TRANSFORMER_FAST_CUDA=0"),
+        ("1", "13.0", TOOLKIT, ""),
+        ("1", "12.8", TOOLKIT, "nvcc is 12.8, but torch .* was built with CUDA 13.0"),
+        ("1", None, TOOLKIT, "there is no nvcc; put it on PATH or set CUDA_HOME"),
+        ("1", "13.0", TOOLKIT[:1], "the CUDA kernels cannot be built here: .*/bin/nvcc has no libcudart.so"),
     ],
 )
 def test_choice_of_cuda(
     choice: str,
     nvcc_release: str | None,
-    torch_cuda: str,
-    expected: bool | str,
+    files: tuple[str, ...],
+    expected: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """An obstacle is one line, and with the choice of 1 the end of the build."""
     from torch.utils import cpp_extension
 
-    source = (ROOT / "setup.py").read_text().rpartition("\nsetup(")[0]
-    names: dict = {"__file__": str(ROOT / "setup.py"), "__name__": "transformer_fast_setup"}
-    exec(compile(source, "setup.py", "exec"), names)
+    names = setup_names()
+    for file in files:
+        (tmp_path / file).parent.mkdir()
+        (tmp_path / file).touch()
     if nvcc_release:
         (tmp_path / "bin").mkdir()
         nvcc = tmp_path / "bin/nvcc"
         nvcc.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {nvcc_release}, V{nvcc_release}.1'\n")
         nvcc.chmod(0o755)
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.version, "cuda", torch_cuda)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("TRANSFORMER_FAST_CUDA", choice)
-    if isinstance(expected, str):
+    if choice == "1" and expected:
         with pytest.raises(SystemExit, match=expected):
             names["want_cuda"]()
-    else:
-        assert names["want_cuda"]() is expected
+        return
+    assert names["want_cuda"]() is (not expected)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(f"CPU kernels only .*{expected}" if expected else "CPU and CUDA kernels", line)
 
 
 SETS = ["avx512_bf16", "avx512", "avx2"]
@@ -316,7 +329,8 @@ def test_sets_to_build() -> None:
     choose, known = names["instruction_sets"], list(names["known_sets"]())
     assert choose("all") == known and set(choose("host")) <= set(known)
     assert choose("baseline") == known[:1] and choose(",".join(known[:2])) == known[:2]
-    with pytest.raises(SystemExit, match=r"expected baseline, host, all, or names of .*, got 'mmx'"):
+    assert choose("none") == []
+    with pytest.raises(SystemExit, match=r"expected baseline, host, all, none, or names of .*, got 'mmx'"):
         choose("mmx")
     if extension.load():
         best = extension.module().supported_instruction_sets()[0]
@@ -339,6 +353,31 @@ def test_sets_of_a_machine(flags: set[str], expected: list[str]) -> None:
     names["known_sets"] = lambda: names["X86_SETS"]
     names["cpu_flags"] = lambda: flags
     assert names["instruction_sets"]("host") == expected
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("asked", "expected"), [(None, "host"), ("all", "all"), ("none", "none")])
+def test_an_install_builds_for_this_machine(
+    asked: str | None, expected: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All instruction sets are only for a wheel that other machines get: `make wheel` asks for them."""
+    monkeypatch.delenv("TRANSFORMER_FAST_CPU_SETS", raising=False)
+    if asked:
+        monkeypatch.setenv("TRANSFORMER_FAST_CPU_SETS", asked)
+    names = setup_names()
+    extensions = [names["kernels_extension"](name, []) for name in names["known_sets"]()]
+    build = names["Build"](Distribution({"ext_modules": extensions}))
+    build.inplace = in_place
+    build.ensure_finalized()
+    wanted = [names["kernels_name"](name) for name in names["instruction_sets"](expected)]
+    assert [extension.name for extension in build.extensions] == wanted
+
+
+def test_make_wheel_builds_every_set() -> None:
+    command = ["make", "-n", "-o", "setup", "wheel"]
+    environment = {name: value for name, value in os.environ.items() if name != "TRANSFORMER_FAST_CPU_SETS"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert "TRANSFORMER_FAST_CPU_SETS=${TRANSFORMER_FAST_CPU_SETS:-all}" in done.stdout
 
 
 @pytest.mark.parametrize(("age", "stays"), [(10, False), (-10, True)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -132,3 +134,63 @@ def test_reports_of_both_sanitizers_are_found(tmp_path: Path, monkeypatch: pytes
 def test_arm_check_compiles_as_setup_does() -> None:
     flags = tool("arm_check").kernel_flags((TOOLS.parent / "setup.py").read_text())
     assert {"-std=c++20", "-O3", "-fopenmp", "-ffp-contract=off"} <= set(flags)
+
+
+def test_rows_of_pythons_are_those_of_ci_and_of_readme() -> None:
+    pythons = tool("pythons")
+    names = [row.name for row in pythons.rows(["3.11", "3.12", "3.13"])]
+    pinned = re.search(r"^torch==(.*)$", (TOOLS.parent / "requirements.txt").read_text(), re.MULTILINE).group(1)
+    assert names[:3] == [f"python3.{minor}-torch{pinned}" for minor in (11, 12, 13)]
+    assert names[3:] == [f"python3.11-torch{pythons.NEWEST_TORCH}", "python3.12-torch2.11"]
+    workflow = (TOOLS.parent / ".github/workflows/ci.yml").read_text()
+    rows = re.findall(r'\{ python: "(.*)", torch: "(.*)" \}', workflow)
+    assert [f"python{python}-torch{torch}" for python, torch in rows] == names
+    readme = (TOOLS.parent / "README.md").read_text()
+    table = readme.partition("## What is supported")[2].partition("## ")[0]
+    for version in ("3.11", "3.12", "3.13", pinned.rpartition(".")[0], "2.11", pythons.NEWEST_TORCH):
+        assert version in table, version
+
+
+def test_a_row_of_pythons_has_its_versions_and_the_pins() -> None:
+    pythons = tool("pythons")
+    pinned, _, oldest = pythons.rows(["3.12"])
+    assert oldest.packages == ("torch==2.11.*", "triton==3.6.*")
+    assert pythons.OLDER["numpy"] in pythons.others(oldest) and pythons.OLDER["numpy"] not in pythons.others(pinned)
+    assert set(pythons.others(pinned)) <= set(pythons.requirements()) and len(pythons.others(pinned)) > 10
+    for name in pythons.TESTS:
+        assert (TOOLS.parent / f"tests/test_{name}.py").exists(), name
+    for name in pythons.INTERPRETED:
+        assert (TOOLS.parent / f"tests/interpreter/test_{name}.py").exists(), name
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert version in pythons.pythons()
+
+
+def test_a_copy_for_a_row_keeps_its_build_and_loses_deleted_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pythons = tool("pythons")
+    checkout, tree = tmp_path / "checkout", tmp_path / "tree"
+    for file in ("setup.py", "csrc/a.cpp", "build/own", "transformer_fast/_C.so", "benchmarks/results/a", "results/b"):
+        (checkout / file).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / file).touch()
+    (tree / "build").mkdir(parents=True)
+    for file in ("deleted.py", "build/kept"):
+        (tree / file).touch()
+    monkeypatch.setattr(pythons, "ROOT", checkout)
+    pythons.copy_sources(tree)
+    copied = {str(path.relative_to(tree)) for path in tree.rglob("*") if path.is_file()}
+    assert copied == {"setup.py", "csrc/a.cpp", "build/kept", "benchmarks/results/a"}
+
+
+def test_only_kernels_newer_than_their_sources_are_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pythons = tool("pythons")
+    source, compiled = tmp_path / "csrc/cpu/a.cpp", tmp_path / "build/temp.x/transformer_fast._cpu_avx2/csrc/cpu/a.o"
+    for file in (source, compiled):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    monkeypatch.setattr(pythons, "ROOT", tmp_path)
+    for age, usable in ((10, True), (-10, False)):
+        written = source.stat().st_mtime + age
+        os.utime(compiled, (written, written))
+        assert (pythons.kernel_objects(tmp_path / "build") is not None) is usable
+    assert pythons.kernel_objects(tmp_path) is None

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import os
 
+import numpy
 import pytest
 import quick_interpreter
 import torch
+import triton
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     quick_interpreter.install()
@@ -23,5 +25,7 @@ def device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda")
     if os.environ.get("TRITON_INTERPRET") == "1":
+        if reason := quick_interpreter.obstacle(triton.__version__, numpy.__version__):
+            pytest.skip(reason)
         return torch.device("cpu")
     pytest.skip("Triton kernels need a CUDA device, or TRITON_INTERPRET=1 set before the program starts")

@@ -28,6 +28,22 @@ def test_every_builtin_is_replaced_and_comes_back(package):
     assert {name: getattr(package, name) for name in before} == before
 
 
+@pytest.mark.parametrize(
+    ("triton", "numpy", "runs"),
+    [
+        ("3.6.0", "2.3.5", True),
+        ("3.6.0", "2.4.0", False),
+        ("3.6.0", "2.10.1", False),
+        ("3.6.0+git1", "2.5.0rc1", False),
+        ("3.7.1", "2.4.6", True),
+        ("3.10.0", "2.5.0", True),
+    ],
+)
+def test_versions_whose_interpreter_runs(triton, numpy, runs):
+    reason = quick_interpreter.obstacle(triton, numpy)
+    assert (reason == "") is runs and (runs or f"Triton {triton} does not run with NumPy {numpy}" in reason)
+
+
 def test_products_do_not_depend_on_the_tile():
     """Those of 15 and of 64 rows, from sums of 4,096 terms that NumPy rounds in several orders."""
     handle = interpreter.TensorHandle

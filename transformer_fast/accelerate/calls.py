@@ -113,12 +113,19 @@ def calling_ours(module: nn.Module, names: tuple[str, ...]) -> type[nn.Module]:
     Raises:
         Obstacle: where they cannot be replaced together.
     """
-    return _class(type(module), _held(module, names), names)
+    held = _held(module, names)
+    for name, _ in held:
+        module.__dict__.pop(PREFIX + name, None)  # set while an earlier class of ours was the module's
+    return _class(type(module), held, names)
 
 
 def _held(module: nn.Module, names: tuple[str, ...]) -> Held:
     rebinding = _rebinding(names)
-    return tuple((name, value) for name, value in module.__dict__.items() if rebinding.value(value) is not None)
+    return tuple(
+        (name, value)
+        for name, value in module.__dict__.items()
+        if not name.startswith(PREFIX) and rebinding.value(value) is not None
+    )
 
 
 @functools.cache
@@ -140,20 +147,27 @@ def _class(original: type[nn.Module], held: Held, names: tuple[str, ...]) -> typ
         "__doc__": original.__doc__,
         "made_from": (original, held, names),
         **_methods(original, names),
+        **{PREFIX + name: staticmethod(value) for name, value in held},
         **{name: _attribute(name, value, names) for name, value in held},
     })  # fmt: skip
 
 
 def _attribute(name: str, held: Any, names: tuple[str, ...]) -> property:
-    """An attribute that holds a function which calls torch's, or is it; who reads it gets one that calls ours."""
-    copy = _rebinding(names).value(held)
+    """An attribute that holds a function which calls torch's, or is it; who reads it gets one that calls ours.
+
+    Its value is read under a second name, whose default is in the class: torch.compile of torch 2.11 takes a look-up
+    of the attribute's own name in ``__dict__`` for a call of the property.
+    """
+    copy, second = _rebinding(names).value(held), PREFIX + name
 
     def get(self: nn.Module) -> Any:
-        value = self.__dict__[name]
+        if name in self._modules:
+            return self._modules[name]
+        value = getattr(self, second)
         return copy if value is held else value
 
     def put(self: nn.Module, value: Any) -> None:
-        self.__dict__[name] = value
+        self.__dict__[name] = self.__dict__[second] = value
 
     return property(get, put)
 
