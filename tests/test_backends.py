@@ -4,6 +4,7 @@ import copy
 import os
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -136,3 +137,78 @@ def test_models_on_the_meta_device_tell_shapes(name):
     assert all(p.grad.shape == p.shape for p in model.parameters())
     model.load_state_dict(real.state_dict(), assign=True)
     assert torch.equal(call(model.eval(), *inputs), call(real.eval(), *inputs))
+
+
+class Nested(torch.autograd.Function):
+    """Its backward starts another backward, and so on; PyTorch moves deep ones to a thread of its own."""
+
+    @staticmethod
+    def forward(ctx, x, depth, note):
+        ctx.depth, ctx.note = depth, note
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.depth == 0:
+            ctx.note(threading.get_ident(), backends.current())
+        else:
+            with torch.enable_grad():
+                Nested.apply(torch.zeros(1, requires_grad=True), ctx.depth - 1, ctx.note).backward()
+        return grad, None, None
+
+
+@pytest.mark.parametrize("depth", [0, 80], ids=["same thread", "another thread"])
+def test_a_backward_has_the_backend_of_the_thread_that_began_it(depth):
+    seen = []
+
+    def backward():
+        Nested.apply(torch.zeros(1, requires_grad=True), depth, lambda *noted: seen.append(noted)).backward()
+
+    backward()
+    with tfast.backend("reference"):
+        with tfast.backend("native"):
+            backward()
+        backward()
+    backward()
+    assert [backend for _, backend in seen] == ["auto", "native", "reference", "auto"]
+    assert all((thread == threading.get_ident()) is (depth == 0) for thread, _ in seen)
+
+
+def test_each_thread_has_its_own_choice():
+    """Also where the contexts of two threads overlap, and the first that was entered is the first that is left."""
+    inside, left, seen = threading.Event(), threading.Event(), {}
+
+    def other():
+        seen["at the start"] = backends.current()
+        with tfast.backend("native"):
+            inside.set()
+            assert left.wait(60)
+            seen["inside"] = backends.current()
+        seen["after"] = backends.current()
+
+    with tfast.backend("reference"):
+        thread = threading.Thread(target=other)
+        thread.start()
+        assert inside.wait(60)
+        seen["here"] = backends.current()
+    left.set()
+    thread.join()
+    assert seen == {"at the start": "auto", "here": "reference", "inside": "native", "after": "auto"}
+    assert backends.current() == "auto" and not backends._active
+
+
+def test_a_compiled_function_follows_the_choice_of_the_thread_that_calls_it():
+    compiled = torch.compile(lambda x: x + 1 if backends.current() == "auto" else x - 1, backend="eager")
+    zero, seen = torch.zeros(()), []
+
+    def call():
+        seen.append(compiled(zero).item())
+
+    call()
+    with tfast.backend("reference"):
+        call()
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+    call()
+    assert seen == [1, -1, 1, 1]

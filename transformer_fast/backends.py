@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,8 +39,24 @@ _ON_CUDA = {
     "embedding": "native",
 }
 
-# A plain global, as torch's own backend flags are, so that torch.compile guards on it.
-_chosen = os.environ.get("TRANSFORMER_FAST_BACKEND", "auto")
+_default = os.environ.get("TRANSFORMER_FAST_BACKEND", "auto")
+
+
+class _Chosen(threading.local):
+    """The backend of each thread's innermost context manager; None outside. torch.compile guards on the attribute."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+
+
+_chosen = _Chosen()
+_active: list[str] = []  # of all threads
+
+# PyTorch hands the objects that a thread keeps under a key to the threads in which it computes gradients. On CUDA,
+# layers are computed again there by activation checkpointing.
+_KEY = "transformer_fast.backend"
+_stash, _has, _get = torch._C._stash_obj_in_tls, torch._C._is_key_in_tls, torch._C._get_obj_in_tls
+_forget = getattr(torch._C, "_remove_obj_from_tls", None)  # since torch 2.13
 
 
 def _constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,22 +77,45 @@ def _checked(name: str, origin: str) -> str:
 
 def current() -> str:
     """The backend in force: the innermost context manager's, else what the environment said at import, else "auto"."""
-    return _chosen if _chosen in NAMES else _checked(_chosen, "TRANSFORMER_FAST_BACKEND")
+    name = _chosen.name
+    if name is None:
+        name = _default if torch.compiler.is_compiling() or not _active else _of_backward() or _default
+    return name if name in NAMES else _checked(name, "TRANSFORMER_FAST_BACKEND")
 
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Run the calls inside on one backend: "auto", "native", "triton" or "reference". Holds for all threads.
+    """Run the calls inside on one backend: "auto", "native", "triton" or "reference".
+
+    It holds for the thread that enters it and for backward passes that begin inside. Another thread that the program
+    starts has its own choice, and begins with that of the environment.
 
     Raises:
         ValueError: for another name.
     """
-    global _chosen
-    before, _chosen = _chosen, _checked(name, "backend")
+    _checked(name, "backend")
+    before = _chosen.name
+    _active.append(name)
     try:
+        _chosen.name = name
+        _keep_for_backward(name)
         yield
     finally:
-        _chosen = before
+        _chosen.name = before
+        _keep_for_backward(before)
+        _active.remove(name)
+
+
+def _keep_for_backward(name: str | None) -> None:
+    if name is None and _forget is not None:
+        _forget(_KEY)
+    else:
+        _stash(_KEY, name)
+
+
+def _of_backward() -> str | None:
+    """The backend of the thread that began a backward pass, in the threads that PyTorch runs it in."""
+    return _get(_KEY) if _has(_KEY) else None
 
 
 def choose(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
@@ -23,9 +25,9 @@ def draw_seed(device: torch.device) -> Tensor:
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return torch.ops.transformer_fast.draw_seed(device)
-    if device == _CPU and (native := extension.module()):
+    if device == _CPU and (native := _native()):
         return native.draw_seed()  # the same number, sooner
-    return _randint(device)
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
 
 
 def draw_launch_seed(device: torch.device, as_number: bool) -> int | Tensor:
@@ -39,13 +41,9 @@ def draw_launch_seed(device: torch.device, as_number: bool) -> int | Tensor:
     captured = on_cuda and torch.cuda.is_current_stream_capturing()
     if torch.compiler.is_compiling() or captured or not (as_number or on_cuda):
         return draw_seed(device)
-    native = extension.module()
+    native = _native()
     number = native.draw_number() if native else int(draw_seed(_CPU).item())
     return number if as_number else torch.full((1,), number, dtype=torch.int64, device=device)
-
-
-def _randint(device: torch.device) -> Tensor:
-    return _RANDINT(-(2**63), 2**63 - 1, [1], generator=None, dtype=torch.int64, device=device)
 
 
 def _recorded_seed(device: torch.device) -> Tensor:
@@ -57,7 +55,7 @@ def _recorded_seed(device: torch.device) -> Tensor:
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-    seed = _randint(device)
+    seed = _RANDINT(-(2**63), 2**63 - 1, [1], generator=None, dtype=torch.int64, device=device)
     if mode := get_proxy_mode():
         node = next(node for node in reversed(mode.tracer.graph.nodes) if node.target is _RANDINT)
         saved = _memory_budget(node) > 0.0
@@ -75,3 +73,8 @@ def _memory_budget(node: torch.fx.Node) -> float:
 
     of_region = getattr(traceback, "_get_memory_budget_annotation", lambda _: None)(node)  # torch 2.13
     return config.activation_memory_budget if of_region is None else of_region
+
+
+def _native() -> Any | None:
+    """The extension, unless a mode of this thread wants to see the call that draws (it may give a generator)."""
+    return None if torch._C._len_torch_function_stack() else extension.module()

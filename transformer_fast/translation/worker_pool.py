@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from .. import backends
 from ..generation.decoding import evaluation_mode
 from .errors import ConfigError
 
@@ -52,7 +53,7 @@ def translate_chunks(
         running: deque[Future[Answer]] = deque()
         first = 1
         for chunk in chunks:
-            running.append(pool.submit(_answer, translator, chunk, first, on_error is not None))
+            running.append(pool.submit(_answer, translator, chunk, first, on_error is not None, backends.current()))
             first += len(chunk)
             if len(running) == 2 * workers:
                 yield from _reported(running.popleft().result(), on_error)
@@ -69,7 +70,8 @@ def _reported(answer: Answer, on_error: Callable[[int, str], None] | None) -> li
     return translations
 
 
-def _answer(translator: Translator, lines: Lines, first: int, keep_errors: bool) -> Answer:
+def _answer(translator: Translator, lines: Lines, first: int, keep_errors: bool, backend: str) -> Answer:
     errors: list[tuple[int, str]] = []
     keep = (lambda *error: errors.append(error)) if keep_errors else None
-    return list(translator.translate_chunk(lines, first, keep)), errors
+    with backends.backend(backend):  # each thread has its own
+        return list(translator.translate_chunk(lines, first, keep)), errors
