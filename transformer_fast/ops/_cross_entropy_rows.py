@@ -110,11 +110,9 @@ def _gradients(
     )
 
 
-def autocast(t: Tensor | None) -> Tensor | None:
+def autocast(t: Tensor) -> Tensor:
     """The tensor as ``F.linear`` casts it under autocast."""
-    if t is None or t.dtype == torch.float64:
-        return t
-    return t.to(torch.get_autocast_dtype(t.device.type))
+    return t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(t.device.type))
 
 
 def _scale(grad: Tensor) -> Tensor:

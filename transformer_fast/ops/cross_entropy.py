@@ -100,10 +100,14 @@ def linear_cross_entropy(
     if class_weight is None and not probabilities and reduction != "none":
         no_gradients = [False] * 3  # autograd asks for those that it needs
         op = implementation("linear_cross_entropy", backend)
-        args = rows, weight, bias, target, *options, reduction == "mean", no_gradients, chunk_elements, backend
-        return op(*args)[0].to(dtype)
+        given = rows, weight, bias, target, *options, reduction == "mean", no_gradients, chunk_elements, backend
+        return op(*given)[0].to(dtype)
     if autocast:
-        rows, weight, bias = (_rows.autocast(t) for t in (rows, weight, bias))
+        rows, weight, bias = (
+            _rows.autocast(rows),
+            _rows.autocast(weight),
+            bias if bias is None else _rows.autocast(bias),
+        )
     op = implementation("linear_cross_entropy_rows", backend)
     losses = op(rows, weight, bias, target, class_weight, *options, chunk_elements)
     if reduction == "none":
