@@ -92,27 +92,6 @@ def test_embed_matches_the_oracle(dtype: torch.dtype, shape: str, dropout_p: flo
         assert_as_exact_as_eager(a, e, x, ulps=4.0 if what == "out" else 4.0 * rows**0.5, what=what)
 
 
-def test_one_id_without_a_dimension_gives_one_row(device: torch.device) -> None:
-    weight, table = torch.randn(5, 6, device=device, requires_grad=True), torch.randn(4, 6, device=device)
-    one, two = torch.tensor(3, device=device), torch.tensor(2, device=device)
-    row, options = torch.tensor([3], device=device), {"scale": 2.0, "padding_idx": 1}
-    assert torch.equal(embed(one, weight), torch.nn.functional.embedding(one, weight))
-    assert torch.equal(
-        embed(one, weight, table, offset=two, **options)[None], embed(row, weight, table, offset=2, **options)
-    )
-    with fixed_seed(SEED):
-        dropped = embed(one, weight, dropout_p=0.5)
-        assert torch.equal(dropped[None], embed(row, weight, dropout_p=0.5))
-    (grad,) = torch.autograd.grad(embed(one.int(), weight).sum(), weight)
-    assert torch.equal(grad.sum(1), torch.tensor([0.0, 0, 0, 6, 0], device=device))
-    with pytest.raises(IndexError, match=r"is 5, .*0 <= id < 5") if device.type == "cpu" else contextlib.nullcontext():
-        embed(torch.tensor(5, device=device), weight)
-    with tfast.backend("reference"):
-        assert embed(one, weight).shape == (6,)
-    compiled = torch.compile(embed, fullgraph=True, backend="eager")
-    assert torch.equal(compiled(one, weight), weight[3])
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", ["one", "odd", "tail", "flat", "wide"])
 def test_add_positional_matches_the_oracle(dtype: torch.dtype, shape: str, device: torch.device) -> None:

@@ -23,6 +23,8 @@ from torch_samples import DTYPES, Call, outcome
 import transformer_fast as tfast
 from transformer_fast.cli.verification import errors
 
+pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
+
 Outcome = tuple[list[Tensor], list[Tensor | None]]
 
 FUNCTIONS = [name for name in samples.LEAST_SAMPLES if hasattr(F, name)]
@@ -203,6 +205,29 @@ def test_accelerated_modules(name: str, dtype: torch.dtype, training: bool) -> N
     assert swapped or name == "Linear"  # a linear layer is only faster by oneDNN, on some processors
     with Gate(dtype) as gate, torch.set_grad_enabled(training):
         for n, ((module, call), ours, exact) in enumerate(zip(given, fast, module_truth(name, training), strict=True)):
+            torchs = copy.deepcopy(module).to(gate.torchs_dtype)
+            gate.hold(f"{name} {n} in {dtype}", outcome(ours, call, dtype), torchs, call, exact)
+
+
+LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "Linear": lambda m: tfast.layers.Linear(m.in_features, m.out_features, m.bias is not None),
+    "LayerNorm": lambda m: tfast.layers.LayerNorm(m.normalized_shape, m.eps, m.elementwise_affine, m.bias is not None),
+    "RMSNorm": lambda m: tfast.layers.RMSNorm(m.normalized_shape, m.eps, m.elementwise_affine),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_ours(name: str, dtype: torch.dtype) -> None:
+    with Gate(dtype) as gate:
+        pairs = zip(samples.module_samples(name, True), module_truth(name, True), strict=True)
+        for n, ((module, call), exact) in enumerate(pairs):
+            if len(getattr(module, "normalized_shape", (1,))) > 1:  # norms of ours are over the last dimension
+                with pytest.raises(ValueError, match=r"normalized_shape|weight must be \(d,\)"):
+                    LAYERS[name](module)(*call[0])
+                continue
+            ours = LAYERS[name](module).to(dtype)
+            ours.load_state_dict(module.state_dict())
             torchs = copy.deepcopy(module).to(gate.torchs_dtype)
             gate.hold(f"{name} {n} in {dtype}", outcome(ours, call, dtype), torchs, call, exact)
 
