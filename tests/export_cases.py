@@ -146,9 +146,12 @@ def embeddings(tokens: Tensor, weight: Tensor, table: Tensor, offsets: Tensor) -
 
 def loss(rows: Tensor, weight: Tensor, bias: Tensor, target: Tensor) -> tuple[Tensor, ...]:
     options = {"label_smoothing": 0.1, "ignore_index": 3}
-    return tuple(
-        tfast.linear_cross_entropy(rows, weight, bias, target, reduction=r, **options) for r in ("mean", "sum")
+    of_classes = (
+        tfast.linear_cross_entropy(rows, weight, bias, target, reduction=r, **options, class_weight=by_class)
+        for by_class in (None, bias.detach().abs())
+        for r in ("none", "mean", "sum")
     )
+    return *of_classes, tfast.linear_cross_entropy(rows, weight, bias, rows @ weight.t(), label_smoothing=0.1)
 
 
 OPS: dict[str, Case] = {

@@ -55,13 +55,14 @@ def chunks(request, monkeypatch):
 def test_loss_and_gradients(options, bias, dtype, device):
     leaves, target = inputs(device, dtype, bias=bias)
     with poisoned_memory():
-        actual = outcome(linear_cross_entropy, leaves, target, **options)
+        actual = outcome(linear_cross_entropy, leaves, target, **options, dtype=torch.float32)
     wide = [t.detach().double().requires_grad_() for t in leaves]
     exact, oracle = outcome(eager, wide, target, **options), outcome(reference, wide, target, **options)
     for one, other in zip(exact, oracle, strict=True):  # the oracle is PyTorch's loss
         torch.testing.assert_close(one, other)
     plain = outcome(eager, leaves, target, **options)
     assert actual[0].dtype == torch.float32
+    assert linear_cross_entropy(*leaves, *[None] * (not bias), target, **options).dtype == dtype
     rows = target.numel()
     for name, a, e, x in zip(("loss", "grad_x", "grad_weight", "grad_bias"), actual, plain, exact):
         assert_as_exact_as_eager(a, e, x, what=name, ulps=4 * rows**0.5 if name != "grad_x" else 8)
@@ -181,7 +182,7 @@ def test_autocast_casts_as_a_linear_layer(device):
     leaves, target = inputs(device)
     with torch.autocast(device.type, torch.bfloat16):
         loss = linear_cross_entropy(*leaves, target)
-    expected = linear_cross_entropy(*(t.bfloat16() for t in leaves), target)
+    expected = linear_cross_entropy(*(t.bfloat16() for t in leaves), target, dtype=torch.float32)
     assert torch.equal(loss, expected)
     loss.backward()
     assert all(t.grad.dtype == torch.float32 for t in leaves)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from helpers import fixed_seed
 
+import transformer_fast as tfast
 from transformer_fast import extension
 from transformer_fast.ops.embedding import add_positional, embed, positional_table
 
@@ -28,7 +32,6 @@ BAD_INPUT = {
     "ids no tensor": (lambda: embed([1, 2], W), TypeError, "ids must be a tensor, got list"),
     "ids float": (lambda: embed(IDS.float(), W), TypeError, "ids must be int64 or int32, got torch.float32"),
     "ids int16": (lambda: embed(IDS.short(), W), TypeError, "ids must be int64 or int32, got torch.int16"),
-    "ids scalar": (lambda: embed(torch.tensor(1), W), ValueError, "ids must be .*without dimensions"),
     "weight int": (lambda: embed(IDS, W.long()), TypeError, "weight must be a float tensor"),
     "weight 3-D": (lambda: embed(IDS, W[None]), ValueError, r"weight must be \(vocabulary, d\).*\(1, 4, 6\)"),
     "devices": (lambda: embed(IDS, W.to("meta")), ValueError, "weight is on meta but ids on cpu"),
@@ -100,3 +103,27 @@ def test_bad_direct_calls_of_the_native_ops_are_refused_too() -> None:
         native.add_positional(X, None, 0, None, 0.5, None)
     with pytest.raises(ValueError, match="grad_out"):
         native.embed_backward(X[:1], IDS, 4, 1.0, None, 0.0, None, True)
+
+
+def test_one_id_without_a_dimension_gives_one_row(device: torch.device) -> None:
+    weight, table = torch.randn(5, 6, device=device, requires_grad=True), torch.randn(4, 6, device=device)
+    one, two = torch.tensor(3, device=device), torch.tensor(2, device=device)
+    row, options = torch.tensor([3], device=device), {"scale": 2.0, "padding_idx": 1}
+    assert torch.equal(embed(one, weight), torch.nn.functional.embedding(one, weight))
+    assert torch.equal(
+        embed(one, weight, table, offset=two, **options)[None], embed(row, weight, table, offset=2, **options)
+    )
+    with fixed_seed(5):
+        dropped = embed(one, weight, dropout_p=0.5)
+        assert torch.equal(dropped[None], embed(row, weight, dropout_p=0.5))
+    (grad,) = torch.autograd.grad(embed(one.int(), weight).sum(), weight)
+    assert torch.equal(grad.sum(1), torch.tensor([0.0, 0, 0, 6, 0], device=device))
+    with pytest.raises(IndexError, match=r"is 5, .*0 <= id < 5") if device.type == "cpu" else contextlib.nullcontext():
+        embed(torch.tensor(5, device=device), weight)
+    with tfast.backend("reference"):
+        assert embed(one, weight).shape == (6,)
+    model = torch.nn.Sequential(torch.nn.Embedding.from_pretrained(weight.detach()))
+    assert tfast.accelerate(model).swapped
+    assert torch.equal(model(one), weight[3])
+    compiled = torch.compile(embed, fullgraph=True, backend="eager")
+    assert torch.equal(compiled(one, weight), weight[3])

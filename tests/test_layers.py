@@ -289,3 +289,18 @@ def test_every_norm_of_an_rms_model_is_rms_norm_with_its_eps():
 def test_rms_norm_of_several_dimensions_is_refused():
     with pytest.raises(ValueError, match=r"norms the last dimension alone, got normalized_shape=\(3, 16\)"):
         layers.RMSNorm((3, D))
+
+
+@pytest.mark.parametrize("kind", [tfast.layers.LayerNorm, tfast.layers.RMSNorm, torch.nn.LayerNorm, torch.nn.RMSNorm])
+def test_a_norm_without_weights_refuses_another_width(kind):
+    """Not the last dimension alone, of which torch's class would say that it does not fit."""
+    model = torch.nn.Sequential(kind(8, elementwise_affine=False))
+    tfast.accelerate(model)
+    assert model(torch.randn(2, 8)).shape == (2, 8)
+    with pytest.raises(ValueError, match=r"\(d,\) = \(8,\), the normalized_shape, got x \(2, 16\)"):
+        model(torch.randn(2, 16))
+
+
+def test_a_norm_of_several_dimensions_is_refused_without_weights():
+    with pytest.raises(ValueError, match=r"norms the last dimension alone.*\(3, 8\)"):
+        tfast.layers.LayerNorm((3, 8), elementwise_affine=False)(torch.randn(2, 3, 8))

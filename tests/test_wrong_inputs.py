@@ -138,13 +138,42 @@ LOSS = {
         lambda: tfast.linear_cross_entropy(X, W, None, IDS[:, :4]), ValueError, r"\(2, 5\) for x \(2, 5, 8\).*\(2, 4\)"
     ),
     "int32 targets": Wrong(
-        lambda: tfast.linear_cross_entropy(X, W, None, IDS.int()), TypeError, "int64, got torch.int32"
+        lambda: tfast.linear_cross_entropy(X, W, None, IDS.int()), TypeError, "int64, or float for .*, got torch.int32"
     ),
     "weight of another dtype": Wrong(
         lambda: tfast.linear_cross_entropy(X, W.double(), None, IDS), TypeError, "weight must have the dtype of x"
     ),
     "unknown reduction": Wrong(
-        lambda: tfast.linear_cross_entropy(X, W, None, IDS, reduction="none"), ValueError, "\"sum\", got 'none'"
+        lambda: tfast.linear_cross_entropy(X, W, None, IDS, reduction="max"), ValueError, "\"sum\", got 'max'"
+    ),
+    "probabilities of another shape": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W, None, X), ValueError, r"probabilities, must be \(2, 5, 11\)"
+    ),
+    "probabilities and an index to ignore": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W, None, torch.rand(2, 5, 11), ignore_index=0), ValueError, "got 0"
+    ),
+    "class weights of another shape": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W, None, IDS, class_weight=X[0, 0]),
+        ValueError,
+        r"class_weight must be \(vocabulary,\) = \(11,\), got \(8,\)",
+    ),
+    "class weights of another dtype": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W, None, IDS, class_weight=W[:, 0].double()),
+        TypeError,
+        "class_weight must have the dtype of x, torch.float32, got torch.float64",
+    ),
+    "class weights to learn": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W, None, IDS, class_weight=torch.ones(11, requires_grad=True)),
+        ValueError,
+        r"expected class_weight.detach\(\)",
+    ),
+    "weights of more dimensions": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W[None], None, IDS), ValueError, r"weight \(vocabulary, d\).*\(1, 11, 8\)"
+    ),
+    "an integer result": Wrong(
+        lambda: tfast.linear_cross_entropy(X, W, None, IDS, dtype=torch.int64),
+        TypeError,
+        "a float dtype, got torch.int64",
     ),
     "smoothing above 1": Wrong(
         lambda: tfast.linear_cross_entropy(X, W, None, IDS, label_smoothing=2.0), ValueError, r"\[0, 1\], got 2.0"

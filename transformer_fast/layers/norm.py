@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..ops.dropout import dropout
 from ..ops.norm import layer_norm
+from ..tracing import sizes
 
 RMS_EPS = 1e-6
 """The eps of RMSNorm in our models, as in T5 and Llama."""
@@ -56,6 +57,7 @@ class LayerNorm(nn.LayerNorm):
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x (..., d_model) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(x)`` in one pass."""
+        _check_width(self, x)
         return layer_norm(x, self.weight, self.bias, self.eps, residual=residual, dropout_p=dropout_p)
 
 
@@ -94,7 +96,18 @@ class RMSNorm(nn.RMSNorm):
         self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x (..., d_model) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(x)`` in one pass."""
+        _check_width(self, x)
         return layer_norm(x, self.weight, None, self.eps, kind="rms", residual=residual, dropout_p=dropout_p)
+
+
+def _check_width(norm: LayerNorm | RMSNorm, x: Tensor) -> None:
+    """Raise for an x of another width than a norm without weight was made for; the op compares a weight itself."""
+    if norm.weight is None and sizes(x)[-1:] != norm.normalized_shape:
+        shape = tuple(norm.normalized_shape)
+        raise ValueError(
+            f"{type(norm).__name__}: norms the last dimension alone; expected x (..., d) with (d,) = {shape}, the "
+            f"normalized_shape, got x {tuple(x.shape)}"
+        )
 
 
 def make_norm(kind: str, d_model: int) -> Norm | LayerNorm | RMSNorm:

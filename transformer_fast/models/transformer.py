@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..layers.linear import Linear, apply_linear
@@ -114,11 +115,17 @@ class Transformer(nn.Module):
         Args:
             src, trg, src_mask, trg_mask: as for :meth:`forward`.
             target: (B, L_trg) int64, the token wanted at each target position; ``ignore_index`` counts nowhere.
-            label_smoothing, ignore_index, reduction: as for :func:`transformer_fast.linear_cross_entropy`.
+            label_smoothing, ignore_index: as for :func:`transformer_fast.linear_cross_entropy`.
+            reduction: "mean" or "sum".
 
         Returns:
-            A scalar in float32 (float64 for float64).
+            A scalar in float32 (float64 for float64), for 16-bit models too.
+
+        Raises:
+            ValueError: for another reduction.
         """
+        if reduction not in ("mean", "sum"):
+            raise ValueError(f'Transformer.loss: reduction must be "mean" or "sum", got {reduction!r}')
         hidden, queries = self._hidden(src, trg, src_mask, trg_mask)
         options: dict[str, Any] = {
             "label_smoothing": label_smoothing,
@@ -129,7 +136,8 @@ class Transformer(nn.Module):
         if type(self.out) not in (nn.Linear, Linear):  # an output layer of another class
             logits = self.out(hidden).flatten(0, -2)
             return nn.functional.cross_entropy(logits.float(), target.flatten(), **options)
-        return linear_cross_entropy(hidden, self.out.weight, self.out.bias, target, **options)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        return linear_cross_entropy(hidden, self.out.weight, self.out.bias, target, **options, dtype=wide)
 
     def _hidden(
         self,

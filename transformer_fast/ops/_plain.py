@@ -137,6 +137,29 @@ def linear_cross_entropy(
     return loss, x.new_empty(0), weight.new_empty(0), weight.new_empty(0), torch.zeros_like(loss)
 
 
+def linear_cross_entropy_rows(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    smoothing: float,
+    ignore_index: int,
+    chunk_elements: int,
+) -> Tensor:
+    """The loss of each row (rows,)."""
+    return reference.cross_entropy.linear_cross_entropy(
+        x,
+        weight,
+        bias,
+        target,
+        class_weight=class_weight,
+        label_smoothing=smoothing,
+        ignore_index=ignore_index,
+        reduction="none",
+    )
+
+
 _ATTENTION = (attention, attention_weights, attention_decode, attention_packed)
-_OTHERS = (layer_norm, dropout, embed, add_positional, linear_cross_entropy)
+_OTHERS = (layer_norm, dropout, embed, add_positional, linear_cross_entropy, linear_cross_entropy_rows)
 _PLAIN: dict[str, Callable[..., Any]] = {function.__name__: function for function in (*_ATTENTION, *_OTHERS)}

@@ -1,4 +1,8 @@
-"""Linear layer and label-smoothed cross entropy as one op. The op itself is in csrc/ops/cross_entropy.cpp."""
+"""Linear layer and label-smoothed cross entropy as one op.
+
+The mean and the sum of the losses of class targets are the op of csrc/ops/cross_entropy.cpp; everything else is that of
+:mod:`._cross_entropy_rows`.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,14 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..tracing import unrecorded
+from . import _cross_entropy_rows as _rows  # registers its ops
 from . import _eager
 from ._plain import implementation
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
 """Logits that exist at a time: on a CPU not far from what its caches hold, on a GPU enough rows to fill it."""
+
+REDUCTIONS = ("none", "mean", "sum")
 
 
 def linear_cross_entropy(
@@ -20,27 +27,38 @@ def linear_cross_entropy(
     bias: Tensor | None,
     target: Tensor,
     *,
+    class_weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "mean",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """``F.cross_entropy(F.linear(x, weight, bias), target, ...)`` without ever holding all logits, nor any in float32.
 
     The logits are made in chunks of rows; each chunk gives its losses and, where a gradient will be needed, is turned
-    into its own gradient in place and multiplied into those of x, weight and bias at once.
+    into its own gradient in place and multiplied into those of x, weight and bias at once. With ``class_weight``, with
+    probabilities as targets and with reduction "none", the logits of a chunk are float32, and the backward pass makes
+    them again. On one core (2,048 rows of width 256, 16,000 classes, float32, class weights and smoothing) that took
+    1.2 times as long as PyTorch's two functions, and a third of their memory.
 
     Args:
-        x: (..., d); float32, float16, bfloat16 (float64 on CPU). Under autocast, x and weight are cast as
+        x: (..., d) or (d,); float32, float16, bfloat16 (float64 on CPU). Under autocast, x and weight are cast as
             ``F.linear`` would.
         weight: (vocabulary, d) in x's dtype.
         bias: (vocabulary,) or None.
-        target: int64 (...), each in [0, vocabulary), or ``ignore_index``.
+        target: int64 (...), each in [0, vocabulary), or ``ignore_index``. Or the probabilities of all classes, float
+            (..., vocabulary), of any float dtype; they may require a gradient.
+        class_weight: (vocabulary,) in x's dtype, a factor for the loss of each class; None for 1. It gets no gradient.
         label_smoothing: mass spread evenly over the vocabulary, in [0, 1].
-        ignore_index: positions with this target count nowhere.
-        reduction: "mean" over the positions that count (NaN if none does) or "sum".
+        ignore_index: positions with this target count nowhere. Probabilities have none: it must be negative then.
+        reduction: "none"; "sum"; or "mean", which divides the sum by the number of positions that count, or by the sum
+            of the class weights of their targets (NaN where that is 0). Probabilities: by the number of positions.
+        dtype: of the result; None for that of ``F.cross_entropy``.
 
     Returns:
-        A scalar in float32 (float64 for float64).
+        A scalar, or (...) for "none". Its dtype is that of x; under autocast at least float32; with probabilities the
+        wider of x's and theirs. The arithmetic of losses is in float32 (float64 for float64) always: ask for it by
+        ``dtype=torch.float32``.
 
     Raises:
         TypeError: for non-tensors and for dtypes that do not fit.
@@ -48,63 +66,137 @@ def linear_cross_entropy(
         IndexError: on CPU, for a target outside the vocabulary; names it and its place. On a GPU, where looking would
             stall it, the loss is NaN.
     """
-    if direct := _eager.native():
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"linear_cross_entropy: dtype must be a float dtype, got {dtype}")
+    if class_weight is None and (direct := _eager.native()):
         args = x, weight, bias, target, label_smoothing, ignore_index, reduction, CHUNK_ELEMENTS["cpu"]
         if (loss := direct.linear_cross_entropy(*args)) is not None:
-            return loss
+            return loss.to(x.dtype if dtype is None else dtype)
     autocast = _eager.autocast_enabled(x)
-    _check(x, weight, bias, target, label_smoothing, reduction, autocast)
+    tensors = {"x": x, "weight": weight, "bias": bias, "target": target, "class_weight": class_weight}
+    _check_tensors(tensors, autocast)
+    _check_shapes(x, weight, bias, target, class_weight)
+    _check_options(target, class_weight, label_smoothing, ignore_index, reduction)
+    if dtype is None:
+        dtype = _result_dtype(x, target, autocast)
     backend = backends.resolve("cross_entropy", x.device, x.dtype)
     if backend == "reference":
-        return reference.cross_entropy.linear_cross_entropy(
-            x, weight, bias, target, label_smoothing=label_smoothing, ignore_index=ignore_index, reduction=reduction
+        loss = reference.cross_entropy.linear_cross_entropy(
+            x,
+            weight,
+            bias,
+            target,
+            class_weight=class_weight,
+            label_smoothing=label_smoothing,
+            ignore_index=ignore_index,
+            reduction=reduction,
         )
-    options = float(label_smoothing), ignore_index, reduction == "mean"
-    no_gradients = [False] * 3  # autograd asks for those that it needs
-    op = implementation("linear_cross_entropy", backend)
-    rows, target = x.flatten(0, -2), target.flatten()
-    return op(rows, weight, bias, target, *options, no_gradients, CHUNK_ELEMENTS[x.device.type], backend)[0]
+        return loss.to(dtype)
+    shape = x.shape[:-1]
+    probabilities = target.is_floating_point()
+    rows = x.reshape(-1, x.shape[-1])
+    target = target.reshape(-1, weight.shape[0]) if probabilities else target.reshape(-1)
+    chunk_elements = CHUNK_ELEMENTS.get(x.device.type, CHUNK_ELEMENTS["cpu"])
+    options = float(label_smoothing), ignore_index
+    if class_weight is None and not probabilities and reduction != "none":
+        no_gradients = [False] * 3  # autograd asks for those that it needs
+        op = implementation("linear_cross_entropy", backend)
+        given = rows, weight, bias, target, *options, reduction == "mean", no_gradients, chunk_elements, backend
+        return op(*given)[0].to(dtype)
+    if autocast:
+        rows, weight, bias = (
+            _rows.autocast(rows),
+            _rows.autocast(weight),
+            bias if bias is None else _rows.autocast(bias),
+        )
+    op = implementation("linear_cross_entropy_rows", backend)
+    # Some tensors as large as the logits of a chunk live at a time, in float32.
+    losses = op(rows, weight, bias, target, class_weight, *options, chunk_elements // 4)
+    if reduction == "none":
+        return losses.reshape(shape).to(dtype)
+    loss = losses.sum()
+    if reduction == "mean":
+        loss = loss / _count(losses, target, class_weight, ignore_index)
+    return loss.to(dtype)
+
+
+def _count(losses: Tensor, target: Tensor, class_weight: Tensor | None, ignore_index: int) -> Tensor:
+    """The number that divides a mean, of the dtype of the losses (rows,)."""
+    if target.is_floating_point():
+        return torch.ones_like(losses).sum()
+    counts = target != ignore_index
+    if class_weight is None:
+        return counts.sum()
+    weights = class_weight.detach().to(losses.dtype)
+    # A target outside the vocabulary has made the loss NaN, or was refused.
+    return (weights[target.clamp(0, weights.shape[0] - 1)] * counts).sum()
+
+
+def _result_dtype(x: Tensor, target: Tensor, autocast: bool) -> torch.dtype:
+    """The dtype that ``F.cross_entropy`` gives its result."""
+    dtype = torch.promote_types(x.dtype, torch.float32) if autocast else x.dtype
+    return torch.promote_types(dtype, target.dtype) if target.is_floating_point() else dtype
 
 
 @unrecorded
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    label_smoothing: float,
-    reduction: str,
-    autocast: bool,
-) -> None:
-    for name, t in (("x", x), ("weight", weight), ("bias", bias), ("target", target)):
-        if t is None and name == "bias":
+def _check_tensors(tensors: dict[str, Tensor | None], autocast: bool) -> None:
+    x = tensors["x"]
+    for name, t in tensors.items():
+        if t is None and name in ("bias", "class_weight"):
             continue
-        if not isinstance(t, Tensor):
+        if not isinstance(x, Tensor) or not isinstance(t, Tensor):
             raise TypeError(f"linear_cross_entropy: {name} must be a tensor, got {type(t).__name__}")
         if t.device != x.device:
             raise ValueError(f"linear_cross_entropy: x is on {x.device} but {name} on {t.device}")
         if name == "target":
-            if t.dtype != torch.int64:
-                raise TypeError(f"linear_cross_entropy: target must be int64, got {t.dtype}")
+            if t.dtype != torch.int64 and not t.is_floating_point():
+                raise TypeError(
+                    f"linear_cross_entropy: target must be int64, or float for probabilities, got {t.dtype}"
+                )
         elif not t.is_floating_point():
             raise TypeError(f"linear_cross_entropy: {name} must be a float tensor, got {t.dtype}")
         elif t.dtype != x.dtype and not autocast:
             raise TypeError(f"linear_cross_entropy: {name} must have the dtype of x, {x.dtype}, got {t.dtype}")
-    if weight.dim() != 2 or x.dim() < 2 or x.shape[-1] != weight.shape[1]:
+
+
+@unrecorded
+def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None) -> None:
+    if weight.dim() != 2 or x.dim() < 1 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
-            "linear_cross_entropy: expected x (..., d) with at least one leading dimension and weight (vocabulary, d), "
-            f"got x {tuple(x.shape)} and weight {tuple(weight.shape)}"
+            f"linear_cross_entropy: expected x (..., d) and weight (vocabulary, d), got x {tuple(x.shape)} and weight "
+            f"{tuple(weight.shape)}"
         )
-    if target.shape != x.shape[:-1]:
+    vocabulary = weight.shape[:1]
+    if target.is_floating_point():
+        expected, kind = x.shape[:-1] + vocabulary, "target, as probabilities,"
+    else:
+        expected, kind = x.shape[:-1], "target"
+    if target.shape != expected:
         raise ValueError(
-            f"linear_cross_entropy: target must be {tuple(x.shape[:-1])} for x {tuple(x.shape)}, got "
-            f"{tuple(target.shape)}"
+            f"linear_cross_entropy: {kind} must be {tuple(expected)} for x {tuple(x.shape)}, got {tuple(target.shape)}"
         )
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            f"linear_cross_entropy: bias must be (vocabulary,) = ({weight.shape[0]},), got {tuple(bias.shape)}"
-        )
+    for name, t in (("bias", bias), ("class_weight", class_weight)):
+        if t is not None and t.shape != vocabulary:
+            raise ValueError(
+                f"linear_cross_entropy: {name} must be (vocabulary,) = ({weight.shape[0]},), got {tuple(t.shape)}"
+            )
+
+
+def _check_options(
+    target: Tensor,
+    class_weight: Tensor | None,
+    label_smoothing: float,
+    ignore_index: int,
+    reduction: str,
+) -> None:
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"linear_cross_entropy: label_smoothing must lie in [0, 1], got {label_smoothing}")
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f'linear_cross_entropy: reduction must be "mean" or "sum", got {reduction!r}')
+    if reduction not in REDUCTIONS:
+        raise ValueError(f'linear_cross_entropy: reduction must be "none", "mean" or "sum", got {reduction!r}')
+    if target.is_floating_point() and ignore_index >= 0:
+        raise ValueError(
+            "linear_cross_entropy: probabilities as targets know no ignore_index: expected a negative one, got "
+            f"{ignore_index}"
+        )
+    if class_weight is not None and class_weight.requires_grad and torch.is_grad_enabled():
+        raise ValueError("linear_cross_entropy: class_weight has no gradient: expected class_weight.detach()")

@@ -30,7 +30,7 @@ def embed(
     You Need", 2017, sections 3.4, 3.5 and 5.4), with no mask and no intermediate stored for the backward.
 
     Args:
-        ids: (..., L) int64 or int32, each in [0, vocabulary).
+        ids: (..., L) int64 or int32, each in [0, vocabulary); or () for one id.
         weight: (vocabulary, d); float32, float16, bfloat16 (float64 on CPU), at any strides.
         table: (at least offset + L, d) positional encoding, float32 or the dtype of ``weight``; None for none. It
             may require a gradient (a learned one).
@@ -42,9 +42,9 @@ def embed(
             ``torch.manual_seed`` governs it. Every backend draws the same mask. Pass 0 outside training.
 
     Returns:
-        (..., L, d), contiguous, in the dtype of ``weight``, autocast or not (as ``nn.Embedding``); sums are made in
-        float32. Gradients are the same bit for bit on every run, on a GPU too, unless ``configs.EMBEDDING_GRADIENT``
-        asks for atomics.
+        (..., L, d), or (d,) for one id, contiguous, in the dtype of ``weight``, autocast or not (as ``nn.Embedding``);
+        sums are made in float32. Gradients are the same bit for bit on every run, on a GPU too, unless
+        ``configs.EMBEDDING_GRADIENT`` asks for atomics.
 
     Raises:
         TypeError: for non-tensors and for dtypes that do not fit.
@@ -55,6 +55,9 @@ def embed(
     """
     if unknown:
         raise unknown_names("embed", unknown)
+    if isinstance(ids, Tensor) and ids.dim() == 0:  # one id, as a sequence of one
+        options = {"scale": scale, "offset": offset, "padding_idx": padding_idx, "dropout_p": dropout_p}
+        return embed(ids.unsqueeze(0), weight, table, **options).squeeze(0)  # type: ignore[arg-type]
     seed = _seed.draw_seed(weight.device) if dropout_p > 0.0 and isinstance(weight, Tensor) else None
     if direct := _eager.native():
         result = direct.embed(ids, weight, table, scale, offset, padding_idx, dropout_p, seed)
@@ -166,8 +169,6 @@ def _check_ids_and_weight(ids: Tensor, weight: Tensor) -> None:
         raise TypeError(f"embed: ids must be int64 or int32, got {ids.dtype}")
     if not weight.is_floating_point():
         raise TypeError(f"embed: weight must be a float tensor, got {weight.dtype}")
-    if ids.dim() == 0:
-        raise ValueError("embed: ids must be (..., length), got a tensor without dimensions")
     if weight.dim() != 2:
         raise ValueError(f"embed: weight must be (vocabulary, d), got shape {tuple(weight.shape)}")
     if ids.device != weight.device:

@@ -12,6 +12,7 @@ def linear_cross_entropy(
     bias: Tensor | None,
     target: Tensor,
     *,
+    class_weight: Tensor | None = None,
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
     reduction: str = "mean",
@@ -19,24 +20,39 @@ def linear_cross_entropy(
     """The loss of ``logits = x weight^T + bias`` against ``target``, with label smoothing (Szegedy et al., "Rethinking
     the Inception Architecture for Computer Vision", 2016, section 7; Vaswani et al., 2017, section 5.4).
 
-    The target distribution is ``1 - label_smoothing`` on the target and ``label_smoothing`` spread evenly over the
-    vocabulary. Positions whose target is ``ignore_index`` count nowhere.
+    The wanted distribution is the target times ``1 - label_smoothing``, and ``label_smoothing`` spread evenly over the
+    vocabulary. The loss of a position is the sum of ``-class_weight * wanted * log(softmax(logits))``. Positions whose
+    target is ``ignore_index`` count nowhere.
 
     Args:
-        x: (..., d); weight: (vocabulary, d); bias: (vocabulary,) or None; target: (...) int64.
-        reduction: "mean" over the positions that count (NaN if none does) or "sum".
+        x: (..., d); weight: (vocabulary, d); bias: (vocabulary,) or None.
+        target: (...) int64, a class per position; or (..., vocabulary) float, the probabilities of all classes.
+        class_weight: (vocabulary,), or None for 1.
+        reduction: "none"; "sum" over the positions that count; or "mean": their sum divided by their number, or by
+            the sum of the weights of their targets (NaN where that is 0). Probabilities are divided by the number of
+            positions always.
 
     Returns:
-        A scalar, float32 for 16-bit inputs.
+        A scalar, or (...) for "none"; float32 for 16-bit inputs.
     """
-    logits = torch.nn.functional.linear(x, weight, bias).flatten(0, -2)
+    logits = torch.nn.functional.linear(x, weight, bias)
     if logits.dtype in (torch.float16, torch.bfloat16):
         logits = logits.float()
-    counts = target.flatten() != ignore_index
-    target = target.flatten().masked_fill(~counts, 0)
-    log_probabilities = logits.log_softmax(-1)
-    on_target = log_probabilities.gather(1, target.unsqueeze(1)).squeeze(1)
-    spread = log_probabilities.mean(1)
-    losses = -(1.0 - label_smoothing) * on_target - label_smoothing * spread
-    total = losses.masked_fill(~counts, 0.0).sum()
-    return total / counts.sum() if reduction == "mean" else total
+    weighted = logits.log_softmax(-1)
+    if class_weight is not None:
+        weighted = weighted * class_weight.to(logits.dtype)
+    if target.is_floating_point():
+        smoothed = target.to(logits.dtype) * (1.0 - label_smoothing) + label_smoothing / weight.shape[0]
+        losses = -(smoothed * weighted).sum(-1)
+        count = torch.ones_like(losses)
+    else:
+        counts = target != ignore_index
+        index = target.masked_fill(~counts, 0)
+        losses = -(1.0 - label_smoothing) * weighted.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+        if label_smoothing > 0.0:
+            losses = losses - label_smoothing * weighted.mean(-1)
+        losses = losses.masked_fill(~counts, 0.0)
+        count = counts.to(logits.dtype) if class_weight is None else class_weight.to(logits.dtype)[index] * counts
+    if reduction == "none":
+        return losses
+    return losses.sum() / count.sum() if reduction == "mean" else losses.sum()

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..target_checks import check_targets
 from .configs import CROSS_ENTROPY
 from .launcher import Launch, run
 
@@ -129,7 +130,7 @@ def linear_cross_entropy(
     """
     rows, vocabulary = x.shape[0], weight.shape[0]
     if x.device.type == "cpu":
-        _check_targets(target, ignore_index, vocabulary)
+        check_targets(target, ignore_index, vocabulary)
     # The gradients are those of the sum, not yet divided by the count: 16-bit numbers of a sensible size. Sums over
     # chunks are made in float32, from the first chunk on.
     total = torch.zeros((), dtype=torch.float32, device=x.device)
@@ -158,17 +159,6 @@ def linear_cross_entropy(
             sums = logits.sum(0, dtype=torch.float32)
             grad_bias = sums if start == 0 else grad_bias.add_(sums)
     return total / count, grad_x, grad_weight, grad_bias, scale
-
-
-def _check_targets(target: Tensor, ignore_index: int, vocabulary: int) -> None:
-    """Raise for a target outside the vocabulary, one of those that count, as the native kernel does."""
-    wrong = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
-    if wrong.any():
-        place = int(wrong.nonzero()[0, 0])
-        raise IndexError(
-            f"linear_cross_entropy: target {place} of {target.numel()} is {int(target[place])}, but the vocabulary has "
-            f"{vocabulary} rows: expected 0 <= target < {vocabulary}, or ignore_index"
-        )
 
 
 def _accumulate(result: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:

@@ -1,0 +1,196 @@
+"""The loss of each row of a linear layer's outputs: with class weights, with probabilities as targets.
+
+Two ops in PyTorch's own operators, for what the op of csrc/ops/cross_entropy.cpp does not compute. That op makes the
+gradients in the forward pass, where every row counts alike. Here the gradient of each loss is known in the backward
+pass alone, so the logits are made again there: four products of matrices instead of three. Both passes hold the logits
+of one chunk of rows at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..target_checks import check_targets
+
+_ARGUMENTS = (
+    "Tensor x, Tensor weight, Tensor? bias, Tensor target, Tensor? class_weight, float smoothing, SymInt ignore_index, "
+    "SymInt chunk_elements"
+)
+_NAME, _BACKWARD_NAME = "linear_cross_entropy_rows", "linear_cross_entropy_rows_backward"
+_LIBRARY = torch.library.Library("transformer_fast", "FRAGMENT")
+_LIBRARY.define(f"{_NAME}({_ARGUMENTS}) -> Tensor losses", tags=torch.Tag.pt2_compliant_tag)
+_LIBRARY.define(
+    f"{_BACKWARD_NAME}(Tensor grad, {_ARGUMENTS}, bool[4] gradients) -> "
+    "(Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_target)",
+    tags=torch.Tag.pt2_compliant_tag,
+)
+
+
+def _losses(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    smoothing: float,
+    ignore_index: int,
+    chunk_elements: int,
+) -> Tensor:
+    """The losses (rows,), in the type of the arithmetic: float32, or float64 for float64.
+
+    Args:
+        x: (rows, d).
+        weight, bias: (vocabulary, d) and (vocabulary,) or None, of x's dtype.
+        target: (rows,) int64, or (rows, vocabulary) float.
+        class_weight: (vocabulary,) float, or None for 1.
+        smoothing: mass spread evenly over the vocabulary.
+        ignore_index: a row with this target has loss 0.
+        chunk_elements: how many logits there are at a time, or those of 64 rows.
+    """
+    if x.device.type == "cpu" and not target.is_floating_point():
+        check_targets(target, ignore_index, weight.shape[0])
+    losses = x.new_empty(x.shape[0], dtype=_wide(x))
+    for rows in _chunks(x, weight, chunk_elements):
+        log_probabilities = _log_probabilities(x[rows], weight, bias)
+        wanted = _wanted(target[rows], class_weight, smoothing, ignore_index, log_probabilities)
+        # A class that is not wanted counts nothing, at a logit of -inf too.
+        losses[rows] = -(wanted * log_probabilities.masked_fill_(wanted == 0, 0.0)).sum(1)
+    return losses
+
+
+def _gradients(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    class_weight: Tensor | None,
+    smoothing: float,
+    ignore_index: int,
+    chunk_elements: int,
+    gradients: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of x, weight, bias and target, each in the dtype of its tensor; (0,) where not asked for.
+
+    Args:
+        grad: (rows,), of the losses, in their dtype.
+        gradients: which are asked for.
+    """
+    grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if gradients[0] else x.new_empty(0)
+    grad_weight = grad.new_zeros(weight.shape if gradients[1] else 0)
+    grad_bias = grad.new_zeros(weight.shape[0] if gradients[2] else 0)
+    grad_target = torch.empty(target.shape if gradients[3] else 0, dtype=target.dtype, device=target.device)
+    scale = _scale(grad)
+    for rows in _chunks(x, weight, chunk_elements):
+        log_probabilities, row_grad = _log_probabilities(x[rows], weight, bias), (grad[rows] / scale).unsqueeze(1)
+        if gradients[3]:
+            by_class = log_probabilities if class_weight is None else log_probabilities * class_weight.to(grad.dtype)
+            grad_target[rows] = by_class * (row_grad * (scale * (smoothing - 1.0)))
+        wanted = _wanted(target[rows], class_weight, smoothing, ignore_index, log_probabilities)
+        of_logits = log_probabilities.exp_().mul_(wanted.sum(1, keepdim=True)).sub_(wanted).mul_(row_grad)
+        if not target.is_floating_point():  # ignored logits may be anything
+            of_logits.masked_fill_((target[rows] == ignore_index).unsqueeze(1), 0.0)
+        if gradients[2]:
+            grad_bias += of_logits.sum(0)
+        of_logits = of_logits.to(x.dtype)
+        if gradients[0]:
+            grad_x[rows] = of_logits.mm(weight).to(grad.dtype).mul_(scale)
+        if gradients[1]:
+            grad_weight += of_logits.t().mm(x[rows])
+    return (
+        grad_x,
+        grad_weight.mul_(scale).to(weight.dtype),
+        grad_bias.mul_(scale).to(weight.dtype),
+        grad_target,
+    )
+
+
+def autocast(t: Tensor) -> Tensor:
+    """The tensor as ``F.linear`` casts it under autocast."""
+    return t if t.dtype == torch.float64 else t.to(torch.get_autocast_dtype(t.device.type))
+
+
+def _scale(grad: Tensor) -> Tensor:
+    """A power of two of the size of ``grad``: divided by it, products of 16-bit numbers neither overflow nor vanish."""
+    if grad.numel() == 0:
+        return grad.new_ones(())
+    return grad.abs().amax().clamp_(1e-30).log2_().ceil_().exp2_().nan_to_num_(1.0, 1.0)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The type of the arithmetic."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _chunks(x: Tensor, weight: Tensor, chunk_elements: int) -> Iterator[slice]:
+    """Slices of rows, together all rows of x."""
+    step = max(64, chunk_elements // max(1, weight.shape[0]))
+    return (slice(start, start + step) for start in range(0, x.shape[0], step))
+
+
+def _log_probabilities(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """(rows, vocabulary) in the type of the arithmetic, of rows of x."""
+    return F.linear(x, weight, bias).log_softmax(1, dtype=_wide(x))
+
+
+def _wanted(target: Tensor, class_weight: Tensor | None, smoothing: float, ignore_index: int, like: Tensor) -> Tensor:
+    """The smoothed targets times the weights of the classes, of the shape and dtype of ``like``: (rows, vocabulary).
+
+    A row that is ignored is 0. A target outside the vocabulary, which only a GPU lets through, makes its row NaN.
+    """
+    vocabulary = like.shape[1]
+    if target.is_floating_point():
+        wanted = target.to(like.dtype) * (1.0 - smoothing) + smoothing / vocabulary
+    else:
+        wanted = torch.full_like(like, smoothing / vocabulary)
+        place = target.clamp(0, vocabulary - 1).unsqueeze(1)
+        wanted.scatter_add_(1, place, torch.full_like(place, 1.0 - smoothing, dtype=like.dtype))
+        wanted.masked_fill_(((target < 0) | (target >= vocabulary)).unsqueeze(1), torch.nan)
+        wanted.masked_fill_((target == ignore_index).unsqueeze(1), 0.0)
+    return wanted if class_weight is None else wanted * class_weight.to(like.dtype)
+
+
+@torch.library.register_fake(f"transformer_fast::{_NAME}", lib=_LIBRARY)
+def _fake_losses(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape[0], dtype=_wide(x))
+
+
+@torch.library.register_fake(f"transformer_fast::{_BACKWARD_NAME}", lib=_LIBRARY)
+def _fake_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *options: Any
+) -> tuple[Tensor, ...]:
+    *_, asked = options
+    shapes = x.shape, weight.shape, weight.shape[:1], target.shape
+    likes = x, weight, weight, target
+    return tuple(t.new_empty(shape if one else (0,)) for t, shape, one in zip(likes, shapes, asked, strict=True))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs[:5])
+    ctx.options = inputs[5:]
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    asked = list(ctx.needs_input_grad[:4])
+    op = torch.ops.transformer_fast.linear_cross_entropy_rows_backward.default
+    made = op(grad, *ctx.saved_tensors, *ctx.options, asked)
+    return *(one if wanted else None for one, wanted in zip(made, asked, strict=True)), None, None, None, None
+
+
+def _refuse(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    raise RuntimeError(
+        "linear_cross_entropy cannot be differentiated again: it has no second derivative. Run the forward under "
+        'transformer_fast.backend("reference") to differentiate twice.'
+    )
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl(_NAME, _losses, _device)
+    _LIBRARY.impl(_BACKWARD_NAME, _gradients, _device)
+torch.library.register_autograd(f"transformer_fast::{_NAME}", _differentiate, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_autograd(f"transformer_fast::{_BACKWARD_NAME}", _refuse, lib=_LIBRARY)

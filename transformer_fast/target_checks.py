@@ -1,0 +1,25 @@
+"""The check of the targets of a loss, where reading them does not stall a device."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def check_targets(target: Tensor, ignore_index: int, vocabulary: int) -> None:
+    """Raise for a target outside the vocabulary, one of those that count, as the native kernel does.
+
+    Args:
+        target: (rows,) int64 on a CPU.
+        ignore_index: the target of rows that do not count.
+        vocabulary: number of classes.
+
+    Raises:
+        IndexError: names the first such target and its place.
+    """
+    wrong = ((target < 0) | (target >= vocabulary)) & (target != ignore_index)
+    if wrong.any():
+        place = int(wrong.nonzero()[0, 0])
+        raise IndexError(
+            f"linear_cross_entropy: target {place} of {target.numel()} is {int(target[place])}, but the vocabulary has "
+            f"{vocabulary} rows: expected 0 <= target < {vocabulary}, or ignore_index"
+        )
