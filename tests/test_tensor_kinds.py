@@ -208,3 +208,27 @@ def test_modules_written_by_hand(form: str, name: str) -> None:
     ours, theirs = results
     assert ours[-1] == theirs[-1]
     assert_alike(ours[:-1], theirs[:-1])
+
+
+@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
+def test_hooks_inside_a_stack_see_the_tensors_that_torch_passes(kind: str) -> None:
+    blocked, look_ahead = torch.arange(L) >= torch.tensor([[L], [L - 2], [1]]), torch.ones(L, L).triu(1).bool()
+    masks = {"mask": look_ahead, "src_key_padding_mask": blocked}
+    if kind == "TransformerDecoder":
+        masks = {"tgt_mask": look_ahead, "memory_key_padding_mask": blocked, "tgt_key_padding_mask": blocked}
+    module, args, seen = make(KINDS[kind]), inputs(KINDS[kind]), []
+    for m in (module, swapped(module)):
+        found: list[Any] = []
+        for inner in (m.layers[0], m.layers[1].self_attn):
+            inner.register_forward_pre_hook(
+                lambda m, args, kwargs, found=found: found.append((len(args), kwargs)), with_kwargs=True
+            )
+        m(*args, **masks)
+        seen.append(found)
+    for theirs, ours in zip(*seen, strict=True):
+        assert theirs[0] == ours[0] and theirs[1].keys() == ours[1].keys()
+        for name, mask in theirs[1].items():
+            assert type(mask) is type(ours[1][name]) or not isinstance(mask, Tensor)
+            if isinstance(mask, Tensor):
+                blocks = [m if m.dtype == torch.bool else m == float("-inf") for m in (mask, ours[1][name])]
+                assert torch.equal(*blocks)

@@ -26,7 +26,7 @@ from .attention import packed_attention
 from .by_torch import by_torch, norm_by_torch
 from .dropout import dropout_of_any as fused_dropout
 from .feed_forward import linear_relu_dropout
-from .hooks import has_hooks
+from .hooks import has_hooks, is_plain
 from .linear import apply_linear
 from .norm import active_dropout, post_norm, pre_norm
 from .torch_masks import TorchMask, torch_mask
@@ -263,6 +263,8 @@ def _attend(
     padding: Tensor | None,
     causal: bool,
 ) -> Tensor:
+    if isinstance(mask, TorchMask) and not is_plain(attention):  # hooks see the masks that were given
+        mask, padding, causal = mask.original
     return attention(x, memory, memory, attn_mask=mask, key_padding_mask=padding, is_causal=causal, need_weights=False)[
         0
     ]

@@ -13,7 +13,7 @@ from ..ops.tensors import is_served
 from ..packing import PackedMask, Packing, packing_of, take, unpack
 from ..tracing import is_traced
 from .by_torch import by_torch
-from .hooks import has_hooks
+from .hooks import has_hooks, is_plain
 from .torch_masks import TorchMask, torch_mask
 from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 
@@ -37,7 +37,10 @@ class TransformerEncoder(nn.TransformerEncoder):
         else:
             own = _stack_mask(self, src, src, mask, src_key_padding_mask, is_causal)
         for layer in self.layers:
-            src = layer(src, src_mask=own)
+            if isinstance(own, PackedMask) or is_plain(layer):
+                src = layer(src, src_mask=own)
+            else:  # hooks see the masks that were given
+                src = layer(src, **dict(zip(("src_mask", "src_key_padding_mask", "is_causal"), own.original)))
         src = unpack(src, packing) if packing else src
         return src if self.norm is None else self.norm(src)
 
@@ -92,8 +95,13 @@ class TransformerDecoder(nn.TransformerDecoder):
             return by_torch(nn.TransformerDecoder, self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         own = _stack_mask(self, tgt, tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         cross = _stack_mask(self, tgt, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+        given = dict(zip(("tgt_mask", "tgt_key_padding_mask", "tgt_is_causal"), own.original))
+        given |= dict(zip(("memory_mask", "memory_key_padding_mask", "memory_is_causal"), cross.original))
         for layer in self.layers:
-            tgt = layer(tgt, memory, tgt_mask=own, memory_mask=cross)
+            if is_plain(layer):
+                tgt = layer(tgt, memory, tgt_mask=own, memory_mask=cross)
+            else:  # hooks see the masks that were given
+                tgt = layer(tgt, memory, **given)
         return tgt if self.norm is None else self.norm(tgt)
 
 
