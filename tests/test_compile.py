@@ -316,9 +316,9 @@ def test_every_part_changes_types_and_takes_autocast(name: str) -> None:
         torch.testing.assert_close(out.float(), expected, atol=0.1, rtol=0.05)
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", [name for name in PARTS if "swapped" not in name and "nn." not in name])
 @pytest.mark.parametrize("grad", [True, False])
-def test_every_part_refuses_vmap_by_name(name: str, grad: bool) -> None:
+def test_every_part_of_ours_refuses_vmap_by_name(name: str, grad: bool) -> None:
     make, inputs = PARTS[name]
     model, args = make().eval(), inputs(7)
     tensors, spec = tree_flatten(list(args))

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .. import backends, extension
 from ..ops.dropout import dropout as fused_dropout
+from ..ops.tensors import have_kernels, is_served
 from ..tracing import is_traced
+from .by_torch import by_torch
 
 # Taken now, so that a program that puts ours into torch.nn.functional still reaches torch's.
 TORCH, TORCH_BUILTIN = F.dropout, torch.dropout
@@ -59,7 +60,23 @@ class Dropout(nn.Dropout):
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return F.dropout(input, self.p, self.training, self.inplace)
         else:  # torch.jit.script compiles what follows an if, but not this
-            return dropout(input, self.p, self.training, self.inplace)
+            return self._computed(input)
+
+    def _computed(self, input: Tensor) -> Tensor:
+        if not isinstance(input, Tensor):
+            return by_torch(nn.Dropout, self, input)
+        return dropout(input, self.p, self.training, self.inplace)
+
+
+def dropout_of_any(
+    x: Tensor, p: float, *, bias: Tensor | None = None, residual: Tensor | None = None, relu: bool = False
+) -> Tensor:
+    """:func:`transformer_fast.ops.dropout`; of tensors that it has no kernels for, the same by torch's operators."""
+    if have_kernels(x, bias, residual):
+        return fused_dropout(x, p, bias=bias, residual=residual, relu=relu)
+    x = x if bias is None else x + bias
+    x = F.dropout(x.relu() if relu else x, p)
+    return x if residual is None else residual + x
 
 
 KINDS = (nn.Dropout, Dropout)
@@ -74,9 +91,7 @@ def _served(x: Any, p: Any, training: Any) -> Tensor | None:
         return None
     if training is not True:
         return x if training is False else None
-    if x.device.type != "cpu" or x.dtype not in _DTYPES or x.layout != torch.strided or x.is_nested:
-        return None
-    if x.dim() == 0 or x.numel() == 0 or backends.in_transform() or forward_ad._current_level >= 0:
+    if x.device.type != "cpu" or x.dtype not in _DTYPES or not is_served(x) or x.dim() == 0 or x.numel() == 0:
         return None
     if backends.current() == "auto" and extension.module() is None:  # torch's is better than our reference
         return None

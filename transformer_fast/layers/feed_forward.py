@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import backends
-from ..ops.dropout import dropout as fused_dropout
 from ..tracing import is_traced
+from .dropout import dropout_of_any as fused_dropout
 from .linear import apply_linear, is_linear
 from .norm import active_dropout
 

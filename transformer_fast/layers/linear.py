@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.linear import linear
+from .by_torch import by_torch
 from .hooks import is_plain
 
 
@@ -20,7 +21,12 @@ class Linear(nn.Linear):
         if torch.jit.is_scripting():  # type: ignore[attr-defined]
             return F.linear(input, self.weight, self.bias)
         else:  # torch.jit.script compiles what follows an if, but not this
-            return linear(input, self.weight, self.bias)
+            return self._computed(input)
+
+    def _computed(self, input: Tensor) -> Tensor:
+        if type(input) is not Tensor:  # of other weights the op is F.linear itself
+            return by_torch(nn.Linear, self, input)
+        return linear(input, self.weight, self.bias)
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:

@@ -8,9 +8,9 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor, nn
 
-from ..ops.dropout import dropout
 from ..ops.norm import layer_norm
 from ..tracing import sizes
+from .dropout import dropout_of_any as dropout
 
 RMS_EPS = 1e-6
 """The eps of RMSNorm in our models, as in T5 and Llama."""

@@ -18,13 +18,15 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops._multihead import evaluated_heads
-from ..ops.dropout import dropout as fused_dropout
+from ..ops.tensors import is_served
 from ..packing import PackedMask
 from ..tracing import is_traced
 from . import norm as _norm
 from .attention import packed_attention
+from .by_torch import by_torch, norm_by_torch
+from .dropout import dropout_of_any as fused_dropout
 from .feed_forward import linear_relu_dropout
-from .hooks import has_hooks
+from .hooks import has_hooks, is_plain
 from .linear import apply_linear
 from .norm import active_dropout, post_norm, pre_norm
 from .torch_masks import TorchMask, torch_mask
@@ -34,17 +36,17 @@ class LayerNorm(_norm.LayerNorm):
     """``nn.LayerNorm``, which may take the residual addition and the dropout before it along."""
 
     def forward(
-        self, x: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
+        self, input: Tensor, *, residual: Tensor | None = None, dropout_p: float = 0.0
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (..., d) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(x)`` in one pass.
+        """input (..., d) -> its norm; with ``residual`` (norm of s, s), ``s = residual + dropout(input)`` in one pass.
 
-        Under autocast on a GPU the norm of a 16-bit x is float32, as in ``torch.nn``.
+        Under autocast on a GPU the norm of a 16-bit input is float32, as in ``torch.nn``.
         """
-        if len(self.normalized_shape) != 1:
-            return super(_norm.LayerNorm, self).forward(x)
-        if residual is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
-            x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return super().forward(x, residual=residual, dropout_p=dropout_p)
+        if len(self.normalized_shape) != 1 or not is_served(input, residual, *self._parameters.values()):
+            return norm_by_torch(nn.LayerNorm, self, input, residual, dropout_p)
+        if residual is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
+            input = input.to(torch.promote_types(input.dtype, torch.float32))
+        return ops.layer_norm(input, self.weight, self.bias, self.eps, residual=residual, dropout_p=dropout_p)
 
 
 class RMSNorm(_norm.RMSNorm):
@@ -57,11 +59,11 @@ class RMSNorm(_norm.RMSNorm):
 
         Under autocast on a GPU the norm of a 16-bit x is float32, as in ``torch.nn``.
         """
-        if len(self.normalized_shape) != 1:
-            return super(_norm.RMSNorm, self).forward(x)
+        if len(self.normalized_shape) != 1 or not is_served(x, residual, *self._parameters.values()):
+            return norm_by_torch(nn.RMSNorm, self, x, residual, dropout_p)
         if residual is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return super().forward(x, residual=residual, dropout_p=dropout_p)
+        return ops.layer_norm(x, self.weight, None, self.eps, kind="rms", residual=residual, dropout_p=dropout_p)
 
 
 class Embedding(nn.Embedding):
@@ -69,6 +71,8 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """ids (..., L), int -> (..., L, embedding_dim). Raises IndexError for an id outside the table (on CPU)."""
+        if not is_served(input, *self._parameters.values()):
+            return by_torch(nn.Embedding, self, input)
         if input.dim() == 0 or self.max_norm is not None or self.sparse or self.scale_grad_by_freq:
             return super().forward(input)
         return ops.embed(input, self.weight, padding_idx=self.padding_idx)
@@ -95,11 +99,13 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             TypeError, RuntimeError: for masks that are neither bool nor float, or of another shape.
         """
-        nested = query.is_nested or key.is_nested or value.is_nested
-        if nested or self.bias_k is not None or self.add_zero_attn:
-            return super().forward(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
+        parameters = self._parameters.values(), self.out_proj._parameters.values()
+        served = is_served(query, key, value, key_padding_mask, attn_mask, *parameters[0], *parameters[1])
+        if not served or self.bias_k is not None or self.add_zero_attn:
+            if isinstance(attn_mask, TorchMask):
+                attn_mask, key_padding_mask, is_causal = attn_mask.original
+            options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+            return by_torch(nn.MultiheadAttention, self, query, key, value, *options)
         same = query is key and key is value
         if isinstance(attn_mask, PackedMask):
             dropout_p = self.dropout if self.training else 0.0
@@ -211,10 +217,11 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """See ``torch.nn.TransformerEncoderLayer``."""
-        if src.is_nested or not isinstance(self.self_attn, MultiheadAttention):
+        served = is_served(src, src_mask, src_key_padding_mask)
+        if not served or not isinstance(self.self_attn, MultiheadAttention):
             if isinstance(src_mask, TorchMask):
                 src_mask, src_key_padding_mask, is_causal = src_mask.original
-            return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
+            return by_torch(nn.TransformerEncoderLayer, self, src, src_mask, src_key_padding_mask, is_causal)
         masks = src_mask, src_key_padding_mask, is_causal
         return self._run(src, lambda x: _attend(self.self_attn, x, x, *masks))
 
@@ -236,10 +243,11 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         """See ``torch.nn.TransformerDecoderLayer``."""
         own = tgt_mask, tgt_key_padding_mask, tgt_is_causal
         cross = memory_mask, memory_key_padding_mask, memory_is_causal
-        if not all(isinstance(m, MultiheadAttention) for m in (self.self_attn, self.multihead_attn)):
+        served = is_served(tgt, memory, *own, *cross)
+        if not served or not all(isinstance(m, MultiheadAttention) for m in (self.self_attn, self.multihead_attn)):
             own, cross = (m[0].original if isinstance(m[0], TorchMask) else m for m in (own, cross))
             masks = (mask for pair in zip(own, cross) for mask in pair)
-            return nn.TransformerDecoderLayer.forward(self, tgt, memory, *masks)
+            return by_torch(nn.TransformerDecoderLayer, self, tgt, memory, *masks)
         return self._run(
             tgt,
             lambda x: _attend(self.self_attn, x, x, *own),
@@ -255,6 +263,8 @@ def _attend(
     padding: Tensor | None,
     causal: bool,
 ) -> Tensor:
+    if isinstance(mask, TorchMask) and not is_plain(attention):  # hooks see the masks that were given
+        mask, padding, causal = mask.original
     return attention(x, memory, memory, attn_mask=mask, key_padding_mask=padding, is_causal=causal, need_weights=False)[
         0
     ]

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..backends import in_transform
+from ..ops.tensors import is_served
 from ..packing import PackedMask, Packing, packing_of, take, unpack
 from ..tracing import is_traced
-from .hooks import has_hooks
+from .by_torch import by_torch
+from .hooks import has_hooks, is_plain
 from .torch_masks import TorchMask, torch_mask
 from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 
@@ -28,14 +29,18 @@ class TransformerEncoder(nn.TransformerEncoder):
         is_causal: bool | None = None,
     ) -> Tensor:
         """See ``torch.nn.TransformerEncoder``."""
-        if src.is_nested or not all(isinstance(layer, TransformerEncoderLayer) for layer in self.layers):
-            return super().forward(src, mask, src_key_padding_mask, is_causal)
+        served = is_served(src, mask, src_key_padding_mask)
+        if not served or not all(isinstance(layer, TransformerEncoderLayer) for layer in self.layers):
+            return by_torch(nn.TransformerEncoder, self, src, mask, src_key_padding_mask, is_causal)
         if packing := self._packing(src, mask, src_key_padding_mask):
             own, src = PackedMask(packing, packing), take(src, packing)
         else:
             own = _stack_mask(self, src, src, mask, src_key_padding_mask, is_causal)
         for layer in self.layers:
-            src = layer(src, src_mask=own)
+            if isinstance(own, PackedMask) or is_plain(layer):
+                src = layer(src, src_mask=own)
+            else:  # hooks see the masks that were given
+                src = layer(src, **dict(zip(("src_mask", "src_key_padding_mask", "is_causal"), own.original)))
         src = unpack(src, packing) if packing else src
         return src if self.norm is None else self.norm(src)
 
@@ -49,7 +54,9 @@ class TransformerEncoder(nn.TransformerEncoder):
         attention = self.layers[0].self_attn
         if self.layers[0].training or not (getattr(self, "use_nested_tensor", False) and attention.batch_first):
             return None
-        if torch.compiler.is_compiling() or is_traced() or in_transform() or type(src) is not Tensor or src.is_meta:
+        if torch.compiler.is_compiling() or is_traced() or type(src) is not Tensor or src.is_meta:
+            return None
+        if not is_served(*self.layers.parameters()):
             return None
         if torch.is_autocast_enabled(src.device.type) or not torch.backends.mha.get_fastpath_enabled():
             return None
@@ -82,15 +89,19 @@ class TransformerDecoder(nn.TransformerDecoder):
         memory_is_causal: bool = False,
     ) -> Tensor:
         """See ``torch.nn.TransformerDecoder``."""
-        if not all(isinstance(layer, TransformerDecoderLayer) for layer in self.layers):
-            return super().forward(
-                tgt, memory, tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask, tgt_is_causal,
-                memory_is_causal,
-            )  # fmt: skip
+        masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
+        served = is_served(tgt, memory, *masks)
+        if not served or not all(isinstance(layer, TransformerDecoderLayer) for layer in self.layers):
+            return by_torch(nn.TransformerDecoder, self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
         own = _stack_mask(self, tgt, tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         cross = _stack_mask(self, tgt, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
+        given = dict(zip(("tgt_mask", "tgt_key_padding_mask", "tgt_is_causal"), own.original))
+        given |= dict(zip(("memory_mask", "memory_key_padding_mask", "memory_is_causal"), cross.original))
         for layer in self.layers:
-            tgt = layer(tgt, memory, tgt_mask=own, memory_mask=cross)
+            if is_plain(layer):
+                tgt = layer(tgt, memory, tgt_mask=own, memory_mask=cross)
+            else:  # hooks see the masks that were given
+                tgt = layer(tgt, memory, **given)
         return tgt if self.norm is None else self.norm(tgt)
 
 

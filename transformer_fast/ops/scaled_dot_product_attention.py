@@ -8,18 +8,15 @@ from types import NoneType
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from .. import backends
 from . import _eager
 from .attention import MAX_TRITON_HEAD_DIM, attention
+from .tensors import is_served
 
 # Taken now, so that a program that puts ours into torch.nn.functional still reaches torch's.
 TORCH = torch.nn.functional.scaled_dot_product_attention
 
-_PLAIN = (Tensor, Parameter, FakeTensor)
 _CAST_BY_AUTOCAST = (torch.float32, torch.float16, torch.bfloat16)
 _DTYPES = (*_CAST_BY_AUTOCAST, torch.float64)
 
@@ -130,8 +127,10 @@ def _served(
         return False
     if type(dropout_p) not in (float, int) or not 0.0 <= dropout_p <= 1.0 or type(scale) not in (NoneType, float, int):
         return False
+    if not is_served(q, k, v, mask):
+        return False
     for t in (q, k, v) if mask is None else (q, k, v, mask):
-        if type(t) not in _PLAIN or t.layout != torch.strided or t.is_nested or t.dim() < 2 or t.device != q.device:
+        if not isinstance(t, Tensor) or t.dim() < 2 or t.device != q.device:
             return False
     floats: tuple[torch.dtype, ...] = _DTYPES
     if _eager.autocast_enabled(q):
@@ -143,8 +142,6 @@ def _served(
     if not (q.dtype in floats and k.dtype in floats and v.dtype in floats):
         return False
     if mask is not None and mask.dtype != torch.bool and mask.dtype not in floats:
-        return False
-    if not torch.compiler.is_compiling() and (backends.in_transform() or forward_ad._current_level >= 0):
         return False
     backend = _backend(backends.current(), q.device, q.dtype)
     return backend is not None and (backend != "triton" or max(q.shape[-1], v.shape[-1]) <= MAX_TRITON_HEAD_DIM)

@@ -22,6 +22,7 @@ from ...dialects._common import LAST_WEIGHTS, LastWeights
 from ...layers import dropout
 from ...layers.hooks import is_plain
 from ...layers.torch_modules import Embedding
+from ...ops.tensors import is_served
 
 Kind = Callable[[nn.Module], bool]
 """Whether a child is what it must be."""
@@ -121,6 +122,10 @@ class Pattern:
         """What a module computes, on the fused ops; None where they do not serve, and its own forward must run."""
         raise NotImplementedError
 
+    def unfused_forward(self, m: Any, *args: Any, **kwargs: Any) -> Any:
+        """As ``fused_forward``, for tensors that the fused ops do not take; None where its own forward must run."""
+        return None
+
     def fits(self, m: Any) -> bool:
         """Whether a module is still made of the same parts, and nobody would miss the calls that are left out."""
         fused = []
@@ -160,13 +165,15 @@ def accelerated_class(pattern: Pattern, original: type[nn.Module]) -> type[nn.Mo
 
     @functools.wraps(original.forward)  # torch.export reads the signature
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        served = is_served(*args, *kwargs.values(), *self._parameters.values())
         if pattern.named:
             ordered, ours = _by_name(names, args, kwargs)
         else:
             ours = {name: kwargs.pop(name) for name in keywords if name in kwargs} if kwargs else {}
             ordered = _in_order(parameters, args, kwargs) if kwargs else args
         if ordered is not None and pattern.fits(self):
-            result = pattern.fused_forward(self, *ordered, **ours)
+            compute = pattern.fused_forward if served else pattern.unfused_forward
+            result = compute(self, *ordered, **ours)
             if result is not None:
                 return result
         return original.forward(self, *args, **kwargs)

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...layers.dropout import dropout_of_any as fused_dropout
 from ...layers.feed_forward import linear_relu_dropout
 from ...layers.hooks import is_plain
 from ...layers.norm import Unsummed, active_dropout, norm_and_sum
-from ...ops.dropout import dropout as fused_dropout
 from .base import ANY, DROPOUT, LINEAR, Keywords, Part, Pattern, children, pattern_of, random_keep, swapped_by
 from .norm import NORM, width_of
 

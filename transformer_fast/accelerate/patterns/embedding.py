@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
+from ...layers.dropout import dropout_of_any as fused_dropout
 from ...layers.norm import active_dropout
 from ...layers.torch_modules import Embedding
-from ...ops.dropout import dropout as fused_dropout
 from ...tracing import sizes
 from .base import DROPOUT, EMBEDDING, INLINED, Pattern, children
 

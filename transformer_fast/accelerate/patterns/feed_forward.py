@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...layers.dropout import dropout_of_any as fused_dropout
 from ...layers.feed_forward import linear_relu_dropout
 from ...layers.norm import active_dropout
-from ...ops.dropout import dropout as fused_dropout
 from .base import ANY, DROPOUT, INLINED, LINEAR, Pattern
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...ops.dropout import dropout as fused_dropout
+from ...layers.dropout import dropout_of_any as fused_dropout
 from .base import parameters_of
 from .norm import Norm
 

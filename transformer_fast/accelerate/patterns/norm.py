@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import ops
+from ...layers.dropout import dropout_of_any as fused_dropout
 from ...layers.norm import active_dropout
 from ...layers.torch_modules import LayerNorm, RMSNorm
-from ...ops.dropout import dropout as fused_dropout
 from .base import DROPOUT, Part, Pattern, children, pattern_of
 
 
@@ -38,6 +39,12 @@ class Norm(Pattern):
     def fused_forward(self, m: Any, x: Tensor, residual: Tensor | None = None, dropout_p: float = 0.0) -> Any:
         gain, shift = getattr(m, self.gain), getattr(m, self.shift)
         return ops.layer_norm(x, gain, shift, m.eps, kind=self.kind, residual=residual, dropout_p=dropout_p)
+
+    def unfused_forward(self, m: Any, x: Tensor, residual: Tensor | None = None, dropout_p: float = 0.0) -> Any:
+        if residual is None:
+            return None
+        summed = residual + F.dropout(x, dropout_p)
+        return m(summed), summed
 
     def fits(self, m: Any) -> bool:
         return True  # it has no parts, and only the fused form knows a residual

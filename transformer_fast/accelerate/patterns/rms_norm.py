@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ... import ops
-from ...ops.dropout import dropout as fused_dropout
+from ...layers.dropout import dropout_of_any as fused_dropout
 from .norm import Norm
 
 GAINS = ("weight", "scale", "gain", "gamma", "g", "alpha")

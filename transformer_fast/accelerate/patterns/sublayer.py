@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...layers.dropout import dropout_of_any as fused_dropout
 from ...layers.norm import Sublayer, Unsummed, active_dropout, norm_and_sum, pre_norm
-from ...ops.dropout import dropout as fused_dropout
 from .attention import BERT, Heads
 from .base import ANY, DROPOUT, Part, Pattern, pattern_of, random_keep, swapped_by
 from .layer import decoder_calls, encoder_calls

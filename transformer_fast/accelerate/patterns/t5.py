@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...layers.dropout import dropout_of_any as fused_dropout
 from ...layers.norm import active_dropout, norm_and_sum
-from ...ops.dropout import dropout as fused_dropout
 from .base import ANY, DROPOUT, LINEAR, Part, Pattern, children, pattern_of, swapped_by
 from .blocks import activated, block_calls, unsummed
 from .norm import NORM, width_of

@@ -1,0 +1,234 @@
+"""Swapped modules with tensors that the fused ops do not take: what the class of torch.nn computes, or its error."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from handwritten_forms import FORMS, fresh
+from swapped_modules import KINDS, E, L, N, assert_alike, inputs, make, outcome, swapped
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import transformer_fast as tfast
+from transformer_fast.accelerate.engine import _TORCH
+from transformer_fast.ops.tensors import have_kernels, is_served
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of prototypes
+        yield
+
+
+class Labelled(Tensor):
+    """A subclass that changes nothing."""
+
+
+class Watching(Tensor):
+    """A subclass that sees the functions called with it."""
+
+    seen: list[Any]
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+class Wrapping(Tensor):
+    """A subclass that holds a tensor, has no memory itself, and sees the operators called with it."""
+
+    inner: Tensor
+    seen: list[Any]
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapping:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, strides=inner.stride())
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.seen.append(op)
+        args, kwargs = tree_map(lambda t: t.inner if isinstance(t, Wrapping) else t, (args, kwargs or {}))
+        return tree_map(lambda t: Wrapping(t) if isinstance(t, Tensor) else t, op(*args, **kwargs))
+
+
+def rows(x: Tensor) -> list[Tensor]:
+    """Sentences of different lengths."""
+    return [row[: max(1, x.shape[1] - 2 * n)] for n, row in enumerate(x)]
+
+
+def jagged(x: Tensor) -> Tensor:
+    lengths = torch.tensor([len(row) for row in rows(x)])
+    offsets = OFFSETS.setdefault(x.shape[1], F.pad(lengths.cumsum(0), (1, 0)))  # tensors of the same lengths share it
+    return torch.nested.nested_tensor_from_jagged(torch.cat(rows(x)), offsets)
+
+
+OFFSETS: dict[int, Tensor] = {}
+
+UNSERVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "nested, jagged": jagged,
+    "nested, strided": lambda x: torch.nested.nested_tensor(rows(x)),
+    "subclass": lambda x: x.as_subclass(Labelled),
+    "subclass with __torch_function__": lambda x: x.as_subclass(Watching),
+    "subclass with __torch_dispatch__": Wrapping,
+    "masked": lambda x: torch.masked.masked_tensor(x, torch.ones_like(x, dtype=torch.bool)),
+    "sparse": lambda x: x.to_sparse(),
+    "sparse, hybrid": lambda x: x.to_sparse(1),
+    "mkldnn": lambda x: x.to_mkldnn(),
+}
+"""Makes a tensor of a kind out of a plain one (N, L, ...)."""
+
+SERVED: dict[str, Callable[[Tensor], Tensor]] = {
+    "parameter": lambda x: nn.Parameter(x, requires_grad=x.is_floating_point()),
+    "buffer": lambda x: nn.Buffer(x),
+    "lazily negated": lambda x: torch.complex(x, -x).conj().imag if x.is_floating_point() else x,
+    "strided": lambda x: torch.stack((x, x), -1)[..., 0],
+}
+
+
+def plain(t: Tensor) -> Tensor:
+    """The numbers of a tensor of one of the kinds."""
+    t = t.detach()
+    if isinstance(t, Wrapping):
+        return plain(t.inner)
+    if isinstance(t, torch.masked.MaskedTensor):
+        return t.get_data()
+    if t.is_nested:
+        return t.values() if t.layout is torch.jagged else t.to_padded_tensor(0.0)
+    t = t.as_subclass(Tensor)
+    return t if t.layout is torch.strided else t.to_dense()
+
+
+def called(module: nn.Module, convert: Callable[[Tensor], Tensor], args: list[Tensor], grad: bool) -> Any:
+    """The output for tensors of a kind, and the gradients of the parameters; without those, for one tensor."""
+    options = {"need_weights": False} if isinstance(module, nn.MultiheadAttention) else {}
+    with torch.set_grad_enabled(grad):
+        given = [convert(t) for t in args] if grad else [convert(args[0])] * len(args)
+        out = module(*given, **options)
+        outs = [t for t in (out if isinstance(out, tuple) else (out,)) if t is not None]
+        found = [p for p in module.parameters() if grad]
+        return (*outs, *(torch.autograd.grad(outs[0].sum(), found, allow_unused=True) if found else ()))
+
+
+def test_every_class_is_here() -> None:
+    assert {*_TORCH} <= {*KINDS.values()}
+    for kind in KINDS.values():
+        made = type(swapped(make(kind)))
+        names, ours = (list(inspect.signature(k.forward).parameters) for k in (kind, made))
+        assert names == ours[: len(names)]  # they may be given by name
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", UNSERVED)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_tensors_without_kernels_get_torchs_numbers(kind: type[nn.Module], name: str, training: bool) -> None:
+    """Bit for bit, with the same dropout masks: the same operators of torch compute them."""
+    module, args = make(kind, p=0.3).train(training), inputs(kind)
+    results, seen = [], []
+    for m in (module, swapped(module)):
+        Watching.seen, Wrapping.seen = [], []
+        results.append(outcome(lambda m=m: called(m, UNSERVED[name], args, training), plain))
+        seen.append((Watching.seen, Wrapping.seen))
+    assert_alike(results[1], results[0])
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_each_kind_is_known_as_such(name: str) -> None:
+    t = UNSERVED[name](torch.randn(N, L, E))
+    assert not have_kernels(t) and not have_kernels(None, 3, torch.ones(2), t) and not is_served(t)
+
+
+COMPUTED = {
+    "nested, jagged": ("LayerNorm", "RMSNorm", "Embedding", "Dropout", "Linear"),
+    "nested, strided": ("LayerNorm", "Dropout", "Linear", "MultiheadAttention", "TransformerEncoderLayer"),
+    **{name: tuple(KINDS) for name in UNSERVED if "subclass" in name},
+}
+"""What torch.nn computes, and does not refuse."""
+
+
+@pytest.mark.parametrize("name, kind", [(name, kind) for name, kinds in COMPUTED.items() for kind in kinds])
+def test_what_torch_computes_is_computed(kind: str, name: str) -> None:
+    module = swapped(make(KINDS[kind])).eval()
+    found = outcome(lambda: called(module, UNSERVED[name], inputs(KINDS[kind]), False), plain)
+    assert isinstance(found[0], tuple)
+
+
+@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_kinds_that_the_ops_take(kind: type[nn.Module], name: str) -> None:
+    module, args = make(kind), inputs(kind)
+    results = [outcome(lambda m=m: called(m, SERVED[name], args, True), plain) for m in (swapped(module), module)]
+    assert_alike(*results, exactly=False)
+    assert is_served(*map(SERVED[name], args))
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm])
+def test_a_norm_takes_the_sum_along(kind: type[nn.Module], name: str) -> None:
+    """A layer calls it so: (norm(s), s), s = residual + dropout(x)."""
+    module, (x,), (y,) = make(kind), inputs(kind), inputs(kind)
+
+    def expected() -> tuple[Tensor, Tensor]:
+        s = UNSERVED[name](x) + F.dropout(UNSERVED[name](y), 0.3)
+        return module(s), s
+
+    def ours() -> Any:
+        return swapped(module)(UNSERVED[name](y), residual=UNSERVED[name](x), dropout_p=0.3)
+
+    assert_alike(outcome(ours, plain), outcome(expected, plain))
+
+
+@pytest.mark.parametrize("name", ["nested, jagged", *(n for n in UNSERVED if "subclass with" in n)])
+@pytest.mark.parametrize("form", FORMS)
+def test_modules_written_by_hand(form: str, name: str) -> None:
+    build, arguments = FORMS[form]
+    module, args = build(), arguments()
+    results = []
+    for fast in (False, True):
+        if fast:
+            assert tfast.accelerate(module).rows[0].now
+        Watching.seen, Wrapping.seen = [], []
+
+        def call(convert: Callable[[Tensor], Tensor] = UNSERVED[name]) -> Any:
+            given = [convert(t.detach()) if isinstance(t, Tensor) and t.dim() > 1 else fresh(t) for t in args]
+            return module(*given)
+
+        results.append([*outcome(call, plain), list(Watching.seen)])
+    ours, theirs = results
+    assert ours[-1] == theirs[-1]
+    assert_alike(ours[:-1], theirs[:-1])
+
+
+@pytest.mark.parametrize("kind", ["TransformerEncoder", "TransformerDecoder"])
+def test_hooks_inside_a_stack_see_the_tensors_that_torch_passes(kind: str) -> None:
+    blocked, look_ahead = torch.arange(L) >= torch.tensor([[L], [L - 2], [1]]), torch.ones(L, L).triu(1).bool()
+    masks = {"mask": look_ahead, "src_key_padding_mask": blocked}
+    if kind == "TransformerDecoder":
+        masks = {"tgt_mask": look_ahead, "memory_key_padding_mask": blocked, "tgt_key_padding_mask": blocked}
+    module, args, seen = make(KINDS[kind]), inputs(KINDS[kind]), []
+    for m in (module, swapped(module)):
+        found: list[Any] = []
+        for inner in (m.layers[0], m.layers[1].self_attn):
+            inner.register_forward_pre_hook(
+                lambda m, args, kwargs, found=found: found.append((len(args), kwargs)), with_kwargs=True
+            )
+        m(*args, **masks)
+        seen.append(found)
+    for theirs, ours in zip(*seen, strict=True):
+        assert theirs[0] == ours[0] and theirs[1].keys() == ours[1].keys()
+        for name, mask in theirs[1].items():
+            assert type(mask) is type(ours[1][name]) or not isinstance(mask, Tensor)
+            if isinstance(mask, Tensor):
+                blocks = [m if m.dtype == torch.bool else m == float("-inf") for m in (mask, ours[1][name])]
+                assert torch.equal(*blocks)

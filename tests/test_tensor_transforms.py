@@ -1,0 +1,121 @@
+"""Swapped modules under the transforms of torch.func and forward-mode differentiation: what torch.nn computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from handwritten_forms import FORMS, fresh
+from swapped_modules import KINDS, assert_alike, inputs, make, outcome, swapped
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+import transformer_fast as tfast
+
+TRANSFORMS: dict[str, Callable[[Callable[..., Tensor], list[Tensor]], Any]] = {
+    "vmap": lambda f, args: torch.func.vmap(f, randomness="different")(*args),
+    "vmap over one": lambda f, args: torch.func.vmap(f, (0, *[None] * (len(args) - 1)), randomness="same")(
+        args[0].unsqueeze(0).expand(2, *args[0].shape), *args[1:]
+    ),
+    "grad": lambda f, args: torch.func.grad(lambda *a: f(*a).square().sum())(*args),
+    "jvp": lambda f, args: torch.func.jvp(f, tuple(args), tuple(torch.ones_like(t) for t in args)),
+    "vjp": lambda f, args: (pair := torch.func.vjp(f, *args))[1](torch.ones_like(pair[0])),
+    "jacrev": lambda f, args: torch.func.jacrev(f)(*args),
+    "jacfwd": lambda f, args: torch.func.jacfwd(f, randomness="same")(*args),
+    "functionalize": lambda f, args: torch.func.functionalize(f)(*args),
+    "gradients of each sample": lambda f, args: torch.func.vmap(
+        torch.func.grad(lambda *a: f(*(t.unsqueeze(0) for t in a)).square().sum()), randomness="different"
+    )(*args),
+}
+
+
+def first(out: Any) -> Tensor:
+    return out[0] if isinstance(out, tuple) else out
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_transforms_of_torch_func(kind: type[nn.Module], name: str, training: bool) -> None:
+    module, args = make(kind, p=0.3).train(training), inputs(kind)
+    results = [outcome(lambda m=m: TRANSFORMS[name](lambda *a: first(m(*a)), args)) for m in (swapped(module), module)]
+    assert_alike(*results)
+
+
+@pytest.mark.parametrize("name", ["grad", "jvp", "gradients of each sample"])
+@pytest.mark.parametrize("kind", [k for k in KINDS.values() if k is not nn.Dropout], ids=lambda k: k.__name__)
+def test_transforms_over_the_parameters(kind: type[nn.Module], name: str) -> None:
+    module, args = make(kind), inputs(kind)
+    results = []
+    for m in (swapped(module), module):
+        names, values = zip(*m.named_parameters())
+
+        def of_parameters(*values: Tensor, m: nn.Module = m, names: tuple[str, ...] = names) -> Tensor:
+            return first(torch.func.functional_call(m, dict(zip(names, values)), tuple(args)))
+
+        values = [v.detach() for v in values]
+        if name == "gradients of each sample":
+            values = [v.unsqueeze(0) for v in values]
+            call = lambda f=of_parameters, v=values: TRANSFORMS[name](lambda *a: f(*(t[0] for t in a)), v)  # noqa: E731
+        else:
+            call = lambda f=of_parameters, v=values: TRANSFORMS[name](f, v)  # noqa: E731
+        results.append(outcome(call))
+    assert isinstance(results[1][0], tuple) or name == "jvp"
+    assert_alike(*results)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_functional_call_with_other_parameters(kind: type[nn.Module]) -> None:
+    module, args = make(kind), tuple(inputs(kind))
+    others = {name: torch.randn_like(p) for name, p in module.named_parameters()}
+    ours, theirs = (first(torch.func.functional_call(m, others, args)) for m in (swapped(module), module))
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_forward_mode_differentiation(kind: type[nn.Module]) -> None:
+    module, args = make(kind), inputs(kind)
+
+    def tangent(m: nn.Module) -> Any:
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(t, torch.ones_like(t)) if t.is_floating_point() else t for t in args]
+            return tuple(forward_ad.unpack_dual(first(m(*duals))))
+
+    assert_alike(outcome(lambda: tangent(swapped(module))), outcome(lambda: tangent(module)))
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad"])
+@pytest.mark.parametrize(
+    "kind", [k for k in KINDS.values() if "Transformer" not in k.__name__], ids=lambda k: k.__name__
+)
+def test_transforms_inside_compiled_code(kind: type[nn.Module], transform: str) -> None:
+    torch._dynamo.reset()
+    module, args = make(kind).eval(), inputs(kind)
+    results = []
+    for m in (swapped(module), module):
+        f = torch.compile(lambda *a, m=m: TRANSFORMS[transform](lambda *b: first(m(*b)), list(a)), backend="aot_eager")
+        results.append(outcome(lambda f=f: f(*args)))
+    assert_alike(*results, exactly=False)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
+@pytest.mark.parametrize("form", FORMS)
+def test_modules_written_by_hand(form: str, transform: str) -> None:
+    build, arguments = FORMS[form]
+    module, args = build().eval(), arguments()
+    (place, rows), *_ = [(n, t) for n, t in enumerate(args) if isinstance(t, Tensor)]
+    many = torch.stack((rows.detach(), rows.detach()))
+    results = []
+    fast = copy.deepcopy(module)
+    assert tfast.accelerate(fast).rows[0].now
+    for m in (fast, module):
+
+        def call(x: Tensor, m: nn.Module = m) -> Tensor:
+            return first(m(*(x if n == place else fresh(t) for n, t in enumerate(args))))
+
+        given = [many if transform == "vmap" else many[0]]
+        results.append(outcome(lambda given=given, call=call: TRANSFORMS[transform](call, given)))
+    assert_alike(*results)
