@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from .. import backends, extension
 from ..ops.dropout import dropout as fused_dropout
 from ..tracing import is_traced
+from .hooks import is_plain
 
 # Taken now, so that a program that puts ours into torch.nn.functional still reaches torch's.
 TORCH, TORCH_BUILTIN = F.dropout, torch.dropout
@@ -64,6 +65,25 @@ class Dropout(nn.Dropout):
 
 KINDS = (nn.Dropout, Dropout)
 """The classes of dropout modules whose work a fused op may do without calling them."""
+
+
+def fused_p(module: nn.Module) -> float | None:
+    """Return the probability that a plain dropout module applies now: its ``p`` in training, 0 in evaluation.
+
+    None for a module that must be called: a subclass, a hooked or patched dropout, or any other module in its place.
+    """
+    if not is_plain(module, *KINDS):
+        return None
+    return module.p if module.training else 0.0
+
+
+def apply_dropout(module: nn.Module, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+    """Compute ``[residual +] module(x)``, in one pass where the module is a plain dropout."""
+    p = fused_p(module)
+    if p is not None:
+        return fused_dropout(x, p, residual=residual)
+    x = module(x)
+    return x if residual is None else residual + x
 
 
 def _served(x: Any, p: Any, training: Any) -> Tensor | None:
