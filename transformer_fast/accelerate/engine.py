@@ -48,17 +48,15 @@ def _dropout_obstacle(module: nn.Dropout) -> str:
     return "it works in place, which the kernel does not" if module.inplace else ""
 
 
-def _layer_obstacle(module: nn.Module) -> str:
-    attentions = (module._modules.get(name) for name in ("self_attn", "multihead_attn"))
-    others = [type(a).__name__ for a in attentions if a is not None and not isinstance(a, fast.MultiheadAttention)]
-    return f"its attention is {others[0]}, which was left" if others else ""
+def _no_obstacle(module: nn.Module) -> str:
+    return ""
 
 
 def _stack_obstacle(module: nn.Module) -> str:
-    layer = fast.TransformerEncoderLayer if isinstance(module, nn.TransformerEncoder) else fast.TransformerDecoderLayer
-    if len(module.layers) == 0 or not all(isinstance(m, layer) for m in module.layers):
-        return "not all of its layers were swapped"
-    return "" if len({m.self_attn.num_heads for m in module.layers}) == 1 else "its layers differ in their heads"
+    if not isinstance(module.layers, nn.ModuleList) or len(module.layers) == 0:
+        return "it has no list of layers"
+    heads = {getattr(getattr(layer, "self_attn", None), "num_heads", None) for layer in module.layers}
+    return "its layers differ in their heads" if len(heads - {None}) > 1 else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,8 +82,8 @@ _TORCH: dict[type[nn.Module], _Swap] = {
     nn.Embedding: _Swap(fast.Embedding, "embedding", _embedding_obstacle),
     nn.Dropout: _Swap(Dropout, "dropout", _dropout_obstacle, on_gpu=False),
     nn.MultiheadAttention: _Swap(fast.MultiheadAttention, "attention", _attention_obstacle),
-    nn.TransformerEncoderLayer: _Swap(fast.TransformerEncoderLayer, "attention", _layer_obstacle),
-    nn.TransformerDecoderLayer: _Swap(fast.TransformerDecoderLayer, "attention", _layer_obstacle),
+    nn.TransformerEncoderLayer: _Swap(fast.TransformerEncoderLayer, "attention", _no_obstacle),
+    nn.TransformerDecoderLayer: _Swap(fast.TransformerDecoderLayer, "attention", _no_obstacle),
     nn.TransformerEncoder: _Swap(torch_stacks.TransformerEncoder, "attention", _stack_obstacle),
     nn.TransformerDecoder: _Swap(torch_stacks.TransformerDecoder, "attention", _stack_obstacle),
 }
@@ -214,7 +212,7 @@ class _Walk:
                 continue
             reason = self._obstacle(module, "attention") or self._probe(module, pattern)
             if not reason:
-                self._swap(path, module, accelerated_class(pattern, type(module)), f"fused {pattern.name}")
+                self._swap(path, module, accelerated_class(pattern, module), f"fused {pattern.name}")
                 return
         if id(module) in self.attention.layers:
             self.fused.add(id(module))

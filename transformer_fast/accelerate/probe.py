@@ -32,7 +32,7 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
         try:
             trial = _copy(module, pattern)
             calls = [_trainable(call) for call in pattern.calls(trial)]
-            made = accelerated_class(pattern, type(module))
+            made = accelerated_class(pattern, module)
         except Exception as error:
             return f"it could not be tried out: {_first_line(error)}"
         tried = 0

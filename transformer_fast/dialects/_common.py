@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
-from ..layers.embedding import SinusoidalTable
+from ..layers.attention import attend as attend_with
+from ..layers.dropout import apply_dropout, fused_p
+from ..layers.embedding import SinusoidalTable, is_lookup
 from ..layers.linear import apply_linear
-from ..layers.norm import active_dropout
 from ..masks import AttentionMask
-from ..ops.embedding import embed
+from ..ops.embedding import add_positional, embed
 from ..tracing import is_traced, sizes
 
 Weights = bool | str
@@ -51,16 +51,21 @@ def merge_heads(x: Tensor) -> Tensor:
 
 def embed_with_positions(
     ids: Tensor,
-    embedding: nn.Embedding,
+    embedding: nn.Module,
     positions: SinusoidalTable,
-    dropout: nn.Dropout,
+    dropout: nn.Module,
     *,
     scale: float = 1.0,
     offset: int = 0,
 ) -> Tensor:
-    """``dropout(embedding(ids) * scale + position)`` in one pass: ids (B, L), the first at ``offset`` -> (B, L, d)."""
-    table, padding_idx = positions.table(offset + sizes(ids)[-1]), embedding.padding_idx
-    p = active_dropout(dropout)
+    """``dropout(embedding(ids) * scale + position)``: ids (B, L), the first at ``offset`` -> (B, L, d).
+
+    It is one pass where embedding and dropout are plain. ``positions`` is not called: its table is read.
+    """
+    table, p = positions.table(offset + sizes(ids)[-1]), fused_p(dropout)
+    if p is None or not is_lookup(embedding):
+        return apply_dropout(dropout, add_positional(embedding(ids) * scale, table, offset))
+    padding_idx = embedding.padding_idx
     return embed(ids, embedding.weight, table, scale=scale, offset=offset, padding_idx=padding_idx, dropout_p=p)
 
 
@@ -76,7 +81,7 @@ def attend(
     value: Tensor,
     mask: AttentionMask | None,
     *,
-    dropout_p: float = 0.0,
+    dropout: nn.Module | None = None,
     scale: float | None = None,
     return_weights: Weights = False,
 ) -> tuple[Tensor, Tensor | None]:
@@ -90,7 +95,7 @@ def attend(
         raise ValueError(f"{where}: query, key and value must all be (B, H, L, d), (B, L, d) or (L, d), got {shapes}")
     if axes < 4:
         query, key, value = (t[_ADDED[axes]] for t in (query, key, value))
-    result = ops.attention(query, key, value, mask, scale=scale, dropout_p=dropout_p, return_weights=return_weights)
+    result = attend_with(dropout, query, key, value, mask, scale=scale, return_weights=return_weights)
     out, weights = result if return_weights else (result, None)
     if axes < 4:
         out, weights = out[_TAKEN[axes]], None if weights is None else weights[_TAKEN[axes]]
@@ -102,22 +107,14 @@ def attend_by_scores(
     value: Tensor,
     mask: AttentionMask | None,
     *,
-    dropout_p: float = 0.0,
+    dropout: nn.Module | None = None,
     return_weights: Weights = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention with scores (B, Lq, Lk) of one's own over values (B, Lk, d): they are the bias of scores that are 0."""
     B, Lq, Lk = scores.shape
     q, k = value.new_zeros(1, 1, 1, 1).expand(B, 1, Lq, 1), value.new_zeros(1, 1, 1, 1).expand(B, 1, Lk, 1)
-    result = ops.attention(
-        q,
-        k,
-        value.unsqueeze(1),
-        mask,
-        bias=scores.unsqueeze(1),
-        scale=1.0,
-        dropout_p=dropout_p,
-        return_weights=return_weights,
-    )
+    bias = scores.unsqueeze(1)
+    result = attend_with(dropout, q, k, value.unsqueeze(1), mask, bias=bias, scale=1.0, return_weights=return_weights)
     out, weights = result if return_weights else (result, None)
     return out.squeeze(1), None if weights is None else weights.squeeze(1)
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ..layers.dropout import apply_dropout
 from ..layers.embedding import SinusoidalTable
+from ..layers.hooks import LOOKS_UP, in_role, is_plain
 from ..layers.linear import apply_linear
-from ..layers.norm import active_dropout
 from ..layers.torch_modules import Embedding
 from ..masks import AttentionMask
 from ._common import attend, embed_with_positions, head_width, merge_heads, project_heads, with_head_axis
@@ -20,6 +21,7 @@ __all__ = ["Attention", "BERTEmbedding", "MultiHeadedAttention", "PositionalEmbe
 BertMask = Tensor | AttentionMask | None
 
 
+@in_role(LOOKS_UP)
 class TokenEmbedding(Embedding):
     """``nn.Embedding`` with ``padding_idx=0``: that row is zero and gets no gradient. No factor sqrt(d).
 
@@ -68,7 +70,9 @@ class BERTEmbedding(nn.Module):
 
     def forward(self, sequence: Tensor) -> Tensor:
         """ids (B, L), int -> (B, L, embed_size)."""
-        return embed_with_positions(sequence, self.token, self.position, self.dropout)
+        if is_plain(self.position, PositionalEmbedding):
+            return embed_with_positions(sequence, self.token, self.position, self.dropout)
+        return apply_dropout(self.dropout, self.token(sequence) + self.position(sequence))
 
 
 class Attention(nn.Module):
@@ -80,7 +84,7 @@ class Attention(nn.Module):
         key: Tensor,
         value: Tensor,
         mask: BertMask = None,
-        dropout: nn.Dropout | None = None,
+        dropout: nn.Module | None = None,
         *,
         need_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
@@ -100,15 +104,15 @@ class Attention(nn.Module):
         Raises:
             ValueError: for a mask without its head axis. TypeError: for a float mask, which can be read two ways.
         """
-        if dropout is not None and not isinstance(dropout, nn.Dropout):
-            raise TypeError(f"Attention: dropout must be an nn.Dropout or None, got {type(dropout).__name__}")
+        if dropout is not None and not isinstance(dropout, nn.Module):
+            raise TypeError(f"Attention: dropout must be an nn.Module or None, got {type(dropout).__name__}")
         return attend(
             "Attention",
             query,
             key,
             value,
             _keep("Attention", mask, query.dim()),
-            dropout_p=0.0 if dropout is None else active_dropout(dropout),
+            dropout=dropout,
             return_weights="dropped" if need_weights else False,
         )
 
@@ -136,9 +140,12 @@ class MultiHeadedAttention(nn.Module):
 
         mask: keep mask (B, 1, 1, Lk) or (B, 1, Lq, Lk) (axes of 1 may be more), or an AttentionMask.
         """
-        mask = _keep("MultiHeadedAttention", mask, 4)
+        keep = _keep("MultiHeadedAttention", mask, 4)
         q, k, v = project_heads(self.linear_layers, (query, key, value), self.h)
-        heads, _ = self.attention(q, k, v, mask, self.dropout, need_weights=False)
+        if is_plain(self.attention, Attention):
+            heads, _ = self.attention(q, k, v, keep, self.dropout, need_weights=False)
+        else:
+            heads, _ = self.attention(q, k, v, mask=mask, dropout=self.dropout)
         return apply_linear(self.output_linear, merge_heads(heads))
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
+import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..masks import AttentionMask
-from ..packing import PackedMask
+from ..packing import PackedMask, packing_of, take, unpack
+from .dropout import fused_p
 from .linear import apply_linear
-from .norm import active_dropout
 
 LayerMask = Tensor | AttentionMask | PackedMask | None
 """What a layer takes for a mask: a keep mask (B, 1, Lk) or (B, Lq, Lk), bool or int; an AttentionMask; a PackedMask,
@@ -67,17 +68,60 @@ def attention(
         dropout: acts on the weights when it is in training mode.
         verbose: print the weights after dropout; padded only.
     """
-    scale, p = 1.0 / math.sqrt(d_k), active_dropout(dropout) if dropout is not None else 0.0
+    scale = 1.0 / math.sqrt(d_k)
     if isinstance(mask, PackedMask):
         if verbose:
             raise ValueError("attention: verbose prints weights (B, h, Lq, Lk), which packed inputs do not have")
         q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+        p = 0.0 if dropout is None else fused_p(dropout)
+        if p is None:
+            return _padded_attention(q, k, v, mask, dropout, scale).transpose(0, 1)
         return packed_attention(q, k, v, mask, scale=scale, dropout_p=p).transpose(0, 1)
     if verbose:
-        out, weights = ops.attention(q, k, v, layer_mask(mask), scale=scale, dropout_p=p, return_weights="dropped")
+        out, weights = attend(dropout, q, k, v, layer_mask(mask), scale=scale, return_weights="dropped")
         print(weights)
         return out
-    return ops.attention(q, k, v, layer_mask(mask), scale=scale, dropout_p=p)
+    return attend(dropout, q, k, v, layer_mask(mask), scale=scale)
+
+
+def attend(
+    dropout: nn.Module | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask | Tensor | None = None,
+    *,
+    return_weights: bool | str = False,
+    **options: Any,
+) -> Any:
+    """:func:`transformer_fast.attention` with a module for the dropout of its weights.
+
+    A plain dropout is a part of the fused op. Any other module is called with the weights (B, H, Lq, Lk), which are
+    computed for it. Returns the output, or with ``return_weights`` a tuple of it and the weights.
+    """
+    p = 0.0 if dropout is None else fused_p(dropout)
+    if p is not None:
+        return ops.attention(q, k, v, mask, dropout_p=p, return_weights=return_weights, **options)
+    assert dropout is not None
+    _, weights = ops.attention(q, k, v, mask, return_weights=True, **options)
+    dropped = dropout(weights)
+    out = torch.matmul(dropped, v)
+    return (out, dropped if return_weights == "dropped" else weights) if return_weights else out
+
+
+def _padded_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, dropout: nn.Module | None, scale: float
+) -> Tensor:
+    """Attention of packed q (Tq, h, d), k and v (Tk, h, d) on padded rows, for a dropout that must see the weights."""
+    queries, keys = (
+        packing_of(p.cu_seqlens.diff(), p.batch, p.max_length, q.device) for p in (mask.queries, mask.keys)
+    )
+    q, k, v = (unpack(t, packing).transpose(1, 2) for t, packing in ((q, queries), (k, keys), (v, keys)))
+    allowed = AttentionMask.lengths(mask.keys.cu_seqlens.diff())
+    if mask.window is not None:
+        allowed = allowed & mask.window
+    out = attend(dropout, q, k, v, allowed, causal=mask.causal, scale=scale, empty_rows="zero")
+    return take(out.transpose(1, 2), queries)
 
 
 def packed_attention(

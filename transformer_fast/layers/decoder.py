@@ -75,10 +75,10 @@ class DecoderLayer(nn.Module):
         self, e_outputs: Tensor, src_mask: LayerMask, trg_mask: LayerMask, cache: LayerCache | None = None
     ) -> tuple[Sublayer, ...]:
         """The three sublayers in their order, for these inputs."""
-        own, cross = (None, None) if cache is None else cache
+        own, cross = ({}, {}) if cache is None else ({"cache": known} for known in cache)
         return (
-            (self.norm_1, self.dropout_1, lambda x: self.attn_1(x, x, x, trg_mask, cache=own)),
-            (self.norm_2, self.dropout_2, lambda x: self.attn_2(x, e_outputs, e_outputs, src_mask, cache=cross)),
+            (self.norm_1, self.dropout_1, lambda x: self.attn_1(x, x, x, trg_mask, **own)),
+            (self.norm_2, self.dropout_2, lambda x: self.attn_2(x, e_outputs, e_outputs, src_mask, **cross)),
             (self.norm_3, self.dropout_3, self.ff),
         )
 

@@ -14,6 +14,7 @@ from ..ops.dropout import dropout as fused_dropout
 from ..ops.tensors import have_kernels, is_served
 from ..tracing import is_traced
 from .by_torch import by_torch
+from .hooks import is_plain
 
 # Taken now, so that a program that puts ours into torch.nn.functional still reaches torch's.
 TORCH, TORCH_BUILTIN = F.dropout, torch.dropout
@@ -81,6 +82,25 @@ def dropout_of_any(
 
 KINDS = (nn.Dropout, Dropout)
 """The classes of dropout modules whose work a fused op may do without calling them."""
+
+
+def fused_p(module: nn.Module) -> float | None:
+    """Return the probability that a plain dropout module applies now: its ``p`` in training, 0 in evaluation.
+
+    None for a module that must be called: a subclass, a hooked or patched dropout, or any other module in its place.
+    """
+    if not is_plain(module, *KINDS):
+        return None
+    return module.p if module.training else 0.0
+
+
+def apply_dropout(module: nn.Module, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+    """Compute ``[residual +] module(x)``, in one pass where the module is a plain dropout."""
+    p = fused_p(module)
+    if p is not None:
+        return dropout_of_any(x, p, residual=residual)
+    x = module(x)
+    return x if residual is None else residual + x
 
 
 def _served(x: Any, p: Any, training: Any) -> Tensor | None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from ..ops.embedding import add_positional, embed, positional_table
 from ..tracing import number, sizes
-from .norm import active_dropout
+from .dropout import fused_p
+from .hooks import LOOKS_UP, has_role, is_plain
 
 
 class Embedder(nn.Module):
@@ -31,25 +32,45 @@ class Embedder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """ids (B, L), int -> (B, L, d_model). Raises IndexError for an id outside the vocabulary (on CPU)."""
+        if not is_lookup(self.lut):
+            return self.lut(x) * self.scale
         return embed(x, self.lut.weight, scale=self.scale, padding_idx=self.lut.padding_idx)
 
     def with_positions(
-        self, x: Tensor, positions: PositionalEncoder, offset: int | Tensor = 0, *, length: int | None = None
+        self, x: Tensor, positions: nn.Module, offset: int | Tensor = 0, *, length: int | None = None
     ) -> Tensor:
-        """``positions(self(x))`` in one pass, for ids (B, L).
+        """``positions(self(x))``; see :func:`embed_with_positions`."""
+        return embed_with_positions(self, positions, x, offset, length=length)
 
-        The first id stands at position ``offset``; with a tensor (B,) each sequence's own does, and ``length`` says how
-        many positions there are.
-        """
-        return embed(
-            x,
-            self.lut.weight,
-            positions.table(int(offset) + sizes(x)[-1] if length is None else length),
-            scale=self.scale,
-            offset=offset,
-            padding_idx=self.lut.padding_idx,
-            dropout_p=active_dropout(positions.dropout),
-        )
+
+def embed_with_positions(
+    embedder: nn.Module, positions: nn.Module, x: Tensor, offset: int | Tensor = 0, *, length: int | None = None
+) -> Tensor:
+    """``positions(embedder(x))`` for ids (B, L), in one pass where all modules concerned are plain.
+
+    The first id stands at position ``offset``; with a tensor (B,) each sequence's own does, and ``length`` says how
+    many positions there are.
+    """
+    p = fused_p(positions.dropout) if is_plain(positions, PositionalEncoder) else None
+    if p is None or not is_plain(embedder, Embedder) or not is_lookup(embedder.lut):
+        x = embedder(x)
+        return positions(x) if isinstance(offset, int) and offset == 0 else positions(x, offset)
+    return embed(
+        x,
+        embedder.lut.weight,
+        positions.table(int(offset) + sizes(x)[-1] if length is None else length),
+        scale=embedder.scale,
+        offset=offset,
+        padding_idx=embedder.lut.padding_idx,
+        dropout_p=p,
+    )
+
+
+def is_lookup(module: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Return True for an embedding that looks rows up and does nothing else, so that it need not be called."""
+    if not (is_plain(module, nn.Embedding) or has_role(module, LOOKS_UP)):
+        return False
+    return module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
 
 
 class SinusoidalTable(nn.Module):
@@ -114,6 +135,13 @@ class PositionalEncoder(SinusoidalTable):
         super().__init__(d_model, max_len, layout)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """x (B, L, d_model) -> ``dropout(x + pe[:, offset : offset + L])``."""
-        return add_positional(x, self.table(offset + sizes(x)[-2]), offset, active_dropout(self.dropout))
+    def forward(self, x: Tensor, offset: int | Tensor = 0) -> Tensor:
+        """x (B, L, d_model) -> ``dropout(x + pe[:, offset : offset + L])``.
+
+        With an integer tensor (B,) each sequence has an offset of its own.
+        """
+        last = int(offset.max()) if isinstance(offset, Tensor) else offset
+        table, p = self.table(last + sizes(x)[-2]), fused_p(self.dropout)
+        if p is None:
+            return self.dropout(add_positional(x, table, offset))
+        return add_positional(x, table, offset, p)

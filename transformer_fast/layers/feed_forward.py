@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from .. import backends
 from ..tracing import is_traced
+from .dropout import apply_dropout, fused_p
 from .dropout import dropout_of_any as fused_dropout
 from .linear import apply_linear, is_linear
-from .norm import active_dropout
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"relu": F.relu, "swish": F.silu, "gelu": F.gelu}
 """By name: ReLU; x * sigmoid(x) (Ramachandran et al., 2017, "Searching for Activation Functions"); x times the normal
@@ -42,15 +42,14 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x (..., d_model) -> (..., d_model)."""
-        p = active_dropout(self.dropout)
         if self.activation == "relu":
-            return apply_linear(self.linear_2, linear_relu_dropout(self.linear_1, x, p))
+            return apply_linear(self.linear_2, linear_relu_dropout(self.linear_1, x, self.dropout))
         inner = ACTIVATIONS[self.activation](apply_linear(self.linear_1, x))
-        return apply_linear(self.linear_2, fused_dropout(inner, p))
+        return apply_linear(self.linear_2, apply_dropout(self.dropout, inner))
 
 
-def linear_relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
-    """``dropout(relu(linear(x)))``; in Triton with the bias in the same pass as ReLU and dropout.
+def linear_relu_dropout(linear: nn.Module, x: Tensor, drop: nn.Module | float | None) -> Tensor:
+    """``drop(relu(linear(x)))``; in Triton with the bias in the same pass as ReLU and dropout.
 
     So the bias costs nothing forward, and its gradient no further pass over the gradient of all activations. Without
     dropout it is left to the matrix product, which on a GPU adds it for nothing too, and ReLU overwrites the product.
@@ -60,8 +59,14 @@ def linear_relu_dropout(linear: nn.Module, x: Tensor, p: float) -> Tensor:
     Args:
         linear: an ``nn.Linear``; any other module is called as it is.
         x: (..., d_in).
-        p: dropout probability, 0 outside training.
+        drop: a dropout, its probability now, or None; any other module is called as it is.
     """
+    if isinstance(drop, nn.Module):
+        p = fused_p(drop)
+        if p is None:
+            return drop(linear_relu_dropout(linear, x, None))
+    else:
+        p = drop or 0.0
     if not is_linear(linear):
         return fused_dropout(linear(x), p, relu=True)
     if p > 0.0 and linear.bias is not None and backends.resolve("dropout", x.device, x.dtype) == "triton":

@@ -1,7 +1,8 @@
-"""Whether a module may be computed without being called."""
+"""The one predicate by which a fused parent decides to compute a child without calling it."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeGuard, TypeVar
 
 from torch import nn
@@ -10,20 +11,44 @@ from torch.nn.modules import module as _module
 Kind = TypeVar("Kind", bound=nn.Module)
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-"""Where a module keeps them."""
-
-
-def has_hooks(*modules: nn.Module) -> bool:
-    """Whether one of the modules has a hook, or all modules have one."""
-    hooks = _module._has_any_global_hook()
-    for m in modules:  # not any(...), which takes twice as long
-        hooks = hooks or m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks
-    return bool(hooks)
+"""The attributes in which a module keeps its hooks."""
 
 
 def is_plain(module: nn.Module, *kinds: type[Kind]) -> TypeGuard[Kind]:
-    """Whether a module may be computed without being called: it has no hooks, its forward has not been replaced, it is
-    not compiled, and where kinds are given, its class is exactly one of them."""
+    """Return True if a module computes what its class computes, so that a parent need not call it.
+
+    A plain module has no hooks, its ``forward`` was not replaced on the instance, and it was not compiled in place. No
+    global hook is set. Where kinds are given, its class is exactly one of them; a subclass, a parametrized module and
+    an adapter are not plain then.
+    """
     if (kinds and type(module) not in kinds) or "forward" in module.__dict__:
         return False
-    return module._compiled_call_impl is None and not has_hooks(module)
+    if module._compiled_call_impl is not None or _module._has_any_global_hook():
+        return False
+    hooked = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not hooked
+
+
+TAKES_RESIDUAL = "takes_residual"
+"""The role of a norm whose ``forward`` takes ``residual`` and ``dropout_p``."""
+LOOKS_UP = "looks_up"
+"""The role of an embedding that returns rows of its ``weight``."""
+TAKES_NEED_WEIGHTS = "takes_need_weights"
+"""The role of an attention, or of a layer of it, whose ``forward`` takes ``need_weights``."""
+SCALED_DOT_PRODUCT = "scaled_dot_product"
+"""The role of an attention without projections, which its parent may compute for all heads at once."""
+
+
+def in_role(role: str) -> Callable[[type[Kind]], type[Kind]]:
+    """Mark a class as one that a fused parent may compute in a role. Subclasses do not inherit the mark."""
+
+    def mark(kind: type[Kind]) -> type[Kind]:
+        setattr(kind, role, kind)
+        return kind
+
+    return mark
+
+
+def has_role(module: nn.Module, role: str) -> bool:
+    """Return True for a plain module whose class itself, and no base of it, was marked by :func:`in_role`."""
+    return getattr(type(module), role, None) is type(module) and is_plain(module)

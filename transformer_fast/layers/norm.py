@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from ..ops.norm import layer_norm
 from ..tracing import sizes
 from .dropout import dropout_of_any as dropout
+from .dropout import fused_p
+from .hooks import TAKES_RESIDUAL, has_role, in_role
 
 RMS_EPS = 1e-6
 """The eps of RMSNorm in our models, as in T5 and Llama."""
 
 
+@in_role(TAKES_RESIDUAL)
 class Norm(nn.Module):
     """``alpha * (x - mean) / (std + eps) + bias`` with the unbiased std over the last dimension.
 
@@ -46,6 +49,7 @@ class Norm(nn.Module):
         return layer_norm(x, self.alpha, self.bias, self.eps, kind="std", residual=residual, dropout_p=dropout_p)
 
 
+@in_role(TAKES_RESIDUAL)
 class LayerNorm(nn.LayerNorm):
     """``nn.LayerNorm`` over the last dimension, with the same two forms of forward as :class:`Norm`."""
 
@@ -61,6 +65,7 @@ class LayerNorm(nn.LayerNorm):
         return layer_norm(x, self.weight, self.bias, self.eps, residual=residual, dropout_p=dropout_p)
 
 
+@in_role(TAKES_RESIDUAL)
 class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` over the last dimension, with the same two forms of forward as :class:`Norm`.
 
@@ -125,31 +130,36 @@ def make_norm(kind: str, d_model: int) -> Norm | LayerNorm | RMSNorm:
     raise ValueError(f'norm: expected "std", "layer" or "rms", got {kind!r}')
 
 
-def active_dropout(dropout: nn.Dropout) -> float:
-    """The probability a dropout module applies now: its p in training, 0 in evaluation."""
-    return dropout.p if dropout.training else 0.0
-
-
 class Unsummed(NamedTuple):
-    """``x + dropout(y)``, left to the norm that follows, whose pass does it for nothing."""
+    """``x + dropout(y)``, not computed yet: the norm that follows computes it in its own pass."""
 
     x: Tensor
     y: Tensor
     dropout_p: float
 
     def summed(self) -> Tensor:
-        """The sum itself, for whoever needs no norm of it."""
+        """Compute the sum alone."""
         return dropout(self.y, self.dropout_p, residual=self.x)
 
 
-def norm_and_sum(norm: Norm | LayerNorm | RMSNorm, x: Tensor | Unsummed) -> tuple[Tensor, Tensor]:
-    """(norm of x, x), where x may be a sum that is still to be made."""
+def unsummed(x: Tensor, y: Tensor, drop: nn.Module) -> Unsummed:
+    """Return ``x + drop(y)``, not summed yet. Only a plain dropout is left to the norm; any other module is called."""
+    p = fused_p(drop)
+    if p is None:
+        y, p = drop(y), 0.0
+    return Unsummed(x, y if sizes(y) == sizes(x) else y.expand(x.shape), p)
+
+
+def norm_and_sum(norm: nn.Module, x: Tensor | Unsummed) -> tuple[Tensor, Tensor]:
+    """Return (norm of x, x), for an x that may not be summed yet. A norm that is not plain is called with the sum."""
     if isinstance(x, Unsummed):
-        return norm(x.y, residual=x.x, dropout_p=x.dropout_p)
+        if has_role(norm, TAKES_RESIDUAL):
+            return norm(x.y, residual=x.x, dropout_p=x.dropout_p)
+        x = x.summed()
     return norm(x), x
 
 
-Sublayer = tuple[Norm | LayerNorm | RMSNorm, nn.Dropout, Callable[[Tensor], Tensor]]
+Sublayer = tuple[nn.Module, nn.Module, Callable[[Tensor], Tensor]]
 """A norm, the dropout of the function's output, and the function itself: attention or feed-forward."""
 
 
@@ -157,7 +167,7 @@ def pre_norm(x: Tensor | Unsummed, sublayers: Iterable[Sublayer]) -> Unsummed:
     """``x + dropout(function(norm(x)))`` for each sublayer in turn; the last sum is left to the norm that follows."""
     for norm, drop, function in sublayers:
         normed, x = norm_and_sum(norm, x)
-        x = Unsummed(x, function(normed), active_dropout(drop))
+        x = unsummed(x, function(normed), drop)
     assert isinstance(x, Unsummed)
     return x
 
@@ -165,5 +175,5 @@ def pre_norm(x: Tensor | Unsummed, sublayers: Iterable[Sublayer]) -> Unsummed:
 def post_norm(x: Tensor, sublayers: Iterable[Sublayer]) -> Tensor:
     """``norm(x + dropout(function(x)))`` for each sublayer in turn."""
     for norm, drop, function in sublayers:
-        x, _ = norm(function(x), residual=x, dropout_p=active_dropout(drop))
+        x, _ = norm_and_sum(norm, unsummed(x, function(x), drop))
     return x

@@ -58,7 +58,7 @@ def torch_mask(
     keys, bias = AttentionMask(), None
     if attn_mask is not None:
         _check("attn_mask", attn_mask, ((L, S), (N * heads, L, S)))
-    if is_causal or _is_look_ahead(attn_mask):
+    if is_look_ahead(attn_mask, is_causal):
         keys = AttentionMask.causal()
     elif attn_mask is not None:
         attn_mask = attn_mask.view(1, 1, L, S) if attn_mask.dim() == 2 else attn_mask.view(N, heads, L, S)
@@ -76,6 +76,27 @@ def torch_mask(
     return TorchMask(keys, bias, original)
 
 
+TorchMasks = tuple[Tensor | None, Tensor | None, bool]
+"""``attn_mask``, ``key_padding_mask`` and ``is_causal``, as ``torch.nn`` passes them to a module."""
+
+
+def original_masks(mask: Tensor | TorchMask | None, padding: Tensor | None, causal: bool) -> TorchMasks:
+    """Return the masks as the caller of the stack gave them, for a module that was not swapped."""
+    return mask.original if isinstance(mask, TorchMask) else (mask, padding, causal)
+
+
+def encoder_masks(x: Tensor, mask: Tensor | TorchMask | None, padding: Tensor | None, causal: bool) -> TorchMasks:
+    """Return the original masks as ``torch.nn``'s encoder passes them on: bool becomes 0 and -inf in x's dtype."""
+    mask, padding, causal = original_masks(mask, padding, causal)
+    return _added(mask, x), _added(padding, x), causal
+
+
+def _added(mask: Tensor | None, x: Tensor) -> Tensor | None:
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=x.dtype).masked_fill_(mask, float("-inf"))
+
+
 @unrecorded
 def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None:
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -84,8 +105,13 @@ def _check(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> None
         raise RuntimeError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {tuple(mask.shape)}")
 
 
-def _is_look_ahead(mask: Tensor | None) -> bool:
-    """Whether a mask is the square look-ahead mask; checked only on the CPU, where nothing waits, and in no graph."""
+def is_look_ahead(mask: Tensor | None, is_causal: bool | None) -> bool:
+    """Return True if a mask is the square look-ahead mask, by the caller's hint or by its values.
+
+    Values are read only on the CPU, where nothing waits, and in no graph.
+    """
+    if is_causal:
+        return True
     if mask is None or is_traced() or mask.dim() != 2 or mask.shape[0] != mask.shape[1] or mask.requires_grad:
         return False
     if mask.device.type != "cpu" or torch.compiler.is_compiling() or type(mask) is not Tensor or in_transform():

@@ -5,12 +5,12 @@ existing module: parameters, hooks, mode, dtype and device stay as they are. Two
 query with every key blocked attends to nothing (attention output 0), never NaN; and ``is_causal`` needs no
 ``attn_mask``. The stacks are in ``torch_stacks``.
 
-A submodule that has hooks is called as ``torch.nn`` calls it, and costs the fusion around it.
+A submodule that is not plain (``hooks.is_plain``) is called as ``torch.nn`` calls it, and costs the fusion around it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +24,15 @@ from ..tracing import is_traced
 from . import norm as _norm
 from .attention import packed_attention
 from .by_torch import by_torch, norm_by_torch
-from .dropout import dropout_of_any as fused_dropout
+from .dropout import apply_dropout
 from .feed_forward import linear_relu_dropout
-from .hooks import has_hooks, is_plain
-from .linear import apply_linear
-from .norm import active_dropout, post_norm, pre_norm
-from .torch_masks import TorchMask, torch_mask
+from .hooks import LOOKS_UP, TAKES_RESIDUAL, in_role, is_plain
+from .linear import apply_linear, is_linear
+from .norm import post_norm, pre_norm
+from .torch_masks import TorchMask, encoder_masks, original_masks, torch_mask
 
 
+@in_role(TAKES_RESIDUAL)
 class LayerNorm(_norm.LayerNorm):
     """``nn.LayerNorm``, which may take the residual addition and the dropout before it along."""
 
@@ -49,6 +50,7 @@ class LayerNorm(_norm.LayerNorm):
         return ops.layer_norm(input, self.weight, self.bias, self.eps, residual=residual, dropout_p=dropout_p)
 
 
+@in_role(TAKES_RESIDUAL)
 class RMSNorm(_norm.RMSNorm):
     """``nn.RMSNorm``, which may take the residual addition and the dropout before it along."""
 
@@ -66,6 +68,7 @@ class RMSNorm(_norm.RMSNorm):
         return ops.layer_norm(x, self.weight, None, self.eps, kind="rms", residual=residual, dropout_p=dropout_p)
 
 
+@in_role(LOOKS_UP)
 class Embedding(nn.Embedding):
     """``nn.Embedding`` without ``max_norm``, ``scale_grad_by_freq`` and ``sparse``."""
 
@@ -177,33 +180,22 @@ class _Layer(nn.Module):
     def _run(self, x: Tensor, *attentions: Callable[[Tensor], Tensor]) -> Tensor:
         """The attentions and the feed-forward network, each with its norm, dropout and residual addition.
 
-        Where a norm or a dropout has hooks, or is of another class, the modules are called as ``torch.nn`` calls them.
+        A norm or a dropout that is not plain is called as ``torch.nn`` calls it.
         """
         count = 1 + len(attentions)
         norms, dropouts = ([self._modules[f"{kind}{n + 1}"] for n in range(count)] for kind in ("norm", "dropout"))
         sublayers = tuple(zip(norms, dropouts, (*attentions, self._feed_forward)))
-        if _may_fuse((LayerNorm, RMSNorm), norms) and _may_fuse(nn.Dropout, dropouts):
-            return pre_norm(x, sublayers).summed() if self.norm_first else post_norm(x, sublayers)
-        for norm, dropout, function in sublayers:
-            x = x + dropout(function(norm(x))) if self.norm_first else norm(x + dropout(function(x)))
-        return x
+        return pre_norm(x, sublayers).summed() if self.norm_first else post_norm(x, sublayers)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         activation = self.activation
-        if not _may_fuse(nn.Dropout, [self.dropout]):
-            return self.linear2(self.dropout(activation(self.linear1(x))))
-        p = active_dropout(self.dropout)
-        if activation is F.relu or (type(activation) is nn.ReLU and not has_hooks(activation)):
-            return apply_linear(self.linear2, linear_relu_dropout(self.linear1, x, p))
+        if activation is F.relu or (isinstance(activation, nn.Module) and is_plain(activation, nn.ReLU)):
+            return apply_linear(self.linear2, linear_relu_dropout(self.linear1, x, self.dropout))
         inner = apply_linear(self.linear1, x)
-        ours = type(inner) is Tensor and not inner.requires_grad and not has_hooks(self.linear1) and not is_traced()
-        if activation is F.gelu and ours:
-            return apply_linear(self.linear2, fused_dropout(torch.ops.aten.gelu_(inner), p))
-        return apply_linear(self.linear2, fused_dropout(activation(inner), p))
-
-
-def _may_fuse(kind: type[nn.Module] | tuple[type[nn.Module], ...], modules: Iterable[nn.Module]) -> bool:
-    return all(isinstance(module, kind) for module in modules) and not has_hooks(*modules)
+        # In place only what was made here: another module than a plain linear layer may keep what it returned.
+        made_here = is_linear(self.linear1) and type(inner) is Tensor and not inner.requires_grad and not is_traced()
+        inner = torch.ops.aten.gelu_(inner) if activation is F.gelu and made_here else activation(inner)
+        return apply_linear(self.linear2, apply_dropout(self.dropout, inner))
 
 
 class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
@@ -217,12 +209,12 @@ class TransformerEncoderLayer(_Layer, nn.TransformerEncoderLayer):
         is_causal: bool = False,
     ) -> Tensor:
         """See ``torch.nn.TransformerEncoderLayer``."""
-        served = is_served(src, src_mask, src_key_padding_mask)
-        if not served or not isinstance(self.self_attn, MultiheadAttention):
-            if isinstance(src_mask, TorchMask):
-                src_mask, src_key_padding_mask, is_causal = src_mask.original
-            return by_torch(nn.TransformerEncoderLayer, self, src, src_mask, src_key_padding_mask, is_causal)
+        if not is_served(src, src_mask, src_key_padding_mask):
+            masks = original_masks(src_mask, src_key_padding_mask, is_causal)
+            return by_torch(nn.TransformerEncoderLayer, self, src, *masks)
         masks = src_mask, src_key_padding_mask, is_causal
+        if not is_plain(self.self_attn, MultiheadAttention):
+            masks = encoder_masks(src, *masks)
         return self._run(src, lambda x: _attend(self.self_attn, x, x, *masks))
 
 
@@ -243,11 +235,13 @@ class TransformerDecoderLayer(_Layer, nn.TransformerDecoderLayer):
         """See ``torch.nn.TransformerDecoderLayer``."""
         own = tgt_mask, tgt_key_padding_mask, tgt_is_causal
         cross = memory_mask, memory_key_padding_mask, memory_is_causal
-        served = is_served(tgt, memory, *own, *cross)
-        if not served or not all(isinstance(m, MultiheadAttention) for m in (self.self_attn, self.multihead_attn)):
-            own, cross = (m[0].original if isinstance(m[0], TorchMask) else m for m in (own, cross))
-            masks = (mask for pair in zip(own, cross) for mask in pair)
+        if not is_served(tgt, memory, *own, *cross):
+            masks = (mask for pair in zip(original_masks(*own), original_masks(*cross)) for mask in pair)
             return by_torch(nn.TransformerDecoderLayer, self, tgt, memory, *masks)
+        if not is_plain(self.self_attn, MultiheadAttention):
+            own = original_masks(*own)
+        if not is_plain(self.multihead_attn, MultiheadAttention):
+            cross = original_masks(*cross)
         return self._run(
             tgt,
             lambda x: _attend(self.self_attn, x, x, *own),

@@ -13,8 +13,10 @@ from ..ops.tensors import is_served
 from ..packing import PackedMask, Packing, packing_of, take, unpack
 from ..tracing import is_traced
 from .by_torch import by_torch
-from .hooks import has_hooks, is_plain
-from .torch_masks import TorchMask, torch_mask
+from .dropout import KINDS as DROPOUTS
+from .hooks import TAKES_RESIDUAL, has_role, is_plain
+from .linear import is_linear
+from .torch_masks import TorchMask, encoder_masks, is_look_ahead, torch_mask
 from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 
 
@@ -29,18 +31,19 @@ class TransformerEncoder(nn.TransformerEncoder):
         is_causal: bool | None = None,
     ) -> Tensor:
         """See ``torch.nn.TransformerEncoder``."""
-        served = is_served(src, mask, src_key_padding_mask)
-        if not served or not all(isinstance(layer, TransformerEncoderLayer) for layer in self.layers):
+        if not is_served(src, mask, src_key_padding_mask):
             return by_torch(nn.TransformerEncoder, self, src, mask, src_key_padding_mask, is_causal)
         if packing := self._packing(src, mask, src_key_padding_mask):
             own, src = PackedMask(packing, packing), take(src, packing)
         else:
-            own = _stack_mask(self, src, src, mask, src_key_padding_mask, is_causal)
+            own = _stack_mask(self, "self_attn", src, src, mask, src_key_padding_mask, is_causal)
         for layer in self.layers:
-            if isinstance(own, PackedMask) or is_plain(layer):
+            if own is not None and is_plain(layer, TransformerEncoderLayer):
                 src = layer(src, src_mask=own)
-            else:  # hooks see the masks that were given
-                src = layer(src, **dict(zip(("src_mask", "src_key_padding_mask", "is_causal"), own.original)))
+                continue
+            causal = is_look_ahead(mask, is_causal)
+            given, padding, causal = encoder_masks(src, mask, src_key_padding_mask, causal)
+            src = layer(src, src_mask=given, is_causal=causal, src_key_padding_mask=padding)
         src = unpack(src, packing) if packing else src
         return src if self.norm is None else self.norm(src)
 
@@ -51,8 +54,9 @@ class TransformerEncoder(nn.TransformerEncoder):
         """
         if padding is None or mask is not None or padding.dtype != torch.bool or src.dim() != 3:
             return None
-        attention = self.layers[0].self_attn
-        if self.layers[0].training or not (getattr(self, "use_nested_tensor", False) and attention.batch_first):
+        if not getattr(self, "use_nested_tensor", False) or not all(map(_takes_packed, self.layers)):
+            return None
+        if self.layers[0].training or not self.layers[0].self_attn.batch_first:
             return None
         if torch.compiler.is_compiling() or is_traced() or type(src) is not Tensor or src.is_meta:
             return None
@@ -65,9 +69,6 @@ class TransformerEncoder(nn.TransformerEncoder):
         if torch.is_grad_enabled() and (src.requires_grad or any(p.requires_grad for p in self.layers[0].parameters())):
             return None
         if src.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        fast = all(isinstance(layer.self_attn, MultiheadAttention) for layer in self.layers)
-        if not fast or has_hooks(*self.layers.modules()):
             return None
         left_aligned = not bool((padding[:, :-1] & ~padding[:, 1:]).any())
         packing = packing_of((~padding).sum(1), *padding.shape, src.device) if left_aligned else None
@@ -90,25 +91,54 @@ class TransformerDecoder(nn.TransformerDecoder):
     ) -> Tensor:
         """See ``torch.nn.TransformerDecoder``."""
         masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
-        served = is_served(tgt, memory, *masks)
-        if not served or not all(isinstance(layer, TransformerDecoderLayer) for layer in self.layers):
+        if not is_served(tgt, memory, *masks):
             return by_torch(nn.TransformerDecoder, self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
-        own = _stack_mask(self, tgt, tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
-        cross = _stack_mask(self, tgt, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
-        given = dict(zip(("tgt_mask", "tgt_key_padding_mask", "tgt_is_causal"), own.original))
-        given |= dict(zip(("memory_mask", "memory_key_padding_mask", "memory_is_causal"), cross.original))
+        own = _stack_mask(self, "self_attn", tgt, tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
+        cross = _stack_mask(self, "multihead_attn", tgt, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
         for layer in self.layers:
-            if is_plain(layer):
+            if own is not None and cross is not None and is_plain(layer, TransformerDecoderLayer):
                 tgt = layer(tgt, memory, tgt_mask=own, memory_mask=cross)
-            else:  # hooks see the masks that were given
-                tgt = layer(tgt, memory, **given)
+                continue
+            tgt = layer(
+                tgt,
+                memory,
+                tgt_mask=tgt_mask,
+                memory_mask=memory_mask,
+                tgt_key_padding_mask=tgt_key_padding_mask,
+                memory_key_padding_mask=memory_key_padding_mask,
+                tgt_is_causal=is_look_ahead(tgt_mask, tgt_is_causal),
+                memory_is_causal=memory_is_causal,
+            )
         return tgt if self.norm is None else self.norm(tgt)
 
 
+def _takes_packed(layer: nn.Module) -> bool:
+    """Return True if a layer computes each token by itself, but for its attention, which takes a PackedMask."""
+    if not is_plain(layer, TransformerEncoderLayer) or not is_plain(layer.self_attn, MultiheadAttention):
+        return False
+    norms, dropouts = (layer.norm1, layer.norm2), (layer.dropout, layer.dropout1, layer.dropout2)
+    return (
+        all(has_role(norm, TAKES_RESIDUAL) for norm in norms)
+        and all(is_plain(dropout, *DROPOUTS) for dropout in dropouts)
+        and is_linear(layer.linear1)
+        and is_linear(layer.linear2)
+    )
+
+
 def _stack_mask(
-    stack: nn.Module, x: Tensor, memory: Tensor, mask: Tensor | None, padding: Tensor | None, causal: bool | None
-) -> TorchMask:
-    attention = stack.layers[0].self_attn
+    stack: nn.Module,
+    name: str,
+    x: Tensor,
+    memory: Tensor,
+    mask: Tensor | None,
+    padding: Tensor | None,
+    causal: bool | None,
+) -> TorchMask | None:
+    """Return the masks of the attentions of this name in normal form; None where no layer has a plain one."""
+    found = (layer._modules.get(name) for layer in stack.layers)
+    attention = next((m for m in found if m is not None and is_plain(m, MultiheadAttention)), None)
+    if attention is None:
+        return None
     length = 1 if attention.batch_first and x.dim() == 3 else 0
     N = x.shape[1 - length] if x.dim() == 3 else 1
     return torch_mask(mask, padding, causal, (N, attention.num_heads, x.shape[length], memory.shape[length]))

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..layers.attention import LayerMask, layer_mask
 from ..layers.decoder import DecoderLayer, LayerCache
+from ..layers.embedding import embed_with_positions
 from .stack import Stack
 
 
@@ -42,9 +43,10 @@ class Decoder(Stack):
         """
         if cache is not None:
             offset, length = cache.position(trg.shape[0])
-            x = self.embed.with_positions(trg, self.pe, offset, length=length)
+            x = embed_with_positions(self.embed, self.pe, trg, offset, length=length)
             for layer, known in zip(self.layers, cache.layers, strict=True):
                 x = layer(x, e_outputs, src_mask, trg_mask, cache=known)
             return self.norm(x)
-        src_mask, trg_mask = layer_mask(src_mask), layer_mask(trg_mask)
-        return self.through(self.embedded(trg, trg_mask), e_outputs, src_mask, trg_mask)
+        source, target = layer_mask(src_mask), layer_mask(trg_mask)
+        x = self.embedded(trg, target)
+        return self.through(x, (e_outputs, source, target), (e_outputs, src_mask, trg_mask))

@@ -22,5 +22,5 @@ class Encoder(Stack):
 
         With a PackedMask src is packed, (T,), and so is the result, (T, d_model).
         """
-        mask = layer_mask(mask)
-        return self.through(self.embedded(src, mask), mask)
+        normal = layer_mask(mask)
+        return self.through(self.embedded(src, normal), (normal,), (mask,))

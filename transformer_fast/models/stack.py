@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..layers.decoder import DecoderLayer
-from ..layers.embedding import Embedder, PositionalEncoder
+from ..layers.embedding import Embedder, PositionalEncoder, embed_with_positions
 from ..layers.encoder import EncoderLayer
 from ..layers.hooks import is_plain
-from ..layers.norm import LayerNorm, Norm, RMSNorm, Unsummed, make_norm, norm_and_sum, pre_norm
+from ..layers.norm import Unsummed, make_norm, norm_and_sum, pre_norm
 from ..masks import AttentionMask
-from ..packing import PackedMask
+from ..packing import PackedMask, take, unpack
 
 
 class Stack(nn.Module):
@@ -63,29 +63,33 @@ class Stack(nn.Module):
     def embedded(self, ids: Tensor, mask: AttentionMask | PackedMask | None) -> Tensor:
         """What enters the first layer: ids (B, L) -> (B, L, d_model); packed by the mask, (T,) -> (T, d_model)."""
         if not isinstance(mask, PackedMask):
-            return self.embed.with_positions(ids, self.pe)
-        packing, ids = mask.queries, ids.unsqueeze(-1)  # each token is a sequence of its own
-        return self.embed.with_positions(ids, self.pe, packing.positions, length=packing.length).squeeze(-2)
+            return embed_with_positions(self.embed, self.pe, ids)
+        packing = mask.queries
+        if not is_plain(self.pe, PositionalEncoder):  # it may know no positions but those of padded rows
+            return take(embed_with_positions(self.embed, self.pe, unpack(ids, packing)), packing)
+        each = ids.unsqueeze(-1)  # one sequence per token
+        x = embed_with_positions(self.embed, self.pe, each, packing.positions, length=packing.length)
+        return x.squeeze(-2)
 
-    def through(self, x: Tensor, *inputs: Any) -> Tensor:
-        """The norm of what leaves the last layer. Between two pre-norm layers the sum that ends one and the norm that
-        begins the next are one op; with ``checkpoint_activations`` nothing but the layers' outputs is kept."""
+    def through(self, x: Tensor, inputs: tuple[Any, ...], given: tuple[Any, ...]) -> Tensor:
+        """Run the layers and the last norm.
+
+        Between two pre-norm layers the sum that ends one and the norm that begins the next are one op. With
+        ``checkpoint_activations`` only the outputs of the layers are kept for backward.
+
+        Args:
+            x: (B, L, d_model), or packed (T, d_model).
+            inputs: further arguments of each layer, with masks in normal form.
+            given: the same with masks as the caller gave them, for a layer that is not plain.
+        """
         again = self.checkpoint_activations and torch.is_grad_enabled()
         y: Tensor | Unsummed = x
         for layer in self.layers:
-            if not again and _leaves_sum(layer):
+            plain = is_plain(layer, EncoderLayer, DecoderLayer)
+            if plain and layer.norm_first and not again:
                 y = pre_norm(y, layer.sublayers(*inputs))
                 continue
             y = y.summed() if isinstance(y, Unsummed) else y
-            y = checkpoint(layer, y, *inputs, use_reentrant=False) if again else layer(y, *inputs)
-        if not isinstance(y, Unsummed):
-            return self.norm(y)
-        if isinstance(self.norm, Norm | LayerNorm | RMSNorm):
-            return norm_and_sum(self.norm, y)[0]
-        return self.norm(y.summed())
-
-
-def _leaves_sum(layer: Any) -> TypeGuard[EncoderLayer | DecoderLayer]:
-    """Whether a layer need not be called, so that its last sum can be left to the norm that follows."""
-    plain = is_plain(layer, EncoderLayer, DecoderLayer)
-    return plain and layer.norm_first and isinstance(layer.norm_1, Norm | LayerNorm | RMSNorm)
+            arguments = inputs if plain else given
+            y = checkpoint(layer, y, *arguments, use_reentrant=False) if again else layer(y, *arguments)
+        return norm_and_sum(self.norm, y)[0]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layers.linear import Linear, apply_linear
+from ..layers.linear import apply_linear, is_linear
 from ..masks import AttentionMask
 from ..ops import linear_cross_entropy
 from ..packing import Packing, take, unpack
@@ -133,7 +133,7 @@ class Transformer(nn.Module):
             "reduction": reduction,
         }
         target = target if queries is None else take(target, queries)
-        if type(self.out) not in (nn.Linear, Linear):  # an output layer of another class
+        if not is_linear(self.out):
             logits = self.out(hidden).flatten(0, -2)
             return nn.functional.cross_entropy(logits.float(), target.flatten(), **options)
         wide = torch.promote_types(hidden.dtype, torch.float32)

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ... import ops
 from ...dialects import tensorflow
 from ...dialects._common import leave_weights, merge_heads, project_heads
-from ...layers.attention import layer_mask
-from ...layers.norm import active_dropout
+from ...layers.attention import attend, layer_mask
+from ...layers.hooks import TAKES_NEED_WEIGHTS
 from ...masks import AttentionMask
 from .base import ANY, DROPOUT, INLINED, LINEAR, Pattern, children, random_keep
 
@@ -67,7 +67,7 @@ class Heads(Pattern):
             mask = layer_mask(mask)
         elif isinstance(mask, Tensor):
             mask = AttentionMask.keep(mask)
-        heads = ops.attention(q, k, v, mask, dropout_p=active_dropout(m.dropout))
+        heads = attend(m.dropout, q, k, v, mask)
         if self.weights:
             leave_weights(m, lambda q, k: ops.attention(q, k, k, mask, return_weights=True)[1], q, k)
         return out(merge_heads(heads))
@@ -78,6 +78,7 @@ class TensorflowHeads(Pattern):
 
     parts = children(wq=LINEAR, wk=LINEAR, wv=LINEAR, dense=LINEAR)
     keywords = ("need_weights",)
+    roles = (TAKES_NEED_WEIGHTS,)
 
     def matches(self, m: Any) -> bool:
         return super().matches(m) and isinstance(getattr(m, "num_heads", None), int)

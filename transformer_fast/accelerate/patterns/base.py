@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ...dialects._common import LAST_WEIGHTS, LastWeights
 from ...layers import dropout
-from ...layers.hooks import is_plain
+from ...layers.embedding import is_lookup
+from ...layers.hooks import in_role, is_plain
 from ...layers.torch_modules import Embedding
 from ...ops.tensors import is_served
 
@@ -48,6 +49,8 @@ class Part:
     many: bool = False
     optional: bool = False
     returns: int = 0
+    any_class: bool = False
+    """Its class is proven by the probe alone, so it must stay the class that the probe saw."""
 
 
 class Keywords(dict[str, Any]):
@@ -74,6 +77,8 @@ class Pattern:
     named: bool = False
     """Whether ``fused_forward`` gets each argument by its name, with the module's own defaults for those not given, so
     that the module's forward may have ``**kwargs``. Its other arguments must be named as those of ``fused_forward``."""
+    roles: tuple[str, ...] = ()
+    """Roles of ``layers.hooks`` in which a fused parent may compute a module that was swapped by this pattern."""
     passed_on: tuple[str, ...] = ()
     """Arguments of a named ``fused_forward`` that it has among its ``**others``, and passes on as they are."""
 
@@ -137,28 +142,44 @@ class Pattern:
             pattern = pattern_of(member) if part.fused or part.swapped else None
             if pattern is not None and not pattern.fits(member):
                 return False
-        return all(map(is_plain, fused))
+        return self.inlined(m) == getattr(type(m), "inlined", ()) and all(map(is_plain, fused))
+
+    def inlined(self, m: Any) -> tuple[type[nn.Module], ...]:
+        """Return the classes of the children whose work is done here, and which only the probe has compared."""
+        found = (m._modules.get(name) for name, part in self.parts.items() if part.any_class)
+        return tuple(type(child) for child in found if child is not None)
 
 
 _PATTERNS: dict[str, Pattern] = {}
+
+
+SWAPPED = "swapped"
+"""The role of a class that :func:`accelerated_class` made."""
 
 
 class Accelerated:
     """The first base of a swapped class; the last is the class that the module had."""
 
     pattern_and_class: tuple[Pattern, type[nn.Module]]
+    inlined: tuple[type[nn.Module], ...]
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         # The class is made when the program runs, so a pickle says how to make it again.
         _, _, state, *rest = super().__reduce_ex__(protocol)
         pattern, original = type(self).pattern_and_class
         state = {key: None if key == LAST_WEIGHTS else value for key, value in state.items()}
-        return _rebuild, (pattern.name, original), state, *rest
+        return _rebuild, (pattern.name, original, type(self).inlined), state, *rest
+
+
+def accelerated_class(pattern: Pattern, module: nn.Module) -> type[nn.Module]:
+    """Return the class on the fused ops for a module that has this pattern."""
+    return _accelerated_class(pattern, type(module), pattern.inlined(module))
 
 
 @functools.cache
-def accelerated_class(pattern: Pattern, original: type[nn.Module]) -> type[nn.Module]:
-    """The class of ``original``'s modules on the fused ops."""
+def _accelerated_class(
+    pattern: Pattern, original: type[nn.Module], inlined: tuple[type[nn.Module], ...]
+) -> type[nn.Module]:
     parameters = parameters_of(original)
     names = names_of(original) if pattern.named else None
     keywords = [name for name in pattern.keywords if name not in inspect.signature(original.forward).parameters]
@@ -178,18 +199,22 @@ def accelerated_class(pattern: Pattern, original: type[nn.Module]) -> type[nn.Mo
                 return result
         return original.forward(self, *args, **kwargs)
 
-    return type(original.__name__, (Accelerated, *pattern.bases, original), {
+    made = type(original.__name__, (Accelerated, *pattern.bases, original), {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
         "forward": forward,
         "pattern_and_class": (pattern, original),
+        "inlined": inlined,
         **{name: LastWeights() for name in pattern.weights},
     })  # fmt: skip
+    for role in (SWAPPED, *pattern.roles):
+        in_role(role)(made)
+    return made
 
 
-def _rebuild(name: str, original: type[nn.Module]) -> nn.Module:
-    made = accelerated_class(_PATTERNS[name], original)
+def _rebuild(name: str, original: type[nn.Module], inlined: tuple[type[nn.Module], ...] = ()) -> nn.Module:
+    made = _accelerated_class(_PATTERNS[name], original, inlined)
     return made.__new__(made)
 
 
@@ -252,15 +277,16 @@ def parameters_of(original: type[nn.Module]) -> tuple[tuple[str, Any], ...] | No
 
 
 def pattern_of(module: nn.Module) -> Pattern | None:
-    """The pattern by which a module was swapped; None for one that was not."""
-    return type(module).pattern_and_class[0] if isinstance(module, Accelerated) else None
+    """Return the pattern by which a module was swapped; None for one that was not, and for a subclass of its class."""
+    kind = type(module)
+    return kind.pattern_and_class[0] if getattr(kind, SWAPPED, None) is kind else None  # type: ignore[attr-defined]
 
 
 def swapped_by(pattern: Pattern | type[Pattern]) -> Kind:
-    """Whether a module was swapped by a pattern, or by one of a class of them."""
+    """Return a test of a module: it was swapped by a pattern, or by one of a class of them."""
     if isinstance(pattern, Pattern):
-        return lambda m: isinstance(m, Accelerated) and m.pattern_and_class[0] is pattern
-    return lambda m: isinstance(m, Accelerated) and isinstance(m.pattern_and_class[0], pattern)
+        return lambda m: pattern_of(m) is pattern
+    return lambda m: isinstance(pattern_of(m), pattern)
 
 
 def children(**parts: Part) -> Mapping[str, Part]:
@@ -269,12 +295,12 @@ def children(**parts: Part) -> Mapping[str, Part]:
 
 
 ANY = Part(lambda module: True)
-INLINED = Part(lambda module: True, fused=True)
+INLINED = Part(lambda module: True, fused=True, any_class=True)
 """A module of any class that has no parameters, whose work ``fused_forward`` does."""
 LINEAR = Part(lambda module: hasattr(module, "in_features") and hasattr(module, "out_features"))
 """``nn.Linear``, or what another library put in its place, such as a quantised layer; it is called, not looked into."""
 DROPOUT = Part(lambda module: type(module) in dropout.KINDS, fused=True)
-EMBEDDING = Part(lambda module: isinstance(module, Embedding), fused=True)
+EMBEDDING = Part(lambda module: isinstance(module, Embedding) and is_lookup(module), fused=True)
 
 
 def random_keep(*shape: int) -> Tensor:

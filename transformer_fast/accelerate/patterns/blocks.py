@@ -14,43 +14,47 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...layers.dropout import apply_dropout
 from ...layers.dropout import dropout_of_any as fused_dropout
 from ...layers.feed_forward import linear_relu_dropout
 from ...layers.hooks import is_plain
-from ...layers.norm import Unsummed, active_dropout, norm_and_sum
+from ...layers.norm import Unsummed, norm_and_sum
+from ...layers.norm import unsummed as norm_unsummed
 from .base import ANY, DROPOUT, LINEAR, Keywords, Part, Pattern, children, pattern_of, random_keep, swapped_by
 from .norm import NORM, width_of
 
 ATTENTION = Part(lambda module: True, returns=2)
 """Called with whatever the block is given; returns its output and its weights."""
 
-Step = tuple[nn.Module, Callable[[Tensor], Tensor], float]
-"""A norm, the function that it stands before or after, and the probability of the dropout of the function's output."""
+Step = tuple[nn.Module, Callable[[Tensor], Tensor], nn.Module | float]
+"""A norm, the function that it stands before or after, and the dropout of the function's output, or its probability."""
 
 
-def unsummed(x: Tensor, y: Tensor, p: float) -> Unsummed:
-    """``x + dropout(y)``, in the dtype in which PyTorch adds."""
-    return Unsummed(x if x.dtype == y.dtype else x.to(torch.promote_types(x.dtype, y.dtype)), y, p)
+def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:
+    """``x + drop(y)``, not summed yet, in the dtype in which PyTorch adds."""
+    x = x if x.dtype == y.dtype else x.to(torch.promote_types(x.dtype, y.dtype))
+    return norm_unsummed(x, y, drop) if isinstance(drop, nn.Module) else Unsummed(x, y, drop)
 
 
 def run(x: Tensor, steps: Iterable[Step], *, norm_first: bool) -> Tensor:
     """``x + dropout(function(norm(x)))`` or ``norm(x + dropout(function(x)))`` for each step in turn."""
     if not norm_first:
-        for norm, function, p in steps:
-            x, _ = norm_and_sum(norm, unsummed(x, function(x), p))
+        for norm, function, drop in steps:
+            x, _ = norm_and_sum(norm, unsummed(x, function(x), drop))
         return x
     last: Tensor | Unsummed = x
-    for norm, function, p in steps:
+    for norm, function, drop in steps:
         normed, summed = norm_and_sum(norm, last)
-        last = unsummed(summed, function(normed), p)
+        last = unsummed(summed, function(normed), drop)
     return last.summed() if isinstance(last, Unsummed) else last
 
 
-def activated(linear: nn.Module, activation: Any, x: Tensor, p: float) -> Tensor:
-    """``dropout(activation(linear(x)))``."""
+def activated(linear: nn.Module, activation: Any, x: Tensor, drop: nn.Module | float) -> Tensor:
+    """``drop(activation(linear(x)))`` for a dropout, or its probability."""
     if isinstance(activation, nn.Module) and is_plain(activation, nn.ReLU):
-        return linear_relu_dropout(linear, x, p)
-    return fused_dropout(activation(linear(x)), p)
+        return linear_relu_dropout(linear, x, drop)
+    x = activation(linear(x))
+    return apply_dropout(drop, x) if isinstance(drop, nn.Module) else fused_dropout(x, drop)
 
 
 def block_calls(width: int, *names: str) -> Iterable[tuple[Any, ...]]:
@@ -85,7 +89,7 @@ class DenseNorm(Pattern):
         return [(torch.randn(2, 5, m.dense.in_features), torch.randn(2, 5, m.dense.out_features))]
 
     def fused_forward(self, m: Any, x: Tensor, residual: Tensor) -> Tensor:
-        return norm_and_sum(getattr(m, self.norm), unsummed(residual, m.dense(x), active_dropout(m.dropout)))[0]
+        return norm_and_sum(getattr(m, self.norm), unsummed(residual, m.dense(x), m.dropout))[0]
 
 
 class BartEncoderLayer(Pattern):
@@ -170,7 +174,7 @@ class FeedForward(Pattern):
         return [(torch.randn(2, 5, first.in_features if hasattr(first, "in_features") else first.nx),)]
 
     def fused_forward(self, m: Any, x: Tensor) -> Tensor | None:
-        return None if in_chunks(m) else fused_dropout(self.undropped(m, x), active_dropout(m.dropout))
+        return None if in_chunks(m) else apply_dropout(m.dropout, self.undropped(m, x))
 
     def undropped(self, m: Any, x: Tensor) -> Tensor:
         """Its output before the dropout."""
@@ -188,7 +192,7 @@ def feed_forward_step(norm: nn.Module, m: nn.Module) -> Step:
     pattern = pattern_of(m)
     if not isinstance(pattern, FeedForward) or in_chunks(m):
         return norm, m, 0.0
-    return norm, lambda x: pattern.undropped(m, x), active_dropout(m.dropout)
+    return norm, lambda x: pattern.undropped(m, x), m.dropout
 
 
 class Gpt2Block(Pattern):
@@ -252,9 +256,9 @@ class EncoderBlock(Pattern):
 
     def fused_forward(self, m: Any, hidden_states: Tensor, attention_mask: Tensor | None, **others: Any) -> Tensor:
         attention, norm, mlp, last_norm = (getattr(m, name) for name in self.names)
-        p = active_dropout(m.dropout) if self.dropout else 0.0
-        first: Step = (norm, lambda x: attention(x, attention_mask=attention_mask, **others)[0], p)
-        last: Step = (last_norm, mlp, p) if self.dropout else feed_forward_step(last_norm, mlp)
+        drop: nn.Module | float = m.dropout if self.dropout else 0.0
+        first: Step = (norm, lambda x: attention(x, attention_mask=attention_mask, **others)[0], drop)
+        last: Step = (last_norm, mlp, drop) if self.dropout else feed_forward_step(last_norm, mlp)
         return run(hidden_states, (first, last), norm_first=self.norm_first)
 
 

@@ -13,6 +13,7 @@ from ...dialects import d2l
 from ...dialects._common import LAST_WEIGHTS
 from ...dialects.d2l.attention import attend
 from ...dialects.d2l.blocks import run_decoder_block
+from ...layers.hooks import SCALED_DOT_PRODUCT
 from ...masks import AttentionMask
 from ...tracing import is_traced
 from .base import ANY, DROPOUT, EMBEDDING, LINEAR, Part, Pattern, children, parameters_of, swapped_by
@@ -46,6 +47,7 @@ class D2lAttention(Pattern):
     parts = children(dropout=DROPOUT)
     arguments = 4
     weights = ("attention_weights",)
+    roles = (SCALED_DOT_PRODUCT,)
 
     def matches(self, m: Any) -> bool:
         return super().matches(m) and not m._buffers and parameters_of(type(m))[3][0] == "valid_lens"

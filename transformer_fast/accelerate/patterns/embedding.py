@@ -11,21 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from ... import ops
-from ...layers.dropout import dropout_of_any as fused_dropout
-from ...layers.norm import active_dropout
+from ...layers.dropout import apply_dropout, fused_p
+from ...layers.embedding import is_lookup
+from ...layers.hooks import LOOKS_UP
 from ...layers.torch_modules import Embedding
 from ...tracing import sizes
 from .base import DROPOUT, EMBEDDING, INLINED, Pattern, children
 
 
 def embedded(
-    ids: Tensor, embedding: nn.Embedding, table: Tensor, scale: float, dropout: nn.Dropout | None, offset: int = 0
+    ids: Tensor, embedding: nn.Module, table: Tensor, scale: float, dropout: nn.Module | None, offset: int = 0
 ) -> Tensor | None:
     """``dropout(embedding(ids) * scale + table[offset : offset + L])`` in one pass, for a table (max_len, d).
 
-    None where the table does not serve these ids: too short, elsewhere, or of a dtype that decides the result's.
+    None where the embedding or the dropout must be called, and where the table does not serve these ids: it is too
+    short, on another device, or of a dtype that decides the result's.
     """
-    weight, p = embedding.weight, 0.0 if dropout is None else active_dropout(dropout)
+    p = 0.0 if dropout is None else fused_p(dropout)
+    if p is None or not is_lookup(embedding):
+        return None
+    weight = embedding.weight
     fits = table.dim() == 2 and offset + sizes(ids)[-1] <= sizes(table)[0] and table.device == ids.device
     if not fits or torch.promote_types(table.dtype, weight.dtype) != weight.dtype:
         return None
@@ -81,9 +86,11 @@ class Positional(Pattern):
         fits = x.dim() == 3 and sizes(x)[axis] <= sizes(table)[0] and x.device == table.device
         if offset or not fits or torch.promote_types(x.dtype, table.dtype) != x.dtype:
             return None
+        if (p := fused_p(m.dropout)) is None:
+            return None
         if axis == 1:
-            return ops.add_positional(x, table, 0, active_dropout(m.dropout))
-        return ops.add_positional(x.transpose(0, 1), table, 0, active_dropout(m.dropout)).transpose(0, 1)
+            return ops.add_positional(x, table, 0, p)
+        return ops.add_positional(x.transpose(0, 1), table, 0, p).transpose(0, 1)
 
 
 _SEGMENT = dataclasses.replace(EMBEDDING, optional=True)
@@ -109,7 +116,7 @@ class BertEmbedding(Pattern):
         x = embedded(ids, m.token, m.position.pe[0], 1.0, m.dropout if segment is None else None)
         if x is None or segment is None:
             return x
-        return fused_dropout(x + segment(*labels), active_dropout(m.dropout))
+        return apply_dropout(m.dropout, x + segment(*labels))
 
 
 class TokenEmbedding(Pattern):
@@ -117,6 +124,7 @@ class TokenEmbedding(Pattern):
 
     parameters = frozenset(("weight",))
     bases = (Embedding,)
+    roles = (LOOKS_UP,)
 
     def matches(self, m: Any) -> bool:
         if not isinstance(m, nn.Embedding) or type(m).forward is not nn.Embedding.forward or not super().matches(m):

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layers.dropout import dropout_of_any as fused_dropout
+from ...layers.dropout import apply_dropout
 from ...layers.feed_forward import linear_relu_dropout
-from ...layers.norm import active_dropout
 from .base import ANY, DROPOUT, INLINED, LINEAR, Pattern
 
 
@@ -26,8 +25,7 @@ class FeedForward(Pattern):
         return [(torch.randn(2, 5, getattr(m, self.first).in_features),)]
 
     def fused_forward(self, m: Any, x: Tensor) -> Tensor:
-        p = active_dropout(m.dropout) if "dropout" in self.parts else 0.0
-        return getattr(m, self.second)(linear_relu_dropout(getattr(m, self.first), x, p))
+        return getattr(m, self.second)(linear_relu_dropout(getattr(m, self.first), x, m._modules.get("dropout")))
 
 
 class ActivatedFeedForward(FeedForward):
@@ -35,7 +33,7 @@ class ActivatedFeedForward(FeedForward):
 
     def fused_forward(self, m: Any, x: Tensor) -> Tensor:
         inner = m.activation(getattr(m, self.first)(x))
-        return getattr(m, self.second)(fused_dropout(inner, active_dropout(m.dropout)))
+        return getattr(m, self.second)(apply_dropout(m.dropout, inner))
 
 
 PATTERNS = (

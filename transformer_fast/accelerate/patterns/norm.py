@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ... import ops
-from ...layers.dropout import dropout_of_any as fused_dropout
-from ...layers.norm import active_dropout
+from ...layers.dropout import apply_dropout
+from ...layers.hooks import TAKES_RESIDUAL
+from ...layers.norm import norm_and_sum, unsummed
 from ...layers.torch_modules import LayerNorm, RMSNorm
 from .base import DROPOUT, Part, Pattern, children, pattern_of
 
@@ -21,6 +22,7 @@ class Norm(Pattern):
 
     arguments = 1
     keywords = ("residual", "dropout_p")
+    roles = (TAKES_RESIDUAL,)
     eps = "eps"
 
     def __init__(self, name: str, gain: str, shift: str, kind: str = "std") -> None:
@@ -54,7 +56,7 @@ def width_of(norm: nn.Module) -> int | None:
     """The width of a norm that takes the residual addition along; None for any other module."""
     if isinstance(pattern := pattern_of(norm), Norm):
         return getattr(norm, pattern.gain).shape[0]
-    swapped = isinstance(norm, LayerNorm | RMSNorm)
+    swapped = type(norm) in (LayerNorm, RMSNorm)
     return norm.normalized_shape[0] if swapped and len(norm.normalized_shape) == 1 else None
 
 
@@ -70,14 +72,14 @@ class Sublayer(Pattern):
         return [(torch.randn(2, 5, width_of(m.norm)), lambda x: torch.tanh(x) + 0.5)]
 
     def fused_forward(self, m: Any, x: Tensor, sublayer: Any) -> Tensor:
-        return fused_dropout(sublayer(m.norm(x)), active_dropout(m.dropout), residual=x)
+        return apply_dropout(m.dropout, sublayer(m.norm(x)), residual=x)
 
 
 class PostNormSublayer(Sublayer):
     """``norm(x + dropout(sublayer(x)))``."""
 
     def fused_forward(self, m: Any, x: Tensor, sublayer: Any) -> Tensor:
-        return m.norm(sublayer(x), residual=x, dropout_p=active_dropout(m.dropout))[0]
+        return norm_and_sum(m.norm, unsummed(x, sublayer(x), m.dropout))[0]
 
 
 class AddNorm(Pattern):
@@ -89,7 +91,7 @@ class AddNorm(Pattern):
         return [(torch.randn(2, 5, width_of(m.ln)), torch.randn(2, 5, width_of(m.ln)))]
 
     def fused_forward(self, m: Any, x: Tensor, y: Tensor) -> Tensor:
-        return m.ln(y, residual=x, dropout_p=active_dropout(m.dropout))[0]
+        return norm_and_sum(m.ln, unsummed(x, y, m.dropout))[0]
 
 
 PATTERNS = (

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers.dropout import dropout_of_any as fused_dropout
-from ...layers.norm import Sublayer, Unsummed, active_dropout, norm_and_sum, pre_norm
+from ...layers.dropout import apply_dropout
+from ...layers.norm import Sublayer, Unsummed, norm_and_sum, pre_norm
 from .attention import BERT, Heads
 from .base import ANY, DROPOUT, Part, Pattern, pattern_of, random_keep, swapped_by
 from .layer import decoder_calls, encoder_calls
@@ -88,6 +88,8 @@ class BertBlock(AnnotatedLayer):
         connection = Part(swapped_by(SUBLAYER), fused=True)
         others = {"input_sublayer": connection, "output_sublayer": connection, "dropout": DROPOUT}
         super().__init__(name, 2, "attention", heads=BERT, **others)
+        # Some authors call attention.forward, which runs no hooks. With hooks, the author's own code runs.
+        self.parts["attention"] = Part(swapped_by(BERT), fused=True)
 
     def connections(self, m: Any) -> list[nn.Module]:
         return [m.input_sublayer, m.output_sublayer]
@@ -97,7 +99,7 @@ class BertBlock(AnnotatedLayer):
         return (x, None), (x, random_keep(2, 1, 1, 5))
 
     def fused_forward(self, m: Any, x: Tensor, *args: Any) -> Tensor:
-        return fused_dropout(super().fused_forward(m, x, *args), active_dropout(m.dropout))
+        return apply_dropout(m.dropout, super().fused_forward(m, x, *args))
 
 
 ENCODER_LAYER = AnnotatedLayer("AnnotatedEncoderLayer", 2, "self_attn")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layers.dropout import dropout_of_any as fused_dropout
-from ...layers.norm import active_dropout, norm_and_sum
+from ...layers.dropout import apply_dropout
+from ...layers.norm import norm_and_sum
 from .base import ANY, DROPOUT, LINEAR, Part, Pattern, children, pattern_of, swapped_by
 from .blocks import activated, block_calls, unsummed
 from .norm import NORM, width_of
@@ -27,11 +27,11 @@ class T5Dense(Pattern):
         return [(torch.randn(2, 5, getattr(m, self.inner[0]).in_features),)]
 
     def fused_forward(self, m: Any, x: Tensor) -> Tensor | None:
-        weight, p = getattr(m.wo, "weight", None), active_dropout(m.dropout)
+        weight = getattr(m.wo, "weight", None)
         if not isinstance(weight, Tensor) or not weight.is_floating_point():  # a quantised layer
             return None
         first, *gate = (getattr(m, name) for name in self.inner)
-        y = fused_dropout(m.act(first(x)) * gate[0](x), p) if gate else activated(first, m.act, x, p)
+        y = apply_dropout(m.dropout, m.act(first(x)) * gate[0](x)) if gate else activated(first, m.act, x, m.dropout)
         return m.wo(y.to(weight.dtype))  # which may be float32 where the others are not
 
 
@@ -48,7 +48,7 @@ class T5FeedForward(T5Sublayer):
         return [(torch.randn(2, 5, width_of(m.layer_norm)),)]
 
     def fused_forward(self, m: Any, x: Tensor) -> Tensor:
-        return unsummed(x, m.DenseReluDense(m.layer_norm(x)), active_dropout(m.dropout)).summed()
+        return unsummed(x, m.DenseReluDense(m.layer_norm(x)), m.dropout).summed()
 
 
 class T5Attention(T5Sublayer):
@@ -75,7 +75,7 @@ class T5Attention(T5Sublayer):
         self, m: Any, hidden_states: Tensor, attention_mask: Tensor | None, **others: Any
     ) -> tuple[Any, ...]:
         y, *rest = getattr(m, self.attention)(m.layer_norm(hidden_states), mask=attention_mask, **others)
-        return unsummed(hidden_states, y, active_dropout(m.dropout)).summed(), *rest
+        return unsummed(hidden_states, y, m.dropout).summed(), *rest
 
 
 SELF_ATTENTION = T5Attention("T5SelfAttention", "SelfAttention")
@@ -124,14 +124,14 @@ class T5Block(Pattern):
         others["past_key_values"] = past_key_values
         normed = own.layer_norm(hidden_states)
         y, bias, _ = own.SelfAttention(normed, mask=attention_mask, position_bias=position_bias, **others)
-        x, cross_bias = unsummed(hidden_states, y, active_dropout(own.dropout)), None
+        x, cross_bias = unsummed(hidden_states, y, own.dropout), None
         if encoder_hidden_states is not None:
             others |= {"key_value_states": encoder_hidden_states, "mask": encoder_attention_mask}
             normed, summed = norm_and_sum(cross.layer_norm, x)
             y, cross_bias, _ = cross.EncDecAttention(normed, position_bias=encoder_decoder_position_bias, **others)
-            x = unsummed(summed, y, active_dropout(cross.dropout))
+            x = unsummed(summed, y, cross.dropout)
         normed, summed = norm_and_sum(ff.layer_norm, x)
-        x = unsummed(summed, ff.DenseReluDense(normed), active_dropout(ff.dropout))
+        x = unsummed(summed, ff.DenseReluDense(normed), ff.dropout)
         return x.summed(), bias, cross_bias
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...dialects import tensorflow
 from ...dialects.tensorflow.models import through_decoder
+from ...layers.hooks import TAKES_NEED_WEIGHTS
 from .attention import TensorflowHeads
 from .base import ANY, DROPOUT, EMBEDDING, Part, Pattern, random_keep, swapped_by
 from .embedding import embedded, random_ids
@@ -37,6 +38,7 @@ class TensorflowLayer(Pattern):
     def __init__(self, name: str, layer: type[nn.Module], *attentions: str) -> None:
         super().__init__(name)
         self.layer, self.decodes = layer, len(attentions) > 1
+        self.roles = (TAKES_NEED_WEIGHTS,) if self.decodes else ()
         self.parts = {
             **dict.fromkeys(attentions, Part(swapped_by(TensorflowHeads), fused=not self.decodes)),
             "ffn": ANY,
@@ -77,7 +79,8 @@ class TensorflowStack(Pattern):
         if x is None:
             return None
         if self.decodes:
-            return through_decoder(m.dec_layers, x, *inputs)
+            memory, *masks = (*inputs, None, None)[:3]
+            return through_decoder(m.dec_layers, x, memory, [tuple(masks)] * len(m.dec_layers))
         for layer in m.enc_layers:
             x = layer(x, *inputs)
         return x

@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ...layers.attention import attend as attend_with
+from ...layers.hooks import SCALED_DOT_PRODUCT, has_role, in_role
 from ...layers.linear import apply_linear
-from ...layers.norm import active_dropout
 from ...masks import AttentionMask
 from ...ops.attention import attention
 from .._common import (
@@ -37,6 +38,7 @@ class _Attention(nn.Module):
         return {**super().__getstate__(), LAST_WEIGHTS: None}
 
 
+@in_role(SCALED_DOT_PRODUCT)
 class DotProductAttention(_Attention):
     """Scaled dot-product attention (Vaswani et al., 2017, section 3.2.1).
 
@@ -57,7 +59,7 @@ class DotProductAttention(_Attention):
 def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
     """What a :class:`DotProductAttention` does with heads: q (B, H, Lq, d), k and v (B, H, Lk, d) -> (B, H, Lq, d)."""
     leave_weights(module, lambda q, k: attention(q, k, k, mask, return_weights=True)[1].flatten(0, 1), q, k)
-    return attention(q, k, v, mask, dropout_p=active_dropout(module.dropout))
+    return attend_with(module.dropout, q, k, v, mask)
 
 
 class AdditiveAttention(_Attention):
@@ -85,7 +87,7 @@ class AdditiveAttention(_Attention):
         mask = lengths_mask("AdditiveAttention", valid_lens, *queries.shape[:2])
         scores = additive_scores(apply_linear(self.W_q, queries), apply_linear(self.W_k, keys), self.w_v)
         leave_weights(self, lambda scores: masked_softmax(scores, mask), scores)
-        return attend_by_scores(scores, values, mask, dropout_p=active_dropout(self.dropout))[0]
+        return attend_by_scores(scores, values, mask, dropout=self.dropout)[0]
 
 
 MLPAttention = AdditiveAttention
@@ -129,7 +131,12 @@ class MultiHeadAttention(nn.Module):
         _three_axes("MultiHeadAttention", queries, keys, values)
         mask = lengths_mask("MultiHeadAttention", valid_lens, *queries.shape[:2])
         q, k, v = project_heads((self.W_q, self.W_k, self.W_v), (queries, keys, values), self.num_heads)
-        return apply_linear(self.W_o, merge_heads(attend(self.attention, q, k, v, mask)))
+        if has_role(self.attention, SCALED_DOT_PRODUCT):
+            return apply_linear(self.W_o, merge_heads(attend(self.attention, q, k, v, mask)))
+        if isinstance(valid_lens, Tensor):
+            valid_lens = valid_lens.repeat_interleave(self.num_heads, dim=0)
+        heads = self.attention(*(t.flatten(0, 1) for t in (q, k, v)), valid_lens)
+        return apply_linear(self.W_o, merge_heads(heads.unflatten(0, (-1, self.num_heads))))
 
 
 def linear(size: int | None, outputs: int, bias: bool = True) -> nn.Linear:

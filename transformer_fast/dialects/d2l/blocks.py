@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.linear import apply_linear
-from ...layers.norm import LayerNorm, active_dropout
+from ...layers.norm import LayerNorm, norm_and_sum, unsummed
 from ...masks import AttentionMask
 from ...tracing import sizes
 from .attention import MultiHeadAttention, linear
@@ -65,7 +65,7 @@ class AddNorm(nn.Module):
         """X and Y (..., d) of one shape -> (..., d)."""
         if sizes(X) != sizes(Y):
             raise ValueError(f"AddNorm: X and Y must have one shape, got {tuple(X.shape)} and {tuple(Y.shape)}")
-        return self.ln(Y, residual=X, dropout_p=active_dropout(self.dropout))[0]
+        return norm_and_sum(self.ln, unsummed(X, Y, self.dropout))[0]
 
 
 class EncoderBlock(nn.Module):

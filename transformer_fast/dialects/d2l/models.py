@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...layers.embedding import PositionalEncoder
+from ...layers.hooks import is_plain
 from ...layers.linear import apply_linear
 from .._common import embed_with_positions
 from .blocks import DecoderBlock, EncoderBlock, State
@@ -42,9 +43,12 @@ class _Stack(nn.Module):
         self.pos_encoding = PositionalEncoding(num_hiddens, dropout)
 
     def embedded(self, ids: Tensor, offset: int = 0) -> Tensor:
-        """ids (B, L), the first at position ``offset`` -> (B, L, num_hiddens), in one pass."""
+        """ids (B, L), the first at position ``offset`` -> (B, L, num_hiddens); one pass where all parts are plain."""
         positions, scale = self.pos_encoding, math.sqrt(self.num_hiddens)
-        return embed_with_positions(ids, self.embedding, positions, positions.dropout, scale=scale, offset=offset)
+        if is_plain(positions, PositionalEncoding):
+            return embed_with_positions(ids, self.embedding, positions, positions.dropout, scale=scale, offset=offset)
+        x = self.embedding(ids) * scale
+        return positions(x, offset) if offset else positions(x)
 
 
 class TransformerEncoder(_Stack):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import backends
+from ...layers.hooks import TAKES_NEED_WEIGHTS, has_role, in_role
 from ...layers.linear import apply_linear
 from ...masks import AttentionMask
 from ...tracing import is_traced
@@ -37,6 +38,7 @@ def scaled_dot_product_attention(
     return attend(where, q, k, v, blocked_mask(where, mask, q.dim()), return_weights=need_weights)
 
 
+@in_role(TAKES_NEED_WEIGHTS)
 class MultiHeadAttention(nn.Module):
     """Multi-head attention (Vaswani et al., 2017, section 3.2.2) without attention dropout; note the order v, k, q.
 
@@ -66,6 +68,11 @@ class MultiHeadAttention(nn.Module):
         q, k, v = project_heads((self.wq, self.wk, self.wv), (q, k, v), self.num_heads)
         out, weights = attend("MultiHeadAttention", q, k, v, mask, return_weights=need_weights)
         return apply_linear(self.dense, merge_heads(out)), weights
+
+
+def needs(module: nn.Module, need_weights: bool) -> dict[str, bool]:
+    """Return ``need_weights`` as an argument for an attention or layer that takes it, else no argument."""
+    return {"need_weights": need_weights} if has_role(module, TAKES_NEED_WEIGHTS) else {}
 
 
 def blocked_mask(where: str, mask: BlockedMask, axes: int = 4) -> AttentionMask | None:

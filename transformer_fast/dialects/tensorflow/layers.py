@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from ...layers.hooks import TAKES_NEED_WEIGHTS, in_role
 from ...layers.linear import apply_in_order
-from ...layers.norm import LayerNorm, active_dropout
-from .attention import BlockedMask, MultiHeadAttention
+from ...layers.norm import LayerNorm, norm_and_sum, unsummed
+from .attention import BlockedMask, MultiHeadAttention, needs
 
 EPSILON = 1e-6
 
@@ -35,11 +36,12 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, mask: BlockedMask = None) -> Tensor:
         """x (B, L, d_model); mask as for :func:`scaled_dot_product_attention` -> (B, L, d_model)."""
-        attended, _ = self.mha(x, x, x, mask, need_weights=False)
-        x, _ = self.layernorm1(attended, residual=x, dropout_p=active_dropout(self.dropout1))
-        return self.layernorm2(apply_in_order(self.ffn, x), residual=x, dropout_p=active_dropout(self.dropout2))[0]
+        attended, _ = self.mha(x, x, x, mask, **needs(self.mha, False))
+        x, _ = norm_and_sum(self.layernorm1, unsummed(x, attended, self.dropout1))
+        return norm_and_sum(self.layernorm2, unsummed(x, apply_in_order(self.ffn, x), self.dropout2))[0]
 
 
+@in_role(TAKES_NEED_WEIGHTS)
 class DecoderLayer(nn.Module):
     """Masked self-attention, attention to the encoder's output and feed-forward.
 
@@ -71,9 +73,9 @@ class DecoderLayer(nn.Module):
 
         look_ahead_mask is over x, padding_mask over enc_output; each as for :func:`scaled_dot_product_attention`.
         """
-        attended, weights_1 = self.mha1(x, x, x, look_ahead_mask, need_weights=need_weights)
-        x, _ = self.layernorm1(attended, residual=x, dropout_p=active_dropout(self.dropout1))
-        attended, weights_2 = self.mha2(enc_output, enc_output, x, padding_mask, need_weights=need_weights)
-        x, _ = self.layernorm2(attended, residual=x, dropout_p=active_dropout(self.dropout2))
-        x, _ = self.layernorm3(apply_in_order(self.ffn, x), residual=x, dropout_p=active_dropout(self.dropout3))
+        attended, weights_1 = self.mha1(x, x, x, look_ahead_mask, **needs(self.mha1, need_weights))
+        x, _ = norm_and_sum(self.layernorm1, unsummed(x, attended, self.dropout1))
+        attended, weights_2 = self.mha2(enc_output, enc_output, x, padding_mask, **needs(self.mha2, need_weights))
+        x, _ = norm_and_sum(self.layernorm2, unsummed(x, attended, self.dropout2))
+        x, _ = norm_and_sum(self.layernorm3, unsummed(x, apply_in_order(self.ffn, x), self.dropout3))
         return x, weights_1, weights_2

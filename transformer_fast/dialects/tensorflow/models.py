@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
 from ...layers.embedding import SinusoidalTable
+from ...layers.hooks import is_plain
 from ...layers.linear import apply_linear
 from .._common import embed_with_positions
-from .attention import BlockedMask, blocked_mask
+from .attention import BlockedMask, blocked_mask, needs
 from .layers import DecoderLayer, EncoderLayer
 
 
@@ -59,10 +61,10 @@ class Encoder(_Stack):
 
     def forward(self, x: Tensor, mask: BlockedMask = None) -> Tensor:
         """ids (B, L_inp); mask such as :func:`create_padding_mask` -> (B, L_inp, d_model)."""
-        mask = blocked_mask("Encoder", mask)
+        normal = blocked_mask("Encoder", mask)
         x = self.embedded(x)
         for layer in self.enc_layers:
-            x = layer(x, mask)
+            x = layer(x, normal if is_plain(layer, EncoderLayer) else mask)
         return x
 
 
@@ -97,9 +99,10 @@ class Decoder(_Stack):
         The names are ``decoder_layer1_block1`` (to itself), ``decoder_layer1_block2`` (to the encoder) and so on, each
         (B, num_heads, L_tar, L_tar or L_inp); None instead of all of them without ``need_weights``.
         """
-        look_ahead_mask, padding_mask = blocked_mask("Decoder", look_ahead_mask), blocked_mask("Decoder", padding_mask)
-        x = self.embedded(x)
-        x, weights = through_decoder(self.dec_layers, x, enc_output, look_ahead_mask, padding_mask, need_weights)
+        given = look_ahead_mask, padding_mask
+        normal = tuple(blocked_mask("Decoder", mask) for mask in given)
+        masks = [normal if is_plain(layer, DecoderLayer) else given for layer in self.dec_layers]
+        x, weights = through_decoder(self.dec_layers, self.embedded(x), enc_output, masks, need_weights)
         return x, weights if need_weights else None
 
 
@@ -107,14 +110,13 @@ def through_decoder(
     layers: nn.ModuleList,
     x: Tensor,
     enc_output: Tensor,
-    look_ahead_mask: BlockedMask = None,
-    padding_mask: BlockedMask = None,
+    masks: Sequence[tuple[BlockedMask, BlockedMask]],
     need_weights: bool = True,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Decoder layers one after the other: what leaves the last one, and the weights of all by name."""
+    """Run decoder layers, each with its look-ahead and padding mask. Return the output, and all weights by name."""
     weights = {}
-    for number, layer in enumerate(layers, start=1):
-        x, *both = layer(x, enc_output, look_ahead_mask, padding_mask, need_weights=need_weights)
+    for number, (layer, both_masks) in enumerate(zip(layers, masks, strict=True), start=1):
+        x, *both = layer(x, enc_output, *both_masks, **needs(layer, need_weights))
         weights |= {f"decoder_layer{number}_block{block}": w for block, w in enumerate(both, start=1)}
     return x, weights
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from ...layers.linear import apply_linear, is_linear
 from ...ops.linear import linear
@@ -14,7 +14,7 @@ from .attention import BlockedMask, blocked_mask
 class AdditiveAttention(nn.Module):
     """Attention with the additive score ``v^T tanh(W [k; q])`` (Bahdanau, Cho and Bengio, 2015), not scaled.
 
-    ``W`` acts on key and query one after the other, so each is projected once, not once for every pair.
+    A plain ``W`` acts on keys and queries one after the other, so each is projected once, not once per pair.
 
     Args:
         units: width of the hidden layer.
@@ -37,9 +37,11 @@ class AdditiveAttention(nn.Module):
         if is_linear(self.W):
             query = linear(q, self.W.weight[:, self.key_size :])
             key = linear(k, self.W.weight[:, : self.key_size])
-        else:  # such as a quantised one: zeros stand for the other half of its input
-            query, key = self.W(F.pad(q, (self.key_size, 0))), self.W(F.pad(k, (0, self.query_size)))
-        scores = additive_scores(query, key, self.v)
+            scores = additive_scores(query, key, self.v)
+        else:
+            shape = k.shape[0], q.shape[1], k.shape[1], -1
+            pairs = torch.cat((k.unsqueeze(1).expand(shape), q.unsqueeze(2).expand(shape)), -1)
+            scores = self.v(torch.tanh(self.W(pairs))).squeeze(-1)
         mask = blocked_mask("AdditiveAttention", mask, 3)
         return attend_by_scores(scores, v, mask, return_weights=need_weights)
 

@@ -1,0 +1,189 @@
+"""A fused parent computes a child without calling it only where nobody would see the difference.
+
+Every parent of the package, every child it has, every change that people make to a child: outputs and gradients are
+those of the unfused module with the same change. The combinations come from the code.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from changed_children import CHANGES, Change, Kept, NotApplicable
+from fused_parents import PARENTS, TORCH, fused, plain
+from handwritten_forms import fresh
+from torch import Tensor, nn
+
+from transformer_fast import dialects, layers
+from transformer_fast.accelerate import engine, patterns
+from transformer_fast.accelerate.patterns.base import pattern_of
+from transformer_fast.accelerate.probe import probe, signature
+
+MODES = ("training", "evaluation", "no gradients")
+
+
+_FOUND: dict[Any, str | None] = {}
+
+
+@pytest.fixture(autouse=True)
+def _probe_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare each structure once in a process: the signature of a module decides what its probe finds."""
+
+    def probe_once(module: nn.Module, pattern: Any) -> str | None:
+        key = pattern, signature(module, pattern)
+        if key not in _FOUND:
+            _FOUND[key] = probe(module, pattern)
+        return _FOUND[key]
+
+    monkeypatch.setattr(engine, "probe", probe_once)
+
+
+def tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [t for inner in values for t in tensors(inner)]
+
+
+def run(module: nn.Module, arguments: tuple[Any, ...], mode: str) -> list[Tensor]:
+    """Return outputs, and in a mode with gradients those of all inputs and parameters."""
+    module.train(mode == "training")
+    for m in module.modules():
+        if isinstance(getattr(m, "kept", None), Kept):
+            m.kept.pairs.clear()
+    given = tuple(map(fresh, arguments))
+    inputs = [t for t in tensors(given) if t.requires_grad]
+    before = [t.detach().clone() for t in tensors(given)]
+    with torch.set_grad_enabled(mode != "no gradients"):
+        outs = tensors(module(*given))
+    gradients: tuple[Tensor | None, ...] = ()
+    if mode != "no gradients" and outs[0].requires_grad:
+        wanted = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
+        weights = torch.linspace(-1, 1, outs[0].numel()).view_as(outs[0])
+        gradients = torch.autograd.grad((outs[0] * weights).sum(), wanted, allow_unused=True)
+    assert all(map(torch.equal, before, tensors(arguments))), "an argument was written to"
+    for m in module.modules():
+        if isinstance(getattr(m, "kept", None), Kept):
+            m.kept.assert_untouched()
+    return [*outs, *(torch.zeros(()) if grad is None else grad for grad in gradients)]
+
+
+def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
+    if len(actual) != len(expected):
+        return False
+    for a, b in zip(actual, expected):
+        if a.dim() == 0 or b.dim() == 0:  # no gradient on one side is a gradient of zeros on the other
+            a, b = torch.broadcast_tensors(a, b)
+        if a.shape != b.shape or not torch.allclose(a, b, atol=2e-4, rtol=2e-3):
+            return False
+    return True
+
+
+def changed(module: nn.Module, path: str, change: Change) -> nn.Module:
+    module = copy.deepcopy(module)
+    change(module, path)
+    return module
+
+
+def eager(module: nn.Module, arguments: tuple[Any, ...], mode: str) -> list[Tensor]:
+    """Run a plain module so that it calls every child: PyTorch's fast path for encoder layers calls none."""
+    enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        return run(module, arguments, mode)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(enabled)
+
+
+WITH_CHILDREN = [name for name, parent in PARENTS.items() if any(True for _ in parent.make().children())]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("name", WITH_CHILDREN)
+def test_a_changed_child_is_not_passed_over(name: str, change: Change) -> None:
+    parent = PARENTS[name]
+    base = plain(parent)
+    arguments = parent.arguments()
+    swapped = fused(parent, base)
+    wrong = []
+    for path, _ in list(base.named_modules())[1:]:
+        try:
+            reference = changed(base, path, change)
+        except NotApplicable:
+            continue
+        sides = {"after": changed(swapped, path, change)}
+        if parent.fuse is None:
+            sides["before"] = fused(parent, reference)
+        for mode in MODES:
+            try:
+                expected = eager(reference, arguments, mode)
+            except Exception:  # such a child does not fit here, whoever computes the parent
+                continue
+            for when, module in sides.items():
+                try:
+                    right = same(run(module, arguments, mode), expected)
+                except Exception as error:
+                    right = False
+                    when += f" ({type(error).__name__}: {error})"
+                wrong += [] if right else [f"{path}, {when}, {mode}"]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_every_change_shows(change: Change) -> None:
+    """A change that nobody could see would prove nothing above."""
+    parent = PARENTS["layers FeedForward"]
+    base, arguments = plain(parent), parent.arguments()
+    if change.__name__ == "keeps_its_output":
+        reference = changed(base, "linear_1", change)
+        run(reference, arguments, "evaluation")
+        reference.linear_1.kept.pairs[0][0].data.add_(1.0)
+        with pytest.raises(AssertionError):
+            reference.linear_1.kept.assert_untouched()
+        return
+    path = "linear_1" if change.__name__ in ("parametrization", "weight_norm") else "dropout"
+    if change.__name__ in ("identity", "returns_its_input"):  # a dropout that drops nothing returns its input, too
+        base.dropout.p = 1.0
+    expected = run(base, arguments, "training")
+    assert not same(run(changed(base, path, change), arguments, "training"), expected)
+
+
+def test_every_fused_parent_is_among_the_parents() -> None:
+    """A new class of torch that is swapped, a new pattern, layer or dialect must be given an example."""
+    torch_kinds = {name.partition(",")[0] for name in TORCH}
+    assert torch_kinds == {kind.__name__ for kind in engine._TORCH}
+    modules = {"layers": layers, **{f"dialects {name}": getattr(dialects, name) for name in dialects.__all__}}
+    for prefix, module in modules.items():
+        for name in module.__all__:
+            kind = getattr(module, name)
+            if inspect.isclass(kind) and issubclass(kind, nn.Module):
+                full = f"{prefix} {name}" if prefix == "layers" else f"{prefix}.{name}"
+                assert full in PARENTS or _has_no_children(kind), f"{full} needs an example in fused_parents.py"
+    known = {pattern.name for pattern in patterns.PATTERNS if pattern.parts}
+    found = set()
+    for parent in PARENTS.values():
+        if parent.fuse is None:
+            module = fused(parent, plain(parent))
+            found |= {pattern.name for m in module.modules() if (pattern := pattern_of(m)) is not None}
+    assert known <= found, f"patterns without an example in fused_parents.py: {known - found}"
+
+
+def _has_no_children(kind: type[nn.Module]) -> bool:
+    return kind.__name__ in CHILDLESS
+
+
+CHILDLESS = {
+    "LayerNorm",
+    "Linear",
+    "Norm",
+    "RMSNorm",
+    "Attention",
+    "PositionalEmbedding",
+    "TokenEmbedding",
+    "MLPAttention",
+    "EncoderDecoder",
+}
+"""Classes without a child; another name of AdditiveAttention; a parent that only calls."""
