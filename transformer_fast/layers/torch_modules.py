@@ -47,7 +47,7 @@ class LayerNorm(_norm.LayerNorm):
             return norm_by_torch(nn.LayerNorm, self, input, residual, dropout_p)
         if residual is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
             input = input.to(torch.promote_types(input.dtype, torch.float32))
-        return ops.layer_norm(input, self.weight, self.bias, self.eps, residual=residual, dropout_p=dropout_p)
+        return super().forward(input, residual=residual, dropout_p=dropout_p)
 
 
 @in_role(TAKES_RESIDUAL)
@@ -65,7 +65,7 @@ class RMSNorm(_norm.RMSNorm):
             return norm_by_torch(nn.RMSNorm, self, x, residual, dropout_p)
         if residual is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
-        return ops.layer_norm(x, self.weight, None, self.eps, kind="rms", residual=residual, dropout_p=dropout_p)
+        return super().forward(x, residual=residual, dropout_p=dropout_p)
 
 
 @in_role(LOOKS_UP)
