@@ -161,7 +161,7 @@ def test_callers(versus, name, training, device):
     torch.manual_seed(0)
     before = CALLERS[name]().to(device).train(training)
     after = copy.deepcopy(before)
-    assert tfast.accelerate(after).swapped
+    assert tfast.accelerate(after, fused_loss=True).swapped
 
     def check(inputs):
         with torch.no_grad():
@@ -250,7 +250,7 @@ def test_hugging_face(versus, name, training, device):
     before = getattr(transformers, kind)(config).to(device).train(training)
     sdpa, after = copy.deepcopy(before), copy.deepcopy(before)
     sdpa.set_attn_implementation("sdpa")
-    assert tfast.accelerate(after).swapped
+    assert tfast.accelerate(after, fused_loss=True).swapped
 
     def check(given):
         with torch.no_grad():

@@ -36,7 +36,7 @@ def pair(dtype: torch.dtype = torch.float64, **options: bool) -> tuple[Gpt, Gpt]
     """An eager model and an accelerated copy."""
     eager = Gpt(**options).to(dtype)
     fast = copy.deepcopy(eager)
-    report = tfast.accelerate(fast)
+    report = tfast.accelerate(fast, fused_loss=True)
     assert [row.now for row in report.swapped if row.path == "lm_head"] == ["fused loss"]
     return eager, fast
 

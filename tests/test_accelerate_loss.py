@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import operator
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -272,3 +273,25 @@ def test_half_precision(dtype: torch.dtype, upcast: bool) -> None:
     largest = max(float(g.abs().max()) for g in gradients(exact))
     assert errors[1] <= 2 * errors[0] + 4 * torch.finfo(dtype).eps * largest
     assert abs((losses[1] - losses[2]).item()) <= 2 * abs((losses[0] - losses[2]).item()) + 8 * torch.finfo(dtype).eps
+
+
+IN_PLACE: dict[str, Callable[[Tensor], Any]] = {
+    "/=": lambda loss: operator.itruediv(loss, 4),
+    "*=": lambda loss: operator.imul(loss, 0.5),
+    "+=": lambda loss: operator.iadd(loss, 1.0),
+    "mul_": lambda loss: loss.mul_(3.0),
+    "twice": lambda loss: loss.div_(2).add_(loss.detach()),
+}
+
+
+@pytest.mark.parametrize("change", IN_PLACE.values(), ids=IN_PLACE)
+def test_a_loss_that_is_changed_in_place(change: Callable[[Tensor], Any]) -> None:
+    """As in the loops that people write, where the loss is scaled for accumulation."""
+
+    def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(logits, targets)
+        change(loss)
+        return loss
+
+    logits, _ = both(loss_fn)
+    assert not logits.node.is_read()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_fast as tfast
-from transformer_fast.accelerate import output_layer
+from transformer_fast.accelerate import lazy_logits, output_layer
 from transformer_fast.accelerate.lazy_logits import LazyLogits
 
 
@@ -119,12 +119,12 @@ def test_a_compiled_loss_of_lazy_logits() -> None:
 def test_the_report_and_undo() -> None:
     m = Gpt()
     names = list(m.state_dict())
-    report = tfast.accelerate(m)
+    report = tfast.accelerate(m, fused_loss=True)
     assert type(m.lm_head) is output_layer.OutputLayer and list(m.state_dict()) == names
     assert repr(m.lm_head) == f"Linear(in_features={D}, out_features={V}, bias=False)"
     row = next(row for row in report.rows if row.path == "lm_head")
     assert (row.was, row.now) == ("nn.Linear", "fused loss") and report.plain["Linear"] == 1
-    again = tfast.accelerate(m)
+    again = tfast.accelerate(m, fused_loss=True)
     assert not again.swapped and "lm_head" in {row.path for row in again.already}
     report.undo()
     assert type(m.lm_head) is nn.Linear
@@ -154,8 +154,36 @@ def test_layers_that_are_left() -> None:
     other_size.lm_head = nn.Linear(D, V + 1)
     replaced = Gpt()
     replaced.lm_head.forward = lambda x: x  # type: ignore[method-assign]
-    for model in (other, normed, other_size, replaced, NoLossInIt()):
-        assert not any(row.now == "fused loss" for row in tfast.accelerate(model).rows)
+    for model in (other, normed, other_size, replaced):
+        assert not any(row.now == "fused loss" for row in tfast.accelerate(model, fused_loss=True).rows)
+
+
+def test_a_model_whose_loss_is_somewhere_else() -> None:
+    report = tfast.accelerate(NoLossInIt(), fused_loss=True)
+    assert {row.path: row.now for row in report.swapped}["lm_head"] == "fused loss"
+
+
+def test_where_there_is_no_output_layer_the_report_says_so() -> None:
+    report = tfast.accelerate(nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D)), fused_loss=True)
+    assert "fused_loss: no output layer on a CPU was found" in str(report)
+
+
+def test_nobody_gets_it_who_did_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No output changes its type, and no optimizer gets a hook."""
+    monkeypatch.setattr(lazy_logits, "_watch_optimizers", pytest.fail)
+    m = Gpt()
+    assert "fused loss" not in str(tfast.accelerate(m))
+    ids, targets = batch()
+    logits, loss = m(ids, targets)
+    loss.backward()
+    assert type(logits) is type(loss) is Tensor
+
+
+def test_it_may_be_asked_for_later() -> None:
+    m = Gpt()
+    first = tfast.accelerate(m)
+    then = {row.path: row.now for row in tfast.accelerate(m, fused_loss=True).swapped}
+    assert then == {"lm_head": "fused loss"} and first.swapped
 
 
 MEMORY = """
@@ -179,7 +207,7 @@ def peak():
 
 model = Model()
 if sys.argv[1] == "fast":
-    tfast.accelerate(model)
+    tfast.accelerate(model, fused_loss=True)
 def step(rows):
     ids = torch.randint(0, 20000, (2, rows // 2))
     outputs = model(ids, ids)

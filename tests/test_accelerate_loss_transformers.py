@@ -85,7 +85,7 @@ def llama() -> nn.Module:
 def accelerated(eager: nn.Module) -> nn.Module:
     """A copy with the fused loss alone, so that everything else computes the same."""
     fast = copy.deepcopy(eager)
-    assert [row.now for row in tfast.accelerate(fast).swapped].count("fused loss") == 1
+    assert [row.now for row in tfast.accelerate(fast, fused_loss=True).swapped].count("fused loss") == 1
     for module, original in zip(fast.modules(), eager.modules(), strict=True):
         if type(module) is not output_layer.OutputLayer:
             module.__class__ = original.__class__
@@ -238,7 +238,7 @@ def test_steps_with_the_number_of_items(fused: list[Any]) -> None:
 def test_bfloat16(fused: list[Any]) -> None:
     eager = gpt2().to(torch.bfloat16).train()
     fast, exact = copy.deepcopy(eager), copy.deepcopy(eager).double()
-    head = next(row for row in tfast.accelerate(fast).rows if row.path == "lm_head")
+    head = next(row for row in tfast.accelerate(fast, fused_loss=True).rows if row.path == "lm_head")
     assert head.now == "fused loss"
     given = text()
     losses = [model(**given).loss for model in (eager, fast, exact)]
@@ -267,12 +267,12 @@ def test_a_head_with_an_adapter_is_left_to_it(fused: list[Any]) -> None:
         eager = gpt2().double().train()
         fast = copy.deepcopy(eager)
         if accelerate_first:
-            tfast.accelerate(fast)
+            tfast.accelerate(fast, fused_loss=True)
         eager.lm_head = Adapter(eager.lm_head)
         fast.lm_head = Adapter(fast.lm_head)
         fast.lm_head.load_state_dict(eager.lm_head.state_dict())
         if not accelerate_first:
-            assert "fused loss" not in {row.now for row in tfast.accelerate(fast).rows}
+            assert "fused loss" not in {row.now for row in tfast.accelerate(fast, fused_loss=True).rows}
         given = text()
         for model in (eager, fast):
             model(**given).loss.backward()

@@ -1,7 +1,8 @@
 """transformer_fast: the classic masked Transformer, fast, without changing what it computes."""
 
+from typing import TYPE_CHECKING
+
 from . import dialects, integrations, layers
-from .accelerate import accelerate
 from .backends import BackendError, backend
 from .explain import explain
 from .generation import GenerationConfig, beam_search, generate, greedy
@@ -19,6 +20,11 @@ from .ops import (
     scaled_dot_product_attention,
 )
 from .packing import pack, unpack
+
+if TYPE_CHECKING:
+    from .accelerate import accelerate
+else:
+    from . import accelerate  # the package itself, which can be called
 
 __version__ = "0.1.0"
 

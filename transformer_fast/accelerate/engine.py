@@ -18,14 +18,14 @@ from ..layers.dropout import Dropout
 from ..layers.linear import Linear
 from ..ops.linear import is_faster
 from .calls import CallsOurs, calling_ours, calls_of
-from .huggingface import give_attention
+from .huggingface import Attention, give_attention
 from .output_layer import NAME as FUSED_LOSS
 from .output_layer import OutputLayer, output_layers
 from .patterns import PATTERNS
 from .patterns.base import Accelerated, Pattern, accelerated_class
 from .probe import probe, signature
 from .rebinding import Obstacle
-from .report import ALREADY, Report, Row
+from .report import ALREADY, LOCK, Report, Row
 
 
 def _norm_obstacle(module: nn.LayerNorm | nn.RMSNorm) -> str:
@@ -91,7 +91,7 @@ _TORCH: dict[type[nn.Module], _Swap] = {
 }
 
 
-def accelerate(model: nn.Module) -> Report:
+def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
     """Put the fused ops into a model, in place.
 
     Modules of ``torch.nn`` (LayerNorm, RMSNorm, Embedding, Dropout, MultiheadAttention, TransformerEncoder,
@@ -101,12 +101,16 @@ def accelerate(model: nn.Module) -> Report:
     swapped only where its numbers agree with the fused op's on random input. Any other module whose code calls
     ``F.scaled_dot_product_attention`` or ``F.dropout`` keeps that code, and calls ours in it. Models of Hugging Face
     transformers use ``attn_implementation="transformer_fast"``, in configs of their own. Linear layers multiply by the
-    faster of PyTorch's libraries, and logits that only a loss reads are left out. Call it before the model is compiled
-    or sharded, and after it was quantised. A second call says which modules are swapped already, and swaps those that
-    have come since.
+    faster of PyTorch's libraries. Call it before the model is compiled or sharded, and after it was quantised. A second
+    call says which modules are swapped already, and swaps those that have come since.
+
+    Nothing outside the model changes: no default dtype, random state or backend, for no thread. Calls in several
+    threads take turns. A call that an exception ends (KeyboardInterrupt too) takes back what it did.
 
     Args:
         model: any module; it may itself be one of those that are swapped.
+        fused_loss: leave out logits that only ``F.cross_entropy`` reads, in training on a CPU. The output layer then
+            returns a subclass of Tensor, and every optimizer of the process gets a hook before its step.
 
     Returns:
         A report to print: module path, what it was, what it is, why not. ``report.undo()`` takes everything back.
@@ -116,27 +120,41 @@ def accelerate(model: nn.Module) -> Report:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"accelerate: expected a torch.nn.Module, got {type(model).__name__}")
-    walk = _Walk(model)
-    walk.visit(model, "")
+    with LOCK:
+        walk = _Walk(model, fused_loss)
+        try:
+            walk.give_attention()
+            walk.visit(model, "")
+            if fused_loss and not walk.output_layers:
+                walk.note("fused_loss: no output layer on a CPU was found")
+        except BaseException:
+            walk.report.undo()
+            raise
     walk.report.rows.sort(key=lambda row: walk.order[row.path])
     return walk.report
 
 
 class _Walk:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, fused_loss: bool) -> None:
+        self.model = model
         self.report = Report()
         self.order = {path: place for place, (path, _) in enumerate(model.named_modules())}
         self.seen: set[int] = set()
-        self.output_layers = output_layers(model)
+        self.output_layers = output_layers(model) if fused_loss else set()
         ours = (m for m in model.modules() if _is_ours(type(m)) or type(m) in _TORCH)
         self.applied = {id(child) for m in ours for child in m.children()}  # layers that ours compute by themselves
         self.fused: set[int] = set()  # modules that run on the fused ops, from this call or before
         self.probed: dict[Any, str | None] = {}
         parameter = next(model.parameters(), None)
         self.device = torch.device("cpu") if parameter is None else parameter.device
-        self.attention = give_attention(model, lambda part: self._device_obstacle(part, "attention"))
+        self.attention = Attention()
+
+    def give_attention(self) -> None:
+        def obstacle(part: nn.Module) -> str:
+            return self._device_obstacle(part, "attention")
+
+        self.attention = give_attention(self.model, obstacle, self.report._changes)
         self.report.rows.extend(self.attention.rows)
-        self.report._changes.extend(self.attention.changes)
 
     def visit(self, module: nn.Module, path: str) -> None:
         if id(module) in self.seen:
@@ -149,7 +167,9 @@ class _Walk:
             if child is not None:
                 self.visit(child, f"{path}.{name}" if path else name)
         was = type(module)
-        if isinstance(module, Accelerated | CallsOurs) or _is_ours(was):
+        if id(module) in self.output_layers and was is not OutputLayer and not self._obstacle(module, "cross_entropy"):
+            self._swap(path, module, OutputLayer, FUSED_LOSS)
+        elif isinstance(module, Accelerated | CallsOurs) or _is_ours(was):
             self._leave(path, module, ALREADY)
             self.fused.add(id(module))
         elif was is nn.Linear:
@@ -163,10 +183,12 @@ class _Walk:
         else:
             self._other(path, module)
 
+    def note(self, reason: str) -> None:
+        """Add a row about the model."""
+        self._leave("", self.model, reason)
+
     def _linear(self, path: str, module: nn.Linear) -> None:
-        if id(module) in self.output_layers and not self._obstacle(module, "cross_entropy"):
-            self._swap(path, module, OutputLayer, FUSED_LOSS)
-        elif id(module) not in self.applied and is_faster(module.weight) and not _is_replaced(module):
+        if id(module) not in self.applied and is_faster(module.weight) and not _is_replaced(module):
             self._swap(path, module, Linear, "layers.Linear")
         else:
             self.report.plain["Linear"] += 1
@@ -237,11 +259,11 @@ class _Walk:
     def _swap(self, path: str, module: nn.Module, made: type[nn.Module], name: str, stays: str = "") -> None:
         self.report.rows.append(Row(path, _name(type(module)), name, stays))
         computed = [name for name, value in vars(made).items() if isinstance(value, LastWeights)]
-        left = {name: module.__dict__.pop(name) for name in computed if name in module.__dict__}
+        left = {name: module.__dict__[name] for name in computed if name in module.__dict__}
         self.report._originals.append((module, type(module), made, left))
         module.__class__ = made
-        for name, weights in left.items():
-            setattr(module, name, weights)
+        for name in left:
+            setattr(module, name, module.__dict__.pop(name))
         self.fused.add(id(module))
 
     def _leave(self, path: str, module: nn.Module, reason: str) -> None:

@@ -79,23 +79,22 @@ class Attention:
 
     Attributes:
         rows: for the report.
-        changes: for its ``undo``.
         parts: the modules that have a row, by id.
         layers: the modules that call our attention through the interface, by id.
     """
 
     rows: list[Row] = dataclasses.field(default_factory=list)
-    changes: list[Change] = dataclasses.field(default_factory=list)
     parts: set[int] = dataclasses.field(default_factory=set)
     layers: set[int] = dataclasses.field(default_factory=set)
 
 
-def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str]) -> Attention:
+def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str], changes: list[Any]) -> Attention:
     """Make the models of transformers in ``model`` use our attention, each unless it would be refused.
 
     Args:
         model: any module; one without a model of transformers, or a layer of one, stays as it is.
         obstacle: why the kernels do not serve a part where it is; empty where they do.
+        changes: to which each :class:`Change` is added before it is made.
     """
     done = Attention()
     parts = list(_parts(model))
@@ -117,7 +116,9 @@ def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str]) -> At
         if part.calls and part.obstacle in ("", ALREADY):
             done.layers.update(id(m) for m in part.modules if dispatch.calls_the_interface(type(m)))
     if any(part.calls for part in ours):
-        done.changes = _change(model, parts)
+        changes += _changes(model, parts)
+        for change in changes:
+            change.module.__dict__[change.name] = change.new
         for part in ours:
             dispatch.prepare(part.kinds, {integration.NAME})
             # The part around a model that stays holds the same config, and is no word on that model.
@@ -154,8 +155,8 @@ def _share_obstacles(parts: list[Part]) -> None:
                 again = True
 
 
-def _change(model: nn.Module, parts: list[Part]) -> list[Change]:
-    """Give every module its copy of its config, with the name of ours in those of the parts that may use it."""
+def _changes(model: nn.Module, parts: list[Part]) -> list[Change]:
+    """A copy of its config for every module, with the name of ours in those of the parts that may use it."""
     stays = {key for part in parts if part.obstacle not in ("", ALREADY) for key in part.configs}
     memo: dict[int, Any] = {}
     changes = [Change(m, name, old, copy.deepcopy(old, memo)) for m in model.modules() for name, old in _held(m)]
@@ -167,8 +168,6 @@ def _change(model: nn.Module, parts: list[Part]) -> list[Change]:
                 memo[id(config)]._attn_implementation_internal = integration.NAME
             stays.add(id(config))
             todo.extend(filter(_is_config, vars(config).values()))
-    for change in changes:
-        change.module.__dict__[change.name] = change.new
     return changes
 
 

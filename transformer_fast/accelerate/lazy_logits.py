@@ -229,7 +229,7 @@ class _FusedLoss(Function):
         # Only for gradients of gradients, and not among the saved tensors: they may be written to, as in eager PyTorch.
         ctx.logits = logits, logits._version
         ctx.save_for_backward(target, loss, *leaves)
-        return loss.detach()
+        return loss.detach().clone()  # the one that is saved stays, whatever is written into the other
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
@@ -61,20 +60,25 @@ class OutputLayer(Linear):
 def output_layers(model: nn.Module) -> set[int]:
     """The output layers among a model's modules, by id.
 
-    They are the linear layer that ``get_output_embeddings()`` of a model of transformers names, and those that are as
-    large as one of the model's embeddings, in a module whose code mentions the cross entropy.
+    They are the linear layer that ``get_output_embeddings()`` of a model of transformers names; where nothing is named,
+    the linear layers of the shape of an embedding that has more rows than columns.
     """
     modules = list(model.modules())
-    tables = {tuple(m.weight.shape) for m in modules if isinstance(m, nn.Embedding)}
-    named = [head for m in modules if (head := _named(m)) is not None]
-    holders = (m for m in modules if _mentions_loss(type(m)))
-    named += [m for holder in holders for m in holder.children() if _is_linear(m) and tuple(m.weight.shape) in tables]
-    return {id(head) for head in named if _is_linear(head) and head.weight.device.type == "cpu"}
+    found = [head for m in modules if (head := _named(m)) is not None]
+    if not found:
+        tables = {tuple(m.weight.shape) for m in modules if isinstance(m, nn.Embedding)}
+        found = [m for m in modules if _is_linear(m) and tuple(m.weight.shape) in tables and _is_tall(m)]
+    return {id(head) for head in found if _is_linear(head) and head.weight.device.type == "cpu"}
 
 
 def _is_linear(module: Any) -> bool:
-    lazy = nn.parameter.UninitializedParameter
-    return type(module) is nn.Linear and not isinstance(module.weight, lazy) and module.weight.dtype in _FLOATS
+    if type(module) not in (nn.Linear, Linear, OutputLayer):
+        return False
+    return not isinstance(module.weight, nn.parameter.UninitializedParameter) and module.weight.dtype in _FLOATS
+
+
+def _is_tall(module: nn.Linear) -> bool:
+    return module.out_features > module.in_features
 
 
 def _named(module: nn.Module) -> Any:
@@ -84,12 +88,3 @@ def _named(module: nn.Module) -> Any:
         return None if get is None else get(module)
     except Exception:  # models without one say so in several ways
         return None
-
-
-def _mentions_loss(kind: type[nn.Module]) -> bool:
-    """Whether the code of a class has the name of the cross entropy, function or module."""
-    if kind.__module__.partition(".")[0] in ("torch", "transformer_fast"):
-        return False
-    functions = (value for base in kind.__mro__ for value in vars(base).values() if issubclass(base, nn.Module))
-    names = (f.__code__.co_names for f in functions if isinstance(f, types.FunctionType))
-    return any("cross_entropy" in found or "CrossEntropyLoss" in found for found in names)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 from typing import Any, Protocol
 
 from torch import nn
 
 from ..dialects._common import LAST_WEIGHTS
+
+LOCK = threading.RLock()
+"""Held while a model is changed."""
 
 ALREADY = "it runs on the fused ops already"
 """Why a module is left that was swapped before, or is one of this package."""
@@ -67,15 +71,16 @@ class Report:
 
     def undo(self) -> None:
         """Make everything that this call changed again what it was. Parameters are those that the model has now."""
-        for module, original, fast, attributes in reversed(self._originals):
-            if type(module) is fast:
-                module.__class__ = original
-                module.__dict__.pop(LAST_WEIGHTS, None)
-                module.__dict__.update(attributes)
-        self._originals.clear()
-        for change in reversed(self._changes):
-            change.undo()
-        self._changes.clear()
+        with LOCK:
+            for module, original, fast, attributes in reversed(self._originals):
+                if type(module) is fast:
+                    module.__class__ = original
+                    module.__dict__.pop(LAST_WEIGHTS, None)
+                    module.__dict__.update(attributes)
+            self._originals.clear()
+            for change in reversed(self._changes):
+                change.undo()
+            self._changes.clear()
 
     def __str__(self) -> str:
         header = ("module", "was", "is", "why not")
