@@ -127,11 +127,11 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
             walk.visit(model, "")
             if fused_loss and not walk.output_layers:
                 walk.note("fused_loss: no output layer on a CPU was found")
+            walk.report.rows.sort(key=lambda row: walk.order[row.path])
+            return walk.report
         except BaseException:
             walk.report.undo()
             raise
-    walk.report.rows.sort(key=lambda row: walk.order[row.path])
-    return walk.report
 
 
 class _Walk:

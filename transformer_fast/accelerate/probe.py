@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from .. import backends
 from ..layers.dropout import KINDS as DROPOUTS
 from ..layers.hooks import HOOKS
 from .patterns.base import Accelerated, Keywords, Part, Pattern, accelerated_class, pattern_of
+from .surroundings import DrawsNumbersError, quiet
 from .witness import Witness
 
 _ROWS = 16
@@ -30,8 +28,7 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
     Returns:
         None where they agree; else what was wrong.
     """
-    with _quiet():
-        torch.manual_seed(0)
+    with quiet():
         try:
             trial = _copy(module, pattern)
             calls = [_trainable(call) for call in pattern.calls(trial)]
@@ -44,6 +41,8 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
                 setting()
                 try:
                     expected = _run(trial, call, gradients=not dropping)
+                except DrawsNumbersError as error:
+                    return str(error)
                 except Exception as error:
                     if call is calls[0]:
                         return f"a call of it failed: {_first_line(error)}"
@@ -71,41 +70,6 @@ def signature(module: nn.Module, pattern: Pattern) -> Any:
         shapes = tuple((k, None if t is None else tuple(t.shape)) for k, t in tensors.items())
         described.append((name, type(child), plain, shapes))
     return tuple(described)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """The caller's random state, autocast, grad mode and backend stay out of it, and as they were."""
-    with (
-        torch.random.fork_rng(devices=[]),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.device("cpu"),
-        backends.backend("reference"),
-        _default_dtype(torch.float64),
-        _Float64(),
-    ):
-        yield
-
-
-class _Float64(TorchFunctionMode):
-    """A conversion to float32 is one to float64: many norms compute in it whatever they are given, and the comparison
-    is about formulas, not about rounding."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wide = [torch.float64 if arg is torch.float32 else arg for arg in args]
-        named = {k: torch.float64 if arg is torch.float32 else arg for k, arg in (kwargs or {}).items()}
-        return (Tensor.double if func is Tensor.float else func)(*wide, **named)
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def _called(module: nn.Module, pattern: Pattern) -> Iterator[tuple[nn.Module, Part]]:

@@ -1,0 +1,251 @@
+"""accelerate leaves the program around a model as it found it: other threads, random numbers, an interrupted call."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from handwritten import make_model
+from handwritten_forms import FORMS
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+from transformer_fast import backends
+from transformer_fast.accelerate import engine, probe
+from transformer_fast.accelerate.surroundings import DrawsNumbersError, quiet
+
+D = 16
+
+
+class OwnDropout(nn.Module):
+    """The names of a classic feed-forward, and a dropout whose probability stands in its code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_1, self.w_2, self.dropout = nn.Linear(D, 32), nn.Linear(32, D), nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(x, 0.3, self.training)
+        return self.w_2(self.dropout(self.w_1(x).relu()))
+
+
+def bert() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=D, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    return transformers.BertForMaskedLM(config)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "torch": lambda: nn.Transformer(D, 2, 1, 1, 32, batch_first=True),
+    "annotated": lambda: make_model(11, 11, 1, D, 32, 2),
+    "bert": bert,
+    "own dropout": OwnDropout,
+}
+
+
+def surroundings() -> tuple[Any, ...]:
+    """The state of the program that a call could change."""
+    states = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch._C._len_torch_function_stack()
+    return torch.get_default_dtype(), torch.get_default_device(), backends.current(), modes, states
+
+
+@pytest.mark.parametrize("name", [*MODELS, *FORMS])
+def test_nothing_is_left_behind(name: str) -> None:
+    """The state of the generators is not restored but never moved, so other threads see nothing either."""
+    model = (MODELS.get(name) or FORMS[name][0])()
+    before = surroundings()
+    tfast.accelerate(model)
+    assert surroundings() == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_decides_nothing(dtype: torch.dtype) -> None:
+    for make in (MODELS["annotated"], MODELS["bert"]):
+        expected = tfast.accelerate(make()).rows
+        torch.set_default_dtype(dtype)
+        try:
+            assert tfast.accelerate(make()).rows == expected
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
+def test_a_module_that_draws_by_itself_is_left() -> None:
+    """Its pattern is refused; the function that it calls is ours all the same."""
+    model = OwnDropout()
+    pattern = next(pattern for pattern in engine.PATTERNS if engine._matches(pattern, model))
+    assert "it draws random numbers by dropout" in (probe.probe(model, pattern) or "")
+    assert [row.now for row in tfast.accelerate(model).swapped if not row.path] == ["tfast.dropout in forward"]
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "rand": lambda: torch.rand(3),
+    "normal": lambda: torch.normal(0.0, 1.0, (3,)),
+    "in place": lambda: torch.empty(3).uniform_(),
+    "bernoulli": lambda: torch.bernoulli(torch.full((3,), 0.5)),
+    "dropout of all": lambda: nn.functional.dropout(torch.ones(3), 1.0),
+    "dropout of none": lambda: nn.functional.dropout(torch.ones(3), 0.0),
+    "evaluation": lambda: nn.functional.dropout(torch.ones(3), 0.5, False),
+    "our attention": lambda: tfast.attention(*[torch.ones(1, 1, 2, 4)] * 3, dropout_p=0.5),
+}
+REFUSED: dict[str, Callable[[], Any]] = {
+    "dropout": lambda: nn.functional.dropout(torch.ones(3), 0.5),
+    "torch.dropout": lambda: torch.dropout(torch.ones(3), p=0.5, train=True),
+    "attention": lambda: nn.functional.scaled_dot_product_attention(*[torch.ones(1, 1, 2, 4)] * 3, dropout_p=0.5),
+    "heads": lambda: nn.MultiheadAttention(4, 2, dropout=0.5)(*[torch.ones(2, 3, 4)] * 3),
+    "lstm": lambda: nn.LSTM(4, 4, num_layers=2, dropout=0.5, dtype=torch.float64)(torch.ones(2, 3, 4)),
+    "like": lambda: torch.rand_like(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("name", [*DRAWS, *REFUSED])
+def test_what_is_drawn_in_a_trial(name: str) -> None:
+    before = torch.get_rng_state()
+    with quiet():
+        if name in DRAWS:
+            assert DRAWS[name]().dtype == torch.float64
+        else:
+            with torch.random.fork_rng(devices=[]), pytest.raises(DrawsNumbersError):  # the weights of a new module
+                REFUSED[name]()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_trial_computes_in_float64() -> None:
+    ids = torch.tensor([1, 3])
+    with quiet():
+        made = [torch.ones(2), torch.tensor(0.1), torch.arange(0.0, 1.0, 0.3), torch.linspace(0, 1, 3), ids / 3]
+        made += [
+            ids.sqrt(),
+            ids * 0.1,
+            torch.where(ids > 1, 0.5, 0.25),
+            ids.float().mean(),
+            torch.ones(2).to(torch.float32),
+        ]
+    assert {t.dtype for t in made} == {torch.float64}
+    assert torch.equal(made[4], ids.double() / 3) and torch.equal(made[1], torch.tensor(0.1, dtype=torch.float64))
+
+
+def test_four_threads_accelerate_at_once() -> None:
+    names = list(MODELS) * 2
+    alone = {name: tfast.accelerate(make()).rows for name, make in MODELS.items()}
+    models = [MODELS[name]() for name in names]
+    shared = nn.Sequential(*[MODELS["annotated"]() for _ in range(2)])
+    everything, before = tfast.accelerate(nn.Sequential(*[MODELS["annotated"]() for _ in range(2)])), surroundings()
+    start, reports, of_shared = threading.Barrier(4), {}, []
+
+    def work(first: int) -> None:
+        start.wait()
+        for place in range(first, len(models), 4):
+            reports[place] = tfast.accelerate(models[place]).rows
+        of_shared.append(tfast.accelerate(shared))
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert surroundings() == before and not backends._active
+    assert [reports[place] for place in range(len(models))] == [alone[name] for name in names]
+    assert sorted(len(report.swapped) for report in of_shared) == [0, 0, 0, len(everything.swapped)]
+
+
+def test_a_thread_beside_it_computes_and_draws_as_ever() -> None:
+    linear, end, drawn, failed = nn.Linear(8, 8), threading.Event(), [], []
+
+    def serve() -> None:
+        while not end.is_set() or len(drawn) < 50:
+            try:
+                linear(torch.ones(2, 8) + torch.zeros(8))
+                drawn.append(torch.rand(4))
+                assert backends.current() == "auto"
+            except Exception as error:
+                failed.append(error)
+                return
+
+    torch.manual_seed(7)
+    models = [MODELS[name]() for name in ("annotated", "bert", "torch")]  # their weights are drawn too
+    torch.manual_seed(7)
+    thread = threading.Thread(target=serve)
+    thread.start()
+    for model in models:
+        tfast.accelerate(model)
+    end.set()
+    thread.join()
+    assert not failed
+    torch.manual_seed(7)
+    assert torch.equal(torch.stack(drawn), torch.stack([torch.rand(4) for _ in drawn]))
+
+
+def state(model: nn.Module) -> list[Any]:
+    """The classes of a model's modules, and the objects that they hold."""
+    return [(type(m), {k: id(v) for k, v in m.__dict__.items()}) for m in model.modules()]
+
+
+def test_an_interrupt_anywhere_is_undone() -> None:
+    """A KeyboardInterrupt at the n-th line that runs in the files of accelerate."""
+    folder = str(Path(engine.__file__).parent)
+    model = nn.Sequential(bert(), nn.TransformerEncoderLayer(D, 2, 32), nn.MultiheadAttention(D, 2))
+    model[0].bert.encoder.layer[0].attention.output.attn = torch.ones(1)  # something with the name of kept weights
+    before, lines, stop = state(model), 0, 0
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        if event == "line" and frame.f_code.co_name != "undo":
+            lines += 1
+            if lines == stop:
+                raise KeyboardInterrupt
+        return trace
+
+    def traced() -> tfast.accelerate.Report:
+        nonlocal lines
+        lines = 0
+        sys.settrace(trace)
+        try:
+            return tfast.accelerate(model, fused_loss=True)
+        finally:
+            sys.settrace(None)
+
+    traced().undo()
+    assert state(model) == before
+    report = traced()  # the second time, classes are at hand
+    total, kept = lines, report.rows
+    report.undo()
+    for stop in sorted({1, 2, total - 2, total - 1, *range(5, total, total // 40)}):
+        with pytest.raises(KeyboardInterrupt):
+            traced()
+        assert state(model) == before, f"line {stop} of {total}"
+        assert backends.current() == "auto" and torch.get_default_dtype() == torch.float32
+    stop = 0
+    assert traced().rows == kept
+
+
+@pytest.mark.parametrize("place", ["probe", "_Walk._swap", "_Walk.visit"])
+def test_an_error_in_the_middle_is_undone(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = engine._Walk if "." in place else engine
+    name, count = place.rpartition(".")[2], 0
+    function = getattr(owner, name)
+
+    def sometimes(*args: Any, **kwargs: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == 4:
+            raise KeyboardInterrupt
+        return function(*args, **kwargs)
+
+    model = MODELS["annotated"]()
+    before = state(model)
+    monkeypatch.setattr(owner, name, sometimes)
+    with pytest.raises(KeyboardInterrupt):
+        tfast.accelerate(model)
+    assert count == 4 and state(model) == before
