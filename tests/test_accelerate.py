@@ -143,6 +143,19 @@ def test_the_report_is_a_table() -> None:
     assert lines[-1] == "7 modules swapped, 0 left; nothing to gain in 2 Linear, 1 NonDynamicallyQuantizableLinear"
 
 
+def test_what_was_left_for_one_reason_is_one_line() -> None:
+    """The rows stay in the data."""
+    m = nn.ModuleDict({f"part{i}": nn.Sequential(Broken(4), nn.LayerNorm(4)) for i in range(3)})
+    m["model"], m["other"] = hw.make_model(11, 11, 1, 8, 12, 2), OtherAttention(4, 2)
+    report = tfast.accelerate(m)
+    unknown = [row for row in report.left if row.why.startswith("unknown structure")]
+    lines = [line for line in str(report).splitlines() if "unknown structure" in line]
+    assert len(unknown) > 1 and len(lines) == 1
+    assert lines[0].startswith(f"{unknown[0].path}, {unknown[1].path}") and f" {len(report.left)} left" in str(report)
+    assert sum("part" in line and "not today" in line for line in str(report).splitlines()) == 1
+    assert "part0.0, part1.0 and 1 more" in str(report) and "a subclass of nn.MultiheadAttention" in str(report)
+
+
 def test_what_has_no_kernel_is_named_with_the_reason() -> None:
     m = nn.ModuleDict({
         "image": nn.LayerNorm((4, 4)),

@@ -17,6 +17,9 @@ LOCK = threading.RLock()
 ALREADY = "it runs on the fused ops already"
 """Why a module is left that was swapped before, or is one of this package."""
 
+_SHOWN = 2
+"""Paths that a line shows of modules that were left for one reason."""
+
 _FOLDED = ("nn.Dropout", "Dropout", "nn.Linear", "Linear")
 """Modules of which a model has many, and nobody asks for one of them."""
 
@@ -36,6 +39,11 @@ class Row:
     was: str
     now: str | None
     why: str = ""
+
+    @property
+    def reason(self) -> str:
+        """Why it was left, without what is said of this module alone."""
+        return self.why.partition(";")[0]
 
 
 @dataclasses.dataclass
@@ -94,12 +102,13 @@ class Report:
         return "\n".join([*lines, done] if self.rows else [done])
 
     def _folded(self) -> list[tuple[str, Row]]:
-        """What the first column says, and the row; all modules of one outcome that a model has many of are one line."""
+        """The first column of a line and its row. Modules that were left for one reason are one line, and so are those
+        of one outcome of which a model has many."""
         lines: dict[Any, list[Row]] = {}
         for place, row in enumerate(self.rows):
-            lines.setdefault((row.was, row.now, row.why) if row.was in _FOLDED else place, []).append(row)
-        counted = ((rows[0], f" and {len(rows) - 1} more" if len(rows) > 1 else "") for rows in lines.values())
-        return [((row.path or "(model)") + more, row) for row, more in counted]
+            key = (row.was, row.now, row.why) if row.was in _FOLDED else place
+            lines.setdefault(("", row.reason) if row.now is None else key, []).append(row)
+        return [_line(rows) for rows in lines.values()]
 
     def _summary(self) -> str:
         already = len(self.already)
@@ -110,3 +119,14 @@ class Report:
         if already:
             return f"nothing was changed: {already} modules of this model run on the fused ops already, {left}"
         return "nothing was changed: no module of this model runs faster on the fused ops"
+
+
+def _line(rows: list[Row]) -> tuple[str, Row]:
+    """One line for rows of one outcome: the first paths and the number of the others."""
+    first, shown = rows[0], 1 if rows[0].now is not None else _SHOWN
+    paths = ", ".join(row.path or "(model)" for row in rows[:shown])
+    if len(rows) > shown:
+        paths += f" and {len(rows) - shown} more"
+    kinds, reasons = {row.was for row in rows}, {row.why for row in rows}
+    was = first.was if len(kinds) == 1 else f"{len(kinds)} classes"
+    return paths, Row(first.path, was, first.now, first.why if len(reasons) == 1 else first.reason)
