@@ -3,13 +3,14 @@
 import copy
 import itertools
 import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from test_translate import LINES, root, run, trained  # noqa: F401  (fixtures among them)
 
-from transformer_fast import GenerationConfig
+from transformer_fast import GenerationConfig, backends
 from transformer_fast.translation import worker_pool
 from transformer_fast.translation.errors import ConfigError
 from transformer_fast.translation.translator import Translator
@@ -100,3 +101,19 @@ def test_the_command(root, monkeypatch, capsysbinary):  # noqa: F811
     expected = run(monkeypatch, capsysbinary, given, text)
     assert run(monkeypatch, capsysbinary, [*given, "--workers", 2], text) == expected
     assert expected[0] == 1 and len(expected[1]) == 9
+
+
+def test_workers_run_on_the_backend_of_the_caller():
+    seen = []
+
+    class Recording:
+        device, models = torch.device("cpu"), ()
+
+        def translate_chunk(self, lines, first, keep):
+            seen.append((threading.get_ident(), backends.current()))
+            return [[] for _ in lines]
+
+    with backends.backend("reference"):
+        list(worker_pool.translate_chunks(Recording(), [["a"], ["b"]], workers=2, on_error=None))
+    assert [backend for _, backend in seen] == ["reference"] * 2
+    assert threading.get_ident() not in {thread for thread, _ in seen}

@@ -51,19 +51,20 @@ def embed_with_positions(
     The first id stands at position ``offset``; with a tensor (B,) each sequence's own does, and ``length`` says how
     many positions there are.
     """
-    p = fused_p(positions.dropout) if is_plain(positions, PositionalEncoder) else None
-    if p is None or not is_plain(embedder, Embedder) or not is_lookup(embedder.lut):
-        x = embedder(x)
-        return positions(x) if isinstance(offset, int) and offset == 0 else positions(x, offset)
-    return embed(
-        x,
-        embedder.lut.weight,
-        positions.table(int(offset) + sizes(x)[-1] if length is None else length),
-        scale=embedder.scale,
-        offset=offset,
-        padding_idx=embedder.lut.padding_idx,
-        dropout_p=p,
-    )
+    if is_plain(positions, PositionalEncoder) and is_plain(embedder, Embedder) and is_lookup(embedder.lut):
+        p = fused_p(positions.dropout)
+        if p is not None:
+            return embed(
+                x,
+                embedder.lut.weight,
+                positions.table(int(offset) + sizes(x)[-1] if length is None else length),
+                scale=embedder.scale,
+                offset=offset,
+                padding_idx=embedder.lut.padding_idx,
+                dropout_p=p,
+            )
+    x = embedder(x)
+    return positions(x) if isinstance(offset, int) and offset == 0 else positions(x, offset)
 
 
 def is_lookup(module: nn.Module) -> TypeGuard[nn.Embedding]:

@@ -85,11 +85,10 @@ class Stack(nn.Module):
         again = self.checkpoint_activations and torch.is_grad_enabled()
         y: Tensor | Unsummed = x
         for layer in self.layers:
-            plain = is_plain(layer, EncoderLayer, DecoderLayer)
-            if plain and layer.norm_first and not again:
+            if is_plain(layer, EncoderLayer, DecoderLayer) and layer.norm_first and not again:
                 y = pre_norm(y, layer.sublayers(*inputs))
                 continue
             y = y.summed() if isinstance(y, Unsummed) else y
-            arguments = inputs if plain else given
+            arguments = inputs if is_plain(layer, EncoderLayer, DecoderLayer) else given
             y = checkpoint(layer, y, *arguments, use_reentrant=False) if again else layer(y, *arguments)
         return norm_and_sum(self.norm, y)[0]
