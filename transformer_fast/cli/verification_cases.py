@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,12 +40,17 @@ class Draw:
         return torch.randint(low, high, shape, generator=self.generator).to(self.device)
 
 
+def wide_loss(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    """``linear_cross_entropy`` before it is rounded to a 16-bit dtype."""
+    return ops.linear_cross_entropy(x, *args, **options, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
 def op_cases(device: torch.device) -> Iterator[Case]:
     """Shapes are odd on purpose: nothing divides a tile."""
     draw = Draw(device)
     yield from _attention_cases(draw)
     linear = {"x": draw.normal(70, 40), "weight": draw.normal(50, 40), "bias": draw.normal(50)}
-    loss = partial(ops.linear_cross_entropy, target=draw.integers(0, 50, 70), label_smoothing=0.1, ignore_index=3)
+    loss = partial(wide_loss, target=draw.integers(0, 50, 70), label_smoothing=0.1, ignore_index=3)
     yield Case("cross_entropy", "linear layer, label smoothing 0.1", linear, loss)
 
     plain = {"x": draw.normal(61, 3, 100, shift=2.0), "weight": draw.normal(100, shift=1.0), "bias": draw.normal(100)}

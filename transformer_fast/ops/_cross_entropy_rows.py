@@ -171,7 +171,8 @@ def _fake_gradients(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[:5])
+    # A tensor made in inference mode, such as targets that a validation pass cached, cannot be saved.
+    ctx.save_for_backward(*(t.clone() if t is not None and t.is_inference() else t for t in inputs[:5]))
     ctx.options = inputs[5:]
 
 
