@@ -34,13 +34,17 @@ TESTS = (
 )
 INTERPRETED = ("norm", "dropout")
 # Of these and torch the rows have versions of their own.
-NEEDED = ("numpy", "ninja", "pybind11", "setuptools", "wheel", "expecttest", "hypothesis", "pytest", "pytest-benchmark",
-          "pytest-xdist", "safetensors", "sentencepiece", "tqdm", "transformers")  # fmt: skip
+NEEDED = ("numpy", "ninja", "onnx", "onnxscript", "pybind11", "setuptools", "wheel", "expecttest", "hypothesis",
+          "pytest", "pytest-benchmark", "pytest-xdist", "safetensors", "sentencepiece", "tqdm",
+          "transformers")  # fmt: skip
 # Older than requirements.txt pins them: needed by torch 2.11 itself, and by the interpreter of Triton 3.6.
 OLDER = {"setuptools": "setuptools>=77,<82", "numpy": "numpy<2.4"}
 IGNORED = (".git", ".venv*", ".*_cache", ".hypothesis", "build", "demo", "dist", "results", "*.egg-info", "*.so",
            "__pycache__")  # fmt: skip
 VERSION = "import sys; print('%d.%d' % sys.version_info[:2], sys.version_info.releaselevel)"
+LOADED = (
+    "from transformer_fast import extension; assert extension.load(), extension.status(); print(extension.status())"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,6 +128,7 @@ def run_row(row: Row, program: str, folder: Path, objects: Path | None, workers:
     step(row, "build", [python, "setup.py", "-q", "build_ext", "--inplace"], tree, build)
     if objects:
         link_kernels(row, environment, tree, objects)
+    step(row, "load", [python, "-c", LOADED], tree, variables)
     step(row, "verify", [python, "-m", "transformer_fast", "verify"], tree, variables)
     pytest = [python, "-m", "pytest", "-q", "-n", workers, "--show-capture=no"]
     step(row, "tests", [*pytest, *(f"tests/test_{name}.py" for name in TESTS)], tree, variables)
@@ -156,7 +161,8 @@ def link_kernels(row: Row, environment: Path, tree: Path, objects: Path) -> None
     setup = setup_names(tree)
     (record,) = tree.glob("build/temp.*/build_config.h")
     (module,) = (tree / "transformer_fast").glob("_C.*.so")
-    (torch,) = environment.glob("lib/python*/site-packages/torch/include")
+    (torch,) = environment.glob("lib/python*/site-packages/torch")
+    libraries = [f"-L{torch}/lib", "-ltorch_cpu", "-lc10"]
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     for name, (flags, _) in setup["known_sets"]().items():
         compiled = objects / setup["kernels_name"](name)
@@ -164,11 +170,12 @@ def link_kernels(row: Row, environment: Path, tree: Path, objects: Path) -> None
         if not parts:
             continue
         own = str(record.parent / f"kernels_{name}.o")
-        include = [f"-I{tree}/csrc", f"-I{record.parent}", f"-I{torch}", "-fPIC", "-ffp-contract=off"]
+        include = [f"-I{tree}/csrc", f"-I{record.parent}", f"-I{torch}/include", "-fPIC", "-ffp-contract=off"]
         command = [*compiler, *setup["CXX_FLAGS"], *flags, *include, "-c", f"{tree}/csrc/cpu/kernels.cpp", "-o", own]
         step(row, f"record of {name}", command)
         library = module.with_name(module.name.replace("_C.", f"_cpu_{name}."))
-        step(row, f"link {name}", [*compiler, "-shared", *parts, own, *setup["LINK_FLAGS"], "-o", str(library)])
+        command = [*compiler, "-shared", *parts, own, *setup["LINK_FLAGS"], *libraries, "-o", str(library)]
+        step(row, f"link {name}", command)
 
 
 def setup_names(tree: Path) -> dict[str, Any]:
