@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._functorch import config
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import transformer_fast as tfast
@@ -109,6 +110,12 @@ def test_two_masks_of_one_graph_differ() -> None:
     first, second = compiled(x)
     again, _ = compiled(x)
     assert not torch.equal(first, second) and not torch.equal(first, again)
+
+
+def test_a_graph_of_make_fx_draws_at_every_run() -> None:
+    x = torch.ones(4, 32)
+    graph = make_fx(lambda x: ops.dropout(x, 0.5))(x)
+    assert not torch.equal(graph(x), graph(x))
 
 
 def save_products(_: object, op: object, *args: object, **kwargs: object) -> CheckpointPolicy:

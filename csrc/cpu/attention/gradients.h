@@ -169,9 +169,11 @@ class ScoreGradients {
   void normalize_delta() {
     if (call_.saved_probs) return;
     const A sink = sink_of(params_, h_);
-    for (int64_t i = 0; i < queries_; ++i) {
-      const A total = weight_sums_[i] + std::exp((sink - logsumexp_[i]) - rest_[i]);
-      if (total > 0) delta_[i] /= total;
+    for (int64_t lane = 0; lane < lanes_; lane += kW) {
+      Vector<A> total = load(weight_sums_ + lane);
+      if (params_.sinks) total += exponential((sink - load(logsumexp_ + lane)) - load(rest_ + lane));
+      const Vector<A> delta = load(delta_ + lane);
+      store(delta_ + lane, total > 0 ? delta / total : delta);
     }
   }
 
