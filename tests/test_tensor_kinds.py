@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -13,11 +14,15 @@ import torch.nn.functional as F
 from handwritten_forms import FORMS, fresh
 from swapped_modules import KINDS, E, L, N, assert_alike, inputs, make, outcome, swapped
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_fast as tfast
 from transformer_fast.accelerate.engine import _TORCH
-from transformer_fast.ops.tensors import have_kernels, is_served
+from transformer_fast.ops.tensors import is_served
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +151,7 @@ def test_tensors_without_kernels_get_torchs_numbers(kind: type[nn.Module], name:
 @pytest.mark.parametrize("name", UNSERVED)
 def test_each_kind_is_known_as_such(name: str) -> None:
     t = UNSERVED[name](torch.randn(N, L, E))
-    assert not have_kernels(t) and not have_kernels(None, 3, torch.ones(2), t) and not is_served(t)
+    assert not is_served(t) and not is_served(None, 3, torch.ones(2), t) and is_served(None, 3, torch.ones(2))
 
 
 COMPUTED = {
@@ -232,3 +237,55 @@ def test_hooks_inside_a_stack_see_the_tensors_that_torch_passes(kind: str) -> No
             if isinstance(mask, Tensor):
                 blocks = [m if m.dtype == torch.bool else m == float("-inf") for m in (mask, ours[1][name])]
                 assert torch.equal(*blocks)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Passes every function on."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+MODES = {
+    "operators": Operators,
+    "functions": Functions,
+    "device": lambda: torch.device("cpu"),
+    "flops": lambda: FlopCounterMode(display=False),
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
+@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+def test_modes_see_a_call_and_change_nothing(kind: type[nn.Module], mode: Callable[[], Any]) -> None:
+    module, args = make(kind), inputs(kind)
+    with mode() as entered:
+        ours = outcome(lambda: called(swapped(module), lambda t: t, args, True))
+    assert_alike(ours, outcome(lambda: called(module, lambda t: t, args, True)), exactly=False)
+    if isinstance(entered, FlopCounterMode) and kind is nn.Linear:
+        assert entered.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("how", ["fake", "meta"])
+@pytest.mark.parametrize("kind", _TORCH, ids=lambda kind: kind.__name__)
+def test_tensors_without_numbers_reach_our_ops(kind: type[nn.Module], how: str) -> None:
+    module, args = swapped(make(kind)), inputs(kind)
+    if how == "meta":
+        module, args = module.to("meta"), [t.to("meta") for t in args]
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if how == "fake" else contextlib.nullcontext()
+    with fake, Operators() as operators:
+        out = module(*(fake.from_tensor(t) if how == "fake" else t for t in args))
+    out = out[0] if isinstance(out, tuple) else out
+    assert out.shape == (N, L, E)
+    assert any("transformer_fast" in op for op in operators.seen) == (kind is not nn.Dropout)

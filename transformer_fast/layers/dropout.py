@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from .. import backends, extension
 from ..ops.dropout import dropout as fused_dropout
-from ..ops.tensors import have_kernels, is_served
+from ..ops.tensors import is_served
 from ..tracing import is_traced
 from .by_torch import by_torch
 from .hooks import is_plain
@@ -72,8 +72,8 @@ class Dropout(nn.Dropout):
 def dropout_of_any(
     x: Tensor, p: float, *, bias: Tensor | None = None, residual: Tensor | None = None, relu: bool = False
 ) -> Tensor:
-    """:func:`transformer_fast.ops.dropout`; of tensors that it has no kernels for, the same by torch's operators."""
-    if have_kernels(x, bias, residual):
+    """:func:`transformer_fast.ops.dropout`; of tensors that the op does not take, the same by torch's operators."""
+    if is_served(x, bias, residual):
         return fused_dropout(x, p, bias=bias, residual=residual, relu=relu)
     x = x if bias is None else x + bias
     x = F.dropout(x.relu() if relu else x, p)

@@ -11,6 +11,7 @@ A submodule that is not plain (``hooks.is_plain``) is called as ``torch.nn`` cal
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,8 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops._multihead import evaluated_heads
+from ..ops.embedding import eager_embed
+from ..ops.norm import eager_layer_norm
 from ..ops.tensors import is_served
 from ..packing import PackedMask
 from ..tracing import is_traced
@@ -43,7 +46,12 @@ class LayerNorm(_norm.LayerNorm):
 
         Under autocast on a GPU the norm of a 16-bit input is float32, as in ``torch.nn``.
         """
-        if len(self.normalized_shape) != 1 or not is_served(input, residual, *self._parameters.values()):
+        one = len(self.normalized_shape) == 1
+        if one and type(input) is Tensor and dropout_p == 0.0:
+            found = eager_layer_norm(input, self.weight, self.bias, self.eps, "layer", residual)
+            if found is not None:
+                return found
+        if not one or not is_served(input, residual, *self._parameters.values()):
             return norm_by_torch(nn.LayerNorm, self, input, residual, dropout_p)
         if residual is None and input.is_cuda and torch.is_autocast_enabled("cuda"):
             input = input.to(torch.promote_types(input.dtype, torch.float32))
@@ -61,7 +69,12 @@ class RMSNorm(_norm.RMSNorm):
 
         Under autocast on a GPU the norm of a 16-bit x is float32, as in ``torch.nn``.
         """
-        if len(self.normalized_shape) != 1 or not is_served(x, residual, *self._parameters.values()):
+        one = len(self.normalized_shape) == 1
+        if one and type(x) is Tensor and dropout_p == 0.0:
+            found = eager_layer_norm(x, self.weight, None, self.eps, "rms", residual)
+            if found is not None:
+                return found
+        if not one or not is_served(x, residual, *self._parameters.values()):
             return norm_by_torch(nn.RMSNorm, self, x, residual, dropout_p)
         if residual is None and x.is_cuda and torch.is_autocast_enabled("cuda"):
             x = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -74,10 +87,13 @@ class Embedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """ids (..., L), int -> (..., L, embedding_dim). Raises IndexError for an id outside the table (on CPU)."""
-        if not is_served(input, *self._parameters.values()):
+        usual = self.max_norm is None and not self.sparse and not self.scale_grad_by_freq
+        if usual and type(input) is Tensor:
+            found = eager_embed(input, self.weight, self.padding_idx)
+            if found is not None:
+                return found
+        if not usual or not is_served(input, *self._parameters.values()) or input.dim() == 0:
             return by_torch(nn.Embedding, self, input)
-        if input.dim() == 0 or self.max_norm is not None or self.sparse or self.scale_grad_by_freq:
-            return super().forward(input)
         return ops.embed(input, self.weight, padding_idx=self.padding_idx)
 
 
@@ -102,14 +118,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises:
             TypeError, RuntimeError: for masks that are neither bool nor float, or of another shape.
         """
-        parameters = self._parameters.values(), self.out_proj._parameters.values()
-        served = is_served(query, key, value, key_padding_mask, attn_mask, *parameters[0], *parameters[1])
-        if not served or self.bias_k is not None or self.add_zero_attn:
-            if isinstance(attn_mask, TorchMask):
-                attn_mask, key_padding_mask, is_causal = attn_mask.original
-            options = key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            return by_torch(nn.MultiheadAttention, self, query, key, value, *options)
         same = query is key and key is value
+        given = query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
+        served = is_served(query, key_padding_mask, attn_mask) and (same or is_served(key, value))
+        if not served or self.bias_k is not None or self.add_zero_attn:
+            return self._by_torch(*given)
         if isinstance(attn_mask, PackedMask):
             dropout_p = self.dropout if self.training else 0.0
             heads = packed_attention(*self._projected(query, key, value, same), attn_mask, dropout_p=dropout_p)
@@ -136,6 +149,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             )
             if found is not None:
                 return found
+        if not is_served(*self._parameters.values(), *self.out_proj._parameters.values()):
+            return self._by_torch(*given)
         q, k, v = (t.permute(batch, 2, length, 3) for t in self._projected(query, key, value, same))
         result = ops.attention(
             q,
@@ -155,6 +170,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             out, weights = out.squeeze(0), weights if weights is None else weights.squeeze(0)
         return out, weights
+
+    def _by_torch(
+        self, query: Tensor, key: Tensor, value: Tensor, padding: Any, need_weights: bool, mask: Any, *others: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        average, is_causal = others
+        if isinstance(mask, TorchMask):
+            mask, padding, is_causal = mask.original
+        given = query, key, value, padding, need_weights, mask, average, is_causal
+        return by_torch(nn.MultiheadAttention, self, *given)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor, same: bool) -> tuple[Tensor, ...]:
         """Queries, keys and values by head, each (*, *, heads, head_dim)."""

@@ -92,6 +92,12 @@ def embed(
     return op(ids, weight, table, scale, offset, offsets, padding_idx, dropout_p, seed, _deterministic())
 
 
+def eager_embed(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor | None:
+    """``weight[ids]`` as :func:`embed` computes it, of plain CPU tensors in eager mode; None for any other call."""
+    direct = _eager.native()
+    return direct.embed(ids, weight, None, 1.0, 0, padding_idx, 0.0, None) if direct else None
+
+
 def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p: float = 0.0) -> Tensor:
     """``dropout(x + table[offset : offset + L])`` in one pass.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Never, overload
+from typing import Any, Never, overload
 
 import torch
 from torch import Tensor
@@ -94,8 +94,7 @@ def layer_norm(
     if unknown:
         raise unknown_names("layer_norm", unknown)
     if eps is None:
-        rows = x if residual is None else residual
-        eps = 2.0**-52 if getattr(rows, "dtype", None) == torch.float64 else 2.0**-23
+        eps = _machine_epsilon(x if residual is None else residual)
     seed = _seed.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
     if direct := _eager.native():
         result = direct.layer_norm(x, weight, bias, eps, kind, residual, dropout_p, seed)
@@ -112,6 +111,21 @@ def layer_norm(
     op = implementation("layer_norm", backend)
     out, summed, _, _ = op(x, residual, weight, bias, eps, kind, dropout_p, seed, backend)
     return out if residual is None else (out, summed)
+
+
+def eager_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: str, residual: Tensor | None
+) -> Any:
+    """:func:`layer_norm` without dropout, of plain CPU tensors in eager mode; None for any other call."""
+    if not (direct := _eager.native()):
+        return None
+    if eps is None:
+        eps = _machine_epsilon(x if residual is None else residual)
+    return direct.layer_norm(x, weight, bias, eps, kind, residual, 0.0, None)
+
+
+def _machine_epsilon(rows: Any) -> float:
+    return 2.0**-52 if getattr(rows, "dtype", None) == torch.float64 else 2.0**-23
 
 
 @unrecorded

@@ -13,33 +13,26 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.nn import Parameter
 
-_KNOWN = (Parameter, FakeTensor, FunctionalTensor)
-"""The classes that the ops have rules for; torch.compile and torch.export call modules with the last two."""
+_IN_GRAPHS = (FakeTensor, FunctionalTensor)
+"""The classes of tensors that torch.export and AOTAutograd call modules with; the ops have rules for both."""
 
 
 def is_served(*values: Any) -> bool:
-    """Whether the fused ops take these values in a call that is made here.
+    """Whether the fused ops take these values, here and now.
 
-    They do not where :func:`have_kernels` says no, inside a transform of torch.func (vmap, grad), and inside
-    forward-mode differentiation.
-    """
-    return have_kernels(*values) and forward_ad._current_level < 0 and not _in_transform()
-
-
-def have_kernels(*values: Any) -> bool:
-    """Whether all tensors among some values are of kinds that the fused ops take.
-
-    Not taken are nested and sparse tensors, tensors of a class that the ops do not know, such as DTensor, and the
-    proxies of torch.fx. None and values of other classes are no obstacle.
+    They take no nested and no sparse tensors, none of a class that they do not know, such as DTensor, and no proxies of
+    torch.fx; nothing inside a transform of torch.func (vmap, grad), and nothing in forward-mode differentiation. None
+    and values of other classes are no obstacle.
     """
     for value in values:
-        kind = type(value)
+        if value is None or (kind := type(value)) is Parameter:
+            continue
         if kind is Tensor:
             if value.is_nested or value.layout is not torch.strided:
                 return False
-        elif value is not None and kind not in _KNOWN and issubclass(kind, (Tensor, Proxy)):
+        elif kind not in _IN_GRAPHS and issubclass(kind, (Tensor, Proxy)):
             return False
-    return True
+    return forward_ad._current_level < 0 and not _in_transform()
 
 
 def _in_transform() -> bool:
