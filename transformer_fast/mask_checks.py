@@ -48,7 +48,8 @@ def check_float(name: str, t: Tensor, shape: str, dims: tuple[int, ...]) -> None
 def boolean(mask: Tensor, dialect: str) -> Tensor:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{dialect} mask: expected a tensor or an AttentionMask, got {type(mask).__name__}")
-    check_dense(f"{dialect} mask", mask)
+    if mask.layout != torch.strided or mask.is_nested:
+        check_dense(f"{dialect} mask", mask)
     if mask.dtype == torch.bool:
         return mask
     if mask.dtype in INTEGERS:
@@ -60,8 +61,8 @@ def boolean(mask: Tensor, dialect: str) -> Tensor:
 
 
 def check_leading(mask: Tensor) -> None:
-    """Refuse a mask of three dimensions whose first may be the batch or the heads."""
-    if mask.dim() == 3 and sizes(mask)[0] != 1:
+    """Refuse a mask (N, Lq, Lk), whose first dimension may be the batch or the heads."""
+    if sizes(mask)[0] != 1:
         raise ValueError(
             f"mask: the first dimension of {tuple(mask.shape)} can be read two ways: pass t[:, None] if it is the "
             "batch, t[None] if it is the heads"

@@ -70,7 +70,8 @@ class AttentionMask:
                 the batch or the heads.
         """
         mask = boolean(mask, "keep")
-        check_leading(mask)
+        if mask.dim() == 3:
+            check_leading(mask)
         mask = four_dimensions(mask)
         if sizes(mask)[2] == 1:
             return cls(key_keep_mask=mask)

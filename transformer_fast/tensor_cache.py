@@ -1,10 +1,9 @@
 """Results computed from a tensor, kept on the tensor until it is written to.
 
 A write is seen where PyTorch counts it: by an op on the tensor or on one of its views. It is not seen through `.data`,
-`detach()` of an inference tensor, DLPack, numpy, or a CUDA graph that is replayed. So on a CPU, where such writes are
-common and values can be looked at, nothing that decides a result is kept by this alone: lengths and ids are read in
-every call, and kept weights have a `stamp`. On a GPU the lengths and ids in int32, the bits of a mask and the tiles
-that hold work are kept: what is in memory there cannot be compared without waiting for it.
+DLPack or numpy, nor by a CUDA graph that is replayed. So on a CPU nothing that decides a result is kept by this alone:
+lengths and ids are read in every call, and kept weights have a `stamp`. On a GPU the lengths and ids in int32, the bits
+of a mask and the tiles that hold work are kept: whether they still hold cannot be seen without waiting for the device.
 """
 
 from __future__ import annotations
