@@ -10,6 +10,7 @@ from torch import Tensor
 
 from transformer_fast import AttentionMask
 from transformer_fast.distance import relative_buckets
+from transformer_fast.mask_checks import may_be_keep
 
 
 def normal(shape: tuple[int, ...], c: Config, generator: torch.Generator) -> Tensor:
@@ -57,6 +58,8 @@ def draw_mask(c: Config, generator: torch.Generator) -> tuple[AttentionMask, dic
             lengths = torch.randint(0, c.Lk + 1, shape, generator=generator).to(DEVICE)
             mask = mask & AttentionMask.lengths(lengths)
     if mask.key_lengths is not None:
+        if may_be_keep(mask.key_lengths, c.Lk):  # refused; one that is longer makes them lengths
+            mask.key_lengths[0, 0] = 2
         parts["lengths"] = mask.key_lengths
     if "causal" in c.parts:
         parts["causal"] = c.causal

@@ -70,10 +70,15 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "positions, length first": (lambda: hw.PositionsLengthFirst(D, 0.1), lambda: (x(),)),
     "bert attention": (lambda: hw.BertAttention(2, D), lambda: (x(), x(S), x(S), keep(B, 1, 1, S))),
     "bert attention, dense": (lambda: hw.BertAttention(2, D), lambda: (x(), x(), x(), keep(B, 1, L, L))),
+    "bert attention, a mask per head": (lambda: hw.BertAttention(2, D), lambda: (x(), x(), x(), keep(2, L, L))),
     "bert embedding": (lambda: hw.TokenEmbedding(11, D), lambda: (ids(),)),
     "tensorflow attention": (
         lambda: hw.TensorflowAttention(D, 2),
         lambda: (x(S), x(S), x(), 1.0 - keep(B, 1, 1, S).float()),
+    ),
+    "tensorflow attention, a mask per head": (
+        lambda: hw.TensorflowAttention(D, 2),
+        lambda: (x(S), x(S), x(), 1.0 - keep(2, L, S).float()),
     ),
     "tensorflow encoder layer": (
         lambda: tensorflow.EncoderLayer(D, 2, 12),
@@ -113,6 +118,10 @@ FORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] 
     "d2l heads, a length a query": (
         lambda: d2l.MultiHeadAttention(D, 2, 0.1, True),
         lambda: (x(), x(S), x(S), torch.randint(1, S + 1, (B, L))),
+    ),
+    "d2l heads, lengths of 0 and 1": (
+        lambda: called_once(hw.D2lHeads(D, 2, 0.1), x(), x(), x(), None),
+        lambda: (x(), x(S), x(S), torch.arange(B * L).view(B, L) % 2),
     ),
     "d2l encoder block": (lambda: d2l.EncoderBlock(D, 12, 2, 0.1), lambda: (x(), torch.tensor([3, 7]))),
     "d2l decoder block": (

@@ -37,6 +37,8 @@ CASES = [
     Case("MultiHeadAttention", (16, 4, 0.5), (X, MEMORY, MEMORY), (EMPTY,), dict.fromkeys((*SIZES, "value_size"), 16)),
     Case("MultiHeadAttention", (16, 2, 0.3, True), (Q, K, V), (EACH,), {**SIZES, "value_size": 8}),
     Case("MultiHeadAttention", (16, 2, 0.3), (Q, K, V), (None,), {**SIZES, "value_size": 8}),
+    Case("MultiHeadAttention", (16, 2, 0.3, True), (Q, K, V), (EACH.clamp(max=1),), {**SIZES, "value_size": 8}),
+    Case("AdditiveAttention", (8, 0.1), (Q, K, V), (EACH.clamp(max=1),), SIZES),
     Case("PositionWiseFFN", (4, 8), (X,), (), {"num_inputs": 16}),
     Case("AddNorm", (16, 0.5), (X, x(3, 4, 16) + 1)),
     Case("PositionalEncoding", (16, 0.3), (X,)),

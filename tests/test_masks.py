@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from transformer_fast import AttentionMask
+from transformer_fast import AttentionMask, attention
 from transformer_fast.ops._attention_checks import normal_lengths
 
 B, H, LQ, LK = 3, 2, 5, 7
@@ -122,12 +122,76 @@ def test_lower_ranks_align_on_the_right_as_broadcasting_does():
     assert torch.equal(full(AttentionMask.keep(square)), square.expand(B, H, LQ, LK))
 
 
-def test_normal_lengths_are_one_tensor_for_all_layers_until_written_to():
+def test_normal_lengths_are_read_in_every_call():
     lengths = torch.tensor([3, 5])
     first = normal_lengths(lengths, 2, 4, 6)
-    assert first.dtype == torch.int32 and normal_lengths(lengths, 2, 4, 6) is first
-    lengths[0] = 1
+    assert first.dtype == torch.int32 and first.tolist() == [3, 5]
+    lengths.numpy()[0] = 1  # no write that PyTorch counts
     assert normal_lengths(lengths, 2, 4, 6).tolist() == [1, 5]
-    lengths[0] = 7
+    lengths.numpy()[0] = 7
     with pytest.raises(ValueError, match="got 5 to 7"):
         normal_lengths(lengths, 2, 4, 6)
+
+
+@pytest.mark.parametrize("made", [AttentionMask.keep, AttentionMask.blocked])
+def test_two_dimensions_are_queries_and_keys_whatever_their_sizes(made):
+    """Also where a batch has as many sentences as there are queries, or as there are heads."""
+    q = torch.randn(4, 4, 4, 8)
+    square = torch.ones(4, 4).tril().bool() if made == AttentionMask.keep else torch.ones(4, 4).triu(1).bool()
+    expected = attention(q, q, q, causal=True)
+    for mask in (square, square[None], square[None, None], square.expand(4, 1, 4, 4)):
+        assert torch.allclose(attention(q, q, q, made(mask)), expected, atol=1e-6)
+
+
+def test_lengths_per_query_of_0_and_1_are_refused_only_where_they_may_be_a_keep_mask():
+    q = torch.randn(2, 2, 5, 8)
+    zeros_and_ones = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    several = attention(q, q, q, AttentionMask.keep(torch.arange(5) < zeros_and_ones[:, None, :, None]))
+    for lengths in (zeros_and_ones, zeros_and_ones.int(), zeros_and_ones.t().contiguous().t()):
+        for options in ({}, {"softcap": 5.0}, {"return_weights": True}, {"dropout_p": 0.1}, {"return_logsumexp": True}):
+            with pytest.raises(ValueError, match=r"two ways.*keep"):
+                attention(q, q, q, AttentionMask.lengths(lengths), **options)
+    # One key, one query, one length that is more, or a graph in which values cannot be read.
+    one_key, one_query = q[:, :, :1], q[:, :, :1]
+    assert attention(q, one_key, one_key, AttentionMask.lengths(zeros_and_ones)).isfinite().all()
+    assert attention(one_query, q, q, AttentionMask.lengths(torch.tensor([[1], [1]]))).isfinite().all()
+    assert attention(q, q, q, AttentionMask.lengths(torch.tensor([[1], [1]]))).isfinite().all()
+    assert attention(q, q, q, AttentionMask.lengths(torch.tensor([1, 1]))).isfinite().all()
+    attention(q, q, q, AttentionMask.lengths(torch.cat([zeros_and_ones[:, :-1], torch.full((2, 1), 2)], 1)))
+    compiled = torch.compile(attention, backend="eager")
+    assert torch.allclose(compiled(q, q, q, AttentionMask.lengths(zeros_and_ones)), several, atol=1e-6)
+    meta = AttentionMask.lengths(zeros_and_ones.to("meta"))
+    assert attention(*[q.to("meta")] * 3, meta).shape == q.shape
+
+
+def test_a_representation_is_what_one_would_write():
+    lengths, ids = torch.tensor([3, 4]), torch.zeros(1, 8, dtype=torch.int32)
+    written = {
+        "AttentionMask()": AttentionMask(),
+        "lengths(int64 (2,)) & window(3, 1)": AttentionMask.lengths(lengths) & AttentionMask.window(3, 1),
+        "lengths(int64 (2,)) & causal()": AttentionMask.causal() & AttentionMask.lengths(lengths),
+        "keep(bool (1, 1, 5, 7)) & keep(bool (1, 1, 1, 7))": AttentionMask.keep(torch.ones(5, 7).bool())
+        & AttentionMask.keep(torch.ones(7).int()),
+        "causal(-2)": AttentionMask.causal(-2),
+        "window(3)": AttentionMask.window(3),
+        "window(3, offset=10)": AttentionMask.window(3, offset=10),
+        "window(3, None)": AttentionMask.window(3, None),
+        "documents(int32 (1, 8))": AttentionMask.documents(ids),
+        "documents(int32 (1, 8), int64 (1, 8))": AttentionMask.documents(ids, ids.long()),
+        "alibi(float32 (4,), offset=2)": AttentionMask.alibi(torch.ones(4), 2),
+        "relative(float32 (8, 4)) & bias(float64 (1, 1, 5, 7))": AttentionMask.relative(torch.ones(8, 4))
+        & AttentionMask.bias(torch.zeros(5, 7).double()),
+        "relative(float32 (8, 4), max_distance=16, bidirectional=False)": AttentionMask.relative(
+            torch.ones(8, 4), 16, False
+        ),
+    }
+    assert [repr(mask) for mask in written.values()] == [*written]
+
+
+@pytest.mark.parametrize("causal", [None, *range(-4, 5)])
+@pytest.mark.parametrize("window", [None, *range(-4, 5)])
+def test_bounds_are_written_as_calls_that_make_them(causal, window):
+    mask = AttentionMask(causal_offset=causal, window_offset=window)
+    names = {"causal": AttentionMask.causal, "window": AttentionMask.window, "AttentionMask": AttentionMask}
+    made = eval(repr(mask), {"__builtins__": {}}, names)
+    assert (made.causal_offset, made.window_offset) == (causal, window)

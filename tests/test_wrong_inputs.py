@@ -41,6 +41,8 @@ IDS = torch.randint(0, 11, (2, 5))
 W = torch.randn(11, 8)
 TABLE = tfast.positional_table(10, 8)
 ATTEND = tfast.attention
+STARTS = torch.tensor([0, 2, 4], dtype=torch.int32)
+TWO_READINGS = r"first dimension of.*two ways: pass t\[:, None\] if it is the batch, t\[None\] if it is the heads"
 
 
 def model() -> tfast.Transformer:
@@ -63,6 +65,40 @@ ATTENTION = {
     "unknown empty_rows": Wrong(
         lambda: ATTEND(Q, K, K, empty_rows="nan"), ValueError, '"uniform" or "zero", got \'nan\''
     ),
+    "scale is a bool": Wrong(lambda: ATTEND(Q, K, K, scale=True), TypeError, "scale must be a number, got True"),
+    "scale is a text": Wrong(lambda: ATTEND(Q, K, K, scale="0.1"), TypeError, "scale must be a number, got '0.1'"),
+    "softcap is a bool": Wrong(lambda: ATTEND(Q, K, K, softcap=True), TypeError, "softcap must be a number, got True"),
+    "softcap is a text": Wrong(lambda: ATTEND(Q, K, K, softcap="5"), TypeError, "softcap must be a number, got '5'"),
+    "dropout is None": Wrong(
+        lambda: ATTEND(Q, K, K, dropout_p=None), TypeError, "dropout_p must be a number, got None"
+    ),
+    "dropout is True": Wrong(
+        lambda: ATTEND(Q, K, K, dropout_p=True), TypeError, "dropout_p must be a number, got True"
+    ),
+    "dropout of packed is None": Wrong(
+        lambda: tfast.attention_packed(Q[0], Q[0], Q[0], STARTS, STARTS, dropout_p=None),
+        TypeError,
+        "attention_packed: dropout_p must be a number, got None",
+    ),
+    "scale of packed is a bool": Wrong(
+        lambda: tfast.attention_packed(Q[0], Q[0], Q[0], STARTS, STARTS, scale=True),
+        TypeError,
+        "attention_packed: scale must be a number, got True",
+    ),
+    "scale of decode is a text": Wrong(
+        lambda: tfast.attention_decode(Q, Q, Q, torch.tensor([5, 5]), scale="0.1"),
+        TypeError,
+        "attention_decode: scale must be a number, got '0.1'",
+    ),
+    "the mask comes first": Wrong(
+        lambda: ATTEND(AttentionMask.causal(), Q, Q, Q),
+        TypeError,
+        r"q must be a tensor, got AttentionMask; the order is attention\(q, k, v, mask\)",
+    ),
+    "q is sparse": Wrong(lambda: ATTEND(Q.to_sparse(), K, K), TypeError, "q: expected a dense tensor.*sparse_coo"),
+    "bias is sparse": Wrong(
+        lambda: ATTEND(Q, K, K, bias=torch.zeros(5, 7).to_sparse()), TypeError, "bias: expected a dense.*to_dense"
+    ),
     "unknown return_weights": Wrong(
         lambda: ATTEND(Q, K, K, return_weights="all"), ValueError, "\"dropped\", got 'all'"
     ),
@@ -70,7 +106,7 @@ ATTENTION = {
         lambda: ATTEND(Q, K, K, bias=torch.ones(5, 7).bool()), TypeError, "bias must be a float.*bool.*mask="
     ),
     "bias does not broadcast": Wrong(
-        lambda: ATTEND(Q, K, K, bias=torch.zeros(1, 1, 5, 6)), ValueError, r"bias.*\(1, 1, 5, 6\).*\(2, 4, 5, 7\)"
+        lambda: ATTEND(Q, K, K, bias=torch.zeros(1, 1, 5, 6)), ValueError, r"bias.*\(1, 1, 5, 6\).*\(2, 4, 5, 7\)$"
     ),
     "lengths beyond Lk": Wrong(
         lambda: ATTEND(Q, K, K, AttentionMask.lengths(torch.tensor([3, 8]))), ValueError, r"\[0, Lk = 7\], got 3 to 8"
@@ -93,6 +129,36 @@ MASKS = {
     "float keep mask": Wrong(lambda: ATTEND(Q, K, K, torch.ones(5, 7)), TypeError, "two ways.*bias=.*blocked.*bool"),
     "a (B, Lk) padding mask": Wrong(
         lambda: ATTEND(Q, K, K, torch.ones(2, 7).bool()), ValueError, r"\(1, 1, 2, 7\).*given as \(B, 1, 1, Lk\)"
+    ),
+    "a (B, Lq, Lk) mask": Wrong(lambda: ATTEND(Q, K, K, torch.ones(2, 5, 7).bool()), ValueError, TWO_READINGS),
+    "a (B, Lq, Lk) mask where B is H": Wrong(
+        lambda: ATTEND(*[heads(B=4)] * 3, torch.ones(4, 5, 5).bool()), ValueError, TWO_READINGS
+    ),
+    "an integer (H, Lq, Lk) mask": Wrong(
+        lambda: AttentionMask.keep(torch.ones(4, 5, 7).long()), ValueError, TWO_READINGS
+    ),
+    "a blocked (B, Lq, Lk) mask": Wrong(lambda: AttentionMask.blocked(torch.ones(2, 5, 7)), ValueError, TWO_READINGS),
+    "a padding mask for lengths": Wrong(
+        lambda: ATTEND(Q, Q, Q, AttentionMask.lengths(torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]))),
+        ValueError,
+        r"lengths \(2, 5\) of nothing but 0 and 1.*AttentionMask.keep\(t\[:, None, None\]\)",
+    ),
+    "sparse keep mask": Wrong(
+        lambda: ATTEND(Q, K, K, torch.ones(5, 7).bool().to_sparse()), TypeError, "keep mask: expected a dense.*to_dense"
+    ),
+    "sparse blocked mask": Wrong(
+        lambda: AttentionMask.blocked(torch.ones(5, 7).to_sparse()), TypeError, "blocked mask: expected a dense"
+    ),
+    "sparse lengths": Wrong(
+        lambda: AttentionMask.lengths(torch.ones(2).long().to_sparse()), TypeError, "lengths: expected a dense"
+    ),
+    "sparse documents": Wrong(
+        lambda: AttentionMask.documents(torch.ones(2, 5).long().to_sparse()), TypeError, "query_ids: expected a dense"
+    ),
+    "nested mask": Wrong(
+        lambda: AttentionMask.keep(torch.nested.nested_tensor([torch.ones(3).bool(), torch.ones(5).bool()])),
+        TypeError,
+        "keep mask: expected a dense tensor, got a nested tensor",
     ),
     "five dimensions": Wrong(
         lambda: AttentionMask.keep(torch.ones(1, 1, 1, 5, 7).bool()), ValueError, "1 to 4 dimensions"

@@ -6,6 +6,7 @@ in the lengths, from which the kernels read diagonals.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 
@@ -33,6 +34,10 @@ class Alibi:
 
     def with_tensor(self, tensor: Tensor) -> Alibi:
         return replace(self, slopes=tensor)
+
+    def written(self, slopes: str) -> str:
+        """The constructor of the mask, with this text for the slopes."""
+        return f"alibi({slopes}{f', offset={self.offset}' if self.offset else ''})"
 
     def heads(self) -> tuple[int, int]:
         """For how many batch entries and heads it is given; 1 batch entry for all."""
@@ -69,6 +74,12 @@ class Relative:
     def with_tensor(self, tensor: Tensor) -> Relative:
         return replace(self, weight=tensor)
 
+    def written(self, weight: str) -> str:
+        """The constructor of the mask, with this text for the weight."""
+        usual = {"max_distance": 128, "bidirectional": True, "offset": 0}
+        given = {name: getattr(self, name) for name in usual if getattr(self, name) != usual[name]}
+        return f"relative({', '.join([weight, *(f'{name}={value}' for name, value in given.items())])})"
+
     def heads(self) -> tuple[int, int]:
         """For how many batch entries and heads it is given."""
         return 1, self.weight.shape[1]
@@ -80,7 +91,8 @@ class Relative:
         buckets = relative_buckets(distances, number, self.max_distance, self.bidirectional)
         # The gradient of a product with a one-hot matrix is summed in a fixed order, that of an index is not on a GPU.
         selected = torch.nn.functional.one_hot(buckets, number).to(dtype)
-        return (selected @ self.weight.to(dtype)).t().unsqueeze(0)
+        with _no_autocast(self.weight):
+            return (selected @ self.weight.to(dtype)).t().unsqueeze(0)
 
 
 def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
@@ -103,6 +115,13 @@ def _distances(first: int, count: int, device: torch.device) -> Tensor:
     """int64 (count,), from ``first`` on; none for the count of -1 that no queries and no keys have. It is not compared
     with 0, as that would be a constant of a traced graph."""
     return torch.arange(first, first + count + 1, device=device)[:-1]
+
+
+def _no_autocast(t: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Autocast off where a tensor lives: the kernels read tables in the dtype that was asked for."""
+    if t.is_meta or not torch.is_autocast_enabled(t.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(t.device.type, enabled=False)
 
 
 DistanceBias = Alibi | Relative

@@ -9,7 +9,7 @@ from torch import Tensor
 from . import backends
 from .attention_params import AttentionParams
 from .masks import AttentionMask, and_causal, as_attention_mask
-from .ops._attention_checks import document_numbers, normal_lengths
+from .ops._attention_checks import document_numbers, normal_lengths, refuse_keep_as_lengths
 from .ops.attention import check_backend
 from .tile_share import work_share
 from .triton.configs import attention_config
@@ -40,6 +40,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
     if options.get("bias") is not None:
         mask = mask & AttentionMask.bias(options["bias"])
     backend, reason = backends.choose("attention", q.device, q.dtype)
+    refuse_keep_as_lengths(mask.key_lengths, k.shape[2])
     check_backend(backend, q, v)
     lines = [
         f"attention {tuple(q.shape)} x {tuple(k.shape)} {q.dtype} on {q.device}",

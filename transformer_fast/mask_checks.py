@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
+
+from .backends import in_transform
+from .tracing import is_traced, sizes
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -20,9 +24,23 @@ def kind_of(given: object) -> object:
     return given.dtype if isinstance(given, Tensor) else type(given).__name__
 
 
+def is_plain_on_cpu(t: Tensor) -> bool:
+    """Whether a tensor lies on the CPU, is of no subclass, and no transform of torch.func is running: its values can be
+    read without waiting, unless a graph is made, which the caller asks in place (see tracing.py)."""
+    return t.device.type == "cpu" and type(t) in (Tensor, Parameter) and not in_transform()
+
+
+def check_dense(name: str, t: Tensor) -> None:
+    """A TypeError that names a sparse or nested tensor."""
+    if t.layout != torch.strided or t.is_nested:
+        kind = "a nested tensor" if t.is_nested else f"layout {t.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {kind}; a sparse one is dense as t.to_dense()")
+
+
 def check_float(name: str, t: Tensor, shape: str, dims: tuple[int, ...]) -> None:
     if not isinstance(t, Tensor) or not t.is_floating_point():
         raise TypeError(f"{name} must be a float tensor {shape}, got {kind_of(t)}")
+    check_dense(name, t)
     if t.dim() not in dims:
         raise ValueError(f"{name} must be {shape}, got shape {tuple(t.shape)}")
 
@@ -30,6 +48,8 @@ def check_float(name: str, t: Tensor, shape: str, dims: tuple[int, ...]) -> None
 def boolean(mask: Tensor, dialect: str) -> Tensor:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{dialect} mask: expected a tensor or an AttentionMask, got {type(mask).__name__}")
+    if mask.layout != torch.strided or mask.is_nested:
+        check_dense(f"{dialect} mask", mask)
     if mask.dtype == torch.bool:
         return mask
     if mask.dtype in INTEGERS:
@@ -40,7 +60,27 @@ def boolean(mask: Tensor, dialect: str) -> Tensor:
     )
 
 
+def check_leading(mask: Tensor) -> None:
+    """Refuse a mask (N, Lq, Lk), whose first dimension may be the batch or the heads."""
+    if sizes(mask)[0] != 1:
+        raise ValueError(
+            f"mask: the first dimension of {tuple(mask.shape)} can be read two ways: pass t[:, None] if it is the "
+            "batch, t[None] if it is the heads"
+        )
+
+
+def may_be_keep(lengths: Tensor, Lk: int) -> bool:
+    """Whether lengths per query (B, Lq) hold nothing but 0 and 1 though there are several keys, as a keep mask does.
+
+    False where the values cannot be read without waiting, and for one query, whose only length may well be 1.
+    """
+    if torch.compiler.is_compiling() or is_traced() or lengths.dim() != 2 or Lk <= 1 or not is_plain_on_cpu(lengths):
+        return False
+    return lengths.shape[1] > 1 and lengths.numel() > 0 and bool(((lengths == 0) | (lengths == 1)).all())
+
+
 def four_dimensions(mask: Tensor) -> Tensor:
+    """The mask or bias with the axes it lacks in front, by its rank alone."""
     if not 1 <= mask.dim() <= 4:
         raise ValueError(
             f"mask: expected 1 to 4 dimensions broadcastable to (B, H, Lq, Lk), got shape {tuple(mask.shape)}"

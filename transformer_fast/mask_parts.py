@@ -1,4 +1,4 @@
-"""What is done with the parts of an attention mask: they become a dense mask, and those of two masks become one."""
+"""Combine the parts of attention masks, expand them to a dense mask, and write them as text."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from .distance import DistanceBias
 
 _Part = TypeVar("_Part", Tensor, int, tuple[Tensor, Tensor])
 
@@ -73,3 +75,41 @@ def same_rank(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor
     if a is None or b is None or a.dim() == b.dim():
         return a, b
     return (a.unsqueeze(1), b) if a.dim() == 1 else (a, b.unsqueeze(1))
+
+
+def written(
+    keep: Tensor | None,
+    key_keep: Tensor | None,
+    lengths: Tensor | None,
+    causal: int | None,
+    bias: Tensor | None,
+    window: int | None,
+    documents: tuple[Tensor, Tensor] | None,
+    distance_biases: tuple[DistanceBias, ...],
+) -> str:
+    """A mask as the constructors that make it, each tensor by its dtype and shape; "AttentionMask()" for no parts."""
+    named = ("keep", keep), ("keep", key_keep), ("lengths", lengths)
+    calls = [f"{name}({_kind(t)})" for name, t in named if t is not None]
+    calls += _bounds(causal, window)
+    if documents is not None:
+        queries, keys = documents
+        calls.append(f"documents({_kind(queries)}{'' if keys is queries else f', {_kind(keys)}'})")
+    calls += [by_distance.written(_kind(by_distance.tensor)) for by_distance in distance_biases]
+    if bias is not None:
+        calls.append(f"bias({_kind(bias)})")
+    return " & ".join(calls) or "AttentionMask()"
+
+
+def _kind(t: Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}"
+
+
+def _bounds(causal: int | None, window: int | None) -> list[str]:
+    """The calls of ``causal`` and ``window`` that give these offsets."""
+    if window is None:
+        return [] if causal is None else [f"causal({causal or ''})"]
+    if causal is None or causal < window:
+        return [*_bounds(causal, None), f"window({-window}, None)"]
+    if window <= 0 <= causal:
+        return [f"window({-window}, {causal})" if causal else f"window({-window})"]
+    return [f"window({causal - window}, offset={causal})"]

@@ -30,12 +30,22 @@ import torch
 from torch import Tensor
 
 from .distance import Alibi, DistanceBias, Relative, along_diagonals, distance_table
-from .mask_checks import INTEGERS, boolean, check_float, checked_offset, four_dimensions, kind_of, not_a_mask
-from .mask_parts import both_documents, combine, dense_keep, same_document, same_rank
+from .mask_checks import (
+    INTEGERS,
+    boolean,
+    check_dense,
+    check_float,
+    check_leading,
+    checked_offset,
+    four_dimensions,
+    kind_of,
+    not_a_mask,
+)
+from .mask_parts import both_documents, combine, dense_keep, same_document, same_rank, written
 from .tracing import sizes
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class AttentionMask:
     """Which keys each query may attend to. Make one with a constructor below; combine with ``&``."""
 
@@ -52,11 +62,17 @@ class AttentionMask:
     def keep(cls, mask: Tensor) -> AttentionMask:
         """A keep mask: bool or integer, nonzero = kept, broadcastable to (B, H, Lq, Lk).
 
+        Missing axes are added in front, by rank: two dimensions are (Lq, Lk), whatever their sizes.
+
         Raises:
-            TypeError: for a float mask, which could also be an additive bias or a blocked mask.
-            ValueError: for more than four dimensions, or none.
+            TypeError: for a float mask, which could also be an additive bias or a blocked mask; for a sparse one.
+            ValueError: for more than four dimensions, or none; for three of which the first is not 1, as it could be
+                the batch or the heads.
         """
-        mask = four_dimensions(boolean(mask, "keep"))
+        mask = boolean(mask, "keep")
+        if mask.dim() == 3:
+            check_leading(mask)
+        mask = four_dimensions(mask)
         if sizes(mask)[2] == 1:
             return cls(key_keep_mask=mask)
         return cls(keep_mask=mask)
@@ -66,17 +82,28 @@ class AttentionMask:
         """A blocked mask: nonzero = blocked, broadcastable to (B, H, Lq, Lk).
 
         Bool, integer, or the float mask of 0s and 1s that TensorFlow's tutorial adds times -1e9.
-        A float is read by value: anything but 0 blocks.
+        A float is read by value: anything but 0 blocks. Shapes and errors as for ``keep``.
         """
         if not isinstance(mask, Tensor):
             raise TypeError(f"blocked mask: expected a tensor, got {type(mask).__name__}")
+        check_dense("blocked mask", mask)
         return cls.keep(mask == 0)
 
     @classmethod
     def lengths(cls, lengths: Tensor) -> AttentionMask:
-        """Valid lengths: integer (B,), or (B, Lq) for one length a query; keys at or past the length are blocked."""
+        """Valid lengths: integer (B,), or (B, Lq) for one per query; keys at or past the length are blocked.
+
+        The values are read when the mask is used. There a length outside [0, Lk] is a ValueError on a CPU, and cut on a
+        GPU. Lengths (B, Lq) of nothing but 0 and 1, with several queries and keys, are a ValueError on a CPU, as they
+        may be a keep mask.
+
+        Raises:
+            TypeError: for anything but a dense integer tensor.
+            ValueError: for another rank.
+        """
         if not isinstance(lengths, Tensor) or lengths.dtype not in INTEGERS:
             raise TypeError(f"lengths: expected an integer tensor of shape (B,) or (B, Lq), got {kind_of(lengths)}")
+        check_dense("lengths", lengths)
         if lengths.dim() not in (1, 2):
             raise ValueError(f"lengths: expected shape (B,) or (B, Lq), got {tuple(lengths.shape)}")
         return cls(key_lengths=lengths)
@@ -123,6 +150,7 @@ class AttentionMask:
         for name, t in zip(("query_ids", "key_ids"), ids, strict=True):
             if not isinstance(t, Tensor) or t.dtype not in INTEGERS:
                 raise TypeError(f"documents: {name} must be an integer tensor (B, L), got {kind_of(t)}")
+            check_dense(f"documents: {name}", t)
             if t.dim() != 2:
                 raise ValueError(f"documents: {name} must be (B, L), got shape {tuple(t.shape)}")
         return cls(document_ids=ids)
@@ -174,12 +202,13 @@ class AttentionMask:
         """A float tensor added to the scaled scores, broadcastable to (B, H, Lq, Lk); -inf blocks. It may be learned.
 
         Raises:
-            TypeError: for anything but a float tensor.
+            TypeError: for anything but a dense float tensor.
             ValueError: for more than four dimensions, or none.
         """
         if not isinstance(bias, Tensor) or not bias.is_floating_point():
             given = kind_of(bias)
             raise TypeError(f"bias must be a float tensor added to the scores, got {given}; a mask goes in mask=")
+        check_dense("bias", bias)
         return cls(additive_bias=four_dimensions(bias))
 
     def __and__(self, other: AttentionMask) -> AttentionMask:
@@ -200,6 +229,10 @@ class AttentionMask:
             combine(self.document_ids, other.document_ids, both_documents),
             self.distance_biases + other.distance_biases,
         )
+
+    def __repr__(self) -> str:
+        """The constructors that make the mask, such as ``lengths(int64 (2,)) & causal()``; a tensor by its kind."""
+        return written(*(getattr(self, field.name) for field in dataclasses.fields(self)))
 
     def __rand__(self, other: object) -> AttentionMask:
         """``tensor & mask``: the same error as ``mask & tensor``."""

@@ -1,4 +1,10 @@
-"""What was computed from a tensor, kept on the tensor until it is written to."""
+"""Results computed from a tensor, kept on the tensor until it is written to.
+
+A write is seen where PyTorch counts it: by an op on the tensor or on one of its views. It is not seen through `.data`,
+DLPack or numpy, nor by a CUDA graph that is replayed. So on a CPU nothing that decides a result is kept by this alone:
+lengths and ids are read in every call, and kept weights have a `stamp`. On a GPU the lengths and ids in int32, the bits
+of a mask and the tiles that hold work are kept: whether they still hold cannot be seen without waiting for the device.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,11 @@ ENTRIES = 32
 
 
 def get_or_compute(
-    holder: Tensor, key: tuple[Hashable, ...], others: tuple[Tensor | None, ...], compute: Callable[[], T]
+    holder: Tensor,
+    key: tuple[Hashable, ...],
+    others: tuple[Tensor | None, ...],
+    compute: Callable[[], T],
+    stamp: Hashable = None,
 ) -> T:
     """`compute()`, or what it gave the last time for this key, if nothing was written to `holder` or `others` since.
 
@@ -29,6 +39,7 @@ def get_or_compute(
         key: what else the result depends on.
         others: further tensors the result depends on.
         compute: makes the result.
+        stamp: what the caller has read of the tensors' contents; a result of another stamp is replaced.
     """
     tensors = (holder, *[t for t in others if t is not None])
     stream = _stream_that_keeps(*tensors)
@@ -37,7 +48,7 @@ def get_or_compute(
     key = (stream, key, *[(t.storage_offset(), t.shape, t.stride()) for t in tensors])
     results = results_of(_base(holder))
     found = results.get(key)
-    if found is not None and found.is_of(tensors):
+    if found is not None and found.stamp == stamp and found.is_of(tensors):
         return found.value
     bases = [_base(t) for t in tensors]
     versions = [t._version for t in bases]
@@ -45,7 +56,8 @@ def get_or_compute(
     results.pop(key, None)
     if len(results) >= ENTRIES:
         results.pop(next(iter(results)), None)  # another thread may be quicker
-    results[key] = _Result(value, [(weakref.ref(t), version) for t, version in zip(bases, versions, strict=True)])
+    made_from = [(weakref.ref(t), version) for t, version in zip(bases, versions, strict=True)]
+    results[key] = _Result(value, made_from, stamp)
     return value
 
 
@@ -79,6 +91,7 @@ class _Result(NamedTuple):
 
     value: Any
     made_from: list[tuple[weakref.ref[Tensor], int]]
+    stamp: Hashable
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
         """Whether it was made from these tensors as they are now."""

@@ -35,13 +35,16 @@ bool all_within(const Tensor& lengths, int64_t most) {
   return std::all_of(values, values + lengths.numel(), [&](T length) { return length >= 0 && length <= most; });
 }
 
-// Contiguous lengths as int32, or nothing where one is outside [0, most], which is looked at on the CPU only.
+// Contiguous lengths as int32, or nothing where one is outside [0, most], which is looked at on the CPU only. Lengths per
+// query of nothing but 0 and 1 may be a keep mask: Python says so.
 inline OptionalTensor int_lengths(const Tensor& lengths, int64_t most) {
   const bool wide = lengths.scalar_type() == at::kLong;
   if (!wide && lengths.scalar_type() != at::kInt) return std::nullopt;
   if (!lengths.is_contiguous()) return std::nullopt;
-  if (lengths.is_cpu() && !(wide ? all_within<int64_t>(lengths, most) : all_within<int32_t>(lengths, most)))
-    return std::nullopt;
+  const auto within = [&](int64_t limit) {
+    return wide ? all_within<int64_t>(lengths, limit) : all_within<int32_t>(lengths, limit);
+  };
+  if (lengths.is_cpu() && (!within(most) || (lengths.dim() == 2 && most > 1 && within(1)))) return std::nullopt;
   return wide ? lengths.to(at::kInt) : lengths;
 }
 

@@ -57,9 +57,11 @@ class GenerationConfig:
             batches of few sentences, whose steps read weights rather than multiply. 0 is off.
         keep_weights: what a call lays out of the weights for its steps on a CPU, quantised or not, stays on the model's
             parameters for the next call, and so does the memory of keys and values; it takes that of the weights once
-            more. For a model that is no longer trained: its parameters must not require gradients. Writes that PyTorch
-            counts are seen, such as loading a state; those through `.data`, or by a fused optimizer that still has
-            their gradients, are not.
+            more. For a model that is no longer trained: its parameters must not require gradients. A write between two
+            calls is seen where PyTorch counts it, such as loading a state. Others (through `.data`, numpy or DLPack)
+            are seen by a sample of each weight matrix, which each call reads: a write to whole matrices, rows or
+            columns changes it, one to single values of a matrix of more than 8,192 may not. After such a write call
+            once with `keep_weights=False`, or write by an op on the parameter itself under `torch.no_grad()`.
 
     All but repetition_penalty, force_eos and renormalize choose among continuations and leave their probabilities as
     the model has them.

@@ -32,6 +32,12 @@ COPIED_ROWS = 512
 """Rows from which a product with the weight as it is is as fast as one with a copy of it."""
 QUANTIZED = {"int8": torch.int8, "bf16": torch.bfloat16}
 """By what `GenerationConfig` calls them, the types of quantised weights."""
+WHOLE = 2**12
+"""Pairs of values up to which a stamp reads all of a weight."""
+BLOCK = 8
+"""Pairs of values side by side that a stamp reads of a larger weight: a line of the cache."""
+PRIMES = 31, 29, 23, 19, 17, 13, 11, 7, 5, 3, 2
+"""So many blocks apart; the first that leaves a block in every row."""
 INT8_INPUTS = 2**17
 """Inputs up to which 32 bits hold the sum of products of int8."""
 
@@ -115,9 +121,7 @@ class StepLinear:
         if not self.layout.keep:
             return copy_of()
         first, *others = self._weights
-        # An address tells of a parameter that was given other data, which counts as no write.
-        key = (layout, *(weight.data_ptr() for weight in self._weights))
-        return get_or_compute(first, key, tuple(others), copy_of)
+        return get_or_compute(first, (layout,), tuple(others), copy_of, tuple(map(stamp_of, self._weights)))
 
     @property
     def weight(self) -> Tensor:
@@ -159,6 +163,26 @@ class StepFeedForward:
         """x (..., d_model) -> (..., d_model)."""
         inner = self.linear_1(x)
         return self.linear_2(inner if self.activation == "relu" else ACTIVATIONS[self.activation](inner))
+
+
+def stamp_of(weight: Tensor) -> tuple[int, ...]:
+    """Numbers that tell whether a weight (out, in), fp32, was written to, also where PyTorch counts no write.
+
+    A small weight is read whole, as the sum of its bits times their positions. Of a larger one a block of values per
+    row is read, in one row at other columns than in the next. A write to a whole row changes some block. So does one to
+    a whole column, of 31 rows at least (of an odd width 248), and another order of rows or columns. The sums are exact,
+    modulo 2^64. A write to single values of a large weight may be missed.
+    """
+    weight = weight if weight.is_contiguous() else weight.contiguous()
+    rows, width = weight.shape
+    paired = width % 2 == 0 and weight.storage_offset() % 2 == 0
+    bits, width = (weight.view(torch.int64), width // 2) if paired else (weight.view(torch.int32), width)
+    count = rows * width
+    if count <= WHOLE:
+        return (int((bits.view(-1) * torch.arange(1, 2 * count, 2)).sum()),)
+    # Blocks move through all columns unless the width is a multiple of the prime.
+    stride = BLOCK * next((p for p in PRIMES if BLOCK * (p + 1) <= width and width % p), 1)
+    return tuple(bits.as_strided((1 + (count - BLOCK) // stride, BLOCK), (stride, 1)).sum(0).tolist())
 
 
 def native_rows(most: int, inputs: int) -> int:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import backends
+from ..backends import in_transform
 from ..distance import distance_table
-from ..mask_checks import kind_of
+from ..mask_checks import check_dense, is_plain_on_cpu, kind_of, may_be_keep
 from ..mask_parts import ranked
 from ..masks import AttentionMask, and_causal
 from ..tensor_cache import get, get_or_compute
-from ..tracing import is_traced, needs_plain_ops, unrecorded
+from ..tracing import is_traced, needs_plain_ops, sizes, unrecorded
 
 
 def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:
@@ -32,6 +33,7 @@ def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], 
             raise ValueError(f"{op}: {name} must be {layouts[name]}, got shape {tuple(t.shape)}")
         if not t.is_floating_point():
             raise TypeError(f"{op}: {name} must be a float tensor, got {t.dtype}")
+        check_dense(f"{op}: {name}", t)
     q, k, v = tensors.values()
     if not (q.dtype == k.dtype == v.dtype or autocast):
         raise TypeError(f"{op}: {_listed(tensors)} must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
@@ -66,6 +68,30 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
     else:
         return
     raise shape_error("attention", wrong, tensors)
+
+
+def as_number(op: str, name: str, given: Any) -> float:
+    """An option as a float.
+
+    Raises:
+        TypeError: for a bool, a text and whatever else is no number; names the option.
+    """
+    if not isinstance(given, bool):
+        if isinstance(given, int | float):
+            return float(given)
+        if hasattr(given, "__float__"):  # a number of numpy, or a tensor that holds one
+            return float(given)
+    raise TypeError(f"{op}: {name} must be a number, got {given!r}")
+
+
+def dropout_number(op: str, given: Any) -> float:
+    """The dropout probability; False, as in ``training and p``, is 0."""
+    return 0.0 if given is False else as_number(op, "dropout_p", given)
+
+
+def scale_of(op: str, q: Tensor, given: Any) -> float:
+    """The factor of the scores: what was given, or 1 / sqrt(head_dim)."""
+    return 1.0 / math.sqrt(sizes(q)[-1]) if given is None else as_number(op, "scale", given)
 
 
 def check_options(op: str, dropout_p: float, empty_rows: str) -> None:
@@ -115,9 +141,10 @@ def special_arguments(
         zero: the entry of a distance table that is of query and key of one number.
         packed: Tq and Tk of a packed batch.
     """
+    softcap = None if softcap is None else as_number(op, "softcap", softcap)
     _check_special(op, q, mask, softcap, sinks, lengths, packed)
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    arguments: dict[str, Any] = {"softcap": None if softcap is None else float(softcap)}
+    arguments: dict[str, Any] = {"softcap": softcap}
     if sinks is not None:
         arguments["sinks"] = sinks.to(dtype).contiguous()
     if mask.distance_biases:
@@ -166,15 +193,34 @@ def _check_special(
 
 
 def document_numbers(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids as int32 in contiguous rows. Wide ones are numbered anew and kept, so that every layer has the same."""
+    """Ids as int32 in contiguous rows. Those beyond int32 are numbered anew.
+
+    On a CPU this is done in every call. On a GPU, where looking at wide ids would wait for it, they are always numbered
+    anew; the numbers are kept (tensor_cache.py), so that every layer has the same tensors.
+    """
     if needs_plain_ops():
         return query_ids, key_ids  # which are only compared there
     if query_ids.dtype != torch.int64 and key_ids.dtype != torch.int64:
         return query_ids.to(torch.int32).contiguous(), key_ids.to(torch.int32).contiguous()
-    if torch.compiler.is_compiling() or type(query_ids) is not Tensor or type(key_ids) is not Tensor:
-        return ranked(query_ids.long(), key_ids.long())
     numbers = lambda: ranked(query_ids.long(), key_ids.long())  # noqa: E731
-    return get_or_compute(query_ids, ("documents",), (key_ids,), numbers)
+    if torch.compiler.is_compiling() or type(query_ids) is not Tensor or type(key_ids) is not Tensor:
+        return numbers()
+    if query_ids.device.type != "cpu":
+        return get_or_compute(query_ids, ("documents",), (key_ids,), numbers)
+    if in_transform() or not (_fit_int32(query_ids) and (key_ids is query_ids or _fit_int32(key_ids))):
+        return numbers()
+    queries = query_ids.to(torch.int32).contiguous()
+    return queries, queries if key_ids is query_ids else key_ids.to(torch.int32).contiguous()
+
+
+def _fit_int32(ids: Tensor) -> bool:
+    if ids.dtype != torch.int64 or ids.numel() == 0:
+        return True
+    least, most = torch.aminmax(ids)
+    return int(least) >= -(2**31) and int(most) < 2**31
+
+
+_PADDING_HINT = ". A (B, Lk) padding mask must be given as (B, 1, 1, Lk)."
 
 
 @unrecorded
@@ -183,8 +229,8 @@ def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) 
     for name, t in (("mask", mask.keep_mask), ("mask", mask.key_keep_mask), ("bias", mask.additive_bias)):
         if t is not None and any(size not in (1, limit) for size, limit in zip(t.shape, full)):
             raise ValueError(
-                f"attention: {name} of shape {tuple(t.shape)} does not broadcast to (B, H, Lq, Lk) = {full}. "
-                "A (B, Lk) padding mask must be given as (B, 1, 1, Lk)."
+                f"attention: {name} of shape {tuple(t.shape)} does not broadcast to (B, H, Lq, Lk) = {full}"
+                + (_PADDING_HINT if name == "mask" and tuple(t.shape) == (1, 1, B, full[3]) else "")
             )
     lengths = mask.key_lengths
     if lengths is not None and (
@@ -198,18 +244,35 @@ def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) 
             raise ValueError(f"attention: q is on {q.device} but the mask or bias on {t.device}")
 
 
+def refuse_keep_as_lengths(lengths: Tensor | None, Lk: int) -> None:
+    """Raise for lengths per query that look like a keep mask."""
+    if lengths is not None and may_be_keep(lengths, Lk):
+        raise ValueError(
+            f"attention: lengths {tuple(lengths.shape)} of nothing but 0 and 1 can be read two ways: pass "
+            "AttentionMask.keep(t[:, None, None]) if 1 means kept, or "
+            "AttentionMask.keep(torch.arange(Lk) < t[:, None, :, None]) if they are lengths per query"
+        )
+
+
 def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
-    """int32 lengths (B,) or (B, Lq) in [0, Lk]. On CPU others are an error; on a GPU, where looking would wait for it,
-    they are cut. The result is kept, so that every layer has the same tensor, and what kernels keep on it is found."""
+    """int32 lengths (B,) or (B, Lq) in [0, Lk].
+
+    On a CPU they are looked at in every call, and others are an error. On a GPU, where looking would wait for it, they
+    are cut; the result is kept (tensor_cache.py), so that every layer has the same tensor, and what kernels keep on it
+    is found.
+    """
     if is_traced():
         return lengths  # plain operators take them as they are
     if lengths.dim() == 2 and lengths.shape[1] != Lq:
         lengths = lengths.squeeze(1)
     if lengths.shape[0] != B:
         lengths = lengths.expand(B, *lengths.shape[1:])
-    if torch.compiler.is_compiling() or type(lengths) is not Tensor or backends.in_transform():
-        return lengths.clamp(0, Lk).to(torch.int32)
-    return get_or_compute(lengths, ("normal lengths", Lk), (), lambda: _checked_lengths(lengths, Lk))
+    if not torch.compiler.is_compiling() and is_plain_on_cpu(lengths):
+        return _checked_lengths(lengths, Lk)
+    cut = lambda: lengths.clamp(0, Lk).to(torch.int32)  # noqa: E731
+    if torch.compiler.is_compiling() or type(lengths) is not Tensor or in_transform():
+        return cut()
+    return get_or_compute(lengths, ("normal lengths", Lk), (), cut)
 
 
 def fitting_lengths(lengths: Tensor | None, q: Any, k: Any) -> Tensor | None:
@@ -225,8 +288,6 @@ def fitting_lengths(lengths: Tensor | None, q: Any, k: Any) -> Tensor | None:
 
 
 def _checked_lengths(lengths: Tensor, Lk: int) -> Tensor:
-    if lengths.device.type != "cpu":
-        return lengths.clamp(0, Lk).to(torch.int32)
     if lengths.numel() > 0:
         # Reading a few numbers in Python is cheaper than two reductions.
         low, high = (f(lengths.tolist()) for f in (min, max)) if lengths.dim() == 1 else torch.aminmax(lengths)

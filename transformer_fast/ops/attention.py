@@ -3,7 +3,6 @@ csrc/ops/attention.cpp and attention_weights.cpp."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
@@ -20,9 +19,12 @@ from ._attention_checks import (
     check_inputs,
     check_mask,
     check_options,
+    dropout_number,
     fitting_lengths,
     is_special,
     normal_lengths,
+    refuse_keep_as_lengths,
+    scale_of,
     special_arguments,
 )
 from ._names import unknown_names
@@ -150,7 +152,11 @@ def attention(
     """
     if unknown:
         raise unknown_names("attention", unknown)
+    if not isinstance(q, Tensor):  # before a mask that may be one of the others is spoken of
+        raise TypeError(f"attention: q must be a tensor, got {type(q).__name__}; the order is attention(q, k, v, mask)")
     mask = as_attention_mask(mask)
+    if type(dropout_p) is not float:
+        dropout_p = dropout_number("attention", dropout_p)
     if bias is not None:
         mask = mask & AttentionMask.bias(bias)
     bias = mask.additive_bias
@@ -160,7 +166,7 @@ def attention(
     if return_weights and (by_triton or return_weights not in (True, "dropped")):
         extension, by_triton = None, False
     seed, out = None, None
-    if dropout_p > 0.0 and isinstance(q, Tensor):
+    if dropout_p > 0.0:
         seed = _seed.draw_launch_seed(q.device, by_triton)
     offset = and_causal(mask.causal_offset, causal)
     lengths = fitting_lengths(mask.key_lengths, q, k) if by_triton else mask.key_lengths
@@ -188,6 +194,7 @@ def attention(
     backend = backends.resolve("attention", q.device, q.dtype)
     (B, H, Lq, D), (Lk, Dv) = sizes(q), sizes(v)[2:]
     check_mask(mask, q, (B, H, Lq, Lk))
+    refuse_keep_as_lengths(mask.key_lengths, Lk)
     check_backend(backend, q, v)
     params = _params(q, k, mask, offset, scale, dropout_p, seed, empty_rows)
     if special:
@@ -207,7 +214,7 @@ def attention(
         out, logsumexp = implementation("attention", backend)(q, k, v, **params.keywords(), backend=backend)
         out = out if Dv == sizes(out)[-1] else out[..., :Dv]
         if return_weights:
-            of_weights = replace(params, dropout_p=float(dropout[0]), seed=dropout[1])
+            of_weights = replace(params, dropout_p=dropout[0], seed=dropout[1])
             compute = implementation("attention_weights", backend)
             weights = compute(q, k, logsumexp.detach(), **of_weights.keywords(), backend=backend)
     if only_out:
@@ -226,7 +233,7 @@ def _params(
     empty_rows: str,
 ) -> AttentionParams:
     """The arguments of the op for a checked call."""
-    (B, _, Lq, D), Lk = sizes(q), sizes(k)[2]
+    (B, _, Lq, _), Lk = sizes(q), sizes(k)[2]
     key_keep, lengths = mask.key_keep_mask, mask.key_lengths
     if key_keep is not None and sizes(key_keep)[-1] != Lk:
         key_keep = key_keep.expand(-1, -1, -1, k.shape[2])
@@ -237,8 +244,8 @@ def _params(
         bias=mask.additive_bias,
         causal=causal,
         window=mask.window_offset,
-        scale=1.0 / math.sqrt(D) if scale is None else float(scale),
-        dropout_p=float(dropout_p),
+        scale=scale_of("attention", q, scale),
+        dropout_p=dropout_p,
         seed=seed,
         zero_empty_rows=empty_rows == "zero",
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Never
 
 import torch
@@ -16,6 +15,7 @@ from ._attention_checks import (
     check_tensors,
     is_special,
     mask_by_position,
+    scale_of,
     shape_error,
     special_arguments,
 )
@@ -87,7 +87,7 @@ def attention_decode(
     _check_lengths(lengths, q, k_cache, page_table)
     lengths = lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)
     _refuse_gradient(q, k_cache, v_cache)
-    scale = 1.0 / math.sqrt(sizes(q)[-1]) if scale is None else float(scale)
+    scale = scale_of("attention_decode", q, scale)
     more: dict[str, Any] = {}
     if special:
         Lq, S = q.shape[2], _capacity(k_cache, page_table)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from dataclasses import replace
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
@@ -19,8 +18,10 @@ from . import _eager, _seed
 from ._attention_checks import (
     check_options,
     check_tensors,
+    dropout_number,
     is_special,
     mask_by_position,
+    scale_of,
     shape_error,
     special_arguments,
 )
@@ -114,6 +115,8 @@ def attention_packed(
     """
     if unknown:
         raise unknown_names("attention_packed", unknown)
+    if type(dropout_p) is not float:
+        dropout_p = dropout_number("attention_packed", dropout_p)
     extension, by_triton = _eager.fast_path("attention", q)
     seed = None
     if dropout_p > 0.0 and isinstance(q, Tensor):
@@ -139,13 +142,13 @@ def attention_packed(
             "attention_packed: cu_seqlens_q and cu_seqlens_k must be of one number of sequences, got shapes "
             f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
         )
-    scale = 1.0 / math.sqrt(sizes(q)[-1]) if scale is None else float(scale)
+    scale = scale_of("attention_packed", q, scale)
     backend = backends.resolve("attention", q.device, q.dtype)
     params = AttentionParams(
         causal=bounds[0],
         window=bounds[1],
         scale=scale,
-        dropout_p=float(dropout_p),
+        dropout_p=dropout_p,
         seed=seed,
         zero_empty_rows=empty_rows == "zero",
         packed=PackedBatch(cu_seqlens_q, cu_seqlens_k, max_q, max_k),

@@ -14,6 +14,7 @@ from ...dialects import tensorflow
 from ...dialects._common import leave_weights, merge_heads, project_heads
 from ...layers.attention import attend, layer_mask
 from ...layers.hooks import TAKES_NEED_WEIGHTS
+from ...mask_checks import four_dimensions
 from ...masks import AttentionMask
 from .base import ANY, DROPOUT, INLINED, LINEAR, Pattern, children, random_keep
 
@@ -66,7 +67,7 @@ class Heads(Pattern):
         if self.head_axis:
             mask = layer_mask(mask)
         elif isinstance(mask, Tensor):
-            mask = AttentionMask.keep(mask)
+            mask = AttentionMask.keep(four_dimensions(mask))
         heads = attend(m.dropout, q, k, v, mask)
         if self.weights:
             leave_weights(m, lambda q, k: ops.attention(q, k, k, mask, return_weights=True)[1], q, k)
@@ -91,7 +92,7 @@ class TensorflowHeads(Pattern):
     def fused_forward(
         self, m: Any, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None, need_weights: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        blocked = None if mask is None else AttentionMask.blocked(mask)
+        blocked = None if mask is None else AttentionMask.blocked(four_dimensions(mask))
         return tensorflow.MultiHeadAttention.forward(m, v, k, q, blocked, need_weights=need_weights)
 
 

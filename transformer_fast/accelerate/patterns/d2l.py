@@ -13,6 +13,7 @@ from ...dialects import d2l
 from ...dialects._common import LAST_WEIGHTS
 from ...dialects.d2l.attention import attend
 from ...dialects.d2l.blocks import run_decoder_block
+from ...dialects.d2l.sequences import certain_lengths
 from ...layers.hooks import SCALED_DOT_PRODUCT
 from ...masks import AttentionMask
 from ...tracing import is_traced
@@ -27,7 +28,7 @@ def lengths_mask(valid_lens: Lengths, keys: int) -> AttentionMask | None:
     """Lengths (B,) or (B, Lq); longer than there are keys means all of them."""
     if valid_lens is None or isinstance(valid_lens, AttentionMask):
         return valid_lens
-    return AttentionMask.lengths(valid_lens.to(torch.int64).clamp(0, keys))
+    return certain_lengths(valid_lens.to(torch.int64).clamp(0, keys), keys)
 
 
 def some_lengths(queries: int, keys: int) -> tuple[Tensor | None, ...]:

@@ -52,7 +52,7 @@ class DotProductAttention(_Attention):
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: ValidLens = None) -> Tensor:
         """queries (B, Lq, d), keys (B, Lk, d), values (B, Lk, dv), valid_lens (B,) or (B, Lq) -> (B, Lq, dv)."""
         _three_axes("DotProductAttention", queries, keys, values)
-        mask = lengths_mask("DotProductAttention", valid_lens, *queries.shape[:2])
+        mask = lengths_mask("DotProductAttention", valid_lens, *queries.shape[:2], keys.shape[1])
         return attend(self, queries.unsqueeze(1), keys.unsqueeze(1), values.unsqueeze(1), mask).squeeze(1)
 
 
@@ -84,7 +84,7 @@ class AdditiveAttention(_Attention):
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: ValidLens = None) -> Tensor:
         """queries (B, Lq, query_size), keys (B, Lk, key_size), values (B, Lk, dv) -> (B, Lq, dv)."""
         _three_axes("AdditiveAttention", queries, keys, values)
-        mask = lengths_mask("AdditiveAttention", valid_lens, *queries.shape[:2])
+        mask = lengths_mask("AdditiveAttention", valid_lens, *queries.shape[:2], keys.shape[1])
         scores = additive_scores(apply_linear(self.W_q, queries), apply_linear(self.W_k, keys), self.w_v)
         leave_weights(self, lambda scores: masked_softmax(scores, mask), scores)
         return attend_by_scores(scores, values, mask, dropout=self.dropout)[0]
@@ -129,7 +129,7 @@ class MultiHeadAttention(nn.Module):
         """queries (B, Lq, query_size), keys and values (B, Lk, ...), valid_lens (B,) or (B, Lq) ->
         (B, Lq, num_hiddens). ``attention.attention_weights`` then has the weights (B * num_heads, Lq, Lk)."""
         _three_axes("MultiHeadAttention", queries, keys, values)
-        mask = lengths_mask("MultiHeadAttention", valid_lens, *queries.shape[:2])
+        mask = lengths_mask("MultiHeadAttention", valid_lens, *queries.shape[:2], keys.shape[1])
         q, k, v = project_heads((self.W_q, self.W_k, self.W_v), (queries, keys, values), self.num_heads)
         if has_role(self.attention, SCALED_DOT_PRODUCT):
             return apply_linear(self.W_o, merge_heads(attend(self.attention, q, k, v, mask)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...mask_checks import may_be_keep
 from ...masks import AttentionMask
 from ...tracing import is_traced
 from .._common import merge_heads, split_heads
@@ -40,7 +41,7 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
     if X.dim() != 3:
         raise ValueError(f"masked_softmax: expected scores (B, Lq, Lk), got shape {tuple(X.shape)}")
     scores = X if X.dtype == torch.float64 else X.float()
-    mask = lengths_mask("masked_softmax", valid_lens, X.shape[0], X.shape[1])
+    mask = lengths_mask("masked_softmax", valid_lens, *X.shape)
     if mask is not None:
         added = mask.added(*X.shape[1:], scores.dtype)
         if added is not None:
@@ -50,7 +51,8 @@ def masked_softmax(X: Tensor, valid_lens: ValidLens) -> Tensor:
     return torch.softmax(scores, -1).to(X.dtype)
 
 
-def lengths_mask(where: str, valid_lens: ValidLens, B: int, Lq: int) -> AttentionMask | None:
+def lengths_mask(where: str, valid_lens: ValidLens, B: int, Lq: int, Lk: int) -> AttentionMask | None:
+    """The mask of valid lengths, after a check of their kind and shape."""
     if valid_lens is None or isinstance(valid_lens, AttentionMask):
         return valid_lens
     if not isinstance(valid_lens, Tensor) or valid_lens.is_floating_point() or valid_lens.dtype == torch.bool:
@@ -63,4 +65,11 @@ def lengths_mask(where: str, valid_lens: ValidLens, B: int, Lq: int) -> Attentio
         raise ValueError(
             f"{where}: valid_lens must be (B,) = ({B},) or (B, Lq) = ({B}, {Lq}), got shape {tuple(valid_lens.shape)}"
         )
-    return AttentionMask.lengths(valid_lens)
+    return certain_lengths(valid_lens, Lk)
+
+
+def certain_lengths(lengths: Tensor, Lk: int) -> AttentionMask:
+    """The mask of lengths (B,) or (B, Lq) that are known to be lengths, also where they look like a keep mask."""
+    if may_be_keep(lengths, Lk):
+        return AttentionMask.keep(torch.arange(Lk) < lengths[:, None, :, None])
+    return AttentionMask.lengths(lengths)

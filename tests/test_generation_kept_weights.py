@@ -1,0 +1,123 @@
+"""`keep_weights`: a write to a parameter is seen also where PyTorch does not count it, in every part of the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from tiny_transformer import MARKS, batch, tiny
+from torch import Tensor, nn
+
+from transformer_fast import GenerationConfig, extension, generate
+from transformer_fast.generation.weights import BLOCK, PRIMES, WHOLE, stamp_of
+
+Parameters = list[nn.Parameter]
+
+
+def by_data(mine: Parameters, theirs: Parameters) -> None:
+    for p, other in zip(mine, theirs, strict=True):
+        p.data.copy_(other)
+
+
+def by_average(mine: Parameters, theirs: Parameters) -> None:
+    for p, other in zip(mine, theirs, strict=True):
+        p.data.mul_(0.25).add_(other.data, alpha=0.75)
+
+
+def by_foreach(mine: Parameters, theirs: Parameters) -> None:
+    torch._foreach_copy_([p.data for p in mine], [p.data for p in theirs])
+
+
+def by_numpy(mine: Parameters, theirs: Parameters) -> None:
+    for p, other in zip(mine, theirs, strict=True):
+        p.numpy()[...] = other.numpy()
+
+
+def by_other_memory(mine: Parameters, theirs: Parameters) -> None:
+    for p, other in zip(mine, theirs, strict=True):
+        p.data = other.data.clone()
+
+
+def by_counted_writes(mine: Parameters, theirs: Parameters) -> None:
+    for p, other in zip(mine, theirs, strict=True):
+        p.copy_(other)
+
+
+WRITES: list[Callable[[Parameters, Parameters], None]] = [
+    by_data, by_average, by_foreach, by_numpy, by_other_memory, by_counted_writes
+]  # fmt: skip
+
+
+def answers(model: nn.Module, config: GenerationConfig) -> list[list[tuple[list[int], float]]]:
+    src, lengths = batch()
+    found = generate(model, src, src_lengths=lengths, **MARKS, config=config)
+    return [[(h.tokens, h.score) for h in hypotheses] for hypotheses in found]
+
+
+@pytest.mark.parametrize("options", [{}, {"beam": 3}, {"quantize": "int8"}, {"draft_tokens": 3}], ids=str)
+@pytest.mark.parametrize("part", ["", "encoder", "decoder", "out"])
+@pytest.mark.parametrize("write", WRITES)
+def test_every_write_is_seen(write: Callable[..., None], part: str, options: dict[str, object]) -> None:
+    """The answers are those of a fresh model with the weights as they are now."""
+    if not extension.load() and "beam" not in options and options:
+        pytest.skip("needs the C++ extension")
+    model, other = tiny(1).requires_grad_(False), tiny(2).requires_grad_(False)
+    config = GenerationConfig(keep_weights=True, **options)
+    before = [answers(model, config) for _ in range(2)]
+    assert before[0] == before[1]
+    write(list(model.get_submodule(part).parameters()), list(other.get_submodule(part).parameters()))
+    found = [answers(model, config) for _ in range(2)]
+    assert found == [answers(copy.deepcopy(model), config)] * 2
+    assert found[0] != before[0]
+
+
+SMALL, LARGE, NARROW, WIDE = (40, 64), (64, 512), (300, 96), (256, 1984)
+
+
+def test_both_sides_of_the_size_from_which_a_sample_is_read() -> None:
+    assert SMALL[0] * SMALL[1] <= 2 * WHOLE < min(rows * columns for rows, columns in (LARGE, NARROW, WIDE))
+
+
+def changed(weight: Tensor, write: Callable[[Tensor], object]) -> bool:
+    before = stamp_of(weight)
+    assert stamp_of(weight) == before
+    write(weight.data)
+    return stamp_of(weight) != before
+
+
+@pytest.mark.parametrize("layout", ["plain", "transposed", "odd width", "odd offset"])
+@pytest.mark.parametrize("shape", [SMALL, LARGE, NARROW, WIDE])
+def test_stamps_see_rows_columns_and_orders(shape: tuple[int, int], layout: str) -> None:
+    torch.manual_seed(0)
+    rows, columns = shape
+    weight = torch.randn(rows, columns)
+    if layout == "transposed":
+        weight = torch.randn(columns, rows).t()
+    elif layout == "odd width":
+        weight = torch.randn(rows, columns + 1)
+    elif layout == "odd offset":
+        weight = torch.randn(rows * columns + 1)[1:].view(shape)
+    whole: dict[str, Callable[[Tensor], object]] = {
+        "scaled": lambda w: w.mul_(1.5),
+        "negated": lambda w: w.neg_(),
+        "moved a little": lambda w: w.mul_(1.01),
+        "rows reversed": lambda w: w.copy_(w.flip(0)),
+        "columns reversed": lambda w: w.copy_(w.flip(1)),
+        "two halves swapped": lambda w: w.copy_(w.roll(columns // 2, 1)),
+        "heads swapped": lambda w: w.copy_(w.roll(8, 0)),
+    }
+    assert [name for name, write in whole.items() if not changed(weight, write)] == []
+    if layout != "transposed":  # then a column is a row
+        assert [row for row in range(rows) if not changed(weight, lambda w, row=row: w[row].add_(1))] == []
+        assert [n for n in range(columns) if not changed(weight, lambda w, n=n: w[:, n].add_(1))] == []
+
+
+def test_stamps_see_every_value_that_is_read() -> None:
+    small, large = torch.randn(SMALL), torch.randn(LARGE)
+    ids = torch.randperm(small.numel())[:200].tolist()
+    assert all(changed(small, lambda w, n=n: w.view(-1)[n].add_(1)) for n in ids)
+    blocks = [2 * BLOCK * PRIMES[0] * n + offset for n in range(9) for offset in range(2 * BLOCK)]
+    assert all(changed(large, lambda w, n=n: w.view(-1)[n].add_(1)) for n in blocks)
+    assert not changed(large, lambda w: w.view(-1)[2 * BLOCK].add_(1)), "what the documentation says is not seen"
