@@ -73,6 +73,8 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
         ("[training]\nd_modle = 64\n", "sets d_modle, which training does not know"),
         ("[model]\nd_model = 64\n", r"may hold about, \[training\] and \[translation\], and has \['model'\]"),
         ("[training]\nd_model = 'wide'\n", "d_model is 'wide'; expected a whole number"),
+        ("[translation]\nbeem = 4\n", r"\[translation\] of the recipe .*mine.toml: beem: no such option"),
+        ("[translation]\nbeam = 0\n", r"\[translation\] of the recipe .*mine.toml: beam must be an int >= 1, got 0"),
     ],
 )
 def test_wrong_recipes(tmp_path: Path, content: str | None, says: str) -> None:

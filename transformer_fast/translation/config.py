@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..generation import GenerationConfig
 from .errors import ConfigError
 
 UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
@@ -31,6 +33,23 @@ def parse_duration(text: str | float) -> float:
     if not 0 < seconds < math.inf:
         raise ConfigError(f"cannot read {text!r} as a duration; expected something like 90s, 20m or 1h30m")
     return seconds
+
+
+def generation_config(settings: Mapping[str, Any], default: GenerationConfig | None = None) -> GenerationConfig:
+    """The options of a search from settings of TOML or JSON, in the place of those of `default`.
+
+    Raises:
+        ConfigError: names the setting that generation does not know, or that cannot work.
+    """
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"expected options of translation by name, got {settings!r}")
+    if unknown := sorted(settings.keys() - GenerationConfig.__dataclass_fields__.keys()):
+        raise ConfigError(f"{', '.join(unknown)}: no such option of translation; see translate --help")
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    try:
+        return dataclasses.replace(default or GenerationConfig(), **given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from None
 
 
 def _option(default: Any, text: str, *, free: bool = False, **flag: Any) -> Any:

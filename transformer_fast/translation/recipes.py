@@ -1,7 +1,8 @@
 """Named recipes of training: the files of `transformer_fast/recipes`, or your own of the same form.
 
 A recipe is a TOML file: `about`, a text; `[training]`, settings of `TrainConfig` by their names; `[translation]`,
-options of `GenerationConfig` with which its published figure was decoded.
+options of `GenerationConfig` with which its published figure was decoded. A run keeps them; they are the defaults of
+`translate`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import TrainConfig
+from .config import TrainConfig, generation_config
 from .errors import ConfigError
 
 FOLDER = Path(__file__).parent.parent / "recipes"
@@ -55,6 +56,10 @@ def load_recipe(name: str) -> Recipe:
         raise ConfigError(
             f"the recipe {name} sets {', '.join(unknown)}, which training does not know; see train --help"
         )
+    try:
+        generation_config(recipe.translation)
+    except ConfigError as error:
+        raise ConfigError(f"[translation] of the recipe {name}: {error}") from None
     return recipe
 
 
