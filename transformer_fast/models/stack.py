@@ -80,7 +80,7 @@ class Stack(nn.Module):
             y = checkpoint(layer, y, *inputs, use_reentrant=False) if again else layer(y, *inputs)
         if not isinstance(y, Unsummed):
             return self.norm(y)
-        if isinstance(self.norm, Norm | LayerNorm | RMSNorm):
+        if is_plain(self.norm) and isinstance(self.norm, Norm | LayerNorm | RMSNorm):
             return norm_and_sum(self.norm, y)[0]
         return self.norm(y.summed())
 
