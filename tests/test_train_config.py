@@ -48,6 +48,13 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"norm": "l2"}, "norm is 'l2'; expected one of layer, std, rms"),
     ({"amp": "int8"}, "amp is 'int8'; expected one of auto, off, bf16, fp16"),
     ({"device": "tpu"}, "device is 'tpu'; expected auto, cpu, cuda or cuda:N"),
+    ({"lr": "fast"}, "lr is 'fast'; expected a number"),
+    ({"dropout": None}, "dropout is None; expected a number"),
+    ({"label_smoothing": True}, "label_smoothing is True; expected a number"),
+    ({"norm_first": "no"}, "norm_first is 'no'; expected True or False"),
+    ({"device": 3}, "device is 3; expected a text"),
+    ({"valid_source": 3, "valid_target": 4}, "valid_source is 3; expected a text"),
+    ({"seed": 2**63}, "seed is 9223372036854775808; expected a whole number below"),
     ({"valid_source": "v.en"}, "valid_target is missing: validation needs both"),
 ]
 

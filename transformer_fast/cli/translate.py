@@ -9,6 +9,7 @@ import gzip
 import math
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -184,9 +185,25 @@ def _columns(args: argparse.Namespace, number: int, translation: Translation) ->
 
 @contextlib.contextmanager
 def _open_input(path: str) -> Iterator[IO[bytes]]:
+    """A file of text, plain or gzipped; a damaged one is found before anything is translated.
+
+    Raises:
+        DataError: a gzip file is damaged or cut short.
+    """
+    from ..translation import DataError
+
     with open(path, "rb") as file:
-        zipped = file.peek(2)[:2] == b"\x1f\x8b"
-        yield gzip.GzipFile(fileobj=file) if zipped else file
+        if file.peek(2)[:2] != b"\x1f\x8b":
+            yield file
+            return
+        try:
+            with gzip.GzipFile(fileobj=file) as whole:
+                while whole.read(2**20):
+                    pass
+        except (EOFError, OSError, zlib.error) as error:
+            raise DataError(f"{path} is a damaged or truncated gzip file: {error}") from None
+        file.seek(0)
+        yield gzip.GzipFile(fileobj=file)
 
 
 def _count(path: str | None) -> int | None:
@@ -199,10 +216,10 @@ def _count(path: str | None) -> int | None:
 
 def _lines(source: IO[bytes]) -> Iterator[str | ValueError]:
     """Lines end at a line feed and nowhere else, as in training; for one that is not UTF-8, the error."""
-    from ..translation.text import decode_line
+    from ..translation.text import UTF8_BOM, decode_line
 
-    for line in source:
+    for number, line in enumerate(source):
         try:
-            yield decode_line(line.rstrip(b"\r\n"))
+            yield decode_line((line if number else line.removeprefix(UTF8_BOM)).rstrip(b"\r\n"))
         except ValueError as error:
             yield error

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..accelerate.patterns.attention import Heads
-from ..accelerate.patterns.base import accelerated_class, pattern_of, swapped_by
+from ..accelerate.patterns.base import Accelerated, pattern_of, swapped_by
 from ..accelerate.patterns.embedding import Embedder as EmbedderPattern
 from ..accelerate.patterns.embedding import Positional
 from ..accelerate.patterns.feed_forward import ANNOTATED_FEED_FORWARD
@@ -225,10 +225,10 @@ def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | 
 
 def _is_as_swapped(module: nn.Module) -> bool:
     """Whether a module need not be called, and is still what `accelerate` made of it."""
-    pattern = pattern_of(module)
-    if pattern is None:
+    if not is_plain(module) or not isinstance(module, Accelerated):
         return is_plain(module)
-    return is_plain(module, accelerated_class(*module.pattern_and_class)) and pattern.fits(module)
+    # A subclass of the class that `accelerate` made, such as that of a parametrization, has the pattern of its base.
+    return "pattern_and_class" in vars(type(module)) and pattern_of(module).fits(module)
 
 
 def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:

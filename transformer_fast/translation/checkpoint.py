@@ -102,6 +102,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; {path.parent} is not a complete transformer_fast run") from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{path.parent} is not a folder; expected that of a run") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
