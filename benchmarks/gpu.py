@@ -9,6 +9,8 @@ is known; a table of the steps is printed last.
     python benchmarks/gpu.py --out results --minutes 9             as much as fits; then, until nothing is left:
     python benchmarks/gpu.py --out results --minutes 9 --resume
     python benchmarks/gpu.py --out results --only measured report
+
+Where torch sees no GPU, it says so and ends; ``--rehearse`` runs the steps all the same, to try them.
 """
 
 from __future__ import annotations
@@ -162,6 +164,17 @@ def run_all(todo: list[Step], out: Path, outcomes: dict[str, dict], minutes: flo
     return []
 
 
+def gpu_obstacle() -> str | None:
+    """The reason why the steps would run without a GPU; None where torch sees one. Asked in another process, since one
+    that has looked for a GPU keeps it."""
+    code = "import torch; print(torch.__version__, torch.cuda.device_count())"
+    asked = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    if asked.returncode:
+        return f"torch cannot be imported ({(asked.stderr.strip().splitlines() or ['no reason given'])[-1]})"
+    version, count = asked.stdout.split()[-2:]
+    return None if int(count) else f"torch {version} sees no GPU on this machine"
+
+
 def main(given: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results"))
@@ -171,7 +184,14 @@ def main(given: list[str] | None = None) -> None:
         "--resume", action="store_true", help="leave out the steps that are done, and the cases measured"
     )
     parser.add_argument("--minutes", type=float, help="end within so many; the steps that do not fit are left")
+    parser.add_argument("--rehearse", action="store_true", help="run the steps also where there is no GPU")
     options = parser.parse_args(given)
+    if obstacle := gpu_obstacle():
+        if not options.rehearse:
+            raise SystemExit(
+                f"{obstacle}: nothing was run. To try the steps without one: --rehearse (make gpu REHEARSE=1)"
+            )
+        print(f"{obstacle}: a rehearsal, whose times and tests are not those of a GPU", flush=True)
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     summary = out / "summary.json"

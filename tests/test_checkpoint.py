@@ -148,8 +148,21 @@ def test_a_damaged_moving_average_is_named(corpus: dict[str, str], tmp_path: Pat
             use()
 
 
-def test_damage_names_the_checkpoint_to_go_on_from(corpus: dict[str, str], run_copy: Path) -> None:
-    flip(run_copy / "step-00000006/model.safetensors")
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda step: flip(step / "model.safetensors"),
+        lambda step: flip(step / "state.json", 0),
+        lambda step: (step / "state.json").unlink(),
+        lambda step: rewrite(step / "state.json", epoch=None),
+        lambda step: rewrite(step / "state.json", position=10**9),
+    ],
+    ids=["weights", "state", "no state", "foreign state", "no such batch"],
+)
+def test_damage_names_the_checkpoint_to_go_on_from(
+    corpus: dict[str, str], run_copy: Path, damage: Callable[[Path], object]
+) -> None:
+    damage(run_copy / "step-00000006")
     with pytest.raises(CheckpointError, match=r"Delete .*step-00000006 to go on from .*step-00000003"):
         train(checkpointed_config(corpus, run_copy), Silent())
     shutil.rmtree(run_copy / "step-00000006")

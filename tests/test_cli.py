@@ -271,6 +271,29 @@ WRONG = {
         2,
         "cannot write to the folder {tmp}/two: File exists",
     ),
+    "a model that is a file": (["translate", "--model", "{tmp}/two"], 2, "two is not a folder; expected that of a run"),
+    "a cut gzip file": (
+        ["translate", "--model", "{run}", "--input", "{tmp}/cut.gz", "--output", "{tmp}/latin"],
+        2,
+        "cut.gz is a damaged or truncated gzip file: Compressed file ended",
+    ),
+    "a broken gzip file": (
+        ["translate", "--model", "{run}", "--input", "{tmp}/broken.gz"],
+        2,
+        "broken.gz is a damaged or truncated gzip file",
+    ),
+    "a seed past 64 bits": (["translate", "--model", "{run}", "--sample", "--seed", f"{2**63}"], 2, "below 2**63"),
+    "a training seed past 64 bits": (
+        ["train", "--source", "{tmp}/two", "--target", "{tmp}/two", "--save", "{tmp}/run", "--seed", f"{2**63}"],
+        2,
+        f"seed is {2**63}; expected a whole number below 2**63",
+    ),
+    "pictures into a file": (["plot", "--out", "{tmp}/two"], 2, "two: File exists"),
+    "a picture of too much": (
+        ["plot", "--out", "{tmp}/new", "--model", "{run}", "--text", "seven " * 60],
+        2,
+        "expected at most 80 each, which a picture can show",
+    ),
     "no average": (["translate", "--model", "{run}", "--which", "average"], 2, "average --model {run}"),
     "nothing to average": (["average", "--model", "{tmp}/none"], 2, "has no checkpoint"),
     "unequal files to score": (["score", "--hypotheses", "{tmp}/one", "--references", "{tmp}/two"], 2, "has 1 lines"),
@@ -280,6 +303,9 @@ WRONG = {
 @pytest.mark.parametrize("case", WRONG)
 def test_errors_are_one_line(case, folder, monkeypatch, capsysbinary, tmp_path):
     (tmp_path / "latin").write_bytes("eins\nfünf\n".encode("latin-1"))
+    zipped = gzip.compress(b"seven\n" * 100)
+    (tmp_path / "cut.gz").write_bytes(zipped[:-10])
+    (tmp_path / "broken.gz").write_bytes(zipped[:2] + b"\xff" * 40)
     for name, lines in (("empty", ""), ("one", "a\n"), ("two", "a\nb\n")):
         (tmp_path / name).write_text(lines)
     arguments, expected, message = WRONG[case]
@@ -297,7 +323,8 @@ def test_errors_are_one_line(case, folder, monkeypatch, capsysbinary, tmp_path):
 def test_wrong_usage_exits_with_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(arguments)
-    assert stopped.value.code == 2 and "usage:" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert stopped.value.code == 2 and said.startswith("usage:") and len(said.splitlines()) <= 6
 
 
 BARE = """

@@ -159,10 +159,10 @@ def test_rows_of_a_cache_move(monkeypatch, dtype):
 
 
 def test_a_step_runs_one_position_and_copies_what_moved():
-    """The decoder sees one position a row; a layer of somebody's own, or with a hook, is called as it is."""
+    """The decoder sees one position a row; a part of somebody's own, or with a hook, is called as it is."""
     widths, hooked = [], []
     model = tiny(1)
-    model.decoder.layers[0].register_forward_pre_hook(lambda layer, inputs: widths.append(inputs[0].shape[1]))
+    model.decoder.layers[0].ff.register_forward_pre_hook(lambda layer, inputs: widths.append(inputs[0].shape[1]))
     model.decoder.layers[1].attn_1.k_linear.register_forward_hook(lambda *_: hooked.append(1))
     src, _ = batch(3)
     before = {name: id(module) for name, module in model.named_modules()}

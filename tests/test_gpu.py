@@ -33,8 +33,9 @@ SMALL = [
 def visit(tmp_path, monkeypatch, capsys):
     """Runs make gpu on steps; (its summary by step, what it printed)."""
 
-    def run(todo, *options):
+    def run(todo, *options, obstacle=None):
         monkeypatch.setattr(gpu, "steps", lambda out, resume=False: todo)
+        monkeypatch.setattr(gpu, "gpu_obstacle", lambda: obstacle)
         gpu.main(["--out", str(tmp_path), *options])
         summary = tmp_path / "summary.json"
         found = json.loads(summary.read_text()) if summary.exists() else []
@@ -83,6 +84,29 @@ def test_a_step_over_its_limit_writes_what_it_has_and_leaves_no_process(visit, t
     assert last == found["tests"]["last_line"] == "written at the last moment"
     status = Path(f"/proc/{pid}/stat")
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_without_a_gpu_the_first_line_says_so_and_only_a_rehearsal_goes_on(visit, tmp_path):
+    with pytest.raises(SystemExit, match=r"^torch 2 sees no GPU: nothing was run.*--rehearse"):
+        visit(SMALL, obstacle="torch 2 sees no GPU")
+    assert not list(tmp_path.iterdir())
+    found, printed = visit(SMALL[:1], "--rehearse", obstacle="torch 2 sees no GPU")
+    assert list(found) == ["info"]
+    assert printed.splitlines()[0].startswith("torch 2 sees no GPU: a rehearsal")
+    _, printed = visit(SMALL[:1], "--rehearse")
+    assert printed.splitlines()[0] == "info ..."
+
+
+def test_a_gpu_is_asked_of_the_torch_that_runs_the_steps(tmp_path, monkeypatch):
+    package = tmp_path / "torch"
+    package.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (package / "__init__.py").write_text("raise ImportError('no libcudart')")
+    assert gpu.gpu_obstacle() == "torch cannot be imported (ImportError: no libcudart)"
+    for count, expected in ((0, "torch 2.13.0+cpu sees no GPU on this machine"), (2, None)):
+        (package / "__init__.py").write_text("__version__ = '2.13.0+cpu'\nfrom . import cuda")
+        (package / "cuda.py").write_text(f"def device_count(): return {count}")
+        assert gpu.gpu_obstacle() == expected
 
 
 def test_resume_runs_what_is_left(visit, monkeypatch):

@@ -63,6 +63,8 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text("[training]\nd_model = 64\nsave = 'here'\n")
     assert (config("--recipe", str(path)).d_model, config("--recipe", str(path)).save) == (64, "c")
+    path.write_text("[training]\nmax_time = '20m'\n")
+    assert config("--recipe", str(path)).max_time == 1200
 
 
 @pytest.mark.parametrize(
@@ -73,6 +75,11 @@ def test_a_recipe_of_ones_own(tmp_path: Path) -> None:
         ("[training]\nd_modle = 64\n", "sets d_modle, which training does not know"),
         ("[model]\nd_model = 64\n", r"may hold about, \[training\] and \[translation\], and has \['model'\]"),
         ("[training]\nd_model = 'wide'\n", "d_model is 'wide'; expected a whole number"),
+        ("[training]\nlr = 'fast'\n", "lr is 'fast'; expected a number"),
+        ("[training]\nmax_time = 'soon'\n", "cannot read 'soon' as a duration"),
+        ("training = 4\n", "training in the recipe .*mine.toml is 4; expected a table of settings"),
+        ("[translation]\nbeem = 4\n", r"\[translation\] of the recipe .*mine.toml: beem: no such option"),
+        ("[translation]\nbeam = 0\n", r"\[translation\] of the recipe .*mine.toml: beam must be an int >= 1, got 0"),
     ],
 )
 def test_wrong_recipes(tmp_path: Path, content: str | None, says: str) -> None:

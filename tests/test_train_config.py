@@ -14,7 +14,7 @@ import pytest
 
 from transformer_fast.cli.train import add_arguments, config_from_args
 from transformer_fast.translation import ConfigError, TrainConfig, parse_duration
-from transformer_fast.translation.progress import Status, TerminalProgress, format_seconds
+from transformer_fast.translation.progress import LineProgress, Status, TerminalProgress, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,13 @@ BAD_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"norm": "l2"}, "norm is 'l2'; expected one of layer, std, rms"),
     ({"amp": "int8"}, "amp is 'int8'; expected one of auto, off, bf16, fp16"),
     ({"device": "tpu"}, "device is 'tpu'; expected auto, cpu, cuda or cuda:N"),
+    ({"lr": "fast"}, "lr is 'fast'; expected a number"),
+    ({"dropout": None}, "dropout is None; expected a number"),
+    ({"label_smoothing": True}, "label_smoothing is True; expected a number"),
+    ({"norm_first": "no"}, "norm_first is 'no'; expected True or False"),
+    ({"device": 3}, "device is 3; expected a text"),
+    ({"valid_source": 3, "valid_target": 4}, "valid_source is 3; expected a text"),
+    ({"seed": 2**63}, "seed is 9223372036854775808; expected a whole number below"),
     ({"valid_source": "v.en"}, "valid_target is missing: validation needs both"),
 ]
 
@@ -70,6 +77,15 @@ def test_flags_give_the_same_settings() -> None:
     shown = parser.format_help()
     for name in TrainConfig.__dataclass_fields__:
         assert "--" + name.replace("_", "-") in shown
+
+
+def test_a_flag_that_is_no_duration_says_what_one_is(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--source", "a", "--target", "b", "--save", "c", "--max-time", "3x"])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith("--max-time: cannot read '3x' as a duration; expected something like 90s, 20m or 1h30m")
 
 
 def test_settings_survive_json() -> None:
@@ -106,6 +122,28 @@ def test_a_bar_on_a_terminal() -> None:
     progress.close()
     assert "validated\n" in stream.getvalue()
     assert re.search(r" 25% \|[#\d ]+\| step 1,200  loss 2.500  4,321 tok/s  1:00 < 3:00", stream.getvalue())
+
+
+def test_lines_translated_are_told_now_and_then_where_there_is_no_terminal() -> None:
+    for interval, hidden, expected in ((3600.0, False, []), (0.0, False, ["1 lines", "2 lines"]), (0.0, True, [])):
+        stream = io.StringIO()
+        with LineProgress(
+            lambda: pytest.fail("counted for no bar"), hidden=hidden, stream=stream, interval=interval
+        ) as p:
+            p.update()
+            p.update()
+            p.message("said")
+        *lines, said = stream.getvalue().splitlines()
+        assert said == "said" and [line[:7] for line in lines] == expected and "\r" not in stream.getvalue()
+        assert all(re.fullmatch(r"\d lines  [\d,.]+ lines/s  0:00", line) for line in lines)
+
+
+def test_lines_translated_are_a_bar_on_a_terminal() -> None:
+    stream = Terminal()
+    with LineProgress(lambda: 4, stream=stream) as progress:
+        progress.update()
+        progress.message("said")
+    assert "said\n" in stream.getvalue() and "1/4" in stream.getvalue()
 
 
 def test_times_are_readable() -> None:

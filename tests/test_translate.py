@@ -98,6 +98,12 @@ def test_a_line_that_is_not_utf8_gets_an_empty_translation(root, monkeypatch, ca
     assert err == ("standard input, line 2: not valid UTF-8 (byte 0xfc at column 2); its translation is left empty\n")
 
 
+def test_the_mark_of_utf8_is_no_text(root, monkeypatch, capsysbinary):
+    command = ["--model", root / "one", "--beam", 1]
+    expected = run(monkeypatch, capsysbinary, command, b"seven\nseven\n")
+    assert run(monkeypatch, capsysbinary, command, b"\xef\xbb\xbfseven\nseven\n") == expected
+
+
 @pytest.mark.parametrize("keep_full", [False, True])
 def test_a_sentence_the_model_cannot_answer_gets_an_empty_translation(trained, keep_full):
     """NaN for one source token: of a batch of five, the four others are translated as ever."""

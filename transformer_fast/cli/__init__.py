@@ -57,7 +57,7 @@ def _exit_code(error: Exception) -> int | None:
         return 1
     if translation and isinstance(error, translation.TranslationError):
         return 2
-    wrong_path = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+    wrong_path = (FileNotFoundError, FileExistsError, IsADirectoryError, NotADirectoryError, PermissionError)
     if isinstance(error, (ValueError, *wrong_path)):
         return 2
     if isinstance(error, (OSError, backends.BackendError, FloatingPointError, torch.OutOfMemoryError)):
@@ -103,6 +103,7 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
     command.set_defaults(run=_demo)
 
     command = commands.add_parser("train", parents=[common], help="train a translator on two line-aligned files")
+    command.usage = "%(prog)s --source F --target F --save DIR [options]"
     command.description = (
         "Train a translator on two text files whose lines belong together. Learns a joint subword vocabulary, trains,"
         " and writes checkpoints into --save; the same command again goes on where it stopped. Ctrl-C saves and ends."
@@ -114,6 +115,7 @@ def _parser(*, training: bool) -> argparse.ArgumentParser:
         command.set_defaults(run=train.run)
 
     command = commands.add_parser("translate", parents=[with_device], help="translate lines: standard input to output")
+    command.usage = "%(prog)s --model DIR [DIR ...] [options]"
     translate.add_arguments(command)
     command.set_defaults(run=lambda args: translate.run(args, _device(args.device)))
 

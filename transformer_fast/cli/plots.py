@@ -23,6 +23,8 @@ from ..translation.translator import AnyTokenizer
 INK, QUIET = "#22252b", "#6b7280"
 WEIGHTS = "Blues"  # lightness alone carries the value: nothing is paper, everything is ink
 SIGNED = "RdBu_r"  # white at zero
+PICTURED = 80
+"""Pieces of a sentence at most that a picture shows: of 800 it takes more memory than machines have."""
 CURVES = ("#0b4f8a", "#7fb2e5", "#b3450d", "#f2a65a")  # sine dark and cosine light, a hue for each frequency
 
 
@@ -65,10 +67,16 @@ def attention_picture(
     """Draw the cross-attention of one translation: its heads' mean, large, and every head of every layer, small.
 
     source: the sentence. translation: its target ids, without BOS and EOS. Returns the path of the PNG.
+    Raises ValueError for more than `PICTURED` pieces of either.
     """
     device = next(model.parameters()).device
     src_ids = tokenizer.encode_source([source])[0]
     trg_ids = [tokenizer.bos, *translation]
+    if max(len(src_ids), len(trg_ids)) > PICTURED:
+        raise ValueError(
+            f"the sentence has {len(src_ids):,} pieces and its translation {len(trg_ids):,}; expected at most "
+            f"{PICTURED} each, which a picture can show"
+        )
     layers = cross_attention(model, torch.tensor([src_ids], device=device), torch.tensor([trg_ids], device=device))
     read = _labels(tokenizer.source_pieces(src_ids[:-1]))
     written = _labels(tokenizer.pieces(translation))

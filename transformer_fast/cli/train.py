@@ -7,7 +7,7 @@ import dataclasses
 import os
 from typing import Any
 
-from ..translation import TrainConfig, load_recipe, parse_duration, train
+from ..translation import ConfigError, TrainConfig, load_recipe, parse_duration, train
 from ..translation.recipes import format_recipes
 
 # The first setting of each part of --help.
@@ -34,6 +34,8 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
             group = command.add_argument_group(GROUPS[setting.name])
         flag, options = "--" + setting.name.replace("_", "-"), dict(setting.metadata["flag"])
         shown = ""
+        if options.get("type") is parse_duration:
+            options["type"] = duration
         if "choices" not in options and not isinstance(setting.default, bool):
             options.setdefault("metavar", _metavar(setting))
         if setting.default is dataclasses.MISSING:
@@ -59,9 +61,18 @@ def config_from_args(args: argparse.Namespace) -> TrainConfig:
     return TrainConfig(**((load_recipe(args.recipe).training if args.recipe else {}) | given))
 
 
+def duration(text: str) -> float:
+    """The value of a flag that takes a duration, as `parse_duration` reads it."""
+    try:
+        return parse_duration(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
 def run(args: argparse.Namespace) -> int:
     """The command; exit code 130 if it was interrupted."""
-    result = train(config_from_args(args))
+    translation = load_recipe(args.recipe).translation if args.recipe else None
+    result = train(config_from_args(args), translation=translation)
     code = 130 if result.stopped == "interrupted" else 0
     if os.environ.get("RANK", "0") != "0":  # torchrun: the first process speaks for all
         return code

@@ -9,6 +9,7 @@ import gzip
 import math
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -48,7 +49,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     real = {"type": float, "metavar": "X", "default": argparse.SUPPRESS}
     flag = {"action": "store_true", "default": argparse.SUPPRESS}
     searching = command.add_argument_group(
-        "search", "defaults: of a trained model those named here, of an imported one its own"
+        "search", "defaults: those of the run, from its recipe or the imported model; else those named here"
     )
     searching.add_argument("--beam", **number, help="hypotheses; 1 is greedy (default: 5)")
     searching.add_argument("--length-penalty", **real, help="alpha of the length penalty (default: 0.6)")
@@ -109,8 +110,7 @@ def _span(text: str) -> int | tuple[float, float]:
 
 def run(args: argparse.Namespace, device: torch.device) -> int:
     """The command; exit code 1 if a line could not be translated (its line of the output is empty)."""
-    from tqdm import tqdm
-
+    from ..translation.progress import LineProgress
     from ..translation.translator import CHUNK_LINES
 
     if args.input and args.output and Path(args.output).exists() and os.path.samefile(args.input, args.output):
@@ -120,19 +120,14 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
         source = stack.enter_context(_open_input(args.input)) if args.input else sys.stdin.buffer
         translator = _translator(args, device)
         target = stack.enter_context(open(args.output, "wb")) if args.output else sys.stdout.buffer
-        # Someone typing wants an answer to every line, and no bar between the answers.
+        # Someone typing wants an answer to every line, and no progress between the answers.
         typed = not args.input and source.isatty()
-        hidden, total = typed or not sys.stderr.isatty(), None
-        if args.input and not hidden:
-            with _open_input(args.input) as file:
-                total = sum(1 for _ in file)
-        bar = tqdm(total=total, unit=" lines", file=sys.stderr, disable=hidden, dynamic_ncols=True)
-        stack.enter_context(bar)
+        progress = stack.enter_context(LineProgress(lambda: _count(args.input), hidden=typed))
 
         def report(number: int, reason: str) -> None:
             nonlocal failed
             failed = True
-            bar.write(f"{name}, line {number}: {reason}; its translation is left empty", sys.stderr)
+            progress.message(f"{name}, line {number}: {reason}; its translation is left empty")
 
         # Workers read ahead, and someone typing has not yet written what they would read.
         chunk_lines, workers = (1, 1) if typed else (CHUNK_LINES, args.workers)
@@ -140,7 +135,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
         for number, found in enumerate(answers, start=1):
             for translation in found:
                 target.write(_columns(args, number, translation).encode("utf-8") + b"\n")
-            bar.update()
+            progress.update()
             if typed:
                 target.flush()
         target.flush()
@@ -190,17 +185,41 @@ def _columns(args: argparse.Namespace, number: int, translation: Translation) ->
 
 @contextlib.contextmanager
 def _open_input(path: str) -> Iterator[IO[bytes]]:
+    """A file of text, plain or gzipped; a damaged one is found before anything is translated.
+
+    Raises:
+        DataError: a gzip file is damaged or cut short.
+    """
+    from ..translation import DataError
+
     with open(path, "rb") as file:
-        zipped = file.peek(2)[:2] == b"\x1f\x8b"
-        yield gzip.GzipFile(fileobj=file) if zipped else file
+        if file.peek(2)[:2] != b"\x1f\x8b":
+            yield file
+            return
+        try:
+            with gzip.GzipFile(fileobj=file) as whole:
+                while whole.read(2**20):
+                    pass
+        except (EOFError, OSError, zlib.error) as error:
+            raise DataError(f"{path} is a damaged or truncated gzip file: {error}") from None
+        file.seek(0)
+        yield gzip.GzipFile(fileobj=file)
+
+
+def _count(path: str | None) -> int | None:
+    """The number of lines of a file; None for standard input, which cannot be read twice."""
+    if not path:
+        return None
+    with _open_input(path) as file:
+        return sum(1 for _ in file)
 
 
 def _lines(source: IO[bytes]) -> Iterator[str | ValueError]:
     """Lines end at a line feed and nowhere else, as in training; for one that is not UTF-8, the error."""
-    from ..translation.text import decode_line
+    from ..translation.text import UTF8_BOM, decode_line
 
-    for line in source:
+    for number, line in enumerate(source):
         try:
-            yield decode_line(line.rstrip(b"\r\n"))
+            yield decode_line((line if number else line.removeprefix(UTF8_BOM)).rstrip(b"\r\n"))
         except ValueError as error:
             yield error

@@ -104,7 +104,7 @@ class GenerationConfig:
         checks: list[tuple[str, Callable[[Any], bool], str]] = [
             ("beam n_best beam_groups", lambda v: _is_int(v, 1), "an int >= 1"),
             ("top_k no_repeat_ngram draft_tokens", lambda v: _is_int(v, 0), "an int >= 0"),
-            ("seed", lambda v: v is None or _is_int(v, 0), "None or an int >= 0"),
+            ("seed", lambda v: v is None or (_is_int(v, 0) and v < 2**63), "None or an int >= 0, below 2**63"),
             (
                 "sample force_eos renormalize alignments cache graph keep_weights",
                 lambda v: isinstance(v, bool),

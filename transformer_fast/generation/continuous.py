@@ -15,7 +15,7 @@ from torch import nn
 
 from .config import GenerationConfig
 from .decoding import Hypothesis, Request, evaluating, pad_sources
-from .forms import can_cache
+from .forms import cache_obstacle
 from .generate import as_models, new_search, prepare
 from .rules import Rules
 from .search import SearchState
@@ -43,7 +43,8 @@ def obstacle(model: nn.Module | Sequence[nn.Module], config: GenerationConfig) -
         return "a CUDA graph replays steps in which all rows are at one position (graph=True)"
     if config.reads_attention:
         return "attention maps of different sources do not fit into one tensor (alignments, coverage_penalty)"
-    if not config.cache or not all(can_cache(getattr(one, "decoder", None)) for one in as_models(model)):
+    decoders = [getattr(one, "decoder", None) for one in as_models(model)]
+    if not config.cache or any(cache_obstacle(decoder) is not None for decoder in decoders):
         return "only a decoder of transformer_fast, with its cache, can have rows at different positions"
     return None
 

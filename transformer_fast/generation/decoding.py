@@ -171,7 +171,7 @@ class Decoding:
             if config.graph and (reason := graphs.obstacle(request.src.device, mask, decoder is not None, attention)):
                 raise ValueError(f"graph=True cannot be: {reason}")
             if config.quantize and decoder is None:
-                raise ValueError(f"quantize={config.quantize!r} cannot be: there is no cached decoder for this model")
+                raise ValueError(f"quantize={config.quantize!r} cannot be: {form.no_cache()}")
             if config.draft_tokens:
                 self._draft = self._draft_step(form, decoder, memory, mask, config)
                 rows *= config.draft_tokens + 1
@@ -245,7 +245,7 @@ class Decoding:
         if len(self._forms) > 1:
             reason = f"there are {len(self._forms)} models; expected one"
         elif decoder is None:
-            reason = "there is no cached decoder for this model"
+            reason = form.no_cache()
         if reason is not None or decoder is None:
             raise ValueError(f"draft_tokens={config.draft_tokens} cannot be: {reason}")
         config = dataclasses.replace(config, draft_tokens=0, quantize="int8")

@@ -7,21 +7,33 @@ has proven what it computes, one is made on the same parameters. Any other model
 from __future__ import annotations
 
 import inspect
+import operator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..accelerate.patterns.attention import Heads
-from ..accelerate.patterns.base import pattern_of, swapped_by
-from ..accelerate.patterns.embedding import Embedder, Positional
+from ..accelerate.patterns.base import Accelerated, pattern_of, swapped_by
+from ..accelerate.patterns.embedding import Embedder as EmbedderPattern
+from ..accelerate.patterns.embedding import Positional
 from ..accelerate.patterns.feed_forward import ANNOTATED_FEED_FORWARD
 from ..accelerate.patterns.norm import width_of
 from ..accelerate.patterns.sublayer import DECODER
-from ..layers import DecoderLayer, EncoderLayer, LayerNorm, MultiHeadAttention, Norm, RMSNorm
+from ..layers import (
+    DecoderLayer,
+    Embedder,
+    EncoderLayer,
+    LayerNorm,
+    MultiHeadAttention,
+    Norm,
+    PositionalEncoder,
+    RMSNorm,
+)
 from ..layers import torch_modules as swapped
 from ..layers.hooks import is_plain
 from ..models import Decoder, Encoder
+from .weights import DROPOUTS, EMBEDDINGS
 
 _ANNOTATED = ("encoder", "decoder", "src_embed", "tgt_embed", "generator")
 
@@ -44,9 +56,11 @@ class Form:
         return getattr(self.out, "out_features", None)
 
     def has_own_encoder(self) -> bool:
-        """Whether the encoder is one of this package, of its layers."""
+        """True where the encoder is one of this package, and nobody changed what mixes its positions."""
         encoder = self.model.encoder
-        return is_plain(encoder, Encoder) and all(isinstance(layer, EncoderLayer) for layer in encoder.layers)
+        if not is_plain(encoder, Encoder) or not all(is_plain(layer, EncoderLayer) for layer in encoder.layers):
+            return False
+        return all(is_plain(layer.attn, MultiHeadAttention) for layer in encoder.layers)
 
     def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
         """src (B, S), keep mask (B, 1, S) -> the encoder's outputs (B, S, d_model)."""
@@ -59,14 +73,20 @@ class Form:
     def cached_decoder(self, memory: Tensor, src_mask: Tensor | None, longest: int) -> Decoder | None:
         """A decoder that takes a cache and computes what `decode` does, for prefixes of up to `longest` tokens; None
         where there is none."""
-        return self.model.decoder if can_cache(self.model.decoder) else None
+        return self.model.decoder if cache_obstacle(self.model.decoder) is None else None
+
+    def no_cache(self) -> str:
+        """The reason why `cached_decoder` gives None, for an error."""
+        reason = cache_obstacle(self.model.decoder) if isinstance(self.model.decoder, Decoder) else None
+        return "there is no cached decoder for this model" + (f": {reason}" if reason else "")
 
     def reader(self) -> tuple[nn.Module, nn.Module, nn.Module] | None:
-        """The last layer's attention to the source, its linear layer of queries, and that of keys."""
-        if not hasattr(self.model.decoder, "layers"):
-            return None
-        attention = self.model.decoder.layers[-1].attn_2
-        return attention, attention.q_linear, attention.k_linear
+        """The last layer's attention to the source, its linear layer of queries, and that of keys; None where these
+        parts have other names."""
+        layers = getattr(self.model.decoder, "layers", None)
+        attention = getattr(layers[-1], "attn_2", None) if layers else None
+        found = attention, getattr(attention, "q_linear", None), getattr(attention, "k_linear", None)
+        return None if None in found or not hasattr(attention, "h") else found
 
 
 class AnnotatedForm(Form):
@@ -80,7 +100,7 @@ class AnnotatedForm(Form):
     @property
     def vocabulary(self) -> int | None:
         linears = [m for m in self.out.modules() if isinstance(m, nn.Linear)]
-        return linears[-1].out_features if linears else None
+        return linears[0].out_features if len(linears) == 1 else None  # of several, the last in order need not be it
 
     def encode(self, src: Tensor, src_mask: Tensor | None) -> Tensor:
         model = self.model
@@ -142,13 +162,38 @@ def form_of(model: nn.Module) -> Form:
     return AnnotatedForm(model)
 
 
-def can_cache(decoder: nn.Module | None) -> bool:
-    """Whether a decoder takes a cache: a `transformer_fast.models.Decoder` of its own layers, alike in their heads."""
-    if not isinstance(decoder, Decoder) or not all(isinstance(layer, DecoderLayer) for layer in decoder.layers):
-        return False
-    attentions = [(layer.attn_1, layer.attn_2) for layer in decoder.layers]
-    own = all(type(one) is MultiHeadAttention for pair in attentions for one in pair)
-    return own and len({(first.h, second.h) for first, second in attentions}) == 1
+def cache_obstacle(decoder: nn.Module | None) -> str | None:
+    """The reason why a decoder takes no cache, or None for a `Decoder` of layers alike in their heads.
+
+    Its embedding must be plain, since a cached step reads it, and so must be what mixes positions, whose work a cache
+    does. Linear layers, norms, feed-forward layers and dropouts may be anything: where they are not plain, a step calls
+    them with the newest position.
+    """
+    if not is_plain(decoder, Decoder):
+        return "the decoder is no plain transformer_fast Decoder"
+    for name, kinds in _EMBEDDING.items():
+        if not is_plain(operator.attrgetter(name)(decoder), *kinds):
+            return f"decoder.{name} is no plain {kinds[0].__name__}"
+    if decoder.embed.lut.max_norm is not None:
+        return "decoder.embed.lut has max_norm, and changes its weight when it is called"
+    for index, layer in enumerate(decoder.layers):
+        if not is_plain(layer, DecoderLayer):
+            return f"decoder.layers.{index} is no plain DecoderLayer"
+        for name in ("attn_1", "attn_2"):
+            attention = getattr(layer, name)
+            if not is_plain(attention, MultiHeadAttention) or not is_plain(attention.dropout, *DROPOUTS):
+                return f"decoder.layers.{index}.{name}, or its dropout, is no plain MultiHeadAttention"
+    alike = len({(layer.attn_1.h, layer.attn_2.h) for layer in decoder.layers}) == 1
+    return None if alike else "its layers have different numbers of heads"
+
+
+_EMBEDDING = {
+    "embed": (Embedder,),
+    "embed.lut": EMBEDDINGS,
+    "pe": (PositionalEncoder,),
+    "pe.dropout": DROPOUTS,
+}
+"""The modules of a decoder that are read before its first layer, in this order, and their classes."""
 
 
 def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | None:
@@ -162,12 +207,12 @@ def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | 
     if not all(map(_is_as_swapped, (*decoder.modules(), *embed.modules()))) or len(embed) != 2:
         return None
     lookup, positions = embed
-    if not swapped_by(Embedder)(lookup) or not _serves(positions, lookup.lut.weight, longest):
+    if not swapped_by(EmbedderPattern)(lookup) or not _serves(positions, lookup.lut.weight, longest):
         return None
     width, layers = lookup.d_model, list(decoder.layers)
     norms = decoder.norm, *(sublayer.norm for layer in layers for sublayer in layer.sublayer)
     attentions = [attention for layer in layers for attention in (layer.self_attn, layer.src_attn)]
-    if None in map(width_of, norms) or not all(_fits(attention, width) for attention in attentions):
+    if not all(map(_serves_as_norm, norms)) or not all(_fits(attention, width) for attention in attentions):
         return None
     with torch.device("meta"):  # what is made here is replaced, and costs neither memory nor random numbers
         ours = Decoder(1, width, len(layers), 1, 0.0, d_ff=1, max_len=1)
@@ -175,13 +220,15 @@ def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | 
             _take_over(layer, theirs, width)
         ours.norm = _norm(decoder.norm)
     ours.embed.lut, ours.pe.pe = lookup.lut, getattr(positions, pattern_of(positions).table)
-    return ours if can_cache(ours) else None
+    return ours if cache_obstacle(ours) is None else None
 
 
 def _is_as_swapped(module: nn.Module) -> bool:
     """Whether a module need not be called, and is still what `accelerate` made of it."""
-    pattern = pattern_of(module)
-    return is_plain(module) and (pattern is None or pattern.fits(module))
+    if not is_plain(module) or not isinstance(module, Accelerated):
+        return is_plain(module)
+    # A subclass of the class that `accelerate` made, such as that of a parametrization, has the pattern of its base.
+    return "pattern_and_class" in vars(type(module)) and pattern_of(module).fits(module)
 
 
 def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
@@ -191,6 +238,13 @@ def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
     table = getattr(positions, pattern_of(positions).table)
     same = table.device == weight.device and torch.promote_types(table.dtype, weight.dtype) == weight.dtype
     return same and longest <= table.shape[1]
+
+
+def _serves_as_norm(norm: nn.Module) -> bool:
+    """Whether a norm is one that a layer of ours computes."""
+    return width_of(norm) is not None and (
+        pattern_of(norm) is not None or is_plain(norm, swapped.LayerNorm, swapped.RMSNorm)
+    )
 
 
 def _fits(attention: nn.Module, width: int) -> bool:

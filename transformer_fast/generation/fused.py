@@ -18,7 +18,7 @@ from ..layers.hooks import is_plain
 from ..models import Decoder
 from .cache import DecoderCache
 from .topk import Choice
-from .weights import StepFeedForward, StepLinear
+from .weights import DROPOUTS, EMBEDDINGS, StepFeedForward, StepLinear
 
 _KINDS: dict[type[nn.Module], str] = {Norm: "std", LayerNorm: "layer", RMSNorm: "rms"}
 """By the class of a norm, the kind of the op that it calls."""
@@ -176,6 +176,8 @@ def _layer(layer: nn.Module, project: object) -> _Layer | None:
     linears = [project, layer.attn_1.out, layer.attn_2.q_linear, layer.attn_2.out, layer.ff.linear_1, layer.ff.linear_2]
     if not all(is_plain(one, MultiHeadAttention) for one in attentions):
         return None
+    if not all(is_plain(one, *DROPOUTS) for one in (layer.dropout_1, layer.dropout_2, layer.dropout_3)):
+        return None
     if not all(isinstance(linear, StepLinear) for linear in linears):
         return None
     tensors = [t for norm in norms for t in _parameters(norm)]
@@ -191,7 +193,7 @@ def _ends(decoder: Decoder, out: nn.Module, layers: list[_Layer]) -> _Ends | Non
     embed, positions, norm = decoder.embed, decoder.pe, decoder.norm
     if (
         not is_plain(embed, Embedder)
-        or not is_plain(embed.lut, nn.Embedding)
+        or not is_plain(embed.lut, *EMBEDDINGS)
         or not is_plain(positions, PositionalEncoder)
     ):
         return None

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import extension
-from ..layers import FeedForward
+from ..layers import DecoderLayer, EncoderLayer, FeedForward, MultiHeadAttention, PositionalEncoder, dropout
 from ..layers.feed_forward import ACTIVATIONS
 from ..layers.hooks import is_plain
 from ..layers.linear import is_linear
+from ..layers.torch_modules import Embedding
+from ..models import Decoder, Encoder
 from ..ops.linear import linear
 from ..tensor_cache import get_or_compute
 
@@ -30,6 +32,12 @@ FEW_ROWS = 24
 """The same where `NATIVE_ROWS` does not name the unit: as long as reading the weight takes longer than the products."""
 COPIED_ROWS = 512
 """Rows from which a product with the weight as it is is as fast as one with a copy of it."""
+DROPOUTS = (*dropout.KINDS, nn.Identity)
+"""The classes that do nothing in evaluation mode."""
+EMBEDDINGS = (nn.Embedding, Embedding)
+"""The classes whose weight may be read without calling them."""
+_PARENTS = (Encoder, EncoderLayer, Decoder, DecoderLayer, MultiHeadAttention, PositionalEncoder, nn.ModuleList)
+"""The classes that call a child, or leave it to a cache, in a way that a `StepLinear` serves."""
 QUANTIZED = {"int8": torch.int8, "bf16": torch.bfloat16}
 """By what `GenerationConfig` calls them, the types of quantised weights."""
 WHOLE = 2**12
@@ -208,22 +216,49 @@ def _step_linear(linears: Sequence[nn.Linear], rows: int, layout: WeightLayout, 
 
 
 def prepack(module: nn.Module, rows: int, layout: WeightLayout = AS_IT_IS) -> Any:
-    """A copy of a module and all below it, with the same parameters, in evaluation mode, for decoding step by step: a
-    module, or what is called as one.
+    """A copy of a module of this package and all below it, with the same parameters, in evaluation mode, for decoding
+    step by step: a module, or what is called as one. A module that is not plain stays as it is, and is called. So does
+    one of another class, but for a copy where there are linear layers in it.
 
     rows: how many a step will have at most. The caller has seen to it that what the layout asks for has no
     `obstacle`.
     """
     if is_linear(module):
         return _step_linear([module], rows, layout)
-    if is_plain(module, FeedForward) and all(map(is_linear, (module.linear_1, module.linear_2))):
+    if is_plain(module, FeedForward) and _is_plain_inside(module):
         return StepFeedForward(module, rows, layout)
+    children: dict[str, Any] = {}
+    if is_plain(module, *_PARENTS):
+        children = {name: prepack(child, rows, layout) for name, child in module._modules.items() if child is not None}
+    elif is_plain(module):
+        children = _stand_ins(module, rows, layout)
+    if not children and not is_plain(module, *DROPOUTS):
+        return module
     clone = _shallow_copy(module)
-    known = [(name, child) for name, child in module._modules.items() if child is not None]
-    children = {name: prepack(child, rows, layout) for name, child in known}
     # Buffers of its own: another call that extends a positional table must not free one that a CUDA graph reads.
-    clone.__dict__.update(_modules=children, _buffers=dict(module._buffers), training=False)
+    clone.__dict__.update(_modules={**module._modules, **children}, _buffers=dict(module._buffers), training=False)
     return clone
+
+
+def _is_plain_inside(module: FeedForward) -> bool:
+    """Whether none of its parts must be called."""
+    return is_linear(module.linear_1) and is_linear(module.linear_2) and is_plain(module.dropout, *DROPOUTS)
+
+
+def _stand_ins(module: nn.Module, rows: int, layout: WeightLayout) -> dict[str, nn.Module]:
+    """By name, the children of a module that are called by what it computes, an adapter for example, as far as there
+    are linear layers in them. Each remains an `nn.Linear`, since the module may read its weight, or its class."""
+    children = {}
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if is_linear(child):
+            children[name] = clone = _shallow_copy(child)
+            clone.__dict__["forward"] = _step_linear([child], rows, layout)
+        elif is_plain(child) and (inner := _stand_ins(child, rows, layout)):
+            children[name] = clone = _shallow_copy(child)
+            clone.__dict__["_modules"] = {**child._modules, **inner}
+    return children
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:

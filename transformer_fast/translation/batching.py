@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
 from array import array
 from collections.abc import Iterable, Sequence
@@ -198,6 +199,12 @@ class TokenBatches:
         return self.epoch + (self.position == len(self._plan))
 
     def seek(self, epoch: int, position: int) -> None:
-        """Continue with batch `position` of `epoch`."""
-        self._plan = self.plan(epoch)
+        """Continue with batch `position` of `epoch`.
+
+        Raises:
+            ValueError, TypeError: there is no such batch.
+        """
+        self._plan = self.plan(operator.index(epoch))
+        if not 0 <= position <= len(self._plan):
+            raise ValueError(f"position is {position!r}; expected 0 to {len(self._plan)}, the batches of an epoch")
         self.epoch, self.position = epoch, position

@@ -1,6 +1,6 @@
 """Checkpoints that survive a power cut: safetensors for numbers, json for the rest, nothing executable.
 
-    RUN/config.json            settings, fingerprint of the data, format       written once
+    RUN/config.json            settings, fingerprint of the data, format       written when a run begins
     RUN/tokenizer.model        the sentencepiece model                         written once
     RUN/log.jsonl              one json object a report
     RUN/average.safetensors    the mean of the last checkpoints (averaging.py)
@@ -102,6 +102,8 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing; {path.parent} is not a complete transformer_fast run") from None
+    except NotADirectoryError:
+        raise CheckpointError(f"{path.parent} is not a folder; expected that of a run") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}") from None
     if not isinstance(value, dict) or value.get("format") != FORMAT:
@@ -178,7 +180,7 @@ class RunFolder:
                 _remove(scratch)
             raise CheckpointError(
                 f"cannot write the checkpoint of step {step} to {self.root}: {error.strerror or error}."
-                f" {self._last_good(step)}"
+                f" {self.last_good(step)}"
             ) from error
 
     def prune(self, keep_last: int, others: Collection[int | None]) -> None:
@@ -194,9 +196,12 @@ class RunFolder:
         """The plain values of the checkpoint of `step`.
 
         Raises:
-            CheckpointError: they are missing, damaged or of another format.
+            CheckpointError: they are missing, damaged or of another format; names the checkpoint to go on from.
         """
-        return read_json(self.path(step) / "state.json")
+        try:
+            return read_json(self.path(step) / "state.json")
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. {self.last_good(step)}") from None
 
     def load_eval_weights(self, step: int) -> tuple[Tensors, dict[str, Any]]:
         """The weights that translate with the checkpoint of `step`, which are the moving average where there is one,
@@ -225,7 +230,7 @@ class RunFolder:
                     raise ValueError("its SHA-256 differs from the one in state.json")
                 tensors[group] = safetensors.torch.load(data)
             except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-                raise CheckpointError(f"{path} is damaged: {error}. {self._last_good(step)}") from None
+                raise CheckpointError(f"{path} is damaged: {error}. {self.last_good(step)}") from None
         return Checkpoint(tensors, state)
 
     def newest_step(self) -> int:
@@ -244,7 +249,8 @@ class RunFolder:
         best = self.state(newest).get("best_step")
         return best if best in self.steps() else newest
 
-    def _last_good(self, bad_step: int) -> str:
+    def last_good(self, bad_step: int) -> str:
+        """Advice where the checkpoint of a step cannot be read or written."""
         others = [step for step in self.steps() if step != bad_step]
         if not others:
             return "There is no other checkpoint."

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..generation import GenerationConfig
 from .errors import ConfigError
 
 UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0}
@@ -31,6 +34,23 @@ def parse_duration(text: str | float) -> float:
     if not 0 < seconds < math.inf:
         raise ConfigError(f"cannot read {text!r} as a duration; expected something like 90s, 20m or 1h30m")
     return seconds
+
+
+def generation_config(settings: Mapping[str, Any], default: GenerationConfig | None = None) -> GenerationConfig:
+    """The options of a search from settings of TOML or JSON, in the place of those of `default`.
+
+    Raises:
+        ConfigError: names the setting that generation does not know, or that cannot work.
+    """
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"expected options of translation by name, got {settings!r}")
+    if unknown := sorted(settings.keys() - GenerationConfig.__dataclass_fields__.keys()):
+        raise ConfigError(f"{', '.join(unknown)}: no such option of translation; see translate --help")
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
+    try:
+        return dataclasses.replace(default or GenerationConfig(), **given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error)) from None
 
 
 def _option(default: Any, text: str, *, free: bool = False, **flag: Any) -> Any:
@@ -124,11 +144,19 @@ class TrainConfig:
     resume: bool = _option(True, "continue the run in the folder, if there is one", free=True)
 
     def __post_init__(self) -> None:
+        for setting in dataclasses.fields(self):
+            annotation = str(setting.type)
+            kinds, expected = KINDS.get(annotation.removesuffix(" | None"), ((), ""))
+            value = getattr(self, setting.name)
+            if kinds and not (value is None and annotation.endswith("None")):
+                fits = isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
+                _require(fits, self, setting.name, expected)
         for names, least in ((POSITIVE, 1), (NOT_NEGATIVE, 0)):
             for name in names:
                 value = getattr(self, name)
                 fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
                 _require(fits, self, name, f"a whole number >= {least}")
+        _require(self.seed < 2**63, self, "seed", "a whole number below 2**63")
         for name in ("dropout", "label_smoothing", "attention_dropout", "activation_dropout"):
             _require(0 <= (getattr(self, name) or 0.0) < 1, self, name, "a probability, 0 <= p < 1")
         _require(0 <= self.ema < 1, self, "ema", "a decay, 0 <= decay < 1")
@@ -166,6 +194,12 @@ POSITIVE = (
     *("d_model", "heads", "layers", "d_ff", "vocab_size", "max_length", "batch_tokens", "accumulate", "max_steps"),
     *("warmup", "keep_last"),
 )
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "str": ((str, os.PathLike), "a text"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "True or False"),
+}
+"""By their annotation, the types of settings; POSITIVE and NOT_NEGATIVE look at whole numbers."""
 NOT_NEGATIVE = ("cooldown", "bleu_sentences", "seed", "valid_every", "patience", "average_last")
 
 

@@ -9,7 +9,7 @@ import os
 import platform
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -71,8 +71,12 @@ def interruptible() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def open_run(config: TrainConfig, folder: RunFolder) -> tuple[ParallelText, ParallelText | None, Tokenizer]:
+def open_run(
+    config: TrainConfig, folder: RunFolder, translation: Mapping[str, Any] | None = None
+) -> tuple[ParallelText, ParallelText | None, Tokenizer]:
     """Training text, validation text and tokenizer of the run in `folder`, which starts here or is continued.
+
+    translation: options of a search that the run shall keep; None leaves those that it has.
 
     Raises:
         ConfigError, DataError: see `TrainConfig` and `read_parallel`.
@@ -94,10 +98,16 @@ def open_run(config: TrainConfig, folder: RunFolder) -> tuple[ParallelText, Para
             raise CheckpointError(
                 f"cannot resume the run in {folder.root}: the {changed[0]} text is not the one it began with"
             )
-        return text, valid, load_tokenizer(folder, saved, config)
+        tokenizer = load_tokenizer(folder, saved, config)
+        if translation is not None and translation != saved.get("translation"):
+            with os_error_as_checkpoint_error(f"cannot write {folder.config}"):
+                write_atomically(folder.config, to_json({**saved, "translation": dict(translation)}))
+        return text, valid, tokenizer
     tokenizer = Tokenizer.train((*text.source, *text.target), config.vocab_size, lowercase=config.lowercase)
     digest = hashlib.sha256(tokenizer.model).hexdigest()
     run = {"format": FORMAT, "config": dataclasses.asdict(config), "data": data, "tokenizer_sha256": digest}
+    if translation is not None:
+        run["translation"] = dict(translation)
     with os_error_as_checkpoint_error(f"cannot write to the folder {folder.root}"):
         write_atomically(folder.tokenizer, tokenizer.model)
         write_atomically(folder.config, to_json(run))  # last: from here on the folder is a run

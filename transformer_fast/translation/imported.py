@@ -26,6 +26,7 @@ from torch import nn
 from ..generation import GenerationConfig
 from ..models import Transformer
 from .checkpoint import FORMAT, SCRATCH, RunFolder, Tensors, flush_folder, to_json, write_atomically
+from .config import generation_config
 from .errors import CheckpointError, os_error_as_checkpoint_error
 from .pair_tokenizer import PairFiles, PairTokenizer
 from .text import PathLike
@@ -130,7 +131,7 @@ def load_imported(root: Path, saved: dict[str, Any]) -> tuple[ModelConfig, PairT
         CheckpointError: a file is missing or altered.
     """
     try:
-        config, generation = ModelConfig(**saved["model"]), _generation(saved["generation"])
+        config, generation = ModelConfig(**saved["model"]), generation_config(saved["generation"])
         digests, options = dict(saved["files"]), dict(saved["tokenizer"])
         parts = {part: _verified(root / name, digests[name]) for part, name in FILES.items() if name in digests}
         for part in ("vocab", "target_vocab"):
@@ -146,7 +147,3 @@ def _verified(path: Path, digest: str) -> bytes:
     if hashlib.sha256(data).hexdigest() != digest:
         raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one in config.json")
     return data
-
-
-def _generation(saved: dict[str, Any]) -> GenerationConfig:
-    return GenerationConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in saved.items()})

@@ -13,8 +13,8 @@ from ..generation import GenerationConfig
 from ..models import Transformer
 from .averaging import average_scores, load_average
 from .checkpoint import RunFolder, Scores, Tensors, quality, read_json
-from .config import TrainConfig
-from .errors import CheckpointError, os_error_as_checkpoint_error
+from .config import TrainConfig, generation_config
+from .errors import CheckpointError, ConfigError, os_error_as_checkpoint_error
 from .imported import ModelConfig, build_imported, load_imported
 from .pair_tokenizer import PairTokenizer
 from .ranks import distribute_like, gather_full
@@ -94,7 +94,8 @@ def _shape(shape: torch.Size | None) -> str:
 class Trained:
     """A model ready to translate: `model` in eval mode on its device, its `tokenizer`, the run's `config` and the
     `step` of the weights; `scores` holds what validation measured there ("valid_loss", "bleu"), if anything;
-    `generation` how to search, unless something else is asked for: a beam of 5, or as an imported model says."""
+    `generation` how to search, unless something else is asked for: as the run's recipe or its imported model says, else
+    with a beam of 5."""
 
     model: nn.Module
     tokenizer: Tokenizer | PairTokenizer
@@ -131,6 +132,18 @@ def load_config(folder: RunFolder, saved: dict) -> TrainConfig:
         raise CheckpointError(f"{folder.config} does not hold the settings of a run: {error}") from None
 
 
+def load_generation(folder: RunFolder, saved: dict) -> GenerationConfig:
+    """The options of a search that a run keeps in its config.json (`saved`), those of its recipe; else a beam of 5.
+
+    Raises:
+        CheckpointError: they are not options of this version.
+    """
+    try:
+        return generation_config(saved.get("translation", {}), GenerationConfig(beam=5))
+    except ConfigError as error:
+        raise CheckpointError(f"{folder.config} does not hold options of translation: {error}") from None
+
+
 def load_trained(
     folder: PathLike,
     *,
@@ -161,7 +174,7 @@ def load_trained(
         config, tokenizer, generation = load_imported(run.root, saved)
         model = build_imported(config)
     else:
-        config, generation = load_config(run, saved), GenerationConfig(beam=5)
+        config, generation = load_config(run, saved), load_generation(run, saved)
         tokenizer = load_tokenizer(run, saved, config)
         model = build(config, len(tokenizer))
     if which == "best":

@@ -1,9 +1,11 @@
-"""How a training run reports: a bar on a terminal, a line now and then anywhere else."""
+"""Progress of training and of translating: a bar on a terminal, a line now and then anywhere else."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
@@ -116,6 +118,58 @@ class TerminalProgress:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+class LineProgress:
+    """How many lines are translated: a tqdm bar where `stream` is a terminal, else one line every `interval` seconds.
+    A context, which ends the bar.
+
+    Args:
+        count: the number of all lines, or None; asked once, and only for a bar.
+        hidden: show messages alone.
+        stream, interval: as for `TerminalProgress`.
+    """
+
+    def __init__(
+        self,
+        count: Callable[[], int | None],
+        *,
+        hidden: bool = False,
+        stream: TextIO | None = None,
+        interval: float = 10.0,
+    ):
+        self._stream = stream or sys.stderr
+        self._interval = math.inf if hidden else interval
+        self._lines = 0
+        self._start = self._last_line = time.monotonic()
+        self._bar: tqdm | None = None
+        if self._stream.isatty() and not hidden:
+            self._bar = tqdm(total=count(), unit=" lines", file=self._stream, dynamic_ncols=True)
+
+    def update(self) -> None:
+        """One line more is translated."""
+        self._lines += 1
+        if self._bar is not None:
+            self._bar.update()
+        elif (now := time.monotonic()) - self._last_line >= self._interval:
+            self._last_line, seconds = now, now - self._start
+            rate = self._lines / max(seconds, 1e-9)
+            print(
+                f"{self._lines:,} lines  {rate:,.1f} lines/s  {format_seconds(seconds)}", file=self._stream, flush=True
+            )
+
+    def message(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=self._stream)
+        else:
+            print(text, file=self._stream, flush=True)
+
+    def __enter__(self) -> LineProgress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.close()
 

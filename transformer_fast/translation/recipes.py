@@ -1,7 +1,8 @@
 """Named recipes of training: the files of `transformer_fast/recipes`, or your own of the same form.
 
 A recipe is a TOML file: `about`, a text; `[training]`, settings of `TrainConfig` by their names; `[translation]`,
-options of `GenerationConfig` with which its published figure was decoded.
+options of `GenerationConfig` with which its published figure was decoded. A run keeps them; they are the defaults of
+`translate`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .config import TrainConfig
+from .config import TrainConfig, generation_config, parse_duration
 from .errors import ConfigError
 
 FOLDER = Path(__file__).parent.parent / "recipes"
@@ -49,12 +50,21 @@ def load_recipe(name: str) -> Recipe:
     except ValueError as error:
         raise ConfigError(f"the recipe {name} is not TOML: {error}") from None
     recipe = Recipe(path.stem, content.pop("about", ""), content.pop("training", {}), content.pop("translation", {}))
-    if content or not (isinstance(recipe.training, dict) and isinstance(recipe.translation, dict)):
+    if content:
         raise ConfigError(f"the recipe {name} may hold about, [training] and [translation], and has {sorted(content)}")
+    for table, found in (("training", recipe.training), ("translation", recipe.translation)):
+        if not isinstance(found, dict):
+            raise ConfigError(f"{table} in the recipe {name} is {found!r}; expected a table of settings")
     if unknown := sorted(recipe.training.keys() - TrainConfig.__dataclass_fields__.keys()):
         raise ConfigError(
             f"the recipe {name} sets {', '.join(unknown)}, which training does not know; see train --help"
         )
+    if "max_time" in recipe.training:
+        recipe.training["max_time"] = parse_duration(recipe.training["max_time"])
+    try:
+        generation_config(recipe.translation)
+    except ConfigError as error:
+        raise ConfigError(f"[translation] of the recipe {name}: {error}") from None
     return recipe
 
 

@@ -12,7 +12,7 @@ import gc
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from .errors import CheckpointError, DivergedError
 from .learner import Learner
 from .model import build_model
 from .optim import learning_rate
-from .progress import Progress, Silent, Status, TerminalProgress, TrainResult
+from .progress import Progress, Silent, Status, TerminalProgress, TrainResult, format_seconds
 from .ranks import Ranks, gather_rng_states, process_group, restore_rng_states, seed_rank
 from .reports import RunLog, Window
 from .validation import Validation
@@ -41,6 +41,7 @@ def train(
     config: TrainConfig,
     progress: Progress | None = None,
     *,
+    translation: Mapping[str, Any] | None = None,
     build: Callable[[TrainConfig, int], nn.Module] = build_model,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TrainResult:
@@ -50,6 +51,8 @@ def train(
         config: the settings. `max_time` counts the seconds spent training, validating and saving, over all parts of
             a resumed run; reading the text and learning the vocabulary are not counted.
         progress: where reports go; by default a bar on a terminal, else a line every 10 seconds, on standard error.
+        translation: options of `GenerationConfig` by name, kept in the run as the defaults of `translate`; None leaves
+            those that it has.
         build: makes the model from the settings and the size of the vocabulary.
         clock: returns seconds; `time.process_time` makes `max_time` a budget of CPU time.
 
@@ -71,7 +74,7 @@ def train(
         progress = Silent() if ranks.rank else progress or TerminalProgress()
         try:
             with contextlib.nullcontext() if ranks.rank else folder.writing(), interruptible() as interrupted:
-                return _Run(config, folder, progress, build, clock, ranks).run(interrupted)
+                return _Run(config, folder, progress, build, clock, ranks, translation).run(interrupted)
         finally:
             progress.close()
             if ranks.world_size > 1:
@@ -89,6 +92,7 @@ class _Run:
         build: Callable[[TrainConfig, int], nn.Module],
         clock: Callable[[], float],
         ranks: Ranks | None = None,
+        translation: Mapping[str, Any] | None = None,
     ):
         self.config, self.folder, self.progress, self.clock = config, folder, progress, clock
         self.ranks = ranks = ranks or Ranks()
@@ -97,7 +101,8 @@ class _Run:
         self.log = None if ranks.rank else RunLog(folder, tensorboard=config.tensorboard)
         if ranks.rank:
             ranks.barrier()  # rank 0 makes the folder, the others then find it
-        text, valid, self.tokenizer = open_run(replace(config, resume=True) if ranks.rank else config, folder)
+        opened = replace(config, resume=True) if ranks.rank else config
+        text, valid, self.tokenizer = open_run(opened, folder, translation)
         if not ranks.rank:
             ranks.barrier()
         corpus = Corpus(text, self.tokenizer, config.max_length)
@@ -137,6 +142,7 @@ class _Run:
     # One update
 
     def run(self, interrupted: threading.Event) -> TrainResult:
+        began = self.step
         with contextlib.closing(self.log) if self.log else contextlib.nullcontext():
             while not (stopped := self._reason_to_stop(interrupted)):
                 self._update()
@@ -146,6 +152,8 @@ class _Run:
                 if self.step % self.config.valid_every == 0 if self.config.valid_every else self.epoch_ended:
                     self._validate()
                     self._save()
+            if began == self.step == self.saved_step and stopped != "interrupted":
+                self._say_finished(stopped)
             if self.step != self.saved_step:
                 if stopped != "interrupted":
                     self._validate()
@@ -162,6 +170,20 @@ class _Run:
             best_step=self.validation.best_step,
             best_scores=self.validation.best_scores,
             average_scores=average_scores,
+        )
+
+    def _say_finished(self, stopped: str) -> None:
+        """Tell that there was nothing to train, where the result is, and how to train on."""
+        found = self.folder.path(self.validation.best_step or self.step)
+        value = format_seconds(self.config.max_time) if stopped == "max_time" else getattr(self.config, stopped)
+        advice = f"raise {stopped}, which is {value}, to train on"
+        if stopped == "patience":
+            advice += " (0: never stop for it)"
+        elif stopped == "max_steps" and self.config.cooldown:
+            advice = "its learning rate has cooled down; train another run, with more max_steps, in another folder"
+        self.progress.message(
+            f"the run in {self.folder.root} is finished at step {self.step:,}: nothing was trained. Its result is in"
+            f" {found}; {advice}"
         )
 
     def _reason_to_stop(self, interrupted: threading.Event) -> str | None:
@@ -285,7 +307,8 @@ class _Run:
             log_bytes = self._continue(state)
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                f"{self.folder.path(step) / 'state.json'} is not of a training run: {type(error).__name__}: {error}"
+                f"{self.folder.path(step) / 'state.json'} is not of a training run: {type(error).__name__}: {error}."
+                f" {self.folder.last_good(step)}"
             ) from None
         if self.log:
             self.log.begin(log_bytes, step)

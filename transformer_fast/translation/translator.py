@@ -151,7 +151,8 @@ class Translator:
         found: list[list[Translation]] = [[] for _ in pieces]
         # Longest first: a batch that does not fit into memory shows at once, not after an hour.
         order = sorted(range(len(pieces)), key=lambda i: -len(sources[i]))
-        decode = self._decode_continuously if self.keep_full else self._decode_batches
+        keep_full = self.keep_full and obstacle(self.models, self.config) is None  # a model may have got a hook since
+        decode = self._decode_continuously if keep_full else self._decode_batches
         for index, answer in decode(order, sources, keep_errors=on_error is not None):
             if isinstance(answer, Exception):
                 reasons.setdefault(pieces[index][0], str(answer))
