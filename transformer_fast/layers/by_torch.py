@@ -18,7 +18,7 @@ def by_torch(kind: type[nn.Module], module: nn.Module, *args: Any, **kwargs: Any
     """
     for value in (*args, *kwargs.values()):
         if isinstance(value, Proxy):
-            tracer = value.tracer
+            tracer: Any = value.tracer
             if _is_leaf(tracer, kind, module):
                 return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
             break
