@@ -56,10 +56,11 @@ def test_a_whole_call_of_attention_is_replayed(on_a_gpu, monkeypatch, name, drop
 
 DENSE = tfast.AttentionMask.keep(torch.ones(2, 1, 24, 24, dtype=torch.bool))
 PADDING = tfast.AttentionMask.keep((torch.arange(24) < torch.tensor([[9], [17]]))[:, None, None])
-DOCUMENTS = tfast.AttentionMask.documents((torch.arange(24) // 7).expand(2, -1))
-PACKED_DOCUMENTS = tfast.AttentionMask.documents((torch.arange(24) // 7)[None])
+DOCUMENTS = tfast.AttentionMask.documents(((torch.arange(24) // 7).expand(2, -1)).int())
+PACKED_DOCUMENTS = tfast.AttentionMask.documents((torch.arange(24) // 7)[None].int())
 ALIBI = tfast.AttentionMask.alibi(torch.tensor([0.5, 0.25, 0.125, 0.0625]))
-LONG_LENGTHS = tfast.AttentionMask.lengths(torch.tensor([600, 9]))
+# In int32, as kernels take them: on a CPU wider ones are made anew in every call, and nothing is kept of those.
+LONG_LENGTHS = tfast.AttentionMask.lengths(torch.tensor([600, 9], dtype=torch.int32))
 BIAS = torch.zeros(1, 4, 24, 24)
 ENDS = {rows: torch.tensor([0, rows // 3, rows], dtype=torch.int32) for rows in (24, 600)}
 KINDS = {

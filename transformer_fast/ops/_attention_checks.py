@@ -284,6 +284,7 @@ def fitting_lengths(lengths: Tensor | None, q: Any, k: Any) -> Tensor | None:
     if known is not None or not isinstance(q, Tensor) or q.dim() != 4:
         return lengths if known is None else known
     B, _, Lq, _ = q.shape
+    refuse_keep_as_lengths(lengths, Lk)
     return normal_lengths(lengths, B, Lq, Lk) if lengths.shape in ((B,), (B, Lq)) else lengths
 
 
