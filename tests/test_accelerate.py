@@ -315,7 +315,7 @@ CHANGES: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], di
     "parametrized attention": (
         stock,
         lambda m: nn.utils.parametrizations.orthogonal(m.self_attn, "in_proj_weight"),
-        {"self_attn": "parametrizations", "": "ParametrizedMultiheadAttention, which was left"},
+        {"self_attn": "parametrizations"},
     ),
     "parametrized norm": (
         stock,
