@@ -47,7 +47,7 @@ class LayerNorm(_norm.LayerNorm):
         Under autocast on a GPU the norm of a 16-bit input is float32, as in ``torch.nn``.
         """
         one = len(self.normalized_shape) == 1
-        if one and type(input) is Tensor and dropout_p == 0.0:
+        if one and type(input) is Tensor and dropout_p == 0.0 and self.weight is not None:
             found = eager_layer_norm(input, self.weight, self.bias, self.eps, "layer", residual)
             if found is not None:
                 return found
@@ -70,7 +70,7 @@ class RMSNorm(_norm.RMSNorm):
         Under autocast on a GPU the norm of a 16-bit x is float32, as in ``torch.nn``.
         """
         one = len(self.normalized_shape) == 1
-        if one and type(x) is Tensor and dropout_p == 0.0:
+        if one and type(x) is Tensor and dropout_p == 0.0 and self.weight is not None:
             found = eager_layer_norm(x, self.weight, None, self.eps, "rms", residual)
             if found is not None:
                 return found
