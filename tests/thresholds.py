@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast.accelerate.lazy_logits import LazyLogits
-from transformer_fast.generation.weights import WeightLayout, prepack
+from transformer_fast.generation.weights import WHOLE, WeightLayout, prepack, stamp_of
 from transformer_fast.layers import Linear
 from transformer_fast.ops.attention import check_backend
 from transformer_fast.ops.cross_entropy import CHUNK_ELEMENTS
@@ -132,6 +132,17 @@ def step_linear(rows: int, inputs: int = 20, outputs: int = 33, most: int = 0) -
             torch.testing.assert_close(found, exact, **tolerance)
 
 
+def stamped(pairs: int) -> None:
+    """A weight of so many pairs of values, of which a row, and then all, is written to in a way that is not counted."""
+    weight = torch.randn(pairs, 2)
+    before = stamp_of(weight)
+    weight.data[pairs // 2].add_(1.0)
+    if pairs <= WHOLE:
+        assert stamp_of(weight) != before
+    weight.numpy()[:] *= 1.5
+    assert stamp_of(weight) != before
+
+
 def generated(rows: int, tokens: int, length: int = 5) -> None:
     """Greedy search on the kernels and on the reference."""
     with torch.random.fork_rng(devices=[]):
@@ -214,6 +225,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "transformer_fast/generation/cache.py:BLOCK": lambda n: generated(3, n),
     "transformer_fast/generation/weights.py:NARROW": lambda n: step_linear(30, inputs=n, most=100),
     "transformer_fast/generation/weights.py:FEW_ROWS": step_linear,
+    "transformer_fast/generation/weights.py:WHOLE": stamped,
     "transformer_fast/generation/weights.py:COPIED_ROWS": step_linear,
     "transformer_fast/generation/weights.py:INT8_INPUTS": lambda n: step_linear(2, inputs=n, outputs=1),
     # models
@@ -237,6 +249,7 @@ OTHERS: dict[str, str] = {
     "transformer_fast/accelerate/probe.py:_ROWS": "rows of a trial's embedding",
     "transformer_fast/accelerate/report.py:_SHOWN": "paths in a line",
     "transformer_fast/generation/continuous.py:REFILL": "a share of a batch: test_generation_continuous.py",
+    "transformer_fast/generation/weights.py:BLOCK": "values that are read side by side",
     "transformer_fast/tensor_cache.py:ENTRIES": "the size of a cache",
     "transformer_fast/accelerate/rebinding.py:_DEEPEST": "the depth of a search in code",
     "transformer_fast/reference/dropout.py:MASK32": "32 bits",
