@@ -16,9 +16,9 @@ import time
 import warnings
 
 import torch
-from fuzz_config import DEVICE, LAYOUTS, Config, combinations, config
+from fuzz_config import DEVICE, GIVEN, LAYOUTS, Config, combinations, config
 from fuzz_gate import INTERPRETED, ORDERS, SECOND_LOOKS, hold
-from fuzz_inputs import bounds_of, draw_bias, draw_mask, draw_special, normal, window_of
+from fuzz_inputs import bounds_of, draw_bias, draw_mask, draw_special, given, normal, used_before, window_of
 from helpers import assert_as_exact_as_eager, poisoned_memory
 from torch import Tensor
 from tqdm import tqdm
@@ -34,7 +34,7 @@ __all__ = ["DEVICE", "Config", "check", "combinations", "config", "main", "small
 def check_padded(c: Config) -> None:
     generator = c.generator
     shapes = [(c.B, c.H, c.Lq, c.D), (c.B, c.Hkv, c.Lk, c.D), (c.B, c.Hkv, c.Lk, c.Dv)]
-    qkv = [normal(shape, c, generator) for shape in shapes]
+    qkv = [as_given(normal(shape, c, generator), c) for shape in shapes]
     mask, parts = draw_mask(c, generator)
     bias = draw_bias(c, generator)
     special = draw_special(c, generator, c.B, c.Lq, c.Lk)
@@ -65,6 +65,8 @@ def check_padded(c: Config) -> None:
         more = {"weights": (weights,), "dropped": (weights,), "logsumexp": (logsumexp,), "out": ()}
         return out, *more[c.outputs]
 
+    masks = [*mask.tensors().values(), *(special.given_ids or ())]
+    used_before(masks, lambda: ours(*qkv, bias, special.leaves, None), c)
     hold(c, ours, oracle, qkv, bias, special, rows=c.H // c.Hkv * c.Lq, scale=scale)
 
 
@@ -75,7 +77,8 @@ def check_packed(c: Config) -> None:
         lengths[1] = lengths[0]
     starts = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).to(torch.int32).to(DEVICE) for n in lengths]
     Tq, Tk = (int(n.sum()) for n in lengths)
-    qkv = [normal(shape, c, generator) for shape in [(Tq, c.H, c.D), (Tk, c.Hkv, c.D), (Tk, c.Hkv, c.Dv)]]
+    shapes = [(Tq, c.H, c.D), (Tk, c.Hkv, c.D), (Tk, c.Hkv, c.Dv)]
+    qkv, sequences = [as_given(normal(shape, c, generator), c) for shape in shapes], [given(t, c) for t in starts]
     special = draw_special(c, generator, 1, Tq, Tk)
     scale = c.D**-0.5 if c.scale is None else c.scale
 
@@ -85,19 +88,20 @@ def check_packed(c: Config) -> None:
         options = {"mask": window_of(c) & special.mask(leaves), "causal": bool(c.causal), "scale": c.scale}
         options |= {"dropout_p": c.dropout_p, "empty_rows": c.empty_rows, "softcap": c.softcap}
         options |= {"sinks": leaves.get("sinks")}
-        return (tfast.attention_packed(q, k, v, *starts, **options),)
+        return (tfast.attention_packed(q, k, v, *sequences, **options),)
 
     def oracle(
         q: Tensor, k: Tensor, v: Tensor, bias: None, leaves: dict[str, Tensor], seed: Tensor
     ) -> tuple[Tensor, ...]:
         longest = [max(n.tolist()) for n in lengths]
-        sequences = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k"), (*starts, *longest), strict=True))
+        packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k"), (*starts, *longest), strict=True))
         options = {**bounds_of(c), "scale": scale, "dropout_p": c.dropout_p, "seed": seed, "softcap": c.softcap}
         options |= {"zero_empty_rows": c.empty_rows == "zero", "sinks": leaves.get("sinks")}
         wide = torch.float64 if q.dtype == torch.float64 else torch.float32
         options |= {"distance_bias": special.mask(leaves).table(*longest, wide), **special.oracle_ids(packed=True)}
-        return reference.attention_packed(q, k, v, **sequences, **options)[:1]
+        return reference.attention_packed(q, k, v, **packing, **options)[:1]
 
+    used_before([*sequences, *(special.given_ids or ())], lambda: ours(*qkv, None, special.leaves, None), c)
     hold(c, ours, oracle, qkv, None, special, rows=c.H // c.Hkv * c.Lq, scale=scale)
 
 
@@ -116,9 +120,15 @@ def check_decode(c: Config) -> None:
         table, S = torch.argsort(order).view(c.B, pages).to(torch.int32), pages * size
     special = draw_special(c, generator, c.B, c.Lq, S)
     options = {"softcap": c.softcap, "sinks": special.leaves.get("sinks"), "scale": c.scale, "causal": bool(c.causal)}
-    with poisoned_memory():
+    cached = given(lengths, c), None if table is None else given(table, c)
+
+    def ours() -> Tensor:
         mask = window_of(c) & special.mask(special.leaves)
-        actual = tfast.attention_decode(q, *stored, lengths, page_table=table, mask=mask, **options)
+        return tfast.attention_decode(q, *stored, cached[0], page_table=cached[1], mask=mask, **options)
+
+    used_before([t for t in (*cached, *(special.given_ids or ())) if t is not None], ours, c)
+    with poisoned_memory():
+        actual = ours()
     # What the room behind the keys of a page holds is not read.
     ids = {name: t[:, : c.Lk] if name == "key_ids" else t for name, t in special.oracle_ids().items()}
     options |= {"lengths": lengths, **bounds_of(c), "scale": scale, **ids}
@@ -130,6 +140,11 @@ def check_decode(c: Config) -> None:
 
     eager, exact = oracle(q.dtype), oracle(torch.float64)
     assert_as_exact_as_eager(actual, eager, exact, what="out")
+
+
+def as_given(t: Tensor, c: Config) -> Tensor:
+    """A query, key or value: of a subclass, where the mask's tensors are."""
+    return given(t, c) if c.given == GIVEN[3] else t
 
 
 CHECKS = {"padded": check_padded, "packed": check_packed, "decode": check_decode}

@@ -12,6 +12,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYOUTS = ("contiguous", "heads behind", "sliced", "one head for all", "dim first")
 DIALECTS = ("keep", "int keep", "blocked", "float blocked")
+GIVEN = ("as they are", "refilled", "from inference mode", "of a subclass")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Config:
     softcap: float | None = None
     documents: int = 1  # of how many tokens one is, about
     offset: int = 0  # of the first query among the keys, for what depends on the distance
+    given: str = GIVEN[0]  # the tensors of the mask; those of a subclass come with such a query, key and value
 
     @property
     def generator(self) -> torch.Generator:
@@ -102,6 +104,7 @@ def config(seed: int, number: int, backend: str = "native") -> Config:
         softcap=choose((None,) * 6 + (0.7, 5.0, 50.0)),
         documents=choose((1, 3, 20, 50)),
         offset=choose((0, 0, chance.randint(-20, 20))),
+        given=GIVEN[0] if interpreted else choose(GIVEN),
     )
 
 

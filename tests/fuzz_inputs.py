@@ -3,14 +3,49 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
-from fuzz_config import DEVICE, DTYPES, Config
+from fuzz_config import DEVICE, DTYPES, GIVEN, Config
 from torch import Tensor
 
 from transformer_fast import AttentionMask
 from transformer_fast.distance import relative_buckets
 from transformer_fast.mask_checks import may_be_keep
+
+
+class Watched(Tensor):
+    """A subclass of Tensor that changes nothing."""
+
+
+def given(t: Tensor, c: Config) -> Tensor:
+    """A tensor of the mask as the configuration gives it."""
+    if c.given == "from inference mode":
+        with torch.inference_mode():
+            return t.clone()
+    return t.as_subclass(Watched) if c.given == "of a subclass" else t
+
+
+def given_mask(mask: AttentionMask, c: Config) -> AttentionMask:
+    """A mask whose tensors are as the configuration gives them."""
+    fields = {field.name for field in dataclasses.fields(mask)}
+    tensors: dict[str, Any] = {name: given(t, c) for name, t in mask.tensors().items() if name in fields}
+    return dataclasses.replace(mask, **tensors)
+
+
+def used_before(tensors: Iterable[Tensor], call: Callable[[], object], c: Config) -> None:
+    """Call with other values in these tensors, and put theirs back in a way that PyTorch does not count."""
+    if c.given != GIVEN[1] or DEVICE.type != "cpu":
+        return
+    kept = {id(t): (t, t.clone()) for t in tensors}
+    for t, values in kept.values():
+        other = ~values if t.dtype == torch.bool else values.max() - values.flip(0) if t.dim() == 1 else values.flip(0)
+        t.numpy()[...] = other.numpy()
+    with torch.no_grad():
+        call()
+    for t, values in kept.values():
+        t.numpy()[...] = values.numpy()
 
 
 def normal(shape: tuple[int, ...], c: Config, generator: torch.Generator) -> Tensor:
@@ -68,7 +103,7 @@ def draw_mask(c: Config, generator: torch.Generator) -> tuple[AttentionMask, dic
     if ends := [end for end in (parts.get("causal"), window.causal_offset) if end is not None]:
         parts["causal"] = min(ends)
     parts["window"] = window.window_offset
-    return mask & window, parts
+    return given_mask(mask & window, c), parts
 
 
 @dataclasses.dataclass
@@ -78,9 +113,10 @@ class Special:
     ids: tuple[Tensor, Tensor] | None
     leaves: dict[str, Tensor]
     offset: int
+    given_ids: tuple[Tensor, Tensor] | None
 
     def mask(self, leaves: dict[str, Tensor]) -> AttentionMask:
-        mask = AttentionMask() if self.ids is None else AttentionMask.documents(*self.ids)
+        mask = AttentionMask() if self.given_ids is None else AttentionMask.documents(*self.given_ids)
         if "alibi" in leaves:
             mask = mask & AttentionMask.alibi(leaves["alibi"], self.offset)
         if "relative" in leaves:
@@ -127,7 +163,8 @@ def draw_special(c: Config, generator: torch.Generator, B: int, Lq: int, Lk: int
         leaves["relative"] = torch.randn(8 + 4 * (c.number % 3), c.H, generator=generator)
     if "sinks" in c.parts:
         leaves["sinks"] = torch.randn(c.H, generator=generator)
-    return Special(ids, {name: t.to(DEVICE) for name, t in leaves.items()}, c.offset)
+    given_ids = None if ids is None else (given(ids[0], c), given(ids[1], c))
+    return Special(ids, {name: t.to(DEVICE) for name, t in leaves.items()}, c.offset, given_ids)
 
 
 def window_of(c: Config) -> AttentionMask:
