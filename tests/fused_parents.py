@@ -199,6 +199,11 @@ def _block(path: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
     return make
 
 
+def _added_look_ahead() -> Tensor:
+    """The mask that a decoder of transformers gives its layers: eager attention looks ahead without one."""
+    return torch.zeros(B, 1, L, L).masked_fill(_look_ahead(), torch.finfo(torch.float32).min)
+
+
 _bart = {"d_model": D, "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": INNER,
          "decoder_ffn_dim": INNER}  # fmt: skip
 _bert_sizes = {"hidden_size": D, "num_attention_heads": HEADS, "intermediate_size": INNER}
@@ -209,13 +214,13 @@ HUGGING_FACE: dict[str, Parent] = {
         _block("bart.modeling_bart.BartEncoderLayer", "BartConfig", **_bart), lambda: (x(), None)
     ),
     "BartDecoderLayer": Parent(
-        _block("bart.modeling_bart.BartDecoderLayer", "BartConfig", **_bart), lambda: (x(), None, x(S))
+        _block("bart.modeling_bart.BartDecoderLayer", "BartConfig", **_bart), lambda: (x(), _added_look_ahead(), x(S))
     ),
     "MBartEncoderLayer": Parent(
         _block("mbart.modeling_mbart.MBartEncoderLayer", "MBartConfig", **_bart), lambda: (x(), None)
     ),
     "MBartDecoderLayer": Parent(
-        _block("mbart.modeling_mbart.MBartDecoderLayer", "MBartConfig", **_bart), lambda: (x(), None, x(S))
+        _block("mbart.modeling_mbart.MBartDecoderLayer", "MBartConfig", **_bart), lambda: (x(), _added_look_ahead(), x(S))
     ),
     "DistilBertBlock": Parent(
         _block(
@@ -225,7 +230,8 @@ HUGGING_FACE: dict[str, Parent] = {
         lambda: (x(),),
     ),
     "GPT2Block": Parent(
-        _block("gpt2.modeling_gpt2.GPT2Block", "GPT2Config", n_embd=D, n_head=HEADS, n_inner=INNER), lambda: (x(),)
+        _block("gpt2.modeling_gpt2.GPT2Block", "GPT2Config", n_embd=D, n_head=HEADS, n_inner=INNER),
+        lambda: (x(), None, _added_look_ahead()),
     ),
     "ViTLayer": Parent(_block("vit.modeling_vit.ViTLayer", "ViTConfig", **_bert_sizes), lambda: (x(),)),
     "T5Block": Parent(_block("t5.modeling_t5.T5Block", "T5Config", **_t5), lambda: (x(),)),
