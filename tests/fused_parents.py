@@ -204,6 +204,10 @@ def _added_look_ahead() -> Tensor:
     return torch.zeros(B, 1, L, L).masked_fill(_look_ahead(), torch.finfo(torch.float32).min)
 
 
+def _decoded() -> tuple[Any, ...]:
+    return x(), _added_look_ahead(), x(S)
+
+
 _bart = {"d_model": D, "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": INNER,
          "decoder_ffn_dim": INNER}  # fmt: skip
 _bert_sizes = {"hidden_size": D, "num_attention_heads": HEADS, "intermediate_size": INNER}
@@ -214,13 +218,13 @@ HUGGING_FACE: dict[str, Parent] = {
         _block("bart.modeling_bart.BartEncoderLayer", "BartConfig", **_bart), lambda: (x(), None)
     ),
     "BartDecoderLayer": Parent(
-        _block("bart.modeling_bart.BartDecoderLayer", "BartConfig", **_bart), lambda: (x(), _added_look_ahead(), x(S))
+        _block("bart.modeling_bart.BartDecoderLayer", "BartConfig", **_bart), _decoded
     ),
     "MBartEncoderLayer": Parent(
         _block("mbart.modeling_mbart.MBartEncoderLayer", "MBartConfig", **_bart), lambda: (x(), None)
     ),
     "MBartDecoderLayer": Parent(
-        _block("mbart.modeling_mbart.MBartDecoderLayer", "MBartConfig", **_bart), lambda: (x(), _added_look_ahead(), x(S))
+        _block("mbart.modeling_mbart.MBartDecoderLayer", "MBartConfig", **_bart), _decoded
     ),
     "DistilBertBlock": Parent(
         _block(
@@ -244,7 +248,23 @@ HUGGING_FACE: dict[str, Parent] = {
 def _handwritten() -> dict[str, Parent]:
     """Return the hand-written modules, one of each structure."""
     by_structure = {repr(make()): name for name, (make, _) in reversed(forms.FORMS.items())}
-    return {name: Parent(*forms.FORMS[name]) for name in by_structure.values()}
+    return {
+        name: Parent(functools.partial(_shortened, make), arguments)
+        for name, (make, arguments) in forms.FORMS.items()
+        if name in by_structure.values()
+    }
+
+
+def _shortened(make: Callable[[], nn.Module]) -> nn.Module:
+    """Make a module with one layer per stack, or two where the sum between two layers is fused."""
+    module = make()
+    most = 2 if type(module).__name__ == "AnnotatedEncoder" else 1
+    for name in ("layers", "enc_layers", "dec_layers", "blks"):
+        if name in module._modules:
+            del module._modules[name][most:]
+            if hasattr(module, "num_layers"):
+                module.num_layers = most
+    return module
 
 
 PARENTS: dict[str, Parent] = (
