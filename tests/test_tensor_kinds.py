@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import transformer_fast as tfast
 from transformer_fast.accelerate.engine import _TORCH
-from transformer_fast.ops.tensors import is_served
+from transformer_fast.tensors import is_served
 
 
 @pytest.fixture(autouse=True)
@@ -289,3 +289,19 @@ def test_tensors_without_numbers_reach_our_ops(kind: type[nn.Module], how: str) 
     out = out[0] if isinstance(out, tuple) else out
     assert out.shape == (N, L, E)
     assert any("transformer_fast" in op for op in operators.seen) == (kind is not nn.Dropout)
+
+
+def test_tensors_that_this_package_makes_keep_modules_fused() -> None:
+    """The masks that models of transformers get, among others, are read by nothing but the attention of a block."""
+    from transformer_fast.accelerate import lazy_logits
+    from transformer_fast.integrations import lazy_bias, lazy_mask
+
+    assert lazy_logits and lazy_bias and lazy_mask
+    kinds, waiting = [], [Tensor]
+    while waiting:
+        kinds.append(kind := waiting.pop())
+        waiting += kind.__subclasses__()
+    ours = [kind for kind in kinds if kind.__module__.startswith("transformer_fast.")]
+    assert len(ours) >= 4 and all(getattr(kind, "made_when_read", False) for kind in ours)
+    mask = lazy_mask.LazyMask(tfast.AttentionMask.causal(), (1, 1, 3, 3), torch.device("cpu"))
+    assert is_served(mask)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from ..tensors import made_when_read
+
 _aten = torch.ops.aten
 
 
@@ -88,6 +90,7 @@ def make_nothing(value: Tensor) -> Tensor:
     return value
 
 
+@made_when_read
 class Lazy(Tensor):
     """A tensor that is made when it is read."""
 

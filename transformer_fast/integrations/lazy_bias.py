@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..distance import relative_buckets
 from ..masks import AttentionMask
+from ..tensors import made_when_read
 from ..tracing import is_traced
 
 WORTH_IT = 256 * 256
@@ -21,6 +22,7 @@ reading one takes less time than making a table of distances."""
 _LAYOUT = {getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device")} | {Tensor.size, Tensor.dim}
 
 
+@made_when_read
 class LazyBias(Tensor):
     """A bias (1, H, Lq, Lk) that is made when something other than our attention reads it.
 

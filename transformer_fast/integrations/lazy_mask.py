@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..masks import AttentionMask
+from ..tensors import made_when_read
 
 
+@made_when_read
 class LazyMask(Tensor):
     """A bool keep mask (B, 1, Lq, Lk) that is made when something other than our attention reads it.
 

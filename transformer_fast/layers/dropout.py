@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from .. import backends, extension
 from ..ops.dropout import dropout as fused_dropout
-from ..ops.tensors import is_served
+from ..tensors import is_served
 from ..tracing import is_traced
 from .by_torch import by_torch
 from .hooks import is_plain

@@ -21,8 +21,8 @@ from .. import ops
 from ..ops._multihead import evaluated_heads
 from ..ops.embedding import eager_embed
 from ..ops.norm import eager_layer_norm
-from ..ops.tensors import is_served
 from ..packing import PackedMask
+from ..tensors import is_served
 from ..tracing import is_traced
 from . import norm as _norm
 from .attention import packed_attention

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..ops.tensors import is_served
 from ..packing import PackedMask, Packing, packing_of, take, unpack
+from ..tensors import is_served
 from ..tracing import is_traced
 from .by_torch import by_torch
 from .dropout import KINDS as DROPOUTS

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from .. import backends
+from ..tensors import is_served
 from . import _eager
 from .attention import MAX_TRITON_HEAD_DIM, attention
-from .tensors import is_served
 
 # Taken now, so that a program that puts ours into torch.nn.functional still reaches torch's.
 TORCH = torch.nn.functional.scaled_dot_product_attention

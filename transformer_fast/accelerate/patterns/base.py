@@ -23,7 +23,7 @@ from ...layers import dropout
 from ...layers.embedding import is_lookup
 from ...layers.hooks import in_role, is_plain
 from ...layers.torch_modules import Embedding
-from ...ops.tensors import is_served
+from ...tensors import is_served
 
 Kind = Callable[[nn.Module], bool]
 """Whether a child is what it must be."""

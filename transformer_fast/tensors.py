@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 from torch.fx import Proxy
 from torch.nn import Parameter
 
+Kind = TypeVar("Kind", bound=Tensor)
+
 _IN_GRAPHS = (FakeTensor, FunctionalTensor)
 """The classes of tensors that torch.export and AOTAutograd call modules with; the ops have rules for both."""
 
@@ -21,8 +23,8 @@ def is_served(*values: Any) -> bool:
     """Whether the fused ops take these values, here and now.
 
     They take no nested and no sparse tensors, none of a class that they do not know, such as DTensor, and no proxies of
-    torch.fx; nothing inside a transform of torch.func (vmap, grad), and nothing in forward-mode differentiation. None
-    and values of other classes are no obstacle.
+    torch.fx; nothing inside a transform of torch.func (vmap, grad), and nothing in forward-mode differentiation. None,
+    tensors of classes that :func:`made_when_read` marks, and values of other classes are no obstacle.
     """
     for value in values:
         if value is None or (kind := type(value)) is Parameter:
@@ -30,9 +32,19 @@ def is_served(*values: Any) -> bool:
         if kind is Tensor:
             if value.is_nested or value.layout is not torch.strided:
                 return False
-        elif kind not in _IN_GRAPHS and issubclass(kind, (Tensor, Proxy)):
+        elif kind not in _IN_GRAPHS and issubclass(kind, (Tensor, Proxy)) and not _is_made_when_read(kind):
             return False
     return forward_ad._current_level < 0 and not _in_transform()
+
+
+def made_when_read(kind: type[Kind]) -> type[Kind]:
+    """Mark a class of this package, and its subclasses, whose tensors become plain ones where an op reads them."""
+    kind.made_when_read = True  # type: ignore[attr-defined]
+    return kind
+
+
+def _is_made_when_read(kind: type) -> bool:
+    return getattr(kind, "made_when_read", False) is True
 
 
 def _in_transform() -> bool:
