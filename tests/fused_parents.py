@@ -239,10 +239,40 @@ HUGGING_FACE: dict[str, Parent] = {
     ),
     "ViTLayer": Parent(_block("vit.modeling_vit.ViTLayer", "ViTConfig", **_bert_sizes), lambda: (x(),)),
     "T5Block": Parent(_block("t5.modeling_t5.T5Block", "T5Config", **_t5), lambda: (x(),)),
+    "T5Block, decoder": Parent(
+        _block("t5.modeling_t5.T5Block", "T5Config", **_t5, is_decoder=True),
+        lambda: (x(), _added_look_ahead(), None, x(S)),
+    ),
     "T5Block, gated": Parent(
         _block("t5.modeling_t5.T5Block", "T5Config", **_t5, feed_forward_proj="gated-gelu"), lambda: (x(),)
     ),
 }  # fmt: skip
+
+
+class _DenseNorm(nn.Module):
+    """The end of a block as models of transformers write it, with a norm of another name in each."""
+
+    def __init__(self, norm: str) -> None:
+        super().__init__()
+        self.dense, self.dropout, self.norm_name = nn.Linear(D, D), nn.Dropout(0.1), norm
+        setattr(self, norm, nn.LayerNorm(D))
+
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        return getattr(self, self.norm_name)(self.dropout(self.dense(hidden_states)) + input_tensor)
+
+
+OTHERS: dict[str, Parent] = {
+    "classic decoder layer, post-norm": Parent(
+        lambda: reference_layers.DecoderLayer(D, HEADS, d_ff=INNER, norm_first=False, norm="layer"),
+        lambda: (x(), x(S), _source(), _target()),
+    ),
+    "classic decoder": Parent(
+        lambda: reference_layers.Decoder(VOCABULARY, D, 1, HEADS, 0.1, d_ff=INNER),
+        lambda: (ids(), x(S), _source(), _target()),
+    ),
+    "dense, layer_norm": Parent(lambda: _DenseNorm("layer_norm"), lambda: (x(), x())),
+    "dense, norm": Parent(lambda: _DenseNorm("norm"), lambda: (x(), x())),
+}
 
 
 def _handwritten() -> dict[str, Parent]:
@@ -271,7 +301,7 @@ PARENTS: dict[str, Parent] = (
     {f"torch {name}": parent for name, parent in TORCH.items()}
     | {f"layers {name}": parent for name, parent in LAYERS.items()}
     | {f"dialects {name}": parent for name, parent in DIALECTS.items()}
-    | {f"hand-written {name}": parent for name, parent in _handwritten().items()}
+    | {f"hand-written {name}": parent for name, parent in (_handwritten() | OTHERS).items()}
     | {f"transformers {name}": parent for name, parent in HUGGING_FACE.items()}
 )
 

@@ -135,7 +135,7 @@ WRONG = {
     "no tensor": (lambda: ATTEND(X, X, X, [1, 0]), TypeError, "got list"),
     "a mask of another length": (lambda: ATTEND(X, MEMORY, MEMORY, PADDING), ValueError, "does not broadcast"),
     "heads do not divide": (lambda: bert.MultiHeadedAttention(5, 16), ValueError, "16 and 5 heads"),
-    "dropout is a number": (lambda: bert.Attention()(Q, K, V, None, 0.1), TypeError, "nn.Dropout or None, got float"),
+    "dropout is a number": (lambda: bert.Attention()(Q, K, V, None, 0.1), TypeError, "nn.Module or None, got float"),
     "axes differ": (lambda: bert.Attention()(Q, K[0], V), ValueError, r"\(3, 2, 6, 4\), \(2, 5, 4\)"),
 }
 
