@@ -278,7 +278,7 @@ WRONG = {
     "temperature": ({"temperature": 0}, "temperature must be a number > 0, got 0"),
     "top_p": ({"top_p": 1.2}, r"top_p must be a number in \(0, 1\], got 1.2"),
     "top_k": ({"top_k": 2.0}, "top_k must be an int >= 0, got 2.0"),
-    "seed": ({"seed": -1}, "seed must be None or an int >= 0, got -1"),
+    "seed": ({"seed": -1}, "seed must be None or an int >= 0, below 2\\*\\*63, got -1"),
     "max_length": ({"max_length": 0}, "max_length must be an int >= 1"),
     "span": ({"min_length": (1.0,)}, "min_length must be an int >= 0"),
     "suppress": ({"suppress": ("<unk>",)}, "suppress must be target ids"),

@@ -85,7 +85,7 @@ class Stack(nn.Module):
         again = self.checkpoint_activations and torch.is_grad_enabled()
         y: Tensor | Unsummed = x
         for layer in self.layers:
-            if is_plain(layer, EncoderLayer, DecoderLayer) and layer.norm_first and not again:
+            if (is_plain(layer, EncoderLayer) or is_plain(layer, DecoderLayer)) and layer.norm_first and not again:
                 y = pre_norm(y, layer.sublayers(*inputs))
                 continue
             y = y.summed() if isinstance(y, Unsummed) else y
