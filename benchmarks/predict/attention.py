@@ -17,7 +17,7 @@ from transformer_fast.triton.attention.launches import call_kind
 from transformer_fast.triton.configs import ATTENTION, LONG, AttentionConfig
 from transformer_fast.triton.launcher import Launch, architecture_of
 
-from ..tensors import META, number, results, values
+from .tensors import META, number, results, values
 from .kernels import Steps, compiled
 from .predictions import Launched
 

@@ -14,7 +14,7 @@ import torch
 
 from transformer_fast.triton.launcher import Launch
 
-from ..tensors import META, results, values
+from .tensors import META, results, values
 from .calibration_kernel import attention_kernel
 from .grid import launch_cycles
 from .kernels import Durations, Steps, compiled

@@ -11,7 +11,7 @@ import torch
 from transformer_fast.triton import cross_entropy, dropout, norm, norm_backward
 from transformer_fast.triton.launcher import Launch, blocks_of, multiprocessors_of
 
-from ..tensors import META, number, results, values
+from .tensors import META, number, results, values
 from .kernels import Walked, compiled
 from .machine import H100
 from .predictions import Launched

@@ -13,7 +13,7 @@ from triton_kernels import triton_compiled
 
 from transformer_fast.triton.launcher import Launch
 
-from ..tensors import META
+from .tensors import META
 from . import attention, calibration, report, rows
 from .kernels import CAPABILITY
 from .machine import H100
