@@ -17,9 +17,9 @@ from transformer_fast.triton.attention.launches import call_kind
 from transformer_fast.triton.configs import ATTENTION, LONG, AttentionConfig
 from transformer_fast.triton.launcher import Launch, architecture_of
 
-from .tensors import META, number, results, values
 from .kernels import Steps, compiled
 from .predictions import Launched
+from .tensors import META, number, results, values
 
 ARCHITECTURE = "sm90"
 PRODUCTS = {"forward": 2, "grad_q": 3, "grad_kv": 4}

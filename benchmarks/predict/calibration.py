@@ -14,12 +14,12 @@ import torch
 
 from transformer_fast.triton.launcher import Launch
 
-from .tensors import META, results, values
 from .calibration_kernel import attention_kernel
 from .grid import launch_cycles
 from .kernels import Durations, Steps, compiled
 from .machine import H100, Machine
 from .predictions import Range
+from .tensors import META, results, values
 
 BATCH_HEADS, LENGTH = 128, 4096
 

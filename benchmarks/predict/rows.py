@@ -11,10 +11,10 @@ import torch
 from transformer_fast.triton import cross_entropy, dropout, norm, norm_backward
 from transformer_fast.triton.launcher import Launch, blocks_of, multiprocessors_of
 
-from .tensors import META, number, results, values
 from .kernels import Walked, compiled
 from .machine import H100
 from .predictions import Launched
+from .tensors import META, number, results, values
 
 ROWS = 16_384
 NORM_WIDTHS = (512, 1024, 2048, 4096, 8192)

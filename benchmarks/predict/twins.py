@@ -13,11 +13,11 @@ from triton_kernels import triton_compiled
 
 from transformer_fast.triton.launcher import Launch
 
-from .tensors import META
 from . import attention, calibration, report, rows
 from .kernels import CAPABILITY
 from .machine import H100
 from .predictions import Range
+from .tensors import META
 
 Make = Callable[[str], list[Launch]]
 

@@ -142,11 +142,18 @@ class Unsummed(NamedTuple):
         return dropout(self.y, self.dropout_p, residual=self.x)
 
 
-def unsummed(x: Tensor, y: Tensor, drop: nn.Module) -> Unsummed:
-    """Return ``x + drop(y)``, not summed yet. Only a plain dropout is left to the norm; any other module is called."""
-    p = fused_p(drop)
-    if p is None:
-        y, p = drop(y), 0.0
+def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:
+    """Return ``x + drop(y)``, not summed yet, for a dropout or its probability.
+
+    Only a plain dropout is left to the norm; any other module is called.
+    """
+    p = 0.0
+    if not isinstance(drop, nn.Module):
+        p = drop
+    elif (now := fused_p(drop)) is not None:
+        p = now
+    else:
+        y = drop(y)
     return Unsummed(x, y if sizes(y) == sizes(x) else y.expand(x.shape), p)
 
 

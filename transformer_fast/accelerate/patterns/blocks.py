@@ -33,7 +33,7 @@ Step = tuple[nn.Module, Callable[[Tensor], Tensor], nn.Module | float]
 def unsummed(x: Tensor, y: Tensor, drop: nn.Module | float) -> Unsummed:
     """``x + drop(y)``, not summed yet, in the dtype in which PyTorch adds."""
     x = x if x.dtype == y.dtype else x.to(torch.promote_types(x.dtype, y.dtype))
-    return norm_unsummed(x, y, drop) if isinstance(drop, nn.Module) else Unsummed(x, y, drop)
+    return norm_unsummed(x, y, drop)
 
 
 def run(x: Tensor, steps: Iterable[Step], *, norm_first: bool) -> Tensor:
