@@ -25,8 +25,10 @@ def kind_of(given: object) -> object:
 
 
 def is_plain_on_cpu(t: Tensor) -> bool:
-    """Whether a tensor lies on the CPU, is of no subclass, and no transform of torch.func is running: its values can be
-    read without waiting, unless a graph is made, which the caller asks in place (see tracing.py)."""
+    """Return True if values can be read without waiting: a CPU tensor of no subclass, outside transforms of torch.func.
+
+    The caller asks in place whether a graph is made (see tracing.py).
+    """
     return t.device.type == "cpu" and type(t) in (Tensor, Parameter) and not in_transform()
 
 
@@ -70,7 +72,7 @@ def check_leading(mask: Tensor) -> None:
 
 
 def may_be_keep(lengths: Tensor, Lk: int) -> bool:
-    """Whether lengths per query (B, Lq) hold nothing but 0 and 1 though there are several keys, as a keep mask does.
+    """Return True if lengths per query (B, Lq) hold only 0 and 1 though there are several keys, as a keep mask does.
 
     False where the values cannot be read without waiting, and for one query, whose only length may well be 1.
     """

@@ -66,7 +66,7 @@ class AttentionMask:
 
         Raises:
             TypeError: for a float mask, which could also be an additive bias or a blocked mask; for a sparse one.
-            ValueError: for more than four dimensions, or none; for three of which the first is not 1, as it could be
+            ValueError: for more than four dimensions, or none. For three dimensions, unless the first is 1: it could be
                 the batch or the heads.
         """
         mask = boolean(mask, "keep")

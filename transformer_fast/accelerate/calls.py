@@ -115,7 +115,7 @@ def calling_ours(module: nn.Module, names: tuple[str, ...]) -> type[nn.Module]:
     """
     held = _held(module, names)
     for name, _ in held:
-        module.__dict__.pop(PREFIX + name, None)  # set while an earlier class of ours was the module's
+        module.__dict__.pop(PREFIX + name, None)  # left by an earlier class of this package
     return _class(type(module), held, names)
 
 

@@ -156,7 +156,7 @@ def _share_obstacles(parts: list[Part]) -> None:
 
 
 def _changes(model: nn.Module, parts: list[Part]) -> list[Change]:
-    """A copy of its config for every module, with the name of ours in those of the parts that may use it."""
+    """Copy the config of each module. In the copies of parts that may use our attention, its name is set."""
     stays = {key for part in parts if part.obstacle not in ("", ALREADY) for key in part.configs}
     memo: dict[int, Any] = {}
     changes = [Change(m, name, old, copy.deepcopy(old, memo)) for m in model.modules() for name, old in _held(m)]

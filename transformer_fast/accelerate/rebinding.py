@@ -3,8 +3,8 @@
 ``scaled_dot_product_attention`` and ``dropout`` are called by modules of any structure, so no pattern can know them.
 The code of a method says by which names it reaches such a function: ``F.dropout``, a name that was imported, a function
 of the same program that calls it. The copy of the method has the same byte code, globals and cells; only its table of
-names differs. A global name that leads to a replaced function gives way to a new name, which is put beside it into the
-same globals and holds the function of ours, a copy of the caller, or a :class:`StandIn` of the module. Other modules
+names differs. A global name that leads to a replaced function is exchanged for a new name. The new name is added to the
+same globals. It holds our function, a copy of the caller, or a :class:`StandIn` of the module. Other modules
 keep their code, and nothing is switched on while a model runs. So a copy calls the same functions under
 ``torch.compile``, ``torch.export`` and activation checkpointing, and in every thread.
 

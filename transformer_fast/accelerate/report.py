@@ -42,7 +42,7 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Why it was left, without what is said of this module alone."""
+        """Reason for leaving it, without what is said of this module alone."""
         return self.why.partition(";")[0]
 
 
@@ -102,8 +102,10 @@ class Report:
         return "\n".join([*lines, done] if self.rows else [done])
 
     def _folded(self) -> list[tuple[str, Row]]:
-        """The first column of a line and its row. Modules that were left for one reason are one line, and so are those
-        of one outcome of which a model has many."""
+        """Return the first column of each line, and its row.
+
+        Modules that were left for the same reason share a line. So do the many modules of one outcome.
+        """
         lines: dict[Any, list[Row]] = {}
         for place, row in enumerate(self.rows):
             key = (row.was, row.now, row.why) if row.was in _FOLDED else place

@@ -82,7 +82,7 @@ def _widened(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Ten
 
 
 def _drops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call with a probability draws: not in evaluation, nor where everything is kept or dropped."""
+    """Return True if a call draws: in training, with a probability other than 0 and 1."""
     p, training = _DROP[func](*args, **kwargs)
     return training and 0.0 < p < 1.0
 

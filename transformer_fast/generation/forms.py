@@ -241,7 +241,7 @@ def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
 
 
 def _serves_as_norm(norm: nn.Module) -> bool:
-    """Whether a norm is one that a layer of ours computes."""
+    """Return True for a norm that a layer of this package computes."""
     return width_of(norm) is not None and (
         pattern_of(norm) is not None or is_plain(norm, swapped.LayerNorm, swapped.RMSNorm)
     )

@@ -241,7 +241,7 @@ def prepack(module: nn.Module, rows: int, layout: WeightLayout = AS_IT_IS) -> An
 
 
 def _is_plain_inside(module: FeedForward) -> bool:
-    """Whether none of its parts must be called."""
+    """Return True if no part of it must be called."""
     return is_linear(module.linear_1) and is_linear(module.linear_2) and is_plain(module.dropout, *DROPOUTS)
 
 

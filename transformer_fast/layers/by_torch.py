@@ -34,7 +34,7 @@ def norm_by_torch(kind: type[nn.Module], norm: nn.Module, x: Tensor, residual: T
 
 
 def _is_leaf(tracer: Any, kind: type[nn.Module], module: nn.Module) -> bool:
-    """Whether a tracer records one call of a module of ``kind``, and nothing of what is inside it.
+    """Return True if a tracer records one call of a module of ``kind``, and nothing inside it.
 
     A module with hooks is recorded from inside: its hooks were recorded already, and would run a second time.
     """
@@ -46,5 +46,5 @@ def _is_leaf(tracer: Any, kind: type[nn.Module], module: nn.Module) -> bool:
 
 
 def _is_root(tracer: Any, module: nn.Module) -> bool:
-    """Whether a graph is made of the module itself."""
+    """Return True if the graph is made of the module itself."""
     return getattr(tracer, "root", None) is module

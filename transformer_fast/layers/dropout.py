@@ -94,12 +94,14 @@ def fused_p(module: nn.Module) -> float | None:
     return module.p if module.training else 0.0
 
 
-def apply_dropout(module: nn.Module, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
-    """Compute ``[residual +] module(x)``, in one pass where the module is a plain dropout."""
-    p = fused_p(module)
+def apply_dropout(drop: nn.Module | float, x: Tensor, *, residual: Tensor | None = None) -> Tensor:
+    """Compute ``[residual +] drop(x)`` for a dropout or its probability, in one pass where the module is plain."""
+    if not isinstance(drop, nn.Module):
+        return dropout_of_any(x, drop, residual=residual)
+    p = fused_p(drop)
     if p is not None:
         return dropout_of_any(x, p, residual=residual)
-    x = module(x)
+    x = drop(x)
     return x if residual is None else residual + x
 
 

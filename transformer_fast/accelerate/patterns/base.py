@@ -41,6 +41,7 @@ class Part:
         optional: it may be missing.
         returns: it is called, and how many values it returns. What the values are is no part of the proof, so another
             module answers in its place, from which the arguments of the call can be told.
+        any_class: its class is proven by the probe alone, so it must stay the class that the probe saw.
     """
 
     is_one: Kind
@@ -50,7 +51,6 @@ class Part:
     optional: bool = False
     returns: int = 0
     any_class: bool = False
-    """Its class is proven by the probe alone, so it must stay the class that the probe saw."""
 
 
 class Keywords(dict[str, Any]):

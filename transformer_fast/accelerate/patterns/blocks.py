@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ...layers.dropout import apply_dropout
-from ...layers.dropout import dropout_of_any as fused_dropout
 from ...layers.feed_forward import linear_relu_dropout
 from ...layers.hooks import is_plain
 from ...layers.norm import Unsummed, norm_and_sum
@@ -53,8 +52,7 @@ def activated(linear: nn.Module, activation: Any, x: Tensor, drop: nn.Module | f
     """``drop(activation(linear(x)))`` for a dropout, or its probability."""
     if isinstance(activation, nn.Module) and is_plain(activation, nn.ReLU):
         return linear_relu_dropout(linear, x, drop)
-    x = activation(linear(x))
-    return apply_dropout(drop, x) if isinstance(drop, nn.Module) else fused_dropout(x, drop)
+    return apply_dropout(drop, activation(linear(x)))
 
 
 def block_calls(width: int, *names: str) -> Iterable[tuple[Any, ...]]:
