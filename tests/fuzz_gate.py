@@ -31,7 +31,8 @@ def hold(
 
     The error of eager is that of one order of its sums, and of few numbers it may be small by luck. So a call that
     fails, by MOST_BEYOND at most, is held to the largest error, element by element, of eager in ORDERS orders of the
-    sums over D. It is listed at the end of a run. The interpreter's products are numpy's, so there eager is the worse,
+    sums over D, with a part of the scale on the query and the key, as torch's own attention has it. It is listed at
+    the end of a run. The interpreter's products are numpy's, so there eager is the worse,
     element by element, of one with torch's products and one with numpy's.
     """
     learned = bias is not None and c.bias == "learned"
@@ -70,11 +71,12 @@ def hold(
     @functools.cache
     def in_other_orders() -> list[Tensor]:
         worst = eager
+        root = qkv[0].shape[-1] ** -0.25
         for _ in range(ORDERS - 1):
             order = torch.randperm(qkv[0].shape[-1], generator=generator)
 
             def reordered(q: Tensor, k: Tensor, *rest: object, order: Tensor = order) -> tuple[Tensor, ...]:
-                return oracle(q[..., order], k[..., order], *rest)
+                return oracle(q[..., order] * root, k[..., order] / root, *rest)
 
             worst = worse(worst, outcome(reordered, None, seed), exact)
         return worst

@@ -180,18 +180,18 @@ def test_the_probabilities_are_those_of_the_layer(monkeypatch: pytest.MonkeyPatc
     layer = fast.model.decoder.layers[0].train()
     layer.dropout, layer.activation_dropout = 0.25, 0.125
     found: list[tuple[str, float]] = []
-    norm, dropout = fast_norm.layer_norm, patterns.fused_dropout
+    norm, dropout = fast_norm.layer_norm, patterns.apply_dropout
 
     def watched_norm(*args: Any, dropout_p: float = 0.0, **options: Any) -> Any:
         found.append(("norm", dropout_p))
         return norm(*args, dropout_p=dropout_p, **options)
 
-    def watched_dropout(x: Tensor, p: float, **options: Any) -> Tensor:
+    def watched_dropout(p: float, x: Tensor, **options: Any) -> Tensor:
         found.append(("inner", p))
-        return dropout(x, p, **options)
+        return dropout(p, x, **options)
 
     monkeypatch.setattr(fast_norm, "layer_norm", watched_norm)
-    monkeypatch.setattr(patterns, "fused_dropout", watched_dropout)
+    monkeypatch.setattr(patterns, "apply_dropout", watched_dropout)
     x = torch.randn(2, 5, models.WIDTH)
     layer(x, None, x)
     assert found == [("norm", 0.25), ("norm", 0.25), ("inner", 0.125), ("norm", 0.25)]
