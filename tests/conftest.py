@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
+
+# Before PyTorch is imported: the processes of a run share the cores, and small tensors gain nothing from a second thread.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent / "support")]
 
 pytest_plugins = [
-    "breadth_first",  # --minutes: every test once, then as many of its cases as there is time for
+    "short_list",  # chooses the cases that run without --all
     "triton_compile",  # says at the end how many Triton kernels were compiled, and what they need
     "small_training",  # fixtures of the tests of training
 ]
