@@ -39,7 +39,7 @@ PROGRESS := $(PYTHON) tools/progress.py
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 SOURCES := setup.py $(CSRC)
-FORMATTED := $(CSRC) $(wildcard tests/*.cpp tools/*.cpp)
+FORMATTED := $(CSRC) $(wildcard tests/*/*.cpp tools/*.cpp)
 
 .PHONY: setup demo test lint fuzz emulate fmt wheel bench predict gpu cuda-check pythons oldest arm-check sanitize sanitize-threads clean
 
@@ -76,9 +76,9 @@ lint: setup
 	@echo $(BIN)/clang-format --dry-run csrc && $(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 
 fuzz: setup
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz.py --backend native --seed $(SEED) --count $(COUNT)
-	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python tests/fuzz.py --backend triton --seed $(SEED) --count $(COUNT)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz_generation.py --seed $(SEED) --count $(COUNT)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py --backend native --seed $(SEED) --count $(COUNT)
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python tests/fuzz/fuzz.py --backend triton --seed $(SEED) --count $(COUNT)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_generation.py --seed $(SEED) --count $(COUNT)
 
 emulate: setup
 	$(BIN)/python tools/emulate.py --workers $(WORKERS) --seed $(SEED) --continue build/emulate.jsonl

@@ -19,7 +19,7 @@ import transformer_fast as tfast
 from transformer_fast.reference import layers
 from transformer_fast.reference.dialects import d2l, tensorflow
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from sdpa_models import Gpt, Vision
 

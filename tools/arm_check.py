@@ -4,7 +4,7 @@ Every file of csrc/cpu, and csrc/instruction_set.cpp, which asks what processor 
 compiles it, by a cross compiler, against the headers of the torch in use (they are the same for every processor), and
 linked into a library. What the kernels take from libtorch itself stays undefined there: there is no libtorch for
 aarch64 here. Where there is qemu, two programs then compare the functions and the kernels with plain loops:
-tests/portable_helpers.cpp, and tests/portable_kernels.cpp, which holds what they need of libtorch.
+tests/ops/portable_helpers.cpp, and tests/ops/portable_kernels.cpp, which holds what they need of libtorch.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main() -> None:
     for name, linked in (("portable_helpers", []), ("portable_kernels", kernels)):
         program = FOLDER / name
         # Static, since qemu would look for aarch64's libraries where this machine's are.
-        inputs = [f"{ROOT}/tests/{name}.cpp", *map(str, linked)]
+        inputs = [f"{ROOT}/tests/ops/{name}.cpp", *map(str, linked)]
         run([*command, "-static", "-Wl,--no-warnings", *inputs, "-o", str(program)])
         start = time.monotonic()
         said = run([qemu, str(program)]).strip()

@@ -2,7 +2,7 @@
 
 A virtual environment of its own (``.venv-cuda``, kept between runs) gets the CUDA build of torch; the extension is
 built in a copy of the sources, so that the one in use is left alone. What this cannot show is the kernels running; what
-they compute is tested in tests/test_embedding_cuda.py.
+they compute is tested in tests/ops/test_embedding_cuda.py.
 """
 
 from __future__ import annotations

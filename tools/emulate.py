@@ -4,8 +4,8 @@
                             [--continue FILE]
     python tools/emulate.py --mutants [--all]
 
-Each case of tests/emulation_cases.py is a call of a public function. Its kernels are compiled by Triton as for a GPU,
-or by nvcc where there is one; their PTX runs in tools/ptx_emulator, and every result is checked by the gate of
+Each case of tools/tests/emulation_cases.py is a call of a public function. Its kernels are compiled by Triton as for a
+GPU, or by nvcc where there is one; their PTX runs in tools/ptx_emulator, and every result is checked by the gate of
 CONTRIBUTING. Warps run in each order asked for, and the results must agree bit for bit, but for atomic sums. A finding
 of the emulator fails, as a wrong result does.
 
@@ -35,7 +35,10 @@ from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "fuzz"))
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import fuzz_gate

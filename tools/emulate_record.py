@@ -16,9 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DECISIVE = (
     *("transformer_fast/*.py", "transformer_fast/ops/*.py", "transformer_fast/reference/**/*.py"),
     *("transformer_fast/triton/**/*.py", "transformer_fast/cli/verification*.py"),
-    *("csrc/**/*.*h", "csrc/cuda/*.cu", "tests/cuda_on_cpu/*.h", "tests/cuda_sources.py"),
+    *("csrc/**/*.*h", "csrc/cuda/*.cu", "tests/support/cuda_on_cpu/*.h", "tests/support/cuda_sources.py"),
     *("tools/emulate.py", "tools/emulated_*.py", "tools/ptx_emulator/*.py"),
-    *("tests/emulation_cases*.py", "tests/fuzz*.py", "tests/helpers.py"),
+    *("tools/tests/emulation_cases*.py", "tests/fuzz/fuzz*.py", "tests/support/helpers.py"),
 )
 """The files that decide what comes of a case: kernels and what launches them, reference, gate, cases and emulator."""
 

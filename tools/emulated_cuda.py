@@ -1,7 +1,7 @@
 """The CUDA kernels of csrc/cuda on CPU tensors: compiled by nvcc, executed by tools/ptx_emulator.
 
-The host code is that of csrc/cuda as well: the library that tests/cuda_sources.py builds for the CPU, whose launches go
-to the emulator. Every tensor made inside is known to it, with its bounds.
+The host code is that of csrc/cuda as well: the library that tests/support/cuda_sources.py builds for the CPU.
+Its launches go to the emulator. Every tensor made inside is known to it, with its bounds.
 """
 
 from __future__ import annotations

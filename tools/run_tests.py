@@ -32,7 +32,7 @@ KERNEL_TESTS = (
     "test_step_linear.py",
 )
 SETS = "from transformer_fast import extension; print(*extension.usable_instruction_sets())"
-WHEEL_TEST = "tests/test_packaging.py::test_a_stranger_can_use_the_wheel"
+WHEEL_TEST = "tests/project/test_packaging.py::test_a_stranger_can_use_the_wheel"
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 SUMMARY = re.compile(r"=+ (.* in [\d.]+s.*?) =+")
 

@@ -2,7 +2,7 @@
 
 Module and kernels, those for AVX2 and the best that this machine runs, are built with the sanitizers in a copy of the
 sources under build, so that the extension in use is left alone; a second run builds only what changed. With each set of
-kernels run the tests of the ops, and random calls (tests/fuzz.py). Any report fails. Before that, planted faults
+kernels run the tests of the ops, and random calls (tests/fuzz/fuzz.py). Any report fails. Before that, planted faults
 (tools/planted_faults.cpp) must be reported, in the memory of a tensor as torch gives it to kernels.
 
 What they cannot see: elements past a part of a buffer that lies inside the same allocation; and accesses by AVX-512's
@@ -29,17 +29,17 @@ from cuda_check import ROOT, copy_sources, timed
 # One set that is on nearly every x86 machine, where another one is the best.
 COMMON_SET = "avx2"
 TESTS = (
-    "test_norm.py",
-    "test_dropout.py",
-    "test_embedding.py",
-    "test_embedding_inputs.py",
-    "test_cross_entropy.py",
-    "test_attention*.py",
-    "test_step_linear.py",
-    "test_quantized_linear.py",
-    "test_generation_fused.py",
-    "test_packing.py",
-    "test_pages.py",
+    "ops/test_norm.py",
+    "ops/test_dropout.py",
+    "ops/test_embedding.py",
+    "ops/test_embedding_inputs.py",
+    "ops/test_cross_entropy.py",
+    "ops/test_attention*.py",
+    "ops/test_packing.py",
+    "ops/test_pages.py",
+    "generation/test_step_linear.py",
+    "generation/test_quantized_linear.py",
+    "generation/test_fused.py",
 )
 COMPILER = os.environ.get("CXX", "c++").split()
 SUMMARY = re.compile(r"(\d+ (?:passed|failed).* in [\d.]+s.*)$", re.MULTILINE)
@@ -109,6 +109,7 @@ def main() -> None:
     environment = sanitized(sanitizer)  # says what is not installed before anything is built
     copy_sources(sanitizer.folder)
     shutil.copytree(ROOT / "tests", sanitizer.folder / "tests", dirs_exist_ok=True)
+    shutil.copy(ROOT / "conftest.py", sanitizer.folder)
     check_planted_faults(sanitizer, environment)
     sets = built(sanitizer, environment, options.sets)
     for name in sets:
@@ -173,7 +174,7 @@ def check_kernels(sanitizer: Sanitizer, environment: dict[str, str], count: int)
         sys.exit(f"sanitize: not the kernels that were built here for {name}, but {' '.join(module)}")
     # -s: what UndefinedBehaviorSanitizer prints must not stay with pytest.
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-s", *tests]
-    fuzz = [sys.executable, "tests/fuzz.py", "--backend", "native", "--count", str(count)]
+    fuzz = [sys.executable, "tests/fuzz/fuzz.py", "--backend", "native", "--count", str(count)]
     for what, command in (("tests", pytest), (f"{count} random calls", fuzz)):
         start = time.monotonic()
         code, output, report = run_and_look(sanitizer, command, environment, show=True)

@@ -1,4 +1,4 @@
-"""tests/test_attention_outputs.py on the Triton kernels, by the same function."""
+"""tests/ops/test_attention_outputs.py on the Triton kernels, by the same function."""
 
 import pytest
 from test_attention_outputs import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""tests/test_cross_entropy.py on the Triton kernel, by the same function."""
+"""tests/ops/test_cross_entropy.py on the Triton kernel, by the same function."""
 
 import pytest
 import torch

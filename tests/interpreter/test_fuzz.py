@@ -1,4 +1,4 @@
-"""A fixed share of the random calls of tests/fuzz.py, on the Triton kernels."""
+"""A fixed share of the random calls of tests/fuzz/fuzz.py, on the Triton kernels."""
 
 import fuzz
 import pytest

@@ -40,12 +40,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run folders in as many processes as there are cores."""
-    folders = all(Path(argument).is_dir() for argument in config.args)
-    if folders and getattr(config.option, "numprocesses", 0) is None and not config.option.usepdb:
-        config.option.numprocesses = config.option.tx = None
-        config.option.numprocesses = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        config.option.maxschedchunk = 2
+    """Run folders in as many processes as there are cores, if nothing is said of it."""
+    option = config.option
+    alone = hasattr(config, "workerinput") or option.collectonly or option.usepdb
+    if not alone and getattr(option, "numprocesses", 0) is None and all(Path(name).is_dir() for name in config.args):
+        option.numprocesses, option.maxschedchunk = os.cpu_count(), 2
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -83,7 +82,7 @@ def short_list(items: Iterable[pytest.Item]) -> set[pytest.Item]:
 
 
 def parameters(case: pytest.Item) -> dict[str, Hashable]:
-    """The parameters of a case, one for each `parametrize` and each fixture that has values, and which value each has."""
+    """Which value each parameter of a case has; a parameter is a `parametrize`, or a fixture that has values."""
     spec = getattr(case, "callspec", None)
     values = {name: id(value) for name, value in spec.params.items()} if spec else {}
     found: dict[str, Hashable] = {}
@@ -101,7 +100,9 @@ def covering(rows: dict[Any, dict[str, Hashable]], strength: int) -> list[Any]:
         strength: 0, 1 or 2; 0 chooses one row.
     """
     order = sorted(rows, key=lambda row: zlib.crc32(str(getattr(row, "nodeid", row)).encode()))
-    wanted = {row: set(itertools.combinations(sorted(rows[row].items()), min(strength, len(rows[row])))) for row in order}
+    wanted = {
+        row: set(itertools.combinations(sorted(rows[row].items()), min(strength, len(rows[row])))) for row in order
+    }
     missing = set().union(*wanted.values())
     chosen = []
     while missing:

@@ -1,0 +1,30 @@
+"""What every test has: where the modules of tests and tools are, the plugins, a device and a seed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDERS = ("tests/support", "tests/fuzz", "tools", "tools/tests", "benchmarks")
+SHARING = ("tests/ops", "tests/accelerate", "tests/generation", "tests/translation")  # tests import what others define
+sys.path[:0] = [str(Path(__file__).parent / folder) for folder in (*FOLDERS, *SHARING)]
+
+pytest_plugins = [
+    "short_list",  # chooses the cases that run without --all
+    "triton_compile",  # says at the end how many Triton kernels were compiled, and what they need
+]
+
+
+@pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """CPU, and CUDA where there is one."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Every test starts from the same random state."""
+    torch.manual_seed(20260101)

@@ -1,0 +1,204 @@
+"""Random calls of attention, each held to the gate of tests/support/helpers.py: ``make fuzz SEED=0 COUNT=2000``.
+
+A configuration is a pure function of the seed and its number, so that one that fails is repeated alone:
+
+    TRITON_INTERPRET=1 python tests/fuzz/fuzz.py --backend triton --seed 0 --first 17 --count 1
+
+On CPU "triton" runs in Triton's interpreter, on tiles of 32 x 32, so that small shapes have whole tiles, edges and more
+than one of each.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+
+import torch
+from fuzz_config import DEVICE, GIVEN, LAYOUTS, Config, combinations, config
+from fuzz_gate import INTERPRETED, ORDERS, SECOND_LOOKS, hold
+from fuzz_inputs import bounds_of, draw_bias, draw_mask, draw_special, given, normal, used_before, window_of
+from helpers import assert_as_exact_as_eager, poisoned_memory
+from torch import Tensor
+from tqdm import tqdm
+
+import transformer_fast as tfast
+from transformer_fast.distance import distance_table
+from transformer_fast.reference import attention as reference
+from transformer_fast.reference.dropout import attention_keep, rescale
+
+__all__ = ["DEVICE", "Config", "check", "combinations", "config", "main", "small_tiles"]
+
+
+def check_padded(c: Config) -> None:
+    generator = c.generator
+    shapes = [(c.B, c.H, c.Lq, c.D), (c.B, c.Hkv, c.Lk, c.D), (c.B, c.Hkv, c.Lk, c.Dv)]
+    qkv = [as_given(normal(shape, c, generator), c) for shape in shapes]
+    mask, parts = draw_mask(c, generator)
+    bias = draw_bias(c, generator)
+    special = draw_special(c, generator, c.B, c.Lq, c.Lk)
+    scale = c.D**-0.5 if c.scale is None else c.scale
+    asked = {"weights": {"return_weights": True}, "dropped": {"return_weights": "dropped"}}
+    asked |= {"logsumexp": {"return_logsumexp": True}, "out": {}}
+
+    def ours(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, leaves: dict[str, Tensor], seed: Tensor
+    ) -> tuple[Tensor, ...]:
+        options = {"scale": c.scale, "softcap": c.softcap, "dropout_p": c.dropout_p, "empty_rows": c.empty_rows}
+        options |= {"sinks": leaves.get("sinks"), **asked[c.outputs]}
+        found = tfast.attention(q, k, v, mask & special.mask(leaves), bias=bias, **options)
+        return found if isinstance(found, tuple) else (found,)
+
+    def oracle(
+        q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, leaves: dict[str, Tensor], seed: Tensor
+    ) -> tuple[Tensor, ...]:
+        options = {"scale": scale, "softcap": c.softcap, "dropout_p": c.dropout_p, "empty_rows": c.empty_rows}
+        options |= {"seed": seed, "sinks": leaves.get("sinks")}
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        added = special.dense_bias(leaves, c.Lq, c.Lk, wide)
+        bias = added if bias is None else bias if added is None else bias + added
+        out, weights, logsumexp = reference.attention(q, k, v, **parts, **special.oracle_ids(), bias=bias, **options)
+        if c.outputs == "dropped" and c.dropout_p > 0:
+            kept = attention_keep(seed, c.dropout_p, *weights.shape)
+            weights = torch.where(kept, weights * rescale(c.dropout_p), 0.0)
+        more = {"weights": (weights,), "dropped": (weights,), "logsumexp": (logsumexp,), "out": ()}
+        return out, *more[c.outputs]
+
+    masks = [*mask.tensors().values(), *(special.given_ids or ())]
+    used_before(masks, lambda: ours(*qkv, bias, special.leaves, None), c)
+    hold(c, ours, oracle, qkv, bias, special, rows=c.H // c.Hkv * c.Lq, scale=scale)
+
+
+def check_packed(c: Config) -> None:
+    generator = c.generator
+    lengths = [torch.randint(0, n + 1, (c.B,), generator=generator) for n in (c.Lq, c.Lk)]
+    if c.layout == LAYOUTS[1]:
+        lengths[1] = lengths[0]
+    starts = [torch.nn.functional.pad(n.cumsum(0), (1, 0)).to(torch.int32).to(DEVICE) for n in lengths]
+    Tq, Tk = (int(n.sum()) for n in lengths)
+    shapes = [(Tq, c.H, c.D), (Tk, c.Hkv, c.D), (Tk, c.Hkv, c.Dv)]
+    qkv, sequences = [as_given(normal(shape, c, generator), c) for shape in shapes], [given(t, c) for t in starts]
+    special = draw_special(c, generator, 1, Tq, Tk)
+    scale = c.D**-0.5 if c.scale is None else c.scale
+
+    def ours(
+        q: Tensor, k: Tensor, v: Tensor, bias: None, leaves: dict[str, Tensor], seed: Tensor
+    ) -> tuple[Tensor, ...]:
+        options = {"mask": window_of(c) & special.mask(leaves), "causal": bool(c.causal), "scale": c.scale}
+        options |= {"dropout_p": c.dropout_p, "empty_rows": c.empty_rows, "softcap": c.softcap}
+        options |= {"sinks": leaves.get("sinks")}
+        return (tfast.attention_packed(q, k, v, *sequences, **options),)
+
+    def oracle(
+        q: Tensor, k: Tensor, v: Tensor, bias: None, leaves: dict[str, Tensor], seed: Tensor
+    ) -> tuple[Tensor, ...]:
+        longest = [max(n.tolist()) for n in lengths]
+        packing = dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k"), (*starts, *longest), strict=True))
+        options = {**bounds_of(c), "scale": scale, "dropout_p": c.dropout_p, "seed": seed, "softcap": c.softcap}
+        options |= {"zero_empty_rows": c.empty_rows == "zero", "sinks": leaves.get("sinks")}
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        options |= {"distance_bias": special.mask(leaves).table(*longest, wide), **special.oracle_ids(packed=True)}
+        return reference.attention_packed(q, k, v, **packing, **options)[:1]
+
+    used_before([*sequences, *(special.given_ids or ())], lambda: ours(*qkv, None, special.leaves, None), c)
+    hold(c, ours, oracle, qkv, None, special, rows=c.H // c.Hkv * c.Lq, scale=scale)
+
+
+def check_decode(c: Config) -> None:
+    generator = c.generator
+    q, k, v = (normal(s, c, generator) for s in [(c.B, c.H, c.Lq, c.D), *[(c.B, c.Hkv, c.Lk, c.D)] * 2])
+    lengths = torch.randint(0, c.Lk + 1, (c.B,), generator=generator).to(DEVICE)
+    scale = c.D**-0.5 if c.scale is None else c.scale
+    stored, table, S = (k, v), None, c.Lk
+    if c.number % 2:
+        size = 16
+        pages = -(-c.Lk // size)
+        room = [torch.nn.functional.pad(t, (0, 0, 0, pages * size - c.Lk)) for t in (k, v)]
+        order = torch.randperm(c.B * pages, generator=generator).to(DEVICE)
+        stored = [t.transpose(1, 2).reshape(c.B * pages, size, c.Hkv, c.D)[order] for t in room]
+        table, S = torch.argsort(order).view(c.B, pages).to(torch.int32), pages * size
+    special = draw_special(c, generator, c.B, c.Lq, S)
+    options = {"softcap": c.softcap, "sinks": special.leaves.get("sinks"), "scale": c.scale, "causal": bool(c.causal)}
+    cached = given(lengths, c), None if table is None else given(table, c)
+
+    def ours() -> Tensor:
+        mask = window_of(c) & special.mask(special.leaves)
+        return tfast.attention_decode(q, *stored, cached[0], page_table=cached[1], mask=mask, **options)
+
+    used_before([t for t in (*cached, *(special.given_ids or ())) if t is not None], ours, c)
+    with poisoned_memory():
+        actual = ours()
+    # What the room behind the keys of a page holds is not read.
+    ids = {name: t[:, : c.Lk] if name == "key_ids" else t for name, t in special.oracle_ids().items()}
+    options |= {"lengths": lengths, **bounds_of(c), "scale": scale, **ids}
+
+    def oracle(dtype: torch.dtype) -> Tensor:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        table = distance_table(special.mask(special.leaves).distance_biases, c.Lq, c.Lk, c.Lk - 1, wide)
+        return reference.attention_decode(*(t.to(dtype) for t in (q, k, v)), distance_bias=table, **options)[0]
+
+    eager, exact = oracle(q.dtype), oracle(torch.float64)
+    assert_as_exact_as_eager(actual, eager, exact, what="out")
+
+
+def as_given(t: Tensor, c: Config) -> Tensor:
+    """A query, key or value: of a subclass, where the mask's tensors are."""
+    return given(t, c) if c.given == GIVEN[3] else t
+
+
+CHECKS = {"padded": check_padded, "packed": check_packed, "decode": check_decode}
+
+
+def check(c: Config, backend: str) -> None:
+    """Raise AssertionError unless the call of a configuration is as exact as eager on this backend."""
+    torch.manual_seed(c.number)
+    with tfast.backend(backend):
+        CHECKS[c.kind](c)
+
+
+def small_tiles() -> dict[object, object]:
+    """Tiles of 32 x 32 for every attention kernel, for the interpreter: an item for each entry of the table."""
+    from transformer_fast.triton import configs
+
+    return dict.fromkeys(configs.ATTENTION, configs.AttentionConfig(32, 32, 4, 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", choices=("native", "triton"), default="native")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first configuration")
+    parser.add_argument("--count", type=int, default=200)
+    arguments = parser.parse_args()
+    warnings.filterwarnings("ignore", message="(divide by zero|invalid value|overflow) encountered")
+    if arguments.backend == "triton" and DEVICE.type == "cpu":
+        import quick_interpreter
+
+        from transformer_fast.triton import configs
+
+        quick_interpreter.install()
+        configs.ATTENTION.update(small_tiles())
+    interpreted = "TRITON_INTERPRET=1 " if INTERPRETED else ""
+    failed, started = 0, time.monotonic()
+    numbers = tqdm(range(arguments.first, arguments.first + arguments.count), unit="call", mininterval=10.0)
+    for number in numbers:
+        chosen = config(arguments.seed, number, arguments.backend)
+        try:
+            check(chosen, arguments.backend)
+        except Exception as error:
+            failed += 1
+            again = f"--backend {arguments.backend} --seed {arguments.seed} --first {number} --count 1"
+            tqdm.write(
+                f"{type(error).__name__}: {error}\n  {chosen}\n  again: {interpreted}python tests/fuzz/fuzz.py {again}"
+            )
+        numbers.set_postfix(wrong=failed, refresh=False)
+    seconds = time.monotonic() - started
+    for c, what, factor in SECOND_LOOKS:
+        print(f"held to eager in {ORDERS} orders: {what} of {c}, {factor:.2f} times what one order allows")
+    print(f"{arguments.backend}, seed {arguments.seed}: {arguments.count} calls, {failed} wrong, {seconds:.0f} s")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

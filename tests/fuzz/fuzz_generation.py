@@ -1,0 +1,212 @@
+"""Random options of generation on random models: decoding with a cache against decoding without; and, where options
+allow it, as a stream whose sentences join a running batch, and with drafted tokens.
+
+    python tests/fuzz/fuzz_generation.py --seed 0 --count 200
+
+A configuration is a pure function of the seed and its number, so that one that fails is repeated alone:
+
+    python tests/fuzz/fuzz_generation.py --seed 0 --first 17 --count 1
+
+Tokens must be the same and scores the same to rounding. An answer that differs is a tie only if it is shown to be one:
+somewhere on its way the uncached search must have put two candidates in order whose scores lie closer together than
+`TIES` of benchmarks/compare_cached.py. The models are made far from ties, so that fp32 has hardly any; in bf16, which
+rounds 65,536 times as coarsely, there are, and what is not a tie must be the same. Draws are compared in fp32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from transformer_fast import GenerationConfig, Transformer, generate
+from transformer_fast.generation.continuous import ContinuousBatch, Sentence, obstacle
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from compare_cached import DTYPES, TIES, margins
+
+BOS, EOS, VOCAB = 0, 1, 12
+SCORES = {"fp32": 1e-3, "bf16": 0.5}
+"""How far scores may lie apart: sums over up to twenty tokens of logits of about twenty."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One call: the model's form, the batch and the options of `generate`."""
+
+    number: int
+    seed: int
+    models: int
+    form: dict[str, Any]
+    layers: int
+    heads: int
+    sentences: int
+    width: int
+    padded: str  # "lengths", "mask", "none"
+    prefixed: bool
+    dtype: str
+    options: dict[str, Any]
+
+
+def config(seed: int, number: int) -> Config:
+    """Configuration `number` of a seed."""
+    chance = random.Random(seed * 1_000_003 + number)
+    pick = lambda *values: chance.choice(values)  # noqa: E731
+    options: dict[str, Any] = {
+        "length_penalty": pick(0.0, 0.6, 1.0, -0.5),
+        "length_norm": pick("gnmt", "power"),
+        "coverage_penalty": pick(0.0, 0.0, 0.3),
+        "early_stop": pick(False, False, True),
+        "patience": pick(1.0, 1.0, 0.5, 2.0),
+        "max_length": pick(9, (1.0, 3), 20),
+        "min_length": pick(0, 2, (0.5, 1)),
+        "no_repeat_ngram": pick(0, 0, 1, 2, 3),
+        "repetition_penalty": pick(1.0, 1.0, 1.5),
+        "suppress": pick((), (5,), (2, 7)),
+        "alignments": pick(False, True),
+    }
+    if pick(True, False):  # no more than suppressed tokens: several steps are taken in one call
+        options |= {"coverage_penalty": 0.0, "min_length": 0, "no_repeat_ngram": 0, "repetition_penalty": 1.0}
+        options["alignments"] = False
+    kind = pick("greedy", "beam", "beam", "groups", "sample")
+    if kind == "sample":
+        draws = {"temperature": pick(1.0, 0.5), "top_k": pick(0, 4), "top_p": pick(1.0, 0.8), "seed": pick(1, 2)}
+        options |= {**draws, "sample": True, "n_best": pick(1, 3)}
+    else:
+        beam = {"greedy": 1, "beam": pick(2, 3, 5), "groups": 4}[kind]
+        options |= {"beam": beam, "n_best": pick(1, beam), "beam_groups": pick(2, 4) if kind == "groups" else 1}
+    options |= {"force_eos": pick(False, False, True), "renormalize": pick(False, False, True)}
+    if kind == "beam" and pick(False, True):
+        options |= {"slots": "keep", "patience": 1.0, "early_stop": pick(False, True, "now")}
+    return Config(
+        number=number,
+        seed=seed,
+        models=pick(1, 1, 1, 2),
+        form={
+            "norm_first": pick(True, True, False),
+            "norm": pick("layer", "std", "rms"),
+            "d_ff": pick(24, 40),
+            "tie_weights": pick(False, False, "decoder"),
+            "activation": pick("relu", "swish", "gelu"),
+        },
+        layers=pick(1, 2, 3),
+        heads=pick(1, 2, 4),
+        sentences=pick(1, 2, 4, 7, 30),
+        width=pick(1, 5, 9),
+        padded=pick("lengths", "lengths", "mask", "none"),
+        prefixed=pick(False, False, False, True),
+        dtype="fp32" if kind == "sample" else pick("fp32", "fp32", "bf16"),
+        options=options,
+    )
+
+
+def make_model(c: Config, index: int) -> Transformer:
+    """Random, and far from ties; what is said depends on what was read and said."""
+    torch.manual_seed(c.number * 10 + index)
+    model = Transformer(VOCAB, VOCAB, 16, c.layers, c.heads, 0.1, **c.form)
+    with torch.no_grad():
+        model.out.weight.mul_(1 if c.form["tie_weights"] else 6)
+        model.out.bias[EOS] += 2
+        for layer in model.decoder.layers:
+            layer.attn_2.v_linear.weight.mul_(6)
+            layer.attn_1.v_linear.weight.mul_(3)
+    return model.to(DTYPES[c.dtype]).eval()
+
+
+def make_batch(c: Config) -> dict[str, Any]:
+    """What `generate` is given beside models and options."""
+    generator = torch.Generator().manual_seed(c.number)
+    shape = c.sentences, c.width
+    lengths = torch.randint(1, c.width + 1, (c.sentences,), generator=generator)
+    given: dict[str, Any] = {"src": torch.randint(2, VOCAB, shape, generator=generator), "bos": BOS, "eos": EOS}
+    if c.padded == "lengths":
+        given["src_lengths"] = lengths
+    elif c.padded == "mask":
+        given["src_mask"] = (torch.rand(c.sentences, 1, c.width, generator=generator) > 0.3) | (
+            torch.arange(c.width) == 0
+        )
+    if c.prefixed:
+        given["prefix"] = [[3, 4][: int(n) % 3] for n in lengths]
+    return given
+
+
+def decode_stream(c: Config, models: list[Transformer], given: dict[str, Any]) -> list:
+    """The sentences as a stream of which a few are in work at a time."""
+    prefixes = given.get("prefix", [[]] * c.sentences)
+    sentences = [
+        Sentence(ids[:length], prefix)
+        for ids, length, prefix in zip(given["src"].tolist(), given["src_lengths"].tolist(), prefixes, strict=True)
+    ]
+    options, marks = GenerationConfig(**c.options), {"bos": given["bos"], "eos": given["eos"]}
+    found = dict(ContinuousBatch(models, sentences, config=options, tokens=3 * c.width * options.beam, **marks))
+    return [found[index] for index in range(c.sentences)]
+
+
+def may_draft(c: Config) -> bool:
+    options = GenerationConfig(**c.options)
+    greedy = options.beam == 1 and not options.sample and not options.reads_attention
+    return greedy and c.models == 1 and c.dtype == "fp32"
+
+
+def check(c: Config) -> tuple[int, int]:
+    """Raise AssertionError unless both ways agree. Returns how many sentences there were and how many were ties."""
+    models, given = [make_model(c, index) for index in range(c.models)], make_batch(c)
+
+    def decode(cache: bool) -> list:
+        return generate(models, config=GenerationConfig(**c.options, cache=cache), **given)
+
+    ties, known, tie = 0, None, TIES[c.dtype]
+    sides = [decode(True)]
+    if may_draft(c):
+        drafted = GenerationConfig(**c.options, draft_tokens=1 + c.number % 5)
+        sides.append(generate(models, config=drafted, **given))
+    if c.padded == "lengths" and obstacle(models, GenerationConfig(**c.options)) is None:
+        sides.append(decode_stream(c, models, given))
+    uncached = decode(False)
+    pairs = [(index, *pair) for side in sides for index, pair in enumerate(zip(side, uncached, strict=True))]
+    for index, ours, theirs in pairs:
+        if [(h.tokens, h.finished) for h in ours] != [(h.tokens, h.finished) for h in theirs]:
+            assert not c.options.get("sample"), f"sentence {index} was drawn as {ours}, and uncached as {theirs}"
+            known = margins(lambda: decode(False)) if known is None else known
+            assert known[index] <= tie, f"sentence {index}, margin {known[index]:.1e}: {ours}, and uncached {theirs}"
+            ties += 1
+            continue
+        for one, other in zip(ours, theirs, strict=True):
+            assert abs(one.score - other.score) <= SCORES[c.dtype], f"sentence {index}: {one} and {other}"
+            assert (one.alignment is not None) == c.options["alignments"]
+            if one.alignment is not None and c.dtype == "fp32":
+                torch.testing.assert_close(one.alignment, other.alignment, atol=1e-4, rtol=1e-3)
+    return c.sentences, ties
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="number of the first configuration")
+    parser.add_argument("--count", type=int, default=200)
+    arguments = parser.parse_args()
+    failed, started, sentences, ties = 0, time.monotonic(), 0, 0
+    for number in range(arguments.first, arguments.first + arguments.count):
+        chosen = config(arguments.seed, number)
+        try:
+            counted = check(chosen)
+        except Exception as error:
+            failed += 1
+            print(f"{type(error).__name__}: {error}\n  {chosen}")
+            again = f"--seed {arguments.seed} --first {number} --count 1"
+            print(f"  again: python tests/fuzz/fuzz_generation.py {again}", flush=True)
+        else:
+            sentences, ties = sentences + counted[0], ties + counted[1]
+    told = f"{arguments.count} calls, {sentences} sentences, {ties} ties, {failed} wrong"
+    print(f"generation, seed {arguments.seed}: {told}, {time.monotonic() - started:.0f} s")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

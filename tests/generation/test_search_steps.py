@@ -1,0 +1,231 @@
+"""Several steps of a search in one call against one after the other: the same tokens and bits; and when there is no
+such call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import poisoned_memory
+from test_fused import BOS, EOS, FORMS, VOCAB, tiny
+from torch import nn
+
+import transformer_fast as tfast
+from transformer_fast import GenerationConfig, generate
+from transformer_fast.generation import search
+from transformer_fast.generation.continuous import ContinuousBatch, Sentence
+from transformer_fast.generation.fused import FusedStep
+from transformer_fast.layers import Embedder
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How many steps each call of an op took."""
+    steps: list[int] = []
+
+    def counted(taken: Callable, count: Callable[[Any], int]) -> Callable:
+        def call(*args: object, **options: object) -> object:
+            found = taken(*args, **options)
+            if found is not None:
+                steps.append(count(found))
+            return found
+
+        return call
+
+    monkeypatch.setattr(FusedStep, "greedy", counted(FusedStep.greedy, lambda found: found.token.shape[1]))
+    monkeypatch.setattr(FusedStep, "beam", counted(FusedStep.beam, lambda found: found.history.shape[1] + 1))
+    return steps
+
+
+def decoded(model: nn.Module, sentences: int = 7, **options: object) -> list[tuple]:
+    """Answers for sources of many lengths, with their exact scores."""
+    generator = torch.Generator().manual_seed(1)
+    src = torch.randint(2, VOCAB, (sentences, 9), generator=generator)
+    lengths = torch.randint(1, 10, (sentences,), generator=generator)
+    config = GenerationConfig(**{"max_length": (3.0, 1), **options})
+    with poisoned_memory():
+        found = generate(model, src, src_lengths=lengths, bos=BOS, eos=EOS, config=config)
+    return [(one.tokens, one.log_prob, one.score, one.finished) for each in found for one in each]
+
+
+def one_by_one(monkeypatch: pytest.MonkeyPatch, run: Callable[[], list]) -> list:
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "MOST_STEPS", 0)
+        return run()
+
+
+@pytest.mark.parametrize("options", [{}, {"quantize": "int8"}, {"beam": 3, "n_best": 2}], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_bits_are_those_of_step_by_step(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch, form: dict, options: dict
+) -> None:
+    model = tiny(**form)
+    found = decoded(model, **options)
+    assert max(calls) > 1
+    expected = one_by_one(monkeypatch, lambda: decoded(model, **options))
+    assert found == expected and len({len(tokens) for tokens, *_ in found}) > 2
+
+
+def test_greedy_decoding_takes_no_other_steps(calls: list[int]) -> None:
+    found = decoded(tiny())
+    assert sum(calls) == max(len(tokens) + finished for tokens, *_, finished in found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_length": 200},  # past two blocks of the cache
+        {"suppress": (3, 7), "renormalize": True, "quantize": "int8"},
+        {"length_penalty": 0, "n_best": 4},
+        {"early_stop": True},
+        {"patience": 2},
+        {"beam": 30},  # more than the vocabulary
+        {"beam": 1, "n_best": 1},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ends", [-100.0, -0.5, 1.5])
+def test_beams(calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict, ends: float) -> None:
+    """That never end, or sooner or later, and not all at once."""
+    model = tiny()
+    model.out.bias.data[EOS] = ends
+    options = {"beam": 4, **options}
+    found = decoded(model, **options)
+    assert found == one_by_one(monkeypatch, lambda: decoded(model, **options))
+    if ends == -100 and options["beam"] < VOCAB:  # else EOS is among the first continuations
+        longest = max(len(tokens) + finished for tokens, *_, finished in found)
+        assert max(calls) > 1 and sum(calls) >= longest - 2
+
+
+def test_beams_some_of_which_have_ended(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of several with fewer units than there were sentences."""
+    model, config = tiny(), {"beam": 4, "early_stop": True, "max_length": (5.0, 1)}
+    found = decoded(model, 12, **config)
+    assert found == one_by_one(monkeypatch, lambda: decoded(model, 12, **config))
+    assert sum(steps > 1 for steps in calls) > 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"early_stop": True},
+        {"early_stop": "now"},
+        {"early_stop": False, "length_penalty": 0},
+        {"early_stop": "now", "n_best": 4, "length_norm": "power", "renormalize": True, "quantize": "int8"},
+        {"early_stop": "now", "force_eos": True, "max_length": 40},
+        {"beam": 30},  # more than the vocabulary
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("ends", [-100.0, -0.5, 1.5])
+def test_beams_that_stay_wide(calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict, ends: float) -> None:
+    """Twice as many continuations are looked at; they stop being plain steps once a sentence has all its answers."""
+    model = tiny()
+    model.out.bias.data[EOS] = ends
+    options = {"beam": 4, "slots": "keep", "max_length": 24, **options}
+    found = decoded(model, **options)
+    assert found == one_by_one(monkeypatch, lambda: decoded(model, **options))
+    assert options["beam"] > VOCAB // 2 or ends > 0 or max(calls) > 1
+
+
+def test_groups_of_a_beam_take_single_steps(calls: list[int]) -> None:
+    assert decoded(tiny(), beam=4, beam_groups=2) and not calls
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"suppress": (3, 7), "renormalize": True},
+        {"force_eos": True},
+        {"min_length": 4},
+        {"no_repeat_ngram": 2},
+        {"max_length": 200},  # past two blocks of the cache
+        {"length_norm": "power", "keep_weights": True},
+    ],
+    ids=str,
+)
+def test_options(calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
+    model = tiny().requires_grad_(False)
+    model.out.bias.data[EOS] = -0.5
+    found = decoded(model, **options)
+    assert found == one_by_one(monkeypatch, lambda: decoded(model, **options))
+    rules = "min_length" in options or "no_repeat_ngram" in options
+    assert not calls if rules else max(calls) > 1
+
+
+@pytest.mark.parametrize("beam", [1, 2])
+def test_sentences_that_join(calls: list[int], monkeypatch: pytest.MonkeyPatch, beam: int) -> None:
+    """Rows at positions of their own."""
+    model, generator = tiny(), torch.Generator().manual_seed(2)
+    sources = [torch.randint(2, VOCAB, (1 + i % 8,), generator=generator).tolist() for i in range(25)]
+    config = GenerationConfig(max_length=(2.0, 3), beam=beam)
+
+    def run() -> list:
+        batch = ContinuousBatch(model, map(Sentence, sources), bos=BOS, eos=EOS, config=config, tokens=5 * 8 * beam)
+        return sorted((number, one.tokens, one.log_prob) for number, [one] in batch)
+
+    found = run()
+    assert found == one_by_one(monkeypatch, run) and max(calls) > 1
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_a_nan_names_its_token(beam: int) -> None:
+    """What enters at position 3 is NaN, and so are the logits of the fourth token."""
+    model = tiny()
+    model.out.bias.data[EOS] = -100
+    model.decoder.pe.pe[0, 3] = math.nan
+    with pytest.raises(FloatingPointError, match="logits for token 4 are NaN"):
+        decoded(model, max_length=9, beam=beam)
+
+
+def test_an_answer_without_a_possible_token_ends(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny()
+    model.out.bias.data[EOS] = -math.inf
+    suppress = tuple(token for token in range(VOCAB) if token != EOS)
+    found = decoded(model, suppress=suppress)
+    assert calls == [1] and found == one_by_one(monkeypatch, lambda: decoded(model, suppress=suppress))
+    assert found[0] == ([], 0.0, 0.0, False)
+
+
+class OwnEmbedder(Embedder):
+    """The same by another class."""
+
+
+def other_embedder(model: tfast.Transformer) -> None:
+    model.decoder.embed.__class__ = OwnEmbedder
+
+
+def other_norm(model: tfast.Transformer) -> None:
+    model.decoder.norm.eps = 0.1
+
+
+def hooked(model: tfast.Transformer) -> None:
+    model.decoder.pe.register_forward_hook(lambda *_: None)
+
+
+def other_out(model: tfast.Transformer) -> None:
+    model.out.forward = model.out.forward
+
+
+@pytest.mark.parametrize("change", [other_embedder, other_norm, hooked, other_out])
+def test_modules_that_must_be_called(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch, change: Callable[[tfast.Transformer], None]
+) -> None:
+    model = tiny()
+    change(model)
+    found = decoded(model)
+    assert not calls and found == one_by_one(monkeypatch, lambda: decoded(model))
+
+
+def test_ensembles_and_alignments_take_single_steps(calls: list[int]) -> None:
+    src = torch.randint(2, VOCAB, (2, 5), generator=torch.Generator().manual_seed(0))
+    for models, config in (
+        ([tiny(), tiny(norm="rms")], GenerationConfig()),
+        ([tiny()], GenerationConfig(alignments=True)),
+    ):
+        assert len(generate(models, src, bos=BOS, eos=EOS, config=config)) == 2
+    assert not calls

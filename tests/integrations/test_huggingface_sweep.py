@@ -1,0 +1,78 @@
+"""Every language model of the installed transformers is equal to eager or refused by name, as the docs say."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+import huggingface_models as models  # noqa: E402
+import huggingface_sweep as sweep  # noqa: E402
+import huggingface_table as page  # noqa: E402
+
+from transformer_fast.integrations import dispatch  # noqa: E402
+
+CASES = page.cases()
+VERSION, SAID = page.documented()
+SAME_VERSION = transformers.__version__ == VERSION
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _registered() -> None:
+    transformers.logging.set_verbosity_error()
+    sweep.integration.register()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind}-{case}")
+def test_equal_to_eager_or_refused_by_name(case: models.Case) -> None:
+    what, why = sweep.verdict(case)
+    if what == sweep.REFUSED:
+        first_word = why.replace(":", " ").split()[0]
+        known = {type(module).__name__ for module in models.make(case, "eager").modules()}
+        assert first_word in known and 'attn_implementation="transformer_fast"' in why and '"eager"' in why
+    if what == sweep.NOT_MADE and not SAME_VERSION:
+        pytest.skip(f"not made by transformers {transformers.__version__}: {why}")
+    assert (what == sweep.NOT_MADE) == (case.name in models.NOT_MADE), why
+    if SAME_VERSION:
+        assert SAID[page.row_of(case)] == page.label(what, why, case), f"python {page.__file__} --write"
+
+
+def test_the_table_has_these_models_and_no_others() -> None:
+    if not SAME_VERSION:
+        pytest.skip(f"the table is that of transformers {VERSION}")
+    assert set(SAID) == {page.row_of(case) for case in CASES}
+    assert not set(models.NOT_MADE) - {case.name for case in CASES}
+
+
+def test_the_sweep_does_not_shrink() -> None:
+    tried = [case for case in models.language_models() if case.name not in models.NOT_MADE]
+    assert len(tried) >= 110
+    if SAME_VERSION:
+        equal = [place for place, said in SAID.items() if said == "equal to eager"]
+        assert len(tried) >= 250 and len(equal) >= 200
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "BertForMaskedLM", "BartForConditionalGeneration"])
+def test_a_lost_mask_shows(name: str) -> None:
+    case = next(case for case in CASES if case.name == name)
+    attention = sweep.integration.ops.attention
+
+    def unmasked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **options: Any) -> Any:
+        return attention(q, k, v, None, **options)
+
+    with mock.patch.object(sweep.integration.ops, "attention", unmasked), pytest.raises(AssertionError, match="error"):
+        sweep.verdict(case)
+
+
+@pytest.mark.parametrize("name", ["BloomForCausalLM", "MegatronBertForMaskedLM", "NllbMoeForConditionalGeneration"])
+def test_without_the_check_such_a_model_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES if case.name == name)
+    monkeypatch.setattr(dispatch, "_judge", lambda *args: None)
+    monkeypatch.setattr(dispatch, "_CHECKED", "_passed_by_this_test_alone")
+    with pytest.raises((AssertionError, AttributeError, RuntimeError)):
+        sweep.verdict(case)

@@ -1,0 +1,113 @@
+"""nn.MultiheadAttention in evaluation: one call of C++, which gives what its parts give, and serves nothing else."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_as_exact_as_eager
+from test_torch import MASKS, E, H, L, N, S, look_ahead, padding
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+from transformer_fast.layers import torch_modules
+from transformer_fast.ops import _multihead
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """For every call, whether it was one of C++."""
+    calls: list[bool] = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        found = _multihead.evaluated_heads(*args, **kwargs)
+        calls.append(found is not None)
+        return found
+
+    monkeypatch.setattr(torch_modules, "evaluated_heads", spy)
+    return calls
+
+
+def cast(masks: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: m.to(dtype) if m.is_floating_point() else m for name, m in masks.items()}
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_every_mask_and_layout(name: str, dtype: torch.dtype, served: list[bool]) -> None:
+    masks = MASKS[name]() if callable(MASKS[name]) else {}
+    made = [nn.MultiheadAttention(E, H, batch_first=first, bias=bias) for first, bias in ((True, True), (False, False))]
+    for m in made:
+        m = m.to(dtype).eval()
+        exact, fast = copy.deepcopy(m).double(), copy.deepcopy(m)
+        tfast.accelerate(fast)
+        q, k, v = (torch.randn(N, n, E, dtype=dtype) for n in (L, S, S))
+        q, k, v = (q, k, v) if m.batch_first else (t.transpose(0, 1) for t in (q, k, v))
+        for (key, value), need, average in itertools.product(((k, k), (k, v)), (True, False), (True, False)):
+            results = []
+            for model, d in ((fast, dtype), (m, dtype), (exact, torch.float64)):
+                inputs = q.to(d), (as_key := key.to(d)), as_key if value is key else value.to(d)
+                options = cast(masks, dtype) if model is fast else cast(masks, d)
+                with torch.no_grad():
+                    results.append(model(*inputs, need_weights=need, average_attn_weights=average, **options))
+            for ours, theirs, true in zip(*results, strict=True):
+                assert (ours is None) == (theirs is None)
+                if ours is not None:
+                    assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+                    assert_as_exact_as_eager(ours, theirs, true, ulps=8.0)
+    assert served == [True] * 16
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_to_itself_and_the_same_as_from_its_parts(batch_first: bool, served: list[bool]) -> None:
+    m = nn.MultiheadAttention(E, H, batch_first=batch_first).eval()
+    original = copy.deepcopy(m)
+    tfast.accelerate(m)
+    x = torch.randn(N, L, E) if batch_first else torch.randn(L, N, E)
+    for masks in ({}, {"attn_mask": look_ahead(L), "key_padding_mask": padding(L).flip(1)}):
+        parts, weights = m(x, x, x, **masks, average_attn_weights=False)  # parameters want gradients
+        with torch.no_grad():
+            out, found = m(x, x, x, **masks, average_attn_weights=False)
+            torch.testing.assert_close((out, found), (parts, weights))
+            if not masks:
+                torch.testing.assert_close(out, original(x, x, x)[0])
+    assert served == [False, True] * 2
+
+
+def test_rows_without_keys_get_nothing_and_never_nan(served: list[bool]) -> None:
+    m = nn.MultiheadAttention(E, H, batch_first=True).eval()
+    tfast.accelerate(m)
+    x, blocked = torch.randn(2, L, E), torch.tensor([[False] * L, [True] * L])
+    with torch.no_grad():
+        out, weights = m(x, x, x, key_padding_mask=blocked)
+    assert torch.equal(out[1], m.out_proj.bias.expand(L, E)) and torch.all(weights[1] == 0) and served == [True]
+
+
+def test_what_is_not_served(served: list[bool]) -> None:
+    m = nn.MultiheadAttention(E, H, dropout=0.5, batch_first=True)
+    tfast.accelerate(m)
+    x = torch.randn(N, L, E)
+    m(x, x, x)  # training
+    m.eval()(x, x, x)  # gradients
+    with torch.no_grad():
+        m(x[0], x[0], x[0])  # no batch
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            m(x, x, x)
+        with tfast.backend("reference"):
+            m(x, x, x)
+        other = nn.MultiheadAttention(E, H, kdim=6, vdim=6, batch_first=True).eval()
+        tfast.accelerate(other)
+        other(x, x[..., :6], x[..., :6])
+        m(x[:0], x[:0], x[:0])  # nothing
+        assert not any(served)
+        for wrong in (x[:, :, 1:], x[:1], x.double()):
+            with pytest.raises((RuntimeError, ValueError, TypeError)):
+                m(x, wrong, wrong)
+        m(x, x, x)
+    m.requires_grad_(False)(x, x, x)
+    with torch.inference_mode():
+        m(x, x, x)
+    assert served[-3:] == [True] * 3 and sum(served) == 3

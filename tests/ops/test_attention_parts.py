@@ -1,0 +1,277 @@
+"""Documents, ALiBi, relative positions, softcap and sinks: what they mean, and what their wrong uses say.
+
+That every path computes them is held by tests/fuzz/fuzz.py, of which tests/fuzz/test_fuzz.py runs some.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import assert_as_exact_as_eager
+
+import transformer_fast as tfast
+from transformer_fast import AttentionMask
+from transformer_fast.distance import relative_buckets
+
+B, H, L, D = 2, 4, 70, 16
+
+
+def inputs(*, L: int = L, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(L)
+    return [torch.randn(B, H, L, D, generator=generator).to(dtype) for _ in range(3)]
+
+
+def plain(q, k, v, allowed=None, bias=None, softcap=None, sinks=None):
+    """Written out, in the inputs' own type."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
+    if allowed is not None:
+        scores = scores.masked_fill(~allowed, -1e9)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    return scores.softmax(-1)[..., : k.shape[2]] @ v
+
+
+def held(actual, dtype=torch.float32, **parts):
+    """Our result against that of the plain computation."""
+    q, k, v = inputs(dtype=dtype)
+    wide = {
+        name: t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t for name, t in parts.items()
+    }
+    assert_as_exact_as_eager(actual, plain(q, k, v, **parts), plain(q.double(), k.double(), v.double(), **wide))
+
+
+def test_documents():
+    ids = torch.arange(L).div(30, rounding_mode="floor").expand(B, L)
+    actual = tfast.attention(*inputs(), AttentionMask.documents(ids) & AttentionMask.causal())
+    allowed = (ids[:, None, :, None] == ids[:, None, None, :]) & torch.ones(L, L, dtype=torch.bool).tril()
+    held(actual, allowed=allowed)
+
+
+def test_documents_anywhere_and_wide_ids():
+    ids = torch.tensor([2**40, 5, -(2**40)])[torch.arange(2 * L).view(B, L) % 3]
+    other = ids.roll(7, 1)
+    actual = tfast.attention(*inputs(), AttentionMask.documents(ids, other))
+    held(actual, allowed=ids[:, None, :, None] == other[:, None, None, :])
+
+
+def test_two_documents_both_count():
+    first, second = torch.arange(L).expand(B, L) // 30, torch.arange(L).expand(B, L) % 5
+    actual = tfast.attention(*inputs(), AttentionMask.documents(first) & AttentionMask.documents(second))
+    same = [ids[:, None, :, None] == ids[:, None, None, :] for ids in (first, second)]
+    held(actual, allowed=same[0] & same[1])
+
+
+def test_nothing_of_another_document_is_read():
+    q, k, v = inputs()
+    ids = torch.arange(L).div(30, rounding_mode="floor").expand(B, L)
+    expected = tfast.attention(q, k, v, AttentionMask.documents(ids))[:, :, :30]
+    k[:, :, 30:], v[:, :, 30:] = float("nan"), float("inf")
+    assert torch.equal(tfast.attention(q, k, v, AttentionMask.documents(ids))[:, :, :30], expected)
+
+
+@pytest.mark.parametrize("shape", [(H,), (B, H)])
+def test_alibi(shape):
+    slopes, offset = torch.rand(shape), 5
+    distances = (torch.arange(L) - torch.arange(L).unsqueeze(1) - offset).abs()
+    actual = tfast.attention(*inputs(), AttentionMask.alibi(slopes, offset))
+    held(actual, bias=-slopes[..., None, None] * distances)
+
+
+def test_biases_add_up():
+    slopes, bias = torch.rand(H), torch.randn(1, 1, L, L)
+    distances = (torch.arange(L) - torch.arange(L).unsqueeze(1)).abs()
+    actual = tfast.attention(*inputs(), AttentionMask.alibi(slopes) & AttentionMask.bias(bias))
+    held(actual, bias=bias - slopes[:, None, None] * distances)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_relative_is_t5s(bidirectional):
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    distances = torch.arange(-700, 700)
+    expected = t5.T5Attention._relative_position_bucket(distances, bidirectional, 32, 128)
+    assert torch.equal(relative_buckets(distances, 32, 128, bidirectional), expected)
+    weight = torch.randn(32, H)
+    actual = tfast.attention(*inputs(), AttentionMask.relative(weight, bidirectional=bidirectional))
+    distances = torch.arange(L) - torch.arange(L).unsqueeze(1)
+    buckets = t5.T5Attention._relative_position_bucket(distances, bidirectional, 32, 128)
+    held(actual, bias=weight[buckets].permute(2, 0, 1).unsqueeze(0))
+
+
+@pytest.mark.parametrize("softcap", [0.01, 1.0, 50.0, 1e6])
+def test_softcap(softcap):
+    held(tfast.attention(*inputs(), softcap=softcap), softcap=softcap)
+
+
+def test_uniform_rows_beside_capped_scores_of_other_documents():
+    """A tile of keys without any of the queries' documents is not computed, nor is the slope of the cap in it."""
+    q, k, v = (t.requires_grad_() for t in inputs())
+    ids = torch.zeros(B, L, dtype=torch.int64)
+    # The first call leaves NaN in the memory that the kernels keep, also where the slopes are.
+    for keys, mask in ((torch.full_like(k, math.nan), None), (k, AttentionMask.documents(ids, ids + 1))):
+        out = tfast.attention(q, keys, v, mask, softcap=5.0)
+        grads = torch.autograd.grad(out.sum(), (q, v))
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+def test_sinks_are_one_more_key():
+    sinks = torch.randn(H)
+    held(tfast.attention(*inputs(), sinks=sinks), sinks=sinks)
+
+
+def test_a_row_without_keys_leaves_all_to_its_sink():
+    out, logsumexp = tfast.attention(
+        *inputs(), AttentionMask.causal(-1), sinks=torch.full((H,), 2.0), return_logsumexp=True
+    )
+    assert torch.equal(out[:, :, 0], torch.zeros(B, H, D)) and torch.equal(logsumexp[:, :, 0], torch.full((B, H), 2.0))
+
+
+def test_learned_parts_have_the_gradients_of_the_plain_computation():
+    q, k, v = inputs(dtype=torch.float64)
+    leaves = {
+        "slopes": torch.rand(H, dtype=torch.float64), "weight": torch.randn(32, H, dtype=torch.float64),
+        "sinks": torch.randn(H, dtype=torch.float64),
+    }  # fmt: skip
+    for t in leaves.values():
+        t.requires_grad_()
+    mask = AttentionMask.alibi(leaves["slopes"]) & AttentionMask.relative(leaves["weight"])
+    ours = tfast.attention(q, k, v, mask, softcap=3.0, sinks=leaves["sinks"])
+    distances = torch.arange(L) - torch.arange(L).unsqueeze(1)
+    bias = -leaves["slopes"][:, None, None] * distances.abs()
+    bias = bias + leaves["weight"][relative_buckets(distances, 32, 128, True)].permute(2, 0, 1)
+    theirs = plain(q, k, v, bias=bias, softcap=3.0, sinks=leaves["sinks"])
+    grad = torch.randn_like(ours)
+    for a, b in zip(*(torch.autograd.grad(t, leaves.values(), grad) for t in (ours, theirs)), strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_of_distances_are_the_same_for_any_number_of_threads():
+    q, k, v = inputs(L=300)
+    weight = torch.randn(32, H, requires_grad=True)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            out = tfast.attention(q, k, v, AttentionMask.relative(weight), dropout_p=0.0)
+            found.append(torch.autograd.grad(out.square().sum(), weight)[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+MEMORY = """
+import torch
+import transformer_fast as tfast
+from transformer_fast import AttentionMask
+
+def peak():
+    # Not ru_maxrss, which begins with the peak of the process that started this one.
+    lines = dict(line.split(":") for line in open("/proc/self/status"))
+    return int(lines["VmHWM"].split()[0])
+
+L = 16_384
+parts = {
+    "documents": AttentionMask.documents(torch.arange(L).unsqueeze(0) // 100),
+    "alibi": AttentionMask.alibi(torch.rand(1)) & AttentionMask.window(64),
+    "relative": AttentionMask.relative(torch.randn(32, 1, requires_grad=True)) & AttentionMask.window(64),
+}
+q = torch.randn(1, 1, L, 8, requires_grad=True)
+tfast.attention(q[:, :, :64], q[:, :, :64], q[:, :, :64]).sum().backward()
+for name, mask in parts.items():
+    before = peak()
+    tfast.attention(q, q, q, mask, softcap=5.0, sinks=torch.zeros(1)).sum().backward()
+    print(name, peak() - before)
+"""
+
+
+def test_memory_is_linear_in_the_length():
+    """Bools of 16,384 x 16,384 would be 262,144 KB. In an interpreter of its own: a peak never falls."""
+    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
+    kilobytes = {name: int(n) for name, n in (line.split() for line in done.stdout.splitlines())}
+    assert set(kilobytes) == {"documents", "alibi", "relative"} and max(kilobytes.values()) < 60_000, kilobytes
+
+
+def decode(**options):
+    q = torch.randn(B, H, 1, D)
+    return tfast.attention_decode(q, *[torch.randn(B, H, L, D)] * 2, torch.full((B,), L), **options)
+
+
+def packed(**options):
+    starts = torch.tensor([0, 30, L], dtype=torch.int32)
+    return tfast.attention_packed(*[torch.randn(L, H, D)] * 3, starts, starts, **options)
+
+
+def attention(*args, **options):
+    return tfast.attention(*inputs(), *args, **options)
+
+
+IDS = torch.zeros(B, L, dtype=torch.int64)
+WRONG = {
+    "ids that are no tensor": (lambda: AttentionMask.documents([0, 1]), TypeError, "integer tensor (B, L), got list"),
+    "float ids": (lambda: AttentionMask.documents(IDS.float()), TypeError, "got torch.float32"),
+    "ids without a batch": (lambda: AttentionMask.documents(IDS[0]), ValueError, "(B, L), got shape (70,)"),
+    "ids of another length": (
+        lambda: attention(AttentionMask.documents(IDS[:, 1:])), ValueError, "query_ids of shape (2, 69)",
+    ),
+    "key ids of another length": (
+        lambda: attention(AttentionMask.documents(IDS, IDS[:, 1:])), ValueError, "key_ids of shape (2, 69)",
+    ),
+    "ids of another batch": (
+        lambda: attention(AttentionMask.documents(IDS.repeat(2, 1))), ValueError, "(B, L) = (2, 70)",
+    ),
+    "ids of a padded batch for a packed one": (
+        lambda: packed(mask=AttentionMask.documents(IDS)), ValueError, "(B, L) = (1, 70)",
+    ),
+    "ids of the queries for a cache": (
+        lambda: decode(mask=AttentionMask.documents(IDS[:, :1])), ValueError, "key_ids of shape (2, 1)",
+    ),
+    "slopes that are no tensor": (lambda: AttentionMask.alibi(0.5), TypeError, "slopes must be a float tensor"),
+    "integer slopes": (lambda: AttentionMask.alibi(IDS[0]), TypeError, "got torch.int64"),
+    "slopes of three dimensions": (lambda: AttentionMask.alibi(torch.rand(H, 1, 1)), ValueError, "(H,) or (B, H)"),
+    "slopes for other heads": (
+        lambda: attention(AttentionMask.alibi(torch.rand(H + 1))), ValueError, "(5,) is not (H,) or (B, H) with B = 2",
+    ),
+    "slopes for other batches": (
+        lambda: attention(AttentionMask.alibi(torch.rand(B + 1, H))), ValueError, "(3, 4) is not (H,) or (B, H)",
+    ),
+    "slopes a sequence of a packed batch": (
+        lambda: packed(mask=AttentionMask.alibi(torch.rand(B, H))), ValueError, "(2, 4) is not (H,)",
+    ),
+    "an offset that is no int": (lambda: AttentionMask.alibi(torch.rand(H), 0.5), TypeError, "alibi offset"),
+    "a table of another width": (
+        lambda: attention(AttentionMask.relative(torch.randn(32, H + 1))), ValueError, "is not (buckets, H)",
+    ),
+    "a table of one dimension": (lambda: AttentionMask.relative(torch.randn(32)), ValueError, "(buckets, H)"),
+    "too few buckets": (lambda: AttentionMask.relative(torch.randn(3, H)), ValueError, "3 buckets"),
+    "a max_distance among the exact buckets": (
+        lambda: AttentionMask.relative(torch.randn(32, H), max_distance=8), ValueError, "max_distance above it, got 8",
+    ),
+    "a max_distance that is no int": (
+        lambda: AttentionMask.relative(torch.randn(32, H), 1e2), TypeError, "relative max_distance",
+    ),
+    "a softcap of 0": (lambda: attention(softcap=0.0), ValueError, "softcap must be above 0, or None"),
+    "a negative softcap": (lambda: decode(softcap=-1.0), ValueError, "attention_decode: softcap"),
+    "a softcap that is NaN": (lambda: packed(softcap=math.nan), ValueError, "attention_packed: softcap"),
+    "sinks that are no tensor": (lambda: attention(sinks=0.0), TypeError, "sinks must be a float tensor (H,)"),
+    "sinks for other heads": (lambda: attention(sinks=torch.zeros(H + 1)), ValueError, "(H,) = (4,)"),
+    "sinks of a cache for other heads": (lambda: decode(sinks=torch.zeros(1)), ValueError, "attention_decode: sinks"),
+    "a window that is empty": (lambda: AttentionMask.window(2, -3), ValueError, "no key lies between"),
+    "a dense mask for a packed batch": (
+        lambda: packed(mask=AttentionMask.keep(torch.ones(L, L, dtype=torch.bool))), ValueError, "keep_mask",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_uses_say_what_was_expected(case):
+    call, error, message = WRONG[case]
+    with pytest.raises(error, match=re.escape(message)):
+        call()

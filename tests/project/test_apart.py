@@ -1,0 +1,66 @@
+"""A side of a benchmark in another process: what comes back, and that nothing goes on there between calls."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from apart import Apart, from_thread_that_ends
+
+
+def make_counter(start: int) -> Callable[[int], tuple[int, int, int]]:
+    """Counts its calls, and in a thread that nobody waits for."""
+    counts = [start, 0]
+
+    def spin() -> None:
+        while True:
+            counts[1] += 1
+            time.sleep(0.001)
+
+    threading.Thread(target=spin, daemon=True).start()
+
+    def call(step: int) -> tuple[int, int, int]:
+        counts[0] += step
+        return counts[0], counts[1], torch.get_num_threads()
+
+    return call
+
+
+def make_nothing(what: str) -> Callable[[], None]:
+    raise RuntimeError(f"{what} is not installed")
+
+
+def make_quitter() -> Callable[[], None]:
+    return lambda: os._exit(3)
+
+
+def test_calls_go_to_one_process_that_stands_still_between_them() -> None:
+    side = Apart(make_counter, 10, threads=1)
+    side(1)
+    before = side(1)
+    time.sleep(0.5)
+    after = side(5)
+    assert (before[0], after[0], after[2]) == (12, 17, 1)
+    assert after[1] - before[1] < 100  # it would be nearly 500
+    side.close()
+    side.close()
+    assert side(1)[0] == 11  # another process
+    side.close()
+
+
+def test_errors_and_ends_are_reported() -> None:
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the peer is not installed"):
+            Apart(make_nothing, "the peer")()
+    side = Apart(make_quitter)
+    with pytest.raises(RuntimeError, match="ended with exit code 3"):
+        side()
+    side.close()
+
+
+def test_a_thread_that_ends() -> None:
+    assert from_thread_that_ends(lambda: threading.current_thread()) is not threading.current_thread()

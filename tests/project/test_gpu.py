@@ -1,0 +1,147 @@
+"""``make gpu`` on small steps: its order, its limits, its record, and going on after it was stopped."""
+
+import importlib.util
+import json
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import gpu
+import pytest
+from gpu import ROOT, Step
+
+
+def small(name, code, limit=60.0, **options):
+    return Step(name, limit, [sys.executable, "-c", code], **options)
+
+
+SMALL = [
+    small("info", "print('an H100')"),
+    small("verify", "import sys; print('one is wrong'); sys.exit(3)"),
+    small("measured", "print('never')", needs=("json", "xdist_of_nowhere")),
+    small(
+        "tests", "import os; print(os.environ['TOLD'], os.environ.get('TRITON_INTERPRET'))", environment={"TOLD": "yes"}
+    ),
+]
+
+
+@pytest.fixture
+def visit(tmp_path, monkeypatch, capsys):
+    """Runs make gpu on steps; (its summary by step, what it printed)."""
+
+    def run(todo, *options, obstacle=None):
+        monkeypatch.setattr(gpu, "steps", lambda out, resume=False: todo)
+        monkeypatch.setattr(gpu, "gpu_obstacle", lambda: obstacle)
+        gpu.main(["--out", str(tmp_path), *options])
+        summary = tmp_path / "summary.json"
+        found = json.loads(summary.read_text()) if summary.exists() else []
+        return {outcome["step"]: outcome for outcome in found}, capsys.readouterr().out
+
+    return run
+
+
+def test_every_step_is_reported_whatever_becomes_of_it(visit, tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found, printed = visit(SMALL)
+    assert {name: o["ended"] for name, o in found.items()} == {
+        "info": "passed", "verify": "failed (exit status 3)", "measured": "skipped: not installed", "tests": "passed",
+    }  # fmt: skip
+    assert found["measured"]["last_line"] == "pip install xdist_of_nowhere"
+    assert found["tests"]["last_line"] == "yes None"
+    assert (tmp_path / "verify.log").read_text() == "one is wrong\n"
+    assert "verify" in printed and "failed (exit status 3): one is wrong" in printed
+
+
+WAITS = """
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    print("written at the last moment", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def in_background():
+    """A shell starts programs in the background with interrupts ignored."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_a_step_over_its_limit_writes_what_it_has_and_leaves_no_process(visit, tmp_path, monkeypatch, in_background):
+    monkeypatch.setattr(gpu, "GRACE", 5)
+    found, _ = visit([small("tests", WAITS, 8), SMALL[0]])
+    assert found["tests"]["ended"] == "stopped after its limit of 8 s" and found["info"]["ended"] == "passed"
+    pid, last = (tmp_path / "tests.log").read_text().splitlines()
+    assert last == found["tests"]["last_line"] == "written at the last moment"
+    status = Path(f"/proc/{pid}/stat")
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_without_a_gpu_the_first_line_says_so_and_only_a_rehearsal_goes_on(visit, tmp_path):
+    with pytest.raises(SystemExit, match=r"^torch 2 sees no GPU: nothing was run.*--rehearse"):
+        visit(SMALL, obstacle="torch 2 sees no GPU")
+    assert not list(tmp_path.iterdir())
+    found, printed = visit(SMALL[:1], "--rehearse", obstacle="torch 2 sees no GPU")
+    assert list(found) == ["info"]
+    assert printed.splitlines()[0].startswith("torch 2 sees no GPU: a rehearsal")
+    _, printed = visit(SMALL[:1], "--rehearse")
+    assert printed.splitlines()[0] == "info ..."
+
+
+def test_a_gpu_is_asked_of_the_torch_that_runs_the_steps(tmp_path, monkeypatch):
+    package = tmp_path / "torch"
+    package.mkdir()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (package / "__init__.py").write_text("raise ImportError('no libcudart')")
+    assert gpu.gpu_obstacle() == "torch cannot be imported (ImportError: no libcudart)"
+    for count, expected in ((0, "torch 2.13.0+cpu sees no GPU on this machine"), (2, None)):
+        (package / "__init__.py").write_text("__version__ = '2.13.0+cpu'\nfrom . import cuda")
+        (package / "cuda.py").write_text(f"def device_count(): return {count}")
+        assert gpu.gpu_obstacle() == expected
+
+
+def test_resume_runs_what_is_left(visit, monkeypatch):
+    found, printed = visit(SMALL, "--minutes", "0.1")  # less than the grace of one step
+    assert found == {} and "no time for: info, verify, measured, tests" in printed
+    found, _ = visit(SMALL, "--only", "verify", "info")
+    assert list(found) == ["info", "verify"]
+    broken = [replace(step, command=[sys.executable, "-c", "raise SystemExit(5)"]) for step in SMALL[:2]]
+    found, printed = visit([*broken, *SMALL[2:]], "--resume")
+    assert [o["ended"] for o in found.values()][:2] == ["passed", "failed (exit status 3)"]
+    assert set(found) == {step.name for step in SMALL} and "info ..." not in printed
+    found, printed = visit([*broken, *SMALL[2:]], "--only", "info")
+    assert found["info"]["ended"] == "failed (exit status 5)" and "info ..." in printed
+
+
+def test_what_was_stopped_is_done_only_at_its_own_limit():
+    step = small("tests", "", 100)
+    assert not step.is_done(None)
+    stopped = {"stopped": True, "limit": 100}
+    assert step.is_done(stopped) and step.is_done({"stopped": False, "limit": 30})
+    assert not step.is_done(stopped | {"limit": 99})
+    assert not replace(step, resumes=True).is_done(stopped)
+
+
+def test_the_real_steps_are_programs_of_the_repository(tmp_path):
+    names = []
+    for step in gpu.steps(tmp_path):
+        interpreter, *command = step.command
+        names.append(step.name)
+        assert interpreter == sys.executable and step.limit > 0
+        if command[0] == "-m" and not command[1].startswith("benchmarks"):
+            assert importlib.util.find_spec(command[1])
+        else:
+            script = f"{command[1].replace('.', '/')}.py" if command[0] == "-m" else command[0]
+            assert (ROOT / script).is_file()
+        for ignored in (part.partition("=")[2] for part in command if part.startswith("--ignore-glob=")):
+            assert list(ROOT.glob(ignored)), f"{ignored} is no test"
+    assert names[:4] == ["build", "info", "verify", "measured"] and len(set(names)) == len(names)
+    assert names.index("benchmarks") < names.index("report")
+    assert "--resume" in gpu.steps(tmp_path, resume=True)[3].command
+    assert "gpu.py --out $(RESULTS)" in (ROOT / "Makefile").read_text()

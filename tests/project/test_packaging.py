@@ -1,0 +1,215 @@
+"""What is handed out: the source distribution, the wheel built from it, and that a stranger can run the wheel.
+
+The last part compiles C++ again, so it runs only where TRANSFORMER_FAST_TEST_WHEEL names the instruction sets that the
+wheel gets, as TRANSFORMER_FAST_CPU_SETS does (setup.py). In CI it does.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import venv
+import zipfile
+from email import message_from_bytes
+from email.message import Message
+from pathlib import Path
+
+import pytest
+import torch
+
+import transformer_fast
+
+ROOT = Path(__file__).resolve().parents[2]
+BUILD_SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+SETS_OF_THE_WHEEL = os.environ.get("TRANSFORMER_FAST_TEST_WHEEL", "")
+KERNELS = ("avx2", "avx512", "avx512_bf16") if platform.machine() in ("x86_64", "AMD64") else ("generic",)
+OUTPUT = ("build", "demo", "dist", "results", "runs", "*.egg-info", "__pycache__")
+NOT_SOURCES = (".git", ".venv*", ".*_cache", ".hypothesis", ".benchmarks", *OUTPUT)
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution of this tree, made by the build backend as `pip` and `build` make it.
+
+    From a copy: an egg-info that is already there adds its own list of files, and two may be made at once.
+    """
+    pytest.importorskip("setuptools", "77", reason="pyproject.toml builds with setuptools>=77")
+    folder = tmp_path_factory.mktemp("sdist")
+    shutil.copytree(ROOT, folder / "tree", ignore=lambda at, names: not_sources(Path(at), names))
+    run(sys.executable, "-c", BUILD_SDIST, str(folder / "dist"), cwd=folder / "tree", TRANSFORMER_FAST_CUDA="0")
+    (path,) = (folder / "dist").iterdir()
+    return path
+
+
+def not_sources(folder: Path, names: list[str]) -> set[str]:
+    """What is not copied: folders of these names in the root, and caches anywhere. Compiled modules are."""
+    patterns = NOT_SOURCES if folder == ROOT else ("__pycache__",)
+    return shutil.ignore_patterns(*patterns)(str(folder), names)
+
+
+def run(*command: str, cwd: Path, **variables: str) -> str:
+    """Standard output of a command; what it said where it failed."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def sources(*folders: str) -> set[str]:
+    """Every file under the folders that belongs to the project: not what was compiled or cached beside it."""
+    files = (path for folder in folders for path in (ROOT / folder).rglob("*") if path.is_file())
+    return {str(path.relative_to(ROOT)) for path in files if path.suffix not in (".so", ".pyc")}
+
+
+def test_the_source_distribution_is_whole_and_no_more(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames() if archive.getmember(name).isfile()}
+    kinds = {Path(name).suffix for name in names if name.startswith("csrc/")}
+    assert kinds == {".cpp", ".h", ".cu", ".cuh"}
+    wanted = sources("csrc", "transformer_fast", "docs", "examples") | {
+        "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md", "pyproject.toml",
+        "requirements.txt", "setup.py",
+    }  # fmt: skip
+    assert wanted - names == set()
+    generated = {name for name in names if name.startswith("transformer_fast.egg-info/")} | {"PKG-INFO", "setup.cfg"}
+    assert names - wanted - generated == set()
+
+
+def test_the_metadata_says_what_the_package_says(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        metadata = message_from_bytes(archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/PKG-INFO").read())
+    check_metadata(metadata)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "version" not in project and project["dynamic"][0] == "version", "the version stands in __init__.py alone"
+    cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
+    assert cited.group(1) == transformer_fast.__version__
+    assert transformer_fast.__version__ in (ROOT / "CHANGELOG.md").read_text()
+
+
+METADATA = BUILD_SDIST.replace("build_sdist", "prepare_metadata_for_build_wheel")
+
+
+@pytest.mark.parametrize("url", ["", "https://example.org/someone/transformer_fast"])
+def test_links_of_the_description_lead_somewhere_from_a_package_index(url: str, tmp_path: Path) -> None:
+    """They cannot be relative there; where the repository is published is known to who builds the package."""
+    pytest.importorskip("setuptools", "77", reason="pyproject.toml builds with setuptools>=77")
+    tree = tmp_path / "tree"
+    shutil.copytree(ROOT, tree, ignore=lambda at, names: not_sources(Path(at), names))
+    run(sys.executable, "-c", METADATA, str(tmp_path), cwd=tree, TRANSFORMER_FAST_CUDA="0", TRANSFORMER_FAST_URL=url)
+    (path,) = tmp_path.glob("*.dist-info/METADATA")
+    metadata = message_from_bytes(path.read_bytes())
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", metadata.get_payload()) if not link.startswith("#")]
+    assert len(links) > 5 and metadata["Description-Content-Type"].startswith("text/markdown")
+    pages = metadata.get_all("Project-URL", [])
+    if not url:
+        assert not pages and not any(link.startswith("http") for link in links)
+        return
+    assert f"Homepage, {url}" in pages and all(f", {url}" in page for page in pages)
+    assert f"{url}/raw/HEAD/docs/images/headline.svg" in links and all(link.startswith(f"{url}/") for link in links)
+    assert all((ROOT / link.partition("/HEAD/")[2].partition("#")[0]).exists() for link in links)
+
+
+def check_metadata(metadata: Message) -> None:
+    assert metadata["Version"] == transformer_fast.__version__
+    assert metadata["License-Expression"] == "MIT" and metadata["Requires-Python"] == ">=3.11"
+    classifiers = metadata.get_all("Classifier")
+    assert "Typing :: Typed" in classifiers and "Operating System :: POSIX :: Linux" in classifiers
+    assert not any(kind.startswith("License ::") for kind in classifiers), "the expression says it; both are refused"
+
+
+@pytest.mark.skipif(not SETS_OF_THE_WHEEL, reason="compiles C++ again: `make test WHEEL=all` runs it")
+def test_a_stranger_can_use_the_wheel(sdist: Path, tmp_path: Path) -> None:
+    """One test, since its parts share what takes minutes."""
+    for name in ("wheel", "environment", "program", "command", "types"):
+        (tmp_path / name).mkdir()
+    wheel = built(sdist, tmp_path / "wheel")
+    check_wheel(wheel)
+    scripts = installed(wheel, tmp_path / "environment")
+    assert run(str(scripts / "python"), "-c", SMOKE, cwd=tmp_path / "program").endswith("it works\n")
+    check_command(scripts / "transformer-fast", tmp_path / "command")
+    check_types(scripts / "python", tmp_path / "types")
+
+
+def built(sdist: Path, folder: Path) -> Path:
+    """The wheel that pip builds from the source distribution and nothing else."""
+    variables = {"TRANSFORMER_FAST_CUDA": "0", "TRANSFORMER_FAST_CPU_SETS": SETS_OF_THE_WHEEL}
+    build = ("-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--no-index", "-w", str(folder), str(sdist))
+    run(sys.executable, *build, cwd=folder, **variables)
+    (path,) = folder.iterdir()
+    return path
+
+
+def installed(wheel: Path, environment: Path) -> Path:
+    """The programs of a new environment with the wheel; torch and the extras come from this one by a path alone.
+
+    A `.pth` file in the borrowed folder, such as that of an editable install, is not read through such a path.
+    """
+    venv.create(environment, with_pip=True)
+    scripts = environment / "bin"
+    (packages,) = (environment / "lib").glob("python*/site-packages")
+    (packages / "borrowed.pth").write_text(f"{Path(torch.__file__).parent.parent}\n")
+    install = ("-m", "pip", "install", "--no-deps", "--no-index", "--ignore-installed", str(wheel))
+    run(str(scripts / "python"), *install, cwd=environment)
+    return scripts
+
+
+def check_wheel(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        (metadata,) = (archive.read(name) for name in names if name.endswith(".dist-info/METADATA"))
+    check_metadata(message_from_bytes(metadata))
+    files = {name for name in names if name.startswith("transformer_fast/")}
+    assert sources("transformer_fast") == {name for name in files if not name.endswith(".so")}
+    kernels = KERNELS[:1] if SETS_OF_THE_WHEEL == "baseline" else KERNELS
+    for module in ("_C.", *(f"_cpu_{name}." for name in kernels)):
+        assert any(name.startswith(f"transformer_fast/{module}") for name in files), module
+    assert {name.split("/")[0] for name in names - files} == {wheel.name.split("-cp")[0] + ".dist-info"}
+    assert "none-any" not in wheel.name, "it is of one Python and one machine"
+
+
+SMOKE = """
+import pathlib, sys, torch, transformer_fast as tfast
+from transformer_fast import extension
+
+home = pathlib.Path(tfast.__file__).resolve()
+assert home.is_relative_to(pathlib.Path(sys.prefix).resolve()), home
+assert extension.load(), extension.status()
+assert pathlib.Path(extension.module().__file__).parent == home.parent
+gradients = {}
+for backend in ("native", "reference"):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 4, 33, 24, requires_grad=True) for _ in range(3))
+    with tfast.backend(backend):
+        tfast.attention(q, k, v, causal=True, dropout_p=0.1).square().sum().backward()
+    gradients[backend] = torch.stack([q.grad, k.grad, v.grad])
+assert torch.allclose(*gradients.values(), atol=1e-4), "the kernels and the reference differ"
+print("it works")
+"""
+
+
+def check_command(command: Path, folder: Path) -> None:
+    """From an empty folder, which `demo` alone writes to."""
+    assert run(str(command), "--version", cwd=folder) == f"transformer_fast {transformer_fast.__version__}\n"
+    assert "C++ extension: loaded: " in run(str(command), "info", cwd=folder)
+    assert list(folder.iterdir()) == []
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    demo = [str(command), "demo", "--max-steps", "2"]
+    done = subprocess.run(demo, cwd=folder, env=environment, capture_output=True, text=True)
+    # Two updates teach it nothing, and it says so; all it does stands in the folder.
+    assert done.returncode == 1 and "below the goal of 98%" in done.stdout, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr and "FAILED" not in done.stdout
+    made = {path.name for path in (folder / "demo").iterdir()}
+    assert made == {"attention.png", "data", "positional_encoding.png", "run"}
+
+
+def check_types(python: Path, folder: Path) -> None:
+    """A user's program sees the types of the installed package; `make lint` shows it those of the tree."""
+    shutil.copy(ROOT / "tests/typing/public_api.py", folder)
+    options = ("--python-executable", str(python), "--cache-dir", "cache", "--warn-unused-ignores")
+    assert "Success" in run(sys.executable, "-m", "mypy", *options, "public_api.py", cwd=folder)

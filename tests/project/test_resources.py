@@ -1,0 +1,38 @@
+"""The table of resources made without a GPU: occupancy against the rules, and the committed record."""
+
+import json
+
+import pytest
+
+pytest.importorskip("triton")
+
+import resources
+from predict.machine import MULTIPROCESSORS
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "shared", "warps", "expected"),
+    [
+        (90, 128, 1024, 4, (4, 0.25, "registers")),
+        (90, 33, 1024, 4, (12, 0.75, "registers")),  # given out in eights: 40
+        (90, 32, 0, 4, (16, 1.0, "registers")),
+        (80, 32, 80 * 1024, 8, (2, 0.25, "shared memory")),
+        (90, 16, 0, 16, (4, 1.0, "warps")),
+        (90, 16, 0, 1, (32, 0.5, "programs")),
+        (90, 255, 0, 8, (1, 0.125, "registers")),
+    ],
+)
+def test_occupancy_by_the_rules(arch, registers, shared, warps, expected):
+    assert MULTIPROCESSORS[arch].occupancy(registers, shared, warps) == expected
+
+
+def test_the_committed_table():
+    record = json.loads((resources.RESULTS / "resources.json").read_text())
+    assert {row["arch"] for row in record["kernels"]} == {"sm_80", "sm_90", "sm_100"}
+    assert {row["kernel"].split()[0] for row in record["kernels"]} >= {
+        "forward",
+        "grad_q",
+        "grad_kv",
+        "decode",
+    }
+    assert (resources.RESULTS / "resources.md").read_text() == resources.markdown(record["kernels"])

@@ -1,0 +1,257 @@
+"""Every size at which the package takes another path, by the place where it stands, and the op to try there.
+
+A name that ``test_thresholds.py`` finds in the code must stand in one of the two tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import ULPS, assert_as_exact_as_eager, fixed_seed
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+from transformer_fast.accelerate.lazy_logits import LazyLogits
+from transformer_fast.generation.weights import WHOLE, WeightLayout, prepack, stamp_of
+from transformer_fast.layers import Linear
+from transformer_fast.ops.attention import check_backend
+from transformer_fast.ops.cross_entropy import CHUNK_ELEMENTS
+from transformer_fast.ops.dropout import dropout
+
+ROOT = Path(__file__).parents[2]
+_NUMBER = re.compile(r"(?:int64_t\{1\}|[0-9.e]+)(?: << [0-9]+)?")
+_CONSTANT = re.compile(r"constexpr (?:int64_t|int|intptr_t|size_t|double) (k[^;{(]*?=[^;]*);")
+_UPPER = re.compile(r"^(_?[A-Z][A-Z_0-9]*) = ([0-9][0-9 *]*)$", re.MULTILINE)
+
+
+def found() -> Iterator[tuple[str, int]]:
+    """The names of the numbers in the code of ops, with the values that they have there."""
+    for path in sorted(p for folder in ("cpu", "ops") for p in (ROOT / "csrc" / folder).rglob("*.*")):
+        for declared in _CONSTANT.findall(path.read_text()):
+            for name, value in re.findall(r"(k\w+) = ([^,;]+)", declared):
+                if _NUMBER.fullmatch(value.strip()):
+                    yield f"{path.relative_to(ROOT)}:{name}", int(eval(value.replace("int64_t{1}", "1")))
+    for folder in ("accelerate", "generation", "integrations", "layers", "ops", "."):
+        paths = (ROOT / "transformer_fast" / folder).glob("*.py")
+        for path in sorted(paths):
+            for name, _ in _UPPER.findall(path.read_text()):
+                module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+                yield f"{path.relative_to(ROOT)}:{name}", getattr(module, name)
+    yield "transformer_fast/ops/cross_entropy.py:CHUNK_ELEMENTS", CHUNK_ELEMENTS["cpu"]
+
+
+def compare(call: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """A call and its gradients on the kernels: no further from float64 than eager PyTorch is."""
+    results = []
+    for backend, dtype in (("native", torch.float32), ("reference", torch.float32), ("reference", torch.float64)):
+        leaves = [t.to(dtype).requires_grad_() if t.is_floating_point() else t for t in inputs]
+        with tfast.backend(backend), fixed_seed(3):
+            out = call(*leaves)
+            weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+            results.append([out, *torch.autograd.grad((out * weights).sum(), [t for t in leaves if t.requires_grad])])
+    rows = max(t.numel() // max(1, t.shape[-1]) for t in (out, *inputs) if t.dim())  # over which gradients are summed
+    for place, (actual, eager, exact) in enumerate(zip(*results, strict=True)):
+        assert_as_exact_as_eager(actual, eager, exact, ulps=4 * rows**0.5 if place else ULPS)
+
+
+def scaled(n: int, unit: int) -> int:
+    """Rows of a unit each: one less for one less than a multiple of it, and one more for one more."""
+    return n // unit + (n % unit == 1)
+
+
+def attend(B: int = 1, H: int = 2, Lq: int = 5, Lk: int = 7, D: int = 8, mask: Any = None, p: float = 0.0) -> None:
+    qkv = torch.randn(B, H, Lq, D), torch.randn(B, H, Lk, D), torch.randn(B, H, Lk, D)
+    compare(lambda q, k, v: tfast.attention(q, k, v, mask, dropout_p=p), *qkv)
+
+
+def queries(n: int) -> None:
+    attend(Lq=n, Lk=40), attend(Lq=n, Lk=n, mask=tfast.AttentionMask.causal(), p=0.3)
+
+
+def keys(n: int) -> None:
+    for L in (1, 3):
+        attend(Lq=L, Lk=n, p=0.3), attend(B=2, Lq=L, Lk=n, mask=tfast.AttentionMask.lengths(torch.tensor([n, n - 1])))
+    attend(Lq=n + 3, Lk=n, mask=tfast.AttentionMask.window(n - 2))
+    attend(Lq=130, Lk=2 * n, mask=tfast.AttentionMask.window(n - 1, 1, offset=n))
+
+
+def head_dim(n: int) -> None:
+    """The kernels in C++ take any; those in Triton take up to 256, and the backend says so."""
+    attend(D=n)
+    q = torch.randn(1, 2, 5, n)
+    refused = pytest.raises(ValueError, match="up to 256") if n > 256 else contextlib.nullcontext()
+    with refused:
+        check_backend("triton", q, q)
+
+
+def norm(rows: int, d: int) -> None:
+    x, weight, bias = torch.randn(rows, d), torch.rand(d) + 0.5, torch.randn(d)
+    compare(tfast.layer_norm, x, weight, bias)
+    compare(lambda x, weight: tfast.layer_norm(x, weight, None, kind="rms"), x, weight)
+
+
+def dropped(rows: int, d: int) -> None:
+    compare(lambda x: dropout(x, 0.3), torch.randn(rows, d))
+
+
+def embedded(ids: int, d: int = 16, vocabulary: int = 50) -> None:
+    given = torch.randint(0, vocabulary, (1, ids))
+    compare(lambda w, table: tfast.embed(given, w, table), torch.randn(vocabulary, d), torch.randn(ids, d))
+
+
+def product(rows: int, inputs: int, outputs: int) -> None:
+    layer = Linear(inputs, outputs)
+    compare(lambda x, w, b: torch.func.functional_call(layer, {"weight": w, "bias": b}, x),
+            torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs))  # fmt: skip
+
+
+def loss(rows: int, vocabulary: int) -> None:
+    target = torch.randint(0, vocabulary, (rows,))
+    compare(
+        lambda x, w: tfast.linear_cross_entropy(x, w, None, target), torch.randn(rows, 4), torch.randn(vocabulary, 4)
+    )
+
+
+def step_linear(rows: int, inputs: int = 20, outputs: int = 33, most: int = 0) -> None:
+    """The linear layer of decoding, which makes a copy of its weights for up to so many rows."""
+    linear = nn.Linear(inputs, outputs)
+    x = torch.randn(rows, inputs)
+    with torch.no_grad():
+        for layout in (WeightLayout(), WeightLayout(keep=True), WeightLayout("int8")):
+            found, exact = prepack(linear, most or rows, layout)(x), linear(x)
+            tolerance = {"rtol": 1e-5, "atol": 1e-5} if layout.quantize is None else {"rtol": 0.05, "atol": 0.05}
+            torch.testing.assert_close(found, exact, **tolerance)
+
+
+def stamped(pairs: int) -> None:
+    """A weight of so many pairs of values, of which a row, and then all, is written to in a way that is not counted."""
+    weight = torch.randn(pairs, 2)
+    before = stamp_of(weight)
+    weight.data[pairs // 2].add_(1.0)
+    if pairs <= WHOLE:
+        assert stamp_of(weight) != before
+    weight.numpy()[:] *= 1.5
+    assert stamp_of(weight) != before
+
+
+def generated(rows: int, tokens: int, length: int = 5) -> None:
+    """Greedy search on the kernels and on the reference."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = tfast.Transformer(40, 40, 16, 1, 2, 0.0).eval()
+    src = torch.randint(3, 40, (rows, length))
+    answers = []
+    for backend in ("native", "reference"):
+        with tfast.backend(backend):
+            answers.append(tfast.greedy(model, src, bos=1, eos=2, max_length=tokens))
+    assert answers[0] == answers[1]
+
+
+def logits_left_out(count: int) -> None:
+    """A training step of a model whose logits may be left out."""
+    V, d = 1024, 8
+    model = nn.Sequential(nn.Embedding(V, d), nn.Linear(d, V, bias=False))
+    plain = copy.deepcopy(model)
+    assert [row.now for row in tfast.accelerate(model, fused_loss=True).swapped][-1] == "fused loss"
+    ids, results = torch.randint(0, V, (1, scaled(count, V))), []
+    for m in (model, plain):
+        logits = m(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+        results.append([loss, *torch.autograd.grad(loss, list(m.parameters()))])
+        assert (type(logits) is LazyLogits) is (m is model and ids.numel() * V >= 2**20)
+    torch.testing.assert_close(*results)
+
+
+def t5(scores: int) -> None:
+    """T5's attention bias, which is not made for many scores of a head; (L, L) of them."""
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=20, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, dropout_rate=0.0
+    )
+    model = transformers.T5EncoderModel(config).eval()
+    fast = copy.deepcopy(model)
+    tfast.accelerate(fast)
+    for L in (int(scores**0.5) - 1, int(scores**0.5), int(scores**0.5) + 1):
+        ids = torch.randint(0, 20, (1, L))
+        expected, actual = (m(ids).last_hidden_state for m in (model, fast))
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+THRESHOLDS: dict[str, Callable[[int], None]] = {
+    # attention
+    "csrc/cpu/attention/params.h:kQueryTile": queries,
+    "csrc/cpu/attention/params.h:kFewQueries": queries,
+    "csrc/cpu/attention/params.h:kKeyTile": keys,
+    "csrc/cpu/attention/params.h:kKeyStep": keys,
+    "csrc/cpu/attention/few_queries.h:kRowKeys": keys,
+    "csrc/cpu/attention/tile.h:kEnoughTasks": lambda n: attend(B=n, H=1),
+    "csrc/ops/attention_checks.h:kLargestHeadDim": head_dim,
+    "transformer_fast/ops/attention.py:MAX_TRITON_HEAD_DIM": head_dim,
+    # norm; rows of 256 floats are a kibibyte
+    "csrc/cpu/norm/backward.cpp:kCached": lambda n: norm(scaled(n, 1024), 256),
+    "csrc/cpu/norm/backward.cpp:kShort": lambda n: norm(9, n),
+    "csrc/cpu/norm/backward.cpp:kFewestColumns": lambda n: norm(300, n),
+    "csrc/cpu/norm/backward.cpp:kLong": lambda n: norm(9, n),
+    "csrc/cpu/norm/backward.cpp:kColumns": lambda n: norm(9, n),
+    "csrc/cpu/norm/backward.cpp:kRowsAtOnce": lambda n: norm(n, 24),
+    "csrc/cpu/partials.h:kChunkElements": lambda n: norm(scaled(n, 64), 64),
+    "csrc/cpu/partials.h:kMostChunks": lambda n: norm(n * 128 + n % 2, 64),
+    # dropout, embedding, linear, loss
+    "csrc/cpu/simd/philox_dropout.h:kChunkColumns": lambda n: dropped(3, n),
+    "csrc/cpu/simd/prefault.h:kLeastBytes": lambda n: (dropped(scaled(n, 256), 64), embedded(scaled(n, 64))),
+    "csrc/cpu/embedding/forward.cpp:kCopied": lambda n: embedded(scaled(n, 64), 64),
+    "csrc/cpu/embedding/backward.cpp:kSegment": lambda n: (embedded(n), embedded(n, vocabulary=1)),
+    "csrc/cpu/embedding/positional_table.cpp:kStep": lambda n: embedded(n, d=n),
+    "csrc/ops/linear.cpp:kLeastRows": lambda n: product(n, 1024, 1024),
+    "csrc/ops/linear.cpp:kLeastProduct": lambda n: product(64, 256, scaled(n, 64 * 256)),
+    "csrc/ops/linear.cpp:kLeastTransposed": lambda n: product(64, 256, scaled(n, 64 * 256)),
+    "transformer_fast/ops/cross_entropy.py:CHUNK_ELEMENTS": lambda n: loss(scaled(n, 2**17), 2**17),
+    # decoding
+    "csrc/cpu/generation/quantized_linear.cpp:kBlock": step_linear,
+    "csrc/cpu/generation/step_linear.cpp:kDepth": lambda n: step_linear(3, inputs=n),
+    "csrc/ops/search_steps.cpp:kLogitRows": lambda n: generated(n, 4),
+    "transformer_fast/generation/decoding.py:ENCODED_TOKENS": lambda n: generated(4, 3, scaled(n, 4)),
+    "transformer_fast/generation/search.py:MOST_STEPS": lambda n: generated(3, n),
+    "transformer_fast/generation/cache.py:BLOCK": lambda n: generated(3, n),
+    "transformer_fast/generation/weights.py:NARROW": lambda n: step_linear(30, inputs=n, most=100),
+    "transformer_fast/generation/weights.py:FEW_ROWS": step_linear,
+    "transformer_fast/generation/weights.py:WHOLE": stamped,
+    "transformer_fast/generation/weights.py:COPIED_ROWS": step_linear,
+    "transformer_fast/generation/weights.py:INT8_INPUTS": lambda n: step_linear(2, inputs=n, outputs=1),
+    # models
+    "transformer_fast/accelerate/output_layer.py:WORTH_IT": logits_left_out,
+    "transformer_fast/integrations/lazy_bias.py:WORTH_IT": t5,
+}
+"""By where a number stands, what is run with it, with one less and with one more."""
+
+OTHERS: dict[str, str] = {
+    "csrc/cpu/attention/params.h:kMaxSavedScores": "2**26 scores are too many for a short test",
+    "csrc/cpu/attention/params.h:kNoDiagonal": "a number that no length reaches",
+    "csrc/cpu/attention/tile.h:kWorthAThread": "the number of threads, which changes no result",
+    "csrc/cpu/attention/few_queries.h:kVectors": "the size of a block of registers",
+    "csrc/cpu/generation/generation.h:kPanelHeader": "a layout in memory",
+    "csrc/cpu/generation/quantized_linear.cpp:kAhead": "how far memory is fetched ahead",
+    "csrc/cpu/simd/prefault.h:kAheadBytes": "how far memory is fetched ahead",
+    "csrc/cpu/simd/prefault.h:kPageBytes": "the size of a page",
+    "csrc/ops/attention.h:kTensors": "a number of arguments",
+    "csrc/ops/linear.cpp:kSaved": "a number of tensors",
+    "csrc/ops/linear.cpp:kBlock": "the size of a block in a copy",
+    "transformer_fast/accelerate/probe.py:_ROWS": "rows of a trial's embedding",
+    "transformer_fast/accelerate/report.py:_SHOWN": "paths in a line",
+    "transformer_fast/generation/continuous.py:REFILL": "a share of a batch: test_generation_continuous.py",
+    "transformer_fast/generation/weights.py:BLOCK": "values that are read side by side",
+    "transformer_fast/tensor_cache.py:ENTRIES": "the size of a cache",
+    "transformer_fast/accelerate/rebinding.py:_DEEPEST": "the depth of a search in code",
+    "transformer_fast/reference/dropout.py:MASK32": "32 bits",
+}  # fmt: skip
+"""Numbers that choose no path by a size of the inputs. Those of csrc/cpu/simd are sizes of vectors."""

@@ -1,0 +1,58 @@
+"""What the ahead-of-time compilation of the Triton kernels found, said at the end of a test run.
+
+The compilation itself is tools/triton_kernels.py, which benchmarks/resources.py and benchmarks/predict use too.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def pytest_addoption(parser) -> None:
+    parser.addoption("--compile-report", metavar="FILE", help="write the table of compiled Triton kernels to FILE")
+
+
+def pytest_terminal_summary(terminalreporter, config) -> None:
+    """Say how many kernels were compiled for how many architectures, and what they need."""
+    reports = [r for outcome in ("passed", "failed") for r in terminalreporter.stats.get(outcome, [])]
+    rows = [json.loads(v) for r in reports for key, v in getattr(r, "user_properties", ()) if key == "compiled"]
+    if not rows:
+        return
+    terminalreporter.section("Triton kernels compiled ahead of time")
+    for line in summary(rows):
+        terminalreporter.line(line)
+    if config.getoption("--compile-report"):
+        Path(config.getoption("--compile-report")).write_text(table(rows), encoding="utf-8")
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """One line in all, one an architecture, one for each kernel that spills."""
+    kernels = {row["kernel"] for row in rows}
+    configs = {row["name"] for row in rows}
+    lines = [
+        f"{len(kernels)} kernels, {len(configs)} configs, {len(rows)} compilations in "
+        f"{sum(row['seconds'] for row in rows):.0f} s of one core"
+    ]
+    for arch in sorted({row["arch"] for row in rows}):
+        own = [row for row in rows if row["arch"] == arch]
+        spilling = [row for row in own if row["spill_bytes"]]
+        lines.append(
+            f"sm_{arch}: {len(own)} compiled, at most {max(row['registers'] for row in own)} registers and "
+            f"{max(row['shared'] for row in own) / 1024:.0f} KB of shared memory; "
+            f"{len(spilling)} spill, {sum(row['wgmma'] > 0 for row in own)} use wgmma"
+        )
+    for row in rows:
+        if row["spill_bytes"]:
+            hot = "" if row["hot_spills"] is None else f", {row['hot_spills']} accesses in the hot loop"
+            lines.append(f"  spills {row['spill_bytes']} bytes a thread{hot}: sm_{row['arch']} {row['name']}")
+    return lines
+
+
+def table(rows: list[dict]) -> str:
+    """A Markdown table of every compilation."""
+    columns = ("arch", "name", "registers", "spill_bytes", "hot_spills", "shared", "warps", "wgmma")
+    lines = ["| " + " | ".join(columns) + " |", "| --- " * len(columns) + "|"]
+    for row in sorted(rows, key=lambda row: (row["name"], row["arch"])):
+        lines.append("| " + " | ".join(str(row[column]) for column in columns) + " |")
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,3 @@
+"""Fixtures of the tests of training."""
+
+from small_training import corpus, finished, run_copy  # noqa: F401

@@ -1,0 +1,256 @@
+"""A Marian folder of Hugging Face as a run: token for token what transformers' `generate` says, in the fused step."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import safetensors.torch
+from marian_folders import BASE, TEXT, answers, load, write_marian
+
+from transformer_fast import cli
+from transformer_fast.checkpoints import import_marian
+from transformer_fast.generation import Hypothesis, fused, generate
+from transformer_fast.translation import Trained, load_trained
+from transformer_fast.translation.translator import Translator
+
+PAD, FORCED, VARIED = 103, {"forced_eos_token_id": 0}, {"no_repeat_ngram_size": 2}
+SEARCHES = {
+    "greedy": {"max_length": 24, "bad_words_ids": [[PAD]]},
+    "greedy, forced end": {"max_length": 12, **FORCED},
+    "greedy, no repeats": {"max_length": 30, "no_repeat_ngram_size": 2, "repetition_penalty": 1.2},
+    "opus-mt": {"num_beams": 4, "max_length": 24, "bad_words_ids": [[PAD]], "renormalize_logits": True}
+    | FORCED
+    | VARIED,
+    "beam, not renormalised": {"num_beams": 4, "max_length": 20, "bad_words_ids": [[PAD], [9]], **VARIED},
+    "beam, cut off": {"num_beams": 6, "max_length": 9, "length_penalty": 0.5},
+    "beam, early": {"num_beams": 3, "max_length": 24, "early_stopping": True, "num_return_sequences": 3, **VARIED},
+    "beam, never early": {"num_beams": 3, "max_length": 20, "early_stopping": "never", "length_penalty": 2.0, **VARIED},
+    "beam, short wanted": {"num_beams": 4, "max_length": 20, "length_penalty": -0.5, "min_length": 4},
+    "beam, new tokens": {"num_beams": 2, "max_new_tokens": 15, "min_new_tokens": 3},
+    "beam, nothing said": {"num_beams": 2},
+}
+
+
+def run_of(folder: Path, save: Path) -> Trained:
+    import_marian(folder, save)
+    return load_trained(save)
+
+
+def search(trained: Trained, lines: list[str], **changes: object) -> list[Hypothesis]:
+    """All hypotheses of a padded batch, as the run asks for them."""
+    sources = trained.tokenizer.encode_source(lines)
+    width = max(map(len, sources))
+    src = torch.tensor([ids + [trained.tokenizer.pad] * (width - len(ids)) for ids in sources])
+    config = dataclasses.replace(trained.generation, **changes)
+    marks = {"bos": trained.tokenizer.bos, "eos": trained.tokenizer.eos, "pad": trained.tokenizer.pad}
+    return [one for found in generate(trained.model, src, config=config, **marks) for one in found]
+
+
+@pytest.fixture
+def fused_only(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A step that is not the fused one fails; returns the rows of each call, which takes one step or several."""
+    calls: list[int] = []
+    state_of = fused.FusedStep._state
+
+    def called(self: fused.FusedStep, rows: int, **options: bool) -> object:
+        state = state_of(self, rows, **options)
+        assert state is not None, "the step needs the modules"
+        calls.append(rows)
+        return state
+
+    monkeypatch.setattr(fused.FusedStep, "_state", called)
+    return calls
+
+
+@pytest.mark.parametrize("activation", ["swish", "gelu", "relu"])
+def test_tokens_are_those_of_transformers(activation: str, tmp_path: Path, fused_only: list[int]) -> None:
+    """Every search, of one model: only the generation_config.json differs, and with it the run."""
+    folder = write_marian(tmp_path / "hf", activation_function=activation, seed=1)
+    path = folder / "generation_config.json"
+    ids, lengths = {"decoder_start_token_id": PAD, "pad_token_id": PAD, "eos_token_id": 0}, set()
+    for number, (name, settings) in enumerate(SEARCHES.items()):
+        path.write_text(json.dumps(ids | settings))
+        expected, texts = answers(folder, TEXT)
+        trained = run_of(folder, tmp_path / f"run{number}")
+        fused_only.clear()
+        found = search(trained, TEXT)
+        assert fused_only, name
+        assert [one.tokens for one in found] == expected, name
+        assert trained.tokenizer.decode([one.tokens for one in found]) == texts, name
+        lengths |= {len(tokens) for tokens in expected}
+    assert len(lengths) > 8, "the answers must end at different lengths"
+
+
+def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
+    settings = SEARCHES["opus-mt"] | {"num_return_sequences": 4}
+    folder = write_marian(tmp_path / "hf", generation=settings)
+    model, tokenizer = load(folder)
+    asked = {"return_dict_in_generate": True, "output_scores": True}
+    expected = model.generate(**tokenizer(TEXT, return_tensors="pt", padding=True), **asked).sequences_scores
+    found = torch.tensor([one.score for one in search(run_of(folder, tmp_path / "run"), TEXT)])
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def test_the_base_size(tmp_path: Path, fused_only: list[int]) -> None:
+    folder = write_marian(tmp_path / "hf", generation=SEARCHES["opus-mt"], **BASE)
+    trained = run_of(folder, tmp_path / "run")
+    for beam in (1, 4):
+        expected, _ = answers(folder, TEXT[:3], num_beams=beam)
+        assert [one.tokens for one in search(trained, TEXT[:3], beam=beam)] == expected
+        assert fused_only and len(set(map(tuple, expected))) == 3
+
+
+FORMS = {
+    "unscaled embeddings": {"scale_embedding": False},
+    "two vocabularies": {"share_encoder_decoder_embeddings": False},
+    "two vocabularies, output of its own": {"share_encoder_decoder_embeddings": False, "tie_word_embeddings": False},
+    "odd width": {"d_model": 33, "encoder_attention_heads": 3, "decoder_attention_heads": 3},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_other_forms(form: str, tmp_path: Path, fused_only: list[int]) -> None:
+    folder = write_marian(tmp_path / "hf", **FORMS[form])
+    pads = {json.loads(path.read_text())["<pad>"] for path in folder.glob("*vocab.json")}
+    settings = {"num_beams": 3, "max_length": 24, "num_return_sequences": 3} | FORCED | VARIED
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings | {"bad_words_ids": [[pad] for pad in pads]}))
+    expected, texts = answers(folder, TEXT)
+    trained = run_of(folder, tmp_path / "run")
+    found = [one.tokens for one in search(trained, TEXT)]
+    assert fused_only and found == expected and trained.tokenizer.decode(found) == texts
+
+
+def test_with_and_without_a_cache(tmp_path: Path) -> None:
+    trained = run_of(write_marian(tmp_path / "hf", generation=SEARCHES["opus-mt"]), tmp_path / "run")
+    found, slow = search(trained, TEXT), search(trained, TEXT, cache=False)
+    assert [one.tokens for one in found] == [one.tokens for one in slow]
+
+
+LINES = [*TEXT, "no such words: Zürich, 42!", "seven </s> nine <pad>", ">>deu<< seven", ">>xyz<< seven", "  a\tb  "]
+
+
+def test_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    folder = write_marian(tmp_path / "hf")
+    tokenizer, trained = load(folder)[1], run_of(folder, tmp_path / "run")
+    ours = trained.tokenizer.encode_source([*LINES, ""])
+    assert ours == tokenizer([*LINES, ""])["input_ids"]
+    assert trained.tokenizer.unk in ours[6] and ours[8][0] == 2 != trained.tokenizer.unk == ours[9][0]
+    ids = list(range(len(trained.tokenizer)))
+    assert trained.tokenizer.decode([ids[1:]]) == [tokenizer.decode(ids[1:], skip_special_tokens=True)]
+
+
+def test_text_in_text_out(tmp_path: Path) -> None:
+    """The whole way; lines of the output have single spaces."""
+    folder = write_marian(tmp_path / "hf", generation=SEARCHES["opus-mt"])
+    _, texts = answers(folder, [line.strip() for line in LINES])
+    trained = run_of(folder, tmp_path / "run")
+    translator = Translator(trained.model, trained.tokenizer, config=trained.generation)
+    assert list(translator.translate(LINES)) == [" ".join(text.split()) for text in texts]
+    assert any(texts)
+
+
+def test_without_a_config_padding_is_no_word(tmp_path: Path) -> None:
+    """Of all tokens padding is the most likely one in this model, as it may be in those of OPUS-MT."""
+    folder = write_marian(tmp_path / "hf")
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    tensors["final_logits_bias"][0, PAD] = 99
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    trained = run_of(folder, tmp_path / "run")
+    found = Translator(trained.model, trained.tokenizer, beam=2).decode_ids(TEXT)
+    assert any(found) and not any(PAD in ids for ids in found)
+
+
+def test_every_part_of_a_long_line_asks_for_its_language(tmp_path: Path) -> None:
+    trained = run_of(write_marian(tmp_path / "hf"), tmp_path / "run")
+    translator = Translator(trained.model, trained.tokenizer, longest=12)
+    pieces = translator._pieces(">>deu<< " + " ".join(TEXT))
+    assert len(pieces) > 2 and all(piece.startswith(">>deu<<") for piece in pieces)
+    assert " ".join(piece.removeprefix(">>deu<<").strip() for piece in pieces) == " ".join(TEXT)
+
+
+def test_the_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    """`translate` searches as the folder says, and as its flags say where there are any."""
+    folder = write_marian(tmp_path / "hf", generation=SEARCHES["opus-mt"])
+    assert cli.main(["import", "--from", str(folder), "--save", str(tmp_path / "run")]) == 0
+    capsysbinary.readouterr()
+
+    def translate(*flags: str) -> list[str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("".join(f"{x}\n" for x in TEXT).encode())))
+        assert cli.main(["translate", "--model", str(tmp_path / "run"), *flags]) == 0
+        return capsysbinary.readouterr().out.decode().splitlines()
+
+    flags = {
+        (): {},
+        ("--beam", "1"): {"num_beams": 1},
+        ("--beam", "2", "--length-penalty", "3"): {"num_beams": 2, "length_penalty": 3.0},
+        ("--early-stop",): {"early_stopping": True},
+        ("--max-length", "4"): {"max_length": 5},
+    }
+    for given, options in flags.items():
+        assert translate(*given) == [" ".join(text.split()) for text in answers(folder, TEXT, **options)[1]], given
+    assert len(translate("--slots", "close", "--n-best", "2")) == 2 * len(TEXT)
+    assert len(translate("--sample", "--seed", "1")) == len(TEXT)
+
+
+def test_positions_past_the_table(tmp_path: Path) -> None:
+    """transformers fails there; here they are computed, in the layout of the others."""
+    folder = write_marian(tmp_path / "hf", max_position_embeddings=8, generation={"max_length": 30, "min_length": 20})
+    wide = write_marian(tmp_path / "wide", max_position_embeddings=64, generation={"max_length": 30, "min_length": 20})
+    expected, _ = answers(wide, TEXT)
+    assert max(map(len, expected)) > 8
+    assert [one.tokens for one in search(run_of(folder, tmp_path / "run"), TEXT)] == expected
+
+
+def as_bin(folder: Path) -> None:
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    torch.save(tensors, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def as_old_bin(folder: Path) -> None:
+    """As the first OPUS-MT models are: 16 bits, every name of a shared matrix, positions too."""
+    tensors = safetensors.torch.load_file(folder / "model.safetensors")
+    for name in ("model.encoder.embed_tokens.weight", "model.decoder.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors["model.shared.weight"]
+    model = load(folder)[0].model
+    for side in ("encoder", "decoder"):
+        tensors[f"model.{side}.embed_positions.weight"] = getattr(model, side).embed_positions.weight.data
+    torch.save({name: tensor.half() for name, tensor in tensors.items()}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def as_shards(folder: Path) -> None:
+    load(folder)[0].save_pretrained(folder, max_shard_size="40KB")
+    (folder / "model.safetensors").unlink()
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+
+
+@pytest.mark.parametrize("change", [as_bin, as_old_bin, as_shards], ids=lambda change: change.__name__)
+def test_every_kind_of_weight_file(change, tmp_path: Path) -> None:
+    folder = write_marian(tmp_path / "hf", generation=SEARCHES["greedy"])
+    change(folder)
+    expected, _ = answers(folder, TEXT)
+    assert [one.tokens for one in search(run_of(folder, tmp_path / "run"), TEXT)] == expected
+
+
+def test_without_a_generation_config(tmp_path: Path) -> None:
+    """Old folders say in config.json how to search."""
+    folder = write_marian(tmp_path / "hf")
+    (folder / "generation_config.json").unlink()
+    path = folder / "config.json"
+    settings = {"num_beams": 3, "max_length": 17, "bad_words_ids": [[PAD]], "length_penalty": 0.7}
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    trained = run_of(folder, tmp_path / "run")
+    assert (trained.generation.beam, trained.generation.force_eos, trained.generation.suppress) == (3, True, (PAD,))
+    assert [one.tokens for one in search(trained, TEXT)] == answers(folder, TEXT)[0]
