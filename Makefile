@@ -1,7 +1,7 @@
 # make demo       train a small translator here, check every op against the reference, draw two pictures
-# make test       lint, the tests on every instruction set and in Triton's interpreter; one verdict. In 30 minutes
-#                 one case of every test, then more of them; what a slow machine has no time for is skipped and counted.
-#                 MINUTES=60 for more, MINUTES= for all; WHEEL=all: also a wheel is built and run in an empty environment
+# make test       lint, and the short list of tests: every test, every pair of options; about ten minutes, one verdict
+# make test-all   every case of every test, and the tests of the tools; more than an hour
+#                 WHEEL=all (or baseline): with either, also a wheel is built and run in an empty environment
 # make bench      the benchmark suite on this machine; CPU=avx2: as on one without AVX-512
 # make gpu        on a machine with a GPU: build with CUDA, check parity, measure what was predicted, test, benchmark
 #                 (installs nothing); in parts: docs/benchmarks.md. Without a GPU it ends at once; REHEARSE=1: it goes on
@@ -23,8 +23,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-WORKERS ?= 2
-MINUTES ?= 30
+WORKERS ?= auto
 WHEEL ?=
 RESULTS ?= results
 REHEARSE ?=
@@ -41,7 +40,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 SOURCES := setup.py $(CSRC)
 FORMATTED := $(CSRC) $(wildcard tests/*/*.cpp tools/*.cpp)
 
-.PHONY: setup demo test lint fuzz emulate fmt wheel bench predict gpu cuda-check pythons oldest arm-check sanitize sanitize-threads clean
+.PHONY: setup demo test test-all lint fuzz emulate fmt wheel bench predict gpu cuda-check pythons oldest arm-check sanitize sanitize-threads clean
 
 setup: $(VENV)/.linked
 
@@ -67,7 +66,10 @@ demo: setup
 	$(BIN)/python -m transformer_fast demo --out demo
 
 test: setup
-	@$(BIN)/python tools/run_tests.py --workers $(WORKERS) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(WHEEL),--wheel $(WHEEL))
+	@$(BIN)/python tools/run_tests.py --workers $(WORKERS) $(if $(WHEEL),--wheel $(WHEEL))
+
+test-all: setup
+	@$(BIN)/python tools/run_tests.py --workers $(WORKERS) --all $(if $(WHEEL),--wheel $(WHEEL))
 
 lint: setup
 	$(BIN)/ruff check .
@@ -81,8 +83,8 @@ fuzz: setup
 	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_generation.py --seed $(SEED) --count $(COUNT)
 
 emulate: setup
-	$(BIN)/python tools/emulate.py --workers $(WORKERS) --seed $(SEED) --continue build/emulate.jsonl
-	$(BIN)/python tools/emulate.py --workers $(WORKERS) --seed $(SEED) --mutants
+	$(BIN)/python tools/emulate.py --workers $(or $(filter-out auto,$(WORKERS)),2) --seed $(SEED) --continue build/emulate.jsonl
+	$(BIN)/python tools/emulate.py --workers $(or $(filter-out auto,$(WORKERS)),2) --seed $(SEED) --mutants
 
 fmt: setup
 	$(BIN)/ruff check --fix .

@@ -14,6 +14,7 @@ sys.path[:0] = [str(Path(__file__).parent / folder) for folder in (*FOLDERS, *SH
 
 pytest_plugins = [
     "short_list",  # chooses the cases that run without --all
+    "failures",  # says how to run a failed test again
     "triton_compile",  # says at the end how many Triton kernels were compiled, and what they need
 ]
 

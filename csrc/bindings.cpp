@@ -46,8 +46,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("dropout", &eager::dropout);
   m.def("layer_norm", &eager::layer_norm);
   m.def("linear", &eager::linear);
-  m.def("onednn_is_faster", py::overload_cast<int64_t, int64_t, int64_t>(&transformer_fast::onednn_is_faster),
-        "Whether oneDNN multiplies float32 matrices (rows, in) and (in, out) faster than PyTorch's own product.");
+  m.def(
+      "onednn_is_faster", py::overload_cast<int64_t, int64_t, int64_t>(&transformer_fast::onednn_is_faster),
+      "Whether float32 matrices (rows, in) and (in, out) go to oneDNN, which is faster, or to PyTorch's own product.");
+  m.def("send_products_to_onednn", &transformer_fast::send_products_to_onednn,
+        "Whether large products of float32 matrices go to oneDNN from now on; None: where it is faster. Returns the "
+        "choice before.");
   m.def("linear_cross_entropy", &eager::linear_cross_entropy);
   m.def("embed", &eager::embed);
   m.def("add_positional", &eager::add_positional);

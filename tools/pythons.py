@@ -28,11 +28,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 OLDEST_PYTHON = (3, 11)
 NEWEST_TORCH = "2.14.1"
-TESTS = (
-    *("attention", "norm", "dropout", "embedding", "cross_entropy", "multihead", "eager", "extension", "compile"),
-    *("accelerate", "accelerate_sdpa", "accelerate_calls", "accelerate_dropout"),
-)
-INTERPRETED = ("norm", "dropout")
+TESTS = ("tests/ops", "tests/layers", "tests/accelerate/test_accelerate.py", "tests/accelerate/test_sdpa.py")
+INTERPRETED = ("tests/interpreter/test_norm.py", "tests/interpreter/test_dropout.py")
 # Of these and torch the rows have versions of their own.
 NEEDED = ("numpy", "ninja", "onnx", "onnxscript", "pybind11", "setuptools", "wheel", "expecttest", "hypothesis",
           "pytest", "pytest-benchmark", "pytest-xdist", "safetensors", "sentencepiece", "tqdm",
@@ -131,9 +128,8 @@ def run_row(row: Row, program: str, folder: Path, objects: Path | None, workers:
     step(row, "load", [python, "-c", LOADED], tree, variables)
     step(row, "verify", [python, "-m", "transformer_fast", "verify"], tree, variables)
     pytest = [python, "-m", "pytest", "-q", "-n", workers, "--show-capture=no"]
-    step(row, "tests", [*pytest, *(f"tests/test_{name}.py" for name in TESTS)], tree, variables)
-    files = [f"tests/interpreter/test_{name}.py" for name in INTERPRETED]
-    step(row, "interpreter", [*pytest, *files], tree, {**variables, "TRITON_INTERPRET": "1"})
+    step(row, "tests", [*pytest, *TESTS], tree, variables)
+    step(row, "interpreter", [*pytest, *INTERPRETED], tree, {**variables, "TRITON_INTERPRET": "1"})
 
 
 def others(row: Row) -> list[str]:

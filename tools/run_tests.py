@@ -1,40 +1,41 @@
-"""``make test``: every part, also after a red one, and one verdict at the end.
+"""``make test`` and ``make test-all``: every part, also after a red one, and one verdict at the end.
 
-A part is a command of its own. Its output is shown as it comes; the verdict repeats the last line of pytest's.
-With `--minutes` every part has its share of that time, and what an earlier one has left over (tests/breadth_first.py).
+``make test`` runs the short list (tests/support/short_list.py): the same cases on every machine. ``make test-all`` runs
+every case, and the tests of the tools. A part is a command of its own, whose output is shown as it comes.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
-import re
 import subprocess
 import sys
+import tempfile
 import time
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# What runs the CPU kernels by themselves: first of all, and on every instruction set with kernels, not the best alone.
+# What runs the CPU kernels by themselves, once more for each other instruction set of this machine.
 KERNEL_TESTS = (
-    "test_attention*.py",
-    "test_cross_entropy.py",
-    "test_eager.py",
-    "test_dropout.py",
-    "test_embedding*.py",
-    "test_generation_fused.py",
-    "test_generation_quantized.py",
-    "test_norm.py",
-    "test_packing.py",
-    "test_pages.py",
-    "test_quantized_linear.py",
-    "test_step_linear.py",
+    "tests/ops/test_attention*.py",
+    "tests/ops/test_cross_entropy.py",
+    "tests/ops/test_dropout.py",
+    "tests/ops/test_eager.py",
+    "tests/ops/test_embedding*.py",
+    "tests/ops/test_norm.py",
+    "tests/ops/test_packing.py",
+    "tests/ops/test_pages.py",
+    "tests/generation/test_fused.py",
+    "tests/generation/test_quantized*.py",
+    "tests/generation/test_step_linear.py",
 )
+TESTS_OF_TOOLS = ("tools/tests", "benchmarks/predict/tests")
 SETS = "from transformer_fast import extension; print(*extension.usable_instruction_sets())"
 WHEEL_TEST = "tests/project/test_packaging.py::test_a_stranger_can_use_the_wheel"
-COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-SUMMARY = re.compile(r"=+ (.* in [\d.]+s.*?) =+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,29 +43,56 @@ class Part:
     name: str
     command: list[str]
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
-    share: float = 0.0  # of the minutes; 0: it takes what it takes
+    counted: bool = False  # it is pytest, and writes its counts
 
 
-def parts(workers: str, wheel: str) -> list[Part]:
-    """What `make test` consists of."""
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a part ended.
+
+    Attributes:
+        code: the exit status of its command.
+        seconds: how long it ran.
+        counts: what tests/support/short_list.py writes; None for a part that is not counted.
+    """
+
+    code: int
+    seconds: float
+    counts: dict[str, Any] | None
+
+    @property
+    def passed(self) -> bool:
+        return self.code == 0 and not self.lost
+
+    @property
+    def lost(self) -> int:
+        """Cases that were collected and have no result: the part ended before its tests did."""
+        if self.counts is None:
+            return 0
+        ended = sum(self.counts[name] for name in ("passed", "failed", "skipped", "error"))
+        return max(0, self.counts["collected"] - ended)
+
+
+def parts(workers: str, wheel: str | None, everything: bool) -> list[Part]:
+    """The parts of ``make test``, or of ``make test-all``."""
     colour = f"--color={'yes' if sys.stdout.isatty() else 'no'}"
     serial = [sys.executable, "-m", "pytest", colour]
-    pytest = [*serial, "-n", workers, "--maxschedchunk=2", "--durations=30"]
-    interpreted = {"TRITON_INTERPRET": "1"}
-    kernel_tests = sorted(str(path) for name in KERNEL_TESTS for path in (ROOT / "tests").glob(name))
+    pytest = [*serial, "-n", workers, "--maxschedchunk=2", "--durations=30", *(["--all"] if everything else [])]
+    kernel_tests = sorted(str(path.relative_to(ROOT)) for name in KERNEL_TESTS for path in ROOT.glob(name))
+    few = [] if everything else ["--cover=values"]
     todo = [
         Part("lint", ["make", "--no-print-directory", "lint"]),
-        Part("kernels", [*pytest, *kernel_tests], share=3),
-        *(Part(name, [*pytest, *kernel_tests], {"TRANSFORMER_FAST_CPU": name}, 2) for name in other_instruction_sets()),
-        Part(
-            "others",
-            [*pytest, "tests", "--ignore=tests/interpreter", *(f"--ignore={path}" for path in kernel_tests)],
-            share=6,
+        Part("tests", [*pytest, "tests", "--ignore=tests/interpreter"], counted=True),
+        *(
+            Part(f"on {name}", [*pytest, *few, *kernel_tests], {"TRANSFORMER_FAST_CPU": name}, counted=True)
+            for name in other_instruction_sets()
         ),
-        Part("interpreter", [*pytest, "tests/interpreter"], interpreted, 4),
+        Part("interpreter", [*pytest, "tests/interpreter"], {"TRITON_INTERPRET": "1"}, counted=True),
     ]
+    if everything:
+        todo.append(Part("tools", [*pytest, *TESTS_OF_TOOLS], counted=True))
     if wheel:
-        todo.append(Part("wheel", [*serial, WHEEL_TEST], {"TRANSFORMER_FAST_TEST_WHEEL": wheel}))
+        todo.append(Part("wheel", [*serial, WHEEL_TEST], {"TRANSFORMER_FAST_TEST_WHEEL": wheel}, counted=True))
     return todo
 
 
@@ -77,52 +105,61 @@ def other_instruction_sets() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", default="2", help="processes of pytest-xdist (default: %(default)s)")
-    parser.add_argument("--minutes", type=float, metavar="M", help="for the tests; default: what all of them take")
+    parser.add_argument("--workers", default="auto", help="processes of pytest-xdist (default: as many as cores)")
+    parser.add_argument("--all", action="store_true", help="every case, and the tests of the tools")
     parser.add_argument("--wheel", choices=("baseline", "all"), help="also a wheel, with kernels for these")
     options = parser.parse_args()
-    return run_all(parts(options.workers, options.wheel), options.minutes)
+    return run_all(parts(options.workers, options.wheel, options.all))
 
 
-def run_all(todo: list[Part], minutes: float | None = None) -> int:
-    """Run each and print the verdict; 1 if one failed."""
-    verdict, failed = [], []
-    for index, part in enumerate(todo):
-        start = time.monotonic()
-        limited = minutes is not None and part.share > 0
-        if limited:
-            given = minutes * part.share / sum(later.share for later in todo[index:])
-            part = dataclasses.replace(part, command=[*part.command, f"--minutes={given:.2f}"])
+def run_all(todo: list[Part]) -> int:
+    """Run each part and print the verdict; return 1 if one failed."""
+    outcomes = {}
+    for part in todo:
         print(f"\n== {part.name}: {shortened(part.command)}", flush=True)
-        code, summary = run(part)
-        if limited:
-            minutes = max(0.0, minutes - (time.monotonic() - start) / 60)
-        if code != 0:
-            failed.append(part.name)
-        outcome = "passed" if code == 0 else f"FAILED ({code})"
-        verdict.append(f"   {part.name:12} {outcome:12} {time.monotonic() - start:5.0f} s   {summary}".rstrip())
-    verdict.append(f"FAILED: {', '.join(failed)}" if failed else "all passed")
-    print("\n== verdict", *verdict, sep="\n", flush=True)
-    return 1 if failed else 0
+        outcomes[part.name] = run(part)
+    print("\n== verdict", *verdict(outcomes), sep="\n", flush=True)
+    return int(any(not outcome.passed for outcome in outcomes.values()))
+
+
+def verdict(outcomes: dict[str, Outcome]) -> list[str]:
+    """One line per part, one per reason for which tests were skipped, the number of cases left out, and the result."""
+    lines, reasons, only_all = [], Counter(), 0
+    for name, outcome in outcomes.items():
+        line = f"   {name:12} {'passed' if outcome.passed else f'FAILED ({outcome.code})':12} {outcome.seconds:5.0f} s"
+        if outcome.counts is not None:
+            counted = ("passed", "failed", "error", "skipped")
+            line += "   " + ", ".join(f"{outcome.counts[n]} {n}" for n in counted if outcome.counts[n] or n == "passed")
+            reasons.update(outcome.counts["reasons"])
+            only_all += outcome.counts["only_all"]
+        lines.append(line + (f"; {outcome.lost} ended without a result" if outcome.lost else ""))
+    if reasons:
+        lines.append("skipped, because this machine lacks what they need:")
+        lines += [f"   {count:5}  {reason}" for reason, count in sorted(reasons.items(), key=lambda item: -item[1])]
+    if only_all:
+        lines.append(f"{only_all} more cases run in `make test-all`")
+    failed = [name for name, outcome in outcomes.items() if not outcome.passed]
+    return [*lines, f"FAILED: {', '.join(failed)}" if failed else "all passed"]
 
 
 def shortened(command: list[str]) -> str:
     return f"{' '.join(command[:12])} ..." if len(command) > 12 else " ".join(command)
 
 
-def run(part: Part) -> tuple[int, str]:
-    """The exit code of a part, and the summary that pytest printed last, if it did."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **part.environment}
-    with subprocess.Popen(
-        part.command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    ) as process:
-        text = b""
-        while chunk := os.read(process.stdout.fileno(), 65536):  # not by lines: dots of progress have no end of line
-            sys.stdout.buffer.write(chunk)
-            sys.stdout.buffer.flush()
-            text = text[-65536:] + chunk
-    found = SUMMARY.findall(COLOURS.sub("", text.decode(errors="replace")))
-    return process.returncode, found[-1] if found else ""
+def run(part: Part) -> Outcome:
+    """Run a part. A counted part that wrote no counts has lost at least one case."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        counts = Path(folder) / "counts.json"
+        command = [*part.command, f"--verdict={counts}"] if part.counted else part.command
+        code = subprocess.run(command, cwd=ROOT, env={**os.environ, **part.environment}).returncode
+        found = None
+        if part.counted:
+            found = json.loads(counts.read_text()) if counts.exists() else {**NOTHING, "collected": 1}
+    return Outcome(code, time.monotonic() - start, found)
+
+
+NOTHING = {"passed": 0, "failed": 0, "error": 0, "skipped": 0, "only_all": 0, "reasons": {}}
 
 
 if __name__ == "__main__":

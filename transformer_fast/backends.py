@@ -107,6 +107,8 @@ def backend(name: str) -> Iterator[None]:
 
 
 def _keep_for_backward(name: str | None) -> None:
+    if torch.compiler.is_compiling():  # compiled code has made its choice, for its backward pass too
+        return
     if name is None and _forget is not None:
         _forget(_KEY)
     else:

@@ -21,6 +21,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <string_view>
 
 namespace transformer_fast {
@@ -52,6 +53,15 @@ bool mkl_is_limited() {
 #else
   return false;
 #endif
+}
+
+// What send_products_to_onednn was given.
+std::atomic<std::optional<bool>> chosen;
+
+// Whether products of float32 that are large enough go to oneDNN.
+bool takes_onednn() {
+  const std::optional<bool> choice = chosen.load(std::memory_order_relaxed);
+  return choice ? *choice : mkl_is_limited();
 }
 
 // Measured on Zen 5 with one thread and two (benchmarks/bench_linear.py): below these many multiplications, the
@@ -145,8 +155,13 @@ Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor
                            relu ? "relu" : "none", c10::List<std::optional<at::Scalar>>(), "");
 }
 
+std::optional<bool> send_products_to_onednn(std::optional<bool> choice) {
+  TORCH_CHECK(!choice.value_or(false) || onednn_op(), "this PyTorch was built without oneDNN");
+  return chosen.exchange(choice, std::memory_order_relaxed);
+}
+
 bool onednn_is_faster(int64_t rows, int64_t in, int64_t out) {
-  return rows >= kLeastRows && rows * in * out >= kLeastProduct && mkl_is_limited() &&
+  return rows >= kLeastRows && rows * in * out >= kLeastProduct && takes_onednn() &&
          at::globalContext().userEnabledMkldnn();
 }
 

@@ -288,6 +288,7 @@ def test_generation(name: str) -> None:
         assert torch.equal(fast.generate(**given, **options), model.generate(**given, **options))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", ["Bert", "Marian", "T5"])
 def test_compiled_in_one_graph(name: str) -> None:
     if name != "Bert" and Version(torch.__version__) < Version("2.13"):

@@ -70,6 +70,7 @@ def test_training_draws_the_reference_s_mask(name: str) -> None:
     torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.cover(10)
 @pytest.mark.parametrize("name", FORMS)
 def test_bf16_by_the_gate(name: str) -> None:
     """In bfloat16 no further from fp64 than the module itself is."""

@@ -22,7 +22,7 @@ from transformer_fast.accelerate.patterns import t5
 from transformer_fast.accelerate.patterns.base import Accelerated
 from transformer_fast.accelerate.probe import probe
 from transformer_fast.layers import norm as fast_norm
-from transformer_fast.ops.linear import is_faster
+from transformer_fast.ops.linear import is_faster, products_by
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 import huggingface_models as models  # noqa: E402
@@ -476,8 +476,14 @@ def test_a_layer_that_computes_something_else_is_left(name: str, path: str, line
     assert {probe(layer, pattern) for pattern in known} == {OTHER}
 
 
-def test_linear_layers_of_gpt2() -> None:
+@pytest.mark.parametrize("library", ["onednn", "aten"])
+def test_linear_layers_of_gpt2(library: str) -> None:
     """Their weight is (in, out). They are swapped where oneDNN is the faster library."""
+    with products_by(library):
+        _check_linear_layers_of_gpt2()
+
+
+def _check_linear_layers_of_gpt2() -> None:
     from transformers.pytorch_utils import Conv1D
 
     layer, x = Conv1D(256, 512), torch.randn(2, 300, 512, requires_grad=True)

@@ -114,6 +114,7 @@ def train(model: nn.Module, folder: Path, settings: dict[str, Any]) -> tuple[lis
     return trainer.losses, model
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_are_those_of_the_plain_model(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fused: list[Any] = []

@@ -270,6 +270,7 @@ def changed(form: str, name: str, change: str) -> nn.Module:
     return model.eval()
 
 
+@pytest.mark.cover(24)
 @pytest.mark.parametrize(("form", "name"), PARTS, ids=lambda value: value.replace(" ", "-"))
 def test_a_changed_part_is_called(form: str, name: str) -> None:
     for change in CHANGES:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import poisoned_memory
 from test_fused import BOS, EOS, FORMS, VOCAB, tiny
 from torch import nn
 
@@ -46,8 +45,7 @@ def decoded(model: nn.Module, sentences: int = 7, **options: object) -> list[tup
     src = torch.randint(2, VOCAB, (sentences, 9), generator=generator)
     lengths = torch.randint(1, 10, (sentences,), generator=generator)
     config = GenerationConfig(**{"max_length": (3.0, 1), **options})
-    with poisoned_memory():
-        found = generate(model, src, src_lengths=lengths, bos=BOS, eos=EOS, config=config)
+    found = generate(model, src, src_lengths=lengths, bos=BOS, eos=EOS, config=config)
     return [(one.tokens, one.log_prob, one.score, one.finished) for each in found for one in each]
 
 

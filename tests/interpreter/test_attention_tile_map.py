@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from attention_calls import DEVICE, call_of, inputs, random, reference_call
-from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
+from helpers import assert_as_exact_as_eager, mask_parts
 
 from transformer_fast.attention_params import AttentionParams
 from transformer_fast.masks import dense_keep
@@ -72,8 +72,7 @@ def bits_as_bools(bits, keys):
 @pytest.mark.parametrize("keys", [1, 31, 64, 256, 300])
 def test_bits(keys):
     mask = random(2, 3, 17, keys, seed=keys) > 0
-    with poisoned_memory():
-        bits = mask_bits(mask)
+    bits = mask_bits(mask)
     assert bits.shape[3] % 8 == 0
     if keys > 1:
         assert torch.equal(bits_as_bools(bits, keys), mask)
@@ -93,11 +92,10 @@ def test_bits_of_a_strided_mask_without_its_repeats():
 def test_lists_hold_the_tiles_with_work(dialect, tile):
     mask = mask_of(dialect)
     expected = tile_classes(B, LQ, LK, tile, **mask)
-    with poisoned_memory():
-        rows, columns = (
-            tile_lists(call_of(mask, D), B, LQ, LK, tile, columns=columns, ordered=True)
-            for columns in (False, True)
-        )  # fmt: skip
+    rows, columns = (
+        tile_lists(call_of(mask, D), B, LQ, LK, tile, columns=columns, ordered=True)
+        for columns in (False, True)
+    )  # fmt: skip
     for lists, classes in ((rows, expected), (columns, expected.mT)):
         work = (classes != EMPTY).sum(-1)
         shape = lists.lists.shape
@@ -208,9 +206,8 @@ def test_heavy_rows_first_changes_nothing_but_the_order(dialect, monkeypatch):
     q, k, v, grad = inputs(B, H, 1, LQ, LK, D, torch.float32)
 
     def run():
-        with poisoned_memory():
-            out, logsumexp = forward.attention_forward(q, k, v, call)[:2]
-            return out, logsumexp, *backward.attention_backward(grad, q, k, v, out, logsumexp, call)
+        out, logsumexp = forward.attention_forward(q, k, v, call)[:2]
+        return out, logsumexp, *backward.attention_backward(grad, q, k, v, out, logsumexp, call)
 
     plain = run()
     monkeypatch.setattr("transformer_fast.triton.attention.launches.LONG", 100)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_calls import DTYPES, call_of, inputs, random, reference_call, window_call
-from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
+from helpers import assert_as_exact_as_eager, mask_parts
 
 from transformer_fast.reference.attention import attention as reference
 from transformer_fast.reference.dropout import attention_keep
@@ -18,9 +18,8 @@ DIALECTS = list(mask_parts(1, 1, 1, 1, torch.Generator()))
 
 
 def kernel(q, k, v, call):
-    with poisoned_memory():
-        _, logsumexp = attention_forward(q, k, v, call)[:2]
-        return attention_weights(q, k, logsumexp, call)
+    _, logsumexp = attention_forward(q, k, v, call)[:2]
+    return attention_weights(q, k, logsumexp, call)
 
 
 def oracle(q, k, v, call, dtype):

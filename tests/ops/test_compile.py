@@ -94,6 +94,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Inputs]] = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_one_graph_for_all_lengths_trained_with_dropout(name: str) -> None:
     make, inputs = MODELS[name]

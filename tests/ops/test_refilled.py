@@ -74,6 +74,7 @@ def test_ops(name: str) -> None:
     check_refills(CALLS[name].tensors, CALLS[name].compute)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("setting", [*OPTIONS, *SETTINGS])
 @pytest.mark.parametrize("mask", [*MASKS, *COPIED_MASKS])
 def test_masks_of_attention(mask: str, setting: str) -> None:

@@ -194,6 +194,7 @@ def test_a_norm_takes_the_sum_along(kind: type[nn.Module], name: str) -> None:
     assert_alike(outcome(ours, plain), outcome(expected, plain))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("name", ["nested, jagged", *(n for n in UNSERVED if "subclass with" in n)])
 @pytest.mark.parametrize("form", FORMS)
 def test_modules_written_by_hand(form: str, name: str) -> None:

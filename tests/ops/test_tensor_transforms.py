@@ -101,6 +101,7 @@ def test_transforms_inside_compiled_code(kind: type[nn.Module], transform: str) 
     assert_alike(*results, exactly=False)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
 @pytest.mark.parametrize("form", FORMS)
 def test_modules_written_by_hand(form: str, transform: str) -> None:

@@ -154,6 +154,7 @@ def refusals(name: str) -> list[str]:
     return [said for function, said in rows if function == name]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_public_functions(name: str, dtype: torch.dtype) -> None:
@@ -172,6 +173,7 @@ def test_public_functions(name: str, dtype: torch.dtype) -> None:
     assert met == set(expected), f"the page lists what was not refused: {set(expected) - met}"
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_called_by_an_accelerated_module(name: str, dtype: torch.dtype) -> None:
@@ -194,6 +196,7 @@ def test_accelerated_dropout(dtype: torch.dtype) -> None:
             )
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODULES)
@@ -216,6 +219,7 @@ LAYERS: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers_of_ours(name: str, dtype: torch.dtype) -> None:

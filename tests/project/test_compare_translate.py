@@ -12,6 +12,7 @@ pytest.importorskip("ctranslate2")
 import compare_translate
 
 
+@pytest.mark.slow("trains a model and starts four programs")
 def test_all_sides_translate_alike(tmp_path, monkeypatch, capsys):
     paths = make_numbers_corpus(tmp_path, train_size=300, held_out=20)
     sizes = {

@@ -24,6 +24,7 @@ def test_there_are_notebooks() -> None:
     assert {path.stem for path in NOTEBOOKS} == {"annotated_transformer", "bert_classification", "sliding_window"}
 
 
+@pytest.mark.slow("a notebook trains for half a minute")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a fresh kernel of this Python, in an empty folder, without network."""

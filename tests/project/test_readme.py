@@ -43,6 +43,7 @@ def every_block():
             yield pytest.param(block, id=f"{page.stem} {number}")
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("block", list(every_block()))
 def test_every_block_runs_alone(block, tmp_path, monkeypatch):
     if "transformers" in re.findall(r"^import (\w+)", block, re.MULTILINE):
@@ -81,6 +82,7 @@ def test_packed_and_its_loss():
     assert 0 < float(shown_by(block_with("packed=True"))) < 100
 
 
+@pytest.mark.slow("trains the models of the page")
 def test_the_twelve_lines_of_accelerate():
     block = block_with("tfast.accelerate")
     assert len([line for line in block.splitlines() if line]) <= 12

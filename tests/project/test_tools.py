@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -63,53 +64,51 @@ def test_every_part_runs_and_one_red_one_makes_the_verdict_red(
 ) -> None:
     (tmp_path / "test_red.py").write_text("def test_red(): assert False\ndef test_green(): pass\n")
     (tmp_path / "test_green.py").write_text("import os\ndef test_green(): assert os.environ['MARK'] == '1'\n")
+    skipping = "import pytest\n@pytest.mark.parametrize('a', range(3))\ndef test_it(a): pytest.skip('no unit')\n"
+    (tmp_path / "test_skipping.py").write_text(skipping)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
-    pytest_here = [sys.executable, "-m", "pytest", "--color=yes", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    red = run_tests.Part("red", [*pytest_here, str(tmp_path / "test_red.py")])
-    green = run_tests.Part("green", [*pytest_here, str(tmp_path / "test_green.py")], {"MARK": "1"})
-    lint = run_tests.Part("lint", [sys.executable, "-c", "print('line too long'); raise SystemExit(2)"])
+    support = str(TOOLS.parent / "tests" / "support")
+    plugin = {"PYTHONPATH": support, "PYTEST_PLUGINS": "short_list"}
+    here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0", "--rootdir", str(tmp_path)]
 
-    assert run_tests.run_all([lint, red, green]) == 1
+    def part(name: str, **variables: str) -> object:
+        return run_tests.Part(name, [*here, str(tmp_path / f"test_{name}.py")], {**plugin, **variables}, counted=True)
+
+    lint = run_tests.Part("lint", [sys.executable, "-c", "print('line too long'); raise SystemExit(2)"])
+    red, green, skipped = part("red"), part("green", MARK="1"), part("skipping")
+    assert run_tests.run_all([lint, red, green, skipped]) == 1
     output, verdict = capfd.readouterr().out.split("== verdict\n")
     assert "line too long" in output and "short test summary info" in output, "what each said stays on the screen"
-    lines = verdict.splitlines()
-    assert lines[0].split()[:3] == ["lint", "FAILED", "(2)"]
-    assert lines[1].split()[:3] == ["red", "FAILED", "(1)"] and "1 failed, 1 passed in " in lines[1]
-    assert lines[2].split()[:2] == ["green", "passed"] and "1 passed in " in lines[2]
-    assert lines[3] == "FAILED: lint, red"
+    lines = [" ".join(line.split()) for line in verdict.splitlines()]
+    assert lines[0].startswith("lint FAILED (2)")
+    assert lines[1].startswith("red FAILED (1)") and lines[1].endswith("1 passed, 1 failed")
+    assert lines[2].startswith("green passed") and lines[2].endswith("1 passed")
+    assert lines[3].startswith("skipping passed") and lines[3].endswith("0 passed, 3 skipped")
+    assert lines[4:] == ["skipped, because this machine lacks what they need:", "3 no unit", "FAILED: lint, red"]
 
     assert run_tests.run_all([green]) == 0
     assert capfd.readouterr().out.endswith("\nall passed\n")
 
 
-def test_make_test_consists_of_lint_the_suite_and_the_interpreter(run_tests: ModuleType) -> None:
-    parts = {part.name: part for part in run_tests.parts("2", wheel="")}
-    assert list(parts)[:1] == ["lint"] and {"kernels", "others", "interpreter"} <= parts.keys()
-    assert parts["interpreter"].environment == {"TRITON_INTERPRET": "1"}
-    kernels = [argument for argument in parts["kernels"].command if argument.endswith(".py")]
-    assert len(kernels) > 10 and {f"--ignore={path}" for path in kernels} <= set(parts["others"].command), "none twice"
-    wheel = run_tests.parts("2", wheel="baseline")[-1]
-    assert wheel.environment == {"TRANSFORMER_FAST_TEST_WHEEL": "baseline"} and "-n" not in wheel.command
-
-
-def test_parts_share_the_minutes_and_what_is_left_of_them(
-    run_tests: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_part_that_ends_before_its_tests_do_is_red(
+    run_tests: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    took = {"lint": 7, "tests": 5, "interpreter": 40, "last": 1}
-    clock, given = [0.0], []
+    counts = {**run_tests.NOTHING, "passed": 3, "collected": 5}
+    cut = f"import pathlib, sys; pathlib.Path(sys.argv[1].partition('=')[2]).write_text({json.dumps(counts)!r})"
+    assert run_tests.run_all([run_tests.Part("cut", [sys.executable, "-c", cut], counted=True)]) == 1
+    assert "3 passed; 2 ended without a result\nFAILED: cut" in capfd.readouterr().out
+    assert run_tests.run_all([run_tests.Part("silent", [sys.executable, "-c", ""], counted=True)]) == 1
 
-    def run(part: object) -> tuple[int, str]:
-        given.append(part.command[1:])
-        clock[0] += 60 * took[part.name]
-        return 0, ""
 
-    monkeypatch.setattr(run_tests, "run", run)
-    monkeypatch.setattr(run_tests.time, "monotonic", lambda: clock[0])
-    shares = zip(took, (0, 3, 1, 1), strict=True)
-    todo = [run_tests.Part(name, ["x"], share=share) for name, share in shares]
-    assert run_tests.run_all(todo, minutes=20) == 0
-    assert given == [[], ["--minutes=12.00"], ["--minutes=7.50"], ["--minutes=0.00"]]
-    assert all(part.command == ["x"] for part in todo)
+def test_the_parts_of_make_test(run_tests: ModuleType) -> None:
+    short, every = ({part.name: part for part in run_tests.parts("2", None, all_)} for all_ in (False, True))
+    assert list(every) == [*short, "tools"] and {"lint", "tests", "interpreter"} <= short.keys()
+    assert short["interpreter"].environment == {"TRITON_INTERPRET": "1"}
+    assert "--all" in every["tests"].command and "--all" not in short["tests"].command
+    for pattern in run_tests.KERNEL_TESTS:
+        assert list(TOOLS.parent.glob(pattern)), pattern
+    wheel = run_tests.parts("2", "baseline", False)[-1]
+    assert wheel.environment == {"TRANSFORMER_FAST_TEST_WHEEL": "baseline"} and "-n" not in wheel.command
 
 
 REPORT = """
@@ -157,10 +156,8 @@ def test_a_row_of_pythons_has_its_versions_and_the_pins() -> None:
     assert oldest.packages == ("torch==2.11.*", "triton==3.6.*")
     assert pythons.OLDER["numpy"] in pythons.others(oldest) and pythons.OLDER["numpy"] not in pythons.others(pinned)
     assert set(pythons.others(pinned)) <= set(pythons.requirements()) and len(pythons.others(pinned)) > 10
-    for name in pythons.TESTS:
-        assert (TOOLS.parent / f"tests/test_{name}.py").exists(), name
-    for name in pythons.INTERPRETED:
-        assert (TOOLS.parent / f"tests/interpreter/test_{name}.py").exists(), name
+    for name in (*pythons.TESTS, *pythons.INTERPRETED):
+        assert (TOOLS.parent / name).exists(), name
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     assert version in pythons.pythons()
 

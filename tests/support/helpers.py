@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -42,6 +43,13 @@ def poisoned_memory() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = filling
+
+
+@pytest.fixture(autouse=True)
+def poisoned() -> Iterator[None]:
+    """For the conftest of a folder: :func:`poisoned_memory` around each of its tests."""
+    with poisoned_memory():
+        yield
 
 
 @contextlib.contextmanager

@@ -2,9 +2,10 @@
 
 Every test runs with at least one case. Of a test with parameters the cases are chosen such that every pair of values of
 two parameters is in one of them: 24 cases hold every pair of a product of 7 x 3 x 3 x 3 = 189. One `parametrize` is one
-parameter, so rows that were written by hand are all in the list. Two marks change that:
+parameter, so all rows of a table that was written by hand are in the list. Two marks change that:
 
-    @pytest.mark.cover("values")   every value of every parameter is in one case; "one": one case of the test
+    @pytest.mark.cover("values")   every value of every parameter is in one case
+    @pytest.mark.cover(12)         twelve cases, as different as there are
     @pytest.mark.slow("reason")    no case, or not this one
 
 A test that is named on the command line (``file.py::test``) runs with all its cases.
@@ -23,24 +24,27 @@ from typing import Any
 
 import pytest
 
-STRENGTHS = {"one": 0, "values": 1, "pairs": 2}
+STRENGTHS = {"values": 1, "pairs": 2}
 LEFT = pytest.StashKey[int]()
 COLLECTED = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every case, not only those of the short list")
+    parser.addoption("--cover", choices=STRENGTHS, default="pairs", help="cover no more than these in the short list")
     parser.addoption("--verdict", metavar="FILE", type=Path, help="write the counts of the run to FILE, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "slow(reason): runs with --all alone")
-    config.addinivalue_line("markers", 'cover(what): "pairs" of the values of two parameters, "values", or "one" case')
+    config.addinivalue_line(
+        "markers", 'cover(what): "pairs" of the values of two parameters, "values", or how many cases'
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run folders in as many processes as there are cores, if nothing is said of it."""
+    """Run folders in as many processes as there are cores, if the command does not say in how many."""
     option = config.option
     alone = hasattr(config, "workerinput") or option.collectonly or option.usepdb
     if not alone and getattr(option, "numprocesses", 0) is None and all(Path(name).is_dir() for name in config.args):
@@ -51,24 +55,30 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     left: list[pytest.Item] = []
     if not config.getoption("all") and not any("::" in argument for argument in config.args):
-        chosen = short_list(items)
+        chosen = short_list(items, STRENGTHS[config.getoption("cover")])
         left = [item for item in items if item not in chosen]
         items[:] = [item for item in items if item in chosen]
         config.hook.pytest_deselected(items=left)
-    output = getattr(config, "workeroutput", config.stash)
-    key_left, key_collected = ("left", "collected") if isinstance(output, dict) else (LEFT, COLLECTED)
-    output[key_left], output[key_collected] = len(left), len(items)
+    config.stash[LEFT] = len(left)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Count what -k and -m have left, too; a process of xdist tells its controller."""
+    config = session.config
+    config.stash[COLLECTED] = len(session.items)
+    if hasattr(config, "workeroutput"):
+        config.workeroutput.update(left=config.stash[LEFT], collected=len(session.items))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any, error: object) -> None:
-    """Keep what a process of xdist has counted: each of them has collected all tests."""
-    counted = getattr(node, "workeroutput", {})
-    node.config.stash[LEFT], node.config.stash[COLLECTED] = counted.get("left", 0), counted.get("collected", 0)
+    """Keep the counts of a process of xdist: each of them has collected all tests."""
+    if counted := getattr(node, "workeroutput", None):
+        node.config.stash[LEFT], node.config.stash[COLLECTED] = counted["left"], counted["collected"]
 
 
-def short_list(items: Iterable[pytest.Item]) -> set[pytest.Item]:
-    """The cases that run without ``--all``."""
+def short_list(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
+    """The cases that run without ``--all``, with combinations of at most so many parameters."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if item.get_closest_marker("slow") is None:
@@ -76,8 +86,9 @@ def short_list(items: Iterable[pytest.Item]) -> set[pytest.Item]:
     chosen: set[pytest.Item] = set()
     for cases in tests.values():
         mark = cases[0].get_closest_marker("cover")
-        strength = STRENGTHS[mark.args[0] if mark else "pairs"]
-        chosen.update(covering({case: parameters(case) for case in cases}, strength))
+        what = mark.args[0] if mark else "pairs"
+        strength, count = (1, what) if isinstance(what, int) else (STRENGTHS[what], None)
+        chosen.update(covering({case: parameters(case) for case in cases}, min(most, strength))[:count])
     return chosen
 
 
@@ -97,12 +108,10 @@ def covering(rows: dict[Any, dict[str, Hashable]], strength: int) -> list[Any]:
 
     Args:
         rows: the value of each parameter, for each row.
-        strength: 0, 1 or 2; 0 chooses one row.
+        strength: 1 or 2.
     """
     order = sorted(rows, key=lambda row: zlib.crc32(str(getattr(row, "nodeid", row)).encode()))
-    wanted = {
-        row: set(itertools.combinations(sorted(rows[row].items()), min(strength, len(rows[row])))) for row in order
-    }
+    wanted = {row: combinations(rows[row], strength) for row in order}
     missing = set().union(*wanted.values())
     chosen = []
     while missing:
@@ -112,6 +121,10 @@ def covering(rows: dict[Any, dict[str, Hashable]], strength: int) -> list[Any]:
     return chosen
 
 
+def combinations(row: dict[str, Hashable], strength: int) -> set[tuple[tuple[str, Hashable], ...]]:
+    return set(itertools.combinations(sorted(row.items()), min(strength, len(row))))
+
+
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     stats = terminalreporter.stats
     left, collected = config.stash.get(LEFT, 0), config.stash.get(COLLECTED, 0)
@@ -119,9 +132,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(f"{left} more cases run with --all")
     if (path := config.getoption("verdict")) is None:
         return
-    counts = {name: len(stats.get(name, ())) for name in ("passed", "failed", "error", "skipped", "xfailed")}
+    skipped = [report for report in stats.get("skipped", ()) if getattr(report, "when", "collect") != "collect"]
+    counts = {name: len(stats.get(name, ())) for name in ("passed", "failed", "error")}
     reasons = Counter(reason_of(report) for report in stats.get("skipped", ()))
-    path.write_text(json.dumps({**counts, "collected": collected, "only_all": left, "reasons": reasons}))
+    counts |= {"skipped": len(skipped), "collected": collected, "only_all": left, "reasons": reasons}
+    path.write_text(json.dumps(counts))
 
 
 def reason_of(report: Any) -> str:

@@ -82,6 +82,7 @@ IN_THE_WRITER = [
 ]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("kills", IN_THE_WRITER, ids=",".join)
 def test_killed_in_the_checkpoint_writer(killer: Killer, never_stopped: tuple, kills: list[str]) -> None:
     assert outcome(killer(kills)) == never_stopped

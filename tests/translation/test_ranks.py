@@ -69,6 +69,7 @@ def groups(folder: Path, step: int = 6) -> dict[str, torch.Tensor]:
     return {f"{group}:{name}": loaded[group][name] for group, name in names}
 
 
+@pytest.mark.slow("starts the command eight times")
 def test_the_train_command_on_any_number_of_processes_whole_or_sharded(
     corpus: dict[str, object], tmp_path: Path
 ) -> None:

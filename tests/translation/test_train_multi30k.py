@@ -62,6 +62,7 @@ def flags(tmp_path: Path) -> list[str]:
     return [str(x) for pair in {**folders, "--recipe": tmp_path / "small.toml"}.items() for x in pair]
 
 
+@pytest.mark.slow("trains both sides in turn")
 def test_both_sides_train_one_thing(script: ModuleType, flags: list[str], tmp_path: Path) -> None:
     """With the same draws of dropout a seed gives the same losses on both sides, and another seed others."""
     args = script.arguments([*flags, "--same-dropout", "--seeds", "0", "5"])

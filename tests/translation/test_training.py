@@ -89,6 +89,7 @@ def test_where_bf16_is_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment.multiplies_bf16() is False
 
 
+@pytest.mark.slow("trains until it translates")
 def test_it_learns(tmp_path: Path) -> None:
     """Forty numbers by heart: loss and exact matches both say so, from the saved folder alone."""
     paths = make_numbers_corpus(tmp_path, train_size=40, held_out=1)

@@ -246,6 +246,7 @@ for count in (500, 2_000, 20_000):
 """
 
 
+@pytest.mark.slow("translates 20,000 lines")
 def test_ten_times_the_lines_take_no_more_memory(root):
     """A chunk's worth, not the text's; in an interpreter of its own, since all that is allocated counts."""
     command = [sys.executable, "-c", MEMORY, str(root / "one")]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,8 +21,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     PyTorch multiplies float32 matrices with MKL, which leaves the AVX-512 units of a processor unused that Intel did
     not make; oneDNN, with which PyTorch multiplies 16-bit ones, uses them. There this op calls oneDNN, forward and
     backward, for all but the smallest matrices, also in code that ``torch.compile`` made. Everywhere else, and in
-    exported and traced code, it is ``F.linear`` itself. ``torch.backends.mkldnn.flags(enabled=False)`` keeps oneDNN
-    out.
+    exported and traced code, it is ``F.linear`` itself. :func:`products_by` chooses the library;
+    ``torch.backends.mkldnn.flags(enabled=False)`` keeps oneDNN out.
 
     Args:
         x: (..., in).
@@ -40,6 +43,30 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         elif torch.compiler.is_compiling() and _compiles_to_op(x, weight, bias):
             return torch.ops.transformer_fast.linear.default(x, weight, bias)
     return F.linear(x, weight, bias)
+
+
+@contextlib.contextmanager
+def products_by(library: str) -> Iterator[None]:
+    """Send large float32 products of :func:`linear` to one library inside the block, in the whole process.
+
+    Args:
+        library: "onednn", "aten" (PyTorch's own product, by MKL), or "faster", the one that is faster here.
+
+    Raises:
+        ValueError: another name, or no extension that could choose.
+        RuntimeError: PyTorch was built without oneDNN.
+    """
+    choices = {"onednn": True, "aten": False, "faster": None}
+    if library not in choices:
+        raise ValueError(f"library is {library!r}, expected one of {', '.join(choices)}")
+    module = extension.module()
+    if module is None:
+        raise ValueError(f"the choice is made in the extension, which is not there: {extension.status()}")
+    before = module.send_products_to_onednn(choices[library])
+    try:
+        yield
+    finally:
+        module.send_products_to_onednn(before)
 
 
 def _compiles_to_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
