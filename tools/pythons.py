@@ -39,9 +39,6 @@ OLDER = {"setuptools": "setuptools>=77,<82", "numpy": "numpy<2.4"}
 IGNORED = (".git", ".venv*", ".*_cache", ".hypothesis", "build", "demo", "dist", "results", "*.egg-info", "*.so",
            "__pycache__")  # fmt: skip
 VERSION = "import sys; print('%d.%d' % sys.version_info[:2], sys.version_info.releaselevel)"
-LOADED = (
-    "from transformer_fast import extension; assert extension.load(), extension.status(); print(extension.status())"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +122,6 @@ def run_row(row: Row, program: str, folder: Path, objects: Path | None, workers:
     step(row, "build", [python, "setup.py", "-q", "build_ext", "--inplace"], tree, build)
     if objects:
         link_kernels(row, environment, tree, objects)
-    step(row, "load", [python, "-c", LOADED], tree, variables)
     step(row, "verify", [python, "-m", "transformer_fast", "verify"], tree, variables)
     pytest = [python, "-m", "pytest", "-q", "-n", workers, "--show-capture=no"]
     step(row, "tests", [*pytest, *TESTS], tree, variables)
