@@ -307,7 +307,7 @@ WRONG_CALLS = {
     "prefix outside": ({"prefix": [[9], []]}, {}, r"prefix\[0\] has 9"),
     "EOS suppressed": ({}, {"suppress": (EOS,)}, "suppress names token 1: it is EOS"),
     "suppressed outside": ({}, {"suppress": (9,)}, "suppress names token 9"),
-    "lengths that cross": ({}, {"min_length": 9, "max_length": 4}, "min_length 9 is more than max_length 4 allows"),
+    "lengths that cross": ({}, {"min_length": 9, "max_length": 4}, "min_length is 9, more than max_length 4"),
     "no model": ({"model": []}, {}, "model is an empty list"),
     "two vocabularies": ({"model": [Oracle(5), Oracle(6)]}, {}, "target vocabularies of different sizes"),
     "no attention to read": ({}, {"alignments": True}, "has no layers whose attention could be read"),

@@ -172,7 +172,7 @@ def test_without_a_config_padding_is_no_word(tmp_path: Path) -> None:
 def test_every_part_of_a_long_line_asks_for_its_language(tmp_path: Path) -> None:
     trained = run_of(write_marian(tmp_path / "hf"), tmp_path / "run")
     translator = Translator(trained.model, trained.tokenizer, longest=12)
-    pieces = translator._pieces(">>deu<< " + " ".join(TEXT))
+    pieces = [part.text for _, part in translator._parts({0: ">>deu<< " + " ".join(TEXT)})[0]]
     assert len(pieces) > 2 and all(piece.startswith(">>deu<<") for piece in pieces)
     assert " ".join(piece.removeprefix(">>deu<<").strip() for piece in pieces) == " ".join(TEXT)
 

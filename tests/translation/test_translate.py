@@ -16,7 +16,7 @@ from transformer_fast.translation.errors import ConfigError
 from transformer_fast.translation.numbers import make_numbers_corpus, numbers_config
 from transformer_fast.translation.progress import Silent
 from transformer_fast.translation.tokenizer import EOS
-from transformer_fast.translation.translator import Translation, Translator, _word_numbers
+from transformer_fast.translation.translator import Translation, Translator
 
 TINY = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "batch_tokens": 1024, "max_steps": 20, "warmup": 5}
 LINES = ["two thousand forty-one", "", "seven", "nine hundred ninety-nine thousand", "   ", "one hundred one"]
@@ -82,12 +82,6 @@ def test_a_line_in_pieces_joins_their_scores_and_alignments(trained):
         assert one.score == pytest.approx(first[rank].score + second[rank].score, abs=1e-4)
         moved = [(i + 2, j + len(first[rank].text.split())) for i, j in second[rank].alignment]
         assert one.alignment == (*first[rank].alignment, *moved)
-
-
-def test_words_of_pieces():
-    assert _word_numbers(["▁two", "▁thou", "sand", "▁", "forty"]) == [0, 1, 1, 2, 2]
-    assert _word_numbers(["two", "▁", "▁x"]) == [0, 1, 1]
-    assert _word_numbers(["▁a", "<unk>", "b"]) == [0, 1, 2]  # written as "a ⁇ b"
 
 
 def test_a_line_that_is_not_utf8_gets_an_empty_translation(root, monkeypatch, capsysbinary):

@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from ..translation import read_parallel
     from ..translation.evaluate import corpus_bleu
 
-    text = read_parallel(args.hypotheses, args.references)
+    text = read_parallel(args.hypotheses, args.references, may_be_blank=True)
     for name, options in READING.items():
         if args.tokenized or options["tokenize"] != "none":
             bleu = corpus_bleu(text.source, text.target, **options)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import gzip
 import math
 import os
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -109,19 +107,24 @@ def _span(text: str) -> int | tuple[float, float]:
 
 
 def run(args: argparse.Namespace, device: torch.device) -> int:
-    """The command; exit code 1 if a line could not be translated (its line of the output is empty)."""
+    """Run the command; exit code 1 if a line could not be translated (its line of the output is empty).
+
+    Raises:
+        DataError: the text breaks off; the lines before are translated.
+    """
     from ..translation.progress import LineProgress
+    from ..translation.text import open_text
     from ..translation.translator import CHUNK_LINES
 
     if args.input and args.output and Path(args.output).exists() and os.path.samefile(args.input, args.output):
         raise ValueError(f"--input and --output are the same file, {args.input}; it would be lost")
     name, failed = args.input or "standard input", False
+    # Someone typing wants an answer to every line, and no progress between the answers.
+    typed = not args.input and sys.stdin.buffer.isatty()
     with contextlib.ExitStack() as stack:
-        source = stack.enter_context(_open_input(args.input)) if args.input else sys.stdin.buffer
+        source = _Input(stack.enter_context(open_text(args.input or sys.stdin.buffer, name=name)))
         translator = _translator(args, device)
         target = stack.enter_context(open(args.output, "wb")) if args.output else sys.stdout.buffer
-        # Someone typing wants an answer to every line, and no progress between the answers.
-        typed = not args.input and source.isatty()
         progress = stack.enter_context(LineProgress(lambda: _count(args.input), hidden=typed))
 
         def report(number: int, reason: str) -> None:
@@ -131,7 +134,7 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
 
         # Workers read ahead, and someone typing has not yet written what they would read.
         chunk_lines, workers = (1, 1) if typed else (CHUNK_LINES, args.workers)
-        answers = translator.translations(_lines(source), chunk_lines=chunk_lines, workers=workers, on_error=report)
+        answers = translator.translations(source, chunk_lines=chunk_lines, workers=workers, on_error=report)
         for number, found in enumerate(answers, start=1):
             for translation in found:
                 target.write(_columns(args, number, translation).encode("utf-8") + b"\n")
@@ -139,6 +142,8 @@ def run(args: argparse.Namespace, device: torch.device) -> int:
             if typed:
                 target.flush()
         target.flush()
+    if source.damage:
+        raise source.damage
     return 1 if failed else 0
 
 
@@ -183,43 +188,37 @@ def _columns(args: argparse.Namespace, number: int, translation: Translation) ->
     return "\t".join(columns)
 
 
-@contextlib.contextmanager
-def _open_input(path: str) -> Iterator[IO[bytes]]:
-    """A file of text, plain or gzipped; a damaged one is found before anything is translated.
-
-    Raises:
-        DataError: a gzip file is damaged or cut short.
-    """
-    from ..translation import DataError
-
-    with open(path, "rb") as file:
-        if file.peek(2)[:2] != b"\x1f\x8b":
-            yield file
-            return
-        try:
-            with gzip.GzipFile(fileobj=file) as whole:
-                while whole.read(2**20):
-                    pass
-        except (EOFError, OSError, zlib.error) as error:
-            raise DataError(f"{path} is a damaged or truncated gzip file: {error}") from None
-        file.seek(0)
-        yield gzip.GzipFile(fileobj=file)
-
-
 def _count(path: str | None) -> int | None:
-    """The number of lines of a file; None for standard input, which cannot be read twice."""
+    """The number of lines of a file; None for standard input, which cannot be read twice, and for a damaged file."""
+    from ..translation.errors import DataError
+    from ..translation.text import open_text
+
     if not path:
         return None
-    with _open_input(path) as file:
-        return sum(1 for _ in file)
+    try:
+        with open_text(path) as lines:
+            return sum(1 for _ in lines)
+    except DataError:
+        return None
 
 
-def _lines(source: IO[bytes]) -> Iterator[str | ValueError]:
-    """Lines end at a line feed and nowhere else, as in training; for one that is not UTF-8, the error."""
-    from ..translation.text import UTF8_BOM, decode_line
+class _Input(Iterator["str | Exception"]):
+    """The lines of a text; for one that is not UTF-8, the error. A text that breaks off ends there, with `damage`."""
 
-    for number, line in enumerate(source):
+    def __init__(self, lines: Iterator[bytes]) -> None:
+        self._lines = lines
+        self.damage: Exception | None = None
+
+    def __next__(self) -> str | Exception:
+        from ..translation.errors import DataError
+        from ..translation.text import decode_line
+
         try:
-            yield decode_line((line if number else line.removeprefix(UTF8_BOM)).rstrip(b"\r\n"))
+            line = next(self._lines)
+        except DataError as error:
+            self.damage = error
+            raise StopIteration from None
+        try:
+            return decode_line(line)
         except ValueError as error:
-            yield error
+            return error

@@ -35,12 +35,14 @@ class GenerationConfig:
         temperature: of the distribution drawn from, logits / temperature.
         top_k: draw from the k most likely tokens only; 0 is all.
         top_p: draw from the fewest tokens that together have this probability (Holtzman et al. 2020), in (0, 1].
-        seed: of the draws; None takes torch's own random state. The same batch and seed give the same draws.
-        max_length: tokens of an answer at most, EOS included: a number, or (a, b) for a * source length + b.
+        seed: of the draws; None takes torch's own random state. With a seed, what is drawn for a sentence depends on
+            the seed and the number of the sentence alone, see `streams` of `generate`.
+        max_length: tokens of an answer at most, EOS included: a number, or (a, b) for a * source length + b. A prefix
+            that is longer is the answer.
         min_length: tokens at least, EOS included, in the same two forms.
         no_repeat_ngram: no n tokens in a row occur twice in an answer; 0 is off.
         repetition_penalty: logits of tokens that the answer has already are divided by it where positive and multiplied
-            where negative (Keskar et al. 2019, "CTRL"); 1 is off.
+            where negative (Keskar et al. 2019, "CTRL"); 1 is off. For one model: several have probabilities alone.
         suppress: target ids never to be chosen, such as the unknown token's.
         force_eos: an answer that reaches max_length ends in EOS there, which then has probability 1.
         renormalize: divide the probabilities by the sum of those of the tokens that may follow.
@@ -140,6 +142,8 @@ class GenerationConfig:
         if self.beam % self.beam_groups:
             raise ValueError(f"beam_groups must divide the beam, got {self.beam_groups} groups and beam {self.beam}")
 
+        if isinstance(self.min_length, int) and isinstance(self.max_length, int) and self.min_length > self.max_length:
+            raise ValueError(f"min_length is {self.min_length}, more than max_length {self.max_length}")
         if self.quantize and not self.cache:
             raise ValueError(f"quantize {self.quantize!r} is for steps with a cache; expected cache True, got False")
         if self.draft_tokens:

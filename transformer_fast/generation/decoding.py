@@ -37,14 +37,15 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Request:
-    """A checked batch: source ids (B, S), keep mask (B, 1, S) or None, tokens of the longest answers (B,), and the ids
-    that begin and end an answer."""
+    """A checked batch: source ids (B, S), keep mask (B, 1, S) or None, tokens of the longest answers (B,), the ids that
+    begin and end an answer, and the stream of random numbers of each sentence (B,)."""
 
     src: Tensor
     src_mask: Tensor | None
     limits: Tensor
     bos: int
     eos: int
+    streams: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
 
     def lengths(self) -> Tensor:
         """(B,) how many source positions are read."""
@@ -186,8 +187,8 @@ class Decoding:
 
         Rows that joined later have their BOS at a later column. The prefixes are those of the last call, as `select`
         has ordered them, and one token more.
-        Raises FloatingPointError if a model answers NaN, which no search can rank; without `check` the caller asks
-        `refuse_nan`.
+        Raises FloatingPointError if a model answers NaN or infinity, which no search can rank; without `check` the
+        caller asks `refuse_nan`.
         """
         each = []
         for step in self._steps:
@@ -304,10 +305,11 @@ def _trimmed_lengths(form: Form, mask: Tensor | None) -> list[int] | None:
 
 
 def refuse_nan(found: Tensor, tokens: Tensor) -> None:
-    """Raises FloatingPointError if there is a NaN in what was found of the logits behind these prefixes."""
-    if bool(found.isnan().any()):
+    """Raise FloatingPointError for a NaN, or plus infinity, in what was found of the logits of these prefixes."""
+    if not bool((found < torch.inf).all()):
         raise FloatingPointError(
-            f"the model's logits for token {tokens.shape[1]} are NaN; its weights are not usable for decoding"
+            f"the model's logits for token {tokens.shape[1]} are NaN or infinite; its weights are not usable for"
+            " decoding"
         )
 
 

@@ -30,6 +30,7 @@ def generate(
     eos: int,
     pad: int | None = None,
     prefix: Sequence[Sequence[int]] | None = None,
+    streams: Sequence[int] | None = None,
     config: GenerationConfig | None = None,
 ) -> list[list[Hypothesis]]:
     """Translate a batch as the config says: greedily, by beam search or by drawing.
@@ -38,20 +39,24 @@ def generate(
         model: as in `greedy`; or several with one target vocabulary, the mean of whose probabilities decides.
         src: (B, S) source ids; src_lengths, src_mask, bos, eos, pad: as in `greedy`.
         prefix: for each sentence the target ids that its answers begin with (none: an empty list), BOS aside. They
-            count as chosen: in the length, in the probability, and in the answer.
+            count as chosen: in the length, in the probability, and in the answer, which has all of them.
+        streams: with `config.sample`, for each sentence the number of its stream of random numbers, 0 <= number <
+            2**63; default its place in the batch. With a seed, the answers of a sentence depend on the seed and this
+            number alone, whatever the batch.
         config: the options; the default is greedy decoding.
 
     Returns:
         For each sentence, in the order of src, at most `config.n_best` hypotheses and at least one, the best first.
 
     Raises:
-        ValueError: for input that cannot be decoded. FloatingPointError: if a model answers NaN.
+        ValueError: for input that cannot be decoded. FloatingPointError: if a model answers NaN or infinity.
     """
     config = GenerationConfig() if config is None else config
     models = as_models(model)
     request, rules = prepare(
         models, src, src_lengths=src_lengths, src_mask=src_mask, bos=bos, eos=eos, pad=pad, prefix=prefix, config=config
     )
+    request = dataclasses.replace(request, streams=_checked_streams(streams, src.shape[0]))
     if src.shape[0] == 0:
         return []
     with evaluating(*models):
@@ -91,11 +96,39 @@ def prepare(
         if token == eos or (vocabulary is not None and token >= vocabulary):
             raise ValueError(f"suppress names token {token}: it is EOS, or outside the vocabulary of {vocabulary}")
     _check_prefix(prefix, request, vocabulary)
-    request = dataclasses.replace(request, limits=_span(config.max_length, request).clamp(min=1))
-    least = _span(config.min_length, request)
-    if bool((least > request.limits).any()):
-        raise ValueError(f"min_length {config.min_length} is more than max_length {config.max_length} allows")
-    return request, Rules(config, request, least, prefix)
+    if reason := models_obstacle(models, config):
+        raise ValueError(reason)
+    lengths = request.lengths().tolist()
+    for index, length in enumerate(lengths):
+        if reason := length_obstacle(config, length):
+            raise ValueError(f"sentence {index} of the batch: {reason}")
+    limits = [max(_span(config.max_length, length), 1) for length in lengths]
+    if prefix is not None:  # an answer has the whole of it, and behind it the EOS that is forced
+        limits = [max(limit, len(ids) + (config.force_eos and bool(ids))) for limit, ids in zip(limits, prefix)]
+    least = [_span(config.min_length, length) for length in lengths]
+    request = dataclasses.replace(request, limits=torch.tensor(limits, dtype=torch.long, device=src.device))
+    return request, Rules(config, request, torch.tensor(least, dtype=torch.long, device=src.device), prefix)
+
+
+def models_obstacle(models: Sequence[nn.Module], config: GenerationConfig) -> str | None:
+    """Why these models cannot decode together with these options, or None."""
+    if len(models) > 1 and config.repetition_penalty != 1.0:
+        return (
+            f"repetition_penalty {config.repetition_penalty} divides logits, and {len(models)} models together have"
+            " probabilities alone; expected one model, or repetition_penalty 1"
+        )
+    return None
+
+
+def length_obstacle(config: GenerationConfig, length: int) -> str | None:
+    """Why every answer to a source of so many tokens would be too short or too long, or None."""
+    least, most = _span(config.min_length, length), max(_span(config.max_length, length), 1)
+    if least <= most:
+        return None
+    return (
+        f"min_length {config.min_length} asks for at least {least} tokens, max_length {config.max_length} allows {most}"
+        f" for a source of {length}"
+    )
 
 
 def new_search(models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> SearchState:
@@ -108,11 +141,17 @@ def new_search(models: Sequence[nn.Module], request: Request, config: Generation
     return search(models, request, config, rules)
 
 
-def _span(span: Span, request: Request) -> Tensor:
-    if not isinstance(span, tuple):
-        return torch.full_like(request.limits, span)
-    slope, base = span
-    return torch.tensor([math.floor(slope * n + base) for n in request.lengths().tolist()], device=request.src.device)
+def _span(span: Span, length: int) -> int:
+    """A number of tokens for a source of so many."""
+    return math.floor(span[0] * length + span[1]) if isinstance(span, tuple) else span
+
+
+def _checked_streams(streams: Sequence[int] | None, batch: int) -> Tensor:
+    """(B,) int64, for `Sampler`."""
+    found = torch.arange(batch) if streams is None else torch.as_tensor(streams, dtype=torch.int64)
+    if found.shape != (batch,) or bool((found < 0).any()):
+        raise ValueError(f"streams must be {batch} numbers >= 0, one for each sentence, got {streams!r}")
+    return found
 
 
 def _check_prefix(prefix: Sequence[Sequence[int]] | None, request: Request, vocabulary: int | None) -> None:

@@ -79,7 +79,7 @@ class GreedySearch(SearchState):
         if copies > 1:
             self.decoding.select(self._sentence)
             self.tokens = self.tokens[self._sentence]
-        self._draw = Sampler(config, rows) if config.sample else None
+        self._draw = Sampler(config, request.streams) if config.sample else None
         self._scored = scored
         self.log_prob = torch.full((rows,), 0.0 if scored else torch.nan, dtype=torch.float64, device=device)
         self._attention = torch.zeros(rows, 0, request.src.shape[1], device=device) if config.reads_attention else None

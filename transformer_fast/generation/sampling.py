@@ -5,28 +5,53 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..reference.dropout import MASK32, philox
 from .config import GenerationConfig
+
+STEPS_AHEAD = 64
+"""Steps whose numbers are made at a time: one number alone takes as long."""
 
 
 class Sampler:
-    """Draws by inverting the cumulative distribution at one uniform number a row and step.
+    """Draws by inverting the cumulative distribution at one uniform number per answer and step.
 
-    Every one of the rows that the batch began with gets its number at every step, whether it still goes on or not, so
-    that what one row draws does not depend on when others end.
+    The numbers are Philox 4x32-10 of the seed, the stream of the sentence, the number of the answer and the step. So
+    what is drawn for a sentence does not depend on the others of its batch, nor on when they end.
+
+    Args:
+        config: with `sample`; without a seed one is drawn from torch's own random state.
+        streams: (sentences,) int64, the stream of each sentence.
     """
 
-    def __init__(self, config: GenerationConfig, rows: int) -> None:
-        self._config, self._rows = config, rows
-        self._generator = None if config.seed is None else torch.Generator().manual_seed(config.seed)
+    def __init__(self, config: GenerationConfig, streams: Tensor) -> None:
+        self._config = config
+        self._seed = int(torch.randint(2**63 - 1, ())) if config.seed is None else config.seed
+        stream = streams.cpu().repeat_interleave(config.n_best)[:, None]
+        answer = torch.arange(config.n_best).repeat(len(streams))[:, None]
+        self._where = answer, stream & MASK32, (stream >> 32) & MASK32
+        self._step = 0
+        self._numbers = torch.empty(0, 0, dtype=torch.float64)
 
     def __call__(self, logits: Tensor, row: Tensor) -> Tensor:
-        """(n, vocabulary) logits and the n rows they are of -> (n,) tokens."""
-        uniform = torch.rand(self._rows, dtype=torch.float64, generator=self._generator).to(logits.device)[row]
-        values, tokens = most_likely(logits / self._config.temperature, self._config.top_k, self._config.top_p)
+        """(n, vocabulary) logits and the n answers they are of, counted over all sentences -> (n,) tokens."""
+        at = self._step % STEPS_AHEAD
+        if at == 0:
+            self._numbers = self._uniform(self._step).to(logits.device)
+        self._step += 1
+        # The greatest logit is taken off first, so that nothing overflows. Below the least normal number nothing changes.
+        temperature = max(self._config.temperature, torch.finfo(logits.dtype).tiny)
+        scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature
+        values, tokens = most_likely(scaled, self._config.top_k, self._config.top_p)
         cumulative = values.double().softmax(dim=-1).cumsum(dim=-1)
-        wanted = uniform[:, None] * cumulative[:, -1:]
+        wanted = self._numbers[row, at, None] * cumulative[:, -1:]
         index = torch.searchsorted(cumulative, wanted, right=True).clamp(max=values.shape[1] - 1)
         return (index if tokens is None else tokens.gather(1, index)).squeeze(1)
+
+    def _uniform(self, first: int) -> Tensor:
+        """(answers, STEPS_AHEAD) numbers of 53 bits in [0, 1), of the steps from this one on."""
+        steps = torch.arange(first, first + STEPS_AHEAD)
+        high, low, _, _ = philox((steps, *self._where), self._seed)
+        return ((high >> 5) * 2**26 + (low >> 6)).double() * 2.0**-53
 
 
 def most_likely(logits: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:

@@ -48,11 +48,14 @@ def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def log_normalizer(logits: Tensor) -> Tensor:
-    """logits (rows, vocabulary) -> their logsumexp (rows,): log P of a token is its logit less this, so that a
-    log-softmax of the whole vocabulary need not be written."""
+    """logits (rows, vocabulary) -> their logsumexp (rows,), NaN where one is NaN or plus infinity.
+
+    log P of a token is its logit less this, so that a log-softmax of the whole vocabulary need not be written.
+    """
     if use_native(logits):
         return torch.ops.transformer_fast.log_normalizer(logits)
-    return logits.logsumexp(dim=-1)
+    found = logits.logsumexp(dim=-1)
+    return found.masked_fill(found == torch.inf, torch.nan)
 
 
 def use_native(logits: Tensor) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import sentencepiece
 
 from .errors import CheckpointError
+from .words import Span, decoded_spans, encoded_spans, spread
 
 WORD_START = "\u2581"
 TAG = re.compile(r">>.*?<<", re.DOTALL)
@@ -67,6 +68,8 @@ class PairTokenizer:
         self.never = (self.pad,)  # whose logit nothing was trained to lower
         self._pieces = {id_: piece for piece, id_ in self._target_vocab.items()}
         self._source_pieces = {id_: piece for piece, id_ in self._vocab.items()}
+        marks, special = {self.eos, self.unk, self.pad}, set(self.special.values())
+        self._written = {id_ for id_, piece in self._pieces.items() if id_ not in marks and piece not in special}
         # With one map for both languages, the source's model also joins the target's pieces.
         self._joining = self._source if files.target_vocab is None else self._target
         self._specials = re.compile("(" + "|".join(re.escape(piece) for piece in self.special.values()) + ")")
@@ -92,9 +95,8 @@ class PairTokenizer:
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
         """Text of each sequence; it ends at the first `eos`, and special pieces are dropped."""
         bodies = (takewhile(lambda token: token != self.eos, ids) for ids in sequences)
-        marks, special = {self.eos, self.unk, self.pad}, set(self.special.values())
-        kept = (self.pieces([int(token) for token in ids if int(token) not in marks]) for ids in bodies)
-        texts = (self._joining.decode_pieces([piece for piece in pieces if piece not in special]) for pieces in kept)
+        kept = (self.pieces([token for token in map(int, ids) if token in self._written]) for ids in bodies)
+        texts = (self._joining.decode_pieces(pieces) for pieces in kept)
         return [text.replace(WORD_START, " ").strip() for text in texts]
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -105,6 +107,25 @@ class PairTokenizer:
         """The written form of each source id."""
         return [self._source_pieces.get(int(i), self.special["unk"]) for i in ids]
 
+    def source_spans(self, line: str) -> list[Span]:
+        """The characters of a line that each of its tokens covers."""
+        spans: list[Span] = []
+        for at, part, whole in self._parts(line):
+            if whole:
+                spans.append((at, at + len(part)))
+            else:
+                spans += [(at + begin, at + end) for begin, end in encoded_spans(self._source, part)]
+        return spans
+
+    def decode_spans(self, ids: Sequence[int]) -> tuple[str, list[Span | None]]:
+        """`decode` of one sequence, not stripped, and the characters of it that each id wrote; None for one that is
+        dropped."""
+        body = list(takewhile(lambda token: token != self.eos, map(int, ids)))
+        kept = [token in self._written for token in body]
+        pieces = self.pieces([token for token, keep in zip(body, kept) if keep])
+        text, spans = decoded_spans(self._joining, pieces)
+        return text.replace(WORD_START, " "), spread(spans, kept, len(ids))
+
     def split_tag(self, line: str) -> tuple[str, str]:
         """The language that a line asks for, such as ">>fr<<", or nothing; and the rest of the line."""
         tag = TAG.match(line)
@@ -112,13 +133,21 @@ class PairTokenizer:
 
     def _split(self, line: str) -> list[str]:
         pieces: list[str] = []
-        for part in self._specials.split(line):
-            if part in self.special.values():
-                pieces.append(part)
-            elif part:
-                tag, text = self.split_tag(part)
-                pieces += [*([tag] if tag else []), *self._source.encode(text, out_type=str)]
+        for _, part, whole in self._parts(line):
+            pieces += [part] if whole else self._source.encode(part, out_type=str)
         return pieces
+
+    def _parts(self, line: str) -> Iterator[tuple[int, str, bool]]:
+        """Where each part of a line stands, the part, and whether it is one token: a special piece or a tag."""
+        at = 0
+        for part in self._specials.split(line):
+            special = part in self.special.values()
+            tag, text = ("", part) if special else self.split_tag(part)
+            if tag:
+                yield at, tag, True
+            if text:
+                yield at + len(tag), text, special
+            at += len(part)
 
 
 def _processor(model: bytes, name: str) -> sentencepiece.SentencePieceProcessor:

@@ -6,12 +6,16 @@ feed inside a sentence, and every later pair of the corpus would then be misalig
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
+import io
 import os
 import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
 from .errors import DataError
 
@@ -33,47 +37,77 @@ class ParallelText:
         return len(self.source)
 
 
-def _read_bytes(path: Path) -> bytes:
-    if path.is_dir():
-        raise DataError(f"{path} is a folder; expected a text file with one sentence a line (plain or .gz)")
+@contextlib.contextmanager
+def open_text(source: PathLike | IO[bytes], *, name: str = "") -> Iterator[Iterator[bytes]]:
+    """Context with the lines of a text as bytes, without their line ends and the mark of UTF-8 before the first.
+
+    Lines are read as they are asked for. Of a text that breaks off, all lines that are whole come before the error.
+
+    Args:
+        source: the path of a plain or gzipped file, or an open binary stream. gzip is recognised by its first two
+            bytes, not by the name.
+        name: of the stream, for messages.
+
+    Raises:
+        DataError: missing, a folder, unreadable; from the iterator, damaged or truncated gzip.
+    """
+    with contextlib.ExitStack() as stack:
+        if isinstance(source, str | os.PathLike):
+            path = Path(source)
+            name = str(path)
+            if path.is_dir():
+                raise DataError(f"{path} is a folder; expected a text file with one sentence a line (plain or .gz)")
+            try:
+                stream: Any = stack.enter_context(open(path, "rb"))
+                start = stream.peek(2)[:2]
+            except FileNotFoundError:
+                raise DataError(f"{path} does not exist; expected a text file with one sentence a line") from None
+            except OSError as error:
+                raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+            if path.suffix == ".gz" and start and start != GZIP_MAGIC:
+                raise DataError(f"{path} ends in .gz but is not a gzip file (it does not start with 1f 8b)")
+        else:
+            stream = source
+            if not hasattr(stream, "peek"):
+                stream = io.BufferedReader(stream)  # type: ignore[arg-type]
+                stack.callback(stream.detach)
+            # Someone typing has not written a line yet.
+            start = b"" if stream.isatty() else stream.peek(2)[:2]
+        packed = start == GZIP_MAGIC
+        yield _lines(stack.enter_context(gzip.GzipFile(fileobj=stream)) if packed else stream, name)
+
+
+def _lines(stream: Iterable[bytes], name: str) -> Iterator[bytes]:
+    """The lines of a stream; one that breaks off within a line has no whole one there."""
+    number = 0
     try:
-        raw = path.read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"{path} does not exist; expected a text file with one sentence a line") from None
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror or error}") from error
-    if raw.startswith(GZIP_MAGIC):
-        try:
-            return gzip.decompress(raw)
-        except (EOFError, OSError, zlib.error) as error:
-            raise DataError(f"{path} is a damaged or truncated gzip file: {error}") from error
-    if path.suffix == ".gz" and raw:
-        raise DataError(f"{path} ends in .gz but is not a gzip file (it does not start with 1f 8b)")
-    return raw
+        for number, line in enumerate(stream, start=1):
+            text = line if number > 1 else line.removeprefix(UTF8_BOM)
+            yield text.removesuffix(b"\n").removesuffix(b"\r")
+    except (EOFError, OSError, zlib.error) as error:
+        damage = "is a damaged or truncated gzip file" if isinstance(stream, gzip.GzipFile) else "cannot be read"
+        raise DataError(f"{name} {damage}, after line {number}: {error}") from error
 
 
-def read_lines(path: PathLike) -> list[str]:
+def read_lines(path: PathLike, *, may_be_blank: bool = False) -> list[str]:
     """All lines of a UTF-8 text file, without their line ends.
 
     Args:
-        path: a plain or gzipped file; gzip is recognised by its first two bytes, not by the name.
+        path: a plain or gzipped file; see `open_text`.
+        may_be_blank: take a text of nothing but blank lines.
 
     Raises:
-        DataError: missing, a folder, unreadable, empty, damaged gzip, or invalid UTF-8 (with the line number).
+        DataError: what `open_text` raises; empty, or invalid UTF-8 (with the line number).
     """
-    path = Path(path)
-    raw = _read_bytes(path).removeprefix(UTF8_BOM)
-    if not raw.strip():
-        raise DataError(f"{path} is empty; expected one sentence a line")
-    lines = raw.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
     decoded = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            decoded.append(decode_line(line.removesuffix(b"\r")))
-        except ValueError as error:
-            raise DataError(f"{path}, line {number}: {error}; convert the file to UTF-8") from None
+    with open_text(path) as lines:
+        for number, line in enumerate(lines, start=1):
+            try:
+                decoded.append(decode_line(line))
+            except ValueError as error:
+                raise DataError(f"{path}, line {number}: {error}; convert the file to UTF-8") from None
+    if not decoded or not (may_be_blank or any(map(str.strip, decoded))):
+        raise DataError(f"{path} is empty; expected one sentence a line")
     return decoded
 
 
@@ -90,13 +124,13 @@ def decode_line(line: bytes) -> str:
         raise ValueError(f"not valid UTF-8 ({where})") from None
 
 
-def read_parallel(source: PathLike, target: PathLike) -> ParallelText:
-    """Two aligned files as one corpus.
+def read_parallel(source: PathLike, target: PathLike, *, may_be_blank: bool = False) -> ParallelText:
+    """Two aligned files as one corpus; may_be_blank: as in `read_lines`.
 
     Raises:
         DataError: anything `read_lines` raises, or files of different lengths (both counts are named).
     """
-    left, right = read_lines(source), read_lines(target)
+    left, right = (read_lines(path, may_be_blank=may_be_blank) for path in (source, target))
     if len(left) != len(right):
         raise DataError(
             f"the files are not aligned: {source} has {len(left):,} lines, {target} has {len(right):,};"

@@ -15,6 +15,7 @@ from itertools import takewhile
 import sentencepiece
 
 from .errors import CheckpointError, ConfigError, DataError
+from .words import Span, decoded_spans, encoded_spans, lowered_spans, spread
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 SPECIALS = 4
@@ -94,6 +95,18 @@ class Tokenizer:
         bodies = (takewhile(lambda token: token != EOS, ids) for ids in sequences)
         # One by one: a call for several makes threads, which takes a hundred times as long as a sentence.
         return [self._processor.decode_ids([int(token) for token in ids if token not in (PAD, BOS)]) for ids in bodies]
+
+    def source_spans(self, line: str) -> list[Span]:
+        """The characters of a line that each of its tokens covers."""
+        if not self.lowercase:
+            return encoded_spans(self._processor, line)
+        return lowered_spans(line, encoded_spans(self._processor, line.lower()))
+
+    def decode_spans(self, ids: Sequence[int]) -> tuple[str, list[Span | None]]:
+        """`decode` of one sequence, and the characters of the text that each id wrote; None for one that is dropped."""
+        body = list(takewhile(lambda token: token != EOS, map(int, ids)))
+        text, spans = decoded_spans(self._processor, [token for token in body if token not in (PAD, BOS)])
+        return text, spread(spans, [token not in (PAD, BOS) for token in body], len(ids))
 
     def split_tag(self, line: str) -> tuple[str, str]:
         """What must stand before each part of a line, were it translated in parts, which is nothing; and the line."""

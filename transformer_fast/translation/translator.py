@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -13,18 +12,20 @@ from torch import nn
 from ..generation import GenerationConfig, Hypothesis, generate
 from ..generation.continuous import ContinuousBatch, Sentence, obstacle
 from ..generation.decoding import pad_sources
+from ..generation.generate import length_obstacle, models_obstacle
 from .errors import ConfigError
 from .pair_tokenizer import PairTokenizer
+from .parts import SPACE, Part, parts_of
 from .tokenizer import Tokenizer
+from .words import word_numbers
 from .worker_pool import translate_chunks
 
 CHUNK_LINES = 2_000
 CHUNK_CHARACTERS = 1_000_000
+PART_BITS = 16
+"""Of the number of a stream, for the part of a line; the others are the number of the line."""
 WORKER_LINES = 250
 """Fewer at a time do not fill batches."""
-SENTENCE_END = re.compile(r"(?<=[.!?;:])\s+")
-SPACE = re.compile(r"\s+")
-WORD_START = "\u2581"
 
 AnyTokenizer = Tokenizer | PairTokenizer
 Answers = Iterator[tuple[int, list[Hypothesis] | Exception]]
@@ -38,8 +39,9 @@ class Translation:
         text: without a line end, white space as single spaces.
         score, log_prob: as in :class:`~transformer_fast.generation.Hypothesis`; sums, where the line was translated in
             pieces; NaN for a line that could not be translated.
-        alignment: (source word, target word) pairs by rising target, counted from 0 between white space: for each
-            token the source token that got most of its attention. None unless it was asked for.
+        alignment: (source word, target word) pairs by rising target: for each token of the translation the source
+            token that got most of its attention. Words are counted from 0, as ``line.split()`` and ``text.split()``
+            have them, whatever parts the line was cut into. None unless it was asked for.
     """
 
     text: str
@@ -88,6 +90,8 @@ class Translator:
         self.config = config or GenerationConfig(beam=beam, length_penalty=length_penalty, suppress=tokenizer.never)
         self.batch_tokens, self.longest = batch_tokens, longest
         self.device = next(self.models[0].parameters()).device
+        if reason := models_obstacle(self.models, self.config):
+            raise ConfigError(reason)
         reason = obstacle(self.models, self.config)
         if keep_full and reason:
             raise ConfigError(f"keep_full=True cannot be: {reason}")
@@ -135,7 +139,7 @@ class Translator:
 
     def decode_ids(self, lines: list[str]) -> list[list[int]]:
         """The target ids of each line's translation, without BOS and EOS; every line as one piece."""
-        return [found[0].tokens for found in self._decode(self.tokenizer.encode_source(lines))]
+        return [found[0].tokens for found in self._decode(self.tokenizer.encode_source(lines), list(range(len(lines))))]
 
     def translate_chunk(
         self, lines: list[str | Exception], first: int, on_error: Callable[[int, str], None] | None
@@ -145,39 +149,49 @@ class Translator:
         if reasons and on_error is None:
             number, reason = next(iter(reasons.items()))
             raise ValueError(f"line {first + number}: {reason}")
-        texts = ((number, line) for number, line in enumerate(lines) if number not in reasons)
-        pieces = [(number, piece) for number, line in texts for piece in self._pieces(line)]
-        sources = self.tokenizer.encode_source([piece for _, piece in pieces])
-        found: list[list[Translation]] = [[] for _ in pieces]
+        parts, sources = self._parts({n: line for n, line in enumerate(lines) if isinstance(line, str)})
+        for (number, _), source in zip(parts, sources, strict=True):
+            if reason := length_obstacle(self.config, len(source)):
+                if on_error is None:
+                    raise ValueError(f"line {first + number}: {reason}")
+                reasons.setdefault(number, reason)
+        found: list[list[Translation]] = [[] for _ in parts]
         # Longest first: a batch that does not fit into memory shows at once, not after an hour.
-        order = sorted(range(len(pieces)), key=lambda i: -len(sources[i]))
+        order = [index for index, (number, _) in enumerate(parts) if number not in reasons]
+        order.sort(key=lambda index: -len(sources[index]))
+        streams = _streams(first + number for number, _ in parts)
         keep_full = self.keep_full and obstacle(self.models, self.config) is None  # a model may have got a hook since
         decode = self._decode_continuously if keep_full else self._decode_batches
-        for index, answer in decode(order, sources, keep_errors=on_error is not None):
+        for index, answer in decode(order, sources, streams, keep_errors=on_error is not None):
             if isinstance(answer, Exception):
-                reasons.setdefault(pieces[index][0], str(answer))
+                reasons.setdefault(parts[index][0], str(answer))
             else:
-                found[index] = self._texts(sources[index], answer)
-        of_line: list[list[tuple[str, list[Translation]]]] = [[] for _ in lines]
-        for (number, piece), answers in zip(pieces, found, strict=True):
-            of_line[number].append((piece, answers))
-        for number, parts in enumerate(of_line):
+                found[index] = self._texts(parts[index][1], answer)
+        of_line: list[list[list[Translation]]] = [[] for _ in lines]
+        for (number, _), answers in zip(parts, found, strict=True):
+            of_line[number].append(answers)
+        for number, answers_of_parts in enumerate(of_line):
             if number in reasons:
                 on_error(first + number, reasons[number])
                 yield [Translation("", math.nan, math.nan)]
             else:
-                yield _join_pieces(parts)
+                yield _join_parts(answers_of_parts)
 
-    def _pieces(self, line: str) -> list[str]:
-        tag, text = self.tokenizer.split_tag(line.strip())
+    def _parts(self, lines: dict[int, str]) -> tuple[list[tuple[int, Part]], list[list[int]]]:
+        """The parts of all lines by number, each with the number of its line, and the source ids of each part."""
+        whole = dict(zip(lines, self.tokenizer.encode_source([line.strip() for line in lines.values()])))
+        parts: list[tuple[int, Part]] = []
+        sources: list[list[int]] = []
+        for number, line in lines.items():
+            own = parts_of(line, self.tokenizer, self.longest, len(whole[number]) - 1)
+            parts += [(number, part) for part in own]
+            one = len(own) == 1 and len(whole[number]) <= self.longest
+            sources += [whole[number]] if one else self.tokenizer.encode_source([part.text for part in own])
+        return parts, sources
 
-        def fits(text: str) -> bool:
-            # A token has at least one character, so most lines need no count.
-            return len(tag + text) < self.longest or len(self.tokenizer.encode([tag + text])[0]) < self.longest
-
-        return [tag + piece for piece in split_text(text, fits)] if tag or text else []
-
-    def _decode_continuously(self, order: list[int], sources: list[list[int]], *, keep_errors: bool) -> Answers:
+    def _decode_continuously(
+        self, order: list[int], sources: list[list[int]], streams: list[int], *, keep_errors: bool
+    ) -> Answers:
         """Sources in this order, each with its number, as they are finished. Where a step fails, the sentences that
         were in work are decoded as batches, which find the one that fails, and the others go on."""
         marks = {"bos": self.tokenizer.bos, "eos": self.tokenizer.eos}
@@ -191,14 +205,17 @@ class Translator:
                 if not keep_errors:
                     raise
             failed = [order[number] for number in stream.pending]
-            yield from self._decode_batches(failed, sources, keep_errors=keep_errors)
+            yield from self._decode_batches(failed, sources, streams, keep_errors=keep_errors)
             order = order[stream.taken :]
 
-    def _decode_batches(self, order: list[int], sources: list[list[int]], *, keep_errors: bool) -> Answers:
+    def _decode_batches(
+        self, order: list[int], sources: list[list[int]], streams: list[int], *, keep_errors: bool
+    ) -> Answers:
         """Sources in this order, each with its number; batch after batch."""
+        decode = self._decode_or_errors if keep_errors else self._decode
         for batch in self._batches(order, sources):
-            given = [sources[index] for index in batch]
-            yield from zip(batch, self._decode_or_errors(given) if keep_errors else self._decode(given), strict=True)
+            given = [sources[index] for index in batch], [streams[index] for index in batch]
+            yield from zip(batch, decode(*given), strict=True)
 
     def _batches(self, order: list[int], sources: list[list[int]]) -> Iterator[list[int]]:
         batch: list[int] = []
@@ -212,68 +229,66 @@ class Translator:
         if batch:
             yield batch
 
-    def _decode(self, sources: list[list[int]]) -> list[list[Hypothesis]]:
+    def _decode(self, sources: list[list[int]], streams: list[int]) -> list[list[Hypothesis]]:
         marks = {"bos": self.tokenizer.bos, "eos": self.tokenizer.eos}
         src, lengths = pad_sources(sources, self.device, self.tokenizer.pad)
-        return generate(self.models, src, src_lengths=lengths, config=self.config, **marks)
+        return generate(self.models, src, src_lengths=lengths, streams=streams, config=self.config, **marks)
 
-    def _decode_or_errors(self, sources: list[list[int]]) -> list[list[Hypothesis] | Exception]:
+    def _decode_or_errors(self, sources: list[list[int]], streams: list[int]) -> list[list[Hypothesis] | Exception]:
         """A batch that fails is halved until the sentence that fails is alone."""
         try:
-            return self._decode(sources)
+            return self._decode(sources, streams)
         except (FloatingPointError, torch.OutOfMemoryError) as error:
             if len(sources) == 1:
                 return [error]
         half = len(sources) // 2
-        return self._decode_or_errors(sources[:half]) + self._decode_or_errors(sources[half:])
+        first = self._decode_or_errors(sources[:half], streams[:half])
+        return first + self._decode_or_errors(sources[half:], streams[half:])
 
-    def _texts(self, source: list[int], hypotheses: list[Hypothesis]) -> list[Translation]:
+    def _texts(self, part: Part, hypotheses: list[Hypothesis]) -> list[Translation]:
         texts = self.tokenizer.decode([hypothesis.tokens for hypothesis in hypotheses])
+        words = part.word_numbers(self.tokenizer) if self.config.alignments else []
         return [
-            Translation(SPACE.sub(" ", text).strip(), h.score, h.log_prob, self._alignment(source, h))
+            Translation(SPACE.sub(" ", text).strip(), h.score, h.log_prob, self._alignment(words, h))
             for text, h in zip(texts, hypotheses, strict=True)
         ]
 
-    def _alignment(self, source: list[int], hypothesis: Hypothesis) -> tuple[tuple[int, int], ...] | None:
+    def _alignment(self, sources: list[int | None], hypothesis: Hypothesis) -> tuple[tuple[int, int], ...] | None:
+        """Pairs of words, of the source's word of each token; a token that wrote nothing is in none."""
         if hypothesis.alignment is None:
             return None
-        words = _word_numbers(self.tokenizer.source_pieces(source[:-1]))  # EOS is no word
-        if not words or not hypothesis.tokens:
+        text, spans = self.tokenizer.decode_spans(hypothesis.tokens)
+        written = [(token, span) for token, span in enumerate(spans) if span is not None]
+        if not sources or not written:
             return ()
-        attended = hypothesis.alignment[:, : len(words)].argmax(dim=1).tolist()
-        target_words = _word_numbers(self.tokenizer.pieces(hypothesis.tokens))
-        pairs = {(words[i], word) for i, word in zip(attended, target_words, strict=True)}
+        attended = hypothesis.alignment[:, : len(sources)].argmax(dim=1).tolist()  # EOS, which is behind, is no word
+        targets = word_numbers(text, [span for _, span in written])
+        found = {(sources[attended[token]], target) for (token, _), target in zip(written, targets)}
+        pairs = {(source, target) for source, target in found if source is not None and target is not None}
         return tuple(sorted(pairs, key=lambda pair: pair[::-1]))
 
 
-def _word_numbers(pieces: list[str]) -> list[int]:
-    """The word that each piece is of, words standing between white space."""
-    numbers, word, opens = [], -1, True
-    for piece in pieces:
-        unknown = piece == "<unk>"  # is written with a space on either side
-        opens = opens or unknown or piece.startswith(WORD_START)
-        if opens and piece.strip(WORD_START):
-            word, opens = word + 1, False
-        numbers.append(max(word + opens, 0))
-        opens = opens or unknown
-    return numbers
+def _streams(lines: Iterable[int]) -> list[int]:
+    """A stream of random numbers for each part, of the number of its line: the same for any chunks and workers."""
+    found: list[int] = []
+    for line in lines:
+        found.append(found[-1] + 1 if found and found[-1] >> PART_BITS == line else line << PART_BITS)
+    return found
 
 
-def _join_pieces(parts: list[tuple[str, list[Translation]]]) -> list[Translation]:
-    """The translations of a line from those of its pieces: the best of all, the second best of all, and so on."""
-    if not parts:
+def _join_parts(answers_of_parts: list[list[Translation]]) -> list[Translation]:
+    """The translations of a line from those of its parts: the best of all, the second best of all, and so on."""
+    if not answers_of_parts:
         return [Translation("", alignment=())]
-    if len(parts) == 1:
-        return parts[0][1]
+    if len(answers_of_parts) == 1:
+        return answers_of_parts[0]
     joined = []
-    for rank in range(min(len(answers) for _, answers in parts)):
-        chosen = [answers[rank] for _, answers in parts]
+    for chosen in zip(*answers_of_parts):
         alignment: list[tuple[int, int]] = []
-        source_words = target_words = 0
-        for (piece, _), answer in zip(parts, chosen, strict=True):
-            alignment += [(source_words + i, target_words + j) for i, j in answer.alignment or ()]
-            source_words += len(piece.split())
-            target_words += len(answer.text.split())
+        words = 0
+        for answer in chosen:
+            alignment += [(source, words + target) for source, target in answer.alignment or ()]
+            words += len(answer.text.split())
         text = " ".join(filter(None, (answer.text for answer in chosen)))
         scores = sum(answer.score for answer in chosen), sum(answer.log_prob for answer in chosen)
         joined.append(Translation(text, *scores, None if chosen[0].alignment is None else tuple(alignment)))
@@ -291,19 +306,3 @@ def _chunks(lines: Iterable[str | Exception], most: int) -> Iterator[list[str | 
             chunk, characters = [], 0
     if chunk:
         yield chunk
-
-
-def split_text(text: str, fits: Callable[[str], bool]) -> list[str]:
-    """Cut a text into pieces that fit, near the middle: at the end of a sentence if it has one, else between
-    words, else anywhere. Nothing but white space at the cuts is lost."""
-    if len(text) <= 1 or fits(text):
-        return [text]
-    middle = len(text) // 2
-    for pattern in (SENTENCE_END, SPACE):
-        cuts = [match.span() for match in pattern.finditer(text)]
-        if cuts:
-            start, end = min(cuts, key=lambda span: abs(span[0] - middle))
-            break
-    else:
-        start = end = middle
-    return split_text(text[:start], fits) + split_text(text[end:], fits)

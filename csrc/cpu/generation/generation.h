@@ -26,7 +26,7 @@ struct QuantizedLinearParams {
 
 // Of each row of logits (rows, columns), into (rows, k) each: the k greatest without the suppressed columns, which rise;
 // and log(sum(exp(row))) of all columns, or with `renormalize` of those that are not suppressed, which is NaN where the
-// row has one.
+// row has one, or +inf.
 struct TokenChoice {
   const float* logits;
   int64_t rows, columns, k;

@@ -59,10 +59,9 @@ struct Columns {
   }
 };
 
-// log(sum(exp(row))) over some columns, of which `shift` is the greatest number; NaN where one of them is NaN.
+// log(sum(exp(row))) over some columns, of which `shift` is the greatest number; NaN where one of them is NaN or +inf.
 float log_sum(const float* row, const Columns& columns, float shift) {
-  if (shift == kInfinity)
-    return std::any_of(row, row + columns.count, [](float v) { return std::isnan(v); }) ? NAN : kInfinity;
+  if (shift == kInfinity) return NAN;
   if (shift == -kInfinity) shift = 0;
   V sums[4] = {};
   columns.for_ranges([&](int64_t begin, int64_t end) {

@@ -1,0 +1,114 @@
+"""Which word of a text each piece of it belongs to, where sentencepiece cut the text or put it together.
+
+A word is what stands between white space, in the text as it was typed or written: ``text.split()``. Pieces are another
+matter. sentencepiece normalises a text before it cuts it (a no-break space, a zero-width space or a diaeresis becomes a
+space, an ellipsis three characters), and writes an unknown piece with spaces around it. So words are not counted by
+pieces that begin one. sentencepiece says which bytes of the text a piece covers; the word is the one at its first
+character that is no white space.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+import sentencepiece
+
+Span = tuple[int, int]
+WORD = re.compile(r"\S+")
+
+
+def encoded_spans(processor: sentencepiece.SentencePieceProcessor, text: str) -> list[Span]:
+    """The characters of a text that each of its pieces covers: begin and end, in the text as it was typed."""
+    return _in_characters(text, _pieces(processor.encode(text, out_type="serialized_proto"))[1])
+
+
+def decoded_spans(
+    processor: sentencepiece.SentencePieceProcessor, tokens: Sequence[int] | Sequence[str]
+) -> tuple[str, list[Span]]:
+    """The text of ids, or of pieces, and the characters of it that each of them wrote."""
+    data = processor.decode(list(tokens), out_type="serialized_proto") if tokens else b""
+    text, spans = _pieces(data)
+    decoded = text.decode("utf-8")
+    return decoded, _in_characters(decoded, spans)
+
+
+def spread(spans: Sequence[Span], kept: Sequence[bool], count: int) -> list[Span | None]:
+    """Spans of the tokens that were kept, at the places of these among `count` tokens; None elsewhere."""
+    found = iter(spans)
+    placed: list[Span | None] = [next(found) if keep else None for keep in kept]
+    return placed + [None] * (count - len(placed))
+
+
+def word_numbers(text: str, spans: Sequence[Span]) -> list[int | None]:
+    """The word of ``text.split()`` that each span belongs to: the one of its first character that is no white space.
+
+    A span of white space alone, or of nothing, belongs to the word behind it, or to the last one; None where the text
+    has no word.
+    """
+    ends = [match.end() for match in WORD.finditer(text)]
+    return [min(bisect_right(ends, begin), len(ends) - 1) if ends else None for begin, _ in spans]
+
+
+def lowered_spans(text: str, spans: Sequence[Span]) -> list[Span]:
+    """Spans of ``text.lower()`` as spans of the text: some letters have a lower case of two characters."""
+    if len(text.lower()) == len(text):
+        return list(spans)
+    origin = [index for index, letter in enumerate(text) for _ in letter.lower()]
+    origin.append(len(text))
+    return [(origin[begin], origin[end - 1] + 1 if end > begin else origin[begin]) for begin, end in spans]
+
+
+def _in_characters(text: str, spans: Sequence[Span]) -> list[Span]:
+    """Spans of the UTF-8 bytes of a text as spans of its characters."""
+    if text.isascii():
+        return list(spans)
+    numbers = [number for number, character in enumerate(text) for _ in character.encode("utf-8")]
+    numbers.append(len(text))
+    return [(numbers[begin], numbers[end]) for begin, end in spans]
+
+
+def _pieces(data: bytes) -> tuple[bytes, list[Span]]:
+    """The text and the spans, in bytes, of a serialised ``SentencePieceText``.
+
+    Its fields are 1: the text, and 2: the pieces, each with 4: begin and 5: end. Read here, because Google's protobuf
+    is no dependency of sentencepiece, and the classes that sentencepiece has for it change with its versions.
+    """
+    text, spans = b"", []
+    for field, value in _fields(data):
+        if field == 1:
+            text = bytes(value)
+        elif field == 2:
+            piece = dict(_fields(value))
+            spans.append((piece.get(4, 0), piece.get(5, 0)))
+    return text, spans
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protobuf message, each with its number; those of a fixed width are left out."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+        elif kind == 2:
+            size, at = _varint(data, at)
+            yield key >> 3, data[at : at + size]
+            at += size
+        else:
+            at += {1: 8, 5: 4}[kind]
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """A number in groups of seven bits, lowest first, and where it ends."""
+    value = shift = 0
+    while True:
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
