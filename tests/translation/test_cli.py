@@ -279,7 +279,7 @@ WRONG = {
     ),
     "a model that is a file": (["translate", "--model", "{tmp}/two"], 2, "two is not a folder; expected that of a run"),
     "a cut gzip file": (
-        ["translate", "--model", "{run}", "--input", "{tmp}/cut.gz", "--output", "{tmp}/latin"],
+        ["translate", "--model", "{run}", "--input", "{tmp}/cut.gz", "--output", "{tmp}/new"],
         2,
         "cut.gz is a damaged or truncated gzip file, after line ",
     ),
