@@ -36,6 +36,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("all"):
+        os.environ["TESTS_ALL"] = "1"  # for tests/support/examples.py, in all processes of the run
     config.addinivalue_line("markers", "slow(reason): runs with --all alone")
     config.addinivalue_line(
         "markers", 'cover(what): "pairs" of the values of two parameters, "values", or how many cases'

@@ -239,8 +239,8 @@ def test_demo_runs_end_to_end(monkeypatch, capsysbinary, tmp_path):
 
 WRONG = {
     "no such model": (["translate", "--model", "{tmp}/none"], 2, "config.json is missing"),
-    "no such input": (["translate", "--model", "{run}", "--input", "{tmp}/none"], 2, "none does not exist; expected a text file"),
-    "input is a folder": (["translate", "--model", "{run}", "--input", "{tmp}"], 2, "is a folder; expected a text file"),
+    "no such input": (["translate", "--model", "{run}", "--input", "{tmp}/none"], 2, "none does not exist"),
+    "input is a folder": (["translate", "--model", "{run}", "--input", "{tmp}"], 2, "is a folder"),
     "output in no folder": (["translate", "--model", "{run}", "--output", "{tmp}/no/out"], 2, "No such file"),
     "output is the input": (
         ["translate", "--model", "{run}", "--input", "{tmp}/latin", "--output", "{tmp}/latin"],

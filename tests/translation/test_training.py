@@ -32,7 +32,7 @@ from transformer_fast.translation import (
     validation,
 )
 from transformer_fast.translation.batching import Corpus
-from transformer_fast.translation.checkpoint import quality
+from transformer_fast.translation.checkpoint import is_better
 from transformer_fast.translation.numbers import make_numbers_corpus
 from transformer_fast.translation.progress import Silent, Status
 from transformer_fast.translation.translator import Translator
@@ -161,7 +161,7 @@ def test_best_is_the_highest_bleu_then_the_lowest_loss(
     assert result.scores == {"valid_loss": 9.0}
     assert RunFolder(tmp_path).steps() == [2, 6]
     assert load_trained(tmp_path).step == 2
-    assert quality({"bleu": 3.0, "valid_loss": 9.0}) > quality({"bleu": 2.0, "valid_loss": 1.0})
+    assert is_better({"bleu": 3.0, "valid_loss": 9.0}, {"bleu": 2.0, "valid_loss": 1.0})
 
 
 def test_without_validation_the_newest_translates(corpus: dict[str, str], tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 import marian_folders
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
+from examples import examples
 from transformer_fast.generation import GenerationConfig, Hypothesis
 from transformer_fast.translation.pair_tokenizer import PairFiles, PairTokenizer
 from transformer_fast.translation.parts import parts_of
@@ -20,7 +21,6 @@ from transformer_fast.translation.translator import AnyTokenizer, Translator
 from transformer_fast.translation.words import word_numbers
 
 SPECIAL = {"eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
-EXAMPLES = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def _learnt(lowercase: bool) -> Tokenizer:
@@ -68,7 +68,7 @@ every_tokenizer = pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=
 
 
 @every_tokenizer
-@EXAMPLES
+@examples(60)
 @given(line=LINES)
 def test_a_token_has_a_span_and_its_word_is_there(tokenizer: AnyTokenizer, line: str) -> None:
     (ids,) = tokenizer.encode([line])
@@ -85,7 +85,7 @@ def test_a_token_has_a_span_and_its_word_is_there(tokenizer: AnyTokenizer, line:
 
 
 @every_tokenizer
-@EXAMPLES
+@examples(60)
 @given(line=LINES, data=st.data())
 def test_a_token_of_a_translation_has_the_word_that_it_wrote(
     tokenizer: AnyTokenizer, line: str, data: st.DataObject
@@ -101,7 +101,7 @@ def test_a_token_of_a_translation_has_the_word_that_it_wrote(
 
 
 @every_tokenizer
-@EXAMPLES
+@examples(60)
 @given(line=LINES, longest=st.integers(24, 60))
 @example(line=">>deu<< " + "字" * 60, longest=24)
 @example(line="one" + "…" * 50 + "1", longest=64)

@@ -38,7 +38,7 @@ class Sampler:
         if at == 0:
             self._numbers = self._uniform(self._step).to(logits.device)
         self._step += 1
-        # The greatest logit is taken off first, so that nothing overflows. Below the least normal number nothing changes.
+        # The greatest logit is taken off first, so that nothing overflows, however small the temperature.
         temperature = max(self._config.temperature, torch.finfo(logits.dtype).tiny)
         scaled = (logits - logits.amax(dim=1, keepdim=True)) / temperature
         values, tokens = most_likely(scaled, self._config.top_k, self._config.top_p)

@@ -25,20 +25,22 @@ ABOUT = "transformer_fast"
 
 @dataclass(frozen=True)
 class Average:
-    """Mean weights of the checkpoints `steps`, and their validation `scores`, empty where nothing was measured."""
+    """Mean weights of the checkpoints `steps`, and their validation `scores`, empty where nothing was measured; with
+    the number of sentences that its BLEU is of."""
 
     tensors: Tensors
     steps: list[int]
     scores: dict[str, float]
+    bleu_sentences: int = 0
 
 
 def steps_to_average(folder: RunFolder, last: int) -> list[int]:
-    """The newest `last` checkpoints, ascending; those at the end of an epoch, where the run has any.
+    """The newest `last` regular checkpoints, ascending; those at the end of an epoch, where the run has any.
 
     Raises:
         CheckpointError: one of them is damaged.
     """
-    steps = folder.steps()
+    steps = folder.regular_steps()
     return ([step for step in steps if folder.state(step).get("epoch_end")] or steps)[-last:]
 
 
@@ -99,6 +101,7 @@ def save_average(folder: RunFolder, average: Average) -> None:
             there, are untouched.
     """
     about = {"format": FORMAT, "steps": average.steps, "scores": average.scores, "sha256": _digest(average.tensors)}
+    about["bleu_sentences"] = average.bleu_sentences
     # One entry: safetensors writes several in any order, and the same mean should be the same bytes.
     data = safetensors.torch.save(average.tensors, {ABOUT: json.dumps(about)})
     advice = ". The checkpoints are untouched; average them again once it can be written"
@@ -115,13 +118,13 @@ def load_average(folder: RunFolder) -> Average:
     return _read(folder, weights=True)
 
 
-def average_scores(folder: RunFolder) -> dict[str, float]:
-    """What validation measured of the run's average.
+def describe_average(folder: RunFolder) -> Average:
+    """The run's average without its weights.
 
     Raises:
         CheckpointError: there is no average, or it is damaged.
     """
-    return _read(folder, weights=False).scores
+    return _read(folder, weights=False)
 
 
 def _read(folder: RunFolder, *, weights: bool) -> Average:
@@ -135,7 +138,7 @@ def _read(folder: RunFolder, *, weights: bool) -> Average:
             raise ValueError(f"its format is {about.get('format')!r}, expected {FORMAT}")
         if weights and _digest(tensors) != about["sha256"]:
             raise ValueError("its SHA-256 differs from the one it names")
-        return Average(tensors, list(about["steps"]), dict(about["scores"]))
+        return Average(tensors, list(about["steps"]), dict(about["scores"]), about.get("bleu_sentences", 0))
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise CheckpointError(f"{folder.average} is damaged: {error}. Delete it, or average again") from None
 

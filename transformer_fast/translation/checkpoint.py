@@ -54,9 +54,20 @@ class Checkpoint:
     state: dict[str, Any]
 
 
-def quality(scores: Scores) -> tuple[float, float]:
-    """Scores as something to be compared, more being better: by BLEU, else by loss."""
-    return scores.get("bleu", 0.0), -scores.get("valid_loss", math.inf)
+LEAST_BLEU = 1.0
+"""A BLEU below this, of 100, says nothing: some words agree by chance."""
+
+
+def is_better(scores: Scores, than: Scores, *, same_sentences: bool = True) -> bool:
+    """Compare what validation measured: by BLEU where both have one that says something, else by loss.
+
+    same_sentences: both BLEUs are of the same sentences; those of others are not compared.
+    """
+    if same_sentences and "bleu" in scores and "bleu" in than:
+        mine, theirs = scores["bleu"], than["bleu"]
+        if mine != theirs and max(mine, theirs) >= LEAST_BLEU:
+            return mine > theirs
+    return scores.get("valid_loss", math.inf) < than.get("valid_loss", math.inf)
 
 
 def flush_folder(folder: Path) -> None:
@@ -183,10 +194,16 @@ class RunFolder:
                 f" {self.last_good(step)}"
             ) from error
 
+    def regular_steps(self) -> list[int]:
+        """Steps whose checkpoint one run in one piece has too, and the newest one; ascending."""
+        steps = self.steps()
+        return [step for step in steps if step == steps[-1] or not self.state(step).get("between")]
+
     def prune(self, keep_last: int, others: Collection[int | None]) -> None:
-        """Delete all but the newest `keep_last` checkpoints and the `others`."""
-        for step in self.steps()[:-keep_last]:
-            if step not in others:
+        """Delete all but the newest `keep_last` checkpoints and the `others`, which are `regular_steps`."""
+        kept = {*self.regular_steps()[-keep_last:], *others}
+        for step in self.steps():
+            if step not in kept:
                 # Renamed first: a kill half way through the deletion must not leave half a checkpoint.
                 doomed = self.root / f"{SCRATCH}old-{step}"
                 os.rename(self.path(step), doomed)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..generation import GenerationConfig
 from ..models import Transformer
-from .averaging import average_scores, load_average
-from .checkpoint import RunFolder, Scores, Tensors, quality, read_json
+from .averaging import describe_average, load_average
+from .checkpoint import RunFolder, Scores, Tensors, is_better, read_json
 from .config import TrainConfig, generation_config
 from .errors import CheckpointError, ConfigError, os_error_as_checkpoint_error
 from .imported import ModelConfig, build_imported, load_imported
@@ -179,9 +179,12 @@ def load_trained(
         model = build(config, len(tokenizer))
     if which == "best":
         step = run.best_step()
-        best = run.state(step).get("scores") or {}
-        if best and run.average.exists() and quality(average_scores(run)) > quality(best):
-            which = "average"
+        state = run.state(step)
+        if (best := state.get("scores")) and run.average.exists():
+            average = describe_average(run)
+            same = average.bleu_sentences == state.get("best_sentences", 0)
+            if is_better(average.scores, best, same_sentences=same):
+                which = "average"
     if which == "average":
         average = load_average(run)
         step, tensors, scores = average.steps[-1], average.tensors, average.scores

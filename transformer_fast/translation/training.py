@@ -116,6 +116,10 @@ class _Run:
         self.window = Window(self.device, ranks)
         self.last_loss: float | None = None
         self.saved_step = -1
+        # What a run ended with that is now trained on: the last validation, which one piece would not have, and where
+        # the log stood before it.
+        self.at_end: dict[str, Any] | None = None
+        self.log_bytes: int | None = None
         self._describe(corpus)
         if steps := folder.steps():
             self._restore(steps[-1])
@@ -152,12 +156,16 @@ class _Run:
                 if self.step % self.config.valid_every == 0 if self.config.valid_every else self.epoch_ended:
                     self._validate()
                     self._save()
-            if began == self.step == self.saved_step and stopped != "interrupted":
-                self._say_finished(stopped)
+            if began == self.step == self.saved_step:
+                if self.at_end:
+                    self.validation.restore(self.at_end)
+                if stopped != "interrupted":
+                    self._say_finished(stopped)
             if self.step != self.saved_step:
+                before = {"validation": self.validation.state(), "log_bytes": self.log.flush() if self.log else 0}
                 if stopped != "interrupted":
                     self._validate()
-                self._save()
+                self._save(before)
             averaged = self.config.average_last and stopped != "interrupted" and not self.ranks.rank
             average_scores = self.ranks.broadcast_from_rank0(self._average() if averaged else {})
         return TrainResult(
@@ -198,6 +206,9 @@ class _Run:
         return STOPPED[int(self.ranks.max(max(index for index, held in enumerate(holds) if held)))]
 
     def _update(self) -> None:
+        if self.log_bytes is not None and self.log:
+            self.log.begin(self.log_bytes, self.step)
+        self.log_bytes = None
         epochs = self.batches.epochs_done
         parts = [self.batches.next_batch(self.ranks.rank, self.ranks.world_size) for _ in range(self.config.accumulate)]
         tokens = sum(count for _, count in parts)
@@ -264,14 +275,16 @@ class _Run:
         """Write the mean of the last checkpoints; its scores."""
         average = average_checkpoints(self.folder, self.config.average_last)
         scores, summary = self.validation.measure(self.learner.copy_with(average.tensors))
-        save_average(self.folder, replace(average, scores=scores))
+        sentences = self.config.bleu_sentences
+        save_average(self.folder, replace(average, scores=scores, bleu_sentences=sentences))
         self._log(average_of=len(average.steps), **{f"average_{name}": value for name, value in scores.items()})
         self.progress.message(f"mean of the checkpoints {', '.join(map(str, average.steps))}: {summary}")
         return scores
 
     # Checkpoints
 
-    def _save(self) -> None:
+    def _save(self, before: dict[str, Any] | None = None) -> None:
+        """Write a checkpoint. before: of one that one run in one piece would not have, what it goes on with."""
         self._check_finite()
         window, groups = self.window.state(), self.learner.tensors()
         groups["optimizer"] |= gather_rng_states(self.ranks, self.device)
@@ -288,6 +301,7 @@ class _Run:
             **self.validation.state(),
             "scaler": self.learner.scaler.state_dict(),
             "log_bytes": self.log.flush(),
+            "between": before,
         }
         self.folder.save(self.step, groups, state)
         self._prune()
@@ -314,6 +328,8 @@ class _Run:
             self.log.begin(log_bytes, step)
             self._prune()
         self.progress.message(f"resumed {self.folder.root} at step {step:,}")
+        if said := self.validation.other_rule():
+            self.progress.message(said)
 
     def _continue(self, state: dict[str, Any]) -> int:
         """Restore the plain values that `_save` wrote; returns the length of the log at that time."""
@@ -322,6 +338,9 @@ class _Run:
         self.tokens, self.seconds_before = state["tokens"], state["seconds"]
         self.window.restore(state)
         self.validation.restore(state)
+        if before := state.get("between"):
+            self.at_end, self.log_bytes = self.validation.state(), before["log_bytes"]
+            self.validation.restore(before["validation"])
         if state["scaler"]:
             self.learner.scaler.load_state_dict(state["scaler"])
         return state["log_bytes"]

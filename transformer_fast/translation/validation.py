@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .batching import Corpus
-from .checkpoint import Scores, quality
+from .checkpoint import Scores, is_better
 from .config import TrainConfig
 from .evaluate import corpus_bleu, corpus_loss
 from .text import ParallelText
@@ -26,7 +26,8 @@ class Validation:
 
     Attributes:
         scores: of the last validation: "valid_loss" (nats a token) and "bleu", as far as measured.
-        best_step, best_scores: the best one, by the highest BLEU, else the lowest loss.
+        best_step, best_scores: the best one, as `is_better` compares.
+        best_sentences: how many sentences its BLEU is of.
         without_better: validations since then.
     """
 
@@ -38,6 +39,7 @@ class Validation:
         self.scores: Scores = {}
         self.best_step: int | None = None
         self.best_scores: Scores = {}
+        self.best_sentences = 0
         self.without_better = 0
 
     def measure(self, model: nn.Module) -> tuple[Scores, str]:
@@ -58,18 +60,31 @@ class Validation:
     def take(self, step: int, scores: Scores) -> bool:
         """Remember the scores of `step`; whether they are the best so far."""
         self.scores = scores
-        better = self.best_step is None or quality(scores) > quality(self.best_scores)
+        sentences = self.config.bleu_sentences
+        same = sentences == self.best_sentences
+        better = self.best_step is None or is_better(scores, self.best_scores, same_sentences=same)
         if better:
-            self.best_step, self.best_scores = step, scores
+            self.best_step, self.best_scores, self.best_sentences = step, scores, sentences
         self.without_better = 0 if better else self.without_better + 1
         return better
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds of it."""
-        names = "scores", "best_step", "best_scores", "without_better"
+        names = "scores", "best_step", "best_scores", "best_sentences", "without_better"
         return {name: getattr(self, name) for name in names}
 
     def restore(self, state: dict[str, Any]) -> None:
         """The inverse of `state`, from one that may hold more."""
         self.scores, self.best_step, self.best_scores = state["scores"], state["best_step"], state["best_scores"]
+        self.best_sentences = state.get("best_sentences", self.config.bleu_sentences)
         self.without_better = state.get("without_better", 0)
+
+    def other_rule(self) -> str:
+        """What to say where the best step so far was found by another rule than the next ones will be; else nothing."""
+        now, before = self.config.bleu_sentences, self.best_sentences
+        if self.best_step is None or now == before:
+            return ""
+        return (
+            f"BLEU is measured on {now:,} sentences now and was on {before:,}: until a step is better than"
+            f" {self.best_step:,}, they are compared by validation loss"
+        )
