@@ -84,10 +84,13 @@ def config(seed: int, number: int) -> Config:
     options |= {"force_eos": pick(False, False, True), "renormalize": pick(False, False, True)}
     if kind == "beam" and pick(False, True):
         options |= {"slots": "keep", "patience": 1.0, "early_stop": pick(False, True, "now")}
+    models = pick(1, 1, 1, 2)
+    if models > 1:
+        options["repetition_penalty"] = 1.0
     return Config(
         number=number,
         seed=seed,
-        models=pick(1, 1, 1, 2),
+        models=models,
         form={
             "norm_first": pick(True, True, False),
             "norm": pick("layer", "std", "rms"),
@@ -132,7 +135,8 @@ def make_batch(c: Config) -> dict[str, Any]:
             torch.arange(c.width) == 0
         )
     if c.prefixed:
-        given["prefix"] = [[3, 4][: int(n) % 3] for n in lengths]
+        longest = 12 if c.number % 4 == 0 else 2  # longer than `max_length` may be
+        given["prefix"] = [[3, 4, 3, 5, 6, 7, 3, 4, 8, 9, 2, 4][: int(n) * 7 % (longest + 1)] for n in lengths]
     return given
 
 
