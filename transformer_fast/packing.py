@@ -216,6 +216,8 @@ def _check_padding(mask: AttentionMask, batch: int, length: int) -> None:
         more = "documents"
     elif mask.distance_biases:
         more = "a bias by distance (alibi, relative)"
+    elif mask.additive_bias is not None:
+        more = f"a bias of shape {tuple(mask.additive_bias.shape)}"
     elif mask.keep_mask is not None:
         more = f"a dense keep mask of shape {tuple(mask.keep_mask.shape)}"
     elif lengths is not None and lengths.dim() == 2 and lengths.shape[1] > 1:

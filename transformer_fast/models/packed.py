@@ -49,8 +49,8 @@ def _window(mask: AttentionMask | None) -> AttentionMask | None:
 def _padding_and_look_ahead(mask: AttentionMask | None, length: int) -> tuple[AttentionMask | None, bool]:
     if mask is None:
         return None, False
-    if mask.document_ids is not None or mask.distance_biases:
-        raise ValueError(f"packed: the target's mask has documents or a bias by distance; {_WHAT_TO_PASS}")
+    if mask.document_ids is not None or mask.distance_biases or mask.additive_bias is not None:
+        raise ValueError(f"packed: the target's mask has documents or a bias; {_WHAT_TO_PASS}")
     if mask.causal_offset not in (None, 0):
         raise ValueError(
             f"packed: the target's look-ahead must have offset 0, got {mask.causal_offset}; {_WHAT_TO_PASS}"
