@@ -1,0 +1,202 @@
+"""``make mutants``: planted faults, and which tests see them.
+
+    python tools/mutants.py [--only PATTERN ...] [--continue] [--first-only] [--workers N] [--table FILE]
+    python tools/mutants.py --check | --list
+
+A row (tools/mutant_rows) is a fault: one text of one file is replaced, or a commit that repaired something is taken
+back. It is planted in a copy of the sources, which is built where C++ is concerned. Then tests run until one fails:
+those that the row names, the rest of the short list (`make test`), and all cases. At the end, the tests that failed run
+once more without any fault, and must pass. Tests of the project itself (docs, packaging, tools) need a checkout and are
+left out.
+
+It takes hours. What was found is kept in build/mutants/seen.jsonl; with ``--continue`` the rows that are in it are not
+run again. It fails if a row no longer applies, if the short list sees fewer than 95 % of what all cases see, and if
+those see fewer than 97 % of all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from mutant_rows import ROWS
+from mutant_rows.fault import ROOT, Row, Unfit, digest
+from mutant_tree import INTERPRETED, Run, Tree, split
+
+SHORT_OF_WHOLE, WHOLE_OF_ALL = 0.95, 0.97
+LEFT_OUT = ("tests/project", "tests/typing")
+STAGES = ("first", "short list", "whole suite")
+SECONDS = {"first": 1800, "short list": 7200, "whole suite": 28800}  # a fault may make a loop endless
+
+
+@dataclasses.dataclass
+class Seen:
+    """What came of a row.
+
+    Attributes:
+        digest, name, path: of the row.
+        stage: the last one that ran.
+        by: the stage that saw the fault, or None. test: the first that failed, or what happened instead.
+        seconds: of all, building included.
+        alone: whether the test fails without the fault, too; None where that is not known yet.
+    """
+
+    digest: str
+    name: str
+    path: str
+    stage: str = ""
+    by: str | None = None
+    test: str = ""
+    seconds: float = 0.0
+    alone: bool | None = None
+
+
+def runs_of(row: Row, stage: str) -> list[Run]:
+    if stage == "first":
+        return split(row.tests)
+    more = ["--all"] if stage == "whole suite" else [f"--ignore={test}" for test in row.tests if "::" not in test]
+    elsewhere = [f"--ignore={name}" for name in (*LEFT_OUT, INTERPRETED)]
+    return [(["tests", *elsewhere, *more], {}), ([INTERPRETED, *more], {"TRITON_INTERPRET": "1"})]
+
+
+def look(tree: Tree, row: Row, stages: Iterable[str]) -> Seen:
+    """Plant a fault and run tests, stage after stage, until one of them sees it."""
+    seen, start = Seen(digest(row), row.name, row.path), time.monotonic()
+    with tree.planted(row):
+        for seen.stage in stages:
+            if test := tree.pytest(runs_of(row, seen.stage), SECONDS[seen.stage]):
+                seen.by, seen.test = seen.stage, test
+                break
+    seen.seconds = round(time.monotonic() - start, 1)
+    return seen
+
+
+def known(file: Path) -> dict[str, Seen]:
+    """What earlier runs found, by the digest of the row; the last counts."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {found["digest"]: Seen(**found) for found in map(json.loads, lines)}
+
+
+def keep(file: Path, seen: Seen) -> None:
+    with open(file, "a") as lines:
+        lines.write(json.dumps(dataclasses.asdict(seen)) + "\n")
+
+
+def summary(found: list[Seen]) -> tuple[list[str], bool]:
+    """The shares that the short list and all cases see, in words, and whether they are enough."""
+    real = [seen for seen in found if not seen.alone]
+    whole = sum(seen.by is not None for seen in real)
+    short = sum(seen.by in STAGES[:2] for seen in real)
+    of_all, of_whole = whole / max(len(real), 1), short / max(whole, 1)
+    words = [
+        f"All cases see {whole} of {len(real)} faults: {of_all:.1%}; expected at least {WHOLE_OF_ALL:.0%}.",
+        f"The short list sees {short} of those: {of_whole:.1%}; expected at least {SHORT_OF_WHOLE:.0%}.",
+    ]
+    return words, of_all >= WHOLE_OF_ALL and of_whole >= SHORT_OF_WHOLE
+
+
+def write_table(file: Path, found: list[Seen]) -> None:
+    lines = ["# Planted faults, and which tests see them", "", "Written by `make mutants`.", "", *summary(found)[0], ""]
+    lines += ["| fault | file | seen by the short list | seen by all cases |", "| --- | --- | --- | --- |"]
+    for seen in found:
+        test = f"`{seen.test}`".replace("|", "\\|") if seen.by else "no"
+        short = test if seen.by in STAGES[:2] else "no" if seen.stage in STAGES[1:] else "not by its own tests"
+        whole = "yes" if seen.by in STAGES[:2] else test if seen.stage == STAGES[2] else "not run"
+        path = seen.path.replace("transformer_fast/", "")
+        lines.append(f"| {seen.name} | {path} | {short} | {whole} |".replace("\n", " "))
+    file.write_text("\n".join(lines) + "\n")
+
+
+def say(text: str) -> None:
+    print(f"mutants: {text}", flush=True)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="PATTERN", help="rows whose file or name matches, or has it in it")
+    parser.add_argument("--list", action="store_true", help="print the rows, and run none")
+    parser.add_argument("--check", action="store_true", help="see whether every row applies, and run none")
+    parser.add_argument("--first-only", action="store_true", help="run the tests that a row names, and no others")
+    parser.add_argument("--continue", dest="going_on", action="store_true", help="leave out what earlier runs found")
+    parser.add_argument("--workers", default="2", help="processes of pytest-xdist (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, default=ROOT / "build/mutants", help="for the copy and the record")
+    parser.add_argument("--table", type=Path, default=ROOT / "tests/mutants.md", help="written if all rows have run")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parsed()
+    patterns = [f"*{pattern}*" for pattern in options.only or [""]]
+    chosen = [row for row in ROWS if any(fnmatch.fnmatch(f"{row.path} {row.name}", p) for p in patterns)]
+    if options.list:
+        print(*(f"{digest(row)} {row.path}: {row.name}" for row in chosen), sep="\n")
+        return 0
+    unfit = unfit_rows(chosen)
+    if options.check or not chosen:
+        say(f"{len(chosen) - len(unfit)} of {len(chosen)} rows apply")
+        return int(bool(unfit) or not chosen)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    tree, record = Tree(options.folder.resolve(), options.workers), options.folder / "seen.jsonl"
+    tree.prepare()
+    stages, before = STAGES[:1] if options.first_only else STAGES, known(record) if options.going_on else {}
+    found = []
+    for number, row in enumerate((row for row in chosen if row not in unfit), start=1):
+        seen = before.get(digest(row))
+        if seen is None or (seen.by is None and seen.stage != stages[-1] != STAGES[0]):
+            try:
+                seen = look(tree, row, stages)
+            except Unfit as reason:
+                unfit.append(row)
+                say(f"{number} of {len(chosen)}: {row.path}: {row.name}: {reason}")
+                continue
+            keep(record, seen)
+        say(f"{number} of {len(chosen)}: {seen.path}: {seen.name}: {seen.test or 'not seen'} ({seen.seconds:.0f} s)")
+        found.append(seen)
+    return verdict(tree, record, options, found, unfit)
+
+
+def unfit_rows(rows: list[Row]) -> list[Row]:
+    """Those that no longer apply to the sources, or name tests that are not there; says why."""
+    unfit = []
+    for row in rows:
+        try:
+            row.changes(ROOT)
+            if missing := [test for test in row.tests if not (ROOT / test.partition("::")[0]).exists()]:
+                raise Unfit(f"there is no {', '.join(missing)}")
+        except Unfit as reason:
+            say(f"{row.path}: {row.name}: {reason}")
+            unfit.append(row)
+    return unfit
+
+
+def verdict(tree: Tree, record: Path, options: argparse.Namespace, found: list[Seen], unfit: list[Row]) -> int:
+    """Ask whether what failed passes without a fault, write the table, and return 1 if something is wrong."""
+    asked = [seen for seen in found if seen.alone is None and seen.test.startswith("tests/")]
+    failing = tree.failing({seen.test for seen in asked}, SECONDS["short list"])
+    for seen in asked:
+        seen.alone = seen.test in failing
+        keep(record, seen)
+    for seen in found:
+        if seen.alone:
+            say(f"{seen.test} also fails without this fault: {seen.name}")
+    words, enough = summary(found)
+    print(*words, sep="\n")
+    print(*(f"not seen: {seen.path}: {seen.name}" for seen in found if seen.by is None), sep="\n")
+    complete = not options.first_only and len(found) + len(unfit) == len(ROWS)
+    if complete:
+        write_table(options.table, found)
+        say(f"wrote {options.table}")
+    return int(bool(unfit) or any(seen.alone for seen in found) or (complete and not enough))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
