@@ -52,7 +52,7 @@ class Tree:
             Unfit: the compiler refuses it.
         """
         build = {"TRANSFORMER_FAST_CPU_SETS": self.best, "TRANSFORMER_FAST_CUDA": "0"}
-        environment = {"MAX_JOBS": self.workers, **self.environment, **build}
+        environment = {"MAX_JOBS": str(max(int(self.workers), 1)), **self.environment, **build}
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         code, output = run_group(command, self.path, environment, BUILD_SECONDS)
         self.log.write_text(output)

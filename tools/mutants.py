@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import fnmatch
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterable
@@ -196,6 +197,7 @@ def verdict(tree: Tree, record: Path, options: argparse.Namespace, found: list[S
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the fault is taken out, and what runs is ended
     try:
         sys.exit(main())
     except KeyboardInterrupt:

@@ -22,11 +22,6 @@ ROWS = (
         ),
     ),
     Reverted(
-        commit="e143ae3",
-        subject="backends: each thread has its own choice",
-        tests=("tests/ops/test_backends.py",),
-    ),
-    Reverted(
         commit="6ca3bcd",
         subject="Drafts of sentences that go on keep their keys when others end",
         tests=("tests/generation/test_speculative.py",),
