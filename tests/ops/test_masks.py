@@ -115,6 +115,14 @@ def test_to_moves_every_part():
     assert [part.device.type for part in parts] == ["meta"] * 3
 
 
+def test_to_moves_documents_and_what_is_added():
+    mask = AttentionMask.documents(torch.zeros(B, LQ).long(), torch.zeros(B, LK).long())
+    mask = mask & AttentionMask.alibi(torch.ones(H)) & AttentionMask.bias(torch.zeros(LQ, LK))
+    moved = mask.to("meta").tensors()
+    assert {name: t.device.type for name, t in moved.items()} == dict.fromkeys(mask.tensors(), "meta")
+    assert moved.keys() == {"query_ids", "key_ids", "alibi 0", "additive_bias"}
+
+
 def test_lower_ranks_align_on_the_right_as_broadcasting_does():
     row = torch.tensor([True] * 3 + [False] * 4)
     assert torch.equal(full(AttentionMask.keep(row)), row.expand(B, H, LQ, LK))
