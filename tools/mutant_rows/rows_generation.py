@@ -113,7 +113,7 @@ ROWS = (
         path=PACKAGE + "rules.py",
         old="last = (self._limits[sentence] <= tokens.shape[1] - begin)[:, None]",
         new="last = (self._limits[sentence] < tokens.shape[1] - begin)[:, None]",
-        tests=BEAM,
+        tests=("tests/generation/test_wide_beam.py", *CONTINUOUS),
     ),
     Fault(
         name="the limits of sentences that join are forgotten",
@@ -162,7 +162,7 @@ ROWS = (
         path=PACKAGE + "decoding.py",
         old="if config.keep_weights and _is_trained(models):",
         new="if False:",
-        tests=KEPT,
+        tests=("tests/generation/test_quantized.py",),
     ),
     Fault(
         name="kept weights do not look at what they were made of",

@@ -39,7 +39,7 @@ ROWS = (
         path=PACKAGE + "masks.py",
         old='first = None if left is None else offset - checked_offset("window left", left)',
         new='first = None if left is None else -checked_offset("window left", left)',
-        tests=("tests/ops/test_attention_window.py",),
+        tests=("tests/ops/test_masks.py", "tests/ops/test_compile_offsets.py"),
     ),
     Fault(
         name="a mask that is moved keeps its documents where they were",
