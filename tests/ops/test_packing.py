@@ -78,6 +78,9 @@ WRONG = {
     "three dimensions": (torch.ones(4, 1, 5).bool(), TypeError, r"got torch.bool \(4, 1, 5\)"),
     "a list": ([3, 0, 5, 1], TypeError, "got list"),
     "causal": (AttentionMask.causal(), ValueError, "padding alone.*look-ahead"),
+    "a window": (AttentionMask.window(1, None), ValueError, "padding alone.*a window"),
+    "documents": (AttentionMask.documents(torch.zeros(4, 5).long()), ValueError, "padding alone.*documents"),
+    "alibi": (AttentionMask.alibi(torch.ones(2)), ValueError, "padding alone.*by distance"),
     "dense": (AttentionMask.keep(torch.ones(5, 5).bool()), ValueError, r"padding alone.*dense.*\(1, 1, 5, 5\)"),
     "a length for each query": (
         AttentionMask.lengths(torch.ones(4, 5).long()),
