@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mutant_rows.fault import ROOT, Row, Unfit
@@ -167,7 +167,8 @@ def run_group(command: list[str], cwd: Path, environment: dict[str, str], second
             os.killpg(process.pid, signal.SIGKILL)
             return None, process.communicate()[0].decode(errors="replace")
         except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             raise
 
 
