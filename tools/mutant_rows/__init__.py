@@ -4,10 +4,23 @@ from .fault import Row
 from .rows_accelerate import ROWS as ACCELERATE
 from .rows_cpp import ROWS as CPP
 from .rows_cpp_ops import ROWS as CPP_OPS
+from .rows_cpp_rows import ROWS as CPP_ROWS
 from .rows_generation import ROWS as GENERATION
+from .rows_layers import ROWS as LAYERS
 from .rows_python import ROWS as PYTHON
 from .rows_reverted import ROWS as REVERTED
 from .rows_translation import ROWS as TRANSLATION
 from .rows_triton import ROWS as TRITON
 
-ROWS: tuple[Row, ...] = (*CPP, *CPP_OPS, *TRITON, *PYTHON, *ACCELERATE, *GENERATION, *TRANSLATION, *REVERTED)
+ROWS: tuple[Row, ...] = (
+    *CPP,
+    *CPP_ROWS,
+    *CPP_OPS,
+    *TRITON,
+    *PYTHON,
+    *LAYERS,
+    *ACCELERATE,
+    *GENERATION,
+    *TRANSLATION,
+    *REVERTED,
+)

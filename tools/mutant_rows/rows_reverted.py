@@ -4,16 +4,6 @@ from .fault import Reverted
 
 ROWS = (
     Reverted(
-        commit="4d17038",
-        subject="cli: damaged gzip files, wrong recipes and long pictures are one line",
-        tests=(
-            "tests/translation/test_cli.py",
-            "tests/translation/test_recipes.py",
-            "tests/translation/test_train_config.py",
-            "tests/translation/test_translate.py",
-        ),
-    ),
-    Reverted(
         commit="10dfc34",
         subject="loss: targets made in inference mode can be trained on",
         tests=(

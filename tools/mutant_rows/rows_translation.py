@@ -127,8 +127,8 @@ ROWS = (
     Fault(
         name="the last checkpoint but one is pruned",
         path=PACKAGE + "checkpoint.py",
-        old="for step in self.steps()[:-keep_last]:",
-        new="for step in self.steps()[:-1]:",
+        old="kept = {*self.regular_steps()[-keep_last:], *others}",
+        new="kept = {*self.regular_steps()[-1:], *others}",
         tests=CHECKPOINT,
     ),
     Fault(
@@ -139,10 +139,10 @@ ROWS = (
         tests=CHECKPOINT,
     ),
     Fault(
-        name="a lower BLEU is the better one",
+        name="a higher loss is the better one",
         path=PACKAGE + "checkpoint.py",
-        old='return scores.get("bleu", 0.0), -scores.get("valid_loss", math.inf)',
-        new='return -scores.get("bleu", 0.0), -scores.get("valid_loss", math.inf)',
+        old='return scores.get("valid_loss", math.inf) < than.get("valid_loss", math.inf)',
+        new='return scores.get("valid_loss", math.inf) > than.get("valid_loss", math.inf)',
         tests=("tests/translation/test_training.py", "tests/translation/test_evaluate.py"),
     ),
     Fault(
@@ -225,8 +225,8 @@ ROWS = (
     Fault(
         name="lines come back in the order of their lengths",
         path=PACKAGE + "translator.py",
-        old="                found[index] = self._texts(sources[index], answer)\n",
-        new="                found[order.index(index)] = self._texts(sources[index], answer)\n",
+        old="                found[index] = self._texts(parts[index][1], answer)\n",
+        new="                found[order.index(index)] = self._texts(parts[index][1], answer)\n",
         tests=TRANSLATE,
     ),
     Fault(
@@ -234,13 +234,6 @@ ROWS = (
         path=PACKAGE + "translator.py",
         old="            if len(sources) == 1:\n                return [error]\n",
         new="            return [error] * len(sources)\n",
-        tests=TRANSLATE,
-    ),
-    Fault(
-        name="the words of a line in pieces are counted anew in each",
-        path=PACKAGE + "translator.py",
-        old="            source_words += len(piece.split())\n",
-        new="",
         tests=TRANSLATE,
     ),
     Fault(
@@ -274,8 +267,8 @@ ROWS = (
     Fault(
         name="the best step is forgotten by a resumed run",
         path=PACKAGE + "training.py",
-        old="        self.validation.restore(state)\n        if state",
-        new="        if state",
+        old="        self.validation.restore(state)\n",
+        new="",
         tests=TRAINING,
     ),
     Fault(
