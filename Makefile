@@ -9,6 +9,8 @@
 # make fuzz       random calls of attention, and of generation, against the reference: make fuzz SEED=0 COUNT=2000
 # make emulate    every Triton and CUDA kernel as compiled for two GPU architectures, executed here against the reference;
 #                 then faulty kernels, of which most must be seen. 40 minutes of one core; it goes on where it was stopped
+# make mutants    plant faults in the sources, one at a time, and see which tests fail: hours; it goes on where it was
+#                 stopped, and writes tests/mutants.md. ONLY=norm: only faults with this in their name or file
 # make sanitize   the ops' tests and random calls under the sanitizers for memory and undefined behaviour;
 #                 make sanitize-threads, under the one for races
 # make arm-check  compile the CPU kernels for aarch64, and run them in qemu
@@ -40,7 +42,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 SOURCES := setup.py $(CSRC)
 FORMATTED := $(CSRC) $(wildcard tests/*/*.cpp tools/*.cpp)
 
-.PHONY: setup demo test test-all lint fuzz emulate fmt wheel bench predict gpu cuda-check pythons oldest arm-check sanitize sanitize-threads clean
+.PHONY: setup demo test test-all lint fuzz emulate mutants fmt wheel bench predict gpu cuda-check pythons oldest arm-check sanitize sanitize-threads clean
 
 setup: $(VENV)/.linked
 
@@ -75,6 +77,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python tools/mutants.py --check
 	@echo $(BIN)/clang-format --dry-run csrc && $(BIN)/clang-format --dry-run --Werror $(FORMATTED)
 
 fuzz: setup
@@ -85,6 +88,9 @@ fuzz: setup
 emulate: setup
 	$(BIN)/python tools/emulate.py --workers $(or $(filter-out auto,$(WORKERS)),2) --seed $(SEED) --continue build/emulate.jsonl
 	$(BIN)/python tools/emulate.py --workers $(or $(filter-out auto,$(WORKERS)),2) --seed $(SEED) --mutants
+
+mutants: setup
+	$(BIN)/python tools/mutants.py --continue $(if $(ONLY),--only "$(ONLY)")
 
 fmt: setup
 	$(BIN)/ruff check --fix .

@@ -81,6 +81,7 @@ WRONG = {
     "a window": (AttentionMask.window(1, None), ValueError, "padding alone.*a window"),
     "documents": (AttentionMask.documents(torch.zeros(4, 5).long()), ValueError, "padding alone.*documents"),
     "alibi": (AttentionMask.alibi(torch.ones(2)), ValueError, "padding alone.*by distance"),
+    "a bias": (AttentionMask.bias(torch.zeros(5, 5)), ValueError, r"padding alone.*a bias of shape \(1, 1, 5, 5\)"),
     "dense": (AttentionMask.keep(torch.ones(5, 5).bool()), ValueError, r"padding alone.*dense.*\(1, 1, 5, 5\)"),
     "a length for each query": (
         AttentionMask.lengths(torch.ones(4, 5).long()),
