@@ -8,14 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from refilled import CALLS, COPIED_MASKS, MASKS, QKV, REFILLS, B, H, L, mask_tensor
+from op_calls import COPIED_MASKS, MASKS, B, Call, H, L, assert_equal, calls, masked_call, token_calls
 from torch import Tensor
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, ops
 
-Tensors = dict[str, Tensor]
 
+def by_numpy(t: Tensor, values: Tensor) -> None:
+    t.detach().numpy()[...] = values.detach().numpy()
+
+
+def by_data(t: Tensor, values: Tensor) -> None:
+    t.data.copy_(values)
+
+
+def by_dlpack(t: Tensor, values: Tensor) -> None:
+    torch.from_dlpack(t.detach()).copy_(values)
+
+
+REFILLS = {"numpy": by_numpy, "data": by_data, "dlpack": by_dlpack}
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": 4.0},
@@ -35,104 +47,90 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 }
 
 
-def drawn(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
-
-
-def outputs(found: Any) -> list[Tensor]:
-    return list(found) if isinstance(found, tuple) else [found]
-
-
-def check_refills(tensors: Callable[[torch.Generator], Tensors], compute: Callable[..., Any]) -> None:
+def check_refills(make: Callable[[int], Call], compute: Callable[[Call], list[Tensor]] = Call.outputs) -> None:
     """Refill each tensor of a call in each way, and compare with a call of fresh tensors."""
-
-    def called(given: Tensors) -> list[Tensor]:
-        torch.manual_seed(7)
-        return outputs(compute(**given))
-
-    for name in tensors(drawn(0)):
+    for name in make(0).tensors:
         for refill in REFILLS.values():
-            given, others = tensors(drawn(0)), tensors(drawn(1))
-            called(given)
-            before = called(given)
-            assert not torch.equal(given[name], others[name])
-            refill(given[name], others[name])
-            found = called(given)
-            expected = called({key: t.clone() for key, t in given.items()})
-            assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(found), name
-            assert not all(torch.equal(a, b) for a, b in zip(found, before, strict=True)), name
-            kept = [key for key, t in given.items() if hasattr(t, "_tensor_cache")]
-            assert kept == [], "on a CPU nothing is kept"
+            call, others = make(0), make(1).tensors
+            compute(call)
+            before = compute(call)
+            assert not torch.equal(call.tensors[name], others[name])
+            refill(call.tensors[name], others[name])
+            found = compute(call)
+            assert_equal(found, compute(call._replace(tensors={key: t.clone() for key, t in call.tensors.items()})))
+            assert not all(map(torch.equal, found, before)), name
+            assert not any(hasattr(t, "_tensor_cache") for t in call.tensors.values()), "on a CPU nothing is kept"
 
 
 def test_every_public_op_is_here() -> None:
-    assert {call.op for call in CALLS.values()} | {"attention", "decompositions", "positional_table"} == {*ops.__all__}
+    found = {call.op for call in (calls() | token_calls()).values()}
+    assert found | {"attention", "decompositions", "positional_table"} == {*ops.__all__}
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", calls() | token_calls())
 def test_ops(name: str) -> None:
-    check_refills(CALLS[name].tensors, CALLS[name].compute)
+    check_refills(lambda seed: (calls(seed=seed) | token_calls(seed=seed))[name])
 
 
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("setting", [*OPTIONS, *SETTINGS])
 @pytest.mark.parametrize("mask", [*MASKS, *COPIED_MASKS])
 def test_masks_of_attention(mask: str, setting: str) -> None:
-    made = (MASKS | COPIED_MASKS)[mask]
-
-    def compute(t: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Any:
+    def compute(call: Call) -> Any:
         with SETTINGS.get(setting, contextlib.nullcontext)():
-            return tfast.attention(q, k, v, made(t), **OPTIONS.get(setting, {}))
+            return call.outputs()
 
-    check_refills(lambda draw: {"t": mask_tensor(mask, draw)} | QKV(draw), compute)
+    check_refills(lambda seed: masked_call(mask, seed, **OPTIONS.get(setting, {})), compute)
 
 
 @pytest.mark.parametrize("setting", OPTIONS)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("refill", REFILLS.values(), ids=REFILLS)
 def test_a_mask_that_was_made_before(refill: Callable[..., None], mask: str, setting: str) -> None:
-    t, other, qkv = mask_tensor(mask, drawn(0)), mask_tensor(mask, drawn(1)), QKV(drawn(2)).values()
+    call, other = masked_call(mask), masked_call(mask, seed=1).tensors["part"]
 
-    def called(given: AttentionMask) -> list[Tensor]:
-        torch.manual_seed(3)
-        return outputs(tfast.attention(*qkv, given, **OPTIONS[setting]))
+    def called(mask: AttentionMask) -> tuple[Tensor, ...]:
+        return call._replace(function=lambda part, **t: tfast.attention(**t, mask=mask, **OPTIONS[setting])).outputs()
 
-    once = MASKS[mask](t)
+    made = MASKS[mask][0]
+    once = made(call.tensors["part"])
     called(once)
     before = called(once)
-    refill(t, other)
-    found, expected = called(once), called(MASKS[mask](other))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert not all(torch.equal(a, b) for a, b in zip(found, before, strict=True))
+    refill(call.tensors["part"], other)
+    found = called(once)
+    assert_equal(found, called(made(other)))
+    assert not all(map(torch.equal, found, before))
 
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_gradients(mask: str) -> None:
-    def compute(t: Tensor, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = tfast.attention(*leaves, MASKS[mask](t), dropout_p=0.2, softcap=4.0)
-        return torch.autograd.grad(out.square().sum(), leaves)
+    def compute(call: Call) -> list[Tensor]:
+        return call._replace(constant=("part",)).trained()[1:]
 
-    check_refills(lambda draw: {"t": mask_tensor(mask, draw)} | QKV(draw), compute)
+    check_refills(lambda seed: masked_call(mask, seed, dropout_p=0.2, softcap=4.0), compute)
 
 
+@pytest.mark.cover(6)
 @pytest.mark.parametrize("mask", MASKS)
 def test_compiled(mask: str) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(lambda t, q, k, v: tfast.attention(q, k, v, MASKS[mask](t)), backend="eager")
-    check_refills(lambda draw: {"t": mask_tensor(mask, draw)} | QKV(draw), compiled)
+    compiled = torch.compile(lambda t, q, k, v: tfast.attention(q, k, v, MASKS[mask][0](t)), backend="eager")
+    check_refills(lambda seed: masked_call(mask, seed)._replace(function=lambda q, k, v, part: compiled(part, q, k, v)))
+
+
+QKV = [masked_call("keep").tensors[name] for name in "qkv"]
 
 
 @pytest.mark.parametrize("setting", [*OPTIONS, *SETTINGS])
 @pytest.mark.parametrize("kind", [torch.int64, torch.int32, torch.int16])
 @pytest.mark.parametrize("shape", [(B,), (B, L), (B, 1)])
 def test_a_length_past_the_keys_is_one_error(shape: tuple[int, ...], kind: torch.dtype, setting: str) -> None:
-    lengths, qkv = torch.full(shape, 3, dtype=kind), QKV(drawn(2)).values()
+    lengths = torch.full(shape, 3, dtype=kind)
     mask = AttentionMask.lengths(lengths)
 
     def call() -> object:
         with SETTINGS.get(setting, contextlib.nullcontext)():
-            return tfast.attention(*qkv, mask, **OPTIONS.get(setting, {}))
+            return tfast.attention(*QKV, mask, **OPTIONS.get(setting, {}))
 
     call()
     for wrong, says in ((L + 22, f"got 3 to {L + 22}"), (-1, "got -1 to 3")):
@@ -145,4 +143,4 @@ def test_a_length_past_the_keys_is_one_error(shape: tuple[int, ...], kind: torch
 def test_lengths_that_are_a_parameter_are_checked_too() -> None:
     lengths = torch.nn.Parameter(torch.tensor([3, L + 1]), requires_grad=False)
     with pytest.raises(ValueError, match=f"got 3 to {L + 1}"):
-        tfast.attention(*QKV(drawn(2)).values(), AttentionMask.lengths(lengths))
+        tfast.attention(*QKV, AttentionMask.lengths(lengths))
