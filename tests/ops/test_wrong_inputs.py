@@ -292,14 +292,3 @@ def test_one_clear_error(call, error, says, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(error, match=says):
         call()
-
-
-@pytest.mark.parametrize("bad", [-1, 7, 2**40])
-def test_an_id_outside_the_vocabulary_is_named_with_its_place(bad: int) -> None:
-    ids = torch.zeros(2, 3, 4, dtype=torch.long)
-    ids[1, 0, 2] = ids[1, 2, 3] = bad
-    expected = rf"ids\[1, 0, 2\] is {bad}, but the vocabulary has 7 rows"
-    with pytest.raises(IndexError, match=expected):
-        embed(ids, torch.randn(7, 5))
-    with pytest.raises(IndexError, match=expected):
-        NATIVE.embed_backward(torch.zeros(2, 3, 4, 5), ids, 7, 1.0, None, 0.0, None, True)

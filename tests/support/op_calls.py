@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from helpers import fixed_seed
+from helpers import assert_as_exact_as_eager, fixed_seed
 from torch import Tensor
 
 import transformer_fast as tfast
@@ -16,6 +16,7 @@ from transformer_fast import AttentionMask, ops
 from transformer_fast.ops import _eager
 
 B, H, L, D = 2, 2, 19, 8
+SEED = -987_654_321_987_654_321
 
 
 class Call(NamedTuple):
@@ -40,17 +41,45 @@ class Call(NamedTuple):
 
     def outputs(self, **given: Tensor) -> tuple[Tensor, ...]:
         """The outputs for these tensors and, where none is given, those of the call; dropout is drawn from one seed."""
-        with fixed_seed(5):
+        with fixed_seed(SEED):
             out = self.function(**(self.tensors | given))
         return out if isinstance(out, tuple) else (out,)
 
-    def trained(self, frozen: tuple[str, ...] = (), **given: Tensor) -> list[Tensor]:
+    def trained(self, frozen: tuple[str, ...] = (), grads: list[Tensor] | None = None, **given: Tensor) -> list[Tensor]:
         """The outputs, then the gradient of each leaf that is not frozen."""
         given = self.tensors | given
         leaves = {name: given[name].detach().requires_grad_() for name in self.leaves if name not in frozen}
         outputs = self.outputs(**(given | leaves))
-        weights = [torch.cos(out.detach().float()).to(out.dtype) for out in outputs]
-        return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, leaves.values(), weights)]
+        if grads is None:
+            grads = [torch.cos(out.detach().float()) for out in outputs]
+        grads = [grad.to(out.dtype) for grad, out in zip(grads, outputs, strict=True)]
+        return [*(out.detach() for out in outputs), *torch.autograd.grad(outputs, leaves.values(), grads)]
+
+
+def hold(
+    call: Call, oracle: Callable[..., Any], *, ulps: float = 8, rows: int = 1, sums: tuple[str, ...] = ()
+) -> dict[str, Tensor]:
+    """Hold outputs and gradients to the gate, and return them by name.
+
+    Args:
+        call: what is tested.
+        oracle: the same function in PyTorch, which takes the seed of the dropout too.
+        ulps: allowance of an output, and of a gradient that is no sum over rows.
+        rows: over how many rows a gradient is summed at most.
+        sums: the names of the tensors whose gradients are sums over rows.
+    """
+    device = next(iter(call.tensors.values())).device
+    seed = torch.tensor([SEED], device=device)
+    plain = call._replace(function=lambda **given: oracle(**given, seed=seed))
+    wide = plain._replace(tensors={n: t.double() if t.is_floating_point() else t for n, t in call.tensors.items()})
+    grads = [torch.randn(out.shape, device=device).to(out.dtype) for out in call.outputs()]
+    names = [*(f"output {n}" for n in range(len(grads))), *(f"grad_{leaf}" for leaf in call.leaves)]
+    found = [dict(zip(names, each.trained(grads=grads), strict=True)) for each in (call, plain, wide)]
+    for name, (actual, eager, exact) in zip(names, zip(*(f.values() for f in found), strict=True), strict=True):
+        allowed = 4 * max(1, rows) ** 0.5 if name.removeprefix("grad_") in sums else ulps
+        assert_as_exact_as_eager(actual, eager, exact, ulps=allowed, what=name)
+        assert actual.dtype == eager.dtype, name
+    return found[0]
 
 
 def assert_equal(ours: list[Tensor], others: list[Tensor], what: str = "") -> None:
@@ -77,27 +106,33 @@ def by_dispatcher() -> contextlib.AbstractContextManager[Any]:
 class Draw:
     """Random tensors of one seed."""
 
-    def __init__(self, seed: int, dtype: torch.dtype = torch.float32) -> None:
-        self.generator, self.dtype = torch.Generator().manual_seed(seed), dtype
+    def __init__(self, seed: int, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu") -> None:
+        self.generator, self.dtype, self.device = torch.Generator().manual_seed(seed), dtype, device
 
     def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        return torch.randn(shape, generator=self.generator).to(dtype or self.dtype)
+        drawn = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        return drawn.to(self.device, dtype or self.dtype)
 
     def whole(self, *shape: int, low: int = 0, below: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.randint(low, below, shape, generator=self.generator).to(dtype)
+        return torch.randint(low, below, shape, generator=self.generator).to(self.device, dtype)
 
 
 def calls(
-    dtype: torch.dtype = torch.float32, seed: int = 0, *, leading: tuple[int, ...] = (3, 5), d: int = 24
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    *,
+    leading: tuple[int, ...] = (3, 5),
+    d: int = 24,
+    device: str | torch.device = "cpu",
 ) -> dict[str, Call]:
     """By name, the calls of every op but attention, of rows of a shape."""
-    draw = Draw(seed, dtype)
+    draw = Draw(seed, dtype, device)
     x, residual, weight, bias = draw.floats(*leading, d), draw.floats(*leading, d), draw.floats(d), draw.floats(d)
     vocabulary, added = draw.floats(11, d), draw.floats(11)
-    ids, table = draw.whole(*leading, below=11), draw.floats(12, d, dtype=torch.float32)
+    ids, table = draw.whole(*leading, below=11), draw.floats(leading[-1] + 7, d, dtype=torch.float32)
     offset = draw.whole(*leading[:-1], below=7)
     words = {"ids": ids, "weight": vocabulary}
-    loss = {"x": x, "weight": vocabulary, "bias": added}
+    loss = {"x": x, "weight": vocabulary * max(1, d) ** -0.5, "bias": added}
     likely = draw.floats(*leading, 11).float().softmax(-1).to(dtype)
     by_class = draw.floats(11).abs()
     norm, drop, embed, place = ops.layer_norm, ops.dropout, ops.embed, ops.add_positional
@@ -138,6 +173,7 @@ def calls(
     )  # fmt: skip
     call("embed, alone, dropout", lambda ids, weight: embed(ids, weight, dropout_p=0.3), **words | {"ids": ids.int()})
     call("add_positional", lambda x, table: place(x, table, 2), x=x, table=table)
+    call("add_positional, offsets", place, x=x, table=table, offset=offset)
     call("add_positional, offsets, dropout", lambda **t: place(**t, dropout_p=0.3), x=x, table=table, offset=offset)
     call("add_positional, dropout", lambda x, table: place(x, table, 0, 0.3), x=x, table=table)
     call(
@@ -148,7 +184,7 @@ def calls(
     call(
         "linear_cross_entropy, sum",
         lambda x, weight, target: entropy(x, weight, None, target, reduction="sum"),
-        x=x, weight=vocabulary, target=ids,
+        x=x, weight=loss["weight"], target=ids,
     )  # fmt: skip
     call(
         "linear_cross_entropy, class weights",

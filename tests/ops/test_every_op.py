@@ -1,0 +1,237 @@
+"""Strides, empty inputs, threads, seeds, frozen inputs, derivatives and graphs of every op but attention."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from op_calls import assert_equal, attention_calls, by_dispatcher, calls, on_threads
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import transformer_fast as tfast
+from transformer_fast import ops
+
+CALLS = calls()
+DROPS = [name for name in CALLS if name.endswith(", dropout")]
+PRODUCTS = "linear", "linear_cross_entropy"
+"""What a library multiplies, which rounds as it likes for tensors of other strides."""
+
+
+def every_second(t: Tensor) -> Tensor:
+    return t.repeat_interleave(2, -1)[..., ::2]
+
+
+def last_first(t: Tensor) -> Tensor:
+    order = range(t.dim() - 1, -1, -1)
+    return t.permute(*order).contiguous().permute(*order)
+
+
+def wider(t: Tensor) -> Tensor:
+    return torch.cat((t, t), -1)[..., : t.shape[-1]]
+
+
+def expanded(t: Tensor) -> Tensor:
+    return t[:1].expand(t.shape)
+
+
+@pytest.mark.parametrize("d", [21, 64, 1100])
+@pytest.mark.parametrize("view", [every_second, last_first, wider, expanded])
+@pytest.mark.parametrize("name", CALLS)
+def test_any_strides_give_the_same_bits(
+    name: str, view: Callable[[Tensor], Tensor], d: int, device: torch.device
+) -> None:
+    call = calls(d=d, device=device)[name]
+    strided = {key: view(t) for key, t in call.tensors.items()}
+    assert not all(t.is_contiguous() for t in strided.values())
+    ours, dense = (call.trained(**{key: f(t) for key, t in strided.items()}) for f in (lambda t: t, Tensor.contiguous))
+    if call.op in PRODUCTS:
+        torch.testing.assert_close(ours, dense, rtol=1e-5, atol=1e-4)
+    else:
+        assert_equal(ours, dense)
+        assert ours[0].is_contiguous() or call.op == "dropout"
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith("linear_cross_entropy")])
+def test_gradients_of_any_strides_give_the_same_bits(name: str, device: torch.device) -> None:
+    call = calls(device=device)[name]
+    leaves = {key: call.tensors[key].detach().requires_grad_() for key in call.leaves}
+    outputs = call.outputs(**leaves)
+    grad = torch.randn_like(outputs[0])
+    one = torch.randn(grad.shape[-1:], device=device).expand_as(grad)
+    for dense, *others in ((grad, last_first(grad)), (one.contiguous(), one)):
+        rest = [torch.ones_like(out) for out in outputs[1:]]
+        expected = torch.autograd.grad(outputs, leaves.values(), [dense, *rest], retain_graph=True)
+        for other in others:
+            found = torch.autograd.grad(outputs, leaves.values(), [other, *rest], retain_graph=True)
+            torch.testing.assert_close(found, expected, **({} if call.op in PRODUCTS else {"rtol": 0, "atol": 0}))
+
+
+@pytest.mark.parametrize("leading", [(0,), (0, 5), (3, 0), (4, 0, 5)])
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "linear_cross_entropy"])  # a mean of nothing
+def test_no_rows(name: str, leading: tuple[int, ...], device: torch.device) -> None:
+    call = calls(leading=leading, device=device)[name]
+    results = call.trained()
+    outputs, gradients = results[: -len(call.leaves)], results[-len(call.leaves) :]
+    assert all(out.dim() == 0 or out.shape[: len(leading)] == leading for out in outputs)
+    for leaf, gradient in zip(call.leaves, gradients, strict=True):
+        assert torch.equal(gradient, torch.zeros_like(call.tensors[leaf])), leaf
+
+
+def large() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Calls that are worth several threads: the name in :func:`calls`, and the rows."""
+    sums = ("layer_norm, a sum, dropout", "layer_norm, a sum, std", "layer_norm, a sum, rms, dropout")
+    wide = {f"{name}, wide": (name, {"leading": (14,), "d": 20_003}) for name in sums}
+    long = {f"{name}, long": (name, {"leading": (1025,), "d": 257}) for name in sums}
+    others = (
+        "dropout, bias, ReLU, dropout",
+        "linear_cross_entropy",
+        "embed, offsets, dropout",
+        "embed, alone, dropout",
+    )
+    rows = {"leading": (40, 75), "d": 72}
+    return wide | long | {name: (name, rows) for name in (*others, "add_positional, offsets, dropout", "linear")}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", large())
+def test_two_runs_agree_bit_for_bit_on_any_number_of_threads(
+    name: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    name, rows = large()[name]
+    call = calls(dtype, **rows, device=device)[name]
+    results = []
+    for count in (3, 3) if call.op in PRODUCTS else (1, 2, 3, 3):
+        with on_threads(count):
+            results.append(call.trained())
+    for other in results[1:]:
+        assert_equal(other, results[0])
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_manual_seed_governs_the_dropout_of_every_backend(name: str, device: torch.device) -> None:
+    call = calls(device=device)[name]
+
+    def drawn(backend: str = "auto") -> Tensor:
+        with tfast.backend(backend):
+            out = call.function(**call.tensors)
+        return out[-1] if isinstance(out, tuple) else out
+
+    torch.manual_seed(1)
+    first, second = drawn(), drawn()
+    torch.manual_seed(1)
+    assert torch.equal(first, drawn()) and not torch.equal(first, second)
+    torch.manual_seed(1)
+    torch.testing.assert_close(drawn("reference"), first)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_frozen_inputs_get_none_and_leave_the_other_gradients_as_they_are(name: str, device: torch.device) -> None:
+    call = calls(device=device)[name]
+    all_of_them = dict(zip(call.leaves, call.trained()[-len(call.leaves) :], strict=True))
+    for count in range(1, len(call.leaves)):
+        for frozen in itertools.combinations(call.leaves, count):
+            rest = [leaf for leaf in call.leaves if leaf not in frozen]
+            assert_equal(call.trained(frozen)[-len(rest) :], [all_of_them[leaf] for leaf in rest], f"{frozen}")
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.op not in PRODUCTS])
+def test_autocast_changes_nothing(name: str, device: torch.device) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        call = calls(dtype, device=device)[name]
+        with torch.autocast(device.type, torch.bfloat16):
+            ours = call.outputs()
+        assert_equal(list(ours), list(call.outputs()))
+        assert [t.dtype for t in ours] == [t.dtype for t in call.outputs()]
+
+
+@pytest.mark.parametrize("way", ["fast path", "dispatcher"])
+@pytest.mark.parametrize(
+    "name", [n for n, c in (CALLS | attention_calls()).items() if c.op not in ("add_positional", "linear")]
+)
+def test_a_backward_is_recorded_and_cannot_be_differentiated_but_by_the_reference(name: str, way: str) -> None:
+    call = (CALLS | attention_calls())[name]
+
+    def gradients() -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        leaves = [call.tensors[leaf].detach().requires_grad_() for leaf in call.leaves]
+        outputs = call.outputs(**dict(zip(call.leaves, leaves, strict=True)))
+        grads = [out.detach().cos().requires_grad_() for out in outputs]
+        return (
+            torch.autograd.grad(outputs, leaves, grads, create_graph=True),
+            torch.autograd.grad(call.outputs(**dict(zip(call.leaves, leaves, strict=True))), leaves, grads),
+        )
+
+    with by_dispatcher() if way == "dispatcher" else tfast.backend("auto"):
+        recorded, plain = gradients()
+    assert_equal([t.detach() for t in recorded], list(plain))
+    with pytest.raises(
+        RuntimeError, match=r'cannot be differentiated again.*no second derivative.*backend\("reference"\)'
+    ):
+        recorded[0].sum().backward()
+    with tfast.backend("reference"):
+        gradients()[0][0].square().sum().backward()
+
+
+SMALL = calls(torch.float64, leading=(2, 3), d=11)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_gradcheck(name: str) -> None:
+    call = SMALL[name]
+    leaves = {leaf: call.tensors[leaf].double().requires_grad_() for leaf in call.leaves}
+    kept = {"ids": call.tensors["ids"].clamp(1, 9)} if call.op == "embed" else {}  # a padding row has no gradient
+
+    def run(*given: Tensor) -> tuple[Tensor, ...]:
+        return call.outputs(**kept, **dict(zip(leaves, given, strict=True)))
+
+    assert torch.autograd.gradcheck(run, tuple(leaves.values()))
+    if call.op == "add_positional" and "offset" not in call.tensors:
+        assert torch.autograd.gradgradcheck(run, tuple(leaves.values()))
+
+
+class OpsOfOurs(TorchDispatchMode):
+    """Notes our operators that are called, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if op.namespace == "transformer_fast":
+            self.called.append((op, args, kwargs or {}))
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("linear", "add_positional")])  # torch's own
+def test_opcheck_of_the_operators_that_a_call_runs(name: str, device: torch.device) -> None:
+    with OpsOfOurs() as mode:
+        calls(device=device)[name].trained()
+    assert mode.called
+    for op, args, kwargs in mode.called:
+        if "backward" in str(op):
+            args = tuple(t.detach() if isinstance(t, Tensor) else t for t in args)
+        torch.library.opcheck(op, args, kwargs)
+
+
+@pytest.mark.cover(6)
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in DROPS])
+def test_compiles_in_one_graph(name: str, device: torch.device) -> None:
+    torch._dynamo.reset()
+    call = calls(device=device)[name]
+    compiled = call._replace(function=torch.compile(call.function, backend="aot_eager", fullgraph=True))
+    for ours, eager in zip(compiled.trained(), call.trained(), strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
+def test_offsets_beyond_two_to_the_31_elements() -> None:
+    rows, d = (1 << 31) // 512 + 9, 512
+    weight = torch.from_numpy(
+        numpy.empty((rows, d), numpy.float16)
+    )  # never touched but for two rows: it takes no memory
+    weight[0], weight[rows - 1] = 1.0, 3.0
+    out = ops.embed(torch.tensor([rows - 1, 0]), weight, scale=2.0)
+    assert torch.equal(out, torch.tensor([[6.0], [2.0]], dtype=torch.float16).expand(2, d))
