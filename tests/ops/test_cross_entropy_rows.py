@@ -1,90 +1,37 @@
 """``linear_cross_entropy`` with all that ``F.cross_entropy`` takes: class weights, probabilities, losses per row.
 
-tests/interpreter/test_cross_entropy.py has the kernel of the plain cases.
+test_cross_entropy.py has the plain cases, and tests/interpreter/test_cross_entropy.py their kernel.
 """
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers import assert_as_exact_as_eager
+from loss_calls import IGNORED, VOCABULARY, by_torch, chunks, hold_to_torch, loss_call, our_loss  # noqa: F401
+from op_calls import Call, assert_equal
 
 import transformer_fast as tfast
-from transformer_fast.ops import cross_entropy, linear_cross_entropy
-from transformer_fast.reference.cross_entropy import linear_cross_entropy as reference
+from transformer_fast.ops import cross_entropy
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
-IGNORED, ROWS, VOCABULARY = 3, 150, 37
-NAMES = "loss", "grad_x", "grad_weight", "grad_bias", "grad_target"
-OPTIONS = [
+KINDS = ["classes", "probabilities"]
+OPTIONS: list[dict[str, Any]] = [
     {"weighted": weighted, "label_smoothing": smoothing, "kind": kind, "bias": bias}
-    for weighted, smoothing, kind, bias in itertools.product(
-        (False, True), (0.0, 0.1), ("classes", "probabilities"), (True, False)
-    )
+    for weighted, smoothing, kind, bias in itertools.product((False, True), (0.0, 0.1), KINDS, (True, False))
 ]
 
 
-def inputs(device, dtype=torch.float32, *, kind="classes", weighted=True, bias=True, shape=(3, ROWS // 3)):
-    """x (3, rows / 3, d), weight, bias, target and class weights; all that may require a gradient do."""
-    generator = torch.Generator().manual_seed(1)
-
-    def normal(*sizes):
-        return torch.randn(sizes, generator=generator).to(device, dtype).requires_grad_()
-
-    x, weight, added = normal(*shape, 16), normal(VOCABULARY, 16), normal(VOCABULARY)
-    target = torch.randint(0, VOCABULARY, shape, generator=generator).to(device)
-    if kind == "probabilities":
-        target = normal(*shape, VOCABULARY).detach().float().softmax(-1).to(dtype).requires_grad_()
-    by_class = torch.rand(VOCABULARY, generator=generator).to(device, dtype) if weighted else None
-    return x, weight, added if bias else None, target, by_class
+def ignoring(kind: str) -> dict[str, int]:
+    """What is ignored among targets of a kind."""
+    return {"ignore_index": IGNORED} if kind == "classes" else {}
 
 
-def eager(x, weight, bias, target, *, class_weight=None, **options):
-    """``F.cross_entropy`` of all logits, in their own dtype."""
-    logits = F.linear(x, weight, bias).reshape(-1, weight.shape[0])
-    rows = target.reshape(logits.shape) if target.is_floating_point() else target.flatten()
-    loss = F.cross_entropy(logits, rows, class_weight, **options)
-    return loss.reshape(x.shape[:-1]) if options.get("reduction") == "none" else loss
-
-
-def outcome(function, given, **options):
-    """The loss, and the gradients of a fixed weighted sum of it, for all inputs that have one."""
-    *given, class_weight = given
-    loss = function(*given, class_weight=class_weight, **options)
-    weights = torch.randn(loss.shape, generator=torch.Generator().manual_seed(2)).to(loss)
-    return loss, *torch.autograd.grad(loss, [t for t in given if t is not None and t.requires_grad], weights)
-
-
-def widened(given):
-    wide = [t.detach().double() if t is not None and t.is_floating_point() else t for t in given]
-    return [w.requires_grad_() if t is not None and t.requires_grad else w for t, w in zip(given, wide, strict=True)]
-
-
-def names(given):
-    return ["loss", *(name for name, t in zip(NAMES[1:], given) if t is not None and t.requires_grad)]
-
-
-def check(given, what="", **options):
-    """Our loss and gradients pass the gate; dtypes and shapes are torch's; the oracle is torch's loss."""
-    if given[3].dtype == torch.int64:
-        options["ignore_index"] = IGNORED
-    actual = outcome(linear_cross_entropy, given, **options)
-    plain, wide = outcome(eager, given, **options), widened(given)
-    exact, oracle = outcome(eager, wide, **options), outcome(reference, wide, **options)
-    for name, a, e, x, o in zip(names(given), actual, plain, exact, oracle, strict=True):
-        torch.testing.assert_close(o, x, msg=lambda m, name=name: f"oracle, {what} {name}: {m}")
-        assert (a.dtype, a.shape) == (e.dtype, e.shape), f"{what} {name}"
-        ulps = 8 if name in ("grad_x", "grad_target") else 4 * ROWS**0.5
-        assert_as_exact_as_eager(a, e, x, what=f"{what} {name}", ulps=ulps)
-
-
-@pytest.fixture(params=["one chunk", "chunks"])
-def chunks(request, monkeypatch):
-    if request.param == "chunks":  # of 64 rows, the fewest
-        monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 1, "cuda": 1})
+def weighted(device, kind="classes", **options) -> Call:
+    return loss_call(device, kind=kind, weighted=True, **options)
 
 
 @pytest.mark.usefixtures("chunks")
@@ -92,186 +39,124 @@ def chunks(request, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_all_options_of_torch(dtype, reduction, device):
     for options in OPTIONS:
-        given = inputs(device, dtype, kind=options["kind"], weighted=options["weighted"], bias=options["bias"])
-        check(given, str(options), label_smoothing=options["label_smoothing"], reduction=reduction)
+        hold_to_torch(loss_call(device, dtype, **options, **ignoring(options["kind"]), reduction=reduction))
 
 
 @pytest.mark.parametrize("reduction", cross_entropy.REDUCTIONS)
-@pytest.mark.parametrize("kind", ["classes", "probabilities"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "weights"])
-def test_one_row(kind, reduction, weighted, device):
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("by_class", [False, True], ids=["", "weights"])
+def test_one_row(kind, reduction, by_class, device):
     for dtype in DTYPES:
-        check(inputs(device, dtype, kind=kind, weighted=weighted, shape=()), f"{dtype}", reduction=reduction)
+        options = {"reduction": reduction, **ignoring(kind)}
+        hold_to_torch(loss_call(device, dtype, kind=kind, weighted=by_class, shape=(), **options))
 
 
 @pytest.mark.parametrize("reduction", cross_entropy.REDUCTIONS)
 def test_no_rows_and_rows_that_are_all_ignored(reduction, device):
-    empty = inputs(device, shape=(3, 0))
-    ignored = inputs(device, shape=(2, 3))
-    ignored[3].fill_(IGNORED)
-    for given in (empty, ignored, inputs(device, shape=(0,), kind="probabilities")):
-        options = {"reduction": reduction}
-        if given[3].dtype == torch.int64:
-            options["ignore_index"] = IGNORED
-        for ours, torchs in zip(outcome(linear_cross_entropy, given, **options), outcome(eager, given, **options)):
-            torch.testing.assert_close(ours, torchs, equal_nan=True)
+    ignored = weighted(device, shape=(2, 3), reduction=reduction, ignore_index=IGNORED)
+    ignored.tensors["target"].fill_(IGNORED)
+    empty = (weighted(device, kind, shape=(3, 0), reduction=reduction, **ignoring(kind)) for kind in KINDS)
+    for call in (ignored, *empty, loss_call(device, shape=(0, 3), reduction=reduction)):
+        torch.testing.assert_close(call.trained(), by_torch(call).trained(), equal_nan=True)
 
 
 @pytest.mark.parametrize("wrong", [-1, VOCABULARY])
 def test_a_target_outside_the_vocabulary_is_named_or_not_a_number(wrong, device):
-    x, weight, bias, target, by_class = inputs(device)
-    target[0, :2], target[1, 4] = -100, wrong
+    call = weighted(device)
+    call.tensors["target"][0, :2], call.tensors["target"][1, 4] = -100, wrong
     if device.type == "cpu":
         with pytest.raises(IndexError, match=rf"target 54 of 150 is {wrong}, .*expected 0 <= target < 37"):
-            linear_cross_entropy(x, weight, bias, target, class_weight=by_class)
+            call.outputs()
     else:
-        assert linear_cross_entropy(x, weight, bias, target, class_weight=by_class).isnan()
+        assert call.outputs()[0].isnan()
 
 
 def test_what_is_ignored_may_be_anything(device):
-    x, weight, bias, target, by_class = inputs(device)
-    expected = outcome(linear_cross_entropy, (x, weight, bias, target, by_class), ignore_index=IGNORED)
-    with torch.no_grad():
-        x[target == IGNORED] *= 1e30
-    found = outcome(linear_cross_entropy, (x, weight, bias, target, by_class), ignore_index=IGNORED)
-    assert torch.equal(expected[0], found[0])
-    assert torch.equal(expected[1], found[1])
+    call = weighted(device, ignore_index=IGNORED)
+    expected = call.trained()
+    call.tensors["x"][call.tensors["target"] == IGNORED] *= 1e30
+    assert_equal(call.trained()[:2], expected[:2])
 
 
 def test_an_impossible_class_that_is_not_wanted(device):
-    x, weight, bias, target, by_class = inputs(device)
-    with torch.no_grad():
-        bias[5] = -torch.inf
-    target[target == 5] = 6
     for reduction in cross_entropy.REDUCTIONS:
-        given = (x, weight, bias, target, by_class)
-        for ours, torchs in zip(
-            outcome(linear_cross_entropy, given, reduction=reduction), outcome(eager, given, reduction=reduction)
-        ):
-            torch.testing.assert_close(ours, torchs)
+        call = weighted(device, reduction=reduction)
+        call.tensors["bias"][5] = -torch.inf
+        call.tensors["target"][call.tensors["target"] == 5] = 6
+        torch.testing.assert_close(call.trained(), by_torch(call).trained())
 
 
 def test_probabilities_of_a_wider_dtype_give_the_result_theirs(device):
-    x, weight, bias, target, _ = inputs(device, torch.bfloat16, kind="probabilities", weighted=False)
-    wide = target.detach().float()
-    assert linear_cross_entropy(x, weight, bias, wide).dtype == eager(x, weight, bias, wide).dtype == torch.float32
-    assert linear_cross_entropy(x, weight, bias, target, dtype=torch.float32).dtype == torch.float32
-
-
-def test_frozen_inputs_get_no_gradient(device):
-    for frozen in range(4):
-        given = inputs(device, kind="probabilities")
-        given[frozen].requires_grad_(False)
-        linear_cross_entropy(*given[:4], class_weight=given[4]).backward()
-        assert [t.grad is None for t in given[:4]] == [n == frozen for n in range(4)]
+    call = loss_call(device, torch.bfloat16, kind="probabilities")
+    wide = call.tensors["target"].float()
+    assert call.outputs(target=wide)[0].dtype == by_torch(call).outputs(target=wide)[0].dtype == torch.float32
+    narrow = loss_call(device, torch.bfloat16, kind="probabilities", dtype=torch.float32)
+    assert narrow.outputs()[0].dtype == torch.float32
 
 
 def test_targets_made_in_inference_mode_can_be_trained_on(device):
-    for kind in ("classes", "probabilities"):
-        x, weight, bias, target, by_class = inputs(device, kind=kind)
-        target = target.detach()
-        expected = outcome(linear_cross_entropy, (x, weight, bias, target, by_class))
+    for kind in KINDS:
+        call = weighted(device, kind)._replace(constant=("target", "class_weight"))
         with torch.inference_mode():
-            target, by_class = target.clone(), by_class.clone()
-        for a, b in zip(outcome(linear_cross_entropy, (x, weight, bias, target, by_class)), expected, strict=True):
-            assert torch.equal(a, b)
+            made = {name: call.tensors[name].clone() for name in call.constant}
+        assert_equal(call.trained(**made), call.trained())
 
 
 def test_small_gradients_of_half_precision_are_not_lost(device):
-    x, weight, bias, target, by_class = inputs(device, torch.float16)
-    losses = linear_cross_entropy(x, weight, bias, target, class_weight=by_class, reduction="none", dtype=torch.float32)
-    grads = torch.autograd.grad(losses, (weight, bias), torch.full_like(losses, 2.0**-20), retain_graph=True)
-    large = torch.autograd.grad(losses, (weight, bias), torch.ones_like(losses))
-    for small, one in zip(grads, large, strict=True):
-        torch.testing.assert_close(small.float() * 2.0**20, one.float(), atol=0.1, rtol=1e-2)
-        assert small.any()
+    call = loss_call(device, torch.float16, weighted=True, reduction="none", dtype=torch.float32)
+    small, large = (call.trained(grads=[torch.full((3, 50), by, device=device)])[2:] for by in (2.0**-20, 1.0))
+    for few, one in zip(small, large, strict=True):
+        torch.testing.assert_close(few.float() * 2.0**20, one.float(), atol=0.1, rtol=1e-2)
+        assert few.any()
 
 
-@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_autocast_casts_as_torch(kind, device):
-    x, weight, bias, target, by_class = inputs(device, kind=kind)
-    given = [t.detach().bfloat16() for t in (x, weight, bias)]
-    options = {"class_weight": by_class, "reduction": "none"}
+    call = weighted(device, kind, reduction="none")
     with torch.autocast(device.type, torch.bfloat16):
-        ours, torchs = (
-            linear_cross_entropy(x, weight, bias, target, **options),
-            eager(x, weight, bias, target, **options),
-        )
+        (ours, *grads), torchs = call.trained(), by_torch(call).outputs()[0]
     assert ours.dtype == torchs.dtype == torch.float32
-    exact = eager(*(t.double() for t in given), widened([target])[0], class_weight=by_class.double(), reduction="none")
-    assert_as_exact_as_eager(ours, torchs, exact)
-    ours.sum().backward()
-    assert x.grad.dtype == torch.float32
+    narrow = {name: t.bfloat16() if name in ("x", "weight", "bias") else t for name, t in call.tensors.items()}
+    wide = {name: t.double() if t.is_floating_point() else t for name, t in narrow.items()}
+    assert_as_exact_as_eager(ours, torchs, by_torch(call).outputs(**wide)[0])
+    assert grads[0].dtype == torch.float32
 
 
-@pytest.mark.parametrize("kind", ["classes", "probabilities"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_compiles_without_a_graph_break_for_any_number_of_rows(kind, device):
+    torch._dynamo.reset()
     graphs = []
 
     def counted(graph, args):
         graphs.append(graph)
         return torch._dynamo.lookup_backend("aot_eager")(graph, args)
 
-    def step(x, weight, bias, target, by_class):
-        return linear_cross_entropy(x, weight, bias, target, class_weight=by_class, label_smoothing=0.1)
+    def step(**given):
+        return our_loss(**given, label_smoothing=0.1)
 
     compiled = torch.compile(step, fullgraph=True, backend=counted, dynamic=True)
     for rows in (5, 70, 150):
-        given = inputs(device, kind=kind, shape=(rows,))
-        leaves = [t for t in given if t.requires_grad]
-        for a, b in zip(*(torch.autograd.grad(f(*given), leaves) for f in (compiled, step)), strict=True):
-            torch.testing.assert_close(a, b)
+        call = weighted(device, kind, shape=(rows,))
+        leaves = [call.tensors[name].requires_grad_() for name in call.leaves]
+        ours, eager = (torch.autograd.grad(f(**call.tensors), leaves) for f in (compiled, step))
+        torch.testing.assert_close(ours, eager)
     assert len(graphs) == 1
 
 
-@pytest.mark.parametrize("kind", ["classes", "probabilities"])
-def test_cannot_be_differentiated_twice(kind, device):
-    given = inputs(device, kind=kind)
-    losses = linear_cross_entropy(*given[:4], class_weight=given[4], reduction="none")
-    (grad,) = torch.autograd.grad(losses.sum(), given[0], create_graph=True)
-    with pytest.raises(RuntimeError, match=r"linear_cross_entropy cannot be differentiated again"):
-        grad.sum().backward()
-    with tfast.backend("reference"):
-        losses = linear_cross_entropy(*given[:4], class_weight=given[4], reduction="none")
-        (grad,) = torch.autograd.grad(losses.sum(), given[0], create_graph=True)
-        grad.square().sum().backward()
-    assert given[1].grad.any()
-
-
-@pytest.mark.parametrize("weighted", [False, True])
-def test_the_meta_device_tells_shapes(weighted):
-    for kind, reduction in itertools.product(("classes", "probabilities"), cross_entropy.REDUCTIONS):
-        for dtype in DTYPES:
-            given = inputs("meta", dtype, kind=kind, weighted=weighted)
-            for ours, torchs in zip(*(outcome(f, given, reduction=reduction) for f in (linear_cross_entropy, eager))):
-                assert (ours.device, ours.dtype, ours.shape) == (torchs.device, torchs.dtype, torchs.shape)
-
-
-@pytest.mark.parametrize("kind", ["classes", "probabilities"])
-def test_opcheck(kind, device):
-    x, weight, bias, target, by_class = inputs(device, kind=kind, shape=(7,))
-    options = by_class, 0.1, -100, 2**23
-    ops = torch.ops.transformer_fast
-    torch.library.opcheck(ops.linear_cross_entropy_rows.default, (x, weight, bias, target, *options))
-    given = [t.detach() for t in (torch.rand(7, device=device), x, weight, bias, target)]
-    asked = [True, False, True, kind == "probabilities"]
-    torch.library.opcheck(ops.linear_cross_entropy_rows_backward.default, (*given, *options, asked))
-
-
-def test_gradcheck():
-    x, weight, bias, target, by_class = inputs("cpu", torch.float64, kind="probabilities", shape=(3,))
-
-    def losses(*leaves):
-        return linear_cross_entropy(*leaves, class_weight=by_class, label_smoothing=0.1, reduction="none")
-
-    assert torch.autograd.gradcheck(losses, (x, weight, bias, target))
+@pytest.mark.parametrize("by_class", [False, True])
+def test_the_meta_device_tells_shapes(by_class):
+    for kind, reduction, dtype in itertools.product(KINDS, cross_entropy.REDUCTIONS, DTYPES):
+        call = loss_call("cpu", dtype, kind=kind, weighted=by_class, reduction=reduction)
+        call = call._replace(tensors={name: t.to("meta") for name, t in call.tensors.items()})
+        for ours, torchs in zip(call.trained(), by_torch(call).trained(), strict=True):
+            assert (ours.device, ours.dtype, ours.shape) == (torchs.device, torchs.dtype, torchs.shape)
 
 
 def test_logits_are_never_whole(monkeypatch, device):
     monkeypatch.setattr(cross_entropy, "CHUNK_ELEMENTS", {"cpu": 64 * VOCABULARY, "cuda": 64 * VOCABULARY})
-    given = inputs(device, shape=(6400,))
+    call = weighted(device, shape=(6400,), label_smoothing=0.1)
     with torch.profiler.profile(profile_memory=True) as profile:
-        linear_cross_entropy(*given[:4], class_weight=given[4], label_smoothing=0.1).backward()
+        call.trained()
     used = "self_cpu_memory_usage" if device.type == "cpu" else "self_device_memory_usage"
     assert max(getattr(event, used) for event in profile.events()) < 6400 * VOCABULARY * 4
 
