@@ -251,3 +251,36 @@ def test_an_id_outside_the_vocabulary_is_named_with_its_place(bad: int) -> None:
         embed(ids, torch.randn(7, 5))
     with pytest.raises(IndexError, match=expected):
         torch.ops.transformer_fast.embed_backward(torch.zeros(2, 3, 4, 5), ids, 7, 1.0, None, 0.0, None, True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+class TestOnAGpu:
+    def test_an_id_outside_the_vocabulary_gives_a_nan_row_and_no_gradient(self) -> None:
+        ids = torch.tensor([0, 5, -1, 2, 2**40], device="cuda")
+        weight = torch.ones(3, 40, device="cuda", requires_grad=True)
+        out = embed(ids, weight, dropout_p=0.5)
+        (grad,) = torch.autograd.grad(out, weight, torch.ones_like(out))
+        assert out[[1, 2, 4]].isnan().all() and not out[[0, 3]].isnan().any()
+        assert not grad.isnan().any() and not grad[1].any()
+
+    def test_the_atomic_gradient_agrees_and_the_sorted_one_repeats(self) -> None:
+        ids = torch.randint(0, 50, (64, 100), device="cuda") ** 2 // 50
+        grad, seed = torch.randn(64, 100, 96, device="cuda"), torch.tensor([SEED]).cuda()
+        sort, again, atomic = (
+            torch.ops.transformer_fast.embed_backward(grad, ids, 50, 2.0, 4, 0.1, seed, deterministic)
+            for deterministic in (True, True, False)
+        )
+        assert torch.equal(sort, again)
+        torch.testing.assert_close(sort, atomic, rtol=1e-5, atol=1e-3)
+
+    def test_graph_replays_draw_fresh_masks(self) -> None:
+        ids, weight = torch.randint(0, 10, (4, 8), device="cuda"), torch.randn(10, 64, device="cuda")
+        table = positional_table(8, 64).cuda()
+        embed(ids, weight, table, dropout_p=0.5)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = embed(ids, weight, table, dropout_p=0.5)
+        graph.replay()
+        first = out.clone()
+        graph.replay()
+        assert not torch.equal(first, out)
