@@ -1,17 +1,17 @@
 """Choosing a backend: by context manager, by environment, and what happens where it cannot run."""
 
 import copy
-import os
-import subprocess
-import sys
 import threading
 import warnings
 
 import pytest
 import torch
+from subprocesses import program, python
 
 import transformer_fast as tfast
 from transformer_fast import backends
+
+IMPORTS = "import transformer_fast as tfast\nfrom transformer_fast import backends\n"
 
 
 def test_the_context_manager_nests_and_restores():
@@ -24,24 +24,16 @@ def test_the_context_manager_nests_and_restores():
     assert backends.current() == "auto"
 
 
-def in_a_new_process(environment, program):
-    """Exit status and output of a program that starts with this TRANSFORMER_FAST_BACKEND."""
-    program = f"import transformer_fast as tfast\nfrom transformer_fast import backends\n{program}"
-    environment = {**os.environ, "TRANSFORMER_FAST_BACKEND": environment}
-    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
-    return run.returncode, run.stdout + run.stderr
-
-
 def test_the_environment_is_read_and_the_context_manager_wins():
-    program = "print(backends.current())\nwith tfast.backend('auto'): print(backends.current())"
-    assert in_a_new_process("reference", program) == (0, "reference\nauto\n")
+    code = "print(backends.current())\nwith tfast.backend('auto'): print(backends.current())"
+    assert program(IMPORTS + code, TRANSFORMER_FAST_BACKEND="reference") == "reference\nauto\n"
 
 
 def test_a_wrong_environment_imports_and_is_an_error_where_it_is_used():
-    status, output = in_a_new_process("fast", "print('imported')\nbackends.current()")
-    assert status != 0 and output.startswith("imported\n")
+    done = python("-c", IMPORTS + "print('imported')\nbackends.current()", TRANSFORMER_FAST_BACKEND="fast")
+    assert done.returncode != 0 and done.stdout == "imported\n"
     expected = "TRANSFORMER_FAST_BACKEND: expected one of auto, native, triton, reference, got 'fast'"
-    assert output.endswith(f"ValueError: {expected}\n")
+    assert done.stderr.endswith(f"ValueError: {expected}\n")
 
 
 def test_every_op_is_native_on_cpu():
@@ -98,32 +90,38 @@ def test_importing_the_package_loads_no_heavy_extra():
         "heavy = {'triton', 'torch._dynamo', 'matplotlib', 'sentencepiece', 'sacrebleu', 'safetensors', 'tqdm'}; "
         "loaded = heavy & (set(sys.modules) - before); assert not loaded, loaded"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    program(code)
 
 
-META = {
-    "classic": lambda m, ids, x, lens, keep: m(ids, ids, tfast.AttentionMask.lengths(lens), None),
-    "bert": lambda m, ids, x, lens, keep: m(x, x, x, keep),
-    "tensorflow": lambda m, ids, x, lens, keep: m(ids, ids, *tfast.dialects.tensorflow.create_masks(ids, ids))[0],
-    "d2l": lambda m, ids, x, lens, keep: m(ids, ids, lens)[0],
-    "accelerated": lambda m, ids, x, lens, keep: m(x, x, src_key_padding_mask=~keep[:, 0, 0]),
+dialects, SIZES = tfast.dialects, (11, 16, 24, 4, 1, 0.1)
+META = {  # what makes the model, and a call of it
+    "classic": (
+        lambda: tfast.Transformer(11, 11, 16, 1, 4, 0.1),
+        lambda m, ids, x, lens, keep: m(ids, ids, tfast.AttentionMask.lengths(lens), None),
+    ),
+    "bert": (lambda: dialects.bert.MultiHeadedAttention(4, 16), lambda m, ids, x, lens, keep: m(x, x, x, keep)),
+    "tensorflow": (
+        lambda: dialects.tensorflow.Transformer(1, 16, 4, 24, 11, 11, 50, 50),
+        lambda m, ids, x, lens, keep: m(ids, ids, *dialects.tensorflow.create_masks(ids, ids))[0],
+    ),
+    "d2l": (
+        lambda: dialects.d2l.EncoderDecoder(
+            dialects.d2l.TransformerEncoder(*SIZES), dialects.d2l.TransformerDecoder(*SIZES)
+        ),
+        lambda m, ids, x, lens, keep: m(ids, ids, lens)[0],
+    ),
+    "accelerated": (
+        lambda: torch.nn.Transformer(16, 4, 1, 1, 24, batch_first=True),
+        lambda m, ids, x, lens, keep: m(x, x, src_key_padding_mask=~keep[:, 0, 0]),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", META)
 def test_models_on_the_meta_device_tell_shapes(name):
     """Built there, called there, differentiated there; a state dict then gives them values."""
-    dialects, sizes = tfast.dialects, (11, 16, 24, 4, 1, 0.1)
-    make = {
-        "classic": lambda: tfast.Transformer(11, 11, 16, 1, 4, 0.1),
-        "bert": lambda: dialects.bert.MultiHeadedAttention(4, 16),
-        "tensorflow": lambda: dialects.tensorflow.Transformer(1, 16, 4, 24, 11, 11, 50, 50),
-        "d2l": lambda: dialects.d2l.EncoderDecoder(
-            dialects.d2l.TransformerEncoder(*sizes), dialects.d2l.TransformerDecoder(*sizes)
-        ),
-        "accelerated": lambda: torch.nn.Transformer(16, 4, 1, 1, 24, batch_first=True),
-    }[name]
-    real, call = make(), META[name]
+    make, call = META[name]
+    real = make()
     if name == "accelerated":
         tfast.accelerate(real)
     inputs = [torch.ones(2, 5, dtype=torch.int64), torch.randn(2, 5, 16), torch.tensor([5, 3])]

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from handwritten_rms import LlamaRMSNorm
-from swapped_modules import KINDS, VOCABULARY, E, L, N, assert_alike, inputs, make, outcome, swapped
+from subprocesses import ROOT, python
+from swapped_modules import (
+    KINDS,
+    VOCABULARY,
+    E,
+    L,
+    N,
+    assert_as_torch,
+    every_kind,
+    inputs,
+    make,
+    outcome,
+    swapped,
+)
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -63,17 +72,17 @@ def test_arguments(kind: type[nn.Module], parameters: str, placement: str, mesh:
         module, fast = distribute_module(module, mesh), distribute_module(fast, mesh)
         if kind in ROWS:
             assert isinstance(trained(fast, *args)[0], DTensor)
-    assert_alike(*(outcome(lambda m=m: trained(m, *args), plain) for m in (fast, module)))
+    assert_as_torch(module, lambda m: trained(m, *args), plain, fast=fast)
 
 
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@every_kind
 def test_parameters_alone(kind: type[nn.Module], training: bool, mesh: DeviceMesh) -> None:
     """Plain arguments meet them: torch refuses to mix the two, and so do ours."""
     module, args = make(kind).train(training), inputs(kind)
     fast = distribute_module(swapped(module), mesh)
     module = distribute_module(module, mesh)
-    assert_alike(*(outcome(lambda m=m: trained(m, *args), plain) for m in (fast, module)))
+    assert_as_torch(module, lambda m: trained(m, *args), plain, fast=fast)
 
 
 def into(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -156,13 +165,10 @@ def test_sequence_and_rowwise_parallel(mesh: DeviceMesh) -> None:
     check_parallel(mesh)
 
 
+@pytest.mark.slow("three processes import torch")
 def test_sequence_and_rowwise_parallel_in_two_processes() -> None:
-    root = str(Path(__file__).parents[2])
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *launcher, __file__], env=environment, capture_output=True, text=True, timeout=300
-    )
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__)
+    done = python(*launcher, PYTHONPATH=f"{ROOT}:{ROOT / 'tests/support'}", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr[-3000:]
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
 import torch
 from op_calls import Call, Draw, assert_equal, attention_calls, by_dispatcher, calls, token_calls
+from subprocesses import program
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 
@@ -204,7 +203,7 @@ def test_the_seed_is_the_number_torch_draws():
 
 def test_a_first_call_in_inference_mode_does_not_close_the_way():
     """What a plain tensor is was once decided by the first call, and there inference tensors have fewer keys."""
-    program = """
+    program("""
 import torch
 from transformer_fast import extension
 _C = extension.module()
@@ -212,5 +211,4 @@ x = torch.ones(2, 8)
 with torch.inference_mode():
     assert _C.layer_norm(x, None, None, 1e-5, "layer", None, 0.0, None) is not None
 assert _C.layer_norm(x, torch.nn.Parameter(torch.ones(8)), None, 1e-5, "layer", None, 0.0, None) is not None
-"""
-    subprocess.run([sys.executable, "-c", program], check=True)
+""")

@@ -9,9 +9,8 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from op_calls import assert_equal, attention_calls, by_dispatcher, calls, on_threads
+from op_calls import Operators, assert_equal, attention_calls, by_dispatcher, calls, on_threads, token_calls
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast as tfast
 from transformer_fast import ops
@@ -20,6 +19,11 @@ CALLS = calls()
 DROPS = [name for name in CALLS if name.endswith(", dropout")]
 PRODUCTS = "linear", "linear_cross_entropy"
 """What a library multiplies, which rounds as it likes for tensors of other strides."""
+
+
+def test_every_public_op_is_in_the_table() -> None:
+    found = {call.op for call in (CALLS | attention_calls() | token_calls()).values()}
+    assert found == {*ops.__all__} - {"decompositions", "positional_table"}
 
 
 def every_second(t: Tensor) -> Tensor:
@@ -193,25 +197,12 @@ def test_gradcheck(name: str) -> None:
         assert torch.autograd.gradgradcheck(run, tuple(leaves.values()))
 
 
-class OpsOfOurs(TorchDispatchMode):
-    """Notes our operators that are called, with their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.called: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if op.namespace == "transformer_fast":
-            self.called.append((op, args, kwargs or {}))
-        return op(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ("linear", "add_positional")])  # torch's own
 def test_opcheck_of_the_operators_that_a_call_runs(name: str, device: torch.device) -> None:
-    with OpsOfOurs() as mode:
+    with Operators() as operators:
         calls(device=device)[name].trained()
-    assert mode.called
-    for op, args, kwargs in mode.called:
+    assert operators.ours
+    for op, args, kwargs in operators.ours:
         if "backward" in str(op):
             args = tuple(t.detach() if isinstance(t, Tensor) else t for t in args)
         torch.library.opcheck(op, args, kwargs)

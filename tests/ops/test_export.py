@@ -5,8 +5,6 @@ The graph is made with one batch and length, and computes the same for another: 
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,28 +12,17 @@ from typing import Any
 import pytest
 import torch
 from export_cases import CASES, MODELS, OPS, Call, Case, Inputs, heads, ids, keep, transformer_inputs
+from op_calls import Operators
+from subprocesses import program
 from test_compile import VOCABULARY, D, Padded
 from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
 
 BATCHES = (3, 7), (2, 11)
 """Batch size and length: of the graph, and another."""
-
-
-class Ops(TorchDispatchMode):
-    """The names of the ops that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: set[str] = set()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(str(function))
-        return function(*args, **(kwargs or {}))
 
 
 def all_of(result: Any) -> list[Tensor]:
@@ -83,12 +70,12 @@ def test_traced(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in OPS if name != "packed attention"] + ["packed"])
 def test_decomposed(name: str) -> None:
     model, args, expected = made(CASES[name])
-    program = exported(model, args)
-    assert "transformer_fast" in str(program.graph), "without decompositions the program has the fused ops"
-    program = program.run_decompositions(tfast.decompositions())
-    assert "transformer_fast" not in str(program.graph)
+    graph = exported(model, args)
+    assert "transformer_fast" in str(graph.graph), "without decompositions the program has the fused ops"
+    graph = graph.run_decompositions(tfast.decompositions())
+    assert "transformer_fast" not in str(graph.graph)
     for given, results in zip(args, expected, strict=True):
-        assert_same(program.module()(*given), results)
+        assert_same(graph.module()(*given), results)
 
 
 def run_by_onnx(path: Path, args: Inputs) -> list[Tensor]:
@@ -96,6 +83,11 @@ def run_by_onnx(path: Path, args: Inputs) -> list[Tensor]:
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     given = {i.name: t.numpy() for i, t in zip(session.get_inputs(), args, strict=True)}
     return [torch.from_numpy(result) for result in session.run(None, given)]
+
+
+def check_onnx(path: Path, args: list[Inputs], expected: list[list[Tensor]]) -> None:
+    for given, results in zip(args, expected, strict=True):
+        assert_same(run_by_onnx(path, given), results)
 
 
 @pytest.mark.cover(3)
@@ -108,8 +100,7 @@ def test_onnx_by_torchscript(name: str, tmp_path: Path) -> None:
     axes = {name: {d: f"{name}_{d}" for d in sizes} for name, sizes in zip(names, open_sizes(args), strict=True)}
     path = tmp_path / "model.onnx"
     torch.onnx.export(model, args[0], path, dynamo=False, input_names=names, dynamic_axes=axes, opset_version=17)
-    for given, results in zip(args, expected, strict=True):
-        assert_same(run_by_onnx(path, given), results)
+    check_onnx(path, args, expected)
 
 
 @pytest.mark.cover(1)
@@ -123,21 +114,19 @@ def test_onnx_by_dynamo(name: str, tmp_path: Path) -> None:
     sizes, path = tuple(open_sizes(args)), tmp_path / "model.onnx"
     by_name = (sizes,) if isinstance(model, Call) else sizes
     torch.onnx.export(model, args[0], path, dynamo=True, dynamic_shapes=by_name, verbose=False)
-    for given, results in zip(args, expected, strict=True):
-        assert_same(run_by_onnx(path, given), results)
+    check_onnx(path, args, expected)
 
 
-@pytest.mark.cover(1)
+@pytest.mark.slow("the exporter works for ten seconds")
 @pytest.mark.parametrize("name", ["bert", "parts of a mask"])
 @pytest.mark.filterwarnings("ignore")
 def test_onnx_of_an_exported_program(name: str, tmp_path: Path) -> None:
     pytest.importorskip("onnxscript")
     model, args, expected = made(CASES[name])
-    program = exported(model, args).run_decompositions(tfast.decompositions())
+    graph = exported(model, args).run_decompositions(tfast.decompositions())
     path = tmp_path / "model.onnx"
-    torch.onnx.export(program, f=path, dynamo=True, verbose=False)
-    for given, results in zip(args, expected, strict=True):
-        assert_same(run_by_onnx(path, given), results)
+    torch.onnx.export(graph, f=path, dynamo=True, verbose=False)
+    check_onnx(path, args, expected)
 
 
 IN_A_FRESH_PROCESS = """
@@ -150,6 +139,7 @@ assert not any(name.startswith("transformer_fast") for name in sys.modules)
 """
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("how", ["traced", "exported"])
 def test_a_saved_graph_runs_without_this_package(how: str, tmp_path: Path) -> None:
     model, args, expected = made(MODELS["Transformer"])
@@ -162,8 +152,7 @@ def test_a_saved_graph_runs_without_this_package(how: str, tmp_path: Path) -> No
     else:
         torch.export.save(exported(model, args).run_decompositions(tfast.decompositions()), path)
         code = IN_A_FRESH_PROCESS.format(load="export.load", path=path, module=".module()", data=data)
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
+    program(code, cwd=tmp_path)
 
 
 def test_a_saved_program_of_fused_ops_needs_the_import_alone(tmp_path: Path) -> None:
@@ -173,18 +162,16 @@ def test_a_saved_program_of_fused_ops_needs_the_import_alone(tmp_path: Path) -> 
     torch.export.save(exported(model, args), path)
     code = IN_A_FRESH_PROCESS.format(load="export.load", path=path, module=".module()", data=data)
     code = "import transformer_fast" + code.replace("assert not", "assert")
-    root = Path(tfast.__file__).parent.parent
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
-    assert run.returncode == 0, run.stderr
+    program(code)
 
 
 def test_a_graph_in_training_is_refused() -> None:
     args = transformer_inputs(3, 7)
     with pytest.raises(RuntimeError, match=r"embed: .* no dropout .* it is 0\.1: call model\.eval\(\)"):
         torch.jit.trace(Padded(), args)
-    program = exported(Padded(), [args, args])
+    graph = exported(Padded(), [args, args])
     with pytest.raises(RuntimeError, match="no dropout"):
-        program.run_decompositions(tfast.decompositions())
+        graph.run_decompositions(tfast.decompositions())
 
 
 def test_wrong_inputs_are_named_while_tracing() -> None:
@@ -236,9 +223,9 @@ def test_dynamic_quantisation(name: str) -> None:
     model, (_, args), (_, expected) = made(MODELS[name])
     quantised = quantize_dynamic(model, {nn.Linear}, torch.qint8)
     assert any(isinstance(m, torch.ao.nn.quantized.dynamic.Linear) for m in quantised.modules())
-    with torch.no_grad(), Ops() as ops:
+    with torch.no_grad(), Operators() as operators:
         results = all_of(quantised(*args))
-    assert any("transformer_fast" in op for op in ops.names)
+    assert operators.ours
     for found, wanted in zip(results, expected, strict=True):
         assert not torch.equal(found, wanted)
         torch.testing.assert_close(found, wanted, atol=0.1, rtol=0.05)

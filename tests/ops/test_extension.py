@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from setuptools import Distribution
+from subprocesses import ROOT, program, python
 
 from transformer_fast import extension
 
-ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 import warnings
 with warnings.catch_warnings(record=True) as caught:
@@ -42,12 +42,7 @@ try:
 except tfast.BackendError as error:
     print(error)
 """
-BUILD = {
-    "torch": torch.__version__,
-    "cuda": None,
-    "arch_list": None,
-    "compiler": "c++",
-}
+BUILD = {"torch": torch.__version__, "cuda": None, "arch_list": None, "compiler": "c++"}
 STUBS = {
     "missing": (None, "is missing"),
     "empty": (b"", "is broken (no build record in it)"),
@@ -72,6 +67,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/cpuinfo and ELF files")
+@pytest.mark.cover(2)
 @pytest.mark.parametrize("stub", STUBS)
 def test_a_useless_extension_still_imports_and_says_what_to_run(package: Path, stub: str) -> None:
     content, expected = STUBS[stub]
@@ -99,15 +95,8 @@ def useless_extension(package: Path, content: bytes | dict[str, object] | None) 
     file.unlink(missing_ok=True)
     if content is not None:
         file.write_bytes(content if isinstance(content, bytes) else record(content))
-    result = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        cwd=package,
-        env={**os.environ, "PYTHONPATH": str(package), "TRANSFORMER_FAST_BACKEND": "auto"},
-    )
-    assert result.returncode == 0, result.stderr
-    loaded, warned, status, warning, as_the_reference, refused = result.stdout.strip().split("\n")
+    output = program(PROGRAM, cwd=package, PYTHONPATH=str(package), TRANSFORMER_FAST_BACKEND="auto")
+    loaded, warned, status, warning, as_the_reference, refused = output.strip().split("\n")
     assert loaded == "False" and warned == "1" and as_the_reference == "True"
     return status, warning, refused
 
@@ -127,13 +116,9 @@ def test_the_loaded_extension_tells_what_it_is() -> None:
     assert info.keys() == BUILD.keys() and info["torch"] == torch.__version__
     assert chosen in extension.module().supported_instruction_sets()
     assert re.match(r"\S+ \d+\.\d+", info["compiler"])
-    assert extension.status().startswith("loaded: ") and f"{chosen} kernels" in extension.status()
-
-
-@needs_extension
-def test_build_info_cannot_be_changed_from_outside() -> None:
-    extension.build_info()["torch"] = "changed"
+    info["torch"] = "changed"
     assert extension.build_info()["torch"] == torch.__version__
+    assert extension.status().startswith("loaded: ") and f"{chosen} kernels" in extension.status()
 
 
 @needs_extension
@@ -141,43 +126,32 @@ def test_build_info_cannot_be_changed_from_outside() -> None:
 def test_the_extension_runs_on_the_openmp_runtime_of_torch() -> None:
     """In a process of its own: other libraries bring runtimes of their own."""
     code = "from transformer_fast import extension; assert extension.load(); print(open('/proc/self/maps').read())"
-    maps = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    maps = program(code)
     runtimes = {line.split()[-1] for line in maps.splitlines() if re.search(r"/lib(gomp|iomp5|omp)[-.]", line)}
     assert len(runtimes) <= 1, runtimes
 
 
-def run_setup(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "setup.py", "-q", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, **variables},
-    )
-
-
 def test_a_wrong_cuda_choice_is_named() -> None:
-    result = run_setup("--name", TRANSFORMER_FAST_CUDA="yes")
+    result = python("setup.py", "-q", "--name", TRANSFORMER_FAST_CUDA="yes")
     assert result.returncode != 0 and "TRANSFORMER_FAST_CUDA: expected auto, 0 or 1, got 'yes'" in result.stderr
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch was built with CUDA")
-def test_asking_for_cuda_without_it_is_a_clear_error_and_auto_says_so_in_a_line() -> None:
-    result = run_setup("--name", TRANSFORMER_FAST_CUDA="1")
-    expected = f"the CUDA kernels cannot be built here: torch {torch.__version__} is a CPU build"
-    assert result.returncode != 0 and expected in result.stderr
-    result = run_setup("--name", TRANSFORMER_FAST_CUDA="auto")
-    assert result.returncode == 0, result.stderr
-    assert f"transformer_fast: CPU kernels only (torch {torch.__version__} is a CPU build)" in result.stderr
+def test_asking_for_cuda_without_it_is_a_clear_error_and_auto_says_so_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    want_cuda = setup_names()["want_cuda"]
+    monkeypatch.setenv("TRANSFORMER_FAST_CUDA", "1")
+    with pytest.raises(SystemExit, match=f"cannot be built here: torch {re.escape(torch.__version__)} is a CPU build"):
+        want_cuda()
+    monkeypatch.setenv("TRANSFORMER_FAST_CUDA", "auto")
+    assert want_cuda() is False
+    expected = f"transformer_fast: CPU kernels only (torch {torch.__version__} is a CPU build)"
+    assert expected in capsys.readouterr().err
 
 
 def test_setup_without_torch_says_what_to_install() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.modules['torch'] = None; exec(open('setup.py').read())"],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    result = python("-c", "import sys; sys.modules['torch'] = None; exec(open('setup.py').read())")
     assert result.returncode != 0
     assert "Run `pip install torch`" in result.stderr and "Traceback" not in result.stderr
 
@@ -274,10 +248,11 @@ def test_kernels_that_cannot_run_are_refused(asked: str, expected: str, monkeypa
 
 
 @needs_extension
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", extension.module().supported_instruction_sets() if extension.load() else [])
 def test_the_environment_chooses_the_kernels(name: str) -> None:
     code = "from transformer_fast import extension; print(extension.status())"
-    result = run_with_kernels(name, code)
+    result = python("-c", code, TRANSFORMER_FAST_CPU=name)
     if extension._library(name) is None:
         assert f"TRANSFORMER_FAST_CPU={name}, but they were not built" in result.stderr
     else:
@@ -287,13 +262,8 @@ def test_the_environment_chooses_the_kernels(name: str) -> None:
 @needs_extension
 def test_an_unknown_name_of_kernels_is_an_error_at_the_first_op() -> None:
     code = "import torch, transformer_fast as t; t.embed(torch.tensor([0]), torch.ones(1, 4))"
-    result = run_with_kernels("mmx", code)
+    result = python("-c", code, TRANSFORMER_FAST_CPU="mmx")
     assert result.returncode != 0 and "ValueError: TRANSFORMER_FAST_CPU: expected one of" in result.stderr
-
-
-def run_with_kernels(name: str, code: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TRANSFORMER_FAST_CPU": name}
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @needs_extension

@@ -11,7 +11,7 @@ import handwritten as hw
 import handwritten_rms
 import pytest
 import torch
-from swapped_modules import KINDS, E, L, N, inputs, make, swapped
+from swapped_modules import E, L, N, every_kind, inputs, make, swapped
 from torch import Tensor, fx, nn
 from torch.ao.quantization import get_default_qconfig_mapping
 from torch.ao.quantization.quantize_fx import convert_fx, prepare_fx
@@ -80,7 +80,7 @@ def copies(traced: fx.GraphModule) -> list[nn.Module]:
     return [traced, copy.deepcopy(traced), pickle.loads(pickle.dumps(traced)), loaded]
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@every_kind
 def test_a_swapped_module_is_a_leaf(kind: type[nn.Module]) -> None:
     plain, args = Holder(make(kind)), (inputs(kind) * 3)[:3]
     fast = Holder(swapped(plain.inner))
@@ -93,7 +93,7 @@ def test_a_swapped_module_is_a_leaf(kind: type[nn.Module]) -> None:
             torch.testing.assert_close(traced.train(training)(*args), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@every_kind
 @pytest.mark.parametrize("tracer", [Inside, Attentions])
 def test_tracers_that_look_inside(kind: type[nn.Module], tracer: type[fx.Tracer]) -> None:
     """They find what they find in the class of torch.nn, or fail as they fail there."""
@@ -110,7 +110,7 @@ def test_tracers_that_look_inside(kind: type[nn.Module], tracer: type[fx.Tracer]
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@every_kind
 def test_a_swapped_module_as_the_root(kind: type[nn.Module]) -> None:
     """A root is always looked into, and all of its arguments are placeholders."""
     found = []

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import torch.nn.functional as F
+from op_calls import on_threads
 from torch import Tensor, nn
 
 import transformer_fast as tfast
@@ -82,24 +83,34 @@ def test_large_products_go_to_onednn_and_small_ones_do_not(by_onednn: None) -> N
         assert ops.linear(*large).grad_fn.name() != NODE
 
 
-def test_strides(by_onednn: None) -> None:
-    x = torch.randn(300, 512, requires_grad=True)
-    weight = torch.randn(512, 400, requires_grad=True)
-    for rows, matrix in (
-        (x, weight.t()),
-        (x.t()[:256].t(), weight[:256].t()),
-        (x[::2], weight.t()[::3]),
-        (x[:, :300], weight.t()[:, :300]),
-    ):
-        out, wanted = ops.linear(rows, matrix), F.linear(rows, matrix)
-        torch.testing.assert_close(out, wanted, rtol=1e-5, atol=1e-4)
-        grad = torch.randn_like(out.t()).t()
-        for found, expected in zip(*(torch.autograd.grad(y, (x, weight), grad) for y in (out, wanted)), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-4)
-    bias = torch.randn(2 * 400)[::2]
-    torch.testing.assert_close(ops.linear(x, weight.t(), bias), F.linear(x, weight.t(), bias), rtol=1e-5, atol=1e-4)
-    once = torch.autograd.grad(ops.linear(x, weight.t()).sum(), x)[0]  # the gradient of a sum has no strides
-    torch.testing.assert_close(once, torch.autograd.grad(F.linear(x, weight.t()).sum(), x)[0], rtol=1e-5, atol=1e-4)
+def assert_like_torch(compute: Callable[[Callable[..., Tensor]], tuple[Tensor, ...]], rtol: float = 1e-5) -> None:
+    """What is computed with our function is what is computed with torch's."""
+    for found, expected in zip(compute(ops.linear), compute(F.linear), strict=True):
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=rtol * float(expected.detach().abs().max()))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x, w: (x, w.t()),
+        lambda x, w: (x.t()[:256].t(), w[:256].t()),
+        lambda x, w: (x[::2], w.t()[::3]),
+        lambda x, w: (x[:, :300], w.t()[:, :300]),
+    ],
+    ids=["transposed", "columns", "rows", "wider"],
+)
+def test_strides(by_onednn: None, view: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    x, weight = torch.randn(300, 512, requires_grad=True), torch.randn(512, 400, requires_grad=True)
+    rows, matrix = view(x, weight)
+    bias = torch.randn(2 * len(matrix))[::2]
+    grad = torch.randn(len(matrix), len(rows)).t()
+
+    def computed(linear: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        out = linear(rows, matrix, bias)
+        summed = torch.autograd.grad(linear(rows, matrix).sum(), x, retain_graph=True)  # the gradient has no strides
+        return out, *torch.autograd.grad(out, (x, weight), grad, retain_graph=True), *summed
+
+    assert_like_torch(computed)
 
 
 @pytest.mark.parametrize("frozen", [0, 1, 2])
@@ -107,30 +118,23 @@ def test_only_what_is_needed(by_onednn: None, frozen: int) -> None:
     given = inputs((512,), 256, 128)
     given[frozen].requires_grad_(False)
     trained = [t for t in given if t.requires_grad]
-    results = [torch.autograd.grad(f(*given).square().sum(), trained) for f in (ops.linear, F.linear)]
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    assert_like_torch(lambda linear: torch.autograd.grad(linear(*given).square().sum(), trained))
 
 
 def test_second_derivative(by_onednn: None) -> None:
-    x, weight, bias = inputs((1024,), 128, 64)
+    given = inputs((1024,), 128, 64)
 
-    def penalty(linear: nn.Module) -> tuple[Tensor, ...]:
-        out = linear(x, weight, bias)
-        first = torch.autograd.grad(out.tanh().sum(), (x, weight, bias), create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in first), (x, weight, bias))
+    def penalty(linear: Callable[..., Tensor]) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(linear(*given).tanh().sum(), given, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), given)
 
-    assert ops.linear(x, weight, bias).grad_fn.name() == NODE
-    for found, expected in zip(penalty(ops.linear), penalty(F.linear), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+    assert ops.linear(*given).grad_fn.name() == NODE
+    assert_like_torch(penalty, rtol=1e-4)
 
 
 def test_batched_gradients(by_onednn: None) -> None:
-    given = inputs((512,), 128, 128)
-    grads = torch.randn(3, 512, 128)
-    pairs = [torch.autograd.grad(f(*given), given, grads, is_grads_batched=True) for f in (ops.linear, F.linear)]
-    for found, expected in zip(*pairs, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    given, grads = inputs((512,), 128, 128), torch.randn(3, 512, 128)
+    assert_like_torch(lambda linear: torch.autograd.grad(linear(*given), given, grads, is_grads_batched=True))
 
 
 def test_a_weight_changed_before_backward_is_noticed(by_onednn: None) -> None:
@@ -196,14 +200,8 @@ def test_traced(by_onednn: None) -> None:
     assert "aten::linear" in str(traced.graph)
 
 
-@pytest.fixture
-def module() -> Iterator[nn.Linear]:
-    torch.manual_seed(0)
-    yield nn.Linear(256, 128)
-
-
-def test_module(by_onednn: None, module: nn.Linear) -> None:
-    ours = Linear(256, 128)
+def test_module(by_onednn: None) -> None:
+    module, ours = nn.Linear(256, 128), Linear(256, 128)
     ours.load_state_dict(module.state_dict())
     x = torch.randn(512, 256)
     torch.testing.assert_close(ours(x), module(x), rtol=1e-5, atol=1e-4)
@@ -211,9 +209,8 @@ def test_module(by_onednn: None, module: nn.Linear) -> None:
     assert apply_linear(module, x).grad_fn.name() == NODE
 
 
-def test_modules_that_are_called(module: nn.Linear) -> None:
-    x = torch.randn(512, 256)
-    seen = []
+def test_modules_that_are_called() -> None:
+    module, x, seen = nn.Linear(256, 128), torch.randn(512, 256), []
     module.register_forward_hook(lambda *_: seen.append(1))
     apply_linear(module, x)
     assert seen == [1]
@@ -269,14 +266,11 @@ def test_a_sequential_is_called_where_somebody_would_miss_it(by_onednn: None) ->
 
 def test_the_same_on_any_number_of_threads_and_for_any_number_of_rows(by_onednn: None) -> None:
     given = inputs((600,), 256, 384)
-    before, results = torch.get_num_threads(), []
-    try:
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
+    results = []
+    for count in (1, 2, 3):
+        with on_threads(count):
             out = ops.linear(*given)
             results.append([out, *torch.autograd.grad(out.square().sum(), given)])
-    finally:
-        torch.set_num_threads(before)
     for result in results[1:]:
         assert all(map(torch.equal, results[0], result))
     assert torch.equal(ops.linear(given[0][:300], *given[1:]), results[0][0][:300])

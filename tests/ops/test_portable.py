@@ -25,6 +25,7 @@ UNITS = {"none": ((), 32), "avx2": (("-march=x86-64-v3",), 32), "avx512": (("-ma
 
 
 @pytest.mark.skipif(shutil.which(COMPILER[0]) is None, reason="no C++ compiler")
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("unit", UNITS)
 def test_functions_of_the_kernels(tmp_path: Path, unit: str) -> None:
     (flags, vector_bytes), module = UNITS[unit], extension.module()

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from handwritten_forms import FORMS, fresh
-from swapped_modules import KINDS, E, L, N, assert_alike, inputs, make, outcome, swapped
+from op_calls import Operators
+from swapped_modules import KINDS, E, L, N, assert_alike, assert_as_torch, every_kind, inputs, make, outcome, swapped
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -135,7 +135,7 @@ def test_every_class_is_here() -> None:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", UNSERVED)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@every_kind
 def test_tensors_without_kernels_get_torchs_numbers(kind: type[nn.Module], name: str, training: bool) -> None:
     """Bit for bit, with the same dropout masks: the same operators of torch compute them."""
     module, args = make(kind, p=0.3).train(training), inputs(kind)
@@ -170,11 +170,10 @@ def test_what_torch_computes_is_computed(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", SERVED)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@every_kind
 def test_kinds_that_the_ops_take(kind: type[nn.Module], name: str) -> None:
     module, args = make(kind), inputs(kind)
-    results = [outcome(lambda m=m: called(m, SERVED[name], args, True), plain) for m in (swapped(module), module)]
-    assert_alike(*results, exactly=False)
+    assert_as_torch(module, lambda m: called(m, SERVED[name], args, True), plain, exactly=False)
     assert is_served(*map(SERVED[name], args))
 
 
@@ -194,7 +193,7 @@ def test_a_norm_takes_the_sum_along(kind: type[nn.Module], name: str) -> None:
     assert_alike(outcome(ours, plain), outcome(expected, plain))
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover(16)
 @pytest.mark.parametrize("name", ["nested, jagged", *(n for n in UNSERVED if "subclass with" in n)])
 @pytest.mark.parametrize("form", FORMS)
 def test_modules_written_by_hand(form: str, name: str) -> None:
@@ -240,18 +239,6 @@ def test_hooks_inside_a_stack_see_the_tensors_that_torch_passes(kind: str) -> No
                 assert torch.equal(*blocks)
 
 
-class Operators(TorchDispatchMode):
-    """Notes the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.add(str(op))
-        return op(*args, **(kwargs or {}))
-
-
 class Functions(TorchFunctionMode):
     """Passes every function on."""
 
@@ -268,11 +255,12 @@ MODES = {
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@every_kind
 def test_modes_see_a_call_and_change_nothing(kind: type[nn.Module], mode: Callable[[], Any]) -> None:
     module, args = make(kind), inputs(kind)
+    fast = swapped(module)
     with mode() as entered:
-        ours = outcome(lambda: called(swapped(module), lambda t: t, args, True))
+        ours = outcome(lambda: called(fast, lambda t: t, args, True))
     assert_alike(ours, outcome(lambda: called(module, lambda t: t, args, True)), exactly=False)
     if isinstance(entered, FlopCounterMode) and kind is nn.Linear:
         assert entered.get_total_flops() > 0
@@ -289,7 +277,7 @@ def test_tensors_without_numbers_reach_our_ops(kind: type[nn.Module], how: str) 
         out = module(*(fake.from_tensor(t) if how == "fake" else t for t in args))
     out = out[0] if isinstance(out, tuple) else out
     assert out.shape == (N, L, E)
-    assert any("transformer_fast" in op for op in operators.seen) == (kind is not nn.Dropout)
+    assert bool(operators.ours) == (kind is not nn.Dropout)
 
 
 def test_tensors_that_this_package_makes_keep_modules_fused() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from handwritten_forms import FORMS, fresh
-from swapped_modules import KINDS, assert_alike, inputs, make, outcome, swapped
+from swapped_modules import KINDS, assert_as_torch, every_kind, inputs, make, outcome, swapped
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -38,36 +38,32 @@ def first(out: Any) -> Tensor:
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", TRANSFORMS)
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@every_kind
 def test_transforms_of_torch_func(kind: type[nn.Module], name: str, training: bool) -> None:
     module, args = make(kind, p=0.3).train(training), inputs(kind)
-    results = [outcome(lambda m=m: TRANSFORMS[name](lambda *a: first(m(*a)), args)) for m in (swapped(module), module)]
-    assert_alike(*results)
+    assert_as_torch(module, lambda m: TRANSFORMS[name](lambda *a: first(m(*a)), args))
 
 
 @pytest.mark.parametrize("name", ["grad", "jvp", "gradients of each sample"])
-@pytest.mark.parametrize("kind", [k for k in KINDS.values() if k is not nn.Dropout], ids=lambda k: k.__name__)
+@pytest.mark.parametrize("kind", [k for k in KINDS.values() if k is not nn.Dropout])
 def test_transforms_over_the_parameters(kind: type[nn.Module], name: str) -> None:
     module, args = make(kind), inputs(kind)
-    results = []
-    for m in (swapped(module), module):
-        names, values = zip(*m.named_parameters())
+    names = list(dict(module.named_parameters()))
+    alone = name == "gradients of each sample"  # the transform adds a dimension to every tensor
+    values = [p.detach().unsqueeze(0) if alone else p.detach() for p in module.parameters()]
 
-        def of_parameters(*values: Tensor, m: nn.Module = m, names: tuple[str, ...] = names) -> Tensor:
-            return first(torch.func.functional_call(m, dict(zip(names, values)), tuple(args)))
+    def call(m: nn.Module) -> Any:
+        def of_parameters(*values: Tensor) -> Tensor:
+            given = dict(zip(names, (v[0] for v in values) if alone else values))
+            return first(torch.func.functional_call(m, given, tuple(args)))
 
-        values = [v.detach() for v in values]
-        if name == "gradients of each sample":
-            values = [v.unsqueeze(0) for v in values]
-            call = lambda f=of_parameters, v=values: TRANSFORMS[name](lambda *a: f(*(t[0] for t in a)), v)  # noqa: E731
-        else:
-            call = lambda f=of_parameters, v=values: TRANSFORMS[name](f, v)  # noqa: E731
-        results.append(outcome(call))
-    assert isinstance(results[1][0], tuple) or name == "jvp"
-    assert_alike(*results)
+        return TRANSFORMS[name](of_parameters, values)
+
+    assert isinstance(outcome(lambda: call(module))[0], tuple) or name == "jvp"
+    assert_as_torch(module, call)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@every_kind
 def test_functional_call_with_other_parameters(kind: type[nn.Module]) -> None:
     module, args = make(kind), tuple(inputs(kind))
     others = {name: torch.randn_like(p) for name, p in module.named_parameters()}
@@ -75,7 +71,7 @@ def test_functional_call_with_other_parameters(kind: type[nn.Module]) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
+@every_kind
 def test_forward_mode_differentiation(kind: type[nn.Module]) -> None:
     module, args = make(kind), inputs(kind)
 
@@ -84,24 +80,25 @@ def test_forward_mode_differentiation(kind: type[nn.Module]) -> None:
             duals = [forward_ad.make_dual(t, torch.ones_like(t)) if t.is_floating_point() else t for t in args]
             return tuple(forward_ad.unpack_dual(first(m(*duals))))
 
-    assert_alike(outcome(lambda: tangent(swapped(module))), outcome(lambda: tangent(module)))
+    assert_as_torch(module, tangent)
 
 
+@pytest.mark.cover(6)
 @pytest.mark.parametrize("transform", ["vmap", "grad"])
-@pytest.mark.parametrize(
-    "kind", [k for k in KINDS.values() if "Transformer" not in k.__name__], ids=lambda k: k.__name__
-)
+@pytest.mark.parametrize("kind", [k for k in KINDS.values() if "Transformer" not in k.__name__])
 def test_transforms_inside_compiled_code(kind: type[nn.Module], transform: str) -> None:
     torch._dynamo.reset()
     module, args = make(kind).eval(), inputs(kind)
-    results = []
-    for m in (swapped(module), module):
-        f = torch.compile(lambda *a, m=m: TRANSFORMS[transform](lambda *b: first(m(*b)), list(a)), backend="aot_eager")
-        results.append(outcome(lambda f=f: f(*args)))
-    assert_alike(*results, exactly=False)
+
+    def call(m: nn.Module) -> Any:
+        return torch.compile(lambda *a: TRANSFORMS[transform](lambda *b: first(m(*b)), list(a)), backend="aot_eager")(
+            *args
+        )
+
+    assert_as_torch(module, call, exactly=False)
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover(16)
 @pytest.mark.parametrize("transform", ["vmap", "grad", "jvp"])
 @pytest.mark.parametrize("form", FORMS)
 def test_modules_written_by_hand(form: str, transform: str) -> None:
@@ -109,14 +106,13 @@ def test_modules_written_by_hand(form: str, transform: str) -> None:
     module, args = build().eval(), arguments()
     (place, rows), *_ = [(n, t) for n, t in enumerate(args) if isinstance(t, Tensor)]
     many = torch.stack((rows.detach(), rows.detach()))
-    results = []
     fast = copy.deepcopy(module)
     assert tfast.accelerate(fast).rows[0].now
-    for m in (fast, module):
 
-        def call(x: Tensor, m: nn.Module = m) -> Tensor:
+    def call(m: nn.Module) -> Any:
+        def of_rows(x: Tensor) -> Tensor:
             return first(m(*(x if n == place else fresh(t) for n, t in enumerate(args))))
 
-        given = [many if transform == "vmap" else many[0]]
-        results.append(outcome(lambda given=given, call=call: TRANSFORMS[transform](call, given)))
-    assert_alike(*results)
+        return TRANSFORMS[transform](of_rows, [many if transform == "vmap" else many[0]])
+
+    assert_as_torch(module, call, fast=fast)

@@ -65,6 +65,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("op", ["attention", "layer_norm", "embed"])
 def test_a_wrong_kernel_fails(op, change, monkeypatch):

@@ -10,6 +10,7 @@ from unittest import mock
 import torch
 from helpers import assert_as_exact_as_eager, fixed_seed
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, ops
@@ -97,6 +98,23 @@ def on_threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that are called, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append((op, args, kwargs or {}))
+        return op(*args, **(kwargs or {}))
+
+    @property
+    def ours(self) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+        """The calls of this package's operators."""
+        return [call for call in self.called if getattr(call[0], "namespace", "") == "transformer_fast"]
 
 
 def by_dispatcher() -> contextlib.AbstractContextManager[Any]:

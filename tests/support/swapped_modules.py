@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +26,7 @@ SIZES = {
 
 KINDS: dict[str, type[nn.Module]] = {kind.__name__: kind for kind in (*_TORCH, nn.Linear)}
 """The classes of torch.nn that have a swapped class, by name."""
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
 
 
 def make(kind: type[nn.Module], p: float = 0.0) -> nn.Module:
@@ -93,3 +95,16 @@ def assert_alike(ours: list[Any], theirs: list[Any], *, exactly: bool = True) ->
             torch.testing.assert_close(mine[1], expected[1], **({"atol": 0, "rtol": 0} if exactly else {}))
         else:
             assert mine[1] == expected[1]
+
+
+def assert_as_torch(
+    module: nn.Module,
+    call: Callable[[nn.Module], Any],
+    plain: Callable[[Any], Any] = lambda t: t,
+    *,
+    fast: nn.Module | None = None,
+    exactly: bool = True,
+) -> None:
+    """A call of the swapped module gives what that of torch's own gives, or fails with the same error."""
+    fast = swapped(module) if fast is None else fast
+    assert_alike(*(outcome(lambda m=m: call(m), plain) for m in (fast, module)), exactly=exactly)
