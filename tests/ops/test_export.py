@@ -6,6 +6,7 @@ The graph is made with one batch and length, and computes the same for another: 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ def exported(model: nn.Module, args: list[Inputs]) -> torch.export.ExportedProgr
         return torch.export.export(model, args[0], dynamic_shapes=by_name)
 
 
+@pytest.mark.cover(12)
 @pytest.mark.parametrize("name", CASES)
 def test_traced(name: str) -> None:
     model, args, expected = made(CASES[name])
@@ -67,7 +69,14 @@ def test_traced(name: str) -> None:
         assert_same(traced(*given), results)
 
 
-@pytest.mark.parametrize("name", [name for name in OPS if name != "packed attention"] + ["packed"])
+def to_decompose() -> Iterator[Any]:
+    """Every op, and a model of packed attention; those that need seconds run with --all."""
+    long = "parts of a mask", "parts of a mask, packed and decoding", "packed attention, lengths given", "packed"
+    for name in [name for name in OPS if name != "packed attention"] + ["packed"]:
+        yield pytest.param(name, marks=pytest.mark.slow("torch.export needs seconds") if name in long else ())
+
+
+@pytest.mark.parametrize("name", to_decompose())
 def test_decomposed(name: str) -> None:
     model, args, expected = made(CASES[name])
     graph = exported(model, args)
@@ -139,8 +148,9 @@ assert not any(name.startswith("transformer_fast") for name in sys.modules)
 """
 
 
-@pytest.mark.cover(1)
-@pytest.mark.parametrize("how", ["traced", "exported"])
+@pytest.mark.parametrize(
+    "how", ["traced", pytest.param("exported", marks=pytest.mark.slow("torch.export needs ten seconds"))]
+)
 def test_a_saved_graph_runs_without_this_package(how: str, tmp_path: Path) -> None:
     model, args, expected = made(MODELS["Transformer"])
     path, data = str(tmp_path / "model.pt2"), str(tmp_path / "data.pt")
@@ -189,6 +199,7 @@ def test_eager_calls_after_a_trace_run_on_the_kernels() -> None:
     assert torch.equal(tfast.attention(q, q, q, AttentionMask.lengths(n)), before)
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("implementation", ["jit", "onnx"])
 @pytest.mark.filterwarnings("ignore")
 def test_bert_of_transformers(implementation: str, tmp_path: Path) -> None:
@@ -216,6 +227,7 @@ def test_bert_of_transformers(implementation: str, tmp_path: Path) -> None:
         assert_same(results, wanted)
 
 
+@pytest.mark.cover(6)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "bert"])
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
 def test_dynamic_quantisation(name: str) -> None:
