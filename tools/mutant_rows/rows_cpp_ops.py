@@ -3,9 +3,9 @@
 from .fault import Fault
 
 PARTS = ("tests/ops/test_attention_parts.py",)
-LOSS = ("tests/ops/test_cross_entropy.py",)
-NORM = ("tests/ops/test_norm.py",)
-DROPOUT = ("tests/ops/test_dropout.py",)
+LOSS = ("tests/ops/test_cross_entropy.py", "tests/ops/test_every_op.py")
+NORM = ("tests/ops/test_norm.py", "tests/ops/test_every_op.py")
+DROPOUT = ("tests/ops/test_dropout.py", "tests/ops/test_every_op.py")
 LAUNCHING = (
     "tests/ops/test_launching.py",
     "tests/ops/test_launching_calls.py",
@@ -201,7 +201,7 @@ ROWS = (
         path="csrc/ops/node.h",
         old="if (at::GradMode::is_enabled()) refuse_second_derivative(name(), gradients, grads, saved);",
         new="",
-        tests=("tests/ops/test_eager.py", "tests/ops/test_norm.py"),
+        tests=("tests/ops/test_eager.py", "tests/ops/test_every_op.py"),
     ),
     Fault(
         name="a tensor of inference mode is saved as it is",

@@ -298,14 +298,14 @@ ROWS = (
         path=PACKAGE + "ops/embedding.py",
         old="        padding_idx %= vocabulary\n",
         new="",
-        tests=("tests/ops/test_embedding.py", "tests/ops/test_embedding_inputs.py"),
+        tests=("tests/ops/test_embedding.py", "tests/ops/test_every_op.py"),
     ),
     Fault(
         name="a positional table one row too short is taken",
         path=PACKAGE + "ops/embedding.py",
         old="if table.shape[0] < offset + length:",
         new="if table.shape[0] < offset + length - 1:",
-        tests=("tests/ops/test_embedding.py", "tests/ops/test_embedding_inputs.py"),
+        tests=("tests/ops/test_embedding.py", "tests/ops/test_wrong_inputs.py"),
     ),
     Fault(
         name="a draw of dropout skips modes that want to see it",
