@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast.accelerate.lazy_logits import LazyLogits
+from transformer_fast.generation.sampling import Sampler
 from transformer_fast.generation.weights import WHOLE, WeightLayout, prepack, stamp_of
 from transformer_fast.layers import Linear
 from transformer_fast.ops.attention import check_backend
@@ -157,6 +158,14 @@ def generated(rows: int, tokens: int, length: int = 5) -> None:
     assert answers[0] == answers[1]
 
 
+def drawn(steps: int) -> None:
+    """Tokens of equal logits, one step after the other, beside the number of each step alone."""
+    config, stream = tfast.GenerationConfig(sample=True, seed=3), torch.tensor([5])
+    sampler = Sampler(config, stream)
+    tokens = [int(sampler(torch.zeros(1, 1000), torch.tensor([0]))) for _ in range(steps)]
+    assert tokens == [int(Sampler(config, stream)._uniform(step)[0, 0] * 1000) for step in range(steps)]
+
+
 def logits_left_out(count: int) -> None:
     """A training step of a model whose logits may be left out."""
     V, d = 1024, 8
@@ -223,6 +232,7 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
     "csrc/ops/search_steps.cpp:kLogitRows": lambda n: generated(n, 4),
     "transformer_fast/generation/decoding.py:ENCODED_TOKENS": lambda n: generated(4, 3, scaled(n, 4)),
     "transformer_fast/generation/search.py:MOST_STEPS": lambda n: generated(3, n),
+    "transformer_fast/generation/sampling.py:STEPS_AHEAD": drawn,
     "transformer_fast/generation/cache.py:BLOCK": lambda n: generated(3, n),
     "transformer_fast/generation/weights.py:NARROW": lambda n: step_linear(30, inputs=n, most=100),
     "transformer_fast/generation/weights.py:FEW_ROWS": step_linear,
