@@ -6,8 +6,7 @@ import functools
 import sys
 
 import pytest
-import test_attention_decode
-import test_attention_packed
+import test_attention_wrong_inputs
 import test_wrong_inputs
 import torch
 
@@ -230,11 +229,10 @@ def wrong_calls():
     """The wrong inputs of every public function of attention, by name: (call, error, message)."""
     rows = {name: tuple(row) for name, row in (test_wrong_inputs.ATTENTION | test_wrong_inputs.MASKS).items()}
     rows = {name: row for name, row in rows.items() if not name.startswith(("triton on CPU", "layer"))}
-    for module in (test_attention_packed, test_attention_decode):
-        function = getattr(tfast, module.__name__.removeprefix("test_"))
-        for name, (arguments, options, error, says) in module.WRONG.items():
-            call = functools.partial(function, *arguments, **options)
-            rows[f"{function.__name__}: {name}"] = call, error, says
+    for name, calls in (("packed", test_attention_wrong_inputs.PACKED), ("decode", test_attention_wrong_inputs.DECODE)):
+        function = getattr(tfast, f"attention_{name}")
+        for what, (arguments, options, error, says) in calls.items():
+            rows[f"{name}: {what}"] = functools.partial(function, *arguments, **options), error, says
     wide, ends = floats(1, 1, 2, 257), torch.tensor([0, 2], dtype=torch.int32)
     too_wide = ValueError, r"head_dim up to 256.*257\)"
     rows["d over 256"] = functools.partial(tfast.attention, wide, wide, wide), *too_wide

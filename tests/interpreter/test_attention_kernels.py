@@ -1,0 +1,29 @@
+"""tests/ops/test_attention_kernels.py on the Triton kernels.
+
+A call takes the interpreter a second, so the short list has every value of a parameter in one case.
+"""
+
+from __future__ import annotations
+
+import pytest
+import test_attention_kernels
+from test_attention_kernels import *  # noqa: F403
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered"),
+    pytest.mark.usefixtures("small_tiles"),
+    pytest.mark.cover("values"),
+]
+test_every_pair_of_masks = test_long_on_both_sides = None  # a minute each; pairs are in test_fuzz.py
+test_a_bias_by_distance_of_any_shape = pytest.mark.usefixtures("tiles_of_distances")(
+    test_attention_kernels.test_a_bias_by_distance_of_any_shape
+)
+
+
+def test_rows_too_far_apart_for_32_bits_are_copied(monkeypatch, kernels):
+    """As if they were: every tensor whose rows are not neighbours."""
+    monkeypatch.setattr("transformer_fast.triton.attention.tiles.WIDEST_STRIDE", 60)
+    B, H, Lq, Lk, D = 1, 2, 20, 40, 8
+    tensors = [kernels.random(B, L, H, 64)[..., :D].transpose(1, 2) for L in (Lq, Lk, Lk, Lq)]
+    mask = {"bias": kernels.random(1, 1, Lq, 128)[..., :Lk], "keep": kernels.random(1, 1, Lq, 128)[..., :Lk] > 0}
+    kernels.check(tensors, kernels.call(D, mask))

@@ -1,0 +1,183 @@
+"""Wrong calls of attention, packed and with a cache, and wrong parts of a mask: the error says what was expected."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+import transformer_fast as tfast
+from transformer_fast import AttentionMask
+
+Q, K, PAGES = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 6, 8), torch.randn(3, 4, 2, 8)
+N, TABLE = torch.tensor([6, 3]), torch.tensor([[0, 2], [1, 9]], dtype=torch.int32)
+DECODE = {
+    "q is not a tensor": (([1.0], K, K, N), {}, TypeError, "q must be a tensor, got list"),
+    "q of three dimensions": ((Q[0], K, K, N), {}, ValueError, r"q must be \(B, H, Lq, D\).*\(4, 1, 8\)"),
+    "cache is integer": ((Q, K.long(), K, N), {}, TypeError, "k_cache must be a float tensor, got torch.int64"),
+    "dtypes differ": ((Q, K.half(), K.half(), N), {}, TypeError, "share a dtype.*float32.*float16"),
+    "devices differ": ((Q, K.to("meta"), K, N), {}, ValueError, "one device, got cpu, meta, cpu"),
+    "caches differ": ((Q, K, K[:, :, :5], N), {}, ValueError, r"share their shape.*6, 8\).*5, 8\)"),
+    "head_dims differ": ((Q[..., :6], K, K, N), {}, ValueError, r"head_dim.*\(2, 4, 1, 6\).*\(2, 2, 6, 8\)"),
+    "batches differ": ((Q[:1], K, K, N), {}, ValueError, r"\(B, Hkv, S, D\) must share the batch.*\(1, 4, 1, 8\)"),
+    "heads do not divide": ((Q[:, :3], K, K, N), {}, ValueError, "multiple of those of the cache"),
+    "heads of pages do not divide": (
+        (Q[:, :3], PAGES, PAGES, N), {"page_table": TABLE}, ValueError, "page_size, Hkv, D.*as there is a page table",
+    ),
+    "float lengths": ((Q, K, K, N.float()), {}, TypeError, "lengths must be an int32.*got torch.float32"),
+    "lengths of another batch": ((Q, K, K, N[:1]), {}, ValueError, r"\(B,\) = \(2,\), got shape \(1,\)"),
+    "lengths on another device": ((Q, K, K, N.to("meta")), {}, ValueError, "q is on cpu but lengths on meta"),
+    "lengths beyond the cache": ((Q, K, K, N + 1), {}, ValueError, r"\[0, 6\].*got 4 to 7"),
+    "negative lengths": ((Q, K, K, N - 4), {}, ValueError, r"\[0, 6\].*got -1 to 2"),
+    "lengths beyond the pages": ((Q, PAGES, PAGES, N + 3), {"page_table": TABLE}, ValueError, r"\[0, 8\].*got 6 to 9"),
+    "int64 page table": ((Q, PAGES, PAGES, N), {"page_table": TABLE.long()}, TypeError, "page_table must be an int32"),
+    "page table of another batch": (
+        (Q, PAGES, PAGES, N), {"page_table": TABLE[:1]}, ValueError, r"\(B, max_pages\) with B = 2, got shape \(1, 2\)",
+    ),
+    "a page that is not there": (
+        (Q, PAGES, PAGES, N + 2), {"page_table": TABLE}, ValueError, r"page_table\[1\] names pages 1 to 9.*0 to 2",
+    ),
+    "causal with an offset": ((Q, K, K, N), {"causal": 2}, TypeError, "True or False, got 2"),
+    "a mask with a bias": (
+        (Q, K, K, N), {"mask": AttentionMask.bias(torch.zeros(6))}, ValueError, "got additive_bias",
+    ),
+}  # fmt: skip
+"""Arguments of attention_decode by position and by name, the error, and what it says."""
+
+
+def cu(*starts: int) -> torch.Tensor:
+    return torch.tensor(starts, dtype=torch.int32)
+
+
+TQ, TK = torch.randn(5, 4, 8), torch.randn(7, 2, 8)
+CU_Q, CU_K = cu(0, 2, 5), cu(0, 3, 7)
+PACKED = {
+    "q is not a tensor": (([1.0], TK, TK, CU_Q, CU_K), {}, TypeError, "q must be a tensor, got list"),
+    "q is padded": ((TQ[None], TK, TK, CU_Q, CU_K), {}, ValueError, r"q must be \(tokens.*\(1, 5, 4, 8\)"),
+    "q is integer": ((TQ.long(), TK, TK, CU_Q, CU_K), {}, TypeError, "float tensor, got torch.int64"),
+    "dtypes differ": ((TQ, TK.half(), TK, CU_Q, CU_K), {}, TypeError, "share a dtype.*float32.*float16"),
+    "devices differ": ((TQ, TK.to("meta"), TK, CU_Q, CU_K), {}, ValueError, "one device, got cpu, meta, cpu"),
+    "head_dims differ": ((TQ, TK[..., :6], TK, CU_Q, CU_K), {}, ValueError, r"head_dim.*4, 8\).*2, 6\)"),
+    "tokens of k and v differ": ((TQ, TK, TK[:6], CU_Q, CU_K), {}, ValueError, r"k and v.*\(7, 2, 8\).*\(6, 2, 8\)"),
+    "heads do not divide": ((TQ[:, :3], TK, TK, CU_Q, CU_K), {}, ValueError, "multiple of those of k and v"),
+    "cu_seqlens is a list": ((TQ, TK, TK, [0, 2, 5], CU_K), {}, TypeError, "cu_seqlens_q must be an int32.*got list"),
+    "cu_seqlens is int64": ((TQ, TK, TK, CU_Q, CU_K.long()), {}, TypeError, "cu_seqlens_k .* int32.*torch.int64"),
+    "cu_seqlens of two dimensions": ((TQ, TK, TK, CU_Q[None], CU_K), {}, ValueError, r"got shape \(1, 3\)"),
+    "cu_seqlens is empty": ((TQ, TK, TK, CU_Q[:0], CU_K), {}, ValueError, r"got shape \(0,\)"),
+    "cu_seqlens on another device": ((TQ, TK, TK, CU_Q.to("meta"), CU_K), {}, ValueError, "on cpu but.*_q on meta"),
+    "cu_seqlens does not rise": (
+        (TQ, TK, TK, cu(0, 6, 5), CU_K), {}, ValueError, r"_q must rise from 0 to 5.*\(5, 4, 8\), got \[0, 6, 5\]",
+    ),
+    "cu_seqlens starts late": ((TQ, TK, TK, CU_Q, cu(1, 3, 7)), {}, ValueError, r"from 0 to 7.*\[1, 3, 7\]"),
+    "cu_seqlens ends early": ((TQ, TK, TK, CU_Q, cu(0, 3, 6)), {}, ValueError, r"from 0 to 7.*\[0, 3, 6\]"),
+    "numbers of sequences differ": ((TQ, TK, TK, CU_Q, cu(0, 7)), {}, ValueError, r"\(3,\) and \(2,\)"),
+    "max_k too small": ((TQ, TK, TK, CU_Q, CU_K), {"max_k": 3}, ValueError, "max_k is 3, but a sequence of k has 4"),
+    "dropout above 1": ((TQ, TK, TK, CU_Q, CU_K), {"dropout_p": 1.5}, ValueError, r"dropout_p.*\[0, 1\], got 1.5"),
+    "unknown empty_rows": ((TQ, TK, TK, CU_Q, CU_K), {"empty_rows": "nan"}, ValueError, '"zero", got \'nan\''),
+    "causal with an offset": ((TQ, TK, TK, CU_Q, CU_K), {"causal": 2}, TypeError, "True or False, got 2"),
+    "a mask that is a tensor": (
+        (TQ, TK, TK, CU_Q, CU_K), {"mask": torch.ones(3) > 0}, TypeError, "must be an AttentionMask, got Tensor",
+    ),
+    "a mask with padding": (
+        (TQ, TK, TK, CU_Q, CU_K), {"mask": AttentionMask.lengths(torch.tensor([1]))}, ValueError,
+        "window, causal, documents, alibi and relative alone, got key_lengths",
+    ),
+}  # fmt: skip
+"""The same of attention_packed."""
+
+
+@pytest.mark.parametrize("name", DECODE)
+def test_decode(name):
+    arguments, more, error, says = DECODE[name]
+    with pytest.raises(error, match=says):
+        tfast.attention_decode(*arguments, **more)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed(name):
+    arguments, more, error, says = PACKED[name]
+    with pytest.raises(error, match=says):
+        tfast.attention_packed(*arguments, **more)
+
+
+B, H, L, D = 2, 4, 70, 16
+
+
+def decode(**options):
+    q = torch.randn(B, H, 1, D)
+    return tfast.attention_decode(q, *[torch.randn(B, H, L, D)] * 2, torch.full((B,), L), **options)
+
+
+def packed(**options):
+    starts = torch.tensor([0, 30, L], dtype=torch.int32)
+    return tfast.attention_packed(*[torch.randn(L, H, D)] * 3, starts, starts, **options)
+
+
+def attention(*args, **options):
+    return tfast.attention(*[torch.randn(B, H, L, D)] * 3, *args, **options)
+
+
+IDS = torch.zeros(B, L, dtype=torch.int64)
+PARTS = {
+    "ids that are no tensor": (lambda: AttentionMask.documents([0, 1]), TypeError, "integer tensor (B, L), got list"),
+    "float ids": (lambda: AttentionMask.documents(IDS.float()), TypeError, "got torch.float32"),
+    "ids without a batch": (lambda: AttentionMask.documents(IDS[0]), ValueError, "(B, L), got shape (70,)"),
+    "ids of another length": (
+        lambda: attention(AttentionMask.documents(IDS[:, 1:])), ValueError, "query_ids of shape (2, 69)",
+    ),
+    "key ids of another length": (
+        lambda: attention(AttentionMask.documents(IDS, IDS[:, 1:])), ValueError, "key_ids of shape (2, 69)",
+    ),
+    "ids of another batch": (
+        lambda: attention(AttentionMask.documents(IDS.repeat(2, 1))), ValueError, "(B, L) = (2, 70)",
+    ),
+    "ids of a padded batch for a packed one": (
+        lambda: packed(mask=AttentionMask.documents(IDS)), ValueError, "(B, L) = (1, 70)",
+    ),
+    "ids of the queries for a cache": (
+        lambda: decode(mask=AttentionMask.documents(IDS[:, :1])), ValueError, "key_ids of shape (2, 1)",
+    ),
+    "slopes that are no tensor": (lambda: AttentionMask.alibi(0.5), TypeError, "slopes must be a float tensor"),
+    "integer slopes": (lambda: AttentionMask.alibi(IDS[0]), TypeError, "got torch.int64"),
+    "slopes of three dimensions": (lambda: AttentionMask.alibi(torch.rand(H, 1, 1)), ValueError, "(H,) or (B, H)"),
+    "slopes for other heads": (
+        lambda: attention(AttentionMask.alibi(torch.rand(H + 1))), ValueError, "(5,) is not (H,) or (B, H) with B = 2",
+    ),
+    "slopes for other batches": (
+        lambda: attention(AttentionMask.alibi(torch.rand(B + 1, H))), ValueError, "(3, 4) is not (H,) or (B, H)",
+    ),
+    "slopes a sequence of a packed batch": (
+        lambda: packed(mask=AttentionMask.alibi(torch.rand(B, H))), ValueError, "(2, 4) is not (H,)",
+    ),
+    "an offset that is no int": (lambda: AttentionMask.alibi(torch.rand(H), 0.5), TypeError, "alibi offset"),
+    "a table of another width": (
+        lambda: attention(AttentionMask.relative(torch.randn(32, H + 1))), ValueError, "is not (buckets, H)",
+    ),
+    "a table of one dimension": (lambda: AttentionMask.relative(torch.randn(32)), ValueError, "(buckets, H)"),
+    "too few buckets": (lambda: AttentionMask.relative(torch.randn(3, H)), ValueError, "3 buckets"),
+    "a max_distance among the exact buckets": (
+        lambda: AttentionMask.relative(torch.randn(32, H), max_distance=8), ValueError, "max_distance above it, got 8",
+    ),
+    "a max_distance that is no int": (
+        lambda: AttentionMask.relative(torch.randn(32, H), 1e2), TypeError, "relative max_distance",
+    ),
+    "a softcap of 0": (lambda: attention(softcap=0.0), ValueError, "softcap must be above 0, or None"),
+    "a negative softcap": (lambda: decode(softcap=-1.0), ValueError, "attention_decode: softcap"),
+    "a softcap that is NaN": (lambda: packed(softcap=math.nan), ValueError, "attention_packed: softcap"),
+    "sinks that are no tensor": (lambda: attention(sinks=0.0), TypeError, "sinks must be a float tensor (H,)"),
+    "sinks for other heads": (lambda: attention(sinks=torch.zeros(H + 1)), ValueError, "(H,) = (4,)"),
+    "sinks of a cache for other heads": (lambda: decode(sinks=torch.zeros(1)), ValueError, "attention_decode: sinks"),
+    "a window that is empty": (lambda: AttentionMask.window(2, -3), ValueError, "no key lies between"),
+    "a dense mask for a packed batch": (
+        lambda: packed(mask=AttentionMask.keep(torch.ones(L, L, dtype=torch.bool))), ValueError, "keep_mask",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PARTS)
+def test_parts_of_a_mask(case):
+    call, error, message = PARTS[case]
+    with pytest.raises(error, match=re.escape(message)):
+        call()

@@ -1,0 +1,72 @@
+"""Fixtures of the tests of the Triton attention kernels, in the interpreter or on a GPU."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from attention_kernels import TRITON, Kernels
+
+from transformer_fast.triton import configs
+from transformer_fast.triton.attention import (
+    backward_kv,
+    backward_q,
+    forward,
+    grad_bias,
+    grad_distance_bias,
+    grad_scores,
+    weights,
+)
+
+
+@pytest.fixture
+def kernels() -> Kernels:
+    """The Triton kernels."""
+    return TRITON
+
+
+@pytest.fixture(params=[torch.float32, torch.float16, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Every type that the Triton kernels take. In the interpreter the launchers read bf16 as fp32, and round."""
+    return request.param
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """On CPU, tiles of 32 x 32 and few programs, so that small shapes have several of both, and steps to share."""
+    if device.type != "cpu":
+        return
+    for key in configs.ATTENTION:
+        monkeypatch.setitem(configs.ATTENTION, key, configs.AttentionConfig(32, 32, 4, 1))
+    for module, name in ((weights, "TILES"), (grad_bias, "TILES"), (grad_scores, "ROW_TILES")):
+        monkeypatch.setattr(module, name, dict.fromkeys(getattr(module, name), (32, 32, 4)))
+    monkeypatch.setattr(grad_distance_bias, "TILES", dict.fromkeys(grad_distance_bias.TILES, (32, 32, 4)))
+    for module in (grad_bias, grad_distance_bias):
+        monkeypatch.setattr(module, "PROGRAMS", 12)
+
+
+@pytest.fixture(params=[32, 64])
+def tiles_of_distances(
+    monkeypatch: pytest.MonkeyPatch, small_tiles: None, request: pytest.FixtureRequest, device: torch.device
+) -> None:
+    """On CPU, both shapes of the tiles by which the gradient of a bias by distance is summed."""
+    if device.type == "cpu":
+        tiles = dict.fromkeys(grad_distance_bias.TILES, (request.param, 32, 4))
+        monkeypatch.setattr(grad_distance_bias, "TILES", tiles)
+
+
+@pytest.fixture
+def loads(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> Counter:
+    """Counts of the tiles that kernels load: by kernel ("out", "q" and "kv") and rows of the tile."""
+    if device.type != "cpu":
+        pytest.skip("loads are watched in the interpreter")
+    counts: Counter = Counter()
+    for name, module in (("out", forward), ("q", backward_q), ("kv", backward_kv)):
+
+        def load_rows(base, start, end, stride, ROWS, *more, original=module.load_rows, name=name):
+            counts[name, int(getattr(ROWS, "value", ROWS))] += 1
+            return original(base, start, end, stride, ROWS, *more)
+
+        monkeypatch.setattr(module, "load_rows", load_rows)
+    return counts
