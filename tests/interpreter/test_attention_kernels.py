@@ -15,6 +15,9 @@ pytestmark = [
     pytest.mark.cover("values"),
 ]
 test_every_pair_of_masks = test_long_on_both_sides = None  # a minute each; pairs are in test_fuzz.py
+test_same_bits_in_every_run_on_any_number_of_threads = pytest.mark.cover(1)(
+    test_attention_kernels.test_same_bits_in_every_run_on_any_number_of_threads
+)
 test_a_bias_by_distance_of_any_shape = pytest.mark.usefixtures("tiles_of_distances")(
     test_attention_kernels.test_a_bias_by_distance_of_any_shape
 )

@@ -7,23 +7,16 @@ from unittest import mock
 
 import pytest
 import torch
-from attention_calls import DEVICE, call_of, inputs, random, reference_call
+from attention_kernels import DIALECTS, GPU, TRITON, oracle
 from helpers import assert_as_exact_as_eager, mask_parts
+from test_attention_kernels import documents
 
 from transformer_fast.attention_params import AttentionParams
 from transformer_fast.masks import dense_keep
-from transformer_fast.reference.attention import attention as reference
 from transformer_fast.tensor_cache import ENTRIES, get_or_compute
-from transformer_fast.tile_share import (
-    EMPTY,
-    FULL,
-    PARTIAL,
-    WorkShare,
-    tile_classes,
-    work_share,
-)
+from transformer_fast.tile_share import EMPTY, FULL, PARTIAL, WorkShare, tile_classes, work_share
 from transformer_fast.triton import configs
-from transformer_fast.triton.attention import backward, backward_kv, backward_q, forward, tile_map
+from transformer_fast.triton.attention import tile_map
 from transformer_fast.triton.attention.tile_map import length_order, mask_bits, packed_order, tile_lists
 
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
@@ -39,7 +32,7 @@ WINDOWS = {
 
 
 @pytest.fixture(autouse=True)
-def small_tiles(monkeypatch, device):
+def uneven_tiles(monkeypatch):
     """32 queries by 64 keys, so that a tile of one is not mistaken for one of the other."""
     for key in configs.ATTENTION:
         monkeypatch.setitem(configs.ATTENTION, key, configs.AttentionConfig(32, 64, 4, 1))
@@ -62,7 +55,7 @@ def mask_of(dialect):
         mask |= {"causal": 150, "lengths": torch.tensor([LK, 131], dtype=torch.int32)}
     if dialect == "dense window":
         mask |= {"causal": 140, "window": 75}
-    return {name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value for name, value in mask.items()}
+    return {name: value.to(GPU) if isinstance(value, torch.Tensor) else value for name, value in mask.items()}
 
 
 def bits_as_bools(bits, keys):
@@ -71,7 +64,7 @@ def bits_as_bools(bits, keys):
 
 @pytest.mark.parametrize("keys", [1, 31, 64, 256, 300])
 def test_bits(keys):
-    mask = random(2, 3, 17, keys, seed=keys) > 0
+    mask = TRITON.random(2, 3, 17, keys) > 0
     bits = mask_bits(mask)
     assert bits.shape[3] % 8 == 0
     if keys > 1:
@@ -81,30 +74,32 @@ def test_bits(keys):
 
 
 def test_bits_of_a_strided_mask_without_its_repeats():
-    mask = (random(300, 1, 40, seed=1) > 0).permute(1, 2, 0)[:, None, ::2].expand(4, 3, -1, -1)
+    mask = (TRITON.random(300, 1, 40) > 0).permute(1, 2, 0)[:, None, ::2].expand(4, 3, -1, -1)
     bits = mask_bits(mask)
     assert bits.shape[:3] == (1, 1, 20)
     assert torch.equal(bits_as_bools(bits, 300), mask[:1, :1])
+
+
+def assert_lists_are(lists, classes):
+    """Of each line of classes, the numbers of full tiles from the left and those of partial ones from the right."""
+    shape = lists.lists.shape
+    for b, h, line in torch.cartesian_prod(*(torch.arange(n) for n in classes.shape[:3])).tolist():
+        place = min(b, shape[0] - 1), min(h, shape[1] - 1), line
+        full, partial = lists.counts[place].tolist()
+        numbers, kinds = lists.lists[place].tolist(), classes[b, h, line]
+        assert numbers[:full] == (kinds == FULL).nonzero().flatten().tolist()
+        assert numbers[::-1][:partial] == (kinds == PARTIAL).nonzero().flatten().tolist()
 
 
 @pytest.mark.parametrize("tile", [(32, 32), (64, 128), (16, 256)], ids=str)
 @pytest.mark.parametrize("dialect", MAPPED)
 def test_lists_hold_the_tiles_with_work(dialect, tile):
     mask = mask_of(dialect)
-    expected = tile_classes(B, LQ, LK, tile, **mask)
-    rows, columns = (
-        tile_lists(call_of(mask, D), B, LQ, LK, tile, columns=columns, ordered=True)
-        for columns in (False, True)
-    )  # fmt: skip
-    for lists, classes in ((rows, expected), (columns, expected.mT)):
-        work = (classes != EMPTY).sum(-1)
-        shape = lists.lists.shape
-        for b, h, line in torch.cartesian_prod(*(torch.arange(n) for n in classes.shape[:3])).tolist():
-            place = min(b, shape[0] - 1), min(h, shape[1] - 1), line
-            full, partial = lists.counts[place].tolist()
-            numbers, kinds = lists.lists[place].tolist(), classes[b, h, line]
-            assert numbers[:full] == (kinds == FULL).nonzero().flatten().tolist()
-            assert numbers[::-1][:partial] == (kinds == PARTIAL).nonzero().flatten().tolist()
+    expected, call = tile_classes(B, LQ, LK, tile, **mask), TRITON.call(D, mask)
+    for columns, classes in ((False, expected), (True, expected.mT)):
+        lists = tile_lists(call, B, LQ, LK, tile, columns=columns, ordered=True)
+        assert_lists_are(lists, classes)
+        work, shape = (classes != EMPTY).sum(-1), lists.lists.shape
         ordered = work.expand(B, shape[1], -1)[: shape[0]].gather(2, lists.row_order.long())
         assert (ordered.diff(dim=2) <= 0).all()
         assert torch.equal(lists.row_order.sort(2).values[0, 0].cpu(), torch.arange(shape[2], dtype=torch.int32))
@@ -112,12 +107,32 @@ def test_lists_hold_the_tiles_with_work(dialect, tile):
             assert (work.expand(B, shape[1], -1).sum((1, 2))[lists.batch_order.long()].diff() <= 0).all()
 
 
-@pytest.mark.parametrize("dialect", [*mask_parts(1, 1, 1, 1, torch.Generator()), "dense window", *WINDOWS])
+@pytest.mark.parametrize("name", ["in order", "whole tiles", "anywhere", "nothing shared", "some without a key"])
+def test_lists_hold_the_tiles_that_share_an_id(name):
+    """By the smallest and the largest id of either side; those of one id on both sides are full, but for the end."""
+    Lq, Lk = 40, 70
+    ids = documents(name, B, Lq, Lk)
+    query_ids, key_ids = (t.expand(B, -1) for t in ids.values())
+    kinds = torch.full((B, 1, -(-Lq // 32), -(-Lk // 32)), EMPTY)
+    for b, _, row, column in torch.cartesian_prod(*map(torch.arange, kinds.shape)).tolist():
+        own, others = query_ids[b, row * 32 :][:32], key_ids[b, column * 32 :][:32]
+        if others.min() <= own.max() and others.max() >= own.min():
+            one = bool((own == own[0]).all() and (others == own[0]).all())
+            kinds[b, 0, row, column] = FULL if one and column * 32 + 32 <= Lk else PARTIAL
+    call = TRITON.call(D, ids)
+    for columns, expected in ((False, kinds), (True, kinds.mT)):
+        found = tile_lists(call, B, Lq, Lk, (32, 32), columns=columns, ordered=False)
+        counts = torch.stack([(expected == FULL).sum(-1), (expected == PARTIAL).sum(-1)], -1)
+        assert torch.equal(found.counts.cpu().long().expand_as(counts), counts)
+        assert_lists_are(found, expected)
+
+
+@pytest.mark.parametrize("dialect", [*DIALECTS, "dense window", *WINDOWS])
 def test_classes_in_plain_pytorch(dialect):
     """The oracle itself, against the definition: no key, every key, or neither."""
     mask = mask_of(dialect)
     parts = (mask.get(name) for name in ("keep", "key_keep", "lengths", "causal", "window"))
-    allowed = dense_keep(*parts, LQ, LK, DEVICE).expand(B, -1, LQ, LK)
+    allowed = dense_keep(*parts, LQ, LK, GPU).expand(B, -1, LQ, LK)
     classes = tile_classes(B, LQ, LK, (32, 64), **mask)
     assert classes.shape[2:] == (3, 5)
     for row in range(3):
@@ -138,37 +153,26 @@ def test_share_of_square_batches():
     assert work_share(0, 3, 4, (32, 32)).share == 0.0
 
 
-def visits(monkeypatch, call, tensors):
-    """(key tiles that the forward, then grad_q, then query tiles that grad_kv loaded), by watching every load."""
-    counts = {}
-
-    def watch(module, name, rows):
-        original = module.load_rows
-
-        def load_rows(base, start, end, stride, ROWS, *more):
-            if int(getattr(ROWS, "value", ROWS)) == rows:
-                counts[name] = counts.get(name, 0) + 1
-            return original(base, start, end, stride, ROWS, *more)
-
-        monkeypatch.setattr(module, "load_rows", load_rows)
-
-    watch(forward, "forward", 64)
-    watch(backward_q, "grad_q", 64)
-    out, logsumexp = forward.attention_forward(*tensors[:3], call)[:2]
-    forward_tiles = counts.pop("forward") // 2
-    q, k, v, grad = tensors
-    watch(backward_kv, "grad_kv", 32)
-    backward.attention_backward(grad, q, k, v, out, logsumexp, call)
-    return forward_tiles, counts["grad_q"] // 2, counts["grad_kv"] // 2
-
-
-@pytest.mark.skipif(DEVICE.type != "cpu", reason="loads are watched in the interpreter")
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("dialect", ["lengths", "causal", *MAPPED, *WINDOWS])
-def test_only_tiles_with_work_are_visited(dialect, monkeypatch):
+def test_only_tiles_with_work_are_visited(dialect, loads):
+    """By the forward and by grad_q, which load tiles of 64 keys, and by grad_kv, which loads tiles of 32 queries."""
     mask = mask_of(dialect)
     expected = int((tile_classes(B, LQ, LK, (32, 64), **mask).expand(-1, H, -1, -1) != EMPTY).sum())
-    call = call_of(mask, D, zero_empty_rows=True)
-    assert visits(monkeypatch, call, inputs(B, H, 1, LQ, LK, D, torch.float32)) == (expected, expected, expected)
+    TRITON.outcome(TRITON.inputs(B, H, 1, LQ, LK, D), TRITON.call(D, mask, zero_empty_rows=True))
+    assert [loads[name] // 2 for name in (("out", 64), ("q", 64), ("kv", 32))] == [expected] * 3
+
+
+def test_tiles_of_other_documents_are_not_visited(loads, small_tiles):
+    """Of three documents of 32 rows, each tile sees its own alone, forward and backward; without them it sees all."""
+    ids = (torch.arange(96) // 32).int()[None]
+    tensors, visited = TRITON.inputs(1, 1, 1, 96, 96, D), []
+    for parts in ({"query_ids": ids, "key_ids": ids}, {}):
+        loads.clear()
+        TRITON.outcome(tensors, TRITON.call(D, parts))
+        visited.append(dict(loads))
+    # A step loads two tiles.
+    assert {name: visited[1][name] - visited[0][name] for name in loads} == dict.fromkeys(loads, (9 - 3) * 2)
 
 
 @pytest.mark.parametrize(("kind", "allowed"), [(EMPTY, False), (FULL, True)], ids=["empty", "full"])
@@ -185,47 +189,36 @@ def test_the_map_is_believed(kind, allowed):
         found[:, :, 1, 2] = kind
         return found
 
-    q, k, v, grad = inputs(B, H, 1, LQ, LK, D, torch.float32)
-    call = call_of({"keep": keep}, D, zero_empty_rows=True)
+    tensors, call = TRITON.inputs(B, H, 1, LQ, LK, D), TRITON.call(D, keep=keep, zero_empty_rows=True)
     with mock.patch.object(tile_map, "_classes", classes):
-        out, logsumexp = forward.attention_forward(q, k, v, call)[:2]
-        ours = out, *backward.attention_backward(grad, q, k, v, out, logsumexp, call)
-
-    def truth(dtype):
-        leaves = [t.cpu().to(dtype).requires_grad_() for t in (q, k, v)]
-        result = reference(*leaves, **reference_call(replace(call, keep=changed)))[0]
-        return result.detach(), *torch.autograd.grad(result, leaves, grad.cpu().to(dtype))
-
-    for values in zip((t.cpu() for t in ours), truth(torch.float32), truth(torch.float64), strict=True):
-        assert_as_exact_as_eager(*values, ulps=4.0 * (H * LQ) ** 0.5)
+        ours = TRITON.outcome(tensors, call)
+    eager, exact = (
+        oracle(tensors, replace(call, keep=changed), dtype, None) for dtype in (torch.float32, torch.float64)
+    )
+    for name in ("out", "grad_q", "grad_k", "grad_v"):
+        assert_as_exact_as_eager(ours[name].cpu(), eager[name], exact[name], ulps=4.0 * (H * LQ) ** 0.5, what=name)
 
 
 @pytest.mark.parametrize("dialect", ["dense", "all"])
 def test_heavy_rows_first_changes_nothing_but_the_order(dialect, monkeypatch):
-    call = call_of(mask_of(dialect), D)
-    q, k, v, grad = inputs(B, H, 1, LQ, LK, D, torch.float32)
-
-    def run():
-        out, logsumexp = forward.attention_forward(q, k, v, call)[:2]
-        return out, logsumexp, *backward.attention_backward(grad, q, k, v, out, logsumexp, call)
-
-    plain = run()
+    tensors, call = TRITON.inputs(B, H, 1, LQ, LK, D), TRITON.call(D, mask_of(dialect))
+    plain = TRITON.outcome(tensors, call)
     monkeypatch.setattr("transformer_fast.triton.attention.launches.LONG", 100)
     with mock.patch.object(tile_map, "_most_first", wraps=tile_map._most_first) as ordering:
-        for one, two in zip(plain, run(), strict=True):
-            assert torch.equal(one, two)
+        for name, t in TRITON.outcome(tensors, call).items():
+            assert torch.equal(plain[name], t), name
     assert ordering.called
 
 
 def test_orders():
-    lengths = torch.tensor([3, 9, 0, 9], device=DEVICE, dtype=torch.int32)
+    lengths = torch.tensor([3, 9, 0, 9], device=GPU, dtype=torch.int32)
     assert length_order(lengths).tolist() == [1, 3, 0, 2]
-    starts_q, starts_k = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 2, 4, 9], [0, 3, 8, 9]))
+    starts_q, starts_k = (torch.tensor(t, dtype=torch.int32, device=GPU) for t in ([0, 2, 4, 9], [0, 3, 8, 9]))
     assert packed_order(starts_q, starts_k).tolist() == [1, 0, 2]
 
 
 def test_one_map_for_all_layers_until_the_mask_is_written_to():
-    mask, lengths = mask_of("dense shared by heads")["keep"], torch.tensor([9, 20], dtype=torch.int32, device=DEVICE)
+    mask, lengths = mask_of("dense shared by heads")["keep"], torch.tensor([9, 20], dtype=torch.int32, device=GPU)
 
     def lists(mask, lengths=lengths):
         params = AttentionParams(keep=mask, lengths=lengths)

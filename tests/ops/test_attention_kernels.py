@@ -75,8 +75,8 @@ SOME_MASKS += ["both sides", "in the middle", "last rows empty"]
 
 
 def part_of(name: str, kernels: Kernels, dtype: torch.dtype) -> dict:
-    """One of the PARTS of a call of the kernels' own batch and lengths, for tensors of a type."""
-    parts = PARTS[name](kernels, *kernels.batch[:2], *kernels.lengths)
+    """One of the PARTS of a call of one batch entry, the kernels' own heads and lengths, and tensors of a type."""
+    parts = PARTS[name](kernels, 1, kernels.batch[1], *kernels.lengths)
     return {name: t.to(wide(dtype)) if name.endswith("bias") else t for name, t in parts.items()}
 
 
@@ -95,9 +95,9 @@ def test_every_mask(mask, dropout_p, dtype, zero_empty_rows, kernels):
 @pytest.mark.parametrize("part", PARTS)
 def test_every_part_with_every_mask(part, mask, dtype, kernels):
     zero_empty_rows = SOME_MASKS.index(mask) % 2 == 0
-    parts = mask_of(mask, *kernels.batch[:2], *kernels.lengths) | part_of(part, kernels, dtype)
+    parts = mask_of(mask, 1, kernels.batch[1], *kernels.lengths) | part_of(part, kernels, dtype)
     call = kernels.call(20, parts, dropout_p=0.2 * zero_empty_rows, zero_empty_rows=zero_empty_rows)
-    kernels.check(kernels.inputs(*kernels.batch, *kernels.lengths, 20, dtype), call)
+    kernels.check(kernels.inputs(1, *kernels.batch[1:], *kernels.lengths, 20, dtype), call)
 
 
 def test_every_pair_of_masks(kernels):
@@ -124,7 +124,9 @@ BOUNDS = {
 def test_lengths_that_break_tiles(Lq, Lk, bounds, dtype, kernels):
     causal, window = BOUNDS[bounds](Lq, Lk)
     call = kernels.call(16, causal=causal, window=window, dropout_p=0.1 * (bounds != "one key"))
-    kernels.check(kernels.inputs(*kernels.few, Lq, Lk, 16, dtype), call)
+    # Beside one visible key all but what comes in through the logsumexp cancels, to the rounding of the output.
+    received = kernels.backend == "native" or (Lk > 1 and bounds != "one key")
+    kernels.check(kernels.inputs(*kernels.few, Lq, Lk, 16, dtype), call, received=received)
 
 
 @pytest.mark.parametrize(("Lq", "Lk", "bounds"), [(1025, 66, "causal"), *((257, 257, name) for name in BOUNDS)])
@@ -170,7 +172,7 @@ def test_strided_and_expanded(kernels):
         "causal": 5,
     }
     kernels.check([q, k, v, sliced], kernels.call(D, parts, dropout_p=0.1))
-    kernels.check([sliced, one_head, one_head, kernels.random(B, L, H, D).transpose(1, 2)], kernels.call(D, parts))
+    kernels.check([sliced, one_head, one_head, kernels.random(B, L, H, D).transpose(1, 2)], kernels.call(D, causal=5))
     dense = q.contiguous().transpose(1, 2).contiguous().transpose(1, 2)
     found = kernels.check([dense, k, v, one_number], kernels.call(D), way=kernels.recorded)
     assert found["out"].stride() == found["grad_q"].stride() == dense.stride(), "so merging heads is a view"

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from compiled_models import VOCABULARY, D, Padded
 from export_cases import CASES, MODELS, OPS, Call, Case, Inputs, heads, ids, keep, transformer_inputs
 from op_calls import Operators
 from subprocesses import program
-from test_compile import VOCABULARY, D, Padded
 from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
 

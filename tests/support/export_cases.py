@@ -6,9 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from test_compile import VOCABULARY, D, Padded, Windowed, swapped
-from test_compile_packed import Packed
-from test_compile_packed import Windowed as PackedWindowed
+from compiled_models import VOCABULARY, D, Packed, PackedWindowed, Padded, Windowed, swapped
 from torch import Tensor, nn
 
 import transformer_fast as tfast
