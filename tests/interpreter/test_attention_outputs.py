@@ -5,6 +5,8 @@ from test_attention_outputs import *  # noqa: F403
 
 import transformer_fast as tfast
 
+pytestmark = [pytest.mark.usefixtures("small_tiles"), pytest.mark.cover("values")]
+
 
 @pytest.fixture(autouse=True)
 def _on_triton():

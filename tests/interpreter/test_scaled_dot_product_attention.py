@@ -9,7 +9,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import transformer_fast as tfast
 from transformer_fast.ops.scaled_dot_product_attention import TORCH
 
-pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered"),
+    pytest.mark.usefixtures("small_tiles"),
+    pytest.mark.cover("values"),
+]
 
 SHAPES = {
     "four dimensions": ((1, 2, 17, 16), (1, 2, 33, 16), {}),

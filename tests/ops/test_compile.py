@@ -51,6 +51,7 @@ def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             torch.testing.assert_close(compiled(*args), model(*args))
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_export_with_dynamic_lengths(name: str) -> None:
     make, inputs, shapes = MODELS[name]
@@ -63,6 +64,7 @@ def test_export_with_dynamic_lengths(name: str) -> None:
         torch.testing.assert_close(loaded(*args), model(*args))
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", UNPACKED)
 def test_autocast(name: str, dtype: torch.dtype) -> None:
@@ -139,6 +141,7 @@ def called(model: Callable, args: tuple[Any, ...]) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
+@pytest.mark.cover(5)
 @pytest.mark.parametrize("name", PARTS)
 def test_every_part_compiles_exports_and_is_copied(name: str) -> None:
     make, inputs = PARTS[name]

@@ -43,6 +43,7 @@ def assert_two_graphs(function: Callable[..., Tensor], inputs: Callable[[int], t
     assert frames == [1, 2, 2, 2]
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("new", [1, 3])
 @pytest.mark.parametrize("name", MASKS)
 def test_attention(name: str, new: int) -> None:
@@ -67,6 +68,7 @@ def test_attention_in_training(name: str) -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("name", MASKS)
 def test_a_mask_made_outside_the_graph(name: str) -> None:
     assert_two_graphs(tfast.attention, lambda n: (heads(3), heads(n), heads(n), MASKS[name](n, 3)))
@@ -79,6 +81,7 @@ def test_causal_as_an_argument_and_weights() -> None:
     assert_two_graphs(call, lambda n: (heads(3), heads(n)))
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("name", MASKS)
 def test_attention_packed(name: str) -> None:
     def call(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_k: int) -> Tensor:

@@ -139,6 +139,7 @@ CHECKPOINTS: dict[str, dict] = {
 }
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", CHECKPOINTS)
 @pytest.mark.parametrize("name", ["attention", "layer_norm", "Transformer layer"])
