@@ -153,8 +153,10 @@ def test_share_of_square_batches():
     assert work_share(0, 3, 4, (32, 32)).share == 0.0
 
 
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("dialect", ["lengths", "causal", *MAPPED, *WINDOWS])
+LISTED = [pytest.param(name, marks=pytest.mark.slow("its lists are tested above")) for name in MAPPED[1:]]
+
+
+@pytest.mark.parametrize("dialect", ["lengths", "causal", MAPPED[0], *WINDOWS, *LISTED])
 def test_only_tiles_with_work_are_visited(dialect, loads):
     """By the forward and by grad_q, which load tiles of 64 keys, and by grad_kv, which loads tiles of 32 queries."""
     mask = mask_of(dialect)

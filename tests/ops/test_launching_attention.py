@@ -86,6 +86,7 @@ KINDS = {
 }
 
 
+@pytest.mark.cover(6)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypatch, kind):
     """Padded and packed, forward and backward: the same kernels, grids and scalars, and tensors in the same places.
