@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from accelerated import surroundings
 from handwritten import make_model
-from handwritten_forms import FORMS
 from torch import Tensor, nn
 
 import transformer_fast as tfast
@@ -37,11 +35,10 @@ class OwnDropout(nn.Module):
 
 
 def bert() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(
-        vocab_size=40, hidden_size=D, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
-    )
-    return transformers.BertForMaskedLM(config)
+    pytest.importorskip("transformers")
+    import huggingface_models as models
+
+    return models.make(models.named("BertForMaskedLM"), num_hidden_layers=1)
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
@@ -52,18 +49,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def surroundings() -> tuple[Any, ...]:
-    """The state of the program that a call could change."""
-    states = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
-    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch._C._len_torch_function_stack()
-    return torch.get_default_dtype(), torch.get_default_device(), backends.current(), modes, states
-
-
-@pytest.mark.parametrize("name", [*MODELS, *FORMS])
+@pytest.mark.parametrize("name", MODELS)
 def test_nothing_is_left_behind(name: str) -> None:
     """The state of the generators is not restored but never moved, so other threads see nothing either."""
-    model = (MODELS.get(name) or FORMS[name][0])()
-    before = surroundings()
+    model, before = MODELS[name](), surroundings()
     tfast.accelerate(model)
     assert surroundings() == before
 
@@ -123,13 +112,7 @@ def test_a_trial_computes_in_float64() -> None:
     ids = torch.tensor([1, 3])
     with quiet():
         made = [torch.ones(2), torch.tensor(0.1), torch.arange(0.0, 1.0, 0.3), torch.linspace(0, 1, 3), ids / 3]
-        made += [
-            ids.sqrt(),
-            ids * 0.1,
-            torch.where(ids > 1, 0.5, 0.25),
-            ids.float().mean(),
-            torch.ones(2).to(torch.float32),
-        ]
+        made += [ids.sqrt(), ids * 0.1, torch.where(ids > 1, 0.5, 0.25), ids.float().mean(), made[0].to(torch.float32)]
     assert {t.dtype for t in made} == {torch.float64}
     assert torch.equal(made[4], ids.double() / 3) and torch.equal(made[1], torch.tensor(0.1, dtype=torch.float64))
 

@@ -1,16 +1,17 @@
-"""accelerate on calls of torch's functions: further ways to reach one, and those that are left, with the reason."""
+"""accelerate on calls of torch's functions: ways to reach one, and those that are left, with the reason."""
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sdpa_forms
 import torch
 import torch.nn.functional as F
-from sdpa_models import Base, GptNorm, causal_helper, pair, step, whose
+from accelerated import pair, step, whose
+from sdpa_forms import FORMS, Closure, Global, NoGrad
+from sdpa_models import Base, GptNorm, causal_helper
 from torch import Tensor, nn
 from torch.nn.functional import dropout, scaled_dot_product_attention
 
@@ -18,101 +19,41 @@ import transformer_fast as tfast
 from transformer_fast.accelerate.rebinding import Rebinding, StandIn
 from transformer_fast.accelerate.sdpa import NAME
 
-SCALE = 1.0
 this = sys.modules[__name__]
 
 
-def from_a_factory() -> type[nn.Module]:
-    """A class made in a function that imports for it."""
-    import torch.nn.functional as functional
-
-    class FromAFactory(Base):
-        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            def run() -> Tensor:
-                return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-            return functional.relu(run())
-
-    return FromAFactory
-
-
-class Lambda(Base):
-    attend = lambda self, q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)  # noqa: E731
-
-
-class InAComprehension(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.stack([F.scaled_dot_product_attention(q, k, v, is_causal=i > 0) for i in range(2)]).mean(0)
-
-
-class NoGrad(Base):
-    @torch.no_grad()
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=torch.is_tensor(q))
-
-
-class ByClass(Base):
-    @classmethod
-    def attend(cls, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=issubclass(cls, ByClass))
-
-
-class Property(Base):
-    @property
-    def attend(self) -> Callable[..., Tensor]:
-        return functools.partial(F.scaled_dot_product_attention, is_causal=True)
-
-
-class KeywordDefault(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, call: Any = scaled_dot_product_attention) -> Tensor:
-        return call(q, k, v, is_causal=True)
-
-
-class OfAModule(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return this.causal_helper(q, k, v)
-
-
-class OtherName(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        library = torch.nn
-        return library.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-class Super(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        super().train(self.training)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=__class__ is Super)
-
-
-class Global(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True) * SCALE
-
-
-FORMS = (
-    from_a_factory(), Lambda, InAComprehension, NoGrad, ByClass, Property, KeywordDefault, OfAModule, OtherName, Super,
-    Global,
-)  # fmt: skip
-
-
 @pytest.mark.parametrize("form", FORMS)
-def test_it_is_redirected_compiles_and_exports(form: type[nn.Module]) -> None:
-    torch._dynamo.reset()
+def test_however_it_is_called(form: type[nn.Module]) -> None:
+    """A module of the same class that was not accelerated stays torch's."""
     model, fast, report = pair(form)
     x = torch.randn(2, 5, 16)
-    assert [row.now for row in report.swapped] == [f"{NAME} in attend"] and not report.left
+    place = "chosen" if hasattr(model, "chosen") else "attend"
+    assert [(row.path, row.was, row.now) for row in report.rows] == [("", form.__name__, f"{NAME} in {place}")]
     torch.testing.assert_close(fast(x), model(x))
+    assert whose(lambda: fast(x)) == {"ours"} and whose(lambda: model(x)) == {"torch"}
     if form is not NoGrad:
         torch.testing.assert_close(step(fast, x), step(model, x))
-    assert whose(lambda: fast(x)) == {"ours"} and whose(lambda: model(x)) == {"torch"}
-    compiled = torch.compile(fast, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(x), model(x))
-    program = torch.export.export(fast, (x,), strict=False)
-    graphs = "".join(str(part.graph) for part in program.graph_module.modules() if hasattr(part, "graph"))
-    assert "transformer_fast.attention" in graphs and "scaled_dot_product" not in graphs
     report.undo()
     assert type(fast) is form and whose(lambda: fast(x)) == {"torch"}
+
+
+@pytest.mark.cover(9)
+@pytest.mark.parametrize("form", FORMS)
+def test_compiled_and_exported(form: type[nn.Module]) -> None:
+    torch._dynamo.reset()
+    (model, fast, _), x, graphs = pair(form), torch.randn(2, 5, 16), []
+
+    def keep_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.testing.assert_close(torch.compile(fast, fullgraph=True, backend=keep_graph)(x), model(x))
+    assert len(graphs) == 1
+    for strict in (False, True) if form is not Closure else (False,):  # which torch's strict export refuses
+        graphs.append(torch.export.export(fast, (x,), strict=strict).graph_module)
+    for graph in graphs:  # a checkpoint is a graph of its own
+        nodes = str([node.target for part in graph.modules() if hasattr(part, "graph") for node in part.graph.nodes])
+        assert "transformer_fast.attention" in nodes and "scaled_dot_product" not in nodes
 
 
 def test_a_copy_reads_globals_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,13 +62,13 @@ def test_a_copy_reads_globals_as_they_are_now(monkeypatch: pytest.MonkeyPatch) -
     compiled, x = torch.compile(fast, fullgraph=True, backend="eager"), torch.randn(2, 5, 16)
     before = fast(x) - fast.out.bias
     torch.testing.assert_close(compiled(x), fast(x))
-    monkeypatch.setattr(this, "SCALE", 3.0)
+    monkeypatch.setattr(sdpa_forms, "SCALE", 3.0)
     for call in (fast, compiled):
         torch.testing.assert_close(call(x) - fast.out.bias, 3 * before)
 
 
 class Elsewhere:
-    """What another library calls by the same name."""
+    """Another library's function of the same name."""
 
     @staticmethod
     def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -147,9 +88,20 @@ class Choice(Base):
         return first
 
 
+class BothNames(Base):
+    """A name that stands for the module's own method, too."""
+
+    def scaled_dot_product_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (q @ k.mT).softmax(-1) @ v
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.scaled_dot_product_attention(q, k, v) + F.scaled_dot_product_attention(q, k, v)
+
+
 @pytest.mark.parametrize("training", [False, True])
-def test_a_module_that_may_be_another_one_is_redirected_where_it_is_torch_s(training: bool) -> None:
-    model, fast, report = pair(Choice)
+@pytest.mark.parametrize("form", [Choice, BothNames])
+def test_what_may_be_another_function_is_redirected_where_it_is_torch_s(form: type[nn.Module], training: bool) -> None:
+    model, fast, report = pair(form)
     x = torch.randn(2, 5, 16)
     assert [row.now for row in report.swapped] == [f"{NAME} in attend"]
     torch.testing.assert_close(step(fast.train(training), x), step(model.train(training), x))
@@ -208,6 +160,17 @@ class TwoThings(Base):
         return scaled_dot_product_attention(self.scaled_dot_product_attention(q), k, v, is_causal=True)
 
 
+class BySuper(sdpa_forms.Attribute):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend(q, k, v) * 2
+
+
+class Replaced(sdpa_forms.Attribute):
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = super().forward
+
+
 LEFT = {
     ImportedInside: "ImportedInside.attend imports torch.nn.functional.scaled_dot_product_attention inside itself",
     ModuleImportedInside: "ModuleImportedInside.attend imports torch.nn.functional inside itself",
@@ -215,20 +178,36 @@ LEFT = {
     CallerImportedInside: "CallerImportedInside.attend imports sdpa_models.causal_helper inside itself",
     InAFunctionThatImports: "importing imports torch.nn.functional inside itself",
     TwoThings: "scaled_dot_product_attention stands for two things in TwoThings.attend",
+    BySuper: "BySuper.attend calls super(), whose Attribute.attend calls it",
+    Replaced: "its forward was replaced",
 }
 
 
 @pytest.mark.parametrize("form", LEFT)
 def test_a_call_that_cannot_be_redirected_is_left_by_name(form: type[nn.Module]) -> None:
     model, fast, report = pair(form)
-    x = torch.randn(2, 5, 16)
-    assert [(row.path, row.why) for row in report.left] == [
-        ("", f"its F.scaled_dot_product_attention stays: {LEFT[form]}")
-    ]
+    x, why = torch.randn(2, 5, 16), f"its F.scaled_dot_product_attention stays: {LEFT[form]}"
+    for found in (report, tfast.accelerate(fast)):
+        assert not found.swapped and [(row.path, row.why) for row in found.left] == [("", why)]
+    assert type(fast) is form and whose(lambda: fast(x)) == {"torch"}
+    torch.testing.assert_close(step(fast, x), step(model, x), rtol=0, atol=0)
+
+
+class OwnFunction(BothNames):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.scaled_dot_product_attention(q, k, v)
+
+
+class Overridden(sdpa_forms.Attribute):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return v
+
+
+@pytest.mark.parametrize("form", [OwnFunction, Overridden])
+def test_where_torch_s_is_never_called(form: type[nn.Module]) -> None:
+    _, fast, report = pair(form)
     assert not report.swapped and type(fast) is form
-    for ours, torchs in zip(step(fast, x), step(model, x), strict=True):
-        assert torch.equal(ours, torchs)
-    assert whose(lambda: fast(x)) == {"torch"}
+    assert [row.why for row in report.left] == ["unknown structure; 0 of the modules inside it run on the fused ops"]
 
 
 def test_a_function_of_one_name_stays_where_another_is_redirected() -> None:
@@ -251,13 +230,13 @@ def test_the_byte_code_of_a_copy_is_that_of_the_original() -> None:
     rebinding = Rebinding([(scaled_dot_product_attention, causal_helper)], "_a_test_")
     copy = rebinding.function(Global.attend)
     assert copy is not None and copy.__code__.co_code == Global.attend.__code__.co_code
-    assert copy.__globals__ is globals() and rebinding.function(Base.forward) is None
+    assert copy.__globals__ is vars(sdpa_forms) and rebinding.function(Base.forward) is None
 
 
 def test_a_stand_in_is_the_module_but_for_what_was_put_into_it() -> None:
     stand_in = StandIn(this)
-    vars(stand_in)["SCALE"] = 7.0
-    assert stand_in.SCALE == 7.0 and stand_in.Base is Base and stand_in.__name__ == __name__
+    vars(stand_in)["NAME"] = 7.0
+    assert stand_in.NAME == 7.0 and stand_in.Base is Base and stand_in.__name__ == __name__
     stand_in.later = 5  # type: ignore[attr-defined]
     assert this.later == 5  # type: ignore[attr-defined]
     del stand_in.later

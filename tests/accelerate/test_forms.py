@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import io
 from typing import Any
 
 import pytest
 import torch
+from accelerated import copies, from_one_seed, surroundings
 from handwritten_forms import FORMS, B, L, fresh, results
 from helpers import assert_as_exact_as_eager
 from torch import Tensor, nn
@@ -16,58 +16,36 @@ import transformer_fast as tfast
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_same_numbers(name: str) -> None:
+def test_every_form(name: str) -> None:
+    """Numbers, copies, dropout, what the program around it sees, and undo."""
     make, arguments = FORMS[name]
-    m = make().eval()
-    args = arguments()
+    m, args, close = make().eval(), arguments(), {"atol": 2e-5, "rtol": 2e-5}
     expected, keys = results(m, args), list(m.state_dict())
-    before = [(type(m), m.__dict__.keys()) for m in m.modules()]
+    before, plain = [(type(part), part.__dict__.keys()) for part in m.modules()], copy.deepcopy(m)
+    around = surroundings()
     report = tfast.accelerate(m)
+    assert surroundings() == around
     assert report.rows[0].path == "" and report.rows[0].now, report
-    assert isinstance(m, type(make())) and list(m.state_dict()) == keys
-    torch.testing.assert_close(results(m, args), expected, atol=2e-5, rtol=2e-5)
+    assert isinstance(m, type(plain)) and list(m.state_dict()) == keys
+    torch.testing.assert_close(results(m, args), expected, **close)
 
-    twin = copy.deepcopy(m)  # weights that were left are not copied: they are the last call's
-    buffer = io.BytesIO()
-    torch.save(m, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    for other in (twin, loaded):
+    for other in copies(m):  # weights that were left are not copied: they are the last call's
         assert type(other) is type(m)
-        torch.testing.assert_close(results(other, args), expected, atol=2e-5, rtol=2e-5)
+        torch.testing.assert_close(results(other, args), expected, **close)
+
+    m.train()  # with the shared mask: outputs and gradients of a step with dropout, fused and eager
+    ours = from_one_seed(lambda: results(m, args))
+    with tfast.backend("reference"):
+        torch.testing.assert_close(ours, from_one_seed(lambda: results(m, args)), **close)
+
     report.undo()
-    assert [(type(m), m.__dict__.keys()) for m in m.modules()] == before
-    torch.testing.assert_close(results(m, args), expected, rtol=0, atol=0)
+    assert [(type(part), part.__dict__.keys()) for part in m.modules()] == before
+    torch.testing.assert_close(results(m.eval(), args), expected, rtol=0, atol=0)
 
-
-@pytest.mark.parametrize("name", FORMS)
-def test_dropout_is_where_it_was(name: str) -> None:
-    make, arguments = FORMS[name]
-    m = make()
-    dropouts = [child for child in m.modules() if isinstance(child, nn.Dropout)]
-    args = arguments()
-    fast = copy.deepcopy(m)
-    tfast.accelerate(fast)
-    for dropout in dropouts:
-        dropout.p = 1.0
-    for child in fast.modules():
-        if isinstance(child, nn.Dropout):
-            child.p = 1.0
-    torch.testing.assert_close(fast(*map(fresh, args)), m(*map(fresh, args)), atol=2e-5, rtol=2e-5)
-
-
-@pytest.mark.parametrize("name", FORMS)
-def test_training_draws_the_reference_s_mask(name: str) -> None:
-    """Exact with the shared mask: outputs and gradients of a step with dropout, fused and eager."""
-    make, arguments = FORMS[name]
-    m, args = make(), arguments()
-    tfast.accelerate(m)
-    found = []
-    for backend in ("auto", "reference"):
-        torch.manual_seed(4)
-        with tfast.backend(backend):
-            found.append(results(m, args))
-    torch.testing.assert_close(*found, atol=2e-5, rtol=2e-5)
+    both = other, plain  # what is dropped shows where the dropout is
+    for part in (part for model in both for part in model.train().modules() if isinstance(part, nn.Dropout)):
+        part.p = 1.0
+    torch.testing.assert_close(*(model(*map(fresh, args)) for model in both), **close)
 
 
 @pytest.mark.cover(10)
@@ -97,8 +75,8 @@ def test_bf16_by_the_gate(name: str) -> None:
     m = typed(m, torch.bfloat16)
     exact, fast = typed(copy.deepcopy(m), torch.float64), copy.deepcopy(m)
     assert tfast.accelerate(fast).rows[0].now
-    runs = [results(model, cast(list(args), dtype)) for model, dtype in (
-        (fast, torch.bfloat16), (m, torch.bfloat16), (exact, torch.float64))]  # fmt: skip
+    models = (fast, torch.bfloat16), (m, torch.bfloat16), (exact, torch.float64)
+    runs = [results(model, cast(list(args), dtype)) for model, dtype in models]
     for ours, theirs, true in zip(*runs, strict=True):
         if isinstance(true, Tensor) and true.abs().max() < 1e-10:  # the bias of keys cancels: rounding alone is left
             assert ours.abs().max() < 0.05

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import handwritten as hw
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerated import from_one_seed, pair
 from handwritten_forms import FORMS, B, D, L, S, called_once, fresh, ids, keep, x
 from helpers import fixed_seed
 from torch import Tensor, nn
@@ -30,9 +30,10 @@ def test_the_dropout_mask_is_the_one_of_our_layers() -> None:
         assert torch.equal(m(*args), ours(*args))
 
 
-@pytest.mark.parametrize("name", ["bert", "tensorflow", "d2l encoder", "d2l decoder"])
-def test_the_other_families_as_whole_models(name: str) -> None:
-    m, call = {
+@pytest.mark.parametrize("name", ["bert", "tensorflow"])
+def test_other_families_as_whole_models(name: str) -> None:
+    tokens = ids()
+    make, call = {
         "bert": (
             lambda: nn.ModuleList([bert.BERTEmbedding(11, D), bert.MultiHeadedAttention(2, D)]),
             lambda m: m[1](*[m[0](tokens)] * 3, mask=keep(B, 1, 1, L)),
@@ -41,28 +42,14 @@ def test_the_other_families_as_whole_models(name: str) -> None:
             lambda: tensorflow.Transformer(1, D, 2, 12, 11, 11, 20, 20),
             lambda m: m(tokens, tokens, *tensorflow.create_masks(tokens, tokens))[0],
         ),
-        "d2l encoder": (
-            lambda: d2l.TransformerEncoder(11, D, 12, 2, 2, 0.1),
-            lambda m: m(tokens, torch.tensor([3, 7])),
-        ),
-        "d2l decoder": (
-            lambda: d2l.DecoderBlock(D, 12, 2, 0.1, 0),
-            lambda m: m(queries, [memory, torch.tensor([2, 4]), [None]])[0],
-        ),
     }[name]
-    tokens, queries, memory = ids(), x(), x(S)
-    m = m().eval()
-    results = []
-    for fast in (False, True):
-        torch.manual_seed(2)
-        if fast:
-            assert len(tfast.accelerate(m).swapped) > 1
-        out = call(m)
-        results.append([out, *torch.autograd.grad(out.square().sum(), list(m.parameters()), allow_unused=True)])
-    for ours, theirs in zip(*results, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+    m, fast, report = pair(make().eval())
+    assert len(report.swapped) > 1
+    runs = []
+    for model in (fast, m):
+        (out,) = from_one_seed(lambda model=model: call(model))  # which draws a mask
+        runs.append([out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))])
+    torch.testing.assert_close(*runs, atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize("name", ["annotated attention", "d2l encoder", "d2l decoder, the chapter's"])
@@ -83,16 +70,16 @@ def test_a_model_that_was_called_before_is_swapped_and_gets_its_attributes_back(
 
 
 def test_weights_of_a_whole_stack_are_computed_when_looked_at() -> None:
-    encoder = d2l.TransformerEncoder(11, D, 12, 2, 2, 0.1).eval()
-    decoder = hw.D2lDecoder(11, D, 12, 2, 2, 0.1).eval()
+    stack = (11, D, 12, 2, 2, 0.1)
+    encoder, decoder = d2l.TransformerEncoder(*stack).eval(), hw.D2lDecoder(*stack).eval()
     tokens, memory, lens = ids(), x(S), torch.tensor([2, 4])
-    results = []
-    for fast in (False, True):
-        if fast:
-            tfast.accelerate(encoder), tfast.accelerate(decoder)
+
+    def weights(encoder: nn.Module, decoder: nn.Module) -> tuple[Any, ...]:
         encoder(tokens, lens), decoder(tokens, [memory, lens, [None, None]])
-        results.append((encoder.attention_weights, *decoder.attention_weights))
-    torch.testing.assert_close(*results)
+        return encoder.attention_weights, *decoder.attention_weights
+
+    fast = pair(encoder)[1], pair(decoder)[1]
+    torch.testing.assert_close(weights(*fast), weights(encoder, decoder))
 
 
 def test_a_lazy_module_is_left_until_its_sizes_are_known() -> None:
@@ -104,31 +91,28 @@ def test_a_lazy_module_is_left_until_its_sizes_are_known() -> None:
 
 
 def test_keyword_arguments_by_the_module_s_own_names() -> None:
-    m = hw.AnnotatedAttention(2, D).eval()
+    plain, m, _ = pair(hw.AnnotatedAttention(2, D).eval())
     q, k, mask = x(), x(S), keep(B, 1, S)
-    expected = m(q, k, k, mask)
-    tfast.accelerate(m)
-    torch.testing.assert_close(m(value=k, query=q, key=k, mask=mask), expected)
-    torch.testing.assert_close(m(q, k, mask=mask, value=k), expected)
+    for found in (m(value=k, query=q, key=k, mask=mask), m(q, k, mask=mask, value=k)):
+        torch.testing.assert_close(found, plain(q, k, k, mask))
     for wrong in ({}, {"valu": k}):
         with pytest.raises(TypeError):
             m(q, k, **wrong)
 
 
 def test_weights_left_behind_are_computed_when_looked_at() -> None:
-    m = hw.AnnotatedAttention(2, D).eval()
-    lens = hw.DotProductAttention(0.1).eval()
-    args = x(), x(S), x(S)
-    m(*args, keep(B, 1, S))
-    mask = keep(B, 1, S)
-    m(*args, mask), lens(*args, torch.tensor([1, 4]))
-    expected = m.attn, lens.attention_weights
-    tfast.accelerate(m), tfast.accelerate(lens)
-    m(*args, mask), lens(*args, torch.tensor([1, 4]))
-    torch.testing.assert_close((m.attn, lens.attention_weights), expected)
-    m.dropout.register_forward_hook(lambda *_: None)  # the module runs as it was written
-    m(*args, mask)
-    torch.testing.assert_close(m.attn, expected[0])
+    args, mask, lens = (x(), x(S), x(S)), keep(B, 1, S), torch.tensor([1, 4])
+    m, fast, _ = pair(hw.AnnotatedAttention(2, D).eval())
+    by_lengths = pair(hw.DotProductAttention(0.1).eval())[:2]
+    for model in (m, fast):
+        model(*args, mask)
+    for model in by_lengths:
+        model(*args, lens)
+    torch.testing.assert_close(fast.attn, m.attn)
+    torch.testing.assert_close(*(model.attention_weights for model in by_lengths))
+    fast.dropout.register_forward_hook(lambda *_: None)  # the module runs as it was written
+    fast(*args, mask)
+    torch.testing.assert_close(fast.attn, m.attn)
 
 
 def test_hooks_on_what_a_pattern_fuses() -> None:
@@ -148,17 +132,14 @@ def test_hooks_on_what_a_pattern_fuses() -> None:
 def test_a_hook_inside_a_d2l_stack_s_attention(name: str) -> None:
     """The block then runs as it was written, with lengths: its attention would not understand a mask."""
     make, arguments = FORMS[name]
-    m, args = make().eval(), arguments()
-    expected = m(*map(fresh, args))
-    tfast.accelerate(m)
+    (plain, m, _), args = pair(make().eval()), arguments()
     seen: list[int] = []
     dropout = next(m for path, m in m.blks[1].named_modules() if path.endswith("attention.dropout"))
     dropout.register_forward_hook(lambda *_: seen.append(1))
     for training in (False, True):
         m.train(training)(*map(fresh, args))
     assert len(seen) == 2
-    out = m.eval()(*map(fresh, args))
-    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(m.eval()(*map(fresh, args)), plain(*map(fresh, args)))
 
 
 def test_an_argument_that_the_text_s_module_does_not_have() -> None:
@@ -166,10 +147,9 @@ def test_an_argument_that_the_text_s_module_does_not_have() -> None:
         def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, cache: Any = None) -> Tensor:
             return super().forward(query, key, value, mask) if cache is None else cache
 
-    m, q, cached = Own(2, D).eval(), x(), x()
-    expected = m(q, q, q)
-    assert tfast.accelerate(m).rows[0].now
-    torch.testing.assert_close(m(q, q, q), expected)
+    (plain, m, report), q, cached = pair(Own(2, D).eval()), x(), x()
+    assert report.rows[0].now
+    torch.testing.assert_close(m(q, q, q), plain(q, q, q))
     assert m(q, q, q, cache=cached) is cached and m(q, q, q, None, cached) is cached
 
 
@@ -239,10 +219,13 @@ class Unscaled(hw.Embeddings):
         return self.lut(x)
 
 
-@pytest.mark.parametrize("m", [
+OTHER_FORMULAS = [
     hw.InvertedAttention(2, D), DoubledPositions(D, 0.1), DroppedBeforeRelu(D, 12), DropsElsewhere(D, 0.1),
     Unscaled(D, 11),
-], ids=lambda m: type(m).__name__)  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("m", OTHER_FORMULAS, ids=lambda m: type(m).__name__)
 def test_known_names_with_another_formula_are_left(m: nn.Module) -> None:
     before, state = type(m), torch.get_rng_state()
     report = tfast.accelerate(m)
@@ -250,10 +233,10 @@ def test_known_names_with_another_formula_are_left(m: nn.Module) -> None:
     assert torch.equal(torch.get_rng_state(), state), "the caller's random numbers were used up"
 
 
-def losses(model: nn.Module, call: Callable[[nn.Module], Tensor], steps: int = 10) -> Tensor:
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    values = []
-    for _ in range(steps):
+def losses(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Tensor:
+    """Train for ten steps."""
+    optimizer, values = torch.optim.Adam(model.parameters(), lr=1e-3), []
+    for _ in range(10):
         loss = call(model)
         optimizer.zero_grad()
         loss.backward()
@@ -262,26 +245,27 @@ def losses(model: nn.Module, call: Callable[[nn.Module], Tensor], steps: int = 1
     return torch.stack(values)
 
 
-def test_ten_steps_of_training_give_the_same_losses() -> None:
+TRAINED: dict[str, Callable[[], nn.Module]] = {
+    "torch": lambda: nn.Transformer(16, 2, 2, 2, 32, dropout=0.0, batch_first=True),
+    "annotated": lambda: hw.Annotated(40, 16, 2, 32, 2, dropout=0.0),
+    "classic": lambda: reference.Transformer(40, 40, 16, 2, 2, 0.0),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_ten_steps_of_training_give_the_same_losses(name: str) -> None:
     src, tgt = torch.randint(1, 40, (4, 9)), torch.randint(1, 40, (4, 8))
     blocked = torch.arange(9) >= torch.tensor([9, 7, 4, 2]).unsqueeze(1)
     look_ahead = nn.Transformer.generate_square_subsequent_mask(8)
     a, b, target = torch.randn(4, 9, 16), torch.randn(4, 8, 16), torch.randn(4, 8, 16)
 
-    def torch_step(m: nn.Module) -> Tensor:
-        out = m(a, b, tgt_mask=look_ahead, src_key_padding_mask=blocked, memory_key_padding_mask=blocked)
-        return (out - target).square().mean()
-
-    def annotated_step(m: nn.Module) -> Tensor:
+    def call(m: nn.Module) -> Tensor:
+        if name == "torch":
+            out = m(a, b, tgt_mask=look_ahead, src_key_padding_mask=blocked, memory_key_padding_mask=blocked)
+            return (out - target).square().mean()
         logits = m(src, tgt, ~blocked.unsqueeze(1), tfast.layers.subsequentmask(8))
         return F.cross_entropy(logits.flatten(0, 1), tgt.flatten())
 
-    models = (
-        (nn.Transformer(16, 2, 2, 2, 32, dropout=0.0, batch_first=True), torch_step),
-        (hw.Annotated(40, 16, 2, 32, 2, dropout=0.0), annotated_step),
-        (reference.Transformer(40, 40, 16, 2, 2, 0.0), annotated_step),
-    )
-    for model, step in models:
-        fast = copy.deepcopy(model)
-        assert tfast.accelerate(fast).swapped
-        torch.testing.assert_close(losses(fast, step), losses(model, step), atol=1e-4, rtol=0)
+    model, fast, report = pair(TRAINED[name])
+    assert report.swapped
+    torch.testing.assert_close(losses(fast, call), losses(model, call), atol=1e-4, rtol=0)

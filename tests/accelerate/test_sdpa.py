@@ -2,121 +2,21 @@
 
 from __future__ import annotations
 
-import copy
-import functools
-import io
-import pickle
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import sdpa_models as models
 import torch
-import torch.nn.functional as F
-from sdpa_models import Base, Seen, causal_helper, pair, step, whose
+from accelerated import Seen, copies, from_one_seed, pair, step, whose
+from sdpa_forms import Attribute, Closure, Held, HeldFunction
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention as imported
+from torch.nn.functional import scaled_dot_product_attention as torchs
 from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
 from transformer_fast.accelerate.sdpa import NAME
 from transformer_fast.accelerate.sdpa import scaled_dot_product_attention as theirs_or_ours
-
-
-def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
-
-    return wrapper
-
-
-@plain
-def decorated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-class Attribute(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout_p)
-
-
-class Imported(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return imported(q, k, v, is_causal=True)
-
-
-class InAFunction(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return causal_helper(q, k, v)
-
-
-class Decorated(Base):
-    @torch.enable_grad()
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return decorated(q, k, v)
-
-
-class Static(Base):
-    @staticmethod
-    def attend(q: Tensor, k: Tensor, v: Tensor, attend: Any = imported) -> Tensor:
-        return attend(q, k, v, is_causal=True)
-
-
-class Held(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.chosen = F.scaled_dot_product_attention
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.chosen(q, k, v, is_causal=True)
-
-
-def chosen() -> Callable[..., Tensor]:
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    return attend
-
-
-class HeldFunction(Base):
-    def __init__(self) -> None:
-        super().__init__()
-        self.chosen = chosen()
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.chosen(q, k, v)
-
-
-partly = functools.partial(F.scaled_dot_product_attention, is_causal=True)
-
-
-class Partial(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return partly(q, k, v)
-
-
-class Closure(Base):
-    """Backward runs the inner function again, from outside of the module."""
-
-    dropout_p = 0.0
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        chosen = F.scaled_dot_product_attention
-
-        def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return chosen(q, k, v, is_causal=True, dropout_p=self.dropout_p)
-
-        return checkpoint(run, q, k, v, use_reentrant=False)
-
-
-class Inherited(Attribute):
-    pass
-
-
-FORMS = (Attribute, Imported, InAFunction, Decorated, Static, Partial, Held, HeldFunction, Closure, Inherited)
-
 
 IDS = torch.randint(0, 40, (2, 12), generator=torch.Generator().manual_seed(1))
 KEEP = torch.arange(12) < torch.tensor([[12], [7]])
@@ -158,12 +58,9 @@ def test_dropout_is_ours_and_follows_the_seed(name: str) -> None:
     make, inputs, _ = STYLES[name]
     model, fast, _ = pair(lambda: make(dropout=0.3))
     assert whose(lambda: fast(*inputs)) == {"ours"}
-    results = []
-    for seed in (5, 5, 6):
-        torch.manual_seed(seed)
-        results.append(step(fast, *inputs))
-    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
-    assert not torch.equal(results[0][0], results[2][0])
+    first, again = from_one_seed(*[lambda: step(fast, *inputs)] * 2)
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    assert not torch.equal(first[0], step(fast, *inputs)[0])
     torch.testing.assert_close(fast.eval()(*inputs), model.eval()(*inputs))
 
 
@@ -177,31 +74,6 @@ def test_compiled_in_one_graph_and_exported(name: str) -> None:
     program = torch.export.export(fast.eval(), inputs, strict=False)
     assert "scaled_dot_product" not in str(program.graph) and "transformer_fast.attention" in str(program.graph)
     torch.testing.assert_close(program.module()(*inputs), model.eval()(*inputs))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_however_it_is_called(form: type[nn.Module]) -> None:
-    """Eager, compiled and exported; a module of the same class that was not accelerated stays torch's."""
-    torch._dynamo.reset()
-    model, fast, report = pair(form)
-    x = torch.randn(2, 5, 16)
-    assert [(row.path, row.was) for row in report.swapped] == [("", form.__name__)]
-    assert report.swapped[0].now == f"{NAME} in {'chosen' if form in (Held, HeldFunction) else 'attend'}"
-    assert whose(lambda: step(fast, x)) == {"ours"} and whose(lambda: step(model, x)) == {"torch"}
-    torch.testing.assert_close(step(fast, x), step(model, x))
-    graphs: list[str] = []
-
-    def keep_graph(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        nodes = [node for inner in graph.modules() for node in inner.graph.nodes]  # a checkpoint is a graph of its own
-        graphs.append(str([node.target for node in nodes]))
-        return graph.forward
-
-    compiled = torch.compile(fast, fullgraph=True, backend=keep_graph)
-    torch.testing.assert_close(compiled(x), model(x))
-    assert len(graphs) == 1 and "scaled_dot_product" not in graphs[0] and "transformer_fast.attention" in graphs[0]
-    for strict in (False, True) if form is not Closure else (False,):  # which torch's strict export refuses
-        program = torch.export.export(fast, (x,), strict=strict)
-        assert "transformer_fast.attention" in str(program.graph)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -218,30 +90,25 @@ def test_backward_computes_it_again(part: str, reentrant: bool) -> None:
     for call in (fast if part == "module" else lambda x: fast.attend(x, x, x), again[part]):
         given = x if part == "module" else x.unsqueeze(1)
         x.grad = None
-        torch.manual_seed(3)
         with Seen() as seen:
-            call(given).square().sum().backward()
-        results.append((x.grad, *seen.calls[:1]))
+            from_one_seed(lambda call=call, given=given: call(given).square().sum().backward())
+        results.append(x.grad)
         assert set(seen.calls) == {"ours"}
-    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(*results)
 
 
 def test_a_function_inside_that_backward_calls_again() -> None:
     _, fast, _ = pair(Closure)
-    fast.dropout_p = 0.4
-    x, gradients = torch.randn(2, 5, 16, requires_grad=True), []
-    for _ in range(2):
-        torch.manual_seed(3)
-        with Seen() as seen:
-            gradients += torch.autograd.grad(fast(x).square().sum(), x)
-        assert seen.calls == ["ours", "ours"]  # forward, and once more in backward
-    assert torch.equal(*gradients)
     once = Attribute()
     once.load_state_dict(fast.state_dict())
     tfast.accelerate(once)
-    once.dropout_p = 0.4
-    torch.manual_seed(3)
-    assert torch.equal(torch.autograd.grad(once(x).square().sum(), x)[0], gradients[0])
+    once.dropout_p = fast.dropout_p = 0.4
+    x, gradients = torch.randn(2, 5, 16, requires_grad=True), []
+    for module in (fast, fast, once):
+        with Seen() as seen:
+            gradients += from_one_seed(lambda module=module: torch.autograd.grad(module(x).square().sum(), x)[0])
+        assert seen.calls == ["ours"] * (1 if module is once else 2)  # forward, and once more in backward
+    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
 
 
 def test_threads() -> None:
@@ -266,11 +133,7 @@ def test_undo_copies_and_pickles(form: type[nn.Module]) -> None:
     x = torch.randn(2, 5, 16)
     assert isinstance(fast, form) and type(fast).__name__ == form.__name__
     assert fast.state_dict().keys() == model.state_dict().keys()
-    buffer = io.BytesIO()
-    torch.save(fast, buffer)
-    buffer.seek(0)
-    copies = [copy.deepcopy(fast), pickle.loads(pickle.dumps(fast)), torch.load(buffer, weights_only=False)]
-    for twin in copies:
+    for twin in copies(fast):
         assert type(twin) is type(fast) and whose(lambda twin=twin: twin(x)) == {"ours"}
         assert torch.equal(twin(x), fast(x))
     again = tfast.accelerate(fast)
@@ -282,22 +145,22 @@ def test_undo_copies_and_pickles(form: type[nn.Module]) -> None:
 
 def test_an_attribute_that_holds_it_can_be_set() -> None:
     model, fast, report = pair(Held)
-    assert fast.chosen is theirs_or_ours and model.chosen is imported
+    assert fast.chosen is theirs_or_ours and model.chosen is torchs
     fast.chosen = other = lambda q, k, v, **options: q
     assert fast.chosen is other
-    fast.chosen = imported
+    fast.chosen = torchs
     assert fast.chosen is theirs_or_ours
     report.undo()
-    assert fast.chosen is imported
+    assert fast.chosen is torchs
     fast.chosen = other
     report.undo()
     assert fast.chosen is other and not tfast.accelerate(fast).swapped
-    fast.chosen = imported
+    fast.chosen = torchs
     assert tfast.accelerate(fast).swapped and fast.chosen is theirs_or_ours
     fast.chosen = module = nn.Identity()
     assert fast.chosen is module
     del fast.chosen
-    fast.chosen = imported
+    fast.chosen = torchs
     assert fast.chosen is theirs_or_ours
 
 
@@ -311,58 +174,6 @@ def test_a_compiled_module_calls_what_its_attribute_holds_now(form: type[nn.Modu
     expected = 2 * fast.qkv(x).chunk(3, -1)[2]
     for call in (fast, compiled):
         torch.testing.assert_close(call(x), fast.out(expected))
-
-
-class OwnFunction(Base):
-    """A method of the same name, which is not torch's."""
-
-    def scaled_dot_product_attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return (q @ k.mT).softmax(-1) @ v
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.scaled_dot_product_attention(q, k, v)
-
-
-class Both(OwnFunction):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.scaled_dot_product_attention(q, k, v) + F.scaled_dot_product_attention(q, k, v)
-
-
-class BySuper(Attribute):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().attend(q, k, v) * 2
-
-
-class Overridden(Attribute):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return v
-
-
-def test_what_is_left_is_named_with_the_reason() -> None:
-    model = nn.ModuleDict({form.__name__: form() for form in (OwnFunction, BySuper, Overridden, Attribute)})
-    model["Attribute"].forward = lambda x: x
-    x = torch.randn(2, 5, 16)
-    before = [model[name](x) for name in model]
-    report = tfast.accelerate(model)
-    found = {row.path: row.why for row in report.left}
-    assert not report.swapped and found == {row.path: row.why for row in tfast.accelerate(model).left}
-    assert (
-        found["OwnFunction"]
-        == found["Overridden"]
-        == "unknown structure; 0 of the modules inside it run on the fused ops"
-    )
-    stays = "its F.scaled_dot_product_attention stays: "
-    assert found["BySuper"] == stays + "BySuper.attend calls super(), whose Attribute.attend calls it"
-    assert found["Attribute"] == stays + "its forward was replaced"
-    torch.testing.assert_close([model[name](x) for name in model], before, rtol=0, atol=0)
-
-
-def test_a_name_that_stands_for_the_module_s_own_method_too() -> None:
-    model, fast, report = pair(Both)
-    x = torch.randn(2, 5, 16)
-    assert [row.now for row in report.rows if row.path == ""] == [f"{NAME} in attend"]
-    torch.testing.assert_close(step(fast, x), step(model, x))
-    assert whose(lambda: fast(x)) == {"ours"} and whose(lambda: model(x)) == {"torch"}
 
 
 def test_other_devices_stay_with_torch() -> None:

@@ -45,7 +45,7 @@ SIZES: dict[str, Any] = (
     | {"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1, "sep_token_id": 2,
        "cls_token_id": 1, "unk_token_id": 3, "sliding_window": 3, "image_size": IMAGE, "patch_size": PATCH}
 )  # fmt: skip
-DROPOUTS = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "drop_prob")
+DROPOUTS = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path_rate", "drop_prob", "dropout_prob", "dropout_rate")
 HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16}
 STAGES = {"depths": [1, 1], "num_heads": [2, 4], "embed_dim": 16, "window_size": 2, "patch_size": 4}
@@ -169,13 +169,29 @@ def model_class(case: Case) -> type:
     return getattr(transformers, case.name)
 
 
-def make(case: Case, implementation: str) -> nn.Module:
-    """A tiny model of a case, in evaluation mode, with the weights of seed 0."""
+def named(name: str, *parts: str) -> Case:
+    """Return the case of a class of transformers, whose kind is in its name."""
+    if parts:
+        return Case("text to text", name, parts)
+    if name.startswith(("Whisper", "Speech2Text")):
+        return Case("transcription", name)
+    kinds = {"MaskedLM": "masked", "LMHeadModel": "causal", "ForCausalLM": "causal", "ImageClassification": "image"}
+    return Case(next((kind for ending, kind in kinds.items() if name.endswith(ending)), "seq2seq"), name)
+
+
+def make(case: Case, implementation: str | None = None, **settings: Any) -> nn.Module:
+    """Make a tiny model of a case, in evaluation mode, with the weights of seed 0.
+
+    Args:
+        implementation: of attention; None for the one that the model chooses.
+        settings: fields of the config with values of their own.
+    """
     torch.manual_seed(0)
-    return model_class(case)(_config(case, implementation)).eval()
+    return model_class(case)(config_of(case, implementation, **settings)).eval()
 
 
-def _config(case: Case, implementation: str) -> Any:
+def config_of(case: Case, implementation: str | None = None, **settings: Any) -> Any:
+    """Return the config of a tiny model, as `make` takes it."""
     import transformers
 
     config_class = model_class(case).config_class
@@ -185,10 +201,11 @@ def _config(case: Case, implementation: str) -> Any:
         config = config_class(encoder=encoder(**tiny_settings(encoder)).to_dict(), decoder=decoder.to_dict())
         config.decoder_start_token_id, config.pad_token_id = 1, PAD
     else:
-        config = config_class(**tiny_settings(config_class))
+        config = config_class(**tiny_settings(config_class) | settings)
     if case.kind == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True
-    config._attn_implementation = implementation
+    if implementation is not None:
+        config._attn_implementation = implementation
     config._experts_implementation = "eager"  # the others have no fp64
     return config
 
@@ -224,14 +241,45 @@ def enlarge(model: nn.Module) -> None:
             parameter.copy_(0.5 * torch.randn(parameter.shape, generator=generator))
 
 
-def inputs(case: Case, side: str) -> dict[str, Tensor]:
+@torch.no_grad()
+def scattered(model: nn.Module, std: float = 0.1) -> nn.Module:
+    """Add noise to all that is trained, so that norms do something and weights are large enough to be seen."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:  # the others are computed, and not saved
+            parameter.add_(std * torch.randn_like(parameter))
+    return model
+
+
+def typed(given: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Convert what is no id and no mask."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in given.items()}
+
+
+def outcome(model: nn.Module, given: dict[str, Tensor], *, gradients: bool = True) -> dict[str, Tensor]:
+    """Return the logits, and the gradients of a weighted mean of those that stand for no padding, by name.
+
+    They come from ``backward``: a reentrant checkpoint knows no other way.
+    """
+    logits = (model(**given, use_cache=False) if "input_ids" in given else model(**given)).logits
+    found = {"logits": logits}
+    if gradients:
+        weights = torch.linspace(-1, 2, logits.numel(), dtype=torch.float64).view_as(logits).to(logits.dtype)
+        if "decoder_input_ids" not in given and "attention_mask" in given:
+            weights = weights * given["attention_mask"].unsqueeze(-1)
+        model.zero_grad(set_to_none=True)
+        (logits * weights).mean().backward()
+        found |= {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return found
+
+
+def inputs(case: Case, side: str, seed: int = 2) -> dict[str, Tensor]:
     """What a model of a case is called with, padded on a side ("left", "right") or not at all ("none").
 
     Returns:
         ids (3, 7) int64, images (3, 3, 32, 32), waves (3, 1200) or spectra (3, bins, frames) float32, the mask of
         the padding (1 = kept) where there is any, and ids (3, 5) for a decoder.
     """
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     given: dict[str, Tensor] = {}
     takes, writes = _TAKES[case.kind]
     if "ids" in takes:

@@ -117,7 +117,7 @@ def _hold(case: models.Case, three: Three, side: str) -> None:
 def _logits(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
     """What a model computes, (B, L, vocabulary) for language models; fp64 for a model in fp64."""
     with _softmax_in_the_dtype_of_its_input():
-        return _first(model(**_in_dtype_of(model, given)))
+        return _first(model(**models.typed(given, next(model.parameters()).dtype)))
 
 
 @torch.no_grad()
@@ -148,11 +148,6 @@ def _first(output: Any) -> Tensor:
         if getattr(output, name, None) is not None:
             return getattr(output, name)
     raise TypeError(f"{type(output).__name__} has no logits")
-
-
-def _in_dtype_of(model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
-    dtype = next(model.parameters()).dtype
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in given.items()}
 
 
 @contextlib.contextmanager

@@ -1,21 +1,15 @@
 """Small models in the styles of people who call torch's attention themselves: a GPT whose attention is one method, a
 vision transformer with a switch for it, an encoder and a decoder that share a module around it. One layer is for tests
-of single forms of calls, and helpers compare a model with its accelerated copy."""
+of single forms of calls."""
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-
-import transformer_fast as tfast
 
 
 class GptNorm(nn.Module):
@@ -248,25 +242,6 @@ class EncoderDecoder(nn.Module):
         return self.to_logits(x)
 
 
-class Seen(TorchDispatchMode):
-    """Whose attention ran: "torch" or "ours", each call forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "scaled_dot_product" in str(func) or "transformer_fast.attention" in str(func):
-            self.calls += [] if "backward" in str(func) else ["ours" if "transformer_fast" in str(func) else "torch"]
-        return func(*args, **(kwargs or {}))
-
-
-def whose(call: Callable[[], Any]) -> set[str]:
-    with Seen() as seen:
-        call()
-    return set(seen.calls)
-
-
 class Base(nn.Module):
     """One layer of attention; how it is called is up to the subclasses."""
 
@@ -283,17 +258,3 @@ class Base(nn.Module):
 
 def causal_helper(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def pair(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module, tfast.accelerate.Report]:
-    """A model, its accelerated copy, and the report."""
-    torch.manual_seed(0)
-    model = make()
-    fast = copy.deepcopy(model)
-    return model, fast, tfast.accelerate(fast)
-
-
-def step(model: nn.Module, *inputs: Tensor) -> list[Tensor]:
-    """The result and all gradients."""
-    out = model(*inputs)
-    return [out, *torch.autograd.grad(out.square().mean(), list(model.parameters()))]

@@ -1,0 +1,217 @@
+"""accelerate on models of Hugging Face transformers: attention through their interface, inside of one model alone."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerated import pair, seems_on_gpu, seen
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+from transformer_fast.integrations import dispatch
+from transformer_fast.integrations.lazy_bias import LazyBias
+
+transformers = pytest.importorskip("transformers", minversion="5")
+import huggingface_models as models  # noqa: E402
+
+NAME = "transformer_fast"
+NOW = f"attn_implementation={NAME}"
+ENCODER, DECODER = "model.encoder", "model.decoder"
+PARTS: dict[str, dict[str, str]] = {  # the parts of a model that get our attention, with their classes
+    "BertForMaskedLM": {"bert": "BertModel"},
+    "MarianMTModel": {ENCODER: "MarianEncoder", DECODER: "MarianDecoder"},
+    "GPT2LMHeadModel": {"transformer": "GPT2Model"},
+    "T5ForConditionalGeneration": {"encoder": "T5Stack", "decoder": "T5Stack"},
+    "WhisperForConditionalGeneration": {ENCODER: "WhisperEncoder", DECODER: "WhisperDecoder"},
+    "ViTForImageClassification": {"vit": "ViTModel"},
+    "GptOssForCausalLM": {"model": "GptOssModel"},
+    "BloomForCausalLM": {},
+    "EncoderDecoderModel+Bert+XGLM": {"encoder": "BertModel"},
+}
+BERT = "BertForMaskedLM"
+
+
+def case(name: str) -> models.Case:
+    return models.named(*name.split("+"))
+
+
+def make(name: str, implementation: str | None = None) -> nn.Module:
+    return models.scattered(models.make(case(name), implementation), std=0.3)
+
+
+def given(name: str) -> dict[str, Tensor]:
+    return models.inputs(case(name), "right")
+
+
+def assert_same(fast: nn.Module, model: nn.Module, name: str) -> None:
+    """Compare logits and gradients."""
+    ours, theirs = (models.outcome(m, given(name)) for m in (fast, model))
+    if "attention_mask" in given(name) and "decoder_input_ids" not in given(name):
+        for found in (ours, theirs):
+            found["logits"] = found["logits"][given(name)["attention_mask"] == 1]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-3)
+
+
+def calls_of(model: nn.Module, name: str) -> list[str]:
+    """Return whose attention runs in a call, once for each layer."""
+    with torch.no_grad():
+        return seen(lambda: model(**given(name)))
+
+
+def configs(model: nn.Module) -> list[transformers.PretrainedConfig]:
+    """Return every config that a module holds."""
+    return [v for m in model.modules() for v in vars(m).values() if isinstance(v, transformers.PretrainedConfig)]
+
+
+def implementations(model: nn.Module) -> list[str]:
+    """Return the implementation of every config that a module holds, and of those inside it."""
+    held = configs(model)
+    held += [v for c in held for v in vars(c).values() if isinstance(v, transformers.PretrainedConfig)]
+    return [config._attn_implementation for config in held]
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_model(name: str) -> None:
+    """Outputs and gradients, whose attention ran, what the report says, a second time, and undo."""
+    model, fast, report = pair(make(name))
+    parts, before = PARTS[name], implementations(model)
+    rows = {row.path: row.was for row in report.swapped if row.now == NOW}
+    first = "eager" if "GptOss" in name else "sdpa"
+    assert rows == {path: f"{kind} ({first})" for path, kind in parts.items()}
+    assert_same(fast, model, name)
+    calls = calls_of(fast, name)
+    assert set(calls) == ({"ours"} if parts else set()) and "ours" not in calls_of(model, name)
+    assert implementations(model) == before
+    again = tfast.accelerate(fast)
+    already = {row.path: row.was for row in again.already if NAME in row.was}
+    assert not again.swapped and already == {path: f"{kind} ({NAME})" for path, kind in parts.items()}
+    again.undo()
+    assert calls_of(fast, name) == calls
+    report.undo()
+    assert implementations(fast) == before and "ours" not in calls_of(fast, name)
+    assert [type(m) for m in fast.modules()] == [type(m) for m in model.modules()]
+
+
+@pytest.mark.parametrize(("name", "path", "kind"), [
+    ("BloomForCausalLM", "transformer", "Bloom"), ("EncoderDecoderModel+Bert+XGLM", "decoder.model", "XGLM"),
+])  # fmt: skip
+def test_what_would_be_refused_is_named_with_the_reason(name: str, path: str, kind: str) -> None:
+    _, fast, report = pair(make(name))
+    (row,) = [row for row in report.left if row.path == path and f"{kind}Model (" in row.was]
+    assert f"its {kind}Attention computes attention or uses masks by itself" in row.why
+    assert fast.get_submodule(path).config._attn_implementation != NAME
+    if hasattr(fast, "encoder"):
+        assert fast.encoder.config._attn_implementation == fast.config.encoder._attn_implementation == NAME
+        assert fast.encoder.config is fast.config.encoder and fast.decoder.config is fast.config.decoder
+
+
+def test_models_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the meta device, on a GPU, and where somebody has chosen another attention."""
+    with torch.device("meta"):
+        meta = transformers.BertForMaskedLM(models.config_of(case(BERT)))
+    chosen, gpu = make(BERT), make(BERT)
+    chosen.config._attn_implementation_internal = "flex_attention"
+    seems_on_gpu(gpu.bert, monkeypatch)
+    for model, was, why in (
+        (meta, "sdpa", "meta device"),
+        (gpu, "sdpa", "on a GPU it was not measured against ours"),
+        (chosen, "flex_attention", 'attn_implementation="flex_attention" was chosen'),
+    ):
+        (row,) = [row for row in tfast.accelerate(model).left if row.path == "bert"]
+        assert row.was == f"BertModel ({was})" and why in row.why and set(implementations(model)) == {was}
+
+
+def test_two_models_of_one_config() -> None:
+    config = models.config_of(case(BERT))
+    one, other = transformers.BertForMaskedLM(config).eval(), transformers.BertForMaskedLM(config).eval()
+    report = tfast.accelerate(one)
+    assert calls_of(one, BERT) == ["ours"] * 2 and calls_of(other, BERT) == ["torch"] * 2
+    assert other.config is config and one.config is not config and config._attn_implementation == "sdpa"
+    assert len(configs(one)) > 2 and {id(held) for held in configs(one)} == {id(one.config)}
+    report.undo()
+    assert one.config is config and calls_of(one, BERT) == ["torch"] * 2
+
+
+@pytest.mark.parametrize(("name", "path", "calls"), [
+    (BERT, "bert.encoder", 2), ("T5ForConditionalGeneration", "decoder", 4),
+    ("GPT2LMHeadModel", "transformer.h.0.attn", 1),
+])  # fmt: skip
+def test_a_part_of_a_model(name: str, path: str, calls: int) -> None:
+    """The part computes on ours, under the masks that the rest of the model makes for it."""
+    model = make(name)
+    fast = copy.deepcopy(model)
+    part = fast.get_submodule(path)
+    report = tfast.accelerate(part)
+    assert [row.path for row in report.swapped if row.now == NOW] == [""]
+    assert fast.config._attn_implementation == "sdpa" and part.config._attn_implementation == NAME
+    assert calls_of(fast, name).count("ours") == calls
+    assert_same(fast, model, name)
+    tfast.accelerate(fast)
+    assert set(implementations(fast)) == {NAME}
+    assert_same(fast, model, name)
+
+
+class Sentences(nn.Module):
+    """A module that holds models of transformers, with a config of its own to look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.text, self.bloom, self.image = map(make, (BERT, "BloomForCausalLM", "ViTForImageClassification"))
+        self.config = self.text.config
+
+    def forward(self, text: dict[str, Tensor], image: dict[str, Tensor]) -> Tensor:
+        return torch.stack([self.text(**text)[0].mean(), self.bloom(**text)[0].mean(), self.image(**image)[0].mean()])
+
+
+def test_a_module_that_holds_models_of_transformers() -> None:
+    model, fast, report = pair(Sentences())
+    assert {row.path for row in report.swapped if row.now == NOW} == {"text.bert", "image.vit"}
+    assert fast.config is fast.text.config and "its BloomAttention" in str(report)
+    arguments = given(BERT), given("ViTForImageClassification")
+    torch.testing.assert_close(fast(*arguments), model(*arguments))
+    assert seen(lambda: fast(*arguments)) == ["ours"] * 4
+    report.undo()
+    assert "ours" not in seen(lambda: fast(*arguments))
+
+
+def test_modes_and_a_change_of_mind() -> None:
+    """The config is the model's own: set_attn_implementation and train work on it, undo takes it away."""
+    model, fast, report = pair(models.make(case(BERT), hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1))
+    fast.train()
+    assert not torch.equal(fast(**given(BERT))[0], fast(**given(BERT))[0])
+    fast.eval().set_attn_implementation("eager")
+    assert not calls_of(fast, BERT) and set(implementations(model)) == {"sdpa"}
+    fast.set_attn_implementation(NAME)
+    assert calls_of(fast, BERT) == ["ours"] * 2
+    report.undo()
+    assert set(implementations(fast)) == {"sdpa"}
+
+
+def test_a_bias_of_relative_positions_is_not_made_dense_when_the_name_is_set_later() -> None:
+    """T5's layers are copies of their classes once their own dropout was replaced."""
+    encoder = models.make(case("T5ForConditionalGeneration"), "eager", dropout_rate=0.1).encoder
+    encoder.config._attn_implementation_internal = "flex_attention"  # so that accelerate leaves it
+    assert not [row for row in tfast.accelerate(encoder).swapped if row.now == NOW]
+    encoder.config._attn_implementation_internal = "eager"
+    encoder.set_attn_implementation(NAME)
+    assert isinstance(encoder.block[0].layer[0].SelfAttention.compute_bias(300, 300), LazyBias)
+
+
+def test_without_transformers_nothing_is_imported() -> None:
+    code = "import sys, torch, transformer_fast as t; t.accelerate(torch.nn.LayerNorm(4)); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "transformers" not in done.stdout.split() and "transformer_fast" in done.stdout.split()
+
+
+def test_a_part_that_stays_is_not_noted_as_one_that_may() -> None:
+    """What compiles asks for the class of a config; another part of the same model must not answer for Bloom."""
+    both = nn.ModuleList([make("BloomForCausalLM"), make(BERT)])
+    for config in (transformers.BloomConfig, transformers.BertConfig):
+        if dispatch._CHECKED in vars(config):
+            delattr(config, dispatch._CHECKED)
+    tfast.accelerate(both)
+    assert not dispatch.is_checked(both[0].config) and dispatch.is_checked(both[1].config)

@@ -1,0 +1,370 @@
+"""accelerate on the blocks of Hugging Face transformers: what a user's model computes is what it computed before."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import accelerated
+import pytest
+import torch
+from helpers import assert_as_exact_as_eager
+from packaging.version import Version
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+from transformer_fast.accelerate.patterns import blocks as patterns
+from transformer_fast.accelerate.patterns import t5
+from transformer_fast.accelerate.patterns.base import Accelerated
+from transformer_fast.accelerate.probe import probe
+from transformer_fast.layers import norm as fast_norm
+from transformer_fast.ops.linear import is_faster, products_by
+
+transformers = pytest.importorskip("transformers", minversion="5.0")
+import huggingface_models as models  # noqa: E402, I001
+from huggingface_blocks import (  # noqa: E402
+    BART, BERT, BLOCKS, DENSE_NORM, GPT2, M2M, MARIAN, T5, blocks, case, given, pair, pair_and_report, set_dropout,
+)  # fmt: skip
+
+RELATIVES = {
+    "ElectraForMaskedLM": ("ElectraSelfOutput", DENSE_NORM),
+    "CamembertForMaskedLM": ("CamembertOutput", DENSE_NORM),
+    "XLMRobertaForMaskedLM": ("XLMRobertaOutput", DENSE_NORM),
+    "MBartForConditionalGeneration": ("MBartDecoderLayer", "fused PreNormBartDecoderLayer"),
+    "PegasusForConditionalGeneration": ("PegasusEncoderLayer", "fused PreNormBartEncoderLayer"),
+    "BlenderbotForConditionalGeneration": ("BlenderbotDecoderLayer", "fused PreNormBartDecoderLayer"),
+    "PLBartForConditionalGeneration": ("PLBartEncoderLayer", "fused BartEncoderLayer"),
+    "MT5ForConditionalGeneration": ("MT5DenseGatedActDense", "fused T5GatedDense"),
+    "DeiTForImageClassification": ("DeiTLayer", "fused VitLayer"),
+    "BartForCausalLM": ("BartDecoderLayer", "fused BartDecoderLayer"),
+}
+WRITERS = [MARIAN, BART, T5, GPT2, "GptOssForCausalLM", "BloomForCausalLM", "EncoderDecoderModel+Bert+XGLM"]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_the_report_names_the_blocks(name: str) -> None:
+    rows = [row for row in pair_and_report(name)[2].rows if row.was in BLOCKS[name]]
+    assert {row.was: row.now for row in rows} == BLOCKS[name] and all(row.now for row in rows)
+
+
+@pytest.mark.parametrize("name", RELATIVES)
+def test_relatives_come_without_being_named(name: str) -> None:
+    was, now = RELATIVES[name]
+    eager, fast, report = accelerated.pair(models.make(case(name), "eager"))
+    assert {row.now for row in report.rows if row.was == was} == {now}
+    torch.testing.assert_close(fast(**given(name)).logits, eager(**given(name)).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_evaluation_and_gradients_are_as_exact_as_eager_s(name: str, side: str) -> None:
+    if side == "left" and case(name).kind in ("image", "transcription"):
+        return
+    eager, fast = pair(name)
+    exact, arguments = copy.deepcopy(eager).double(), given(name, side)
+    runs = (fast, arguments), (eager, arguments), (exact, models.typed(arguments, torch.float64))
+    with torch.no_grad():
+        evaluated = [models.outcome(*run, gradients=False) for run in runs]
+    trained = [models.outcome(model.train(), arguments) for model, arguments in runs]
+    for ours, theirs, true in (evaluated, trained):
+        assert ours.keys() == theirs.keys()
+        largest = max(t.abs().max() for t in true.values())
+        for key in theirs.keys() - {key for key, t in true.items() if t.abs().max() < 1e-7 * largest}:  # a key's bias
+            # a gradient is summed over the rows of a batch, 21 of them, or 3 pictures of 17 patches
+            ulps = 8.0 if key == "logits" else 4.0 * 51**0.5
+            assert_as_exact_as_eager(ours[key], theirs[key], true[key], ulps=ulps, what=key)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "autocast"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_16_bits(name: str, dtype: torch.dtype | str) -> None:
+    """Models of these types, and models in float32 under autocast."""
+    eager, fast = pair(name)
+    exact, results = copy.deepcopy(eager), []
+    inner = torch.float32 if dtype == "autocast" else dtype
+    for model, kind in ((fast, inner), (eager, inner), (exact.to(inner), torch.float64)):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast" and model is not exact):
+            results.append(model.to(kind)(**models.typed(given(name), kind)).logits)
+    ours, theirs, _ = results
+    assert ours.dtype == theirs.dtype
+    wide = dtype == "autocast" and ours.dtype.itemsize == 4
+    assert_as_exact_as_eager(*results, ulps=8.0 * (2**16 if wide else 1))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_dropping_everything(name: str) -> None:
+    results = []
+    for model in pair(name):
+        set_dropout(model.train(), 1.0)
+        results.append(model(**given(name)).logits)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_seed_decides_and_checkpointing_repeats_it(name: str, reentrant: bool) -> None:
+    _, fast = pair(name)
+    set_dropout(fast.train(), 0.3)
+
+    def run() -> dict[str, Tensor]:
+        return models.outcome(fast, given(name))
+
+    (first,), (other,) = accelerated.from_one_seed(run, seed=0), accelerated.from_one_seed(run, seed=1)
+    fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    (again,) = accelerated.from_one_seed(run, seed=0)
+    close = {"rtol": 1e-5, "atol": 1e-6} if reentrant else {"rtol": 0.0, "atol": 0.0}  # it sums in another order
+    torch.testing.assert_close(again, first, **close)
+    assert not torch.allclose(first["logits"], other["logits"], atol=1e-3)
+
+
+def test_the_probabilities_are_those_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = pair(MARIAN)[1].model.decoder.layers[0].train()
+    layer.dropout, layer.activation_dropout = 0.25, 0.125
+    found: list[tuple[str, float]] = []
+    norm, dropout = fast_norm.layer_norm, patterns.apply_dropout
+
+    def watched_norm(*args: Any, dropout_p: float = 0.0, **options: Any) -> Any:
+        found.append(("norm", dropout_p))
+        return norm(*args, dropout_p=dropout_p, **options)
+
+    def watched_dropout(p: float, x: Tensor, **options: Any) -> Tensor:
+        found.append(("inner", p))
+        return dropout(p, x, **options)
+
+    monkeypatch.setattr(fast_norm, "layer_norm", watched_norm)
+    monkeypatch.setattr(patterns, "apply_dropout", watched_dropout)
+    x = torch.randn(2, 5, models.WIDTH)
+    layer(x, None, x)
+    assert found == [("norm", 0.25), ("norm", 0.25), ("inner", 0.125), ("norm", 0.25)]
+    layer.eval()(x, None, x)
+    assert {p for _, p in found[4:]} == {0.0}
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("name", WRITERS)
+def test_generation_writes_the_same_tokens(name: str, beams: int) -> None:
+    both, seq2seq = pair(name), "decoder_input_ids" in given(name)
+    for model in both:
+        models.enlarge(model)
+    for side in ("left", "right") if seq2seq else ("left",):
+        arguments = {key: t for key, t in given(name, side).items() if not key.startswith("decoder")}
+        arguments |= {"max_new_tokens": 9, "do_sample": False, "num_beams": beams, "pad_token_id": 0}
+        arguments |= {"decoder_start_token_id": 1} if seq2seq else {}
+        written = [model.generate(**arguments) for model in both]
+        assert torch.equal(*written) and written[0].shape[1] > 3
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_captured_hidden_states_and_attentions(name: str) -> None:
+    """transformers captures them with hooks that it installs when they are first asked for, and never takes away."""
+    eager, fast = pair(name)
+    for model in (eager, fast):
+        model.eval().set_attn_implementation("eager")  # only the blocks differ
+    with torch.no_grad():
+        for _ in range(2):
+            ours, theirs = (m(**given(name), output_hidden_states=True, output_attentions=True) for m in (fast, eager))
+            captured = [key for key in theirs if key.endswith(("hidden_states", "attentions"))]
+            assert len(captured) >= 2 and list(ours) == list(theirs)
+            for key in captured:
+                torch.testing.assert_close(ours[key], theirs[key], rtol=1e-4, atol=1e-4, msg=key)
+            torch.testing.assert_close(fast(**given(name)).logits, eager(**given(name)).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("name", "paths"), [
+    (BERT, ["bert.encoder.layer.0.output.LayerNorm", "bert.encoder.layer.0.output.dropout"]),
+    (MARIAN, ["model.encoder.layers.0.final_layer_norm", "model.decoder.layers.1.encoder_attn"]),
+    (T5, ["decoder.block.0.layer.1", "decoder.block.1.layer.2.layer_norm"]),
+    (GPT2, ["transformer.h.0.mlp", "transformer.h.0.mlp.dropout", "transformer.h.1.ln_2"]),
+    ("DistilBertForMaskedLM", ["distilbert.transformer.layer.0.ffn.dropout"]),
+])  # fmt: skip
+def test_a_submodule_with_a_hook_is_called(name: str, paths: list[str]) -> None:
+    results = []
+    for model in pair(name):
+        seen: dict[str, Any] = {}
+        for path in paths:
+            hook = functools.partial(lambda seen, path, m, args, out: seen.update({path: out}), seen, path)
+            model.get_submodule(path).register_forward_hook(hook)
+        with torch.no_grad():
+            model(**given(name))
+        results.append({path: out[0] if isinstance(out, tuple) else out for path, out in seen.items()})
+    assert results[0].keys() == set(paths)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [MARIAN, M2M])
+def test_float16_is_clamped_where_the_author_clamps(name: str) -> None:
+    eager, fast = (m.half().model.encoder.layers[0] for m in pair(name))
+    with torch.no_grad():
+        for layer in (eager, fast):
+            (layer.final_layer_norm.bias if name == MARIAN else layer.fc2.bias).fill_(torch.inf)
+    x = torch.randn(2, 5, models.WIDTH).half()
+    assert eager(x, None).isfinite().all() and torch.equal(fast(x, None), eager(x, None))
+
+
+@pytest.mark.parametrize("name", [BERT, MARIAN, T5, GPT2])
+def test_copies_and_saved_models(name: str, tmp_path: Path) -> None:
+    eager, fast = pair(name)
+    expected, ours = fast(**given(name)).logits, accelerated.seen(lambda: fast(**given(name)))
+    assert list(fast.state_dict()) == list(eager.state_dict())
+    for model, folder in ((eager, "before"), (fast, "after")):
+        model.save_pretrained(tmp_path / folder)
+    assert len({(tmp_path / folder / "config.json").read_text() for folder in ("before", "after")}) == 1
+    loaded = type(eager).from_pretrained(tmp_path / "after", attn_implementation="eager")
+    assert not blocks(loaded) and not accelerated.seen(lambda: loaded(**given(name)))
+    torch.testing.assert_close(loaded(**given(name)).logits, eager(**given(name)).logits)
+    tfast.accelerate(loaded)
+    for other in (loaded, *accelerated.copies(fast)):
+        assert [type(m) for m in blocks(other)] == [type(m) for m in blocks(fast)] != []
+        assert torch.equal(other(**given(name)).logits, expected) and other.config is not fast.config
+        assert accelerated.seen(lambda other=other: other(**given(name))) == ours and "ours" in ours
+
+
+@pytest.mark.parametrize("name", [BART, T5, GPT2])
+def test_undo(name: str) -> None:
+    eager, fast, report = accelerated.pair(pair(name)[0])
+    assert blocks(fast)
+    report.undo()
+    assert [type(m) for m in fast.modules()] == [type(m) for m in eager.modules()]
+    assert torch.equal(fast(**given(name)).logits, eager(**given(name)).logits)
+
+
+@pytest.mark.cover(1)
+@pytest.mark.parametrize("name", [BERT, MARIAN, BART, T5])
+def test_one_graph(name: str) -> None:
+    if name == MARIAN and Version(torch.__version__) < Version("2.13"):
+        pytest.skip("Dynamo of this PyTorch does not follow the copy of a config that transformers makes")
+    eager, fast = pair(name)
+    arguments = given(name) | ({} if name == BERT else {"use_cache": False})
+    torch._dynamo.reset()
+    compiled = torch.compile(fast, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        logits = compiled(**arguments).logits
+        torch.testing.assert_close(logits, fast(**arguments).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(logits, eager(**arguments).logits, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [MARIAN, GPT2, "ViTForImageClassification"])
+def test_export(name: str) -> None:
+    layer = next(m for m in blocks(pair(name)[1]) if hasattr(m, "gradient_checkpointing"))
+    x = torch.randn(2, 5, models.WIDTH)
+    exported = torch.export.export(layer, (x,), {"attention_mask": None}).module()
+    torch.testing.assert_close(exported(x, attention_mask=None), layer(x, attention_mask=None))
+
+
+class LowRank(nn.Module):
+    """A stand-in for a linear layer, as a library for fine-tuning puts it there."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+        size = tuple(base.weight.shape) if hasattr(base, "nx") else tuple(base.weight.shape)[::-1]
+        self.in_features, self.out_features = size
+        self.delta = nn.Parameter(0.1 * torch.randn(size))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + x @ self.delta
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_linear_layer_may_be_replaced_before_or_after(name: str) -> None:
+    results, linear = [], (nn.Linear, transformers.pytorch_utils.Conv1D)
+    for accelerate in ("never", "before", "after"):
+        eager, fast = pair(name)
+        model = fast if accelerate == "before" else eager
+        torch.manual_seed(0)
+        replaced = 0
+        for parent in list(model.modules()):
+            for key, child in list(parent.named_children()):
+                if type(child) in linear and key in ("dense", "fc1", "fc2", "lin2", "wi", "wo", "c_fc", "c_proj"):
+                    setattr(parent, key, LowRank(child))
+                    replaced += 1
+        assert replaced
+        if accelerate == "after":
+            tfast.accelerate(model)
+        assert accelerate == "never" or blocks(model)
+        results.append(model(**given(name)).logits)
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [GPT2, "BertLMHeadModel"])
+def test_a_decoder_with_and_without_an_encoder(name: str) -> None:
+    """Cross-attention, and caches given by hand."""
+    settings = {"is_decoder": True, "add_cross_attention": True, "pad_token_id": 0}
+    eager, fast, _ = accelerated.pair(models.make(case(name), "eager", **settings))
+    ids, memory = torch.randint(4, 40, (2, 6)), torch.randn(2, 3, models.WIDTH)
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    for more in ({}, {"encoder_hidden_states": memory, "encoder_attention_mask": mask}):
+        ours, theirs = (m(ids, **more).logits for m in (fast, eager))
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        for model in (fast, eager):
+            first = model(ids[:, :4], **more, use_cache=True)
+            second = model(ids[:, 4:], **more, past_key_values=first.past_key_values).logits
+            torch.testing.assert_close(second, theirs[:, 4:], rtol=1e-4, atol=1e-4)
+
+
+OTHER = "its names are known, but it computes something else"
+ENCODER, DECODER = "model.encoder.layers.0", "model.decoder.layers.0"
+DROPPED = "hidden_states = nn.functional.dropout(hidden_states, p=self.dropout, training=self.training)\n"
+
+
+@pytest.mark.parametrize(("name", "path", "line", "other"), [
+    (MARIAN, ENCODER, "hidden_states = residual + hidden_states", "hidden_states += 2 * residual"),
+    (MARIAN, ENCODER, DROPPED, "pass\n"),
+    (MARIAN, ENCODER, "p=self.activation_dropout", "p=self.dropout"),
+    (MARIAN, ENCODER, "        return hidden_states", "        return (hidden_states,)"),
+    (MARIAN, ENCODER, "            **kwargs,\n", ""),
+    (MARIAN, DECODER, "attention_mask=encoder_attention_mask", "attention_mask=attention_mask"),
+    (MARIAN, DECODER, "past_key_values=past_key_values", "past_key_values=None"),
+    (MARIAN, DECODER, "encoder_attn_layer_norm(", "self_attn_layer_norm("),
+    (M2M, ENCODER, "self.activation_fn(self.fc1(hidden_states))", "self.fc1(hidden_states)"),
+    (M2M, DECODER, "residual = hidden_states\n        hidden_states = self.final_layer_norm",
+     "hidden_states = residual = self.final_layer_norm"),
+    (BERT, "bert.encoder.layer.0.output", "+ input_tensor", "- input_tensor"),
+    (BERT, "bert.encoder.layer.0.output", "hidden_states = self.dropout(hidden_states)", "pass"),
+    ("DistilBertForMaskedLM", "distilbert.transformer.layer.0", "+ attention_output", "+ hidden_states"),
+    ("ViTForImageClassification", "vit.layers.0", "layernorm_after(", "layernorm_before("),
+    (GPT2, "transformer.h.0", "use_cache=use_cache", "use_cache=None"),
+    (GPT2, "transformer.h.0.mlp", "self.act(hidden_states)", "self.act(self.act(hidden_states))"),
+    (T5, "decoder.block.0", "position_bias=encoder_decoder_position_bias", "position_bias=position_bias"),
+    (T5, "decoder.block.0", "cross_attn_position_bias\n", "None\n"),
+    (T5, "decoder.block.0.layer.1", "hidden_states + self.dropout(", "normed_hidden_states + self.dropout("),
+    (T5, "encoder.block.0.layer.1.DenseReluDense", "self.act(hidden_states)", "-self.act(hidden_states)"),
+])  # fmt: skip
+def test_a_layer_that_computes_something_else_is_left(name: str, path: str, line: str, other: str) -> None:
+    layer = pair(name)[0].get_submodule(path)
+    original = type(layer)
+    code = inspect.getsource(inspect.unwrap(original.forward)) + "\n"
+    assert line in code and not blocks(layer)
+    found: dict[str, Any] = {}
+    exec(textwrap.dedent(code.replace(line, other, 1)), vars(inspect.getmodule(original)), found)
+    layer.__class__ = type("Other", (original,), found)
+    tfast.accelerate(layer)
+    assert not isinstance(layer, Accelerated)
+    known = [pattern for pattern in (*patterns.PATTERNS, *t5.PATTERNS) if pattern.matches(layer)]
+    assert {probe(layer, pattern) for pattern in known} == {OTHER}
+
+
+@pytest.mark.parametrize("library", ["onednn", "aten"])
+def test_linear_layers_of_gpt2(library: str) -> None:
+    """Their weight is (in, out). They are swapped where oneDNN is the faster library."""
+    conv = transformers.pytorch_utils.Conv1D
+    with products_by(library):
+        layer, fast, report = accelerated.pair(conv(256, 512))
+        now = "fused TransposedLinear" if is_faster(layer.weight.t()) else None
+        assert [row.now for row in report.rows] == [now]
+        x, results = torch.randn(2, 300, 512, requires_grad=True), []
+        for m in (fast, layer):
+            grads = torch.autograd.grad(m(x).square().sum(), (x, m.weight, m.bias))
+            results.append([m(x), *grads])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * float(b.detach().abs().max()))
+        assert not isinstance(accelerated.pair(conv(8, 16))[1], Accelerated)  # too small

@@ -1,0 +1,111 @@
+"""Accelerated copies of models, and what the tests of ``accelerate`` ask of them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import random
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import transformer_fast as tfast
+from transformer_fast import backends
+from transformer_fast.accelerate import lazy_logits, output_layer
+
+
+def pair(make: nn.Module | Callable[[], nn.Module]) -> tuple[Any, Any, tfast.accelerate.Report]:
+    """Return a model, its accelerated copy, and the report. A function makes the model, from seed 0."""
+    if not isinstance(make, nn.Module):
+        torch.manual_seed(0)
+        make = make()
+    fast = copy.deepcopy(make)
+    return make, fast, tfast.accelerate(fast)
+
+
+def step(model: nn.Module, *inputs: Any) -> list[Tensor]:
+    """Return the result of a call, and the gradients of all parameters."""
+    out = model(*inputs)
+    return [out, *torch.autograd.grad(out.square().mean(), list(model.parameters()))]
+
+
+def copies(module: nn.Module) -> list[nn.Module]:
+    """Return three copies of a module: by deepcopy, by pickle, and saved and loaded by torch."""
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return [copy.deepcopy(module), pickle.loads(pickle.dumps(module)), torch.load(buffer, weights_only=False)]
+
+
+class Seen(TorchDispatchMode):
+    """The ops of attention and dropout that ran forward: "ours" or "torch" for attention, "dropout" for our dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kinds = {"scaled_dot_product": "torch", "transformer_fast.attention": "ours", "fast.dropout.": "dropout"}
+        self.calls += [kind for op, kind in kinds.items() if op in str(func) and "backward" not in str(func)]
+        return func(*args, **(kwargs or {}))
+
+
+def seen(call: Callable[[], Any]) -> list[str]:
+    """Return the calls that ``Seen`` counts."""
+    with Seen() as found:
+        call()
+    return found.calls
+
+
+def whose(call: Callable[[], Any]) -> set[str]:
+    """Return whose attention ran: "ours", "torch", both or none."""
+    return set(seen(call)) - {"dropout"}
+
+
+def from_one_seed(*calls: Callable[[], Any], seed: int = 3) -> list[Any]:
+    """Return what each of some calls gives, all of them from the same random state."""
+    results = []
+    for call in calls:
+        torch.manual_seed(seed)
+        results.append(call())
+    return results
+
+
+def surroundings() -> tuple[Any, ...]:
+    """Return the state of the program that a call could change."""
+    states = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+    modes = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch._C._len_torch_function_stack()
+    return torch.get_default_dtype(), torch.get_default_device(), backends.current(), modes, states
+
+
+def seems_on_gpu(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> nn.Module:
+    """Make a module say that its parameters are on a GPU."""
+    parameter = types.SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)
+    monkeypatch.setattr(model, "parameters", lambda recurse=True: iter((parameter,)), raising=False)
+    return model
+
+
+@pytest.fixture
+def fused(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The options of each fused loss."""
+    calls: list[dict[str, Any]] = []
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        calls.append(options)
+        return tfast.linear_cross_entropy(*args, **options)
+
+    monkeypatch.setattr(lazy_logits.ops, "linear_cross_entropy", counted)
+    return calls
+
+
+@pytest.fixture
+def small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let calls of every size leave out their logits."""
+    monkeypatch.setattr(output_layer, "WORTH_IT", 1)
