@@ -2,131 +2,18 @@
 
 import copy
 import importlib
-import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_as_exact_as_eager
+from dialect_cases import keep
+from dialect_parity import Case, pair
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, layers
 from transformer_fast.reference import layers as reference
 
 D = 16
-STYLES = [(norm_first, norm) for norm_first in (True, False) for norm in ("std", "layer", "rms")]
-
-
-def keep(*lengths: int, length: int = 7) -> torch.Tensor:
-    return torch.arange(length)[None, None] < torch.tensor(lengths)[:, None, None]
-
-
-def cases():
-    x, memory = torch.randn(3, 5, D), torch.randn(3, 7, D)
-    src_mask, trg_mask = keep(7, 3, 1), reference.subsequentmask(5) & keep(5, 4, 5, length=5)
-    ids = torch.randint(0, 11, (3, 7))
-    yield "Embedder", (11, D), {"padding_idx": 3}, (ids,)
-    yield "PositionalEncoder", (D, 0.1), {"max_len": 6}, (memory,)
-    yield "PositionalEncoder", (D, 0.1), {"max_len": 50}, (memory,)
-    yield "MultiHeadAttention", (4, D), {}, (x, memory, memory, src_mask)
-    yield "MultiHeadAttention", (4, D), {}, (x, x, x, trg_mask)
-    yield "MultiHeadAttention", (4, D), {}, (x, x, x)
-    yield "Norm", (D,), {}, (x,)
-    yield "FeedForward", (D, 24), {}, (x,)
-    for norm_first, norm in STYLES:
-        options = {"d_ff": 24, "norm_first": norm_first, "norm": norm}
-        yield "EncoderLayer", (D, 4), options, (memory, src_mask)
-        yield "DecoderLayer", (D, 4), options, (x, memory, src_mask, trg_mask)
-        stack = {**options, "max_len": 6, "padding_idx": 0}
-        yield "Encoder", (11, D, 2, 4, 0.1), stack, (ids, src_mask)
-        yield "Decoder", (11, D, 2, 4, 0.1), stack, (ids[:, :5], memory, src_mask, trg_mask)
-        yield "Transformer", (11, 12, D, 2, 4, 0.1), stack, (ids, ids[:, :5], src_mask, trg_mask)
-    yield "Transformer", (11, 11, D, 2, 4, 0.1), {"tie_weights": True}, (ids, ids[:, :5], src_mask, trg_mask)
-
-
-CASES = list(cases())
-
-
-def pair(name, arguments, options):
-    slow = getattr(reference, name)(*arguments, **options)
-    for parameter in slow.parameters():  # no parameter at a value that hides a mistake
-        torch.nn.init.normal_(parameter, std=0.3)
-    fast = getattr(layers, name)(*arguments, **options)
-    assert fast.load_state_dict(slow.state_dict()) == ([], [])
-    assert slow.load_state_dict(fast.state_dict()) == ([], [])
-    return fast, slow
-
-
-def outcome(module, inputs, dtype=None):
-    module = copy.deepcopy(module).to(dtype)
-    floats = [x for x in inputs if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    leaves = {id(x): x.to(dtype).detach().requires_grad_() for x in floats}
-    out = module(*(leaves.get(id(x), x) for x in inputs))
-    torch.manual_seed(1)
-    out.backward(torch.randn(out.shape).to(out))
-    return {"out": out.detach()} | {
-        f"grad of {name}": p.grad for name, p in [*module.named_parameters(), *enumerate(leaves.values())]
-    }
-
-
-@pytest.mark.parametrize(("name", "arguments", "options", "inputs"), CASES, ids=[case[0] for case in CASES])
-def test_outputs_and_gradients(name, arguments, options, inputs):
-    fast, slow = pair(name, arguments, options)
-    fast.eval(), slow.eval()
-    actual, eager, exact = (outcome(m, inputs, t) for m, t in ((fast, None), (slow, None), (slow, torch.float64)))
-    assert actual.keys() == exact.keys()
-    largest = max(float(x.abs().max()) for x in exact.values())
-    for part, x in exact.items():
-        # A bias before a softmax has gradient zero but for rounding: measured against the step's largest gradient.
-        ulps = 8 * max(1.0, largest / max(float(x.abs().max()), 1e-30))
-        assert_as_exact_as_eager(actual[part], eager[part], x, what=f"{name}: {part}", ulps=ulps)
-
-
-@pytest.mark.parametrize(("name", "arguments", "options", "inputs"), CASES, ids=[case[0] for case in CASES])
-def test_training_is_the_reference_backend_to_rounding(name, arguments, options, inputs):
-    """With dropout on: the fused ops and the eager reference draw the same masks from the same manual seed."""
-    fast, _ = pair(name, arguments, options)
-    fast.train().double()
-    torch.manual_seed(7)
-    actual = outcome(fast, inputs, torch.float64)
-    torch.manual_seed(7)
-    with tfast.backend("reference"):
-        expected = outcome(fast, inputs, torch.float64)
-    for part, x in expected.items():
-        assert torch.allclose(actual[part], x, atol=1e-9, rtol=1e-7), part
-
-
-@pytest.mark.parametrize("norm_first", [True, False])
-def test_masks_of_every_form_agree(norm_first):
-    model = layers.Transformer(11, 12, D, 2, 4, 0.1, d_ff=24, norm_first=norm_first).eval()
-    src, trg = torch.randint(0, 11, (3, 7)), torch.randint(0, 12, (3, 5))
-    lengths = torch.tensor([7, 3, 1])
-    expected = model(src, trg, keep(7, 3, 1), layers.subsequentmask(5))
-    forms = [
-        (keep(7, 3, 1).int(), layers.subsequentmask(5).int()),
-        (AttentionMask.lengths(lengths), AttentionMask.causal()),
-        (AttentionMask.blocked(~keep(7, 3, 1)[:, None]), AttentionMask.keep(layers.subsequentmask(5))),
-        (keep(7, 3, 1), layers.subsequentmask(5).expand(3, 5, 5)),
-    ]
-    for src_mask, trg_mask in forms:
-        assert torch.allclose(model(src, trg, src_mask, trg_mask), expected, atol=1e-5)
-
-
-def test_the_future_and_the_padding_change_nothing():
-    model = layers.Transformer(11, 12, D, 2, 4, 0.1).eval()
-    src, trg = torch.randint(1, 11, (2, 7)), torch.randint(1, 12, (2, 5))
-    masks = keep(4, 4), layers.subsequentmask(5)
-    expected = model(src, trg, *masks)
-    src[:, 4:], trg[:, 3:] = 1, 1
-    assert torch.equal(model(src, trg, *masks)[:, :3], expected[:, :3])
-
-
-def test_evaluation_is_deterministic_and_training_is_not():
-    layer = layers.EncoderLayer(D, 4, 0.5)
-    x = torch.randn(2, 5, D)
-    assert not torch.equal(layer(x, None), layer(x, None))
-    layer.eval()
-    assert torch.equal(layer(x, None), layer(x, None))
 
 
 def test_verbose_prints_the_weights(capsys):
@@ -152,17 +39,6 @@ def test_positions_past_max_len_keep_the_state_dict():
     encoder = layers.PositionalEncoder(D, 0.0, max_len=4)
     encoder(torch.zeros(1, 9, D))
     assert encoder.state_dict()["pe"].shape == (1, 4, D)
-
-
-def test_copies_pickles_and_dtypes():
-    model = layers.Transformer(11, 12, D, 1, 4, 0.1, d_ff=24).eval()
-    arguments = (torch.randint(0, 11, (2, 7)), torch.randint(0, 12, (2, 5)), keep(7, 3), layers.subsequentmask(5))
-    expected = model(*arguments)
-    for same in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(same(*arguments), expected)
-    for dtype, tolerance in ((torch.float64, 1e-4), (torch.bfloat16, 0.3), (torch.float16, 0.05)):
-        out = copy.deepcopy(model).to(dtype)(*arguments)
-        assert out.dtype == dtype and torch.allclose(out.float(), expected, atol=tolerance)
 
 
 @pytest.mark.parametrize(("name", "plain"), [("relu", torch.relu), ("swish", F.silu), ("gelu", F.gelu)])
@@ -205,7 +81,9 @@ def test_padding_idx_gets_no_gradient():
 
 
 def test_tied_weights_collect_one_gradient():
-    fast, slow = pair("Transformer", (11, 11, D, 1, 4, 0.0), {"tie_weights": True, "d_ff": 24})
+    fast, slow = pair(
+        layers, reference, Case("Transformer", (11, 11, D, 1, 4, 0.0), (), (), {"tie_weights": True, "d_ff": 24})
+    )
     assert fast.out.weight is fast.encoder.embed.lut.weight is fast.decoder.embed.lut.weight
     ids = torch.randint(0, 11, (2, 5))
     for model in (fast, slow):

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from accelerated import pair
 from helpers import assert_as_exact_as_eager
-from test_torch import MASKS, E, H, L, N, S, look_ahead, padding
-from torch import Tensor, nn
+from torch import nn
+from torch_attention import MASKS, E, H, L, N, S, look_ahead, padding, typed
 
 import transformer_fast as tfast
 from transformer_fast.layers import torch_modules
@@ -31,26 +32,21 @@ def served(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return calls
 
 
-def cast(masks: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: m.to(dtype) if m.is_floating_point() else m for name, m in masks.items()}
-
-
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_every_mask_and_layout(name: str, dtype: torch.dtype, served: list[bool]) -> None:
-    masks = MASKS[name]() if callable(MASKS[name]) else {}
+    masks = MASKS[name]()
     made = [nn.MultiheadAttention(E, H, batch_first=first, bias=bias) for first, bias in ((True, True), (False, False))]
     for m in made:
         m = m.to(dtype).eval()
-        exact, fast = copy.deepcopy(m).double(), copy.deepcopy(m)
-        tfast.accelerate(fast)
+        exact, (_, fast, _) = copy.deepcopy(m).double(), pair(m)
         q, k, v = (torch.randn(N, n, E, dtype=dtype) for n in (L, S, S))
         q, k, v = (q, k, v) if m.batch_first else (t.transpose(0, 1) for t in (q, k, v))
         for (key, value), need, average in itertools.product(((k, k), (k, v)), (True, False), (True, False)):
             results = []
             for model, d in ((fast, dtype), (m, dtype), (exact, torch.float64)):
                 inputs = q.to(d), (as_key := key.to(d)), as_key if value is key else value.to(d)
-                options = cast(masks, dtype) if model is fast else cast(masks, d)
+                options = typed(masks, d)
                 with torch.no_grad():
                     results.append(model(*inputs, need_weights=need, average_attn_weights=average, **options))
             for ours, theirs, true in zip(*results, strict=True):
@@ -63,9 +59,7 @@ def test_every_mask_and_layout(name: str, dtype: torch.dtype, served: list[bool]
 
 @pytest.mark.parametrize("batch_first", [True, False])
 def test_to_itself_and_the_same_as_from_its_parts(batch_first: bool, served: list[bool]) -> None:
-    m = nn.MultiheadAttention(E, H, batch_first=batch_first).eval()
-    original = copy.deepcopy(m)
-    tfast.accelerate(m)
+    original, m, _ = pair(nn.MultiheadAttention(E, H, batch_first=batch_first).eval())
     x = torch.randn(N, L, E) if batch_first else torch.randn(L, N, E)
     for masks in ({}, {"attn_mask": look_ahead(L), "key_padding_mask": padding(L).flip(1)}):
         parts, weights = m(x, x, x, **masks, average_attn_weights=False)  # parameters want gradients

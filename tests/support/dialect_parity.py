@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from helpers import assert_as_exact_as_eager, fixed_seed
 from torch import Tensor, nn
@@ -25,10 +24,6 @@ class Case(NamedTuple):
     inputs: tuple
     masks: tuple = ()
     options: Mapping[str, Any] = MappingProxyType({})
-
-
-def parametrized(cases: list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=[f"{n}-{case.name}" for n, case in enumerate(cases)])
 
 
 def pair(fast: ModuleType, oracle: ModuleType, case: Case) -> tuple[nn.Module, nn.Module]:
@@ -105,7 +100,7 @@ def check_training(fast: ModuleType, oracle: ModuleType, case: Case) -> None:
 
 def replace_dropout(module: nn.Module, heads: int = 1) -> int:
     """Every ``nn.Dropout`` below becomes one that draws the mask of the contract; returns how many there were."""
-    heads = getattr(module, "num_heads", heads)
+    heads = getattr(module, "num_heads", getattr(module, "h", heads))
     on_weights = "Attention" in type(module).__name__
     count = 0
     for name, child in module.named_children():
