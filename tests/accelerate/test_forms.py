@@ -20,9 +20,8 @@ def test_every_form(name: str) -> None:
     """Numbers, copies, dropout, what the program around it sees, and undo."""
     make, arguments = FORMS[name]
     m, args, close = make().eval(), arguments(), {"atol": 2e-5, "rtol": 2e-5}
-    expected, keys = results(m, args), list(m.state_dict())
-    before, plain = [(type(part), part.__dict__.keys()) for part in m.modules()], copy.deepcopy(m)
-    around = surroundings()
+    plain, expected, keys = copy.deepcopy(m), results(m, args), list(m.state_dict())
+    before, around = [(type(part), part.__dict__.keys()) for part in m.modules()], surroundings()
     report = tfast.accelerate(m)
     assert surroundings() == around
     assert report.rows[0].path == "" and report.rows[0].now, report

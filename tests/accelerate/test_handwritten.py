@@ -170,27 +170,6 @@ def test_an_attribute_of_a_module_is_not_hidden() -> None:
     assert {m.calls(), m.fits(), m.weights, m.parts, m.keywords} == {"mine"}
 
 
-@pytest.mark.parametrize(
-    "name", ["layers.1", "layers.0.sublayer.1", "layers.0.sublayer.1.norm", "layers.1.sublayer.0.dropout", "norm"]
-)
-def test_hooks_inside_an_annotated_stack(name: str) -> None:
-    m, args = hw.make_model(11, 11, 2, D, 12, 2, dropout=0.0).encoder, (x(), keep(B, 1, L))
-    seen: list[Tensor] = []
-    m.get_submodule(name).register_forward_hook(lambda _, inputs, out: seen.append(out))
-    expected = m(*args)
-    tfast.accelerate(m)
-    torch.testing.assert_close(m(*args), expected)
-    assert len(seen) == 2
-    torch.testing.assert_close(*seen)
-
-
-def test_a_layer_with_a_forward_of_its_own_in_an_annotated_stack() -> None:
-    m, args = hw.make_model(11, 11, 2, D, 12, 2, dropout=0.0).decoder, (x(), x(S), keep(B, 1, S), None)
-    tfast.accelerate(m)
-    m.layers[1].forward = lambda x, *_: x + 1.0
-    torch.testing.assert_close(m(*args), m.norm(m.layers[0](*args) + 1.0))
-
-
 def test_positions_past_the_table_and_of_other_types_are_the_module_s_own_affair() -> None:
     m = hw.Positions(D, 0.0, max_len=4)
     tfast.accelerate(m)

@@ -16,14 +16,10 @@ from fused_loss_model import Gpt, V, assert_same, batch, gradients, loss_of, pai
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import transformer_fast as tfast
-from transformer_fast.accelerate import lazy_logits, output_layer
+from transformer_fast.accelerate import output_layer
 from transformer_fast.accelerate.lazy_logits import LazyLogits
 
-
-@pytest.fixture(autouse=True)
-def _small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_layer, "WORTH_IT", 1)
+pytestmark = pytest.mark.usefixtures("small_calls")
 
 
 def both(use: Callable[[Tensor, Tensor], Tensor], **options: Any) -> tuple[LazyLogits, Tensor]:
@@ -66,19 +62,11 @@ FUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("use", FUSED.values(), ids=FUSED)
-def test_a_loss_without_logits(use: Callable[[Tensor, Tensor], Tensor], bias: bool) -> None:
-    calls = []
-
-    def counted(*args: Any, **kwargs: Any) -> Tensor:
-        calls.append(args)
-        return tfast.linear_cross_entropy(*args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lazy_logits.ops, "linear_cross_entropy", counted)
-        logits, _ = both(use, bias=bias)
-    assert len(calls) == (2 if use is FUSED["two losses"] else 1)
-    if use is not FUSED["two losses"]:  # whose gradients are added up
-        assert not logits.node.is_read()
+def test_a_loss_without_logits(use: Callable[[Tensor, Tensor], Tensor], bias: bool, fused: list[Any]) -> None:
+    logits, _ = both(use, bias=bias)
+    two = use is FUSED["two losses"]
+    assert len(fused) == (2 if two else 1)
+    assert two or not logits.node.is_read()  # the gradients of two are added up
 
 
 class Doubled(torch.autograd.Function):
@@ -192,26 +180,26 @@ def test_what_leaves_pytorch(read: Callable[[Tensor], Any]) -> None:
     loss_of(lazy, targets).backward()  # and still
 
 
-def test_errors_are_eager_s() -> None:
-    eager, fast = pair()
-    ids, targets = batch()
-    attempts: list[Callable[[Gpt], Any]] = [
-        lambda m: m(ids)[0].numpy(),
-        lambda m: copy.deepcopy(m(ids)[0]),
-        lambda m: m(ids, targets + V),
-        lambda m: m(ids, targets[:2]),
-        lambda m: m(ids, targets, reduction="other"),
-        lambda m: m(ids, targets, label_smoothing=2.0),
-        lambda m: [loss.backward() for loss in [m(ids, targets)[1]] * 2],
-        lambda m: m(ids)[0].view(-1, 7, 11),
-    ]
-    for attempt in attempts:
-        kinds = []
-        for model in (eager, fast):
-            with pytest.raises((RuntimeError, ValueError, IndexError)) as raised:
-                attempt(model)
-            kinds.append(raised.type)
-        assert kinds[0] is kinds[1]
+ATTEMPTS: dict[str, Callable[[Gpt, Tensor, Tensor], Any]] = {
+    "numpy": lambda m, ids, targets: m(ids)[0].numpy(),
+    "deepcopy": lambda m, ids, targets: copy.deepcopy(m(ids)[0]),
+    "a target that is no word": lambda m, ids, targets: m(ids, targets + V),
+    "too few targets": lambda m, ids, targets: m(ids, targets[:2]),
+    "reduction": lambda m, ids, targets: m(ids, targets, reduction="other"),
+    "smoothing": lambda m, ids, targets: m(ids, targets, label_smoothing=2.0),
+    "backward twice": lambda m, ids, targets: [loss.backward() for loss in [m(ids, targets)[1]] * 2],
+    "view": lambda m, ids, targets: m(ids)[0].view(-1, 7, 11),
+}
+
+
+@pytest.mark.parametrize("attempt", ATTEMPTS.values(), ids=ATTEMPTS)
+def test_errors_are_eager_s(attempt: Callable[[Gpt, Tensor, Tensor], Any]) -> None:
+    kinds = []
+    for model in pair():
+        with pytest.raises((RuntimeError, ValueError, IndexError)) as raised:
+            attempt(model, *batch())
+        kinds.append(raised.type)
+    assert kinds[0] is kinds[1]
 
 
 def test_saved_and_printed() -> None:
@@ -266,10 +254,8 @@ def test_half_precision(dtype: torch.dtype, upcast: bool) -> None:
         losses[-1].backward()
     assert losses[1].dtype == losses[0].dtype == (torch.float32 if upcast else dtype)
     assert not logits.is_cuda and all(g.dtype == dtype for g in gradients(fast))
-    errors = [
-        max(float((a.double() - b).abs().max()) for a, b in zip(gradients(model), gradients(exact), strict=True))
-        for model in (eager, fast)
-    ]
+    pairs = [list(zip(gradients(model), gradients(exact), strict=True)) for model in (eager, fast)]
+    errors = [max(float((a.double() - b).abs().max()) for a, b in both) for both in pairs]
     largest = max(float(g.abs().max()) for g in gradients(exact))
     assert errors[1] <= 2 * errors[0] + 4 * torch.finfo(dtype).eps * largest
     assert abs((losses[1] - losses[2]).item()) <= 2 * abs((losses[0] - losses[2]).item()) + 8 * torch.finfo(dtype).eps

@@ -19,10 +19,7 @@ import transformer_fast as tfast
 from transformer_fast.accelerate import lazy_logits, output_layer
 from transformer_fast.accelerate.lazy_logits import LazyLogits
 
-
-@pytest.fixture(autouse=True)
-def _small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_layer, "WORTH_IT", 1)
+pytestmark = pytest.mark.usefixtures("small_calls")
 
 
 def surrounded(context: Any) -> Callable[[Gpt, Tensor], Tensor]:
@@ -33,20 +30,15 @@ def surrounded(context: Any) -> Callable[[Gpt, Tensor], Tensor]:
     return call
 
 
-def hooked(model: Gpt, ids: Tensor) -> Tensor:
-    handle = model.lm_head.register_forward_hook(lambda module, args, out: None)
-    try:
-        return model(ids)[0]
-    finally:
-        handle.remove()
+def hooked(register: Callable[[Gpt], Callable[..., Any]]) -> Callable[[Gpt, Tensor], Tensor]:
+    def call(model: Gpt, ids: Tensor) -> Tensor:
+        handle = register(model)(lambda module, args, out: None)
+        try:
+            return model(ids)[0]
+        finally:
+            handle.remove()
 
-
-def under_a_hook_on_all(model: Gpt, ids: Tensor) -> Tensor:
-    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
-    try:
-        return model(ids)[0]
-    finally:
-        handle.remove()
+    return call
 
 
 def replaced(model: Gpt, ids: Tensor) -> Tensor:
@@ -66,8 +58,8 @@ NOT_LEFT_OUT: dict[str, Callable[[Gpt, Tensor], Tensor]] = {
     "saved on the CPU": surrounded(torch.autograd.graph.save_on_cpu),
     "dispatch mode": surrounded(lambda: FlopCounterMode(display=False)),
     "forward mode": surrounded(torch.autograd.forward_ad.dual_level),
-    "hook": hooked,
-    "hook on all": under_a_hook_on_all,
+    "hook": hooked(lambda model: model.lm_head.register_forward_hook),
+    "hook on all": hooked(lambda model: nn.modules.module.register_module_forward_hook),
     "replaced": replaced,
     "checkpoint": lambda m, ids: checkpoint(lambda x: m(x)[0], ids, use_reentrant=False),
     "one vector": lambda m, ids: m(ids[0, 0, 0])[0],
@@ -101,10 +93,8 @@ def test_small_calls_make_logits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_traced_and_exported() -> None:
     _, fast = pair(torch.float32)
     ids, targets = batch()
-    traced = torch.jit.trace(fast, (ids, targets))
-    assert_same(traced(ids, targets)[1], fast(ids, targets)[1], rtol=1e-5, atol=1e-6)
-    exported = torch.export.export(fast, (ids, targets)).module()
-    assert_same(exported(ids, targets)[1], fast(ids, targets)[1], rtol=1e-5, atol=1e-6)
+    for made in (torch.jit.trace(fast, (ids, targets)), torch.export.export(fast, (ids, targets)).module()):
+        assert_same(made(ids, targets)[1], fast(ids, targets)[1], rtol=1e-5, atol=1e-6)
 
 
 def test_a_compiled_loss_of_lazy_logits() -> None:
@@ -145,27 +135,32 @@ class Pruned(nn.Linear):
     """Somebody's own class."""
 
 
-def test_layers_that_are_left() -> None:
-    other = Gpt()
-    other.lm_head = Pruned(D, V)
-    normed = Gpt(tied=False)
-    nn.utils.parametrizations.weight_norm(normed.lm_head)
-    other_size = Gpt(tied=False)
-    other_size.lm_head = nn.Linear(D, V + 1)
-    replaced = Gpt()
-    replaced.lm_head.forward = lambda x: x  # type: ignore[method-assign]
-    for model in (other, normed, other_size, replaced):
-        assert not any(row.now == "fused loss" for row in tfast.accelerate(model, fused_loss=True).rows)
+def with_head(change: Callable[[Gpt], Any], tied: bool = True) -> Gpt:
+    model = Gpt(tied=tied)
+    change(model)
+    return model
+
+
+HEADS: dict[str, Callable[[], nn.Module]] = {
+    "own class": lambda: with_head(lambda m: setattr(m, "lm_head", Pruned(D, V))),
+    "weight_norm": lambda: with_head(lambda m: nn.utils.parametrizations.weight_norm(m.lm_head), tied=False),
+    "other size": lambda: with_head(lambda m: setattr(m, "lm_head", nn.Linear(D, V + 1)), tied=False),
+    "own forward": lambda: with_head(lambda m: setattr(m.lm_head, "forward", lambda x: x)),
+    "no embedding": lambda: nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D)),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_layers_that_are_left(name: str) -> None:
+    report = tfast.accelerate(HEADS[name](), fused_loss=True)
+    assert not any(row.now == "fused loss" for row in report.rows)
+    if name != "own forward":
+        assert "fused_loss: no output layer on a CPU was found" in str(report)
 
 
 def test_a_model_whose_loss_is_somewhere_else() -> None:
     report = tfast.accelerate(NoLossInIt(), fused_loss=True)
     assert {row.path: row.now for row in report.swapped}["lm_head"] == "fused loss"
-
-
-def test_where_there_is_no_output_layer_the_report_says_so() -> None:
-    report = tfast.accelerate(nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D)), fused_loss=True)
-    assert "fused_loss: no output layer on a CPU was found" in str(report)
 
 
 def test_nobody_gets_it_who_did_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:

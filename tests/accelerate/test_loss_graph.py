@@ -11,13 +11,10 @@ import torch.nn.functional as F
 from fused_loss_model import D, V, assert_same, batch, gradients, pair
 from torch import Tensor, nn
 
-from transformer_fast.accelerate import lazy_logits, output_layer
+from transformer_fast.accelerate import lazy_logits
 from transformer_fast.accelerate.lazy_logits import LazyGradient, LazyLogits
 
-
-@pytest.fixture(autouse=True)
-def _small_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_layer, "WORTH_IT", 1)
+pytestmark = pytest.mark.usefixtures("small_calls")
 
 
 def test_hooks_and_gradients_of_logits() -> None:

@@ -64,6 +64,7 @@ def test_dropout_is_ours_and_follows_the_seed(name: str) -> None:
     torch.testing.assert_close(fast.eval()(*inputs), model.eval()(*inputs))
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", STYLES)
 def test_compiled_in_one_graph_and_exported(name: str) -> None:
     torch._dynamo.reset()

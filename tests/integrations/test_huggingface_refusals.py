@@ -13,16 +13,12 @@ import transformer_fast as tfast
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
+import huggingface_models as models  # noqa: E402
 from transformers.masking_utils import create_causal_mask  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 NAME = "transformer_fast"
 IDS = torch.tensor([[5, 6, 7, 8]])
-BLOOM = {"vocab_size": 40, "hidden_size": 16, "n_layer": 1, "n_head": 4}
-BERT = {
-    "vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24,
-}  # fmt: skip
-XGLM = {"vocab_size": 40, "d_model": 16, "ffn_dim": 24, "num_layers": 1, "attention_heads": 4}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -30,8 +26,12 @@ def _registered() -> None:
     tfast.integrations.transformers.register()
 
 
+def config_of(name: str) -> Any:
+    return models.config_of(models.named(name))
+
+
 def bloom(**options: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_config(transformers.BloomConfig(**BLOOM), **options)
+    return transformers.AutoModelForCausalLM.from_config(config_of("BloomForCausalLM"), **options)
 
 
 def refused(model: str = "BloomModel", layer: str = "BloomAttention") -> Any:
@@ -42,7 +42,7 @@ def refused(model: str = "BloomModel", layer: str = "BloomAttention") -> Any:
 def test_when_it_is_made(tmp_path: Path) -> None:
     with refused():
         bloom(attn_implementation=NAME)
-    config = transformers.BloomConfig(**BLOOM)
+    config = config_of("BloomForCausalLM")
     config._attn_implementation = NAME
     with refused():
         transformers.BloomForCausalLM(config)
@@ -79,28 +79,17 @@ def test_compiled_first_it_is_as_eager() -> None:
     torch.testing.assert_close(logits[:, 1:], expected[:, 1:])
 
 
-@pytest.mark.parametrize(("config", "layer"), [
-    (transformers.GPTJConfig(vocab_size=40, n_embd=16, n_layer=1, n_head=4, rotary_dim=4), "GPTJAttention"),
-    (transformers.MptConfig(vocab_size=40, d_model=16, n_layers=1, n_heads=4), "MptAttention"),
-    (transformers.FalconConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=4),
-     "FalconAttention"),
-], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
-def test_no_bare_error_from_a_table_of_layers(config: Any, layer: str) -> None:
-    with refused(r"\w+Model", layer):
-        transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
-
-
-def two_parts() -> Any:
-    decoder = transformers.XGLMConfig(**XGLM, is_decoder=True, add_cross_attention=True)
-    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(transformers.BertConfig(**BERT), decoder)
-    config.decoder_start_token_id, config.pad_token_id = 1, 0
-    return config
+@pytest.mark.parametrize("name", ["GPTJ", "Mpt", "Falcon"])
+def test_no_bare_error_from_a_table_of_layers(name: str) -> None:
+    with refused(r"\w+Model", f"{name}Attention"):
+        transformers.AutoModelForCausalLM.from_config(config_of(f"{name}ForCausalLM"), attn_implementation=NAME)
 
 
 def test_one_part_of_two() -> None:
+    case, made = models.named("EncoderDecoderModel", "Bert", "XGLM"), transformers.AutoModelForSeq2SeqLM.from_config
     with refused("XGLMModel", "XGLMAttention"):
-        transformers.AutoModelForSeq2SeqLM.from_config(two_parts(), attn_implementation=NAME)
-    eager = transformers.AutoModelForSeq2SeqLM.from_config(two_parts(), attn_implementation="eager").eval()
+        made(models.config_of(case), attn_implementation=NAME)
+    eager = made(models.config_of(case), attn_implementation="eager").eval()
     given = {"input_ids": IDS, "attention_mask": torch.tensor([[1, 1, 1, 0]]), "decoder_input_ids": IDS[:, :3]}
     expected = eager(**given).logits
     with refused("XGLMModel", "XGLMAttention"):
@@ -205,9 +194,8 @@ def test_the_config_is_saved_as_before() -> None:
 
 
 def test_without_any_attention_there_is_nothing_to_refuse() -> None:
-    sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
-    config = transformers.MambaConfig(**sizes)
-    assert transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)(input_ids=IDS)
+    model = transformers.AutoModelForCausalLM.from_config(config_of("MambaForCausalLM"), attn_implementation=NAME)
+    assert model(input_ids=IDS)
 
 
 def test_what_the_error_says_to_do_instead_works() -> None:

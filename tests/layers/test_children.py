@@ -83,6 +83,7 @@ def same(actual: list[Tensor], expected: list[Tensor]) -> bool:
 
 
 def changed(module: nn.Module, path: str, change: Change) -> nn.Module:
+    """Return a copy with a change."""
     module = copy.deepcopy(module)
     change(module, path)
     return module
@@ -144,25 +145,6 @@ def test_a_changed_child_is_not_passed_over(name: str, change: Change) -> None:
                     when += f" ({type(error).__name__}: {error})"
                 wrong += [] if right else [f"{path}, {when}, {mode}"]
     assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_every_change_shows(change: Change) -> None:
-    """A change that nobody could see would prove nothing above."""
-    parent = PARENTS["layers FeedForward"]
-    base, arguments = plain(parent), parent.arguments()
-    if change.__name__ == "keeps_its_output":
-        reference = changed(base, "linear_1", change)
-        run(reference, arguments, "evaluation")
-        reference.linear_1.kept.pairs[0][0].data.add_(1.0)
-        with pytest.raises(AssertionError):
-            reference.linear_1.kept.assert_untouched()
-        return
-    path = "linear_1" if change.__name__ in ("parametrization", "weight_norm") else "dropout"
-    if change.__name__ in ("identity", "returns_its_input"):  # a dropout that drops nothing returns its input, too
-        base.dropout.p = 1.0
-    expected = run(base, arguments, "training")
-    assert not same(run(changed(base, path, change), arguments, "training"), expected)
 
 
 CHILDLESS = {

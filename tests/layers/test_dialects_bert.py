@@ -68,12 +68,6 @@ def test_positional_embedding_returns_the_table_alone():
     assert torch.allclose(positions(torch.zeros(1, 600)), tfast.positional_table(600, 16)[None], atol=1e-7)
 
 
-def test_input_embedding_is_token_plus_position():
-    embedding = bert.BERTEmbedding(11, 16).eval()
-    assert torch.allclose(embedding(IDS), embedding.token(IDS) + embedding.position(IDS), atol=1e-7)
-    assert set(embedding.state_dict()) == {"token.weight", "position.pe"}
-
-
 ATTEND = bert.MultiHeadedAttention(4, 16)
 WRONG = {
     "the head axis is missing": (

@@ -72,19 +72,6 @@ def test_the_chapters_attention_example(kind):
     assert torch.allclose(attention.attention_weights, expected, atol=1e-6)
 
 
-def test_the_same_vector_at_two_positions_gives_the_same_output():
-    ffn = d2l.PositionWiseFFN(4, 8).eval()
-    out = ffn(torch.ones(2, 3, 4))
-    assert out.shape == (2, 3, 8) and torch.all(out == out[0, 0])
-
-
-def test_the_norm_is_over_each_vector():
-    norm = d2l.AddNorm([16], 0.0)
-    out = norm(X, X)
-    assert torch.allclose(out.mean(-1), torch.zeros(3, 4), atol=1e-6)
-    assert torch.equal(norm(X[:, 1:2], X[:, 1:2]), out[:, 1:2])  # it does not look at other positions
-
-
 def test_sizes_from_the_first_call():
     lazy = d2l.MultiHeadAttention(16, 4, 0.0)
     with pytest.raises(ValueError, match="uninitialized"):

@@ -120,7 +120,7 @@ D2L = [
     Case("MultiHeadAttention", (16, 2, 0.3), (DQ, DK, DV), (None,), THREE),
     Case("MultiHeadAttention", (16, 2, 0.3, True), (DQ, DK, DV), (EACH.clamp(max=1),), THREE),
     Case("PositionWiseFFN", (4, 8), (X,), (), {"num_inputs": 16}),
-    Case("AddNorm", (16, 0.5), (X, X + 1)),
+    Case("AddNorm", ([16], 0.5), (X, X + 1)),
     Case("PositionalEncoding", (16, 0.3), (X,)),
     Case("PositionalEncoding", (7, 0.3), (x(2, 9, 7),), (), {"max_len": 4}),
     Case("EncoderBlock", (16, 24, 4, 0.5), (X,), (torch.tensor([4, 1, 2]),)),

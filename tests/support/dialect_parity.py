@@ -77,12 +77,19 @@ def check_evaluation(fast: ModuleType, oracle: ModuleType, case: Case, device: t
     for dtype in (None, torch.bfloat16):
         exact = outcome(slow, case, torch.float64, rounded=dtype, device=device)
         eager, actual = (outcome(module, case, dtype, device=device) for module in (slow, quick))
-        assert actual.keys() == eager.keys() == exact.keys()
-        largest = max(float(x.abs().max()) for x in exact.values())
-        for part, x in exact.items():
-            # A bias before a softmax has gradient zero but for rounding: measured against the largest gradient.
-            ulps = 8 * max(1.0, largest / max(float(x.abs().max()), 1e-30))
-            assert_as_exact_as_eager(actual[part], eager[part], x, what=f"{case.name}: {part}, {dtype}", ulps=ulps)
+        hold(actual, eager, exact, f"{case.name}, {dtype}")
+
+
+def hold(actual: dict[str, Tensor], eager: dict[str, Tensor], exact: dict[str, Tensor], what: str = "") -> None:
+    """Hold every part of an outcome to the gate.
+
+    A bias before a softmax has gradient zero but for rounding: it is measured against the largest gradient.
+    """
+    assert actual.keys() == eager.keys() == exact.keys()
+    largest = max(float(x.abs().max()) for x in exact.values())
+    for part, x in exact.items():
+        ulps = 8 * max(1.0, largest / max(float(x.abs().max()), 1e-30))
+        assert_as_exact_as_eager(actual[part], eager[part], x, what=f"{what}: {part}", ulps=ulps)
 
 
 def check_training(fast: ModuleType, oracle: ModuleType, case: Case) -> None:

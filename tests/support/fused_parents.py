@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import handwritten_forms as forms
+import huggingface_models as models
 import torch
-import transformers
 from handwritten_forms import B, D, L, S, ids, keep, x
 from torch import Tensor, nn
 
@@ -32,13 +32,18 @@ class Parent:
     fuse: Callable[[nn.Module], nn.Module] | None = None  # None: accelerate, before or after a change
 
 
-def _of_class(fast: ModuleType, oracle: ModuleType, name: str, *sizes: Any, **options: Any) -> dict[str, Any]:
-    def fuse(plain: nn.Module) -> nn.Module:
-        made = getattr(fast, name)(*sizes, **options)
-        made.load_state_dict(plain.state_dict())
-        return made
+def _of_class(fast: ModuleType, oracle: ModuleType) -> Callable[..., Parent]:
+    """Return a function that makes the parent of a class from arguments for it, its name, and its constructor's."""
 
-    return {"make": lambda: getattr(oracle, name)(*sizes, **options), "fuse": fuse}
+    def parent(arguments: Callable[[], tuple[Any, ...]], name: str, *sizes: Any, **options: Any) -> Parent:
+        def fuse(plain: nn.Module) -> nn.Module:
+            made = getattr(fast, name)(*sizes, **options)
+            made.load_state_dict(plain.state_dict())
+            return made
+
+        return Parent(lambda: getattr(oracle, name)(*sizes, **options), arguments, fuse)
+
+    return parent
 
 
 class Padded(nn.Module):
@@ -92,160 +97,95 @@ TORCH: dict[str, Parent] = {
     ),
 }
 
-_layers = functools.partial(_of_class, layers, reference_layers)
+_layer = _of_class(layers, reference_layers)
 _source, _target = lambda: keep(B, 1, S), lambda: keep(1, L, L).tril() | torch.eye(L, dtype=torch.bool)
+_encoded, _memory = (lambda: (x(), keep(B, 1, L))), (lambda: (x(), x(S), _source(), _target()))
+_sizes = {"d_ff": INNER}
 LAYERS: dict[str, Parent] = {
-    "Embedder": Parent(**_layers("Embedder", VOCABULARY, D), arguments=lambda: (ids(),)),
-    "PositionalEncoder": Parent(**_layers("PositionalEncoder", D, 0.1), arguments=lambda: (x(),)),
-    "MultiHeadAttention": Parent(
-        **_layers("MultiHeadAttention", HEADS, D), arguments=lambda: (x(), x(S), x(S), _source())
+    "Embedder": _layer(lambda: (ids(),), "Embedder", VOCABULARY, D),
+    "PositionalEncoder": _layer(lambda: (x(),), "PositionalEncoder", D, 0.1),
+    "MultiHeadAttention": _layer(lambda: (x(), x(S), x(S), _source()), "MultiHeadAttention", HEADS, D),
+    "FeedForward": _layer(lambda: (x(),), "FeedForward", D, INNER),
+    "EncoderLayer": _layer(_encoded, "EncoderLayer", D, HEADS, **_sizes),
+    "EncoderLayer, post-norm": _layer(_encoded, "EncoderLayer", D, HEADS, norm_first=False, norm="layer", **_sizes),
+    "DecoderLayer": _layer(_memory, "DecoderLayer", D, HEADS, **_sizes),
+    "Encoder": _layer(lambda: (ids(), keep(B, 1, L)), "Encoder", VOCABULARY, D, 1, HEADS, 0.1, **_sizes),
+    "Decoder": _layer(lambda: (ids(), x(S), _source(), _target()), "Decoder", VOCABULARY, D, 1, HEADS, 0.1, **_sizes),
+    "Transformer": _layer(
+        lambda: (ids(), ids(), keep(B, 1, L), _target()), "Transformer", VOCABULARY, VOCABULARY, D, 1, HEADS, 0.1,
+        **_sizes,
     ),
-    "FeedForward": Parent(**_layers("FeedForward", D, INNER), arguments=lambda: (x(),)),
-    "EncoderLayer": Parent(**_layers("EncoderLayer", D, HEADS, d_ff=INNER), arguments=lambda: (x(), keep(B, 1, L))),
-    "EncoderLayer, post-norm": Parent(
-        **_layers("EncoderLayer", D, HEADS, d_ff=INNER, norm_first=False, norm="layer"),
-        arguments=lambda: (x(), keep(B, 1, L)),
-    ),
-    "DecoderLayer": Parent(
-        **_layers("DecoderLayer", D, HEADS, d_ff=INNER), arguments=lambda: (x(), x(S), _source(), _target())
-    ),
-    "Encoder": Parent(
-        **_layers("Encoder", VOCABULARY, D, 1, HEADS, 0.1, d_ff=INNER), arguments=lambda: (ids(), keep(B, 1, L))
-    ),
-    "Decoder": Parent(
-        **_layers("Decoder", VOCABULARY, D, 1, HEADS, 0.1, d_ff=INNER),
-        arguments=lambda: (ids(), x(S), _source(), _target()),
-    ),
-    "Transformer": Parent(
-        **_layers("Transformer", VOCABULARY, VOCABULARY, D, 1, HEADS, 0.1, d_ff=INNER),
-        arguments=lambda: (ids(), ids(), keep(B, 1, L), _target()),
-    ),
-}
+}  # fmt: skip
 
-_bert = functools.partial(_of_class, dialects.bert, reference_dialects.bert)
-_tensorflow = functools.partial(_of_class, dialects.tensorflow, reference_dialects.tensorflow)
-_d2l = functools.partial(_of_class, dialects.d2l, reference_dialects.d2l)
+_bert = _of_class(dialects.bert, reference_dialects.bert)
+_tf = _of_class(dialects.tensorflow, reference_dialects.tensorflow)
+_d2l = _of_class(dialects.d2l, reference_dialects.d2l)
 _lengths, _blocked = lambda: torch.tensor([3, S]), lambda *shape: 1.0 - keep(*shape).float()
 _sized = dict.fromkeys(("query_size", "key_size", "value_size"), D)
+_scored, _valid = (lambda: (x(S), x(S), x(), _blocked(B, 1, S))), (lambda: (x(), x(S), x(S), _lengths()))
+_stack, _tf_stack = (VOCABULARY, D, INNER, HEADS, 1, 0.1), (1, D, HEADS, INNER, VOCABULARY)
 DIALECTS: dict[str, Parent] = {
-    "bert.BERTEmbedding": Parent(**_bert("BERTEmbedding", VOCABULARY, D), arguments=lambda: (ids(),)),
-    "bert.MultiHeadedAttention": Parent(
-        **_bert("MultiHeadedAttention", HEADS, D), arguments=lambda: (x(), x(S), x(S), keep(B, 1, 1, S))
+    "bert.BERTEmbedding": _bert(lambda: (ids(),), "BERTEmbedding", VOCABULARY, D),
+    "bert.MultiHeadedAttention": _bert(lambda: (x(), x(S), x(S), keep(B, 1, 1, S)), "MultiHeadedAttention", HEADS, D),
+    "tensorflow.MultiHeadAttention": _tf(
+        lambda: (x(S), x(S), x(), _blocked(B, 1, 1, S)), "MultiHeadAttention", D, HEADS
     ),
-    "tensorflow.MultiHeadAttention": Parent(
-        **_tensorflow("MultiHeadAttention", D, HEADS), arguments=lambda: (x(S), x(S), x(), _blocked(B, 1, 1, S))
+    "tensorflow.EncoderLayer": _tf(lambda: (x(), _blocked(B, 1, 1, L)), "EncoderLayer", D, HEADS, INNER),
+    "tensorflow.DecoderLayer": _tf(
+        lambda: (x(), x(S), _look_ahead().float(), _blocked(B, 1, 1, S)), "DecoderLayer", D, HEADS, INNER
     ),
-    "tensorflow.EncoderLayer": Parent(
-        **_tensorflow("EncoderLayer", D, HEADS, INNER), arguments=lambda: (x(), _blocked(B, 1, 1, L))
+    "tensorflow.Encoder": _tf(lambda: (ids(), _blocked(B, 1, 1, L)), "Encoder", *_tf_stack, 20),
+    "tensorflow.Decoder": _tf(
+        lambda: (ids(), x(S), _look_ahead().float(), _blocked(B, 1, 1, S)), "Decoder", *_tf_stack, 20
     ),
-    "tensorflow.DecoderLayer": Parent(
-        **_tensorflow("DecoderLayer", D, HEADS, INNER),
-        arguments=lambda: (x(), x(S), _look_ahead().float(), _blocked(B, 1, 1, S)),
+    "tensorflow.Transformer": _tf(
+        lambda: (ids(), ids(), None, _look_ahead().float(), _blocked(B, 1, 1, L)), "Transformer", *_tf_stack,
+        VOCABULARY, 20, 20,
     ),
-    "tensorflow.Encoder": Parent(
-        **_tensorflow("Encoder", 1, D, HEADS, INNER, VOCABULARY, 20), arguments=lambda: (ids(), _blocked(B, 1, 1, L))
-    ),
-    "tensorflow.Decoder": Parent(
-        **_tensorflow("Decoder", 1, D, HEADS, INNER, VOCABULARY, 20),
-        arguments=lambda: (ids(), x(S), _look_ahead().float(), _blocked(B, 1, 1, S)),
-    ),
-    "tensorflow.Transformer": Parent(
-        **_tensorflow("Transformer", 1, D, HEADS, INNER, VOCABULARY, VOCABULARY, 20, 20),
-        arguments=lambda: (ids(), ids(), None, _look_ahead().float(), _blocked(B, 1, 1, L)),
-    ),
-    "tensorflow.AdditiveAttention": Parent(
-        **_tensorflow("AdditiveAttention", 6, D, D), arguments=lambda: (x(S), x(S), x(), _blocked(B, 1, S))
-    ),
-    "tensorflow.BilinearAttention": Parent(
-        **_tensorflow("BilinearAttention", 6, D, D), arguments=lambda: (x(S), x(S), x(), _blocked(B, 1, S))
-    ),
-    "d2l.DotProductAttention": Parent(
-        **_d2l("DotProductAttention", 0.1), arguments=lambda: (x(), x(S), x(S), _lengths())
-    ),
-    "d2l.AdditiveAttention": Parent(
-        **_d2l("AdditiveAttention", 6, 0.1, query_size=D, key_size=D), arguments=lambda: (x(), x(S), x(S), _lengths())
-    ),
-    "d2l.MultiHeadAttention": Parent(
-        **_d2l("MultiHeadAttention", D, HEADS, 0.1, **_sized), arguments=lambda: (x(), x(S), x(S), _lengths())
-    ),
-    "d2l.PositionWiseFFN": Parent(**_d2l("PositionWiseFFN", INNER, D, num_inputs=D), arguments=lambda: (x(),)),
-    "d2l.PositionalEncoding": Parent(**_d2l("PositionalEncoding", D, 0.1), arguments=lambda: (x(),)),
-    "d2l.AddNorm": Parent(**_d2l("AddNorm", D, 0.1), arguments=lambda: (x(), x())),
-    "d2l.EncoderBlock": Parent(**_d2l("EncoderBlock", D, INNER, HEADS, 0.1), arguments=lambda: (x(), _lengths())),
-    "d2l.DecoderBlock": Parent(
-        **_d2l("DecoderBlock", D, INNER, HEADS, 0.1, 0), arguments=lambda: (x(), [x(S), _lengths(), [None]])
-    ),
-    "d2l.TransformerEncoder": Parent(
-        **_d2l("TransformerEncoder", VOCABULARY, D, INNER, HEADS, 1, 0.1), arguments=lambda: (ids(), _lengths())
-    ),
-    "d2l.TransformerDecoder": Parent(
-        **_d2l("TransformerDecoder", VOCABULARY, D, INNER, HEADS, 1, 0.1),
-        arguments=lambda: (ids(), [x(S), _lengths(), [None]]),
-    ),
-}
+    "tensorflow.AdditiveAttention": _tf(_scored, "AdditiveAttention", 6, D, D),
+    "tensorflow.BilinearAttention": _tf(_scored, "BilinearAttention", 6, D, D),
+    "d2l.DotProductAttention": _d2l(_valid, "DotProductAttention", 0.1),
+    "d2l.AdditiveAttention": _d2l(_valid, "AdditiveAttention", 6, 0.1, query_size=D, key_size=D),
+    "d2l.MultiHeadAttention": _d2l(_valid, "MultiHeadAttention", D, HEADS, 0.1, **_sized),
+    "d2l.PositionWiseFFN": _d2l(lambda: (x(),), "PositionWiseFFN", INNER, D, num_inputs=D),
+    "d2l.PositionalEncoding": _d2l(lambda: (x(),), "PositionalEncoding", D, 0.1),
+    "d2l.AddNorm": _d2l(lambda: (x(), x()), "AddNorm", D, 0.1),
+    "d2l.EncoderBlock": _d2l(lambda: (x(), _lengths()), "EncoderBlock", D, INNER, HEADS, 0.1),
+    "d2l.DecoderBlock": _d2l(lambda: (x(), [x(S), _lengths(), [None]]), "DecoderBlock", D, INNER, HEADS, 0.1, 0),
+    "d2l.TransformerEncoder": _d2l(lambda: (ids(), _lengths()), "TransformerEncoder", *_stack),
+    "d2l.TransformerDecoder": _d2l(lambda: (ids(), [x(S), _lengths(), [None]]), "TransformerDecoder", *_stack),
+}  # fmt: skip
 
 
-def _block(path: str, config: str, **sizes: Any) -> Callable[[], nn.Module]:
-    """A block of a model of transformers, by its class."""
-
-    def make() -> nn.Module:
-        settings = getattr(transformers, config)(**sizes, attn_implementation="eager")
-        settings._attn_implementation = "eager"
-        module, _, name = path.rpartition(".")
-        made = __import__(f"transformers.models.{module}", fromlist=[name])
-        arguments = {"layer_idx": 0} if name in ("GPT2Block", "BartDecoderLayer", "MBartDecoderLayer") else {}
-        return getattr(made, name)(settings, **arguments)
-
-    return make
+def _wide(length: int = L) -> Tensor:
+    return torch.randn(B, length, models.WIDTH, requires_grad=True)
 
 
 def _added_look_ahead() -> Tensor:
-    """The mask that a decoder of transformers gives its layers: eager attention looks ahead without one."""
+    """Return the mask that a decoder of transformers gives its layers: eager attention looks ahead without one."""
     return torch.zeros(B, 1, L, L).masked_fill(_look_ahead(), torch.finfo(torch.float32).min)
 
 
-def _decoded() -> tuple[Any, ...]:
-    return x(), _added_look_ahead(), x(S)
+def _block(arguments: Callable[[], tuple[Any, ...]], name: str, path: str, **settings: Any) -> Parent:
+    """Return a block of a model of transformers."""
+    return Parent(lambda: models.make(models.named(name), "eager", **settings).get_submodule(path), arguments)
 
 
-_bart = {"d_model": D, "encoder_attention_heads": HEADS, "decoder_attention_heads": HEADS, "encoder_ffn_dim": INNER,
-         "decoder_ffn_dim": INNER}  # fmt: skip
-_bert_sizes = {"hidden_size": D, "num_attention_heads": HEADS, "intermediate_size": INNER}
-_t5 = {"d_model": D, "d_kv": D // HEADS, "d_ff": INNER, "num_heads": HEADS, "num_layers": 1}
+_alone, _with_mask = (lambda: (_wide(),)), (lambda: (_wide(), None))
+_decoded, _causal = (lambda: (_wide(), _added_look_ahead(), _wide(S))), (lambda: (_wide(), None, _added_look_ahead()))
+_bart, _mbart, _t5 = "BartForConditionalGeneration", "MBartForConditionalGeneration", "T5ForConditionalGeneration"
 HUGGING_FACE: dict[str, Parent] = {
-    "BertLayer": Parent(_block("bert.modeling_bert.BertLayer", "BertConfig", **_bert_sizes), lambda: (x(),)),
-    "BartEncoderLayer": Parent(
-        _block("bart.modeling_bart.BartEncoderLayer", "BartConfig", **_bart), lambda: (x(), None)
-    ),
-    "BartDecoderLayer": Parent(
-        _block("bart.modeling_bart.BartDecoderLayer", "BartConfig", **_bart), _decoded
-    ),
-    "MBartEncoderLayer": Parent(
-        _block("mbart.modeling_mbart.MBartEncoderLayer", "MBartConfig", **_bart), lambda: (x(), None)
-    ),
-    "MBartDecoderLayer": Parent(
-        _block("mbart.modeling_mbart.MBartDecoderLayer", "MBartConfig", **_bart), _decoded
-    ),
-    "DistilBertBlock": Parent(
-        _block(
-            "distilbert.modeling_distilbert.TransformerBlock", "DistilBertConfig", dim=D, n_heads=HEADS,
-            hidden_dim=INNER,
-        ),
-        lambda: (x(),),
-    ),
-    "GPT2Block": Parent(
-        _block("gpt2.modeling_gpt2.GPT2Block", "GPT2Config", n_embd=D, n_head=HEADS, n_inner=INNER),
-        lambda: (x(), None, _added_look_ahead()),
-    ),
-    "ViTLayer": Parent(_block("vit.modeling_vit.ViTLayer", "ViTConfig", **_bert_sizes), lambda: (x(),)),
-    "T5Block": Parent(_block("t5.modeling_t5.T5Block", "T5Config", **_t5), lambda: (x(),)),
-    "T5Block, decoder": Parent(
-        _block("t5.modeling_t5.T5Block", "T5Config", **_t5, is_decoder=True),
-        lambda: (x(), _added_look_ahead(), None, x(S)),
-    ),
-    "T5Block, gated": Parent(
-        _block("t5.modeling_t5.T5Block", "T5Config", **_t5, feed_forward_proj="gated-gelu"), lambda: (x(),)
-    ),
+    "BertLayer": _block(_alone, "BertForMaskedLM", "bert.encoder.layer.0"),
+    "BartEncoderLayer": _block(_with_mask, _bart, "model.encoder.layers.0"),
+    "BartDecoderLayer": _block(_decoded, _bart, "model.decoder.layers.0"),
+    "MBartEncoderLayer": _block(_with_mask, _mbart, "model.encoder.layers.0"),
+    "MBartDecoderLayer": _block(_decoded, _mbart, "model.decoder.layers.0"),
+    "DistilBertBlock": _block(_alone, "DistilBertForMaskedLM", "distilbert.transformer.layer.0"),
+    "GPT2Block": _block(_causal, "GPT2LMHeadModel", "transformer.h.0"),
+    "ViTLayer": _block(_alone, "ViTForImageClassification", "vit.layers.0"),
+    "T5Block": _block(_alone, _t5, "encoder.block.1"),
+    "T5Block, decoder": _block(lambda: (_wide(), _added_look_ahead(), None, _wide(S)), _t5, "decoder.block.1"),
+    "T5Block, gated": _block(_alone, _t5, "encoder.block.1", feed_forward_proj="gated-gelu"),
 }  # fmt: skip
 
 
@@ -266,10 +206,7 @@ OTHERS: dict[str, Parent] = {
         lambda: reference_layers.DecoderLayer(D, HEADS, d_ff=INNER, norm_first=False, norm="layer"),
         lambda: (x(), x(S), _source(), _target()),
     ),
-    "classic decoder": Parent(
-        lambda: reference_layers.Decoder(VOCABULARY, D, 1, HEADS, 0.1, d_ff=INNER),
-        lambda: (ids(), x(S), _source(), _target()),
-    ),
+    "classic decoder": dataclasses.replace(LAYERS["Decoder"], fuse=None),
     "dense, layer_norm": Parent(lambda: _DenseNorm("layer_norm"), lambda: (x(), x())),
     "dense, norm": Parent(lambda: _DenseNorm("norm"), lambda: (x(), x())),
 }

@@ -47,105 +47,85 @@ def called_once(m: nn.Module, *args: Any) -> nn.Module:
     return m
 
 
-FORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]]]] = {
-    "annotated norm": (lambda: hw.AnnotatedNorm(D), lambda: (x(),)),
-    "Llama's norm": (lambda: rms.LlamaRMSNorm(D), lambda: (x(),)),
-    "T5's norm": (lambda: rms.T5LayerNorm(D), lambda: (x(),)),
-    "rms norm with a scale": (lambda: rms.ScaledRMSNorm(D), lambda: (x(),)),
-    "rms sublayer": (lambda: rms.with_rms(hw.Sublayer(D, 0.1)), lambda: (x(), torch.tanh)),
-    "rms sublayer of torch": (lambda: rms.with_rms(hw.Sublayer(D, 0.1), nn.RMSNorm), lambda: (x(), torch.tanh)),
-    "post-norm rms sublayer": (lambda: rms.with_rms(hw.PostSublayer(D, 0.1)), lambda: (x(), torch.tanh)),
-    "rms encoder": (
-        lambda: rms.with_rms(hw.AnnotatedEncoder(annotated_layer(False), 3), rms.T5LayerNorm),
-        lambda: (x(), keep(B, 1, L)),
-    ),
-    "annotated attention": (lambda: hw.AnnotatedAttention(2, D), lambda: (x(), x(S), x(S), keep(B, 1, S))),
+def blocked(*shape: int) -> Tensor:
+    """Return a mask of floats in which 1 is blocked."""
+    return 1.0 - keep(*shape).float()
+
+
+def encoder(N: int) -> nn.Module:
+    return hw.AnnotatedEncoder(annotated_layer(False), N)
+
+
+def chapter_heads() -> nn.Module:
+    return called_once(hw.D2lHeads(D, 2, 0.1), x(), x(), x(), None)
+
+
+Arguments = Callable[[], tuple[Any, ...]]
+ONE, TWO, TEXT = (lambda: (x(),)), (lambda: (x(), torch.tanh)), (lambda: (ids(),))
+OWN, ATTEND = (lambda: (x(), keep(B, 1, L))), (lambda: (x(), x(S), x(S), keep(B, 1, S)))
+LAYER, LENGTHS = (lambda: (x(), x(S), keep(B, 1, S), AHEAD)), (lambda: (x(), x(S), x(S), torch.tensor([2, 4])))
+TF_OWN, TF_LAYER = (lambda: (x(), blocked(B, 1, 1, L))), (lambda: (x(), x(S), (~AHEAD[0]).float(), blocked(B, 1, 1, S)))
+AHEAD = tfast.layers.subsequentmask(L)
+STACK = (11, D, 12, 2, 2, 0.1)
+FORMS: dict[str, tuple[Callable[[], nn.Module], Arguments]] = {
+    "annotated norm": (lambda: hw.AnnotatedNorm(D), ONE),
+    "Llama's norm": (lambda: rms.LlamaRMSNorm(D), ONE),
+    "T5's norm": (lambda: rms.T5LayerNorm(D), ONE),
+    "rms norm with a scale": (lambda: rms.ScaledRMSNorm(D), ONE),
+    "rms sublayer": (lambda: rms.with_rms(hw.Sublayer(D, 0.1)), TWO),
+    "rms sublayer of torch": (lambda: rms.with_rms(hw.Sublayer(D, 0.1), nn.RMSNorm), TWO),
+    "post-norm rms sublayer": (lambda: rms.with_rms(hw.PostSublayer(D, 0.1)), TWO),
+    "rms encoder": (lambda: rms.with_rms(encoder(3), rms.T5LayerNorm), OWN),
+    "annotated attention": (lambda: hw.AnnotatedAttention(2, D), ATTEND),
     "annotated attention, int": (lambda: hw.AnnotatedAttention(2, D), lambda: (x(), x(), x(), keep(1, L, L).int())),
     "annotated attention, float": (lambda: hw.AnnotatedAttention(2, D), lambda: (x(), x(), x(), keep(1, L, L).float())),
-    "annotated feed forward": (lambda: hw.AnnotatedFeedForward(D, 12), lambda: (x(),)),
-    "sublayer": (lambda: hw.Sublayer(D, 0.1), lambda: (x(), torch.tanh)),
-    "post-norm sublayer": (lambda: hw.PostSublayer(D, 0.1), lambda: (x(), torch.tanh)),
-    "embeddings": (lambda: hw.Embeddings(D, 11), lambda: (ids(),)),
-    "positions": (lambda: hw.Positions(D, 0.1), lambda: (x(),)),
-    "positions, length first": (lambda: hw.PositionsLengthFirst(D, 0.1), lambda: (x(),)),
+    "annotated feed forward": (lambda: hw.AnnotatedFeedForward(D, 12), ONE),
+    "sublayer": (lambda: hw.Sublayer(D, 0.1), TWO),
+    "post-norm sublayer": (lambda: hw.PostSublayer(D, 0.1), TWO),
+    "embeddings": (lambda: hw.Embeddings(D, 11), TEXT),
+    "positions": (lambda: hw.Positions(D, 0.1), ONE),
+    "positions, length first": (lambda: hw.PositionsLengthFirst(D, 0.1), ONE),
     "bert attention": (lambda: hw.BertAttention(2, D), lambda: (x(), x(S), x(S), keep(B, 1, 1, S))),
     "bert attention, dense": (lambda: hw.BertAttention(2, D), lambda: (x(), x(), x(), keep(B, 1, L, L))),
     "bert attention, a mask per head": (lambda: hw.BertAttention(2, D), lambda: (x(), x(), x(), keep(2, L, L))),
-    "bert embedding": (lambda: hw.TokenEmbedding(11, D), lambda: (ids(),)),
-    "tensorflow attention": (
-        lambda: hw.TensorflowAttention(D, 2),
-        lambda: (x(S), x(S), x(), 1.0 - keep(B, 1, 1, S).float()),
-    ),
+    "bert embedding": (lambda: hw.TokenEmbedding(11, D), TEXT),
+    "tensorflow attention": (lambda: hw.TensorflowAttention(D, 2), lambda: (x(S), x(S), x(), blocked(B, 1, 1, S))),
     "tensorflow attention, a mask per head": (
-        lambda: hw.TensorflowAttention(D, 2),
-        lambda: (x(S), x(S), x(), 1.0 - keep(2, L, S).float()),
+        lambda: hw.TensorflowAttention(D, 2), lambda: (x(S), x(S), x(), blocked(2, L, S)),
     ),
-    "tensorflow encoder layer": (
-        lambda: tensorflow.EncoderLayer(D, 2, 12),
-        lambda: (x(), 1.0 - keep(B, 1, 1, L).float()),
-    ),
-    "tensorflow decoder layer": (
-        lambda: tensorflow.DecoderLayer(D, 2, 12),
-        lambda: (x(), x(S), torch.ones(L, L).triu(1), 1.0 - keep(B, 1, 1, S).float()),
-    ),
-    "annotated encoder layer": (lambda: annotated_layer(False), lambda: (x(), keep(B, 1, L))),
-    "annotated decoder layer": (
-        lambda: annotated_layer(True),
-        lambda: (x(), x(S), keep(B, 1, S), tfast.layers.subsequentmask(L)),
-    ),
-    "annotated encoder": (lambda: hw.AnnotatedEncoder(annotated_layer(False), 3), lambda: (x(), keep(B, 1, L))),
-    "annotated decoder": (
-        lambda: hw.AnnotatedDecoder(annotated_layer(True), 2),
-        lambda: (x(), x(S), keep(B, 1, S), tfast.layers.subsequentmask(L)),
-    ),
-    "bert feed forward": (lambda: hw.BertFeedForward(D, 12), lambda: (x(),)),
+    "tensorflow encoder layer": (lambda: tensorflow.EncoderLayer(D, 2, 12), TF_OWN),
+    "tensorflow decoder layer": (lambda: tensorflow.DecoderLayer(D, 2, 12), TF_LAYER),
+    "annotated encoder layer": (lambda: annotated_layer(False), OWN),
+    "annotated decoder layer": (lambda: annotated_layer(True), LAYER),
+    "annotated encoder": (lambda: encoder(3), OWN),
+    "annotated decoder": (lambda: hw.AnnotatedDecoder(annotated_layer(True), 2), LAYER),
+    "bert feed forward": (lambda: hw.BertFeedForward(D, 12), ONE),
     "bert block": (lambda: hw.BertBlock(D, 2, 12), lambda: (x(), keep(B, 1, 1, L).expand(B, 1, L, L))),
-    "bert token + position": (lambda: bert.BERTEmbedding(11, D), lambda: (ids(),)),
+    "bert token + position": (lambda: bert.BERTEmbedding(11, D), TEXT),
     "bert token + position + segment": (lambda: hw.BertEmbedding(11, D), lambda: (ids(), ids() % 3)),
-    "tensorflow encoder": (
-        lambda: tensorflow.Encoder(2, D, 2, 12, 11, 20),
-        lambda: (ids(), 1.0 - keep(B, 1, 1, L).float()),
-    ),
-    "tensorflow decoder": (
-        lambda: tensorflow.Decoder(2, D, 2, 12, 11, 20),
-        lambda: (ids(), x(S), torch.ones(L, L).triu(1), 1.0 - keep(B, 1, 1, S).float()),
-    ),
-    "d2l feed forward": (lambda: d2l.PositionWiseFFN(12, D, num_inputs=D), lambda: (x(),)),
-    "d2l heads": (
-        lambda: called_once(hw.D2lHeads(D, 2, 0.1), x(), x(), x(), None),
-        lambda: (x(), x(S), x(S), torch.tensor([S + 2, 0])),
-    ),
+    "tensorflow encoder": (lambda: tensorflow.Encoder(2, D, 2, 12, 11, 20), lambda: (ids(), blocked(B, 1, 1, L))),
+    "tensorflow decoder": (lambda: tensorflow.Decoder(2, D, 2, 12, 11, 20), lambda: (ids(), *TF_LAYER()[1:])),
+    "d2l feed forward": (lambda: d2l.PositionWiseFFN(12, D, num_inputs=D), ONE),
+    "d2l heads": (chapter_heads, lambda: (x(), x(S), x(S), torch.tensor([S + 2, 0]))),
     "d2l heads, a length a query": (
-        lambda: d2l.MultiHeadAttention(D, 2, 0.1, True),
-        lambda: (x(), x(S), x(S), torch.randint(1, S + 1, (B, L))),
+        lambda: d2l.MultiHeadAttention(D, 2, 0.1, True), lambda: (x(), x(S), x(S), torch.randint(1, S + 1, (B, L))),
     ),
-    "d2l heads, lengths of 0 and 1": (
-        lambda: called_once(hw.D2lHeads(D, 2, 0.1), x(), x(), x(), None),
-        lambda: (x(), x(S), x(S), torch.arange(B * L).view(B, L) % 2),
-    ),
+    "d2l heads, lengths of 0 and 1": (chapter_heads, lambda: (x(), x(S), x(S), torch.arange(B * L).view(B, L) % 2)),
     "d2l encoder block": (lambda: d2l.EncoderBlock(D, 12, 2, 0.1), lambda: (x(), torch.tensor([3, 7]))),
     "d2l decoder block": (
-        lambda: d2l.DecoderBlock(D, 12, 2, 0.1, 1),
-        lambda: (x(), [x(S), torch.tensor([2, 4]), [None, x(3)]]),
+        lambda: d2l.DecoderBlock(D, 12, 2, 0.1, 1), lambda: (x(), [x(S), torch.tensor([2, 4]), [None, x(3)]]),
     ),
-    "d2l encoder": (lambda: d2l.TransformerEncoder(11, D, 12, 2, 2, 0.1), lambda: (ids(), torch.tensor([3, 7]))),
+    "d2l encoder": (lambda: d2l.TransformerEncoder(*STACK), lambda: (ids(), torch.tensor([3, 7]))),
     "d2l decoder, the chapter's": (
-        lambda: hw.D2lDecoder(11, D, 12, 2, 2, 0.1),
-        lambda: (ids(), [x(S), torch.tensor([2, 4]), [x(3), x(3)]]),
+        lambda: hw.D2lDecoder(*STACK), lambda: (ids(), [x(S), torch.tensor([2, 4]), [x(3), x(3)]]),
     ),
-    "d2l decoder that counts on": (
-        lambda: d2l.TransformerDecoder(11, D, 12, 2, 2, 0.1),
-        lambda: (ids(), [x(S), None, [x(3), x(3)]]),
-    ),
-    "d2l attention": (lambda: hw.DotProductAttention(0.1), lambda: (x(), x(S), x(S), torch.tensor([2, 4]))),
+    "d2l decoder that counts on": (lambda: d2l.TransformerDecoder(*STACK), lambda: (ids(), [x(S), None, [x(3), x(3)]])),
+    "d2l attention": (lambda: hw.DotProductAttention(0.1), LENGTHS),
     "d2l add and norm": (lambda: hw.AddNorm(D, 0.1), lambda: (x(), x())),
-    "d2l positions": (lambda: hw.D2lPositions(D, 0.1), lambda: (x(),)),
-    "classic encoder layer": (lambda: reference.EncoderLayer(D, 2), lambda: (x(), keep(B, 1, L))),
-    "classic encoder layer, post-norm": (
-        lambda: reference.EncoderLayer(D, 2, norm_first=False, norm="layer"),
-        lambda: (x(), keep(B, 1, L)),
-    ),
-    "classic decoder layer": (lambda: reference.DecoderLayer(D, 2), lambda: (x(), x(S), keep(B, 1, S), keep(1, L, L))),
+    "d2l positions": (lambda: hw.D2lPositions(D, 0.1), ONE),
+    "classic encoder layer": (lambda: reference.EncoderLayer(D, 2), OWN),
+    "classic encoder layer, post-norm": (lambda: reference.EncoderLayer(D, 2, norm_first=False, norm="layer"), OWN),
+    "classic decoder layer": (lambda: reference.DecoderLayer(D, 2), lambda: (*LAYER()[:3], keep(1, L, L))),
     "classic encoder": (lambda: reference.Encoder(11, D, 2, 2, 0.1), lambda: (ids(), keep(B, 1, L))),
     "classic encoder without a mask": (lambda: reference.Encoder(11, D, 2, 2, 0.1), lambda: (ids(), None)),
 }  # fmt: skip
