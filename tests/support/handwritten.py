@@ -13,6 +13,16 @@ import transformer_fast as tfast
 from transformer_fast.reference.dialects import d2l
 
 
+def heads_of(linear: nn.Module, x: Tensor, heads: int) -> Tensor:
+    """Project (B, L, D) and split it: (B, heads, L, D / heads)."""
+    return linear(x).unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def scores_of(q: Tensor, k: Tensor) -> Tensor:
+    """Multiply queries and keys, and scale."""
+    return q @ k.mT / math.sqrt(q.shape[-1])
+
+
 def clones(module: nn.Module, n: int) -> nn.ModuleList:
     return nn.ModuleList(copy.deepcopy(module) for _ in range(n))
 
@@ -37,16 +47,12 @@ class AnnotatedAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        B = query.shape[0]
-        q, k, v = (
-            linear(x).view(B, -1, self.h, self.d_k).transpose(1, 2)
-            for linear, x in zip(self.linears, (query, key, value))
-        )
-        scores = q @ k.mT / math.sqrt(self.d_k)
+        q, k, v = (heads_of(linear, x, self.h) for linear, x in zip(self.linears, (query, key, value)))
+        scores = scores_of(q, k)
         if mask is not None:
             scores = scores.masked_fill(mask.unsqueeze(1) == 0, -1e9)
         self.attn = self.dropout(scores.softmax(-1))
-        return self.linears[-1]((self.attn @ v).transpose(1, 2).reshape(B, -1, self.h * self.d_k))
+        return self.linears[-1]((self.attn @ v).transpose(1, 2).flatten(2))
 
 
 class AnnotatedFeedForward(nn.Module):
@@ -98,21 +104,6 @@ class PositionsLengthFirst(Positions):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(x + self.pe[: x.size(0)])
-
-
-class AnnotatedLayer(nn.Module):
-    def __init__(self, d_model: int, heads: int, d_ff: int, dropout: float, decoder: bool) -> None:
-        super().__init__()
-        self.self_attn = AnnotatedAttention(heads, d_model, dropout)
-        self.src_attn = AnnotatedAttention(heads, d_model, dropout) if decoder else None
-        self.feed_forward = AnnotatedFeedForward(d_model, d_ff, dropout)
-        self.sublayer = clones(Sublayer(d_model, dropout), 3 if decoder else 2)
-
-    def forward(self, x: Tensor, mask: Tensor, memory: Tensor | None = None, src_mask: Tensor | None = None) -> Tensor:
-        x = self.sublayer[0](x, lambda x: self.self_attn(x, x, x, mask))
-        if self.src_attn is not None:
-            x = self.sublayer[1](x, lambda x: self.src_attn(x, memory, memory, mask=src_mask))
-        return self.sublayer[-1](x, self.feed_forward)
 
 
 class AnnotatedEncoderLayer(nn.Module):
@@ -202,15 +193,14 @@ def make_model(src_vocab: int, tgt_vocab: int, N: int, d_model: int, d_ff: int, 
 
 
 class Annotated(nn.Module):
-    """An encoder-decoder in the style of the well-known annotated text."""
+    """The same model with lists of layers, and a generator that forward calls."""
 
     def __init__(self, vocab: int, d_model: int, heads: int, d_ff: int, N: int, dropout: float = 0.1) -> None:
         super().__init__()
-        self.src_embed = nn.Sequential(Embeddings(d_model, vocab), Positions(d_model, dropout))
-        self.tgt_embed = nn.Sequential(Embeddings(d_model, vocab), Positions(d_model, dropout))
-        self.encoder = clones(AnnotatedLayer(d_model, heads, d_ff, dropout, decoder=False), N)
-        self.decoder = clones(AnnotatedLayer(d_model, heads, d_ff, dropout, decoder=True), N)
-        self.norms = clones(AnnotatedNorm(d_model), 2)
+        parts = make_model(vocab, vocab, N, d_model, d_ff, heads, dropout)
+        self.src_embed, self.tgt_embed = parts.src_embed, parts.tgt_embed
+        self.encoder, self.decoder = parts.encoder.layers, parts.decoder.layers
+        self.norms = nn.ModuleList([parts.encoder.norm, parts.decoder.norm])
         self.generator = nn.Linear(d_model, vocab)
 
     def forward(self, src: Tensor, tgt: Tensor, src_mask: Tensor, tgt_mask: Tensor) -> Tensor:
@@ -219,7 +209,7 @@ class Annotated(nn.Module):
             memory = layer(memory, src_mask)
         memory = self.norms[0](memory)
         for layer in self.decoder:
-            x = layer(x, tgt_mask, memory, src_mask)
+            x = layer(x, memory, src_mask, tgt_mask)
         return self.generator(self.norms[1](x))
 
 
@@ -239,12 +229,8 @@ class BertAttention(nn.Module):
         self.dropout = nn.Dropout(p=dropout)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        B = query.shape[0]
-        q, k, v = (
-            linear(x).view(B, -1, self.h, self.d_k).transpose(1, 2)
-            for linear, x in zip(self.linear_layers, (query, key, value))
-        )
-        scores = q @ k.mT / math.sqrt(self.d_k)
+        q, k, v = (heads_of(linear, x, self.h) for linear, x in zip(self.linear_layers, (query, key, value)))
+        scores = scores_of(q, k)
         if mask is not None:
             scores = scores.masked_fill(mask == 0, -1e9)
         return self.output_linear((self.dropout(scores.softmax(-1)) @ v).transpose(1, 2).flatten(2))
@@ -307,11 +293,8 @@ class TensorflowAttention(nn.Module):
         self.wq, self.wk, self.wv, self.dense = (nn.Linear(d_model, d_model) for _ in range(4))
 
     def forward(self, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v = (
-            linear(x).view(x.shape[0], -1, self.num_heads, self.depth).transpose(1, 2)
-            for linear, x in ((self.wq, q), (self.wk, k), (self.wv, v))
-        )
-        scores = q @ k.mT / math.sqrt(self.depth)
+        q, k, v = (heads_of(linear, x, self.num_heads) for linear, x in ((self.wq, q), (self.wk, k), (self.wv, v)))
+        scores = scores_of(q, k)
         if mask is not None:
             scores = scores + mask * -1e9
         weights = scores.softmax(-1)
