@@ -151,7 +151,7 @@ def whole_model(family: str) -> tuple[nn.Module, tuple[Any, ...], tuple[Any, ...
         model = tensorflow.Transformer(1, 16, 4, 24, 11, 11, 50, 50)
         return model.eval(), (SRC, TRG), tensorflow.create_masks(SRC, TRG)
     sizes = (11, 16, 24, 4, 1, 0.1)
-    pair = d2l.TransformerEncoder(*sizes), d2l.TransformerDecoder(*sizes, causal_eval=True)
+    pair = d2l.TransformerEncoder(*sizes), d2l.TransformerDecoder(*sizes)
     return d2l.EncoderDecoder(*pair).eval(), (SRC, TRG), (LENS,)
 
 

@@ -75,15 +75,9 @@ class Gpt(nn.Module):
     """Ids (B, L) -> logits (B, L, vocabulary); the table of the tokens is also the last layer."""
 
     def __init__(
-        self,
-        vocabulary: int = 40,
-        width: int = 32,
-        layers: int = 2,
-        heads: int = 4,
-        most: int = 64,
-        dropout: float = 0.0,
-        bias: bool = False,
-    ) -> None:
+        self, vocabulary: int = 40, width: int = 32, layers: int = 2, heads: int = 4, most: int = 64,
+        dropout: float = 0.0, bias: bool = False,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(most, width)
         self.dropout = nn.Dropout(dropout)
@@ -138,13 +132,7 @@ class Vision(nn.Module):
     """Images (B, 3, size, size) -> classes (B, 7)."""
 
     def __init__(
-        self,
-        width: int = 32,
-        layers: int = 2,
-        heads: int = 4,
-        dropout: float = 0.0,
-        size: int = 16,
-        patch: int = 4,
+        self, width: int = 32, layers: int = 2, heads: int = 4, dropout: float = 0.0, size: int = 16, patch: int = 4
     ) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, patch, patch)
