@@ -41,6 +41,7 @@ STATEMENTS = [
 ]
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("order", [1, -1])
 def test_every_way_to_import(order: int) -> None:
     """The name is a function and a package. All ways are tried in one fresh process, in either order."""

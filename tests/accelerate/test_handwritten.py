@@ -231,6 +231,7 @@ TRAINED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", TRAINED)
 def test_ten_steps_of_training_give_the_same_losses(name: str) -> None:
     src, tgt = torch.randint(1, 40, (4, 9)), torch.randint(1, 40, (4, 8))

@@ -50,6 +50,7 @@ def test_the_report_names_the_blocks(name: str) -> None:
     assert {row.was: row.now for row in rows} == BLOCKS[name] and all(row.now for row in rows)
 
 
+@pytest.mark.cover(5)
 @pytest.mark.parametrize("name", RELATIVES)
 def test_relatives_come_without_being_named(name: str) -> None:
     was, now = RELATIVES[name]
@@ -251,6 +252,7 @@ class LowRank(nn.Module):
         return self.base_layer(x) + x @ self.delta
 
 
+@pytest.mark.cover(5)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_a_linear_layer_may_be_replaced_before_or_after(name: str) -> None:
     results, linear = [], (nn.Linear, transformers.pytorch_utils.Conv1D)

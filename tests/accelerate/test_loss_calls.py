@@ -214,6 +214,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow("two processes, one of which makes 600 MiB of logits and gradients")
 def test_no_logits_in_memory() -> None:
     """4,096 rows of 20,000 logits are 312 MiB; a few chunks of 2**23 of them are less than a third of that."""
     grown = {}
