@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from tiny_transformer import MARKS, tiny
+from tiny_transformer import answers, tiny, tokens_of
 from torch import Tensor, nn
 
-from transformer_fast import Transformer, beam_search
+from transformer_fast import Transformer
 from transformer_fast.generation import decoding
 from transformer_fast.generation.forms import form_of
 from transformer_fast.models import Encoder
@@ -62,23 +64,22 @@ def test_parts_are_as_wide_as_their_longest_source(seen: list[tuple[int, int]], 
         at += rows
 
 
-def swap_encoder(model: Transformer) -> None:
-    model.encoder.__class__ = Renamed
-
-
-def add_hook(model: Transformer) -> None:
-    model.encoder.register_forward_hook(lambda *_: None)
-
-
 def swap_layer(model: Transformer) -> None:
     model.encoder.layers[0] = nn.TransformerEncoderLayer(32, 4, 48, 0.0, batch_first=True).eval()
     model.encoder.layers[0].forward = lambda x, mask: x  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("change", [swap_encoder, add_hook, swap_layer])
-def test_another_encoder_is_given_the_whole_width(seen: list[tuple[int, int]], change: object) -> None:
+CHANGES: dict[str, Callable[[Transformer], object]] = {
+    "another class": lambda model: setattr(model.encoder, "__class__", Renamed),
+    "a hook": lambda model: model.encoder.register_forward_hook(lambda *_: None),
+    "another layer": swap_layer,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_encoder_is_given_the_whole_width(seen: list[tuple[int, int]], change: str) -> None:
     model = tiny()
-    change(model)
+    CHANGES[change](model)
     encoded(model, *sources([5, 4, 3]))
     assert seen == [(3, WIDTH)]
 
@@ -95,7 +96,6 @@ def test_what_is_more_than_lengths_is_given_whole(seen: list[tuple[int, int]]) -
 def test_a_sentence_of_nothing_but_padding_has_the_answer_it_has_alone() -> None:
     model = tiny(1)
     src, _ = sources([0, 6, 9])
-    given = {"beam": 3, "max_length": 12, **MARKS}
-    together = beam_search(model, src, src_lengths=torch.tensor([0, 6, 9]), **given)
-    alone = beam_search(model, src[:1], src_lengths=torch.tensor([0]), **given)
-    assert [h.tokens for h in together[0]] == [h.tokens for h in alone[0]]
+    together = answers(model, (src, torch.tensor([0, 6, 9])), beam=3, max_length=12)
+    alone = answers(model, (src[:1], torch.tensor([0])), beam=3, max_length=12)
+    assert tokens_of(together[:1]) == tokens_of(alone)

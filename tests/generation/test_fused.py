@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 from helpers import assert_as_exact_as_eager
+from tiny_transformer import by_modules, decoding, random_rows
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast as tfast
 from transformer_fast import extension
 from transformer_fast.generation import weights
-from transformer_fast.generation.decoding import Decoding, check_request
+from transformer_fast.generation.decoding import check_request
 from transformer_fast.generation.fused import FusedStep
 from transformer_fast.layers import DecoderLayer
 from transformer_fast.layers.norm import make_norm
@@ -37,12 +38,6 @@ def tiny(dtype: torch.dtype = torch.float32, **form: object) -> tfast.Transforme
     return tfast.Transformer(VOCAB, VOCAB, 40, 3, 4, 0.1, **{"d_ff": 56, "norm": "layer", **form}).to(dtype).eval()
 
 
-def decoding(model: tfast.Transformer, src: torch.Tensor, lengths: torch.Tensor, rows: int) -> Decoding:
-    marks = {"src_mask": None, "bos": BOS, "eos": EOS, "pad": None, "max_length": 99}
-    request = check_request(model, src, src_lengths=lengths, **marks)
-    return Decoding([model], request, tfast.GenerationConfig(), rows=rows)
-
-
 @pytest.mark.parametrize("rows", [9, 100])  # with natively packed weights, and in oneDNN's layout
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_as_exact_as_the_modules(monkeypatch: pytest.MonkeyPatch, form: dict, rows: int) -> None:
@@ -52,17 +47,15 @@ def test_as_exact_as_the_modules(monkeypatch: pytest.MonkeyPatch, form: dict, ro
     src, lengths = torch.randint(2, VOCAB, (5, 6), generator=generator), torch.tensor([6, 1, 0, 4, 6])
     models = tiny(torch.float64, **form), tiny(**form), tiny(**form)
     with torch.inference_mode():
-        exact, ours = (decoding(model, src, lengths, rows) for model in models[:2])
-        monkeypatch.setattr("transformer_fast.generation.steps.fused_step", lambda *_: None)
-        modules = decoding(models[2], src, lengths, rows)
+        exact, ours = (decoding(model, (src, lengths), rows) for model in models[:2])
+        with by_modules():
+            modules = decoding(models[2], (src, lengths), rows)
         tokens = torch.full((5, 1), BOS)
         for step in range(8):
             got = ours.next_logits(tokens)
             eager, expected = (one.next_logits(tokens) for one in (modules, exact))
             assert_as_exact_as_eager(got, eager, expected, what=f"logits of step {step}")
-            kept = torch.randint(
-                len(tokens), (int(torch.randint(1, rows + 1, (), generator=generator)),), generator=generator
-            )
+            kept = random_rows(len(tokens), 1, rows, generator)
             tokens = torch.cat([tokens[kept], torch.randint(VOCAB, (len(kept), 1), generator=generator)], dim=1)
             for one in (exact, ours, modules):
                 one.select(kept)
@@ -82,18 +75,15 @@ def test_positions_are_found_in_the_slots_that_wrote_them(monkeypatch: pytest.Mo
         return None if len(in_slots) % 23 == 0 else call(self, tokens)
 
     with torch.inference_mode():
-        exact, ours = (decoding(model, src, lengths, rows) for model in models[:2])
-        with monkeypatch.context() as patch:
-            patch.setattr("transformer_fast.generation.steps.fused_step", lambda *_: None)
-            modules = decoding(models[2], src, lengths, rows)
+        exact, ours = (decoding(model, (src, lengths), rows) for model in models[:2])
+        with by_modules():
+            modules = decoding(models[2], (src, lengths), rows)
         monkeypatch.setattr(FusedStep, "__call__", sometimes)
         tokens = torch.full((3, 1), BOS)
         for step in range(180):
             got, eager, expected = (one.next_logits(tokens) for one in (ours, modules, exact))
             assert_as_exact_as_eager(got, eager, expected, what=f"logits of step {step}")
-            kept = torch.randint(
-                len(tokens), (int(torch.randint(4, rows, (), generator=generator)),), generator=generator
-            )
+            kept = random_rows(len(tokens), 4, rows - 1, generator)
             newest = torch.randint(VOCAB, (len(kept), 1), generator=generator)
             tokens = torch.cat([tokens[kept], newest], dim=1)
             for one in (exact, ours, modules):
@@ -179,14 +169,11 @@ def test_modules_are_called_where_the_step_cannot_be_one(reason: str) -> None:
     assert calls_of_modules(change, **options)[0] > 0
 
 
-def test_with_the_reference_the_answers_are_the_same() -> None:
+def test_modules_are_called_with_the_reference_and_under_autocast() -> None:
     _, expected = calls_of_modules()
     with tfast.backend("reference"):
         calls, answers = calls_of_modules()
     assert calls > 0 and answers == expected
-
-
-def test_under_autocast_the_modules_are_called() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert calls_of_modules()[0] > 0
 
@@ -201,7 +188,7 @@ def test_rms_norm_without_an_eps_has_that_of_torch() -> None:
             layer.norm_1.eps = layer.norm_2.eps = layer.norm_3.eps = eps
     src, lengths, tokens = torch.full((2, 3), 4), torch.tensor([3, 2]), torch.full((2, 1), BOS)
     with torch.inference_mode():
-        found, same, other = (decoding(model, src, lengths, 2).next_logits(tokens) for model in models)
+        found, same, other = (decoding(model, (src, lengths), 2).next_logits(tokens) for model in models)
     assert torch.equal(found, same) and not torch.allclose(found, other, atol=1e-3)
 
 

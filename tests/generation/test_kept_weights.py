@@ -7,70 +7,55 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tiny_transformer import MARKS, batch, tiny
+from tiny_transformer import answers, batch, bits_of, tiny
 from torch import Tensor, nn
 
-from transformer_fast import GenerationConfig, extension, generate
+from transformer_fast import extension
 from transformer_fast.generation.weights import BLOCK, PRIMES, WHOLE, stamp_of
 
 Parameters = list[nn.Parameter]
 
 
-def by_data(mine: Parameters, theirs: Parameters) -> None:
-    for p, other in zip(mine, theirs, strict=True):
-        p.data.copy_(other)
+def of_each(write: Callable[[nn.Parameter, Tensor], object]) -> Callable[[Parameters, Parameters], None]:
+    """Write each parameter alone."""
+
+    def write_all(mine: Parameters, theirs: Parameters) -> None:
+        for parameter, other in zip(mine, theirs, strict=True):
+            write(parameter, other.data)
+
+    return write_all
 
 
-def by_average(mine: Parameters, theirs: Parameters) -> None:
-    for p, other in zip(mine, theirs, strict=True):
-        p.data.mul_(0.25).add_(other.data, alpha=0.75)
-
-
-def by_foreach(mine: Parameters, theirs: Parameters) -> None:
-    torch._foreach_copy_([p.data for p in mine], [p.data for p in theirs])
-
-
-def by_numpy(mine: Parameters, theirs: Parameters) -> None:
-    for p, other in zip(mine, theirs, strict=True):
-        p.numpy()[...] = other.numpy()
-
-
-def by_other_memory(mine: Parameters, theirs: Parameters) -> None:
-    for p, other in zip(mine, theirs, strict=True):
-        p.data = other.data.clone()
-
-
-def by_counted_writes(mine: Parameters, theirs: Parameters) -> None:
-    for p, other in zip(mine, theirs, strict=True):
-        p.copy_(other)
-
-
-WRITES: list[Callable[[Parameters, Parameters], None]] = [
-    by_data, by_average, by_foreach, by_numpy, by_other_memory, by_counted_writes
-]  # fmt: skip
-
-
-def answers(model: nn.Module, config: GenerationConfig) -> list[list[tuple[list[int], float]]]:
-    src, lengths = batch()
-    found = generate(model, src, src_lengths=lengths, **MARKS, config=config)
-    return [[(h.tokens, h.score) for h in hypotheses] for hypotheses in found]
+WRITES: dict[str, Callable[[Parameters, Parameters], object]] = {
+    "data": of_each(lambda p, other: p.data.copy_(other)),
+    "average": of_each(lambda p, other: p.data.mul_(0.25).add_(other, alpha=0.75)),
+    "foreach": lambda mine, theirs: torch._foreach_copy_([p.data for p in mine], [p.data for p in theirs]),
+    "numpy": of_each(lambda p, other: p.numpy().__setitem__(..., other.numpy())),
+    "other memory": of_each(lambda p, other: setattr(p, "data", other.clone())),
+    "counted writes": of_each(lambda p, other: p.copy_(other)),
+}
 
 
 @pytest.mark.parametrize("options", [{}, {"beam": 3}, {"quantize": "int8"}, {"draft_tokens": 3}], ids=str)
 @pytest.mark.parametrize("part", ["", "encoder", "decoder", "out"])
 @pytest.mark.parametrize("write", WRITES)
-def test_every_write_is_seen(write: Callable[..., None], part: str, options: dict[str, object]) -> None:
+def test_every_write_is_seen(write: str, part: str, options: dict[str, object]) -> None:
     """The answers are those of a fresh model with the weights as they are now."""
     if not extension.load() and "beam" not in options and options:
         pytest.skip("needs the C++ extension")
     model, other = tiny(1).requires_grad_(False), tiny(2).requires_grad_(False)
-    config = GenerationConfig(keep_weights=True, **options)
-    before = [answers(model, config) for _ in range(2)]
+    kept = {"keep_weights": True, **options}
+    before = [bits_of(answers(model, batch(), **kept)) for _ in range(2)]
     assert before[0] == before[1]
-    write(list(model.get_submodule(part).parameters()), list(other.get_submodule(part).parameters()))
-    found = [answers(model, config) for _ in range(2)]
-    assert found == [answers(copy.deepcopy(model), config)] * 2
+    WRITES[write](list(model.get_submodule(part).parameters()), list(other.get_submodule(part).parameters()))
+    found = [bits_of(answers(model, batch(), **kept)) for _ in range(2)]
+    assert found == [bits_of(answers(copy.deepcopy(model), batch(), **kept))] * 2
     assert found[0] != before[0]
+
+
+def test_weights_that_are_trained_are_not_kept() -> None:
+    with pytest.raises(ValueError, match=r"keep_weights=True is for models that are no longer trained"):
+        answers(tiny(), batch(), keep_weights=True)
 
 
 SMALL, LARGE, NARROW, WIDE = (40, 64), (64, 512), (300, 96), (256, 1984)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from test_fused import BOS, EOS, FORMS, VOCAB, tiny
+from tiny_transformer import bits_of
 from torch import nn
 
 import transformer_fast as tfast
@@ -40,13 +41,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def decoded(model: nn.Module, sentences: int = 7, **options: object) -> list[tuple]:
-    """Answers for sources of many lengths, with their exact scores."""
+    """Search the answers for sources of many lengths, with their exact scores."""
     generator = torch.Generator().manual_seed(1)
     src = torch.randint(2, VOCAB, (sentences, 9), generator=generator)
     lengths = torch.randint(1, 10, (sentences,), generator=generator)
     config = GenerationConfig(**{"max_length": (3.0, 1), **options})
     found = generate(model, src, src_lengths=lengths, bos=BOS, eos=EOS, config=config)
-    return [(one.tokens, one.log_prob, one.score, one.finished) for each in found for one in each]
+    return bits_of(found)
 
 
 def one_by_one(monkeypatch: pytest.MonkeyPatch, run: Callable[[], list]) -> list:
@@ -72,20 +73,28 @@ def test_greedy_decoding_takes_no_other_steps(calls: list[int]) -> None:
     assert sum(calls) == max(len(tokens) + finished for tokens, *_, finished in found)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"max_length": 200},  # past two blocks of the cache
-        {"suppress": (3, 7), "renormalize": True, "quantize": "int8"},
-        {"length_penalty": 0, "n_best": 4},
-        {"early_stop": True},
-        {"patience": 2},
-        {"beam": 30},  # more than the vocabulary
-        {"beam": 1, "n_best": 1},
-    ],
-    ids=str,
-)
+WIDE = {"slots": "keep", "max_length": 24}
+BEAMS: list[dict] = [
+    {},
+    {"max_length": 200},  # past two blocks of the cache
+    {"suppress": (3, 7), "renormalize": True, "quantize": "int8"},
+    {"length_penalty": 0, "n_best": 4},
+    {"early_stop": True},
+    {"patience": 2},
+    {"beam": 30},  # more than the vocabulary
+    {"beam": 1, "n_best": 1},
+    # Of beams that stay wide twice as many continuations are looked at; they stop being plain steps once a sentence has
+    # all its answers.
+    {**WIDE, "early_stop": True},
+    {**WIDE, "early_stop": "now"},
+    {**WIDE, "early_stop": False, "length_penalty": 0},
+    {**WIDE, "early_stop": "now", "n_best": 4, "length_norm": "power", "renormalize": True, "quantize": "int8"},
+    {**WIDE, "early_stop": "now", "force_eos": True, "max_length": 40},
+    {**WIDE, "beam": 30},
+]
+
+
+@pytest.mark.parametrize("options", BEAMS, ids=str)
 @pytest.mark.parametrize("ends", [-100.0, -0.5, 1.5])
 def test_beams(calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict, ends: float) -> None:
     """That never end, or sooner or later, and not all at once."""
@@ -94,65 +103,36 @@ def test_beams(calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict,
     options = {"beam": 4, **options}
     found = decoded(model, **options)
     assert found == one_by_one(monkeypatch, lambda: decoded(model, **options))
-    if ends == -100 and options["beam"] < VOCAB:  # else EOS is among the first continuations
+    if "slots" in options:
+        assert options["beam"] > VOCAB // 2 or ends > 0 or max(calls) > 1
+    elif ends == -100 and options["beam"] < VOCAB:  # else EOS is among the first continuations
         longest = max(len(tokens) + finished for tokens, *_, finished in found)
         assert max(calls) > 1 and sum(calls) >= longest - 2
 
 
-def test_beams_some_of_which_have_ended(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of several with fewer units than there were sentences."""
-    model, config = tiny(), {"beam": 4, "early_stop": True, "max_length": (5.0, 1)}
-    found = decoded(model, 12, **config)
-    assert found == one_by_one(monkeypatch, lambda: decoded(model, 12, **config))
-    assert sum(steps > 1 for steps in calls) > 3
-
-
 @pytest.mark.parametrize(
-    "options",
+    ("options", "sentences", "several"),
     [
-        {"early_stop": True},
-        {"early_stop": "now"},
-        {"early_stop": False, "length_penalty": 0},
-        {"early_stop": "now", "n_best": 4, "length_norm": "power", "renormalize": True, "quantize": "int8"},
-        {"early_stop": "now", "force_eos": True, "max_length": 40},
-        {"beam": 30},  # more than the vocabulary
+        ({"suppress": (3, 7), "renormalize": True}, 7, True),
+        ({"force_eos": True}, 7, True),
+        ({"min_length": 4}, 7, False),
+        ({"no_repeat_ngram": 2}, 7, False),
+        ({"beam": 4, "beam_groups": 2}, 7, False),
+        ({"max_length": 200}, 7, True),  # past two blocks of the cache
+        ({"length_norm": "power", "keep_weights": True}, 7, True),
+        # Some beams have ended: steps of several with fewer units than there were sentences.
+        ({"beam": 4, "early_stop": True, "max_length": (5.0, 1)}, 12, True),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("ends", [-100.0, -0.5, 1.5])
-def test_beams_that_stay_wide(calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict, ends: float) -> None:
-    """Twice as many continuations are looked at; they stop being plain steps once a sentence has all its answers."""
-    model = tiny()
-    model.out.bias.data[EOS] = ends
-    options = {"beam": 4, "slots": "keep", "max_length": 24, **options}
-    found = decoded(model, **options)
-    assert found == one_by_one(monkeypatch, lambda: decoded(model, **options))
-    assert options["beam"] > VOCAB // 2 or ends > 0 or max(calls) > 1
-
-
-def test_groups_of_a_beam_take_single_steps(calls: list[int]) -> None:
-    assert decoded(tiny(), beam=4, beam_groups=2) and not calls
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"suppress": (3, 7), "renormalize": True},
-        {"force_eos": True},
-        {"min_length": 4},
-        {"no_repeat_ngram": 2},
-        {"max_length": 200},  # past two blocks of the cache
-        {"length_norm": "power", "keep_weights": True},
-    ],
-    ids=str,
-)
-def test_options(calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict) -> None:
+def test_options(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch, options: dict, sentences: int, several: bool
+) -> None:
     model = tiny().requires_grad_(False)
     model.out.bias.data[EOS] = -0.5
-    found = decoded(model, **options)
-    assert found == one_by_one(monkeypatch, lambda: decoded(model, **options))
-    rules = "min_length" in options or "no_repeat_ngram" in options
-    assert not calls if rules else max(calls) > 1
+    found = decoded(model, sentences, **options)
+    assert found == one_by_one(monkeypatch, lambda: decoded(model, sentences, **options))
+    assert sum(steps > 1 for steps in calls) > (3 if sentences > 7 else 0) if several else not calls
 
 
 @pytest.mark.parametrize("beam", [1, 2])
@@ -193,28 +173,18 @@ class OwnEmbedder(Embedder):
     """The same by another class."""
 
 
-def other_embedder(model: tfast.Transformer) -> None:
-    model.decoder.embed.__class__ = OwnEmbedder
+CHANGES: dict[str, Callable[[tfast.Transformer], object]] = {
+    "another embedder": lambda model: setattr(model.decoder.embed, "__class__", OwnEmbedder),
+    "another norm": lambda model: setattr(model.decoder.norm, "eps", 0.1),
+    "a hook": lambda model: model.decoder.pe.register_forward_hook(lambda *_: None),
+    "a forward of its own": lambda model: setattr(model.out, "forward", model.out.forward),
+}
 
 
-def other_norm(model: tfast.Transformer) -> None:
-    model.decoder.norm.eps = 0.1
-
-
-def hooked(model: tfast.Transformer) -> None:
-    model.decoder.pe.register_forward_hook(lambda *_: None)
-
-
-def other_out(model: tfast.Transformer) -> None:
-    model.out.forward = model.out.forward
-
-
-@pytest.mark.parametrize("change", [other_embedder, other_norm, hooked, other_out])
-def test_modules_that_must_be_called(
-    calls: list[int], monkeypatch: pytest.MonkeyPatch, change: Callable[[tfast.Transformer], None]
-) -> None:
+@pytest.mark.parametrize("change", CHANGES)
+def test_modules_that_must_be_called(calls: list[int], monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     model = tiny()
-    change(model)
+    CHANGES[change](model)
     found = decoded(model)
     assert not calls and found == one_by_one(monkeypatch, lambda: decoded(model))
 

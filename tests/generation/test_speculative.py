@@ -1,4 +1,5 @@
-"""Greedy decoding with drafted tokens has the answers of greedy decoding; steps of several positions."""
+"""Greedy decoding with drafted tokens: what is drafted and checked, and steps of several positions; test_answers.py has
+its answers."""
 
 from __future__ import annotations
 
@@ -8,34 +9,14 @@ import handwritten as hw
 import pytest
 import torch
 from helpers import assert_as_exact_as_eager
-from tiny_transformer import BOS, EOS, MARKS, VOCAB, batch, tiny
+from tiny_transformer import BOS, VOCAB, answers, assert_same, batch, never_ending, tiny
 from torch import Tensor, nn
 
-from transformer_fast import GenerationConfig, accelerate, extension, generate
-from transformer_fast.generation import steps
+from transformer_fast import GenerationConfig, accelerate, extension
 from transformer_fast.generation.continuous import obstacle
-from transformer_fast.generation.decoding import Decoding, Hypothesis
+from transformer_fast.generation.decoding import Decoding
 from transformer_fast.generation.steps import CachedStep
 from transformer_fast.reference.layers import Transformer as ReferenceTransformer
-
-OPTIONS = [
-    {},
-    {"suppress": (5, 9), "renormalize": True},
-    {"no_repeat_ngram": 2, "min_length": 4},
-    {"repetition_penalty": 1.5, "force_eos": True},
-    {"max_length": 150},
-    {"keep_weights": True},
-]
-
-
-def answers(model: nn.Module, src: Tensor, lengths: Tensor, **options: object) -> list[Hypothesis]:
-    config = GenerationConfig(**options)
-    return [one for [one] in generate(model, src, src_lengths=lengths, **MARKS, config=config)]
-
-
-def assert_same(ours: list[Hypothesis], expected: list[Hypothesis]) -> None:
-    assert [(h.tokens, h.finished) for h in ours] == [(h.tokens, h.finished) for h in expected]
-    assert [h.score for h in ours] == pytest.approx([h.score for h in expected], abs=1e-4)
 
 
 def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -49,15 +30,14 @@ def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 3, 6])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_answers_of_greedy_decoding(monkeypatch: pytest.MonkeyPatch, options: dict, draft_tokens: int) -> None:
-    """Of sentences that end one after the other; in fewer steps than there are tokens."""
+@pytest.mark.parametrize("options", [{}, {"suppress": (5, 9), "renormalize": True}, {"no_repeat_ngram": 2}], ids=str)
+def test_fewer_steps_than_tokens(monkeypatch: pytest.MonkeyPatch, options: dict, draft_tokens: int) -> None:
+    """Of sentences that end one after the other."""
     spans = count_checks(monkeypatch)
-    model, (src, lengths) = tiny(1).requires_grad_(False), batch(9)
-    expected = answers(model, src, lengths, **options)
-    assert_same(answers(model, src, lengths, draft_tokens=draft_tokens, **options), expected)
+    expected = answers(tiny(1), batch(9), **options)
+    assert_same(answers(tiny(1), batch(9), draft_tokens=draft_tokens, **options), expected)
     assert max(spans) == draft_tokens + 1
-    assert len(spans) < max(len(h.tokens) for h in expected)
+    assert len(spans) < max(len(each[0].tokens) for each in expected)
 
 
 @pytest.mark.parametrize("right", [0.0, 0.5])
@@ -73,17 +53,17 @@ def test_whatever_is_drafted(monkeypatch: pytest.MonkeyPatch, right: float) -> N
 
     monkeypatch.setattr(Decoding, "draft_logits", drafted)
     monkeypatch.setattr(Decoding, "draft_steps", lambda *_: None)
-    model, (src, lengths) = tiny(2), batch(8)
-    expected = answers(model, src, lengths)
-    assert_same(answers(model, src, lengths, draft_tokens=3), expected)
+    model, given = tiny(2), batch(8)
+    expected = answers(model, given)
+    assert_same(answers(model, given, draft_tokens=3), expected)
     if right == 0:
-        assert len(spans) == max(len(h.tokens) + h.finished for h in expected)
+        assert len(spans) == max(len(h.tokens) + h.finished for [h] in expected)
 
 
 @pytest.mark.parametrize(("seed", "sentences"), [(2, 1), (25, 2), (0, 6), (2, 6), (3, 6), (9, 9), (28, 9)])
 def test_drafts_are_the_same_one_by_one(monkeypatch: pytest.MonkeyPatch, seed: int, sentences: int) -> None:
     """Also those of the sentences that go on when others have ended, which take their rows of the draft's cache."""
-    model, (src, lengths) = tiny(seed), batch(sentences)
+    model, given = tiny(seed), batch(sentences)
     drafted, steps_of = [], Decoding.draft_steps
 
     def several(self: Decoding, *given: object) -> Tensor | None:
@@ -94,35 +74,12 @@ def test_drafts_are_the_same_one_by_one(monkeypatch: pytest.MonkeyPatch, seed: i
     with monkeypatch.context() as patch:
         patch.setattr(Decoding, "draft_steps", several)
         checks = count_checks(patch)
-        found = answers(model, src, lengths, draft_tokens=5, suppress=(4,))
+        found = answers(model, given, draft_tokens=5, suppress=(4,))
     assert max(drafted) > 3
     monkeypatch.setattr(Decoding, "draft_steps", lambda *_: None)
     single = count_checks(monkeypatch)
-    assert_same(answers(model, src, lengths, draft_tokens=5, suppress=(4,)), found)
+    assert_same(answers(model, given, draft_tokens=5, suppress=(4,)), found)
     assert single == checks
-
-
-def test_prefixes() -> None:
-    model, (src, lengths) = tiny(1), batch(4)
-    prefix = [[7, 7], [], [3], [4, 5, 6, 7, 8]]
-    given = {"src_lengths": lengths, "prefix": prefix, **MARKS}
-    plain, drafted = (generate(model, src, config=GenerationConfig(draft_tokens=n), **given) for n in (0, 4))
-    assert_same([one for [one] in drafted], [one for [one] in plain])
-
-
-def test_by_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (src, lengths) = tiny(1), batch(9)
-    expected = answers(model, src, lengths)
-    monkeypatch.setattr(steps, "fused_step", lambda *_: None)
-    assert_same(answers(model, src, lengths, draft_tokens=3), expected)
-
-
-def test_a_source_mask_that_is_more_than_padding() -> None:
-    model, (src, _) = tiny(1), batch(5)
-    mask = torch.rand(5, 1, src.shape[1], generator=torch.Generator().manual_seed(0)) > 0.4
-    given = {"src_mask": mask | (torch.arange(src.shape[1]) == 0), **MARKS}
-    plain, drafted = (generate(model, src, config=GenerationConfig(draft_tokens=n), **given) for n in (0, 4))
-    assert_same([one for [one] in drafted], [one for [one] in plain])
 
 
 def test_the_annotated_transformer_reads_no_position_past_its_table() -> None:
@@ -130,13 +87,11 @@ def test_the_annotated_transformer_reads_no_position_past_its_table() -> None:
     torch.manual_seed(0)
     model = hw.make_model(VOCAB, VOCAB, 2, 32, 48, 4).eval()
     model.tgt_embed[1].pe = model.tgt_embed[1].pe[:, :12]
-    with torch.no_grad():
-        model.generator.proj.bias[EOS] = -1e4
-    accelerate(model)
-    src, lengths = batch(3)
-    expected = answers(model, src, lengths, max_length=12)
-    assert [len(h.tokens) for h in expected] == [12, 12, 12]
-    assert_same(answers(model, src, lengths, max_length=12, draft_tokens=5), expected)
+    accelerate(never_ending(model))
+    given = batch(3)
+    expected = answers(model, given, max_length=12)
+    assert [len(h.tokens) for [h] in expected] == [12, 12, 12]
+    assert_same(answers(model, given, max_length=12, draft_tokens=5), expected)
 
 
 @pytest.mark.parametrize("form", [{}, {"norm": "std", "norm_first": False}], ids=str)
@@ -192,18 +147,18 @@ def with_logits(monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tenso
 
 
 def test_nan_counts_only_where_a_token_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (src, lengths) = tiny(1), batch(3)
-    expected = answers(model, src, lengths, max_length=6)
+    model, given = tiny(1), batch(3)
+    expected = answers(model, given, max_length=6)
     with monkeypatch.context() as patch:
         patch.setattr(Decoding, "draft_logits", lambda self, ids, held: torch.zeros(len(ids), 1, VOCAB))
         patch.setattr(Decoding, "draft_steps", lambda *_: None)
         # No draft is taken, so nobody asks what follows them.
         with_logits(patch, lambda logits, at: torch.where(at[:, :, None] > at[:, :1, None], torch.nan, logits))
-        assert expected and all(0 not in h.tokens for h in expected)
-        assert_same(answers(model, src, lengths, max_length=6, draft_tokens=3), expected)
+        assert expected and all(0 not in h.tokens for [h] in expected)
+        assert_same(answers(model, given, max_length=6, draft_tokens=3), expected)
     with_logits(monkeypatch, lambda logits, at: torch.where(at[:, :, None] == 3, torch.nan, logits))
     with pytest.raises(FloatingPointError, match="logits for token 4 are NaN"):
-        answers(model, src, lengths, max_length=6, draft_tokens=3)
+        answers(model, given, max_length=6, draft_tokens=3)
 
 
 def test_nan_of_a_suppressed_token_is_seen_with_every_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,36 +170,30 @@ def test_nan_of_a_suppressed_token_is_seen_with_every_rule(monkeypatch: pytest.M
     for rules in ({}, {"no_repeat_ngram": 3}):
         with pytest.raises(FloatingPointError, match="logits for token 4 are NaN"):
             options = {"max_length": 6, "suppress": (5,), "renormalize": True, **rules}
-            answers(tiny(1), *batch(3), draft_tokens=3, **options)
+            answers(tiny(1), batch(3), draft_tokens=3, **options)
 
 
 def test_where_no_token_is_possible_the_answer_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (src, lengths) = tiny(1), batch(3)
-    expected = answers(model, src, lengths, max_length=4)
+    model, given = tiny(1), batch(3)
+    expected = answers(model, given, max_length=4)
     with_logits(monkeypatch, lambda logits, at: torch.where(at[:, :, None] == 4, -torch.inf, logits))
-    ours = answers(model, src, lengths, max_length=9, draft_tokens=3)
-    assert [(h.tokens, h.finished) for h in ours] == [(h.tokens, h.finished) for h in expected]
-
-
-def test_an_empty_batch() -> None:
-    assert answers(tiny(), torch.zeros(0, 3, dtype=torch.long), torch.zeros(0, dtype=torch.long), draft_tokens=2) == []
+    ours = answers(model, given, max_length=9, draft_tokens=3)
+    assert [(h.tokens, h.finished) for [h] in ours] == [(h.tokens, h.finished) for [h] in expected]
 
 
 def test_what_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    src, lengths = batch()
-
     def refused(model: nn.Module | list[nn.Module], **options: object) -> str:
         with pytest.raises(ValueError) as raised:
-            answers(model, src, lengths, **{"draft_tokens": 2, **options})
+            answers(model, batch(), **{"draft_tokens": 2, **options})
         return str(raised.value)
 
-    assert refused(tiny(), draft_tokens=-1) == "draft_tokens must be an int >= 0, got -1"
-    assert refused(tiny(), draft_tokens=True) == "draft_tokens must be an int >= 0, got True"
-    assert refused(tiny(), beam=2) == "draft_tokens needs beam 1, got 2"
-    assert refused(tiny(), sample=True) == "draft_tokens needs sample False, got True"
-    assert refused(tiny(), quantize="int8") == "draft_tokens needs quantize None, got 'int8'"
-    assert refused(tiny(), cache=False) == "draft_tokens needs cache True, got False"
-    assert refused(tiny(), alignments=True) == "draft_tokens needs alignments False, got True"
+    for count in (-1, True):
+        assert refused(tiny(), draft_tokens=count) == f"draft_tokens must be an int >= 0, got {count}"
+    for name, needed, given in (
+        ("beam", 1, 2), ("sample", False, True), ("quantize", None, "int8"), ("cache", True, False),
+        ("alignments", False, True),
+    ):  # fmt: skip
+        assert refused(tiny(), **{name: given}) == f"draft_tokens needs {name} {needed}, got {given!r}"
     assert refused([tiny(), tiny(1)]) == "draft_tokens=2 cannot be: there are 2 models; expected one"
     assert "fp32 weights on a CPU, and these are torch.bfloat16" in refused(tiny(dtype=torch.bfloat16))
     uncached = ReferenceTransformer(VOCAB, VOCAB, 32, 1, 4, 0.0, d_ff=48).eval()

@@ -6,10 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from tiny_transformer import MARKS, batch, tiny
+from tiny_transformer import answers, batch, bits_of, tiny
 from torch import Tensor
 
-from transformer_fast import GenerationConfig, Transformer, extension, generate
+from transformer_fast import Transformer, extension
 from transformer_fast.generation.state_pool import StatePool, state_pool
 
 OPTIONS: dict[str, dict[str, object]] = {
@@ -25,9 +25,9 @@ def fixed(seed: int = 0) -> Transformer:
     return tiny(seed).requires_grad_(False)
 
 
-def answers(model: Transformer, given: tuple[Tensor, Tensor], config: GenerationConfig) -> list[list[tuple]]:
-    found = generate(model, given[0], src_lengths=given[1], config=config, **MARKS)
-    return [[(h.tokens, h.score) for h in hypotheses] for hypotheses in found]
+def kept(model: Transformer, given: tuple[Tensor, Tensor], **options: object) -> list[tuple]:
+    """The answers, bit by bit, of a search that keeps the weights."""
+    return bits_of(answers(model, given, keep_weights=True, **options))
 
 
 def blocks(model: Transformer) -> list[Tensor]:
@@ -42,64 +42,61 @@ def test_what_an_earlier_call_left_is_not_read(name: str) -> None:
     if not extension.load() and name in ("int8", "drafts"):
         pytest.skip("needs the C++ extension")
     model, given = fixed(), batch(5)
-    config = GenerationConfig(max_length=80, min_length=70, keep_weights=True, **OPTIONS[name])
-    expected = answers(model, given, config)
+    options = {"max_length": 80, "min_length": 70, **OPTIONS[name]}
+    expected = kept(model, given, **options)
     assert blocks(model)
     with torch.inference_mode():
         for block in blocks(model):
             block.fill_(torch.nan)
-    assert answers(model, given, config) == expected
+    assert kept(model, given, **options) == expected
 
 
 def test_a_call_takes_the_block_of_the_one_before() -> None:
-    model, config = fixed(), GenerationConfig(max_length=9, keep_weights=True)
-    addresses = []
+    model, addresses = fixed(), []
     for size in (3, 8, 8, 5):
-        answers(model, batch(size), config)
+        kept(model, batch(size), max_length=9)
         (block,) = blocks(model)
         addresses.append(block.data_ptr())
     assert len(set(addresses[1:])) == 1, "what served 8 rows serves 8 and 5"
 
 
 def test_long_answers_take_one_block_again() -> None:
-    model, config = fixed(), GenerationConfig(max_length=140, min_length=130, keep_weights=True)
-    expected = answers(model, batch(4), config)
+    model, lengths = fixed(), {"max_length": 140, "min_length": 130}
+    expected = kept(model, batch(4), **lengths)
     (first,) = blocks(model)
-    assert answers(model, batch(4), config) == expected
+    assert kept(model, batch(4), **lengths) == expected
     assert len(blocks(model)) == 1 and blocks(model)[0] is first
 
 
 def test_without_keep_weights_nothing_stays() -> None:
     model = fixed()
-    answers(model, batch(3), GenerationConfig(max_length=9))
+    answers(model, batch(3), max_length=9)
     assert not blocks(model)
 
 
 def test_calls_at_one_time_have_blocks_of_their_own() -> None:
-    model, config = fixed(), GenerationConfig(max_length=40, min_length=20, keep_weights=True)
+    model, lengths = fixed(), {"max_length": 40, "min_length": 20}
     batches = [batch(size, seed=size) for size in (2, 3, 4, 5)]
-    expected = [answers(model, given, config) for given in batches]
+    expected = [kept(model, given, **lengths) for given in batches]
     with ThreadPoolExecutor(4) as threads:
-        found = threads.map(lambda given: answers(model, given, config), batches * 8)
+        found = threads.map(lambda given: kept(model, given, **lengths), batches * 8)
         assert list(found) == expected * 8
     assert 1 <= len(blocks(model)) <= 4
 
 
-def test_the_smallest_block_that_will_do_is_taken() -> None:
+@pytest.mark.parametrize(
+    ("size", "taken", "left"),
+    [(5, "small", 1), (11, "large", 1), (21, "new", 1)],  # where none will do, the largest goes
+)
+def test_the_smallest_block_that_will_do_is_taken(size: int, taken: str, left: int) -> None:
     pool, like = StatePool(), torch.zeros(())
-    small, large = pool.take(10, like), pool.take(20, like)
-    pool.give(large)
-    pool.give(small)
-    assert pool.take(5, like) is small and pool.take(5, like) is large
-    pool.give(large)
-    pool.give(small)
-    assert pool.take(11, like) is large and len(pool._blocks) == 1
-
-
-def test_where_none_will_do_the_largest_goes() -> None:
-    pool, like = StatePool(), torch.zeros(())
-    small, large = pool.take(10, like), pool.take(20, like)
-    pool.give(large)
-    pool.give(small)
-    assert pool.take(21, like).numel() == 21 and len(pool._blocks) == 1
-    assert pool.take(5, like.double()).dtype == torch.float64 and len(pool._blocks) == 0
+    there = {"small": pool.take(10, like), "large": pool.take(20, like)}
+    for block in reversed(there.values()):
+        pool.give(block)
+    found = pool.take(size, like)
+    assert found is there.get(taken, found) and found.numel() >= size and len(pool._blocks) == left
+    assert taken != "new" or (found.numel() == 21 and all(found is not block for block in there.values()))
+    if taken == "small":
+        assert pool.take(size, like) is there["large"]
+    elif taken == "new":
+        assert pool.take(5, like.double()).dtype == torch.float64 and len(pool._blocks) == 0

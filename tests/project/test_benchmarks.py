@@ -1,31 +1,254 @@
-"""The benchmark suite runs, records what it promises, and its record becomes a table and a picture."""
+"""Every script of benchmarks/ runs, in small sizes, and writes what it promises."""
 
+from __future__ import annotations
+
+import importlib
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 
-from transformer_fast import extension
+from transformer_fast import reference
+from transformer_fast.ops import _eager
+from transformer_fast.translation import train
+from transformer_fast.translation.environment import multiplies_bf16
+from transformer_fast.translation.numbers import make_numbers_corpus, numbers_config
+from transformer_fast.translation.progress import Silent
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "benchmarks"
+MODULES = {"apart", "attention_cases", "conftest", "harness"}
+ELSEWHERE = {"gpu": "test_gpu.py", "headline": "test_readme.py", "train_multi30k": "test_train_multi30k.py"}
+RECIPE = """
+[training]
+d_model = 16
+heads = 2
+layers = 1
+d_ff = 32
+vocab_size = 60
+max_length = 60
+device = "cpu"
+"""
 
 
-def test_one_case_from_measurement_to_table(tmp_path):
-    record = tmp_path / "benchmarks.json"
-    case = [str(ROOT / "benchmarks" / "bench_dropout.py"), "-k", "1x64 and not backward", "--seconds", "0.01"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *case, "--benchmark-json", str(record)]
-    # pytest-benchmark measures nothing in a worker of pytest-xdist, and takes this process for one by its environment.
+@dataclass
+class Script:
+    """How a script is run, and what it then has written and printed.
+
+    Attributes:
+        options: its command line; {data} is a folder with texts, a recipe and a run, {out} the one for results.
+        writes: names of files.
+        prints: texts in what it prints.
+        check: holds its JSON record to be right.
+        marks: of its case.
+    """
+
+    options: str
+    writes: tuple[str, ...] = ()
+    prints: tuple[str, ...] = ()
+    check: Callable[[dict], object] = lambda record: None
+    marks: list = field(default_factory=list)
+
+
+def check_cached(record: dict) -> None:
+    assert [one["search"] for one in record["results"]] == ["greedy", "beam 2"] and record["sentences"] == 10
+
+
+def check_quantized(record: dict) -> None:
+    exact, int8 = record["results"][:2]
+    assert (exact["weights"], exact["same"], int8["weights"]) == ("fp32", 1, "int8")
+    assert record["sentences"] == 10 and record["model"]["d_ff"] == 32
+
+
+def check_training(record: dict) -> None:
+    assert [result["batch_tokens"] for result in record["results"]] == [200, 1000] and record["threads"] == 1
+    sides = ["padded", "packed", *(["packed, bf16"] if multiplies_bf16() else [])]
+    for result in record["results"]:
+        assert list(result["tokens_per_second"]) == sides and min(result["tokens_per_second"].values()) > 0
+        assert 0 <= result["target_padding"] < 0.5 and 0 < result["source_padding"] < 0.8
+
+
+def check_translate(record: dict) -> None:
+    results = {(found["search"], found["precision"], found["side"]): found for found in record["results"]}
+    assert len(results) == 2 * 2 * 5 and record["lines"] == 45
+    assert all(len(found["seconds"]) == 2 and min(found["seconds"]) > 0 for found in results.values())
+    for search in ("greedy", "beam 5"):
+        for side in ("ours, kept full", "ours, 2 workers"):
+            assert results[search, "fp32", side]["same"] == 1.0
+        for side in ("CTranslate2, 1 x 64 tokens", "CTranslate2, 2 x 64 tokens"):
+            assert results[search, "fp32", side]["same"] >= 0.9  # ties by rounding aside
+
+
+def check_rnn(record: dict) -> None:
+    assert len(record["results"]) == 3 and all(len(row["losses"]) == 6 for row in record["results"].values())
+
+
+def check_race(record: dict) -> None:
+    assert all(track["updates"] > 0 and track["tokens_per_second"] > 0 for track in record["results"])
+
+
+SIDES = "--source {data}/train.en --target {data}/train.de"
+HELD_OUT = "--valid-source {data}/test.en --valid-target {data}/test.de"
+TEST = "--model {data}/run --source {data}/test.en"
+TINY = "--d-model 16 --heads 2 --layers 1 --d-ff 32 --vocab-size 60"
+SMALL = "--size small --length 8 --batch 2 --search greedy --rounds 1"
+PROGRAMS = {
+    "bench_generation": Script(
+        f"{SMALL} --no-uncached", ("bench_generation.json",), ("| greedy | 2 | ours |",),
+        marks=[pytest.mark.slow("a model of three layers, and those of the peers")],
+    ),
+    "compare_cached": Script(
+        f"{TEST} --beams 1 2", ("compare_cached.json",), ("| greedy | 10 | 10 | 0 | 0 |",), check_cached
+    ),
+    "compare_multi30k": Script(
+        f"{SIDES} {HELD_OUT} {TINY} --cpu-minutes 0.01", ("compare.json",), ("valid_loss",),
+        marks=[pytest.mark.slow("starts two programs")],
+    ),
+    "compare_quantized": Script(
+        TEST + " --target {data}/test.de --beams 1 --loss 100", ("compare_quantized.json",), ("| beam 1 | int8 |",),
+        check_quantized,
+    ),
+    "compare_rnn": Script(
+        "--epochs 6 --train-size 60 --hidden 8 --batch 30", ("compare_rnn.json",), ("GRU with attention",), check_rnn
+    ),
+    "compare_training": Script(
+        SIDES + " --updates 2 --recipe {data}/small.toml --batch-tokens 200 1000 --threads 1",
+        ("compare_training.json",), ("| 1000 |",), check_training,
+    ),
+    "compare_translate": Script(
+        TEST + " --target {data}/test.de --lines 45 --rounds 2 --threads 2",
+        ("compare_translate.json",), ("| greedy | fp32 | ours | ",), check_translate,
+        marks=[pytest.mark.slow("starts four programs")],
+    ),
+    "host_cost": Script("", prints=("backward",), marks=[pytest.mark.slow("measures for half a minute")]),
+    "profile_generation": Script(
+        f"{SMALL} --sides ours --threads 1", ("profile_generation.json", "profile_generation.md"), ("| ours |",),
+        marks=[pytest.mark.slow("measures what the machine can do")],
+    ),
+    "profile_step": Script(
+        "--shape multi30k --sides ours --rounds 1", ("profile_step.md",), ("## multi30k", "| all |"),
+        marks=[pytest.mark.slow("trains a model of the size of a recipe")],
+    ),
+    "race_rnn": Script(
+        f"{SIDES} {HELD_OUT} --cpu-minutes 0.003 --turn 0.1 --hidden 8 --vocab-size 60 --batch 20",
+        ("race_rnn.json", "race_rnn.png"), ("minutes to",), check_race,
+    ),
+    "resources": Script(
+        "", ("resources.json", "resources.md"), ("compilations in",),
+        marks=[pytest.mark.slow("compiles every config of attention for three architectures")],
+    ),
+}  # fmt: skip
+# One small case of each script that pytest-benchmark runs.
+SUITE = {
+    "bench_accelerate": "test_before_and_after[cpu-nn.Transformer-evaluation]",
+    "bench_attention": "test_attention[cpu-cpu-full-b1h1q1k5d8-p0.0-float32-infer]",
+    "bench_attention_bias": "test_attention_bias[cpu-cpu-fixed-b2h8l16-float32]",
+    "bench_attention_decode": "test_decode[cpu-cpu-b1h8kv8s512]",
+    "bench_attention_packed": "test_training_step[cpu-cpu-padded to max]",
+    "bench_attention_parts": "test_attention_parts[cpu-cpu-window-b1h8l2048d64-float32-p0.1]",
+    "bench_cross_entropy": "test_linear_cross_entropy[cpu-cpu-64x256x8000-forward]",
+    "bench_dropout": "test_dropout[cpu-cpu-1x64-dropout-forward]",
+    "bench_embedding": "test_embed[cpu-cpu-1x1x64x1000-0.0-forward-zipf]",
+    "bench_feed_forward": "test_feed_forward[cpu-cpu-64x128x256-forward]",
+    "bench_generation": "test_generation[cpu-greedy-b1-l16]",
+    "bench_linear": "test_linear[cpu-4x64x64-forward]",
+    "bench_model": "test_inference[cpu-multi30k-b64-l32]",
+    "bench_norm": "test_norm[cpu-cpu-1x64-std-forward]",
+    "bench_quantized_linear": "test_int8_linear[cpu-1x512x2048]",
+    "bench_scaled_dot_product_attention": "test_scaled_dot_product_attention[cpu-1-none-evaluation-fp32]",
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Texts of numbers, a recipe, and a run that has learnt a little."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    make_numbers_corpus(folder, train_size=100, held_out=10)
+    (folder / "small.toml").write_text(RECIPE)
+    sizes = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "vocab_size": 60, "batch_tokens": 512}
+    config = numbers_config(folder, folder / "run", max_steps=30, warmup=5, lr=1e-2, valid_every=1000, **sizes)
+    train(config, Silent())
+    return folder
+
+
+@pytest.fixture
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a script changes for its process is changed back."""
+    for module, name in (
+        (reference.dropout, "elementwise_keep"), (reference.dropout, "attention_keep"), (_eager, "native"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, getattr(module, name))
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def cases() -> list:
+    return [pytest.param(name, id=name, marks=script.marks) for name, script in PROGRAMS.items()]
+
+
+@pytest.mark.parametrize("name", cases())
+def test_a_program_writes_what_it_promises(
+    name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture, own_process
+) -> None:
+    script = PROGRAMS[name]
+    out = ["--out", str(tmp_path)] if name != "host_cost" else []
+    options = [*script.options.format(data=data).split(), *out]
+    if name == "compare_translate":
+        pytest.importorskip("ctranslate2")
+    if name == "host_cost":  # it pretends to have a GPU
+        done = subprocess.run([sys.executable, f"benchmarks/{name}.py"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        printed = done.stdout
+    else:
+        module = importlib.import_module(name)
+        if name == "compare_translate":
+            monkeypatch.setattr(module, "PEER_TOKENS", (64,))
+            monkeypatch.setattr(module, "MOST_TOKENS", 12)
+        monkeypatch.setattr(sys, "argv", [f"benchmarks/{name}.py", *options])
+        assert not module.main()
+        printed = capfd.readouterr().out
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == set(script.writes)
+    assert all((tmp_path / file).stat().st_size > 200 for file in script.writes)
+    for text in script.prints:
+        assert text in printed
+    for file in script.writes:
+        if file.endswith(".json"):
+            script.check(json.loads((tmp_path / file).read_text()))
+
+
+def run_suite(cases: list[str], record: Path) -> dict:
+    """Measure cases for an instant, by pytest-benchmark; its record."""
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "--all", *cases]
+    # It measures nothing in a worker of pytest-xdist, and takes this process for one by its environment.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert run.returncode == 0, run.stdout
-    saved = json.loads(record.read_text())
+    options = ["--seconds", "0.001", "--benchmark-json", str(record)]
+    done = subprocess.run([*command, *options], cwd=SCRIPTS, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout
+    return json.loads(record.read_text())
+
+
+@pytest.mark.slow("measures a case of every benchmark")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="make gpu runs them all")
+def test_every_benchmark_measures(tmp_path: Path) -> None:
+    found = run_suite([f"{name}.py::{case}" for name, case in SUITE.items()], tmp_path / "benchmarks.json")
+    assert len(found["benchmarks"]) == len(SUITE)
+    for one in found["benchmarks"]:
+        assert one["extra_info"]["times"]["ours"]["median"] > 0, one["name"]
+
+
+def test_one_case_from_measurement_to_table(tmp_path: Path) -> None:
+    saved = run_suite([f"bench_dropout.py::{SUITE['bench_dropout']}"], record := tmp_path / "benchmarks.json")
     info = saved["benchmarks"][0]["extra_info"]
     assert info["times"]["ours"]["median"] > 0 and info["ratios"]["F.dropout"] > 0
     assert info["bytes"] > 0 and info["share_of_copy"] > 0
-    assert saved["machine_info"]["ceilings"]["copy"] > 1e9 and "node" not in saved["machine_info"]
+    assert saved["machine_info"]["ceilings"]["copy"] > 0 and "node" not in saved["machine_info"]
     info["peak_memory"] = {"ours": 2**20, "F.dropout": 3 * 2**20}  # as a GPU would have it
     info["refused"]["flash"] = "no dropout"
     record.write_text(json.dumps(saved))
@@ -36,23 +259,8 @@ def test_one_case_from_measurement_to_table(tmp_path):
     assert (tmp_path / "dropout.png").stat().st_size > 5_000
 
 
-def test_every_op_has_a_benchmark_of_its_name():
+def test_every_script_is_run_and_every_op_has_one() -> None:
+    scripts = {path.stem for path in SCRIPTS.glob("*.py")} - MODULES
+    assert scripts == PROGRAMS.keys() | SUITE.keys() | ELSEWHERE.keys() | {"report"}
     ops = {path.stem for path in (ROOT / "transformer_fast" / "ops").glob("[a-z]*.py")}
-    benchmarks = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py")}
-    assert ops and ops <= benchmarks
-
-
-def test_a_profile_of_a_step_counts_each_op_once(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import profile_step
-
-    assert extension.load(), extension.status()
-    x, weight = torch.randn(64, 48), torch.randn(48, 48)
-    norm = torch.ops.transformer_fast.layer_norm
-    options = None, None, None, 1e-5, "layer", 0.0, None, "native"
-    seconds = profile_step.shares(lambda: norm(torch.mm(x, weight), *options)[0].sum())
-    used = {kind for kind, time in seconds.items() if time > 0}
-    assert {"products with weights", "norm, residual, ReLU, dropout", "sums over rows"} <= used
-    assert not used & {"loss", "attention", "embedding"}
-    text = profile_step.table({"ours": seconds}, 0.001)
-    assert "| all |" in text and text.endswith("at this machine's rate: 1 ms.")
+    assert ops and ops <= {name.removeprefix("bench_") for name in SUITE}

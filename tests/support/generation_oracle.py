@@ -3,10 +3,14 @@
 import itertools
 import math
 
+import pytest
 import torch
 from torch import nn
 
+from transformer_fast import GenerationConfig, generate
+
 BOS, EOS = 0, 1
+MARKS = {"bos": BOS, "eos": EOS}
 
 
 class Oracle(nn.Module):
@@ -87,3 +91,43 @@ def slow_beam(model, source, beam, longest, alpha=0.6, patience=1.0):
         if len(finished) >= quota or not survivors:
             break
     return sorted(finished, key=lambda pair: -pair[1])
+
+
+def slow_wide_beam(model, source, beam, longest, alpha, early_stop):
+    """The definition of a beam that stays wide, with lists: (tokens with their EOS, score) of the finished ones, best
+    first."""
+    survivors, finished = [((), 0.0)], []
+    for length in range(1, longest + 1):
+        grown = []
+        for tokens, log_prob in survivors:
+            step = model.logits(source, tokens).double().log_softmax(-1)
+            grown += [((*tokens, token), log_prob + step[token].item()) for token in range(model.vocab)]
+        best = sorted(grown, key=lambda pair: -pair[1])[: 2 * beam]
+        ended = [tokens[-1] == EOS or length == longest for tokens, _ in best]
+        finished += [(t, value / length**alpha) for (t, value), end in zip(best[:beam], ended, strict=False) if end]
+        finished = sorted(finished, key=lambda pair: -pair[1])[:beam]
+        survivors = [pair for pair, end in zip(best, ended, strict=True) if not end][:beam]
+        reach = longest if early_stop is False and alpha > 0 else length
+        if not survivors or len(finished) < beam:
+            continue
+        if early_stop is True or finished[-1][1] >= survivors[0][1] / reach**alpha:
+            break
+    return finished
+
+
+def prefer_eos(vocab, by):
+    """An edit of logits that makes the end so much more likely; `by` is a number, or a function of the prefix."""
+    ends = torch.eye(vocab)[EOS]
+    return lambda logits, prefix: logits + ends * (by(prefix) if callable(by) else by)
+
+
+def search(model, src, prefix=None, **options):
+    """Tokens of every hypothesis, sentence by sentence, and the hypotheses."""
+    found = generate(model, src, prefix=prefix, config=GenerationConfig(**options), **MARKS)
+    return [[h.tokens for h in hypotheses] for hypotheses in found], found
+
+
+def assert_found(tokens, hypotheses, expected):
+    """Hold the answers of a sentence to be (tokens, score), one after the other."""
+    assert tokens == [body for body, _ in expected]
+    assert [h.score for h in hypotheses] == pytest.approx([score for _, score in expected], abs=1e-4)

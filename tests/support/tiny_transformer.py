@@ -1,17 +1,32 @@
-"""A small Transformer to test decoding with: its choices are far from ties, so that rounding decides nothing."""
+"""A small Transformer to test decoding with, a batch for it, and its answers in every way that there is."""
 
 from __future__ import annotations
 
-import torch
+import contextlib
+import copy
+from collections.abc import Iterator
+from unittest import mock
 
-from transformer_fast import Transformer
+import pytest
+import torch
+from torch import Tensor, nn
+
+from transformer_fast import GenerationConfig, Transformer, generate
+from transformer_fast.generation import Hypothesis
+from transformer_fast.generation.decoding import Decoding, check_request
+from transformer_fast.reference.quantized_linear import bf16_linear, int8_linear
 
 BOS, EOS, VOCAB = 0, 1, 30
 MARKS = {"bos": BOS, "eos": EOS}
+Answers = list[list[Hypothesis]]
 
 
 def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **options: object) -> Transformer:
-    """A model in evaluation mode, whose answers have many lengths; options are those of `Transformer`."""
+    """A model in evaluation mode, whose choices are far from ties, and whose answers have many lengths.
+
+    Args:
+        options: those of `Transformer`.
+    """
     torch.manual_seed(seed)
     options = {"d_ff": 48, "norm": "layer", **options}
     model = Transformer(VOCAB, VOCAB, 32, 2, 4, 0.1, **options).to(dtype)
@@ -24,8 +39,91 @@ def tiny(seed: int = 0, dtype: torch.dtype = torch.float32, **options: object) -
     return model.eval()
 
 
-def batch(size: int = 6, width: int = 7, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def never_ending(model: nn.Module) -> nn.Module:
+    """The model, which now says EOS never."""
+    with torch.no_grad():
+        (model.out if hasattr(model, "out") else model.generator.proj).bias[EOS] = -1e4
+    return model
+
+
+def batch(size: int = 6, width: int = 7, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Random sources (size, width), and their lengths (size,)."""
     generator = torch.Generator().manual_seed(seed)
     src = torch.randint(2, VOCAB, (size, width), generator=generator)
     return src, torch.randint(1, width + 1, (size,), generator=generator)
+
+
+def answers(
+    model: nn.Module | list[nn.Module], given: tuple[Tensor, Tensor | None], *, prefix: list | None = None, **options
+) -> Answers:
+    """Search the answers to sources and their lengths; the options are those of `GenerationConfig`."""
+    src, lengths = given
+    return generate(model, src, src_lengths=lengths, prefix=prefix, config=GenerationConfig(**options), **MARKS)
+
+
+def tokens_of(found: Answers) -> list[list[list[int]]]:
+    """The tokens of every hypothesis."""
+    return [[one.tokens for one in hypotheses] for hypotheses in found]
+
+
+def bits_of(found: Answers) -> list[tuple]:
+    """All that two searches must have alike to be alike in every bit."""
+    return [(one.tokens, one.log_prob, one.score, one.finished) for each in found for one in each]
+
+
+def assert_same(found: Answers, expected: Answers, what: object = "", tolerance: float = 1e-3) -> None:
+    """Hold tokens and ends to be the same, scores and log-probabilities to be near."""
+    assert tokens_of(found) == tokens_of(expected), what
+    for ours, theirs in zip((h for each in found for h in each), (h for each in expected for h in each), strict=True):
+        assert ours.finished == theirs.finished, what
+        assert (ours.score, ours.log_prob) == pytest.approx((theirs.score, theirs.log_prob), abs=tolerance), what
+        if ours.alignment is not None and theirs.alignment is not None:
+            torch.testing.assert_close(ours.alignment, theirs.alignment, atol=10 * tolerance, rtol=0)
+
+
+@contextlib.contextmanager
+def by_modules() -> Iterator[None]:
+    """No step is one call: the modules compute each of them."""
+    with mock.patch("transformer_fast.generation.steps.fused_step", lambda *_: None):
+        yield
+
+
+def decoding(
+    model: nn.Module, given: tuple[Tensor, Tensor], rows: int, config: GenerationConfig | None = None
+) -> Decoding:
+    """The steps of a model for at most so many rows, without a search."""
+    src, lengths = given
+    options = {"src_mask": None, "pad": None, "max_length": 99}
+    request = check_request(model, src, src_lengths=lengths, **options, **MARKS)
+    return Decoding([model], request, config or GenerationConfig(), rows=rows)
+
+
+def random_rows(rows: int, least: int, most: int, generator: torch.Generator) -> Tensor:
+    """Rows that go on: between least and most of them, each one of so many that are there."""
+    kept = int(torch.randint(least, most + 1, (), generator=generator))
+    return torch.randint(rows, (kept,), generator=generator)
+
+
+REFERENCES = {"int8": int8_linear, "bf16": bf16_linear}
+
+
+class ReferenceLinear(nn.Module):
+    """A linear layer as the reference computes it with quantised weights."""
+
+    def __init__(self, linear: nn.Linear, quantize: str) -> None:
+        super().__init__()
+        self.linear, self.out_features, self.quantize = linear, linear.out_features, quantize
+
+    def forward(self, x: Tensor) -> Tensor:
+        return REFERENCES[self.quantize](x, self.linear.weight, self.linear.bias)
+
+
+def with_reference_linears(model: nn.Module, quantize: str = "int8") -> nn.Module:
+    """A copy of a model whose linear layers are those of the reference."""
+    model = copy.deepcopy(model)
+    for module in list(model.modules()):
+        if not isinstance(module, ReferenceLinear):
+            for name, child in module.named_children():
+                if type(child) is nn.Linear:
+                    setattr(module, name, ReferenceLinear(child, quantize))
+    return model

@@ -1,3 +1,3 @@
 """Fixtures of the tests of training."""
 
-from small_training import corpus, finished, run_copy  # noqa: F401
+from small_training import command, corpus, finished, never_stopped, numbers, run_copy, trained  # noqa: F401

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_training import checkpointed_config, outcome
+from small_training import checkpointed_config, files_of, outcome
 
 from transformer_fast.translation import CheckpointError, RunFolder, load_trained, train
 from transformer_fast.translation.progress import Silent
@@ -19,18 +19,16 @@ from transformer_fast.translation.progress import Silent
 
 
 def test_resumed_in_the_same_process_equals_never_stopped(
-    corpus: dict[str, str], tmp_path: Path, run_copy: Path
+    corpus: dict[str, str], run_copy: Path, never_stopped: Path
 ) -> None:
     torch.randn(1000)  # whatever happened to the generators in between
     train(checkpointed_config(corpus, run_copy), Silent())
-    whole = tmp_path / "whole"
-    train(checkpointed_config(corpus, whole), Silent())
-    assert outcome(run_copy)[0] == outcome(whole)[0]
+    assert outcome(run_copy)[0] == outcome(never_stopped)[0]
 
 
-def test_a_checkpoint_of_a_gpu_goes_on_on_a_cpu(corpus: dict[str, str], tmp_path: Path, run_copy: Path) -> None:
+def test_a_checkpoint_of_a_gpu_goes_on_on_a_cpu(corpus: dict[str, str], run_copy: Path, never_stopped: Path) -> None:
     """It holds the GPU's random state and perhaps a loss scale; neither means anything here, nothing else differs."""
-    folder, whole = RunFolder(run_copy), tmp_path / "whole"
+    folder = RunFolder(run_copy)
     loaded = folder.load(6)
     loaded.tensors["optimizer"]["rng:cuda"] = torch.zeros(16, dtype=torch.uint8)
     state = {key: value for key, value in loaded.state.items() if key not in ("format", "step", "files")}
@@ -38,15 +36,14 @@ def test_a_checkpoint_of_a_gpu_goes_on_on_a_cpu(corpus: dict[str, str], tmp_path
     shutil.rmtree(folder.path(6))
     folder.save(6, loaded.tensors, {**state, "scaler": {**scaler, "_growth_tracker": 3}})
     train(checkpointed_config(corpus, run_copy), Silent())
-    train(checkpointed_config(corpus, whole), Silent())
-    assert outcome(run_copy)[:3] == outcome(whole)[:3]
+    assert outcome(run_copy)[:3] == outcome(never_stopped)[:3]
 
 
 def test_resuming_a_finished_run_changes_nothing(corpus: dict[str, str], run_copy: Path) -> None:
-    before = {path: path.read_bytes() for path in run_copy.rglob("*") if path.is_file()}
+    before = files_of(run_copy)
     result = train(checkpointed_config(corpus, run_copy, max_steps=6), Silent())
     assert (result.step, result.stopped) == (6, "max_steps")
-    assert {path: path.read_bytes() for path in run_copy.rglob("*") if path.is_file()} == before
+    assert files_of(run_copy) == before
 
 
 def test_left_overs_of_a_killed_writer_are_swept_up(corpus: dict[str, str], run_copy: Path) -> None:
@@ -129,10 +126,10 @@ def test_damaged_run_gives_one_clear_error_and_keeps_the_rest(
 ) -> None:
     damage, message = DAMAGE[case]
     damage(run_copy)
-    before = {path: path.read_bytes() for path in run_copy.rglob("*") if path.is_file()}
+    before = files_of(run_copy)
     with pytest.raises(CheckpointError, match=message):
         train(checkpointed_config(corpus, run_copy), Silent())
-    assert {path: path.read_bytes() for path in run_copy.rglob("*") if path.is_file()} == before
+    assert files_of(run_copy) == before
 
 
 def test_a_damaged_moving_average_is_named(corpus: dict[str, str], tmp_path: Path) -> None:
@@ -167,42 +164,32 @@ def test_damage_names_the_checkpoint_to_go_on_from(
     assert train(checkpointed_config(corpus, run_copy, max_steps=6), Silent()).step == 6
 
 
-def test_checkpoint_of_another_shape(corpus: dict[str, str], run_copy: Path) -> None:
+def test_runs_that_cannot_be_loaded(run_copy: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="not a complete transformer_fast run"):
+        load_trained(tmp_path)
     saved = json.loads((run_copy / "config.json").read_text())["config"]
     rewrite(run_copy / "config.json", config={**saved, "d_ff": 64})
     with pytest.raises(CheckpointError, match=r"of another model: .* shape \(32,\) in the checkpoint, shape \(64,\)"):
         load_trained(run_copy)
-
-
-def test_folder_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="not a complete transformer_fast run"):
-        load_trained(tmp_path)
-
-
-def test_run_without_a_checkpoint(run_copy: Path) -> None:
     for step in (3, 6):
         shutil.rmtree(run_copy / f"step-{step:08d}")
     with pytest.raises(CheckpointError, match="has no checkpoint"):
         load_trained(run_copy)
 
 
-def test_other_settings_cannot_resume(corpus: dict[str, str], run_copy: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"other settings: layers is 2, the run has 1; dropout is 0.3, the run has 0.1"
-    ):
-        train(checkpointed_config(corpus, run_copy, dropout=0.3, layers=2), Silent())
-
-
-def test_other_text_cannot_resume(corpus: dict[str, str], run_copy: Path, tmp_path: Path) -> None:
+def test_other_settings_or_text_cannot_resume(corpus: dict[str, str], run_copy: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.en"
     other.write_text(Path(corpus["source"]).read_text().replace("seven", "zeven"))
-    with pytest.raises(CheckpointError, match="the train text is not the one it began with"):
-        train(checkpointed_config({**corpus, "source": str(other)}, run_copy), Silent())
-
-
-def test_no_resume_leaves_a_run_alone(corpus: dict[str, str], run_copy: Path) -> None:
-    with pytest.raises(CheckpointError, match="already holds a run; resume it or choose another folder"):
-        train(checkpointed_config(corpus, run_copy, resume=False), Silent())
+    for changes, message in (
+        (
+            {"dropout": 0.3, "layers": 2},
+            r"other settings: layers is 2, the run has 1; dropout is 0.3, the run has 0.1",
+        ),
+        ({"source": str(other)}, "the train text is not the one it began with"),
+        ({"resume": False}, "already holds a run; resume it or choose another folder"),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            train(checkpointed_config(corpus, run_copy, **changes), Silent())
 
 
 def test_two_trainings_do_not_share_a_folder(corpus: dict[str, str], run_copy: Path) -> None:

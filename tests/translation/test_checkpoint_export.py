@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def test_a_trained_run_comes_back(runs: dict[str, Path], tmp_path: Path) -> None
     assert tokens(back, TRAINED_SEARCH) == tokens(trained, TRAINED_SEARCH)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("beam", [1, 4])
 @pytest.mark.parametrize("name", ["imported", "post", "untied", "pre", "rms", "pre rms"])
 def test_ctranslate2_says_the_same(name: str, beam: int, runs: dict[str, Path], tmp_path: Path) -> None:
@@ -159,19 +161,10 @@ def test_the_command_and_a_folder_that_is_there(
     assert {path.name for path in (tmp_path / "out").iterdir()} == names
 
 
-def test_quantization_is_for_ctranslate2(runs: dict[str, Path], tmp_path: Path, capsys: Any) -> None:
-    flags = [
-        "export",
-        "--model",
-        str(runs["post"]),
-        "--to",
-        "hf",
-        "--quantization",
-        "int8",
-        "--out",
-        str(tmp_path / "o"),
-    ]
-    assert cli.main(flags) == 2 and "--quantization is for --to ctranslate2" in capsys.readouterr().err
+def test_quantization_is_for_ctranslate2(runs: dict[str, Path], tmp_path: Path, command: Callable) -> None:
+    flags = ["--model", runs["post"], "--to", "hf", "--quantization", "int8", "--out", tmp_path / "o"]
+    code, _, err = command("export", *flags)
+    assert code == 2 and "--quantization is for --to ctranslate2" in err
 
 
 def test_without_ctranslate2(

@@ -1,7 +1,6 @@
 """The command line, on a model trained for a moment: what comes out, in which order, and how it fails."""
 
 import gzip
-import io
 import subprocess
 import sys
 from pathlib import Path
@@ -9,32 +8,15 @@ from pathlib import Path
 import pytest
 import sacrebleu
 import torch
+from small_training import TINY, flags_of
 
 from transformer_fast import cli
 from transformer_fast.cli import demo as demo_module
 from transformer_fast.cli import info
-from transformer_fast.translation import load_trained, train
-from transformer_fast.translation.numbers import is_held_out, make_numbers_corpus, numbers_config
+from transformer_fast.translation import load_trained
+from transformer_fast.translation.numbers import is_held_out, numbers_config
 from transformer_fast.translation.parts import split_spans
-from transformer_fast.translation.progress import Silent
 from transformer_fast.translation.translator import Translator
-
-TINY = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "batch_tokens": 1024, "max_steps": 20, "warmup": 5}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """data/ (a corpus) and run/ (a model that answers something, if nothing sensible)."""
-    root = tmp_path_factory.mktemp("numbers")
-    make_numbers_corpus(root / "data", train_size=800, held_out=20)
-    train(numbers_config(root / "data", root / "run", vocab_size=60, valid_every=1000, **TINY), Silent())
-    return root
-
-
-@pytest.fixture(scope="module")
-def trained(folder):
-    return load_trained(folder / "run")
-
 
 LINES = [
     "two thousand forty-one",
@@ -45,24 +27,16 @@ LINES = [
     "seven",
     "one hundred one",
 ]
-
-
-def run(monkeypatch, capsysbinary, arguments, lines=()):
-    """One command in this process: exit code, lines on standard output, text on standard error."""
-    data = "".join(f"{line}\n" for line in lines).encode()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    code = cli.main([str(argument) for argument in arguments])
-    out, err = capsysbinary.readouterr()
-    return code, out.decode().splitlines(), err.decode()
+TEXT = "".join(f"{line}\n" for line in LINES).encode()
 
 
 # Translating
 
 
 @pytest.mark.parametrize("beam", [1, 3])
-def test_translate_keeps_every_line_in_its_place(folder, trained, monkeypatch, capsysbinary, beam):
-    arguments = ["translate", "--model", folder / "run", "--beam", beam, "--batch-tokens", 100]
-    code, out, err = run(monkeypatch, capsysbinary, arguments, LINES)
+def test_translate_keeps_every_line_in_its_place(numbers, trained, command, beam):
+    given = ["translate", "--model", numbers / "one", "--beam", beam, "--batch-tokens", 100]
+    code, out, err = command(*given, data=TEXT)
     assert (code, err) == (0, "")
     alone = Translator(trained.model, trained.tokenizer, beam=beam)
     assert out == [next(alone.translate([line])) for line in LINES]
@@ -70,14 +44,14 @@ def test_translate_keeps_every_line_in_its_place(folder, trained, monkeypatch, c
     assert out[2] == out[5] != out[0]
 
 
-def test_translate_reads_and_writes_files(folder, monkeypatch, capsysbinary, tmp_path):
+def test_translate_reads_and_writes_files(numbers, command, tmp_path):
     plain, zipped, answer = tmp_path / "in.txt", tmp_path / "in.gz", tmp_path / "out.txt"
     plain.write_bytes("\r\n".join(LINES).encode())  # Windows line ends, and none at the end of the file
     zipped.write_bytes(gzip.compress(plain.read_bytes()))
-    command = ["translate", "--model", folder / "run", "--beam", 1]
-    _, expected, _ = run(monkeypatch, capsysbinary, command, LINES)
+    given = ["translate", "--model", numbers / "one", "--beam", 1]
+    _, expected, _ = command(*given, data=TEXT)
     for source in (plain, zipped):
-        code, out, _ = run(monkeypatch, capsysbinary, [*command, "--input", source, "--output", answer])
+        code, out, _ = command(*given, "--input", source, "--output", answer)
         assert code == 0 and out == []
         assert answer.read_text().splitlines() == expected
 
@@ -124,42 +98,39 @@ def test_split_text_prefers_sentences_then_words_then_anything():
     assert max(map(len, split(long.strip(), lambda text: len(text) < 100))) < 100
 
 
-def test_as_a_program_in_a_pipe(folder):
+def test_as_a_program_in_a_pipe(numbers):
     """python -m transformer_fast, with a pipe on either side, and a reader that leaves early."""
-    command = [sys.executable, "-m", "transformer_fast", "translate", "--model", str(folder / "run"), "--beam", "1"]
-    text = "".join(f"{line}\n" for line in LINES)
-    done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=600)
-    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, "", len(LINES))
+    given = [sys.executable, "-m", "transformer_fast", "translate", "--model", str(numbers / "one"), "--beam", "1"]
+    done = subprocess.run(given, input=TEXT, capture_output=True, timeout=600)
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (0, b"", len(LINES))
 
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    child = subprocess.Popen(given, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     child.stdout.close()
-    _, err = child.communicate(text.encode(), timeout=600)
+    _, err = child.communicate(TEXT, timeout=600)
     assert child.returncode == 1 and err == b""
 
 
 # The other commands
 
 
-def test_train_from_the_command_line(folder, monkeypatch, capsysbinary, tmp_path):
-    flags = [
-        f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, "max_steps": 3, "vocab_size": 60}.items()
-    ]
-    data, save = folder / "data", tmp_path / "run"
-    command = ["train", "--source", data / "train.en", "--target", data / "train.de", "--save", save, *flags]
-    code, out, _ = run(monkeypatch, capsysbinary, command)
+def test_train_from_the_command_line(numbers, command, tmp_path):
+    flags = flags_of(TINY | {"max_steps": 3})
+    data, save = numbers / "data", tmp_path / "run"
+    given = ["train", "--source", data / "train.en", "--target", data / "train.de", "--save", save, *flags]
+    code, out, _ = command(*given)
     assert code == 0 and "3 updates" in out[0] and "max_steps" in out[0]
     assert load_trained(save).step == 3
-    code, _, err = run(monkeypatch, capsysbinary, [*command, "--d-model=32"])
+    code, _, err = command(*given, "--d-model=32")
     assert code == 2 and "d_model is 32, the run has 16" in err
 
 
-def test_score_is_sacrebleus(monkeypatch, capsysbinary, tmp_path):
+def test_score_is_sacrebleus(command, tmp_path):
     said = ["Ein Mann fährt Rad .", "zwei Hunde laufen über die Wiese."]
     right = ["ein Mann fährt Rad.", "Zwei Hunde laufen über eine Wiese."]
     for name, lines in (("said", said), ("right", right)):
         (tmp_path / name).write_text("".join(f"{line}\n" for line in lines))
-    command = ["score", "--hypotheses", tmp_path / "said", "--references", tmp_path / "right"]
-    code, out, _ = run(monkeypatch, capsysbinary, [*command, "--tokenized"])
+    given = ["score", "--hypotheses", tmp_path / "said", "--references", tmp_path / "right"]
+    code, out, _ = command(*given, "--tokenized")
     assert code == 0 and len(out) == 6
     for lines, options in zip(
         (out[:2], out[2:4], out[4:]),
@@ -170,7 +141,7 @@ def test_score_is_sacrebleus(monkeypatch, capsysbinary, tmp_path):
         assert float(lines[0].split()[1]) == round(metric.corpus_score(said, [right]).score, 2)
         assert lines[1].strip() == str(metric.get_signature())
     assert "case:lc" in out[3] and "tok:13a" in out[3] and "tok:none" in out[5]
-    assert len(run(monkeypatch, capsysbinary, command)[1]) == 4
+    assert len(command(*given)[1]) == 4
 
 
 def test_train_help_is_in_parts_and_shows_every_default(capsys):
@@ -181,44 +152,44 @@ def test_train_help_is_in_parts_and_shows_every_default(capsys):
         assert words in shown
 
 
-def test_info(monkeypatch, capsysbinary):
-    code, out, _ = run(monkeypatch, capsysbinary, ["info"])
+def test_info(command):
+    code, out, _ = command("info")
     text = "\n".join(out)
     assert code == 0 and torch.__version__ in text and "C++ extension:" in text
     for op in info.OPS:
         assert f"   {op}" in text
-    code, out, _ = run(monkeypatch, capsysbinary, ["info", "--backend", "reference"])
+    code, out, _ = command("info", "--backend", "reference")
     assert code == 0 and any("reference: asked for" in line for line in out)
 
 
 @pytest.mark.parametrize("loaded", [True, False])
-def test_info_build_tells_make_whether_the_extension_is_there(monkeypatch, capsysbinary, loaded):
+def test_info_build_tells_make_whether_the_extension_is_there(monkeypatch, command, loaded):
     monkeypatch.setattr(info.extension, "load", lambda: loaded)
     monkeypatch.setattr(info.extension, "status", lambda: "said so")
-    assert run(monkeypatch, capsysbinary, ["info", "--build"]) == (1 - loaded, ["C++ extension: said so"], "")
+    assert command("info", "--build") == (1 - loaded, ["C++ extension: said so"], "")
 
 
-def test_verify_exit_code(monkeypatch, capsysbinary):
+def test_verify_exit_code(monkeypatch, command):
     from transformer_fast.cli import verification
 
     row = verification.Parity("op", "case", torch.float32, "output", "native", 1.0, 2.0, 1.0)
     bad = verification.Parity("op", "case", torch.float32, "output", "native", 3.0, 2.0, 1.0)
     for rows, expected in (([row, row], 0), ([row, bad], 1)):
         monkeypatch.setattr(verification, "parity", lambda device, rows=rows: iter(rows))
-        code, out, _ = run(monkeypatch, capsysbinary, ["verify", "--device", "cpu"])
+        code, out, _ = command("verify", "--device", "cpu")
         assert code == expected
         assert ("FAIL" in "\n".join(out)) == bool(expected)
 
 
-def test_plot(folder, monkeypatch, capsysbinary, tmp_path):
-    command = ["plot", "--out", tmp_path, "--model", folder / "run", "--text", "forty-one"]
-    code, out, _ = run(monkeypatch, capsysbinary, command)
+def test_plot(numbers, command, tmp_path):
+    given = ["plot", "--out", tmp_path, "--model", numbers / "one", "--text", "forty-one"]
+    code, out, _ = command(*given)
     assert code == 0
     assert [Path(line).name for line in out] == ["positional_encoding.png", "attention.png"]
     assert all(Path(line).read_bytes()[:4] == b"\x89PNG" for line in out)
 
 
-def test_demo_runs_end_to_end(monkeypatch, capsysbinary, tmp_path):
+def test_demo_runs_end_to_end(monkeypatch, command, tmp_path):
     monkeypatch.setattr(demo_module, "TRAINING_PAIRS", 800)
     monkeypatch.setattr(demo_module, "UNSEEN", 20)
     monkeypatch.setattr(
@@ -226,7 +197,7 @@ def test_demo_runs_end_to_end(monkeypatch, capsysbinary, tmp_path):
     )
     monkeypatch.setattr(demo_module, "speed", lambda device: iter(()))
     monkeypatch.setattr(demo_module, "parity", lambda device, dtypes: iter(()))
-    code, out, _ = run(monkeypatch, capsysbinary, ["demo", "--out", tmp_path, "--device", "cpu", "--max-time", "90s"])
+    code, out, _ = command("demo", "--out", tmp_path, "--device", "cpu", "--max-time", "90s")
     text = "\n".join(out)
     assert code == 1 and "exactly right: 0.0% (0 of 20), below the goal of 98%" in text  # two updates teach nothing
     assert (tmp_path / "attention.png").exists() and (tmp_path / "positional_encoding.png").exists()
@@ -235,90 +206,68 @@ def test_demo_runs_end_to_end(monkeypatch, capsysbinary, tmp_path):
     assert f"translate --model {tmp_path / 'run'}" in text
 
 
-# Errors: one line on standard error, the right exit code, no traceback
+# Errors: one line on standard error, exit code 2, no traceback
 
+TRAIN = "train --save {tmp}/run --source {tmp}"
+TOO_LARGE = 2**63
 WRONG = {
-    "no such model": (["translate", "--model", "{tmp}/none"], 2, "config.json is missing"),
-    "no such input": (["translate", "--model", "{run}", "--input", "{tmp}/none"], 2, "none does not exist"),
-    "input is a folder": (["translate", "--model", "{run}", "--input", "{tmp}"], 2, "is a folder"),
-    "output in no folder": (["translate", "--model", "{run}", "--output", "{tmp}/no/out"], 2, "No such file"),
-    "output is the input": (
-        ["translate", "--model", "{run}", "--input", "{tmp}/latin", "--output", "{tmp}/latin"],
-        2,
-        "the same file",
-    ),
-    "no beam": (["translate", "--model", "{run}", "--beam", "0"], 2, "beam must be an int >= 1, got 0"),
-    "odd penalty": (["translate", "--model", "{run}", "--length-penalty", "nan"], 2, "length_penalty must be a finite"),
-    "no such device": (["verify", "--device", "tpu"], 2, "--device is 'tpu'; expected auto, cpu, cuda or cuda:N"),
-    "no such GPU": (["verify", "--device", "cuda:99"], 2, "but torch sees"),
-    "text without a model": (["plot", "--text", "one"], 2, "--model and --text belong together"),
-    "no such source": (
-        ["train", "--source", "{tmp}/none", "--target", "{tmp}/latin", "--save", "{tmp}/run"],
-        2,
-        "none does not exist",
-    ),
+    "no such model": ("translate --model {tmp}/none", "config.json is missing"),
+    "no such input": ("translate --model {run} --input {tmp}/none", "none does not exist"),
+    "input is a folder": ("translate --model {run} --input {tmp}", "is a folder"),
+    "output in no folder": ("translate --model {run} --output {tmp}/no/out", "No such file"),
+    "output is the input": ("translate --model {run} --input {tmp}/latin --output {tmp}/latin", "the same file"),
+    "no beam": ("translate --model {run} --beam 0", "beam must be an int >= 1, got 0"),
+    "odd penalty": ("translate --model {run} --length-penalty nan", "length_penalty must be a finite"),
+    "no such device": ("verify --device tpu", "--device is 'tpu'; expected auto, cpu, cuda or cuda:N"),
+    "no such GPU": ("verify --device cuda:99", "but torch sees"),
+    "text without a model": ("plot --text one", "--model and --text belong together"),
+    "no such source": (f"{TRAIN}/none --target {{tmp}}/latin", "none does not exist"),
     "training text that is not UTF-8": (
-        ["train", "--source", "{tmp}/latin", "--target", "{tmp}/latin", "--save", "{tmp}/run"],
-        2,
+        f"{TRAIN}/latin --target {{tmp}}/latin",
         "latin, line 2: not valid UTF-8 (byte 0xfc at column 2); convert the file to UTF-8",
     ),
-    "unequal training text": (
-        ["train", "--source", "{tmp}/one", "--target", "{tmp}/two", "--save", "{tmp}/run"],
-        2,
-        "one has 1 lines, {tmp}/two has 2",
-    ),
-    "empty training text": (
-        ["train", "--source", "{tmp}/empty", "--target", "{tmp}/two", "--save", "{tmp}/run"],
-        2,
-        "empty is empty; expected one sentence a line",
-    ),
+    "unequal training text": (f"{TRAIN}/one --target {{tmp}}/two", "one has 1 lines, {tmp}/two has 2"),
+    "empty training text": (f"{TRAIN}/empty --target {{tmp}}/two", "empty is empty; expected one sentence a line"),
     "a file where the run should go": (
-        ["train", "--source", "{tmp}/two", "--target", "{tmp}/two", "--save", "{tmp}/two"],
-        2,
+        "train --source {tmp}/two --target {tmp}/two --save {tmp}/two",
         "cannot write to the folder {tmp}/two: File exists",
     ),
-    "a model that is a file": (["translate", "--model", "{tmp}/two"], 2, "two is not a folder; expected that of a run"),
+    "a model that is a file": ("translate --model {tmp}/two", "two is not a folder; expected that of a run"),
     "a cut gzip file": (
-        ["translate", "--model", "{run}", "--input", "{tmp}/cut.gz", "--output", "{tmp}/new"],
-        2,
+        "translate --model {run} --input {tmp}/cut.gz --output {tmp}/new",
         "cut.gz is a damaged or truncated gzip file, after line ",
     ),
     "a broken gzip file": (
-        ["translate", "--model", "{run}", "--input", "{tmp}/broken.gz"],
-        2,
+        "translate --model {run} --input {tmp}/broken.gz",
         "broken.gz is a damaged or truncated gzip file",
     ),
-    "a seed past 64 bits": (["translate", "--model", "{run}", "--sample", "--seed", f"{2**63}"], 2, "below 2**63"),
+    "a seed past 64 bits": (f"translate --model {{run}} --sample --seed {TOO_LARGE}", "below 2**63"),
     "a training seed past 64 bits": (
-        ["train", "--source", "{tmp}/two", "--target", "{tmp}/two", "--save", "{tmp}/run", "--seed", f"{2**63}"],
-        2,
-        f"seed is {2**63}; expected a whole number below 2**63",
+        f"{TRAIN}/two --target {{tmp}}/two --seed {TOO_LARGE}",
+        f"seed is {TOO_LARGE}; expected a whole number below 2**63",
     ),
-    "pictures into a file": (["plot", "--out", "{tmp}/two"], 2, "two: File exists"),
+    "pictures into a file": ("plot --out {tmp}/two", "two: File exists"),
     "a picture of too much": (
-        ["plot", "--out", "{tmp}/new", "--model", "{run}", "--text", "seven " * 60],
-        2,
+        f"plot --out {{tmp}}/new --model {{run}} --text {'seven-' * 60}",
         "expected at most 80 each, which a picture can show",
     ),
-    "no average": (["translate", "--model", "{run}", "--which", "average"], 2, "average --model {run}"),
-    "nothing to average": (["average", "--model", "{tmp}/none"], 2, "has no checkpoint"),
-    "unequal files to score": (["score", "--hypotheses", "{tmp}/one", "--references", "{tmp}/two"], 2, "has 1 lines"),
+    "no average": ("translate --model {run} --which average", "average --model {run}"),
+    "nothing to average": ("average --model {tmp}/none", "has no checkpoint"),
+    "unequal files to score": ("score --hypotheses {tmp}/one --references {tmp}/two", "has 1 lines"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_errors_are_one_line(case, folder, monkeypatch, capsysbinary, tmp_path):
+def test_errors_are_one_line(case, numbers, command, tmp_path):
     (tmp_path / "latin").write_bytes("eins\nfünf\n".encode("latin-1"))
     zipped = gzip.compress(b"seven\n" * 100)
     (tmp_path / "cut.gz").write_bytes(zipped[:-10])
     (tmp_path / "broken.gz").write_bytes(zipped[:2] + b"\xff" * 40)
     for name, lines in (("empty", ""), ("one", "a\n"), ("two", "a\nb\n")):
         (tmp_path / name).write_text(lines)
-    arguments, expected, message = WRONG[case]
-    message = message.format(tmp=tmp_path, run=folder / "run")
-    arguments = [argument.format(tmp=tmp_path, run=folder / "run") for argument in arguments]
-    code, _, err = run(monkeypatch, capsysbinary, arguments, ["one"])
-    assert code == expected and message in err
+    arguments, message = (text.format(tmp=tmp_path, run=numbers / "one") for text in WRONG[case])
+    code, _, err = command(*arguments.split(), data=b"one\n")
+    assert code == 2 and message in err
     assert len(err.splitlines()) == 1 and err.startswith("transformer_fast: error: ")
     assert (tmp_path / "latin").stat().st_size == 10  # nothing was overwritten
 
@@ -354,7 +303,7 @@ def test_without_the_extras_the_rest_works_and_each_is_named():
         assert line.endswith(f"this command needs {every}; run: pip install 'transformer_fast[translation]'")
 
 
-def test_a_bug_keeps_its_traceback_and_debug_shows_every_one(monkeypatch, folder):
+def test_a_bug_keeps_its_traceback_and_debug_shows_every_one(monkeypatch):
     monkeypatch.setattr(info, "_version_of", lambda name: {}[name])
     with pytest.raises(KeyError):
         cli.main(["info"])

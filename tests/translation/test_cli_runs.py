@@ -1,34 +1,16 @@
 """Runs that are finished, and the search that a run keeps from its recipe."""
 
 import dataclasses
-import io
 import json
-import sys
 
 import pytest
+from small_training import TINY, Messages, flags_of
 
-from transformer_fast import GenerationConfig, cli
+from transformer_fast import GenerationConfig
 from transformer_fast.translation import load_trained, train
-from transformer_fast.translation.numbers import make_numbers_corpus, numbers_config
+from transformer_fast.translation.numbers import numbers_config
 from transformer_fast.translation.progress import Silent
 from transformer_fast.translation.translator import Translator
-
-TINY = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "batch_tokens": 1024, "max_steps": 20, "warmup": 5}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("numbers")
-    make_numbers_corpus(root / "data", train_size=800, held_out=20)
-    return root
-
-
-class Told(Silent):
-    def __init__(self):
-        self.messages = []
-
-    def message(self, text):
-        self.messages.append(text)
 
 
 @pytest.mark.parametrize(
@@ -39,27 +21,25 @@ class Told(Silent):
         ({"cooldown": 5}, "train another run, with more max_steps, in another folder"),
     ],
 )
-def test_a_finished_run_says_so(folder, tmp_path, changes, advice):
-    config = numbers_config(
-        folder / "data", tmp_path / "run", **{"vocab_size": 60, "valid_every": 1000, **TINY, "cooldown": 0} | changes
-    )
+def test_a_finished_run_says_so(numbers, tmp_path, changes, advice):
+    config = numbers_config(numbers / "data", tmp_path / "run", **TINY | {"cooldown": 0} | changes)
     if "max_time" in changes:
-        train(dataclasses.replace(config, max_time=None, max_steps=20), first := Told())
+        train(dataclasses.replace(config, max_time=None, max_steps=20), first := Messages())
     else:
-        train(config, first := Told())
-    assert not any("is finished" in text for text in first.messages)
-    train(config, again := Told())
-    said = again.messages[-1]
+        train(config, first := Messages())
+    assert not any("is finished" in text for text in first.texts)
+    train(config, again := Messages())
+    said = again.texts[-1]
     assert said.startswith(f"the run in {tmp_path / 'run'} is finished at step 20: nothing was trained")
     assert f"Its result is in {tmp_path / 'run' / 'step-00000020'}" in said and said.endswith(advice)
 
 
-def test_a_run_out_of_patience_says_so(folder, tmp_path):
-    options = {"vocab_size": 60, **TINY, "max_steps": 30, "valid_every": 1, "patience": 1, "lr": 1e-30}
-    config = numbers_config(folder / "data", tmp_path / "run", **options)
+def test_a_run_out_of_patience_says_so(numbers, tmp_path):
+    options = {"max_steps": 30, "valid_every": 1, "patience": 1, "lr": 1e-30}
+    config = numbers_config(numbers / "data", tmp_path / "run", **TINY | options)
     assert train(config, Silent()).stopped == "patience"
-    train(config, again := Told())
-    assert again.messages[-1].endswith("raise patience, which is 1, to train on (0: never stop for it)")
+    train(config, again := Messages())
+    assert again.texts[-1].endswith("raise patience, which is 1, to train on (0: never stop for it)")
 
 
 RECIPE = """
@@ -74,19 +54,14 @@ max_length = [1, 5]
 """
 
 
-def test_translate_takes_what_the_recipe_of_its_run_says(folder, monkeypatch, capsysbinary, tmp_path):
+def test_translate_takes_what_the_recipe_of_its_run_says(numbers, monkeypatch, command, tmp_path):
     recipe, save = tmp_path / "mine.toml", tmp_path / "run"
     recipe.write_text(RECIPE)
 
-    def run(arguments):
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"seven\n\none hundred one\n")))
-        code = cli.main([str(argument) for argument in arguments])
-        return code, capsysbinary.readouterr().err.decode()
-
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in TINY.items() if name != "max_steps"]
-    data = folder / "data"
-    command = ["train", "--source", data / "train.en", "--target", data / "train.de", "--save", save, *flags]
-    assert run([*command, "--recipe", recipe])[0] == 0
+    flags = flags_of({name: value for name, value in TINY.items() if name not in ("max_steps", "vocab_size")})
+    data, said = numbers / "data", b"seven\n\none hundred one\n"
+    training = ["train", "--source", data / "train.en", "--target", data / "train.de", "--save", save, *flags]
+    assert command(*training, "--recipe", recipe)[0] == 0
     kept = GenerationConfig(beam=2, length_penalty=1.0, length_norm="power", max_length=(1, 5))
     assert load_trained(save).generation == kept
     made = []
@@ -94,15 +69,15 @@ def test_translate_takes_what_the_recipe_of_its_run_says(folder, monkeypatch, ca
     monkeypatch.setattr(Translator, "__init__", lambda s, *a, **k: made.append(k["config"]) or real(s, *a, **k))
     translated = ["translate", "--model", save]
     for flags, changed in (([], {}), (["--beam", "3", "--length-norm", "gnmt"], {"beam": 3, "length_norm": "gnmt"})):
-        assert run([*translated, *flags])[0] == 0
+        assert command(*translated, *flags, data=said)[0] == 0
         assert made[-1] == dataclasses.replace(kept, **changed, keep_weights=True)
     # The same command without the recipe leaves what the run has; another recipe takes its place.
-    assert run([*command, "--max-steps=3", "--vocab-size=60"])[0] == 0
+    assert command(*training, "--max-steps=3", "--vocab-size=60")[0] == 0
     assert load_trained(save).generation == kept
     recipe.write_text(RECIPE.replace("beam = 2", "beam = 4"))
-    assert run([*command, "--recipe", recipe, "--max-steps=3"])[0] == 0
+    assert command(*training, "--recipe", recipe, "--max-steps=3")[0] == 0
     assert load_trained(save).generation == dataclasses.replace(kept, beam=4)
     saved = json.loads((save / "config.json").read_text())
     (save / "config.json").write_text(json.dumps({**saved, "translation": {"beem": 3}}))
-    code, err = run(translated)
+    code, _, err = command(*translated, data=said)
     assert code == 2 and "config.json does not hold options of translation: beem: no such option" in err

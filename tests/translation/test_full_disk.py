@@ -2,83 +2,53 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import resource
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_training import checkpointed_config
+from small_training import checkpointed_config, full_disk
 
-from transformer_fast.translation import CheckpointError, RunFolder, checkpoint, load_average, load_trained, train
+from transformer_fast.translation import CheckpointError, RunFolder, load_average, load_trained, save_average, train
 from transformer_fast.translation.progress import Silent
 
 
-def test_disk_full_keeps_the_last_good_checkpoint(
-    corpus: dict[str, str], run_copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_full_keeps_the_last_good_checkpoint(corpus: dict[str, str], run_copy: Path) -> None:
     good = (run_copy / "step-00000006/model.safetensors").read_bytes()
-    written = checkpoint._write_flushed
-
-    def full(path: Path, data: bytes) -> None:
-        written(path, data[:100])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write_flushed", full)
-        with pytest.raises(CheckpointError, match=r"step 9 .*No space left on device.*step-00000006"):
-            train(checkpointed_config(corpus, run_copy), Silent())
+    with full_disk(), pytest.raises(CheckpointError, match=r"step 9 .*No space left on device.*step-00000006"):
+        train(checkpointed_config(corpus, run_copy), Silent())
     assert not list(run_copy.glob(".tmp*"))
     assert (run_copy / "step-00000006/model.safetensors").read_bytes() == good
     assert train(checkpointed_config(corpus, run_copy), Silent()).step == 12
 
 
-def test_disk_full_before_the_first_checkpoint_leaves_no_run(
-    corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(path: Path, data: bytes) -> None:
-        path.write_bytes(data[:10])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_write_flushed", full)
-        with pytest.raises(CheckpointError, match=r"cannot write to the folder .*run: No space left on device"):
-            train(checkpointed_config(corpus, tmp_path / "run"), Silent())
+def test_disk_full_before_the_first_checkpoint_leaves_no_run(corpus: dict[str, str], tmp_path: Path) -> None:
+    says = r"cannot write to the folder .*run: No space left on device"
+    with full_disk(), pytest.raises(CheckpointError, match=says):
+        train(checkpointed_config(corpus, tmp_path / "run"), Silent())
     assert not RunFolder(tmp_path / "run").exists() and not list((tmp_path / "run").glob(".tmp*"))
     assert train(checkpointed_config(corpus, tmp_path / "run", max_steps=3), Silent()).step == 3
 
 
-def test_disk_full_in_the_moving_average_and_in_the_mean(
-    corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_full_in_the_moving_average_and_in_the_mean(corpus: dict[str, str], tmp_path: Path) -> None:
     options = {"ema": 0.9, "average_last": 2}
     train(checkpointed_config(corpus, tmp_path, max_steps=3, **options), Silent())
     mean = RunFolder(tmp_path).average.read_bytes()
-    written = checkpoint._write_flushed
-
-    def full(name: str) -> Callable[[Path, bytes], None]:
-        def write(path: Path, data: bytes) -> None:
-            written(path, data[:100])
-            if path.name.endswith(name):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            written(path, data)
-
-        return write
-
     for name, says, left in (
         ("ema.safetensors", r"step 6 .*No space left on device.*step-00000003", [3]),
         ("average.safetensors", r"average\.safetensors: No space left.*checkpoints are untouched", [3, 6]),
     ):
-        with monkeypatch.context() as patch:
-            patch.setattr(checkpoint, "_write_flushed", full(name))
-            with pytest.raises(CheckpointError, match=says):
-                train(checkpointed_config(corpus, tmp_path, max_steps=6, **options), Silent())
+        with full_disk(name), pytest.raises(CheckpointError, match=says):
+            train(checkpointed_config(corpus, tmp_path, max_steps=6, **options), Silent())
         assert RunFolder(tmp_path).steps() == left and not list(tmp_path.glob(".tmp*"))
         assert RunFolder(tmp_path).average.read_bytes() == mean
         assert load_trained(tmp_path, which="last").step == left[-1]
     train(checkpointed_config(corpus, tmp_path, max_steps=6, **options), Silent())
-    assert load_average(RunFolder(tmp_path)).steps == [3, 6]
+    average = load_average(RunFolder(tmp_path))
+    assert average.steps == [3, 6]
+    says = r"cannot write .*average\.safetensors: No space left on device"
+    with full_disk(), pytest.raises(CheckpointError, match=says):
+        save_average(RunFolder(tmp_path), average)
+    assert load_average(RunFolder(tmp_path)).steps == [3, 6] and not list(tmp_path.glob(".tmp-*"))
 
 
 def test_a_real_write_error(corpus: dict[str, str], run_copy: Path) -> None:

@@ -58,11 +58,6 @@ def killer(corpus: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
     killer.close()
 
 
-@pytest.fixture(scope="module")
-def never_stopped(killer: Killer) -> tuple:
-    return outcome(killer([]))
-
-
 # Disk events of a part, counted from 0: a new run has 4 (tokenizer.model and config.json, each written and renamed);
 # then each of the checkpoints 3, 6, 9 and 12 has 4 (three files, one rename), and those of 9 and 12 delete an old one
 # (a rename, a deletion). A part that finds the left-overs of a killed one deletes them first. "half" tears the file
@@ -84,13 +79,13 @@ IN_THE_WRITER = [
 
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("kills", IN_THE_WRITER, ids=",".join)
-def test_killed_in_the_checkpoint_writer(killer: Killer, never_stopped: tuple, kills: list[str]) -> None:
-    assert outcome(killer(kills)) == never_stopped
+def test_killed_in_the_checkpoint_writer(killer: Killer, never_stopped: Path, kills: list[str]) -> None:
+    assert outcome(killer(kills)) == outcome(never_stopped)
 
 
 @pytest.mark.parametrize("delays", [["time:0.1", "time:0.4", "time:0.7"], ["time:0.25", "time:0.55", "time:1.0"]])
-def test_killed_at_any_time(killer: Killer, never_stopped: tuple, delays: list[str]) -> None:
-    assert outcome(killer(delays)) == never_stopped
+def test_killed_at_any_time(killer: Killer, never_stopped: Path, delays: list[str]) -> None:
+    assert outcome(killer(delays)) == outcome(never_stopped)
 
 
 def test_killed_with_two_threads_and_accumulation(killer: Killer) -> None:
@@ -108,7 +103,7 @@ def test_killed_with_a_moving_average_and_the_mean_of_epochs(killer: Killer) -> 
         assert outcome(killer(kills, **options)) == whole, kills
 
 
-def test_the_outcome_can_differ(killer: Killer, never_stopped: tuple) -> None:
+def test_the_outcome_can_differ(killer: Killer, never_stopped: Path) -> None:
     """The comparison above sees the seed, so it would see a lost random number state."""
     other = outcome(killer([], seed=1))
-    assert all(left != right for left, right in zip(other[0], never_stopped[0], strict=True))
+    assert all(left != right for left, right in zip(other[0], outcome(never_stopped)[0], strict=True))

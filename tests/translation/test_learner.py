@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_training import fresh_run, short_config
+from small_training import fresh_run, short_config, weights_of
 from torch import nn
 
-from transformer_fast.translation import RunFolder, TrainConfig, build_model, load_trained, train
+from transformer_fast.translation import TrainConfig, build_model, load_trained, train, training
 from transformer_fast.translation.batching import TokenBatches
 from transformer_fast.translation.evaluate import batch_loss, logits, token_loss
 from transformer_fast.translation.model import init_weights
@@ -99,6 +99,12 @@ def test_gradient_is_clipped(corpus: dict[str, str], tmp_path: Path) -> None:
 # Gradient accumulation, precision, seeds, memory
 
 
+def assert_same_gradients(one: training._Run, other: training._Run) -> None:
+    """Hold the gradients of two runs to be the same."""
+    for ours, theirs in zip(one.learner.model.parameters(), other.learner.model.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_four_unequal_micro_batches_are_one_big_batch(corpus: dict[str, str], tmp_path: Path) -> None:
     """Four batches of 1, 2, 5 and 9 sentences, and all 17 in one: the same loss, gradients and weights to rounding."""
     runs = [fresh_run(short_config(corpus, tmp_path / name, **EXACT)) for name in ("four", "one")]
@@ -112,8 +118,7 @@ def test_four_unequal_micro_batches_are_one_big_batch(corpus: dict[str, str], tm
     )
     assert float(loss) == pytest.approx(float(whole_loss), rel=1e-6)
     assert float(norm) == pytest.approx(float(whole_norm), rel=1e-5)
-    for ours, theirs in zip(*(run.learner.model.parameters() for run in runs), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(*runs)
 
 
 def test_a_packed_update_is_the_padded_one(corpus: dict[str, str], tmp_path: Path) -> None:
@@ -128,8 +133,7 @@ def test_a_packed_update_is_the_padded_one(corpus: dict[str, str], tmp_path: Pat
     losses = [run.learner.update(1, [batch], batch.tokens)[0] for run in runs]
     assert rows == [batch.tokens, batch.target_in.numel()] and batch.tokens < batch.target_in.numel()
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-6)
-    for ours, theirs in zip(*(run.learner.model.parameters() for run in runs), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(*runs)
 
 
 def test_bf16_on_the_cpu_follows_fp32(corpus: dict[str, str], tmp_path: Path) -> None:
@@ -164,7 +168,7 @@ def test_activation_checkpointing_changes_no_bit(corpus: dict[str, str], tmp_pat
     for name, again in (("kept", False), ("again", True)):
         config = short_config(corpus, tmp_path / name, dropout=0.3, checkpoint_activations=again)
         train(config, Silent())
-        ends.append(RunFolder(config.save).path(6).joinpath("model.safetensors").read_bytes())
+        ends.append(weights_of(tmp_path / name))
         model = load_trained(config.save, which="last").model.train()
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, sizes=sizes: sizes.append(t.numel()) or t, lambda t: t):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ pytest.importorskip("transformers")
 import safetensors.torch
 from marian_folders import BASE, TEXT, answers, load, write_marian
 
-from transformer_fast import cli
 from transformer_fast.checkpoints import import_marian
 from transformer_fast.generation import Hypothesis, fused, generate
 from transformer_fast.translation import Trained, load_trained
@@ -54,6 +52,14 @@ def search(trained: Trained, lines: list[str], **changes: object) -> list[Hypoth
     return [one for found in generate(trained.model, src, config=config, **marks) for one in found]
 
 
+@pytest.fixture(scope="module")
+def opus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trained]:
+    """A folder that asks for the search of OPUS-MT, and the run that it became."""
+    root = tmp_path_factory.mktemp("opus")
+    folder = write_marian(root / "hf", generation=SEARCHES["opus-mt"])
+    return folder, run_of(folder, root / "run")
+
+
 @pytest.fixture
 def fused_only(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A step that is not the fused one fails; returns the rows of each call, which takes one step or several."""
@@ -89,16 +95,16 @@ def test_tokens_are_those_of_transformers(activation: str, tmp_path: Path, fused
     assert len(lengths) > 8, "the answers must end at different lengths"
 
 
-def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
-    settings = SEARCHES["opus-mt"] | {"num_return_sequences": 4}
-    folder = write_marian(tmp_path / "hf", generation=settings)
+def test_scores_are_those_of_transformers(opus: tuple[Path, Trained]) -> None:
+    folder, trained = opus
     model, tokenizer = load(folder)
-    asked = {"return_dict_in_generate": True, "output_scores": True}
+    asked = {"return_dict_in_generate": True, "output_scores": True, "num_return_sequences": 4}
     expected = model.generate(**tokenizer(TEXT, return_tensors="pt", padding=True), **asked).sequences_scores
-    found = torch.tensor([one.score for one in search(run_of(folder, tmp_path / "run"), TEXT)])
+    found = torch.tensor([one.score for one in search(trained, TEXT, n_best=4)])
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.slow("a model of 50 million weights")
 def test_the_base_size(tmp_path: Path, fused_only: list[int]) -> None:
     folder = write_marian(tmp_path / "hf", generation=SEARCHES["opus-mt"], **BASE)
     trained = run_of(folder, tmp_path / "run")
@@ -129,18 +135,16 @@ def test_other_forms(form: str, tmp_path: Path, fused_only: list[int]) -> None:
     assert fused_only and found == expected and trained.tokenizer.decode(found) == texts
 
 
-def test_with_and_without_a_cache(tmp_path: Path) -> None:
-    trained = run_of(write_marian(tmp_path / "hf", generation=SEARCHES["opus-mt"]), tmp_path / "run")
-    found, slow = search(trained, TEXT), search(trained, TEXT, cache=False)
+def test_with_and_without_a_cache(opus: tuple[Path, Trained]) -> None:
+    found, slow = search(opus[1], TEXT), search(opus[1], TEXT, cache=False)
     assert [one.tokens for one in found] == [one.tokens for one in slow]
 
 
 LINES = [*TEXT, "no such words: Zürich, 42!", "seven </s> nine <pad>", ">>deu<< seven", ">>xyz<< seven", "  a\tb  "]
 
 
-def test_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
-    folder = write_marian(tmp_path / "hf")
-    tokenizer, trained = load(folder)[1], run_of(folder, tmp_path / "run")
+def test_ids_are_those_of_the_tokenizer(opus: tuple[Path, Trained]) -> None:
+    tokenizer, trained = load(opus[0])[1], opus[1]
     ours = trained.tokenizer.encode_source([*LINES, ""])
     assert ours == tokenizer([*LINES, ""])["input_ids"]
     assert trained.tokenizer.unk in ours[6] and ours[8][0] == 2 != trained.tokenizer.unk == ours[9][0]
@@ -148,11 +152,10 @@ def test_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     assert trained.tokenizer.decode([ids[1:]]) == [tokenizer.decode(ids[1:], skip_special_tokens=True)]
 
 
-def test_text_in_text_out(tmp_path: Path) -> None:
+def test_text_in_text_out(opus: tuple[Path, Trained]) -> None:
     """The whole way; lines of the output have single spaces."""
-    folder = write_marian(tmp_path / "hf", generation=SEARCHES["opus-mt"])
+    folder, trained = opus
     _, texts = answers(folder, [line.strip() for line in LINES])
-    trained = run_of(folder, tmp_path / "run")
     translator = Translator(trained.model, trained.tokenizer, config=trained.generation)
     assert list(translator.translate(LINES)) == [" ".join(text.split()) for text in texts]
     assert any(texts)
@@ -169,26 +172,22 @@ def test_without_a_config_padding_is_no_word(tmp_path: Path) -> None:
     assert any(found) and not any(PAD in ids for ids in found)
 
 
-def test_every_part_of_a_long_line_asks_for_its_language(tmp_path: Path) -> None:
-    trained = run_of(write_marian(tmp_path / "hf"), tmp_path / "run")
-    translator = Translator(trained.model, trained.tokenizer, longest=12)
+def test_every_part_of_a_long_line_asks_for_its_language(opus: tuple[Path, Trained]) -> None:
+    translator = Translator(opus[1].model, opus[1].tokenizer, longest=12)
     pieces = [part.text for _, part in translator._parts({0: ">>deu<< " + " ".join(TEXT)})[0]]
     assert len(pieces) > 2 and all(piece.startswith(">>deu<<") for piece in pieces)
     assert " ".join(piece.removeprefix(">>deu<<").strip() for piece in pieces) == " ".join(TEXT)
 
 
-def test_the_commands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
-) -> None:
-    """`translate` searches as the folder says, and as its flags say where there are any."""
-    folder = write_marian(tmp_path / "hf", generation=SEARCHES["opus-mt"])
-    assert cli.main(["import", "--from", str(folder), "--save", str(tmp_path / "run")]) == 0
-    capsysbinary.readouterr()
+def test_the_commands(opus: tuple[Path, Trained], tmp_path: Path, command: Callable) -> None:
+    """`import`, then `translate` as the folder says, and as its flags say where there are any."""
+    folder, run = opus[0], tmp_path / "run"
+    assert command("import", "--from", folder, "--save", run)[0] == 0
 
     def translate(*flags: str) -> list[str]:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("".join(f"{x}\n" for x in TEXT).encode())))
-        assert cli.main(["translate", "--model", str(tmp_path / "run"), *flags]) == 0
-        return capsysbinary.readouterr().out.decode().splitlines()
+        code, out, _ = command("translate", "--model", run, *flags, data="".join(f"{x}\n" for x in TEXT).encode())
+        assert code == 0
+        return out
 
     flags = {
         (): {},

@@ -15,10 +15,11 @@ import torch
 pytest.importorskip("transformers")
 import safetensors.torch
 from marian_folders import write_marian
+from small_training import full_disk
 
 from transformer_fast import cli
 from transformer_fast.checkpoints import import_marian
-from transformer_fast.translation import CheckpointError, TrainConfig, imported, load_trained, train
+from transformer_fast.translation import CheckpointError, TrainConfig, load_trained, train
 
 
 @pytest.fixture(scope="module")
@@ -193,12 +194,9 @@ def test_a_folder_that_is_there_is_left_alone(kind: str, good: Path, tmp_path: P
     assert sorted(path.stat().st_mtime_ns for path in (save, *save.rglob("*"))) == before
 
 
-def test_a_full_disk_leaves_nothing(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, data: bytes) -> None:
-        raise OSError(28, "No space left on device", str(path))
-
-    monkeypatch.setattr(imported, "write_atomically", full)
-    with pytest.raises(CheckpointError, match=r"cannot write to the folder .*run: No space left on device"):
+def test_a_full_disk_leaves_nothing(good: Path, tmp_path: Path) -> None:
+    says = r"cannot write to the folder .*run: No space left on device"
+    with full_disk(), pytest.raises(CheckpointError, match=says):
         import_marian(good, tmp_path / "run")
     assert not list(tmp_path.iterdir())
 

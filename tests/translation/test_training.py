@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import platform
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_training import short_config
+from small_training import Messages, log_of, short_config, weights_of
 from torch import nn
 
 from transformer_fast import backends, extension
@@ -57,16 +56,6 @@ def test_batches_are_packed_where_attention_is_fused(corpus: dict[str, str], tmp
     with backends.backend(backend):
         train(short_config(corpus, tmp_path, max_steps=1), Silent(), build=build)
     assert made[0].packed == (backend == "auto" and extension.load())
-
-
-class Messages(Silent):
-    """Keeps what is said."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def message(self, text: str) -> None:
-        self.texts.append(text)
 
 
 @pytest.mark.parametrize(("amp", "has_unit"), [("bf16", False), ("bf16", True), ("off", False)])
@@ -133,8 +122,7 @@ def test_interrupt_saves_and_the_run_goes_on_as_if_never_stopped(corpus: dict[st
     assert signal.getsignal(signal.SIGTERM) is handler
     train(short_config(corpus, tmp_path / "a"), Silent())
     train(short_config(corpus, tmp_path / "b"), Silent())
-    weights = [RunFolder(tmp_path / name).path(6).joinpath("model.safetensors").read_bytes() for name in "ab"]
-    assert weights[0] == weights[1]
+    assert weights_of(tmp_path / "a") == weights_of(tmp_path / "b")
 
 
 def test_divergence_is_an_error_and_is_never_saved(corpus: dict[str, str], tmp_path: Path) -> None:
@@ -174,14 +162,9 @@ def test_without_validation_the_newest_translates(corpus: dict[str, str], tmp_pa
 def test_log_holds_every_report(corpus: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "REPORT_EVERY", 2)
     result = train(short_config(corpus, tmp_path, valid_every=3, bleu_sentences=3), Silent())
-    lines = [json.loads(line) for line in RunFolder(tmp_path).log.read_text().splitlines()]
-    assert [(line["step"], "loss" in line) for line in lines] == [
-        (2, True),
-        (3, False),
-        (4, True),
-        (6, True),
-        (6, False),
-    ]
+    lines = log_of(tmp_path)
+    reports = [(2, True), (3, False), (4, True), (6, True), (6, False)]
+    assert [(line["step"], "loss" in line) for line in lines] == reports
     assert [line["lr"] for line in lines if "lr" in line] == pytest.approx([5e-4, 1e-3, 1e-3 * (4 / 6) ** 0.5])
     assert lines[-1]["valid_loss"] == result.scores["valid_loss"]
     assert lines[-1]["tokens"] == result.tokens
@@ -223,7 +206,7 @@ def test_a_seed_reproduces_a_run_to_the_bit(corpus: dict[str, str], tmp_path: Pa
     def weights(name: str, seed: int) -> bytes:
         torch.rand(3)  # what was drawn before must not matter
         train(short_config(corpus, tmp_path / name, seed=seed, dropout=0.3), Silent())
-        return RunFolder(tmp_path / name).path(6).joinpath("model.safetensors").read_bytes()
+        return weights_of(tmp_path / name)
 
     assert weights("a", 5) == weights("b", 5) != weights("c", 6)
 

@@ -8,46 +8,24 @@ import sys
 
 import pytest
 import torch
+from small_training import TINY
 
-from transformer_fast import GenerationConfig, cli, generate
+from transformer_fast import GenerationConfig, generate
 from transformer_fast.translation import load_trained, train
 from transformer_fast.translation.averaging import average_models
 from transformer_fast.translation.errors import ConfigError
-from transformer_fast.translation.numbers import make_numbers_corpus, numbers_config
+from transformer_fast.translation.numbers import numbers_config
 from transformer_fast.translation.progress import Silent
 from transformer_fast.translation.tokenizer import EOS
 from transformer_fast.translation.translator import Translation, Translator
 
-TINY = {"d_model": 16, "heads": 2, "layers": 1, "d_ff": 32, "batch_tokens": 1024, "max_steps": 20, "warmup": 5}
 LINES = ["two thousand forty-one", "", "seven", "nine hundred ninety-nine thousand", "   ", "one hundred one"]
+TEXT = "\n".join(LINES).encode()
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """one/ and two/: runs on the same data that differ in their seed."""
-    root = tmp_path_factory.mktemp("numbers")
-    make_numbers_corpus(root / "data", train_size=600, held_out=20)
-    for seed, name in enumerate(("one", "two")):
-        train(numbers_config(root / "data", root / name, vocab_size=60, valid_every=1000, seed=seed, **TINY), Silent())
-    return root
-
-
-@pytest.fixture(scope="module")
-def trained(root):
-    return load_trained(root / "one")
-
-
-def run(monkeypatch, capsysbinary, arguments, data):
-    """One command in this process on bytes: exit code, lines on standard output, text on standard error."""
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-    code = cli.main(["translate", *map(str, arguments)])
-    out, err = capsysbinary.readouterr()
-    return code, out.decode().split("\n")[:-1], err.decode()
-
-
-def test_columns(root, trained, monkeypatch, capsysbinary):
-    given = ["--model", root / "one", "--beam", 3, "--n-best", 2, "--scores", "--alignments"]
-    code, out, err = run(monkeypatch, capsysbinary, given, "\n".join(LINES).encode())
+def test_columns(numbers, trained, command):
+    given = ["--model", numbers / "one", "--beam", 3, "--n-best", 2, "--scores", "--alignments"]
+    code, out, err = command("translate", *given, data=TEXT)
     assert (code, err) == (0, "")
     config = GenerationConfig(beam=3, n_best=2, alignments=True)
     expected = []
@@ -57,7 +35,7 @@ def test_columns(root, trained, monkeypatch, capsysbinary):
             pairs = " ".join(f"{i}-{j}" for i, j in one.alignment)
             expected.append(f"{number}\t{one.score:.4f}\t{one.text}\t{pairs}")
     assert out == expected and any("0-0" in line for line in out)
-    code, out, _ = run(monkeypatch, capsysbinary, ["--model", root / "one", "--scores"], b"seven\n")
+    code, out, _ = command("translate", "--model", numbers / "one", "--scores", data=b"seven\n")
     assert code == 0 and len(out) == 1 and float(out[0].split("\t")[0]) < 0
 
 
@@ -84,18 +62,18 @@ def test_a_line_in_pieces_joins_their_scores_and_alignments(trained):
         assert one.alignment == (*first[rank].alignment, *moved)
 
 
-def test_a_line_that_is_not_utf8_gets_an_empty_translation(root, monkeypatch, capsysbinary):
-    command = ["--model", root / "one", "--beam", 1]
-    _, expected, _ = run(monkeypatch, capsysbinary, command, b"seven\n\none hundred one\n")
-    code, out, err = run(monkeypatch, capsysbinary, command, b"seven\nf\xfcnf\none hundred one\n")
+def test_a_line_that_is_not_utf8_gets_an_empty_translation(numbers, command):
+    given = ["--model", numbers / "one", "--beam", 1]
+    _, expected, _ = command("translate", *given, data=b"seven\n\none hundred one\n")
+    code, out, err = command("translate", *given, data=b"seven\nf\xfcnf\none hundred one\n")
     assert code == 1 and out == expected
     assert err == ("standard input, line 2: not valid UTF-8 (byte 0xfc at column 2); its translation is left empty\n")
 
 
-def test_the_mark_of_utf8_is_no_text(root, monkeypatch, capsysbinary):
-    command = ["--model", root / "one", "--beam", 1]
-    expected = run(monkeypatch, capsysbinary, command, b"seven\nseven\n")
-    assert run(monkeypatch, capsysbinary, command, b"\xef\xbb\xbfseven\nseven\n") == expected
+def test_the_mark_of_utf8_is_no_text(numbers, command):
+    given = ["--model", numbers / "one", "--beam", 1]
+    expected = command("translate", *given, data=b"seven\nseven\n")
+    assert command("translate", *given, data=b"\xef\xbb\xbfseven\nseven\n") == expected
 
 
 @pytest.mark.parametrize("keep_full", [False, True])
@@ -146,41 +124,34 @@ def scored(translator):
     return [f"{found[0].score:.4f}\t{found[0].text}" for found in translator.translations(LINES)]
 
 
-def test_several_models_vote_or_are_averaged(root, trained, monkeypatch, capsysbinary):
-    text = "\n".join(LINES).encode()
-    two = load_trained(root / "two")
+def test_several_models_vote_or_are_averaged(numbers, trained, command):
+    two = load_trained(numbers / "two")
     mean = average_models([trained.model, two.model])
     for name, parameter in mean.named_parameters():
         both = [dict(t.model.named_parameters())[name] for t in (trained, two)]
         torch.testing.assert_close(parameter, (both[0] + both[1]) / 2)
     for flags, models in (([], [trained.model, two.model]), (["--average"], mean)):
-        command = ["--model", root / "one", root / "two", "--beam", 2, "--scores", *flags]
-        code, out, _ = run(monkeypatch, capsysbinary, command, text)
-        translator = Translator(models, trained.tokenizer, beam=2)
-        assert code == 0 and out == [
-            f"{found[0].score:.4f}\t{found[0].text}" for found in translator.translations(LINES)
-        ]
-    single = Translator(trained.model, trained.tokenizer, beam=2).translations(LINES)
-    assert out != [f"{found[0].score:.4f}\t{found[0].text}" for found in single]
+        given = ["--model", numbers / "one", numbers / "two", "--beam", 2, "--scores", *flags]
+        code, out, _ = command("translate", *given, data=TEXT)
+        assert code == 0 and out == scored(Translator(models, trained.tokenizer, beam=2))
+    assert out != scored(Translator(trained.model, trained.tokenizer, beam=2))
 
 
-def test_models_that_do_not_fit_each_other_are_refused(root, trained, monkeypatch, capsysbinary, tmp_path):
+def test_models_that_do_not_fit_each_other_are_refused(numbers, trained, command, tmp_path):
     other = tmp_path / "other"
-    train(numbers_config(root / "data", other, vocab_size=50, valid_every=1000, **{**TINY, "max_steps": 1}), Silent())
-    code, _, err = run(monkeypatch, capsysbinary, ["--model", root / "one", other], b"seven\n")
+    train(numbers_config(numbers / "data", other, **TINY | {"vocab_size": 50, "max_steps": 1}), Silent())
+    code, _, err = command("translate", "--model", numbers / "one", other, data=b"seven\n")
     assert code == 2 and "has another tokenizer than" in err and len(err.splitlines()) == 1
     with pytest.raises(ConfigError, match="one size can be averaged"):
         average_models([trained.model, torch.nn.Linear(2, 2)])
 
 
-def test_drawn_translations(root, monkeypatch, capsysbinary):
-    command = ["--model", root / "one", "--sample", "--n-best", 3, "--top-k", 8, "--no-unk"]
-    first, second, other = (
-        run(monkeypatch, capsysbinary, [*command, "--seed", seed], b"seven\ntwo\n") for seed in (1, 1, 2)
-    )
+def test_drawn_translations(numbers, command):
+    given = ["--model", numbers / "one", "--sample", "--n-best", 3, "--top-k", 8, "--no-unk"]
+    first, second, other = (command("translate", *given, "--seed", seed, data=b"seven\ntwo\n") for seed in (1, 1, 2))
     assert first == second != other and first[0] == 0
     assert [line.split("\t")[0] for line in first[1]] == ["1"] * 3 + ["2"] * 3
-    code, _, err = run(monkeypatch, capsysbinary, [*command, "--beam", 4], b"seven\n")
+    code, _, err = command("translate", *given, "--beam", 4, data=b"seven\n")
     assert code == 2 and "beam must be 1, got 4" in err
 
 
@@ -201,23 +172,23 @@ def test_memory_does_not_grow_with_the_text(trained):
     assert read == 300
 
 
-def test_lengths_and_stopping(root, trained, monkeypatch, capsysbinary):
+def test_lengths_and_stopping(numbers, trained, command, capsysbinary):
     flags = ["--max-length", "0.5,2", "--min-length", 2, "--length-norm", "power", "--patience", 2, "--early-stop"]
-    command = ["--model", root / "one", "--beam", 3, "--scores", *flags]
-    code, out, _ = run(monkeypatch, capsysbinary, command, "\n".join(LINES).encode())
+    given = ["--model", numbers / "one", "--beam", 3, "--scores", *flags]
+    code, out, _ = command("translate", *given, data=TEXT)
     config = GenerationConfig(
         beam=3, max_length=(0.5, 2.0), min_length=2, length_norm="power", patience=2.0, early_stop=True
     )
     assert code == 0 and out == scored(Translator(trained.model, trained.tokenizer, config=config))
     assert out != scored(Translator(trained.model, trained.tokenizer, beam=3))
     with pytest.raises(SystemExit):
-        run(monkeypatch, capsysbinary, ["--model", root / "one", "--max-length", "long"], b"")
+        command("translate", "--model", numbers / "one", "--max-length", "long")
     assert "'long' is neither a whole number nor two numbers a,b" in capsysbinary.readouterr().err.decode()
 
 
-def test_int8_weights(root, trained, monkeypatch, capsysbinary):
-    command = ["--model", root / "one", "--beam", 3, "--scores", "--quantize", "int8"]
-    code, out, _ = run(monkeypatch, capsysbinary, command, "\n".join(LINES).encode())
+def test_int8_weights(numbers, trained, command):
+    given = ["--model", numbers / "one", "--beam", 3, "--scores", "--quantize", "int8"]
+    code, out, _ = command("translate", *given, data=TEXT)
     config = GenerationConfig(beam=3, quantize="int8")
     assert code == 0 and out == scored(Translator(trained.model, trained.tokenizer, config=config))
     assert out != scored(Translator(trained.model, trained.tokenizer, beam=3))
@@ -241,14 +212,14 @@ for count in (500, 2_000, 20_000):
 
 
 @pytest.mark.slow("translates 20,000 lines")
-def test_ten_times_the_lines_take_no_more_memory(root):
+def test_ten_times_the_lines_take_no_more_memory(numbers):
     """A chunk's worth, not the text's; in an interpreter of its own, since all that is allocated counts."""
-    command = [sys.executable, "-c", MEMORY, str(root / "one")]
-    _, few, many = map(int, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    given = [sys.executable, "-c", MEMORY, str(numbers / "one")]
+    _, few, many = map(int, subprocess.run(given, capture_output=True, text=True, check=True).stdout.split())
     assert many < 1.3 * few + 50_000, f"{few} bytes for 2,000 lines, {many} for 20,000"
 
 
-def test_progress_is_on_a_terminal_only(root, monkeypatch, capsysbinary, tmp_path):
+def test_progress_is_on_a_terminal_only(numbers, monkeypatch, command, tmp_path):
     source = tmp_path / "in.txt"
     source.write_text("seven\ntwo\n")
 
@@ -258,5 +229,5 @@ def test_progress_is_on_a_terminal_only(root, monkeypatch, capsysbinary, tmp_pat
 
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    code, out, _ = run(monkeypatch, capsysbinary, ["--model", root / "one", "--beam", 1, "--input", source], b"")
+    code, out, _ = command("translate", "--model", numbers / "one", "--beam", 1, "--input", source)
     assert code == 0 and len(out) == 2 and "2/2" in terminal.getvalue()

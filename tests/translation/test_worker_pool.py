@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from test_translate import LINES, root, run, trained  # noqa: F401  (fixtures among them)
+from test_translate import LINES
 
 from transformer_fast import GenerationConfig, backends
 from transformer_fast.translation import worker_pool
@@ -17,7 +17,7 @@ from transformer_fast.translation.translator import Translator
 
 
 @pytest.fixture(scope="module")
-def translator(trained):  # noqa: F811
+def translator(trained):
     return Translator(trained.model, trained.tokenizer, config=GenerationConfig(beam=3, n_best=2, alignments=True))
 
 
@@ -42,7 +42,7 @@ def test_without_on_error_the_first_bad_line_raises(translator):
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_without_on_error_the_errors_are_those_of_one_worker(trained, workers):  # noqa: F811
+def test_without_on_error_the_errors_are_those_of_one_worker(trained, workers):
     model = copy.deepcopy(trained.model)
     model.out.bias.data[0] = math.nan
     with pytest.raises(FloatingPointError, match="NaN"):
@@ -96,10 +96,10 @@ def test_numbers_of_workers_that_cannot_be(translator, monkeypatch):
         next(translator.translations(LINES, workers=2))
 
 
-def test_the_command(root, monkeypatch, capsysbinary):  # noqa: F811
-    given, text = ["--model", root / "one", "--scores"], b"seven\nf\xfcnf\none hundred one\n" * 3
-    expected = run(monkeypatch, capsysbinary, given, text)
-    assert run(monkeypatch, capsysbinary, [*given, "--workers", 2], text) == expected
+def test_the_command(numbers, command):
+    given, text = ["translate", "--model", numbers / "one", "--scores"], b"seven\nf\xfcnf\none hundred one\n" * 3
+    expected = command(*given, data=text)
+    assert command(*given, "--workers", 2, data=text) == expected
     assert expected[0] == 1 and len(expected[1]) == 9
 
 

@@ -13,7 +13,7 @@ from apart import Apart, from_thread_that_ends
 
 
 def make_counter(start: int) -> Callable[[int], tuple[int, int, int]]:
-    """Counts its calls, and in a thread that nobody waits for."""
+    """A side that counts its calls, and counts on in a thread that nobody waits for."""
     counts = [start, 0]
 
     def spin() -> None:
@@ -42,10 +42,10 @@ def test_calls_go_to_one_process_that_stands_still_between_them() -> None:
     side = Apart(make_counter, 10, threads=1)
     side(1)
     before = side(1)
-    time.sleep(0.5)
+    time.sleep(0.3)
     after = side(5)
     assert (before[0], after[0], after[2]) == (12, 17, 1)
-    assert after[1] - before[1] < 100  # it would be nearly 500
+    assert after[1] - before[1] < 100  # it would be nearly 300
     side.close()
     side.close()
     assert side(1)[0] == 11  # another process

@@ -1,14 +1,53 @@
-"""The race of the recurrent model and the Transformer: both learn from the same, have the same time, and are drawn."""
+"""The comparisons with a recurrent model: both sides learn from the same, have the same time, and are drawn."""
 
 import itertools
 import types
 
+import compare_rnn
 import pytest
 import race_rnn
 import torch
 
 from transformer_fast.translation.numbers import english, german, sample_numbers
 from transformer_fast.translation.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def spelling():
+    numbers = sample_numbers(60, held_out=False)
+    tokenizer = Tokenizer.train([spell(n) for n in numbers for spell in (english, german)], vocab_size=120)
+    return tokenizer, numbers, compare_rnn.make_batches(tokenizer, numbers, 30)
+
+
+def test_both_transformers_start_alike(spelling):
+    tokenizer, _, batches = spelling
+    recurrent, eager, fast = compare_rnn.make_models(len(tokenizer), 16, 0).values()
+    src, lengths, trg = batches[0]
+    for model in (eager, fast):
+        model.eval()
+    assert torch.allclose(eager(src, trg, lengths)[0], fast(src, trg, lengths)[0], atol=1e-4)
+    assert recurrent(src, trg, lengths)[0].shape == fast(src, trg, lengths)[0].shape
+
+
+@pytest.mark.parametrize("index", range(3), ids=["GRU", "eager", "fast"])
+def test_a_contestant_learns_and_spells(spelling, index):
+    tokenizer, numbers, batches = spelling
+    model = list(compare_rnn.make_models(len(tokenizer), 16, 0).values())[index]
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    losses = [compare_rnn.train_epoch(model, optimizer, batches, [0, 1]) for _ in range(4)]
+    assert losses[-1] < losses[0] - 0.3
+    assert 0.0 <= compare_rnn.exact(model, tokenizer, numbers[:10]) <= 1.0
+
+
+def test_the_recurrent_models_attention_does_not_read_padding(spelling):
+    tokenizer, _, batches = spelling
+    recurrent = compare_rnn.make_models(len(tokenizer), 16, 0)["GRU with attention"].eval()
+    src, lengths, trg = batches[0]
+    memory, hidden = recurrent.encoder(src, lengths)
+    poisoned = memory.masked_fill((torch.arange(src.shape[1]) >= lengths[:, None]).unsqueeze(-1), 100.0)
+    states = (recurrent.decoder.init_state((outputs, hidden), lengths) for outputs in (memory, poisoned))
+    expected, found = (recurrent.decoder(trg[:, :3], state)[0] for state in states)
+    assert not torch.equal(memory, poisoned) and torch.equal(found, expected)
 
 
 @pytest.fixture(scope="module")
