@@ -24,7 +24,7 @@ from transformer_fast.translation.progress import Silent
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "benchmarks"
 MODULES = {"apart", "attention_cases", "conftest", "harness"}
-ELSEWHERE = {"gpu": "test_gpu.py", "headline": "test_readme.py", "train_multi30k": "test_train_multi30k.py"}
+ELSEWHERE = {"gpu": "test_gpu.py", "headline": "test_pages.py", "train_multi30k": "test_train_multi30k.py"}
 RECIPE = """
 [training]
 d_model = 16

@@ -84,7 +84,7 @@ def run_copy(finished: Path, tmp_path: Path) -> Path:
 def numbers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """data/ (a text), one/ and two/: runs on it that differ in their seed, and answer something."""
     root = tmp_path_factory.mktemp("numbers")
-    make_numbers_corpus(root / "data", train_size=600, held_out=20)
+    make_numbers_corpus(root / "data", train_size=800, held_out=20)
     for seed, name in enumerate(("one", "two")):
         train(numbers_config(root / "data", root / name, seed=seed, **TINY), Silent())
     return root

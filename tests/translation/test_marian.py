@@ -76,6 +76,7 @@ def fused_only(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return calls
 
 
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("activation", ["swish", "gelu", "relu"])
 def test_tokens_are_those_of_transformers(activation: str, tmp_path: Path, fused_only: list[int]) -> None:
     """Every search, of one model: only the generation_config.json differs, and with it the run."""

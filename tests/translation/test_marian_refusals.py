@@ -196,7 +196,7 @@ def test_a_folder_that_is_there_is_left_alone(kind: str, good: Path, tmp_path: P
 
 def test_a_full_disk_leaves_nothing(good: Path, tmp_path: Path) -> None:
     says = r"cannot write to the folder .*run: No space left on device"
-    with full_disk(), pytest.raises(CheckpointError, match=says):
+    with full_disk("vocab.json"), pytest.raises(CheckpointError, match=says):
         import_marian(good, tmp_path / "run")
     assert not list(tmp_path.iterdir())
 

@@ -155,6 +155,7 @@ def test_sample_size_is_bounded(count: int, held_out: bool) -> None:
         sample_numbers(count, held_out=held_out)
 
 
+@pytest.mark.slow("looks at every number")
 def test_largest_test_sample_exists() -> None:
     assert len(sample_numbers(20_000, held_out=True)) == 20_000
 

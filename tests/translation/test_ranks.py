@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import ranks_training
 import torch
+from small_training import log_of
 from torch.utils.checkpoint import checkpoint
 
 import transformer_fast as tfast
@@ -91,7 +92,7 @@ def test_the_train_command_on_any_number_of_processes_whole_or_sharded(
     )
     train(2, ("shard-ddp", 6, again))  # joins its processes by itself
     train(1, ("ddp-one", 6, {}), ("shard-one", 6, {}))
-    expected, log = groups(tmp_path / "alone"), lines(tmp_path / "alone")
+    expected, log = groups(tmp_path / "alone"), log_of(tmp_path / "alone")
     assert [line["step"] for line in log] == [3, 6, 6]
     for name in ("ddp", "ddp-one", "fsdp", "fsdp-again", "shard-ddp", "shard-one", "one-shard"):
         found = groups(tmp_path / name)
@@ -99,16 +100,12 @@ def test_the_train_command_on_any_number_of_processes_whole_or_sharded(
         for key, tensor in found.items():
             if NO_GRADIENT not in key:
                 assert torch.allclose(tensor, expected[key], atol=TOLERANCE, rtol=0), (name, key)
-        for ours, theirs in zip(lines(tmp_path / name), log, strict=True):
+        for ours, theirs in zip(log_of(tmp_path / name), log, strict=True):
             assert (ours["step"], ours["tokens"]) == (theirs["step"], theirs["tokens"])
             for loss in {"valid_loss", "average_valid_loss"} & theirs.keys():
                 assert ours[loss] == pytest.approx(theirs[loss], abs=1e-4)
     first, second = (json.loads((tmp_path / f"shard-ddp-2.{rank}.json").read_text()) for rank in (0, 1))
     assert first == second and [part["step"] for part in first] == [6] and first[0]["average_scores"]
-
-
-def lines(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
 def test_the_parts_of_a_batch_are_the_batch(corpus: dict[str, object]) -> None:

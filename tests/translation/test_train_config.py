@@ -65,12 +65,19 @@ def test_bad_setting_is_named_with_what_was_expected(changes: dict[str, Any], me
         TrainConfig(source="a", target="b", save="c", **changes)
 
 
-def test_flags_give_the_same_settings() -> None:
+REQUIRED = ["--source", "a", "--target", "b", "--save", "c"]
+
+
+@pytest.fixture
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    required = ["--source", "a", "--target", "b", "--save", "c"]
-    assert config_from_args(parser.parse_args(required)) == TrainConfig(source="a", target="b", save="c")
-    args = parser.parse_args([*required, "--max-time", "20m", "--no-tie-weights", "--d-model", "64", "--lr", "3e-4"])
+    return parser
+
+
+def test_flags_give_the_same_settings(parser: argparse.ArgumentParser) -> None:
+    assert config_from_args(parser.parse_args(REQUIRED)) == TrainConfig(source="a", target="b", save="c")
+    args = parser.parse_args([*REQUIRED, "--max-time", "20m", "--no-tie-weights", "--d-model", "64", "--lr", "3e-4"])
     assert config_from_args(args) == TrainConfig(
         source="a", target="b", save="c", max_time=1200.0, tie_weights=False, d_model=64, lr=3e-4
     )
@@ -79,11 +86,9 @@ def test_flags_give_the_same_settings() -> None:
         assert "--" + name.replace("_", "-") in shown
 
 
-def test_a_flag_that_is_no_duration_says_what_one_is(capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
+def test_a_flag_that_is_no_duration_says_what_one_is(parser: argparse.ArgumentParser, capsys) -> None:
     with pytest.raises(SystemExit):
-        parser.parse_args(["--source", "a", "--target", "b", "--save", "c", "--max-time", "3x"])
+        parser.parse_args([*REQUIRED, "--max-time", "3x"])
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.endswith("--max-time: cannot read '3x' as a duration; expected something like 90s, 20m or 1h30m")
 
@@ -99,51 +104,47 @@ class Terminal(io.StringIO):
 
 
 STATUS = Status(step=1200, fraction=0.25, seconds=60.0, tokens_per_second=4321.0, loss=2.5)
+LINE = " 25%  step 1,200  loss 2.500  4,321 tok/s  1:00 < 3:00\n"
 
 
-def test_a_line_now_and_then_where_there_is_no_terminal() -> None:
-    quiet, steady = io.StringIO(), io.StringIO()
-    for stream, interval in ((quiet, 3600.0), (steady, 0.0)):
-        progress = TerminalProgress(stream, interval)
-        progress.update(STATUS)
-        progress.update(STATUS)
-        progress.message("validated")
-        progress.close()
-    assert quiet.getvalue() == "validated\n"
-    line = " 25%  step 1,200  loss 2.500  4,321 tok/s  1:00 < 3:00\n"
-    assert steady.getvalue() == line + line + "validated\n"
+@pytest.mark.parametrize(("interval", "lines"), [(3600.0, ""), (0.0, LINE + LINE)])
+def test_a_line_now_and_then_where_there_is_no_terminal(interval: float, lines: str) -> None:
+    progress = TerminalProgress(stream := io.StringIO(), interval)
+    progress.update(STATUS)
+    progress.update(STATUS)
+    progress.message("validated")
+    progress.close()
+    assert stream.getvalue() == lines + "validated\n"
 
 
 def test_a_bar_on_a_terminal() -> None:
-    stream = Terminal()
-    progress = TerminalProgress(stream)
+    progress = TerminalProgress(stream := Terminal())
     progress.update(STATUS)
     progress.message("validated")
     progress.close()
     assert "validated\n" in stream.getvalue()
     assert re.search(r" 25% \|[#\d ]+\| step 1,200  loss 2.500  4,321 tok/s  1:00 < 3:00", stream.getvalue())
+    with LineProgress(lambda: 4, stream=(stream := Terminal())) as translated:
+        translated.update()
+        translated.message("said")
+    assert "said\n" in stream.getvalue() and "1/4" in stream.getvalue()
 
 
-def test_lines_translated_are_told_now_and_then_where_there_is_no_terminal() -> None:
-    for interval, hidden, expected in ((3600.0, False, []), (0.0, False, ["1 lines", "2 lines"]), (0.0, True, [])):
-        stream = io.StringIO()
-        with LineProgress(
-            lambda: pytest.fail("counted for no bar"), hidden=hidden, stream=stream, interval=interval
-        ) as p:
-            p.update()
-            p.update()
-            p.message("said")
-        *lines, said = stream.getvalue().splitlines()
-        assert said == "said" and [line[:7] for line in lines] == expected and "\r" not in stream.getvalue()
-        assert all(re.fullmatch(r"\d lines  [\d,.]+ lines/s  0:00", line) for line in lines)
+@pytest.mark.parametrize(
+    ("interval", "hidden", "expected"),
+    [(3600.0, False, []), (0.0, False, ["1 lines", "2 lines"]), (0.0, True, [])],
+)
+def test_lines_translated_are_told_now_and_then(interval: float, hidden: bool, expected: list[str]) -> None:
+    def counted() -> int:
+        pytest.fail("counted for no bar")
 
-
-def test_lines_translated_are_a_bar_on_a_terminal() -> None:
-    stream = Terminal()
-    with LineProgress(lambda: 4, stream=stream) as progress:
+    with LineProgress(counted, hidden=hidden, stream=(stream := io.StringIO()), interval=interval) as progress:
+        progress.update()
         progress.update()
         progress.message("said")
-    assert "said\n" in stream.getvalue() and "1/4" in stream.getvalue()
+    *lines, said = stream.getvalue().splitlines()
+    assert said == "said" and [line[:7] for line in lines] == expected and "\r" not in stream.getvalue()
+    assert all(re.fullmatch(r"\d lines  [\d,.]+ lines/s  0:00", line) for line in lines)
 
 
 def test_times_are_readable() -> None:

@@ -1,0 +1,206 @@
+"""What README and docs/ show must run, their links lead somewhere, and their pictures are those that the code draws."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import matplotlib.figure
+import numpy as np
+import pytest
+import torch
+
+import transformer_fast as tfast
+from transformer_fast import AttentionMask, cli, mask_plots
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+README = ROOT / "README.md"
+TEXT = README.read_text()
+PAGES = [README, *sorted(DOCS.glob("*.md"))]
+NEEDED = {"import transformers": "transformers", "torch.onnx": "onnx", "onnxruntime": "onnxruntime"}
+
+
+def blocks(page: Path) -> list[str]:
+    """The Python blocks of a page."""
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def check_packages(text: str) -> None:
+    """Skip the test where a package is missing that the text imports."""
+    for mention, package in NEEDED.items():
+        if mention in text:
+            pytest.importorskip(package)
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a block writes; and there is no network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+@functools.cache
+def shown_by(block: str) -> str:
+    """Return what a block prints, with names of its own."""
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        exec(compile(block, "a block of README", "exec"), {"__name__": "__main__"})
+    return shown.getvalue()
+
+
+def block_with(text: str) -> str:
+    """README's one block that has this text."""
+    (block,) = (block for block in blocks(README) if text in block)
+    return block
+
+
+def of_pages() -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def test_every_family_has_a_page() -> None:
+    families = {"layers", "bert", "tensorflow", "d2l", "masks", "accelerate", "huggingface", "export"}
+    assert families <= {page.stem for page in PAGES} and len(blocks(README)) >= 5
+
+
+@of_pages()
+def test_the_blocks_of_a_page_run(page: Path) -> None:
+    """Those of docs/ one after the other, with the same names; those of README by themselves: people copy one."""
+    text, found = page.read_text(), blocks(page)
+    assert found and 2 * len(found) == text.count("```"), "every block is one of Python, and was found"
+    if page == README:
+        for block in found:
+            if "tfast.accelerate" not in block:  # which trains; a test below has it
+                check_packages(block)
+                shown_by(block)
+        return
+    check_packages(text)
+    names: dict = {}
+    for number, block in enumerate(found, start=1):
+        exec(compile(block, f"{page.name}, block {number}", "exec"), names)
+
+
+def alone() -> Iterator[object]:
+    """All blocks of README, and the first of each page of docs/."""
+    for page in PAGES:
+        for number, block in enumerate(blocks(page)[: None if page == README else 1], start=1):
+            yield pytest.param(block, id=f"{page.stem} {number}")
+
+
+@pytest.mark.slow("each starts a program")
+@pytest.mark.parametrize("block", list(alone()))
+def test_a_block_runs_alone(block: str) -> None:
+    """In a fresh interpreter, in an empty folder, without network."""
+    check_packages(block)
+    environment = os.environ | {"PYTHONPATH": str(Path(tfast.__file__).parent.parent), "PYTHONWARNINGS": "ignore"}
+    run = subprocess.run([sys.executable, "-c", block], capture_output=True, text=True, env=environment, timeout=600)
+    assert run.returncode == 0, f"{run.stdout}{run.stderr}\nin a fresh interpreter, of\n{block}"
+
+
+def test_the_ten_lines() -> None:
+    block = block_with("tfast.explain")
+    assert len([line for line in block.splitlines() if line]) <= 10
+    shown = shown_by(block)
+    assert "torch.Size([32, 30, 8000])" in shown and "lengths (32,)" in shown
+
+
+def test_one_op_at_a_time() -> None:
+    shown = shown_by(block_with("attention_packed"))
+    shapes = [tuple(map(int, shape.split(", "))) for shape in re.findall(r"Size\(\[(.*?)\]\)", shown)]
+    assert shapes == [(2, 4, 1, 64), (2, 4, 5, 5), (2, 4, 5), (2, 5, 512)]
+    assert float(shown.split()[-1]) > 0
+
+
+def test_packed_and_its_loss() -> None:
+    assert 0 < float(shown_by(block_with("packed=True"))) < 100
+
+
+@pytest.mark.slow("trains the models of the page")
+def test_the_twelve_lines_of_accelerate() -> None:
+    block = block_with("tfast.accelerate")
+    assert len([line for line in block.splitlines() if line]) <= 12
+    shown = shown_by(block)
+    differences = [float(text) for text in re.findall(r"largest difference: (\S+)", shown)]
+    assert len(differences) == 2 and max(differences) <= 1e-4
+    assert "layers.TransformerEncoder" in shown and "fused Encoder" in shown
+
+
+def test_the_lines_for_hugging_face() -> None:
+    pytest.importorskip("transformers")
+    assert "torch.Size([1, 2, 100])" in shown_by(block_with("import transformers"))
+
+
+# Numbers, commands and links
+
+
+def test_the_headline_is_what_the_records_say() -> None:
+    """The picture is the one that is drawn from them, and the sentence above it has the same numbers."""
+    spec = importlib.util.spec_from_file_location("headline", ROOT / "benchmarks" / "headline.py")
+    headline = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(headline)
+    assert headline.PICTURE.read_text() == headline.draw(), "python benchmarks/headline.py draws it again"
+    attention, step = ([headline.said(bar.times) for bar in rows if bar.ours] for rows in headline.groups().values())
+    sentence = re.search(r"\*\*Masked attention.*?\*\*", TEXT, re.DOTALL)[0]
+    assert re.findall(r"\d+(?:\.\d)?", sentence) == [*attention, *step]
+
+
+REQUIRED = "--source train.en --target train.de --save runs/en-de"  # what "train ..." stands for
+
+
+@of_pages()
+def test_command_lines_are_understood(page: Path) -> None:
+    """Every command line that a page shows, without what a shell does."""
+    for line in re.findall(r"^    .*-m transformer_fast (.*)$", page.read_text().replace("\\\n", " "), re.MULTILINE):
+        arguments = re.sub(r"[<>] \S+|  +#.*", "", line).replace("...", REQUIRED)
+        cli._parser(training="train" in arguments).parse_args(shlex.split(arguments))
+
+
+@of_pages()
+def test_links_lead_somewhere(page: Path) -> None:
+    for path in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+        assert (page.parent / path).exists(), path
+
+
+def test_every_make_target_named_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = set(re.findall(r"`?make ([a-z-]+)`?", TEXT + (ROOT / "CONTRIBUTING.md").read_text()))
+    assert named - {"a"} <= targets
+
+
+def test_the_pictures_of_the_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures, save = [], matplotlib.figure.Figure.savefig
+
+    def record(figure: matplotlib.figure.Figure, path: Path, **options: object) -> None:
+        figures.append(figure)
+        save(figure, path, **options | {"dpi": 20})
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", record)
+    paths = mask_plots.mask_pictures(tmp_path)
+    assert {p.name for p in paths} == {p.name for p in (DOCS / "images").glob("mask_*.png")}
+    assert all(f"images/{p.name}" in (DOCS / "masks.md").read_text() for p in paths)
+    seen = {
+        path.stem: [axes.images[0].get_array() for axes in figure.get_axes()]
+        for path, figure in zip(paths, figures, strict=True)
+    }
+    padding = AttentionMask.lengths(torch.tensor([5, 3]))
+    both = padding & AttentionMask.causal()
+    expected = [mask.dense(5, 5).expand(2, 1, 5, 5)[b, 0].numpy() for mask in (padding, both) for b in (0, 1)]
+    # Three dialects, one meaning: padding on the first line, padding and look-ahead on the second.
+    for name, panels in {"mask_keep": (1, 2, 5, 6), "mask_blocked": (1, 2, 5, 6), "mask_lengths": (1, 2, 4, 5)}.items():
+        for panel, meaning in zip(panels, expected, strict=True):
+            np.testing.assert_array_equal(seen[name][panel], meaning)
+    causal = torch.ones(5, 5).tril().bool().numpy()
+    for panel in (4, 6, 8):
+        np.testing.assert_array_equal(seen["mask_torch"][panel], causal)
+        np.testing.assert_array_equal(seen["mask_torch"][panel - 1], causal)
+    np.testing.assert_allclose(seen["mask_empty_row"][1][2], 0.2)
+    np.testing.assert_array_equal(seen["mask_empty_row"][2][2], 0)
