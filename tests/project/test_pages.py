@@ -72,7 +72,12 @@ def test_every_family_has_a_page() -> None:
     assert families <= {page.stem for page in PAGES} and len(blocks(README)) >= 5
 
 
-@of_pages()
+EXPORTS = pytest.mark.slow("exports a model in four ways; tests/ops/test_export.py has each")
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.stem, marks=[EXPORTS] if page.stem == "export" else []) for page in PAGES]
+)
 def test_the_blocks_of_a_page_run(page: Path) -> None:
     """Those of docs/ one after the other, with the same names; those of README by themselves: people copy one."""
     text, found = page.read_text(), blocks(page)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from small_training import log_of, small_config
 
@@ -86,50 +89,43 @@ def test_an_epoch_may_end_within_an_update(corpus: dict[str, str], tmp_path: Pat
     assert ends[1][:3] == [-(-epoch * batches // 2) for epoch in (1, 2, 3)]
 
 
-def test_average_from_the_command_line(averaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = load_average(RunFolder(averaged))
-    assert cli.main(["average", "--model", str(averaged), "--last", "2"]) == 0
-    assert "mean of the checkpoints 9, 12" in capsys.readouterr().out
-    assert load_average(RunFolder(averaged)).steps == [9, 12]
-    save_average(RunFolder(averaged), before)
-    assert cli.main(["average", "--model", str(averaged / "nothing")]) == 2
-    assert "has no checkpoint" in capsys.readouterr().err
+@pytest.fixture
+def averaged_copy(averaged: Path, tmp_path: Path) -> RunFolder:
+    return RunFolder(shutil.copytree(averaged, tmp_path / "copy"))
+
+
+def test_average_from_the_command_line(averaged_copy: RunFolder, command: Callable) -> None:
+    code, out, _ = command("average", "--model", averaged_copy.root, "--last", "2")
+    assert code == 0 and "mean of the checkpoints 9, 12" in out[0]
+    assert load_average(averaged_copy).steps == [9, 12]
+    code, _, err = command("average", "--model", averaged_copy.root / "nothing")
+    assert code == 2 and "has no checkpoint" in err
     with pytest.raises(ConfigError, match="last is 0; expected a number of checkpoints >= 1"):
-        average_checkpoints(RunFolder(averaged), 0)
+        average_checkpoints(averaged_copy, 0)
 
 
 @pytest.mark.parametrize("how", ["cut", "altered", "foreign", "empty"])
-def test_a_damaged_average_is_named(averaged: Path, tmp_path: Path, how: str) -> None:
-    import safetensors.torch
-
-    folder = RunFolder(averaged)
-    whole = folder.average.read_bytes()
+def test_a_damaged_average_is_named(averaged_copy: RunFolder, tmp_path: Path, how: str) -> None:
+    whole = averaged_copy.average.read_bytes()
     damaged = {
         "cut": whole[:-9],
         "altered": whole[:-1] + bytes([whole[-1] ^ 1]),
         "foreign": safetensors.torch.save({"weight": torch.zeros(2)}),
         "empty": b"",
     }[how]
-    folder.average.write_bytes(damaged)
-    try:
-        with pytest.raises(CheckpointError, match=r"average\.safetensors is damaged: .* Delete it, or average again"):
-            load_trained(averaged, which="average")
-    finally:
-        folder.average.write_bytes(whole)
+    averaged_copy.average.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"average\.safetensors is damaged: .* Delete it, or average again"):
+        load_trained(averaged_copy.root, which="average")
     with pytest.raises(CheckpointError, match=r"has no average\.safetensors; make one: average --model"):
         load_average(RunFolder(tmp_path))
 
 
-def test_averaging_a_damaged_checkpoint(averaged: Path) -> None:
-    path = RunFolder(averaged).path(9) / "model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
-    try:
-        with pytest.raises(CheckpointError, match=r"step-00000009.model.safetensors is damaged"):
-            average_checkpoints(RunFolder(averaged), 3)
-        assert average_checkpoints(RunFolder(averaged), 1).steps == [12]
-    finally:
-        path.write_bytes(whole)
+def test_averaging_a_damaged_checkpoint(averaged_copy: RunFolder) -> None:
+    path = averaged_copy.path(9) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(CheckpointError, match=r"step-00000009.model.safetensors is damaged"):
+        average_checkpoints(averaged_copy, 3)
+    assert average_checkpoints(averaged_copy, 1).steps == [12]
 
 
 # The moving average
