@@ -18,7 +18,7 @@ ROWS = (
         path=PACKAGE + "report.py",
         old="                change.undo()\n",
         new="                change\n",
-        tests=("tests/accelerate/test_huggingface.py", "tests/accelerate/test_accelerate.py"),
+        tests=("tests/accelerate/test_huggingface_blocks.py", "tests/accelerate/test_accelerate.py"),
     ),
     Fault(
         name="undo leaves the weights of the last call",
@@ -53,7 +53,7 @@ ROWS = (
         path=PACKAGE + "engine.py",
         old='have" if module.add_zero_attn else ""',
         new='have" if False else ""',
-        tests=("tests/accelerate/test_torch.py", "tests/accelerate/test_attention.py"),
+        tests=("tests/accelerate/test_torch.py", "tests/accelerate/test_huggingface_attention.py"),
     ),
     Fault(
         name="a dropout in place is swapped",

@@ -5,8 +5,8 @@ from .fault import Fault
 ATTENTION = "csrc/cpu/attention/"
 NATIVE = ("tests/ops/test_attention_native.py",)
 PARTS = ("tests/ops/test_attention_parts.py",)
-WINDOW = ("tests/ops/test_attention_window.py",)
-EXTRAS = ("tests/ops/test_attention_native_extras.py",)
+WINDOW = ("tests/ops/test_attention_kernels.py",)
+EXTRAS = ("tests/ops/test_attention_kernels.py",)
 OUTPUTS = ("tests/ops/test_attention_outputs.py",)
 DECODE = ("tests/ops/test_attention_decode.py",)
 NORM = ("tests/ops/test_norm.py", "tests/ops/test_every_op.py")
@@ -245,7 +245,7 @@ ROWS = (
         path="csrc/ops/attention_cpu.cpp",
         old="p.first_batch = b;",
         new="p.first_batch = 0;",
-        tests=("tests/ops/test_attention_native_packed.py",),
+        tests=("tests/ops/test_attention_kernels_packed.py",),
     ),
     Fault(
         name="returned weights leave out the sink",
@@ -280,6 +280,6 @@ ROWS = (
         path=ATTENTION + "saved_tile.h",
         old="const Vector<A> grad = weight == A(0) ? Vector<A>{} : load(grads + row * lanes + lane);",
         new="const Vector<A> grad = load(grads + row * lanes + lane);",
-        tests=("tests/ops/test_attention_native_saved_probs.py",),
+        tests=("tests/ops/test_attention_native.py",),
     ),
 )

@@ -8,7 +8,7 @@ NORM = ("tests/ops/test_norm.py", "tests/ops/test_every_op.py")
 DROPOUT = ("tests/ops/test_dropout.py", "tests/ops/test_every_op.py")
 LAUNCHING = (
     "tests/ops/test_launching.py",
-    "tests/ops/test_launching_calls.py",
+    "tests/ops/test_launching.py",
     "tests/ops/test_launching_attention.py",
 )
 SEARCH = ("tests/generation/test_search_steps.py", "tests/generation/test_fused.py")

@@ -5,8 +5,8 @@ from .fault import Fault
 ATTENTION = "csrc/cpu/attention/"
 NATIVE = ("tests/ops/test_attention_native.py",)
 PARTS = ("tests/ops/test_attention_parts.py",)
-WINDOW = ("tests/ops/test_attention_window.py",)
-EXTRAS = ("tests/ops/test_attention_native_extras.py",)
+WINDOW = ("tests/ops/test_attention_kernels.py",)
+EXTRAS = ("tests/ops/test_attention_kernels.py",)
 OUTPUTS = ("tests/ops/test_attention_outputs.py",)
 DECODE = ("tests/ops/test_attention_decode.py",)
 NORM = ("tests/ops/test_norm.py", "tests/ops/test_every_op.py")

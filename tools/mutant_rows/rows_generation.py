@@ -3,8 +3,8 @@
 from .fault import Fault
 
 PACKAGE = "transformer_fast/generation/"
-BEAM = ("tests/generation/test_generation.py", "tests/generation/test_generate.py")
-CACHE = ("tests/generation/test_cache.py", "tests/generation/test_generation.py")
+BEAM = ("tests/generation/test_search.py", "tests/generation/test_options.py")
+CACHE = ("tests/generation/test_cache.py", "tests/generation/test_search.py")
 KEPT = ("tests/generation/test_kept_weights.py",)
 SPECULATIVE = ("tests/generation/test_speculative.py",)
 CONTINUOUS = ("tests/generation/test_continuous.py",)
@@ -113,7 +113,7 @@ ROWS = (
         path=PACKAGE + "rules.py",
         old="last = (self._limits[sentence] <= tokens.shape[1] - begin)[:, None]",
         new="last = (self._limits[sentence] < tokens.shape[1] - begin)[:, None]",
-        tests=("tests/generation/test_wide_beam.py", *CONTINUOUS),
+        tests=("tests/generation/test_options.py", *CONTINUOUS),
     ),
     Fault(
         name="the limits of sentences that join are forgotten",

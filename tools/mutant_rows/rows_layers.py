@@ -102,7 +102,7 @@ ROWS = (
         path=PACKAGE + "layers/torch_modules.py",
         old="if weights is not None and average_attn_weights:",
         new="if weights is not None:",
-        tests=("tests/layers/test_multihead.py", "tests/accelerate/test_attention.py"),
+        tests=("tests/layers/test_multihead.py", "tests/accelerate/test_huggingface_attention.py"),
     ),
     Fault(
         name="TensorFlow's padding mask is 1 at tokens",

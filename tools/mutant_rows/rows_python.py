@@ -53,7 +53,7 @@ ROWS = (
         path=PACKAGE + "mask_parts.py",
         old="        allowed = allowed & (j >= i + window)\n",
         new="        allowed = allowed & (j >= window)\n",
-        tests=("tests/ops/test_masks.py", "tests/ops/test_attention_window.py"),
+        tests=("tests/ops/test_masks.py", "tests/ops/test_attention_kernels.py"),
     ),
     Fault(
         name="ids of two documents clash when they are combined",

@@ -42,7 +42,7 @@ ROWS = (
     Reverted(
         commit="081ec59",
         subject="A part around a refused model does not answer for its config",
-        tests=("tests/accelerate/test_attention.py",),
+        tests=("tests/accelerate/test_huggingface_attention.py",),
     ),
     Reverted(
         commit="86c039b",
@@ -55,7 +55,7 @@ ROWS = (
     Reverted(
         commit="d297b24",
         subject="accelerate: tests of the blocks of ten models of transformers",
-        tests=("tests/accelerate/test_huggingface.py",),
+        tests=("tests/accelerate/test_huggingface_blocks.py",),
     ),
     Reverted(
         commit="eb6dc45",
@@ -85,7 +85,7 @@ ROWS = (
         subject="Triton attention: sums are taken again from a logsumexp of 8 on",
         tests=(
             "tests/interpreter/test_fuzz.py",
-            "tests/interpreter/test_triton_attention.py",
+            "tests/interpreter/test_attention_kernels.py",
         ),
     ),
     Reverted(

@@ -192,7 +192,7 @@ ROWS = (
         path=TRITON + "attention/decode.py",
         old='("attention decode", causal, window, softcap, scale),',
         new='("attention decode", causal, window, scale),',
-        tests=("tests/ops/test_launching_attention.py", "tests/ops/test_launching_calls.py"),
+        tests=("tests/ops/test_launching_attention.py", "tests/ops/test_launching.py"),
     ),
     Fault(
         name="returned weights of a large logsumexp leave out the sink",
