@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -39,7 +39,7 @@ class Labelled(Tensor):
 class Watching(Tensor):
     """A subclass that sees the functions called with it."""
 
-    seen: list[Any]
+    seen: ClassVar[list[Any]] = []
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -51,7 +51,7 @@ class Wrapping(Tensor):
     """A subclass that holds a tensor, has no memory itself, and sees the operators called with it."""
 
     inner: Tensor
-    seen: list[Any]
+    seen: ClassVar[list[Any]] = []
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapping:

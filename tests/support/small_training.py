@@ -144,7 +144,7 @@ def outcome(folder: Path) -> tuple:
     run = RunFolder(folder)
     last = run.steps()[-1]
     state, log = json.loads((run.path(last) / "state.json").read_text()), log_of(folder)
-    for timed in (state, *log):
+    for timed in (state, state.get("between") or {}, *log):
         for name in ("seconds", "tokens_per_second", "log_bytes"):
             timed.pop(name, None)
     weights = tuple(path.read_bytes() for path in sorted(run.path(last).glob("*.safetensors")))
