@@ -18,8 +18,9 @@ test_every_pair_of_masks = test_long_on_both_sides = None  # a minute each; pair
 test_same_bits_in_every_run_on_any_number_of_threads = pytest.mark.cover(1)(
     test_attention_kernels.test_same_bits_in_every_run_on_any_number_of_threads
 )
+test_a_bias_of_any_shape_and_dtype = pytest.mark.cover(7)(test_attention_kernels.test_a_bias_of_any_shape_and_dtype)
 test_a_bias_by_distance_of_any_shape = pytest.mark.usefixtures("tiles_of_distances")(
-    test_attention_kernels.test_a_bias_by_distance_of_any_shape
+    pytest.mark.cover(5)(test_attention_kernels.test_a_bias_by_distance_of_any_shape)
 )
 
 

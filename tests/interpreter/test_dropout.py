@@ -51,6 +51,7 @@ def few_programs(monkeypatch):
 
 
 # rows < programs; one tile; ragged last tiles; stripes of columns; widths that nothing divides
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("p", [0.0, 0.5])
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 20), (129, 33), (57, 64), (9, 600), (2, 3, 2100)])

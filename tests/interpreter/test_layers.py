@@ -8,6 +8,7 @@ import transformer_fast as tfast
 from transformer_fast import AttentionMask, layers
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("norm", ["std", "layer", "rms"])
 def test_a_training_step_of_the_transformer(norm_first, norm, device):

@@ -88,6 +88,7 @@ def compare(tensors, grads, kind, p=0.0, eps=1e-5):
     return actual
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,6 +98,7 @@ def test_matches_the_oracle(rows, d, dtype, kind, fused):
     compare(*make(rows, d, dtype, residual), kind, p)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("fused", FUSED)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "d"), [(1, 65), (3, 128), (5, 150)])
