@@ -38,6 +38,7 @@ def run(processes: int, *args: str) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow("starts three processes for half a minute")
 def test_layers_under_ddp_and_fsdp2(tmp_path: Path) -> None:
     for processes in (1, 2):
         (tmp_path / str(processes)).mkdir()
