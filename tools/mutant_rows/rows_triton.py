@@ -16,7 +16,7 @@ DROPOUT = (FOLDER + "test_dropout.py",)
 LOSS = (FOLDER + "test_cross_entropy.py",)
 WEIGHTS = (FOLDER + "test_attention_kernels.py",)
 BIAS = (FOLDER + "test_attention_kernels.py",)
-DISTANCE = (FOLDER + "test_attention_grad_distance_bias.py",)
+DISTANCE = (FOLDER + "test_attention_kernels.py",)
 
 ROWS = (
     Fault(
