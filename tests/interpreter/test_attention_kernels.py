@@ -6,7 +6,6 @@ A call takes the interpreter a second, so the short list has every value of a pa
 from __future__ import annotations
 
 import pytest
-import test_attention_kernels
 from test_attention_kernels import *  # noqa: F403
 
 pytestmark = [
@@ -15,13 +14,15 @@ pytestmark = [
     pytest.mark.cover("values"),
 ]
 test_every_pair_of_masks = test_long_on_both_sides = None  # a minute each; pairs are in test_fuzz.py
-test_same_bits_in_every_run_on_any_number_of_threads = pytest.mark.cover(1)(
-    test_attention_kernels.test_same_bits_in_every_run_on_any_number_of_threads
-)
-test_a_bias_of_any_shape_and_dtype = pytest.mark.cover(7)(test_attention_kernels.test_a_bias_of_any_shape_and_dtype)
-test_a_bias_by_distance_of_any_shape = pytest.mark.usefixtures("tiles_of_distances")(
-    pytest.mark.cover(5)(test_attention_kernels.test_a_bias_by_distance_of_any_shape)
-)
+for test, count in (
+    (test_every_part_with_every_mask, 8),  # noqa: F405
+    (test_a_bias_of_any_shape_and_dtype, 6),  # noqa: F405
+    (test_a_bias_by_distance_of_any_shape, 4),  # noqa: F405
+    (test_same_bits_in_every_run_on_any_number_of_threads, 1),  # noqa: F405
+):
+    pytest.mark.cover(count)(test)
+pytest.mark.usefixtures("tiles_of_distances")(test_a_bias_by_distance_of_any_shape)  # noqa: F405
+del test
 
 
 def test_rows_too_far_apart_for_32_bits_are_copied(monkeypatch, kernels):

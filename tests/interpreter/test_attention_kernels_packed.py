@@ -9,16 +9,13 @@ import pytest
 import torch
 from attention_kernels import TRITON
 from test_attention_kernels_packed import *  # noqa: F403
-from test_attention_kernels_packed import (
-    test_same_bits_in_every_run_on_any_number_of_threads_and_with_longer_bounds as _same_bits,
-)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow) encountered"),
     pytest.mark.usefixtures("small_tiles"),
     pytest.mark.cover("values"),
 ]
-test_same_bits_in_every_run_on_any_number_of_threads_and_with_longer_bounds = pytest.mark.cover(1)(_same_bits)
+pytest.mark.cover(1)(test_same_bits_in_every_run_on_any_number_of_threads_and_with_longer_bounds)  # noqa: F405
 
 
 @pytest.fixture(autouse=True)

@@ -91,6 +91,7 @@ def assert_lists_are(lists, classes):
         assert numbers[::-1][:partial] == (kinds == PARTIAL).nonzero().flatten().tolist()
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("tile", [(32, 32), (64, 128), (16, 256)], ids=str)
 @pytest.mark.parametrize("dialect", MAPPED)
 def test_lists_hold_the_tiles_with_work(dialect, tile):
