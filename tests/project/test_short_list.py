@@ -75,3 +75,9 @@ def test_a_test_that_is_named_runs_with_all_its_cases(pytester: pytest.Pytester)
     path = pytester.makepyfile(SUITE.format(marks='@pytest.mark.slow("takes an hour")'))
     result = pytester.runpytest_subprocess("-p", "short_list", f"{path.name}::test_product")
     result.assert_outcomes(passed=12)
+
+
+def test_benchmarks_run_with_all_their_cases(pytester: pytest.Pytester) -> None:
+    (pytester.path / "bench_it.py").write_text(SUITE.format(marks='@pytest.mark.cover("values")'))
+    result = pytester.runpytest_subprocess("-p", "short_list", "-o", "python_files=bench_*.py", ".")
+    result.assert_outcomes(passed=13)

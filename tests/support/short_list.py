@@ -24,6 +24,8 @@ from typing import Any
 
 import pytest
 
+BENCHMARKS = "bench_*.py"
+"""Files of which all cases run, one after the other."""
 STRENGTHS = {"values": 1, "pairs": 2}
 LEFT = pytest.StashKey[int]()
 COLLECTED = pytest.StashKey[int]()
@@ -46,10 +48,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run folders in as many processes as there are cores, if the command does not say in how many."""
+    """Run folders of tests in as many processes as there are cores, if the command does not say in how many."""
     option = config.option
     alone = hasattr(config, "workerinput") or option.collectonly or option.usepdb
-    if not alone and getattr(option, "numprocesses", 0) is None and all(Path(name).is_dir() for name in config.args):
+    folders = all(Path(name).is_dir() and not any(Path(name).glob(BENCHMARKS)) for name in config.args)
+    if not alone and folders and getattr(option, "numprocesses", 0) is None:
         option.numprocesses, option.maxschedchunk = os.cpu_count(), 2
 
 
@@ -82,10 +85,12 @@ def pytest_testnodedown(node: Any, error: object) -> None:
 def short_list(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
     """The cases that run without ``--all``, with combinations of at most so many parameters."""
     tests: dict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("slow") is None:
-            tests[item.nodeid.partition("[")[0]].append(item)
     chosen: set[pytest.Item] = set()
+    for item in items:
+        if item.path.match(BENCHMARKS):
+            chosen.add(item)
+        elif item.get_closest_marker("slow") is None:
+            tests[item.nodeid.partition("[")[0]].append(item)
     for cases in tests.values():
         mark = cases[0].get_closest_marker("cover")
         what = mark.args[0] if mark else "pairs"
