@@ -34,8 +34,8 @@ PARTS = ["nothing", "documents", "distances", "distances of all heads", "softcap
 
 
 def call_of(kernels, lengths, part: str, dtype, **more):
-    """A call with one of the PARTS; with all of them, bounds between the longest sequence and the number of tokens."""
-    longest = tuple(max(n) + 8 * (part == "all parts") for n in lengths)
+    """A call with one of the PARTS; with all of them, bounds past the number of tokens."""
+    longest = tuple(max(n) + 30 * (part == "all parts") for n in lengths)
     near = distances(kernels, (1, 1 if part == "distances of all heads" else H), *longest).to(wide(dtype))
     ids = documents(*lengths)
     parts = {

@@ -8,6 +8,7 @@ and heads that share the bias. Nothing is atomic: two runs agree bit for bit.
 """
 
 import torch
+import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
@@ -114,10 +115,8 @@ def _grad_distance_kernel(
 
 def diagonal_sums(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
     """What the programs leave to be added: fp32 (own batches, H, diagonals of tiles, parts, 2 * query rows a tile)."""
-    if params.packed is None:
-        B, H, queries, keys = *q.shape[:3], k.shape[2]
-    else:
-        B, H, queries, keys = len(params.packed.cu_seqlens_q) - 1, q.shape[1], params.packed.max_q, params.packed.max_k
+    B, H = q.shape[:2] if params.packed is None else (len(params.packed.cu_seqlens_q) - 1, q.shape[1])
+    queries, keys = lengths_of_views(q, k, params)
     rows, columns, _ = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])]
     diagonals = (blocks_of(queries, rows) - 1) * (rows // columns) + blocks_of(keys, columns)
     own = params.distance_bias.shape[0]
@@ -125,6 +124,14 @@ def diagonal_sums(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
     each = blocks_of(shared, min(shared, blocks_of(PROGRAMS, own * H * diagonals)))
     shape = (own, H, diagonals, blocks_of(shared, each), 2 * rows)
     return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def lengths_of_views(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[int, int]:
+    """Queries and keys of the tensors that the kernel gets: no sequence is longer than all tokens of a packed batch,
+    whatever the caller's bound."""
+    if params.packed is None:
+        return q.shape[2], k.shape[2]
+    return min(params.packed.max_q, q.shape[0]), min(params.packed.max_k, k.shape[0])
 
 
 def along_distances(sums: Tensor, params: AttentionParams, queries: int, keys: int, tile: tuple[int, int]) -> Tensor:
@@ -207,6 +214,10 @@ def attention_grad_distance_bias(
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
     outputs = (*empties_like(logsumexp, logsumexp), sums)
     run_call("attention grad_distance_bias", inputs, outputs, 0, params, grad_distance_bias_launches)
-    lengths = (q.shape[2], k.shape[2]) if params.packed is None else (params.packed.max_q, params.packed.max_k)
+    queries, keys = lengths_of_views(q, k, params)
     tile = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])][:2]
-    return along_distances(sums, params, *lengths, tile).contiguous()
+    gradient = along_distances(sums, params, queries, keys, tile)
+    if params.packed is None:
+        return gradient.contiguous()
+    # Distances that no sequence has.
+    return F.pad(gradient, (params.packed.max_q - queries, params.packed.max_k - keys))
