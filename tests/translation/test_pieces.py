@@ -124,3 +124,12 @@ def test_scores_are_compared_with_their_like(
     scores: dict[str, float], than: dict[str, float], same: bool, better: bool
 ) -> None:
     assert is_better(scores, than, same_sentences=same) == better
+
+
+def test_an_older_checkpoint_that_is_damaged_does_not_stop_the_run(
+    corpus: dict[str, str], tmp_path: Path, scripted: dict[int, dict[str, float]]
+) -> None:
+    run(corpus, tmp_path / "run", [6], keep_last=3)
+    (RunFolder(tmp_path / "run").path(3) / "state.json").write_text("{")
+    result, _ = run(corpus, tmp_path / "run", [9], keep_last=3)
+    assert result.step == 9 and RunFolder(tmp_path / "run").steps() == [3, 6, 9]

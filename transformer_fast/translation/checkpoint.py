@@ -197,7 +197,14 @@ class RunFolder:
     def regular_steps(self) -> list[int]:
         """Steps whose checkpoint one run in one piece has too, and the newest one; ascending."""
         steps = self.steps()
-        return [step for step in steps if step == steps[-1] or not self.state(step).get("between")]
+        return [step for step in steps if step == steps[-1] or not self._is_between(step)]
+
+    def _is_between(self, step: int) -> bool:
+        """Return True for a checkpoint at which a run only ended; False for one that cannot be read."""
+        try:
+            return bool(self.state(step).get("between"))
+        except CheckpointError:
+            return False
 
     def prune(self, keep_last: int, others: Collection[int | None]) -> None:
         """Delete all but the newest `keep_last` checkpoints and the `others`, which are `regular_steps`."""
