@@ -56,7 +56,8 @@ def generate(
     request, rules = prepare(
         models, src, src_lengths=src_lengths, src_mask=src_mask, bos=bos, eos=eos, pad=pad, prefix=prefix, config=config
     )
-    request = dataclasses.replace(request, streams=_checked_streams(streams, src.shape[0]))
+    if config.sample or streams is not None:
+        request = dataclasses.replace(request, streams=_checked_streams(streams, src.shape[0]))
     if src.shape[0] == 0:
         return []
     with evaluating(*models):
@@ -98,20 +99,21 @@ def prepare(
     _check_prefix(prefix, request, vocabulary)
     if reason := models_obstacle(models, config):
         raise ValueError(reason)
-    lengths = request.lengths().tolist()
-    for index, length in enumerate(lengths):
+    limits, least = [], []
+    for index, length in enumerate(request.lengths().tolist()):
         if reason := length_obstacle(config, length):
             raise ValueError(f"sentence {index} of the batch: {reason}")
-    limits = [max(_span(config.max_length, length), 1) for length in lengths]
+        shortest, longest = _lengths(config, length)
+        least.append(shortest)
+        limits.append(longest)
     if prefix is not None:  # an answer has the whole of it, and behind it the EOS that is forced
         limits = [max(limit, len(ids) + (config.force_eos and bool(ids))) for limit, ids in zip(limits, prefix)]
-    least = [_span(config.min_length, length) for length in lengths]
     request = dataclasses.replace(request, limits=torch.tensor(limits, dtype=torch.long, device=src.device))
     return request, Rules(config, request, torch.tensor(least, dtype=torch.long, device=src.device), prefix)
 
 
 def models_obstacle(models: Sequence[nn.Module], config: GenerationConfig) -> str | None:
-    """Why these models cannot decode together with these options, or None."""
+    """Reason why these models cannot decode together with these options, or None."""
     if len(models) > 1 and config.repetition_penalty != 1.0:
         return (
             f"repetition_penalty {config.repetition_penalty} divides logits, and {len(models)} models together have"
@@ -121,8 +123,8 @@ def models_obstacle(models: Sequence[nn.Module], config: GenerationConfig) -> st
 
 
 def length_obstacle(config: GenerationConfig, length: int) -> str | None:
-    """Why every answer to a source of so many tokens would be too short or too long, or None."""
-    least, most = _span(config.min_length, length), max(_span(config.max_length, length), 1)
+    """Reason why every answer to a source of so many tokens would be too short or too long, or None."""
+    least, most = _lengths(config, length)
     if least <= most:
         return None
     return (
@@ -139,6 +141,11 @@ def new_search(models: Sequence[nn.Module], request: Request, config: Generation
         return GreedySearch(models, request, config, rules)
     search = WideSearch if config.slots == "keep" else Search
     return search(models, request, config, rules)
+
+
+def _lengths(config: GenerationConfig, length: int) -> tuple[int, int]:
+    """The fewest and the most tokens of an answer to a source of so many."""
+    return _span(config.min_length, length), max(_span(config.max_length, length), 1)
 
 
 def _span(span: Span, length: int) -> int:

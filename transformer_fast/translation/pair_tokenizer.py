@@ -16,7 +16,7 @@ from typing import Any
 import sentencepiece
 
 from .errors import CheckpointError
-from .words import Span, decoded_spans, encoded_spans, spread
+from .words import Span, decoded_spans, encoded_spans
 
 WORD_START = "\u2581"
 TAG = re.compile(r">>.*?<<", re.DOTALL)
@@ -120,11 +120,10 @@ class PairTokenizer:
     def decode_spans(self, ids: Sequence[int]) -> tuple[str, list[Span | None]]:
         """`decode` of one sequence, not stripped, and the characters of it that each id wrote; None for one that is
         dropped."""
-        body = list(takewhile(lambda token: token != self.eos, map(int, ids)))
-        kept = [token in self._written for token in body]
-        pieces = self.pieces([token for token, keep in zip(body, kept) if keep])
+        body = takewhile(lambda token: token != self.eos, map(int, ids))
+        pieces = [self._pieces[token] if token in self._written else None for token in body]
         text, spans = decoded_spans(self._joining, pieces)
-        return text.replace(WORD_START, " "), spread(spans, kept, len(ids))
+        return text.replace(WORD_START, " "), spans + [None] * (len(ids) - len(spans))
 
     def split_tag(self, line: str) -> tuple[str, str]:
         """The language that a line asks for, such as ">>fr<<", or nothing; and the rest of the line."""

@@ -111,7 +111,7 @@ def split_spans(text: str, fits: Callable[[int, int], bool]) -> list[Span]:
 
 
 def _seen_apart(text: str, at: int) -> bool:
-    """Whether a text may be cut before this character: it is no mark on the one before, and nothing joins the two."""
+    """Return True if a text may be cut before this character: no mark on the one before, and nothing joins the two."""
     character = text[at]
     joined = character == JOINER or text[at - 1] == JOINER or "\U0001f3fb" <= character <= "\U0001f3ff"
     return not joined and not unicodedata.category(character).startswith("M")

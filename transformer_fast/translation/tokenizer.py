@@ -15,7 +15,7 @@ from itertools import takewhile
 import sentencepiece
 
 from .errors import CheckpointError, ConfigError, DataError
-from .words import Span, decoded_spans, encoded_spans, lowered_spans, spread
+from .words import Span, decoded_spans, encoded_spans, lowered_spans
 
 PAD, UNK, BOS, EOS = 0, 1, 2, 3
 SPECIALS = 4
@@ -104,9 +104,9 @@ class Tokenizer:
 
     def decode_spans(self, ids: Sequence[int]) -> tuple[str, list[Span | None]]:
         """`decode` of one sequence, and the characters of the text that each id wrote; None for one that is dropped."""
-        body = list(takewhile(lambda token: token != EOS, map(int, ids)))
-        text, spans = decoded_spans(self._processor, [token for token in body if token not in (PAD, BOS)])
-        return text, spread(spans, [token not in (PAD, BOS) for token in body], len(ids))
+        body = takewhile(lambda token: token != EOS, map(int, ids))
+        text, spans = decoded_spans(self._processor, [None if token in (PAD, BOS) else token for token in body])
+        return text, spans + [None] * (len(ids) - len(spans))
 
     def split_tag(self, line: str) -> tuple[str, str]:
         """What must stand before each part of a line, were it translated in parts, which is nothing; and the line."""

@@ -139,7 +139,7 @@ class Translator:
 
     def decode_ids(self, lines: list[str]) -> list[list[int]]:
         """The target ids of each line's translation, without BOS and EOS; every line as one piece."""
-        return [found[0].tokens for found in self._decode(self.tokenizer.encode_source(lines), list(range(len(lines))))]
+        return [found[0].tokens for found in self._decode(self.tokenizer.encode_source(lines))]
 
     def translate_chunk(
         self, lines: list[str | Exception], first: int, on_error: Callable[[int, str], None] | None
@@ -229,7 +229,7 @@ class Translator:
         if batch:
             yield batch
 
-    def _decode(self, sources: list[list[int]], streams: list[int]) -> list[list[Hypothesis]]:
+    def _decode(self, sources: list[list[int]], streams: list[int] | None = None) -> list[list[Hypothesis]]:
         marks = {"bos": self.tokenizer.bos, "eos": self.tokenizer.eos}
         src, lengths = pad_sources(sources, self.device, self.tokenizer.pad)
         return generate(self.models, src, src_lengths=lengths, streams=streams, config=self.config, **marks)

@@ -25,20 +25,17 @@ def encoded_spans(processor: sentencepiece.SentencePieceProcessor, text: str) ->
 
 
 def decoded_spans(
-    processor: sentencepiece.SentencePieceProcessor, tokens: Sequence[int] | Sequence[str]
-) -> tuple[str, list[Span]]:
-    """The text of ids, or of pieces, and the characters of it that each of them wrote."""
-    data = processor.decode(list(tokens), out_type="serialized_proto") if tokens else b""
-    text, spans = _pieces(data)
+    processor: sentencepiece.SentencePieceProcessor, tokens: Sequence[int | str | None]
+) -> tuple[str, list[Span | None]]:
+    """The text of ids, or of pieces, and the characters of it that each of them wrote.
+
+    tokens: None for one that writes nothing, which has no span.
+    """
+    written = [token for token in tokens if token is not None]
+    text, spans = _pieces(processor.decode(written, out_type="serialized_proto") if written else b"")
     decoded = text.decode("utf-8")
-    return decoded, _in_characters(decoded, spans)
-
-
-def spread(spans: Sequence[Span], kept: Sequence[bool], count: int) -> list[Span | None]:
-    """Spans of the tokens that were kept, at the places of these among `count` tokens; None elsewhere."""
-    found = iter(spans)
-    placed: list[Span | None] = [next(found) if keep else None for keep in kept]
-    return placed + [None] * (count - len(placed))
+    found = iter(_in_characters(decoded, spans))
+    return decoded, [None if token is None else next(found) for token in tokens]
 
 
 def word_numbers(text: str, spans: Sequence[Span]) -> list[int | None]:
