@@ -105,7 +105,7 @@ class Tree:
         return ""
 
     def failing(self, tests: set[str], seconds: float) -> set[str]:
-        """Those of some tests that fail in the tree as it is."""
+        """Run some tests in the tree as it is, and return those that fail."""
         found: set[str] = set()
         for names, variables in split(sorted(tests)):
             command = [sys.executable, "-m", "pytest", "-q", "-n", self.workers, "-p", "no:cacheprovider", *names]

@@ -38,7 +38,7 @@ SECONDS = {"first": 1800, "short list": 7200, "whole suite": 28800}  # a fault m
 
 @dataclasses.dataclass
 class Seen:
-    """What came of a row.
+    """Result of a row.
 
     Attributes:
         digest, name, path: of the row.
@@ -79,7 +79,7 @@ def look(tree: Tree, row: Row, stages: Iterable[str]) -> Seen:
 
 
 def known(file: Path) -> dict[str, Seen]:
-    """What earlier runs found, by the digest of the row; the last counts."""
+    """Read the results of earlier runs, by the digest of the row; the last one counts."""
     lines = file.read_text().splitlines() if file.exists() else []
     return {found["digest"]: Seen(**found) for found in map(json.loads, lines)}
 
@@ -163,7 +163,7 @@ def main() -> int:
 
 
 def unfit_rows(rows: list[Row]) -> list[Row]:
-    """Those that no longer apply to the sources, or name tests that are not there; says why."""
+    """Return the rows that no longer apply to the sources, or name tests that are not there, and say why."""
     unfit = []
     for row in rows:
         try:

@@ -49,7 +49,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """How a part ended.
+    """Result of a part.
 
     Attributes:
         code: the exit status of its command.

@@ -27,6 +27,19 @@ run, run_cached, STREAM = launching.run, cached.run_cached, recording.STREAM
 launch_cache, Launch = launching.launch_cache, launching.Launch
 
 
+def by_both(launches, x, launched):
+    """Return what the driver got from a repeated launch of each; in ``launched`` is then what it gets from Triton."""
+    run(launches, x)
+    launched.clear()
+    run(launches, x)
+    ours = list(launched)
+    launched.clear()
+    for launch in launches:
+        arguments = {name: value for name, value in launch.arguments.items() if name != "another"}
+        launch.kernel[(launch.grid,)](**arguments, **launch.options())
+    return ours
+
+
 def test_the_driver_gets_what_triton_gives_it(launched):
     """Whatever Triton specialises on: no two of its kernels are taken for one, and arguments keep their order."""
     x, aside = floats(64), floats(64, offset=1)
@@ -41,14 +54,7 @@ def test_the_driver_gets_what_triton_gives_it(launched):
     launches += [
         Launch("test", recording.kernel, 3, launches[0].arguments, *options) for options in ((2, 2), (4, 1, 64))
     ]
-    run(launches, x)
-    launched.clear()
-    run(launches, x)
-    ours = list(launched)
-    launched.clear()
-    for launch in launches:
-        arguments = {name: value for name, value in launch.arguments.items() if name != "another"}
-        launch.kernel[(launch.grid,)](**arguments, **launch.options())
+    ours = by_both(launches, x, launched)
     assert len(ours) == len(launches)
     assert all(call[6:9] == (None, None, None) for call in ours), "the fast path was not taken"
     for launch, short, long in zip(launches, ours, launched, strict=True):
@@ -74,13 +80,7 @@ def test_the_package_kernels_too(launched):
             dropout.forward_launch(x, None, None, x, True, 0.1, seed),
             grad_q,
         ]
-        run(launches, x)
-        launched.clear()
-        run(launches, x)
-        ours = list(launched)
-        launched.clear()
-        for launch in launches:
-            launch.kernel[(launch.grid,)](**launch.arguments, **launch.options())
+        ours = by_both(launches, x, launched)
         assert list(map(seen, ours)) == list(map(seen, launched))
         kernels = [call[4] for call in ours]
         assert first in (None, kernels), "a new length compiled something"

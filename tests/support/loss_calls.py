@@ -83,3 +83,14 @@ def hold_to_torch(call: Call, sums: tuple[str, ...] = ("output 0", "weight", "bi
     torch.testing.assert_close(oracle.trained(), exact.trained(), msg=lambda m: f"the oracle: {m}")
     terms = call.tensors["weight"].shape[0] if "x" in sums else call.tensors["x"][..., 0].numel()
     return hold(call, by_torch(call).function, rows=terms, sums=sums)
+
+
+def assert_no_loss(call: Call, wrong: int) -> None:
+    """Give one row a target outside the vocabulary: its number is in an error on a CPU; the loss is NaN elsewhere."""
+    target = call.tensors["target"]
+    target[0, :2], target[1, 4] = -100, wrong
+    if target.device.type == "cpu":
+        with pytest.raises(IndexError, match=rf"target 54 of 150 is {wrong}, .*expected 0 <= target < 37"):
+            call.outputs()
+    else:
+        assert call.outputs()[0].isnan()

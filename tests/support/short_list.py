@@ -100,7 +100,7 @@ def short_list(items: Iterable[pytest.Item], most: int) -> set[pytest.Item]:
 
 
 def parameters(case: pytest.Item) -> dict[str, Hashable]:
-    """Which value each parameter of a case has; a parameter is a `parametrize`, or a fixture that has values."""
+    """Return the value of each parameter of a case; a parameter is a `parametrize`, or a fixture that has values."""
     spec = getattr(case, "callspec", None)
     values = {name: id(value) for name, value in spec.params.items()} if spec else {}
     found: dict[str, Hashable] = {}

@@ -1,4 +1,4 @@
-"""What a row of ``make mutants`` is: a fault to plant, and the tests that are most likely to see it."""
+"""A row of ``make mutants``: a fault to plant, and the tests that are most likely to see it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ Row = Fault | Reverted
 
 
 def digest(row: Row) -> str:
-    """What tells a row from others, and from what it was before it was edited."""
+    """Digest of a row: another one for each row, and for the same row once it is edited."""
     return hashlib.sha256(json.dumps(dataclasses.asdict(row), sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -1,19 +1,7 @@
 """Faults in the C++ kernels of attention."""
 
 from .fault import Fault
-
-ATTENTION = "csrc/cpu/attention/"
-NATIVE = ("tests/ops/test_attention_native.py",)
-PARTS = ("tests/ops/test_attention_parts.py",)
-WINDOW = ("tests/ops/test_attention_kernels.py",)
-EXTRAS = ("tests/ops/test_attention_kernels.py",)
-OUTPUTS = ("tests/ops/test_attention_outputs.py",)
-DECODE = ("tests/ops/test_attention_decode.py",)
-NORM = ("tests/ops/test_norm.py", "tests/ops/test_every_op.py")
-DROPOUT = ("tests/ops/test_dropout.py", "tests/ops/test_every_op.py")
-EMBEDDING = ("tests/ops/test_embedding.py", "tests/ops/test_every_op.py")
-LOSS = ("tests/ops/test_cross_entropy.py", "tests/ops/test_every_op.py")
-TOPK = ("tests/generation/test_topk.py",)
+from .places import ATTENTION, DECODE, KERNELS, NATIVE, OUTPUTS, PARTS
 
 ROWS = (
     Fault(
@@ -35,7 +23,7 @@ ROWS = (
         path=ATTENTION + "mask.h",
         old="const auto blocked = begins > static_cast",
         new="const auto blocked = begins >= static_cast",
-        tests=WINDOW,
+        tests=KERNELS,
     ),
     Fault(
         name="documents of a tile are not told apart where the first key's is the last query's",
@@ -266,14 +254,14 @@ ROWS = (
         path=ATTENTION + "grad_bias.cpp",
         old="for (int64_t lane = 0; lane < queries; lane += kW) {",
         new="for (int64_t lane = 0; lane + kW <= queries; lane += kW) {",
-        tests=EXTRAS,
+        tests=KERNELS,
     ),
     Fault(
         name="the gradient of a bias lies over that of the first block",
         path=ATTENTION + "grad_bias.cpp",
         old="(sizes_[2] == 1 ? 0 : first_query)) * columns;",
         new="0) * columns;",
-        tests=EXTRAS,
+        tests=KERNELS,
     ),
     Fault(
         name="a saved weight of a blocked key lets a NaN through",

@@ -1,19 +1,7 @@
 """Faults in the C++ kernels besides attention."""
 
 from .fault import Fault
-
-ATTENTION = "csrc/cpu/attention/"
-NATIVE = ("tests/ops/test_attention_native.py",)
-PARTS = ("tests/ops/test_attention_parts.py",)
-WINDOW = ("tests/ops/test_attention_kernels.py",)
-EXTRAS = ("tests/ops/test_attention_kernels.py",)
-OUTPUTS = ("tests/ops/test_attention_outputs.py",)
-DECODE = ("tests/ops/test_attention_decode.py",)
-NORM = ("tests/ops/test_norm.py", "tests/ops/test_every_op.py")
-DROPOUT = ("tests/ops/test_dropout.py", "tests/ops/test_every_op.py")
-EMBEDDING = ("tests/ops/test_embedding.py", "tests/ops/test_every_op.py")
-LOSS = ("tests/ops/test_cross_entropy.py", "tests/ops/test_every_op.py")
-TOPK = ("tests/generation/test_topk.py",)
+from .places import DROPOUT, EMBEDDING, LOSS, NORM, TOPK
 
 ROWS = (
     Fault(

@@ -1,16 +1,7 @@
 """Faults in layers, dialects and integrations."""
 
 from .fault import Fault
-
-PACKAGE = "transformer_fast/"
-MASKS = ("tests/ops/test_masks.py",)
-PACKING = ("tests/ops/test_packing.py",)
-KINDS = ("tests/ops/test_tensor_kinds.py", "tests/ops/test_tensor_transforms.py")
-EXPORT = ("tests/ops/test_export.py",)
-SDPA = ("tests/ops/test_scaled_dot_product_attention.py",)
-PARTS = ("tests/ops/test_attention_parts.py",)
-CHILDREN = ("tests/layers/test_children.py",)
-TRANSFORMERS = ("tests/integrations/test_transformers.py",)
+from .places import CHILDREN, PACKAGE, TRANSFORMERS
 
 ROWS = (
     Fault(

@@ -83,7 +83,7 @@ def test_two_runs_agree_bit_for_bit():
 
 
 def faulty(monkeypatch: pytest.MonkeyPatch, kind: str, within: str) -> emulate.Outcome:
-    """What comes of a call whose kernels lack all instructions of a kind."""
+    """Run a call whose kernels lack all instructions of a kind, and return what comes of it."""
 
     def without(ptx: str) -> str:
         every = mutants.mutants(mutants.RecordedLaunch(ptx, (1, 1, 1), 32, 0, ()))
