@@ -116,7 +116,7 @@ def _hold(case: models.Case, three: Three, side: str) -> None:
 @torch.no_grad()
 def _logits(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
     """What a model computes, (B, L, vocabulary) for language models; fp64 for a model in fp64."""
-    with _softmax_in_the_dtype_of_its_input():
+    with softmax_in_the_dtype_of_its_input():
         return _first(model(**models.typed(given, next(model.parameters()).dtype)))
 
 
@@ -124,7 +124,7 @@ def _logits(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
 def _step(model: nn.Module, given: dict[str, Tensor]) -> Tensor:
     """The logits of the last token, (B, vocabulary), after the others were read into a cache."""
     ids, mask = given["input_ids"], given.get("attention_mask")
-    with _softmax_in_the_dtype_of_its_input():
+    with softmax_in_the_dtype_of_its_input():
         start = {"input_ids": ids[:, :-1]} | ({} if mask is None else {"attention_mask": mask[:, :-1]})
         read = model(**start, use_cache=True)
         rest = {"input_ids": ids[:, -1:]} | ({} if mask is None else {"attention_mask": mask})
@@ -151,7 +151,7 @@ def _first(output: Any) -> Tensor:
 
 
 @contextlib.contextmanager
-def _softmax_in_the_dtype_of_its_input() -> Iterator[None]:
+def softmax_in_the_dtype_of_its_input() -> Iterator[None]:
     """Eager layers ask for a softmax in fp32, in fp64 too: that would be less exact, and turn fp64's least mask into
     -inf, so that a query without keys becomes NaN where in fp32 it attends to all."""
     softmax = torch.nn.functional.softmax

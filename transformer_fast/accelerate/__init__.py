@@ -22,9 +22,9 @@ class _Callable(types.ModuleType):
 
     __wrapped__ = staticmethod(accelerate)  # from which inspect reads the signature
 
-    def __call__(self, model: nn.Module, *, fused_loss: bool = False) -> Report:
+    def __call__(self, model: nn.Module, *, fused_loss: bool = False, packed: bool = False) -> Report:
         """See :func:`transformer_fast.accelerate.accelerate`."""
-        return accelerate(model, fused_loss=fused_loss)
+        return accelerate(model, fused_loss=fused_loss, packed=packed)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return importlib.import_module, (__name__,)

@@ -21,6 +21,7 @@ from .calls import CallsOurs, calling_ours, calls_of
 from .huggingface import Attention, give_attention
 from .output_layer import NAME as FUSED_LOSS
 from .output_layer import OutputLayer, output_layers
+from .packed import Packed, pack
 from .patterns import PATTERNS
 from .patterns.base import Accelerated, Pattern, accelerated_class
 from .probe import probe, signature
@@ -89,7 +90,7 @@ _TORCH: dict[type[nn.Module], _Swap] = {
 }
 
 
-def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
+def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = False) -> Report:
     """Put the fused ops into a model, in place.
 
     Modules of ``torch.nn`` (LayerNorm, RMSNorm, Embedding, Dropout, MultiheadAttention, TransformerEncoder,
@@ -109,6 +110,8 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
         model: any module; it may itself be one of those that are swapped.
         fused_loss: leave out logits that only ``F.cross_entropy`` reads, in training on a CPU. The output layer then
             returns a subclass of Tensor, and every optimizer of the process gets a hook before its step.
+        packed: leave out the padding of a batch. The layers of a model work on its tokens alone, and what it returns is
+            0 at padding; see docs/packed.md.
 
     Returns:
         A report to print: module path, what it was, what it is, why not. ``report.undo()`` takes everything back.
@@ -123,6 +126,8 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False) -> Report:
         try:
             walk.give_attention()
             walk.visit(model, "")
+            if packed:
+                walk.pack()
             if fused_loss and not walk.output_layers:
                 walk.note("fused_loss: no output layer on a CPU was found")
             walk.report.rows.sort(key=lambda row: walk.order[row.path])
@@ -167,7 +172,7 @@ class _Walk:
         was = type(module)
         if id(module) in self.output_layers and was is not OutputLayer and not self._obstacle(module, "cross_entropy"):
             self._swap(path, module, OutputLayer, FUSED_LOSS)
-        elif isinstance(module, Accelerated | CallsOurs) or _is_ours(was):
+        elif isinstance(module, Accelerated | CallsOurs | Packed) or _is_ours(was):
             self._leave(path, module, ALREADY)
             self.fused.add(id(module))
         elif was is nn.Linear:
@@ -180,6 +185,11 @@ class _Walk:
             self.report.plain[was.__name__] += 1
         else:
             self._other(path, module)
+
+    def pack(self) -> None:
+        """Let the stacks of layers work without padding."""
+        if not pack(self.model, self.report, lambda attention: id(attention) in self.attention.layers):
+            self.note("packed: it has no stack of layers that can leave padding out")
 
     def note(self, reason: str) -> None:
         """Add a row about the model."""

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from ..dialects._common import LAST_WEIGHTS
+from ..padded_calls import PaddedCalls
 
 LOCK = threading.RLock()
 """Held while a model is changed."""
@@ -53,10 +54,12 @@ class Report:
     Attributes:
         rows: a row for each module that was swapped, and for each that was left and might have been expected not to.
         plain: how many modules of ``torch.nn`` have nothing to gain (Linear, ReLU, containers), by class name.
+        padded_calls: reasons for which calls of a packed model have kept their padding until now.
     """
 
     rows: list[Row] = dataclasses.field(default_factory=list)
     plain: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    padded_calls: PaddedCalls = dataclasses.field(default_factory=PaddedCalls)
     _originals: list[tuple[nn.Module, type[nn.Module], type[nn.Module], dict[str, Any]]] = dataclasses.field(
         default_factory=list, repr=False
     )
@@ -99,7 +102,8 @@ class Report:
         done = self._summary()
         if self.plain:
             done += "; nothing to gain in " + ", ".join(f"{n} {name}" for name, n in sorted(self.plain.items()))
-        return "\n".join([*lines, done] if self.rows else [done])
+        calls = [f"{n} calls with padding: {reason}" for reason, n in self.padded_calls.reasons.items()]
+        return "\n".join([*(lines if self.rows else ()), done, *calls])
 
     def _folded(self) -> list[tuple[str, Row]]:
         """Return the first column of each line, and its row.

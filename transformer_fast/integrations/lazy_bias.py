@@ -44,8 +44,7 @@ class LazyBias(Tensor):
     def dense(self) -> Tensor:
         """The tensor itself, with its gradient."""
         added = self.mask.added(*self.shape[2:], self.dtype)
-        assert added is not None
-        return added
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if added is None else added
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..masks import AttentionMask
+from ..packing import PackedMask, Packing
 from ..tensors import made_when_read
 
 
@@ -20,9 +21,11 @@ class LazyMask(Tensor):
 
     Attributes:
         mask: what the kernels read. Once the tensor was made, and so may have been written to, it is that tensor.
+        call: the :class:`~.unpadded.Unpadded` call in which it was made; None outside of one.
     """
 
     mask: AttentionMask
+    call: Any = None
 
     @staticmethod
     def __new__(cls, mask: AttentionMask, shape: tuple[int, int, int, int], device: torch.device) -> LazyMask:
@@ -45,6 +48,43 @@ class LazyMask(Tensor):
     def __torch_dispatch__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(LazyMask, LazyMask.dense, (args, kwargs or {}))
         return function(*args, **kwargs)
+
+
+class PackedLazyMask(LazyMask):
+    """The mask of a packed batch, (1, 1, Tq, Tk): tokens see those of their own sequence.
+
+    Attributes:
+        packed: what the kernels read.
+    """
+
+    packed: PackedMask
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether padding was taken out between the tokens of a sequence, so that distances are others."""
+        return has_gaps(self.packed.queries) or has_gaps(self.packed.keys)
+
+    @staticmethod
+    def __new__(cls, packed: PackedMask, device: torch.device) -> PackedLazyMask:
+        queries, keys = packed.queries, packed.keys
+        mask = AttentionMask.documents(_sequences(queries), _sequences(keys))
+        if packed.window is not None:
+            mask = mask & packed.window
+        shape = 1, 1, queries.total, keys.total
+        lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
+        lazy.mask, lazy.packed = mask, packed
+        return lazy
+
+
+def has_gaps(packing: Packing) -> bool:
+    """Return True if padding stands between two tokens of a sequence."""
+    sequences, steps = packing.indices // max(packing.length, 1), packing.indices.diff()
+    return bool(((steps != 1) & (sequences.diff() == 0)).any())
+
+
+def _sequences(packing: Packing) -> Tensor:
+    """The number of each token's sequence, int64 (1, T)."""
+    return (packing.indices // max(packing.length, 1))[None]
 
 
 def bounds_of(pattern: Any, offset: int) -> AttentionMask | None:

@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..masks import AttentionMask
+from ..padded_calls import GAPS, StaysPaddedError
 from ..tracing import is_traced, sizes
-from . import dispatch
+from . import dispatch, unpadded
 from .lazy_bias import LazyBias
-from .lazy_mask import LazyMask, bounds_of
+from .lazy_mask import LazyMask, PackedLazyMask, bounds_of
 
 NAME = "transformer_fast"
 SPARSE = {
@@ -102,6 +103,17 @@ def attention_forward(
             raise NotImplementedError(
                 f'{layer}: attn_implementation="{NAME}" has no such argument ({option}=); use "eager"'
             )
+    wanted = "dropped" if kwargs.get("output_attentions") or weights_are_captured() else False
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux, "dropout_p": dropout}
+    if isinstance(attention_mask, PackedLazyMask) and not wanted:
+        packed_mask = _packed_mask(attention_mask, position_bias)
+        if packed_mask is not None:
+            tokens = (t.transpose(1, 2).squeeze(0) for t in (query, key, value))
+            queries, keys = attention_mask.packed.queries, attention_mask.packed.keys
+            lengths = {"max_q": queries.max_length, "max_k": keys.max_length}
+            bounds = queries.cu_seqlens, keys.cu_seqlens
+            out = ops.attention_packed(*tokens, *bounds, mask=packed_mask, **lengths, **options)
+            return out.unsqueeze(0), None
     if sizes(query)[0] != sizes(key)[0]:
         query = query.expand(key.shape[0], -1, -1, -1)
     mask, bias = _mask_and_bias(attention_mask, query.shape[2], key.shape[2])
@@ -112,14 +124,12 @@ def attention_forward(
         mask = position_bias.mask if mask is None else mask & position_bias.mask
     elif position_bias is not None:
         bias = position_bias if bias is None else bias + position_bias
-    wanted = "dropped" if kwargs.get("output_attentions") or _weights_are_captured() else False
-    options: dict[str, Any] = {"softcap": softcap, "sinks": s_aux, "return_weights": wanted}
-    result = ops.attention(query, key, value, mask, bias=bias, scale=scaling, dropout_p=dropout, **options)
+    result = ops.attention(query, key, value, mask, bias=bias, return_weights=wanted, **options)
     out, weights = result if wanted else (result, None)
     return out.transpose(1, 2).contiguous(), weights
 
 
-def _weights_are_captured() -> bool:
+def weights_are_captured() -> bool:
     """Whether transformers records the weights of the call that runs. A layer such as GPT-2's does not pass on that
     ``output_attentions`` was asked for; transformers takes the weights from what the layer returns."""
     capturing = sys.modules.get("transformers.utils.output_capturing")  # since transformers 5
@@ -144,6 +154,7 @@ def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     if not torch.compiler.is_compiling():
         dispatch.refuse_caller(config, _registered)
         if not (args or is_traced()) and (lazy := _lazy_mask(**kwargs)) is not None:
+            lazy.call = unpadded.current()
             return lazy
     elif not dispatch.is_checked(config):  # the caller cannot be found while it is traced: a mask that is right for all
         return eager_mask(*args, **kwargs)
@@ -209,6 +220,16 @@ def _check_models_of(base: type[nn.Module]) -> None:
     base.__init__, base.post_init = checked_init, checked_post_init
     if set_implementation is not None:
         base.set_attn_implementation = checked_set
+
+
+def _packed_mask(mask: PackedLazyMask, position_bias: Tensor | None) -> AttentionMask | None:
+    """The parts of a packed batch's mask that are counted inside each sequence; None where the bias is a tensor."""
+    within = mask.packed.window or AttentionMask()
+    if position_bias is None:
+        return within
+    if mask.has_gaps:
+        raise StaysPaddedError(GAPS)
+    return within & position_bias.mask if isinstance(position_bias, LazyBias) else None
 
 
 def _mask_and_bias(mask: Tensor | None, Lq: int, Lk: int) -> tuple[AttentionMask | None, Tensor | None]:

@@ -13,11 +13,10 @@ from ..packing import PackedMask, Packing, packing_of, take, unpack
 from ..tensors import is_served
 from ..tracing import is_traced
 from .by_torch import by_torch
-from .dropout import KINDS as DROPOUTS
-from .hooks import TAKES_RESIDUAL, has_role, is_plain
-from .linear import is_linear
+from .hooks import is_plain
 from .torch_masks import TorchMask, encoder_masks, is_look_ahead, torch_mask
 from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
+from .torch_packed import packed_decoder, packed_encoder, takes_packed
 
 
 class TransformerEncoder(nn.TransformerEncoder):
@@ -33,6 +32,9 @@ class TransformerEncoder(nn.TransformerEncoder):
         """See ``torch.nn.TransformerEncoder``."""
         if not is_served(src, mask, src_key_padding_mask):
             return by_torch(nn.TransformerEncoder, self, src, mask, src_key_padding_mask, is_causal)
+        packed = packed_encoder(self, src, (mask, src_key_padding_mask, bool(is_causal)))
+        if packed is not None:
+            return packed
         if packing := self._packing(src, mask, src_key_padding_mask):
             own, src = PackedMask(packing, packing), take(src, packing)
         else:
@@ -54,7 +56,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         """
         if padding is None or mask is not None or padding.dtype != torch.bool or src.dim() != 3:
             return None
-        if not getattr(self, "use_nested_tensor", False) or not all(map(_takes_packed, self.layers)):
+        if not getattr(self, "use_nested_tensor", False) or not all(map(takes_packed, self.layers)):
             return None
         if self.layers[0].training or not self.layers[0].self_attn.batch_first:
             return None
@@ -93,6 +95,10 @@ class TransformerDecoder(nn.TransformerDecoder):
         masks = tgt_mask, memory_mask, tgt_key_padding_mask, memory_key_padding_mask
         if not is_served(tgt, memory, *masks):
             return by_torch(nn.TransformerDecoder, self, tgt, memory, *masks, tgt_is_causal, memory_is_causal)
+        own_masks = tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal)
+        packed = packed_decoder(self, tgt, memory, own_masks, (memory_mask, memory_key_padding_mask, memory_is_causal))
+        if packed is not None:
+            return packed
         own = _stack_mask(self, "self_attn", tgt, tgt, tgt_mask, tgt_key_padding_mask, tgt_is_causal)
         cross = _stack_mask(self, "multihead_attn", tgt, memory, memory_mask, memory_key_padding_mask, memory_is_causal)
         for layer in self.layers:
@@ -110,19 +116,6 @@ class TransformerDecoder(nn.TransformerDecoder):
                 memory_is_causal=memory_is_causal,
             )
         return tgt if self.norm is None else self.norm(tgt)
-
-
-def _takes_packed(layer: nn.Module) -> bool:
-    """Return True if a layer computes each token by itself, but for its attention, which takes a PackedMask."""
-    if not is_plain(layer, TransformerEncoderLayer) or not is_plain(layer.self_attn, MultiheadAttention):
-        return False
-    norms, dropouts = (layer.norm1, layer.norm2), (layer.dropout, layer.dropout1, layer.dropout2)
-    return (
-        all(has_role(norm, TAKES_RESIDUAL) for norm in norms)
-        and all(is_plain(dropout, *DROPOUTS) for dropout in dropouts)
-        and is_linear(layer.linear1)
-        and is_linear(layer.linear2)
-    )
 
 
 def _stack_mask(

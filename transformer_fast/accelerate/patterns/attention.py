@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from ... import ops
 from ...dialects import tensorflow
 from ...dialects._common import leave_weights, merge_heads, project_heads
-from ...layers.attention import attend, layer_mask
+from ...layers.attention import attend, attention, layer_mask
 from ...layers.hooks import TAKES_NEED_WEIGHTS
 from ...mask_checks import four_dimensions
 from ...masks import AttentionMask
+from ...packing import PackedMask, unpack
 from .base import ANY, DROPOUT, INLINED, LINEAR, Pattern, children, random_keep
 
 
@@ -68,10 +69,25 @@ class Heads(Pattern):
             mask = layer_mask(mask)
         elif isinstance(mask, Tensor):
             mask = AttentionMask.keep(four_dimensions(mask))
+        if isinstance(mask, PackedMask):
+            heads = attention(*(t.squeeze(0) for t in (q, k, v)), m.d_k, mask, m.dropout).unsqueeze(0)
+            if self.weights:
+                leave_weights(m, lambda q, k: padded_weights(q, k, mask), q, k)
+            return out(merge_heads(heads))
         heads = attend(m.dropout, q, k, v, mask)
         if self.weights:
             leave_weights(m, lambda q, k: ops.attention(q, k, k, mask, return_weights=True)[1], q, k)
         return out(merge_heads(heads))
+
+
+def padded_weights(q: Tensor, k: Tensor, mask: PackedMask) -> Tensor:
+    """The weights (B, heads, Lq, Lk) of packed q and k (1, heads, T, d_k); queries that are padding are zeros."""
+    q, k = (
+        unpack(t.squeeze(0).transpose(0, 1), packing).transpose(1, 2)
+        for t, packing in ((q, mask.queries), (k, mask.keys))
+    )
+    kept = unpack(torch.ones(mask.keys.total, dtype=torch.bool, device=k.device), mask.keys)
+    return ops.attention(q, k, k, AttentionMask.keep(kept[:, None, None]), causal=mask.causal, return_weights=True)[1]
 
 
 class TensorflowHeads(Pattern):

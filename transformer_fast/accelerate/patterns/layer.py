@@ -15,6 +15,7 @@ from .attention import CLASSIC, keep_mask
 from .base import ANY, DROPOUT, Part, Pattern, pattern_of, random_keep, swapped_by
 from .embedding import Embedder, Positional, embedded, random_ids
 from .norm import NORM, width_of
+from .without_padding import through
 
 
 def encoder_calls(x: Tensor) -> Iterable[tuple[Any, ...]]:
@@ -45,8 +46,11 @@ class Layer(Pattern):
         return decoder_calls(x, width) if self.decodes else encoder_calls(x)
 
     def fused_forward(self, m: Any, x: Tensor, *args: Any) -> Tensor:
-        sublayers = self.layer.sublayers(m, *args)
-        return pre_norm(x, sublayers).summed() if self.norm_first else post_norm(x, sublayers)
+        def run(x: Tensor, *args: Any) -> Tensor:
+            sublayers = self.layer.sublayers(m, *args)
+            return pre_norm(x, sublayers).summed() if self.norm_first else post_norm(x, sublayers)
+
+        return through(m, x, args, run)
 
 
 ENCODER_LAYERS = (
@@ -82,10 +86,13 @@ class Stack(Pattern):
         table = getattr(m.pe, positions.table)[0] if positions.length_axis == 1 else ids.new_empty(0)
         x = embedded(ids, m.embed.lut, table, math.sqrt(m.embed.d_model), m.pe.dropout)
         x = m.pe(m.embed(ids)) if x is None else x
-        masks = tuple(map(keep_mask, masks))
-        for layer in m.layers:
-            x = layer(x, *memory, *masks)
-        return m.norm(x)
+
+        def run(x: Tensor, *args: Any) -> Tensor:
+            for layer in m.layers:
+                x = layer(x, *args)
+            return m.norm(x)
+
+        return through(m, x, (*memory, *map(keep_mask, masks)), run)
 
 
 PATTERNS = (

@@ -14,6 +14,7 @@ from .attention import BERT, Heads
 from .base import ANY, DROPOUT, Part, Pattern, pattern_of, random_keep, swapped_by
 from .layer import decoder_calls, encoder_calls
 from .norm import NORM, SUBLAYER, width_of
+from .without_padding import through
 
 
 class AnnotatedLayer(Pattern):
@@ -46,7 +47,7 @@ class AnnotatedLayer(Pattern):
         return encoder_calls(torch.randn(2, 5, width_of(self.connections(m)[0].norm)))
 
     def fused_forward(self, m: Any, x: Tensor, *args: Any) -> Tensor:
-        return pre_norm(x, self.sublayers(m, *args)).summed()
+        return through(m, x, args, lambda x, *args: pre_norm(x, self.sublayers(m, *args)).summed())
 
 
 class AnnotatedDecoderLayer(AnnotatedLayer):
@@ -75,10 +76,13 @@ class AnnotatedStack(Pattern):
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         return pattern_of(m.layers[0]).calls(m.layers[0])
 
-    def fused_forward(self, m: Any, x: Tensor | Unsummed, *args: Any) -> Tensor:
-        for layer in m.layers:
-            x = pre_norm(x, pattern_of(layer).sublayers(layer, *args))
-        return norm_and_sum(m.norm, x)[0]
+    def fused_forward(self, m: Any, x: Tensor, *args: Any) -> Tensor:
+        def run(x: Tensor | Unsummed, *args: Any) -> Tensor:
+            for layer in m.layers:
+                x = pre_norm(x, pattern_of(layer).sublayers(layer, *args))
+            return norm_and_sum(m.norm, x)[0]
+
+        return through(m, x, args, run)
 
 
 class BertBlock(AnnotatedLayer):

@@ -1,0 +1,224 @@
+"""``accelerate(model, packed=True)``: stacks of torch.nn, hand-written ones and our own model, at every token."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from collections.abc import Callable
+
+import handwritten
+import pytest
+import torch
+from helpers import ULPS, errors
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+from examples import examples
+from transformer_fast.padded_calls import NO_SOURCE
+from transformer_fast.reference import layers as reference
+
+D, VOCABULARY = 16, 40
+SOURCE, TARGET = 9, 7
+SOURCES, TARGETS = torch.tensor([9, 2, 6, 4]), torch.tensor([7, 3, 5, 1])
+
+Call = Callable[[nn.Module], Tensor]
+
+
+def lengths(numbers: Tensor, longest: int) -> Tensor:
+    return torch.arange(longest) < numbers[:, None]
+
+
+def outcome(model: nn.Module, call: Call, keep: Tensor) -> list[Tensor]:
+    """The output at tokens, and the gradient of each parameter for a weighted sum of it."""
+    model.zero_grad(set_to_none=True)
+    out = call(model)[keep]
+    (out * torch.linspace(-1, 2, out.numel(), dtype=out.dtype).view_as(out)).sum().backward()
+    return [out.detach(), *(p.new_zeros(p.shape) if p.grad is None else p.grad for p in model.parameters())]
+
+
+def hold(plain: nn.Module, call: Call, keep: Tensor, *, reasons: tuple[str, ...] = ()) -> tfast.accelerate.Report:
+    """Compare a model with its copy without padding by the gate of every kernel."""
+    fast, exact = copy.deepcopy(plain), copy.deepcopy(plain).double()
+    report = tfast.accelerate(fast, packed=True)
+    found = [outcome(model, call, keep) for model in (fast, plain, exact)]
+    scale = max(t.abs().max().item() for t in found[2][1:])
+    for number, (ours, eager, true) in enumerate(zip(*found, strict=True)):
+        error, allowed, _ = errors(ours, eager, true)
+        allowed += ULPS * torch.finfo(ours.dtype).eps * scale * (number > 0)
+        assert error <= allowed, f"{number}: error {error:.3e}, allowed {allowed:.3e}"
+    assert tuple(report.padded_calls.reasons) == reasons
+    assert any(row.now == "without padding" for row in report.rows)
+    return report
+
+
+def like(model: nn.Module, *tensors: Tensor) -> tuple[Tensor, ...]:
+    dtype = next(model.parameters()).dtype
+    return tuple(t.to(dtype) for t in tensors)
+
+
+@pytest.mark.parametrize("float_masks", [False, True], ids=["bool", "float"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("batch_first", [True, False], ids=["batch first", "length first"])
+@pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
+def test_models_of_torch(norm_first: bool, batch_first: bool, activation: str, float_masks: bool) -> None:
+    model = nn.Transformer(
+        D, 2, 2, 3, 32, 0.0, activation=activation, norm_first=norm_first, batch_first=batch_first
+    )  # fmt: skip
+    turned = (lambda t: t) if batch_first else (lambda t: t.transpose(0, 1))
+    src, trg = torch.randn(4, SOURCE, D), torch.randn(4, TARGET, D)
+    masks = [~lengths(SOURCES, SOURCE), ~lengths(TARGETS, TARGET)]
+    if float_masks:
+        masks = [torch.zeros(mask.shape).masked_fill(mask, float("-inf")) for mask in masks]
+    look_ahead = nn.Transformer.generate_square_subsequent_mask(TARGET)
+
+    def call(m: nn.Module) -> Tensor:
+        x, y, ahead, padding, trg_padding = like(m, src, trg, look_ahead, *masks) if float_masks else (
+            *like(m, src, trg, look_ahead), *masks)  # fmt: skip
+        options = {"src_key_padding_mask": padding, "tgt_key_padding_mask": trg_padding}
+        return turned(m(turned(x), turned(y), tgt_mask=ahead, memory_key_padding_mask=padding, **options))
+
+    hold(model, call, lengths(TARGETS, TARGET))
+
+
+@pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
+@pytest.mark.parametrize("last_norm", [False, True])
+def test_an_encoder_of_torch_returns_zeros_at_padding(last_norm: bool, evaluation: bool) -> None:
+    layer = nn.TransformerEncoderLayer(D, 2, 32, 0.0, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, nn.LayerNorm(D) if last_norm else None).train(not evaluation)
+    keep = lengths(SOURCES, SOURCE)
+    x = torch.randn(4, SOURCE, D)
+    hold(model, lambda m: m(*like(m, x), src_key_padding_mask=~keep), keep)
+    tfast.accelerate(model, packed=True)
+    assert not model(x, src_key_padding_mask=~keep)[~keep].any()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "annotated": lambda: handwritten.make_model(VOCABULARY, VOCABULARY, 2, D, 32, 2, 0.0),
+    "annotated, lists of layers": lambda: handwritten.Annotated(VOCABULARY, D, 2, 32, 2, 0.0),
+    "classic": lambda: reference.Transformer(VOCABULARY, VOCABULARY, D, 2, 2, 0.0),
+    "ours": lambda: tfast.Transformer(VOCABULARY, VOCABULARY, D, 2, 2, 0.0),
+}
+
+
+def ids_and_masks(src_keep: Tensor, trg_keep: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    src, trg = (torch.randint(1, VOCABULARY, keep.shape).masked_fill(~keep, 0) for keep in (src_keep, trg_keep))
+    look_ahead = torch.ones(1, trg.shape[1], trg.shape[1], dtype=torch.bool).tril()
+    return src, trg, src_keep[:, None], trg_keep[:, None] & look_ahead
+
+
+@pytest.mark.parametrize("integers", [False, True], ids=["bool", "integers"])
+@pytest.mark.parametrize("name", MODELS)
+def test_models_of_the_classic_texts(name: str, integers: bool) -> None:
+    keep, trg_keep = lengths(SOURCES, SOURCE), lengths(TARGETS, TARGET)
+    given = list(ids_and_masks(keep, trg_keep))
+    if integers:
+        given[2:] = [mask.long() for mask in given[2:]]
+    hold(MODELS[name](), lambda m: m(*given), trg_keep)
+
+
+@examples(25, 500)
+@given(data=st.data())
+def test_any_padding(data: st.DataObject) -> None:
+    batch, src_length, trg_length = (data.draw(st.integers(1, n)) for n in (4, 6, 5))
+
+    def keeps(length: int) -> Tensor:
+        row = st.lists(st.booleans(), min_size=length, max_size=length)
+        return torch.tensor(data.draw(st.lists(row, min_size=batch, max_size=batch)))
+
+    src_keep, trg_keep = keeps(src_length), keeps(trg_length)
+    name = data.draw(st.sampled_from(["annotated", "classic"]))
+    trg_keep[:, 0] |= ~trg_keep.any()  # at least one token, whose output is compared
+    given_ = ids_and_masks(src_keep, trg_keep)
+    model = MODELS[name]()
+    without_source = bool((~src_keep.any(1) & trg_keep.any(1)).any())
+    fast = copy.deepcopy(model)
+    report = tfast.accelerate(fast, packed=True)
+    padded = copy.deepcopy(model)
+    tfast.accelerate(padded)
+    ours, theirs = (outcome(m, lambda m: m(*given_), trg_keep) for m in (fast, padded))
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+    assert (NO_SOURCE in report.padded_calls.reasons) == (without_source or not bool(src_keep.any(1).all()))
+
+
+def test_a_dropout_is_drawn_again_by_the_same_seed() -> None:
+    keep = lengths(TARGETS, TARGET)
+    given_ = ids_and_masks(lengths(SOURCES, SOURCE), keep)
+    for name in MODELS:
+        model = MODELS[name]()
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.3
+        tfast.accelerate(model, packed=True)
+        found = []
+        for _ in range(2):
+            torch.manual_seed(5)
+            found.append(outcome(model, lambda m: m(*given_), keep))
+        assert all(map(torch.equal, *found)), name
+
+
+def test_a_mask_that_is_more_than_padding_stays() -> None:
+    keep, trg_keep = lengths(SOURCES, SOURCE), lengths(TARGETS, TARGET)
+    src, trg, src_mask, trg_mask = ids_and_masks(keep, trg_keep)
+    trg_mask[:, 4, 1] = False
+    fast = MODELS["annotated"]()
+    padded = copy.deepcopy(fast)
+    report = tfast.accelerate(fast, packed=True)
+    tfast.accelerate(padded)
+    found = (outcome(m, lambda m: m(src, trg, src_mask, trg_mask), trg_keep) for m in (fast, padded))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    (reason,) = report.padded_calls.reasons
+    assert "is not padding and look-ahead alone" in reason
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 32, 0.0, batch_first=True), 1)
+    report = tfast.accelerate(model, packed=True)
+    model(torch.randn(4, SOURCE, D), torch.rand(SOURCE, SOURCE) > 0.5, ~keep)
+    assert list(report.padded_calls.reasons) == ["its mask is not the look-ahead mask"]
+
+
+def test_a_hook_inside_a_layer_sees_padded_rows() -> None:
+    keep, shapes = lengths(SOURCES, SOURCE), []
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, 32, 0.0, batch_first=True), 2)
+    report = tfast.accelerate(model, packed=True)
+    model.layers[1].linear1.register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape)))
+    model(torch.randn(4, SOURCE, D), src_key_padding_mask=~keep)
+    assert shapes == [(4, SOURCE, 32)]
+    assert list(report.padded_calls.reasons) == ["a layer has a hook, or a part of another kind"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_undo_pickle_and_copy(name: str) -> None:
+    keep = lengths(TARGETS, TARGET)
+    given_ = ids_and_masks(lengths(SOURCES, SOURCE), keep)
+    model = MODELS[name]()
+    expected = model(*given_)
+    before = {path: (type(m), set(m.__dict__)) for path, m in model.named_modules()}
+    report = tfast.accelerate(model, packed=True)
+    out = model(*given_)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(*given_), out)
+    again = tfast.accelerate(model, packed=True)
+    assert not again.swapped
+    report.undo()
+    assert {path: (type(m), set(m.__dict__)) for path, m in model.named_modules()} == before
+    assert torch.equal(model(*given_), expected)
+
+
+def test_a_batch_without_padding_is_computed_as_before() -> None:
+    given_ = ids_and_masks(*(torch.ones(4, n, dtype=torch.bool) for n in (SOURCE, TARGET)))
+    for name in ("annotated", "classic"):
+        model = MODELS[name]()
+        padded = copy.deepcopy(model)
+        tfast.accelerate(model, packed=True)
+        tfast.accelerate(padded)
+        keep = torch.ones(4, TARGET, dtype=torch.bool)
+        found = (outcome(m, lambda m: m(*given_), keep) for m in (model, padded))
+        assert all(itertools.starmap(torch.equal, zip(*found, strict=True)))
+
+
+def test_a_model_without_a_stack_says_so() -> None:
+    report = tfast.accelerate(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), packed=True)
+    assert any("it has no stack of layers that can leave padding out" in row.why for row in report.left)

@@ -1,0 +1,62 @@
+"""``accelerate(model, packed=True)``: models of transformers give the plain model's numbers at every token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import packed_models as packed
+
+from transformer_fast.padded_calls import GAPS, NO_SOURCE
+
+READS = "the model's head reads a position that is padding"
+"""Reason of a model whose head reads the first or the last position of each row."""
+
+MODELS = {
+    name: reasons
+    for names, reasons in (
+        ("BertForMaskedLM RobertaForMaskedLM XLMRobertaForMaskedLM ElectraForMaskedLM AlbertForMaskedLM "
+         "DistilBertForMaskedLM CamembertForMaskedLM EuroBertForMaskedLM BertForTokenClassification "
+         "DistilBertForTokenClassification ElectraModel DistilBertModel GPT2LMHeadModel LlamaForCausalLM "
+         "Qwen2ForCausalLM GPTNeoXForCausalLM OPTForCausalLM PhiForCausalLM BartForCausalLM XLMRobertaForCausalLM", {}),
+        ("ModernBertForMaskedLM MistralForCausalLM Gemma2ForCausalLM T5EncoderModel", {"between": GAPS}),
+        ("BartForConditionalGeneration MBartForConditionalGeneration MarianMTModel M2M100ForConditionalGeneration "
+         "PegasusForConditionalGeneration", {"a whole row": NO_SOURCE}),
+        ("T5ForConditionalGeneration MT5ForConditionalGeneration", {"a whole row": NO_SOURCE, "between": GAPS}),
+        ("BertModel RobertaModel BertForSequenceClassification RobertaForSequenceClassification "
+         "DistilBertForSequenceClassification", {"left": READS, "a whole row": READS}),
+        ("GPT2ForSequenceClassification LlamaForSequenceClassification", {"a whole row": READS}),
+    )
+    for name in names.split()
+}  # fmt: skip
+"""Classes, and by padding the reason for which their calls keep it."""
+SETTINGS = {"M2M100ForConditionalGeneration": {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}}
+SEQ2SEQ = {name: {"decoder_start_token_id": 1} for name in MODELS if name.startswith(("T5", "MT5"))}
+
+
+@pytest.mark.cover("values")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("padding", packed.PADDING)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_is_that_of_the_plain_model(name: str, padding: str) -> None:
+    sides = packed.Sides(packed.make(name, **SETTINGS.get(name, {}), **SEQ2SEQ.get(name, {})))
+    assert any(row.now == "without padding" for row in sides.report.rows)
+    reason = MODELS[name].get(padding)
+    call = packed.batch(name, padding)
+    # The gradient of a query without keys is none of ours, but eager's is: see docs/masks.md.
+    gradients = reason is None or padding != "a whole row"
+    for training in (True, False):
+        sides.hold(call, training=training, gradients=gradients)
+    assert set(sides.report.padded_calls.reasons) == ({reason} if reason else set())
+    if padding == "none":
+        return
+    with torch.no_grad():
+        output = sides.packed(**call.given)
+    for key in ("logits", "last_hidden_state"):
+        if key in output and output[key].shape[:2] == call.tokens.shape and not reason and "Token" not in name:
+            assert not output[key][~call.tokens].any()
+
+
+def test_the_table_has_every_family() -> None:
+    assert len(MODELS) >= 25

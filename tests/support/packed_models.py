@@ -1,0 +1,123 @@
+"""Models of transformers with and without padding: what is compared, and how close it must be."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import huggingface_models as models
+import torch
+from helpers import ULPS, errors
+from huggingface_sweep import softmax_in_the_dtype_of_its_input
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+
+LENGTH, TARGET = 9, 7
+PADDING = {
+    "right": ("xxxxxxxxx", "xxx......", "xxxxx...."),
+    "left": ("xxxxxxxxx", "......xxx", "....xxxxx"),
+    "between": ("xx..xxxxx", "xxxx.xx..", "xxxxxxxxx"),
+    "a whole row": ("xxxxxxxxx", ".........", "xxxx....."),
+    "none": ("xxxxxxxxx",) * 3,
+}
+TARGETS = ("xxxxxxx", "xxxx...", "xx.....")
+IGNORED = -100
+OUTPUTS = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
+
+
+def kept(rows: tuple[str, ...]) -> Tensor:
+    """Bool (rows, length), True at an x."""
+    return torch.tensor([[letter == "x" for letter in row] for row in rows])
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a model is called with, and bool (B, L) or (B, L_trg): which positions of its output are tokens."""
+
+    given: dict[str, Tensor]
+    tokens: Tensor
+
+
+def batch(name: str, padding: str, seed: int = 3) -> Batch:
+    """Three rows for a model of this class, with labels where it takes one per token or per row."""
+    generator = torch.Generator().manual_seed(seed)
+    keep = kept(PADDING[padding])
+    ids = _ids(LENGTH, generator).masked_fill(~keep, models.PAD)
+    given = {"input_ids": ids, "attention_mask": keep.long()}
+    if name.endswith(("ForConditionalGeneration", "MTModel")):
+        tokens = kept(TARGETS)
+        return Batch(given | {"labels": _ids(TARGET, generator).where(tokens, IGNORED)}, tokens)
+    if name.endswith("ForSequenceClassification"):
+        given["labels"] = torch.tensor([0, 1, 0])
+    elif name.endswith("ForTokenClassification"):
+        given["labels"] = (ids % 2).where(keep, IGNORED)
+    elif name.endswith(("ForCausalLM", "LMHeadModel")):  # a token after padding is not predicted from a token
+        before = torch.cat([torch.ones(3, 1, dtype=torch.bool), keep[:, :-1]], dim=1)
+        given["labels"] = ids.where(keep & before, IGNORED)
+    elif name.endswith("ForMaskedLM"):
+        given["labels"] = ids.where(keep, IGNORED)
+    return Batch(given, keep)
+
+
+def _ids(length: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(4, models.VOCABULARY - 4, (3, length), generator=generator)
+
+
+def make(name: str, **settings: Any) -> nn.Module:
+    """A tiny model of a class, without dropout, with weights that are large enough for padding to be seen."""
+    model = models.make(models.named(name), "eager", **settings)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):  # some heads have one that no config field names
+            module.p = 0.0
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def step(model: nn.Module, call: Batch, **more: Any) -> dict[str, Tensor]:
+    """The outputs of a call at tokens, the loss, and the gradient of every parameter, by name."""
+    model.zero_grad(set_to_none=True)
+    with softmax_in_the_dtype_of_its_input():
+        output = model(**call.given, **more)
+    found = {name: output[name] for name in OUTPUTS if name in output}
+    found = {name: t[call.tokens] if t.shape[:2] == call.tokens.shape else t for name, t in found.items()}
+    loss = output["loss"] if "loss" in output else sum(t.square().mean() for t in found.values())
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach(), **{name: t.detach() for name, t in found.items()}, **gradients}
+
+
+class Sides:
+    """A plain model, the same in fp64, and the same without padding."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        self.plain, self.exact, self.packed = plain, copy.deepcopy(plain).double(), copy.deepcopy(plain)
+        self.report = tfast.accelerate(self.packed, packed=True)
+
+    def hold(self, call: Batch, *, training: bool, gradients: bool = True, **more: Any) -> None:
+        """Compare a call by the gate of every kernel; gradients with the rounding of the largest one.
+
+        Raises:
+            AssertionError: where something is further from fp64 than the plain model by more than that.
+        """
+        actual, plain, exact = (
+            step(model.train(training), call, **more) for model in (self.packed, self.plain, self.exact)
+        )
+        names = {name for name, parameter in self.plain.named_parameters() if parameter.numel()}
+        scale = max(exact[name].abs().max().item() for name in names & exact.keys())
+        for name, expected in exact.items():
+            if expected.numel() == 0 or (name in names and not gradients):
+                continue
+            ours = actual.get(name, torch.zeros_like(plain[name]))  # no gradient is one of zeros
+            error, allowed, _ = errors(ours, plain[name], expected)
+            allowed += ULPS * torch.finfo(ours.dtype).eps * scale
+            assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
+
+    def is_packed(self) -> bool:
+        """Whether no call so far has kept its padding."""
+        return not self.report.padded_calls.reasons

@@ -1,0 +1,186 @@
+"""A layer that takes the padding out of its inputs, and puts it back into its output.
+
+Between two layers the padding is put back for those who look, and the next layer goes on with the tokens. So the rest
+of a model, its hooks and its checkpoints see tensors of the shapes that they know.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...carried import tokens_of, with_tokens, without_tokens
+from ...integrations.lazy_bias import LazyBias
+from ...integrations.lazy_mask import LazyMask, PackedLazyMask, has_gaps
+from ...integrations.transformers import weights_are_captured
+from ...integrations.unpadded import Unpadded, current
+from ...layers.hooks import HOOKS
+from ...masks import AttentionMask
+from ...packing import PackedMask, Packing, take
+from ...padded_calls import GAPS, NO_SOURCE, StaysPaddedError
+from .classes import Arguments, Forward, part, positional_names
+
+LAYER = "layer"
+"""The name of this part."""
+
+MASK, MEMORY, MEMORY_MASK = "attention_mask", "encoder_hidden_states", "encoder_attention_mask"
+POSITIONS = ("position_ids", "position_embeddings")
+CACHES = ("past_key_values", "past_key_value", "layer_past")
+BIAS, MEMORY_BIAS = "position_bias", "encoder_decoder_position_bias"
+_KNOWN = {MASK, MEMORY, MEMORY_MASK, BIAS, MEMORY_BIAS, *POSITIONS, *CACHES}
+
+_HARMLESS = ("torch.distributed.", "transformers.utils.output_capturing")
+"""Modules of functions whose hooks may see tokens instead of padded rows."""
+
+
+@part(LAYER)
+def layer_forward(base: type[nn.Module]) -> Forward:
+    """The ``forward`` of a layer of transformers: hidden states first, masks and further arguments by name."""
+    names = positional_names(base.forward)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        arguments = Arguments(names, args, kwargs)
+        call = None if torch.compiler.is_compiling() or not arguments.fits else _call_of(arguments.given)
+        if call is None:
+            return base.forward(self, *args, **kwargs)
+        try:
+            packed = _changes(self, names[0], arguments.given, call)
+            if packed is not None:
+                changes, packing = packed
+                tokens_args, tokens_kwargs = arguments.replaced(changes)
+                result = base.forward(self, *tokens_args, **tokens_kwargs)
+                if isinstance(result, tuple):
+                    return _padded(self, result[0], packing), *result[1:]
+                return _padded(self, result, packing)
+        except StaysPaddedError as reason:
+            call.note(str(reason))
+        return base.forward(self, *args, **kwargs)
+
+    return forward
+
+
+def _call_of(given: dict[str, Any]) -> Unpadded | None:
+    """The call that a layer's masks were made in; None where its inputs keep their padding, or have none."""
+    masks = [given[name] for name in (MASK, MEMORY_MASK) if isinstance(given.get(name), LazyMask)]
+    if any(isinstance(mask, PackedLazyMask) for mask in masks):
+        return None
+    return next((mask.call for mask in masks), None) or current()
+
+
+def _changes(
+    layer: nn.Module, hidden_name: str, given: dict[str, Any], call: Unpadded
+) -> tuple[dict[str, Any], Packing] | None:
+    """The inputs without padding, by name, and how they are packed; None where there is none.
+
+    Raises:
+        StaysPaddedError: where the layer must run with it.
+    """
+    hidden, mask, memory, memory_mask = given[hidden_name], given.get(MASK), given.get(MEMORY), given.get(MEMORY_MASK)
+    if not isinstance(hidden, Tensor) or hidden.dim() != 3:
+        return None
+    if has_hooks(layer):
+        without_tokens(hidden)
+    (batch, length), device = hidden.shape[:2], hidden.device
+    keep, bounds = _parts(mask, batch, length, length)
+    memory_keep = None
+    if memory is not None:
+        memory_keep, more = _parts(memory_mask, batch, length, memory.shape[1])
+        if more is not None:
+            raise StaysPaddedError("its attention to the encoder has a mask of another kind")
+    if keep is None and memory_keep is None:
+        return None
+    _check_others(layer, hidden_name, given)
+    own = call.packing(keep, batch, length, device, causal=bounds is not None and bounds.causal_offset == 0)
+    if own is None:
+        return None
+    if bounds is not None and bounds.window_offset is not None and has_gaps(own):
+        raise StaysPaddedError(GAPS)
+    changes = {hidden_name: tokens_of(hidden, own).unsqueeze(0), MASK: _mask(own, own, bounds, device)}
+    if memory is not None:
+        source = call.packing(memory_keep, batch, memory.shape[1], device, causal=None)
+        if source is None:
+            return None
+        if bool(((source.cu_seqlens.diff() == 0) & (own.cu_seqlens.diff() > 0)).any()):
+            raise StaysPaddedError(NO_SOURCE)
+        changes |= {MEMORY: take(memory, source).unsqueeze(0), MEMORY_MASK: _mask(own, source, None, device)}
+        if MEMORY_BIAS in given and given[MEMORY_BIAS] is None:  # T5 would make zeros of T x T
+            changes[MEMORY_BIAS] = LazyBias(AttentionMask(), (1, 1, own.total, source.total), hidden)
+    for name in POSITIONS:
+        if given.get(name) is not None:
+            changes[name] = _at_tokens(name, given[name], own)
+    for name, keys in ((BIAS, own.total), (MEMORY_BIAS, 0 if memory is None else source.total)):
+        if given.get(name) is not None and tuple(given[name].shape[-2:]) != (own.total, keys):
+            raise StaysPaddedError(f"its layers are given {name}")
+    return changes, own
+
+
+def _parts(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tensor | None, AttentionMask | None]:
+    """The padding in a mask, bool (B, Lk), and its look-ahead and window; None for what it has not."""
+    if mask is None:
+        return None, None
+    if not isinstance(mask, LazyMask):
+        raise StaysPaddedError("its mask is a tensor, not padding, look-ahead or a window")
+    parts = mask.mask
+    if tuple(mask.shape) != (batch, 1, queries, keys) or parts.keep_mask is not None:
+        raise StaysPaddedError("its mask was read as a tensor, or is of other sizes")
+    keep = None if parts.key_keep_mask is None else parts.key_keep_mask[:, 0, 0].expand(batch, keys)
+    if parts.causal_offset is None and parts.window_offset is None:
+        return keep, None
+    return keep, AttentionMask(causal_offset=parts.causal_offset, window_offset=parts.window_offset)
+
+
+def _mask(queries: Packing, keys: Packing, bounds: AttentionMask | None, device: torch.device) -> PackedLazyMask:
+    return PackedLazyMask(PackedMask(queries, keys, window=bounds), device)
+
+
+def _check_others(layer: nn.Module, hidden_name: str, given: dict[str, Any]) -> None:
+    """Raise StaysPaddedError for what a layer cannot do on tokens alone."""
+    if given.get("output_attentions") or weights_are_captured():
+        raise StaysPaddedError("attention weights are asked for (output_attentions)")
+    if any(given.get(name) is not None for name in CACHES):
+        raise StaysPaddedError("keys and values are kept (use_cache, past_key_values)")
+    if (BIAS in given or MEMORY_BIAS in given) and getattr(layer, "gradient_checkpointing", False) and layer.training:
+        raise StaysPaddedError("a bias between positions goes through its gradient checkpoints")
+    for name, value in given.items():
+        if name not in _KNOWN and name != hidden_name and _holds_tensors(value):
+            raise StaysPaddedError(f"its layers are given {name}")
+    if (hooked := next((m for m in layer.modules() if m is not layer and has_hooks(m)), None)) is not None:
+        raise StaysPaddedError(
+            f"a {type(hooked).__name__} inside a layer has a hook, which would see tokens without padding"
+        )
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.dim() > 0
+    return isinstance(value, list | tuple) and any(map(_holds_tensors, value))
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return True if a module has a hook of somebody who may look at the shapes of its inputs."""
+    return any(
+        not (getattr(hook, "__module__", None) or "").startswith(_HARMLESS)
+        for name in HOOKS
+        for hook in module.__dict__[name].values()
+    )
+
+
+def _at_tokens(name: str, value: Any, packing: Packing) -> Any:
+    """The values (1 or B, L, ...) of the positions at which tokens stand, (1, T, ...)."""
+    if isinstance(value, tuple):
+        return tuple(_at_tokens(name, inner, packing) for inner in value)
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != packing.length:
+        raise StaysPaddedError(f"its layers are given {name} of another kind")
+    if value.shape[0] == 1:
+        return value[0].index_select(0, packing.positions).unsqueeze(0)
+    if value.shape[0] != packing.batch:
+        raise StaysPaddedError(f"its layers are given {name} of another kind")
+    return take(value, packing).unsqueeze(0)
+
+
+def _padded(layer: nn.Module, tokens: Tensor, packing: Packing) -> Tensor:
+    """The output (B, L, d) of a layer for its tokens (1, T, d)."""
+    padded = with_tokens(tokens.squeeze(0), packing)
+    return without_tokens(padded) if has_hooks(layer) else padded

@@ -1,0 +1,145 @@
+"""The trial of a layer of transformers: whether it computes the same for tokens alone as for padded rows."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...integrations.lazy_mask import LazyMask
+from ...integrations.unpadded import Unpadded
+from ...layers.hooks import HOOKS
+from ...masks import AttentionMask
+from ...padded_calls import GAPS, PaddedCalls
+from .classes import packed_class, positional_names
+from .layer import LAYER, MASK, MEMORY, MEMORY_MASK, POSITIONS
+
+_ROWS = ("xxxxxx", "xxx...", "..xxx.", "xx.xx.")
+"""Tokens and padding of the batch that a layer is tried with."""
+_LENGTH = len(_ROWS[0])
+
+
+@dataclasses.dataclass
+class Stack:
+    """Layers of transformers that run one after the other.
+
+    Attributes:
+        path: of their list in the model.
+        layers: in order.
+        model: the model of transformers that they belong to.
+        owner: the module that holds the list.
+        obstacle: reason for which they keep the padding, or "".
+    """
+
+    path: str
+    layers: list[nn.Module]
+    model: nn.Module
+    owner: nn.Module
+    obstacle: str = ""
+
+
+def judge(stack: Stack) -> None:
+    """Set the obstacle of a stack: compare its layers with and without padding on random input."""
+    seen: collections.Counter[Any] = collections.Counter()
+    for layer in stack.layers:
+        shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+        if not seen[type(layer), shapes]:
+            stack.obstacle = stack.obstacle or _tried(layer, stack)
+        seen[type(layer), shapes] += 1
+
+
+def _tried(layer: nn.Module, stack: Stack) -> str:
+    """Reason for which a layer cannot work on tokens alone, or ""."""
+    name, names = type(layer).__name__, positional_names(type(layer).forward)
+    if not names or MASK not in names:
+        return f"{name} takes no {MASK}"
+    try:
+        trial, given = _copy(layer).eval(), _arguments(layer, stack, names)
+        for rows in (_ROWS[:-1], _ROWS):
+            if reason := _compared(trial, given, names, rows):
+                return f"{name}: {reason}"
+    except Exception as error:
+        return f"{name} could not be tried out: {f'{type(error).__name__}: {error}'.splitlines()[0][:120]}"
+    return ""
+
+
+def _compared(trial: nn.Module, given: dict[str, Any], names: tuple[str, ...], rows: tuple[str, ...]) -> str:
+    """Compare a layer with and without padding on the first rows of its arguments."""
+    count, calls, kind = len(rows), PaddedCalls(), type(trial)
+    cut = {name: value[:count] if isinstance(value, Tensor) else value for name, value in given.items()}
+    keep = _keep(given[names[0]].device, rows)
+    with torch.no_grad():
+        expected = _first(trial(**_masked(cut, keep, names, None)))
+        trial.__class__ = packed_class(LAYER, kind)
+        try:
+            actual = _first(trial(**_masked(cut, keep, names, Unpadded(calls))))
+        finally:
+            trial.__class__ = kind
+    if calls.reasons:
+        (reason,) = calls.reasons
+        return "" if reason == GAPS else reason
+    same = not bool(actual[~keep].any()) and _close(actual[keep], expected[keep])
+    return "" if same else "it does not compute its tokens one by one"
+
+
+def _arguments(layer: nn.Module, stack: Stack, names: tuple[str, ...]) -> dict[str, Any]:
+    """Random arguments of a layer, without masks."""
+    parameter = next(p for p in layer.parameters() if p.is_floating_point())
+    width = stack.model.config.hidden_size
+    options: dict[str, Any] = {"device": parameter.device, "dtype": parameter.dtype}
+    generator = torch.Generator(parameter.device).manual_seed(0)
+    hidden = torch.randn(len(_ROWS), _LENGTH, width, generator=generator, **options)
+    given: dict[str, Any] = {names[0]: hidden}
+    if POSITIONS[0] in names or POSITIONS[1] in names:
+        positions = torch.arange(_LENGTH, device=parameter.device)[None]
+        given[POSITIONS[0]] = positions
+        if POSITIONS[1] in names and (rotary := getattr(stack.owner, "rotary_emb", None)) is not None:
+            kinds = [kind for kind in (getattr(layer, "attention_type", None),) if kind is not None]
+            more = kinds if "layer_type" in positional_names(type(rotary).forward) else []
+            given[POSITIONS[1]] = rotary(hidden, positions, *more)
+    if MEMORY in names and any("cross" in n.lower() or "enc" in n.lower() for n, _ in layer.named_modules()):
+        given[MEMORY] = torch.randn(len(_ROWS), _LENGTH, width, generator=generator, **options)
+    return given
+
+
+def _masked(given: dict[str, Any], keep: Tensor, names: tuple[str, ...], call: Unpadded | None) -> dict[str, Any]:
+    """The arguments with masks, made in a call."""
+    padding = AttentionMask.keep(keep[:, None, None])
+    masks = {MASK: padding & AttentionMask.causal()}
+    if MEMORY in given:
+        masks[MEMORY_MASK] = padding
+    made = dict(given)
+    for name, mask in masks.items():
+        made[name] = LazyMask(mask, (len(keep), 1, _LENGTH, _LENGTH), keep.device)
+        made[name].call = call
+    return made
+
+
+def _keep(device: torch.device, rows: tuple[str, ...] = _ROWS) -> Tensor:
+    return torch.tensor([[letter == "x" for letter in row] for row in rows], device=device)
+
+
+def _first(result: Any) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _close(actual: Tensor, expected: Tensor) -> bool:
+    narrow = actual.dtype in (torch.float16, torch.bfloat16)
+    tolerance = (5e-2 if narrow else 1e-4) * expected.abs().max()
+    return bool(((actual - expected).abs() <= tolerance).all())
+
+
+def _copy(layer: nn.Module) -> nn.Module:
+    """The same layer without hooks, with the same parameters and buffers."""
+    memo: dict[int, Any] = {}
+    for module in layer.modules():
+        for name in HOOKS:
+            memo[id(getattr(module, name))] = collections.OrderedDict()
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                memo[id(tensor)] = tensor
+    return copy.deepcopy(layer, memo)

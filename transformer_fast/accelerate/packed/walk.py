@@ -1,0 +1,148 @@
+"""Which modules of a model leave padding out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from ...integrations import dispatch
+from ...layers import torch_stacks
+from ...layers.torch_packed import takes_packed
+from ...models.transformer import Transformer
+from ...padded_calls import WITHOUT_PADDING, PaddedCalls
+from ..patterns.base import pattern_of
+from ..patterns.layer import Layer as ClassicLayer
+from ..patterns.layer import Stack as ClassicStack
+from ..patterns.sublayer import AnnotatedLayer, AnnotatedStack
+from ..report import ALREADY, Report, Row
+from .classes import Packed, packed_class
+from .layer import LAYER
+from .model import HEAD, MODEL, output_layer
+from .trial import Stack, judge
+
+NOW = "without padding"
+
+
+@dataclasses.dataclass
+class LeavesPaddingOut:
+    """A module that was told to leave padding out; a change that a report can undo."""
+
+    module: nn.Module
+    calls: PaddedCalls
+
+    def __post_init__(self) -> None:
+        self.module.__dict__[WITHOUT_PADDING] = self.calls
+
+    def undo(self) -> None:
+        """Let it keep the padding again."""
+        self.module.__dict__.pop(WITHOUT_PADDING, None)
+
+
+@dataclasses.dataclass
+class PacksByItself:
+    """A model of this package, which has an attribute for it."""
+
+    module: Transformer
+
+    def __post_init__(self) -> None:
+        self.module.packed = True
+
+    def undo(self) -> None:
+        """Let it keep the padding again."""
+        self.module.packed = False
+
+
+def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool]) -> bool:
+    """Let the stacks of a model leave padding out, and add a row for each to the report.
+
+    Args:
+        is_ours: whether an attention of transformers runs on our kernels.
+
+    Returns:
+        False where the model has no such stack.
+    """
+    found = False
+    inside: set[int] = set()
+    for path, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        if isinstance(module, Transformer):
+            found = True
+            already = module.packed
+            inside.update(map(id, module.modules()))
+            report.rows.append(Row(path, type(module).__name__, None if already else NOW, ALREADY if already else ""))
+            if not already:
+                report._changes.append(PacksByItself(module))
+        elif _is_stack(module):
+            found = True
+            inside.update(map(id, module.modules()))
+            report.rows.append(_own_row(path, module))
+            if report.rows[-1].now:
+                report._changes.append(LeavesPaddingOut(module, report.padded_calls))
+    stacks = list(_stacks(model, "", None))
+    for stack in stacks:
+        kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in stack.layers))
+        if all(isinstance(layer, Packed) for layer in stack.layers):
+            stack.obstacle = ALREADY
+        elif not all(is_ours(m) for layer in stack.layers for m in layer.modules() if _attends(m)):
+            stack.obstacle = "its attention is not ours"
+        else:
+            judge(stack)
+        now = None if stack.obstacle else NOW
+        report.rows.append(Row(stack.path, f"{len(stack.layers)} {kinds}", now, stack.obstacle))
+    for module, part in _parts(stacks, model):
+        made = packed_class(part, type(module))
+        report._originals.append((module, type(module), made, {}))
+        module.__class__ = made
+        if part == MODEL:
+            report._changes.append(LeavesPaddingOut(module, report.padded_calls))
+    return found or bool(stacks)
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Whether a module is a stack of torch.nn, or a hand-written one or a layer of one on the fused ops."""
+    if isinstance(module, torch_stacks.TransformerEncoder | torch_stacks.TransformerDecoder):
+        return True
+    return isinstance(pattern_of(module), ClassicStack | AnnotatedStack | ClassicLayer | AnnotatedLayer)
+
+
+def _own_row(path: str, module: nn.Module) -> Row:
+    layers = list(module._modules.get("layers") or [module])  # type: ignore[arg-type]
+    was = f"{len(layers)} {type(layers[0]).__name__}"
+    if WITHOUT_PADDING in module.__dict__:
+        return Row(path, was, None, ALREADY)
+    if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder) and not all(map(takes_packed, layers)):
+        return Row(path, was, None, "a layer has a hook, or a part of another kind")
+    return Row(path, was, NOW)
+
+
+def _stacks(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[Stack]:
+    """The outermost lists of layers whose attention goes through transformers' interface."""
+    model = module if hasattr(module, "config") and hasattr(module, "get_output_embeddings") else model
+    for name, child in module.named_children():
+        place = f"{path}.{name}" if path else name
+        if model is not None and isinstance(child, nn.ModuleList) and any(map(_attends, child.modules())):
+            yield Stack(place, list(child), model, module)
+        else:
+            yield from _stacks(child, place, model)
+
+
+def _attends(module: nn.Module) -> bool:
+    return dispatch.calls_the_interface(type(module))
+
+
+def _parts(stacks: list[Stack], model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """(module, part) for what becomes a part of a call without padding."""
+    ready = [stack for stack in stacks if not stack.obstacle]
+    layers = {id(layer): layer for stack in ready for layer in stack.layers}
+    inside = {id(stack.model) for stack in ready}
+    models = {
+        id(module): module
+        for module in model.modules()
+        if hasattr(module, "get_output_embeddings") and not inside.isdisjoint(map(id, module.modules()))
+    }
+    heads = {id(head): head for head in map(output_layer, models.values()) if head is not None}
+    for modules, part in ((layers, LAYER), (heads, HEAD), (models, MODEL)):
+        yield from ((module, part) for module in modules.values() if not isinstance(module, Packed))
