@@ -31,6 +31,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor, as
     assert_type(tfast.scaled_dot_product_attention(q, k, v, keep, 0.1, scale=None, enable_gqa=True), Tensor)
     assert_type(tfast.explain(q, k, v, mask, dropout_p=0.1), str)
 
+    assert_type(tfast.compat.flash_attn_func(q, k, v, causal=True), Tensor | tuple[Tensor, Tensor, Tensor])
+    assert_type(tfast.compat.varlen_attn(q, k, v, lengths, lengths, 7, 7), Tensor | tuple[Tensor, Tensor])
+    assert_type(tfast.compat.attention_mask_of(object()), tfast.AttentionMask)
+
     tfast.attention(q, k, v, is_causal=True)  # type: ignore[call-overload]
     tfast.attention(q, k, v, dropout_p="0.1")  # type: ignore[call-overload]
     tfast.attention_decode(q, k, v)  # type: ignore[call-overload]
