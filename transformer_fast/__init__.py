@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from . import dialects, integrations, layers
+from . import compat, dialects, integrations, layers
 from .backends import BackendError, backend
 from .explain import explain
 from .generation import GenerationConfig, beam_search, generate, greedy
@@ -39,6 +39,7 @@ __all__ = [
     "attention_packed",
     "backend",
     "beam_search",
+    "compat",
     "decompositions",
     "dialects",
     "embed",

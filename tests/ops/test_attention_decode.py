@@ -50,6 +50,19 @@ def test_the_public_op_matches_the_oracle(Lq, causal, window, dtype, device):
     assert_as_exact_as_eager(from_pages, eager, exact, what="paged", ulps=8)
 
 
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+@pytest.mark.parametrize(("causal", "window"), BOUNDS)
+def test_the_logsumexp_beside_the_output(causal, window, backend, device):
+    q, k, v, lengths = (t.to(device) for t in cached(NATIVE, H, HKV, 3, S, D, LENGTHS))
+    _, rows = reference(q, k, v, lengths=lengths, causal=causal, window=window, scale=SCALE)
+    mask = AttentionMask(causal_offset=causal, window_offset=window)
+    options = {"causal": causal is not None, "mask": mask}
+    with tfast.backend(backend):
+        out, logsumexp = tfast.attention_decode(q, k, v, lengths, return_logsumexp=True, **options)
+        assert torch.equal(out, tfast.attention_decode(q, k, v, lengths, **options))
+    torch.testing.assert_close(logsumexp, rows, atol=1e-5, rtol=1e-5)
+
+
 def test_a_cache_that_is_a_view_and_a_long_one(device):
     q, whole = torch.randn(2, H, 1, D, device=device), torch.randn(2, 1500, 2, HKV, D, device=device)
     k, v = whole.permute(2, 0, 3, 1, 4)

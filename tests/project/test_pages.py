@@ -68,7 +68,7 @@ def of_pages() -> pytest.MarkDecorator:
 
 
 def test_every_family_has_a_page() -> None:
-    families = {"layers", "bert", "tensorflow", "d2l", "masks", "accelerate", "huggingface", "export"}
+    families = {"layers", "bert", "tensorflow", "d2l", "masks", "accelerate", "huggingface", "export", "compat"}
     assert families <= {page.stem for page in PAGES} and len(blocks(README)) >= 5
 
 

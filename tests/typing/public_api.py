@@ -27,12 +27,17 @@ def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor, as
     assert_type(tfast.attention_packed(out, k, v, lengths, lengths, max_q=7, causal=True), Tensor)
     assert_type(tfast.attention_packed(q, k, v, lengths, lengths, return_logsumexp=True), tuple[Tensor, Tensor])
     assert_type(tfast.attention_decode(q, k, v, lengths, page_table=None), Tensor)
+    assert_type(tfast.attention_decode(q, k, v, lengths, return_logsumexp=True), tuple[Tensor, Tensor])
     assert_type(tfast.scaled_dot_product_attention(q, k, v, keep, 0.1, scale=None, enable_gqa=True), Tensor)
     assert_type(tfast.explain(q, k, v, mask, dropout_p=0.1), str)
 
+    assert_type(tfast.compat.flash_attn_func(q, k, v, causal=True), Tensor | tuple[Tensor, Tensor, Tensor])
+    assert_type(tfast.compat.varlen_attn(q, k, v, lengths, lengths, 7, 7), Tensor | tuple[Tensor, Tensor])
+    assert_type(tfast.compat.attention_mask_of(object()), tfast.AttentionMask)
+
     tfast.attention(q, k, v, is_causal=True)  # type: ignore[call-overload]
     tfast.attention(q, k, v, dropout_p="0.1")  # type: ignore[call-overload]
-    tfast.attention_decode(q, k, v)  # type: ignore[call-arg]
+    tfast.attention_decode(q, k, v)  # type: ignore[call-overload]
     mask & 3  # type: ignore[operator]
 
 

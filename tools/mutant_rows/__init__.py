@@ -2,6 +2,7 @@
 
 from .fault import Row
 from .rows_accelerate import ROWS as ACCELERATE
+from .rows_compat import ROWS as COMPAT
 from .rows_cpp import ROWS as CPP
 from .rows_cpp_ops import ROWS as CPP_OPS
 from .rows_cpp_rows import ROWS as CPP_ROWS
@@ -20,6 +21,7 @@ ROWS: tuple[Row, ...] = (
     *PYTHON,
     *LAYERS,
     *ACCELERATE,
+    *COMPAT,
     *GENERATION,
     *TRANSLATION,
     *REVERTED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Never
+from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -26,6 +26,37 @@ from .attention import check_backend
 _INTEGERS = (torch.int32, torch.int64)
 
 
+class _Options(TypedDict, total=False):
+    """The keyword arguments of :func:`attention_decode` that do not change what it returns."""
+
+    page_table: Tensor | None
+    mask: AttentionMask | None
+    causal: bool
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+@overload
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    return_logsumexp: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Tensor: ...
+@overload
+def attention_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    *,
+    return_logsumexp: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Tensor, Tensor]: ...
 def attention_decode(
     q: Tensor,
     k_cache: Tensor,
@@ -38,8 +69,9 @@ def attention_decode(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    return_logsumexp: bool = False,
     **unknown: Never,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of the newest positions of every sequence to its cache of keys and values, for generation.
 
     The cache is split over its keys and the parts are joined by their logsumexp, so that one long sequence keeps a
@@ -60,9 +92,11 @@ def attention_decode(
         causal: bottom-right: query i sees keys ``j <= i + lengths[b] - Lq``, itself the last; False: all keys.
         scale: multiplies ``q k^T``; ``1 / sqrt(D)`` by default.
         softcap, sinks: as for ``attention``.
+        return_logsumexp: also return the logsumexp of each query's scores.
 
     Returns:
-        (B, H, Lq, D) in q's dtype; 0 for a query that sees no key.
+        (B, H, Lq, D) in q's dtype, 0 for a query that sees no key; or a tuple of it and the logsumexp (B, H, Lq) in
+        float32 (float64 for float64), -inf for such a query.
 
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or lengths or a page table that are not integer.
@@ -75,7 +109,7 @@ def attention_decode(
     mask = mask_by_position("attention_decode", mask, causal)
     bounds = mask.causal_offset, mask.window_offset
     special = is_special(mask, softcap, sinks)
-    extension, by_triton = (None, False) if special else _eager.fast_path("attention", q)
+    extension, by_triton = (None, False) if special or return_logsumexp else _eager.fast_path("attention", q)
     if extension is not None:
         given = (q, k_cache, v_cache, lengths, page_table, *bounds, scale)
         out = extension.attention_decode(by_triton, *given)
@@ -97,13 +131,15 @@ def attention_decode(
     check_backend(backend, q, v_cache)
     options = {"causal": bounds[0], "window": bounds[1], "scale": scale, **more}
     if backend == "reference":
-        return reference.attention.attention_decode(
+        out, logsumexp = reference.attention.attention_decode(
             q, k_cache, v_cache, lengths=lengths, page_table=page_table, **options
-        )[0]
+        )
+        return (out, logsumexp) if return_logsumexp else out
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         q, k_cache, v_cache = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k_cache, v_cache))
     op = implementation("attention_decode", backend)
-    return op(q, k_cache, v_cache, lengths, page_table, **options, backend=backend)[0]
+    out, logsumexp = op(q, k_cache, v_cache, lengths, page_table, **options, backend=backend)
+    return (out, logsumexp) if return_logsumexp else out
 
 
 @unrecorded

@@ -1,0 +1,102 @@
+"""torch's registry of flash implementations activates our kernels for CPUs, and takes them out again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.attention as torchs
+from helpers import assert_as_exact_as_eager
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+import transformer_fast as tfast
+from transformer_fast.compat import register_flash_attention_impl
+
+LENGTHS = torch.tensor([[40], [7]])
+KEEP = (torch.arange(70) < LENGTHS)[:, None, None]
+OPTIONS = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3, "is_causal": True},
+    "keep mask": {"attn_mask": KEEP},
+    "float mask": {"attn_mask": torch.randn(2, 1, 33, 70, generator=torch.Generator().manual_seed(2))},
+    "mask of two dimensions": {"attn_mask": KEEP[1, 0].expand(33, 70).clone()},
+}
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torchs, "register_flash_attention_impl"), reason="this torch has no registry of flash implementations"
+)
+
+
+@pytest.fixture
+def activated() -> Iterator[Callable[[], None]]:
+    """Ours, in this test alone; called, it ends that."""
+    before = set(torchs.list_flash_attention_impls())
+    register_flash_attention_impl()
+    assert set(torchs.list_flash_attention_impls()) == before | {"transformer_fast"}
+    torchs.activate_flash_attention_impl("transformer_fast")
+    yield torchs.restore_flash_attention_impl
+    if torchs.current_flash_attention_impl() is not None:
+        torchs.restore_flash_attention_impl()
+
+
+def outcome(call, tensors, **options):
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    out = call(*leaves, **options)
+    return [out, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+def inputs(dtype=torch.float32):
+    q, kv = torch.randn(2, 33, 4, 16), torch.randn(2, 2, 70, 4, 16)
+    return [t.to(dtype).transpose(1, 2) for t in (q, *kv)]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_calls_of_torch_run_our_kernels(options, dtype, activated):
+    tensors, given = inputs(dtype), dict(OPTIONS[options])
+    if options == "float mask":
+        given["attn_mask"] = given["attn_mask"].to(dtype)
+    ours = outcome(sdpa, tensors, **given)
+    assert torch.equal(ours[0], tfast.scaled_dot_product_attention(*tensors, **given))
+    with torchs.sdpa_kernel(torchs.SDPBackend.MATH):
+        eager = outcome(sdpa, tensors, **given)
+        if "attn_mask" in given and given["attn_mask"].dtype != torch.bool:
+            given["attn_mask"] = given["attn_mask"].double()
+        exact = outcome(sdpa, [t.double() for t in tensors], **given)
+    for a, b, c in zip(ours, eager, exact):
+        assert_as_exact_as_eager(a, b, c, ulps=4 * 70**0.5)
+
+
+def test_restored_torch_runs_its_own(activated):
+    tensors = inputs()
+    ours = outcome(sdpa, tensors)
+    activated()
+    theirs = outcome(sdpa, tensors)
+    assert torchs.current_flash_attention_impl() is None
+    assert not all(map(torch.equal, ours, theirs))  # they round elsewhere
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_two_runs_of_a_compiled_call(activated):
+    torch._dynamo.reset()
+    q, k, v = inputs()
+    call = torch.compile(lambda q: sdpa(q, k, v, is_causal=True), backend="aot_eager", fullgraph=True)
+    assert torch.equal(call(q), sdpa(q, k, v, is_causal=True))
+
+
+def test_what_there_is_not_is_said():
+    with (
+        mock.patch.object(torchs, "register_flash_attention_impl", None),
+        pytest.raises(NotImplementedError, match="no registry of flash implementations"),
+    ):
+        register_flash_attention_impl()
+    with (
+        mock.patch("transformer_fast.extension.load", lambda: False),
+        mock.patch("transformer_fast.extension.obstacle", lambda: "it was not built"),
+        pytest.raises(tfast.BackendError, match="register_flash_attention_impl: it was not built"),
+    ):
+        register_flash_attention_impl()

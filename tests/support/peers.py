@@ -1,0 +1,80 @@
+"""Plain statements of what flash-attention and FlexAttention document, one sequence and one pair at a time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+def seen(Lq: int, Lk: int, causal: bool = False, window: tuple[int, int] = (-1, -1)) -> Tensor:
+    """The keys that each query sees, bool (Lq, Lk): the last query is at the last key."""
+    found = torch.zeros(Lq, Lk, dtype=torch.bool)
+    left, right = window[0], 0 if causal else window[1]
+    for i, j in itertools.product(range(Lq), range(Lk)):
+        own = i + Lk - Lq
+        found[i, j] = (left < 0 or j >= own - left) and (right < 0 or j <= own + right)
+    return found
+
+
+def plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    allowed: Tensor,
+    *,
+    softcap: float = 0.0,
+    slopes: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Output (Lq, H, D), logsumexp (H, Lq) and weights (H, Lq, Lk) of one sequence.
+
+    Args:
+        q: (Lq, H, D).
+        k, v: (Lk, Hkv, D).
+        allowed: bool (Lq, Lk).
+        slopes: (H,) of ALiBi.
+    """
+    (Lq, H, D), Lk = q.shape, k.shape[0]
+    k, v = (t.repeat_interleave(H // t.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("ihd,jhd->hij", q, k) * (D**-0.5 if scale is None else scale)
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        distance = (torch.arange(Lq)[:, None] + Lk - Lq - torch.arange(Lk)).abs()
+        scores = scores - slopes[:, None, None] * distance
+    scores = scores.masked_fill(~allowed, -math.inf)
+    logsumexp = torch.logsumexp(scores, -1)
+    weights = torch.where(
+        allowed, torch.exp(scores - logsumexp.clamp(min=torch.finfo(scores.dtype).min)[..., None]), 0.0
+    )
+    return torch.einsum("hij,jhd->ihd", weights.to(q.dtype), v), logsumexp, weights
+
+
+def rotated(x: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
+    """x (heads, D) of one position with pairs of numbers turned by the angles (R / 2,), as complex numbers."""
+    R = 2 * angles.shape[0]
+    first, second = (x[:, 0:R:2], x[:, 1:R:2]) if interleaved else (x[:, : R // 2], x[:, R // 2 : R])
+    turned = torch.complex(first, second) * torch.polar(torch.ones_like(angles), angles)
+    out = x.clone()
+    if interleaved:
+        out[:, 0:R:2], out[:, 1:R:2] = turned.real, turned.imag
+    else:
+        out[:, : R // 2], out[:, R // 2 : R] = turned.real, turned.imag
+    return out
+
+
+def tokens(lengths: Iterable[int], heads: int, D: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers (T, heads, D) that require a gradient."""
+    return torch.randn(sum(lengths), heads, D, dtype=torch.float64).to(dtype).requires_grad_()
+
+
+def assert_alike(ours: Iterable[Tensor | None], theirs: Iterable[Tensor | None], atol: float = 1e-10) -> None:
+    """Results and gradients agree, -inf where the others have it."""
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a is None) == (b is None)
+        if a is not None and b is not None:
+            torch.testing.assert_close(a, b, atol=atol, rtol=atol)

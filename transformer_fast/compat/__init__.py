@@ -1,0 +1,30 @@
+"""The signatures of other attention libraries on our kernels, for a CPU and a GPU.
+
+Code that was written for one of them runs here when it imports the function from this package: flash-attention 2
+(``flash_attn_*``), ``torch.nn.attention.varlen`` (``varlen_attn``) and ``torch.nn.attention.flex_attention``
+(``flex_attention``, and ``attention_mask_of`` for its block masks). ``register_flash_attention_impl`` gives torch our
+kernels by name. docs/compat.md says what differs.
+"""
+
+from .block_masks import attention_mask_of
+from .flash_attention import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from .flash_varlen import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
+from .flex import flex_attention
+from .kv_cache import flash_attn_with_kvcache
+from .torch_registry import register_flash_attention_impl
+from .varlen import AuxRequest, varlen_attn
+
+__all__ = [
+    "AuxRequest",
+    "attention_mask_of",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "flex_attention",
+    "register_flash_attention_impl",
+    "varlen_attn",
+]

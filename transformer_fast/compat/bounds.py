@@ -1,0 +1,95 @@
+"""Options of the peers as ours: windows and ALiBi from the bottom right corner, a softcap of 0, integer tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..masks import AttentionMask
+from ..tracing import is_traced
+
+INTEGERS = (torch.int32, torch.int64)
+
+
+def bounds_of(op: str, causal: bool, window_size: Any) -> tuple[int | None, int | None]:
+    """Keys that a query sees to the left and to the right of its own; None is no bound.
+
+    Args:
+        op: the public name, for the messages.
+        causal: True puts 0 in the place of the bound on the right.
+        window_size: (left, right), of which -1 or None is no bound.
+
+    Raises:
+        TypeError, ValueError: for anything but two ints from -1 on.
+    """
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise ValueError(f"{op}: window_size must be (left, right), got {window_size!r}")
+    for bound in window_size:
+        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, (int, torch.SymInt))):
+            raise TypeError(f"{op}: window_size must be two ints, got {window_size!r}")
+        if bound is not None and bound < -1:
+            raise ValueError(f"{op}: a bound of window_size must be at least 0, or -1 for none, got {window_size!r}")
+    left, right = (None if bound == -1 else bound for bound in window_size)
+    return left, 0 if causal else right
+
+
+def mask_of(bounds: tuple[int | None, int | None], alibi_slopes: Tensor | None, offset: int = 0) -> AttentionMask:
+    """The mask of a window and of ALiBi; the key of query i is ``i + offset``.
+
+    Args:
+        bounds: keys to the left and to the right, by :func:`bounds_of`.
+        alibi_slopes: float (H,) or (B, H), or None.
+        offset: position of the first query among the keys: Lk - Lq aligns the corners on the bottom right.
+    """
+    mask = AttentionMask.window(*bounds, offset)
+    return mask if alibi_slopes is None else mask & AttentionMask.alibi(alibi_slopes, offset)
+
+
+def softcap_of(softcap: float | None) -> float | None:
+    """The softcap of ``attention``; 0 and less is none."""
+    return softcap if softcap is not None and softcap > 0.0 else None
+
+
+def check_dimensions(op: str, layouts: dict[str, str], *tensors: Any) -> None:
+    """Raise unless each is a tensor with as many dimensions as its layout, such as "(B, L, H, D)"."""
+    for (name, layout), t in zip(layouts.items(), tensors, strict=True):
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor {layout}, got {type(t).__name__}")
+        if t.dim() != layout.count(",") + 1:
+            raise ValueError(f"{op}: {name} must be {layout}, got shape {tuple(t.shape)}")
+
+
+def check_integers(op: str, name: str, t: Any, shape: str, device: torch.device) -> None:
+    """Raise unless t is an int32 or int64 tensor with as many dimensions as ``shape`` names, on the device."""
+    if not isinstance(t, Tensor) or t.dtype not in INTEGERS:
+        raise TypeError(f"{op}: {name} must be an int32 tensor {shape}, got {kind_of(t)}")
+    if t.dim() != len([size for size in shape.strip("()").split(",") if size.strip()]):
+        raise ValueError(f"{op}: {name} must be {shape}, got shape {tuple(t.shape)}")
+    if t.device != device:
+        raise ValueError(f"{op}: {name} must be on q's device {device}, got {t.device}")
+
+
+def kind_of(given: Any) -> object:
+    """A tensor's dtype, or the name of another type."""
+    return given.dtype if isinstance(given, Tensor) else type(given).__name__
+
+
+def can_look(t: Tensor) -> bool:
+    """Return True if the values can be read without waiting for a device, and are there: no graph is made."""
+    return t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced())
+
+
+def check_range(op: str, name: str, t: Tensor, least: int, most: int, expected: str) -> None:
+    """Raise for values outside [least, most]; they are looked at on a CPU only."""
+    if can_look(t) and t.numel() > 0:
+        low, high = (int(bound) for bound in torch.aminmax(t))
+        if low < least or high > most:
+            raise ValueError(f"{op}: {name} must lie in [{least}, {most}], {expected}, got {low} to {high}")
+
+
+def refuse_gradient(op: str, what: str, *tensors: Tensor) -> None:
+    """Raise where a gradient is asked for through a call that has none because of ``what``."""
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(f"{op}: there is no gradient with {what}; call it under torch.no_grad()")

@@ -1,0 +1,134 @@
+"""Functions of flash-attention 2 for padded batches: ``flash_attn_func`` and its packed forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops.attention import attention
+from .bounds import bounds_of, check_dimensions, mask_of, softcap_of
+
+Result = Tensor | tuple[Tensor, Tensor, Tensor]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """``flash_attn_func`` of flash-attention 2 (Dao, "FlashAttention-2", 2023) by :func:`transformer_fast.attention`.
+
+    The key of query i is ``i + Lk - Lq``: look-ahead, window and ALiBi count from the bottom right corner.
+
+    Args:
+        q: (B, Lq, H, D); float32, float16, bfloat16 (float64 on CPU). D up to 256 on a GPU.
+        k, v: (B, Lk, Hkv, D), with ``H % Hkv == 0``.
+        dropout_p: probability of dropping a weight, in evaluation too: pass 0.0 there. ``torch.manual_seed`` governs
+            it. The mask is ours and differs from flash-attention's.
+        softmax_scale: multiplies ``q k^T``; ``1 / sqrt(D)`` by default.
+        causal: no query sees a key after its own. It replaces the right bound of ``window_size``.
+        window_size: (left, right), keys that a query sees on either side of its own; -1 is no bound.
+        softcap: scaled scores s become ``softcap * tanh(s / softcap)``; 0.0 is off.
+        alibi_slopes: float (H,) or (B, H); ``-slope * |i + Lk - Lq - j|`` is added to the score. A gradient reaches
+            them.
+        deterministic: accepted; forward and backward are the same bits in every run, whatever it says.
+        return_attn_probs: also return the logsumexp, and with dropout the weights.
+
+    Returns:
+        (B, Lq, H, D) in q's dtype, 0 for a query that sees no key. With ``return_attn_probs`` a tuple of it, the
+        natural logsumexp (B, H, Lq) in float32 (float64 for float64), -inf for such a query, and S_dmask: with dropout
+        the weights (B, H, Lq, Lk) before it, negative where it drops one; without, an empty tensor (0,).
+
+    Raises:
+        TypeError: for non-tensors, non-float or mixed dtypes.
+        ValueError: for shapes, devices or options that do not fit; the message names them.
+    """
+    layouts = {"q": "(B, Lq, H, D)", "k": "(B, Lk, Hkv, D)", "v": "(B, Lk, Hkv, D)"}
+    check_dimensions("flash_attn_func", layouts, q, k, v)
+    bounds = bounds_of("flash_attn_func", causal, window_size)
+    tensors = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    mask = mask_of(bounds, alibi_slopes, k.shape[1] - q.shape[1])
+    options: dict[str, Any] = {"scale": softmax_scale, "softcap": softcap_of(softcap), "empty_rows": "zero"}
+    if not return_attn_probs:
+        return _as_given(attention(*tensors, mask, dropout_p=dropout_p, **options))
+    out, logsumexp, weights = with_weights(*tensors, mask, dropout_p, options)
+    return _as_given(out), logsumexp, q.new_empty(0) if weights is None else weights
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_func` of keys and values in one tensor, (B, Lk, 2, Hkv, D)."""
+    check_packed("flash_attn_kvpacked_func", "kv", kv, "(B, Lk, 2, Hkv, D)", 2)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *options)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+) -> Result:
+    """:func:`flash_attn_func` of queries, keys and values in one tensor, (B, L, 3, H, D)."""
+    check_packed("flash_attn_qkvpacked_func", "qkv", qkv, "(B, L, 3, H, D)", 3)
+    options = dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *options)
+
+
+def check_packed(op: str, name: str, t: Tensor, layout: str, parts: int) -> None:
+    """Raise unless t has this layout, with so many tensors along the third dimension from the end."""
+    check_dimensions(op, {name: layout}, t)
+    if t.shape[-3] != parts:
+        raise ValueError(f"{op}: {name} must be {layout}, got shape {tuple(t.shape)}")
+
+
+def with_weights(
+    q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout_p: float, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Output, logsumexp, and with dropout the weights of a call of ``attention``.
+
+    Returns:
+        out (B, H, Lq, D), logsumexp (B, H, Lq), and the weights (B, H, Lq, Lk) before dropout, negative where it drops
+        one, without a gradient; None without dropout.
+    """
+    if dropout_p == 0.0:
+        out, logsumexp = attention(q, k, v, mask, return_logsumexp=True, **options)
+        return out, logsumexp, None
+    out, dropped, logsumexp = attention(
+        q, k, v, mask, dropout_p=dropout_p, return_weights="dropped", return_logsumexp=True, **options
+    )
+    with torch.no_grad():
+        _, weights = attention(q, k, v, mask, return_weights=True, **options)
+        return out, logsumexp, torch.where(dropped == 0.0, -weights, weights)
+
+
+def _as_given(out: Tensor) -> Tensor:
+    """(B, H, L, D) as (B, L, H, D) in contiguous memory; the kernels wrote it so."""
+    return out.transpose(1, 2).contiguous()

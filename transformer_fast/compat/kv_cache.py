@@ -1,0 +1,190 @@
+"""``flash_attn_with_kvcache`` of flash-attention 2: keys and values are put into a cache, and queries attend to it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..masks import AttentionMask
+from ..ops.attention_decode import attention_decode
+from .bounds import bounds_of, check_dimensions, check_integers, check_range, mask_of, softcap_of
+
+_OP = "flash_attn_with_kvcache"
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """``flash_attn_with_kvcache`` of flash-attention 2 by :func:`transformer_fast.ops.attention_decode`. No gradient.
+
+    New keys and values are written into the cache in place, from ``cache_seqlens`` on. Then each query attends to its
+    sequence; the last query is at the last key.
+
+    Args:
+        q: (B, Lq, H, D); dtypes as for :func:`~transformer_fast.compat.flash_attn_func`.
+        k_cache, v_cache: (B or more, S, Hkv, D) with ``H % Hkv == 0``; with ``block_table`` pages
+            (pages, page_size, Hkv, D), of any page size.
+        k, v: (B, Lnew, Hkv, D), new keys and values; or None.
+        rotary_cos, rotary_sin: (positions, R / 2), R up to D: the first R numbers of a head of q and k are rotated. A
+            new key is at its place in the cache. A query is at ``cache_seqlens + i`` with ``causal`` or a window, and
+            at ``cache_seqlens`` without. Only with ``k`` and ``v``. Computed in float32, for float64 in float64.
+        cache_seqlens: keys of each sequence in the cache before this call: int32 (B,), or an int for all; None for S,
+            without ``k`` and ``v``.
+        cache_batch_idx: int32 (B,), the row of the cache of each sequence; not with ``block_table``.
+        cache_leftpad: int32 (B,), the first key of each sequence in its row; not with ``block_table``.
+        block_table: int32 (B, max_pages): key j of sequence b is row ``j % page_size`` of page
+            ``block_table[b, j // page_size]``.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as for
+            :func:`~transformer_fast.compat.flash_attn_func`.
+        rotary_interleaved: numbers 0 and 1, 2 and 3, ... are rotated together; False: 0 and R / 2, 1 and R / 2 + 1, ...
+        num_splits: accepted; how the keys are split is chosen here.
+        return_softmax_lse: also return the logsumexp.
+
+    Returns:
+        (B, Lq, H, D) in q's dtype, 0 for a query that sees no key; or a tuple of it and the natural logsumexp
+        (B, H, Lq) in float32 (float64 for float64), -inf for such a query.
+
+    Raises:
+        TypeError: for non-tensors, non-float or mixed dtypes, or lengths and indices that are not integer.
+        ValueError: for shapes, devices or options that do not fit. Lengths and indices are checked on a CPU, and
+            trusted on a GPU.
+    """
+    layout = "(B, S, Hkv, D)" if block_table is None else "(pages, page_size, Hkv, D)"
+    check_dimensions(_OP, {"q": "(B, Lq, H, D)", "k_cache": layout, "v_cache": layout}, q, k_cache, v_cache)
+    if (k is None) != (v is None):
+        raise ValueError(f"{_OP}: k and v must be given together, got {'v' if k is None else 'k'} alone")
+    bounds = bounds_of(_OP, causal, window_size)
+    rows = _rows_of(q, k_cache, cache_batch_idx, cache_leftpad, block_table)
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    lengths = _lengths_of(q, cache_seqlens, capacity, k is not None)
+    if k is not None and v is not None:
+        check_dimensions(_OP, dict.fromkeys(("k", "v"), "(B, Lnew, Hkv, D)"), k, v)
+        expected = (q.shape[0], k.shape[1], *k_cache.shape[2:])
+        if k.shape != expected or v.shape != expected:
+            raise ValueError(f"{_OP}: k and v must be {expected}, got {tuple(k.shape)} and {tuple(v.shape)}")
+        check_range(_OP, "cache_seqlens and the new keys", lengths + k.shape[1], 0, capacity, "the keys of the cache")
+        at = lengths[:, None].long() + torch.arange(k.shape[1], device=q.device)
+        if rotary_cos is not None or rotary_sin is not None:
+            tables = _checked_tables(q, rotary_cos, rotary_sin)
+            of_query = lengths[:, None].long() + torch.arange(q.shape[1], device=q.device)
+            if bounds == (None, None):
+                of_query = lengths[:, None].long().expand_as(of_query)
+            k = _rotated(k, *tables, at, rotary_interleaved)
+            q = _rotated(q, *tables, of_query, rotary_interleaved)
+        place = rows.long().gather(1, at // k_cache.shape[1]), at % k_cache.shape[1]
+        k_cache[place], v_cache[place] = k.to(k_cache.dtype), v.to(v_cache.dtype)
+        lengths = lengths + k.shape[1]
+    elif rotary_cos is not None or rotary_sin is not None:
+        raise ValueError(f"{_OP}: rotary_cos and rotary_sin need k and v")
+
+    options: dict[str, Any] = {"causal": False, "scale": softmax_scale, "softcap": softcap_of(softcap)}
+    options["mask"] = mask_of(bounds, alibi_slopes)
+    if cache_leftpad is not None:
+        key = torch.arange(capacity, device=q.device)
+        seen = torch.ones(q.shape[:2], dtype=torch.int32, device=q.device)
+        options["mask"] &= AttentionMask.documents(seen, (key >= cache_leftpad[:, None]).to(torch.int32))
+    if block_table is None and cache_batch_idx is None:
+        k_cache, v_cache = (t[: q.shape[0]].transpose(1, 2) for t in (k_cache, v_cache))
+    else:  # a row of the cache is a page that holds a sequence
+        options["page_table"] = rows.to(torch.int32)
+    given = q.transpose(1, 2), k_cache, v_cache, lengths
+    if not return_softmax_lse:
+        return attention_decode(*given, **options).transpose(1, 2).contiguous()
+    out, logsumexp = attention_decode(*given, return_logsumexp=True, **options)
+    return out.transpose(1, 2).contiguous(), logsumexp
+
+
+def _rows_of(
+    q: Tensor, k_cache: Tensor, batch_idx: Tensor | None, leftpad: Tensor | None, block_table: Tensor | None
+) -> Tensor:
+    """The pages of each sequence, int (B, max_pages); without a block table its row of the cache, (B, 1)."""
+    B = q.shape[0]
+    for name, t in (("cache_batch_idx", batch_idx), ("cache_leftpad", leftpad)):
+        if t is None:
+            continue
+        if block_table is not None:
+            raise ValueError(f"{_OP}: {name} cannot be combined with block_table")
+        _check_per_sequence(name, t, q)
+    if block_table is not None:
+        check_integers(_OP, "block_table", block_table, "(B, max_pages)", q.device)
+        if block_table.shape[0] != B:
+            raise ValueError(f"{_OP}: block_table must be (B, max_pages), B = {B}, got {tuple(block_table.shape)}")
+        return block_table
+    if batch_idx is not None:
+        check_range(_OP, "cache_batch_idx", batch_idx, 0, k_cache.shape[0] - 1, "the rows of k_cache")
+        return batch_idx[:, None]
+    if k_cache.shape[0] < B:
+        raise ValueError(f"{_OP}: k_cache must have at least B = {B} rows, got shape {tuple(k_cache.shape)}")
+    return torch.arange(B, device=q.device)[:, None]
+
+
+def _lengths_of(q: Tensor, given: int | Tensor | None, capacity: int, appended: bool) -> Tensor:
+    """int (B,), the keys of each sequence in the cache before the call."""
+    if given is None:
+        if appended:
+            raise ValueError(f"{_OP}: k and v need cache_seqlens, where in the cache they go")
+        given = capacity
+    if isinstance(given, int):
+        given = torch.full((q.shape[0],), given, dtype=torch.int32, device=q.device)
+    _check_per_sequence("cache_seqlens", given, q)
+    check_range(_OP, "cache_seqlens", given, 0, capacity, "the keys of the cache")
+    return given
+
+
+def _check_per_sequence(name: str, t: Tensor, q: Tensor) -> None:
+    check_integers(_OP, name, t, "(B,)", q.device)
+    if t.shape[0] != q.shape[0]:
+        raise ValueError(f"{_OP}: {name} must be (B,) = ({q.shape[0]},), got shape {tuple(t.shape)}")
+
+
+def _checked_tables(q: Tensor, cos: Tensor | None, sin: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Both tables of the rotation; a ValueError unless both are (positions, R / 2) with R up to the head_dim."""
+    if cos is None or sin is None:
+        raise ValueError(f"{_OP}: rotary_cos and rotary_sin must be given together")
+    check_dimensions(_OP, dict.fromkeys(("rotary_cos", "rotary_sin"), "(positions, R / 2)"), cos, sin)
+    if cos.shape != sin.shape or 2 * cos.shape[1] > q.shape[-1]:
+        raise ValueError(
+            f"{_OP}: rotary_cos and rotary_sin must be (positions, R / 2) with R up to D = {q.shape[-1]}, got "
+            f"{tuple(cos.shape)} and {tuple(sin.shape)}"
+        )
+    return cos, sin
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """x (B, L, heads, D) with the first R numbers of each head rotated (Su et al., "RoFormer", 2021, section 3.2).
+
+    Args:
+        cos, sin: (positions, R / 2).
+        positions: int64 (B, L), rows of the tables.
+        interleaved: the numbers of a pair are neighbours; otherwise they are R / 2 apart.
+    """
+    check_range(_OP, "positions", positions, 0, cos.shape[0] - 1, "the rows of rotary_cos")
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    c, s = (table[positions].unsqueeze(2).to(wide) for table in (cos, sin))
+    R = 2 * cos.shape[1]
+    pairs = x[..., :R].to(wide)
+    first, second = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, -1)
+    turned = first * c - second * s, first * s + second * c
+    joined = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    return torch.cat([joined.to(x.dtype), x[..., R:]], -1)

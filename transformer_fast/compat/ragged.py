@@ -1,0 +1,243 @@
+"""Attention of packed sequences whose last query is at their last key: the alignment of the peers.
+
+``attention_packed`` counts queries and keys of a sequence from the first one. That is the same where a sequence has as
+many queries as keys, and where nothing depends on positions. Every other call goes by a padded batch whose sequences
+end together, so that one offset aligns them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..masks import AttentionMask
+from ..ops.attention import attention
+from ..ops.attention_decode import attention_decode
+from ..ops.attention_packed import attention_packed
+from ..packing import Packing, take
+from .bounds import can_look, check_dimensions, kind_of, mask_of
+from .flash_attention import with_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequences:
+    """The sequences of a packed batch.
+
+    Attributes:
+        starts: int32 (B + 1,), rising from 0 to the number of tokens.
+        longest: length of the longest one, on the host, or more.
+    """
+
+    starts: Tensor
+    longest: int
+
+    @property
+    def lengths(self) -> Tensor:
+        """int32 (B,)."""
+        return self.starts[1:] - self.starts[:-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The options of a call, in our terms.
+
+    Attributes:
+        op: the public name, for the messages.
+        bounds: keys that a query sees to the left and to the right of its own; None is no bound.
+        alibi_slopes: float (H,) or (B, H), or None.
+        scale, softcap, dropout_p: as for ``attention``.
+    """
+
+    op: str
+    bounds: tuple[int | None, int | None]
+    alibi_slopes: Tensor | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    dropout_p: float = 0.0
+
+    def options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "softcap": self.softcap}
+
+    def by_position(self, longest_query: int) -> bool:
+        """Return True if a result depends on how queries and keys are aligned."""
+        left, right = self.bounds
+        if left is None and self.alibi_slopes is None and right is not None and longest_query <= 1:
+            return False  # the only query is at the last key
+        return self.bounds != (None, None) or self.alibi_slopes is not None
+
+
+def sequences(op: str, names: tuple[str, str], starts: Any, longest: Any, total: int | None) -> Sequences:
+    """The sequences of a packed batch.
+
+    Args:
+        op: the public name, for the messages.
+        names: those of ``starts`` and ``longest`` in that function.
+        total: number of tokens; None where the tokens are in pages.
+
+    Raises:
+        TypeError: for starts that are no int32 tensor, or a longest that is no int.
+        ValueError: for starts of another shape; on a CPU, also unless they rise from 0 to the number of tokens, or for
+            a sequence beyond ``longest``.
+    """
+    of_starts, of_longest = names
+    if not isinstance(starts, Tensor) or starts.dtype != torch.int32:
+        raise TypeError(f"{op}: {of_starts} must be an int32 tensor (B + 1,), got {kind_of(starts)}")
+    if starts.dim() != 1 or starts.shape[0] == 0:
+        raise ValueError(f"{op}: {of_starts} must be (B + 1,), got shape {tuple(starts.shape)}")
+    if isinstance(longest, Tensor):
+        longest = int(longest)
+    found = Sequences(starts, longest)
+    if isinstance(longest, bool) or not isinstance(longest, (int, torch.SymInt)):
+        raise TypeError(f"{op}: {of_longest} must be an int, got {type(longest).__name__}")
+    if can_look(starts):
+        host = starts.tolist()
+        lengths = [end - start for start, end in itertools.pairwise(host)]
+        if host[0] != 0 or (total is not None and host[-1] != total) or min(lengths, default=0) < 0:
+            to = "" if total is None else f" to {total}, the number of tokens"
+            raise ValueError(f"{op}: {of_starts} must rise from 0{to}, got {host}")
+        if max(lengths, default=0) > longest:
+            raise ValueError(
+                f"{op}: {of_longest} is {longest}, but a sequence of {of_starts} has {max(lengths)} tokens"
+            )
+    return found
+
+
+def ragged_attention(
+    q: Tensor, k: Tensor, v: Tensor, queries: Sequences, keys: Sequences, call: Call, more: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Attention of each sequence to its own keys, the last query at the last key.
+
+    Args:
+        q: (Tq, H, D).
+        k, v: (Tk, Hkv, D).
+        more: also give the logsumexp, and of a call with dropout the weights.
+
+    Returns:
+        out (Tq, H, D), 0 for a query that sees no key; logsumexp (H, Tq), -inf there; and the weights
+        (B, H, max_q, max_k) before dropout, negative where it drops one. None for what is not given.
+    """
+    _check_batch(call.op, q, queries.starts, keys.starts)
+    slopes = call.alibi_slopes
+    by_position = call.by_position(queries.longest)
+    dropped = more and call.dropout_p > 0.0  # the weights are asked for
+    if dropped or (slopes is not None and slopes.dim() != 1) or (by_position and not _alike(queries, keys)):
+        return _padded_attention(q, k, v, queries, keys, call, more)
+    options: dict[str, Any] = call.options() | {"dropout_p": call.dropout_p, "empty_rows": "zero"}
+    options |= {"max_q": queries.longest, "max_k": keys.longest}
+    options["mask"] = mask_of(call.bounds, slopes) if by_position else None
+    if not more:
+        return attention_packed(q, k, v, queries.starts, keys.starts, **options), None, None
+    return *attention_packed(q, k, v, queries.starts, keys.starts, return_logsumexp=True, **options), None
+
+
+def _alike(queries: Sequences, keys: Sequences) -> bool:
+    """Return True if every sequence has as many queries as keys. On a GPU this waits, unless they are one tensor."""
+    if queries.starts is keys.starts:
+        return True
+    if torch.compiler.is_compiling() or (queries.starts.device.type != "cpu" and queries.longest != keys.longest):
+        return False
+    return torch.equal(queries.starts, keys.starts)
+
+
+def _padded_attention(
+    q: Tensor, k: Tensor, v: Tensor, queries: Sequences, keys: Sequences, call: Call, more: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """:func:`ragged_attention` by a padded batch, with the padding in front. It costs B * max_q * max_k scores."""
+    of_q, of_k = _ending_together(queries, q), _ending_together(keys, k)
+    q, k, v = (_padded(t, packing) for t, packing in ((q, of_q), (k, of_k), (v, of_k)))
+    mask = mask_of(call.bounds, call.alibi_slopes, keys.longest - queries.longest)
+    if not of_k.is_full:
+        key = torch.arange(keys.longest, device=k.device)
+        mask = mask & AttentionMask.keep((key >= keys.longest - keys.lengths[:, None])[:, None, None])
+    options = call.options() | {"empty_rows": "zero"}
+    if not more:
+        out = attention(q, k, v, mask, dropout_p=call.dropout_p, **options)
+        return take(out.transpose(1, 2), of_q), None, None
+    out, logsumexp, weights = with_weights(q, k, v, mask, call.dropout_p, options)
+    if weights is not None:
+        weights = _starting_together(_starting_together(weights, queries, 2), keys, 3)
+    return take(out.transpose(1, 2), of_q), _per_head(logsumexp, of_q), weights
+
+
+def _per_head(logsumexp: Tensor, packing: Packing) -> Tensor:
+    """The logsumexp (B, H, L) of a padded batch as (H, T)."""
+    return take(logsumexp.transpose(1, 2), packing).t().contiguous()
+
+
+def _ending_together(given: Sequences, tokens: Tensor) -> Packing:
+    """The packing of a batch (B, longest, ...) in which the last token of each sequence is at the last position."""
+    token = torch.arange(tokens.shape[0], dtype=torch.int32, device=tokens.device)
+    ends = given.starts[1:].contiguous()
+    sequence = torch.searchsorted(ends, token, right=True)
+    indices = (sequence + 1) * given.longest - ends.index_select(0, sequence) + token
+    return Packing(given.starts, indices, ends.shape[0], given.longest, given.longest, tokens.shape[0])
+
+
+def _padded(tokens: Tensor, packing: Packing) -> Tensor:
+    """Tokens (T, H, D) as (B, H, L, D), 0 where there is none."""
+    B, L, rest = packing.batch, packing.length, tokens.shape[1:]
+    if not packing.is_full:  # in place, which saves the copy that unpack makes
+        tokens = tokens.new_zeros(B * L, *rest).index_copy_(0, packing.indices, tokens)
+    return tokens.view(B, L, *rest).transpose(1, 2)
+
+
+def _starting_together(x: Tensor, given: Sequences, dim: int) -> Tensor:
+    """x (B, ...) with the padding along ``dim`` behind the sequences, as 0."""
+    position = torch.arange(given.longest, device=x.device)
+    lengths = given.lengths[:, None].long()
+    source = (position + given.longest - lengths).clamp(max=max(given.longest - 1, 0))
+    shape = [x.shape[0], *(1 for _ in x.shape[1:])]
+    shape[dim] = given.longest
+    moved = x.gather(dim, source.view(shape).expand_as(x))
+    return moved.masked_fill((position >= lengths).view(shape), 0.0)
+
+
+def cached_attention(
+    q: Tensor, k: Tensor, v: Tensor, queries: Sequences, lengths: Tensor, pages: Tensor, call: Call, more: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of packed queries to keys in pages, the last query of each sequence at its last key. No gradient.
+
+    Args:
+        q: (Tq, H, D).
+        k, v: (pages, page_size, Hkv, D).
+        lengths: int (B,), keys of each sequence.
+        pages: int32 (B, max_pages), the pages of each sequence in order.
+        more: also give the logsumexp.
+
+    Returns:
+        out (Tq, H, D), and logsumexp (H, Tq) or None.
+    """
+    _check_batch(call.op, q, queries.starts)
+    of_q = _ending_together(queries, q)
+    given = _padded(q, of_q), k, v, lengths
+    options: dict[str, Any] = call.options() | {"page_table": pages, "causal": False}
+    options["mask"] = mask_of(call.bounds, call.alibi_slopes)
+    if not more:
+        return take(attention_decode(*given, **options).transpose(1, 2), of_q), None
+    out, logsumexp = attention_decode(*given, return_logsumexp=True, **options)
+    return take(out.transpose(1, 2), of_q), _per_head(logsumexp, of_q)
+
+
+def _check_batch(op: str, q: Tensor, *starts: Tensor) -> None:
+    """Raise unless all starts are of one number of sequences and on the device of the queries."""
+    for given in starts:
+        if given.device != q.device:
+            raise ValueError(f"{op}: the starts of sequences must be on q's device {q.device}, got {given.device}")
+        if given.shape != starts[0].shape:
+            got = f"{starts[0].shape[0] - 1} and {given.shape[0] - 1}"
+            raise ValueError(f"{op}: there must be as many sequences of keys as of queries, got {got}")
+
+
+def check_token_layout(op: str, names: tuple[str, str, str], q: Any, k: Any, v: Any, in_pages: bool) -> None:
+    """Raise unless the queries are (Tq, H, D), and keys and values (Tk, Hkv, D) or pages of them."""
+    layout = "(pages, page_size, Hkv, D)" if in_pages else "(Tk, Hkv, D)"
+    check_dimensions(op, dict(zip(names, ("(Tq, H, D)", layout, layout), strict=True)), q, k, v)
+    if k.shape[:-1] != v.shape[:-1]:
+        _, key, value = names
+        raise ValueError(
+            f"{op}: {key} and {value} must share {layout} but D, got {tuple(k.shape)} and {tuple(v.shape)}"
+        )

@@ -1,0 +1,119 @@
+"""``register_flash_attention_impl``: our kernels as a flash implementation that torch can activate, on a CPU.
+
+torch's registry keeps functions by name (``torch.nn.attention.register_flash_attention_impl``). An implementation that
+is activated puts kernels of its own under operators of ATen, so that ``F.scaled_dot_product_attention`` of code that
+nobody changes runs them. On a CPU these are one operator and its gradient. The operators of a GPU are left as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import extension
+from ..attention_params import AttentionParams
+from ..backends import BackendError
+
+_FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def register_flash_attention_impl(name: str = "transformer_fast") -> None:
+    """Register the C++ kernels with torch as a flash implementation for CPUs; nothing changes until it is activated.
+
+    ``torch.nn.attention.activate_flash_attention_impl(name)`` lets every call of ``F.scaled_dot_product_attention`` in
+    the process run them where torch would run its own flash kernel for CPUs: four dimensions, one head_dim, no dropout.
+    ``torch.nn.attention.restore_flash_attention_impl()`` ends that. Results differ from torch's by rounding. Kernels on
+    a GPU are not replaced.
+
+    Args:
+        name: the name in torch's registry.
+
+    Raises:
+        NotImplementedError: where torch has no such registry (before 2.11).
+        BackendError: where the extension cannot be loaded; the message says what to run.
+    """
+    register = getattr(torch.nn.attention, "register_flash_attention_impl", None)
+    if register is None:
+        raise NotImplementedError(
+            f"register_flash_attention_impl: torch {torch.__version__} has no registry of flash implementations; "
+            "call transformer_fast.scaled_dot_product_attention in the place of torch's"
+        )
+    if not extension.load():
+        raise BackendError(f"register_flash_attention_impl: {extension.obstacle()}")
+    register(name, register_fn=_Activated)
+
+
+class _Activated:
+    """The kernels in the place of torch's, until they are removed. torch makes one and keeps it."""
+
+    def __init__(self) -> None:
+        self.library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*Overriding a previously registered kernel")
+            self.library.impl(_FORWARD, _forward, "CPU")
+            self.library.impl(f"{_FORWARD}_backward", _backward, "CPU")
+
+    def remove(self) -> None:
+        self.library = None  # which puts torch's own back
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output (B, H, Lq, D) and logsumexp (B, H, Lq), the latter with the strides that torch's kernel gives it."""
+    options = _options(query, dropout_p, is_causal, attn_mask, scale)
+    out, logsumexp = torch.ops.transformer_fast.attention(*map(_dense, (query, key, value)), **options)
+    return out, logsumexp.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value."""
+    options = _options(query, dropout_p, is_causal, attn_mask, scale)
+    tensors = map(_dense, (grad_out, query, key, value, out, logsumexp))
+    return torch.ops.transformer_fast.attention_backward(*tensors, None, **options)
+
+
+def _options(q: Tensor, dropout_p: float, is_causal: bool, mask: Tensor | None, scale: float | None) -> dict[str, Any]:
+    """The arguments of our operator. torch's function has checked the call, and made a bool mask a float one."""
+    if dropout_p != 0.0:
+        raise NotImplementedError(f"{_FORWARD}: there is no dropout, got dropout_p={dropout_p}")
+    if mask is not None:
+        mask = mask[(None,) * (4 - mask.dim())]
+        keep, bias = (mask, None) if mask.dtype == torch.bool else (None, mask)
+    else:
+        keep = bias = None
+    params = AttentionParams(
+        keep=keep,
+        bias=bias,
+        causal=0 if is_causal else None,
+        scale=1.0 / math.sqrt(q.shape[-1]) if scale is None else scale,
+        zero_empty_rows=True,
+    )
+    return params.keywords() | {"backend": "native"}
+
+
+def _dense(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
