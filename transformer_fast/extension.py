@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import logging
 import mmap
 import os
 import sys
@@ -23,6 +24,7 @@ from typing import Any
 
 import torch
 
+_LOG = logging.getLogger("transformer_fast")
 _PACKAGE = Path(__file__).resolve().parent
 _IN_A_CHECKOUT = "run `make setup`, or `pip install --no-build-isolation -e .`, in the folder of transformer_fast"
 _INSTALLED = (
@@ -78,6 +80,13 @@ def usable_instruction_sets() -> list[str]:
 
 @functools.cache
 def _outcome() -> tuple[bool, str, dict[str, Any]]:
+    """(loaded, what was loaded or what is wrong, the build record); logged once, by the first use."""
+    outcome = _tried()
+    _LOG.info("the C++ extension is %s", outcome[1] if outcome[0] else f"not loaded: {outcome[1]}; {_MEANWHILE}")
+    return outcome
+
+
+def _tried() -> tuple[bool, str, dict[str, Any]]:
     path = _find("_C")
     if path is None:
         return False, f"the C++ extension is missing: {_REMEDY}", {}

@@ -6,7 +6,11 @@ copy and into a pickle.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 from torch import nn
 
@@ -39,6 +43,43 @@ class PaddedCalls:
         if reason not in self.reasons:
             _LOG.info("a batch runs with its padding: %s", reason)
         self.reasons[reason] = self.reasons.get(reason, 0) + 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One call of a layer or a stack that leaves padding out where it can.
+
+    Attributes:
+        module: the layer or the stack.
+        positions: how many positions the batch has, B * L.
+        tokens: how many of them are tokens; None where the call kept its padding.
+        reason: for keeping it, or "".
+    """
+
+    module: nn.Module
+    positions: int
+    tokens: int | None
+    reason: str = ""
+
+
+_passes: ContextVar[list[Pass] | None] = ContextVar("passes", default=None)
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[Pass]]:
+    """Record the passes of this thread."""
+    passes: list[Pass] = []
+    token = _passes.set(passes)
+    try:
+        yield passes
+    finally:
+        _passes.reset(token)
+
+
+def record(module: nn.Module, positions: int, tokens: int | None, reason: str = "") -> None:
+    """Add a pass to the record, if there is one."""
+    if (passes := _passes.get()) is not None:
+        passes.append(Pass(module, positions, tokens, reason))
 
 
 def padded_calls(module: nn.Module) -> PaddedCalls | None:

@@ -66,11 +66,13 @@ def _ids(length: int, generator: torch.Generator) -> Tensor:
 
 
 def make(name: str, **settings: Any) -> nn.Module:
-    """A tiny model of a class, without dropout, with weights that are large enough for padding to be seen."""
+    """A tiny model of a class, with weights that are large enough for padding to be seen, and without dropout unless
+    a setting names it."""
     model = models.make(models.named(name), "eager", **settings)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):  # some heads have one that no config field names
-            module.p = 0.0
+    if not any("dropout" in setting for setting in settings):
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):  # some heads have one that no config field names
+                module.p = 0.0
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..layers.dropout import Dropout
 from ..layers.linear import Linear
 from ..ops.linear import is_faster
 from .calls import CallsOurs, calling_ours, calls_of
+from .explained import explained
 from .huggingface import Attention, give_attention
 from .output_layer import NAME as FUSED_LOSS
 from .output_layer import OutputLayer, output_layers
@@ -130,11 +132,23 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
                 walk.pack()
             if fused_loss and not walk.output_layers:
                 walk.note("fused_loss: no output layer on a CPU was found")
+            walk.report._explain = functools.partial(_explain, model, packed)
             walk.report.rows.sort(key=lambda row: walk.order[row.path])
             return walk.report
         except BaseException:
             walk.report.undo()
             raise
+
+
+def _explain(model: nn.Module, packed: bool, batch: Any) -> str:
+    if packed:
+        return explained(model, batch)
+    with LOCK:
+        report = accelerate(model, packed=True)
+        try:
+            return f"with packed=True:\n{explained(model, batch)}"
+        finally:
+            report.undo()
 
 
 class _Walk:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import nn
@@ -27,6 +28,17 @@ _FOLDED = ("nn.Dropout", "Dropout", "nn.Linear", "Linear")
 
 class Change(Protocol):
     """Something else than the class of a module that was changed."""
+
+    def explain(self, batch: Any) -> str:
+        """Say what the layers of the model do with a batch: positions, tokens, and what they compute, as a table.
+
+        The model is called once, without gradients and in its current mode. Without ``packed=True`` the table says what
+        that would leave out.
+
+        Args:
+            batch: what the model is called with: keyword arguments, a tuple, or one argument.
+        """
+        return self._explain(batch)
 
     def undo(self) -> None:
         """Make it again what it was."""
@@ -64,6 +76,7 @@ class Report:
         default_factory=list, repr=False
     )
     _changes: list[Change] = dataclasses.field(default_factory=list, repr=False)
+    _explain: Callable[[Any], str] = dataclasses.field(default=str, repr=False)
 
     @property
     def swapped(self) -> list[Row]:
@@ -79,6 +92,17 @@ class Report:
     def already(self) -> list[Row]:
         """Those among the left that run on the fused ops already: swapped by an earlier call, or ours."""
         return [row for row in self.rows if row.why == ALREADY]
+
+    def explain(self, batch: Any) -> str:
+        """Say what the layers of the model do with a batch: positions, tokens, and what they compute, as a table.
+
+        The model is called once, without gradients and in its current mode. Without ``packed=True`` the table says what
+        that would leave out.
+
+        Args:
+            batch: what the model is called with: keyword arguments, a tuple, or one argument.
+        """
+        return self._explain(batch)
 
     def undo(self) -> None:
         """Make everything that this call changed again what it was. Parameters are those that the model has now."""

@@ -44,8 +44,18 @@ class LazyMask(Tensor):
             self.mask = AttentionMask(keep_mask=keep)
         return keep
 
+    def alias(self) -> Tensor:
+        """The same mask as another tensor, as a reentrant checkpoint asks for it; an alias of one that was made."""
+        if self.mask.keep_mask is not None:
+            return self.dense().detach()
+        lazy = LazyMask(self.mask, tuple(self.shape), self.device)
+        lazy.call = self.call
+        return lazy
+
     @classmethod
     def __torch_dispatch__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.detach.default:
+            return args[0].alias()
         args, kwargs = tree_map_only(LazyMask, LazyMask.dense, (args, kwargs or {}))
         return function(*args, **kwargs)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..packing import PackedMask, Packing, packing_of, take, unpack
-from ..padded_calls import NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls
+from ..padded_calls import NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls, record
 from ..tracing import is_traced
 from .dropout import KINDS as DROPOUTS
 from .hooks import TAKES_RESIDUAL, has_role, is_plain
@@ -33,7 +33,9 @@ def packed_encoder(stack: nn.TransformerEncoder, src: Tensor, masks: TorchMasks)
         _check_parts(stack)
     except StaysPaddedError as reason:
         calls.add(str(reason))
+        record(stack, src.shape[0] * src.shape[1], None, str(reason))
         return None
+    record(stack, own.batch * own.length, own.total)
     x, mask = take(_batch_first(stack, src), own), PackedMask(own, own, causal)
     for layer in stack.layers:
         x = layer(x, src_mask=mask)
@@ -59,7 +61,9 @@ def packed_decoder(
         _check_parts(stack)
     except StaysPaddedError as reason:
         calls.add(str(reason))
+        record(stack, tgt.shape[0] * tgt.shape[1], None, str(reason))
         return None
+    record(stack, own.batch * own.length, own.total)
     x, encoded = take(_batch_first(stack, tgt), own), take(_batch_first(stack, memory), source)
     mask, memory_mask = PackedMask(own, own, causal), PackedMask(own, source)
     for layer in stack.layers:

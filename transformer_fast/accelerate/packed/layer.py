@@ -19,7 +19,7 @@ from ...integrations.unpadded import Unpadded, current
 from ...layers.hooks import HOOKS
 from ...masks import AttentionMask
 from ...packing import PackedMask, Packing, take
-from ...padded_calls import GAPS, NO_SOURCE, StaysPaddedError
+from ...padded_calls import GAPS, NO_SOURCE, StaysPaddedError, record
 from .classes import Arguments, Forward, part, positional_names
 
 LAYER = "layer"
@@ -51,14 +51,21 @@ def layer_forward(base: type[nn.Module]) -> Forward:
                 changes, packing = packed
                 tokens_args, tokens_kwargs = arguments.replaced(changes)
                 result = base.forward(self, *tokens_args, **tokens_kwargs)
+                record(self, packing.batch * packing.length, packing.total)
                 if isinstance(result, tuple):
                     return _padded(self, result[0], packing), *result[1:]
                 return _padded(self, result, packing)
         except StaysPaddedError as reason:
             call.note(str(reason))
+            record(self, positions_of(arguments.given[names[0]]), None, str(reason))
         return base.forward(self, *args, **kwargs)
 
     return forward
+
+
+def positions_of(hidden: Tensor) -> int:
+    """How many positions hidden states (B, L, d) have."""
+    return hidden.shape[0] * hidden.shape[1]
 
 
 def _call_of(given: dict[str, Any]) -> Unpadded | None:

@@ -16,7 +16,7 @@ from ...layers.linear import Linear
 from ...masks import AttentionMask
 from ...models.packed import target_padding
 from ...packing import PackedMask, Packing, packing_of, take
-from ...padded_calls import NO_SOURCE, NO_TOKEN, StaysPaddedError, padded_calls
+from ...padded_calls import NO_SOURCE, NO_TOKEN, StaysPaddedError, padded_calls, record
 from ...tracing import is_traced
 from .attention import Heads, keep_mask
 from .base import pattern_of
@@ -43,10 +43,12 @@ def through(m: nn.Module, x: Tensor, args: tuple[Any, ...], run: Callable[..., T
         packed = _packed(m, x, args)
     except (StaysPaddedError, ValueError, TypeError) as reason:
         calls.add(str(reason))
+        record(m, x.shape[0] * x.shape[1], None, str(reason))
         return run(x, *args)
     if packed is None:
         return run(x, *args)
     own, tokens_args = packed
+    record(m, own.batch * own.length, own.total)
     return with_tokens(run(tokens_of(x, own).unsqueeze(0), *tokens_args).squeeze(0), own)
 
 

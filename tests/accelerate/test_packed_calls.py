@@ -1,0 +1,370 @@
+"""``accelerate(model, packed=True)``: what a call of a model of transformers brings, and which calls keep padding."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers")
+import packed_models as packed  # noqa: E402
+
+import transformer_fast as tfast  # noqa: E402
+from transformer_fast.padded_calls import NO_TOKEN  # noqa: E402
+
+BERT, GPT2, BART, T5 = "BertForMaskedLM", "GPT2LMHeadModel", "BartForConditionalGeneration", "T5EncoderModel"
+DROPOUTS = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
+
+
+def both(name: str, **settings: Any) -> tuple[nn.Module, nn.Module, tfast.accelerate.Report]:
+    """A model with padding, the same without, and the report of the second; both on the fused ops."""
+    padded = packed.make(name, **settings)
+    without = copy.deepcopy(padded)
+    tfast.accelerate(padded)
+    return padded, without, tfast.accelerate(without, packed=True)
+
+
+def close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours.get(name, torch.zeros_like(expected)), expected, rtol=1e-3, atol=1e-4)
+
+
+def four_dimensions(call: packed.Batch) -> dict[str, Any]:
+    keep = call.given["attention_mask"].bool()
+    return {"attention_mask": torch.zeros(3, 1, 1, packed.LENGTH).masked_fill(~keep[:, None, None], -1e9)}
+
+
+def labels_at_padding(call: packed.Batch) -> dict[str, Any]:
+    return {"labels": call.given["input_ids"]}
+
+
+KEPT: dict[str, tuple[str, Callable[[packed.Batch], dict[str, Any]], str]] = {
+    "weights": (BERT, lambda call: {"output_attentions": True}, "attention weights are asked for (output_attentions)"),
+    "a cache": (GPT2, lambda call: {"use_cache": True}, "keys and values are kept (use_cache, past_key_values)"),
+    "a mask of four dimensions": (BERT, four_dimensions, "its mask is a tensor, not padding, look-ahead or a window"),
+    "labels at padding": (
+        BERT, labels_at_padding, "the loss reads padding: there are labels other than -100 at it, or after it",
+    ),
+    "labels after padding": (
+        GPT2, labels_at_padding, "the loss reads padding: there are labels other than -100 at it, or after it",
+    ),
+    "an answer in a text": (
+        "BertForQuestionAnswering",
+        lambda call: {"start_positions": torch.tensor([1, 0, 2]), "end_positions": torch.tensor([2, 1, 3])},
+        "the loss of BertForQuestionAnswering compares all positions of a row, those of padding too",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", KEPT)
+def test_a_call_that_cannot_be_packed_keeps_its_padding(what: str) -> None:
+    name, more, reason = KEPT[what]
+    padded, without, report = both(name)
+    call = packed.batch(name, "right")
+    call.given.update(more(call))
+    close(packed.step(without, call), packed.step(padded, call))
+    assert report.padded_calls.reasons == {reason: 1}
+    assert f"1 calls with padding: {reason}" in str(report)
+
+
+def test_a_head_of_another_kind_keeps_padding() -> None:
+    class BertForMeans(transformers.BertPreTrainedModel):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.bert = transformers.BertModel(config, add_pooling_layer=False)
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            return self.bert(input_ids, attention_mask).last_hidden_state.mean(1)
+
+    model = BertForMeans(packed.make(BERT).config).eval()
+    call = packed.batch("BertModel", "right").given
+    expected = model(**call)
+    report = tfast.accelerate(model, packed=True)
+    torch.testing.assert_close(model(**call), expected)
+    assert list(report.padded_calls.reasons) == ["what BertForMeans computes of the hidden states is not known"]
+
+
+def test_a_model_inside_of_another_module_is_packed() -> None:
+    class Mean(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = packed.make("DistilBertModel")
+
+        def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+            hidden = self.encoder(input_ids, attention_mask).last_hidden_state
+            return (hidden * attention_mask[..., None]).sum(1) / attention_mask.sum(1, keepdim=True)
+
+    model, call = Mean().eval(), packed.batch("DistilBertModel", "right").given
+    expected = model(**call)
+    report = tfast.accelerate(model, packed=True)
+    torch.testing.assert_close(model(**call), expected, rtol=1e-4, atol=1e-5)
+    assert not report.padded_calls.reasons
+
+
+def test_a_hook_inside_a_layer_sees_padded_rows_and_one_on_a_layer_is_no_obstacle() -> None:
+    padded, without, report = both(BERT)
+    call, shapes = packed.batch(BERT, "right"), []
+    layers = without.bert.encoder.layer
+    layers[0].register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape)))
+    close(packed.step(without, call), packed.step(padded, call))
+    assert not report.padded_calls.reasons
+    hook = layers[1].intermediate.register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape)))
+    close(packed.step(without, call), packed.step(padded, call))
+    assert shapes == [(3, 9, 32), (3, 9, 32), (3, 9, 40)]
+    (reason,) = report.padded_calls.reasons
+    assert reason == "a BertIntermediate inside a layer has a hook, which would see tokens without padding"
+    hook.remove()
+    close(packed.step(without, call), packed.step(padded, call))
+    assert report.padded_calls.reasons == {reason: 1}
+
+
+def test_a_hook_on_a_layer_may_change_its_output() -> None:
+    padded, without, _ = both(BERT)
+    call = packed.batch(BERT, "right")
+    for model in (padded, without):
+        model.bert.encoder.layer[0].register_forward_hook(lambda m, args, out: (out.data.mul_(0.5), None)[1])
+    close(packed.step(without, call), packed.step(padded, call))
+
+
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("name", [BERT, BART])
+def test_gradient_checkpoints(name: str, reentrant: bool) -> None:
+    settings = DROPOUTS if name == BERT else {"dropout": 0.2, "attention_dropout": 0.2}
+    _, plain, _ = both(name, **settings)
+    again = copy.deepcopy(plain)
+    again.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    call, found = packed.batch(name, "right"), []
+    for model in (plain, again):
+        torch.manual_seed(3)
+        found.append(packed.step(model.train(), call))
+    close(found[1], found[0])
+
+
+def test_gradient_checkpoints_with_a_bias_between_positions() -> None:
+    padded, without, report = both(T5)
+    for model in (padded, without):
+        model.gradient_checkpointing_enable()
+    call = packed.batch(T5, "right")
+    close(packed.step(without.train(), call), packed.step(padded.train(), call))
+    assert list(report.padded_calls.reasons) == ["a bias between positions goes through its gradient checkpoints"]
+
+
+def test_autocast() -> None:
+    padded, without, report = both(BERT)
+    call = packed.batch(BERT, "left")
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = packed.step(without, call), packed.step(padded, call)
+    assert ours["logits"].dtype == theirs["logits"].dtype == torch.bfloat16
+    for name, expected in theirs.items():
+        torch.testing.assert_close(ours[name], expected, rtol=0.1, atol=0.05)
+    assert not report.padded_calls.reasons
+
+
+def test_dropout_is_drawn_again_by_the_same_seed() -> None:
+    _, model, _ = both(BERT, **DROPOUTS)
+    call, found = packed.batch(BERT, "right"), []
+    for _ in range(2):
+        torch.manual_seed(7)
+        found.append(packed.step(model.train(), call))
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    other = packed.step(model.train(), call)
+    assert not torch.equal(found[0]["loss"], other["loss"])
+
+
+@pytest.mark.parametrize("name", [BERT, GPT2, BART])
+def test_a_batch_without_padding_is_computed_as_before(name: str) -> None:
+    padded, without, _ = both(name)
+    call = packed.batch(name, "none")
+    if "labels" in call.given:
+        call.given["labels"] = call.given["labels"].clamp(min=4)
+    ours, theirs = packed.step(without, call), packed.step(padded, call)
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
+def test_a_batch_without_tokens() -> None:
+    padded, without, report = both(BERT)
+    call = packed.batch(BERT, "right")
+    call.given["attention_mask"].zero_()
+    call.given["labels"].fill_(packed.IGNORED)
+    del call.given["labels"]
+    with torch.no_grad():
+        torch.testing.assert_close(without(**call.given).logits, padded(**call.given).logits)
+    assert list(report.padded_calls.reasons) == [NO_TOKEN]
+
+
+def test_hidden_states_are_zero_at_padding() -> None:
+    padded, without, report = both(BERT)
+    call = packed.batch(BERT, "right")
+    ours, theirs = (m(**call.given, output_hidden_states=True).hidden_states for m in (without, padded))
+    assert len(ours) == len(theirs) == 3
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a[call.tokens], b[call.tokens], rtol=1e-4, atol=1e-5)
+    assert not any(t[~call.tokens].any() for t in ours[1:])
+    assert not report.padded_calls.reasons
+
+
+@pytest.mark.parametrize("name", [BERT, BART])
+def test_tuples(name: str) -> None:
+    padded, without, _ = both(name)
+    call = packed.batch(name, "right")
+    ours, theirs = (m(**call.given, return_dict=False) for m in (without, padded))
+    assert len(ours) == len(theirs)
+    torch.testing.assert_close(ours[0], theirs[0])
+    assert ours[1].shape == theirs[1].shape
+    torch.testing.assert_close(ours[1][call.tokens], theirs[1][call.tokens], rtol=1e-4, atol=1e-5)
+
+
+def test_arguments_by_position() -> None:
+    padded, without, report = both(BERT)
+    call = packed.batch(BERT, "right").given
+    ours, theirs = (m(call["input_ids"], call["attention_mask"]).logits for m in (without, padded))
+    keep = call["attention_mask"].bool()
+    torch.testing.assert_close(ours[keep], theirs[keep], rtol=1e-4, atol=1e-5)
+    assert not ours[~keep].any() and not report.padded_calls.reasons
+
+
+def test_a_model_that_does_not_call_its_output_layer() -> None:
+    padded, without, report = both("MobileBertForMaskedLM", num_feedforward_networks=1)
+    call = packed.batch(BERT, "right")
+    for _ in range(2):
+        close(packed.step(without, call), packed.step(padded, call))
+    assert not report.padded_calls.reasons
+
+
+def test_the_inputs_of_a_decoder_end_where_its_labels_do() -> None:
+    _, without, report = both(BART)
+    call, lengths = packed.batch(BART, "right"), []
+    without.model.decoder.layers[0].fc1.weight.register_hook(lambda gradient: None)
+    linear = without.model.decoder.layers[0].fc1
+    forward = linear.forward
+    linear.forward = lambda x: (lengths.append(x.shape[:-1]), forward(x))[1]
+    without(**call.given)
+    assert lengths == [(1, int(call.tokens.sum()))]
+    assert not report.padded_calls.reasons
+
+
+@pytest.mark.parametrize("name", [GPT2, BART])
+def test_generation_is_that_of_the_plain_model(name: str) -> None:
+    padded, without, _ = both(name)
+    call = packed.batch(name, "left").given
+    given = {"input_ids": call["input_ids"], "attention_mask": call["attention_mask"]}
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    ours, theirs = (m.eval().generate(**given, **options) for m in (without, padded))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_cache_comes_only_where_it_is_asked_for() -> None:
+    padded, without, _ = both(GPT2)
+    call = packed.batch(GPT2, "none").given
+    ids = {"input_ids": call["input_ids"]}
+    assert padded(**ids).past_key_values is not None
+    assert without(**ids).past_key_values is None
+    assert without(**ids, use_cache=True).past_key_values.get_seq_length() == packed.LENGTH
+
+
+@pytest.fixture
+def compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_compiled_model_runs_with_padding() -> None:
+    padded, without, _ = both(BERT)
+    call = packed.batch(BERT, "right").given
+    with torch.no_grad():
+        out = torch.compile(without.eval(), backend="eager")(**call).logits
+        torch.testing.assert_close(out, padded.eval()(**call).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_undo_pickle_and_copy() -> None:
+    _, model, report = both(BERT)
+    plain = packed.make(BERT)
+    call = packed.batch(BERT, "right").given
+    expected = model.eval()(**call).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(**call).logits, expected)
+        assert not other(**call).logits[~call["attention_mask"].bool()].any()
+    assert not tfast.accelerate(model, packed=True).swapped
+    report.undo()
+    assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert model(**call).logits[~call["attention_mask"].bool()].any()
+
+
+def test_padding_is_left_out_of_a_model_that_was_accelerated_before() -> None:
+    padded, without, _ = both(BERT)
+    report = tfast.accelerate(padded, packed=True)
+    assert [row.now for row in report.swapped] == ["without padding"]
+    call = packed.batch(BERT, "right")
+    close(packed.step(padded, call), packed.step(without, call))
+
+
+def test_an_adapter_in_the_place_of_a_layer_is_called() -> None:
+    class Adapter(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.linear = linear
+            self.low, self.high = nn.Linear(linear.in_features, 2), nn.Linear(2, linear.out_features)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) + self.high(self.low(x))
+
+    plain = packed.make(BERT)
+    for layer in plain.bert.encoder.layer:
+        layer.attention.self.query = Adapter(layer.attention.self.query)
+    sides = packed.Sides(plain)
+    sides.hold(packed.batch(BERT, "right"), training=True)
+    assert sides.is_packed()
+
+
+def test_an_inference_mode() -> None:
+    padded, without, report = both(BERT)
+    call = packed.batch(BERT, "right").given
+    keep = call["attention_mask"].bool()
+    with torch.inference_mode():
+        ours, theirs = (m.eval()(**call).logits[keep] for m in (without, padded))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert not report.padded_calls.reasons
+
+
+def test_explain_counts_positions_and_tokens() -> None:
+    call, seq2seq = packed.batch(BERT, "right"), packed.batch(BART, "right")
+    _, _, report = both(BERT)
+    text = report.explain(call.given)
+    assert text.splitlines()[2].split() == ["bert.encoder.layer", "(2)", "27", "17", "17"]
+    assert text.endswith("37% of the positions that these layers would compute with the padding are left out")
+    kept = report.explain(call.given | {"output_attentions": True})
+    assert kept.splitlines()[2].split()[:4] == ["bert.encoder.layer", "(2)", "27", "27"]
+    assert kept.splitlines()[2].endswith("attention weights are asked for (output_attentions)")
+    _, _, report = both(BART)
+    rows = [line.split() for line in report.explain(seq2seq.given).splitlines()[2:-1]]
+    assert rows == [
+        ["model.encoder.layers", "(2)", "27", "17", "17"],
+        ["model.decoder.layers", "(2)", "21", "13", "13"],
+    ]
+    assert "no padding" in both(BERT)[2].explain((torch.ones(2, 5, dtype=torch.int64),))
+
+
+def test_explain_says_what_would_be_left_out() -> None:
+    model = packed.make(BERT)
+    report = tfast.accelerate(model)
+    kinds = [type(m) for m in model.modules()]
+    text = report.explain(packed.batch(BERT, "right").given)
+    assert text.startswith("with packed=True:\n") and "37% of the positions" in text
+    assert [type(m) for m in model.modules()] == kinds
+
+
+def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    _, without, _ = both(BERT)
+    with caplog.at_level("INFO", logger="transformer_fast"):
+        for _ in range(2):
+            without(**packed.batch(BERT, "right").given, output_attentions=True)
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["a batch runs with its padding: attention weights are asked for (output_attentions)"]

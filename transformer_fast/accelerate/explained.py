@@ -1,0 +1,83 @@
+"""``Report.explain``: what a batch costs a model with its padding and without."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import backends
+from ..padded_calls import Pass, recorded
+
+
+@dataclasses.dataclass
+class Line:
+    """What the layers of one list did with a batch.
+
+    Attributes:
+        path: of the list, or of the stack.
+        positions: how many positions the batch has there.
+        tokens: how many of them are tokens; None where they kept the padding.
+        reason: for keeping it, or "".
+        layers: how many layers there are.
+    """
+
+    path: str
+    positions: int
+    tokens: int | None
+    reason: str
+    layers: int = 0
+
+
+def explained(model: nn.Module, batch: Any) -> str:
+    """A table of the stacks of a packed model, for one batch; the model is called once, without gradients.
+
+    Args:
+        model: after ``accelerate(model, packed=True)``.
+        batch: keyword arguments, a tuple of arguments, or one argument.
+    """
+    parameter = next(model.parameters())
+    with torch.no_grad(), recorded() as passes:
+        if isinstance(batch, Mapping):
+            model(**batch)
+        else:
+            model(*(batch if isinstance(batch, tuple) else (batch,)))
+    backend, why = backends.choose("attention", parameter.device, parameter.dtype)
+    lines = [f"kernels: {backend} ({why})"]
+    found = _lines(model, passes)
+    if not found:
+        return "\n".join([*lines, "this batch has no padding that a layer of this model leaves out"])
+    header = ("layers", "positions", "tokens", "computed", "why not")
+    rows = [header]
+    for line in found:
+        tokens = "" if line.tokens is None else str(line.tokens)
+        computed = line.positions if line.tokens is None else line.tokens
+        rows.append((f"{line.path} ({line.layers})", str(line.positions), tokens, str(computed), line.reason))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines += ["  ".join((row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:4], widths[1:])), row[4])).rstrip()
+              for row in rows]  # fmt: skip
+    return "\n".join([*lines, _summary(found)])
+
+
+def _lines(model: nn.Module, passes: list[Pass]) -> list[Line]:
+    """One line for the layers of each list that have the same outcome."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    lines: dict[Any, Line] = {}
+    for each in passes:
+        path = paths.get(id(each.module), type(each.module).__name__)
+        inner = each.module._modules.get("layers")
+        layers = len(inner) if isinstance(inner, nn.ModuleList) else 1
+        path = path if layers > 1 or isinstance(inner, nn.ModuleList) else path.rpartition(".")[0]
+        key = path, each.positions, each.tokens, each.reason
+        lines.setdefault(key, Line(*key)).layers += layers
+    return list(lines.values())
+
+
+def _summary(lines: list[Line]) -> str:
+    positions = sum(line.positions * line.layers for line in lines)
+    computed = sum((line.positions if line.tokens is None else line.tokens) * line.layers for line in lines)
+    left = 1 - computed / positions
+    return f"{left:.0%} of the positions that these layers would compute with the padding are left out"
