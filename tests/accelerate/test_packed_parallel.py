@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 pytest.importorskip("transformers")
-import packed_models as packed  # noqa: E402
+import packed_models as packed
 
-import transformer_fast as tfast  # noqa: E402
-from transformer_fast.accelerate.packed import Packed  # noqa: E402
+import transformer_fast as tfast
+from transformer_fast.accelerate.packed import Packed
 
 MODELS = ("BertForMaskedLM", "GPT2LMHeadModel", "BartForConditionalGeneration")
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
+import importlib
 import io
 import os
 import re
 import shlex
 import subprocess
 import sys
+import types
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import matplotlib.figure
 import numpy as np
@@ -147,11 +149,20 @@ def test_the_lines_for_hugging_face() -> None:
 # Numbers, commands and links
 
 
+def script(name: str) -> types.ModuleType:
+    """A script of benchmarks/ as a module."""
+    with mock.patch.object(sys, "path", [str(ROOT / "benchmarks"), *sys.path]):
+        return importlib.import_module(name)
+
+
+def test_the_picture_of_a_packed_batch_is_what_the_record_says() -> None:
+    picture = script("packed_picture")
+    assert picture.PICTURE.read_text() == picture.draw(), "python benchmarks/packed_picture.py draws it again"
+
+
 def test_the_headline_is_what_the_records_say() -> None:
     """The picture is the one that is drawn from them, and the sentence above it has the same numbers."""
-    spec = importlib.util.spec_from_file_location("headline", ROOT / "benchmarks" / "headline.py")
-    headline = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(headline)
+    headline = script("headline")
     assert headline.PICTURE.read_text() == headline.draw(), "python benchmarks/headline.py draws it again"
     attention, step = ([headline.said(bar.times) for bar in rows if bar.ours] for rows in headline.groups().values())
     sentence = re.search(r"\*\*Masked attention.*?\*\*", TEXT, re.DOTALL)[0]

@@ -1,0 +1,170 @@
+"""Models on padded batches: eager, accelerated with the padding, and without it (``accelerate(model, packed=True)``).
+
+16 sequences of up to 128 tokens, lengths lognormal, 43.75 % padding, dropout 0.1. "dense" is the accelerated model on
+9 x 128 tokens: as many rows as there are tokens, and no padding, the best that leaving padding out can do.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bench_accelerate import DROPPED, HUGGING_FACE, IDS, PAD, SHAPE, coder
+from torch import Tensor, nn
+from torch.profiler import profile
+
+import transformer_fast as tfast
+
+try:
+    import transformers
+except ImportError:
+    transformers = None
+
+B, L, VOCAB, WIDTH, HEADS, D_FF = 16, 128, 8000, 768, 12, 3072
+TOKENS = 9 * L
+
+Given = dict[str, Tensor]
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": HUGGING_FACE["bert"],
+    "bert, vocabulary of 30522": ("BertForMaskedLM", {**SHAPE, **DROPPED, "pad_token_id": PAD, "vocab_size": 30522}),
+    "roberta": HUGGING_FACE["roberta"],
+    "distilbert, classes of rows": ("DistilBertForSequenceClassification", HUGGING_FACE["distilbert"][1]),
+    "marian": HUGGING_FACE["marian"],
+    "bart": ("BartForConditionalGeneration", coder(WIDTH, HEADS, D_FF, 2)),
+    "t5": HUGGING_FACE["t5"],
+    "gpt2": HUGGING_FACE["gpt2"],
+    "llama": (
+        "LlamaForCausalLM",
+        {**SHAPE, "num_key_value_heads": 4, "intermediate_size": 2048, "attention_dropout": 0.1, **IDS},
+    ),
+}
+
+
+def lengths() -> Tensor:
+    """Lengths of B sequences, lognormal, of TOKENS in all."""
+    drawn = torch.exp(0.5 * torch.randn(B)).sort().values
+    found = (drawn * TOKENS / drawn.sum()).round().long().clamp(4, L)
+    while (missing := TOKENS - int(found.sum())) != 0:
+        open_ = ((found < L) if missing > 0 else (found > 4)).nonzero().flatten()
+        found[open_[torch.randperm(len(open_))[: abs(missing)]]] += 1 if missing > 0 else -1
+    return found[torch.randperm(B)]
+
+
+def batch(kind: str) -> Given:
+    """Ids that are their own labels, or classes of rows."""
+    keep = torch.arange(L) < lengths()[:, None]
+    ids = torch.randint(3, VOCAB, (B, L))
+    labels = ids[:, 0] % 2 if kind.endswith("ForSequenceClassification") else ids.where(keep, -100)
+    return {"input_ids": ids.where(keep, PAD), "attention_mask": keep.long(), "labels": labels}
+
+
+def dense(given: Given) -> Given:
+    """The tokens of a batch as rows without padding."""
+    keep = given["attention_mask"].bool()
+    ids = given["input_ids"][keep].view(-1, L)
+    labels = given["labels"]
+    labels = labels[: len(ids)] if labels.dim() == 1 else labels[keep].view(-1, L)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+
+def peak_bytes(call: Callable[[], Any]) -> int:
+    """The most memory that a call holds at a time, above what there was."""
+    with profile(profile_memory=True) as profiled:
+        call()
+    held, most = 0, 0
+    for event in profiled.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
+def runs(models: dict[str, nn.Module], call: Callable[[nn.Module, Any], Tensor], training: bool) -> dict[str, Any]:
+    """What each model does with its inputs: a training step without an optimizer, or an evaluation."""
+
+    def run(name: str) -> Callable[[Any], Tensor]:
+        model = models[name]
+
+        def step(given: Any) -> Tensor:
+            given = given[1] if name == "dense" else given[0]
+            if not training:
+                with torch.no_grad():
+                    return call(model, given)
+            model.zero_grad(set_to_none=True)
+            loss = call(model, given)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    return {name: run(name) for name in models}
+
+
+def compared(
+    versus: Any, benchmark: Any, before: nn.Module, make: Callable[[], Any], call: Any, training: bool
+) -> None:
+    """Time a model in the four ways, check that they agree, and record the memory of each."""
+    padded, ours = copy.deepcopy(before), copy.deepcopy(before)
+    tfast.accelerate(padded)
+    report = tfast.accelerate(ours, packed=True)
+    models = {"ours": ours, "before": before, "padded": padded, "dense": padded}
+    for model in models.values():
+        model.train(training)
+
+    def check(given: Any) -> None:
+        with torch.no_grad():
+            found = [call(model.eval(), given[0]) for model in (ours, before)]
+        for model in models.values():
+            model.train(training)
+        torch.testing.assert_close(*found, atol=2e-3, rtol=2e-3)
+        assert not report.padded_calls.reasons
+
+    calls = runs(models, call, training)
+    versus(make, calls, check=check)
+    given = make()
+    peaks = {name: peak_bytes(functools.partial(step, given)) for name, step in calls.items()}
+    benchmark.extra_info["peak_memory"] = peaks
+
+
+@pytest.mark.skipif(transformers is None, reason="needs transformers")
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training step"])
+@pytest.mark.parametrize("name", MODELS)
+def test_hugging_face(versus, benchmark, name, training, device):
+    """Models of transformers with their own loss: 4 layers or 2 + 2 of width 768 and 12 heads (Marian: 4 + 4, 512, 8),
+    a vocabulary of 8000 where none is named. "before" is attn_implementation="eager"."""
+    kind, fields = MODELS[name]
+    config = getattr(transformers, kind).config_class(**{"vocab_size": VOCAB, **fields})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = getattr(transformers, kind)(config).to(device)
+
+    def make() -> tuple[Given, Given]:
+        given = {name: t.to(device) for name, t in batch(kind).items()}
+        return given, dense(given)
+
+    compared(versus, benchmark, model, make, lambda m, given: m(**given).loss, training)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training step"])
+def test_torch_encoder(versus, benchmark, training, device):
+    """``nn.TransformerEncoder``: 4 layers of width 768, 12 heads, post-norm."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, D_FF, 0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).to(device)
+
+    def make() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        keep = (torch.arange(L) < lengths()[:, None]).to(device)
+        x = torch.randn(B, L, WIDTH, device=device, requires_grad=True)
+        rows = x.detach()[keep].view(-1, L, WIDTH).requires_grad_()
+        return (x, keep), (rows, torch.ones(rows.shape[:2], dtype=torch.bool, device=device))
+
+    def call(m: nn.Module, given: tuple[Tensor, Tensor]) -> Tensor:
+        x, keep = given
+        return m(x, src_key_padding_mask=None if bool(keep.all()) else ~keep)[keep].square().mean()
+
+    compared(versus, benchmark, model, make, call, training)

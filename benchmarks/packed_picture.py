@@ -1,0 +1,87 @@
+"""Draws the picture of docs/packed.md: a padded batch, its tokens alone, and the time of a training step of each.
+
+python benchmarks/packed_picture.py
+"""
+
+from __future__ import annotations
+
+from headline import BAR, GAP, ROOT, STYLE, Bar, record, said
+
+PICTURE = ROOT / "docs" / "images" / "packed.svg"
+CASE = "hugging_face: bert-training step"
+LENGTHS = (128, 41, 77, 25, 96, 58, 110, 33, 70, 90, 47, 84, 62, 30, 120, 81)
+"""Tokens of the sentences that are drawn, 9 x 128 in all."""
+LONGEST, CELL, ROW, LEFT, SECOND, WIDTH = 128, 2, 9, 0, 350, 720
+COLOURS = """
+  .token { fill: #2da44e } .other { fill: #8bd5a0 } .padding { fill: #d8dee4 }
+  @media (prefers-color-scheme: dark) { .token { fill: #3fb950 } .other { fill: #1f7a35 } .padding { fill: #30363d } }
+"""
+
+
+def bars() -> list[Bar]:
+    """How many times as fast as eager PyTorch a step is."""
+    ratios = record("cpu-packed", CASE)
+    eager = ratios["before"]
+    return [
+        Bar("eager PyTorch", 1.0, False),
+        Bar("accelerate(model)", eager / ratios["padded"], False),
+        Bar("accelerate(model, packed=True)", eager, True),
+        Bar("as many rows without padding", eager / ratios["dense"], False),
+    ]
+
+
+def padded(top: int) -> list[str]:
+    """One row per sentence."""
+    parts = []
+    for number, length in enumerate(LENGTHS):
+        y, kind = top + number * ROW, "token" if number % 2 else "other"
+        parts.append(_cells("padding", LEFT, y, LONGEST))
+        parts.append(_cells(kind, LEFT, y, length))
+    return parts
+
+
+def packed(top: int) -> list[str]:
+    """The sentences one after the other."""
+    parts, start = [], 0
+    for number, length in enumerate(LENGTHS):
+        kind, end = "token" if number % 2 else "other", start + length
+        while start < end:
+            row, column = divmod(start, LONGEST)
+            count = min(end - start, LONGEST - column)
+            parts.append(_cells(kind, SECOND + column * CELL, top + row * ROW, count))
+            start += count
+    return parts
+
+
+def _cells(kind: str, x: int, y: int, count: int) -> str:
+    return f'<rect class="{kind}" x="{x}" y="{y}" width="{count * CELL}" height="{ROW - 2}"/>'
+
+
+def draw() -> str:
+    """The picture as SVG, for light and dark pages."""
+    tokens, positions = sum(LENGTHS), LONGEST * len(LENGTHS)
+    parts = [
+        f'<text class="title" x="{LEFT}" y="16">{len(LENGTHS)} sentences, {positions} positions</text>',
+        f'<text class="title" x="{SECOND}" y="16">packed, {tokens} tokens</text>',
+        *padded(26),
+        *packed(26),
+    ]
+    y = 26 + len(LENGTHS) * ROW + 26
+    parts.append(f'<text class="title" x="{LEFT}" y="{y}">A training step of BERT: times as fast as eager</text>')
+    y += 8
+    rows, left = bars(), 250
+    unit = (WIDTH - left - 40) / max(row.times for row in rows)
+    for row in rows:
+        kind, middle, width = "ours" if row.ours else "peer", y + BAR - 5, row.times * unit
+        parts.append(f'<text x="{left - 8}" y="{middle}" text-anchor="end">{row.label}</text>')
+        parts.append(f'<rect class="{kind}" x="{left}" y="{y}" width="{width:.1f}" height="{BAR}" rx="2"/>')
+        parts.append(f'<text x="{left + width + 6:.1f}" y="{middle}">{said(row.times)}</text>')
+        y += BAR + GAP
+    size = f'width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
+    return "\n".join([head, f"<style>{STYLE}{COLOURS}</style>", *parts, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(draw())
+    print(PICTURE)
