@@ -236,6 +236,8 @@ def test_one_map_for_all_layers_until_the_mask_is_written_to():
     assert lists(flat.unsqueeze(1)) is lists(flat.unsqueeze(1)), "views of one mask have one map"
     assert lists(mask, lengths[:]) is lists(mask, lengths[:])
     assert lists(mask, lengths.clone()) is not first
+    four = torch.cat([lengths, lengths])
+    assert lists(mask, four[:2]) is not lists(mask, four[2:]), "they are slices of one tensor, but not the same one"
     bits = mask_bits(mask)
     assert mask_bits(mask) is bits
     mask[0, 0, 0, 0] ^= True
