@@ -107,6 +107,7 @@ def test_rows_wider_than_a_tile_match_the_oracle(rows, d, kind, fused, small_til
     compare(*make(rows, d, torch.float32, residual), kind, p)
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("kind", ["std", "rms"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_widest_rows(dtype, kind, monkeypatch):

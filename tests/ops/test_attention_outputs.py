@@ -134,7 +134,7 @@ def test_a_bias_gradient_compiles_without_a_graph_break(device):
 @pytest.mark.parametrize("dropped", [True, "dropped"])
 def test_weights_beside_the_short_way(dropped):
     """On plain CPU tensors the extension makes output and weights in two calls; the longer way says the same."""
-    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 6)
+    q, k, v = torch.randn(2, 2, 5, 8), torch.randn(2, 1, 7, 8), torch.randn(2, 1, 7, 6)
     mask = AttentionMask.lengths(torch.tensor([7, 0])) & AttentionMask.causal(1)
     inputs = [t.requires_grad_() for t in (q, k, v)]
     found = []

@@ -129,7 +129,7 @@ def test_autocast_casts_as_a_linear_layer(device):
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_model_gives_the_loss_of_its_logits(packed, device):
     torch.manual_seed(0)
-    model = tfast.Transformer(20, 23, 16, 2, 2, 0.0, packed=packed).to(device)
+    model = tfast.Transformer(20, 23, 16, 1, 1, 0.0, packed=packed).to(device)
     src, trg = torch.randint(0, 20, (3, 7), device=device), torch.randint(0, 23, (3, 6), device=device)
     lengths = torch.tensor([6, 2, 4], device=device)
     target = torch.randint(1, 23, (3, 6), device=device)

@@ -123,7 +123,7 @@ PROGRAMS = {
     ),
     "compare_multi30k": Script(
         f"{SIDES} {HELD_OUT} {TINY} --cpu-minutes 0.005 --only transformer_fast", prints=('"valid_loss"', '"bleu"'),
-        changes={"transformer_fast.translation.training.REPORT_EVERY": 2},
+        changes={"transformer_fast.translation.training.REPORT_EVERY": 1},
     ),
     "compare_quantized": Script(
         TEST + " --target {data}/test.de --beams 1 --loss 100", ("compare_quantized.json",), ("| beam 1 | int8 |",),

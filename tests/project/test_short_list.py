@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,20 @@ def test_a_test_without_parameters_is_one_row() -> None:
     assert short_list.covering({"case": {}}, 2) == ["case"]
 
 
-@pytest.fixture(autouse=True)
-def _plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Callable[..., pytest.RunResult]:
+    """Run pytest with the short list and no other plugin, in this process; with "-n" in one of its own, with xdist."""
     monkeypatch.setenv("PYTHONPATH", str(Path(short_list.__file__).parent))
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("TESTS_ALL", "")  # so that what --all sets is taken back
+
+    def start(*options: str) -> pytest.RunResult:
+        options = ("-p", "short_list", "--strict-markers", *options)
+        if any(option.startswith("-n") for option in options):
+            return pytester.runpytest_subprocess("-p", "xdist", *options)
+        return pytester.runpytest_inprocess(*options)
+
+    return start
 
 
 SUITE = """
@@ -58,26 +70,32 @@ def test_alone(): pass
         ('@pytest.mark.slow("takes an hour")', (), 1, 12),
         ("", ("--cover=values",), 4, 9),
         ('@pytest.mark.slow("takes an hour")', ("--all",), 13, 0),
-        ('@pytest.mark.slow("takes an hour")', ("-n2",), 1, 12),
+        ('@pytest.mark.slow("takes an hour")', ("-n1",), 1, 12),
         ("", ("-n2",), 10, 3),
     ],
 )
-def test_what_runs(pytester: pytest.Pytester, marks: str, options: tuple[str, ...], passed: int, left: int) -> None:
+def test_what_runs(
+    run: Callable[..., pytest.RunResult],
+    pytester: pytest.Pytester,
+    marks: str,
+    options: tuple[str, ...],
+    passed: int,
+    left: int,
+) -> None:
     pytester.makepyfile(SUITE.format(marks=marks))
     verdict = pytester.path / "verdict.json"
-    result = pytester.runpytest_subprocess("-p", "short_list", "--strict-markers", f"--verdict={verdict}", *options)
-    assert result.ret == 0
+    assert run(f"--verdict={verdict}", *options).ret == 0
     found = short_list.json.loads(verdict.read_text())
     assert (found["passed"], found["only_all"], found["collected"]) == (passed, left, passed)
 
 
-def test_a_test_that_is_named_runs_with_all_its_cases(pytester: pytest.Pytester) -> None:
+def test_a_test_that_is_named_runs_with_all_its_cases(
+    run: Callable[..., pytest.RunResult], pytester: pytest.Pytester
+) -> None:
     path = pytester.makepyfile(SUITE.format(marks='@pytest.mark.slow("takes an hour")'))
-    result = pytester.runpytest_subprocess("-p", "short_list", f"{path.name}::test_product")
-    result.assert_outcomes(passed=12)
+    run(f"{path.name}::test_product").assert_outcomes(passed=12)
 
 
-def test_benchmarks_run_with_all_their_cases(pytester: pytest.Pytester) -> None:
+def test_benchmarks_run_with_all_their_cases(run: Callable[..., pytest.RunResult], pytester: pytest.Pytester) -> None:
     (pytester.path / "bench_it.py").write_text(SUITE.format(marks='@pytest.mark.cover("values")'))
-    result = pytester.runpytest_subprocess("-p", "short_list", "-o", "python_files=bench_*.py", ".")
-    result.assert_outcomes(passed=13)
+    run("-o", "python_files=bench_*.py", ".").assert_outcomes(passed=13)

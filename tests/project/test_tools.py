@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -68,8 +69,8 @@ def test_every_part_runs_and_one_red_one_makes_the_verdict_red(
     (tmp_path / "test_skipping.py").write_text(skipping)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     support = str(TOOLS.parent / "tests" / "support")
-    plugin = {"PYTHONPATH": support, "PYTEST_PLUGINS": "short_list"}
-    here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n0", "--rootdir", str(tmp_path)]
+    plugin = {"PYTHONPATH": support, "PYTEST_PLUGINS": "short_list", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    here = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
 
     def part(name: str, **variables: str) -> object:
         return run_tests.Part(name, [*here, str(tmp_path / f"test_{name}.py")], {**plugin, **variables}, counted=True)
@@ -100,7 +101,9 @@ def test_a_part_that_ends_before_its_tests_do_is_red(
     assert run_tests.run_all([run_tests.Part("silent", [sys.executable, "-c", ""], counted=True)]) == 1
 
 
-def test_the_parts_of_make_test(run_tests: ModuleType) -> None:
+def test_the_parts_of_make_test(run_tests: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_once = functools.cache(run_tests.other_instruction_sets)
+    monkeypatch.setattr(run_tests, "other_instruction_sets", asked_once)
     short, every = ({part.name: part for part in run_tests.parts("2", None, all_)} for all_ in (False, True))
     assert list(every) == [*short, "tools"] and {"lint", "tests", "interpreter"} <= short.keys()
     assert short["interpreter"].environment == {"TRITON_INTERPRET": "1"}

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformer_fast.ops import cross_entropy, linear_cross_entropy
 from transformer_fast.reference.cross_entropy import linear_cross_entropy as reference
 
-IGNORED, VOCABULARY = 3, 37
+IGNORED, VOCABULARY, ROWS = 3, 37, (3, 50)
 
 
 @pytest.fixture(params=["one chunk", "chunks"])
@@ -49,13 +49,18 @@ def loss_call(
     kind: str = "classes",
     weighted: bool = False,
     bias: bool = True,
-    shape: tuple[int, ...] = (3, 50),
+    shape: tuple[int, ...] | None = None,
     vocabulary: int = VOCABULARY,
     d: int = 16,
     function: Callable[..., Tensor] = our_loss,
     **options: Any,
 ) -> Call:
-    """A call of rows (*shape, d), of which some have the class 3, or have probabilities of all classes."""
+    """A call of rows (*shape, d), of which some have the class 3, or have probabilities of all classes.
+
+    Args:
+        shape: ROWS by default.
+    """
+    shape = ROWS if shape is None else shape
     draw = Draw(1, float_type, device)
     tensors = {"x": draw.floats(*shape, d), "weight": draw.floats(vocabulary, d)}
     if bias:
@@ -90,7 +95,8 @@ def assert_no_loss(call: Call, wrong: int) -> None:
     target = call.tensors["target"]
     target[0, :2], target[1, 4] = -100, wrong
     if target.device.type == "cpu":
-        with pytest.raises(IndexError, match=rf"target 54 of 150 is {wrong}, .*expected 0 <= target < 37"):
+        place = f"target {target.shape[1] + 4} of {target.numel()}"
+        with pytest.raises(IndexError, match=rf"{place} is {wrong}, .*expected 0 <= target < 37"):
             call.outputs()
     else:
         assert call.outputs()[0].isnan()

@@ -1,7 +1,12 @@
-"""Triton's interpreter with a shorter way to replace the functions of ``triton.language``, and rounding of one kind.
+"""Triton's interpreter with a shorter way to do what it does again and again, and rounding of one kind.
 
-It replaces them at each call of a device function, and looks through all members of the language each time: a quarter
-of what interpreted kernels take. Which members are its builtins does not change, so here they are looked for once.
+Of the time that interpreted kernels take, two thirds have no part in what they compute. Here that is done once:
+
+- The functions of ``triton.language`` are replaced at each call of a device function, by those of the interpreter, and
+  all members of the language looked through each time.
+- Sums and products of integers are computed again in 64 bits. Whether one overflows is then not looked at, unless the
+  interpreter's builder is asked to debug.
+- A tensor unwraps, checks and prints its shape when it is made, and a table of all types is made to look up one.
 
 Its ``tl.dot`` is NumPy's product, whose order of summation depends on the shape and the processor: the scores of one
 query differ between two tiles, and with them a weight from the sum of the weights, which no GPU does.
@@ -9,16 +14,29 @@ query differ between two tiles, and with them a weight from the sum of the weigh
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import triton.language as tl
 from packaging.version import Version
 from triton.language.core import is_builtin
 from triton.runtime import interpreter
 
 __all__ = ["install", "obstacle"]
+
+PATCH_LANG, GET_NP_DTYPE = interpreter._patch_lang, interpreter._get_np_dtype
+NEW_BLOCK_TYPE, NEW_TENSOR = tl.block_type.__init__, tl.tensor.__init__
+EVERYTHING = SimpleNamespace(__globals__={"tl": tl, "core": tl.core})
+"""It stands for a kernel that sees the language by both of its modules, as some device function does."""
+NUMPY_DTYPES: dict[str, np.dtype] = {}
+BLOCK_TYPES: dict[tuple[object, ...], dict[str, Any]] = {}
+SIZES: dict[str, dict[str, Any]] = {}
+REPLACED: list[tuple[object, str, Any]] = []
+"""The longer ways, with the owner and the name of each."""
 
 
 @functools.cache
@@ -39,6 +57,35 @@ def replace_builtins(package: object, *rest: object) -> None:
             interpreter._patch_attr(package, name, member, *rest)
 
 
+def patch_lang(function: Any) -> Any:
+    """What ``interpreter._patch_lang`` does, for a kernel and all that it calls: within it, nothing is left to do."""
+    return PATCH_LANG(EVERYTHING) if is_builtin(tl.load) else interpreter._LangPatchScope()
+
+
+def numpy_dtype(kind: Any) -> np.dtype:
+    """What ``interpreter._get_np_dtype`` does."""
+    if kind.name not in NUMPY_DTYPES:
+        NUMPY_DTYPES[kind.name] = GET_NP_DTYPE(kind)
+    return NUMPY_DTYPES[kind.name]
+
+
+def new_block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """What ``block_type.__init__`` does, with the attributes of an equal type."""
+    key = element_ty.name, *(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+    if key not in BLOCK_TYPES:
+        NEW_BLOCK_TYPE(self, element_ty, shape)
+        BLOCK_TYPES[key] = dict(vars(self))
+    vars(self).update(BLOCK_TYPES[key])
+
+
+def new_tensor(self: Any, handle: Any, kind: Any) -> None:
+    """What ``tensor.__init__`` does, with the sizes of another tensor of its type."""
+    if kind.name not in SIZES:
+        NEW_TENSOR(self, handle, kind)
+        SIZES[kind.name] = {"numel": self.numel, "shape": self.shape}
+    vars(self).update(SIZES[kind.name], handle=handle, type=kind, dtype=kind.scalar)
+
+
 def dot(builder: Any, a: Any, b: Any, added: Any, *options: object) -> Any:
     """What ``create_dot`` of the interpreter's builder does, each sum rounded once: in any order it is the same."""
     product = np.matmul(a.data, b.data, dtype=np.float64).astype(added.data.dtype)
@@ -57,5 +104,15 @@ def obstacle(triton: str, numpy: str) -> str:
 
 def install() -> None:
     """Let the interpreter of this process go the shorter way, from now on, and round products alike."""
-    interpreter._patch_builtin = replace_builtins
+    builder = interpreter.interpreter_builder
+    for owner, name, ours in (
+        (interpreter, "_patch_builtin", replace_builtins),
+        (interpreter, "_patch_lang", patch_lang),
+        (interpreter, "_get_np_dtype", numpy_dtype),
+        (tl.block_type, "__init__", new_block_type),
+        (tl.tensor, "__init__", new_tensor),
+        (builder, "options", dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)),
+    ):
+        REPLACED.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, ours)
     interpreter.InterpreterBuilder.create_dot = dot

@@ -65,9 +65,9 @@ class _Wide(TorchFunctionMode):
 
 def _widened(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Tensor) -> Tensor:
     """The result in float64, computed in it where nothing but the default dtype made it narrow."""
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if made.dtype not in (torch.float32, torch.get_default_dtype()) or made.dtype is torch.float64:
         return made
+    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if any(made is t for t in given):  # changed in place
         return made
     if func in _MAKE:
