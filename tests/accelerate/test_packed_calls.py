@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -322,6 +323,40 @@ def test_an_adapter_in_the_place_of_a_layer_is_called() -> None:
     sides = packed.Sides(plain)
     sides.hold(packed.batch(BERT, "right"), training=True)
     assert sides.is_packed()
+
+
+def test_a_layer_that_mixes_tokens_keeps_padding() -> None:
+    class Mixing(nn.Module):
+        def __init__(self, linear: nn.Linear) -> None:
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x + x.mean(1, keepdim=True))
+
+    plain = packed.make(BERT)
+    plain.bert.encoder.layer[1].output.dense = Mixing(plain.bert.encoder.layer[1].output.dense)
+    sides = packed.Sides(plain)
+    (row,) = (row for row in sides.report.rows if row.path == "bert.encoder.layer")
+    assert row.now is None and row.why == "BertLayer: it does not compute its tokens one by one"
+    sides.hold(packed.batch(BERT, "right"), training=True)
+
+
+def test_the_output_layer_runs_on_tokens() -> None:
+    _, model, _ = both(BERT)
+    call, seen = packed.batch(BERT, "right"), []
+    kind = type(model.get_output_embeddings()).made_by[1]
+    forward = kind.forward
+
+    def watched(self: nn.Module, x: Tensor) -> Tensor:
+        if self is model.get_output_embeddings():
+            seen.append(tuple(x.shape[:2]))
+        return forward(self, x)
+
+    with mock.patch.object(kind, "forward", watched):
+        out = model(**call.given)
+    assert seen == [(1, int(call.tokens.sum()))]
+    assert out.logits.shape[:2] == call.tokens.shape
 
 
 def test_an_inference_mode() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from handwritten_rms import LlamaRMSNorm
+from helpers import OLD_TORCH
 from subprocesses import ROOT, python
 from swapped_modules import (
     KINDS,
@@ -68,6 +69,8 @@ def trained(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
 def test_arguments(kind: type[nn.Module], parameters: str, placement: str, mesh: DeviceMesh) -> None:
     module, args = make(kind), [distribute_tensor(t, mesh, [PLACEMENTS[placement]]) for t in inputs(kind)]
     fast = swapped(module)
+    if OLD_TORCH and kind is nn.Linear and placement == "sequence":
+        pytest.skip("DTensor of PyTorch 2.11 has no view of a sharded sequence")
     if parameters != "plain parameters":
         module, fast = distribute_module(module, mesh), distribute_module(fast, mesh)
         if kind in ROWS:
@@ -103,6 +106,8 @@ MESHES: list[DeviceMesh] = []
 @pytest.mark.parametrize("padded", [True, False])
 def test_one_part_of_a_layer(part: str, padded: bool, mesh: DeviceMesh) -> None:
     """Sharded alone, between hooks as ``parallelize_module`` makes them. Without hooks torch refuses it, as ours do."""
+    if OLD_TORCH and part == "self_attn":
+        pytest.skip("DTensor of PyTorch 2.11 has no rule for attention on a CPU")
     MESHES[:] = [mesh]
     blocked = torch.arange(L) >= torch.tensor([[L], [L - 2], [1]])
     masks = {"src_key_padding_mask": blocked} if padded else {}

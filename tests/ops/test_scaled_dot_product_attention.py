@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_as_exact_as_eager, fixed_seed
+from helpers import OLD_TORCH, assert_as_exact_as_eager, fixed_seed
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -103,6 +103,8 @@ def doubled(tensors: list[Tensor]) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("name", "kind"), PAIRS)
 def test_as_torch_computes(name: str, kind: str, dtype: torch.dtype) -> None:
+    if name == "no heads" and OLD_TORCH:
+        pytest.skip("PyTorch 2.11 divides by the number of heads, and the process ends")
     tensors, options = inputs(name, kind, dtype)
     actual = run(ours, tensors, options)
     with sdpa_kernel(SDPBackend.MATH):

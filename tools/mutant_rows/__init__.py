@@ -8,6 +8,7 @@ from .rows_cpp_ops import ROWS as CPP_OPS
 from .rows_cpp_rows import ROWS as CPP_ROWS
 from .rows_generation import ROWS as GENERATION
 from .rows_layers import ROWS as LAYERS
+from .rows_packed import ROWS as PACKED
 from .rows_python import ROWS as PYTHON
 from .rows_reverted import ROWS as REVERTED
 from .rows_translation import ROWS as TRANSLATION
@@ -22,6 +23,7 @@ ROWS: tuple[Row, ...] = (
     *LAYERS,
     *ACCELERATE,
     *COMPAT,
+    *PACKED,
     *GENERATION,
     *TRANSLATION,
     *REVERTED,

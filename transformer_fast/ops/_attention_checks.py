@@ -119,7 +119,7 @@ def mask_by_position(op: str, mask: AttentionMask | None, causal: bool) -> Atten
 
 def is_special(mask: AttentionMask, softcap: float | None = None, sinks: Tensor | None = None) -> bool:
     """Whether a call has parts that the eager fast paths do not read."""
-    return softcap is not None or sinks is not None or mask.document_ids is not None or bool(mask.distance_biases)
+    return softcap is not None or sinks is not None or mask.document_ids is not None or len(mask.distance_biases) > 0
 
 
 def special_arguments(

@@ -20,8 +20,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     PyTorch multiplies float32 matrices with MKL, which leaves the AVX-512 units of a processor unused that Intel did
     not make; oneDNN, with which PyTorch multiplies 16-bit ones, uses them. There this op calls oneDNN, forward and
-    backward, for all but the smallest matrices, also in code that ``torch.compile`` made. Everywhere else, and in
-    exported and traced code, it is ``F.linear`` itself. :func:`products_by` chooses the library;
+    backward, for all but the smallest matrices, also in code that ``torch.compile`` made (not with PyTorch 2.11, which
+    takes it for exported code). Everywhere else, and in exported and traced code, it is ``F.linear`` itself.
+    :func:`products_by` chooses the library;
     ``torch.backends.mkldnn.flags(enabled=False)`` keeps oneDNN out.
 
     Args:
