@@ -98,6 +98,8 @@ def _changes(
             raise StaysPaddedError("its attention to the encoder has a mask of another kind")
     if keep is None and memory_keep is None:
         return None
+    if mask is None:  # whether it looks ahead stands elsewhere
+        raise StaysPaddedError("it has no mask of its own")
     _check_others(layer, hidden_name, given)
     own = call.packing(keep, batch, length, device, causal=bounds is not None and bounds.causal_offset == 0)
     if own is None:

@@ -224,6 +224,8 @@ def output_layer(model: nn.Module) -> nn.Module | None:
 
 def _shifts_labels(model: nn.Module) -> bool | None:
     """Whether the loss of a model compares the logits of a position with the label of the next; None if unknown."""
+    if type(model).__name__.endswith(("ForMaskedLM", "ForTokenClassification")):
+        return False
     used = _names_of_forward(type(model).forward)
     losses = sys.modules["transformers.loss.loss_utils"]
     if "loss_function" in used:
