@@ -122,7 +122,9 @@ def unpack(tokens: Tensor, packing: Packing, fill: float = 0.0) -> Tensor:
     if packing.is_full:
         return tokens.view(shape)
     padded = tokens.new_full((packing.batch * packing.length, *tokens.shape[1:]), fill)
-    return padded.index_copy(0, packing.indices, tokens).view(shape)
+    if torch.compiler.is_compiling() or is_traced():
+        return padded.index_copy(0, packing.indices, tokens).view(shape)
+    return padded.index_copy_(0, packing.indices, tokens).view(shape)  # in place: logits would be in memory twice
 
 
 def packing_of(

@@ -345,6 +345,8 @@ def test_a_layer_that_mixes_tokens_keeps_padding() -> None:
 def test_the_output_layer_runs_on_tokens() -> None:
     _, model, _ = both(BERT)
     call, seen = packed.batch(BERT, "right"), []
+    with pytest.raises(IndexError):  # an error of the caller in the first call decides nothing
+        model(**call.given | {"input_ids": call.given["input_ids"] + 1000})
     kind = type(model.get_output_embeddings()).made_by[1]
     forward = kind.forward
 

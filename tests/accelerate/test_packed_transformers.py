@@ -2,8 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import transformer_fast as tfast
+from examples import examples
 
 pytest.importorskip("transformers")
 import huggingface_models as models
@@ -61,6 +70,56 @@ def test_a_step_is_that_of_the_plain_model(name: str, padding: str) -> None:
 
 def test_the_table_has_every_family() -> None:
     assert len(MODELS) >= 25
+
+
+DRAWN = (
+    "BertForMaskedLM", "BertForTokenClassification", "GPT2LMHeadModel", "LlamaForCausalLM", "MistralForCausalLM",
+    "BartForConditionalGeneration", "T5ForConditionalGeneration",
+)  # fmt: skip
+
+
+@functools.cache
+def sides(name: str) -> tuple[nn.Module, nn.Module]:
+    """A model without padding, and the same with it, both on the fused ops."""
+    padded = packed.make(name, **SEQ2SEQ.get(name, {}))
+    without = copy.deepcopy(padded)
+    tfast.accelerate(padded)
+    tfast.accelerate(without, packed=True)
+    return without, padded
+
+
+@pytest.mark.filterwarnings("ignore")
+@examples(40, 500)
+@given(data=st.data())
+def test_any_batch(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(DRAWN))
+    rows, length, target = (data.draw(st.integers(1, most)) for most in (3, 7, 5))
+
+    def some(width: int) -> Tensor:
+        row = st.lists(st.booleans(), min_size=width, max_size=width)
+        return torch.tensor(data.draw(st.lists(row, min_size=rows, max_size=rows)))
+
+    keep = some(length)
+    ids = torch.randint(4, models.VOCABULARY - 4, (rows, length))
+    given_ = {"input_ids": ids.where(keep, models.PAD), "attention_mask": keep.long()}
+    tokens = some(target) if name in SEQ2SEQ or name.startswith("Bart") else keep
+    counted = some(tokens.shape[1]) if data.draw(st.booleans()) else tokens
+    labels = torch.randint(4, models.VOCABULARY - 4, counted.shape)
+    labels = labels % 2 if "Token" in name else labels
+    given_["labels"] = labels.where(counted, packed.IGNORED)
+    tokens = tokens & (counted.flip(1).cumsum(1).flip(1) > 0) if tokens is not keep else tokens
+    found = []
+    for model in sides(name):
+        model.zero_grad(set_to_none=True)
+        output = model(**given_)
+        output.loss.backward()
+        gradients = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": output.loss, "logits": output.logits[tokens], **gradients})
+    for key, expected in found[1].items():
+        ours = found[0].get(key, torch.zeros_like(expected))
+        torch.testing.assert_close(
+            ours, expected, rtol=1e-3, atol=1e-4, equal_nan=True, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 EVERY = [str(case) for case in models.language_models() if case.name not in {*models.NOT_MADE, *MODELS}]

@@ -117,8 +117,11 @@ def test_speed_times_both_sides(monkeypatch):
     assert [name.split(",")[0] for name, _, _ in timings] == [
         "embed + PE + dropout",
         "Norm",
-        "attention",
+        "attention op",
+        "attention layer",
         "training step",
+        "the same step",
+        "nn.TransformerEncoder",
     ]
     assert all(0 < side.p20 <= side.median <= side.p80 for _, fast, eager in timings for side in (fast, eager))
     row = "x", speed.Timing(0.001, 0.001, 0.001), speed.Timing(0.0025, 0.002, 0.003)

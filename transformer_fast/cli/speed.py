@@ -1,8 +1,8 @@
-"""Times of calls that take turns, and the small speed table of `demo`: the drop-in layers against eager ones.
+"""Times of calls that take turns, and the small speed table of `demo`: an op, layers and training steps beside eager.
 
 Both sides take turns within one run, on the same inputs, so that whatever else the machine does slows both. In the
-table the eager side is `transformer_fast.reference.layers`: plain PyTorch with torch's own dropout. The full
-measurements are in `benchmarks/`.
+table the eager side is `transformer_fast.reference.layers`, plain PyTorch with torch's own dropout, or the module of
+`torch.nn` itself. The full measurements are in `benchmarks/`.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from types import ModuleType
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from .. import layers, models, reference
+from ..accelerate.engine import accelerate
 from ..masks import AttentionMask
 
 BATCH, LENGTH, WIDTH, HEADS, VOCAB = 32, 64, 256, 4, 2000
@@ -61,13 +62,19 @@ def interleaved(calls: dict[str, Callable[[], object]], seconds: float, at_least
 
 
 def speed(device: torch.device | str, seconds: float = 2.0) -> Iterator[tuple[str, Timing, Timing]]:
-    """Time embed, norm, attention and a training step on `device`, about `seconds` for each: name, fast and eager."""
+    """Time each row of the table on `device`, about `seconds` for each: name, fast and eager.
+
+    Dropout is 0.1 in training, and a quarter of the positions is padding.
+    """
     device = torch.device(device)
     for name, make in (
         ("embed + PE + dropout, forward", _embed),
         ("Norm, forward", _norm),
-        ("attention, padding, forward + backward", _attention),
+        ("attention op, forward + backward", _attention_op),
+        ("attention layer, 4 projections, the same", _attention_layer),
         ("training step, 2+2 layers, d 256", _training_step),
+        ("the same step, packed", partial(_training_step, packed=True)),
+        ("nn.TransformerEncoder, 4 layers, packed", _encoder_step),
     ):
         calls = {}
         for side, source in (("fast", layers), ("eager", reference.layers)):
@@ -79,9 +86,9 @@ def speed(device: torch.device | str, seconds: float = 2.0) -> Iterator[tuple[st
 
 def format_speed(rows: Iterable[tuple[str, Timing, Timing]]) -> Iterator[str]:
     """The table as lines of text, one for each row as soon as it is known."""
-    yield f"{'B 32, length 64, d 256, fp32':40} {'fast ms':>9} {'eager ms':>9} {'ratio':>7}"
+    yield f"{'B 32, length 64, d 256, fp32, padded':42} {'fast ms':>9} {'eager ms':>9} {'ratio':>7}"
     for name, fast, eager in rows:
-        yield f"{name:40} {1e3 * fast.median:9.3f} {1e3 * eager.median:9.3f} {eager.median / fast.median:6.2f}x"
+        yield f"{name:42} {1e3 * fast.median:9.3f} {1e3 * eager.median:9.3f} {eager.median / fast.median:6.2f}x"
 
 
 def _synchronized(call: Callable[[], object], device: torch.device) -> None:
@@ -107,11 +114,27 @@ def _norm(source: ModuleType, device: torch.device) -> Callable[[], object]:
     return torch.no_grad()(lambda: norm(x))
 
 
-def _attention(source: ModuleType, device: torch.device) -> Callable[[], object]:
+def _attention_op(source: ModuleType, device: torch.device) -> Callable[[], object]:
+    shape = BATCH, HEADS, LENGTH, WIDTH // HEADS
+    q, k, v = (torch.randn(shape, device=device, requires_grad=True) for _ in range(3))
+    mask, dropout = _keep(device).unsqueeze(1), nn.Dropout(0.1)
+
+    def run() -> None:
+        source.attention(q, k, v, shape[-1], mask, dropout).sum().backward()
+
+    return run
+
+
+def _keep(device: torch.device) -> Tensor:
+    """A padding mask, bool (B, L), True at tokens."""
+    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (BATCH,), device=device)
+    return torch.arange(LENGTH, device=device) < lengths[:, None]
+
+
+def _attention_layer(source: ModuleType, device: torch.device) -> Callable[[], object]:
     attend = source.MultiHeadAttention(HEADS, WIDTH, dropout=0.1).to(device)
     x = torch.randn(BATCH, LENGTH, WIDTH, device=device, requires_grad=True)
-    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (BATCH,), device=device)
-    mask = (torch.arange(LENGTH, device=device) < lengths[:, None]).unsqueeze(1)
+    mask = _keep(device).unsqueeze(1)
 
     def run() -> None:
         attend(x, x, x, mask).sum().backward()
@@ -119,19 +142,36 @@ def _attention(source: ModuleType, device: torch.device) -> Callable[[], object]
     return run
 
 
-def _training_step(source: ModuleType, device: torch.device) -> Callable[[], object]:
-    build = models.Transformer if source is layers else source.Transformer
+def _training_step(source: ModuleType, device: torch.device, packed: bool = False) -> Callable[[], object]:
+    build = partial(models.Transformer, packed=packed) if source is layers else source.Transformer
     model: nn.Module = build(VOCAB, VOCAB, WIDTH, 2, HEADS, 0.1, d_ff=4 * WIDTH, tie_weights=True).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     src, trg = torch.randint(VOCAB, (2, BATCH, LENGTH), device=device)
-    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (BATCH,), device=device)
-    masks = AttentionMask.lengths(lengths), AttentionMask.causal()
+    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (2, BATCH), device=device)
+    masks = AttentionMask.lengths(lengths[0]), AttentionMask.lengths(lengths[1]) & AttentionMask.causal()
     dense = [mask.dense(LENGTH, LENGTH, device).squeeze(1) for mask in masks]  # what eager code is given
 
     def run() -> None:
         logits = model(src, trg, *(masks if source is layers else dense))
         optimizer.zero_grad()
         F.cross_entropy(logits.flatten(0, 1), trg.flatten()).backward()
+        optimizer.step()
+
+    return run
+
+
+def _encoder_step(source: ModuleType, device: torch.device) -> Callable[[], object]:
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 4 * WIDTH, 0.1, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).to(device)
+    if source is layers:
+        accelerate(encoder, packed=True)
+    optimizer = torch.optim.Adam(encoder.parameters(), lr=1e-4)
+    x, padding = torch.randn(BATCH, LENGTH, WIDTH, device=device), ~_keep(device)
+
+    def run() -> None:
+        out = encoder(x, src_key_padding_mask=padding)
+        optimizer.zero_grad()
+        out[~padding].square().mean().backward()
         optimizer.step()
 
     return run

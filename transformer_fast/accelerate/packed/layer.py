@@ -113,7 +113,7 @@ def _changes(
             return None
         if bool(((source.cu_seqlens.diff() == 0) & (own.cu_seqlens.diff() > 0)).any()):
             raise StaysPaddedError(NO_SOURCE)
-        changes |= {MEMORY: take(memory, source).unsqueeze(0), MEMORY_MASK: _mask(own, source, None, device)}
+        changes |= {MEMORY: tokens_of(memory, source).unsqueeze(0), MEMORY_MASK: _mask(own, source, None, device)}
         if MEMORY_BIAS in given and given[MEMORY_BIAS] is None:  # T5 would make zeros of T x T
             changes[MEMORY_BIAS] = LazyBias(AttentionMask(), (1, 1, own.total, source.total), hidden)
     for name in POSITIONS:

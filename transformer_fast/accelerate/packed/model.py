@@ -89,7 +89,7 @@ def _run(model: nn.Module, forward: Forward, arguments: tuple[tuple[Any, ...], d
     args, kwargs = arguments
     with call.entered():
         result = forward(model, *args, **kwargs)
-    return _with_padding(result, call.head) if call.head is not None else result
+    return _with_padding(result, call.head) if call.head is not None and call.head_was_packed else result
 
 
 def _tried(model: nn.Module, forward: Forward, arguments: Arguments, changes: dict[str, Any], call: Unpadded) -> Any:
@@ -104,10 +104,11 @@ def _tried(model: nn.Module, forward: Forward, arguments: Arguments, changes: di
         if call.head_was_packed:
             head.__dict__[CALLED] = True
             return result
-    head.__dict__[CALLED] = False
     torch.set_rng_state(state)
     call.head = None
-    return _run(model, forward, arguments.replaced({k: v for k, v in changes.items() if k != "labels"}), call)
+    result = _run(model, forward, arguments.replaced({k: v for k, v in changes.items() if k != "labels"}), call)
+    head.__dict__[CALLED] = False  # only now: an error may be the caller's
+    return result
 
 
 def _obstacle(model: nn.Module, given: dict[str, Any], call: Unpadded) -> str:
