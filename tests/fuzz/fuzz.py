@@ -14,8 +14,11 @@ import argparse
 import sys
 import time
 import warnings
+from pathlib import Path
 
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fuzz_config import DEVICE, GIVEN, LAYOUTS, Config, combinations, config
 from fuzz_gate import INTERPRETED, ORDERS, SECOND_LOOKS, hold
 from fuzz_inputs import bounds_of, draw_bias, draw_mask, draw_special, given, normal, used_before, window_of

@@ -1,7 +1,21 @@
 """A fixed share of the random calls of tests/fuzz/fuzz.py, on the C++ kernels; on Triton's in tests/interpreter."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import fuzz
 import pytest
+
+
+@pytest.mark.parametrize("name", ["fuzz", "fuzz_generation"])
+def test_the_program_runs_by_itself(name):
+    """``make fuzz`` starts it without pytest's paths."""
+    path = Path(__file__).parent / f"{name}.py"
+    plain = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    done = subprocess.run([sys.executable, path, "--count", "1"], env=plain, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("number", range(75))
