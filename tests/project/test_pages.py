@@ -158,6 +158,8 @@ def script(name: str) -> types.ModuleType:
 def test_the_picture_of_a_packed_batch_is_what_the_record_says() -> None:
     picture = script("packed_picture")
     assert picture.PICTURE.read_text() == picture.draw(), "python benchmarks/packed_picture.py draws it again"
+    (times,) = (script("headline").said(bar.times) for bar in picture.bars() if bar.ours)
+    assert re.search(r"training step is ([\d.]+) times as fast", TEXT)[1] == times
 
 
 def test_the_headline_is_what_the_records_say() -> None:
