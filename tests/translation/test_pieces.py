@@ -84,6 +84,18 @@ def test_the_files_are_those_of_one_piece(
     assert RunFolder(folders[0]).best_step() == RunFolder(folders[1]).best_step()
 
 
+def test_the_best_checkpoint_outlives_a_better_end_of_a_piece(
+    corpus: dict[str, str], tmp_path: Path, scripted: dict[int, dict[str, float]]
+) -> None:
+    """Found by hypothesis: step 13 ends a piece and is better, but one run in one piece does not validate there."""
+    scripted.update({step: {"valid_loss": 1.0, "bleu": 1.5 if step == 13 else 0.2} for step in range(16)})
+    options = {"keep_last": 2, "bleu_sentences": 2}
+    run(corpus, tmp_path / "whole", [15], **options)
+    run(corpus, tmp_path / "pieces", [1, 13, 15], **options)
+    assert RunFolder(tmp_path / "pieces").steps() == RunFolder(tmp_path / "whole").steps() == [3, 12, 15]
+    assert outcome(tmp_path / "whole") == outcome(tmp_path / "pieces")
+
+
 def test_a_finished_run_that_is_started_again_tells_its_own_result(
     corpus: dict[str, str], tmp_path: Path, scripted: dict[int, dict[str, float]]
 ) -> None:

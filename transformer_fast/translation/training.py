@@ -304,11 +304,12 @@ class _Run:
             "between": before,
         }
         self.folder.save(self.step, groups, state)
-        self._prune()
+        self._prune(before["validation"]["best_step"] if before else None)
 
-    def _prune(self) -> None:
+    def _prune(self, best_before: int | None = None) -> None:
+        """Delete checkpoints; the best one stays, and the best one without the validation at the end of a piece."""
         averaged = steps_to_average(self.folder, self.config.average_last) if self.config.average_last else []
-        self.folder.prune(self.config.keep_last, {*averaged, self.validation.best_step})
+        self.folder.prune(self.config.keep_last, {*averaged, self.validation.best_step, best_before})
 
     def _restore(self, step: int) -> None:
         checkpoint = self.folder.load(step)
