@@ -146,6 +146,17 @@ def test_gradient_checkpoints(name: str, reentrant: bool) -> None:
     close(found[1], found[0])
 
 
+def test_a_checkpoint_before_a_layer_without_one() -> None:
+    _, plain, _ = both(BERT)
+    again = copy.deepcopy(plain)
+    again.gradient_checkpointing_enable({"use_reentrant": True})
+    again.bert.encoder.layer[1].gradient_checkpointing = False
+    call = packed.batch(BERT, "right")
+    ours, expected = (packed.step(model.train(), call) for model in (again, plain))
+    assert ours.keys() == expected.keys()
+    close(ours, expected)
+
+
 def test_gradient_checkpoints_with_a_bias_between_positions() -> None:
     padded, without, report = both(T5)
     for model in (padded, without):

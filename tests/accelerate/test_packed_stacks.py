@@ -89,6 +89,8 @@ def test_models_of_torch(norm_first: bool, batch_first: bool, activation: str, f
 def test_an_encoder_of_torch_returns_zeros_at_padding(last_norm: bool, evaluation: bool) -> None:
     layer = nn.TransformerEncoderLayer(D, 2, 32, 0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, nn.LayerNorm(D) if last_norm else None).train(not evaluation)
+    if last_norm:
+        nn.init.normal_(model.norm.bias)
     keep = lengths(SOURCES, SOURCE)
     x = torch.randn(4, SOURCE, D)
     hold(model, lambda m: m(*like(m, x), src_key_padding_mask=~keep), keep)
