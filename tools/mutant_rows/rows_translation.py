@@ -50,8 +50,8 @@ ROWS = (
     Fault(
         name="the best checkpoint is pruned",
         path=PACKAGE + "training.py",
-        old="{*averaged, self.validation.best_step})",
-        new="{*averaged})",
+        old="{*averaged, self.validation.best_step, best_before})",
+        new="{*averaged, best_before})",
         tests=(*TRAINING, *CHECKPOINT),
     ),
     Fault(
