@@ -12,7 +12,9 @@ import logging
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-from torch import nn
+from torch import Tensor, nn
+
+from .packing import PackedMask
 
 WITHOUT_PADDING = "_without_padding"
 """The attribute of a module that leaves padding out; its value is a :class:`PaddedCalls`."""
@@ -80,6 +82,21 @@ def record(module: nn.Module, positions: int, tokens: int | None, reason: str = 
     """Add a pass to the record, if there is one."""
     if (passes := _passes.get()) is not None:
         passes.append(Pass(module, positions, tokens, reason))
+
+
+def stays_padded(module: nn.Module, calls: PaddedCalls, x: Tensor, reason: Exception) -> None:
+    """Count the reason for which a module computes x (B, L, d), or (L, B, d), with its padding."""
+    calls.add(str(reason))
+    record(module, x.shape[0] * x.shape[1], None, str(reason))
+
+
+def check_sources(cross: PackedMask) -> None:
+    """Raise StaysPaddedError where a row has queries and no keys.
+
+    A query without keys attends to all padded keys in most models, and to nothing where they are packed.
+    """
+    if bool(((cross.keys.cu_seqlens.diff() == 0) & (cross.queries.cu_seqlens.diff() > 0)).any()):
+        raise StaysPaddedError(NO_SOURCE)
 
 
 def padded_calls(module: nn.Module) -> PaddedCalls | None:

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 transformers = pytest.importorskip("transformers")
 import packed_models as packed  # noqa: E402
@@ -144,6 +145,29 @@ def test_gradient_checkpoints(name: str, reentrant: bool) -> None:
         torch.manual_seed(3)
         found.append(packed.step(model.train(), call))
     close(found[1], found[0])
+
+
+def test_a_reentrant_checkpoint_inside_a_layer() -> None:
+    class Again(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden: Tensor, mask: Tensor, *_: Any, **kwargs: Any) -> Any:
+            return checkpoint(lambda x, m: self.inner(x, m, **kwargs), hidden, mask, use_reentrant=True)
+
+    plain = packed.make(BERT, **DROPOUTS)
+    again = copy.deepcopy(plain)
+    for layer in again.bert.encoder.layer:
+        layer.attention = Again(layer.attention)
+    call, found = packed.batch(BERT, "right"), []
+    for model in (plain, again):
+        report = tfast.accelerate(model, packed=True)
+        torch.manual_seed(3)
+        step = packed.step(model.train(), call)
+        found.append({name.replace(".inner", ""): t for name, t in step.items()})
+        assert not report.padded_calls.reasons
+    close(*found)
 
 
 def test_a_checkpoint_before_a_layer_without_one() -> None:

@@ -152,6 +152,22 @@ def test_any_padding(data: st.DataObject) -> None:
     assert (NO_SOURCE in report.padded_calls.reasons) == (not src_keep.any(1).all())
 
 
+@pytest.mark.parametrize("left", [0, 1, 4])
+def test_a_window_of_a_decoder_is_kept(left: int) -> None:
+    """As an AttentionMask, which the plain model does not take; the weights that the model leaves have it too."""
+    fast, padded, report = sides("annotated")
+    report.padded_calls.reasons.clear()
+    keep = lengths(TARGETS, TARGET)
+    src, trg, src_mask, _ = ids_and_masks(lengths(SOURCES, SOURCE), keep)
+    mask = tfast.AttentionMask.lengths(TARGETS) & tfast.AttentionMask.window(left)
+    found = [outcome(m, lambda m: m(src, trg, src_mask, mask), keep) for m in (fast, padded)]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    weights = [m.decoder.layers[0].self_attn.attn.transpose(1, 2)[keep] for m in (fast, padded)]
+    torch.testing.assert_close(*weights, rtol=1e-4, atol=2e-5)
+    assert not report.padded_calls.reasons
+
+
 def test_a_dropout_is_drawn_again_by_the_same_seed() -> None:
     keep = lengths(TARGETS, TARGET)
     given_ = ids_and_masks(lengths(SOURCES, SOURCE), keep)

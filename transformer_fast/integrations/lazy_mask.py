@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -48,9 +49,13 @@ class LazyMask(Tensor):
         """The same mask as another tensor, as a reentrant checkpoint asks for it; an alias of one that was made."""
         if self.mask.keep_mask is not None:
             return self.dense().detach()
-        lazy = LazyMask(self.mask, tuple(self.shape), self.device)
+        lazy = self.again()
         lazy.call = self.call
         return lazy
+
+    def again(self) -> LazyMask:
+        """Make another tensor of the same mask."""
+        return LazyMask(self.mask, tuple(self.shape), self.device)
 
     @classmethod
     def __torch_dispatch__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -76,14 +81,20 @@ class PackedLazyMask(LazyMask):
 
     @staticmethod
     def __new__(cls, packed: PackedMask, device: torch.device) -> PackedLazyMask:
-        queries, keys = packed.queries, packed.keys
-        mask = AttentionMask.documents(_sequences(queries), _sequences(keys))
-        if packed.window is not None:
-            mask = mask & packed.window
-        shape = 1, 1, queries.total, keys.total
+        shape = 1, 1, packed.queries.total, packed.keys.total
         lazy = Tensor._make_wrapper_subclass(cls, shape, dtype=torch.bool, device=device)
-        lazy.mask, lazy.packed = mask, packed
+        lazy.packed = packed
         return lazy
+
+    @functools.cached_property
+    def mask(self) -> AttentionMask:  # type: ignore[override]
+        """The same mask for who does not know packed batches."""
+        mask = AttentionMask.documents(_sequences(self.packed.queries), _sequences(self.packed.keys))
+        return mask if self.packed.window is None else mask & self.packed.window
+
+    def again(self) -> PackedLazyMask:
+        """Make another tensor of the same mask."""
+        return PackedLazyMask(self.packed, self.device)
 
 
 def has_gaps(packing: Packing) -> bool:

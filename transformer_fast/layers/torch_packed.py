@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ..packing import PackedMask, Packing, packing_of, take, unpack
-from ..padded_calls import NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls, record
+from ..padded_calls import NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls, record, stays_padded
 from ..tracing import is_traced
 from .dropout import KINDS as DROPOUTS
 from .hooks import TAKES_RESIDUAL, has_role, is_plain
@@ -32,8 +32,7 @@ def packed_encoder(stack: nn.TransformerEncoder, src: Tensor, masks: TorchMasks)
             return None
         _check_parts(stack)
     except StaysPaddedError as reason:
-        calls.add(str(reason))
-        record(stack, src.shape[0] * src.shape[1], None, str(reason))
+        stays_padded(stack, calls, src, reason)
         return None
     record(stack, own.batch * own.length, own.total)
     x, mask = take(_batch_first(stack, src), own), PackedMask(own, own, causal)
@@ -60,8 +59,7 @@ def packed_decoder(
             raise StaysPaddedError("its attention to the encoder has a look-ahead mask")
         _check_parts(stack)
     except StaysPaddedError as reason:
-        calls.add(str(reason))
-        record(stack, tgt.shape[0] * tgt.shape[1], None, str(reason))
+        stays_padded(stack, calls, tgt, reason)
         return None
     record(stack, own.batch * own.length, own.total)
     x, encoded = take(_batch_first(stack, tgt), own), take(_batch_first(stack, memory), source)

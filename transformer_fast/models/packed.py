@@ -31,7 +31,7 @@ def packed_masks(
     (batch, src_length), (_, trg_length) = src.shape, trg.shape
     source = packing_of(layer_mask(src_mask), batch, src_length, src.device)
     trg_mask = layer_mask(trg_mask)
-    padding, causal = target_padding(trg_mask, trg_length)
+    padding, causal = _padding_and_look_ahead(trg_mask, trg_length)
     target = packing_of(padding, trg.shape[0], trg_length, trg.device)
     window = _window(trg_mask)
     return PackedMask(source, source), PackedMask(target, source), PackedMask(target, target, causal, window)
@@ -46,12 +46,7 @@ def _window(mask: AttentionMask | None) -> AttentionMask | None:
     return AttentionMask(window_offset=mask.window_offset)
 
 
-def target_padding(mask: AttentionMask | None, length: int) -> tuple[AttentionMask | None, bool]:
-    """The padding of a target's mask, and whether it also has a look-ahead.
-
-    Raises:
-        ValueError: for a mask that is more than that.
-    """
+def _padding_and_look_ahead(mask: AttentionMask | None, length: int) -> tuple[AttentionMask | None, bool]:
     if mask is None:
         return None, False
     if mask.document_ids is not None or mask.distance_biases or mask.additive_bias is not None:

@@ -19,7 +19,7 @@ from ...integrations.unpadded import Unpadded, current
 from ...layers.hooks import HOOKS
 from ...masks import AttentionMask
 from ...packing import PackedMask, Packing, take
-from ...padded_calls import GAPS, NO_SOURCE, StaysPaddedError, record
+from ...padded_calls import GAPS, StaysPaddedError, check_sources, record
 from .classes import Arguments, Forward, part, positional_names
 
 LAYER = "layer"
@@ -56,16 +56,12 @@ def layer_forward(base: type[nn.Module]) -> Forward:
                     return _padded(self, result[0], packing), *result[1:]
                 return _padded(self, result, packing)
         except StaysPaddedError as reason:
+            hidden = arguments.given[names[0]]
             call.note(str(reason))
-            record(self, positions_of(arguments.given[names[0]]), None, str(reason))
+            record(self, hidden.shape[0] * hidden.shape[1], None, str(reason))
         return base.forward(self, *args, **kwargs)
 
     return forward
-
-
-def positions_of(hidden: Tensor) -> int:
-    """How many positions hidden states (B, L, d) have."""
-    return hidden.shape[0] * hidden.shape[1]
 
 
 def _call_of(given: dict[str, Any]) -> Unpadded | None:
@@ -106,14 +102,15 @@ def _changes(
         return None
     if bounds is not None and bounds.window_offset is not None and has_gaps(own):
         raise StaysPaddedError(GAPS)
-    changes = {hidden_name: tokens_of(hidden, own).unsqueeze(0), MASK: _mask(own, own, bounds, device)}
+    own_mask = PackedLazyMask(PackedMask(own, own, window=bounds), device)
+    changes = {hidden_name: tokens_of(hidden, own).unsqueeze(0), MASK: own_mask}
     if memory is not None:
         source = call.packing(memory_keep, batch, memory.shape[1], device, causal=None)
         if source is None:
             return None
-        if bool(((source.cu_seqlens.diff() == 0) & (own.cu_seqlens.diff() > 0)).any()):
-            raise StaysPaddedError(NO_SOURCE)
-        changes |= {MEMORY: tokens_of(memory, source).unsqueeze(0), MEMORY_MASK: _mask(own, source, None, device)}
+        cross = PackedMask(own, source)
+        check_sources(cross)
+        changes |= {MEMORY: tokens_of(memory, source).unsqueeze(0), MEMORY_MASK: PackedLazyMask(cross, device)}
         if MEMORY_BIAS in given and given[MEMORY_BIAS] is None:  # T5 would make zeros of T x T
             changes[MEMORY_BIAS] = LazyBias(AttentionMask(), (1, 1, own.total, source.total), hidden)
     for name in POSITIONS:
@@ -138,10 +135,6 @@ def _parts(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tensor | Non
     if parts.causal_offset is None and parts.window_offset is None:
         return keep, None
     return keep, AttentionMask(causal_offset=parts.causal_offset, window_offset=parts.window_offset)
-
-
-def _mask(queries: Packing, keys: Packing, bounds: AttentionMask | None, device: torch.device) -> PackedLazyMask:
-    return PackedLazyMask(PackedMask(queries, keys, window=bounds), device)
 
 
 def _check_others(layer: nn.Module, hidden_name: str, given: dict[str, Any]) -> None:

@@ -87,7 +87,9 @@ def padded_weights(q: Tensor, k: Tensor, mask: PackedMask) -> Tensor:
         for t, packing in ((q, mask.queries), (k, mask.keys))
     )
     kept = unpack(torch.ones(mask.keys.total, dtype=torch.bool, device=k.device), mask.keys)
-    return ops.attention(q, k, k, AttentionMask.keep(kept[:, None, None]), causal=mask.causal, return_weights=True)[1]
+    seen = AttentionMask.keep(kept[:, None, None])
+    seen = seen if mask.window is None else seen & mask.window
+    return ops.attention(q, k, k, seen, causal=mask.causal, return_weights=True)[1]
 
 
 class TensorflowHeads(Pattern):

@@ -13,10 +13,9 @@ from ...layers.attention import layer_mask
 from ...layers.dropout import KINDS as DROPOUTS
 from ...layers.hooks import is_plain
 from ...layers.linear import Linear
-from ...masks import AttentionMask
-from ...models.packed import target_padding
+from ...models.packed import packed_masks
 from ...packing import PackedMask, Packing, packing_of, take
-from ...padded_calls import NO_SOURCE, NO_TOKEN, StaysPaddedError, padded_calls, record
+from ...padded_calls import NO_SOURCE, NO_TOKEN, StaysPaddedError, check_sources, padded_calls, record, stays_padded
 from ...tracing import is_traced
 from .attention import Heads, keep_mask
 from .base import pattern_of
@@ -42,8 +41,7 @@ def through(m: nn.Module, x: Tensor, args: tuple[Any, ...], run: Callable[..., T
     try:
         packed = _packed(m, x, args)
     except (StaysPaddedError, ValueError, TypeError) as reason:
-        calls.add(str(reason))
-        record(m, x.shape[0] * x.shape[1], None, str(reason))
+        stays_padded(m, calls, x, reason)
         return run(x, *args)
     if packed is None:
         return run(x, *args)
@@ -54,30 +52,28 @@ def through(m: nn.Module, x: Tensor, args: tuple[Any, ...], run: Callable[..., T
 
 def _packed(m: nn.Module, x: Tensor, args: tuple[Any, ...]) -> tuple[Packing, tuple[Any, ...]] | None:
     """How x is packed, and the arguments that go with its tokens; None where nothing is padding."""
-    *memory, mask = (arg if n == 0 and len(args) > 1 else layer_mask(keep_mask(arg)) for n, arg in enumerate(args))
-    if any(given is not None and not isinstance(given, AttentionMask) for given in (*memory[1:], mask)):
+    if any(isinstance(arg, PackedMask) for arg in args):  # a layer of a stack that is packed already
         return None
-    if not memory:
-        own = packing_of(mask, *x.shape[:2], x.device)
-        if own.is_full:
-            return None
-        if bool((own.cu_seqlens.diff() == 0).any()):  # a decoder may attend to such a row
-            raise StaysPaddedError(NO_SOURCE)
-        packed_args: tuple[Any, ...] = (PackedMask(own, own),)
-    else:
-        encoded, src_mask = memory
-        padding, causal = target_padding(mask, x.shape[1])
-        own, source = packing_of(padding, *x.shape[:2], x.device), packing_of(src_mask, *encoded.shape[:2], x.device)
-        if own.is_full and source.is_full:
-            return None
-        if bool(((source.cu_seqlens.diff() == 0) & (own.cu_seqlens.diff() > 0)).any()):
-            raise StaysPaddedError(NO_SOURCE)
-        tokens = take(encoded, source).unsqueeze(0)
-        packed_args = tokens, PackedMask(own, source), PackedMask(own, own, causal)
+    own, packed_args = _of_encoder(x, *args) if len(args) == 1 else _of_decoder(x, *args)
+    if all(mask.queries.is_full and mask.keys.is_full for mask in packed_args if isinstance(mask, PackedMask)):
+        return None
     if own.total == 0:
         raise StaysPaddedError(NO_TOKEN)
     _check_parts(m)
     return own, packed_args
+
+
+def _of_encoder(x: Tensor, mask: Any) -> tuple[Packing, tuple[Any, ...]]:
+    own = packing_of(layer_mask(keep_mask(mask)), *x.shape[:2], x.device)
+    if bool((own.cu_seqlens.diff() == 0).any()):  # a decoder may attend to such a row
+        raise StaysPaddedError(NO_SOURCE)
+    return own, (PackedMask(own, own),)
+
+
+def _of_decoder(x: Tensor, memory: Tensor, src_mask: Any, trg_mask: Any) -> tuple[Packing, tuple[Any, ...]]:
+    _, cross, own = packed_masks(memory[..., 0], x[..., 0], keep_mask(src_mask), keep_mask(trg_mask))
+    check_sources(cross)
+    return own.queries, (take(memory, cross.keys).unsqueeze(0), cross, own)
 
 
 def _check_parts(m: nn.Module) -> None:
