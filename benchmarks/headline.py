@@ -72,18 +72,29 @@ def draw() -> str:
     for title, rows in groups().items():
         y += 24
         parts.append(f'<text class="title" x="0" y="{y}">{title}: times as fast as eager</text>')
-        y += 8
-        unit = (WIDTH - LEFT - SCALE_END) / max(row.times for row in rows)
-        for row in rows:
-            kind, middle, width = "ours" if row.ours else "peer", y + BAR - 5, row.times * unit
-            parts.append(f'<text x="{LEFT - 8}" y="{middle}" text-anchor="end">{row.label}</text>')
-            parts.append(f'<rect class="{kind}" x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" rx="2"/>')
-            parts.append(f'<text x="{LEFT + width + 6:.1f}" y="{middle}">{said(row.times)}</text>')
-            y += BAR + GAP
-        y += GAP
-    size = f'width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}"'
+        parts += drawn(rows, y + 8)
+        y += 8 + len(rows) * (BAR + GAP) + GAP
+    return svg(parts, y, STYLE)
+
+
+def drawn(rows: list[Bar], y: int) -> list[str]:
+    """The bars of a group, the first at y, on a scale of their own."""
+    parts: list[str] = []
+    unit = (WIDTH - LEFT - SCALE_END) / max(row.times for row in rows)
+    for row in rows:
+        kind, middle, width = "ours" if row.ours else "peer", y + BAR - 5, row.times * unit
+        parts.append(f'<text x="{LEFT - 8}" y="{middle}" text-anchor="end">{row.label}</text>')
+        parts.append(f'<rect class="{kind}" x="{LEFT}" y="{y}" width="{width:.1f}" height="{BAR}" rx="2"/>')
+        parts.append(f'<text x="{LEFT + width + 6:.1f}" y="{middle}">{said(row.times)}</text>')
+        y += BAR + GAP
+    return parts
+
+
+def svg(parts: list[str], height: int, style: str) -> str:
+    """A picture of these parts."""
+    size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
     return "\n".join(
-        [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{STYLE}</style>", *parts, "</svg>", ""]
+        [f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', f"<style>{style}</style>", *parts, "</svg>", ""]
     )
 
 

@@ -5,13 +5,13 @@ python benchmarks/packed_picture.py
 
 from __future__ import annotations
 
-from headline import BAR, GAP, ROOT, STYLE, Bar, record, said
+from headline import BAR, GAP, ROOT, STYLE, Bar, drawn, record, svg
 
 PICTURE = ROOT / "docs" / "images" / "packed.svg"
 CASE = "hugging_face: bert-training step"
 LENGTHS = (128, 41, 77, 25, 96, 58, 110, 33, 70, 90, 47, 84, 62, 30, 120, 81)
 """Tokens of the sentences that are drawn, 9 x 128 in all."""
-LONGEST, CELL, ROW, LEFT, SECOND, WIDTH = 128, 2, 9, 0, 350, 720
+LONGEST, CELL, ROW, LEFT, SECOND = 128, 2, 9, 0, 350
 COLOURS = """
   .token { fill: #2da44e } .other { fill: #8bd5a0 } .padding { fill: #d8dee4 }
   @media (prefers-color-scheme: dark) { .token { fill: #3fb950 } .other { fill: #1f7a35 } .padding { fill: #30363d } }
@@ -68,18 +68,9 @@ def draw() -> str:
     ]
     y = 26 + len(LENGTHS) * ROW + 26
     parts.append(f'<text class="title" x="{LEFT}" y="{y}">A training step of BERT: times as fast as eager</text>')
-    y += 8
-    rows, left = bars(), 250
-    unit = (WIDTH - left - 40) / max(row.times for row in rows)
-    for row in rows:
-        kind, middle, width = "ours" if row.ours else "peer", y + BAR - 5, row.times * unit
-        parts.append(f'<text x="{left - 8}" y="{middle}" text-anchor="end">{row.label}</text>')
-        parts.append(f'<rect class="{kind}" x="{left}" y="{y}" width="{width:.1f}" height="{BAR}" rx="2"/>')
-        parts.append(f'<text x="{left + width + 6:.1f}" y="{middle}">{said(row.times)}</text>')
-        y += BAR + GAP
-    size = f'width="{WIDTH}" height="{y}" viewBox="0 0 {WIDTH} {y}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>'
-    return "\n".join([head, f"<style>{STYLE}{COLOURS}</style>", *parts, "</svg>", ""])
+    rows = bars()
+    parts += drawn(rows, y + 8)
+    return svg(parts, y + 8 + len(rows) * (BAR + GAP), STYLE + COLOURS)
 
 
 if __name__ == "__main__":

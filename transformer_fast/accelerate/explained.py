@@ -31,6 +31,11 @@ class Line:
     reason: str
     layers: int = 0
 
+    @property
+    def computed(self) -> int:
+        """How many positions each layer computes."""
+        return self.positions if self.tokens is None else self.tokens
+
 
 def explained(model: nn.Module, batch: Any) -> str:
     """A table of the stacks of a packed model, for one batch; the model is called once, without gradients.
@@ -54,8 +59,7 @@ def explained(model: nn.Module, batch: Any) -> str:
     rows = [header]
     for line in found:
         tokens = "" if line.tokens is None else str(line.tokens)
-        computed = line.positions if line.tokens is None else line.tokens
-        rows.append((f"{line.path} ({line.layers})", str(line.positions), tokens, str(computed), line.reason))
+        rows.append((f"{line.path} ({line.layers})", str(line.positions), tokens, str(line.computed), line.reason))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     lines += ["  ".join((row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:4], widths[1:])), row[4])).rstrip()
               for row in rows]  # fmt: skip
@@ -69,8 +73,8 @@ def _lines(model: nn.Module, passes: list[Pass]) -> list[Line]:
     for each in passes:
         path = paths.get(id(each.module), type(each.module).__name__)
         inner = each.module._modules.get("layers")
-        layers = len(inner) if isinstance(inner, nn.ModuleList) else 1
-        path = path if layers > 1 or isinstance(inner, nn.ModuleList) else path.rpartition(".")[0]
+        is_stack = isinstance(inner, nn.ModuleList)
+        layers, path = (len(inner), path) if is_stack else (1, path.rpartition(".")[0])
         key = path, each.positions, each.tokens, each.reason
         lines.setdefault(key, Line(*key)).layers += layers
     return list(lines.values())
@@ -78,6 +82,6 @@ def _lines(model: nn.Module, passes: list[Pass]) -> list[Line]:
 
 def _summary(lines: list[Line]) -> str:
     positions = sum(line.positions * line.layers for line in lines)
-    computed = sum((line.positions if line.tokens is None else line.tokens) * line.layers for line in lines)
+    computed = sum(line.computed * line.layers for line in lines)
     left = 1 - computed / positions
     return f"{left:.0%} of the positions that these layers would compute with the padding are left out"

@@ -16,26 +16,11 @@ from torch import nn
 
 from ..integrations import dispatch
 from ..integrations import transformers as integration
-from .report import ALREADY, Row
+from .report import ALREADY, Attribute, Row
 
 NOW = f"attn_implementation={integration.NAME}"
 _REPLACED = ("eager", "sdpa")
 """Implementations that ours stands for; one of another name was chosen by somebody."""
-
-
-@dataclasses.dataclass
-class Change:
-    """An attribute of a module that holds a config, and the copy that it got."""
-
-    module: nn.Module
-    name: str
-    old: Any
-    new: Any
-
-    def undo(self) -> None:
-        """Put the old config back, unless another one was put in since."""
-        if self.module.__dict__.get(self.name) is self.new:
-            self.module.__dict__[self.name] = self.old
 
 
 @dataclasses.dataclass
@@ -94,7 +79,7 @@ def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str], chang
     Args:
         model: any module; one without a model of transformers, or a layer of one, stays as it is.
         obstacle: why the kernels do not serve a part where it is; empty where they do.
-        changes: to which each :class:`Change` is added before it is made.
+        changes: to which each :class:`~.report.Attribute` is added before it is made.
     """
     done = Attention()
     parts = list(_parts(model))
@@ -118,7 +103,7 @@ def give_attention(model: nn.Module, obstacle: Callable[[nn.Module], str], chang
     if any(part.calls for part in ours):
         changes += _changes(model, parts)
         for change in changes:
-            change.module.__dict__[change.name] = change.new
+            change.put()
         for part in ours:
             dispatch.prepare(part.kinds, {integration.NAME})
             # The part around a model that stays holds the same config, and is no word on that model.
@@ -155,11 +140,11 @@ def _share_obstacles(parts: list[Part]) -> None:
                 again = True
 
 
-def _changes(model: nn.Module, parts: list[Part]) -> list[Change]:
+def _changes(model: nn.Module, parts: list[Part]) -> list[Attribute]:
     """Copy the config of each module. In the copies of parts that may use our attention, its name is set."""
     stays = {key for part in parts if part.obstacle not in ("", ALREADY) for key in part.configs}
     memo: dict[int, Any] = {}
-    changes = [Change(m, name, old, copy.deepcopy(old, memo)) for m in model.modules() for name, old in _held(m)]
+    changes = [Attribute(m, name, copy.deepcopy(old, memo)) for m in model.modules() for name, old in _held(m)]
     # A part without attention of its own, which holds others, says what they all use.
     todo = [c for part in parts if not part.obstacle and (part.calls or not stays) for c in part.configs.values()]
     for config in todo:  # it grows by the configs inside of them

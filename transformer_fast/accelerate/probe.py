@@ -34,7 +34,7 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
             calls = [_trainable(call) for call in pattern.calls(trial)]
             made = accelerated_class(pattern, module)
         except Exception as error:
-            return f"it could not be tried out: {_first_line(error)}"
+            return f"it could not be tried out: {first_line(error)}"
         tried = 0
         for setting, dropping in _settings(trial, pattern):
             for call in calls[:1] if dropping else calls:
@@ -45,13 +45,13 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
                     return str(error)
                 except Exception as error:
                     if call is calls[0]:
-                        return f"a call of it failed: {_first_line(error)}"
+                        return f"a call of it failed: {first_line(error)}"
                     continue
                 trial.__class__, original = made, type(trial)
                 try:
                     actual = _run(trial, call, gradients=not dropping)
                 except Exception as error:
-                    return f"its structure is that of {pattern.name}, but: {_first_line(error)}"
+                    return f"its structure is that of {pattern.name}, but: {first_line(error)}"
                 finally:
                     trial.__class__ = original
                 if not _agree(actual, expected):
@@ -84,9 +84,7 @@ def _called(module: nn.Module, pattern: Pattern) -> Iterator[tuple[nn.Module, Pa
 def _copy(module: nn.Module, pattern: Pattern) -> nn.Module:
     memo: dict[int, Any] = {id(child): Witness(child, part.returns) for child, part in _called(module, pattern)}
     for _, child in module.named_modules({child for child, _ in _called(module, pattern)}):
-        for name in HOOKS:
-            hooks = getattr(child, name)
-            memo[id(hooks)] = collections.OrderedDict()
+        memo |= no_hooks(child)
         for parameter in child._parameters.values():
             if parameter is not None and id(parameter) not in memo:
                 shape = list(parameter.shape)
@@ -177,5 +175,11 @@ def _agree(actual: tuple[bool, list[Tensor]], expected: tuple[bool, list[Tensor]
     return True
 
 
-def _first_line(error: Exception) -> str:
+def no_hooks(module: nn.Module) -> dict[int, Any]:
+    """What ``copy.deepcopy`` takes for a memo, so that a copy of the module itself has no hooks."""
+    return {id(getattr(module, name)): collections.OrderedDict() for name in HOOKS}
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error, and the first line of its message."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:120]

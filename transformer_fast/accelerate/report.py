@@ -44,6 +44,35 @@ class Change(Protocol):
         """Make it again what it was."""
 
 
+_MISSING = object()
+
+
+@dataclasses.dataclass
+class Attribute:
+    """An attribute of a module itself, and the value that it is given by :meth:`put`."""
+
+    module: nn.Module
+    name: str
+    new: Any
+    old: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.old = self.module.__dict__.get(self.name, _MISSING)
+
+    def put(self) -> None:
+        """Give it the new value."""
+        self.module.__dict__[self.name] = self.new
+
+    def undo(self) -> None:
+        """Put the old value back, unless another one was put in since."""
+        if self.module.__dict__.get(self.name, _MISSING) is not self.new:
+            return
+        if self.old is _MISSING:
+            del self.module.__dict__[self.name]
+        else:
+            self.module.__dict__[self.name] = self.old
+
+
 @dataclasses.dataclass(frozen=True)
 class Row:
     """One module: its path in the model, what it was, what it is now (None: left as it was), and why it was left."""

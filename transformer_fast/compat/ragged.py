@@ -18,7 +18,7 @@ from ..masks import AttentionMask
 from ..ops.attention import attention
 from ..ops.attention_decode import attention_decode
 from ..ops.attention_packed import attention_packed
-from ..packing import Packing, take
+from ..packing import Packing, take, unpack
 from .bounds import can_look, check_dimensions, kind_of, mask_of
 from .flash_attention import with_weights
 
@@ -179,10 +179,7 @@ def _ending_together(given: Sequences, tokens: Tensor) -> Packing:
 
 def _padded(tokens: Tensor, packing: Packing) -> Tensor:
     """Tokens (T, H, D) as (B, H, L, D), 0 where there is none."""
-    B, L, rest = packing.batch, packing.length, tokens.shape[1:]
-    if not packing.is_full:  # in place, which saves the copy that unpack makes
-        tokens = tokens.new_zeros(B * L, *rest).index_copy_(0, packing.indices, tokens)
-    return tokens.view(B, L, *rest).transpose(1, 2)
+    return unpack(tokens, packing).transpose(1, 2)
 
 
 def _starting_together(x: Tensor, given: Sequences, dim: int) -> Tensor:

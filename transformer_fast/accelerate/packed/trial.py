@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import copy
 import dataclasses
 from typing import Any
@@ -12,9 +11,9 @@ from torch import Tensor, nn
 
 from ...integrations.lazy_mask import LazyMask
 from ...integrations.unpadded import Unpadded
-from ...layers.hooks import HOOKS
 from ...masks import AttentionMask
 from ...padded_calls import GAPS, PaddedCalls
+from ..probe import first_line, no_hooks
 from .classes import packed_class, positional_names
 from .layer import LAYER, MASK, MEMORY, MEMORY_MASK, POSITIONS
 
@@ -44,12 +43,12 @@ class Stack:
 
 def judge(stack: Stack) -> None:
     """Set the obstacle of a stack: compare its layers with and without padding on random input."""
-    seen: collections.Counter[Any] = collections.Counter()
+    seen: set[Any] = set()
     for layer in stack.layers:
-        shapes = tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
-        if not seen[type(layer), shapes]:
-            stack.obstacle = stack.obstacle or _tried(layer, stack)
-        seen[type(layer), shapes] += 1
+        kind = type(layer), tuple((name, tuple(p.shape)) for name, p in layer.named_parameters())
+        if kind not in seen and not stack.obstacle:
+            stack.obstacle = _tried(layer, stack)
+        seen.add(kind)
 
 
 def _tried(layer: nn.Module, stack: Stack) -> str:
@@ -63,7 +62,7 @@ def _tried(layer: nn.Module, stack: Stack) -> str:
             if reason := _compared(trial, given, names, rows):
                 return f"{name}: {reason}"
     except Exception as error:
-        return f"{name} could not be tried out: {f'{type(error).__name__}: {error}'.splitlines()[0][:120]}"
+        return f"{name} could not be tried out: {first_line(error)}"
     return ""
 
 
@@ -137,8 +136,7 @@ def _copy(layer: nn.Module) -> nn.Module:
     """The same layer without hooks, with the same parameters and buffers."""
     memo: dict[int, Any] = {}
     for module in layer.modules():
-        for name in HOOKS:
-            memo[id(getattr(module, name))] = collections.OrderedDict()
+        memo |= no_hooks(module)
         for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None:
                 memo[id(tensor)] = tensor

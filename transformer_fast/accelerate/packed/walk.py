@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -11,47 +11,18 @@ from ...integrations import dispatch
 from ...layers import torch_stacks
 from ...layers.torch_packed import takes_packed
 from ...models.transformer import Transformer
-from ...padded_calls import WITHOUT_PADDING, PaddedCalls
+from ...padded_calls import WITHOUT_PADDING
 from ..patterns.base import pattern_of
 from ..patterns.layer import Layer as ClassicLayer
 from ..patterns.layer import Stack as ClassicStack
 from ..patterns.sublayer import AnnotatedLayer, AnnotatedStack
-from ..report import ALREADY, Report, Row
+from ..report import ALREADY, Attribute, Report, Row
 from .classes import Packed, packed_class
 from .layer import LAYER
 from .model import HEAD, MODEL, output_layer
 from .trial import Stack, judge
 
 NOW = "without padding"
-
-
-@dataclasses.dataclass
-class LeavesPaddingOut:
-    """A module that was told to leave padding out; a change that a report can undo."""
-
-    module: nn.Module
-    calls: PaddedCalls
-
-    def __post_init__(self) -> None:
-        self.module.__dict__[WITHOUT_PADDING] = self.calls
-
-    def undo(self) -> None:
-        """Let it keep the padding again."""
-        self.module.__dict__.pop(WITHOUT_PADDING, None)
-
-
-@dataclasses.dataclass
-class PacksByItself:
-    """A model of this package, which has an attribute for it."""
-
-    module: Transformer
-
-    def __post_init__(self) -> None:
-        self.module.packed = True
-
-    def undo(self) -> None:
-        """Let it keep the padding again."""
-        self.module.packed = False
 
 
 def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool]) -> bool:
@@ -74,13 +45,13 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
             inside.update(map(id, module.modules()))
             report.rows.append(Row(path, type(module).__name__, None if already else NOW, ALREADY if already else ""))
             if not already:
-                report._changes.append(PacksByItself(module))
+                _change(report, module, "packed", True)
         elif _is_stack(module):
             found = True
             inside.update(map(id, module.modules()))
             report.rows.append(_own_row(path, module))
             if report.rows[-1].now:
-                report._changes.append(LeavesPaddingOut(module, report.padded_calls))
+                _change(report, module, WITHOUT_PADDING, report.padded_calls)
     stacks = list(_stacks(model, "", None))
     for stack in stacks:
         kinds = ", ".join(dict.fromkeys(type(layer).__name__ for layer in stack.layers))
@@ -97,8 +68,14 @@ def pack(model: nn.Module, report: Report, is_ours: Callable[[nn.Module], bool])
         report._originals.append((module, type(module), made, {}))
         module.__class__ = made
         if part == MODEL:
-            report._changes.append(LeavesPaddingOut(module, report.padded_calls))
+            _change(report, module, WITHOUT_PADDING, report.padded_calls)
     return found or bool(stacks)
+
+
+def _change(report: Report, module: nn.Module, name: str, value: Any) -> None:
+    """Set an attribute of a module, which the report can undo."""
+    report._changes.append(change := Attribute(module, name, value))
+    change.put()
 
 
 def _is_stack(module: nn.Module) -> bool:
