@@ -115,6 +115,9 @@ def main() -> int:
 
 def run_all(todo: list[Part]) -> int:
     """Run each part and print the verdict; return 1 if one failed."""
+    os.environ.pop(
+        "PYTHONDONTWRITEBYTECODE", None
+    )  # the tests start hundreds of programs, which would all compile anew
     outcomes = {}
     for part in todo:
         print(f"\n== {part.name}: {shortened(part.command)}", flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -84,13 +85,18 @@ WAYS = "cached", "by modules", "kept weights", "continuous", "drafts", "int8", "
 HAS_BF16 = extension.build_info().get("instruction_set") == "avx512_bf16"
 
 
+@functools.cache
+def can_be_continuous(search: str) -> bool:
+    return obstacle(tiny(), GenerationConfig(**SEARCHES[search])) is None
+
+
 def possible(form: str, search: str, way: str) -> bool:
     """Say if a model of this form can be searched so in this way."""
     options = SEARCHES[search]
     if way in ("continuous", "drafts", "int8", "bf16") and form == "the layers differ":  # they need a cache
         return False
     if way == "continuous":
-        return obstacle(tiny(), GenerationConfig(**options)) is None
+        return can_be_continuous(search)
     if way == "drafts":
         return extension.load() and not {"beam", "sample"} & options.keys()
     return way not in ("int8", "bf16") or (extension.load() and (way == "int8" or HAS_BF16))

@@ -158,7 +158,7 @@ class Rebinding:
             if self._reached(value, [], _names(code)) is not None:
                 raise Obstacle(f"{code.co_qualname} imports {name} inside itself")
         renamed = self._read(code, namespace, _GLOBAL)
-        for step in dis.get_instructions(code):
+        for step in _steps(code) if renamed else ():
             if step.opcode in dis.hasname and step.argval in renamed and step.opname not in _GLOBAL:
                 raise Obstacle(f"{step.argval} stands for two things in {code.co_qualname}")
         namespace.update({self._prefix + name: new for name, new in renamed.items()})
@@ -205,10 +205,12 @@ class Rebinding:
         return self._stand_ins[value] if found else None
 
 
+@functools.cache
 def _steps(code: types.CodeType) -> list[dis.Instruction]:
     return [step for step in dis.get_instructions(code) if step.opname not in ("EXTENDED_ARG", "CACHE")]
 
 
+@functools.cache
 def _names(code: types.CodeType) -> frozenset[str]:
     """Names in a code and in the functions inside it."""
     inner = (_names(value) for value in code.co_consts if isinstance(value, types.CodeType))
@@ -217,7 +219,7 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 def _imports(code: types.CodeType, namespace: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Names that import statements in a code take from loaded modules, and their values."""
-    steps = _steps(code)
+    steps = _steps(code) if dis.opmap["IMPORT_NAME"] in code.co_code[::2] else []
     for place, step in enumerate(steps):
         if step.opname != "IMPORT_NAME":
             continue

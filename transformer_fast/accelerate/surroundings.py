@@ -30,11 +30,12 @@ class DrawsNumbersError(Exception):
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Surroundings in which the caller's random state, dtype, autocast, grad mode and backend have no influence."""
+    on_cpu = torch.get_default_device().type == "cpu"  # then a mode that says so would only cost time in every call
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.autocast("cpu", enabled=False),
-        torch.device("cpu"),
+        contextlib.nullcontext() if on_cpu else torch.device("cpu"),
         backends.backend("reference"),
         _Wide(),
     ):
@@ -52,6 +53,9 @@ class _Wide(TorchFunctionMode):
         self.generator = torch.Generator(device="cpu").manual_seed(0)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__ == "__get__":  # an attribute: half of all calls
+            made = func(*args)
+            return _widened(func, args, {}, made) if isinstance(made, Tensor) else made
         args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
         kwargs = {k: torch.float64 if arg is torch.float32 else arg for k, arg in (kwargs or {}).items()}
         if func in _DRAW:
