@@ -89,6 +89,15 @@ def tile_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
     for D in (64, 128):
         (q, logsumexp), params = call(torch.float32, D, 1024, "limits")
         yield (q, logsumexp), by_distance(with_documents(params, q), 1024, 30.0)
+        (q, logsumexp), params = call(torch.bfloat16, D, 1024, "packed")
+        yield (q, logsumexp), with_packed_bias(params)
+
+
+def with_packed_bias(params: AttentionParams) -> AttentionParams:
+    """A packed call with a bias whose positions count from the end, and of which not all keys are used."""
+    of_two = {"seqused_k": meta(2, dtype=torch.int32), "bias_starts": meta(3, dtype=torch.int64)}
+    packed = replace(params.packed, **of_two, bottom_right=True)
+    return replace(params, packed=packed, bias=meta(4, 2 * 1024**2, dtype=torch.float32), causal=0)
 
 
 def dense_calls() -> Iterator[tuple[tuple[Tensor, Tensor], AttentionParams]]:
@@ -167,13 +176,18 @@ def attention_weights_cases(arch: str) -> Iterator[Launch]:
 
 
 def attention_grad_bias_cases(arch: str) -> Iterator[Launch]:
-    """The launches of every config; of the shapes of a bias, T5's, ALiBi's two and the smallest."""
+    """The launches of every config; of the shapes of a bias, T5's, ALiBi's two and the smallest; and packed ones."""
     for number, ((q, logsumexp), params) in enumerate(dense_calls()):
         L = q.shape[2]
         shape = ((1, 4, L, L), (1, 4, 1, L), (2, 1, L, 1), (1, 1, 1, 1))[number % 4]
         params = replace(params, bias=meta(*shape, dtype=torch.float32))
-        sums = grad_bias.part_sums(params.bias, grad_bias.sharing(q, q, params.bias)[2])
+        sums = grad_bias.part_sums(params.bias, grad_bias.sharing(q, q, params)[2])
         outputs = logsumexp, logsumexp, sums
+        yield from grad_bias.grad_bias_launches((q, q, q, q, q, logsumexp, logsumexp), outputs, params)
+    for D in (32, 64, 128):
+        q, logsumexp = meta(2048, 4, D, dtype=torch.bfloat16), meta(4, 2048, dtype=torch.float32)
+        params = with_packed_bias(AttentionParams(packed=PackedBatch(*[meta(3, dtype=torch.int32)] * 2, 1024, 1024)))
+        outputs = logsumexp, logsumexp, grad_bias.part_sums(params.bias, 1)
         yield from grad_bias.grad_bias_launches((q, q, q, q, q, logsumexp, logsumexp), outputs, params)
 
 

@@ -16,15 +16,21 @@ class PackedBatch:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and Tk: sequence b has the queries, and sees the
             keys, from entry b to entry b + 1.
         max_q, max_k: at least the length of the longest sequence.
+        seqused_k: int32 (B,), how many keys of each sequence there are, from its first one on; None for all of them.
+        bias_starts: int64 (B + 1,), where the pairs of each sequence begin in the bias; None without a bias.
+        bottom_right: positions count from the end of a sequence: its last query is at its last key.
     """
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     max_q: int
     max_k: int
+    seqused_k: Tensor | None = None
+    bias_starts: Tensor | None = None
+    bottom_right: bool = False
 
 
-_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k")
+_SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "seqused_k", "bias_starts", "bottom_right")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +41,11 @@ class AttentionParams:
         keep: bool, broadcastable to (B, H, Lq, Lk), any strides; True = visible.
         key_keep: bool (B|1, H|1, 1, Lk), a second mask on keys alone.
         lengths: int32 (B,) or (B, Lq): keys at or past it are blocked; 0 <= length <= Lk.
-        bias: any float, broadcastable to (B, H, Lq, Lk), added to the scaled scores; -inf blocks.
+        bias: any float, broadcastable to (B, H, Lq, Lk), added to the scaled scores; -inf blocks. Of a packed batch
+            (H|1, pairs), contiguous: the (Lq, Lk) of one sequence after the other.
         distance_bias: fp32 or fp64 (B|1, H|1, Lq + Lk - 1), last stride 1, added to the scaled scores: for query i and
             key j entry Lq - 1 + j - i; -inf blocks. Of a packed batch (1, H|1, max_q + max_k - 1), entry
-            max_q - 1 + j - i.
+            max_q - 1 + j - i; with bottom_right, entry max_k - 1 + j - (i + keys - queries of the sequence).
         query_ids, key_ids: int32 (B|1, Lq) and (B|1, Lk), last stride 1: query i sees the keys j of its own id. Of a
             packed batch (Tq,) and (Tk,). Both or neither.
         sinks: fp32 or fp64 (H,), contiguous, for every query of a head the score of one more key, which has no value.
@@ -48,8 +55,8 @@ class AttentionParams:
         scale: multiplies q k^T.
         dropout_p, seed: dropout on the weights; seed int64 (1,) on q's device, the number itself, or None.
         zero_empty_rows: a row without keys is 0 rather than the mean of v.
-        packed: for q (Tq, H, D), k and v (Tk, Hkv, D), which sequences they hold; then keep, key_keep, lengths and bias
-            are None, and queries and keys count within each sequence. None for a padded batch.
+        packed: for q (Tq, H, D), k and v (Tk, Hkv, D), which sequences they hold; then keep, key_keep and lengths are
+            None, and queries and keys count within each sequence. None for a padded batch.
     """
 
     keep: Tensor | None = None
@@ -76,11 +83,11 @@ class AttentionParams:
         if self.packed is None:
             return {name: getattr(self, name) for name in ("keep", "key_keep", "lengths", "bias", *options)}
         keys = {name: getattr(self.packed, name) for name in _SEQUENCES}
-        return keys | {name: getattr(self, name) for name in options}
+        return keys | {name: getattr(self, name) for name in ("bias", *options)}
 
     @classmethod
     def from_keywords(cls, **options: Any) -> AttentionParams:
         """The value whose :meth:`keywords` these are. What is left out has its default."""
         if "cu_seqlens_q" in options:
-            options["packed"] = PackedBatch(*[options.pop(name) for name in _SEQUENCES])
+            options["packed"] = PackedBatch(**{name: options.pop(name) for name in _SEQUENCES if name in options})
         return cls(**options)

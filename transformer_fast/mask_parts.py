@@ -52,7 +52,7 @@ def ranked(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
     values, places = ids.sort()
     changes = torch.cat([values[:1] != values[:1], values[1:] != values[:-1]]).cumsum(0)
     # No searchsorted: ONNX has none.
-    numbers = torch.zeros_like(ids).scatter(0, places, changes).to(torch.int32)
+    numbers = torch.zeros_like(ids, dtype=changes.dtype).scatter(0, places, changes).to(torch.int32)
     first, second = numbers.split([query_ids.numel(), key_ids.numel()])
     return first.view(query_ids.shape), second.view(key_ids.shape)
 

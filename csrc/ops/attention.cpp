@@ -138,7 +138,7 @@ struct Attention {
           dispatch<attention_op::backward>("attention_backward", "attention_packed_backward", params, grad_out, q, k, v,
                                            result.out, result.logsumexp, grad_logsumexp);
     if (needs[kBias])
-      gradients[kBias] = dispatch<grad_bias>("attention_grad_bias", nullptr, params, grad_out, q, k, v, result.out,
+      gradients[kBias] = dispatch<grad_bias>("attention_grad_bias", "attention_packed_grad_bias", params, grad_out, q, k, v, result.out,
                                              result.logsumexp, grad_logsumexp);
     if (needs[kDistanceBias])
       gradients[kDistanceBias] =
@@ -215,6 +215,8 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       m, packed_backward + kBackwardResults);
   define_backward<"attention_grad_bias", Padded<grad_bias>::call, Padded<grad_bias_meta>::call>(m, padded_backward +
                                                                                                        " -> Tensor");
+  define_backward<"attention_packed_grad_bias", Packed<grad_bias>::call, Packed<grad_bias_meta>::call>(
+      m, packed_backward + " -> Tensor");
   define_backward<"attention_grad_distance_bias", Padded<grad_distance_bias>::call,
                   Padded<grad_distance_bias_meta>::call>(m, padded_backward + " -> Tensor");
   define_backward<"attention_packed_grad_distance_bias", Packed<grad_distance_bias>::call,

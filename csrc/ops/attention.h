@@ -14,16 +14,20 @@ namespace transformer_fast {
 struct PackedBatch {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // int32 (sequences + 1,), rising from 0; none: the batch is not packed
   c10::SymInt max_q = 0, max_k = 0;           // lengths of the longest
+  OptionalTensor seqused_k;                   // int32 (sequences,): how many of its keys a sequence has, at most all
+  OptionalTensor bias_starts;                 // int64 (sequences + 1,): where the pairs of a sequence lie in the bias
+  bool bottom_right = false;                  // positions count from the end: the last query is at the last key
 };
 
 // What is masked, scaled and dropped, in the normal form that transformer_fast/ops/attention.py makes of its arguments.
 struct AttentionParams {
-  static constexpr size_t kTensors = 11;
+  static constexpr size_t kTensors = 13;
 
   OptionalTensor keep;            // bool (B | 1, H | 1, Lq | 1, Lk | 1)
   OptionalTensor key_keep;        // bool (B | 1, H | 1, 1, Lk)
   OptionalTensor lengths;         // int32 (B,) or (B, Lq): how many keys a query sees
-  OptionalTensor bias;            // float (B | 1, H | 1, Lq | 1, Lk | 1), added to the scaled scores
+  OptionalTensor bias;            // float (B | 1, H | 1, Lq | 1, Lk | 1), added to the scaled scores; packed
+                                  // (H | 1, pairs), contiguous, the (Lq, Lk) of one sequence after the other
   OptionalTensor distance_bias;   // fp32 or fp64 (B | 1, H | 1, Lq + Lk - 1): entry Lq - 1 + j - i, as the bias
   OptionalTensor query_ids;       // int32 (B | 1, Lq), packed (Tq,): query i sees the keys of its own id
   OptionalTensor key_ids;         // int32 (B | 1, Lk), packed (Tk,)
@@ -61,7 +65,9 @@ struct AttentionParams {
             &p.sinks,
             &p.seed,
             &p.packed.cu_seqlens_q,
-            &p.packed.cu_seqlens_k};
+            &p.packed.cu_seqlens_k,
+            &p.packed.seqused_k,
+            &p.packed.bias_starts};
   }
 };
 
@@ -83,7 +89,7 @@ struct GradientNeeds {
 };
 
 // q (B, H, Lq, D), k and v (B, Hkv, Lk, D) -> out like q, logsumexp (B, H, Lq); packed: q (T, H, D), k and v
-// (Tk, Hkv, D) -> out like q, logsumexp (H, T). What takes a bias and the weights are of padded batches alone.
+// (Tk, Hkv, D) -> out like q, logsumexp (H, T). The weights are of padded batches alone.
 AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const AttentionParams& params,
                                   bool training);
 AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, const Tensor& k, const Tensor& v,

@@ -13,7 +13,9 @@ namespace transformer_fast::attention_op {
 namespace {
 
 const std::string kMask = "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, ";
-const std::string kSequences = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, ";
+const std::string kSequences = 
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, Tensor? seqused_k, bool bottom_right, "
+    "Tensor? bias, Tensor? bias_starts, ";
 const std::string kOptions =
     "SymInt? causal, SymInt? window, float scale, float dropout_p, Tensor? seed, bool zero_empty_rows, str backend, "
     "Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? key_ids=None, Tensor? sinks=None, "
@@ -25,8 +27,10 @@ inline void set_keys(AttentionParams& params, const OptionalTensor& keep, const 
   params.keep = keep, params.key_keep = key_keep, params.lengths = lengths, params.bias = bias;
 }
 inline void set_keys(AttentionParams& params, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, c10::SymInt max_q,
-                     c10::SymInt max_k) {
-  params.packed = {cu_seqlens_q, cu_seqlens_k, std::move(max_q), std::move(max_k)};
+                     c10::SymInt max_k, const OptionalTensor& seqused_k, bool bottom_right, const OptionalTensor& bias,
+                     const OptionalTensor& bias_starts) {
+  params.packed = {cu_seqlens_q, cu_seqlens_k, std::move(max_q), std::move(max_k), seqused_k, bias_starts, bottom_right};
+  params.bias = bias;
 }
 
 // The functions of an op take what its schema has after the inputs as one, first; these are they with flat arguments.
@@ -51,7 +55,8 @@ template <auto function>
 using Padded =
     Flat<function, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&>;
 template <auto function>
-using Packed = Flat<function, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt>;
+using Packed = Flat<function, const Tensor&, const Tensor&, c10::SymInt, c10::SymInt, const OptionalTensor&, bool,
+                    const OptionalTensor&, const OptionalTensor&>;
 
 // Calls an op by the dispatcher: the one of packed batches for such a batch.
 template <auto function, typename... Inputs>
@@ -62,7 +67,8 @@ auto dispatch(const char* name, const char* packed_name, const AttentionParams& 
   };
   if (p.is_packed()) {
     static const Operator<std::remove_pointer_t<decltype(&Packed<function>::call)>> op(packed_name);
-    return call(op, *p.packed.cu_seqlens_q, *p.packed.cu_seqlens_k, p.packed.max_q, p.packed.max_k);
+    return call(op, *p.packed.cu_seqlens_q, *p.packed.cu_seqlens_k, p.packed.max_q, p.packed.max_k, p.packed.seqused_k,
+                p.packed.bottom_right, p.bias, p.packed.bias_starts);
   }
   static const Operator<std::remove_pointer_t<decltype(&Padded<function>::call)>> op(name);
   return call(op, p.keep, p.key_keep, p.lengths, p.bias);

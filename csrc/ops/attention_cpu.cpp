@@ -17,34 +17,53 @@ namespace {
 // a window or documents most of them would be zeros.
 bool saves_probs(const Tensor& q, const Tensor& k, const AttentionParams& params) {
   const OptionalTensor& bias = params.bias;
-  if (!bias || params.window || params.query_ids || params.distance_bias || params.softcap || bias->size(2) == 1 ||
-      bias->size(3) == 1 || params.dropout_p > 0 || q.size(2) <= kFewQueries)
+  if (!bias || params.is_packed() || params.window || params.query_ids || params.distance_bias || params.softcap ||
+      bias->size(2) == 1 || bias->size(3) == 1 || params.dropout_p > 0 || q.size(2) <= kFewQueries)
     return false;
   return q.numel() > 0 && q.size(0) * q.size(1) * q.size(2) * k.size(2) <= kMaxSavedScores;
 }
 
-// The bias in one of the two dtypes; what is broadcast stays one copy. Keeps a converted one alive.
+// The bias in one of the two dtypes; what is broadcast stays one copy.
 template <typename T, typename A>
-Bias<T, A> bias_view(const OptionalTensor& bias, OptionalTensor& converted) {
-  if (!bias) return {};
-  if (bias->scalar_type() == c10::CppTypeToScalarType<A>::value) return {view<const A>(*bias), {}};
-  if (bias->scalar_type() == c10::CppTypeToScalarType<T>::value) return {{}, view<const T>(*bias)};
+OptionalTensor readable_bias(const OptionalTensor& bias) {
+  if (!bias || bias->scalar_type() == c10::CppTypeToScalarType<A>::value ||
+      bias->scalar_type() == c10::CppTypeToScalarType<T>::value)
+    return bias;
   Tensor small = *bias;
-  for (int dim = 0; dim < 4; ++dim)
+  for (int64_t dim = 0; dim < small.dim(); ++dim)
     if (small.stride(dim) == 0 && small.size(dim) > 1) small = small.narrow(dim, 0, 1);
-  converted = small.to(c10::CppTypeToScalarType<A>::value);
-  return {view<const A>(*converted), {}};
+  return small.to(c10::CppTypeToScalarType<A>::value);
 }
 
-// A call of the kernels, and its first row of q and of k.
+// The same as the kernels take it, from (B | 1, H | 1, Lq | 1, Lk | 1).
+template <typename T, typename A>
+Bias<T, A> bias_view(const Tensor& bias) {
+  if (bias.scalar_type() == c10::CppTypeToScalarType<A>::value) return {view<const A>(bias), {}};
+  return {{}, view<const T>(bias)};
+}
+
+// The bias (1, H | 1, Lq, Lk) of a sequence, from that of a packed batch.
+Tensor bias_of_sequence(const Tensor& bias, int64_t start, int64_t queries, int64_t keys) {
+  return bias.narrow(1, start, queries * keys).view({1, bias.size(0), queries, keys});
+}
+
+// A call of the kernels, its first row of q and of k, and what of a packed batch's bias is its own.
 template <typename T, typename A>
 struct Sequence {
   AttentionKernelParams<T, A> params;
   int64_t start_q = 0, start_k = 0;
+  int64_t bias_start = 0, stored_keys = 0;
 };
 
 template <typename T, typename A>
 using Sequences = c10::SmallVector<Sequence<T, A>, 1>;
+
+// The entry of a distance bias that is of query i and key i.
+int64_t distance_0(const AttentionParams& params, int64_t queries, int64_t keys) {
+  if (!params.is_packed()) return queries - 1;
+  if (!params.packed.bottom_right) return params.packed.max_q.expect_int() - 1;
+  return params.packed.max_k.expect_int() - 1 - (keys - queries);
+}
 
 // Calls body(sequences): a padded batch is one, and each sequence of a packed batch.
 template <typename Body>
@@ -58,11 +77,11 @@ void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const Att
     common.scale = static_cast<A>(params.scale), common.softcap = static_cast<A>(params.softcap.value_or(0));
     common.zero_empty_rows = params.zero_empty_rows;
     common.dropout = dropout_params(params.dropout_p, params.seed);
+    const OptionalTensor bias = readable_bias<T, A>(params.bias);
     if (!params.is_packed()) {
-      OptionalTensor converted;
       set_tensors(common, q, k, v);
       common.keep = view<const bool>(params.keep), common.key_keep = view<const bool>(params.key_keep);
-      common.bias = bias_view<T, A>(params.bias, converted);
+      if (bias) common.bias = bias_view<T, A>(*bias);
       common.distance_bias = distance_view<const A>(params.distance_bias, q.size(2) - 1);
       common.query_ids = ids_view(params.query_ids), common.key_ids = ids_view(params.key_ids);
       if (const auto& lengths = params.lengths)
@@ -74,13 +93,20 @@ void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const Att
     const Tensor cu_seqlens_k = params.packed.cu_seqlens_k->contiguous();
     const int32_t* const starts_q = cu_seqlens_q.const_data_ptr<int32_t>();
     const int32_t* const starts_k = cu_seqlens_k.const_data_ptr<int32_t>();
+    OptionalTensor used = params.packed.seqused_k;
+    if (used) used = used->contiguous();
+    int64_t next_bias = 0;
     Sequences<T, A> sequences(cu_seqlens_q.size(0) - 1, {common});
     for (size_t b = 0; b < sequences.size(); ++b) {
-      auto& [p, start_q, start_k] = sequences[b];
+      auto& [p, start_q, start_k, bias_start, stored_keys] = sequences[b];
       start_q = starts_q[b], start_k = starts_k[b];
       p.B = 1, p.H = q.size(1), p.Hkv = k.size(1), p.D = q.size(2), p.first_batch = b;
-      p.Lq = starts_q[b + 1] - start_q, p.Lk = starts_k[b + 1] - start_k;
-      p.distance_bias = distance_view<const A>(params.distance_bias, params.packed.max_q.expect_int() - 1);
+      p.Lq = starts_q[b + 1] - start_q, p.Lk = stored_keys = starts_k[b + 1] - start_k;
+      bias_start = next_bias, next_bias += p.Lq * stored_keys;
+      if (used) p.Lk = std::clamp<int64_t>(used->const_data_ptr<int32_t>()[b], 0, stored_keys);
+      if (params.packed.bottom_right) p.upper += p.Lk - p.Lq, p.lower += p.Lk - p.Lq;
+      if (bias) p.bias = bias_view<T, A>(bias_of_sequence(*bias, bias_start, p.Lq, stored_keys));
+      p.distance_bias = distance_view<const A>(params.distance_bias, distance_0(params, p.Lq, p.Lk));
       p.query_ids = ids_view(params.query_ids, start_q), p.key_ids = ids_view(params.key_ids, start_k);
       p.q = rows_view<const T>(q, start_q);
       p.k = rows_view<const T>(k, start_k), p.v = rows_view<const T>(v, start_k);
@@ -134,7 +160,7 @@ AttentionResult attention_forward(const Tensor& q, const Tensor& k, const Tensor
   }
   with_sequences(q, k, v, params, [&]<typename T, typename A>(const Sequences<T, A>& sequences) {
     c10::SmallVector<AttentionForward<T, A>, 1> calls;
-    for (const auto& [p, start_q, start_k] : sequences)
+    for (const auto& [p, start_q, start_k, bias_start, stored_keys] : sequences)
       calls.push_back({p, rows_view<T>(result.out, start_q), statistics_view<A>(result.logsumexp, start_q),
                        saved_probs_view(p, result)});
     kernels().of<T>().attention_forward(calls);
@@ -146,12 +172,14 @@ AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, c
                                       const AttentionResult& result, const OptionalTensor& grad_logsumexp,
                                       const AttentionParams& params, GradientNeeds needs) {
   AttentionGradients grads{at::empty_like(q), at::empty_like(k), at::empty_like(v), {}, {}, {}};
+  if (params.packed.seqused_k) grads.k.zero_(), grads.v.zero_();  // a kernel writes the keys that are used alone
   if (needs.sinks) grads.sinks = sinks_gradient(grad_out, result, grad_logsumexp, params);
   if (needs.distance_bias) grads.distance_bias = at::zeros_like(*params.distance_bias);
   // The gradient of the bias sums those of the scores, which are saved where they are not too many.
   Tensor grad_scores;
   if (needs.bias) {
-    const std::array<int64_t, 4> sizes = {q.size(0), q.size(1), q.size(2), k.size(2)};
+    const bool packed = params.is_packed();
+    const std::array<int64_t, 4> sizes = {q.size(0), q.size(1), q.size(2), packed ? 0 : k.size(2)};
     const int64_t scores = c10::multiply_integers(sizes);
     if (q.size(2) > kFewQueries && scores > 0 && q.size(3) > 0 && scores <= kMaxSavedScores && !params.softcap)
       grad_scores = at::empty(sizes, q.options());
@@ -162,12 +190,11 @@ AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, c
     for (Tensor* grad : {&grads.q, &grads.k, &grads.v}) grad->zero_();
     return grads;
   }
-  const int64_t distance_0 = (params.is_packed() ? params.packed.max_q.expect_int() : q.size(2)) - 1;
   with_sequences(q, k, v, params, [&]<typename T, typename A>(const Sequences<T, A>& sequences) {
     c10::SmallVector<AttentionBackward<T, A>, 1> calls;
-    View<A> grad_distances;
-    if (needs.distance_bias) grad_distances = distance_view<A>(grads.distance_bias, distance_0);
-    for (const auto& [p, start_q, start_k] : sequences)
+    for (const auto& [p, start_q, start_k, bias_start, stored_keys] : sequences) {
+      View<A> grad_distances;
+      if (needs.distance_bias) grad_distances = distance_view<A>(grads.distance_bias, distance_0(params, p.Lq, p.Lk));
       if (p.Lk == 0)  // no task will come by
         grads.q.narrow(0, start_q, p.Lq).zero_();
       else
@@ -176,6 +203,7 @@ AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, c
              statistics_view<const A>(result.logsumexp, start_q), statistics_view<const A>(grad_logsumexp, start_q),
              rows_view<T>(grads.q, start_q), rows_view<T>(grads.k, start_k), rows_view<T>(grads.v, start_k),
              grad_scores.defined() ? view<T>(grad_scores) : View<T>{}, saved_probs_view(p, result), grad_distances});
+    }
     kernels().of<T>().attention_backward(calls);
   });
   if (grad_scores.defined()) grads.bias = grad_scores.sum_to_size(params.bias->sizes()).to(params.bias->scalar_type());
@@ -188,12 +216,22 @@ Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor
   const Tensor& bias = *params.bias;
   Tensor grad = empty_statistics(q, bias.sizes());
   if (q.numel() == 0 || k.numel() == 0) return grad.zero_().to(bias.scalar_type());
+  if (params.packed.seqused_k) grad.zero_();
   with_sequences(q, k, v, params, [&]<typename T, typename A>(const Sequences<T, A>& sequences) {
-    const AttentionBackward<T, A> call{sequences[0].params, view<const T>(grad_out), view<const T>(result.out),
-                                       statistics_view<const A>(result.logsumexp),
-                                       statistics_view<const A>(grad_logsumexp)};
-    kernels().of<T>().attention_grad_bias(
-        call, {grad.mutable_data_ptr<A>(), {bias.size(0), bias.size(1), bias.size(2), bias.size(3)}});
+    for (const auto& [p, start_q, start_k, bias_start, stored_keys] : sequences) {
+      if (p.Lq == 0 || p.Lk == 0) continue;
+      const AttentionBackward<T, A> call{p, rows_view<const T>(grad_out, start_q), rows_view<const T>(result.out, start_q),
+                                         statistics_view<const A>(result.logsumexp, start_q),
+                                         statistics_view<const A>(grad_logsumexp, start_q)};
+      if (params.is_packed()) {
+        const Tensor own = empty_statistics(q, {1, bias.size(0), p.Lq, p.Lk});
+        kernels().of<T>().attention_grad_bias(call, {own.mutable_data_ptr<A>(), {1, bias.size(0), p.Lq, p.Lk}});
+        bias_of_sequence(grad, bias_start, p.Lq, stored_keys).narrow(3, 0, p.Lk).copy_(own);
+      } else {
+        kernels().of<T>().attention_grad_bias(
+            call, {grad.mutable_data_ptr<A>(), {bias.size(0), bias.size(1), bias.size(2), bias.size(3)}});
+      }
+    }
   });
   return grad.to(bias.scalar_type());
 }

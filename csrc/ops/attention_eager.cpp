@@ -106,7 +106,7 @@ py::object attention_packed(bool by_triton, py::handle q_, py::handle k_, py::ha
   if (!inputs_fit(q, k, v, k.size(1)) || (by_triton && !triton_takes(q))) return py::none();
   const int64_t longest_q = longest_sequence(starts_q, q, most_q), longest_k = longest_sequence(starts_k, k, most_k);
   if (longest_q < 0 || longest_k < 0 || starts_q.sizes() != starts_k.sizes()) return py::none();
-  params.packed = {starts_q, starts_k, longest_q, longest_k};
+  params.packed = {starts_q, starts_k, longest_q, longest_k, {}, {}};
   return run(q, k, v, std::move(params), scale);
 }
 

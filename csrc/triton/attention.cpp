@@ -19,6 +19,7 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   const bool packed = params.is_packed();
   if (packed) call.scalar(params.packed.max_q.expect_int());
   if (packed) call.scalar(params.packed.max_k.expect_int());
+  if (packed) call.scalar(params.packed.bottom_right);
   call.scalar(known(params.causal));
   call.scalar(known(params.window));
   call.scalar(params.softcap);
@@ -35,6 +36,8 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
     call.input(params.seed);
   if (packed) call.input(params.packed.cu_seqlens_q);
   if (packed) call.input(params.packed.cu_seqlens_k);
+  if (packed) call.input(params.packed.seqused_k);
+  if (packed) call.input(params.packed.bias_starts);
 
   // The map of tiles and their order are derived from the contents of these.
   const int64_t long_keys = LaunchCache::instance().long_keys;
@@ -70,8 +73,9 @@ py::object python_params(const AttentionParams& params) {
   fields["seed"] = params.seed_value ? py::object(py::int_(*params.seed_value)) : PythonFunction::object(params.seed);
   fields["zero_empty_rows"] = params.zero_empty_rows;
   if (const PackedBatch& packed = params.packed; params.is_packed())
-    fields["packed"] = make_packed.call({}, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_q.expect_int(),
-                                        packed.max_k.expect_int());
+    fields["packed"] =
+        make_packed.call({}, packed.cu_seqlens_q, packed.cu_seqlens_k, packed.max_q.expect_int(),
+                         packed.max_k.expect_int(), packed.seqused_k, packed.bias_starts, packed.bottom_right);
   return make.call(fields);
 }
 

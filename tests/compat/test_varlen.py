@@ -89,7 +89,17 @@ PAGES, TABLE = torch.randn(3, 4, 4, 8), torch.zeros(2, 1, dtype=torch.int32)
         ({"key": PAGES, "value": PAGES, "block_table": TABLE}, ValueError, "block_table needs seqused_k"),
         ({"seqused_k": USED + 1}, ValueError, r"at most the lengths of cu_seq_k, \[2, 3\], got \[3, 4\]"),
         ({"seqused_k": USED.float()}, TypeError, r"seqused_k must be an int32 tensor \(N,\)"),
-        ({"seqused_k": USED, "query": Q.clone().requires_grad_()}, RuntimeError, "no gradient with seqused_k"),
+        (
+            {
+                "key": PAGES,
+                "value": PAGES,
+                "block_table": TABLE,
+                "seqused_k": USED,
+                "query": Q.clone().requires_grad_(),
+            },
+            RuntimeError,
+            "no gradient with block_table",
+        ),
     ],
 )
 def test_wrong_calls_say_what_is_expected(change, error, said):

@@ -34,8 +34,8 @@ PARTS = ["nothing", "documents", "distances", "distances of all heads", "softcap
 
 
 def call_of(kernels, lengths, part: str, dtype, **more):
-    """A call with one of the PARTS; with all of them, bounds past the number of tokens."""
-    longest = tuple(max(n) + 30 * (part == "all parts") for n in lengths)
+    """A call with one of the PARTS; with all of them, bounds on lengths past the number of tokens."""
+    longest = tuple(max(n) + 600 * (part == "all parts") for n in lengths)
     near = distances(kernels, (1, 1 if part == "distances of all heads" else H), *longest).to(wide(dtype))
     ids = documents(*lengths)
     parts = {
@@ -57,6 +57,59 @@ def test_packed(part, causal, window, zero_empty_rows, dtype, kernels, lengths):
     lengths = (lengths[0], lengths[0]) if to_itself else lengths
     call = call_of(kernels, lengths, part, dtype, causal=causal, window=window, zero_empty_rows=zero_empty_rows)
     kernels.check(kernels.packed_inputs(*lengths, H, HKV, D, dtype), call, received=not zero_empty_rows)
+
+
+ADDED = ["nothing", "bias", "bias of all heads", "bias in half precision", "distances", "everything"]
+
+
+def added_call(kernels, lengths, added: str, dtype, bottom_right: bool, used: bool, **more):
+    """A call with a bias, or with distances; of one head for all, or with positions that count from the end."""
+    lengths_q, lengths_k = lengths
+    pairs = [n * m for n, m in zip(lengths_q, lengths_k, strict=True)]
+    parts = {}
+    if "bias" in added or added == "everything":
+        kind = torch.float16 if added == "bias in half precision" else wide(dtype)
+        bias = kernels.random(1 if added == "bias of all heads" else H, sum(pairs), dtype=kind)
+        parts["bias"] = bias.masked_fill(bias > 1.5, -math.inf)
+    if added in ("distances", "everything"):
+        parts["distance_bias"] = distances(kernels, (1, H), max(lengths_q), max(lengths_k)).to(wide(dtype))
+    if added == "everything":
+        parts |= {"softcap": 2.0, **documents(*lengths)}
+    call = kernels.packed_call(*lengths, D, parts, **more)
+    seqused_k = torch.tensor([n - n // 3 if i % 2 else 0 if i == 2 else n for i, n in enumerate(lengths_k)]).int()
+    extra = {"bias_starts": starts(pairs).long().to(kernels.device)} if "bias" in parts else {}
+    extra |= {"seqused_k": seqused_k.to(kernels.device)} if used else {}
+    return replace(call, packed=replace(call.packed, bottom_right=bottom_right, **extra))
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
+@pytest.mark.parametrize("zero_empty_rows", [False, True], ids=["uniform", "zero"])
+@pytest.mark.parametrize("used", [False, True], ids=["all keys", "some keys"])
+@pytest.mark.parametrize("bottom_right", [False, True], ids=["from the start", "from the end"])
+@pytest.mark.parametrize(("causal", "window"), [(None, None), (0, None), (2, -20), (-3, None)])
+@pytest.mark.parametrize("added", ADDED)
+def test_what_a_padded_batch_takes(
+    added, causal, window, bottom_right, used, zero_empty_rows, dropout_p, dtype, kernels, lengths
+):
+    """Keys that are not used hold NaN, and get no gradient."""
+    options = {"causal": causal, "window": window, "zero_empty_rows": zero_empty_rows, "dropout_p": dropout_p}
+    call = added_call(kernels, lengths, added, dtype, bottom_right, used, **options)
+    tensors = kernels.packed_inputs(*lengths, H, HKV, D, dtype)
+    if used:
+        ends = starts(lengths[1]).tolist()
+        for end, stored, own in zip(ends[1:], lengths[1], call.packed.seqused_k.tolist(), strict=True):
+            for t in tensors[1:3]:
+                t[end - stored + own : end] = math.nan
+    found = kernels.check(tensors, call, received=not zero_empty_rows)
+    if used:
+        unused = tensors[1][:, 0, 0].isnan()
+        assert not found["grad_k"][unused].any() and not found["grad_v"][unused].any()
+
+
+@pytest.mark.parametrize("added", ["bias", "everything"])
+def test_what_a_padded_batch_takes_is_recorded(added, kernels, lengths):
+    call = added_call(kernels, lengths, added, torch.float32, True, True, causal=0)
+    kernels.check(kernels.packed_inputs(*lengths, H, HKV, D), call, way=kernels.recorded)
 
 
 @pytest.mark.parametrize("zero_empty_rows", [False, True], ids=["uniform", "zero"])

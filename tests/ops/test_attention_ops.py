@@ -37,14 +37,24 @@ def test_opcheck(mask, bias, transposed, received):
         CHECK(OPS.attention_grad_bias.default, (*results, *parts, *OPTIONS))
 
 
+PACKED = {
+    "plain": (None, False, None, None),
+    "bias": (torch.tensor([2, 1, 0]).int(), True, torch.randn(2, 6), torch.tensor([0, 6, 6, 6])),
+}
+"""seqused_k, bottom_right, bias and bias_starts."""
+
+
 @pytest.mark.parametrize("received", [False, True])
-def test_opcheck_of_packed(received):
+@pytest.mark.parametrize("parts", PACKED)
+def test_opcheck_of_packed(parts, received):
     q, k, v = (torch.randn(n, 2, 8) for n in (5, 4, 4))
-    options = starts([2, 0, 3]), starts([3, 1, 0]), 3, 3, *OPTIONS
+    options = starts([2, 0, 3]), starts([3, 1, 0]), 3, 3, *PACKED[parts], *OPTIONS
     CHECK(OPS.attention_packed.default, (*(t.clone().requires_grad_() for t in (q, k, v)), *options))
     out, logsumexp = OPS.attention_packed(q, k, v, *options)
     results = torch.randn_like(out), q, k, v, out, logsumexp, torch.randn_like(logsumexp) if received else None
     CHECK(OPS.attention_packed_backward.default, (*results, *options))
+    if parts == "bias":
+        CHECK(OPS.attention_packed_grad_bias.default, (*results, *options))
 
 
 def test_opcheck_of_decode():

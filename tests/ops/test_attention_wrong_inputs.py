@@ -82,7 +82,35 @@ PACKED = {
     ),
     "a mask with padding": (
         (TQ, TK, TK, CU_Q, CU_K), {"mask": AttentionMask.lengths(torch.tensor([1]))}, ValueError,
-        "window, causal, documents, alibi and relative alone, got key_lengths",
+        "window, causal, documents, alibi and relative alone, and keep of keys alone, got key_lengths",
+    ),
+    "a keep mask of a padded batch": (
+        (TQ, TK, TK, CU_Q, CU_K), {"mask": AttentionMask.keep(torch.ones(2, 1, 1, 7) > 0)}, ValueError,
+        r"keys alone, \(Tk,\) = \(7,\), got shape \(2, 1, 1, 7\)",
+    ),
+    "a bias for one sequence": ((TQ, TK, TK, CU_Q, CU_K), {"bias": [TQ[:2]]}, ValueError, "each of 2 sequences, got 1"),
+    "a bias of another length": (
+        (TQ, TK, TK, CU_Q, CU_K), {"bias": [torch.ones(1, 2, 3), torch.ones(1, 4, 3)]}, ValueError,
+        r"bias\[1\] must be .* with H = 4, Lq = 3 and Lk = 4, got shape \(1, 4, 3\)",
+    ),
+    "a bias of some heads": (
+        (TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(2, 18)}, ValueError, r"H = 4.*18 in all, got shape \(2, 18\)",
+    ),
+    "a bias of too few pairs": (
+        (TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(4, 17)}, ValueError, r"18 in all, got shape \(4, 17\)",
+    ),
+    "a bias of integers": ((TQ, TK, TK, CU_Q, CU_K), {"bias": torch.ones(4, 18).int()}, TypeError, "float tensor"),
+    "seqused_k is int64": (
+        (TQ, TK, TK, CU_Q, CU_K), {"seqused_k": torch.tensor([1, 1])}, TypeError, "int32 .*B,.* got torch.int64",
+    ),
+    "seqused_k of three": (
+        (TQ, TK, TK, CU_Q, CU_K), {"seqused_k": cu(1, 1, 1)}, ValueError, r"\(B,\) = \(2,\), got shape \(3,\)",
+    ),
+    "seqused_k past the keys": (
+        (TQ, TK, TK, CU_Q, CU_K), {"seqused_k": cu(3, 5)}, ValueError, r"keys of each sequence, \[3, 4\], got \[3, 5\]",
+    ),
+    "weights of another kind": (
+        (TQ, TK, TK, CU_Q, CU_K), {"return_weights": "all"}, ValueError, "return_weights must be True, False or",
     ),
 }  # fmt: skip
 """The same of attention_packed."""

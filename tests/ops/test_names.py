@@ -35,7 +35,7 @@ CALLS = {
         ("attention_packed", {"alibi_slopes": torch.ones(2)}, r"write mask=AttentionMask\.alibi\(slopes\)$"),
         ("attention_decode", {"return_softmax_lse": True}, "write return_logsumexp=True"),
         ("attention_packed", {"max_seqlen_q": 3}, "write max_q="),
-        ("attention_packed", {"attn_mask": None}, "no other mask"),
+        ("attention_packed", {"attn_mask": None}, r"mask=AttentionMask\.keep\(t\) of keys"),
         ("attention_decode", {"cache_seqlens": LENGTHS}, "write lengths"),
         ("attention_decode", {"dropout_p": 0.1}, "decoding has no dropout"),
         ("layer_norm", {"normalized_shape": (4,)}, "the last dimension is normed"),

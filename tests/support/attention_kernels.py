@@ -171,7 +171,9 @@ class Kernels:
         if name in ("grad_q", "grad_k") and exact[name].numel() and not exact[name].any():  # one visible key a row
             largest = grad_out.abs().max() * v.abs().max() * max(q.abs().max(), k.abs().max())
             return float(torch.finfo(q.dtype).eps * largest * q.shape[-1] * abs(call.scale))
-        if name == "grad_bias" and call.bias.shape[3] == 1 and not received:  # the softmax does not see it
+        if (
+            name == "grad_bias" and not call.packed and call.bias.shape[3] == 1 and not received
+        ):  # the softmax does not see it
             full = dataclasses.replace(call, bias=call.bias.expand(*q.shape[:3], k.shape[2]))
             terms = oracle(tensors, full, torch.float64, None)[name].abs().max()
             return float(self.ulps(name, q, k, call) * torch.finfo(call.bias.dtype).eps * terms)
@@ -271,6 +273,8 @@ def learned_parts(call: AttentionParams) -> dict[str, Tensor]:
 
 def summed(name: str, q: Tensor, k: Tensor, call: AttentionParams) -> float:
     """The number of terms of a sum that is the gradient of a bias."""
+    if name == "grad_bias" and call.packed:
+        return q.shape[1] / call.bias.shape[0]
     if name == "grad_bias":
         return q.shape[:3].numel() * k.shape[2] / call.bias.numel()
     return q.shape[:-1].numel() / call.distance_bias.shape[:2].numel()
@@ -287,7 +291,7 @@ def oracle(tensors, call: AttentionParams, dtype: torch.dtype, grad_logsumexp: T
     options = on("cpu", call.keywords()) | learned
     weights = None
     if call.packed:
-        out, logsumexp = attention_packed(*qkv, **options)
+        out, _, logsumexp = attention_packed(*qkv, **options)
     else:
         empty_rows = "zero" if options.pop("zero_empty_rows") else "uniform"
         out, weights, logsumexp = attention(*qkv, **options, empty_rows=empty_rows)

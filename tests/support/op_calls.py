@@ -289,6 +289,18 @@ def token_calls(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, 
         lambda slopes, **t: pack(**t, mask=alibi(slopes), softcap=3.0),
         packed | {"slopes": distances["slopes"][:H], "sinks": sinks},
     )
+    few = int(packed["starts"][1])
+    call(
+        "attention_packed, bias, from the end",
+        lambda bias, used, **t: pack(**t, bias=bias, seqused_k=used, causal=True, bottom_right=True),
+        packed
+        | {"bias": draw.floats(H, few**2 + (tokens - few) ** 2), "used": torch.tensor([few, 1], dtype=torch.int32)},
+    )
+    call(
+        "attention_packed, keep, weights",
+        lambda keep, **t: pack(**t, mask=AttentionMask.keep(keep), return_weights=True)[0],
+        packed | {"keep": draw.whole(tokens, below=2) > 0},
+    )
     call("attention_decode", decode, cached)
     call(
         "attention_decode, all keys",

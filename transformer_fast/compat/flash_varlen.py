@@ -29,16 +29,15 @@ def flash_attn_varlen_func(
 ) -> Result:
     """``flash_attn_varlen_func`` of flash-attention 2: each sequence of a packed batch attends to its own keys.
 
-    The key of query i of sequence b is ``i + Lk[b] - Lq[b]``. Where every sequence has as many queries as keys, and
-    where nothing depends on positions, this is :func:`transformer_fast.attention_packed`. Every other call is slower:
-    it goes by a padded batch and costs B * max_seqlen_q * max_seqlen_k scores.
+    The key of query i of sequence b is ``i + Lk[b] - Lq[b]``. This is :func:`transformer_fast.attention_packed`. Two
+    kinds of calls are slower, as they go by a padded batch and cost B * max_seqlen_q * max_seqlen_k scores: those with
+    ``alibi_slopes`` (B, H), and those that ask for the weights that dropout leaves.
 
     Args:
         q: (Tq, H, D), the queries of all sequences one after the other; dtypes as for :func:`flash_attn_func`.
         k, v: (Tk, Hkv, D), with ``H % Hkv == 0``; with ``block_table`` pages (pages, page_size, Hkv, D).
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and Tk: sequence b is rows ``cu_seqlens[b]`` to
-            ``cu_seqlens[b + 1]``. On a GPU the host waits to compare them, unless they are one tensor or the longest
-            differ; it never waits without ``causal``, ``window_size`` and ``alibi_slopes``.
+            ``cu_seqlens[b + 1]``.
         max_seqlen_q, max_seqlen_k: lengths of the longest sequences.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as for
             :func:`flash_attn_func`.

@@ -1,8 +1,7 @@
 """Attention of packed sequences whose last query is at their last key: the alignment of the peers.
 
-``attention_packed`` counts queries and keys of a sequence from the first one. That is the same where a sequence has as
-many queries as keys, and where nothing depends on positions. Every other call goes by a padded batch whose sequences
-end together, so that one offset aligns them all.
+``attention_packed(bottom_right=True)`` aligns them so. Two kinds of calls go by a padded batch whose sequences end
+together: those with slopes for each sequence, and those that ask for the weights that dropout leaves.
 """
 
 from __future__ import annotations
@@ -30,10 +29,12 @@ class Sequences:
     Attributes:
         starts: int32 (B + 1,), rising from 0 to the number of tokens.
         longest: length of the longest one, on the host, or more.
+        used: int32 (B,), how many tokens of each count, from its first one on; None for all.
     """
 
     starts: Tensor
     longest: int
+    used: Tensor | None = None
 
     @property
     def lengths(self) -> Tensor:
@@ -122,25 +123,18 @@ def ragged_attention(
     """
     _check_batch(call.op, q, queries.starts, keys.starts)
     slopes = call.alibi_slopes
-    by_position = call.by_position(queries.longest)
     dropped = more and call.dropout_p > 0.0  # the weights are asked for
-    if dropped or (slopes is not None and slopes.dim() != 1) or (by_position and not _alike(queries, keys)):
+    if dropped or (slopes is not None and slopes.dim() != 1):
         return _padded_attention(q, k, v, queries, keys, call, more)
     options: dict[str, Any] = call.options() | {"dropout_p": call.dropout_p, "empty_rows": "zero"}
-    options |= {"max_q": queries.longest, "max_k": keys.longest}
-    options["mask"] = mask_of(call.bounds, slopes) if by_position else None
+    options |= {"max_q": queries.longest, "max_k": keys.longest, "seqused_k": keys.used}
+    if call.by_position(queries.longest):
+        # Sequences of one tensor have as many queries as keys, and count alike from both ends.
+        same = queries.starts is keys.starts and keys.used is None
+        options |= {"mask": mask_of(call.bounds, slopes), "bottom_right": not same}
     if not more:
         return attention_packed(q, k, v, queries.starts, keys.starts, **options), None, None
     return *attention_packed(q, k, v, queries.starts, keys.starts, return_logsumexp=True, **options), None
-
-
-def _alike(queries: Sequences, keys: Sequences) -> bool:
-    """Return True if every sequence has as many queries as keys. On a GPU this waits, unless they are one tensor."""
-    if queries.starts is keys.starts:
-        return True
-    if torch.compiler.is_compiling() or (queries.starts.device.type != "cpu" and queries.longest != keys.longest):
-        return False
-    return torch.equal(queries.starts, keys.starts)
 
 
 def _padded_attention(

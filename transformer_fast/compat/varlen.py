@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .bounds import bounds_of, can_look, check_integers, refuse_gradient
-from .ragged import Call, Sequences, cached_attention, check_token_layout, ragged_attention, sequences
+from .ragged import Call, cached_attention, check_token_layout, ragged_attention, sequences
 
 _OP = "varlen_attn"
 
@@ -38,8 +39,7 @@ def varlen_attn(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``torch.nn.attention.varlen.varlen_attn`` of torch 2.11 to 2.14, on the CPU too and in float32.
 
-    The key of query i of a sequence is ``i + Lk - Lq``. :func:`flash_attn_varlen_func` says which calls are slower, and
-    where the host waits for a GPU.
+    The key of query i of a sequence is ``i + Lk - Lq``.
 
     Args:
         query: (Tq, H, D), the queries of all sequences one after the other; float32, float16, bfloat16 (float64 on
@@ -51,7 +51,7 @@ def varlen_attn(
         scale: multiplies the scores; ``1 / sqrt(D)`` by default.
         window_size: (left, right), keys that a query sees on either side of its own; -1 is no bound. (-1, 0) is causal.
         enable_gqa: H may be a multiple of Hkv.
-        seqused_k: int32 (N,), the number of keys of each sequence that count, from its first one on. No gradient.
+        seqused_k: int32 (N,), the number of keys of each sequence that count, from its first one on.
         block_table: int32 (N, max_pages): key j of sequence n is row ``j % page_size`` of page
             ``block_table[n, j // page_size]``. It needs ``seqused_k``. No gradient.
         num_splits: accepted. On a CPU the result for a sequence is the same bits whatever it says.
@@ -63,7 +63,7 @@ def varlen_attn(
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or lengths that are not int32.
         ValueError: for shapes, devices or options that do not fit; the message names them.
-        RuntimeError: for a gradient through ``seqused_k`` or ``block_table``.
+        RuntimeError: for a gradient through ``block_table``.
     """
     check_token_layout(_OP, ("query", "key", "value"), query, key, value, block_table is not None)
     heads, key_heads = query.shape[-2], key.shape[-2]
@@ -74,27 +74,26 @@ def varlen_attn(
     queries = sequences(_OP, ("cu_seq_q", "max_q"), cu_seq_q, max_q, query.shape[0])
     call = Call(_OP, bounds_of(_OP, False, window_size), scale=scale)
     more = return_aux is not None and bool(return_aux.lse)
-    if seqused_k is None and block_table is None:
+    if seqused_k is not None:
+        check_integers(_OP, "seqused_k", seqused_k, "(N,)", query.device)
+    if block_table is None:
         keys = sequences(_OP, ("cu_seq_k", "max_k"), cu_seq_k, max_k, key.shape[0])
+        if seqused_k is not None:
+            keys = dataclasses.replace(keys, used=_at_most(keys.lengths, seqused_k))
         out, logsumexp, _ = ragged_attention(query, key, value, queries, keys, call, more)
     else:
-        refuse_gradient(_OP, "seqused_k" if block_table is None else "block_table", query, key, value)
+        refuse_gradient(_OP, "block_table", query, key, value)
         if seqused_k is None:
             raise ValueError(f"{_OP}: block_table needs seqused_k, the number of keys of each sequence")
-        check_integers(_OP, "seqused_k", seqused_k, "(N,)", query.device)
-        if block_table is None:
-            keys = sequences(_OP, ("cu_seq_k", "max_k"), cu_seq_k, max_k, key.shape[0])
-            key, value, block_table = key.unsqueeze(1), value.unsqueeze(1), _pages_of_one(keys, seqused_k)
         check_integers(_OP, "block_table", block_table, "(N, max_pages)", query.device)
         out, logsumexp = cached_attention(query, key, value, queries, seqused_k, block_table, call, more)
     return out if logsumexp is None else (out, logsumexp)
 
 
-def _pages_of_one(keys: Sequences, used: Tensor) -> Tensor:
-    """Packed keys as pages of one key each: int32 (N, max_k), of which the first ``used`` (N,) are read."""
-    lengths = keys.lengths
+def _at_most(lengths: Tensor, used: Tensor) -> Tensor:
+    """The numbers of keys that count, as int32; on a CPU they are checked."""
     if used.shape == lengths.shape and can_look(used) and bool((used > lengths).any()):
         raise ValueError(
             f"{_OP}: seqused_k must be at most the lengths of cu_seq_k, {lengths.tolist()}, got {used.tolist()}"
         )
-    return keys.starts[:-1, None] + torch.arange(keys.longest, dtype=torch.int32, device=used.device)
+    return used.to(torch.int32)

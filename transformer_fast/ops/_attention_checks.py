@@ -101,18 +101,23 @@ def check_options(op: str, dropout_p: float, empty_rows: str) -> None:
         raise ValueError(f'{op}: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
 
 
-def mask_by_position(op: str, mask: AttentionMask | None, causal: bool) -> AttentionMask:
-    """The mask of a call that takes no part with lengths or a dense tensor of its own, its look-ahead included."""
+def mask_by_position(op: str, mask: AttentionMask | None, causal: bool, takes_keep: bool = False) -> AttentionMask:
+    """The mask of a call that takes no part with lengths or a dense tensor of its own, its look-ahead included.
+
+    Args:
+        takes_keep: it takes a keep mask of keys alone.
+    """
     if not isinstance(causal, bool):
         raise TypeError(f"{op}: causal must be True or False, got {causal!r}")
     if mask is None:
         return AttentionMask(causal_offset=and_causal(None, causal))
     if not isinstance(mask, AttentionMask):
         raise TypeError(f"{op}: mask must be an AttentionMask, got {type(mask).__name__}")
-    refused = ("keep_mask", "key_keep_mask", "key_lengths", "additive_bias")
+    refused = ("keep_mask", "key_lengths", "additive_bias", *(() if takes_keep else ("key_keep_mask",)))
     if given := [name for name in refused if getattr(mask, name) is not None]:
+        keys = ", and keep of keys alone" if takes_keep else ""
         raise ValueError(
-            f"{op}: mask may say window, causal, documents, alibi and relative alone, got {', '.join(given)}"
+            f"{op}: mask may say window, causal, documents, alibi and relative alone{keys}, got {', '.join(given)}"
         )
     return replace(mask, causal_offset=and_causal(mask.causal_offset, causal))
 

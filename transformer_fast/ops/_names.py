@@ -41,13 +41,12 @@ _PACKED = {
     **_SHARED,
     "max_seqlen_q": "max_q=",
     "max_seqlen_k": "max_k=",
-    "attn_mask": "causal=True or mask=AttentionMask.window(left), or attention: packed sequences have no other mask",
+    "attn_mask": "causal=True, mask=AttentionMask.keep(t) of keys (Tk,), or bias=, one tensor for each sequence",
     "window_size": "mask=AttentionMask.window(left, right)",
     "alibi_slopes": "mask=AttentionMask.alibi(slopes)",
-    "attn_bias": "causal=True, or attention: packed sequences have no bias",
-    "bias": "attention: packed sequences have no bias",
-    "key_padding_mask": "nothing: packed sequences have no padding",
-    "return_weights": "attention: packed sequences have no matrix of weights",
+    "attn_bias": "bias=, one tensor (H, Lq, Lk) for each sequence; causal=True for a look-ahead",
+    "key_padding_mask": "mask=AttentionMask.blocked(t), t (Tk,); packed sequences have no padding",
+    "need_weights": "return_weights=True",
 }
 _DECODE = {
     **{name: said for name, said in _SHARED.items() if not said.startswith("dropout_p")},

@@ -51,8 +51,11 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options
     place_q, place_k = (_places(cu, t, n) for cu, t, n in ((cu_seqlens_q, q, max_q), (cu_seqlens_k, k, max_k)))
     padded_q = _padded(q, place_q, batch, max_q)
     padded_k, padded_v = (_padded(t, place_k, batch, max_k) for t in (k, v))
-    lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+    lengths = params.packed.seqused_k
+    if lengths is None:
+        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
     params = replace(params, lengths=lengths)
+    params = _positioned(params, max_q, max_k, lengths)
     if params.query_ids is not None and params.key_ids is not None:
         query_ids, key_ids = (
             _padded(ids[:, None, None], place, batch, n)[:, 0, :, 0]
@@ -70,6 +73,32 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options
     out, logsumexp = _per_head(weights, padded_v), _logsumexp(scores, allowed, params.sinks).unsqueeze(-1)
     out, logsumexp = (t.transpose(1, 2).flatten(0, 1).index_select(0, place_q) for t in (out, logsumexp))
     return out, logsumexp.squeeze(-1).transpose(0, 1)
+
+
+def _positioned(params: AttentionParams, max_q: int, max_k: int, lengths: Tensor) -> AttentionParams:
+    """The params of the padded batch: its bias as (B, H|1, max_q, max_k), and what counts from the end written out."""
+    assert params.packed is not None
+    starts, starts_q, starts_k = params.packed.bias_starts, params.packed.cu_seqlens_q, params.packed.cu_seqlens_k
+    i = torch.arange(max_q, device=lengths.device).unsqueeze(-1)
+    j = torch.arange(max_k, device=lengths.device)
+    bias = None
+    if params.bias is not None and starts is not None:
+        pairs = starts[:-1, None, None] + i * (starts_k[1:] - starts_k[:-1])[:, None, None] + j
+        pairs = pairs.clamp(0, max(sizes(params.bias)[1] - 1, 0))  # past the end of a sequence any will do
+        bias = params.bias[:, pairs].transpose(0, 1)
+    if not params.packed.bottom_right:
+        return replace(params, bias=bias)
+    own = i + (lengths - (starts_q[1:] - starts_q[:-1]))[:, None, None, None]  # (B, 1, max_q, 1), the key of a query
+    keep = torch.ones_like(own == j)
+    if params.causal is not None:
+        keep = keep & (j <= own + params.causal)
+    if params.window is not None:
+        keep = keep & (j >= own + params.window)
+    if params.distance_bias is not None:
+        index = (max_k - 1 + j - own).clamp(0, sizes(params.distance_bias)[-1] - 1)[:, 0]
+        nearness = params.distance_bias[0][:, index].transpose(0, 1)
+        bias = nearness if bias is None else bias + nearness
+    return replace(params, bias=bias, keep=keep, causal=None, window=None, distance_bias=None)
 
 
 def _scores_and_mask(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor | None]:

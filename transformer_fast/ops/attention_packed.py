@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal, Never, TypedDict, Unpack, overload
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..attention_params import AttentionParams, PackedBatch
+from ..mask_checks import kind_of
 from ..masks import AttentionMask
 from ..tracing import is_traced, sizes, unrecorded
 from . import _eager, _seed
@@ -36,7 +38,10 @@ class _Options(TypedDict, total=False):
     max_q: int | None
     max_k: int | None
     mask: AttentionMask | None
+    bias: Tensor | Sequence[Tensor] | None
     causal: bool
+    bottom_right: bool
+    seqused_k: Tensor | None
     scale: float | None
     softcap: float | None
     sinks: Tensor | None
@@ -52,6 +57,7 @@ def attention_packed(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
+    return_weights: Literal[False] = False,
     return_logsumexp: Literal[False] = False,
     **options: Unpack[_Options],
 ) -> Tensor: ...
@@ -63,9 +69,22 @@ def attention_packed(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     *,
+    return_weights: Literal[False] = False,
     return_logsumexp: Literal[True],
     **options: Unpack[_Options],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    *,
+    return_weights: bool | str,
+    return_logsumexp: bool = False,
+    **options: Unpack[_Options],
+) -> Tensor | tuple[Any, ...]: ...
 def attention_packed(
     q: Tensor,
     k: Tensor,
@@ -76,15 +95,19 @@ def attention_packed(
     max_q: int | None = None,
     max_k: int | None = None,
     mask: AttentionMask | None = None,
+    bias: Tensor | Sequence[Tensor] | None = None,
     causal: bool = False,
+    bottom_right: bool = False,
+    seqused_k: Tensor | None = None,
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     empty_rows: str = "uniform",
+    return_weights: bool | str = False,
     return_logsumexp: bool = False,
     **unknown: Never,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Any, ...]:
     """Attention of every sequence of a packed batch to its own keys: ``transformer_fast.attention`` without padding.
 
     Args:
@@ -96,22 +119,32 @@ def attention_packed(
         max_q, max_k: lengths of the longest sequences, on the host. Left out, they are looked up, which on a GPU waits
             for it.
         mask: of ``AttentionMask``'s parts ``window``, ``causal``, ``alibi`` (H,) and ``relative``, counted inside each
-            sequence, and ``documents``, whose ids are (1, Tq) and (1, Tk).
+            sequence; ``documents``, whose ids are (1, Tq) and (1, Tk); and ``keep`` of keys alone, (Tk,).
+        bias: float, added to the scaled scores; ``-inf`` blocks a key. A tensor (H, Lq, Lk), or (1, Lq, Lk) for all
+            heads, for each sequence in turn; or those flattened to (H | 1, Lq * Lk) and joined, as one tensor
+            (H | 1, pairs). It may require a gradient. No tensor of Tq x Tk is made.
         causal: query i of a sequence sees its keys up to i; combines with ``mask``.
+        bottom_right: positions count from the end of a sequence: its last query is at its last key, where they are not
+            equally many (flash-attention, a cache). ``causal``, ``window``, ``alibi`` and ``relative`` count so.
+        seqused_k: int32 (B,), how many of its keys each sequence has, from its first one on; the others are not read.
+            All of them by default.
         scale, softcap, sinks, dropout_p: as for ``attention``. Dropout draws the mask that the padded batch would have:
             b is the sequence, and i and j count inside it.
         empty_rows: as for ``attention``; "uniform" is over the keys of the query's own sequence, and a query whose
             sequence has none gets 0 either way.
+        return_weights: True also returns the weights before dropout, "dropped" after it. They are computed by the
+            reference, one sequence after the other: to look at, not to train with.
         return_logsumexp: also return the logsumexp of each query's scores.
 
     Returns:
-        (Tq, H, Dv) in q's dtype; or a tuple of it and the logsumexp (H, Tq) in float32 (float64 for float64), -inf for
-        a query without keys.
+        (Tq, H, Dv) in q's dtype; or a tuple of it, a list of the weights (H, Lq, Lk) of each sequence if asked for, and
+        the logsumexp (H, Tq) in float32 (float64 for float64) if asked for: -inf for a query without keys.
 
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or ``cu_seqlens`` that are not int32.
         ValueError: for shapes, devices or options that do not fit. That ``cu_seqlens`` rise from 0 to the number of
-            tokens is checked on CPU; on a GPU, where looking would wait for it, they are trusted.
+            tokens, and that ``seqused_k`` and a bias fit them, is checked on a CPU. On a GPU, where looking would wait
+            for it, they are trusted.
     """
     if unknown:
         raise unknown_names("attention_packed", unknown)
@@ -121,10 +154,11 @@ def attention_packed(
     seed = None
     if dropout_p > 0.0 and isinstance(q, Tensor):
         seed = _seed.draw_launch_seed(q.device, by_triton)
-    mask = mask_by_position("attention_packed", mask, causal)
+    mask = mask_by_position("attention_packed", mask, causal, takes_keep=True)
     bounds = mask.causal_offset, mask.window_offset
-    special = is_special(mask, softcap, sinks)
-    if extension is not None and not (return_logsumexp or special):
+    special = is_special(mask, softcap, sinks) or mask.key_keep_mask is not None
+    plain = bias is None and seqused_k is None and not bottom_right
+    if extension is not None and plain and not (return_weights or return_logsumexp or special):
         given = (q, k, v, cu_seqlens_q, cu_seqlens_k, max_q, max_k, *bounds, scale, dropout_p, seed, empty_rows)
         out = extension.attention_packed(by_triton, *given)
         if out is not None:
@@ -142,6 +176,18 @@ def attention_packed(
             "attention_packed: cu_seqlens_q and cu_seqlens_k must be of one number of sequences, got shapes "
             f"{tuple(cu_seqlens_q.shape)} and {tuple(cu_seqlens_k.shape)}"
         )
+    if return_weights not in (False, True, "dropped"):
+        raise ValueError(f'attention_packed: return_weights must be True, False or "dropped", got {return_weights!r}')
+    sequences = PackedBatch(
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_q,
+        max_k,
+        None if seqused_k is None else _used(seqused_k, cu_seqlens_k, q),
+        bottom_right=bottom_right,
+    )
+    if bias is not None:
+        bias, sequences = _packed_bias(bias, sequences, q)
     scale = scale_of("attention_packed", q, scale)
     backend = backends.resolve("attention", q.device, q.dtype)
     params = AttentionParams(
@@ -151,16 +197,24 @@ def attention_packed(
         dropout_p=dropout_p,
         seed=seed,
         zero_empty_rows=empty_rows == "zero",
-        packed=PackedBatch(cu_seqlens_q, cu_seqlens_k, max_q, max_k),
+        bias=bias,
+        packed=sequences,
     )
     check_backend(backend, q, v)
     if special:
         tokens = q.shape[0], k.shape[0]
-        options = special_arguments("attention_packed", q, mask, softcap, sinks, (max_q, max_k), max_q - 1, tokens)
+        mask = _kept_as_documents(mask, *tokens)
+        zero = max_k - 1 if bottom_right else max_q - 1
+        options = special_arguments("attention_packed", q, mask, softcap, sinks, (max_q, max_k), zero, tokens)
         params = replace(params, **options)
-    if backend == "reference":
-        out, logsumexp = reference.attention.attention_packed(q, k, v, **params.keywords())
-        return (out, logsumexp) if return_logsumexp else out
+    more: list[Any] = []
+    if return_weights or backend == "reference":
+        out, weights, logsumexp = reference.attention.attention_packed(q, k, v, **params.keywords())
+        if return_weights:
+            more.append([each[return_weights == "dropped"] for each in weights])
+        if backend == "reference":
+            more += [logsumexp] if return_logsumexp else []
+            return (out, *more) if more else out
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     D, Dv = sizes(q)[-1], sizes(v)[-1]
@@ -168,7 +222,8 @@ def attention_packed(
         q, k, v = (F.pad(t, (0, max(D, Dv) - t.shape[-1])) for t in (q, k, v))
     out, logsumexp = implementation("attention_packed", backend)(q, k, v, **params.keywords(), backend=backend)
     out = out if Dv == sizes(out)[-1] else out[..., :Dv]
-    return (out, logsumexp) if return_logsumexp else out
+    more += [logsumexp] if return_logsumexp else []
+    return (out, *more) if more else out
 
 
 @unrecorded
@@ -185,6 +240,81 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
     else:
         return
     raise shape_error("attention_packed", wrong, tensors)
+
+
+def _kept_as_documents(mask: AttentionMask, queries: int, keys: int) -> AttentionMask:
+    """The mask with documents instead of a keep mask of keys: the keys that are kept are of the queries' document."""
+    keep = mask.key_keep_mask
+    if keep is None:
+        return mask
+    if keep.shape != (1, 1, 1, keys):
+        raise ValueError(
+            f"attention_packed: a keep mask must be of keys alone, (Tk,) = ({keys},), got shape {tuple(keep.shape)}"
+        )
+    of_queries = torch.zeros((1, queries), dtype=torch.int32, device=keep.device)
+    blocked = (~keep[0, 0]).to(torch.int32)
+    return replace(mask, key_keep_mask=None) & AttentionMask.documents(of_queries, blocked)
+
+
+def _lengths(cu_seqlens: Tensor) -> Tensor:
+    """int64 (B,)."""
+    return (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+
+
+def _can_look(t: Tensor) -> bool:
+    """Say if the numbers of a tensor are at hand, without a wait for a GPU."""
+    return t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced())
+
+
+def _used(seqused_k: Any, cu_seqlens_k: Tensor, q: Tensor) -> Tensor:
+    """Return ``seqused_k``, or raise unless it is int32 (B,) and, on a CPU, from 0 to the keys that there are."""
+    if not isinstance(seqused_k, Tensor) or seqused_k.dtype != torch.int32:
+        raise TypeError(f"attention_packed: seqused_k must be an int32 tensor (B,), got {kind_of(seqused_k)}")
+    B = sizes(cu_seqlens_k)[0] - 1
+    if seqused_k.shape != (B,):
+        raise ValueError(f"attention_packed: seqused_k must be (B,) = ({B},), got shape {tuple(seqused_k.shape)}")
+    if seqused_k.device != q.device:
+        raise ValueError(f"attention_packed: q is on {q.device} but seqused_k on {seqused_k.device}")
+    if _can_look(seqused_k) and bool(((seqused_k < 0) | (seqused_k > _lengths(cu_seqlens_k))).any()):
+        raise ValueError(
+            "attention_packed: seqused_k must lie between 0 and the keys of each sequence, "
+            f"{_lengths(cu_seqlens_k).tolist()}, got {seqused_k.tolist()}"
+        )
+    return seqused_k.contiguous()
+
+
+def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, PackedBatch]:
+    """The bias as (H | 1, pairs), and the sequences with where its parts begin."""
+    H, B = sizes(q)[1], sizes(sequences.cu_seqlens_q)[0] - 1
+    queries, keys = _lengths(sequences.cu_seqlens_q), _lengths(sequences.cu_seqlens_k)
+    if not isinstance(bias, Tensor):
+        parts = list(bias)
+        if len(parts) != B:
+            raise ValueError(f"attention_packed: bias must be one tensor for each of {B} sequences, got {len(parts)}")
+        look = _can_look(queries)
+        for b, part in enumerate(parts):
+            if not isinstance(part, Tensor) or not part.is_floating_point():
+                raise TypeError(f"attention_packed: bias[{b}] must be a float tensor (H, Lq, Lk), got {kind_of(part)}")
+            fits = part.dim() == 3 and part.shape[0] in (1, H) and part.shape[0] == parts[0].shape[0]
+            if not fits or (look and part.shape[1:] != (int(queries[b]), int(keys[b]))):
+                lengths = f", Lq = {int(queries[b])} and Lk = {int(keys[b])}" if look else ""
+                raise ValueError(
+                    f"attention_packed: bias[{b}] must be (H, Lq, Lk), or (1, Lq, Lk) as all others, with H = {H}"
+                    f"{lengths}, got shape {tuple(part.shape)}"
+                )
+        bias = torch.cat([part.flatten(1) for part in parts], 1) if parts else q.new_zeros(1, 0)
+    if not bias.is_floating_point():
+        raise TypeError(f"attention_packed: bias must be a float tensor (H, pairs), got {bias.dtype}")
+    if bias.device != q.device:
+        raise ValueError(f"attention_packed: q is on {q.device} but the bias on {bias.device}")
+    starts = F.pad((queries * keys).cumsum(0), (1, 0))
+    pairs = int(starts[-1]) if _can_look(starts) else sizes(bias)[-1]
+    if bias.dim() != 2 or sizes(bias)[0] not in (1, H) or sizes(bias)[1] != pairs:
+        raise ValueError(
+            f"attention_packed: bias must be (H, pairs) or (1, pairs) with H = {H}, and a pair for each query and key "
+            f"of one sequence, {int(pairs)} in all, got shape {tuple(bias.shape)}"
+        )
+    return bias.contiguous(), replace(sequences, bias_starts=starts)
 
 
 def _check_sequences(name: str, cu_seqlens: Tensor, tokens: Tensor, longest: int | None) -> Any:

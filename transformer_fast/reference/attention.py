@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -83,6 +85,10 @@ def attention_packed(
     cu_seqlens_k: Tensor,
     max_q: int,
     max_k: int,
+    seqused_k: Tensor | None = None,
+    bias_starts: Tensor | None = None,
+    bottom_right: bool = False,
+    bias: Tensor | None = None,
     distance_bias: Tensor | None = None,
     query_ids: Tensor | None = None,
     key_ids: Tensor | None = None,
@@ -94,7 +100,7 @@ def attention_packed(
     seed: Tensor | None = None,
     zero_empty_rows: bool = False,
     sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]], Tensor]:
     """Attention of every sequence of a packed batch to its own keys, one sequence after the other.
 
     Args:
@@ -102,8 +108,12 @@ def attention_packed(
         k, v: (Tk, Hkv, D), likewise by ``cu_seqlens_k``.
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and to Tk.
         max_q, max_k: at least the lengths of the longest sequences.
+        seqused_k: (B,), how many keys of each sequence there are; what is stored behind them is not read.
+        bottom_right: query i counts as ``i + keys - queries`` of its sequence: the last query is at the last key.
+        bias, bias_starts: (H|1, pairs); ``bias[:, bias_starts[b] : bias_starts[b + 1]]`` is the (Lq, Lk) of sequence b.
         causal, window: as for :func:`attention`, counted inside each sequence.
-        distance_bias: (1, H|1, max_q + max_k - 1), of which entry ``max_q - 1 + j - i`` is added.
+        distance_bias: (1, H|1, max_q + max_k - 1), of which entry ``max_q - 1 + j - i`` is added; with
+            ``bottom_right`` entry ``max_k - 1 + j - i``, i as counted there.
         query_ids, key_ids: (Tq,) and (Tk,).
         softcap, sinks: as for :func:`attention`.
         scale, dropout_p, seed: as for :func:`attention`; b is the sequence, i and j count inside it, so that a packed
@@ -111,32 +121,45 @@ def attention_packed(
         zero_empty_rows: a query with no allowed key is 0, instead of the mean of its own sequence's values.
 
     Returns:
-        out (Tq, H, D) in q's dtype and logsumexp (H, Tq), fp32 (fp64 for fp64 input), ``-inf`` for an empty row.
+        out (Tq, H, D) in q's dtype; for each sequence its weights (H, Lq, Lk) before and after dropout; and logsumexp
+        (H, Tq), fp32 (fp64 for fp64 input), ``-inf`` for an empty row.
     """
     # After the last sequence comes one of no tokens, so that there is always one.
     starts_q, starts_k = [*cu_seqlens_q.tolist(), q.shape[0]], [*cu_seqlens_k.tolist(), k.shape[0]]
     H, B = q.shape[1], len(starts_q) - 1
     kept = attention_keep(seed, dropout_p, B, H, max_q, max_k) if dropout_p > 0.0 else None
-    outs, logsumexps = [], []
+    used = [end - start for start, end in itertools.pairwise(starts_k)]
+    if seqused_k is not None:
+        used[:-1] = seqused_k.tolist()
+    pair, factor = 0, rescale(dropout_p)
+    outs, logsumexps, weights = [], [], []
     for b in range(B):
-        of_q, of_k = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b + 1])
+        of_q, of_k = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b] + used[b])
         qs = q[of_q].transpose(0, 1).unsqueeze(0)
         ks, vs = (t[of_k].transpose(0, 1).unsqueeze(0) for t in (k, v))
-        Lq, Lk = qs.shape[2], ks.shape[2]
-        allowed = dense_keep(None, None, None, causal, window, Lq, Lk, q.device)
+        Lq, Lk, stored = qs.shape[2], ks.shape[2], starts_k[b + 1] - starts_k[b]
+        shift = Lk - Lq if bottom_right else 0
+        diagonals = (None if offset is None else offset + shift for offset in (causal, window))
+        allowed = dense_keep(None, None, None, *diagonals, Lq, Lk, q.device)
         if query_ids is not None and key_ids is not None:
             allowed = allowed & same_document(query_ids[None, of_q], key_ids[None, of_k])
-        bias = None
+        added = None
+        if bias is not None:
+            added = bias[None, :, pair : pair + Lq * stored].unflatten(2, (Lq, stored))[..., :Lk]
+            pair += Lq * stored
         if distance_bias is not None:
-            bias = along_diagonals(distance_bias, Lq, Lk, max_q - 1)
-            allowed = allowed & (bias != float("-inf"))
+            nearness = along_diagonals(distance_bias, Lq, Lk, max_k - 1 - shift if bottom_right else max_q - 1)
+            added = nearness if added is None else added + nearness
+        if added is not None:
+            allowed = allowed & (added != float("-inf"))
         allowed = allowed.expand(1, H, Lq, Lk)
         own = kept if kept is None else kept[b : b + 1, :, :Lq, :Lk]
-        options = (bias, softcap, scale, own, rescale(dropout_p), zero_empty_rows, sinks)
-        out, _, logsumexp = _attend(qs, ks, vs, allowed, *options)
+        options = (added, softcap, scale, own, factor, zero_empty_rows, sinks)
+        out, before, logsumexp = _attend(qs, ks, vs, allowed, *options)
         outs.append(out[0].transpose(0, 1))
         logsumexps.append(logsumexp[0])
-    return torch.cat(outs), torch.cat(logsumexps, 1)
+        weights.append((before[0], _dropped(before, own, factor)[0]))
+    return torch.cat(outs), weights[:-1], torch.cat(logsumexps, 1)
 
 
 def attention_decode(

@@ -97,6 +97,8 @@ def attention_backward(
     keys = k.shape[2] if params.packed is None else params.packed.max_k
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp, kept_bits
     outputs = (*gradients, *row_buffers(q, logsumexp, params))
+    if params.packed is not None and params.packed.seqused_k is not None:
+        grad_k, grad_v = (t.zero_() for t in gradients[1:])  # the kernels write to the keys that are used alone
     run_call("attention backward", inputs, outputs, keys, params, backward_launches)
     # The kernels had q times the sign of the scale.
     grad_q, grad_k, grad_v = gradients

@@ -9,7 +9,19 @@ import triton.language as tl
 from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
 from .kept_bits import bits_at_head, recall_keep_tile
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows
-from .steps import FLAG_ROWS, at_edge, flag_row, program_of, query_steps, sequence, statistics_row, tile_at
+from .steps import (
+    FLAG_ROWS,
+    at_edge,
+    flag_row,
+    positions,
+    program_of,
+    query_steps,
+    sequence,
+    sequence_bias,
+    statistics_row,
+    tile_at,
+    used_keys,
+)
 from .tiles import LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, store_rows
 
 # Flags that are read at once.
@@ -19,7 +31,7 @@ _SCAN = tl.constexpr(256)
 @jit
 def grad_kv_kernel(
     grad_out, q, k, v, logsumexp, delta, sums, empty_flags, grad_k, grad_v, kept_bits, keep, key_keep, lengths, bias,
-    distance_bias, query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
+    distance_bias, query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts, batch_order,
     tile_list, tile_counts, tile_order, map_batch, map_head,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
@@ -36,6 +48,7 @@ def grad_kv_kernel(
     distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
     BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     BASE_E: tl.constexpr = sums is not None
@@ -44,7 +57,10 @@ def grad_kv_kernel(
     RECOMPUTE: tl.constexpr = cu_seqlens_k is None or BLOCK_D < 64
     batch, kv_head, tile = program_of(heads // group, keys, batch_order, BLOCK_KEYS)
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
-    first_key, keys = sequence(cu_seqlens_k, batch, keys)
+    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
+    keys = used_keys(seqused_k, batch, stored_keys)
+    causal_offset, window, distance_zero = positions(causal_offset, window, distance_zero, queries, keys, BOTTOM_RIGHT)
+    bias, bias_query = sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)
     # First key tile first: under a causal mask it has the most queries. The order of a mask's tiles is that of the
     # group's first head: heads of one group mostly share a mask.
     if tile_order is not None:

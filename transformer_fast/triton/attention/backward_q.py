@@ -9,7 +9,19 @@ import triton.language as tl
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .kept_bits import bits_at_head, recall_keep_tile
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
-from .steps import FLAG_ROWS, at_edge, flag_row, key_steps, program_of, sequence, statistics_row, tile_at
+from .steps import (
+    FLAG_ROWS,
+    at_edge,
+    flag_row,
+    key_steps,
+    positions,
+    program_of,
+    sequence,
+    sequence_bias,
+    statistics_row,
+    tile_at,
+    used_keys,
+)
 from .tiles import (
     LOG2E,
     any_true,
@@ -27,8 +39,8 @@ from .tiles import (
 @jit
 def grad_q_kernel(
     grad_out, q, k, v, out, logsumexp, grad_logsumexp, delta, sums, empty_flags, grad_q, kept_bits, keep, key_keep,
-    lengths, bias, distance_bias, query_ids, key_ids, sinks, seed, cu_seqlens_q, cu_seqlens_k, batch_order,
-    tile_list, tile_counts, tile_order, map_batch, map_head,
+    lengths, bias, distance_bias, query_ids, key_ids, sinks, seed, cu_seqlens_q, cu_seqlens_k, seqused_k,
+    bias_starts, batch_order, tile_list, tile_counts, tile_order, map_batch, map_head,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -44,12 +56,16 @@ def grad_q_kernel(
     distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
     BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     BASE_E: tl.constexpr = sums is not None
     batch, head, slot = program_of(heads, queries, batch_order, BLOCK_QUERIES)
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
-    first_key, keys = sequence(cu_seqlens_k, batch, keys)
+    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
+    keys = used_keys(seqused_k, batch, stored_keys)
+    causal_offset, window, distance_zero = positions(causal_offset, window, distance_zero, queries, keys, BOTTOM_RIGHT)
+    bias, bias_query = sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)
     first_tile_row = batch * map_batch + head * map_head
     tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - slot
     if tile_order is not None:

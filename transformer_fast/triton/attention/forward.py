@@ -20,7 +20,17 @@ from ..philox import RandomBits, attention_keep_tile, kept_or_zero, load_seed
 from .kept_bits import bits_at_head, draw_keep_tile, empty_kept_bits
 from .launches import kernel_views, run_call, tile_launch
 from .mask import Bounds, Mask, allowed_tile, ids_at, key_limits, masked_scores, query_rows, sink_of
-from .steps import at_edge, key_steps, program_of, sequence, statistics_row, tile_at
+from .steps import (
+    at_edge,
+    key_steps,
+    positions,
+    program_of,
+    sequence,
+    sequence_bias,
+    statistics_row,
+    tile_at,
+    used_keys,
+)
 from .tiles import LN2, LOG2E, any_true, at_head, at_row, exponential, jit, load_rows, positive_scale, store_rows
 
 REPEAT_KEYS = tl.constexpr(32)
@@ -29,7 +39,8 @@ REPEAT_KEYS = tl.constexpr(32)
 @jit
 def _forward_kernel(
     q, k, v, out, logsumexp, kept_bits, keep, key_keep, lengths, bias, distance_bias, query_ids, key_ids, sinks, seed,
-    cu_seqlens_q, cu_seqlens_k, batch_order, tile_list, tile_counts, tile_order, map_batch, map_head,
+    cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts, batch_order, tile_list, tile_counts, tile_order,
+    map_batch, map_head,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_row: tl.int64,
@@ -43,11 +54,15 @@ def _forward_kernel(
     distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ZERO_EMPTY_ROWS: tl.constexpr,
+    BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
     BIASED: tl.constexpr = (bias is not None) or (distance_bias is not None) or (softcap is not None)
     batch, head, slot = program_of(heads, queries, batch_order, BLOCK_QUERIES)
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
-    first_key, keys = sequence(cu_seqlens_k, batch, keys)
+    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
+    keys = used_keys(seqused_k, batch, stored_keys)
+    causal_offset, window, distance_zero = positions(causal_offset, window, distance_zero, queries, keys, BOTTOM_RIGHT)
+    bias, bias_query = sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)
     first_tile_row = batch * map_batch + head * map_head
     # Last query tile first: under a causal mask it has the most keys, and long programs should start early.
     tile = tl.cdiv(queries, BLOCK_QUERIES) - 1 - slot

@@ -15,16 +15,18 @@ from ...attention_params import AttentionParams
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from ..philox import RandomBits, load_seed
 from .grad_scores import grad_score_tile, rows_launch
-from .launches import run_call, score_kinds
+from .launches import kernel_views, run_call, score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
+from .steps import positions, sequence, sequence_bias, statistics_row, used_keys
 from .tile_map import bits_arguments
 from .tiles import (
     RUNTIME_INTEGERS,
     at_head,
+    at_row,
     mask_arguments,
     padded_head_dim,
+    sequence_arguments,
     tensor_arguments,
-    within_reach,
 )
 from .weights import TILES
 
@@ -36,7 +38,7 @@ STEPPING = ("batches_each", "heads_each", "query_tiles_each", "key_tiles_each", 
 @triton.jit(do_not_specialize=[*RUNTIME_INTEGERS, *STEPPING])
 def _grad_bias_kernel(
     grad_out, q, k, v, logsumexp, delta, sums, grad_bias, keep, key_keep, lengths, bias, distance_bias,
-    query_ids, key_ids, seed,
+    query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -46,11 +48,12 @@ def _grad_bias_kernel(
     lengths_batch: tl.int64, lengths_query: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, bias_query: tl.int64, bias_key,
     distance_batch: tl.int64, distance_head: tl.int64, query_ids_batch: tl.int64, key_ids_batch: tl.int64,
-    heads, group, queries, keys, causal_offset, window, threshold, rescale, scale,
-    distance_zero, softcap,
+    heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
+    distance_zero, softcap, pairs: tl.int64,
     batches_each, heads_each, query_tiles_each, key_tiles_each, parts, steps,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, ONE_QUERY: tl.constexpr, ONE_KEY: tl.constexpr,
+    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
+    ONE_QUERY: tl.constexpr, ONE_KEY: tl.constexpr,
 ):  # fmt: skip
     """One tile of the bias, or a part of the sum for it: `steps` of the (batch, head, query tile, key tile) behind it.
 
@@ -79,39 +82,58 @@ def _grad_bias_kernel(
         head = own_head + step % heads_each
         batch = own_batch + step // heads_each
 
+        first_query, own_queries = sequence(cu_seqlens_q, batch, queries)
+        first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
+        own_keys = used_keys(seqused_k, batch, stored_keys)
+        own_causal, own_window, own_zero = positions(
+            causal_offset, window, distance_zero, own_queries, own_keys, BOTTOM_RIGHT
+        )
+        own_bias, own_bias_query = sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)
         bounds = Bounds(
-            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window, queries, keys,
-            ids_at(query_ids, batch, query_ids_batch, 0), ids_at(key_ids, batch, key_ids_batch, 0),
+            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, own_causal, own_window,
+            own_queries, own_keys,
+            ids_at(query_ids, batch, query_ids_batch, first_query), ids_at(key_ids, batch, key_ids_batch, first_key),
         )  # fmt: skip
         mask = Mask(
             bounds,
             at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
             at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
-            at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
-            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap, None,
+            at_head(own_bias, batch, head, bias_batch, bias_head, MASK_UNIT), own_bias_query, bias_key,
+            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), own_zero, softcap, None,
         )  # fmt: skip
         random = RandomBits(philox_key, threshold, batch, head)
         rows = query_rows(start_query, bounds, BLOCK_QUERIES)
         limit = key_limits(rows, bounds)
         last_key = tl.maximum(tl.max(limit, 0), 0)
-        if any_visible(rows, start_query, start_key, last_key, bounds, BLOCK_KEYS):
-            first_row = (batch * heads + head).to(tl.int64) * queries
+        visible = any_visible(rows, start_query, start_key, last_key, bounds, BLOCK_KEYS)
+        if cu_seqlens_q is not None:
+            visible = visible & (start_query < own_queries)
+        if visible:
+            all_queries = queries if cu_seqlens_q is None else total_queries
+            first_row = statistics_row(cu_seqlens_q, batch, head, heads, all_queries, first_query)
             acc += grad_score_tile(
-                at_head(grad_out, batch, head, grad_out_batch, grad_out_head, UNIT), grad_out_row,
-                at_head(q, batch, head, q_batch, q_head, UNIT), q_row,
-                at_head(k, batch, head // group, k_batch, k_head, UNIT), k_row,
-                at_head(v, batch, head // group, v_batch, v_head, UNIT), v_row,
+                at_row(grad_out, batch, head, first_query, grad_out_batch, grad_out_head, grad_out_row, UNIT),
+                grad_out_row,
+                at_row(q, batch, head, first_query, q_batch, q_head, q_row, UNIT), q_row,
+                at_row(k, batch, head // group, first_key, k_batch, k_head, k_row, UNIT), k_row,
+                at_row(v, batch, head // group, first_key, v_batch, v_head, v_row, UNIT), v_row,
                 logsumexp + first_row, delta + first_row, sums + first_row,
                 start_query, start_key, limit, last_key, scale, rescale, mask, random,
                 HEAD_DIM, BLOCK_D, BLOCK_QUERIES, BLOCK_KEYS, UNIT, MASK_UNIT,
             )  # fmt: skip
 
     # Parts lie (part, batch, head, query, key); a tile that stands for all queries or keys is summed to one number.
-    own_batch_head = own_batch.to(tl.int64) * (heads // heads_each) + own_head
-    bias_queries = 1 if ONE_QUERY else queries
-    bias_keys = 1 if ONE_KEY else keys
-    bias_batch_heads = tl.num_programs(0) // (parts * (query_tiles // query_tiles_each) * (key_tiles // key_tiles_each))
-    grad_bias += (part.to(tl.int64) * bias_batch_heads + own_batch_head) * bias_queries * bias_keys
+    if bias_starts is None:
+        own_batch_head = own_batch.to(tl.int64) * (heads // heads_each) + own_head
+        bias_queries = 1 if ONE_QUERY else queries
+        bias_keys = 1 if ONE_KEY else keys
+        tiles = (query_tiles // query_tiles_each) * (key_tiles // key_tiles_each)
+        bias_batch_heads = tl.num_programs(0) // (parts * tiles)
+        grad_bias += (part.to(tl.int64) * bias_batch_heads + own_batch_head) * bias_queries * bias_keys
+    else:
+        grad_bias += (part.to(tl.int64) * (heads // heads_each) + own_head) * pairs + tl.load(bias_starts + own_batch)
+        queries = sequence(cu_seqlens_q, own_batch, queries)[1]
+        keys = sequence(cu_seqlens_k, own_batch, keys)[1]
     query = own_query * BLOCK_QUERIES + tl.arange(0, BLOCK_QUERIES)
     key = own_key * BLOCK_KEYS + tl.arange(0, BLOCK_KEYS)
     kind: tl.constexpr = grad_bias.dtype.element_ty
@@ -126,11 +148,13 @@ def _grad_bias_kernel(
         tl.store(pointers, acc.to(kind), mask=(query < queries)[:, None] & (key < keys)[None, :])
 
 
-def sharing(q: Tensor, k: Tensor, bias: Tensor) -> tuple[int, list[int], int, int]:
-    """(tiles of the bias, how many of each dimension one of them stands for, parts of its sum, steps of a part)."""
+def sharing(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[int, list[int], int, int]:
+    """(tiles of the bias, how many of each dimension one of them stands for, parts of its sum, steps of a part), for q
+    and k as the kernels take them."""
     rows, keys, _ = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])]
     counts = (*q.shape[:2], blocks_of(q.shape[2], rows), blocks_of(k.shape[2], keys))
-    each = [n if size == 1 else 1 for n, size in zip(counts, bias.shape, strict=True)]
+    shape = params.bias.shape if params.packed is None else (2, params.bias.shape[0], 2, 2)  # each sequence has its own
+    each = [n if size == 1 else 1 for n, size in zip(counts, shape, strict=True)]
     tiles, total = 1, 1
     for n, behind in zip(counts, each, strict=True):
         tiles, total = tiles * (n // behind), total * behind
@@ -153,24 +177,27 @@ def grad_bias_launches(
         outputs: delta and sums of weights, both like logsumexp, and :func:`part_sums`.
         params: as given to the launcher.
     """
-    *tensors, logsumexp, grad_logsumexp = inputs
-    grad_out, q, k, v, out = map(within_reach, tensors)
+    grad_out, q, k, v, out, logsumexp, grad_logsumexp = inputs
+    grad_out, q, out, k, v = kernel_views(params, (grad_out, q, out), (k, v))
     delta, row_sums, sums = outputs
     bias = params.bias
     masking = mask_arguments(q, k, params) | bits_arguments(params.keep, params.key_keep)
+    masking |= sequence_arguments(params, logsumexp)
     block_d = masking["BLOCK_D"]
     rows, keys, warps = TILES[q.element_size() * 8, block_d]
-    tiles, each, parts, steps = sharing(q, k, bias)
+    tiles, each, parts, steps = sharing(q, k, params)
     per_row = {"delta": delta, "sums": row_sums, "logsumexp": logsumexp, "grad_logsumexp": grad_logsumexp}
     sizes: dict[str, object] = dict(zip(STEPPING, (*each, parts, steps), strict=True))
-    sizes |= {"grad_bias": sums, "ONE_QUERY": bias.shape[2] == 1, "ONE_KEY": bias.shape[3] == 1}
+    packed = params.packed is not None
+    sizes |= {"grad_bias": sums, "pairs": bias.shape[1] if packed else 0}
+    sizes |= {"ONE_QUERY": not packed and bias.shape[2] == 1, "ONE_KEY": not packed and bias.shape[3] == 1}
     kind = f"{str(q.dtype)[6:]} d{block_d}"
     dropout = "" if masking["seed"] is None else " dropout"
     return [
         rows_launch(tensor_arguments(grad_out=grad_out, q=q, k=k, v=v, out=out) | masking | per_row, q, params),
         Launch(
-            name=f"attention grad_bias {kind} {rows}x{keys} {warps} warps{dropout}{score_kinds(params)}"
-            f" from {tuple(bias.shape)}",
+            name=f"attention grad_bias {kind} {rows}x{keys} {warps} warps{dropout}"
+            f"{' packed' if packed else ''}{score_kinds(params)} from {tuple(bias.shape)}",
             kernel=_grad_bias_kernel,
             grid=tiles * parts,
             arguments=tensor_arguments(grad_out=grad_out, q=q, k=k, v=v) | masking | per_row | sizes
@@ -188,10 +215,10 @@ def attention_grad_bias(
     """Gradient of the bias of :func:`~.forward.attention_forward`, by Triton.
 
     Args:
-        grad_out: (B, H, Lq, D), the gradient of out; any strides.
-        q, k, v, params: as given to the forward launcher; the bias (B|1, H|1, Lq|1, Lk|1).
+        grad_out: the gradient of out; any strides.
+        q, k, v, params: as given to the forward launcher; the bias (B|1, H|1, Lq|1, Lk|1), or packed (H|1, pairs).
         out, logsumexp: as it returned them.
-        grad_logsumexp: (B, H, Lq) fp32, the gradient of logsumexp, or None.
+        grad_logsumexp: fp32, the gradient of logsumexp, or None.
 
     Returns:
         The gradient in bias's shape and dtype, contiguous, summed in fp32: 0 where bias is -inf and from rows without
@@ -213,7 +240,8 @@ def _attention_grad_bias(
         grad_out = grad_out.contiguous()
     if grad_logsumexp is not None:
         grad_logsumexp = grad_logsumexp.contiguous()
-    sums = part_sums(bias, sharing(q, k, bias)[2])
+    (own_q,), (own_k,) = kernel_views(params, (q,), ()), kernel_views(params, (), (k,))
+    sums = part_sums(bias, sharing(own_q, own_k, params)[2])
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
     outputs = (*empties_like(logsumexp, logsumexp), sums)
     run_call("attention grad_bias", inputs, outputs, 0, params, grad_bias_launches)

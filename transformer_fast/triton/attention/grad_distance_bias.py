@@ -12,15 +12,15 @@ import torch.nn.functional as F
 import triton.language as tl
 from torch import Tensor
 
-from ...attention_params import AttentionParams
+from ...attention_params import AttentionParams, PackedBatch
 from ..launcher import Launch, blocks_of, empties_like, widen_bf16_if_interpreted
 from ..philox import RandomBits, load_seed
-from .grad_scores import grad_score_tile, rows_launch, sequence_arguments
+from .grad_scores import grad_score_tile, rows_launch
 from .launches import kernel_views, run_call, score_kinds
 from .mask import Bounds, Mask, any_visible, ids_at, key_limits, query_rows
-from .steps import sequence, statistics_row
+from .steps import positions, sequence, sequence_bias, statistics_row, used_keys
 from .tile_map import bits_arguments
-from .tiles import at_head, at_row, jit, mask_arguments, padded_head_dim, tensor_arguments
+from .tiles import at_head, at_row, jit, mask_arguments, padded_head_dim, sequence_arguments, tensor_arguments
 from .weights import TILES as _TILES
 
 # (query rows, keys, warps) a tile by bits of the type and padded head size: those of the weights, where none spills.
@@ -32,7 +32,7 @@ PROGRAMS = 512
 @jit
 def _grad_distance_kernel(
     grad_out, q, k, v, logsumexp, delta, sums, diagonals, keep, key_keep, lengths, bias, distance_bias,
-    query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k,
+    query_ids, key_ids, seed, cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -45,7 +45,7 @@ def _grad_distance_kernel(
     heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
     distance_zero, softcap, batches, batches_each, parts,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr,
+    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """The sums of one diagonal of tiles, of one head, over `batches_each` of `batches` batches.
 
@@ -66,9 +66,14 @@ def _grad_distance_kernel(
     for own_batch in tl.range(0, tl.minimum(batches_each, batches - first_batch), num_stages=1):
         batch = first_batch + own_batch
         first_query, own_queries = sequence(cu_seqlens_q, batch, queries)
-        first_key, own_keys = sequence(cu_seqlens_k, batch, keys)
+        first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
+        own_keys = used_keys(seqused_k, batch, stored_keys)
+        own_causal, own_window, own_zero = positions(
+            causal_offset, window, distance_zero, own_queries, own_keys, BOTTOM_RIGHT
+        )
+        own_bias, own_bias_query = sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)
         bounds = Bounds(
-            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, causal_offset, window,
+            at_head(lengths, batch, head, lengths_batch, 0, 1), lengths_query, own_causal, own_window,
             own_queries, own_keys,
             ids_at(query_ids, batch, query_ids_batch, first_query), ids_at(key_ids, batch, key_ids_batch, first_key),
         )  # fmt: skip
@@ -76,8 +81,8 @@ def _grad_distance_kernel(
             bounds,
             at_head(keep, batch, head, keep_batch, keep_head, 8), keep_query, keep_word,
             at_head(key_keep, batch, head, key_keep_batch, key_keep_head, 8),
-            at_head(bias, batch, head, bias_batch, bias_head, MASK_UNIT), bias_query, bias_key,
-            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), distance_zero, softcap, None,
+            at_head(own_bias, batch, head, bias_batch, bias_head, MASK_UNIT), own_bias_query, bias_key,
+            at_head(distance_bias, batch, head, distance_batch, distance_head, 1), own_zero, softcap, None,
         )  # fmt: skip
         random = RandomBits(philox_key, threshold, batch, head)
         all_queries = queries if cu_seqlens_q is None else total_queries
@@ -86,7 +91,7 @@ def _grad_distance_kernel(
         end = tl.cdiv(tl.maximum(tl.cdiv(own_keys, BLOCK_KEYS) - diagonal, 0), KEY_TILES)
         end = tl.minimum(end, tl.cdiv(own_queries, BLOCK_QUERIES))
         # Nothing where the nearest distance is past the causal diagonal.
-        end = tl.where(diagonal * BLOCK_KEYS - (BLOCK_QUERIES - 1) > causal_offset, first, end)
+        end = tl.where(diagonal * BLOCK_KEYS - (BLOCK_QUERIES - 1) > own_causal, first, end)
         for tile in tl.range(first, end, num_stages=1, disable_licm=True):
             start_query = tile * BLOCK_QUERIES
             start_key = (tile * KEY_TILES + diagonal) * BLOCK_KEYS
@@ -122,6 +127,7 @@ def diagonal_sums(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
     own = params.distance_bias.shape[0]
     shared = B // own
     each = blocks_of(shared, min(shared, blocks_of(PROGRAMS, own * H * diagonals)))
+    each = 1 if params.packed is not None and params.packed.bottom_right else each  # each has distances of its own
     shape = (own, H, diagonals, blocks_of(shared, each), 2 * rows)
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
@@ -138,7 +144,8 @@ def along_distances(sums: Tensor, params: AttentionParams, queries: int, keys: i
     """The gradient, fp32 like distance_bias, from :func:`diagonal_sums`: neighbours shifted by a tile of keys and
     added."""
     rows, columns = tile
-    sums = sums.sum(3)
+    ends = params.packed is not None and params.packed.bottom_right
+    sums = sums[0].movedim(2, 0) if ends else sums.sum(3)
     if params.distance_bias.shape[1] == 1:
         sums = sums.sum(1, keepdim=True)
     shifts = rows // columns + 1
@@ -148,7 +155,23 @@ def along_distances(sums: Tensor, params: AttentionParams, queries: int, keys: i
         chunk = sums[..., shift * columns : (shift + 1) * columns].flatten(2)
         gradient[..., shift * columns : shift * columns + chunk.shape[2]] += chunk
     first = blocks_of(queries, rows) * rows - queries
-    return gradient[..., first : first + queries + keys - 1]
+    gradient = gradient[..., first : first + queries + keys - 1]
+    return _counted_from_the_end(gradient, params.packed, queries) if ends else gradient
+
+
+def _counted_from_the_end(gradient: Tensor, packed: PackedBatch, queries: int) -> Tensor:
+    """The sum (1, H|1, max_q + max_k - 1) over sequences (B, H|1, distances) that count positions from their ends.
+
+    Args:
+        gradient: entry ``queries - 1 + j - i`` of each sequence is of its query i and key j.
+    """
+    keys = (packed.cu_seqlens_k[1:] - packed.cu_seqlens_k[:-1]) if packed.seqused_k is None else packed.seqused_k
+    shift = keys - (packed.cu_seqlens_q[1:] - packed.cu_seqlens_q[:-1])
+    place = torch.arange(packed.max_q + packed.max_k - 1, device=gradient.device)
+    source = place - (packed.max_k - 1) + shift.long()[:, None] + queries - 1
+    inside = (source >= 0) & (source < gradient.shape[2])
+    index = source.clamp(0, gradient.shape[2] - 1)[:, None].expand(-1, gradient.shape[1], -1)
+    return gradient.gather(2, index).masked_fill(~inside[:, None], 0.0).sum(0, keepdim=True)
 
 
 def grad_distance_bias_launches(
@@ -217,7 +240,7 @@ def attention_grad_distance_bias(
     queries, keys = lengths_of_views(q, k, params)
     tile = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])][:2]
     gradient = along_distances(sums, params, queries, keys, tile)
-    if params.packed is None:
+    if params.packed is None or params.packed.bottom_right:
         return gradient.contiguous()
     # Distances that no sequence has.
     return F.pad(gradient, (params.packed.max_q - queries, params.packed.max_k - keys))

@@ -13,8 +13,8 @@ from ..launcher import Launch, blocks_of
 from ..philox import RandomBits, attention_keep_tile, load_seed
 from .launches import score_kinds
 from .mask import Bounds, Mask, ids_at, key_limits, masked_scores, query_rows, sink_of
-from .steps import program_of, sequence, statistics_row
-from .tiles import at_head, at_row, exponential, jit, load_rows, padded_head_dim
+from .steps import positions, program_of, sequence, sequence_bias, statistics_row, used_keys
+from .tiles import at_head, at_row, exponential, jit, load_rows, padded_head_dim, sequence_arguments
 from .weights import TILES, summed_rows
 
 # (query rows, keys, warps) a tile of what is summed up a row, where those of the weights hold too much.
@@ -24,7 +24,7 @@ ROW_TILES = TILES | {(16, 128): (64, 32, 4)}
 @jit
 def _rows_kernel(
     grad_out, q, k, v, out, logsumexp, grad_logsumexp, delta, sums, keep, key_keep, lengths, bias, distance_bias,
-    query_ids, key_ids, sinks, seed, cu_seqlens_q, cu_seqlens_k,
+    query_ids, key_ids, sinks, seed, cu_seqlens_q, cu_seqlens_k, seqused_k, bias_starts,
     grad_out_batch: tl.int64, grad_out_head: tl.int64, grad_out_row: tl.int64,
     q_batch: tl.int64, q_head: tl.int64, q_row: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_row: tl.int64,
@@ -38,12 +38,15 @@ def _rows_kernel(
     heads, group, queries, keys, total_queries: tl.int64, causal_offset, window, threshold, rescale, scale,
     distance_zero, softcap,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_QUERIES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr,
+    UNIT: tl.constexpr, MASK_UNIT: tl.constexpr, BOTTOM_RIGHT: tl.constexpr,
 ):  # fmt: skip
     """For each row: delta, which its gradients of scores subtract, and what its weights sum to."""
     batch, head, tile = program_of(heads, queries, None, BLOCK_QUERIES)
     first_query, queries = sequence(cu_seqlens_q, batch, queries)
-    first_key, keys = sequence(cu_seqlens_k, batch, keys)
+    first_key, stored_keys = sequence(cu_seqlens_k, batch, keys)
+    keys = used_keys(seqused_k, batch, stored_keys)
+    causal_offset, window, distance_zero = positions(causal_offset, window, distance_zero, queries, keys, BOTTOM_RIGHT)
+    bias, bias_query = sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)
     start_query = tile * BLOCK_QUERIES
     if cu_seqlens_q is not None:  # noqa: SIM102 - decided when compiling, the other when running
         if start_query >= queries:
@@ -138,12 +141,3 @@ def rows_launch(arguments: dict[str, object], q: Tensor, params: AttentionParams
         num_warps=warps,
         num_stages=1,
     )  # fmt: skip
-
-
-def sequence_arguments(params: AttentionParams, logsumexp: Tensor) -> dict[str, object]:
-    """Kernel arguments that say where the sequences of a packed batch are; None in a padded one."""
-    packed = params.packed
-    return {
-        "cu_seqlens_q": None if packed is None else packed.cu_seqlens_q,
-        "cu_seqlens_k": None if packed is None else packed.cu_seqlens_k, "total_queries": logsumexp.shape[-1],
-    }  # fmt: skip

@@ -10,7 +10,7 @@ from ..configs import LONG, attention_config
 from ..launch_cache import run_cached
 from ..launcher import Launch, blocks_of, launch_cache
 from .tile_map import NO_MAP, length_order, packed_order, tile_lists
-from .tiles import mask_arguments, tensor_arguments, within_reach
+from .tiles import mask_arguments, sequence_arguments, tensor_arguments, within_reach
 
 launch_cache.long_keys = LONG
 
@@ -23,6 +23,7 @@ def call_kind(keys: int, params: AttentionParams) -> str:
         return "biased"
     if keys <= LONG:
         diagonal = params.window is not None or (params.causal is not None and params.causal < 0)
+        diagonal = diagonal or (params.packed is not None and params.packed.bottom_right)
         if params.packed is not None and params.query_ids is None and not diagonal:
             return "packed"
         return "short mapped" if is_mapped(params) else "short"
@@ -108,9 +109,7 @@ def tile_launch(
         blocks_of(over.shape[2], block) * over.shape[0] * over.shape[1],
         {
             **arguments, "kept_bits": kept_bits, **order_arguments(q, k, tile, name == "grad_kv", params), **rows,
-            "cu_seqlens_q": None if params.packed is None else params.packed.cu_seqlens_q,
-            "cu_seqlens_k": None if params.packed is None else params.packed.cu_seqlens_k,
-            "total_queries": rows["logsumexp"].shape[-1],
+            **sequence_arguments(params, rows["logsumexp"]),
             "BLOCK_QUERIES": config.block_queries, "BLOCK_KEYS": config.block_keys,
         },
         config.num_warps,
@@ -120,6 +119,7 @@ def tile_launch(
 
 
 PARTS = ("keep", "key_keep", "lengths", "bias", "distance_bias", "query_ids", "key_ids", "sinks", "seed")
+PLACES = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "bias_starts")
 MAP_TENSORS = frozenset(("keep", "key_keep", "tile_list", "tile_counts", "tile_order", "batch_order"))
 
 
@@ -145,18 +145,18 @@ def run_call(
         sources = packed.cu_seqlens_k, packed.cu_seqlens_q
     elif keys > LONG and lengths is not None and lengths.dim() == 1:
         sources = (lengths,)
-    places = () if packed is None else (packed.cu_seqlens_q, packed.cu_seqlens_k)
+    places = () if packed is None else tuple([getattr(packed, name) for name in PLACES])
     own, end = len(inputs), len(inputs) + len(PARTS)
 
     def launches(*tensors: Tensor | None) -> list[Launch]:
         rest = tensors[end + len(places) :]
         given = dict(zip(PARTS, tensors[own:end], strict=True))
         if packed is not None:
-            starts_q, starts_k = tensors[end : end + 2]
-            given["packed"] = replace(packed, cu_seqlens_q=starts_q, cu_seqlens_k=starts_k)
+            found = dict(zip(PLACES, tensors[end : end + len(places)], strict=True))
+            given["packed"] = replace(packed, **found)
         return prepare(tensors[:own], rest, replace(params, **given))
 
-    lengths_of_packed = () if packed is None else (packed.max_q, packed.max_k)
+    lengths_of_packed = () if packed is None else (packed.max_q, packed.max_k, packed.bottom_right)
     options = params.causal, params.window, params.softcap, params.scale, params.dropout_p, params.zero_empty_rows
     inputs = (*inputs, *[getattr(params, part) for part in PARTS], *places)
     run_cached((name, *lengths_of_packed, *options), inputs, outputs, launches, sources, MAP_TENSORS)

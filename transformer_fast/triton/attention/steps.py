@@ -54,6 +54,37 @@ def sequence(cu_seqlens, batch, length):
 
 
 @triton.jit
+def used_keys(seqused_k, batch, stored_keys):
+    """How many of the keys that are stored for a sequence are its own: all, without `seqused_k`."""
+    if seqused_k is None:
+        return stored_keys
+    else:
+        return tl.minimum(tl.load(seqused_k + batch), stored_keys)
+
+
+@triton.jit
+def positions(causal_offset, window, distance_zero, queries, keys, BOTTOM_RIGHT: tl.constexpr):
+    """The offsets of a sequence whose positions count from its end, if they do: its last query is at its last key."""
+    if BOTTOM_RIGHT:
+        shift = keys - queries
+        if window is None:
+            return causal_offset + shift, None, distance_zero - shift
+        else:
+            return causal_offset + shift, window + shift, distance_zero - shift
+    else:
+        return causal_offset, window, distance_zero
+
+
+@triton.jit
+def sequence_bias(bias, row_stride, bias_starts, batch, stored_keys):
+    """(pointer, stride of queries) of the bias of a sequence of a packed batch; of a padded one, those of the batch."""
+    if bias_starts is None:
+        return bias, row_stride
+    else:
+        return bias + tl.load(bias_starts + batch), stored_keys.to(tl.int64)
+
+
+@triton.jit
 def statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query):
     """Where the numbers of a sequence's rows begin in a (B, H, Lq) tensor of them, or (H, Tq) of a packed batch."""
     if cu_seqlens_q is None:

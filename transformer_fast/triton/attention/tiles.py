@@ -146,15 +146,16 @@ def padded_head_dim(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def bounded_offset(causal: int | None, Lq: int, Lk: int) -> int:
+def bounded_offset(causal: int | None, Lq: int, Lk: int, reach: int = 0) -> int:
     """The causal offset of a kernel. One past the last key lets every query see every key: no mask is the same program
-    as causal."""
-    return Lk if causal is None else max(-Lq, min(causal, Lk))
+    as causal. A kernel may add an offset of up to `reach`, or take it away."""
+    most = Lk + reach
+    return most if causal is None else max(-Lq - reach, min(causal, most))
 
 
-def bounded_window(window: int | None, Lq: int, Lk: int) -> int | None:
-    """The window of a kernel; None where every query sees the keys from the first one on."""
-    return None if window is None or window <= 1 - Lq else min(window, Lk)
+def bounded_window(window: int | None, Lq: int, Lk: int, reach: int = 0) -> int | None:
+    """The window of a kernel; None where every query sees the keys from the first one on. `reach` as above."""
+    return None if window is None or window <= 1 - Lq - reach else min(window, Lk + reach)
 
 
 def tensor_arguments(**tensors: Tensor) -> dict[str, object]:
@@ -170,15 +171,16 @@ def tensor_arguments(**tensors: Tensor) -> dict[str, object]:
 
 def bounds_arguments(params: AttentionParams, Lq: int, Lk: int) -> dict[str, object]:
     """Kernel arguments that bound the keys of each query."""
-    lengths = params.lengths
+    lengths, packed = params.lengths, params.packed
+    reach = max(Lq, Lk) if packed is not None and packed.bottom_right else 0
     return {
         "lengths": lengths,
         "lengths_batch": 0 if lengths is None else lengths.stride(0),
         "lengths_query": 0 if lengths is None or lengths.dim() == 1 else lengths.stride(1),
         "queries": Lq,
         "keys": Lk,
-        "causal_offset": bounded_offset(params.causal, Lq, Lk),
-        "window": bounded_window(params.window, Lq, Lk),
+        "causal_offset": bounded_offset(params.causal, Lq, Lk, reach),
+        "window": bounded_window(params.window, Lq, Lk, reach),
         "query_ids": params.query_ids,
         "key_ids": params.key_ids,
         "query_ids_batch": batch_stride(params.query_ids),
@@ -207,6 +209,19 @@ def changes_scores(params: AttentionParams) -> bool:
     return params.bias is not None or params.distance_bias is not None or params.softcap is not None
 
 
+def sequence_arguments(params: AttentionParams, logsumexp: Tensor) -> dict[str, object]:
+    """Kernel arguments that say where the sequences of a packed batch are; None in a padded one."""
+    packed = params.packed
+    return {
+        "cu_seqlens_q": None if packed is None else packed.cu_seqlens_q,
+        "cu_seqlens_k": None if packed is None else packed.cu_seqlens_k,
+        "seqused_k": None if packed is None else packed.seqused_k,
+        "bias_starts": None if packed is None else packed.bias_starts,
+        "BOTTOM_RIGHT": packed is not None and packed.bottom_right,
+        "total_queries": logsumexp.shape[-1],
+    }
+
+
 def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, object]:
     """Kernel arguments that say what is masked, scaled and dropped, but for dense masks, of which kernels read bits
     (:mod:`.tile_map`). Size-1 dimensions of a bias get stride 0."""
@@ -216,18 +231,26 @@ def mask_arguments(q: Tensor, k: Tensor, params: AttentionParams) -> dict[str, o
     Hkv, Lk = k.shape[1:3]
     arguments = bounds_arguments(params, Lq, Lk)
     # Without such a part, a packed sequence has empty rows only where it has no keys, and their mean is 0, too.
+    packed = params.packed
     emptying = arguments["window"] is not None or arguments["causal_offset"] < 0
-    emptying = emptying or params.distance_bias is not None or params.query_ids is not None
+    emptying = emptying or (packed is not None and packed.bottom_right and params.causal is not None)
+    emptying = emptying or any(part is not None for part in (bias, params.distance_bias, params.query_ids))
+    zero = Lq - 1
+    if packed is not None:
+        zero = (packed.max_k if packed.bottom_right else packed.max_q) - 1
     strides = [0, 0, 0, 0]
-    if bias is not None:
+    if bias is not None and packed is not None:  # its rows are found in the kernel
+        strides = [0, bias.stride(0) if bias.shape[0] > 1 else 0, 0, 1]
+    elif bias is not None:
         bias = within_reach(bias)
         strides = [s if n > 1 else 0 for n, s in zip(bias.shape, bias.stride(), strict=True)]
     # Only a bias is read by it: without one, no length compiles anything of its own.
-    unit = 16 if bias is not None and all(n % 16 == 0 for n in (Lk, *strides[:3])) else 1
+    aligned = bias is not None and packed is None and all(n % 16 == 0 for n in (Lk, *strides[:3]))
+    unit = 16 if aligned else 1
     arguments |= {"MASK_UNIT": unit, "bias": bias, "bias_key": strides[3]}
     for dim, stride in zip(("batch", "head", "query"), strides[:3], strict=True):
         arguments[f"bias_{dim}"] = stride // unit
-    return arguments | distance_arguments(params.distance_bias, Lq - 1) | {
+    return arguments | distance_arguments(params.distance_bias, zero) | {
         "softcap": params.softcap,
         "sinks": params.sinks,
         "seed": params.seed if dropout_p > 0.0 else None,
