@@ -23,8 +23,8 @@ ROWS = (
     Fault(
         name="sequences of other lengths are aligned at their first tokens",
         path=COMPAT + "ragged.py",
-        old="or (by_position and not _alike(queries, keys))",
-        new="",
+        old='"bottom_right": not same}',
+        new='"bottom_right": False}',
         tests=("tests/compat/test_flash_varlen.py",),
     ),
     Fault(

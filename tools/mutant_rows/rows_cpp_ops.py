@@ -3,6 +3,7 @@
 from .fault import Fault
 
 PARTS = ("tests/ops/test_attention_parts.py",)
+PACKED = ("tests/ops/test_attention_kernels_packed.py",)
 LOSS = ("tests/ops/test_cross_entropy.py", "tests/ops/test_every_op.py")
 NORM = ("tests/ops/test_norm.py", "tests/ops/test_every_op.py")
 DROPOUT = ("tests/ops/test_dropout.py", "tests/ops/test_every_op.py")
@@ -24,8 +25,8 @@ ROWS = (
     Fault(
         name="weights are kept for the backward though scores are capped",
         path="csrc/ops/attention_cpu.cpp",
-        old="params.distance_bias || params.softcap || bias->size(2) == 1",
-        new="params.distance_bias || bias->size(2) == 1",
+        old="params.distance_bias || params.softcap ||",
+        new="params.distance_bias ||",
         tests=PARTS,
     ),
     Fault(
@@ -38,9 +39,30 @@ ROWS = (
     Fault(
         name="distances of a packed batch are counted from the end of each sequence",
         path="csrc/ops/attention_cpu.cpp",
-        old="distance_view<const A>(params.distance_bias, params.packed.max_q.expect_int() - 1)",
-        new="distance_view<const A>(params.distance_bias, p.Lq - 1)",
-        tests=PARTS,
+        old="if (!params.packed.bottom_right) return params.packed.max_q.expect_int() - 1;",
+        new="if (!params.packed.bottom_right) return queries - 1;",
+        tests=PACKED,
+    ),
+    Fault(
+        name="a window of a packed batch counts from the start beside a look-ahead from the end",
+        path="csrc/ops/attention_cpu.cpp",
+        old="p.upper += p.Lk - p.Lq, p.lower += p.Lk - p.Lq;",
+        new="p.upper += p.Lk - p.Lq;",
+        tests=PACKED,
+    ),
+    Fault(
+        name="the bias of a sequence starts after the keys that the one before uses",
+        path="csrc/ops/attention_cpu.cpp",
+        old="next_bias += p.Lq * stored_keys;",
+        new="next_bias += p.Lq * (used ? used->const_data_ptr<int32_t>()[b] : stored_keys);",
+        tests=PACKED,
+    ),
+    Fault(
+        name="keys of a packed batch that are not used get what is in memory for a gradient",
+        path="csrc/ops/attention_cpu.cpp",
+        old="if (params.packed.seqused_k) grads.k.zero_(), grads.v.zero_();",
+        new="",
+        tests=PACKED,
     ),
     Fault(
         name="distances in a cache are counted from its longest sequence",

@@ -9,7 +9,7 @@ FOLDER = "tests/interpreter/"
 ATTENTION = (FOLDER + "test_attention_kernels.py",)
 PARTS = (FOLDER + "test_attention_kernels.py",)
 TILE_MAP = (FOLDER + "test_attention_tile_map.py",)
-PACKED = (FOLDER + "test_attention_packed.py",)
+PACKED = (FOLDER + "test_attention_kernels_packed.py",)
 DECODE = (FOLDER + "test_attention_kernels_decode.py",)
 NORM = (FOLDER + "test_norm.py",)
 DROPOUT = (FOLDER + "test_dropout.py",)
@@ -19,6 +19,41 @@ BIAS = (FOLDER + "test_attention_kernels.py",)
 DISTANCE = (FOLDER + "test_attention_kernels.py",)
 
 ROWS = (
+    Fault(
+        name="a window of a packed batch counts from the start beside a look-ahead from the end",
+        path=STEPS,
+        old="return causal_offset + shift, window + shift, distance_zero - shift",
+        new="return causal_offset + shift, window, distance_zero - shift",
+        tests=PACKED,
+    ),
+    Fault(
+        name="distances of a packed batch count from the longest sequence of keys",
+        path=TRITON + "attention/tiles.py",
+        old="(packed.max_k if packed.bottom_right else packed.max_q) - 1",
+        new="packed.max_k - 1",
+        tests=PACKED,
+    ),
+    Fault(
+        name="the bias of a sequence has rows of the keys that are used",
+        path=TRITON + "attention/forward.py",
+        old="sequence_bias(bias, bias_query, bias_starts, batch, stored_keys)",
+        new="sequence_bias(bias, bias_query, bias_starts, batch, keys)",
+        tests=PACKED,
+    ),
+    Fault(
+        name="keys of a packed batch that are not used get what is in memory for a gradient",
+        path=TRITON + "attention/backward.py",
+        old="(t.zero_() for t in gradients[1:])",
+        new="gradients[1:]",
+        tests=PACKED,
+    ),
+    Fault(
+        name="the gradient of a packed bias counts the keys of a tile from the longest sequence",
+        path=TRITON + "attention/grad_bias.py",
+        old="        keys = sequence(cu_seqlens_k, own_batch, keys)[1]\n",
+        new="",
+        tests=PACKED,
+    ),
     Fault(
         name="a causal query does not see its own key",
         path=MASK,
