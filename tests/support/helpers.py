@@ -37,15 +37,18 @@ def assert_as_exact_as_eager(
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Every tensor that PyTorch leaves uninitialised, in Python or in C++, starts as NaN."""
+    """Every tensor that PyTorch leaves uninitialised, in Python or in C++, starts as NaN.
+
+    `torch.use_deterministic_algorithms` does the same, and imports the compiler: two seconds of every process.
+    """
     deterministic = torch.are_deterministic_algorithms_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(deterministic)
+        torch._C._set_deterministic_algorithms(deterministic)
         torch.utils.deterministic.fill_uninitialized_memory = filling
 
 

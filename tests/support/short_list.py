@@ -13,6 +13,7 @@ A test that is named on the command line (``file.py::test``) runs with all its c
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import json
 import os
@@ -118,13 +119,19 @@ def covering(rows: dict[Any, dict[str, Hashable]], strength: int) -> list[Any]:
         strength: 1 or 2.
     """
     order = sorted(rows, key=lambda row: zlib.crc32(str(getattr(row, "nodeid", row)).encode()))
-    wanted = {row: combinations(rows[row], strength) for row in order}
-    missing = set().union(*wanted.values())
+    wanted = [combinations(rows[row], strength) for row in order]
+    missing = set().union(*wanted)
+    heap = [(-len(each), place) for place, each in enumerate(wanted)]  # with what a row has once added: never too few
+    heapq.heapify(heap)
     chosen = []
     while missing:
-        best = max(order, key=lambda row: len(wanted[row] & missing))
-        missing -= wanted[best]
-        chosen.append(best)
+        most, place = heap[0]
+        if (added := -len(wanted[place] & missing)) > most:
+            heapq.heapreplace(heap, (added, place))
+        else:
+            heapq.heappop(heap)
+            missing -= wanted[place]
+            chosen.append(order[place])
     return chosen
 
 
