@@ -24,7 +24,7 @@ from transformer_fast.packing import PackedMask
 UNPACKED = [name for name in MODELS if "packed" not in name]
 
 
-@pytest.mark.cover(2)
+@pytest.mark.cover(1)
 @pytest.mark.parametrize("name", [name for name in MODELS if "holes" not in name])
 def test_one_graph_for_all_lengths_trained_with_dropout(name: str) -> None:
     make, inputs, _ = MODELS[name]
@@ -38,11 +38,14 @@ def test_one_graph_for_all_lengths_trained_with_dropout(name: str) -> None:
     assert frames == [1, 2, 2, 2], "the second length makes lengths dynamic; no later one compiles again"
 
 
-def test_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [
+    "attention", "RMSNorm", "bert embedding", pytest.param("hand-written", marks=pytest.mark.slow("compiles C++")),
+])  # fmt: skip
+def test_inductor(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A cache of its own: the usual one may hold code for vectors that this run is told not to use.
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
-    make, inputs, _ = MODELS["hand-written"]
+    make, inputs = PARTS[name] if name in PARTS else MODELS[name][:2]
     model = make().eval()
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for length in (5, 8):
