@@ -44,8 +44,12 @@ STATEMENTS = [
 @pytest.mark.cover(1)
 @pytest.mark.parametrize("order", [1, -1])
 def test_every_way_to_import(order: int) -> None:
-    """The name is a function and a package. All ways are tried in one fresh process, in either order."""
-    subprocess.run([sys.executable, "-c", "\n".join(["import torch", *STATEMENTS[::order]])], check=True)
+    """The name is a function and a package. All ways are tried in one fresh process, in either order.
+
+    None of them imports transformers for a model without one of its parts.
+    """
+    code = ["import sys, torch", *STATEMENTS[::order], "assert 'transformers' not in sys.modules"]
+    subprocess.run([sys.executable, "-c", "\n".join(code)], check=True)
 
 
 @pytest.mark.parametrize("function", [tfast.accelerate, accelerate], ids=["package", "function"])

@@ -30,11 +30,14 @@ def make_counter(start: int) -> Callable[[int], tuple[int, int, int]]:
     return call
 
 
-def make_nothing(what: str) -> Callable[[], None]:
-    raise RuntimeError(f"{what} is not installed")
+FAILED: list[str] = []
 
 
-def make_quitter() -> Callable[[], None]:
+def make_quitter(what: str) -> Callable[[], None]:
+    """Fail at first; then make a side that ends its process."""
+    if not FAILED:
+        FAILED.append(what)
+        raise RuntimeError(f"{what} is not installed")
     return lambda: os._exit(3)
 
 
@@ -53,10 +56,9 @@ def test_calls_go_to_one_process_that_stands_still_between_them() -> None:
 
 
 def test_errors_and_ends_are_reported() -> None:
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="the peer is not installed"):
-            Apart(make_nothing, "the peer")()
-    side = Apart(make_quitter)
+    side = Apart(make_quitter, "the peer")
+    with pytest.raises(RuntimeError, match="the peer is not installed"):
+        side()
     with pytest.raises(RuntimeError, match="ended with exit code 3"):
         side()
     side.close()

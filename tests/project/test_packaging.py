@@ -34,17 +34,25 @@ NOT_SOURCES = (".git", ".venv*", ".*_cache", ".hypothesis", ".benchmarks", *OUTP
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The source distribution of this tree, made by the build backend as `pip` and `build` make it.
-
-    From a copy: an egg-info that is already there adds its own list of files, and two may be made at once.
-    """
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of this tree: an egg-info that is already there adds its own files, and two may be made at once."""
     pytest.importorskip("setuptools", "77", reason="pyproject.toml builds with setuptools>=77")
-    folder = tmp_path_factory.mktemp("sdist")
-    shutil.copytree(ROOT, folder / "tree", ignore=lambda at, names: not_sources(Path(at), names))
-    run(sys.executable, "-c", BUILD_SDIST, str(folder / "dist"), cwd=folder / "tree", TRANSFORMER_FAST_CUDA="0")
-    (path,) = (folder / "dist").iterdir()
+    folder = tmp_path_factory.mktemp("sdist") / "tree"
+    shutil.copytree(ROOT, folder, ignore=lambda at, names: not_sources(Path(at), names))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def sdist(tree: Path) -> Path:
+    """The source distribution of this tree, made by the build backend as `pip` and `build` make it."""
+    run(sys.executable, "-c", BUILD_SDIST, "../dist", cwd=tree, TRANSFORMER_FAST_CUDA="0", TRANSFORMER_FAST_URL="")
+    (path,) = (tree.parent / "dist").iterdir()
     return path
+
+
+def metadata_of(sdist: Path) -> Message:
+    with tarfile.open(sdist) as archive:
+        return message_from_bytes(archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/PKG-INFO").read())
 
 
 def not_sources(folder: Path, names: list[str]) -> set[str]:
@@ -82,9 +90,7 @@ def test_the_source_distribution_is_whole_and_no_more(sdist: Path) -> None:
 
 
 def test_the_metadata_says_what_the_package_says(sdist: Path) -> None:
-    with tarfile.open(sdist) as archive:
-        metadata = message_from_bytes(archive.extractfile(f"{sdist.name.removesuffix('.tar.gz')}/PKG-INFO").read())
-    check_metadata(metadata)
+    check_metadata(metadata_of(sdist))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert "version" not in project and project["dynamic"][0] == "version", "the version stands in __init__.py alone"
     cited = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(), re.MULTILINE)
@@ -95,24 +101,23 @@ def test_the_metadata_says_what_the_package_says(sdist: Path) -> None:
 METADATA = BUILD_SDIST.replace("build_sdist", "prepare_metadata_for_build_wheel")
 
 
-@pytest.mark.parametrize("url", ["", "https://example.org/someone/transformer_fast"])
-def test_links_of_the_description_lead_somewhere_from_a_package_index(url: str, tmp_path: Path) -> None:
+def test_links_of_the_description_lead_somewhere_from_a_package_index(sdist: Path, tree: Path, tmp_path: Path) -> None:
     """They cannot be relative there; where the repository is published is known to who builds the package."""
-    pytest.importorskip("setuptools", "77", reason="pyproject.toml builds with setuptools>=77")
-    tree = tmp_path / "tree"
-    shutil.copytree(ROOT, tree, ignore=lambda at, names: not_sources(Path(at), names))
+    url = "https://example.org/someone/transformer_fast"
     run(sys.executable, "-c", METADATA, str(tmp_path), cwd=tree, TRANSFORMER_FAST_CUDA="0", TRANSFORMER_FAST_URL=url)
     (path,) = tmp_path.glob("*.dist-info/METADATA")
-    metadata = message_from_bytes(path.read_bytes())
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", metadata.get_payload()) if not link.startswith("#")]
-    assert len(links) > 5 and metadata["Description-Content-Type"].startswith("text/markdown")
-    pages = metadata.get_all("Project-URL", [])
-    if not url:
-        assert not pages and not any(link.startswith("http") for link in links)
-        return
+    nowhere, somewhere = metadata_of(sdist), message_from_bytes(path.read_bytes())
+    for metadata in (nowhere, somewhere):
+        assert len(links_of(metadata)) > 5 and metadata["Description-Content-Type"].startswith("text/markdown")
+    assert not nowhere.get_all("Project-URL", []) and not any(link.startswith("http") for link in links_of(nowhere))
+    pages, links = somewhere.get_all("Project-URL", []), links_of(somewhere)
     assert f"Homepage, {url}" in pages and all(f", {url}" in page for page in pages)
     assert f"{url}/raw/HEAD/docs/images/headline.svg" in links and all(link.startswith(f"{url}/") for link in links)
     assert all((ROOT / link.partition("/HEAD/")[2].partition("#")[0]).exists() for link in links)
+
+
+def links_of(metadata: Message) -> list[str]:
+    return [link for link in re.findall(r"\]\(([^)]+)\)", metadata.get_payload()) if not link.startswith("#")]
 
 
 def check_metadata(metadata: Message) -> None:
