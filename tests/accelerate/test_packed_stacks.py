@@ -131,7 +131,7 @@ def sides(name: str) -> tuple[nn.Module, nn.Module, tfast.accelerate.Report]:
     return fast, padded, tfast.accelerate(fast, packed=True)
 
 
-@examples(50, 500)
+@examples(25, 500)
 @given(data=st.data())
 def test_any_padding(data: st.DataObject) -> None:
     batch, src_length, trg_length = (data.draw(st.integers(1, n)) for n in (4, 6, 5))

@@ -89,7 +89,7 @@ def sides(name: str) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@examples(40, 500)
+@examples(20, 500)
 @given(data=st.data())
 def test_any_batch(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(DRAWN))

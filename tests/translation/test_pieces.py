@@ -53,7 +53,7 @@ LOSSES = st.lists(st.sampled_from([1.0, 2.0, 3.0, 4.0]), min_size=16, max_size=1
 BLEUS = st.lists(st.sampled_from([0.2, 0.9, 1.5, 20.0]), min_size=16, max_size=16)
 
 
-@examples(10)
+@examples(5)
 @given(
     losses=LOSSES,
     bleus=st.none() | BLEUS,
