@@ -125,6 +125,7 @@ def test_models_of_the_classic_texts(name: str, integers: bool) -> None:
 @functools.cache
 def sides(name: str) -> tuple[nn.Module, nn.Module, tfast.accelerate.Report]:
     """A model without padding, the same with it, both on the fused ops, and the report of the first."""
+    torch.manual_seed(0)
     fast = MODELS[name]()
     padded = copy.deepcopy(fast)
     tfast.accelerate(padded)
@@ -142,6 +143,7 @@ def test_any_padding(data: st.DataObject) -> None:
 
     src_keep, trg_keep = keeps(src_length), keeps(trg_length)
     name = data.draw(st.sampled_from(["annotated", "classic"]))
+    torch.manual_seed(data.draw(st.integers(0, 9)))  # of the ids
     trg_keep[:, 0] |= ~trg_keep.any()  # at least one token, whose output is compared
     given_ = ids_and_masks(src_keep, trg_keep)
     fast, padded, report = sides(name)

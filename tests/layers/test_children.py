@@ -22,7 +22,7 @@ from transformer_fast.accelerate import engine, patterns
 from transformer_fast.accelerate.patterns.base import pattern_of
 from transformer_fast.accelerate.probe import probe, signature
 
-MODES = ("training", "no gradients")
+MODES = ("training", "evaluation", "no gradients")
 
 
 _FOUND: dict[Any, str | None] = {}

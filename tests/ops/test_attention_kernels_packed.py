@@ -76,7 +76,9 @@ def added_call(kernels, lengths, added: str, dtype, bottom_right: bool, used: bo
     if added == "everything":
         parts |= {"softcap": 2.0, **documents(*lengths)}
     call = kernels.packed_call(*lengths, D, parts, **more)
-    seqused_k = torch.tensor([n - n // 3 if i % 2 else 0 if i == 2 else n for i, n in enumerate(lengths_k)]).int()
+    seqused_k = torch.tensor(
+        [0 if i in (2, 4) else n - n // 3 if i % 3 == 0 else n for i, n in enumerate(lengths_k)]
+    ).int()
     extra = {"bias_starts": starts(pairs).long().to(kernels.device)} if "bias" in parts else {}
     extra |= {"seqused_k": seqused_k.to(kernels.device)} if used else {}
     return replace(call, packed=replace(call.packed, bottom_right=bottom_right, **extra))

@@ -48,13 +48,6 @@ ROWS = (
         tests=PACKED,
     ),
     Fault(
-        name="the gradient of a packed bias counts the keys of a tile from the longest sequence",
-        path=TRITON + "attention/grad_bias.py",
-        old="        keys = sequence(cu_seqlens_k, own_batch, keys)[1]\n",
-        new="",
-        tests=PACKED,
-    ),
-    Fault(
         name="a causal query does not see its own key",
         path=MASK,
         old="tl.minimum(rows + bounds.causal_offset + 1, bounds.keys)",
