@@ -138,8 +138,8 @@ struct Attention {
           dispatch<attention_op::backward>("attention_backward", "attention_packed_backward", params, grad_out, q, k, v,
                                            result.out, result.logsumexp, grad_logsumexp);
     if (needs[kBias])
-      gradients[kBias] = dispatch<grad_bias>("attention_grad_bias", "attention_packed_grad_bias", params, grad_out, q, k, v, result.out,
-                                             result.logsumexp, grad_logsumexp);
+      gradients[kBias] = dispatch<grad_bias>("attention_grad_bias", "attention_packed_grad_bias", params, grad_out, q,
+                                             k, v, result.out, result.logsumexp, grad_logsumexp);
     if (needs[kDistanceBias])
       gradients[kDistanceBias] =
           dispatch<grad_distance_bias>("attention_grad_distance_bias", "attention_packed_grad_distance_bias", params,

@@ -13,7 +13,7 @@ namespace transformer_fast::attention_op {
 namespace {
 
 const std::string kMask = "Tensor? keep, Tensor? key_keep, Tensor? lengths, Tensor? bias, ";
-const std::string kSequences = 
+const std::string kSequences =
     "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_q, SymInt max_k, Tensor? seqused_k, bool bottom_right, "
     "Tensor? bias, Tensor? bias_starts, ";
 const std::string kOptions =
@@ -29,7 +29,8 @@ inline void set_keys(AttentionParams& params, const OptionalTensor& keep, const 
 inline void set_keys(AttentionParams& params, const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, c10::SymInt max_q,
                      c10::SymInt max_k, const OptionalTensor& seqused_k, bool bottom_right, const OptionalTensor& bias,
                      const OptionalTensor& bias_starts) {
-  params.packed = {cu_seqlens_q, cu_seqlens_k, std::move(max_q), std::move(max_k), seqused_k, bias_starts, bottom_right};
+  params.packed = {cu_seqlens_q, cu_seqlens_k, std::move(max_q), std::move(max_k),
+                   seqused_k,    bias_starts,  bottom_right};
   params.bias = bias;
 }
 

@@ -220,9 +220,9 @@ Tensor attention_grad_bias(const Tensor& grad_out, const Tensor& q, const Tensor
   with_sequences(q, k, v, params, [&]<typename T, typename A>(const Sequences<T, A>& sequences) {
     for (const auto& [p, start_q, start_k, bias_start, stored_keys] : sequences) {
       if (p.Lq == 0 || p.Lk == 0) continue;
-      const AttentionBackward<T, A> call{p, rows_view<const T>(grad_out, start_q), rows_view<const T>(result.out, start_q),
-                                         statistics_view<const A>(result.logsumexp, start_q),
-                                         statistics_view<const A>(grad_logsumexp, start_q)};
+      const AttentionBackward<T, A> call{
+          p, rows_view<const T>(grad_out, start_q), rows_view<const T>(result.out, start_q),
+          statistics_view<const A>(result.logsumexp, start_q), statistics_view<const A>(grad_logsumexp, start_q)};
       if (params.is_packed()) {
         const Tensor own = empty_statistics(q, {1, bias.size(0), p.Lq, p.Lk});
         kernels().of<T>().attention_grad_bias(call, {own.mutable_data_ptr<A>(), {1, bias.size(0), p.Lq, p.Lk}});

@@ -109,6 +109,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(("form", "search", "way"), rows)
 
 
+@pytest.mark.cover(60)
 def test_every_way_has_the_answers_of_the_modules(form: str, search: str, way: str) -> None:
     seed = (list(FORMS).index(form) + list(SEARCHES).index(search)) % 3
     model, given, options = FORMS[form](seed).requires_grad_(False), batch(4, seed=seed), SEARCHES[search]

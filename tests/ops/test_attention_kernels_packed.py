@@ -35,7 +35,7 @@ PARTS = ["nothing", "documents", "distances", "distances of all heads", "softcap
 
 def call_of(kernels, lengths, part: str, dtype, **more):
     """A call with one of the PARTS; with all of them, bounds on lengths past the number of tokens."""
-    longest = tuple(max(n) + 600 * (part == "all parts") for n in lengths)
+    longest = tuple((sum(n) if part == "all parts" and "dropout_p" not in more else max(n)) + 10 for n in lengths)
     near = distances(kernels, (1, 1 if part == "distances of all heads" else H), *longest).to(wide(dtype))
     ids = documents(*lengths)
     parts = {

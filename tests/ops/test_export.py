@@ -76,6 +76,7 @@ def to_decompose() -> Iterator[Any]:
         yield pytest.param(name, marks=pytest.mark.slow("torch.export needs seconds") if name in long else ())
 
 
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("name", list(to_decompose()))
 def test_decomposed(name: str) -> None:
     model, args, expected = made(CASES[name])

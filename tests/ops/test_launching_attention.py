@@ -29,6 +29,7 @@ def masks():
     }
 
 
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("dropout_p", [0.0, 0.1])
 @pytest.mark.parametrize("name", masks())
 def test_a_whole_call_of_attention_is_replayed(on_a_gpu, monkeypatch, name, dropout_p):
@@ -86,7 +87,7 @@ KINDS = {
 }
 
 
-@pytest.mark.cover(6)
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_extension_launches_again_what_the_launchers_did(on_a_gpu, monkeypatch, kind):
     """Padded and packed, forward and backward: the same kernels, grids and scalars, and tensors in the same places.

@@ -52,6 +52,7 @@ def bound(terms: int, size: Tensor) -> Tensor:
     return 6 * math.sqrt(terms) * 2.0**-24 * size + 1e-37
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("library", ["onednn", "aten"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("leading", "width", "outputs"), SHAPES)

@@ -79,7 +79,7 @@ def assert_gradient_is_the_slope(function: Callable[[Tensor], Tensor], eager: Ca
 CASES = [(name, "aot_eager_decomp_partition") for name in (*CALLS, "Transformer layer")]
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("budget", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(("name", "backend"), [*CASES, ("attention", "inductor"), ("Transformer layer", "inductor")])
 def test_any_memory_budget(name: str, backend: str, budget: float) -> None:

@@ -83,7 +83,7 @@ def test_forward_mode_differentiation(kind: type[nn.Module]) -> None:
     assert_as_torch(module, tangent)
 
 
-@pytest.mark.cover(6)
+@pytest.mark.cover(3)
 @pytest.mark.parametrize("transform", ["vmap", "grad"])
 @pytest.mark.parametrize("kind", [k for k in KINDS.values() if "Transformer" not in k.__name__])
 def test_transforms_inside_compiled_code(kind: type[nn.Module], transform: str) -> None:

@@ -154,7 +154,7 @@ def refusals(name: str) -> list[str]:
     return [said for function, said in rows if function == name]
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_public_functions(name: str, dtype: torch.dtype) -> None:
@@ -196,7 +196,7 @@ def test_accelerated_dropout(dtype: torch.dtype) -> None:
             )
 
 
-@pytest.mark.cover("values")
+@pytest.mark.cover(4)
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODULES)

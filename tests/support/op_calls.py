@@ -289,12 +289,11 @@ def token_calls(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, 
         lambda slopes, **t: pack(**t, mask=alibi(slopes), softcap=3.0),
         packed | {"slopes": distances["slopes"][:H], "sinks": sinks},
     )
-    few = int(packed["starts"][1])
+    qkv, two = {name: packed[name] for name in "qkv"}, torch.tensor([0, 5, tokens], dtype=torch.int32)
     call(
         "attention_packed, bias, from the end",
-        lambda bias, used, **t: pack(**t, bias=bias, seqused_k=used, causal=True, bottom_right=True),
-        packed
-        | {"bias": draw.floats(H, few**2 + (tokens - few) ** 2), "used": torch.tensor([few, 1], dtype=torch.int32)},
+        lambda bias, used, **t: pack(two, **t, bias=bias, seqused_k=used, causal=True, bottom_right=True),
+        qkv | {"bias": draw.floats(H, 5**2 + (tokens - 5) ** 2), "used": draw.whole(2, below=6).int()},
     )
     call(
         "attention_packed, keep, weights",

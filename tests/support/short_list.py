@@ -13,6 +13,7 @@ A test that is named on the command line (``file.py::test``) runs with all its c
 
 from __future__ import annotations
 
+import gc
 import heapq
 import itertools
 import json
@@ -39,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # nothing of what is collected is garbage, and looking for it takes a third of the time
     if config.getoption("all"):
         os.environ["TESTS_ALL"] = "1"  # for tests/support/examples.py, in all processes of the run
     config.addinivalue_line("markers", "slow(reason): runs with --all alone")
@@ -70,6 +72,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Count what -k and -m have left, too; a process of xdist tells its controller."""
+    gc.enable()
     config = session.config
     config.stash[COLLECTED] = len(session.items)
     if hasattr(config, "workeroutput"):
