@@ -233,6 +233,29 @@ def test_a_bias_as_one_tensor(heads):
     torch.testing.assert_close(torch.cat(outs), found[0][0])
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_every_option_compiled_exported_and_traced():
+    """Traced code is made of PyTorch's own operators, and pads the batch."""
+    q, k, used = torch.randn(5, H, 8), torch.randn(8, HKV, 8), torch.tensor([4, 3], dtype=torch.int32)
+    biases, keep, slopes = [torch.randn(H, 2, 5), torch.randn(H, 3, 3)], torch.arange(8) % 4 > 0, torch.rand(H)
+    given = (q, k, starts([2, 3]), starts([5, 3]), *biases, used, keep, slopes)
+
+    def call(q, k, starts_q, starts_k, first, second, used, keep, slopes):
+        options = {"max_q": 3, "max_k": 5, "causal": True, "bottom_right": True, "seqused_k": used}
+        mask = AttentionMask.keep(keep) & AttentionMask.alibi(slopes)
+        return tfast.attention_packed(q, k, k, starts_q, starts_k, bias=[first, second], mask=mask, **options)
+
+    class Module(torch.nn.Module):
+        def forward(self, *given):
+            return call(*given)
+
+    expected = call(*given)
+    program = torch.export.export(Module(), given)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    for made in (compiled, program.module(), program.run_decompositions().module(), torch.jit.trace(call, given)):
+        torch.testing.assert_close(made(*given), expected)
+
+
 def test_triton_says_how_wide_a_head_may_be(device):
     q, cu = torch.randn(2, 1, 257, device=device), torch.tensor([0, 2], device=device).int()
     if device.type == "cuda":
