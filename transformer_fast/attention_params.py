@@ -29,6 +29,21 @@ class PackedBatch:
     bias_starts: Tensor | None = None
     bottom_right: bool = False
 
+    @property
+    def query_lengths(self) -> Tensor:
+        """Queries of each sequence, int32 (B,)."""
+        return self.cu_seqlens_q[1:] - self.cu_seqlens_q[:-1]
+
+    @property
+    def stored_keys(self) -> Tensor:
+        """Keys that are stored for each sequence, int32 (B,)."""
+        return self.cu_seqlens_k[1:] - self.cu_seqlens_k[:-1]
+
+    @property
+    def key_lengths(self) -> Tensor:
+        """Keys of each sequence that are used, int32 (B,)."""
+        return self.stored_keys if self.seqused_k is None else self.seqused_k
+
 
 _SEQUENCES = ("cu_seqlens_q", "cu_seqlens_k", "max_q", "max_k", "seqused_k", "bias_starts", "bottom_right")
 

@@ -95,17 +95,20 @@ void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const Att
     const int32_t* const starts_k = cu_seqlens_k.const_data_ptr<int32_t>();
     OptionalTensor used = params.packed.seqused_k;
     if (used) used = used->contiguous();
-    int64_t next_bias = 0;
+    OptionalTensor bias_starts = params.packed.bias_starts;
+    if (bias_starts) bias_starts = bias_starts->contiguous();
     Sequences<T, A> sequences(cu_seqlens_q.size(0) - 1, {common});
     for (size_t b = 0; b < sequences.size(); ++b) {
       auto& [p, start_q, start_k, bias_start, stored_keys] = sequences[b];
       start_q = starts_q[b], start_k = starts_k[b];
       p.B = 1, p.H = q.size(1), p.Hkv = k.size(1), p.D = q.size(2), p.first_batch = b;
       p.Lq = starts_q[b + 1] - start_q, p.Lk = stored_keys = starts_k[b + 1] - start_k;
-      bias_start = next_bias, next_bias += p.Lq * stored_keys;
       if (used) p.Lk = std::clamp<int64_t>(used->const_data_ptr<int32_t>()[b], 0, stored_keys);
       if (params.packed.bottom_right) p.upper += p.Lk - p.Lq, p.lower += p.Lk - p.Lq;
-      if (bias) p.bias = bias_view<T, A>(bias_of_sequence(*bias, bias_start, p.Lq, stored_keys));
+      if (bias) {
+        bias_start = bias_starts->const_data_ptr<int64_t>()[b];
+        p.bias = bias_view<T, A>(bias_of_sequence(*bias, bias_start, p.Lq, stored_keys));
+      }
       p.distance_bias = distance_view<const A>(params.distance_bias, distance_0(params, p.Lq, p.Lk));
       p.query_ids = ids_view(params.query_ids, start_q), p.key_ids = ids_view(params.key_ids, start_k);
       p.q = rows_view<const T>(q, start_q);
@@ -178,10 +181,10 @@ AttentionGradients attention_backward(const Tensor& grad_out, const Tensor& q, c
   // The gradient of the bias sums those of the scores, which are saved where they are not too many.
   Tensor grad_scores;
   if (needs.bias) {
-    const bool packed = params.is_packed();
-    const std::array<int64_t, 4> sizes = {q.size(0), q.size(1), q.size(2), packed ? 0 : k.size(2)};
+    const std::array<int64_t, 4> sizes = {q.size(0), q.size(1), q.size(2), k.size(2)};
     const int64_t scores = c10::multiply_integers(sizes);
-    if (q.size(2) > kFewQueries && scores > 0 && q.size(3) > 0 && scores <= kMaxSavedScores && !params.softcap)
+    if (!params.is_packed() && q.size(2) > kFewQueries && scores > 0 && q.size(3) > 0 && scores <= kMaxSavedScores &&
+        !params.softcap)
       grad_scores = at::empty(sizes, q.options());
     else
       grads.bias = attention_grad_bias(grad_out, q, k, v, result, grad_logsumexp, params);

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import pytest
 import torch
@@ -38,9 +37,7 @@ def test_a_changed_module_is_not_plain(change: str, kind: type[nn.Module]) -> No
 
 
 def test_none_is_plain_beside_a_hook_of_all_modules() -> None:
-    with ExitStack() as stack:
-        handle = register_module_forward_hook(lambda *_: None)
-        stack.callback(handle.remove)
+    with register_module_forward_hook(lambda *_: None):
         assert not is_plain(nn.Dropout()) and not has_role(Norm(4), TAKES_RESIDUAL)
     assert is_plain(nn.Dropout())
 

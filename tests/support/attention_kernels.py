@@ -171,9 +171,8 @@ class Kernels:
         if name in ("grad_q", "grad_k") and exact[name].numel() and not exact[name].any():  # one visible key a row
             largest = grad_out.abs().max() * v.abs().max() * max(q.abs().max(), k.abs().max())
             return float(torch.finfo(q.dtype).eps * largest * q.shape[-1] * abs(call.scale))
-        if (
-            name == "grad_bias" and not call.packed and call.bias.shape[3] == 1 and not received
-        ):  # the softmax does not see it
+        of_each_query = name == "grad_bias" and not call.packed and call.bias.shape[3] == 1
+        if of_each_query and not received:  # the softmax does not see it
             full = dataclasses.replace(call, bias=call.bias.expand(*q.shape[:3], k.shape[2]))
             terms = oracle(tensors, full, torch.float64, None)[name].abs().max()
             return float(self.ulps(name, q, k, call) * torch.finfo(call.bias.dtype).eps * terms)

@@ -32,7 +32,7 @@ ROWS = (
     Fault(
         name="the gradient of a bias beside a softcap goes through the cap",
         path="csrc/ops/attention_cpu.cpp",
-        old="scores <= kMaxSavedScores && !params.softcap)",
+        old="scores <= kMaxSavedScores &&\n        !params.softcap)",
         new="scores <= kMaxSavedScores)",
         tests=PARTS,
     ),
@@ -51,10 +51,10 @@ ROWS = (
         tests=PACKED,
     ),
     Fault(
-        name="the bias of a sequence starts after the keys that the one before uses",
+        name="the bias of a sequence has rows of the keys that are used",
         path="csrc/ops/attention_cpu.cpp",
-        old="next_bias += p.Lq * stored_keys;",
-        new="next_bias += p.Lq * (used ? used->const_data_ptr<int32_t>()[b] : stored_keys);",
+        old="bias_of_sequence(*bias, bias_start, p.Lq, stored_keys));",
+        new="bias_of_sequence(*bias, bias_start, p.Lq, p.Lk));",
         tests=PACKED,
     ),
     Fault(

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..mask_checks import kind_of
 from ..masks import AttentionMask
-from ..tracing import is_traced
+from ..ops._attention_checks import can_look
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -69,16 +70,6 @@ def check_integers(op: str, name: str, t: Any, shape: str, device: torch.device)
         raise ValueError(f"{op}: {name} must be {shape}, got shape {tuple(t.shape)}")
     if t.device != device:
         raise ValueError(f"{op}: {name} must be on q's device {device}, got {t.device}")
-
-
-def kind_of(given: Any) -> object:
-    """A tensor's dtype, or the name of another type."""
-    return given.dtype if isinstance(given, Tensor) else type(given).__name__
-
-
-def can_look(t: Tensor) -> bool:
-    """Return True if the values can be read without waiting for a device, and are there: no graph is made."""
-    return t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced())
 
 
 def check_range(op: str, name: str, t: Tensor, least: int, most: int, expected: str) -> None:

@@ -70,6 +70,11 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
     raise shape_error("attention", wrong, tensors)
 
 
+def can_look(t: Tensor) -> bool:
+    """Return True if the values can be read without waiting for a device, and are there: no graph is made."""
+    return t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced())
+
+
 def as_number(op: str, name: str, given: Any) -> float:
     """An option as a float.
 

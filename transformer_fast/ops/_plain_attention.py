@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..attention_params import AttentionParams
+from ..attention_params import AttentionParams, PackedBatch
 from ..distance import along_diagonals
 from ..mask_parts import dense_keep, same_document
 from ..tracing import refuse_dropout, sizes
@@ -45,17 +45,15 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options
     """out (Tq, H, D) and logsumexp (H, Tq), by the padded batch: it is put together, and taken apart again."""
     params = AttentionParams.from_keywords(**options)
     refuse_dropout("attention_packed", params.dropout_p)
-    assert params.packed is not None
-    cu_seqlens_q, cu_seqlens_k = params.packed.cu_seqlens_q, params.packed.cu_seqlens_k
-    max_q, max_k, batch = params.packed.max_q, params.packed.max_k, cu_seqlens_q.shape[0] - 1
+    packed = params.packed
+    assert packed is not None
+    cu_seqlens_q, cu_seqlens_k = packed.cu_seqlens_q, packed.cu_seqlens_k
+    max_q, max_k, batch = packed.max_q, packed.max_k, cu_seqlens_q.shape[0] - 1
     place_q, place_k = (_places(cu, t, n) for cu, t, n in ((cu_seqlens_q, q, max_q), (cu_seqlens_k, k, max_k)))
     padded_q = _padded(q, place_q, batch, max_q)
     padded_k, padded_v = (_padded(t, place_k, batch, max_k) for t in (k, v))
-    lengths = params.packed.seqused_k
-    if lengths is None:
-        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1]
-    params = replace(params, lengths=lengths)
-    params = _positioned(params, max_q, max_k, lengths)
+    lengths = packed.key_lengths
+    params = _positioned(replace(params, lengths=lengths), packed)
     if params.query_ids is not None and params.key_ids is not None:
         query_ids, key_ids = (
             _padded(ids[:, None, None], place, batch, n)[:, 0, :, 0]
@@ -75,20 +73,19 @@ def attention_packed(q: Tensor, k: Tensor, v: Tensor, *, backend: str, **options
     return out, logsumexp.squeeze(-1).transpose(0, 1)
 
 
-def _positioned(params: AttentionParams, max_q: int, max_k: int, lengths: Tensor) -> AttentionParams:
+def _positioned(params: AttentionParams, packed: PackedBatch) -> AttentionParams:
     """The params of the padded batch: its bias as (B, H|1, max_q, max_k), and what counts from the end written out."""
-    assert params.packed is not None
-    starts, starts_q, starts_k = params.packed.bias_starts, params.packed.cu_seqlens_q, params.packed.cu_seqlens_k
-    i = torch.arange(max_q, device=lengths.device).unsqueeze(-1)
-    j = torch.arange(max_k, device=lengths.device)
+    device, max_k = packed.cu_seqlens_q.device, packed.max_k
+    i = torch.arange(packed.max_q, device=device).unsqueeze(-1)
+    j = torch.arange(max_k, device=device)
     bias = None
-    if params.bias is not None and starts is not None:
-        pairs = starts[:-1, None, None] + i * (starts_k[1:] - starts_k[:-1])[:, None, None] + j
+    if params.bias is not None and packed.bias_starts is not None:
+        pairs = packed.bias_starts[:-1, None, None] + i * packed.stored_keys[:, None, None] + j
         pairs = pairs.clamp(0, max(sizes(params.bias)[1] - 1, 0))  # past the end of a sequence any will do
         bias = params.bias[:, pairs].transpose(0, 1)
-    if not params.packed.bottom_right:
+    if not packed.bottom_right:
         return replace(params, bias=bias)
-    own = i + (lengths - (starts_q[1:] - starts_q[:-1]))[:, None, None, None]  # (B, 1, max_q, 1), the key of a query
+    own = i + (packed.key_lengths - packed.query_lengths)[:, None, None, None]  # (B, 1, max_q, 1), the key of a query
     keep = torch.ones_like(own == j)
     if params.causal is not None:
         keep = keep & (j <= own + params.causal)

@@ -18,6 +18,7 @@ from ..masks import AttentionMask
 from ..tracing import is_traced, sizes, unrecorded
 from . import _eager, _seed
 from ._attention_checks import (
+    can_look,
     check_options,
     check_tensors,
     dropout_number,
@@ -178,14 +179,9 @@ def attention_packed(
         )
     if return_weights not in (False, True, "dropped"):
         raise ValueError(f'attention_packed: return_weights must be True, False or "dropped", got {return_weights!r}')
-    sequences = PackedBatch(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_q,
-        max_k,
-        None if seqused_k is None else _used(seqused_k, cu_seqlens_k, q),
-        bottom_right=bottom_right,
-    )
+    sequences = PackedBatch(cu_seqlens_q, cu_seqlens_k, max_q, max_k, bottom_right=bottom_right)
+    if seqused_k is not None:
+        sequences = replace(sequences, seqused_k=_used(seqused_k, sequences, q))
     if bias is not None:
         bias, sequences = _packed_bias(bias, sequences, q)
     scale = scale_of("attention_packed", q, scale)
@@ -256,29 +252,19 @@ def _kept_as_documents(mask: AttentionMask, queries: int, keys: int) -> Attentio
     return replace(mask, key_keep_mask=None) & AttentionMask.documents(of_queries, blocked)
 
 
-def _lengths(cu_seqlens: Tensor) -> Tensor:
-    """int64 (B,)."""
-    return (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-
-
-def _can_look(t: Tensor) -> bool:
-    """Say if the numbers of a tensor are at hand, without a wait for a GPU."""
-    return t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced())
-
-
-def _used(seqused_k: Any, cu_seqlens_k: Tensor, q: Tensor) -> Tensor:
+def _used(seqused_k: Any, sequences: PackedBatch, q: Tensor) -> Tensor:
     """Return ``seqused_k``, or raise unless it is int32 (B,) and, on a CPU, from 0 to the keys that there are."""
     if not isinstance(seqused_k, Tensor) or seqused_k.dtype != torch.int32:
         raise TypeError(f"attention_packed: seqused_k must be an int32 tensor (B,), got {kind_of(seqused_k)}")
-    B = sizes(cu_seqlens_k)[0] - 1
+    B = sizes(sequences.cu_seqlens_k)[0] - 1
     if seqused_k.shape != (B,):
         raise ValueError(f"attention_packed: seqused_k must be (B,) = ({B},), got shape {tuple(seqused_k.shape)}")
     if seqused_k.device != q.device:
         raise ValueError(f"attention_packed: q is on {q.device} but seqused_k on {seqused_k.device}")
-    if _can_look(seqused_k) and bool(((seqused_k < 0) | (seqused_k > _lengths(cu_seqlens_k))).any()):
+    if can_look(seqused_k) and bool(((seqused_k < 0) | (seqused_k > sequences.stored_keys)).any()):
         raise ValueError(
             "attention_packed: seqused_k must lie between 0 and the keys of each sequence, "
-            f"{_lengths(cu_seqlens_k).tolist()}, got {seqused_k.tolist()}"
+            f"{sequences.stored_keys.tolist()}, got {seqused_k.tolist()}"
         )
     return seqused_k.contiguous()
 
@@ -286,12 +272,12 @@ def _used(seqused_k: Any, cu_seqlens_k: Tensor, q: Tensor) -> Tensor:
 def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, PackedBatch]:
     """The bias as (H | 1, pairs), and the sequences with where its parts begin."""
     H, B = sizes(q)[1], sizes(sequences.cu_seqlens_q)[0] - 1
-    queries, keys = _lengths(sequences.cu_seqlens_q), _lengths(sequences.cu_seqlens_k)
+    queries, keys = sequences.query_lengths.long(), sequences.stored_keys.long()
     if not isinstance(bias, Tensor):
         parts = list(bias)
         if len(parts) != B:
             raise ValueError(f"attention_packed: bias must be one tensor for each of {B} sequences, got {len(parts)}")
-        look = _can_look(queries)
+        look = can_look(queries)
         for b, part in enumerate(parts):
             if not isinstance(part, Tensor) or not part.is_floating_point():
                 raise TypeError(f"attention_packed: bias[{b}] must be a float tensor (H, Lq, Lk), got {kind_of(part)}")
@@ -308,7 +294,7 @@ def _packed_bias(bias: Any, sequences: PackedBatch, q: Tensor) -> tuple[Tensor, 
     if bias.device != q.device:
         raise ValueError(f"attention_packed: q is on {q.device} but the bias on {bias.device}")
     starts = F.pad((queries * keys).cumsum(0), (1, 0))
-    pairs = int(starts[-1]) if _can_look(starts) else sizes(bias)[-1]
+    pairs = int(starts[-1]) if can_look(starts) else sizes(bias)[-1]
     if bias.dim() != 2 or sizes(bias)[0] not in (1, H) or sizes(bias)[1] != pairs:
         raise ValueError(
             f"attention_packed: bias must be (H, pairs) or (1, pairs) with H = {H}, and a pair for each query and key "

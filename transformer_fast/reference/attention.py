@@ -131,7 +131,7 @@ def attention_packed(
     used = [end - start for start, end in itertools.pairwise(starts_k)]
     if seqused_k is not None:
         used[:-1] = seqused_k.tolist()
-    pair, factor = 0, rescale(dropout_p)
+    factor = rescale(dropout_p)
     outs, logsumexps, weights = [], [], []
     for b in range(B):
         of_q, of_k = slice(starts_q[b], starts_q[b + 1]), slice(starts_k[b], starts_k[b] + used[b])
@@ -144,9 +144,9 @@ def attention_packed(
         if query_ids is not None and key_ids is not None:
             allowed = allowed & same_document(query_ids[None, of_q], key_ids[None, of_k])
         added = None
-        if bias is not None:
+        if bias is not None and bias_starts is not None:
+            pair = int(bias_starts[b])
             added = bias[None, :, pair : pair + Lq * stored].unflatten(2, (Lq, stored))[..., :Lk]
-            pair += Lq * stored
         if distance_bias is not None:
             nearness = along_diagonals(distance_bias, Lq, Lk, max_k - 1 - shift if bottom_right else max_q - 1)
             added = nearness if added is None else added + nearness

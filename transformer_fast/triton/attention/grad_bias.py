@@ -240,8 +240,7 @@ def _attention_grad_bias(
         grad_out = grad_out.contiguous()
     if grad_logsumexp is not None:
         grad_logsumexp = grad_logsumexp.contiguous()
-    (own_q,), (own_k,) = kernel_views(params, (q,), ()), kernel_views(params, (), (k,))
-    sums = part_sums(bias, sharing(own_q, own_k, params)[2])
+    sums = part_sums(bias, sharing(*kernel_views(params, (q,), (k,)), params)[2])
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
     outputs = (*empties_like(logsumexp, logsumexp), sums)
     run_call("attention grad_bias", inputs, outputs, 0, params, grad_bias_launches)

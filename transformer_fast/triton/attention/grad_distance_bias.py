@@ -165,8 +165,7 @@ def _counted_from_the_end(gradient: Tensor, packed: PackedBatch, queries: int) -
     Args:
         gradient: entry ``queries - 1 + j - i`` of each sequence is of its query i and key j.
     """
-    keys = (packed.cu_seqlens_k[1:] - packed.cu_seqlens_k[:-1]) if packed.seqused_k is None else packed.seqused_k
-    shift = keys - (packed.cu_seqlens_q[1:] - packed.cu_seqlens_q[:-1])
+    shift = packed.key_lengths - packed.query_lengths
     place = torch.arange(packed.max_q + packed.max_k - 1, device=gradient.device)
     source = place - (packed.max_k - 1) + shift.long()[:, None] + queries - 1
     inside = (source >= 0) & (source < gradient.shape[2])
