@@ -23,8 +23,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import transformer_fast as tfast
 from transformer_fast import reference
-from transformer_fast.ops import _seed
-from transformer_fast.packing import Packing, packing_of, take
+from transformer_fast.masks.packing import Packing, packing_of, take
+from transformer_fast.ops import seeds as _seed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_cases import CASES, LONGEST_STORED, Case

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import transformer_fast as tfast
-from transformer_fast.packing import packing_of, take
+from transformer_fast.masks.packing import packing_of, take
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_cases import F32, LONGEST, Case

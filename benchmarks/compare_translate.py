@@ -32,8 +32,8 @@ from apart import Apart, from_thread_that_ends
 
 import transformer_fast
 from transformer_fast import GenerationConfig, extension
-from transformer_fast.checkpoints import export_ctranslate2
 from transformer_fast.translation import Trained, load_trained, read_lines
+from transformer_fast.translation.checkpoints import export_ctranslate2
 from transformer_fast.translation.evaluate import corpus_bleu
 from transformer_fast.translation.translator import Translator
 

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from transformer_fast.cli.speed import Timing, interleaved
 from transformer_fast.ops import linear
+from transformer_fast.testing import Timing, interleaved
 
 Inputs = Any
 Call = Callable[[Inputs], Any]

@@ -16,7 +16,7 @@ from triton.runtime import JITFunction
 import transformer_fast as tfast
 from transformer_fast import backends
 from transformer_fast import triton as triton_package
-from transformer_fast.ops import _eager
+from transformer_fast.ops import eager as _eager
 from transformer_fast.triton import launcher
 from transformer_fast.triton.configs import architecture
 from transformer_fast.triton.launcher import launch_cache

@@ -3,11 +3,12 @@
 from typing import TYPE_CHECKING
 
 from . import compat, dialects, integrations, layers
+from ._moved import attribute as __getattr__  # noqa: F401, old module paths
 from .backends import BackendError, backend
 from .explain import explain
 from .generation import GenerationConfig, beam_search, generate, greedy
-from .masks import AttentionMask
-from .models import Transformer
+from .masks import AttentionMask, pack, unpack
+from .models import Decoder, Encoder, Transformer
 from .ops import (
     attention,
     attention_decode,
@@ -19,12 +20,13 @@ from .ops import (
     positional_table,
     scaled_dot_product_attention,
 )
-from .packing import pack, unpack
 
 if TYPE_CHECKING:
     from .accelerate import accelerate
 else:
     from . import accelerate  # the package itself, which can be called
+
+layers.Decoder, layers.Encoder, layers.Transformer = Decoder, Encoder, Transformer
 
 __version__ = "0.1.0"
 

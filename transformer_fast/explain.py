@@ -9,9 +9,9 @@ from torch import Tensor
 from . import backends
 from .attention_params import AttentionParams
 from .masks import AttentionMask, and_causal, as_attention_mask
-from .ops._attention_checks import document_numbers, normal_lengths, refuse_keep_as_lengths
+from .masks.tile_share import work_share
 from .ops.attention import check_backend
-from .tile_share import work_share
+from .ops.attention_checks import document_numbers, normal_lengths, refuse_keep_as_lengths
 from .triton.configs import attention_config
 
 NATIVE_TILE = (64, 128)

@@ -20,7 +20,7 @@ import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -44,7 +44,7 @@ def load() -> bool:
     Raises:
         ValueError: where ``TRANSFORMER_FAST_CPU`` names kernels that there are not, or that this CPU cannot run.
     """
-    return _outcome()[0]
+    return _outcome().loaded
 
 
 def module() -> ModuleType | None:
@@ -54,12 +54,12 @@ def module() -> ModuleType | None:
 
 def status() -> str:
     """One line for people: loaded and with what, or what is wrong, what to run, and what runs until then."""
-    return _outcome()[1] if load() else f"{obstacle()}; {_MEANWHILE}"
+    return _outcome().message if load() else f"{obstacle()}; {_MEANWHILE}"
 
 
 def obstacle() -> str:
     """Why the extension is not loaded and what to run; empty if it is."""
-    return "" if load() else _outcome()[1]
+    return "" if load() else _outcome().message
 
 
 def build_info() -> dict[str, Any]:
@@ -68,7 +68,7 @@ def build_info() -> dict[str, Any]:
     Keys: ``torch``, ``cuda`` and ``arch_list`` (None for a CPU build), ``compiler``, and ``instruction_set``, of
     :data:`INSTRUCTION_SETS`, the one whose kernels are in use.
     """
-    return dict(_outcome()[2])
+    return dict(_outcome().record or {})
 
 
 def usable_instruction_sets() -> list[str]:
@@ -78,38 +78,48 @@ def usable_instruction_sets() -> list[str]:
     return [name for name in module().supported_instruction_sets() if _library(name)]
 
 
+class _Outcome(NamedTuple):
+    """Result of loading: whether it is loaded, what was loaded or what is wrong, and the build record."""
+
+    loaded: bool
+    message: str
+    record: dict[str, Any] | None = None
+
+
 @functools.cache
-def _outcome() -> tuple[bool, str, dict[str, Any]]:
-    """(loaded, what was loaded or what is wrong, the build record); logged once, by the first use."""
+def _outcome() -> _Outcome:
+    """Load the extension, once; the first use logs the outcome."""
     outcome = _tried()
-    _LOG.info("the C++ extension is %s", outcome[1] if outcome[0] else f"not loaded: {outcome[1]}; {_MEANWHILE}")
+    _LOG.info(
+        "the C++ extension is %s", outcome.message if outcome.loaded else f"not loaded: {outcome.message}; {_MEANWHILE}"
+    )
     return outcome
 
 
-def _tried() -> tuple[bool, str, dict[str, Any]]:
+def _tried() -> _Outcome:
     path = _find("_C")
     if path is None:
-        return False, f"the C++ extension is missing: {_REMEDY}", {}
+        return _Outcome(False, f"the C++ extension is missing: {_REMEDY}")
     built = _read_build(path)
     if built is None:
-        return False, f"the C++ extension {path.name} is broken (no build record in it): {_REMEDY}", {}
+        return _Outcome(False, f"the C++ extension {path.name} is broken (no build record in it): {_REMEDY}")
     if built["torch"] != torch.__version__:
         message = f"the C++ extension was built for torch {built['torch']}, but this is torch {torch.__version__}"
-        return False, f"{message}: {_REMEDY}; or `pip install torch=={built['torch']}`", {}
+        return _Outcome(False, f"{message}: {_REMEDY}; or `pip install torch=={built['torch']}`")
     try:
         module = importlib.import_module("transformer_fast._C")
     except ImportError as error:
-        return False, f"the C++ extension {path.name} does not load ({error}): {_REMEDY}", {}
+        return _Outcome(False, f"the C++ extension {path.name} does not load ({error}): {_REMEDY}")
     chosen, reason = _choose_kernels(module.supported_instruction_sets(), os.environ.get("TRANSFORMER_FAST_CPU", ""))
     if chosen is None:
-        return False, reason, {}
+        return _Outcome(False, reason)
     try:
         module.load_kernels(str(_library(chosen)))
     except RuntimeError as error:
-        return False, f"the kernels for {chosen} do not load ({str(error).splitlines()[0]}): {_REMEDY}", {}
+        return _Outcome(False, f"the kernels for {chosen} do not load ({str(error).splitlines()[0]}): {_REMEDY}")
     device = f"CUDA {built['cuda']} for {built['arch_list']}" if built["cuda"] else "CPU only"
     message = f"loaded: {device}, {chosen} kernels{reason}, torch {built['torch']}, {built['compiler']}"
-    return True, message, {**built, "instruction_set": chosen}
+    return _Outcome(True, message, {**built, "instruction_set": chosen})
 
 
 def _choose_kernels(supported: list[str], asked: str) -> tuple[str | None, str]:

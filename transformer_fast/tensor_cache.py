@@ -56,7 +56,7 @@ def get_or_compute(
     results.pop(key, None)
     if len(results) >= ENTRIES:
         results.pop(next(iter(results)), None)  # another thread may be quicker
-    made_from = [(weakref.ref(t), version) for t, version in zip(bases, versions, strict=True)]
+    made_from = [_Source(weakref.ref(t), version) for t, version in zip(bases, versions, strict=True)]
     results[key] = _Result(value, made_from, stamp)
     return value
 
@@ -68,7 +68,7 @@ def get(holder: Tensor, key: tuple[Hashable, ...]) -> Any | None:
     if results is None or (stream := _stream_that_keeps(holder)) is None:
         return None
     found = results.get((stream, key, (holder.storage_offset(), holder.shape, holder.stride())))
-    return found.value if found is not None and found.made_from[0][1] == base._version else None
+    return found.value if found is not None and found.made_from[0].version == base._version else None
 
 
 def results_of(base: Tensor) -> dict[Any, Any]:
@@ -86,11 +86,18 @@ class _Results(dict[Any, Any]):
         return dict, ()
 
 
+class _Source(NamedTuple):
+    """A tensor that owns memory, and the number of writes to it that were seen."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+
+
 class _Result(NamedTuple):
-    """A result, and each tensor that owns memory it was made from with the number of writes seen by then."""
+    """A result, and what it was made from."""
 
     value: Any
-    made_from: list[tuple[weakref.ref[Tensor], int]]
+    made_from: list[_Source]
     stamp: Hashable
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:

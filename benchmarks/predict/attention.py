@@ -10,7 +10,7 @@ import torch
 from attention_cases import Case
 
 from transformer_fast.attention_params import AttentionParams, PackedBatch
-from transformer_fast.tile_share import FULL, PARTIAL, tile_classes
+from transformer_fast.masks.tile_share import FULL, PARTIAL, tile_classes
 from transformer_fast.triton.attention import backward, forward
 from transformer_fast.triton.attention.kept_bits import empty_kept_bits
 from transformer_fast.triton.attention.launches import call_kind

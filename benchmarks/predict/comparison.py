@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from transformer_fast.cli.speed import Timing
+from transformer_fast.testing import Timing
 
 from .machine import H100
 from .predictions import Range

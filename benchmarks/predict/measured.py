@@ -23,7 +23,7 @@ import triton
 from harness import compare
 from torch import Tensor
 
-from transformer_fast.cli.speed import Timing
+from transformer_fast.testing import Timing
 from transformer_fast.triton.launcher import Launch, run
 
 from .comparison import TimedLaunch, entry, markdown, summary

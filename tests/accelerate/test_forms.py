@@ -9,10 +9,10 @@ import pytest
 import torch
 from accelerated import copies, from_one_seed, surroundings
 from handwritten_forms import FORMS, B, L, fresh, results
-from helpers import assert_as_exact_as_eager
 from torch import Tensor, nn
 
 import transformer_fast as tfast
+from transformer_fast.testing import assert_as_exact_as_eager
 
 
 @pytest.mark.parametrize("name", FORMS)

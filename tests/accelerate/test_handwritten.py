@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from accelerated import from_one_seed, pair
 from handwritten_forms import FORMS, B, D, L, S, called_once, fresh, ids, keep, x
-from helpers import fixed_seed
 from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast.reference import layers as reference
 from transformer_fast.reference.dialects import bert, d2l, tensorflow
+from transformer_fast.testing import fixed_dropout_seed
 
 
 def test_the_dropout_mask_is_the_one_of_our_layers() -> None:
@@ -26,7 +26,7 @@ def test_the_dropout_mask_is_the_one_of_our_layers() -> None:
     ours.load_state_dict(m.state_dict())
     tfast.accelerate(m)
     args = x(), x(S), keep(B, 1, S), keep(1, L, L)
-    with fixed_seed(11):
+    with fixed_dropout_seed(11):
         assert torch.equal(m(*args), ours(*args))
 
 

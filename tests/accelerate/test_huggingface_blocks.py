@@ -11,7 +11,6 @@ from typing import Any
 import accelerated
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager
 from packaging.version import Version
 from torch import Tensor, nn
 
@@ -22,6 +21,7 @@ from transformer_fast.accelerate.patterns.base import Accelerated
 from transformer_fast.accelerate.probe import probe
 from transformer_fast.layers import norm as fast_norm
 from transformer_fast.ops.linear import is_faster, products_by
+from transformer_fast.testing import assert_as_exact_as_eager
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 import huggingface_models as models  # noqa: E402, I001

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 import packed_models as packed  # noqa: E402
 
 import transformer_fast as tfast  # noqa: E402
-from transformer_fast.padded_calls import NO_TOKEN  # noqa: E402
+from transformer_fast.layers.padded_calls import NO_TOKEN  # noqa: E402
 
 BERT, GPT2, BART, T5 = "BertForMaskedLM", "GPT2LMHeadModel", "BartForConditionalGeneration", "T5EncoderModel"
 DROPOUTS = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.2}
@@ -394,49 +394,3 @@ def test_the_output_layer_runs_on_tokens() -> None:
         out = model(**call.given)
     assert seen == [(1, int(call.tokens.sum()))]
     assert out.logits.shape[:2] == call.tokens.shape
-
-
-def test_an_inference_mode() -> None:
-    padded, without, report = both(BERT)
-    call = packed.batch(BERT, "right").given
-    keep = call["attention_mask"].bool()
-    with torch.inference_mode():
-        ours, theirs = (m.eval()(**call).logits[keep] for m in (without, padded))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    assert not report.padded_calls.reasons
-
-
-def test_explain_counts_positions_and_tokens() -> None:
-    call, seq2seq = packed.batch(BERT, "right"), packed.batch(BART, "right")
-    _, _, report = both(BERT)
-    text = report.explain(call.given)
-    assert text.splitlines()[2].split() == ["bert.encoder.layer", "(2)", "27", "17", "17"]
-    assert text.endswith("37% of the positions that these layers would compute with the padding are left out")
-    kept = report.explain(call.given | {"output_attentions": True})
-    assert kept.splitlines()[2].split()[:4] == ["bert.encoder.layer", "(2)", "27", "27"]
-    assert kept.splitlines()[2].endswith("attention weights are asked for (output_attentions)")
-    _, _, report = both(BART)
-    rows = [line.split() for line in report.explain(seq2seq.given).splitlines()[2:-1]]
-    assert rows == [
-        ["model.encoder.layers", "(2)", "27", "17", "17"],
-        ["model.decoder.layers", "(2)", "21", "13", "13"],
-    ]
-    assert "no padding" in both(BERT)[2].explain((torch.ones(2, 5, dtype=torch.int64),))
-
-
-def test_explain_says_what_would_be_left_out() -> None:
-    model = packed.make(BERT)
-    report = tfast.accelerate(model)
-    kinds = [type(m) for m in model.modules()]
-    text = report.explain(packed.batch(BERT, "right").given)
-    assert text.startswith("with packed=True:\n") and "37% of the positions" in text
-    assert [type(m) for m in model.modules()] == kinds
-
-
-def test_a_reason_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    _, without, _ = both(BERT)
-    with caplog.at_level("INFO", logger="transformer_fast"):
-        for _ in range(2):
-            without(**packed.batch(BERT, "right").given, output_attentions=True)
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["a batch runs with its padding: attention weights are asked for (output_attentions)"]

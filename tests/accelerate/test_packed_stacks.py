@@ -11,15 +11,15 @@ from collections.abc import Callable
 import handwritten
 import pytest
 import torch
-from helpers import ULPS, errors
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import transformer_fast as tfast
 from examples import examples
-from transformer_fast.padded_calls import NO_SOURCE
+from transformer_fast.layers.padded_calls import NO_SOURCE
 from transformer_fast.reference import layers as reference
+from transformer_fast.testing import ULPS, errors
 
 D, VOCABULARY = 16, 40
 SOURCE, TARGET = 9, 7

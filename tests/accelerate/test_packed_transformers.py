@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 import huggingface_models as models
 import packed_models as packed
 
-from transformer_fast.padded_calls import GAPS, NO_SOURCE
+from transformer_fast.layers.padded_calls import GAPS, NO_SOURCE
 
 READS = "the model's head reads a position that is padding"
 """Reason of a model whose head reads the first or the last position of each row."""

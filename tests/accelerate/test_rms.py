@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerated import pair
-from helpers import assert_as_exact_as_eager
 from sdpa_models import GptNorm
 from torch import Tensor, nn
 
 from transformer_fast.layers import torch_modules
+from transformer_fast.testing import assert_as_exact_as_eager
 
 D = 24
 

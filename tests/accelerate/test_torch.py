@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from accelerated import from_one_seed, pair
-from helpers import assert_as_exact_as_eager
 from torch import Tensor, nn
 from torch_attention import INF, MASKS, E, H, L, N, S, look_ahead, padding, some_blocked, typed
 
 import transformer_fast as tfast
+from transformer_fast.testing import assert_as_exact_as_eager
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch.nn's own, of mismatched mask types and nested tensors
 

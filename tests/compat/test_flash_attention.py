@@ -7,11 +7,11 @@ import inspect
 import pytest
 import torch
 from attention_kernels import assert_same_bits
-from helpers import assert_as_exact_as_eager
 from peers import assert_alike, plain_attention, seen
 
 from transformer_fast import compat
 from transformer_fast.compat import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from transformer_fast.testing import assert_as_exact_as_eager
 
 B, H, D = 2, 4, 8
 WINDOWS = [(-1, -1), (2, 1), (-1, 2), (4, -1)]

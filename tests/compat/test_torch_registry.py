@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.attention as torchs
-from helpers import assert_as_exact_as_eager
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 import transformer_fast as tfast
 from transformer_fast.compat import register_flash_attention_impl
+from transformer_fast.testing import assert_as_exact_as_eager
 
 LENGTHS = torch.tensor([[40], [7]])
 KEEP = (torch.arange(70) < LENGTHS)[:, None, None]

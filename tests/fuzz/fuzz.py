@@ -22,14 +22,14 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 from fuzz_config import DEVICE, GIVEN, LAYOUTS, Config, combinations, config
 from fuzz_gate import INTERPRETED, ORDERS, SECOND_LOOKS, hold
 from fuzz_inputs import bounds_of, draw_bias, draw_mask, draw_special, given, normal, used_before, window_of
-from helpers import assert_as_exact_as_eager, poisoned_memory
 from torch import Tensor
 from tqdm import tqdm
 
 import transformer_fast as tfast
-from transformer_fast.distance import distance_table
+from transformer_fast.masks.distance import distance_table
 from transformer_fast.reference import attention as reference
 from transformer_fast.reference.dropout import attention_keep, rescale
+from transformer_fast.testing import assert_as_exact_as_eager, poisoned_memory
 
 __all__ = ["DEVICE", "Config", "check", "combinations", "config", "main", "small_tiles"]
 

@@ -8,9 +8,10 @@ import os
 import torch
 from fuzz_config import DEVICE, DTYPES, Config
 from fuzz_inputs import Special
-from helpers import assert_as_exact_as_eager, errors, fixed_seed, poisoned_memory
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from transformer_fast.testing import assert_as_exact_as_eager, errors, fixed_dropout_seed, poisoned_memory
 
 DROPOUT_SEED = 2**41 + 7
 ORDERS = 8
@@ -58,7 +59,7 @@ def hold(
         grads = torch.autograd.grad(loss, wanted, materialize_grads=True)
         return [*[t.detach() for t in outputs], *grads]
 
-    with fixed_seed(DROPOUT_SEED) as seed:
+    with fixed_dropout_seed(DROPOUT_SEED) as seed:
         seed = seed.to(DEVICE)
         with poisoned_memory():
             actual = outcome(ours, None, seed)

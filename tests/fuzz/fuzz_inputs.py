@@ -11,8 +11,8 @@ from fuzz_config import DEVICE, DTYPES, GIVEN, Config
 from torch import Tensor
 
 from transformer_fast import AttentionMask
-from transformer_fast.distance import relative_buckets
-from transformer_fast.mask_checks import may_be_keep
+from transformer_fast.masks.checks import may_be_keep
+from transformer_fast.masks.distance import relative_buckets
 
 
 class Watched(Tensor):

@@ -4,7 +4,6 @@ import gc
 
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager
 from tiny_transformer import BOS, MARKS, VOCAB, answers, batch, decoding, random_rows, tiny
 from torch import nn
 
@@ -12,6 +11,7 @@ from transformer_fast import GenerationConfig, extension, greedy
 from transformer_fast.generation.beam import Search
 from transformer_fast.generation.cache import DecoderCache, assign_slots, move_rows
 from transformer_fast.generation.fused import FusedStep
+from transformer_fast.testing import assert_as_exact_as_eager
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager
 from tiny_transformer import by_modules, decoding, random_rows
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +17,7 @@ from transformer_fast.generation.decoding import check_request
 from transformer_fast.generation.fused import FusedStep
 from transformer_fast.layers import DecoderLayer
 from transformer_fast.layers.norm import make_norm
+from transformer_fast.testing import assert_as_exact_as_eager
 
 VOCAB, BOS, EOS = 20, 0, 1
 

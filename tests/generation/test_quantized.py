@@ -9,7 +9,6 @@ import copy
 import handwritten as hw
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager
 from tiny_transformer import EOS, MARKS, VOCAB, answers, batch, by_modules, tiny, tokens_of
 from torch import nn
 
@@ -19,6 +18,7 @@ from transformer_fast.generation.continuous import ContinuousBatch, Sentence
 from transformer_fast.generation.forms import form_of
 from transformer_fast.generation.weights import QuantizedLinear, StepLinear, WeightLayout
 from transformer_fast.reference.layers import Transformer as ReferenceTransformer
+from transformer_fast.testing import assert_as_exact_as_eager
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_as_exact_as_eager
 from torch import Tensor, nn
 
 from transformer_fast import extension
@@ -14,6 +13,7 @@ from transformer_fast.generation import weights
 from transformer_fast.generation.weights import QuantizedLinear, StepFeedForward, WeightLayout, concat_linears, prepack
 from transformer_fast.layers import FeedForward
 from transformer_fast.reference.quantized_linear import bf16_linear, int8_linear, quantize_rows
+from transformer_fast.testing import assert_as_exact_as_eager
 
 SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 import handwritten as hw
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager
 from tiny_transformer import BOS, VOCAB, answers, assert_same, batch, never_ending, tiny
 from torch import Tensor, nn
 
@@ -17,6 +16,7 @@ from transformer_fast.generation.continuous import obstacle
 from transformer_fast.generation.decoding import Decoding
 from transformer_fast.generation.steps import CachedStep
 from transformer_fast.reference.layers import Transformer as ReferenceTransformer
+from transformer_fast.testing import assert_as_exact_as_eager
 
 
 def count_checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:

@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_as_exact_as_eager
 from torch import nn
 
 from transformer_fast import extension
 from transformer_fast.generation import weights
 from transformer_fast.generation.weights import StepFeedForward, StepLinear, WeightLayout, concat_linears, prepack
 from transformer_fast.layers import FeedForward
+from transformer_fast.testing import assert_as_exact_as_eager
 
 SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs
 

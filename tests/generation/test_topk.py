@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager
 from tiny_transformer import MARKS, batch, tiny
 
 from transformer_fast import GenerationConfig, extension, generate
 from transformer_fast.generation.beam import Search
 from transformer_fast.generation.topk import best_tokens, choose, log_normalizer
+from transformer_fast.testing import assert_as_exact_as_eager
 
 INF, NAN = float("inf"), float("nan")
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 from accelerated import from_one_seed
-from helpers import assert_as_exact_as_eager
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
 from transformer_fast.integrations import lazy_bias, lazy_mask
+from transformer_fast.testing import assert_as_exact_as_eager
 
 transformers = pytest.importorskip("transformers")
 import huggingface_models as models  # noqa: E402

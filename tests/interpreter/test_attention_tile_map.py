@@ -8,13 +8,14 @@ from unittest import mock
 import pytest
 import torch
 from attention_kernels import DIALECTS, GPU, TRITON, oracle
-from helpers import assert_as_exact_as_eager, mask_parts
+from helpers import mask_parts
 from test_attention_kernels import documents
 
 from transformer_fast.attention_params import AttentionParams
 from transformer_fast.masks import dense_keep
+from transformer_fast.masks.tile_share import EMPTY, FULL, PARTIAL, WorkShare, tile_classes, work_share
 from transformer_fast.tensor_cache import ENTRIES, get_or_compute
-from transformer_fast.tile_share import EMPTY, FULL, PARTIAL, WorkShare, tile_classes, work_share
+from transformer_fast.testing import assert_as_exact_as_eager
 from transformer_fast.triton import configs
 from transformer_fast.triton.attention import tile_map
 from transformer_fast.triton.attention.tile_map import length_order, mask_bits, packed_order, tile_lists

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager
 
 import transformer_fast as tfast
 from transformer_fast import reference
 from transformer_fast.layers import FeedForward, feed_forward
+from transformer_fast.testing import assert_as_exact_as_eager
 from transformer_fast.triton.configs import DROPOUT, DropoutConfig
 from transformer_fast.triton.dropout import dropout_backward, dropout_forward
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, layers
+from transformer_fast.testing import assert_as_exact_as_eager
 
 
 @pytest.mark.cover("values")

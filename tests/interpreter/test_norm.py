@@ -5,9 +5,9 @@ Shapes are tiny on CPU, where a program takes milliseconds; the interpreter cann
 
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager
 
 from transformer_fast.reference.norm import layer_norm as reference
+from transformer_fast.testing import assert_as_exact_as_eager
 from transformer_fast.triton.configs import NORM, NormConfig
 from transformer_fast.triton.norm import norm_forward
 from transformer_fast.triton.norm_backward import norm_backward

@@ -4,7 +4,6 @@ import pytest
 import torch
 from dialect_cases import EMPTY, IDS, MEMORY, PADDING, ROWS, K, Q, V
 from dialect_parity import Case, pair
-from helpers import fixed_seed
 from torch import nn
 
 import transformer_fast as tfast
@@ -12,12 +11,13 @@ from transformer_fast import AttentionMask
 from transformer_fast.dialects import bert
 from transformer_fast.reference.dialects import bert as oracle
 from transformer_fast.reference.dropout import attention_keep
+from transformer_fast.testing import fixed_dropout_seed
 
 
 def test_weights_are_returned_after_dropout():
     dropout = nn.Dropout(0.5)
     attend = bert.Attention()
-    with fixed_seed(5) as seed:
+    with fixed_dropout_seed(5) as seed:
         out, weights = attend(Q, K, V, None, dropout)
     kept = attention_keep(seed, 0.5, *weights.shape)
     assert torch.equal(weights != 0, kept) and kept.any() and not kept.all()

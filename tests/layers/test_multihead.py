@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from accelerated import pair
-from helpers import assert_as_exact_as_eager
 from torch import nn
 from torch_attention import MASKS, E, H, L, N, S, look_ahead, padding, typed
 
 import transformer_fast as tfast
 from transformer_fast.layers import torch_modules
-from transformer_fast.ops import _multihead
+from transformer_fast.ops import multihead as _multihead
+from transformer_fast.testing import assert_as_exact_as_eager
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from torch import nn
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, layers
+from transformer_fast.masks.packing import packing_of
 from transformer_fast.models import packed as packed_module
-from transformer_fast.packing import packing_of
 
 VOCAB, D, B, L_SRC, L_TRG = 11, 16, 4, 7, 6
 SRC_LENGTHS, TRG_LENGTHS = torch.tensor([7, 3, 1, 5]), torch.tensor([2, 6, 1, 4])

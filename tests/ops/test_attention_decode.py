@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_kernels import NATIVE, cached, in_pages
-from helpers import assert_as_exact_as_eager
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
 from transformer_fast.reference.attention import attention as plain_reference
 from transformer_fast.reference.attention import attention_decode as reference
+from transformer_fast.testing import assert_as_exact_as_eager
 
 H, HKV, D, S = 4, 2, 20, 40
 SCALE = D**-0.5

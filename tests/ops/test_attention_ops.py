@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_kernels import SEED, assert_no_second_derivative, starts
-from helpers import fixed_seed
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, backends
+from transformer_fast.testing import fixed_dropout_seed
 
 OPS, CHECK = torch.ops.transformer_fast, torch.library.opcheck
 OPTIONS = (2, -3, 0.3, 0.1, SEED, False, backends.resolve("attention", torch.device("cpu"), torch.float32))
@@ -84,7 +84,7 @@ def test_gradcheck_in_double(empty_rows):
         def call(q, k, v, bias, mask=mask):
             return tfast.attention(q, k, v, mask, bias=bias, dropout_p=0.2, empty_rows=empty_rows)
 
-        with fixed_seed(1):
+        with fixed_dropout_seed(1):
             assert torch.autograd.gradcheck(call, [t.requires_grad_() for t in (q, k, v, bias)])
 
 
@@ -94,7 +94,7 @@ def test_gradcheck_of_packed_in_double():
     def call(q, k, v):
         return tfast.attention_packed(q, k, v, starts([2, 0, 3]), starts([3, 1, 0]), causal=True, dropout_p=0.2)
 
-    with fixed_seed(1):
+    with fixed_dropout_seed(1):
         assert torch.autograd.gradcheck(call, (q, k, v))
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from attention_kernels import outcome, starts
-from helpers import fixed_seed
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
-from transformer_fast.packing import packing_of, take
+from transformer_fast.masks.packing import packing_of, take
 from transformer_fast.reference.attention import attention as padded_reference
 from transformer_fast.reference.attention import attention_packed as reference
+from transformer_fast.testing import fixed_dropout_seed
 
 LENGTHS_Q, LENGTHS_K = torch.tensor([7, 0, 3, 17, 1]), torch.tensor([7, 4, 0, 33, 1])
 H, HKV, D = 4, 2, 20
@@ -78,7 +78,7 @@ def packed_batch(self_attention, dtype, device):
 def test_the_mask_of_dropout_is_the_padded_one_and_lengths_are_looked_up(device):
     (q, k, v, _), queries, keys = batch(True, torch.float32, device)
     lengths = AttentionMask.lengths(keys.cu_seqlens.diff())
-    with fixed_seed(9):
+    with fixed_dropout_seed(9):
         padded = tfast.attention(
             *(t.transpose(1, 2) for t in (q, k, v)), lengths, causal=True, dropout_p=0.5, empty_rows="zero"
         )
@@ -112,17 +112,17 @@ def test_few_sequences(lengths, device):
 def test_logsumexp_and_its_gradient_are_those_of_a_padded_batch(device, backend):
     """With dropout too: beside it the logsumexp is what it is without."""
     lengths = torch.tensor([5, 1, 3], device=device)
-    packing = tfast.packing.packing_of(lengths, 3, 5, device)
+    packing = tfast.masks.packing_of(lengths, 3, 5, device)
     padded = [torch.randn(3, 5, 2, 8, device=device, requires_grad=True) for _ in range(3)]
     mask = tfast.AttentionMask.lengths(lengths) & tfast.AttentionMask.causal()
-    with tfast.backend(backend), fixed_seed(4):
-        tokens = [tfast.packing.take(t, packing) for t in padded]
+    with tfast.backend(backend), fixed_dropout_seed(4):
+        tokens = [tfast.masks.take(t, packing) for t in padded]
         cu = packing.cu_seqlens
         out, logsumexp = tfast.attention_packed(*tokens, cu, cu, causal=True, dropout_p=0.2, return_logsumexp=True)
         q, k, v = (t.transpose(1, 2) for t in padded)
         expected, rows = tfast.attention(q, k, v, mask, dropout_p=0.2, return_logsumexp=True)
-    expected = tfast.packing.take(expected.transpose(1, 2), packing)
-    rows = tfast.packing.take(rows.transpose(1, 2), packing).T
+    expected = tfast.masks.take(expected.transpose(1, 2), packing)
+    rows = tfast.masks.take(rows.transpose(1, 2), packing).T
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logsumexp, rows, atol=1e-5, rtol=1e-5)
     weigh = torch.randn_like(rows)
@@ -223,7 +223,7 @@ def test_a_bias_as_one_tensor(heads):
     whole = torch.cat([bias.flatten(1) for bias in biases], 1)
     found = []
     for bias in (biases, tuple(biases), whole):
-        with fixed_seed(3):
+        with fixed_dropout_seed(3):
             found.append(
                 tfast.attention_packed(q, k, v, **sequences, bias=bias, dropout_p=0.5, return_weights="dropped")
             )

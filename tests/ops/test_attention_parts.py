@@ -12,11 +12,11 @@ import sys
 import pytest
 import torch
 from attention_kernels import assert_same_bits
-from helpers import assert_as_exact_as_eager
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask
-from transformer_fast.distance import relative_buckets
+from transformer_fast.masks.distance import relative_buckets
+from transformer_fast.testing import assert_as_exact_as_eager
 
 B, H, L, D = 2, 4, 70, 16
 

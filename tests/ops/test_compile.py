@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 import transformer_fast as tfast
-from transformer_fast.packing import PackedMask
+from transformer_fast.masks.packing import PackedMask
 
 UNPACKED = [name for name in MODELS if "packed" not in name]
 

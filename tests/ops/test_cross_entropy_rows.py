@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager
 from loss_calls import IGNORED, VOCABULARY, assert_no_loss, by_torch, chunks, hold_to_torch, loss_call, our_loss  # noqa: F401
 from op_calls import Call, assert_equal
 
 import transformer_fast as tfast
 from transformer_fast.ops import cross_entropy
+from transformer_fast.testing import assert_as_exact_as_eager
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 KINDS = ["classes", "probabilities"]

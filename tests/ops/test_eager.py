@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 import transformer_fast as tfast
 from transformer_fast import extension
-from transformer_fast.ops import _eager, _seed
+from transformer_fast.ops import eager, seeds
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -55,7 +55,7 @@ def fast_calls():
 
             return call
 
-    with mock.patch.multiple(_eager, native=Watch, fast_path=lambda op, q: (Watch(), False)):
+    with mock.patch.multiple(eager, native=Watch, fast_path=lambda op, q: (Watch(), False)):
         yield noted
 
 
@@ -194,7 +194,7 @@ def test_another_backend_is_honoured(name):
 
 def test_the_seed_is_the_number_torch_draws():
     torch.manual_seed(11)
-    ours = [_seed.draw_seed(torch.device("cpu")) for _ in range(3)]
+    ours = [seeds.draw_seed(torch.device("cpu")) for _ in range(3)]
     after = torch.rand(1)
     torch.manual_seed(11)
     assert ours == [torch.randint(-(2**63), 2**63 - 1, (1,)) for _ in range(3)]

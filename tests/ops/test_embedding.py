@@ -9,12 +9,12 @@ import contextlib
 
 import pytest
 import torch
-from helpers import fixed_seed
 from op_calls import SEED, Call, assert_equal, hold, on_threads
 
 import transformer_fast as tfast
 from transformer_fast import extension, reference
 from transformer_fast.ops.embedding import add_positional, embed, positional_table
+from transformer_fast.testing import fixed_dropout_seed
 
 pytestmark = pytest.mark.skipif(not extension.load(), reason=extension.status())
 
@@ -84,7 +84,7 @@ def test_an_offset_for_each_sequence(dtype: torch.dtype, kind: torch.dtype, devi
     ids, weight, table = case((2, 4, 3), 20, 40, 9, dtype, device)
     offset = torch.tensor([[0, 9, 2, 2], [5, 1, 0, 7]], device=device, dtype=kind)
     hold_embed(ids, weight, table, scale=3.0, offset=offset, dropout_p=0.2)
-    with fixed_seed(SEED):
+    with fixed_dropout_seed(SEED):
         whole = embed(ids, weight, table, scale=3.0, offset=offset, dropout_p=0.2)
         placed = add_positional(weight.float()[ids] * 3.0, table, offset, 0.2).to(dtype)
     assert torch.equal(whole == 0, placed == 0)
@@ -98,7 +98,7 @@ def test_an_offset_for_each_sequence(dtype: torch.dtype, kind: torch.dtype, devi
 def test_the_mask_is_the_contract_bit_for_bit(p: float, d: int, device: torch.device) -> None:
     weight = torch.full((3, d), 2.0, device=device)
     ids = torch.randint(0, 3, (6, 11), device=device)
-    with fixed_seed(SEED) as seed:
+    with fixed_dropout_seed(SEED) as seed:
         out = embed(ids, weight, dropout_p=p)
         added = add_positional(weight[ids], torch.zeros(11, d, device=device), dropout_p=p)
     keep = reference.dropout.elementwise_keep(seed, p, ids.numel(), d).view(*ids.shape, d).to(device)
@@ -112,7 +112,7 @@ def test_the_known_answer_of_philox_comes_out_of_the_kernel(device: torch.device
     words = (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)
     for column, draw in enumerate(part for word in words for part in (word & 0xFFFF, word >> 16)):
         weight = torch.ones(1, 8, device=device)
-        with fixed_seed(0):
+        with fixed_dropout_seed(0):
             kept, dropped = (
                 embed(torch.zeros(1, dtype=torch.long, device=device), weight, dropout_p=threshold / 65536)
                 for threshold in (draw, draw + 1)
@@ -226,7 +226,7 @@ def test_one_id_without_a_dimension_gives_one_row(device: torch.device) -> None:
     assert torch.equal(
         embed(one, weight, table, offset=two, **options)[None], embed(row, weight, table, offset=2, **options)
     )
-    with fixed_seed(5):
+    with fixed_dropout_seed(5):
         dropped = embed(one, weight, dropout_p=0.5)
         assert torch.equal(dropped[None], embed(row, weight, dropout_p=0.5))
     (grad,) = torch.autograd.grad(embed(one.int(), weight).sum(), weight)

@@ -187,7 +187,7 @@ def test_what_was_derived_from_a_mask_is_not_used_after_it_was_written_to(on_a_g
 
 
 def test_the_seed_of_a_launch_is_a_number_that_backward_gets_again(on_a_gpu):
-    from transformer_fast.ops import _seed
+    from transformer_fast.ops import seeds
 
     q, k, v = (floats(2, 4, 24, 32).requires_grad_() for _ in range(3))
     for _ in range(2):
@@ -196,21 +196,21 @@ def test_the_seed_of_a_launch_is_a_number_that_backward_gets_again(on_a_gpu):
         out = tfast.attention(q, k, v, dropout_p=0.1)
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
         torch.manual_seed(6)
-        number = _seed.draw_seed(torch.device("cpu")).item()
+        number = seeds.draw_seed(torch.device("cpu")).item()
         launches = [seen(driver_call)[-1] for driver_call in on_a_gpu]
         assert [number in arguments for arguments in launches] == [True, True, True]
 
 
 def test_a_captured_graph_draws_its_seed_on_the_device(monkeypatch):
     """A number would be one mask for every replay."""
-    from transformer_fast.ops import _seed
+    from transformer_fast.ops import seeds
 
     drawn = torch.tensor([5])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(_seed, "draw_seed", lambda device: drawn)
-    assert _seed.draw_launch_seed(torch.device("cuda"), as_number=True) is drawn
+    monkeypatch.setattr(seeds, "draw_seed", lambda device: drawn)
+    assert seeds.draw_launch_seed(torch.device("cuda"), as_number=True) is drawn
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert isinstance(_seed.draw_launch_seed(torch.device("cuda"), as_number=True), int)
+    assert isinstance(seeds.draw_launch_seed(torch.device("cuda"), as_number=True), int)
 
 
 def test_new_lengths_compile_nothing(on_a_gpu):

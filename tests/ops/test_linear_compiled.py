@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import OLD_TORCH, assert_as_exact_as_eager
+from helpers import OLD_TORCH
 from test_linear import by_onednn, inputs  # noqa: F401  (a fixture)
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 import transformer_fast as tfast
 from transformer_fast import ops
+from transformer_fast.testing import assert_as_exact_as_eager
 
 pytestmark = pytest.mark.usefixtures("by_onednn")
 compiles_to_the_op = pytest.mark.skipif(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from transformer_fast import AttentionMask, attention
-from transformer_fast.ops._attention_checks import normal_lengths
+from transformer_fast.ops.attention_checks import normal_lengths
 
 B, H, LQ, LK = 3, 2, 5, 7
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from transformer_fast import AttentionMask, pack, unpack
-from transformer_fast.packing import packing_of
+from transformer_fast.masks.packing import packing_of
 
 LENGTHS = torch.tensor([3, 0, 5, 1])
 KEEP = torch.arange(5) < LENGTHS[:, None]

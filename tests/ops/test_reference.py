@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers import mask_parts
 
-from transformer_fast.mask_parts import dense_keep
+from transformer_fast.masks.parts import dense_keep
 from transformer_fast.reference import layers
 from transformer_fast.reference.attention import attention
 from transformer_fast.reference.dropout import attention_keep, dropout, elementwise_keep, philox

@@ -16,12 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_samples as samples
-from helpers import assert_as_exact_as_eager
 from torch import Tensor, nn
 from torch_samples import DTYPES, Call, outcome
 
 import transformer_fast as tfast
-from transformer_fast.cli.verification import errors
+from transformer_fast.testing import assert_as_exact_as_eager, errors
 
 pytestmark = pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
 

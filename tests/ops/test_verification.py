@@ -7,7 +7,8 @@ import torch
 
 from transformer_fast import backends, ops
 from transformer_fast.cli import speed, verification, verification_cases
-from transformer_fast.cli.verification import Parity, errors, parity, print_parity
+from transformer_fast.cli.verification import Parity, parity, print_parity
+from transformer_fast.testing import errors
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from transformer_fast import reference
-from transformer_fast.ops import _eager
+from transformer_fast.ops import eager
 from transformer_fast.translation import train
 from transformer_fast.translation.environment import multiplies_bf16
 from transformer_fast.translation.numbers import make_numbers_corpus, numbers_config
@@ -198,7 +198,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a script changes for its process is changed back."""
     for module, name in (
-        (reference.dropout, "elementwise_keep"), (reference.dropout, "attention_keep"), (_eager, "native"),
+        (reference.dropout, "elementwise_keep"), (reference.dropout, "attention_keep"), (eager, "native"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, getattr(module, name))
     threads = torch.get_num_threads()

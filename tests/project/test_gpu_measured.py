@@ -25,7 +25,7 @@ from predict.predictions import Range
 from predict.tensors import META
 from predict.twins import PredictedLaunch, Twin, attention_case, compile_case, row_case, twins
 
-from transformer_fast.cli.speed import Timing
+from transformer_fast.testing import Timing
 
 RECORD = json.loads((report.RESULTS / "predicted.json").read_text())
 SXM = {"device": "NVIDIA H100 80GB HBM3", "multiprocessors": 132, "torch": "2.13", "triton": RECORD["triton"]}

@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_as_exact_as_eager, mask_parts
+from helpers import mask_parts
 from torch import Tensor
 
 import transformer_fast as tfast
 from transformer_fast.attention_params import AttentionParams, PackedBatch
 from transformer_fast.reference.attention import attention, attention_decode, attention_packed
 from transformer_fast.reference.dropout import attention_keep, rescale
+from transformer_fast.testing import assert_as_exact_as_eager
 
 GPU = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SEED = torch.tensor([-987_654_321_987_654_321])

@@ -8,10 +8,10 @@ from types import MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from helpers import assert_as_exact_as_eager, fixed_seed
 from torch import Tensor, nn
 
 from transformer_fast.reference.dropout import attention_keep, elementwise_keep, rescale
+from transformer_fast.testing import assert_as_exact_as_eager, fixed_dropout_seed
 
 SEED = 20261121
 
@@ -96,7 +96,7 @@ def check_training(fast: ModuleType, oracle: ModuleType, case: Case) -> None:
     """With dropout: the oracle, given the same seed for its masks, computes the same numbers."""
     quick, slow = pair(fast, oracle, case)
     quick.train(), slow.train()
-    with fixed_seed(SEED):
+    with fixed_dropout_seed(SEED):
         actual = outcome(quick, case, torch.float64)
     assert replace_dropout(slow) > 0 or not any(isinstance(m, nn.Dropout) for m in quick.modules())
     expected = outcome(slow, case, torch.float64)

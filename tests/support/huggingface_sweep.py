@@ -11,10 +11,10 @@ from unittest import mock
 
 import huggingface_models as models
 import torch
-from helpers import errors
 from torch import Tensor, nn
 
 import transformer_fast.integrations.transformers as integration
+from transformer_fast.testing import errors
 
 ULPS = 8.0
 EQUAL, UNTOUCHED, REFUSED, NOT_MADE = "equal", "equal, nothing to replace", "refused", "not made"

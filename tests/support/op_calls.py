@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from helpers import assert_as_exact_as_eager, fixed_seed
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import transformer_fast as tfast
 from transformer_fast import AttentionMask, ops
-from transformer_fast.ops import _eager
+from transformer_fast.ops import eager as eager_ops
+from transformer_fast.testing import assert_as_exact_as_eager, fixed_dropout_seed
 
 B, H, L, D = 2, 2, 19, 8
 SEED = -987_654_321_987_654_321
@@ -42,7 +42,7 @@ class Call(NamedTuple):
 
     def outputs(self, **given: Tensor) -> tuple[Tensor, ...]:
         """The outputs for these tensors and, where none is given, those of the call; dropout is drawn from one seed."""
-        with fixed_seed(SEED):
+        with fixed_dropout_seed(SEED):
             out = self.function(**(self.tensors | given))
         return out if isinstance(out, tuple) else (out,)
 
@@ -119,7 +119,7 @@ class Operators(TorchDispatchMode):
 
 def by_dispatcher() -> contextlib.AbstractContextManager[Any]:
     """No call takes the eager fast path."""
-    return mock.patch.multiple(_eager, native=lambda: None, fast_path=lambda op, q: (None, False))
+    return mock.patch.multiple(eager_ops, native=lambda: None, fast_path=lambda op, q: (None, False))
 
 
 class Draw:

@@ -8,11 +8,11 @@ from typing import Any
 
 import huggingface_models as models
 import torch
-from helpers import ULPS, errors
 from huggingface_sweep import softmax_in_the_dtype_of_its_input
 from torch import Tensor, nn
 
 import transformer_fast as tfast
+from transformer_fast.testing import ULPS, errors
 
 LENGTH, TARGET = 9, 7
 PADDING = {

@@ -16,7 +16,7 @@ import triton.language as tl
 
 import transformer_fast as tfast
 from transformer_fast import backends
-from transformer_fast.ops import _eager
+from transformer_fast.ops import eager
 from transformer_fast.triton.launcher import Launch, launch_cache
 
 if os.environ.get("TRITON_INTERPRET") == "1":
@@ -102,7 +102,7 @@ def floats(*shape, offset=0):
 
 def forget_backends():
     backends._resolved.cache_clear()
-    _eager._runs_on_triton.cache_clear()
+    eager._runs_on_triton.cache_clear()
 
 
 @pytest.fixture

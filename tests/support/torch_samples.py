@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from helpers import fixed_seed
 from torch import Tensor, nn
 
 import transformer_fast as tfast
 from transformer_fast.layers.dropout import dropout
+from transformer_fast.testing import fixed_dropout_seed
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -217,7 +217,7 @@ def outcome(function: Callable[..., Any], call: Call, dtype: torch.dtype) -> tup
     if isinstance(function, nn.Module):
         leaves += function.parameters()
     torch.manual_seed(SEED)
-    with fixed_seed(SEED):
+    with fixed_dropout_seed(SEED):
         result = function(*args, **kwargs)
     outputs = [t for t in (result if isinstance(result, tuple) else (result,)) if t is not None]
     if not torch.is_grad_enabled():

@@ -18,10 +18,10 @@ from small_training import small_config
 from transformers import MarianMTModel
 
 from transformer_fast import cli
-from transformer_fast.checkpoints import export_ctranslate2, export_hf, import_marian
-from transformer_fast.checkpoints.export import TRAINED_SEARCH
 from transformer_fast.generation import GenerationConfig, generate
 from transformer_fast.translation import Trained, load_trained, train
+from transformer_fast.translation.checkpoints import export_ctranslate2, export_hf, import_marian
+from transformer_fast.translation.checkpoints.export import TRAINED_SEARCH
 from transformer_fast.translation.progress import Silent
 
 
@@ -173,7 +173,7 @@ def test_without_ctranslate2(
 ) -> None:
     for name in ("ctranslate2", "ctranslate2.specs"):
         monkeypatch.setitem(sys.modules, name, None)
-    monkeypatch.delitem(sys.modules, "transformer_fast.checkpoints.ctranslate2_spec", raising=False)
+    monkeypatch.delitem(sys.modules, "transformer_fast.translation.checkpoints.ctranslate2_spec", raising=False)
     flags = ["export", "--model", str(runs["post"]), "--to", "ctranslate2", "--out", str(tmp_path / "out")]
     assert cli.main(flags) == 1
     assert "this command needs ctranslate2; run: pip install 'transformer_fast[ctranslate2]'" in capsys.readouterr().err

@@ -170,12 +170,12 @@ def test_info_build_tells_make_whether_the_extension_is_there(monkeypatch, comma
 
 
 def test_verify_exit_code(monkeypatch, command):
-    from transformer_fast.cli import verification
+    from transformer_fast.cli import verification, verify
 
     row = verification.Parity("op", "case", torch.float32, "output", "native", 1.0, 2.0, 1.0)
     bad = verification.Parity("op", "case", torch.float32, "output", "native", 3.0, 2.0, 1.0)
     for rows, expected in (([row, row], 0), ([row, bad], 1)):
-        monkeypatch.setattr(verification, "parity", lambda device, rows=rows: iter(rows))
+        monkeypatch.setattr(verify, "parity", lambda device, rows=rows: iter(rows))
         code, out, _ = command("verify", "--device", "cpu")
         assert code == expected
         assert ("FAIL" in "\n".join(out)) == bool(expected)

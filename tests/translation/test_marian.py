@@ -14,9 +14,9 @@ pytest.importorskip("transformers")
 import safetensors.torch
 from marian_folders import BASE, TEXT, answers, load, write_marian
 
-from transformer_fast.checkpoints import import_marian
 from transformer_fast.generation import Hypothesis, fused, generate
 from transformer_fast.translation import Trained, load_trained
+from transformer_fast.translation.checkpoints import import_marian
 from transformer_fast.translation.translator import Translator
 
 PAD, FORCED, VARIED = 103, {"forced_eos_token_id": 0}, {"no_repeat_ngram_size": 2}

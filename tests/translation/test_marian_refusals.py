@@ -18,8 +18,8 @@ from marian_folders import write_marian
 from small_training import full_disk
 
 from transformer_fast import cli
-from transformer_fast.checkpoints import import_marian
 from transformer_fast.translation import CheckpointError, TrainConfig, load_trained, train
+from transformer_fast.translation.checkpoints import import_marian
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from transformer_fast import GenerationConfig, cli
-from transformer_fast.cli.train import add_arguments, config_from_args
 from transformer_fast.translation import ConfigError, TrainConfig, build_model, load_recipe, recipe_names
+from transformer_fast.translation.commands.train import add_arguments, config_from_args
 
 PLACE = ["--source", "a", "--target", "b", "--save", "c"]
 

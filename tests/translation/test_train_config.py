@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from transformer_fast.cli.train import add_arguments, config_from_args
 from transformer_fast.translation import ConfigError, TrainConfig, parse_duration
+from transformer_fast.translation.commands.train import add_arguments, config_from_args
 from transformer_fast.translation.progress import LineProgress, Status, TerminalProgress, format_seconds
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import transformer_fast as tfast
 from transformer_fast.generation import Hypothesis
 from transformer_fast.layers import EncoderLayer, LayerNorm, MultiHeadAttention, RMSNorm
-from transformer_fast.packing import Packing
+from transformer_fast.masks.packing import Packing
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, lengths: Tensor, asked: bool) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PRODUCT = ("transformer_fast", "csrc")
+MOVED = {"transformer_fast/checkpoints/": "transformer_fast/translation/checkpoints/"}
+"""Folders that moved since commits that are taken back."""
 
 
 class Unfit(Exception):
@@ -79,12 +81,15 @@ class Reverted:
         """
         changed = {}
         for path in self._touched():
-            file, before = tree / path, _content(f"{self.commit}^", path)
+            now = path
+            for old, new in MOVED.items():
+                now = now.replace(old, new)
+            file, before = tree / now, _content(f"{self.commit}^", path)
             if not file.exists() or before is None:
                 raise Unfit(f"{self.commit} made or moved {path}")
-            changed[path] = _merged(file, _content(self.commit, path) or b"", before)
-            if changed[path] == file.read_bytes():
-                del changed[path]
+            merged = _merged(file, _content(self.commit, path) or b"", before)
+            if merged != file.read_bytes():
+                changed[now] = merged
         if not changed:
             raise Unfit(f"nothing of {self.commit} is left to revert")
         return changed

@@ -127,7 +127,7 @@ ROWS = (
     ),
     Fault(
         name="BERT's attention has another mask than its scores' rank says",
-        path=PACKAGE + "dialects/_common.py",
+        path=PACKAGE + "dialects/common.py",
         old="return mask.unsqueeze(1) if axes == 3 == mask.dim() else mask",
         new="return mask",
         tests=("tests/layers/test_dialects_bert.py", "tests/layers/test_dialects_tensorflow.py"),

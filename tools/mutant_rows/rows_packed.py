@@ -72,7 +72,7 @@ ROWS = (
     ),
     Fault(
         name="tokens of a reentrant checkpoint have no history",
-        path=PACKAGE + "carried.py",
+        path=PACKAGE + "layers/carried.py",
         old="return held.tokens if held.tokens.requires_grad == x.requires_grad else take(x, packing)",
         new="return held.tokens",
         tests=(CALLS,),

@@ -121,7 +121,7 @@ ROWS = (
             "tests/accelerate/test_torch.py",
         ),
         only=(
-            "transformer_fast/packing.py",
+            "transformer_fast/masks/packing.py",
             "transformer_fast/layers/torch_masks.py",
         ),
     ),

@@ -17,13 +17,13 @@ import torch
 from cuda_sources import nvcc
 from emulation_cases_cuda import cuda_cases
 from fuzz_config import LAYOUTS, Config
-from helpers import poisoned_memory
 from torch import Tensor
 
 from transformer_fast import ops
 from transformer_fast.cli import verification
 from transformer_fast.cli.verification import Case
 from transformer_fast.cli.verification_cases import wide_loss
+from transformer_fast.testing import poisoned_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ from functools import partial
 from types import SimpleNamespace
 
 import torch
-from helpers import assert_as_exact_as_eager, poisoned_memory
 from torch import Tensor
 
 from transformer_fast.reference import embedding as reference
+from transformer_fast.testing import assert_as_exact_as_eager, poisoned_memory
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 VOCABULARY, POSITIONS = 9, 12

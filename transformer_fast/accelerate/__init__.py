@@ -11,10 +11,14 @@ from typing import Any
 
 from torch import nn
 
+from ..generation.forms import decoder_makers
+from .cached_decoder import as_decoder
 from .engine import accelerate
 from .report import Report, Row
 
 __all__ = ["Report", "Row", "accelerate"]
+
+decoder_makers.append(as_decoder)
 
 
 class _Callable(types.ModuleType):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from .. import backends
-from ..dialects._common import LastWeights
+from ..dialects.common import LastWeights
 from ..layers import torch_modules as fast
 from ..layers import torch_stacks
 from ..layers.dropout import Dropout

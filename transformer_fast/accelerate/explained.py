@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import backends
-from ..padded_calls import Pass, recorded
+from ..layers.padded_calls import Pass, recorded
 
 
 @dataclasses.dataclass

@@ -27,7 +27,7 @@ from torch.autograd import Function, forward_ad
 from torch.nn import Parameter
 
 from .. import backends, ops
-from ..ops import _eager
+from ..ops import eager
 from ..tracing import is_traced
 from .lazy_tensor import VIEWS, Lazy, Node, cast, make_nothing
 
@@ -281,7 +281,7 @@ def is_served() -> bool:
         or backends.in_transform()
         or forward_ad._current_level >= 0
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # such as activation checkpointing
-        or _eager.native() is None
+        or eager.native() is None
     )
 
 

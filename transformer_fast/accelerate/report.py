@@ -10,8 +10,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from ..dialects._common import LAST_WEIGHTS
-from ..padded_calls import PaddedCalls
+from ..dialects.common import LAST_WEIGHTS
+from ..layers.padded_calls import PaddedCalls
 
 LOCK = threading.RLock()
 """Held while a model is changed."""

@@ -6,6 +6,7 @@ no data, yet words must change places and nearly all of the million sentences ar
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from functools import partial
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ..translation import load_trained, read_lines, train
+from ..translation import load_trained, parse_duration, read_lines, train
 from ..translation.numbers import english, make_numbers_corpus, numbers_config
 from ..translation.translator import Translator
 from .plots import attention_picture, positional_picture
@@ -26,6 +27,23 @@ PICTURED = 342_059  # reorders twice, no word stands twice, and it is held out
 EXAMPLES = 6
 
 say = partial(print, flush=True)  # training reports on standard error; the two must not overtake each other
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    command.add_argument("--out", default="demo", metavar="DIR", help="folder for what it makes (default: %(default)s)")
+    command.add_argument("--max-steps", type=int, metavar="N", help="updates of training (default: the recipe's)")
+    command.add_argument(
+        "--max-time", metavar="T", default="5m", help="stop training after this long (default: %(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command; exit code 1 if the accuracy missed its goal, or an op failed."""
+    changes: dict[str, object] = {"max_time": parse_duration(args.max_time)}
+    if args.max_steps is not None:
+        changes["max_steps"] = args.max_steps
+    return 0 if demo(args.out, device=args.device, **changes) else 1
 
 
 def demo(folder: str | os.PathLike[str], *, device: torch.device | str = "cpu", **changes: object) -> bool:

@@ -23,8 +23,13 @@ EXTRAS = {
 OPS = ("attention", "norm", "dropout", "embedding")
 
 
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    command.add_argument("--build", action="store_true", help="only the extension; exit code 1 if it is not there")
+
+
 def run(args: argparse.Namespace) -> int:
-    """The command; with --build, exit code 1 if the extension is not there."""
+    """Run the command; with --build, exit code 1 if the extension is not there."""
     if args.build:
         print(f"C++ extension: {extension.status()}")
         return 0 if extension.load() else 1

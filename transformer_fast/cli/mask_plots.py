@@ -223,8 +223,9 @@ def _lines(path: Path, lines: list[Line]) -> Path:
             write(x - arrow - 0.6, y + 1, "\u2192", QUIET, 22)
             write(left, top + title + 0.15, "what you pass", QUIET, 8)
             write(x, top + title + 0.15, "dark: the keys that each query sees", QUIET, 8)
+        first, _ = line.seen[0]
         for name, seen in line.seen:
-            _cells(panel(x, y, seen), seen, SEEN, "query" if name == line.seen[0][0] else "", "key", name)
+            _cells(panel(x, y, seen), seen, SEEN, "query" if name == first else "", "key", name)
             x += seen.shape[1] + gap
         top += height
     return save(figure, path)

@@ -46,7 +46,8 @@ def cross_attention(model: nn.Module, src: Tensor, trg: Tensor) -> list[Tensor]:
             linear(x).unflatten(-1, (attend.h, attend.d_k)).transpose(1, 2)
             for linear, x in zip((attend.q_linear, attend.k_linear, attend.v_linear), inputs, strict=False)
         )
-        weights.append(ops.attention(q, k, v, return_weights=True)[1][0].float().cpu())
+        _, own_weights = ops.attention(q, k, v, return_weights=True)
+        weights.append(own_weights[0].float().cpu())
 
     hooks = [layer.attn_2.register_forward_pre_hook(record) for layer in model.decoder.layers]
     training = model.training

@@ -1,16 +1,12 @@
-"""Times of calls that take turns, and the small speed table of `demo`: an op, layers and training steps beside eager.
+"""The small speed table of `demo`: an op, layers and training steps beside eager.
 
-Both sides take turns within one run, on the same inputs, so that whatever else the machine does slows both. In the
-table the eager side is `transformer_fast.reference.layers`, plain PyTorch with torch's own dropout, or the module of
-`torch.nn` itself. The full measurements are in `benchmarks/`.
+Both sides take turns within one run, on the same inputs. The eager side is `transformer_fast.reference.layers`, plain
+PyTorch with torch's own dropout, or the module of `torch.nn` itself. The full measurements are in `benchmarks/`.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 
@@ -21,44 +17,9 @@ from torch import Tensor, nn
 from .. import layers, models, reference
 from ..accelerate.engine import accelerate
 from ..masks import AttentionMask
+from ..testing import Timing, interleaved
 
 BATCH, LENGTH, WIDTH, HEADS, VOCAB = 32, 64, 256, 4, 2000
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds a call: median, and the 20th and 80th percentile."""
-
-    median: float
-    p20: float
-    p80: float
-
-    @classmethod
-    def of(cls, samples: list[float]) -> Timing:
-        cuts = statistics.quantiles(samples, n=10)
-        return cls(statistics.median(samples), cuts[1], cuts[7])
-
-
-def interleaved(calls: dict[str, Callable[[], object]], seconds: float, at_least: int = 7) -> dict[str, Timing]:
-    """Wall time of each call, one round of each after the other until each has had about `seconds`."""
-    repeats = {}
-    for name, call in calls.items():
-        call()
-        start = time.perf_counter()
-        call()
-        once = time.perf_counter() - start
-        repeats[name] = max(1, round(0.002 / max(once, 1e-7)))  # a sample of at least 2 ms
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    spent = 0.0
-    while spent < seconds * len(calls) or min(map(len, samples.values())) < at_least:
-        for name, call in calls.items():
-            start = time.perf_counter()
-            for _ in range(repeats[name]):
-                call()
-            elapsed = time.perf_counter() - start
-            samples[name].append(elapsed / repeats[name])
-            spent += elapsed
-    return {name: Timing.of(times) for name, times in samples.items()}
 
 
 def speed(device: torch.device | str, seconds: float = 2.0) -> Iterator[tuple[str, Timing, Timing]]:

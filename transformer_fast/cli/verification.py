@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from .. import backends, reference
 from ..masks import AttentionMask
 from ..models import Transformer
+from ..testing import errors
 from .verification_cases import SEED, Case, Draw, Tensors, op_cases
 
 Measured = tuple[Tensor, Tensors]  # an output, and gradients by name
 
-ULPS = 4.0
 HEADER = f"{'op':16} {'case':39} {'dtype':8} {'tensor':15} {'backend':9} {'error':>8} {'eager':>8} {'gate':>8}"
 # What `backends.choose` calls the kernel of an op, where it has another name.
 KERNELS = {
@@ -65,28 +65,6 @@ class Parity:
         figures = f"{self.error:8.1e} {self.eager_error:8.1e} {self.gate:8.1e}"
         verdict = "ok" if self.passed else f"FAIL {self.note}".rstrip()
         return f"{self.op:16} {self.case:39} {dtype:8} {self.tensor:15} {self.backend:9} {figures}  {verdict}"
-
-
-def errors(actual: Tensor, eager: Tensor, exact: Tensor, ulps: float = ULPS) -> tuple[float, float, float]:
-    """The gate of every kernel, where the exact values are finite.
-
-    Args:
-        actual: what the kernel computed.
-        eager: what plain PyTorch computed in the kernel's own dtype.
-        exact: what plain PyTorch computed in fp64.
-        ulps: allowance, in units in the last place of the largest exact value.
-
-    Returns:
-        The kernel's largest error, the largest one allowed, and eager's.
-    """
-    finite = exact.isfinite()
-    if not finite.any():
-        return 0.0, 0.0, 0.0
-    exact = exact.double()[finite]
-    error = (actual.double()[finite] - exact).abs().max().item()
-    eager_error = (eager.double()[finite] - exact).abs().nan_to_num(0.0).max().item()
-    rounding = ulps * torch.finfo(actual.dtype).eps * max(exact.abs().max().item(), 1e-30)
-    return error, 2 * eager_error + rounding, eager_error
 
 
 def parity(device: torch.device | str, dtypes: Iterable[torch.dtype] | None = None) -> Iterator[Parity]:

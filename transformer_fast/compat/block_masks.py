@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mask_checks import may_be_keep
 from ..masks import AttentionMask
+from ..masks.checks import may_be_keep
 
 MAX_DENSE = 2**28
 """The largest dense mask, in entries (bytes): B * H * Lq * Lk. Up to here the function is evaluated once."""

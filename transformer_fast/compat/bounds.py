@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mask_checks import kind_of
 from ..masks import AttentionMask
-from ..ops._attention_checks import can_look
+from ..masks.checks import kind_of
+from ..ops.attention_checks import can_look
 
 INTEGERS = (torch.int32, torch.int64)
 

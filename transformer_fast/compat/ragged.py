@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..mask_checks import kind_of
 from ..masks import AttentionMask
-from ..ops._attention_checks import can_look
+from ..masks.checks import kind_of
+from ..masks.packing import Packing, take, unpack
 from ..ops.attention import attention
+from ..ops.attention_checks import can_look
 from ..ops.attention_decode import attention_decode
 from ..ops.attention_packed import attention_packed
-from ..packing import Packing, take, unpack
 from .bounds import check_dimensions, mask_of
 from .flash_attention import with_weights
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops._attention_checks import can_look
+from ..ops.attention_checks import can_look
 from .bounds import bounds_of, check_integers, refuse_gradient
 from .ragged import Call, cached_attention, check_token_layout, ragged_attention, sequences
 

@@ -14,7 +14,7 @@ from ..layers.hooks import LOOKS_UP, in_role, is_plain
 from ..layers.linear import apply_linear
 from ..layers.torch_modules import Embedding
 from ..masks import AttentionMask
-from ._common import attend, embed_with_positions, head_width, merge_heads, project_heads, with_head_axis
+from .common import attend, embed_with_positions, head_width, merge_heads, project_heads, with_head_axis
 
 __all__ = ["Attention", "BERTEmbedding", "MultiHeadedAttention", "PositionalEmbedding", "TokenEmbedding"]
 

@@ -8,32 +8,20 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from ..accelerate.patterns.attention import Heads
-from ..accelerate.patterns.base import Accelerated, pattern_of, swapped_by
-from ..accelerate.patterns.embedding import Embedder as EmbedderPattern
-from ..accelerate.patterns.embedding import Positional
-from ..accelerate.patterns.feed_forward import ANNOTATED_FEED_FORWARD
-from ..accelerate.patterns.norm import width_of
-from ..accelerate.patterns.sublayer import DECODER
-from ..layers import (
-    DecoderLayer,
-    Embedder,
-    EncoderLayer,
-    LayerNorm,
-    MultiHeadAttention,
-    Norm,
-    PositionalEncoder,
-    RMSNorm,
-)
-from ..layers import torch_modules as swapped
+from ..layers import DecoderLayer, Embedder, EncoderLayer, MultiHeadAttention, PositionalEncoder
 from ..layers.hooks import is_plain
 from ..models import Decoder, Encoder
 from .weights import DROPOUTS, EMBEDDINGS
+
+decoder_makers: list[Callable[[nn.Module, nn.Module, int], Decoder | None]] = []
+"""Functions ``(decoder, embedding, longest)`` that make a `Decoder` on the parameters of an Annotated Transformer's, or
+return None. ``accelerate`` adds the one for what it has proven."""
 
 _ANNOTATED = ("encoder", "decoder", "src_embed", "tgt_embed", "generator")
 
@@ -114,7 +102,8 @@ class AnnotatedForm(Form):
         return self._decode_by_modules(tokens, memory, src_mask, causal)
 
     def cached_decoder(self, memory: Tensor, src_mask: Tensor | None, longest: int) -> Decoder | None:
-        decoder = as_decoder(self.model.decoder, self.model.tgt_embed, longest)
+        made = (make(self.model.decoder, self.model.tgt_embed, longest) for make in decoder_makers)
+        decoder = next((one for one in made if one is not None), None)
         # A `decode` that does more than call the modules is called at every step.
         if decoder is None or getattr(self.model, "decode", None) is None:
             return decoder
@@ -194,91 +183,3 @@ _EMBEDDING = {
     "pe.dropout": DROPOUTS,
 }
 """The modules of a decoder that are read before its first layer, in this order, and their classes."""
-
-
-def as_decoder(decoder: nn.Module, embed: nn.Module, longest: int) -> Decoder | None:
-    """The Annotated Transformer's decoder and its target embedding as a `Decoder`, on the same parameters.
-
-    None where `accelerate` has not proven it, a module has hooks or was changed since, the parts are others than The
-    Annotated Transformer's, or the positional table has fewer than `longest` rows.
-    """
-    if not swapped_by(DECODER)(decoder) or type(embed) is not nn.Sequential:
-        return None
-    if not all(map(_is_as_swapped, (*decoder.modules(), *embed.modules()))) or len(embed) != 2:
-        return None
-    lookup, positions = embed
-    if not swapped_by(EmbedderPattern)(lookup) or not _serves(positions, lookup.lut.weight, longest):
-        return None
-    width, layers = lookup.d_model, list(decoder.layers)
-    norms = decoder.norm, *(sublayer.norm for layer in layers for sublayer in layer.sublayer)
-    attentions = [attention for layer in layers for attention in (layer.self_attn, layer.src_attn)]
-    if not all(map(_serves_as_norm, norms)) or not all(_fits(attention, width) for attention in attentions):
-        return None
-    with torch.device("meta"):  # what is made here is replaced, and costs neither memory nor random numbers
-        ours = Decoder(1, width, len(layers), 1, 0.0, d_ff=1, max_len=1)
-        for theirs, layer in zip(layers, ours.layers, strict=True):
-            _take_over(layer, theirs, width)
-        ours.norm = _norm(decoder.norm)
-    ours.embed.lut, ours.pe.pe = lookup.lut, getattr(positions, pattern_of(positions).table)
-    return ours if cache_obstacle(ours) is None else None
-
-
-def _is_as_swapped(module: nn.Module) -> bool:
-    """Whether a module need not be called, and is still what `accelerate` made of it."""
-    if not is_plain(module) or not isinstance(module, Accelerated):
-        return is_plain(module)
-    # A subclass of the class that `accelerate` made, such as that of a parametrization, has the pattern of its base.
-    return "pattern_and_class" in vars(type(module)) and pattern_of(module).fits(module)
-
-
-def _serves(positions: nn.Module, weight: Tensor, longest: int) -> bool:
-    """Whether a positional table is the one that a `Decoder` would read, and long enough."""
-    if not swapped_by(Positional)(positions) or pattern_of(positions).length_axis != 1:
-        return False
-    table = getattr(positions, pattern_of(positions).table)
-    same = table.device == weight.device and torch.promote_types(table.dtype, weight.dtype) == weight.dtype
-    return same and longest <= table.shape[1]
-
-
-def _serves_as_norm(norm: nn.Module) -> bool:
-    """Return True for a norm that a layer of this package computes."""
-    return width_of(norm) is not None and (
-        pattern_of(norm) is not None or is_plain(norm, swapped.LayerNorm, swapped.RMSNorm)
-    )
-
-
-def _fits(attention: nn.Module, width: int) -> bool:
-    """Whether an attention is one that `MultiHeadAttention` computes."""
-    if not swapped_by(Heads)(attention) or not pattern_of(attention).head_axis:
-        return False
-    linears = pattern_of(attention).projections(attention)
-    square = all(isinstance(one, nn.Linear) and one.in_features == one.out_features == width for one in linears)
-    return square and attention.h * attention.d_k == width
-
-
-def _take_over(layer: DecoderLayer, theirs: nn.Module, width: int) -> None:
-    """Put the parameters of The Annotated Transformer's layer into a `DecoderLayer`."""
-    layer.norm_1, layer.norm_2, layer.norm_3 = (_norm(sublayer.norm) for sublayer in theirs.sublayer)
-    for name, attention in (("attn_1", theirs.self_attn), ("attn_2", theirs.src_attn)):
-        ours = MultiHeadAttention(attention.h, width, 0.0)
-        ours.q_linear, ours.k_linear, ours.v_linear, ours.out = pattern_of(attention).projections(attention)
-        setattr(layer, name, ours)
-    inner = theirs.feed_forward
-    if pattern_of(inner) is ANNOTATED_FEED_FORWARD:
-        layer.ff.linear_1, layer.ff.linear_2 = inner.w_1, inner.w_2
-    else:
-        layer.ff = inner
-
-
-def _norm(norm: nn.Module) -> Norm | LayerNorm | RMSNorm:
-    """A norm as one of `transformer_fast.layers`, with the same parameters."""
-    if (pattern := pattern_of(norm)) is not None:
-        gain, shift, eps, kind = pattern.gain, pattern.shift, pattern.eps, pattern.kind
-    else:
-        gain, shift, eps, kind = "weight", "bias", "eps", "rms" if isinstance(norm, swapped.RMSNorm) else "layer"
-    made = {"std": Norm, "layer": LayerNorm, "rms": RMSNorm}[kind]
-    ours = made(width_of(norm), getattr(norm, eps))
-    setattr(ours, "alpha" if kind == "std" else "weight", getattr(norm, gain))
-    if kind != "rms":
-        ours.bias = getattr(norm, shift)
-    return ours

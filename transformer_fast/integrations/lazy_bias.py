@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from ..distance import relative_buckets
 from ..masks import AttentionMask
+from ..masks.distance import relative_buckets
 from ..tensors import made_when_read
 from ..tracing import is_traced
 

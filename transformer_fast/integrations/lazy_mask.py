@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..masks import AttentionMask
-from ..packing import PackedMask, Packing
+from ..masks.packing import PackedMask, Packing
 from ..tensors import made_when_read
 
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..layers.padded_calls import GAPS, StaysPaddedError
 from ..masks import AttentionMask
-from ..padded_calls import GAPS, StaysPaddedError
 from ..tracing import is_traced, sizes
 from . import dispatch, unpadded
 from .lazy_bias import LazyBias

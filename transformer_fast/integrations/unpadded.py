@@ -13,8 +13,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
-from ..packing import Packing, packing_of
-from ..padded_calls import NO_TOKEN, PaddedCalls
+from ..layers.padded_calls import NO_TOKEN, PaddedCalls
+from ..masks.packing import Packing, packing_of
 
 _current: ContextVar[Unpadded | None] = ContextVar("unpadded", default=None)
 

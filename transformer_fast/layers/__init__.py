@@ -15,7 +15,10 @@ from .feed_forward import FeedForward
 from .linear import Linear
 from .norm import LayerNorm, Norm, RMSNorm
 
-_MODELS = ("Decoder", "Encoder", "Transformer")
+Decoder: Any
+Encoder: Any
+Transformer: Any
+"""The stacks of models/, which imports the layers; the root of the package sets them."""
 
 __all__ = [
     "Decoder",
@@ -34,12 +37,3 @@ __all__ = [
     "attention",
     "subsequentmask",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # The stacks live in models/, one step further along the line; only their names are offered here.
-    if name in _MODELS:
-        from .. import models
-
-        return getattr(models, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

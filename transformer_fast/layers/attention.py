@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..masks import AttentionMask
-from ..packing import PackedMask, packing_of, take, unpack
+from ..masks.packing import PackedMask, packing_of, take, unpack
 from .dropout import fused_p
 from .linear import apply_linear
 

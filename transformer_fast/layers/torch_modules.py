@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .. import ops
-from ..ops._multihead import evaluated_heads
+from ..masks.packing import PackedMask
 from ..ops.embedding import eager_embed
+from ..ops.multihead import evaluated_heads
 from ..ops.norm import eager_layer_norm
-from ..packing import PackedMask
 from ..tensors import is_served
 from ..tracing import is_traced
 from . import norm as _norm

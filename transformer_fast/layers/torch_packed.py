@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..packing import PackedMask, Packing, packing_of, take, unpack
-from ..padded_calls import NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls, record, stays_padded
+from ..masks.packing import PackedMask, Packing, packing_of, take, unpack
 from ..tracing import is_traced
 from .dropout import KINDS as DROPOUTS
 from .hooks import TAKES_RESIDUAL, has_role, is_plain
 from .linear import is_linear
+from .padded_calls import NO_TOKEN, PaddedCalls, StaysPaddedError, padded_calls, record, stays_padded
 from .torch_masks import TorchMasks, is_look_ahead
 from .torch_modules import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ..packing import PackedMask, Packing, packing_of, take, unpack
+from ..masks.packing import PackedMask, Packing, packing_of, take, unpack
 from ..tensors import is_served
 from ..tracing import is_traced
 from .by_torch import by_torch

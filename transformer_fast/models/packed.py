@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..layers.attention import layer_mask
 from ..masks import AttentionMask
-from ..packing import PackedMask, packing_of
+from ..masks.packing import PackedMask, packing_of
 from ..tracing import is_traced
 
 _WHAT_TO_PASS = "pass AttentionMask.lengths(trg_lengths) & AttentionMask.causal()"

@@ -15,7 +15,7 @@ from ..layers.encoder import EncoderLayer
 from ..layers.hooks import is_plain
 from ..layers.norm import Unsummed, make_norm, norm_and_sum, pre_norm
 from ..masks import AttentionMask
-from ..packing import PackedMask, take, unpack
+from ..masks.packing import PackedMask, take, unpack
 
 
 class Stack(nn.Module):

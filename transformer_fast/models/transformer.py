@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..layers.linear import apply_linear, is_linear
 from ..masks import AttentionMask
+from ..masks.packing import Packing, take, unpack
 from ..ops import linear_cross_entropy
-from ..packing import Packing, take, unpack
 from .decoder import Decoder
 from .encoder import Encoder
 from .packed import packed_masks

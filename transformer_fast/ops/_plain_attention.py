@@ -11,8 +11,8 @@ from torch import Tensor
 
 from .. import reference
 from ..attention_params import AttentionParams, PackedBatch
-from ..distance import along_diagonals
-from ..mask_parts import dense_keep, same_document
+from ..masks.distance import along_diagonals
+from ..masks.parts import dense_keep, same_document
 from ..tracing import refuse_dropout, sizes
 
 

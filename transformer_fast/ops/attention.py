@@ -14,8 +14,10 @@ from .. import backends, reference
 from ..attention_params import AttentionParams
 from ..masks import AttentionMask, and_causal, as_attention_mask
 from ..tracing import sizes
-from . import _eager, _seed
-from ._attention_checks import (
+from . import eager, seeds
+from ._names import unknown_names
+from ._plain import implementation
+from .attention_checks import (
     check_inputs,
     check_mask,
     check_options,
@@ -27,8 +29,6 @@ from ._attention_checks import (
     scale_of,
     special_arguments,
 )
-from ._names import unknown_names
-from ._plain import implementation
 
 MAX_TRITON_HEAD_DIM = 256
 
@@ -162,12 +162,12 @@ def attention(
     bias = mask.additive_bias
     only_out = not (return_weights or return_logsumexp)
     special = is_special(mask, softcap, sinks)
-    extension, by_triton = (None, False) if return_logsumexp or special else _eager.fast_path("attention", q)
+    extension, by_triton = (None, False) if return_logsumexp or special else eager.fast_path("attention", q)
     if return_weights and (by_triton or return_weights not in (True, "dropped")):
         extension, by_triton = None, False
     seed, out = None, None
     if dropout_p > 0.0:
-        seed = _seed.draw_launch_seed(q.device, by_triton)
+        seed = seeds.draw_launch_seed(q.device, by_triton)
     offset = and_causal(mask.causal_offset, causal)
     lengths = fitting_lengths(mask.key_lengths, q, k) if by_triton else mask.key_lengths
     given = (mask.keep_mask, mask.key_keep_mask, lengths, bias, offset, mask.window_offset, scale)
@@ -186,7 +186,7 @@ def attention(
     if isinstance(seed, int):
         seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
-    autocast = _eager.autocast_enabled(q)
+    autocast = eager.autocast_enabled(q)
     check_inputs(q, k, v, autocast)
     check_options("attention", dropout_p, empty_rows)
     if return_weights not in (False, True, "dropped"):

@@ -10,18 +10,11 @@ from torch import Tensor
 from .. import backends, reference
 from ..masks import AttentionMask
 from ..tracing import is_traced, sizes, unrecorded
-from . import _eager
-from ._attention_checks import (
-    check_tensors,
-    is_special,
-    mask_by_position,
-    scale_of,
-    shape_error,
-    special_arguments,
-)
+from . import eager
 from ._names import unknown_names
 from ._plain import implementation
 from .attention import check_backend
+from .attention_checks import check_tensors, is_special, mask_by_position, scale_of, shape_error, special_arguments
 
 _INTEGERS = (torch.int32, torch.int64)
 
@@ -109,14 +102,14 @@ def attention_decode(
     mask = mask_by_position("attention_decode", mask, causal)
     bounds = mask.causal_offset, mask.window_offset
     special = is_special(mask, softcap, sinks)
-    extension, by_triton = (None, False) if special or return_logsumexp else _eager.fast_path("attention", q)
+    extension, by_triton = (None, False) if special or return_logsumexp else eager.fast_path("attention", q)
     if extension is not None:
         given = (q, k_cache, v_cache, lengths, page_table, *bounds, scale)
         out = extension.attention_decode(by_triton, *given)
         if out is not None:
             return out
 
-    autocast = _eager.autocast_enabled(q)
+    autocast = eager.autocast_enabled(q)
     _check_inputs(q, k_cache, v_cache, page_table, autocast)
     _check_lengths(lengths, q, k_cache, page_table)
     lengths = lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)

@@ -13,11 +13,14 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..attention_params import AttentionParams, PackedBatch
-from ..mask_checks import kind_of
 from ..masks import AttentionMask
+from ..masks.checks import kind_of
 from ..tracing import is_traced, sizes, unrecorded
-from . import _eager, _seed
-from ._attention_checks import (
+from . import eager, seeds
+from ._names import unknown_names
+from ._plain import implementation
+from .attention import check_backend
+from .attention_checks import (
     can_look,
     check_options,
     check_tensors,
@@ -28,9 +31,6 @@ from ._attention_checks import (
     shape_error,
     special_arguments,
 )
-from ._names import unknown_names
-from ._plain import implementation
-from .attention import check_backend
 
 
 class _Options(TypedDict, total=False):
@@ -151,10 +151,10 @@ def attention_packed(
         raise unknown_names("attention_packed", unknown)
     if type(dropout_p) is not float:
         dropout_p = dropout_number("attention_packed", dropout_p)
-    extension, by_triton = _eager.fast_path("attention", q)
+    extension, by_triton = eager.fast_path("attention", q)
     seed = None
     if dropout_p > 0.0 and isinstance(q, Tensor):
-        seed = _seed.draw_launch_seed(q.device, by_triton)
+        seed = seeds.draw_launch_seed(q.device, by_triton)
     mask = mask_by_position("attention_packed", mask, causal, takes_keep=True)
     bounds = mask.causal_offset, mask.window_offset
     special = is_special(mask, softcap, sinks) or mask.key_keep_mask is not None
@@ -167,7 +167,7 @@ def attention_packed(
     if isinstance(seed, int):
         seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
-    autocast = _eager.autocast_enabled(q)
+    autocast = eager.autocast_enabled(q)
     _check_inputs(q, k, v, autocast)
     check_options("attention_packed", dropout_p, empty_rows)
     max_q = _check_sequences("q", cu_seqlens_q, q, max_q)

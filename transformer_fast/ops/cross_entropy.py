@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import backends, reference
 from ..tracing import unrecorded
 from . import _cross_entropy_rows as _rows  # registers its ops
-from . import _eager
+from . import eager
 from ._plain import implementation
 
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
@@ -68,11 +68,11 @@ def linear_cross_entropy(
     """
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"linear_cross_entropy: dtype must be a float dtype, got {dtype}")
-    if class_weight is None and (direct := _eager.native()):
+    if class_weight is None and (direct := eager.native()):
         args = x, weight, bias, target, label_smoothing, ignore_index, reduction, CHUNK_ELEMENTS["cpu"]
         if (loss := direct.linear_cross_entropy(*args)) is not None:
             return loss.to(x.dtype if dtype is None else dtype)
-    autocast = _eager.autocast_enabled(x)
+    autocast = eager.autocast_enabled(x)
     tensors = {"x": x, "weight": weight, "bias": bias, "target": target, "class_weight": class_weight}
     _check_tensors(tensors, autocast)
     _check_shapes(x, weight, bias, target, class_weight)

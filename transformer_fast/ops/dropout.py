@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..tracing import unrecorded
-from . import _eager, _seed
+from . import eager, seeds
 from ._plain import implementation
 
 
@@ -34,8 +34,8 @@ def dropout(
         TypeError: for non-tensors and non-float dtypes.
         ValueError: for shapes, devices or a ``p`` that do not fit; the message names them.
     """
-    seed = _seed.draw_seed(x.device) if p > 0.0 and isinstance(x, Tensor) else None
-    if direct := _eager.native():
+    seed = seeds.draw_seed(x.device) if p > 0.0 and isinstance(x, Tensor) else None
+    if direct := eager.native():
         result = direct.dropout(x, p, bias, residual, relu, seed)
         if result is not None:
             return result

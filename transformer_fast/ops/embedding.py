@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import backends, reference
 from ..tracing import sizes, unrecorded
 from ..triton import configs
-from . import _eager, _seed
+from . import eager, seeds
 from ._names import unknown_names
 from ._plain import implementation
 
@@ -58,8 +58,8 @@ def embed(
     if isinstance(ids, Tensor) and ids.dim() == 0:  # one id, as a sequence of one
         options = {"scale": scale, "offset": offset, "padding_idx": padding_idx, "dropout_p": dropout_p}
         return embed(ids.unsqueeze(0), weight, table, **options).squeeze(0)  # type: ignore[arg-type]
-    seed = _seed.draw_seed(weight.device) if dropout_p > 0.0 and isinstance(weight, Tensor) else None
-    if direct := _eager.native():
+    seed = seeds.draw_seed(weight.device) if dropout_p > 0.0 and isinstance(weight, Tensor) else None
+    if direct := eager.native():
         result = direct.embed(ids, weight, table, scale, offset, padding_idx, dropout_p, seed)
         if result is not None:
             return result
@@ -94,7 +94,7 @@ def embed(
 
 def eager_embed(ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor | None:
     """``weight[ids]`` as :func:`embed` computes it, of plain CPU tensors in eager mode; None for any other call."""
-    direct = _eager.native()
+    direct = eager.native()
     return direct.embed(ids, weight, None, 1.0, 0, padding_idx, 0.0, None) if direct else None
 
 
@@ -112,8 +112,8 @@ def add_positional(x: Tensor, table: Tensor, offset: int | Tensor = 0, dropout_p
     Raises:
         TypeError, ValueError, IndexError: as for :func:`embed`.
     """
-    seed = _seed.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
-    if direct := _eager.native():
+    seed = seeds.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
+    if direct := eager.native():
         result = direct.add_positional(x, table, offset, dropout_p, seed)
         if result is not None:
             return result
@@ -160,7 +160,7 @@ def positional_table(length: int, d_model: int, *, layout: str = "interleaved") 
     if table.is_meta:
         return table
     # It is made once for a model: where something traces, the plain PyTorch formula serves as well.
-    if not _eager.is_plain(table) or backends.resolve("embedding", table.device, table.dtype) == "reference":
+    if not eager.is_plain(table) or backends.resolve("embedding", table.device, table.dtype) == "reference":
         return reference.embedding.positional_table(length, d_model)
     torch.ops.transformer_fast.fill_positional_table(table)
     return table

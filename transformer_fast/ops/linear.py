@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from .. import backends, extension
-from . import _eager
+from . import eager
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -37,7 +37,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         TypeError, RuntimeError: as ``F.linear``.
     """
     if isinstance(x, Tensor) and x.is_cpu:
-        if direct := _eager.native():
+        if direct := eager.native():
             result = direct.linear(x, weight, bias)
             if result is not None:
                 return result

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import backends, reference
 from ..tracing import unrecorded
-from . import _eager, _seed
+from . import eager, seeds
 from ._names import unknown_names
 from ._plain import implementation
 
@@ -95,8 +95,8 @@ def layer_norm(
         raise unknown_names("layer_norm", unknown)
     if eps is None:
         eps = _machine_epsilon(x if residual is None else residual)
-    seed = _seed.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
-    if direct := _eager.native():
+    seed = seeds.draw_seed(x.device) if dropout_p > 0.0 and isinstance(x, Tensor) else None
+    if direct := eager.native():
         result = direct.layer_norm(x, weight, bias, eps, kind, residual, dropout_p, seed)
         if result is not None:
             return result
@@ -117,7 +117,7 @@ def eager_layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float | None, kind: str, residual: Tensor | None
 ) -> Any:
     """:func:`layer_norm` without dropout, of plain CPU tensors in eager mode; None for any other call."""
-    if not (direct := _eager.native()):
+    if not (direct := eager.native()):
         return None
     if eps is None:
         eps = _machine_epsilon(x if residual is None else residual)

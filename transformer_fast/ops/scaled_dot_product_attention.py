@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import backends
 from ..tensors import is_served
-from . import _eager
+from . import eager
 from .attention import MAX_TRITON_HEAD_DIM, attention
 
 # Taken now, so that a program that puts ours into torch.nn.functional still reaches torch's.
@@ -90,7 +90,7 @@ def _at_once(
 
     None for any other call, and for one with dropout, of which another way into the op would draw a second seed.
     """
-    extension, by_triton = _eager.fast_path("attention", q)
+    extension, by_triton = eager.fast_path("attention", q)
     if extension is None or dropout_p != 0.0 or q.dim() != 4 or not isinstance(k, Tensor) or k.dim() != 4:
         return None
     if type(is_causal) is not bool or type(enable_gqa) is not bool or (q.shape[1] != k.shape[1] and not enable_gqa):
@@ -133,7 +133,7 @@ def _served(
         if not isinstance(t, Tensor) or t.dim() < 2 or t.device != q.device:
             return False
     floats: tuple[torch.dtype, ...] = _DTYPES
-    if _eager.autocast_enabled(q):
+    if eager.autocast_enabled(q):
         floats = _CAST_BY_AUTOCAST
     elif not q.dtype == k.dtype == v.dtype or (
         mask is not None and mask.dtype not in (torch.bool, torch.float32, q.dtype)
@@ -230,4 +230,4 @@ def _flattened(mask: Tensor, leading: tuple[int, ...]) -> Tensor:
 
 def _cast(bias: Tensor, q: Tensor) -> Tensor:
     """A float mask as autocast passes it on."""
-    return bias.to(torch.get_autocast_dtype(q.device.type)) if _eager.autocast_enabled(q) else bias
+    return bias.to(torch.get_autocast_dtype(q.device.type)) if eager.autocast_enabled(q) else bias

@@ -11,8 +11,8 @@ import itertools
 import torch
 from torch import Tensor
 
-from ..distance import along_diagonals
-from ..mask_parts import dense_keep, same_document
+from ..masks.distance import along_diagonals
+from ..masks.parts import dense_keep, same_document
 from .dropout import attention_keep, rescale
 
 

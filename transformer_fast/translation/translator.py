@@ -130,7 +130,7 @@ class Translator:
             raise ConfigError(f"workers is {workers}; expected a whole number >= 1")
         if workers > 1:
             chunks = _chunks(lines, max(chunk_lines // (2 * workers), min(chunk_lines, WORKER_LINES)))
-            yield from translate_chunks(self, chunks, workers=workers, on_error=on_error)
+            yield from translate_chunks(self.translate_chunk, chunks, self.models, workers=workers, on_error=on_error)
             return
         first = 1
         for chunk in _chunks(lines, chunk_lines):

@@ -8,70 +8,69 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
 import torch
+from torch import nn
 
 from .. import backends
 from ..generation.decoding import evaluation_mode
 from .errors import ConfigError
 
-if TYPE_CHECKING:
-    from .translator import Translation, Translator
-
+T = TypeVar("T")
 Lines = list[str | Exception]
-Answer = tuple[list[list["Translation"]], list[tuple[int, str]]]
-"""The translations of each line of a chunk, and number and reason of each that has none."""
+OnError = Callable[[int, str], None] | None
+Translate = Callable[[Lines, int, OnError], Iterable[T]]
+"""``(lines, number of the first, on_error)`` -> one answer per line."""
 
 
 def translate_chunks(
-    translator: Translator,
-    chunks: Iterable[Lines],
-    *,
-    workers: int,
-    on_error: Callable[[int, str], None] | None,
-) -> Iterator[list[Translation]]:
-    """What the translator gives for the lines of all chunks, in order; each chunk is translated by one worker.
+    translate: Translate[T], chunks: Iterable[Lines], models: Sequence[nn.Module], *, workers: int, on_error: OnError
+) -> Iterator[T]:
+    """Yield the answers to the lines of all chunks, in order; each chunk is translated by one worker.
 
-    Two chunks a worker are read ahead, so memory does not grow with the text. The models are in evaluation mode until
+    Two chunks per worker are read ahead, so memory does not grow with the text. The models are in evaluation mode until
     the last line, or until the iterator is closed.
 
     Raises:
         ConfigError: for a model that is not on a CPU.
     """
-    if translator.device.type != "cpu":
-        raise ConfigError(f"workers={workers} is for models on a CPU; expected 1 for one on {translator.device}")
+    device = next(models[0].parameters()).device
+    if device.type != "cpu":
+        raise ConfigError(f"workers={workers} is for models on a CPU; expected 1 for one on {device}")
     threads = torch.get_num_threads()
     share = max(threads // workers, 1)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(evaluation_mode(*translator.models))  # not by each worker: one would end it for the others
+        stack.enter_context(evaluation_mode(*models))  # not by each worker: one would end it for the others
         stack.callback(torch.set_num_threads, threads)  # a thread's own is what new threads begin with
         pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(share,))
         stack.callback(pool.shutdown, cancel_futures=True)
-        running: deque[Future[Answer]] = deque()
+        running: deque[Future[tuple[list[T], list[tuple[int, str]]]]] = deque()
         first = 1
         for chunk in chunks:
-            running.append(pool.submit(_answer, translator, chunk, first, on_error is not None, backends.current()))
+            running.append(pool.submit(_answer, translate, chunk, first, on_error is not None, backends.current()))
             first += len(chunk)
             if len(running) == 2 * workers:
-                yield from _reported(running.popleft().result(), on_error)
+                yield from _reported(*running.popleft().result(), on_error)
         while running:
-            yield from _reported(running.popleft().result(), on_error)
+            yield from _reported(*running.popleft().result(), on_error)
 
 
-def _reported(answer: Answer, on_error: Callable[[int, str], None] | None) -> list[list[Translation]]:
-    """The translations, once the lines without one are reported."""
-    translations, errors = answer
+def _reported(answers: list[T], errors: list[tuple[int, str]], on_error: OnError) -> list[T]:
+    """Report the lines without an answer, and return the answers."""
     for error in errors:
         assert on_error is not None  # without it they were raised
         on_error(*error)
-    return translations
+    return answers
 
 
-def _answer(translator: Translator, lines: Lines, first: int, keep_errors: bool, backend: str) -> Answer:
+def _answer(
+    translate: Translate[T], lines: Lines, first: int, keep_errors: bool, backend: str
+) -> tuple[list[T], list[tuple[int, str]]]:
+    """Return the answers, and number and reason of each line that has none."""
     errors: list[tuple[int, str]] = []
     keep = (lambda *error: errors.append(error)) if keep_errors else None
     with backends.backend(backend):  # each thread has its own
-        return list(translator.translate_chunk(lines, first, keep)), errors
+        return list(translate(lines, first, keep)), errors

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...carried import tokens_of, with_tokens, without_tokens
 from ...integrations.lazy_bias import LazyBias
 from ...integrations.lazy_mask import LazyMask, PackedLazyMask, has_gaps
 from ...integrations.transformers import weights_are_captured
 from ...integrations.unpadded import Unpadded, current
+from ...layers.carried import tokens_of, with_tokens, without_tokens
 from ...layers.hooks import HOOKS
+from ...layers.padded_calls import GAPS, StaysPaddedError, check_sources, record
 from ...masks import AttentionMask
-from ...packing import PackedMask, Packing, take
-from ...padded_calls import GAPS, StaysPaddedError, check_sources, record
+from ...masks.packing import PackedMask, Packing, take
 from .classes import Arguments, Forward, part, positional_names
 
 LAYER = "layer"

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ...integrations.unpadded import Unpadded, current
-from ...packing import Packing, take, unpack
-from ...padded_calls import NO_SOURCE, PaddedCalls, padded_calls
+from ...layers.padded_calls import NO_SOURCE, PaddedCalls, padded_calls
+from ...masks.packing import Packing, take, unpack
 from ...tensors import is_served
 from ...tracing import is_traced
 from .classes import Arguments, Forward, Packed, argument_names, part, positional_names

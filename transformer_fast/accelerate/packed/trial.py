@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ...integrations.lazy_mask import LazyMask
 from ...integrations.unpadded import Unpadded
+from ...layers.padded_calls import GAPS, PaddedCalls
 from ...masks import AttentionMask
-from ...padded_calls import GAPS, PaddedCalls
 from ..probe import first_line, no_hooks
 from .classes import packed_class, positional_names
 from .layer import LAYER, MASK, MEMORY, MEMORY_MASK, POSITIONS

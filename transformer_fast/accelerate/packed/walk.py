@@ -9,9 +9,9 @@ from torch import nn
 
 from ...integrations import dispatch
 from ...layers import torch_stacks
+from ...layers.padded_calls import WITHOUT_PADDING
 from ...layers.torch_packed import takes_packed
 from ...models.transformer import Transformer
-from ...padded_calls import WITHOUT_PADDING
 from ..patterns.base import pattern_of
 from ..patterns.layer import Layer as ClassicLayer
 from ..patterns.layer import Stack as ClassicStack

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from ... import ops
 from ...dialects import tensorflow
-from ...dialects._common import leave_weights, merge_heads, project_heads
+from ...dialects.common import leave_weights, merge_heads, project_heads
 from ...layers.attention import attend, attention, layer_mask
 from ...layers.hooks import TAKES_NEED_WEIGHTS
-from ...mask_checks import four_dimensions
 from ...masks import AttentionMask
-from ...packing import PackedMask, unpack
+from ...masks.checks import four_dimensions
+from ...masks.packing import PackedMask, unpack
 from .base import ANY, DROPOUT, INLINED, LINEAR, Pattern, children, random_keep
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dialects._common import LAST_WEIGHTS, LastWeights
+from ...dialects.common import LAST_WEIGHTS, LastWeights
 from ...layers import dropout
 from ...layers.embedding import is_lookup
 from ...layers.hooks import in_role, is_plain
@@ -218,14 +218,14 @@ def _rebuild(name: str, original: type[nn.Module], inlined: tuple[type[nn.Module
     return made.__new__(made)
 
 
-def _in_order(parameters: tuple[tuple[str, Any], ...] | None, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
+def _in_order(parameters: tuple[inspect.Parameter, ...] | None, args: tuple, kwargs: dict[str, Any]) -> tuple | None:
     """Keyword arguments put in order; None where they do not fit, so that the original says so."""
     if parameters is None:
         return None
     rest, used = [], 0
-    for name, default in parameters[len(args) :]:
-        used += name in kwargs
-        rest.append(kwargs.get(name, default))
+    for parameter in parameters[len(args) :]:
+        used += parameter.name in kwargs
+        rest.append(kwargs.get(parameter.name, parameter.default))
         if rest[-1] is inspect.Parameter.empty:
             return None
     return (*args, *rest) if used == len(kwargs) else None
@@ -243,7 +243,7 @@ class Names:
 
 def names_of(original: type[nn.Module]) -> Names | None:
     """The arguments of a module's forward; None where some have no name."""
-    parameters = list(inspect.signature(original.forward).parameters.values())[1:]
+    _, *parameters = inspect.signature(original.forward).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters):
         return None
     named = [p for p in parameters if p.kind != p.VAR_KEYWORD]
@@ -268,12 +268,12 @@ def _by_name(names: Names | None, args: tuple, kwargs: dict[str, Any]) -> tuple[
     return (), given
 
 
-def parameters_of(original: type[nn.Module]) -> tuple[tuple[str, Any], ...] | None:
-    """Names and defaults of forward's parameters; None where one of them is ``*``, ``**`` or keyword only."""
+def parameters_of(original: type[nn.Module]) -> tuple[inspect.Parameter, ...] | None:
+    """Return forward's parameters without ``self``; None where one of them is ``*``, ``**`` or keyword only."""
     parameters = list(inspect.signature(original.forward).parameters.values())[1:]
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
         return None
-    return tuple((p.name, p.default) for p in parameters)
+    return tuple(parameters)
 
 
 def pattern_of(module: nn.Module) -> Pattern | None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...dialects import d2l
-from ...dialects._common import LAST_WEIGHTS
+from ...dialects.common import LAST_WEIGHTS
 from ...dialects.d2l.attention import attend
 from ...dialects.d2l.blocks import run_decoder_block
 from ...dialects.d2l.sequences import certain_lengths
@@ -51,7 +51,10 @@ class D2lAttention(Pattern):
     roles = (SCALED_DOT_PRODUCT,)
 
     def matches(self, m: Any) -> bool:
-        return super().matches(m) and not m._buffers and parameters_of(type(m))[3][0] == "valid_lens"
+        if not super().matches(m) or m._buffers:
+            return False
+        *_, last = parameters_of(type(m)) or ()
+        return last.name == "valid_lens"
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         q, k, v = torch.randn(2, 5, 6), torch.randn(2, 4, 6), torch.randn(2, 4, 7)

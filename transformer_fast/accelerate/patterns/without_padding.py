@@ -8,14 +8,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...carried import tokens_of, with_tokens
 from ...layers.attention import layer_mask
+from ...layers.carried import tokens_of, with_tokens
 from ...layers.dropout import KINDS as DROPOUTS
 from ...layers.hooks import is_plain
 from ...layers.linear import Linear
+from ...layers.padded_calls import (
+    NO_SOURCE,
+    NO_TOKEN,
+    StaysPaddedError,
+    check_sources,
+    padded_calls,
+    record,
+    stays_padded,
+)
+from ...masks.packing import PackedMask, Packing, packing_of, take
 from ...models.packed import packed_masks
-from ...packing import PackedMask, Packing, packing_of, take
-from ...padded_calls import NO_SOURCE, NO_TOKEN, StaysPaddedError, check_sources, padded_calls, record, stays_padded
 from ...tracing import is_traced
 from .attention import Heads, keep_mask
 from .base import pattern_of

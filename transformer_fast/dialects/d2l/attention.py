@@ -11,7 +11,7 @@ from ...layers.hooks import SCALED_DOT_PRODUCT, has_role, in_role
 from ...layers.linear import apply_linear
 from ...masks import AttentionMask
 from ...ops.attention import attention
-from .._common import (
+from ..common import (
     LAST_WEIGHTS,
     LastWeights,
     additive_scores,

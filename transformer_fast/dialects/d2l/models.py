@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...layers.embedding import PositionalEncoder
 from ...layers.hooks import is_plain
 from ...layers.linear import apply_linear
-from .._common import embed_with_positions
+from ..common import embed_with_positions
 from .blocks import DecoderBlock, EncoderBlock, State
 from .sequences import ValidLens
 

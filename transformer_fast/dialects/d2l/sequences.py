@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...mask_checks import may_be_keep
 from ...masks import AttentionMask
+from ...masks.checks import may_be_keep
 from ...tracing import is_traced
-from .._common import merge_heads, split_heads
+from ..common import merge_heads, split_heads
 
 ValidLens = Tensor | AttentionMask | None
 """Integers (B,) or (B, Lq); an AttentionMask; or None: every key."""

@@ -10,7 +10,7 @@ from ...layers.hooks import TAKES_NEED_WEIGHTS, has_role, in_role
 from ...layers.linear import apply_linear
 from ...masks import AttentionMask
 from ...tracing import is_traced
-from .._common import attend, head_width, merge_heads, project_heads, with_head_axis
+from ..common import attend, head_width, merge_heads, project_heads, with_head_axis
 
 BlockedMask = Tensor | AttentionMask | None
 """A float mask broadcastable to (B, H, Lq, Lk), 1.0 = blocked and 0.0 = kept; an AttentionMask; or None."""

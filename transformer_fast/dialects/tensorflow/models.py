@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ...layers.embedding import SinusoidalTable
 from ...layers.hooks import is_plain
 from ...layers.linear import apply_linear
-from .._common import embed_with_positions
+from ..common import embed_with_positions
 from .attention import BlockedMask, blocked_mask, needs
 from .layers import DecoderLayer, EncoderLayer
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ...layers.linear import apply_linear, is_linear
 from ...ops.linear import linear
-from .._common import additive_scores, attend, attend_by_scores
+from ..common import additive_scores, attend, attend_by_scores
 from .attention import BlockedMask, blocked_mask
 
 

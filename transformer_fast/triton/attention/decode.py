@@ -7,6 +7,7 @@ comes from each sequence's own length, read by the program: programs past its la
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import triton
@@ -99,16 +100,25 @@ def capacity_of(k: Tensor, page_table: Tensor | None) -> int:
     return k.shape[2] * (1 if page_table is None else page_table.shape[1])
 
 
+class Division(NamedTuple):
+    """How a call is divided: rows per tile, programs per part of the keys, and parts."""
+
+    block_rows: int
+    programs: int
+    parts: int
+
+
 @functools.lru_cache(maxsize=4096)
-def division(B: int, H: int, Lq: int, D: int, Hkv: int, capacity: int, itemsize: int) -> tuple[int, int, int]:
-    """(rows a tile, programs for one part of the keys, parts) of a call."""
+def division(B: int, H: int, Lq: int, D: int, Hkv: int, capacity: int, itemsize: int) -> Division:
+    """Divide a call."""
     most_rows, keys, _, _ = TILES[itemsize * 8, padded_head_dim(D)]
     block_rows = min(most_rows, max(16, 1 << (H // Hkv * Lq - 1).bit_length()))
     programs = B * Hkv * blocks_of(H // Hkv * Lq, block_rows)
-    return block_rows, programs, max(1, min(blocks_of(PROGRAMS, programs), blocks_of(capacity, keys), MOST_PARTS))
+    parts = max(1, min(blocks_of(PROGRAMS, programs), blocks_of(capacity, keys), MOST_PARTS))
+    return Division(block_rows, programs, parts)
 
 
-def division_of(q: Tensor, k: Tensor, page_table: Tensor | None) -> tuple[int, int, int]:
+def division_of(q: Tensor, k: Tensor, page_table: Tensor | None) -> Division:
     return division(*q.shape, k.shape[1], capacity_of(k, page_table), q.element_size())
 
 
@@ -257,7 +267,7 @@ def attention_decode(
     run_cached(
         ("attention decode", causal, window, softcap, scale),
         (q, k, v, lengths.contiguous(), page_table, distance_bias, query_ids, key_ids, sinks),
-        (out, logsumexp, *part_buffers(q, division_of(q, k, page_table)[2])),
+        (out, logsumexp, *part_buffers(q, division_of(q, k, page_table).parts)),
         lambda *tensors: decode_launches(*tensors, causal, window, softcap, scale),
     )
     return out, logsumexp

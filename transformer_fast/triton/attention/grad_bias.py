@@ -6,6 +6,8 @@ A program owns one tile of the bias and walks over those, in one order; where to
 a tile and their fp32 parts are added afterwards. Nothing is atomic: two runs agree bit for bit.
 """
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -148,9 +150,24 @@ def _grad_bias_kernel(
         tl.store(pointers, acc.to(kind), mask=(query < queries)[:, None] & (key < keys)[None, :])
 
 
-def sharing(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[int, list[int], int, int]:
-    """(tiles of the bias, how many of each dimension one of them stands for, parts of its sum, steps of a part), for q
-    and k as the kernels take them."""
+class Sharing(NamedTuple):
+    """How the tiles of a bias are shared out.
+
+    Attributes:
+        tiles: number of tiles of the bias.
+        each: how many batches, heads, blocks of queries and blocks of keys one of them stands for.
+        parts: number of parts that a sum is made in.
+        steps: number of addends per part.
+    """
+
+    tiles: int
+    each: list[int]
+    parts: int
+    steps: int
+
+
+def sharing(q: Tensor, k: Tensor, params: AttentionParams) -> Sharing:
+    """Share out the tiles of a bias, for q and k as the kernels take them."""
     rows, keys, _ = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])]
     counts = (*q.shape[:2], blocks_of(q.shape[2], rows), blocks_of(k.shape[2], keys))
     shape = params.bias.shape if params.packed is None else (2, params.bias.shape[0], 2, 2)  # each sequence has its own
@@ -159,7 +176,7 @@ def sharing(q: Tensor, k: Tensor, params: AttentionParams) -> tuple[int, list[in
     for n, behind in zip(counts, each, strict=True):
         tiles, total = tiles * (n // behind), total * behind
     steps = blocks_of(total, min(total, blocks_of(PROGRAMS, tiles)))
-    return tiles, each, blocks_of(total, steps), steps
+    return Sharing(tiles, each, blocks_of(total, steps), steps)
 
 
 def part_sums(bias: Tensor, parts: int) -> Tensor:
@@ -240,7 +257,7 @@ def _attention_grad_bias(
         grad_out = grad_out.contiguous()
     if grad_logsumexp is not None:
         grad_logsumexp = grad_logsumexp.contiguous()
-    sums = part_sums(bias, sharing(*kernel_views(params, (q,), (k,)), params)[2])
+    sums = part_sums(bias, sharing(*kernel_views(params, (q,), (k,)), params).parts)
     inputs = grad_out, q, k, v, out, logsumexp, grad_logsumexp
     outputs = (*empties_like(logsumexp, logsumexp), sums)
     run_call("attention grad_bias", inputs, outputs, 0, params, grad_bias_launches)

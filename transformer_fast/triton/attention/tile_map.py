@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...attention_params import AttentionParams
+from ...masks.tile_share import FULL, PARTIAL
 from ...tensor_cache import get_or_compute
-from ...tile_share import FULL, PARTIAL
 from ..launcher import Launch, blocks_of, run
 from .mask import Bounds, Mask, allowed_words, ids_at, key_limits, query_rows
 from .steps import program_of

@@ -1,0 +1,161 @@
+"""The rules of the house: which package imports which, and what no file may have."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import transformer_fast
+
+PACKAGE = Path(transformer_fast.__file__).parent
+ROOT = PACKAGE.parent
+
+ORDER = (
+    *("tracing", "extension", "backends", "tensors", "tensor_cache", "target_checks"),
+    *("masks", "attention_params", "reference"),
+    *("triton", "ops", "explain", "testing", "compat"),
+    *("layers", "models", "dialects"),
+    *("integrations", "generation", "accelerate"),
+    *("translation", "cli"),
+)
+"""Packages, and modules of the root: each imports only those before it. Late and type-only imports count."""
+
+MOST_LINES, MOST_PARAMETERS = 400, 12
+
+OPS = {"attention", "attention_decode", "attention_packed"}
+"""Functions with the parameters of PyTorch's and its peers' of the same purpose, wherever they are computed."""
+
+
+def name_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+MODULES = {name_of(path): path for path in PACKAGE.rglob("*.py")}
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(module: str) -> tuple[tuple[str, str], ...]:
+    """Return (module, name) of all that a module of the package imports from it; the name is "" for a module."""
+    found = []
+    package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
+    for node in ast.walk(parsed(MODULES[module])):
+        if isinstance(node, ast.Import):
+            found += [(alias.name, "") for alias in node.names if alias.name.startswith("transformer_fast")]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            if base.split(".")[0] == "transformer_fast":
+                whole = [f"{base}.{alias.name}" for alias in node.names]
+                found += [(w, "") if w in MODULES else tuple(w.rsplit(".", 1)) for w in whole]
+    return tuple(found)
+
+
+def room(module: str) -> str:
+    """Return the package, or the module of the root, that a module belongs to."""
+    return module.split(".")[1] if "." in module else ""
+
+
+def across() -> Iterator[tuple[str, str, str]]:
+    """Yield (module, imported module, imported name) of all imports between rooms."""
+    for module in MODULES:
+        if room(module) not in ("", "_moved", "__main__"):
+            for target, name in imports(module):
+                if room(target) != room(module):
+                    yield module, target, name
+
+
+def tracked(*patterns: str) -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).exists()]
+
+
+def test_each_package_imports_those_before_it() -> None:
+    rank = {name: number for number, name in enumerate(ORDER)}
+    assert {room(module) for module in MODULES} - {"", "_moved", "__main__"} == set(ORDER)
+    up = [
+        f"{module} imports {target}"
+        for module, target, _ in across()
+        if room(target) and rank[room(target)] > rank[room(module)]
+    ]
+    assert not up
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    graph = {module: {target for target, _ in imports(module) if target in MODULES} for module in MODULES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_no_private_name_leaves_its_package() -> None:
+    private = re.compile(r"^_(?!_)")
+    found = [
+        f"{module}: {target}.{name}"
+        for module, target, name in across()
+        if any(private.match(part) for part in (*target.split("."), name))
+    ]
+    assert not found
+
+
+def test_files_are_short() -> None:
+    files = tracked("*.py", "*.cpp", "*.h", "*.cu", "*.cuh")
+    assert files
+    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in files}
+    assert not {name: count for name, count in lengths.items() if count > MOST_LINES}
+
+
+def test_functions_have_few_parameters() -> None:
+    """Kernels have as many as a launch passes; `compat`, and models as `nn.Transformer`, those of their peers."""
+    found = []
+    for module, path in MODULES.items():
+        allowed = {"models": {"__init__"}}.get(room(module), OPS)
+        for node in ast.walk(parsed(path)) if room(module) != "compat" else ():
+            if isinstance(node, ast.FunctionDef) and node.name not in allowed and not is_kernel(node):
+                count = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+                found += [f"{module}.{node.name}: {count}"] * (count > MOST_PARAMETERS)
+    assert not found
+
+
+def is_kernel(function: ast.FunctionDef) -> bool:
+    """Return True for a Triton kernel or device function, and for what passes its arguments on."""
+    if function.name.endswith(("_kernel", "_launches")):
+        return True
+    return any("triton.jit" in ast.unparse(decorator) for decorator in function.decorator_list)
+
+
+def test_a_field_has_a_name() -> None:
+    """No number picks from what a number picked, or a third thing from what a call returns.
+
+    Sizes of a tensor have no names, and neither has the state of a textbook's decoder.
+    """
+    found = []
+    for module, path in MODULES.items():
+        for node in ast.walk(parsed(path)):
+            if not (isinstance(node, ast.Subscript) and is_number(node.slice)):
+                continue
+            inner = node.value
+            twice = isinstance(inner, ast.Subscript) and is_number(inner.slice) and ast.unparse(inner.value) != "state"
+            third = (
+                isinstance(inner, ast.Call) and ast.literal_eval(node.slice) > 1 and ast.unparse(inner.func) != "sizes"
+            )
+            found += [f"{module}: {ast.unparse(node)}"] * (twice or third)
+    assert not found
+
+
+def is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is int

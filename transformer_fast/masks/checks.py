@@ -1,0 +1,108 @@
+"""What the constructors of ``AttentionMask`` refuse."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from ..backends import in_transform
+from ..tracing import is_traced, sizes
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def checked_offset(name: str, offset: int) -> int:
+    """The offset, an int or the symbol of one in a graph; a TypeError that names it for anything else."""
+    if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {type(offset).__name__}")
+    return offset
+
+
+def kind_of(given: object) -> object:
+    """What a message says of an argument of the wrong kind: a tensor's dtype, or the name of another type."""
+    return given.dtype if isinstance(given, Tensor) else type(given).__name__
+
+
+def is_plain_on_cpu(t: Tensor) -> bool:
+    """Return True if values can be read without waiting: a CPU tensor of no subclass, outside transforms of torch.func.
+
+    The caller asks in place whether a graph is made (see tracing.py).
+    """
+    return t.device.type == "cpu" and type(t) in (Tensor, Parameter) and not in_transform()
+
+
+def check_dense(name: str, t: Tensor) -> None:
+    """A TypeError that names a sparse or nested tensor."""
+    if t.layout != torch.strided or t.is_nested:
+        kind = "a nested tensor" if t.is_nested else f"layout {t.layout}"
+        raise TypeError(f"{name}: expected a dense tensor, got {kind}; a sparse one is dense as t.to_dense()")
+
+
+def check_float(name: str, t: Tensor, shape: str, dims: tuple[int, ...]) -> None:
+    if not isinstance(t, Tensor) or not t.is_floating_point():
+        raise TypeError(f"{name} must be a float tensor {shape}, got {kind_of(t)}")
+    check_dense(name, t)
+    if t.dim() not in dims:
+        raise ValueError(f"{name} must be {shape}, got shape {tuple(t.shape)}")
+
+
+def boolean(mask: Tensor, dialect: str) -> Tensor:
+    if not isinstance(mask, Tensor):
+        raise TypeError(f"{dialect} mask: expected a tensor or an AttentionMask, got {type(mask).__name__}")
+    if mask.layout != torch.strided or mask.is_nested:
+        check_dense(f"{dialect} mask", mask)
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.dtype in INTEGERS:
+        return mask != 0
+    raise TypeError(
+        f"{dialect} mask: a {mask.dtype} tensor can be read two ways. If it is added to the scores, pass it as bias=; "
+        "if 1.0 means blocked, pass AttentionMask.blocked(mask); if 1.0 means kept, pass mask.bool()."
+    )
+
+
+def check_leading(mask: Tensor) -> None:
+    """Refuse a mask (N, Lq, Lk), whose first dimension may be the batch or the heads."""
+    if sizes(mask)[0] != 1:
+        raise ValueError(
+            f"mask: the first dimension of {tuple(mask.shape)} can be read two ways: pass t[:, None] if it is the "
+            "batch, t[None] if it is the heads"
+        )
+
+
+def may_be_keep(lengths: Tensor, Lk: int) -> bool:
+    """Return True if lengths per query (B, Lq) hold only 0 and 1 though there are several keys, as a keep mask does.
+
+    False where the values cannot be read without waiting, and for one query, whose only length may well be 1.
+    """
+    if torch.compiler.is_compiling() or is_traced() or lengths.dim() != 2 or Lk <= 1 or not is_plain_on_cpu(lengths):
+        return False
+    return lengths.shape[1] > 1 and lengths.numel() > 0 and bool(((lengths == 0) | (lengths == 1)).all())
+
+
+def four_dimensions(mask: Tensor) -> Tensor:
+    """The mask or bias with the axes it lacks in front, by its rank alone."""
+    if not 1 <= mask.dim() <= 4:
+        raise ValueError(
+            f"mask: expected 1 to 4 dimensions broadcastable to (B, H, Lq, Lk), got shape {tuple(mask.shape)}"
+        )
+    return mask if mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
+
+
+def not_a_mask(other: object) -> TypeError:
+    """What to write instead of ``mask & other``."""
+    if not isinstance(other, Tensor):
+        return TypeError(f"AttentionMask & {type(other).__name__}: both sides must be an AttentionMask")
+    # Libraries differ in what True means, and in whether the head axis is already there, so nothing is guessed.
+    keep, blocked = "AttentionMask.keep(t) if nonzero means kept", "AttentionMask.blocked(t) if nonzero means blocked"
+    readings = [keep, blocked]
+    if other.is_floating_point():
+        keep = "AttentionMask.keep(t.bool()) if nonzero means kept"
+        readings = [keep, blocked, "AttentionMask.bias(t) if it is added to the scores"]
+    elif other.dtype != torch.bool:
+        readings.append("AttentionMask.lengths(t) if it holds lengths")
+    return TypeError(
+        f"AttentionMask & tensor: a {other.dtype} tensor {tuple(other.shape)} can be read in several ways. Combine "
+        f"the mask with {'; '.join(readings)}."
+    )

@@ -1,0 +1,296 @@
+"""``AttentionMask``: every mask dialect becomes one small normal form.
+
+A mask says which keys a query may attend to, and what is added to their scores. It is kept in parts, and a key is
+allowed only when every part allows it:
+
+============= ====================== ===========================================================================
+part          shape                  key ``j`` is allowed for query ``i`` of head ``h``, batch ``b``
+============= ====================== ===========================================================================
+``keep``      (B|1, H|1, Lq|1, Lk|1) where ``keep[b, h, i, j]`` is True
+``key_keep``  (B|1, H|1, 1, Lk)      where ``key_keep[b, h, 0, j]`` is True (padding)
+``lengths``   (B,) or (B, Lq)        where ``j < lengths[b]`` or ``j < lengths[b, i]``
+``causal``    an offset              where ``j <= i + causal``
+``window``    an offset              where ``j >= i + window``
+``documents`` (B|1, Lq), (B|1, Lk)   where ``query_ids[b, i] == key_ids[b, j]``
+``bias``      (B|1, H|1, Lq|1, Lk|1) where ``bias[b, h, i, j]``, added to the score, is not -inf
+``alibi``     (H,) or (B, H)         everywhere; ``-slopes[b, h] * |i + offset - j|`` is added to the score
+``relative``  (buckets, H)           everywhere; ``weight[bucket(j - i - offset), h]`` is added to the score
+============= ====================== ===========================================================================
+
+Masks combine with ``&``. The parts stay apart, so combining them never builds a (Lq, Lk) tensor that the caller did not
+give.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tracing import sizes
+from .checks import (
+    INTEGERS,
+    boolean,
+    check_dense,
+    check_float,
+    check_leading,
+    checked_offset,
+    four_dimensions,
+    kind_of,
+    not_a_mask,
+)
+from .distance import Alibi, DistanceBias, Relative, along_diagonals, distance_table
+from .parts import both_documents, combine, dense_keep, same_document, same_rank, written
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class AttentionMask:
+    """Which keys each query may attend to. Make one with a constructor below; combine with ``&``."""
+
+    keep_mask: Tensor | None = None
+    key_keep_mask: Tensor | None = None
+    key_lengths: Tensor | None = None
+    causal_offset: int | None = None
+    additive_bias: Tensor | None = None
+    window_offset: int | None = None
+    document_ids: tuple[Tensor, Tensor] | None = None
+    distance_biases: tuple[DistanceBias, ...] = ()
+
+    @classmethod
+    def keep(cls, mask: Tensor) -> AttentionMask:
+        """A keep mask: bool or integer, nonzero = kept, broadcastable to (B, H, Lq, Lk).
+
+        Missing axes are added in front, by rank: two dimensions are (Lq, Lk), whatever their sizes.
+
+        Raises:
+            TypeError: for a float mask, which could also be an additive bias or a blocked mask; for a sparse one.
+            ValueError: for more than four dimensions, or none. For three dimensions, unless the first is 1: it could be
+                the batch or the heads.
+        """
+        mask = boolean(mask, "keep")
+        if mask.dim() == 3:
+            check_leading(mask)
+        mask = four_dimensions(mask)
+        if sizes(mask)[2] == 1:
+            return cls(key_keep_mask=mask)
+        return cls(keep_mask=mask)
+
+    @classmethod
+    def blocked(cls, mask: Tensor) -> AttentionMask:
+        """A blocked mask: nonzero = blocked, broadcastable to (B, H, Lq, Lk).
+
+        Bool, integer, or the float mask of 0s and 1s that TensorFlow's tutorial adds times -1e9.
+        A float is read by value: anything but 0 blocks. Shapes and errors as for ``keep``.
+        """
+        if not isinstance(mask, Tensor):
+            raise TypeError(f"blocked mask: expected a tensor, got {type(mask).__name__}")
+        check_dense("blocked mask", mask)
+        return cls.keep(mask == 0)
+
+    @classmethod
+    def lengths(cls, lengths: Tensor) -> AttentionMask:
+        """Valid lengths: integer (B,), or (B, Lq) for one per query; keys at or past the length are blocked.
+
+        The values are read when the mask is used. There a length outside [0, Lk] is a ValueError on a CPU, and cut on a
+        GPU. Lengths (B, Lq) of nothing but 0 and 1, with several queries and keys, are a ValueError on a CPU, as they
+        may be a keep mask.
+
+        Raises:
+            TypeError: for anything but a dense integer tensor.
+            ValueError: for another rank.
+        """
+        if not isinstance(lengths, Tensor) or lengths.dtype not in INTEGERS:
+            raise TypeError(f"lengths: expected an integer tensor of shape (B,) or (B, Lq), got {kind_of(lengths)}")
+        check_dense("lengths", lengths)
+        if lengths.dim() not in (1, 2):
+            raise ValueError(f"lengths: expected shape (B,) or (B, Lq), got {tuple(lengths.shape)}")
+        return cls(key_lengths=lengths)
+
+    @classmethod
+    def causal(cls, offset: int = 0) -> AttentionMask:
+        """The look-ahead mask: query ``i`` sees keys ``j <= i + offset``. A cache of n keys decodes with offset n."""
+        return cls(causal_offset=checked_offset("causal offset", offset))
+
+    @classmethod
+    def window(cls, left: int | None, right: int | None = 0, offset: int = 0) -> AttentionMask:
+        """A sliding window: query ``i`` sees keys ``i + offset - left <= j <= i + offset + right``; None is no bound.
+
+        By default, as in Mistral, no key after the query is seen. Keys outside are not read, and no tensor of size
+        Lq x Lk is made: the cost of a call grows with the window.
+
+        Raises:
+            TypeError: for a bound that is no int.
+            ValueError: for bounds between which there is no key.
+        """
+        offset = checked_offset("window offset", offset)
+        first = None if left is None else offset - checked_offset("window left", left)
+        last = None if right is None else offset + checked_offset("window right", right)
+        if left is not None and right is not None and left + right < 0:
+            raise ValueError(f"window: no key lies between {left} to the left and {right} to the right of a query")
+        return cls(causal_offset=last, window_offset=first)
+
+    @classmethod
+    def documents(cls, query_ids: Tensor, key_ids: Tensor | None = None) -> AttentionMask:
+        """Documents packed side by side: query ``i`` sees key ``j`` where ``query_ids[b, i] == key_ids[b, j]``.
+
+        Tiles of keys that share no document with a tile of queries are not read, and no tensor of size Lq x Lk is made.
+        The ids of one document may lie anywhere, but only where they lie together is work saved.
+
+        Args:
+            query_ids: integer (B, Lq), or (1, Lq) for all.
+            key_ids: integer (B, Lk), or (1, Lk); those of the queries by default.
+
+        Raises:
+            TypeError: for ids that are no integer tensors.
+            ValueError: for other shapes.
+        """
+        ids = (query_ids, query_ids if key_ids is None else key_ids)
+        for name, t in zip(("query_ids", "key_ids"), ids, strict=True):
+            if not isinstance(t, Tensor) or t.dtype not in INTEGERS:
+                raise TypeError(f"documents: {name} must be an integer tensor (B, L), got {kind_of(t)}")
+            check_dense(f"documents: {name}", t)
+            if t.dim() != 2:
+                raise ValueError(f"documents: {name} must be (B, L), got shape {tuple(t.shape)}")
+        return cls(document_ids=ids)
+
+    @classmethod
+    def alibi(cls, slopes: Tensor, offset: int = 0) -> AttentionMask:
+        """ALiBi: ``-slope * |i + offset - j|`` is added to the score of query ``i`` and key ``j``.
+
+        Args:
+            slopes: float (H,), or (B, H); a gradient reaches them.
+            offset: position of the first query among the keys: a cache of n keys decodes with offset n.
+
+        Raises:
+            TypeError: for slopes that are no float tensor, or an offset that is no int.
+            ValueError: for another shape.
+        """
+        check_float("alibi: slopes", slopes, "(H,) or (B, H)", (1, 2))
+        return cls(distance_biases=(Alibi(slopes, checked_offset("alibi offset", offset)),))
+
+    @classmethod
+    def relative(
+        cls, weight: Tensor, max_distance: int = 128, bidirectional: bool = True, offset: int = 0
+    ) -> AttentionMask:
+        """T5's relative positions: the weight of the bucket of ``j - (i + offset)`` is added to the score.
+
+        Args:
+            weight: float (buckets, H); a gradient reaches it, summed in a fixed order.
+            max_distance: from here on all distances share the last bucket.
+            bidirectional: half of the buckets are for keys after the query, as in an encoder; else (a decoder) keys
+                after the query count as at distance 0.
+            offset: position of the first query among the keys.
+
+        Raises:
+            TypeError: for a weight that is no float tensor, or numbers that are no ints.
+            ValueError: for another shape, or fewer buckets than the distances near the query need.
+        """
+        check_float("relative: weight", weight, "(buckets, H)", (2,))
+        checked_offset("relative max_distance", max_distance)
+        exact = sizes(weight)[0] // (4 if bidirectional else 2)
+        if exact < 1 or max_distance <= exact:
+            raise ValueError(
+                f"relative: weight {tuple(weight.shape)} has {weight.shape[0]} buckets, of which {exact} are for one "
+                f"distance each; expected at least 1, and a max_distance above it, got {max_distance}"
+            )
+        return cls(distance_biases=(Relative(weight, max_distance, bidirectional, checked_offset("offset", offset)),))
+
+    @classmethod
+    def bias(cls, bias: Tensor) -> AttentionMask:
+        """A float tensor added to the scaled scores, broadcastable to (B, H, Lq, Lk); -inf blocks. It may be learned.
+
+        Raises:
+            TypeError: for anything but a dense float tensor.
+            ValueError: for more than four dimensions, or none.
+        """
+        if not isinstance(bias, Tensor) or not bias.is_floating_point():
+            given = kind_of(bias)
+            raise TypeError(f"bias must be a float tensor added to the scores, got {given}; a mask goes in mask=")
+        check_dense("bias", bias)
+        return cls(additive_bias=four_dimensions(bias))
+
+    def __and__(self, other: AttentionMask) -> AttentionMask:
+        """Keys that both masks allow; biases add up.
+
+        Raises:
+            TypeError: for a tensor, which could be read two ways; the message names the constructors to choose from.
+        """
+        if not isinstance(other, AttentionMask):
+            raise not_a_mask(other)
+        return AttentionMask(
+            combine(self.keep_mask, other.keep_mask, torch.logical_and),
+            combine(self.key_keep_mask, other.key_keep_mask, torch.logical_and),
+            combine(*same_rank(self.key_lengths, other.key_lengths), torch.minimum),
+            combine(self.causal_offset, other.causal_offset, min),
+            combine(self.additive_bias, other.additive_bias, torch.add),
+            combine(self.window_offset, other.window_offset, max),
+            combine(self.document_ids, other.document_ids, both_documents),
+            self.distance_biases + other.distance_biases,
+        )
+
+    def __repr__(self) -> str:
+        """The constructors that make the mask, such as ``lengths(int64 (2,)) & causal()``; a tensor by its kind."""
+        return written(*(getattr(self, field.name) for field in dataclasses.fields(self)))
+
+    def __rand__(self, other: object) -> AttentionMask:
+        """``tensor & mask``: the same error as ``mask & tensor``."""
+        raise not_a_mask(other)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The parts that are tensors, by name, and the tensors that others hold."""
+        parts = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
+        tensors = {name: part for name, part in parts if isinstance(part, Tensor)}
+        if self.document_ids is not None:
+            tensors |= dict(zip(("query_ids", "key_ids"), self.document_ids, strict=True))
+        return tensors | {
+            f"{type(bias).__name__.lower()} {n}": bias.tensor for n, bias in enumerate(self.distance_biases)
+        }
+
+    def to(self, device: torch.device | str) -> AttentionMask:
+        """The same mask with its tensors on ``device``."""
+        fields = {field.name for field in dataclasses.fields(self)}
+        moved: dict[str, Any] = {name: part.to(device) for name, part in self.tensors().items() if name in fields}
+        if self.document_ids is not None:
+            moved["document_ids"] = tuple(ids.to(device) for ids in self.document_ids)
+        moved["distance_biases"] = tuple(bias.with_tensor(bias.tensor.to(device)) for bias in self.distance_biases)
+        return dataclasses.replace(self, **moved)
+
+    def dense(self, Lq: int, Lk: int, device: torch.device | str | None = None) -> Tensor:
+        """The whole mask as one bool keep tensor broadcastable to (B, H, Lq, Lk): for oracles and pictures."""
+        parts = (self.keep_mask, self.key_keep_mask, self.key_lengths, self.causal_offset, self.window_offset)
+        allowed = dense_keep(*parts, Lq, Lk, next((t.device for t in self.tensors().values()), device))
+        if self.document_ids is not None:
+            allowed = allowed & same_document(*self.document_ids)
+        return allowed if self.additive_bias is None else allowed & (self.additive_bias != float("-inf"))
+
+    def added(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """All that is added to the scores, as one tensor broadcastable to (B, H, Lq, Lk): for oracles and pictures."""
+        table = self.table(Lq, Lk, dtype)
+        if table is None:
+            return self.additive_bias
+        by_distance = along_diagonals(table, Lq, Lk, Lq - 1)
+        return by_distance if self.additive_bias is None else self.additive_bias + by_distance
+
+    def table(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """What ALiBi and relative positions add, by distance: (B|1, H, Lq + Lk - 1), entry ``Lq - 1 + j - i`` for query
+        i and key j."""
+        return distance_table(self.distance_biases, Lq, Lk, Lq - 1, dtype)
+
+
+_NO_MASK = AttentionMask()
+
+
+def as_attention_mask(mask: AttentionMask | Tensor | None) -> AttentionMask:
+    """What ``tfast.attention(mask=...)`` accepts: an AttentionMask, a bool or integer keep mask, or None."""
+    if mask is None:
+        return _NO_MASK
+    return mask if isinstance(mask, AttentionMask) else AttentionMask.keep(mask)
+
+
+def and_causal(offset: int | None, causal: bool | int) -> int | None:
+    """The causal offset of a mask whose own is `offset`, and of ``tfast.attention(causal=...)``."""
+    if causal is False:
+        return offset
+    return combine(offset, 0 if causal is True else checked_offset("causal offset", causal), min)

@@ -1,0 +1,236 @@
+"""``pack`` and ``unpack``: a padded batch without its padding, and back.
+
+A packed batch is a tensor of tokens (T, ...), the sequences one after the other, and a :class:`Packing` that says where
+they stand. Everything that works token by token (projections, norms, feed-forward) runs on it as it is, and
+:func:`transformer_fast.attention_packed` keeps the sequences apart; so a whole model touches no padding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ..backends import in_transform, refuse_transform
+from ..tracing import is_traced, number, unrecorded
+from .mask import AttentionMask
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packing:
+    """Where the tokens of a packed batch stand. Made by :func:`pack` and :func:`packing_of`.
+
+    Attributes:
+        cu_seqlens: int32 (batch + 1,) on the tokens' device: sequence b is tokens ``cu_seqlens[b]`` to
+            ``cu_seqlens[b + 1]``.
+        indices: int64 (total,) on that device: where each token stands in the padded batch, as
+            ``b * length + position``.
+        batch, length: size of the padded batch (B, L).
+        max_length: length of the longest sequence, on the host.
+        total: number of tokens T, on the host.
+    """
+
+    cu_seqlens: Tensor
+    indices: Tensor
+    batch: int
+    length: int
+    max_length: int
+    total: int
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 (total,): the position of each token in its padded sequence."""
+        if torch.compiler.is_compiling() or is_traced():
+            # The length may be open, and ONNX has no remainder by an open number.
+            position = torch.arange(self.length, device=self.indices.device)
+            return position.expand(self.batch, -1).flatten().index_select(0, self.indices)
+        return self.indices % max(self.length, 1)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no padding at all; False while something traces, which does not know."""
+        return not (torch.compiler.is_compiling() or is_traced()) and self.total == self.batch * self.length
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PackedMask:
+    """Which tokens see which: those of one sequence each other. The mask of a layer whose inputs are packed.
+
+    Attributes:
+        queries, keys: how the queries and the keys are packed; one object twice for self-attention.
+        causal: query i of a sequence sees its keys up to i.
+        window: ``AttentionMask.window``, counted inside each sequence, or None.
+    """
+
+    queries: Packing
+    keys: Packing
+    causal: bool = False
+    window: AttentionMask | None = None
+
+
+def pack(x: Tensor, mask: Tensor | AttentionMask | None = None) -> tuple[Tensor, Packing]:
+    """Take the padding out of a batch.
+
+    Args:
+        x: (B, L, ...), any dtype; gradients flow through.
+        mask: which positions are tokens: lengths, integer (B,); or a bool keep mask (B, L); or an
+            :class:`~transformer_fast.AttentionMask` of padding alone (lengths (B,), or a keep mask (B, 1, 1, L));
+            None for all.
+
+    Returns:
+        The tokens (T, ...), sequence after sequence, each in order, and their :class:`Packing`.
+
+    On a GPU the host waits once, here, to learn T, and not at all where the lengths are on the CPU.
+
+    Raises:
+        TypeError: for a mask of another type or dtype.
+        ValueError: for lengths below 0 or beyond L, shapes that do not fit x, or a mask that is not padding alone.
+    """
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"pack: x must be a tensor (batch, length, ...), got {got}")
+    packing = packing_of(mask, x.shape[0], x.shape[1], x.device)
+    return take(x, packing), packing
+
+
+def take(x: Tensor, packing: Packing) -> Tensor:
+    """The tokens (T, ...) of x (B, L, ...) by a packing that is already there; differentiable."""
+    if not is_traced() and tuple(x.shape[:2]) != (packing.batch, packing.length):
+        raise ValueError(f"pack: x is {tuple(x.shape)}, but the packing is of ({packing.batch}, {packing.length}, ...)")
+    flat = x.flatten(0, 1)
+    return flat if packing.is_full else flat.index_select(0, packing.indices)
+
+
+def unpack(tokens: Tensor, packing: Packing, fill: float = 0.0) -> Tensor:
+    """Put the padding back.
+
+    Args:
+        tokens: (T, ...) as :func:`pack` made them, or anything computed from them token by token.
+        packing: what :func:`pack` returned beside them.
+        fill: what padded positions hold.
+
+    Returns:
+        (B, L, ...), differentiable with respect to ``tokens``.
+
+    Raises:
+        ValueError: where ``tokens`` has not the T rows of the packing.
+    """
+    if tokens.dim() < 1 or (not is_traced() and tokens.shape[0] != packing.total):
+        raise ValueError(f"unpack: expected {packing.total} tokens (T, ...), got shape {tuple(tokens.shape)}")
+    shape = (packing.batch, packing.length, *tokens.shape[1:])
+    if packing.is_full:
+        return tokens.view(shape)
+    padded = tokens.new_full((packing.batch * packing.length, *tokens.shape[1:]), fill)
+    if torch.compiler.is_compiling() or is_traced():
+        return padded.index_copy(0, packing.indices, tokens).view(shape)
+    return padded.index_copy_(0, packing.indices, tokens).view(shape)  # in place: logits would be in memory twice
+
+
+def packing_of(
+    mask: Tensor | AttentionMask | None, batch: int, length: int, device: torch.device | str | None = None
+) -> Packing:
+    """The :class:`Packing` of a batch (batch, length, ...) on ``device``; ``mask`` and errors as in :func:`pack`."""
+    device = torch.device(device or "cpu")
+    if in_transform():
+        refuse_transform("pack")
+    lengths, keep = _lengths_or_keep(mask, batch, length)
+    if torch.compiler.is_compiling() or is_traced():
+        return _traced(lengths, keep, batch, length, device)
+    if lengths is not None:
+        return _from_lengths(lengths, batch, length, device)
+    assert keep is not None
+    keep = _to(keep, device)
+    counts = keep.sum(1)
+    cu_seqlens = _running_sum(counts)
+    # A stable sort brings the tokens to the front in their order without asking how many there are.
+    order = torch.argsort((~keep).flatten().to(torch.uint8), stable=True)
+    total, longest = torch.stack((counts.sum(), counts.max())).tolist()  # the one wait
+    return Packing(cu_seqlens, order[:total], batch, length, longest, total)
+
+
+def _from_lengths(lengths: Tensor, batch: int, length: int, device: torch.device) -> Packing:
+    host = lengths.tolist()  # waits where the lengths are on a GPU; nothing below does
+    if host and (min(host) < 0 or max(host) > length):
+        raise ValueError(f"pack: lengths must lie in [0, L = {length}], got {min(host)} to {max(host)}")
+    total = sum(host)
+    lengths = _to(lengths, device).long()
+    cu_seqlens = _running_sum(lengths)
+    # Tokens before a token in the padded batch: those before it in the packed one, and the padding up to its sequence.
+    padding = torch.arange(batch, device=device) * length - cu_seqlens[:-1]
+    indices = torch.arange(total, device=device) + torch.repeat_interleave(padding, lengths, output_size=total)
+    return Packing(cu_seqlens, indices, batch, length, max(host, default=0), total)
+
+
+def _traced(lengths: Tensor | None, keep: Tensor | None, batch: int, length: int, device: torch.device) -> Packing:
+    """Where a graph is made: the number of tokens is left open, and no sequence is longer than L."""
+    if lengths is not None:
+        keep = torch.arange(length, device=device) < lengths.to(device)[:, None]
+    assert keep is not None
+    indices = keep.to(device).flatten().nonzero().squeeze(1)
+    return Packing(_running_sum(keep.sum(1)), indices, batch, length, length, indices.shape[0])
+
+
+def _running_sum(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _to(t: Tensor, device: torch.device) -> Tensor:
+    """To the device; from the CPU to a GPU through pinned memory, so that the host does not wait."""
+    if t.device.type == "cpu" and device.type == "cuda":
+        return t.pin_memory().to(device, non_blocking=True)
+    return t.to(device)
+
+
+def _lengths_or_keep(
+    mask: Tensor | AttentionMask | None, batch: int, length: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """A padding mask as lengths (B,), or where that cannot say it as a bool keep mask (B, L); one of the two."""
+    if mask is None or number(batch) * number(length) == 0:
+        return torch.full((batch,), length), None
+    if isinstance(mask, Tensor) and mask.dim() == 1:
+        mask = AttentionMask.lengths(mask)
+    elif isinstance(mask, Tensor) and mask.dim() == 2 and mask.dtype == torch.bool:
+        mask = AttentionMask.keep(mask[:, None, None])
+    elif not isinstance(mask, AttentionMask):
+        got = f"{mask.dtype} {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise TypeError(f"pack: expected lengths (B,), a bool keep mask (B, L) or an AttentionMask, got {got}")
+    _check_padding(mask, batch, length)
+    lengths, keep = mask.key_lengths, mask.key_keep_mask
+    lengths = None if lengths is None else lengths.flatten().expand(batch)
+    if keep is None:
+        return (torch.full((batch,), length) if lengths is None else lengths), None
+    keep = keep[:, 0, 0].expand(batch, length)
+    if lengths is not None:
+        keep = keep & (torch.arange(length, device=lengths.device) < lengths[:, None])
+    return None, keep
+
+
+@unrecorded
+def _check_padding(mask: AttentionMask, batch: int, length: int) -> None:
+    """Raise unless a mask is padding of a batch (batch, length, ...), and no more."""
+    lengths, keep, more = mask.key_lengths, mask.key_keep_mask, ""
+    if mask.causal_offset is not None:
+        more = "a look-ahead (causal)"
+    elif mask.window_offset is not None:
+        more = "a window"
+    elif mask.document_ids is not None:
+        more = "documents"
+    elif mask.distance_biases:
+        more = "a bias by distance (alibi, relative)"
+    elif mask.additive_bias is not None:
+        more = f"a bias of shape {tuple(mask.additive_bias.shape)}"
+    elif mask.keep_mask is not None:
+        more = f"a dense keep mask of shape {tuple(mask.keep_mask.shape)}"
+    elif lengths is not None and lengths.dim() == 2 and lengths.shape[1] > 1:
+        more = f"a length for each query of shape {tuple(lengths.shape)}"
+    if more:
+        raise ValueError(
+            f"pack: the mask must be padding alone, lengths (B,) or a keep mask (B, 1, 1, L); this one also has {more}"
+        )
+    if lengths is not None and lengths.shape[0] not in (1, batch):
+        raise ValueError(f"pack: lengths of shape {tuple(lengths.shape)} do not fit a batch of {batch}")
+    if keep is not None and any(n not in (1, limit) for n, limit in zip(keep.shape, (batch, 1, 1, length))):
+        raise ValueError(
+            f"pack: a keep mask of shape {tuple(keep.shape)} does not fit (B, 1, 1, L) = {(batch, 1, 1, length)}"
+        )

@@ -1,0 +1,307 @@
+"""What the public functions of attention check, and the mask's parts as the kernels take them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import in_transform
+from ..masks import AttentionMask, and_causal
+from ..masks.checks import check_dense, is_plain_on_cpu, kind_of, may_be_keep
+from ..masks.distance import distance_table
+from ..masks.parts import ranked
+from ..tensor_cache import get, get_or_compute
+from ..tracing import is_traced, needs_plain_ops, sizes, unrecorded
+
+
+def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], autocast: bool) -> None:
+    """Raise unless all are float tensors of one dtype (any, under autocast) on one device, of the rank of their layout.
+
+    Args:
+        op: the public name, for the messages.
+        tensors: by the name of the argument.
+        layouts: what each must be, such as "(batch, heads, length, head_dim)".
+    """
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {type(t).__name__}")
+        if t.dim() != layouts[name].count(",") + 1:
+            raise ValueError(f"{op}: {name} must be {layouts[name]}, got shape {tuple(t.shape)}")
+        if not t.is_floating_point():
+            raise TypeError(f"{op}: {name} must be a float tensor, got {t.dtype}")
+        check_dense(f"{op}: {name}", t)
+    q, k, v = tensors.values()
+    if not (q.dtype == k.dtype == v.dtype or autocast):
+        raise TypeError(f"{op}: {_listed(tensors)} must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not (q.device == k.device == v.device):
+        raise ValueError(f"{op}: {_listed(tensors)} must be on one device, got {q.device}, {k.device}, {v.device}")
+
+
+def shape_error(op: str, wrong: str, tensors: dict[str, Tensor]) -> ValueError:
+    """What is wrong, and every shape."""
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
+    return ValueError(f"{op}: {wrong}, got {shapes}")
+
+
+def _listed(tensors: dict[str, Tensor]) -> str:
+    *first, last = tensors
+    return f"{', '.join(first)} and {last}"
+
+
+@unrecorded
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, autocast: bool) -> None:
+    tensors = {"q": q, "k": k, "v": v}
+    check_tensors("attention", tensors, dict.fromkeys(tensors, "(batch, heads, length, head_dim)"), autocast)
+    (B, H, _, D), (Bk, Hk, Lk, Dk), (Bv, Hv, Lv, _) = q.shape, k.shape, v.shape
+    if not B == Bk == Bv:
+        wrong = "q, k and v must share the batch size"
+    elif Dk != D or D == 0:
+        wrong = "q and k must share a head_dim of at least 1"
+    elif Hk != Hv or Lk != Lv:
+        wrong = "k and v must share heads and length"
+    elif Hk == 0 or H % Hk != 0:
+        wrong = "the heads of q must be a multiple of those of k and v"
+    else:
+        return
+    raise shape_error("attention", wrong, tensors)
+
+
+def can_look(t: Tensor) -> bool:
+    """Return True if the values can be read without waiting for a device, and are there: no graph is made."""
+    return t.device.type == "cpu" and not (torch.compiler.is_compiling() or is_traced())
+
+
+def as_number(op: str, name: str, given: Any) -> float:
+    """An option as a float.
+
+    Raises:
+        TypeError: for a bool, a text and whatever else is no number; names the option.
+    """
+    if not isinstance(given, bool):
+        if isinstance(given, int | float):
+            return float(given)
+        if hasattr(given, "__float__"):  # a number of numpy, or a tensor that holds one
+            return float(given)
+    raise TypeError(f"{op}: {name} must be a number, got {given!r}")
+
+
+def dropout_number(op: str, given: Any) -> float:
+    """The dropout probability; False, as in ``training and p``, is 0."""
+    return 0.0 if given is False else as_number(op, "dropout_p", given)
+
+
+def scale_of(op: str, q: Tensor, given: Any) -> float:
+    """The factor of the scores: what was given, or 1 / sqrt(head_dim)."""
+    return 1.0 / math.sqrt(sizes(q)[-1]) if given is None else as_number(op, "scale", given)
+
+
+def check_options(op: str, dropout_p: float, empty_rows: str) -> None:
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"{op}: dropout_p must lie in [0, 1], got {dropout_p}")
+    if empty_rows not in ("uniform", "zero"):
+        raise ValueError(f'{op}: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
+
+
+def mask_by_position(op: str, mask: AttentionMask | None, causal: bool, takes_keep: bool = False) -> AttentionMask:
+    """The mask of a call that takes no part with lengths or a dense tensor of its own, its look-ahead included.
+
+    Args:
+        takes_keep: it takes a keep mask of keys alone.
+    """
+    if not isinstance(causal, bool):
+        raise TypeError(f"{op}: causal must be True or False, got {causal!r}")
+    if mask is None:
+        return AttentionMask(causal_offset=and_causal(None, causal))
+    if not isinstance(mask, AttentionMask):
+        raise TypeError(f"{op}: mask must be an AttentionMask, got {type(mask).__name__}")
+    refused = ("keep_mask", "key_lengths", "additive_bias", *(() if takes_keep else ("key_keep_mask",)))
+    if given := [name for name in refused if getattr(mask, name) is not None]:
+        keys = ", and keep of keys alone" if takes_keep else ""
+        raise ValueError(
+            f"{op}: mask may say window, causal, documents, alibi and relative alone{keys}, got {', '.join(given)}"
+        )
+    return replace(mask, causal_offset=and_causal(mask.causal_offset, causal))
+
+
+def is_special(mask: AttentionMask, softcap: float | None = None, sinks: Tensor | None = None) -> bool:
+    """Whether a call has parts that the eager fast paths do not read."""
+    return softcap is not None or sinks is not None or mask.document_ids is not None or len(mask.distance_biases) > 0
+
+
+def special_arguments(
+    op: str,
+    q: Tensor,
+    mask: AttentionMask,
+    softcap: float | None,
+    sinks: Tensor | None,
+    lengths: tuple[int, int],
+    zero: int,
+    packed: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    """Documents, distances, softcap and sinks of a call as fields of AttentionParams.
+
+    Args:
+        op: the public name, for the messages.
+        q: (B, H, Lq, D), or of a packed batch (Tq, H, D).
+        lengths: Lq and Lk, or max_q and max_k of a packed batch.
+        zero: the entry of a distance table that is of query and key of one number.
+        packed: Tq and Tk of a packed batch.
+    """
+    softcap = None if softcap is None else as_number(op, "softcap", softcap)
+    _check_special(op, q, mask, softcap, sinks, lengths, packed)
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    arguments: dict[str, Any] = {"softcap": softcap}
+    if sinks is not None:
+        arguments["sinks"] = sinks.to(dtype).contiguous()
+    if mask.distance_biases:
+        arguments["distance_bias"] = distance_table(mask.distance_biases, *lengths, zero, dtype)
+    if mask.document_ids is not None:
+        ids = document_numbers(*mask.document_ids)
+        arguments |= dict(zip(("query_ids", "key_ids"), ids if packed is None else (t[0] for t in ids), strict=True))
+    return arguments
+
+
+@unrecorded
+def _check_special(
+    op: str,
+    q: Tensor,
+    mask: AttentionMask,
+    softcap: float | None,
+    sinks: Tensor | None,
+    lengths: tuple[int, int],
+    packed: tuple[int, int] | None,
+) -> None:
+    B, H = (1, q.shape[1]) if packed is not None else (q.shape[0], q.shape[1])
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"{op}: softcap must be above 0, or None for none, got {softcap}")
+    if sinks is not None:
+        if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
+            raise TypeError(f"{op}: sinks must be a float tensor (H,), got {kind_of(sinks)}")
+        if sinks.shape != (H,):
+            raise ValueError(f"{op}: sinks must be (H,) = ({H},), got shape {tuple(sinks.shape)}")
+    for bias in mask.distance_biases:
+        name = type(bias).__name__.lower()
+        batches, heads = bias.heads()
+        if batches not in (1, B) or heads not in (1, H):
+            of = "(buckets, H)" if name == "relative" else "(H,) or (B, H)" if packed is None else "(H,)"
+            raise ValueError(f"{op}: {name} of shape {tuple(bias.tensor.shape)} is not {of} with B = {B} and H = {H}")
+    if mask.document_ids is not None:
+        for name, ids, length in zip(("query_ids", "key_ids"), mask.document_ids, packed or lengths, strict=True):
+            if ids.shape[0] not in (1, B) or ids.shape[1] != length:
+                raise ValueError(
+                    f"{op}: documents: {name} of shape {tuple(ids.shape)} is not (B, L) = ({B}, {int(length)}), nor "
+                    f"one for all, (1, {int(length)})"
+                )
+    given = {**AttentionMask(document_ids=mask.document_ids, distance_biases=mask.distance_biases).tensors()}
+    for name, t in (given if sinks is None else given | {"sinks": sinks}).items():
+        if t.device != q.device:
+            raise ValueError(f"{op}: q is on {q.device} but {name} on {t.device}")
+
+
+def document_numbers(query_ids: Tensor, key_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids as int32 in contiguous rows. Those beyond int32 are numbered anew.
+
+    On a CPU this is done in every call. On a GPU, where looking at wide ids would wait for it, they are always numbered
+    anew; the numbers are kept (tensor_cache.py), so that every layer has the same tensors.
+    """
+    if needs_plain_ops():
+        return query_ids, key_ids  # which are only compared there
+    if query_ids.dtype != torch.int64 and key_ids.dtype != torch.int64:
+        return query_ids.to(torch.int32).contiguous(), key_ids.to(torch.int32).contiguous()
+    numbers = lambda: ranked(query_ids.long(), key_ids.long())  # noqa: E731
+    if torch.compiler.is_compiling() or type(query_ids) is not Tensor or type(key_ids) is not Tensor:
+        return numbers()
+    if query_ids.device.type != "cpu":
+        return get_or_compute(query_ids, ("documents",), (key_ids,), numbers)
+    if in_transform() or not (_fit_int32(query_ids) and (key_ids is query_ids or _fit_int32(key_ids))):
+        return numbers()
+    queries = query_ids.to(torch.int32).contiguous()
+    return queries, queries if key_ids is query_ids else key_ids.to(torch.int32).contiguous()
+
+
+def _fit_int32(ids: Tensor) -> bool:
+    if ids.dtype != torch.int64 or ids.numel() == 0:
+        return True
+    least, most = torch.aminmax(ids)
+    return int(least) >= -(2**31) and int(most) < 2**31
+
+
+_PADDING_HINT = ". A (B, Lk) padding mask must be given as (B, 1, 1, Lk)."
+
+
+@unrecorded
+def check_mask(mask: AttentionMask, q: Tensor, full: tuple[int, int, int, int]) -> None:
+    B, _, Lq, _ = full
+    for name, t in (("mask", mask.keep_mask), ("mask", mask.key_keep_mask), ("bias", mask.additive_bias)):
+        if t is not None and any(size not in (1, limit) for size, limit in zip(t.shape, full)):
+            raise ValueError(
+                f"attention: {name} of shape {tuple(t.shape)} does not broadcast to (B, H, Lq, Lk) = {full}"
+                + (_PADDING_HINT if name == "mask" and tuple(t.shape) == (1, 1, B, full[3]) else "")
+            )
+    lengths = mask.key_lengths
+    if lengths is not None and (
+        lengths.shape[0] not in (1, B) or (lengths.dim() == 2 and lengths.shape[1] not in (1, Lq))
+    ):
+        raise ValueError(
+            f"attention: lengths of shape {tuple(lengths.shape)} fit neither (B,) = ({B},) nor (B, Lq) = ({B}, {Lq})"
+        )
+    for t in (mask.keep_mask, mask.key_keep_mask, lengths, mask.additive_bias):
+        if t is not None and t.device != q.device:
+            raise ValueError(f"attention: q is on {q.device} but the mask or bias on {t.device}")
+
+
+def refuse_keep_as_lengths(lengths: Tensor | None, Lk: int) -> None:
+    """Raise for lengths per query that look like a keep mask."""
+    if lengths is not None and may_be_keep(lengths, Lk):
+        raise ValueError(
+            f"attention: lengths {tuple(lengths.shape)} of nothing but 0 and 1 can be read two ways: pass "
+            "AttentionMask.keep(t[:, None, None]) if 1 means kept, or "
+            "AttentionMask.keep(torch.arange(Lk) < t[:, None, :, None]) if they are lengths per query"
+        )
+
+
+def normal_lengths(lengths: Tensor, B: int, Lq: int, Lk: int) -> Tensor:
+    """int32 lengths (B,) or (B, Lq) in [0, Lk].
+
+    On a CPU they are looked at in every call, and others are an error. On a GPU, where looking would wait for it, they
+    are cut; the result is kept (tensor_cache.py), so that every layer has the same tensor, and what kernels keep on it
+    is found.
+    """
+    if is_traced():
+        return lengths  # plain operators take them as they are
+    if lengths.dim() == 2 and lengths.shape[1] != Lq:
+        lengths = lengths.squeeze(1)
+    if lengths.shape[0] != B:
+        lengths = lengths.expand(B, *lengths.shape[1:])
+    if not torch.compiler.is_compiling() and is_plain_on_cpu(lengths):
+        return _checked_lengths(lengths, Lk)
+    cut = lambda: lengths.clamp(0, Lk).to(torch.int32)  # noqa: E731
+    if torch.compiler.is_compiling() or type(lengths) is not Tensor or in_transform():
+        return cut()
+    return get_or_compute(lengths, ("normal lengths", Lk), (), cut)
+
+
+def fitting_lengths(lengths: Tensor | None, q: Any, k: Any) -> Tensor | None:
+    """:func:`normal_lengths` of an unchecked call, or the lengths themselves where they do not fit it."""
+    if lengths is None or not isinstance(k, Tensor) or k.dim() != 4:
+        return lengths
+    Lk = k.shape[2]
+    known = get(lengths, ("normal lengths", Lk)) if type(lengths) is Tensor else None
+    if known is not None or not isinstance(q, Tensor) or q.dim() != 4:
+        return lengths if known is None else known
+    B, _, Lq, _ = q.shape
+    refuse_keep_as_lengths(lengths, Lk)
+    return normal_lengths(lengths, B, Lq, Lk) if lengths.shape in ((B,), (B, Lq)) else lengths
+
+
+def _checked_lengths(lengths: Tensor, Lk: int) -> Tensor:
+    if lengths.numel() > 0:
+        # Reading a few numbers in Python is cheaper than two reductions.
+        low, high = (f(lengths.tolist()) for f in (min, max)) if lengths.dim() == 1 else torch.aminmax(lengths)
+        if low < 0 or high > Lk:
+            raise ValueError(f"attention: lengths must lie in [0, Lk = {Lk}], got {int(low)} to {int(high)}")
+    return lengths if lengths.dtype == torch.int32 else lengths.to(torch.int32)

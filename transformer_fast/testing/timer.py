@@ -1,0 +1,54 @@
+"""Times of calls that take turns, so that whatever else the machine does slows all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call: the median, and the 20th and 80th percentile."""
+
+    median: float
+    p20: float
+    p80: float
+
+    @classmethod
+    def of(cls, samples: list[float]) -> Timing:
+        """Summarise measured seconds, at least two."""
+        cuts = statistics.quantiles(samples, n=10)
+        return cls(statistics.median(samples), cuts[1], cuts[7])
+
+
+def interleaved(calls: dict[str, Callable[[], object]], seconds: float, at_least: int = 7) -> dict[str, Timing]:
+    """Time each call, one sample of each after the other.
+
+    Args:
+        calls: the calls by name. On a GPU each must wait for its own result (``torch.cuda.synchronize``).
+        seconds: about how long each call is timed. A sample takes at least 2 ms, and repeats a short call.
+        at_least: number of samples per call, however long they take.
+
+    Returns:
+        Wall time per call, by name.
+    """
+    repeats = {}
+    for name, call in calls.items():
+        call()
+        start = time.perf_counter()
+        call()
+        once = time.perf_counter() - start
+        repeats[name] = max(1, round(0.002 / max(once, 1e-7)))
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    spent = 0.0
+    while spent < seconds * len(calls) or min(map(len, samples.values())) < at_least:
+        for name, call in calls.items():
+            start = time.perf_counter()
+            for _ in range(repeats[name]):
+                call()
+            elapsed = time.perf_counter() - start
+            samples[name].append(elapsed / repeats[name])
+            spent += elapsed
+    return {name: Timing.of(times) for name, times in samples.items()}
