@@ -307,7 +307,7 @@ def compare(case: Case, device: str, rounds: int, uncached: bool) -> list[Result
 
 
 def main() -> None:
-    """A table: tokens a second, and how many times faster ours is."""
+    """A table: tokens per second, and how many times faster ours is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="base")
     parser.add_argument("--length", type=int, default=64)

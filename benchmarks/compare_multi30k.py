@@ -136,7 +136,7 @@ def recipe(args: argparse.Namespace, name: str) -> TrainConfig:
 
 
 def run_one(args: argparse.Namespace, name: str) -> dict[str, object]:
-    """Train one of the two and measure it: tokens a second of training, loss and BLEU on the validation set."""
+    """Train one of the two and measure it: tokens per second of training, loss and BLEU on the validation set."""
     torch.set_num_threads(args.threads)
     config = recipe(args, name)
     wall, cpu = time.perf_counter(), time.process_time()
@@ -170,7 +170,7 @@ def run_one(args: argparse.Namespace, name: str) -> dict[str, object]:
 
 
 def training_speed(log: Path) -> float:
-    """Median over all reports of a run of target tokens a second, by the clock that the run was given."""
+    """Median over all reports of a run of target tokens per second, by the clock that the run was given."""
     reports = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     rates = sorted(r["tokens_per_second"] for r in reports if "tokens_per_second" in r)
     if not rates:

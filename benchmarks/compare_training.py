@@ -1,4 +1,4 @@
-"""Target tokens a second of training on a corpus: with padding in the layers, packed, and packed in bfloat16.
+"""Target tokens per second of training on a corpus: with padding in the layers, packed, and packed in bfloat16.
 
     python benchmarks/compare_training.py --source train.en.gz --target train.de.gz --out results
 
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     tokenizer = Tokenizer.train((*text.source, *text.target), config.vocab_size, lowercase=config.lowercase)
     corpus = Corpus(text, tokenizer, config.max_length)
     sides = sides_of(choose_device(config))
-    print(f"| tokens a batch | padding: source | target | {' | '.join(sides)} |\n|{' --- |' * (3 + len(sides))}")
+    print(f"| tokens per batch | padding: source | target | {' | '.join(sides)} |\n|{' --- |' * (3 + len(sides))}")
     results = []
     for size in args.batch_tokens:
         result = compare(dataclasses.replace(config, batch_tokens=size), corpus, len(tokenizer), args.updates)
@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"| {size} | {shares} | {' | '.join(speeds)} |", flush=True)
     if args.out:
         report = {
-            "what": "target tokens a second of whole updates, each batch on every side before the next",
+            "what": "target tokens per second of whole updates, each batch on every side before the next",
             "recipe": args.recipe,
             "updates": args.updates,
             "threads": args.threads,

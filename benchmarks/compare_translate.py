@@ -140,7 +140,7 @@ def compare(
 
 
 def summary(results: list[Result], lines: int) -> str:
-    """A table: lines a second, and how many times faster ours is."""
+    """A table: lines per second, and how many times faster ours is."""
     rows = ["| search | precision | side | lines/s | ours is faster by | BLEU | lines as ours |", "| --- " * 7 + "|"]
     for key, group in itertools.groupby(results, lambda result: (result.search, result.precision)):
         own = list(group)

@@ -139,7 +139,7 @@ def race(contestants: list[Contestant], valid: list[Batch], seconds: float, turn
 
 
 def draw(tracks: list[Track], path: Path) -> None:
-    """Validation loss against time, and tokens a second beside it."""
+    """Validation loss against time, and tokens per second beside it."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.6), layout="constrained", facecolor=PAPER)
@@ -167,7 +167,7 @@ def draw(tracks: list[Track], path: Path) -> None:
     bars = right.bar(range(len(tracks)), speeds, color=[COLORS[t.name] for t in tracks], width=0.6)
     right.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], color=INK, padding=3)
     right.set_xticks(range(len(tracks)), [t.name.replace(" ", "\n", 1) for t in tracks], color=QUIET, fontsize=9)
-    right.set_title("target tokens a second in training", color=QUIET, fontsize=10)
+    right.set_title("target tokens per second in training", color=QUIET, fontsize=10)
     right.set_yticks([])
     for axes in (left, right):
         axes.tick_params(length=0, labelcolor=QUIET)

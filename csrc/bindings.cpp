@@ -7,7 +7,7 @@
 #include <pybind11/stl.h>
 
 #include "build_config.h"
-#include "cpu/attention/params.h"
+#include "cpu/attention/attention_params.h"
 #include "instruction_set.h"
 #include "ops/eager.h"
 #include "ops/linear.h"

@@ -1,4 +1,4 @@
-"""Which kernels a call runs on, and why.
+"""Choice of the kernels for a call, and its reason.
 
 ================ ===========================================================================================
 ``"auto"``       native on CPU; on CUDA Triton for attention, norm and dropout, the CUDA extension for embedding
@@ -169,7 +169,7 @@ def resolve(op: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func (vmap, grad) is running, under which tensors cannot be looked into."""
+    """Return True while a transform of torch.func (vmap, grad) runs; tensors cannot be looked into then."""
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
@@ -212,7 +212,7 @@ def _automatic(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, 
 
 
 def _obstacle(name: str, op: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot run a call, or None."""
+    """Reason why a backend cannot run a call, or None."""
     if name == "native":
         if not extension.load():
             return extension.obstacle()

@@ -15,7 +15,7 @@ from .ops.attention_checks import document_numbers, normal_lengths, refuse_keep_
 from .triton.configs import attention_config
 
 NATIVE_TILE = (64, 128)
-"""Queries and keys a tile in csrc/cpu/attention/params.h."""
+"""Queries and keys per tile in csrc/cpu/attention/attention_params.h."""
 
 _PATHS = {
     "native": "the C++ kernel of the extension (scores of one tile at a time; nothing of size Lq x Lk is stored)",
@@ -65,7 +65,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
 
 
 def _describe_tiles(q: Tensor, k: Tensor, params: AttentionParams, backend: str) -> str:
-    """How many of the forward's tiles hold work; reads the mask, which on a GPU waits for it."""
+    """Count the forward's tiles that hold work. This reads the mask, so it waits for a GPU."""
     (B, _, Lq, _), Lk = q.shape, k.shape[2]
     tile = NATIVE_TILE
     if backend == "triton":
@@ -88,7 +88,7 @@ def _describe_tiles(q: Tensor, k: Tensor, params: AttentionParams, backend: str)
 
 
 def _bytes_for_backward(q: Tensor, k: Tensor, params: AttentionParams) -> int:
-    """What the forward of the Triton kernels stores of dropout in training."""
+    """Bytes of dropout bits that the Triton forward stores in training."""
     from .triton.attention.kept_bits import empty_kept_bits
     from .triton.launcher import architecture_of
 
@@ -97,7 +97,7 @@ def _bytes_for_backward(q: Tensor, k: Tensor, params: AttentionParams) -> int:
 
 
 def _kernel_params(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str, Any]) -> AttentionParams:
-    """What decides which kernels a call takes, and through which tiles they step."""
+    """Arguments that decide the kernels of a call and the tiles that they step through."""
     documents: dict[str, Any] = {}
     if mask.document_ids is not None:
         numbers = document_numbers(*mask.document_ids)

@@ -39,7 +39,7 @@ INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "generic")
 
 
 def load() -> bool:
-    """Whether the native kernels (``torch.ops.transformer_fast``) are there; loads them on the first call.
+    """Return True where the native kernels (``torch.ops.transformer_fast``) are there. The first call loads them.
 
     Raises:
         ValueError: where ``TRANSFORMER_FAST_CPU`` names kernels that there are not, or that this CPU cannot run.
@@ -58,12 +58,12 @@ def status() -> str:
 
 
 def obstacle() -> str:
-    """Why the extension is not loaded and what to run; empty if it is."""
+    """Reason why the extension is not loaded, and what to run; empty if it is loaded."""
     return "" if load() else _outcome().message
 
 
 def build_info() -> dict[str, Any]:
-    """What the extension was built with; empty if it is not loaded.
+    """Record of the extension's build; empty if it is not loaded.
 
     Keys: ``torch``, ``cuda`` and ``arch_list`` (None for a CPU build), ``compiler``, and ``instruction_set``, of
     :data:`INSTRUCTION_SETS`, the one whose kernels are in use.

@@ -14,7 +14,7 @@ class Buffer {
   Buffer() = default;
   explicit Buffer(int64_t size) { resize(size); }
 
-  // What it held is lost.
+  // The contents are lost.
   void resize(int64_t size) { storage_.reset(size > 0 ? new (std::align_val_t(64)) A[size] : nullptr); }
 
   A* data() const { return storage_.get(); }

@@ -1,4 +1,4 @@
-// How a loop over rows is divided among threads.
+// Division of a loop over rows among threads.
 #pragma once
 
 #include <algorithm>

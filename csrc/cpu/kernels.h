@@ -1,16 +1,16 @@
-// What the library of one instruction set gives to the module: its kernels. Everything in this folder but kernels.h and
+// Kernels that the library of one instruction set gives to the module. Everything in this folder but kernels.h and
 // the parameters it includes is compiled once for each instruction set, into a library of its own, so that no function
 // is shared between them; csrc/instruction_set.cpp loads the best one that the processor runs.
 //
 // Kernels trust what they are given, and know no tensors: csrc/ops checks, allocates and records.
 #pragma once
 
-#include "attention/params.h"
+#include "attention/attention_params.h"
 #include "cross_entropy.h"
 #include "dropout.h"
-#include "embedding/params.h"
-#include "generation/generation.h"
-#include "norm/params.h"
+#include "embedding/embedding_params.h"
+#include "generation/generation_kernels.h"
+#include "norm/norm_params.h"
 
 #include <c10/util/ArrayRef.h>
 

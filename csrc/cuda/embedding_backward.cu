@@ -16,7 +16,7 @@
 namespace transformer_fast {
 namespace {
 
-// What is common to the kernels: grad (rows, d) contiguous, and which ids count.
+// Shared arguments of the kernels: grad (rows, d) contiguous, and which ids count.
 template <typename T>
 struct Gradient {
   const T* grad;

@@ -2,7 +2,7 @@
 // accesses of 128 bits.
 #pragma once
 
-#include "../embedding.h"
+#include "../embedding_checks.h"
 #include "../philox.h"
 
 #include <c10/cuda/CUDAException.h>
@@ -130,7 +130,7 @@ auto for_element_type(at::ScalarType type, const Body& body) {
   }
 }
 
-// Whether every row can be read and written 128 bits at a time.
+// True if every row can be read and written 128 bits at a time.
 inline bool wide_rows(const void* data, int64_t row_stride, int64_t column_stride, size_t element_size) {
   return column_stride == 1 && reinterpret_cast<uintptr_t>(data) % 16 == 0 && row_stride * element_size % 16 == 0;
 }

@@ -3,7 +3,7 @@
 // attention_packed.py document and check what they take.
 #include "attention.h"
 
-#include "../triton/attention.h"
+#include "../triton/launch_attention.h"
 #include "attention_arguments.h"
 #include "node.h"
 
@@ -94,7 +94,7 @@ Tensor grad_distance_bias_meta(const AttentionParams& params, const Tensor&, con
   return at::empty_like(*params.distance_bias);
 }
 
-// Whether the kernels may be called without the dispatcher: for plain memory, with nothing that looks at the call.
+// True if the kernels may be called without the dispatcher: for plain memory, with nothing that looks at the call.
 template <typename Tensors>
 bool is_direct(const AttentionParams& params, const Tensors& tensors) {
   return eager::is_plain_eager(tensors, /*any_device=*/!is_native(params.backend));

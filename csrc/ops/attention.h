@@ -10,7 +10,7 @@
 
 namespace transformer_fast {
 
-// Where the sequences of a packed batch lie.
+// Places of the sequences of a packed batch.
 struct PackedBatch {
   OptionalTensor cu_seqlens_q, cu_seqlens_k;  // int32 (sequences + 1,), rising from 0; none: the batch is not packed
   c10::SymInt max_q = 0, max_k = 0;           // lengths of the longest
@@ -19,7 +19,7 @@ struct PackedBatch {
   bool bottom_right = false;                  // positions count from the end: the last query is at the last key
 };
 
-// What is masked, scaled and dropped, in the normal form that transformer_fast/ops/attention.py makes of its arguments.
+// Mask, scale and dropout, in the normal form that transformer_fast/ops/attention.py makes of its arguments.
 struct AttentionParams {
   static constexpr size_t kTensors = 13;
 
@@ -71,7 +71,7 @@ struct AttentionParams {
   }
 };
 
-// What a forward found. In training it may keep weights for its backward, in the tiles that both work on; on a GPU, which
+// Results of a forward. In training it may keep weights for its backward, in the tiles that both work on; on a GPU, which
 // weights dropout kept.
 struct AttentionResult {
   Tensor out, logsumexp;
@@ -83,7 +83,7 @@ struct AttentionGradients {
   Tensor q, k, v, bias, distance_bias, sinks;
 };
 
-// Which of those are.
+// Numbers of those that are.
 struct GradientNeeds {
   bool bias = false, distance_bias = false, sinks = false;
 };

@@ -21,7 +21,7 @@ const std::string kOptions =
     "Tensor? distance_bias=None, Tensor? query_ids=None, Tensor? key_ids=None, Tensor? sinks=None, "
     "float? softcap=None)";
 
-// What an op of padded batches takes between its inputs and its options, and what one of packed batches takes there.
+// Arguments between the inputs and the options: of an op of padded batches, and of one of packed batches.
 inline void set_keys(AttentionParams& params, const OptionalTensor& keep, const OptionalTensor& key_keep,
                      const OptionalTensor& lengths, const OptionalTensor& bias) {
   params.keep = keep, params.key_keep = key_keep, params.lengths = lengths, params.bias = bias;

@@ -10,7 +10,7 @@
 
 namespace transformer_fast::eager {
 
-// Whether q and the keys and values, whose heads are `key_heads`, are of one type and one device, on which autocast changes
+// True if q and the keys and values, whose heads are `key_heads`, are of one type and one device, on which autocast changes
 // nothing, and have whole groups of heads and rows of as many columns, which lie side by side.
 inline bool inputs_fit(const Tensor& q, const Tensor& k, const Tensor& v, int64_t key_heads) {
   for (const Tensor* tensor : {&q, &k, &v})
@@ -21,7 +21,7 @@ inline bool inputs_fit(const Tensor& q, const Tensor& k, const Tensor& v, int64_
          !at::autocast::is_autocast_enabled(q.device().type());
 }
 
-// What the Triton kernels take.
+// True for queries that the Triton kernels take.
 inline bool triton_takes(const Tensor& q) {
   constexpr int64_t kLargestHeadDim = 256;
   return q.size(-1) <= kLargestHeadDim && q.scalar_type() != at::kDouble;

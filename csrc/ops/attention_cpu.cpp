@@ -12,7 +12,7 @@
 namespace transformer_fast {
 namespace {
 
-// Whether a forward keeps the weights for its backward. To compute them again takes a product and the exponentials, and
+// True if a forward keeps the weights for its backward. To compute them again takes a product and the exponentials, and
 // with an addend for each pair of query and key and nothing dropped, that is more than eager spends on keeping them. With
 // a window or documents most of them would be zeros.
 bool saves_probs(const Tensor& q, const Tensor& k, const AttentionParams& params) {
@@ -122,7 +122,7 @@ void with_sequences(const Tensor& q, const Tensor& k, const Tensor& v, const Att
   });
 }
 
-// What a forward saved of its weights, if it did, as the kernels take it.
+// The weights that a forward saved, if it did, as the kernels take them.
 template <typename T, typename A>
 SavedProbs<T, A> saved_probs_view(const AttentionKernelParams<T, A>& p, const AttentionResult& result) {
   if (!result.saved_probs) return {};

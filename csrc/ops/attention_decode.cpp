@@ -160,7 +160,7 @@ bool shapes_fit(const DecodeParams& call) {
          pages.device() == q.device();
 }
 
-// Whether the pages that hold keys are there, which is looked at on the CPU only.
+// True if the pages that hold keys are there. Only those on the CPU are looked at.
 bool pages_exist(const DecodeParams& call) {
   if (!call.page_table || !call.page_table->is_cpu()) return true;
   const int64_t pages = call.k.size(0), page_size = call.k.size(1), stride = call.page_table->stride(0);

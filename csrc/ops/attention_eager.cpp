@@ -37,7 +37,7 @@ bool broadcasts(const Tensor& mask, const Tensor& q, const Tensor& k) {
   return true;
 }
 
-// What all calls have; the scale is 0 for the default, which run() knows.
+// Arguments of every call; the scale is 0 for the default, which run() knows.
 AttentionParams read_options(Arguments& arguments, bool by_triton, py::handle causal, py::handle window,
                              py::handle scale, py::handle dropout_p, py::handle seed, py::handle empty_rows) {
   AttentionParams params;

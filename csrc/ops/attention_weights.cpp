@@ -1,5 +1,5 @@
 // The weights of attention: the op of torch.ops.transformer_fast, from schema to kernel.
-#include "../triton/attention.h"
+#include "../triton/launch_attention.h"
 #include "../triton/python_function.h"
 #include "attention_arguments.h"
 #include "node.h"

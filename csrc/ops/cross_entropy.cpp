@@ -60,7 +60,7 @@ void cross_entropy_rows(const Tensor& logits, const Tensor& target, const Tensor
   });
 }
 
-// How many targets count. One outside the vocabulary raises.
+// Number of targets that count. One outside the vocabulary raises.
 int64_t count_targets(const Tensor& target, int64_t ignore_index, int64_t vocabulary) {
   const int64_t* targets = target.const_data_ptr<int64_t>();
   int64_t count = 0;
@@ -177,7 +177,7 @@ struct LinearCrossEntropy {
   static variable_list backward(const variable_list& grads, const variable_list& saved, const Options&,
                                 const Needs& needs) {
     const Tensor scale = grads[0] * saved[kScale];
-    // What was saved for a graph that ends here is scaled where it lies, and handed over.
+    // Gradients saved for a graph that ends here are scaled in place and handed over.
     const bool ends =
         !torch::autograd::get_current_graph_task_keep_graph() && eager::is_plain_eager(grads, /*any_device=*/true);
     const bool scaled = ends && scale.is_cpu() && scale.item<double>() == 1;

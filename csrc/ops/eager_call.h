@@ -1,4 +1,4 @@
-// What the eager fast paths share. PyTorch's dispatcher, called from Python, costs some microseconds, and a kernel on a
+// Shared parts of the eager fast paths. PyTorch's dispatcher, called from Python, costs some microseconds, and a kernel on a
 // small tensor one: so a public function of transformer_fast/ops first calls the extension itself (eager.h).
 //
 // A fast path takes what the public function was given and returns None for whatever is not a valid call of plain CPU
@@ -26,7 +26,7 @@ namespace py = pybind11;
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// Whether anything in this thread looks at the calls that PyTorch dispatches (a mode, a transform, a tracer), or
+// True if anything in this thread looks at the calls that PyTorch dispatches (a mode, a transform, a tracer), or
 // autograd has been switched off below.
 inline bool has_active_modes() {
   const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
@@ -36,7 +36,7 @@ inline bool has_active_modes() {
          at::impl::torch_function_mode_enabled();
 }
 
-// Whether a tensor is nothing but memory of the CPU, or where `any_device` of a GPU: no subclass, no wrapper, no lazy
+// True if a tensor is nothing but memory of the CPU, or where `any_device` of a GPU: no subclass, no wrapper, no lazy
 // negation, not sparse.
 inline bool is_plain(const Tensor& tensor, bool any_device = false) {
   static const c10::DispatchKeySet on_cpu = [] {
@@ -50,14 +50,14 @@ inline bool is_plain(const Tensor& tensor, bool any_device = false) {
   return on_cpu.has_all(tensor.key_set()) || (any_device && on_cuda.has_all(tensor.key_set()));
 }
 
-// Whether each of some tensors, undefined ones aside, is, and nothing looks at the calls that are made of them.
+// True if each of some tensors, undefined ones aside, is such memory, and nothing looks at the calls made of them.
 template <typename Tensors>
 bool is_plain_eager(const Tensors& tensors, bool any_device = false) {
   const auto plain = [&](const Tensor& tensor) { return !tensor.defined() || is_plain(tensor, any_device); };
   return !has_active_modes() && std::all_of(tensors.begin(), tensors.end(), plain);
 }
 
-// Whether forward-mode differentiation follows the tensor.
+// True if forward-mode differentiation follows the tensor.
 inline bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
 
 // Reads the arguments of a call one by one. After the last, ok() says whether all were as they must be.

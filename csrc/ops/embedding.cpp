@@ -187,7 +187,7 @@ bool table_fits(const Tensor& table, const Tensor& x, int64_t offset, int64_t le
          table.size(1) == x.size(-1) && offset >= 0 && table.size(0) - offset >= length;
 }
 
-// Where sequences begin: one number for all of them, or one each.
+// First positions of sequences: one number for all of them, or one per sequence.
 struct Offset {
   int64_t common = 0;
   OptionalTensor each;

@@ -1,6 +1,6 @@
 // The ops of embedding.cpp on the CPU, from tensors to what the kernels take.
 #include "../cpu/kernels.h"
-#include "../embedding.h"
+#include "../embedding_checks.h"
 #include "embedding.h"
 #include "tensors.h"
 

@@ -42,7 +42,7 @@ const std::optional<c10::TypedOperatorHandle<OnednnLinear>>& onednn_op() {
   return found;
 }
 
-// Whether MKL leaves AVX-512 units unused here that oneDNN uses.
+// True if MKL leaves AVX-512 units unused here that oneDNN uses.
 bool mkl_is_limited() {
 #if defined(__x86_64__)
   static const bool limited = [] {
@@ -55,10 +55,10 @@ bool mkl_is_limited() {
 #endif
 }
 
-// What send_products_to_onednn was given.
+// Argument of send_products_to_onednn.
 std::atomic<std::optional<bool>> chosen;
 
-// Whether products of float32 that are large enough go to oneDNN.
+// True if products of float32 that are large enough go to oneDNN.
 bool takes_onednn() {
   const std::optional<bool> choice = chosen.load(std::memory_order_relaxed);
   return choice ? *choice : mkl_is_limited();

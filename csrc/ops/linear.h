@@ -8,11 +8,11 @@ namespace transformer_fast {
 // By oneDNN, for a weight (out, in) at any strides or in oneDNN's own layout; nothing is recorded for autograd.
 Tensor onednn_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool relu = false);
 
-// Whether large products of float32 go to oneDNN from now on, in the whole process; none: where it is faster.
+// Sends large products of float32 to oneDNN from now on, or not, in the whole process; none: where it is faster.
 // Returns what was chosen before.
 std::optional<bool> send_products_to_onednn(std::optional<bool> choice);
 
-// Whether float32 matrices of these sizes, (rows, in) and (in, out), go to oneDNN: where it is faster than at::linear,
+// True if float32 matrices of these sizes, (rows, in) and (in, out), go to oneDNN: where it is faster than at::linear,
 // unless send_products_to_onednn chose.
 bool onednn_is_faster(int64_t rows, int64_t in, int64_t out);
 

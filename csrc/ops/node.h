@@ -35,7 +35,7 @@ auto make_node(Args&&... args) {
     return c10::make_intrusive<Node>(std::forward<Args>(args)...);
 }
 
-// Which gradients somebody waits for, in the order of the inputs.
+// Required input gradients, in the order of the inputs.
 class Needs {
  public:
   explicit Needs(torch::autograd::Node& node) : node_(node) {}
@@ -93,7 +93,7 @@ struct Undifferentiable<name, implementation> {
   }
 };
 
-// Whether the gradients that an op's backward finds are made of ops that can be differentiated: it then says so.
+// True if an op's backward makes its gradients of ops that can be differentiated: it then says so.
 template <typename Op>
 concept DifferentiableBackward = requires { Op::kDifferentiableBackward; };
 

@@ -92,7 +92,7 @@ using torch::autograd::variable_list;
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Which gradients are asked for: of x and the residual, of the weight (there is one then), of the bias. Undefined are
+// Required gradients: of x and the residual, of the weight (there is one then), of the bias. Undefined are
 // those that are not, and that of the residual without dropout, where it is that of x.
 FourTensors gradients(const Tensor& grad_out, const OptionalTensor& grad_summed, const Tensor& x,
                       const OptionalTensor& weight, const Tensor& mean, const Tensor& rstd, NormKind kind,

@@ -1,7 +1,7 @@
 // LayerNorm, Norm and RMSNorm of tensors on the CPU, as transformer_fast/ops/norm.py documents them.
 #pragma once
 
-#include "../cpu/norm/params.h"
+#include "../cpu/norm/norm_params.h"
 #include "tensors.h"
 
 #include <string_view>

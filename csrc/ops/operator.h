@@ -1,4 +1,4 @@
-// What the ops of torch.ops.transformer_fast share. Each op stands once, in csrc/ops/<op>.cpp: its schema, its shapes
+// Shared parts of the ops of torch.ops.transformer_fast. Each op stands once, in csrc/ops/<op>.cpp: its schema, its shapes
 // on the meta device, its autograd node and its choice of kernel. From Python it is reached by the dispatcher, which
 // serves tracing, tensor subclasses and modes, or by its eager fast path, which calls the same functions.
 #pragma once
@@ -51,7 +51,7 @@ const auto& op() {
   return found;
 }
 
-// What an op computes, recorded by nobody: by its implementation where `direct` says that nothing looks at the call,
+// Runs an op below autograd: by its implementation where `direct` says that nothing looks at the call,
 // else by the dispatcher.
 template <Name name, auto implementation, typename... Given>
 auto below_autograd(bool direct, const Given&... args) {
@@ -77,7 +77,7 @@ void define(torch::Library& m, const std::string& schema) {
   m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, TORCH_FN(autograd)));
 }
 
-// What autocast makes of an op's tensor, or of one that may be missing; and the scope in which it is off.
+// An op's tensor as autocast casts it, also one that may be missing; and the scope in which autocast is off.
 template <c10::DeviceType device, typename MaybeTensor>
 MaybeTensor autocast(const MaybeTensor& tensor) {
   return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), tensor, device);
@@ -87,7 +87,7 @@ struct NoAutocast {
   const c10::impl::ExcludeDispatchKeyGuard guard{at::autocast::get_autocast_dispatch_key_from_device_type(device)};
 };
 
-// Whether an op's argument `backend` asks for the kernels of csrc, and not for those in Triton.
+// True if an op's argument `backend` asks for the kernels of csrc, and not for those in Triton.
 inline bool is_native(std::string_view backend) { return backend == "native"; }
 
 // A contiguous result on the meta device.

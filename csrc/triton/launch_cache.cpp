@@ -44,7 +44,7 @@ bool is_true(py::handle object) {
   return result != 0;
 }
 
-// Whether a hook, or a chain of them, would call anything: a chain is always there, and mostly empty.
+// True if a hook, or a chain of them, would call anything: a chain is always there, and mostly empty.
 bool is_active(const py::object& hook) {
   static const Attribute calls("calls");
   return !hook.is_none() && is_true(calls.of(hook, py::bool_(true)));
@@ -147,7 +147,7 @@ int64_t LaunchCache::table_changes() const {
   return py::cast<int64_t>(changes.of(table_));
 }
 
-// Where calls like this one are kept; nullptr where nothing may be, or nothing is yet. What is derived from a tensor
+// Place where calls like this one are kept; nullptr where nothing may be, or nothing is yet. What is derived from a tensor
 // lives as long as it does, so a call with sources is kept on the first of them: not during the capture of a CUDA graph,
 // whose memory is its own, nor for inference tensors, which count no writes.
 CachedCalls* LaunchCache::calls_like(const LaunchCall& call, bool make) {

@@ -66,7 +66,7 @@ class __attribute__((visibility("hidden"))) LaunchCall {
   at::Device device_ = at::kCPU;  // of the first input
 };
 
-// What is kept of one call.
+// Record of one call.
 struct __attribute__((visibility("hidden"))) CachedCall {
   struct Source {
     c10::weak_intrusive_ptr<c10::TensorImpl> base;  // the tensor that owns the memory
@@ -95,10 +95,10 @@ class __attribute__((visibility("hidden"))) LaunchCache {
   // The only one. It is never destroyed, since Python may end before the process does.
   static LaunchCache& instance();
 
-  // What is asked before each replay: `driver` and `knobs.runtime` of Triton, and Table of triton/configs.py.
+  // Objects asked before each replay: `driver` and `knobs.runtime` of Triton, and Table of triton/configs.py.
   void connect(pybind11::object driver, pybind11::object runtime, pybind11::object table);
 
-  // Whether launches may be replayed: nobody watches launches or compilations, nor asked for debugging checks in kernels.
+  // True if launches may be replayed: nobody watches launches or compilations, nor asked for debugging checks in kernels.
   bool can_replay() const;
 
   // Repeats the launches of an earlier call like this one; false where there was none, or they may not be replayed.

@@ -30,7 +30,7 @@ class __attribute__((visibility("hidden"))) PythonFunction {  // as its field is
     return unpacked<count>(call(pybind11::dict(), args...));
   }
 
-  // What it returns. The GIL must be held.
+  // Calls it and returns its result. The GIL must be held.
   template <typename... Args>
   pybind11::object call(const pybind11::dict& keywords, const Args&... args) const {
     if (imported_ == nullptr) imported_ = pybind11::module_::import(module_).release().ptr();

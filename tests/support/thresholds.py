@@ -199,10 +199,10 @@ def t5(scores: int) -> None:
 
 THRESHOLDS: dict[str, Callable[[int], None]] = {
     # attention
-    "csrc/cpu/attention/params.h:kQueryTile": queries,
-    "csrc/cpu/attention/params.h:kFewQueries": queries,
-    "csrc/cpu/attention/params.h:kKeyTile": keys,
-    "csrc/cpu/attention/params.h:kKeyStep": keys,
+    "csrc/cpu/attention/attention_params.h:kQueryTile": queries,
+    "csrc/cpu/attention/attention_params.h:kFewQueries": queries,
+    "csrc/cpu/attention/attention_params.h:kKeyTile": keys,
+    "csrc/cpu/attention/attention_params.h:kKeyStep": keys,
     "csrc/cpu/attention/few_queries.h:kRowKeys": keys,
     "csrc/cpu/attention/tile.h:kEnoughTasks": lambda n: attend(B=n, H=1),
     "csrc/ops/attention_checks.h:kLargestHeadDim": head_dim,
@@ -246,11 +246,11 @@ THRESHOLDS: dict[str, Callable[[int], None]] = {
 """By where a number stands, what is run with it, with one less and with one more."""
 
 OTHERS: dict[str, str] = {
-    "csrc/cpu/attention/params.h:kMaxSavedScores": "2**26 scores are too many for a short test",
-    "csrc/cpu/attention/params.h:kNoDiagonal": "a number that no length reaches",
+    "csrc/cpu/attention/attention_params.h:kMaxSavedScores": "2**26 scores are too many for a short test",
+    "csrc/cpu/attention/attention_params.h:kNoDiagonal": "a number that no length reaches",
     "csrc/cpu/attention/tile.h:kWorthAThread": "the number of threads, which changes no result",
     "csrc/cpu/attention/few_queries.h:kVectors": "the size of a block of registers",
-    "csrc/cpu/generation/generation.h:kPanelHeader": "a layout in memory",
+    "csrc/cpu/generation/generation_kernels.h:kPanelHeader": "a layout in memory",
     "csrc/cpu/generation/quantized_linear.cpp:kAhead": "how far memory is fetched ahead",
     "csrc/cpu/simd/prefault.h:kAheadBytes": "how far memory is fetched ahead",
     "csrc/cpu/simd/prefault.h:kPageBytes": "the size of a page",

@@ -94,7 +94,7 @@ ROWS = (
     ),
     Fault(
         name="a launch of attention is replayed with another window",
-        path="csrc/triton/attention.cpp",
+        path="csrc/triton/launch_attention.cpp",
         old="  call.scalar(known(params.window));\n",
         new="",
         tests=LAUNCHING,

@@ -65,7 +65,7 @@ class CallsOurs:
 
 @dataclasses.dataclass
 class Calls:
-    """What the code of a module calls.
+    """Functions that the code of a module calls.
 
     Attributes:
         found: by the name of a replacement, the methods and attributes of the module that reach its function.
@@ -86,16 +86,16 @@ class Calls:
                 del self.found[name]
 
     def ours(self) -> str:
-        """Which functions of ours are called where."""
+        """Text: our functions, and where they are called."""
         return "; ".join(f"{REPLACEMENTS[name].ours} in {', '.join(where)}" for name, where in self.found.items())
 
     def stays(self) -> str:
-        """Which functions stay torch's and why."""
+        """Text: the functions that stay torch's, and why."""
         return "; ".join(f"its {REPLACEMENTS[name].theirs} stays: {why}" for name, why in self.obstacles.items())
 
 
 def calls_of(module: nn.Module) -> Calls:
-    """Which of the functions that have a replacement a module calls, and where."""
+    """Find the functions with a replacement that a module calls, and the places."""
     calls = Calls({}, {})
     for name in REPLACEMENTS:
         try:

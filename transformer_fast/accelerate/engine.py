@@ -1,4 +1,4 @@
-"""Which module becomes what, and the walk over a model that does it."""
+"""Walk over a model that swaps its modules, and the table of swaps."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _stack_obstacle(module: nn.Module) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Swap:
-    """What a module of ``torch.nn`` becomes.
+    """Swap of a module of ``torch.nn``.
 
     Attributes:
         made: its class afterwards.
@@ -265,7 +265,7 @@ class _Walk:
         return self._no_kernel(module, op) if on_gpu else self._device_obstacle(module, op)
 
     def _device_obstacle(self, module: nn.Module, op: str) -> str:
-        """Why what is faster on a CPU stays torch's where a module is."""
+        """Reason to keep torch's op on a module's device, or ""."""
         parameter = next(module.parameters(), None)
         device = self.device if parameter is None else parameter.device
         return "on a GPU it was not measured against ours" if device.type == "cuda" else self._no_kernel(module, op)
@@ -297,7 +297,7 @@ def _is_replaced(module: nn.Module) -> bool:
 
 
 def _is_ours(kind: type[nn.Module]) -> bool:
-    """Whether a class of this package computes on the fused ops."""
+    """Return True for a class of this package that computes on the fused ops."""
     plain = ("transformer_fast.reference", "transformer_fast.translation")
     return kind.__module__.startswith("transformer_fast.") and not kind.__module__.startswith(plain)
 

@@ -15,7 +15,7 @@ from ..layers.padded_calls import Pass, recorded
 
 @dataclasses.dataclass
 class Line:
-    """What the layers of one list did with a batch.
+    """Result of a batch in the layers of one list.
 
     Attributes:
         path: of the list, or of the stack.
@@ -33,7 +33,7 @@ class Line:
 
     @property
     def computed(self) -> int:
-        """How many positions each layer computes."""
+        """Number of positions that each layer computes."""
         return self.positions if self.tokens is None else self.tokens
 
 

@@ -50,7 +50,7 @@ class Part:
         return list(dict.fromkeys(type(m) for m in self.modules if m is not self.module or not _is_model(m)))
 
     def row(self) -> Row | None:
-        """What the report says of it; None where there is no attention to speak of."""
+        """Row of the report; None for a model without such attention."""
         if not self.calls and not self.obstacle:
             return None
         used = ", ".join(sorted(map(str, self.implementations)))
@@ -60,7 +60,7 @@ class Part:
 
 @dataclasses.dataclass
 class Attention:
-    """What was done about the attention of a model.
+    """Result for the attention of a model.
 
     Attributes:
         rows: for the report.

@@ -122,7 +122,7 @@ class LazyLogits(Lazy):
         return None
 
     def _is_bias(self, other: Any) -> bool:
-        """Whether a tensor is added to every row alike, and needs no gradient."""
+        """Return True for a tensor that is added to every row alike and needs no gradient."""
         return (
             type(other) in (Tensor, Parameter)
             and other.dtype == self.dtype
@@ -272,7 +272,7 @@ def linear(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def is_served() -> bool:
-    """Whether a call that begins here may leave the logits out: nothing surrounds it that looks at each operation."""
+    """Return True where a call that begins here may leave the logits out: nothing around it looks at each operation."""
     return not (
         torch.compiler.is_compiling()
         or is_traced()

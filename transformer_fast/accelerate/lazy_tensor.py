@@ -38,7 +38,7 @@ class Node:
 
     @property
     def root(self) -> Any:
-        """Where the tensor comes from, as long as it is not read."""
+        """Source of the tensor, as long as it is not read."""
         return self if self.parent is None else self.parent.root
 
     def read(self) -> Tensor:
@@ -63,7 +63,7 @@ class Node:
         return self.make(base)
 
     def is_read(self) -> bool:
-        """Whether its value exists somewhere, and so may have been written to."""
+        """Return True where the value exists somewhere, and so may have been written to."""
         return self.value is not None or (self.parent is not None and self.parent.is_read())
 
     def derived(self, rows: Tensor | None, make: Callable[[Tensor], Tensor], keeps: bool) -> Node:
@@ -80,7 +80,7 @@ class Node:
 
 @contextlib.contextmanager
 def plain_arithmetic() -> Iterator[None]:
-    """What surrounds the reader has no influence on a value that others read too."""
+    """Materialise under no_grad and without autocast: others read the value too."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
@@ -98,7 +98,7 @@ class Lazy(Tensor):
 
     @staticmethod
     def __new__(cls, node: Node, like: Tensor) -> Any:
-        """Of the shape, strides and dtype of a tensor on the meta device."""
+        """Make one with the shape, strides and dtype of a tensor on the meta device."""
         lazy = Tensor._make_wrapper_subclass(
             cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype, device=torch.device("cpu")
         )
@@ -152,7 +152,7 @@ class Lazy(Tensor):
         return type(self)(make, self._like(function, args, kwargs))
 
     def reshaped(self, function: Any, args: tuple, kwargs: dict[str, Any], keeps: bool = False) -> Tensor | None:
-        """Of another shape, with the same last dimension."""
+        """Return one of another shape with the same last dimension."""
         shape = self._like(function, args, kwargs).shape
         if len(shape) < 2 or shape[-1] != self.shape[-1]:
             return None

@@ -82,7 +82,7 @@ def _is_tall(module: nn.Linear) -> bool:
 
 
 def _named(module: nn.Module) -> Any:
-    """What a model says its output layer is."""
+    """Return the output layer that a model names."""
     get = getattr(type(module), "get_output_embeddings", None)
     try:
         return None if get is None else get(module)

@@ -1,4 +1,4 @@
-"""Whether a pattern computes what a module computes: both are run on random input, in fp64 on the CPU."""
+"""Proof that a pattern computes a module's output: both run on random input, in fp64 on the CPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def probe(module: nn.Module, pattern: Pattern) -> str | None:
 
 
 def signature(module: nn.Module, pattern: Pattern) -> Any:
-    """What decides the outcome of a probe: classes, plain attributes and shapes, not values."""
+    """Key of a probe's outcome: classes, plain attributes and shapes, not values."""
     described: list[Any] = [type(child) for child, _ in _called(module, pattern)]
     seen = {child for child, _ in _called(module, pattern)}  # what named_modules shall not go into
     for name, child in module.named_modules(seen):
@@ -151,7 +151,7 @@ def _fresh(value: Any) -> Any:
 
 
 def _run(trial: nn.Module, call: tuple[Any, ...], *, gradients: bool) -> tuple[bool, list[Tensor]]:
-    """Whether it returns a tensor alone; its outputs, and the gradients of a weighted sum of the first one."""
+    """Return whether a call gives a tensor alone, its outputs, and the gradients of a weighted sum of the first one."""
     args = [_fresh(value) for value in call]
     kwargs = args.pop() if isinstance(args[-1], Keywords) else {}
     returned = trial(*args, **kwargs)
@@ -176,7 +176,7 @@ def _agree(actual: tuple[bool, list[Tensor]], expected: tuple[bool, list[Tensor]
 
 
 def no_hooks(module: nn.Module) -> dict[int, Any]:
-    """What ``copy.deepcopy`` takes for a memo, so that a copy of the module itself has no hooks."""
+    """Memo for ``copy.deepcopy`` with which a copy of the module itself has no hooks."""
     return {id(getattr(module, name)): collections.OrderedDict() for name in HOOKS}
 
 

@@ -243,5 +243,5 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _calls_super(method: Any) -> bool:
-    """Tell whether a method may call the one that it replaces; anything but a plain function may."""
+    """Return True for a method that may call the one that it replaces; anything but a plain function may."""
     return not isinstance(method, types.FunctionType) or "__class__" in method.__code__.co_freevars

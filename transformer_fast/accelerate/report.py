@@ -1,4 +1,4 @@
-"""What ``accelerate`` did to a model."""
+"""Report of what ``accelerate`` did to a model."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Row:
 
 @dataclasses.dataclass
 class Report:
-    """What ``accelerate`` did: print it for the table, or :meth:`undo` it.
+    """Result of ``accelerate``: print it for the table, or :meth:`undo` it.
 
     Attributes:
         rows: a row for each module that was swapped, and for each that was left and might have been expected not to.

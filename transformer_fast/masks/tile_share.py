@@ -55,7 +55,7 @@ def tile_classes(
 
     Args:
         B, Lq, Lk: batch size, queries, keys; at least one of each.
-        tile: queries and keys a tile.
+        tile: queries and keys per tile.
         keep, key_keep, lengths, causal, window, query_ids, key_ids: the parts of a mask, as the kernels take them.
     """
     queries, keys = tile

@@ -162,27 +162,15 @@ def attention(
     bias = mask.additive_bias
     only_out = not (return_weights or return_logsumexp)
     special = is_special(mask, softcap, sinks)
-    extension, by_triton = (None, False) if return_logsumexp or special else eager.fast_path("attention", q)
-    if return_weights and (by_triton or return_weights not in (True, "dropped")):
-        extension, by_triton = None, False
-    seed, out = None, None
-    if dropout_p > 0.0:
-        seed = seeds.draw_launch_seed(q.device, by_triton)
+    extension, by_triton = eager.fast_path("attention", q) if only_out and not special else (None, False)
+    seed = seeds.draw_launch_seed(q.device, by_triton) if dropout_p > 0.0 else None
     offset = and_causal(mask.causal_offset, causal)
-    lengths = fitting_lengths(mask.key_lengths, q, k) if by_triton else mask.key_lengths
-    given = (mask.keep_mask, mask.key_keep_mask, lengths, bias, offset, mask.window_offset, scale)
     if extension is not None:
+        lengths = fitting_lengths(mask.key_lengths, q, k) if by_triton else mask.key_lengths
+        given = (mask.keep_mask, mask.key_keep_mask, lengths, bias, offset, mask.window_offset, scale)
         out = extension.attention(by_triton, q, k, v, *given, dropout_p, seed, empty_rows)
-    if out is not None and not return_weights:
-        return out
-    dropout = (dropout_p, seed) if return_weights == "dropped" else (0.0, None)  # of the weights that are returned
-    if out is not None:
-        # The extension checked the call. It makes the weights from q and k alone.
-        q, k = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k))
-        of_weights = _params(q, k, mask, offset, scale, *dropout, empty_rows)
-        return out, torch.ops.transformer_fast.attention_weights.default(
-            q, k, None, **of_weights.keywords(), backend="native"
-        )
+        if out is not None:
+            return out
     if isinstance(seed, int):
         seed = torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
@@ -214,7 +202,7 @@ def attention(
         out, logsumexp = implementation("attention", backend)(q, k, v, **params.keywords(), backend=backend)
         out = out if Dv == sizes(out)[-1] else out[..., :Dv]
         if return_weights:
-            of_weights = replace(params, dropout_p=dropout[0], seed=dropout[1])
+            of_weights = params if return_weights == "dropped" else replace(params, dropout_p=0.0, seed=None)
             compute = implementation("attention_weights", backend)
             weights = compute(q, k, logsumexp.detach(), **of_weights.keywords(), backend=backend)
     if only_out:

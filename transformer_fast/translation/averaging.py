@@ -110,7 +110,7 @@ def save_average(folder: RunFolder, average: Average) -> None:
 
 
 def load_average(folder: RunFolder) -> Average:
-    """What `save_average` wrote, verified, on the CPU.
+    """Load what `save_average` wrote, verified, on the CPU.
 
     Raises:
         CheckpointError: there is none, or it is damaged.

@@ -48,7 +48,7 @@ Scores = dict[str, float]  # what validation measured: "valid_loss", in nats a t
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `RunFolder.load` returns: named groups of tensors ("model", "optimizer", "ema") and plain values."""
+    """A loaded checkpoint: named groups of tensors ("model", "optimizer", "ema") and plain values."""
 
     tensors: dict[str, Tensors]
     state: dict[str, Any]
@@ -136,7 +136,7 @@ class RunFolder:
         self.config, self.tokenizer, self.log, self.average = (self.root / name for name in names)
 
     def exists(self) -> bool:
-        """Whether a run was started here."""
+        """Return True where a run was started."""
         return self.config.exists()
 
     @contextlib.contextmanager

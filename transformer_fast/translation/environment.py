@@ -1,4 +1,4 @@
-"""What a run takes from its surroundings: a device, an arithmetic, the user's interrupt, and its folder and text."""
+"""Surroundings of a run: device, arithmetic, the user's interrupt, folder and text."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def amp_dtype(config: TrainConfig, device: torch.device) -> torch.dtype | None:
 
 
 def multiplies_bf16() -> bool:
-    """Whether this CPU has instructions for products of bfloat16: AVX512-BF16 or AMX, or those of ARM."""
+    """Return True for a CPU with instructions for products of bfloat16: AVX512-BF16 or AMX, or those of ARM."""
     if platform.machine().lower() in ("x86_64", "amd64"):
         return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -1,4 +1,4 @@
-"""How good a model is on held-out text: loss and BLEU."""
+"""Quality of a model on held-out text: loss and BLEU."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def save_imported(
 
 
 def load_imported(root: Path, saved: dict[str, Any]) -> tuple[ModelConfig, PairTokenizer, GenerationConfig]:
-    """What `save_imported` wrote beside the weights; saved: the folder's config.json.
+    """Load what `save_imported` wrote beside the weights; saved: the folder's config.json.
 
     Raises:
         CheckpointError: a file is missing or altered.

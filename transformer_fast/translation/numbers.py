@@ -91,7 +91,7 @@ def _german_stem(number: int) -> str:
 
 
 def is_held_out(number: int, seed: int = 0) -> bool:
-    """Whether `number` may only be used to test.
+    """Return True for a number that may only be used to test.
 
     A hash decides for each number alone, so training and test never overlap, whatever their sizes. 0..99 are
     always trained on.

@@ -24,7 +24,7 @@ TAG = re.compile(r">>.*?<<", re.DOTALL)
 
 @dataclass(frozen=True)
 class PairFiles:
-    """What a `PairTokenizer` is made of.
+    """Files of a `PairTokenizer`.
 
     Attributes:
         source, target: serialised sentencepiece models.
@@ -81,7 +81,7 @@ class PairTokenizer:
         return _bytes([files.vocab, files.target_vocab, self.bos, self.special]) + files.source + files.target
 
     def __len__(self) -> int:
-        """How many ids the target language has: one more than the greatest."""
+        """Number of ids of the target language: one more than the greatest."""
         return max(self._target_vocab.values()) + 1
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
@@ -137,7 +137,7 @@ class PairTokenizer:
         return pieces
 
     def _parts(self, line: str) -> Iterator[tuple[int, str, bool]]:
-        """Where each part of a line stands, the part, and whether it is one token: a special piece or a tag."""
+        """Yield the place of each part of a line, the part, and whether it is one token: a special piece or a tag."""
         at = 0
         for part in self._specials.split(line):
             special = part in self.special.values()

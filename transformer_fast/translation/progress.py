@@ -14,13 +14,13 @@ from tqdm import tqdm
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands.
+    """State of a run.
 
     Attributes:
         step: updates done.
         fraction: share of the run that is over, 0..1, by `max_steps` or `max_time`, whichever ends it first.
         seconds: training time so far, resumed parts included.
-        tokens_per_second: target tokens a second since the last report, padding not counted.
+        tokens_per_second: target tokens per second since the last report, padding not counted.
         loss: mean training loss up to the last report, nats a token, smoothed labels; None before the first.
     """
 
@@ -38,7 +38,7 @@ class Status:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to.
+    """Result of a training run.
 
     Attributes:
         folder: the run folder.
@@ -63,7 +63,7 @@ class TrainResult:
 
 
 class Progress(Protocol):
-    """What `train` tells the outside world; anything with these three methods will do."""
+    """Receiver of what `train` reports; anything with these three methods will do."""
 
     def update(self, status: Status) -> None: ...
 
@@ -123,7 +123,7 @@ class TerminalProgress:
 
 
 class LineProgress:
-    """How many lines are translated: a tqdm bar where `stream` is a terminal, else one line every `interval` seconds.
+    """Number of translated lines: a tqdm bar where `stream` is a terminal, else one line every `interval` seconds.
     A context, which ends the bar.
 
     Args:

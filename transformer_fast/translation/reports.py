@@ -1,4 +1,4 @@
-"""What a run reports: sums over the updates since the last report, and the log, json lines and TensorBoard."""
+"""Reports of a run: sums over the updates since the last report, and the log, json lines and TensorBoard."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Window:
         self.tokens, self.steps = self.tokens + tokens, self.steps + 1
 
     def sums(self) -> tuple[float, float]:
-        """Of the losses in all processes, and of the norms. Every process must call this."""
+        """Sum the losses of all processes, and the norms. Every process must call this."""
         loss, norm = self._sums.tolist()
         return self._ranks.sum(loss), norm
 
@@ -50,7 +50,7 @@ class Window:
         self.tokens = self.steps = 0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it. Every process must call this."""
+        """State for a checkpoint. Every process must call this."""
         return {"window": list(self.sums()), "window_tokens": self.tokens, "window_steps": self.steps}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -109,7 +109,7 @@ class Tokenizer:
         return text, spans + [None] * (len(ids) - len(spans))
 
     def split_tag(self, line: str) -> tuple[str, str]:
-        """What must stand before each part of a line, were it translated in parts, which is nothing; and the line."""
+        """Return the tag to repeat before each part of a line, here none, and the line."""
         return "", line
 
     def source_pieces(self, ids: Sequence[int]) -> list[str]:

@@ -181,7 +181,7 @@ class _Run:
         )
 
     def _say_finished(self, stopped: str) -> None:
-        """Tell that there was nothing to train, where the result is, and how to train on."""
+        """Say that there was nothing to train, where the result is, and how to train on."""
         found = self.folder.path(self.validation.best_step or self.step)
         value = format_seconds(self.config.max_time) if stopped == "max_time" else getattr(self.config, stopped)
         advice = f"raise {stopped}, which is {value}, to train on"
@@ -231,7 +231,7 @@ class _Run:
             )
 
     def _rate(self) -> float:
-        """Target tokens a second since the last report."""
+        """Target tokens per second since the last report."""
         return (self.tokens - self.report_start[1]) / max(self.clock() - self.report_start[0], 1e-9)
 
     def _show(self) -> None:

@@ -1,4 +1,4 @@
-"""What validation measures of a run's model, and which step was the best so far."""
+"""Validation of a run's model, and the best step so far."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Validation:
         return better
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """State for a checkpoint."""
         names = "scores", "best_step", "best_scores", "best_sentences", "without_better"
         return {name: getattr(self, name) for name in names}
 
@@ -80,7 +80,7 @@ class Validation:
         self.without_better = state.get("without_better", 0)
 
     def other_rule(self) -> str:
-        """What to say where the best step so far was found by another rule than the next ones will be; else nothing."""
+        """Message for a best step that was found by another rule than the next ones will be; else ""."""
         now, before = self.config.bleu_sentences, self.best_sentences
         if self.best_step is None or now == before:
             return ""

@@ -1,4 +1,4 @@
-"""Which word of a text each piece of it belongs to, where sentencepiece cut the text or put it together.
+"""Word of a text that each piece belongs to, where sentencepiece cut the text or put it together.
 
 A word is what stands between white space, in the text as it was typed or written: ``text.split()``. Pieces are another
 matter. sentencepiece normalises a text before it cuts it (a no-break space, a zero-width space or a diaeresis becomes a

@@ -43,11 +43,11 @@ class AttentionConfig:
     """Tile of one attention kernel.
 
     Args:
-        block_queries: query rows a tile, a power of two of at least 16.
-        block_keys: keys a tile, a power of two of at least 32 (the dropout contract draws 32 keys at a time).
-        num_warps: warps a program.
+        block_queries: query rows per tile, a power of two of at least 16.
+        block_keys: keys per tile, a power of two of at least 32 (the dropout contract draws 32 keys at a time).
+        num_warps: warps per program.
         num_stages: depth of the software pipeline over the inner loop.
-        max_registers: registers a thread may take at most, so that more programs share a multiprocessor; or None.
+        max_registers: most registers per thread, so that more programs share a multiprocessor; or None.
     """
 
     block_queries: int
@@ -57,13 +57,13 @@ class AttentionConfig:
     max_registers: int | None = None
 
 
-# AttentionConfig by kernel, architecture class, padded head size and kind of call, the first four of ATTENTION_KINDS.
+# AttentionConfig by kernel, architecture class and padded head size, one for each of TILES.
 # None spills in its loop over tiles, by Triton 3.6 or 3.7, with dropout, with a tile map or lengths, packed or not.
 # Among those: for "short" small tiles, since what a sentence's last tile holds beyond it is waste; for the others large
 # ones, which read keys and values less often; and where two are equal in that, the one of which more warps fit.
 # On sm_80 a warp has 16 rows of its own where the tile has as many rows as a head has dimensions: not fewer rows then.
 # On sm_90, what a replay of the machine code finds fastest: two programs or more on a multiprocessor, of which one
-# computes while another waits. But "long" and "plain" keep 128 queries a tile where that is nearly as fast: the replay
+# computes while another waits. But "long" and "plain" keep 128 queries per tile where that is nearly as fast: a replay
 # does not know how fast the L2 cache can be read.
 _TILES_16_BIT = {
     "forward": {
@@ -163,16 +163,23 @@ _TILES_OF_KEPT_BITS = {
 }
 
 ATTENTION_KERNELS = "forward", "grad_q", "grad_kv"
-ATTENTION_KINDS = (
-    "short", "long", "plain", "biased", "documents", "parts", "packed", "short mapped", "mapped", "packed long"
-)  # fmt: skip
-"""Kinds of attention calls: up to LONG keys; more; more, but without mask (except causal), dropout and packing; with a
-bias; with documents, and more than LONG keys; with a bias by distance or capped scores; of a packed batch, up to LONG
-keys, without documents or a diagonal that may leave a query without keys; with a tile map, up to LONG keys; with a tile
-map, but without documents, and more than LONG keys; of a packed batch without documents, and more than LONG keys."""
+TILES = "short", "long", "plain", "biased"
+"""Names of the four tiles that the tables above have for each kernel, architecture class and head size."""
 
-# Which of the four tiles of a table's row each kind takes, where _TILES_OF_PARTS has none for it.
-_TILES_OF_KINDS = (0, 1, 2, 3, 1, 3, 0, 0, 1, 1)
+TILE_OF_KIND = {
+    "short": "short",  # up to LONG keys
+    "long": "long",  # more
+    "plain": "plain",  # more, without a mask (except causal), dropout and packing
+    "biased": "biased",  # with a bias
+    "documents": "long",  # with documents, and more than LONG keys
+    "parts": "biased",  # with a bias by distance or capped scores
+    "packed": "short",  # a packed batch, up to LONG keys, without documents or a diagonal that leaves a query no key
+    "short mapped": "short",  # with a tile map, up to LONG keys
+    "mapped": "long",  # with a tile map, without documents, and more than LONG keys
+    "packed long": "long",  # a packed batch without documents, and more than LONG keys
+}
+"""Which tile each kind of attention call takes, where _TILES_OF_PARTS has none for it."""
+ATTENTION_KINDS = tuple(TILE_OF_KIND)
 
 
 def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
@@ -181,8 +188,9 @@ def _attention_table() -> dict[tuple[str, str, int, int, str], AttentionConfig]:
     for kernel, architectures in _TILES_16_BIT.items():
         for arch, sizes in architectures.items():
             for d, tiles in sizes.items():
-                for kind, tile in zip(ATTENTION_KINDS, [tiles[i] for i in _TILES_OF_KINDS], strict=True):
-                    tile = _TILES_OF_PARTS.get((kernel, arch, d, kind), tile)
+                named = dict(zip(TILES, tiles, strict=True))
+                for kind, tile in TILE_OF_KIND.items():
+                    tile = _TILES_OF_PARTS.get((kernel, arch, d, kind), named[tile])
                     table[kernel, arch, 16, d, kind] = AttentionConfig(*tile)
             for kind in ATTENTION_KINDS:
                 table[kernel, arch, 16, 256, kind] = AttentionConfig(64, 32, 8, 1)
@@ -213,7 +221,7 @@ class NormConfig:
 
     Args:
         block_rows, block_columns: tile, powers of two; at least 8 columns (the dropout contract draws 8 at a time).
-        num_warps: warps a program.
+        num_warps: warps per program.
         num_stages: depth of the software pipeline over the rows or columns.
         programs_per_multiprocessor: how many programs share the rows of the backward, and so the fp32 partial sums.
         most_blocks: of how many blocks of columns of a wider row one program of the backward has the gradients.
@@ -231,7 +239,7 @@ def _norm_table() -> dict[tuple[str, int], NormConfig]:
     """(kernel, padded width) -> config; width 0 holds what serves any width, in blocks of columns. For "sum" it is the
     number of partial sums in place of the width.
 
-    Forward about 16 elements a thread: enough 128-bit loads in flight, few enough registers for several programs.
+    Forward about 16 elements per thread: enough 128-bit loads in flight, few enough registers for several programs.
     Backward half of that, since it keeps two sums beside each pair of elements; as many from 4096 columns on, where
     more warps would all wait for one row. The sum of partials has one step where it can: each waits for memory.
     """
@@ -269,7 +277,7 @@ EMBEDDING_GRADIENT = "sorted"
 
 @dataclass(frozen=True)
 class DropoutConfig:
-    """Tile of a dropout kernel: block_columns at least 8 (the contract draws 8 at a time); 16 elements a thread.
+    """Tile of a dropout kernel: block_columns at least 8 (the contract draws 8 at a time); 16 elements per thread.
 
     Where a bias is summed, at most ``programs_per_multiprocessor`` programs share the rows, with fp32 partial sums.
     """
@@ -292,7 +300,7 @@ def dropout_config(d: int) -> DropoutConfig:
 
 @dataclass(frozen=True)
 class CrossEntropyConfig:
-    """Tile of the cross-entropy kernel: columns of a row at a time, about 8 elements a thread."""
+    """Tile of the cross-entropy kernel: columns of a row at a time, about 8 elements per thread."""
 
     block_columns: int
     num_warps: int

@@ -107,7 +107,7 @@ def _launch(name: str, kernel: object, like: Tensor, arguments: dict[str, object
 
 
 def sharing_programs(n_rows: int, d: int, multiprocessors: int) -> int:
-    """How many programs share the rows of a stripe of columns, and have fp32 partial sums of a bias gradient each."""
+    """Number of programs that share the rows of a stripe of columns, each with fp32 partial sums of a bias gradient."""
     config = dropout_config(d)
     most = blocks_of(multiprocessors * config.programs_per_multiprocessor, blocks_of(d, config.block_columns))
     return min(blocks_of(n_rows, config.block_rows), most)

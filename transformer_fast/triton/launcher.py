@@ -42,7 +42,7 @@ class Launch:
         grid: number of programs.
         arguments: every argument by name, constants included; more than the kernel takes do no harm.
         num_warps, num_stages: compile options.
-        max_registers: compile option, registers a thread may take at most; None leaves it to the compiler.
+        max_registers: compile option, most registers per thread; None leaves it to the compiler.
     """
 
     name: str
@@ -72,12 +72,12 @@ def _architecture(device: int) -> str:
 
 
 def blocks_of(count: int, block: int) -> int:
-    """How many blocks cover `count`: triton.cdiv, which on the host costs as much as a launch."""
+    """Number of blocks that cover `count`: triton.cdiv, which on the host costs as much as a launch."""
     return -(-count // block)
 
 
 def multiprocessors_of(tensor: Tensor) -> int:
-    """How many multiprocessors the tensor's GPU has; 2 for the interpreter."""
+    """Number of multiprocessors of the tensor's GPU; 2 for the interpreter."""
     return _multiprocessors(tensor.get_device()) if tensor.is_cuda else 2
 
 
@@ -130,7 +130,7 @@ def _launch_by_triton(launch: Launch) -> CompiledKernel | None:
 
 
 def launch_arguments(compiled: CompiledKernel, grid: int, stream: int) -> tuple:
-    """What `compiled.run` takes before the kernel's own arguments."""
+    """Arguments that `compiled.run` takes before the kernel's own."""
     # As JITFunction.run does it last of all: without metadata, which only hooks read, and without hooks.
     return grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None
 
@@ -179,8 +179,8 @@ def empties_like(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """What attention returns for q (B, H, Lq, D), or packed (T, H, D): out like q, and logsumexp (B, H, Lq) or (H, T)
-    in fp32; uninitialised."""
+    """Uninitialised outputs for q (B, H, Lq, D), or packed (T, H, D): out like q, logsumexp (B, H, Lq) or (H, T) in
+    fp32."""
     rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
     return torch.empty_like(q), torch.empty(rows, dtype=torch.float32, device=q.device)
 

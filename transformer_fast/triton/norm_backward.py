@@ -224,7 +224,7 @@ def slices_of(d: int) -> tuple[int, int]:
 
 
 def sharing_programs(n_rows: int, d: int, multiprocessors: int) -> int:
-    """How many programs share the rows of a slice, and have fp32 partial sums of the weight gradients each."""
+    """Number of programs that share the rows of a slice, each with fp32 partial sums of the weight gradients."""
     config = norm_config("backward", d)
     most = multiprocessors * config.programs_per_multiprocessor // slices_of(d)[0]
     return min(blocks_of(n_rows, config.block_rows), max(most, 1))

@@ -31,7 +31,7 @@ def load_seed(seed):
 
 
 class RandomBits(NamedTuple):
-    """Where the dropout of one (batch, head) of attention weights draws.
+    """Source of the random bits for the attention weights of one (batch, head).
 
     Args:
         key: (low, high), uint32 scalars from :func:`load_seed`; None without dropout.
@@ -87,7 +87,7 @@ def philox4x32(key_low, key_high, c0, c1, c2, c3):
 
 @triton.jit
 def _draws_to_keep(w0, w1, w2, w3, threshold, IN_PLACE: tl.constexpr):
-    """Eight keep bits a call: (R, C) words -> bool (R, C, half, high bit of word, low bit of word).
+    """Eight keep bits per call: (R, C) words -> bool (R, C, half, high bit of word, low bit of word).
 
     IN_PLACE compares a high half without shifting it down, one instruction less; but 65,536 has no place there.
     """

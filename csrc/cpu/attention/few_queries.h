@@ -181,7 +181,7 @@ class QueryRows {
   // The keys that the row may see by its length and the diagonals.
   Range visible(int64_t row) const { return visible_keys(params_, b_, position(row)); }
 
-  // Where key `first` and its value lie, and how many of `count` lie behind it in the same way.
+  // Addresses of key `first` and its value, and the number of the `count` keys that follow it in the same way.
   int64_t find_keys(int64_t first, int64_t count, RowsAt<T>* k, RowsAt<T>* v) const {
     const auto& p = params_;
     const int64_t k_stride = p.k.row_stride(), v_stride = p.v.row_stride();

@@ -7,7 +7,7 @@
 namespace transformer_fast {
 namespace {
 
-// What a range of keys gives to a query: the weighted sum of its values, the maximal score and the sum of weights.
+// Contribution of a range of keys to a query: the weighted sum of its values, the maximal score and the sum of weights.
 template <typename A>
 struct RowPart {
   A* sum;  // (D, padded)

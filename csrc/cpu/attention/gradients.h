@@ -98,7 +98,7 @@ class ScoreGradients {
       store(grads_ + n, load(grads_ + n) * load(mask_buffers_.slopes + n));
   }
 
-  // What was found, as left operands of products. To be asked for in this order: the next takes the room of the one before.
+  // Results as left operands of products. Ask in this order: each takes the room of the one before.
   Matrix<E> weights_over_queries(int64_t keys) {
     return packed() ? packed_over_queries(0) : over_queries<E>(weights_, keys, queries_, lanes_, weights_);
   }
@@ -124,7 +124,7 @@ class ScoreGradients {
     mask_->find_scores(keys, load_factors(k, p.k.row_stride(), keys, p.D, operands<T>(staged_)), q_, weights_);
   }
 
-  // What every key of the block needs to know of a query; whether some query has no allowed key and weighs all alike.
+  // Loads the numbers of each query. Returns true if some query has no allowed key and weighs all keys alike.
   bool load_statistics() {
     const auto& p = params_;
     bool any = false;

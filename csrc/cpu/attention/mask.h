@@ -96,10 +96,10 @@ class BlockMask {
     apply_keys_and_bounds(keys, scores);
   }
 
-  // Whether prepare() left addends in the place of the scores, for each pair of key and query; else it left that alone.
+  // True if prepare() left addends in the place of the scores, one per pair of key and query; else it wrote nothing there.
   bool has_pairs() const { return has_pairs_; }
 
-  // What the mask and the bias hold for a key alone, and where the keys of each query begin and end.
+  // Applies the parts of mask and bias that depend on the key alone, and the bounds of each query's keys.
   void apply_keys_and_bounds(int64_t keys, A* scores) const {
     const int64_t first_row = has_keys_ ? 0 : std::max<int64_t>(0, visible_to_all_.end - first_key_);
     const int64_t begun =
@@ -151,7 +151,7 @@ class BlockMask {
     }
   }
 
-  // What the parts with a value for each pair of key and query add to its score.
+  // Loads the addends of the parts that have a value per pair of key and query.
   void load_pairs(int64_t keys, A* scores) const {
     const auto& keep = params_.keep;
     const auto bias = params_.bias ? params_.bias.from(b_, h_, first_query_, first_key_) : params_.bias;

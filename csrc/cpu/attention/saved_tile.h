@@ -49,7 +49,7 @@ struct SavedTile {
   }
 
  private:
-  // What a vector of lanes needs to know of its queries.
+  // Numbers of the queries in a vector of lanes.
   struct Lanes {
     const T* saved;
     Vector<A> factor, delta, uniform;

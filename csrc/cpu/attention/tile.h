@@ -5,7 +5,7 @@
 // is one number a row, a query's limit one lane, and one Philox call of the dropout contract fills eight rows of it.
 #pragma once
 
-#include "params.h"
+#include "attention_params.h"
 
 #include "../buffer.h"
 #include "../simd/exp.h"
@@ -151,7 +151,7 @@ std::vector<KeySplit<A>> split_keys(c10::ArrayRef<Call> calls, KeysOf keys_of, S
 using Even = std::integral_constant<int, 0>;
 using Odd = std::integral_constant<int, 1>;
 
-// Which weights of a tile dropout keeps, eight rows at a time (the contract is in reference/dropout.py).
+// Weights of a tile that dropout keeps, eight rows at a time (the contract is in reference/dropout.py).
 template <typename A>
 struct TileDropout {
   Dropout dropout;
@@ -227,7 +227,7 @@ struct TileDropout {
   }
 };
 
-// What stands in for `kept` where nothing is dropped.
+// Takes the place of `kept` where nothing is dropped.
 struct AllKept {};
 
 template <typename A>

@@ -2,7 +2,7 @@
 //
 // Every row is summed by one thread, or in segments that the batch alone decides, so the result is the same bit for bit
 // on every run and for every number of threads.
-#include "params.h"
+#include "embedding_params.h"
 
 #include "../grain.h"
 #include "../simd/philox_dropout.h"

@@ -1,6 +1,6 @@
 // Embedding on the CPU: gather * scale + positional encoding + dropout in one pass over each row. The weight's gradient
 // is in embedding_backward.cpp, the sinusoidal table in positional_table.cpp.
-#include "params.h"
+#include "embedding_params.h"
 
 #include "../grain.h"
 #include "../simd/philox_dropout.h"

@@ -1,5 +1,5 @@
 // The sinusoidal table of positional encodings on the CPU.
-#include "params.h"
+#include "embedding_params.h"
 
 #include "../grain.h"
 

@@ -9,7 +9,7 @@
 #include "quantized_rows.h"
 
 #include "ahead.h"
-#include "generation.h"
+#include "generation_kernels.h"
 
 #include "../simd/operands.h"
 

@@ -3,7 +3,7 @@
 // of a panel is multiplied with all rows, the next is fetched (K. Goto and R. van de Geijn, "Anatomy of
 // high-performance matrix multiplication", 2008, with the small matrix in the place of their packed one).
 #include "ahead.h"
-#include "generation.h"
+#include "generation_kernels.h"
 
 #include "../buffer.h"
 

@@ -1,6 +1,6 @@
 // What a search wants to know of logits (rows, vocabulary): the best tokens, the logarithm of the normaliser, or both. And
 // which of those tokens are the best continuations of a beam.
-#include "generation.h"
+#include "generation_kernels.h"
 
 #include "../simd/exp.h"
 

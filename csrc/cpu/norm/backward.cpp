@@ -24,7 +24,7 @@ constexpr int64_t kLong = 4096;         // or at least so many; else the memory 
 constexpr int64_t kColumns = 512;       // whose weight gradients stay in the first-level cache in a pass by columns
 constexpr int64_t kFewestColumns = 64;  // for a thread in such a pass
 
-// Whether the weight gradients are summed by columns, in a second reading of the rows. Sums of small chunks are much
+// True if the weight gradients are summed by columns, in a second reading of the rows. Sums of small chunks are much
 // memory beside the rows; a matrix that stays in the cache is read again at little cost.
 bool sum_by_columns(int64_t rows, int64_t d) {
   const int64_t chunk = chunk_rows(rows, d);

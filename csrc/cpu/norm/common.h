@@ -1,7 +1,7 @@
-// What the norms' forward and backward on the CPU share.
+// Shared parts of the norms' forward and backward on the CPU.
 #pragma once
 
-#include "params.h"
+#include "norm_params.h"
 
 #include "../buffer.h"
 #include "../simd/philox_dropout.h"

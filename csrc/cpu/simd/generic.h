@@ -1,4 +1,4 @@
-// What vector units do in different ways, in plain vector code. What is a template here may be overloaded for one unit.
+// Operations that vector units do in different ways, in plain vector code. A unit may overload the templates.
 #pragma once
 
 #include "vector_types.h"

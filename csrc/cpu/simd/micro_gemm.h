@@ -20,11 +20,11 @@ namespace {
 constexpr int kPanelVectors = kVectorRegisters == 32 ? 4 : 2;
 constexpr int kPanelRows = 6;
 
-// How many steps of the depth one element covers.
+// Steps of the depth that one element covers.
 template <typename E>
 constexpr int64_t kSteps = std::is_same_v<E, Pair> ? 2 : 1;
 
-// What the elements of a tensor become in a product.
+// Type of a tensor's elements in a product.
 template <typename T>
 using Operand = std::conditional_t<kPaired<T>, Pair, Accumulate<T>>;
 
@@ -63,7 +63,7 @@ struct Rows {
   bool finite;
 };
 
-// What becomes of a product: added to what c holds, or put in its place, as it is, or times a factor and then masked or
+// Use of a product: added to what c holds, or put in its place, as it is, or times a factor and then masked or
 // not.
 struct Added {};
 
@@ -162,7 +162,7 @@ void multiply_columns(int64_t rows, int64_t vectors, int64_t depth, Matrix<E> a,
     if (vectors > 0) multiply_columns<kVectors - 1>(rows, vectors, depth, a, b, b_stride, end, c, c_stride);
 }
 
-// Where A is exactly 0, B is not read into the sum: a blocked key's NaN or Inf must not pass as 0 * NaN. The sums are
+// An element of A that is exactly 0 keeps B from being read into the sum: a blocked key's NaN or Inf must not pass as 0 * NaN. The sums are
 // multiply_panel's to the last digit, so that such a key does not show: a vector that is a panel by itself has two.
 template <typename E>
 void multiply_add_skipping_zeros(int64_t rows, int64_t columns, int64_t depth, Matrix<E> a, Rows<E> b, Accumulate<E>* c,

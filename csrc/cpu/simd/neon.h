@@ -1,4 +1,4 @@
-// Where generic.h leaves too much to the compiler on aarch64. A vector is a pair of NEON registers.
+// Operations that generic.h leaves too much to the compiler on aarch64. A vector is a pair of NEON registers.
 #pragma once
 
 #include "generic.h"

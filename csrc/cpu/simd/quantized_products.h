@@ -30,7 +30,7 @@ constexpr int64_t kGroupsAtOnce = kTileGroups;
 constexpr int64_t kGroupsAtOnce = 1;
 #endif
 
-// What is multiplied in vectors, row by row.
+// Operands of products in vectors, row by row.
 struct VectorProducts {
   static constexpr int64_t kRows = 1;
   struct Session {

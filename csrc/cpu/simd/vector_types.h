@@ -50,7 +50,7 @@ typedef int8_t ByteVector __attribute__((vector_size(kLanes<float>)));  // as ma
 typedef uint64_t CounterVector __attribute__((vector_size(kVectorBytes)));
 constexpr int64_t kCounters = kVectorBytes / 8;
 
-// How many lanes an access touches: all of them, known at compile time, or the few at the end of a row.
+// Number of lanes that an access touches: all of them, known at compile time, or the few at the end of a row.
 template <typename A>
 using Full = std::integral_constant<int64_t, kLanes<A>>;
 
@@ -64,7 +64,7 @@ struct Pair {
   c10::BFloat16 element[2];
 };
 
-// Whether products take elements of type T in pairs (avx512_bf16.h).
+// True if products take elements of type T in pairs (avx512_bf16.h).
 template <typename T>
 constexpr bool kPaired = false;
 

@@ -187,7 +187,7 @@ def _labels(model: nn.Module, given: dict[str, Any], names: frozenset[str], call
 
 
 def _reads_padding(counted: Tensor, keep: Tensor, shifts: bool | None) -> bool:
-    """Whether a label counts, bool (B, L), that stands at padding, or is predicted at padding."""
+    """Labels that count and stand at padding, or are predicted at padding: bool (B, L)."""
     at, after = counted & ~keep, counted[:, 1:] & ~keep[:, :-1]
     if shifts is False:
         return bool(at.any())
@@ -224,7 +224,7 @@ def output_layer(model: nn.Module) -> nn.Module | None:
 
 
 def _shifts_labels(model: nn.Module) -> bool | None:
-    """Whether the loss of a model compares the logits of a position with the label of the next; None if unknown."""
+    """Return True where a loss compares the logits of a position with the label of the next; None if unknown."""
     if type(model).__name__.endswith(("ForMaskedLM", "ForTokenClassification")):
         return False
     used = _names_of_forward(type(model).forward)

@@ -1,4 +1,4 @@
-"""Which modules of a model leave padding out."""
+"""Walk over a model that finds the modules that can leave padding out."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _change(report: Report, module: nn.Module, name: str, value: Any) -> None:
 
 
 def _is_stack(module: nn.Module) -> bool:
-    """Whether a module is a stack of torch.nn, or a hand-written one or a layer of one on the fused ops."""
+    """Return True for a stack of torch.nn, or a hand-written one or a layer of one on the fused ops."""
     if isinstance(module, torch_stacks.TransformerEncoder | torch_stacks.TransformerDecoder):
         return True
     return isinstance(pattern_of(module), ClassicStack | AnnotatedStack | ClassicLayer | AnnotatedLayer)

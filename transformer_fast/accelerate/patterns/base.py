@@ -1,4 +1,4 @@
-"""What a pattern is: the structure of a module that people write themselves, and the fused ops that compute it.
+"""Patterns: the structure of a module that people write themselves, and the fused ops that compute it.
 
 A pattern says by which names it knows a module (``matches``), how the fused ops compute it (``fused_forward``), and
 which calls show that this is what the module computes (``calls``). Names do not prove a formula, so ``accelerate``
@@ -87,7 +87,7 @@ class Pattern:
         _PATTERNS[self.name] = self
 
     def matches(self, m: Any) -> bool:
-        """Whether a module has this pattern's names and shapes."""
+        """Return True for a module with this pattern's names and shapes."""
         names = {name for name, child in m._modules.items() if child is not None}
         if not names <= self.parts.keys() or {n for n, p in m._parameters.items() if p is not None} != self.parameters:
             return False
@@ -124,7 +124,7 @@ class Pattern:
         raise NotImplementedError
 
     def fused_forward(self, m: Any, *args: Any, **kwargs: Any) -> Any:
-        """What a module computes, on the fused ops; None where they do not serve, and its own forward must run."""
+        """Compute a module's output on the fused ops; None where they do not serve, and its own forward must run."""
         raise NotImplementedError
 
     def unfused_forward(self, m: Any, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ class Pattern:
         return None
 
     def fits(self, m: Any) -> bool:
-        """Whether a module is still made of the same parts, and nobody would miss the calls that are left out."""
+        """Return True for a module with the same parts, where nobody would miss the calls that are left out."""
         fused = []
         if (members := self.members(m)) is None:
             return False

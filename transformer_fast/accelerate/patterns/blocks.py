@@ -181,7 +181,7 @@ class FeedForward(Pattern):
 
 
 def in_chunks(m: Any) -> bool:
-    """Whether a feed-forward network is to be run on chunks of the sequence, which bounds its memory."""
+    """Return True for a feed-forward network that runs on chunks of the sequence, which bounds its memory."""
     return bool(getattr(m, "chunk_size_feed_forward", 0))
 
 

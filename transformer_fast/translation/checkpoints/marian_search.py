@@ -1,4 +1,4 @@
-"""How to search, in the settings of Hugging Face transformers and in ours."""
+"""Options of a search, in the settings of Hugging Face transformers and in ours."""
 
 from __future__ import annotations
 
@@ -126,5 +126,5 @@ def to_settings(config: GenerationConfig, *, eos: int) -> dict[str, Any]:
 
 
 def _off(value: object) -> bool:
-    """Whether a value does nothing, of any setting that is not known here: penalties and groups of 1 do not."""
+    """Return True for a value of an unknown setting that does nothing: penalties and groups of 1."""
     return not value or (type(value) in (int, float) and value == 1)

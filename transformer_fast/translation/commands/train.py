@@ -94,7 +94,7 @@ def _format_scores(scores: dict[str, float]) -> str:
 
 
 def _metavar(setting: dataclasses.Field) -> str:
-    """What stands for a flag's value in --help."""
+    """Placeholder of a flag's value in --help."""
     if setting.name == "save":
         return "DIR"
     if setting.name.endswith(("source", "target")):

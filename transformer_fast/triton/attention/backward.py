@@ -20,7 +20,7 @@ from .tiles import changes_scores, positive_scale
 
 
 def row_buffers(q: Tensor, logsumexp: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What grad_q leaves for grad_kv: delta, flags of rows without keys, sums of weights.
+    """Buffers from grad_q to grad_kv: delta, flags of rows without keys, sums of weights.
 
     `logsumexp` is (B, H, Lq), or (H, Tq) of a packed batch.
     """

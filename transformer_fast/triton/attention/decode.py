@@ -96,12 +96,12 @@ def _join_kernel(
 
 
 def capacity_of(k: Tensor, page_table: Tensor | None) -> int:
-    """How many keys of a sequence the cache can hold."""
+    """Number of keys that the cache can hold per sequence."""
     return k.shape[2] * (1 if page_table is None else page_table.shape[1])
 
 
 class Division(NamedTuple):
-    """How a call is divided: rows per tile, programs per part of the keys, and parts."""
+    """Division of a call: rows per tile, programs per part of the keys, and parts."""
 
     block_rows: int
     programs: int
@@ -131,7 +131,7 @@ def most_registers(bits: int, block_d: int, block_rows: int, masked: bool, whole
 
 
 def part_buffers(q: Tensor, parts: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """What each part leaves for the join, fp32: sums of weighted values, maxima and sums of the rows of q; None for one
+    """Buffers from the parts to the join, fp32: sums of weighted values, maxima and sums of the rows of q; None for one
     part."""
     if parts == 1:
         return None, None, None

@@ -151,7 +151,7 @@ def _grad_bias_kernel(
 
 
 class Sharing(NamedTuple):
-    """How the tiles of a bias are shared out.
+    """Tiles of a bias, shared out.
 
     Attributes:
         tiles: number of tiles of the bias.

@@ -119,7 +119,7 @@ def _grad_distance_kernel(
 
 
 def diagonal_sums(q: Tensor, k: Tensor, params: AttentionParams) -> Tensor:
-    """What the programs leave to be added: fp32 (own batches, H, diagonals of tiles, parts, 2 * query rows a tile)."""
+    """Buffer of the programs' sums: fp32 (own batches, H, diagonals of tiles, parts, 2 * query rows per tile)."""
     B, H = q.shape[:2] if params.packed is None else (len(params.packed.cu_seqlens_q) - 1, q.shape[1])
     queries, keys = lengths_of_views(q, k, params)
     rows, columns, _ = TILES[q.element_size() * 8, padded_head_dim(q.shape[-1])]

@@ -1,4 +1,4 @@
-"""Which attention weights dropout kept, a bit each, from the forward to the backward: loaded, not drawn again.
+"""Bits of dropout from the forward to the backward: one per attention weight, loaded instead of drawn again.
 
 Drawing a weight takes eight instructions, reading its bit takes one. But the bits take memory, so they are kept only as
 `configs.KEPT_BITS` says. Elsewhere each kernel draws for itself, and finds the same mask bit for bit.
@@ -104,8 +104,10 @@ def draw_keep_tile(
 def recall_keep_tile(
     kept_bits, random, start_query, start_key, queries, QUERIES: tl.constexpr, KEYS: tl.constexpr
 ):  # fmt: skip
-    """What :func:`draw_keep_tile` returned for the weights of a tile, loaded or drawn again. Where no forward drew, the
-    bits are any: those weights are 0."""
+    """Return the result of :func:`draw_keep_tile` for the weights of a tile, loaded or drawn again.
+
+    Where no forward drew, the bits are arbitrary: those weights are 0.
+    """
     if kept_bits is None:
         return attention_keep_tile(random, start_query, start_key, QUERIES, KEYS)
     else:

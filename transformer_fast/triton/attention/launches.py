@@ -16,7 +16,7 @@ launch_cache.long_keys = LONG
 
 
 def call_kind(keys: int, params: AttentionParams) -> str:
-    """Which entry of the tile table a call takes."""
+    """Entry of the tile table for a call."""
     if params.distance_bias is not None or params.softcap is not None:
         return "parts"
     if params.bias is not None:
@@ -37,7 +37,7 @@ def call_kind(keys: int, params: AttentionParams) -> str:
 
 
 def is_mapped(params: AttentionParams) -> bool:
-    """Whether a call steps through the lists of a tile map."""
+    """Return True where a call steps through the lists of a tile map."""
     parts = (params.keep, params.key_keep, params.query_ids)
     return params.packed is None and any(part is not None for part in parts)
 
@@ -49,7 +49,7 @@ def order_arguments(
 
     Args:
         q, k: (B, H, Lq, D) and (B, Hkv, Lk, D).
-        tile: queries and keys a tile.
+        tile: queries and keys per tile.
         columns: for a program a tile of keys, which steps through queries.
         params: as given to the launcher.
     """
@@ -68,7 +68,7 @@ def order_arguments(
 
 
 def score_kinds(params: AttentionParams) -> str:
-    """What of a call, besides a dense mask, makes its kernels others, for the name of a launch."""
+    """Suffix of a launch's name: a letter per feature of the scores, besides a dense mask, that changes the kernel."""
     kinds = {"documents": params.query_ids, "by distance": params.distance_bias, "capped": params.softcap}
     kinds["sinks"] = params.sinks
     return "".join(f" {kind}" for kind, part in kinds.items() if part is not None)

@@ -1,4 +1,4 @@
-"""What a query may see: the mask arithmetic of every attention kernel.
+"""Mask arithmetic of every attention kernel: the keys that a query may see.
 
 Every part of a mask that is a bound on the key number - lengths, causal, the end of the keys - is folded
 into one number a query, its limit: key j is visible iff ``j < limit``. So a tile is full, partial or empty by
@@ -94,7 +94,7 @@ def query_rows(start_query, bounds, QUERIES: tl.constexpr):
 
 @triton.jit
 def key_limits(rows, bounds):
-    """How many keys each of these queries may see at most: the first key past length, diagonal or end."""
+    """Most keys that each of these queries may see: the first key past length, diagonal or end."""
     if bounds.causal_offset is None:
         limit = bounds.keys + 0 * rows
     else:
@@ -115,7 +115,7 @@ def first_visible(start_query, bounds):
 
 @triton.jit
 def any_visible(rows, start_query, start_key, last_key, bounds, KEYS: tl.constexpr):
-    """Whether the bounds leave a tile of keys any for these queries, from `start_query` on, whose last limit is
+    """Return True where the bounds leave these queries any key of a tile, from `start_query` on, whose last limit is
     `last_key`."""
     visible = start_key < last_key
     if bounds.window is not None:
@@ -127,7 +127,7 @@ def any_visible(rows, start_query, start_key, last_key, bounds, KEYS: tl.constex
 
 @triton.jit
 def within_bounds(rows, limit, start_key, bounds, KEYS: tl.constexpr):
-    """Which keys of a tile are within the bounds of these queries: bool (queries, KEYS)."""
+    """Keys of a tile within the bounds of these queries: bool (queries, KEYS)."""
     key = (start_key + tl.arange(0, KEYS))[None, :]
     inside = key < limit[:, None]
     if bounds.window is not None:
@@ -139,7 +139,7 @@ def within_bounds(rows, limit, start_key, bounds, KEYS: tl.constexpr):
 
 @triton.jit
 def same_document(rows, start_key, bounds, KEYS: tl.constexpr):
-    """Which keys of a tile have the id of these queries: bool (queries, KEYS)."""
+    """Keys of a tile that have the id of these queries: bool (queries, KEYS)."""
     key = start_key + tl.arange(0, KEYS)
     key_ids = tl.load(bounds.key_ids + key, mask=key < bounds.keys, other=0)
     return tl.load(bounds.query_ids + rows)[:, None] == key_ids[None, :]
@@ -167,7 +167,7 @@ def allowed_words(start_query, start_key, limit, mask, QUERIES: tl.constexpr, WO
 
 @triton.jit
 def allowed_tile(start_query, start_key, limit, mask, QUERIES: tl.constexpr, KEYS: tl.constexpr):
-    """Which (query, key) of a tile are allowed: bool (QUERIES, KEYS), by the bounds and, where given, by the bits."""
+    """Allowed pairs (query, key) of a tile: bool (QUERIES, KEYS), by the bounds and, where given, by the bits."""
     rows = query_rows(start_query, mask.bounds, QUERIES)
     if mask.keep is None and mask.key_keep is None:
         return within_bounds(rows, limit, start_key, mask.bounds, KEYS)

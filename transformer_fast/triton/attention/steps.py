@@ -1,4 +1,4 @@
-"""Which tile a program of an attention kernel has, where its rows are, and through which tiles it steps.
+"""The tile of a program of an attention kernel, its rows, and the tiles that it steps through.
 
 Three kinds of call run the same kernels. A padded one bounds its keys by limits (lengths, causal, the end of the keys)
 and steps through the tiles within them by arithmetic. One with a dense mask steps through lists (see
@@ -55,7 +55,7 @@ def sequence(cu_seqlens, batch, length):
 
 @triton.jit
 def used_keys(seqused_k, batch, stored_keys):
-    """How many of the keys that are stored for a sequence are its own: all, without `seqused_k`."""
+    """Number of a sequence's own keys among those stored for it: all, without `seqused_k`."""
     if seqused_k is None:
         return stored_keys
     else:
@@ -86,7 +86,7 @@ def sequence_bias(bias, row_stride, bias_starts, batch, stored_keys):
 
 @triton.jit
 def statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query):
-    """Where the numbers of a sequence's rows begin in a (B, H, Lq) tensor of them, or (H, Tq) of a packed batch."""
+    """Offset of the numbers of a sequence's rows in a (B, H, Lq) tensor of them, or (H, Tq) of a packed batch."""
     if cu_seqlens_q is None:
         return (batch * heads + head).to(tl.int64) * total_queries
     else:
@@ -95,7 +95,7 @@ def statistics_row(cu_seqlens_q, batch, head, heads, total_queries, first_query)
 
 @triton.jit
 def flag_row(cu_seqlens_q, batch, head, heads, first_query, queries):
-    """Where the flags of a sequence's rows begin, one for each FLAG_ROWS of them, in (B, H, cdiv(Lq, FLAG_ROWS)).
+    """Offset of the flags of a sequence's rows, one per FLAG_ROWS rows, in (B, H, cdiv(Lq, FLAG_ROWS)).
 
     A packed batch has H * (Tq // FLAG_ROWS + B): the last flag of each sequence may be of fewer rows.
     """
@@ -195,7 +195,7 @@ def _listed_steps(tile_counts, tile_row):
 
 @triton.jit
 def at_edge(step, steps, FRONT: tl.constexpr, BACK: tl.constexpr):
-    """Whether the tile of a step needs the mask, where only steps in front, or at the back, or both may."""
+    """Return True where the tile of a step needs the mask, where only steps in front, or at the back, or both may."""
     if FRONT and BACK:
         return (step < steps.full) | (step >= steps.full_end)
     elif FRONT:

@@ -173,7 +173,7 @@ def tile_lists(
     Args:
         params: of the call; keep, key_keep or ids are given.
         B, queries, keys: the sizes of the call.
-        tile: queries and keys a tile, powers of two; at most CHUNK_KEYS keys.
+        tile: queries and keys per tile, powers of two; at most CHUNK_KEYS keys.
         columns: lists of query tiles for each key tile, rather than of key tiles for each query tile.
         ordered: also order tile rows and batches by work.
     """

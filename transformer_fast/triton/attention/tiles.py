@@ -1,4 +1,4 @@
-"""What the attention kernels share: reading and writing tiles, and a call's arguments."""
+"""Tiles of the attention kernels, read and written, and the arguments of a call."""
 
 import triton
 import triton.language as tl
@@ -123,7 +123,7 @@ def exponential(scores, shift, scale, BASE_E: tl.constexpr):
 
 @triton.jit
 def any_true(flags):
-    """Whether any element of a 1-D or 2-D tile is True, as a scalar."""
+    """Return True, as a scalar, where any element of a 1-D or 2-D tile is True."""
     return tl.max(flags.to(tl.int32)) > 0
 
 
@@ -205,7 +205,7 @@ def distance_arguments(distance_bias: Tensor | None, zero: int) -> dict[str, obj
 
 
 def changes_scores(params: AttentionParams) -> bool:
-    """Whether scores are more than scaled products, so that a kernel applies the mask to every tile."""
+    """Return True where scores are more than scaled products, so that a kernel applies the mask to every tile."""
     return params.bias is not None or params.distance_bias is not None or params.softcap is not None
 
 

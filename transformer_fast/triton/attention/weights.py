@@ -41,7 +41,7 @@ def summed_rows(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, UNIT: tl.constexpr,
     MASK_UNIT: tl.constexpr, WITH_GRADIENTS: tl.constexpr,
 ):  # fmt: skip
-    """What `exp(score - shift)` really sums to, a row, and the sum of weight times gradient; (1, 0) where not needed.
+    """True sum of `exp(score - shift)` per row, and the sum of weight times gradient; (1, 0) where not needed.
 
     A large logsumexp has lost digits (beside a bias of -1e9 on a whole row, even the number of keys): weights from it
     do not sum to 1, nor gradients of scores to 0. Only a tile that has such a row walks over the keys.

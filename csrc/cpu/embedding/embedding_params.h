@@ -40,7 +40,7 @@ struct EncodeParams {
   DropoutParams dropout;
 };
 
-// Where an id is not in the vocabulary, embed_backward() returns false and has written nothing.
+// For an id outside the vocabulary embed_backward() returns false and writes nothing.
 template <typename T>
 struct EmbedBackwardParams {
   const T* grad;  // (rows, d), contiguous

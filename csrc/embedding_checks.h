@@ -1,4 +1,4 @@
-// What the CPU and the CUDA kernels of the embedding share: the sizes of a call, and the checks that keep a wrong call
+// Shared parts of the embedding's CPU and CUDA kernels: the sizes of a call, and the checks that keep a wrong call
 // from reading out of bounds. The messages written for people are those of transformer_fast/ops/embedding.py.
 #pragma once
 
@@ -30,7 +30,7 @@ inline void check_ids(const at::Tensor& ids) {
   TORCH_CHECK_VALUE(ids.dim() >= 1, "ids: expected (..., length), got a scalar");
 }
 
-// Where sequences begin: `offset`, and one more number for each of them where `offsets` is given.
+// First positions of sequences: `offset`, plus one number per sequence where `offsets` is given.
 inline void check_table(const at::Tensor& x, const OptionalTensor& table, const Rows& rows, int64_t offset,
                         const OptionalTensor& offsets) {
   TORCH_CHECK_VALUE(!offsets || ((offsets->scalar_type() == at::kLong || offsets->scalar_type() == at::kInt) &&

@@ -1,4 +1,4 @@
-#include "attention.h"
+#include "launch_attention.h"
 
 #include "launch_cache.h"
 #include "python_function.h"
@@ -54,7 +54,7 @@ LaunchCall call_of(const char* name, const AttentionParams& params, const Tensor
   return call;
 }
 
-// Whether the launchers have no more to do than to launch: nothing is empty, and q has not to change its sign.
+// True if the launchers have only to launch: nothing is empty, and q has not to change its sign.
 bool only_launches(const Tensor& q, const Tensor& k, const AttentionParams& params) {
   return q.numel() > 0 && k.numel() > 0 && params.scale > 0;
 }

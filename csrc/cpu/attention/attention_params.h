@@ -95,7 +95,7 @@ struct AttentionKernelParams {
   View<const int32_t> cells;
 };
 
-// How many keys query i of batch entry b has by its length.
+// Number of keys that query i of batch entry b has by its length.
 template <typename T, typename A>
 int64_t key_length(const AttentionKernelParams<T, A>& params, int64_t b, int64_t i) {
   return params.lengths.data ? std::min<int64_t>(params.Lk, *params.lengths.at(b, 0, i)) : params.Lk;
@@ -114,7 +114,7 @@ Range visible_keys(const AttentionKernelParams<T, A>& params, int64_t b, int64_t
   return {std::max<int64_t>(0, own + params.lower), std::max<int64_t>(0, std::min(length, own + params.upper + 1))};
 }
 
-// How many distances there are between queries and keys; that of the last query and the first key comes first.
+// Number of distances between queries and keys; that of the last query and the first key comes first.
 template <typename T, typename A>
 int64_t distances(const AttentionKernelParams<T, A>& params) {
   return std::max<int64_t>(0, params.Lq + params.Lk - 1);
@@ -126,7 +126,7 @@ A sink_of(const AttentionKernelParams<T, A>& params, int64_t h) {
   return params.sinks ? params.sinks[h] : -std::numeric_limits<A>::infinity();
 }
 
-// What distance adds to the score of query i and each key, which is its index; nullptr for nothing.
+// Bias by distance for query i, indexed by the key; nullptr for none.
 template <typename T, typename A>
 const A* distance_row(const AttentionKernelParams<T, A>& params, int64_t b, int64_t h, int64_t i) {
   return params.distance_bias.data ? params.distance_bias.at(b, h, 0) - own_key(params, b, i) : nullptr;
