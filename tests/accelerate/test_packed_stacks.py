@@ -19,6 +19,7 @@ import transformer_fast as tfast
 from examples import examples
 from transformer_fast.layers.padded_calls import NO_SOURCE
 from transformer_fast.reference import layers as reference
+from transformer_fast.reference.dialects import d2l, tensorflow
 from transformer_fast.testing import ULPS, errors
 
 D, VOCABULARY = 16, 40
@@ -98,11 +99,75 @@ def test_an_encoder_of_torch_returns_zeros_at_padding(last_norm: bool, evaluatio
     assert not model(x, src_key_padding_mask=~keep)[~keep].any()
 
 
+class Tensorflow(nn.Module):
+    """The tutorial's model, called with keep masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = tensorflow.Transformer(2, D, 2, 32, VOCABULARY, VOCABULARY, 20, 20, 0.0)
+
+    def forward(self, src: Tensor, trg: Tensor, src_mask: Tensor, trg_mask: Tensor) -> Tensor:
+        return self.results(src, trg, src_mask, trg_mask)[0]
+
+    def weights(self, *given: Tensor) -> list[Tensor]:
+        return list(self.results(*given)[1].values())
+
+    def results(self, src: Tensor, trg: Tensor, *masks: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        padding, look_ahead = ((mask == 0).float().unsqueeze(1) for mask in masks)
+        return self.model(src, trg, padding, look_ahead, padding)
+
+
+class D2l(nn.Module):
+    """The textbook's encoder and decoder, called with keep masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = VOCABULARY, D, 32, 2, 2, 0.0
+        self.encoder, self.decoder = d2l.TransformerEncoder(*sizes), d2l.TransformerDecoder(*sizes)
+
+    def forward(self, src: Tensor, trg: Tensor, src_mask: Tensor, trg_mask: Tensor) -> Tensor:
+        valid_lens = (src_mask != 0).sum(-1)[:, 0]
+        return self.decoder(trg, self.decoder.init_state(self.encoder(src, valid_lens), valid_lens))[0]
+
+    def weights(self, *given: Tensor) -> list[Tensor]:
+        self(*given)
+        return self.encoder.attention_weights
+
+
+class BertEncoder(handwritten.Annotated):
+    """Blocks of BERT in front of an annotated decoder; their masks are (B, 1, L, L), with equal rows."""
+
+    def __init__(self) -> None:
+        super().__init__(VOCABULARY, D, 2, 32, 2, 0.0)
+        self.encoder = nn.ModuleList(handwritten.BertBlock(D, 2, 32, 0.0) for _ in range(2))
+
+    def forward(self, src: Tensor, trg: Tensor, src_mask: Tensor, trg_mask: Tensor) -> Tensor:
+        memory, mask = self.src_embed(src), src_mask.repeat(1, src.shape[1], 1).unsqueeze(1)
+        for block in self.encoder:
+            memory = block.forward(memory, mask)
+        x = self.tgt_embed(trg)
+        for layer in self.decoder:
+            x = layer(x, memory, src_mask, trg_mask)
+        return self.generator(x)
+
+
+def layers_alone(model: nn.Module) -> nn.Module:
+    """The model with a part that its stacks are not known by, so that each layer takes the padding out by itself."""
+    for stack in (m for m in model.modules() if hasattr(m, "pos_encoding")):
+        stack.add_module("other", nn.Identity())
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "annotated": lambda: handwritten.make_model(VOCABULARY, VOCABULARY, 2, D, 32, 2, 0.0),
     "annotated, lists of layers": lambda: handwritten.Annotated(VOCABULARY, D, 2, 32, 2, 0.0),
     "classic": lambda: reference.Transformer(VOCABULARY, VOCABULARY, D, 2, 2, 0.0),
     "ours": lambda: tfast.Transformer(VOCABULARY, VOCABULARY, D, 2, 2, 0.0),
+    "tensorflow": Tensorflow,
+    "tensorflow, layers alone": lambda: layers_alone(Tensorflow()),
+    "d2l": D2l,
+    "d2l, layers alone": lambda: layers_alone(D2l()),
+    "blocks of BERT": BertEncoder,
 }
 
 
@@ -142,7 +207,9 @@ def test_any_padding(data: st.DataObject) -> None:
         return torch.tensor(data.draw(st.lists(row, min_size=batch, max_size=batch)))
 
     src_keep, trg_keep = keeps(src_length), keeps(trg_length)
-    name = data.draw(st.sampled_from(["annotated", "classic"]))
+    name = data.draw(st.sampled_from(["annotated", "classic", "tensorflow", "d2l", "blocks of BERT"]))
+    if name == "d2l":
+        src_keep = lengths(src_keep.sum(1), src_length)
     torch.manual_seed(data.draw(st.integers(0, 9)))  # of the ids
     trg_keep[:, 0] |= ~trg_keep.any()  # at least one token, whose output is compared
     given_ = ids_and_masks(src_keep, trg_keep)
@@ -203,6 +270,42 @@ def test_a_mask_that_is_more_than_padding_stays() -> None:
     report = tfast.accelerate(model, packed=True)
     model(torch.randn(4, SOURCE, D), torch.rand(SOURCE, SOURCE) > 0.5, ~keep)
     assert list(report.padded_calls.reasons) == ["its mask is not the look-ahead mask"]
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["equal rows", "empty rows at padding"])
+def test_a_dense_mask_of_an_encoder_is_padding_where_its_rows_are_the_tokens(outer: bool) -> None:
+    keep, x = lengths(SOURCES, SOURCE).flip(1), torch.randn(4, SOURCE, D)
+    mask = keep[:, None, None] & (keep[:, None, :, None] | torch.tensor(not outer))
+    model = nn.ModuleList([handwritten.BertBlock(D, 2, 32, 0.0)])
+    report = hold(model, lambda m: m[0](*like(m, x), mask.expand(4, 1, SOURCE, SOURCE).int()), keep)
+    assert report.rows
+    report = tfast.accelerate(model, packed=True)
+    dense = mask.repeat(1, 1, SOURCE // mask.shape[2], 1)
+    dense[0, 0, 2, 3] = False
+    model[0](x, dense)
+    assert list(report.padded_calls.reasons) == [
+        "packed: the dense mask (4, 1, 9, 9) is not padding alone; pass (B, 1, 1, L)"
+    ]
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "d2l"])
+def test_weights_are_those_of_the_plain_model(name: str) -> None:
+    """A decoder of the tutorial returns them, with their gradient; an encoder of the textbook leaves them."""
+    src_keep, keep = lengths(SOURCES, SOURCE), lengths(TARGETS, TARGET)
+    given_ = ids_and_masks(src_keep, keep)
+    plain = MODELS[name]().eval()
+    fast = copy.deepcopy(plain)
+    report, found = tfast.accelerate(fast, packed=True), []
+    for model in (fast, plain):
+        weights = model.weights(*given_)
+        queries = src_keep if name == "d2l" else keep
+        found.append([w.unflatten(0, (4, -1)) if w.dim() == 3 else w for w in weights])
+        found[-1] = [w.transpose(1, 2)[queries] for w in found[-1]]
+        if name == "tensorflow":
+            sum((w**2).sum() for w in found[-1]).backward()
+            found[-1].append(model.model.encoder.embedding.weight.grad)
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-6)
+    assert len(found[0]) > 1 and not report.padded_calls.reasons
 
 
 def test_a_hook_inside_a_layer_sees_padded_rows() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .. import backends
-from ..layers.padded_calls import Pass, recorded
+from ..layers.padded_calls import Pass, layers_of, recorded
 
 
 @dataclasses.dataclass
@@ -72,11 +72,10 @@ def _lines(model: nn.Module, passes: list[Pass]) -> list[Line]:
     lines: dict[Any, Line] = {}
     for each in passes:
         path = paths.get(id(each.module), type(each.module).__name__)
-        inner = each.module._modules.get("layers")
-        is_stack = isinstance(inner, nn.ModuleList)
-        layers, path = (len(inner), path) if is_stack else (1, path.rpartition(".")[0])
+        layers = layers_of(each.module)
+        path = path.rpartition(".")[0] if layers[0] is each.module else path
         key = path, each.positions, each.tokens, each.reason
-        lines.setdefault(key, Line(*key)).layers += layers
+        lines.setdefault(key, Line(*key)).layers += len(layers)
     return list(lines.values())
 
 

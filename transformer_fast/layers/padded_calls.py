@@ -26,6 +26,15 @@ NO_SOURCE = "a row of the encoder has no token"
 _LOG = logging.getLogger("transformer_fast")
 
 
+_LISTS = ("layers", "enc_layers", "dec_layers", "blks")
+
+
+def layers_of(module: nn.Module) -> list[nn.Module]:
+    """The layers of a stack; of a layer, the layer itself."""
+    lists = (module._modules.get(name) for name in _LISTS)
+    return next((list(layers) for layers in lists if isinstance(layers, nn.ModuleList | nn.Sequential)), []) or [module]
+
+
 class StaysPaddedError(Exception):
     """Reason for which a module computes a batch with its padding."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,24 @@ def packed_masks(
     target = packing_of(padding, trg.shape[0], trg_length, trg.device)
     window = _window(trg_mask)
     return PackedMask(source, source), PackedMask(target, source), PackedMask(target, target, causal, window)
+
+
+def padding_of(mask: AttentionMask | None, length: int) -> AttentionMask | None:
+    """The mask of an encoder, whose dense part (B|1, 1, L, L) becomes (B|1, 1, 1, L) if it is padding and no more.
+
+    Rows of padding may be as those of tokens, or empty.
+
+    Raises:
+        ValueError: for a dense mask that is more than padding.
+    """
+    if mask is None or mask.keep_mask is None:
+        return mask
+    keep, shape = mask.keep_mask, tuple(mask.keep_mask.shape)
+    if shape[1:] == (1, length, length):
+        tokens = keep.diagonal(dim1=2, dim2=3).unsqueeze(2)
+        if torch.equal(keep, tokens.expand_as(keep)) or torch.equal(keep, tokens & tokens.transpose(2, 3)):
+            return dataclasses.replace(mask, keep_mask=None) & AttentionMask(key_keep_mask=tokens)
+    raise ValueError(f"packed: the dense mask {shape} is not padding alone; pass (B, 1, 1, L)")
 
 
 def _window(mask: AttentionMask | None) -> AttentionMask | None:

@@ -9,13 +9,10 @@ from torch import nn
 
 from ...integrations import dispatch
 from ...layers import torch_stacks
-from ...layers.padded_calls import WITHOUT_PADDING
+from ...layers.padded_calls import WITHOUT_PADDING, layers_of
 from ...layers.torch_packed import takes_packed
 from ...models.transformer import Transformer
 from ..patterns.base import pattern_of
-from ..patterns.layer import Layer as ClassicLayer
-from ..patterns.layer import Stack as ClassicStack
-from ..patterns.sublayer import AnnotatedLayer, AnnotatedStack
 from ..report import ALREADY, Attribute, Report, Row
 from .classes import Packed, packed_class
 from .layer import LAYER
@@ -82,17 +79,18 @@ def _is_stack(module: nn.Module) -> bool:
     """Return True for a stack of torch.nn, or a hand-written one or a layer of one on the fused ops."""
     if isinstance(module, torch_stacks.TransformerEncoder | torch_stacks.TransformerDecoder):
         return True
-    return isinstance(pattern_of(module), ClassicStack | AnnotatedStack | ClassicLayer | AnnotatedLayer)
+    return (pattern := pattern_of(module)) is not None and pattern.padding is not None
 
 
 def _own_row(path: str, module: nn.Module) -> Row:
-    layers = list(module._modules.get("layers") or [module])  # type: ignore[arg-type]
+    layers = layers_of(module)
     was = f"{len(layers)} {type(layers[0]).__name__}"
     if WITHOUT_PADDING in module.__dict__:
         return Row(path, was, None, ALREADY)
     if isinstance(module, nn.TransformerEncoder | nn.TransformerDecoder) and not all(map(takes_packed, layers)):
         return Row(path, was, None, "a layer has a hook, or a part of another kind")
-    return Row(path, was, NOW)
+    reason = getattr(pattern_of(module), "padding", "")
+    return Row(path, was, None if reason else NOW, reason)
 
 
 def _stacks(module: nn.Module, path: str, model: nn.Module | None) -> Iterator[Stack]:

@@ -14,9 +14,10 @@ from ...dialects import tensorflow
 from ...dialects.common import leave_weights, merge_heads, project_heads
 from ...layers.attention import attend, attention, layer_mask
 from ...layers.hooks import TAKES_NEED_WEIGHTS
+from ...layers.linear import apply_linear
 from ...masks import AttentionMask
 from ...masks.checks import four_dimensions
-from ...masks.packing import PackedMask, unpack
+from ...masks.packing import PackedMask, take, unpack
 from .base import ANY, DROPOUT, INLINED, LINEAR, Pattern, children, random_keep
 
 
@@ -51,6 +52,13 @@ class Heads(Pattern):
         children = (m._modules[name] for name in self.linears)
         return [x for child in children for x in (child if isinstance(child, nn.ModuleList) else [child])]
 
+    def normal(self, mask: Any) -> Any:
+        """A keep mask in normal form."""
+        mask = keep_mask(mask)
+        if self.head_axis:
+            return layer_mask(mask)
+        return AttentionMask.keep(four_dimensions(mask)) if isinstance(mask, Tensor) else mask
+
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         d = self.projections(m)[0].in_features
         inputs = torch.randn(2, 5, d), torch.randn(2, 3, d), torch.randn(2, 3, d)
@@ -64,13 +72,9 @@ class Heads(Pattern):
             return None
         *linears, out = self.projections(m)
         q, k, v = project_heads(linears, (query, key, value), m.h)
-        mask = keep_mask(mask)
-        if self.head_axis:
-            mask = layer_mask(mask)
-        elif isinstance(mask, Tensor):
-            mask = AttentionMask.keep(four_dimensions(mask))
+        mask = self.normal(mask)
         if isinstance(mask, PackedMask):
-            heads = attention(*(t.squeeze(0) for t in (q, k, v)), m.d_k, mask, m.dropout).unsqueeze(0)
+            heads = packed_heads(q, k, v, mask, m.dropout)
             if self.weights:
                 leave_weights(m, lambda q, k: padded_weights(q, k, mask), q, k)
             return out(merge_heads(heads))
@@ -80,16 +84,35 @@ class Heads(Pattern):
         return out(merge_heads(heads))
 
 
-def padded_weights(q: Tensor, k: Tensor, mask: PackedMask) -> Tensor:
-    """The weights (B, heads, Lq, Lk) of packed q and k (1, heads, T, d_k); queries that are padding are zeros."""
-    q, k = (
+def packed_heads(q: Tensor, k: Tensor, v: Tensor, mask: PackedMask, dropout: Any = None) -> Tensor:
+    """Attention of packed q, k and v (1, heads, T, d_k)."""
+    return attention(*(t.squeeze(0) for t in (q, k, v)), q.shape[-1], mask, dropout).unsqueeze(0)
+
+
+def with_padded_weights(q: Tensor, k: Tensor, v: Tensor, mask: PackedMask) -> tuple[Tensor, Tensor]:
+    """The same without dropout, and the weights (B, heads, Lq, Lk), which are 0 at padding."""
+    q, k, v = (
         unpack(t.squeeze(0).transpose(0, 1), packing).transpose(1, 2)
-        for t, packing in ((q, mask.queries), (k, mask.keys))
+        for t, packing in ((q, mask.queries), (k, mask.keys), (v, mask.keys))
     )
-    kept = unpack(torch.ones(mask.keys.total, dtype=torch.bool, device=k.device), mask.keys)
-    seen = AttentionMask.keep(kept[:, None, None])
+    queries, keys = (
+        unpack(torch.ones(packing.total, dtype=torch.bool, device=k.device), packing)
+        for packing in (mask.queries, mask.keys)
+    )
+    seen = AttentionMask.keep(queries[:, None, :, None] & keys[:, None, None])
     seen = seen if mask.window is None else seen & mask.window
-    return ops.attention(q, k, k, seen, causal=mask.causal, return_weights=True)[1]
+    out, weights = ops.attention(q, k, v, seen, causal=mask.causal, return_weights=True, empty_rows="zero")
+    return take(out.transpose(1, 2), mask.queries).transpose(0, 1).unsqueeze(0), weights
+
+
+def padded_weights(q: Tensor, k: Tensor, mask: PackedMask) -> Tensor:
+    """The weights alone."""
+    return with_padded_weights(q, k, k, mask)[1]
+
+
+def blocked_mask(mask: Any) -> Any:
+    """A mask of TensorFlow's tutorial, 1.0 = blocked, in normal form."""
+    return AttentionMask.blocked(four_dimensions(mask)) if isinstance(mask, Tensor) else mask
 
 
 class TensorflowHeads(Pattern):
@@ -108,10 +131,13 @@ class TensorflowHeads(Pattern):
         return [(v, k, q, None), *((v, k, q, mask) for mask in masks)]
 
     def fused_forward(
-        self, m: Any, v: Tensor, k: Tensor, q: Tensor, mask: Tensor | None = None, need_weights: bool = True
+        self, m: Any, v: Tensor, k: Tensor, q: Tensor, mask: Any = None, need_weights: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        blocked = None if mask is None else AttentionMask.blocked(four_dimensions(mask))
-        return tensorflow.MultiHeadAttention.forward(m, v, k, q, blocked, need_weights=need_weights)
+        if not isinstance(mask, PackedMask):
+            return tensorflow.MultiHeadAttention.forward(m, v, k, q, blocked_mask(mask), need_weights=need_weights)
+        q, k, v = project_heads((m.wq, m.wk, m.wv), (q, k, v), m.num_heads)
+        out, weights = with_padded_weights(q, k, v, mask) if need_weights else (packed_heads(q, k, v, mask), None)
+        return apply_linear(m.dense, merge_heads(out)), weights
 
 
 PATTERNS = (

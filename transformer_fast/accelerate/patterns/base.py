@@ -79,6 +79,8 @@ class Pattern:
     that the module's forward may have ``**kwargs``. Its other arguments must be named as those of ``fused_forward``."""
     roles: tuple[str, ...] = ()
     """Roles of ``layers.hooks`` in which a fused parent may compute a module that was swapped by this pattern."""
+    padding: str | None = None
+    """Reason for which a layer or stack keeps the padding of a batch; "" where it may leave it out; None for others."""
     passed_on: tuple[str, ...] = ()
     """Arguments of a named ``fused_forward`` that it has among its ``**others``, and passes on as they are."""
 

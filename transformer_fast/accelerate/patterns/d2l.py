@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -10,23 +11,29 @@ import torch
 from torch import Tensor
 
 from ...dialects import d2l
-from ...dialects.common import LAST_WEIGHTS
+from ...dialects.common import LAST_WEIGHTS, leave_weights, merge_heads, project_heads
 from ...dialects.d2l.attention import attend
 from ...dialects.d2l.blocks import run_decoder_block
 from ...dialects.d2l.sequences import certain_lengths
 from ...layers.hooks import SCALED_DOT_PRODUCT
+from ...layers.linear import apply_linear
 from ...masks import AttentionMask
+from ...masks.packing import PackedMask
 from ...tracing import is_traced
+from .attention import packed_heads, padded_weights
 from .base import ANY, DROPOUT, EMBEDDING, LINEAR, Part, Pattern, children, parameters_of, swapped_by
 from .embedding import D2L_POSITIONAL, embedded, random_ids
 from .norm import AddNorm
+from .without_padding import through
 
-Lengths = Tensor | AttentionMask | None
+Lengths = Tensor | AttentionMask | PackedMask | None
+NOT_TOLD = "it is not told where its target ends"
+"""Reason for which a decoder keeps its padding: its masks are lengths 1 to T."""
 
 
-def lengths_mask(valid_lens: Lengths, keys: int) -> AttentionMask | None:
+def lengths_mask(valid_lens: Lengths, keys: int) -> AttentionMask | PackedMask | None:
     """Lengths (B,) or (B, Lq); longer than there are keys means all of them."""
-    if valid_lens is None or isinstance(valid_lens, AttentionMask):
+    if valid_lens is None or isinstance(valid_lens, AttentionMask | PackedMask):
         return valid_lens
     return certain_lengths(valid_lens.to(torch.int64).clamp(0, keys), keys)
 
@@ -80,7 +87,11 @@ class D2lHeads(Pattern):
         return [(q, k, v, lengths) for lengths in some_lengths(5, 4)]
 
     def fused_forward(self, m: Any, queries: Tensor, keys: Tensor, values: Tensor, valid_lens: Lengths) -> Tensor:
-        return d2l.MultiHeadAttention.forward(m, queries, keys, values, lengths_mask(valid_lens, keys.shape[1]))
+        if not isinstance(valid_lens, PackedMask):
+            return d2l.MultiHeadAttention.forward(m, queries, keys, values, lengths_mask(valid_lens, keys.shape[1]))
+        q, k, v = project_heads((m.W_q, m.W_k, m.W_v), (queries, keys, values), m.num_heads)
+        leave_weights(m.attention, lambda q, k: padded_weights(q, k, valid_lens).flatten(0, 1), q, k)
+        return apply_linear(m.W_o, merge_heads(packed_heads(q, k, v, valid_lens, m.attention.dropout)))
 
 
 class D2lBlock(Pattern):
@@ -91,6 +102,7 @@ class D2lBlock(Pattern):
     def __init__(self, name: str, forward: Callable[..., Any], *attentions: str) -> None:
         super().__init__(name)
         self.forward, self.attentions = forward, attentions
+        self.padding = NOT_TOLD if len(attentions) > 1 else ""
         # The heads may be given a mask in place of lengths, which they would not understand as they were written.
         heads, norms = Part(swapped_by(D2lHeads), swapped=True), (f"addnorm{n}" for n in range(1, 2 + len(attentions)))
         self.parts = {**dict.fromkeys(attentions, heads), "ffn": ANY, **dict.fromkeys(norms, Part(swapped_by(AddNorm)))}
@@ -100,8 +112,10 @@ class D2lBlock(Pattern):
         X = torch.randn(2, 5, d)
         return [(X, given) for given in (some_lengths(5, 5) if len(self.attentions) == 1 else some_states(d, m.i + 1))]
 
-    def fused_forward(self, m: Any, X: Tensor, given: Lengths | list[Any]) -> Any:
-        return self.forward(m, X, given)
+    def fused_forward(self, m: Any, X: Tensor, given: Any) -> Any:
+        if self.padding:
+            return self.forward(m, X, given)
+        return through(m, X, (lengths_mask(given, X.shape[1]),), functools.partial(self.forward, m))
 
 
 class D2lStack(Pattern):
@@ -135,6 +149,8 @@ class D2lStack(Pattern):
 class D2lEncoder(D2lStack):
     """The encoder, (ids, valid_lens)."""
 
+    padding = ""
+
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:
         ids = random_ids(m.embedding)
         return [(ids, lengths) for lengths in some_lengths(5, 5)]
@@ -142,9 +158,13 @@ class D2lEncoder(D2lStack):
     def fused_forward(self, m: Any, ids: Tensor, valid_lens: Lengths, *args: Any) -> Tensor | None:
         if (X := self.embedded(m, ids)) is None:
             return None
-        mask = lengths_mask(valid_lens, ids.shape[1])
-        for block in m.blks:
-            X = block(X, mask)
+
+        def run(X: Tensor, mask: Lengths) -> Tensor:
+            for block in m.blks:
+                X = block(X, mask)
+            return X
+
+        X = through(m, X, (lengths_mask(valid_lens, ids.shape[1]),), run)
         self.leave_weights(m, d2l.TransformerEncoder)
         return X
 
@@ -152,6 +172,7 @@ class D2lEncoder(D2lStack):
 class D2lDecoder(D2lStack):
     """The decoder, (ids, state). Every call begins at position 0, as the chapter writes it."""
 
+    padding = NOT_TOLD
     counts_on = False
 
     def calls(self, m: Any) -> Iterable[tuple[Any, ...]]:

@@ -32,6 +32,8 @@ def decoder_calls(x: Tensor, width: int) -> Iterable[tuple[Any, ...]]:
 class Layer(Pattern):
     """The classic layers; dropout, residual addition and the norm that follows run as one op."""
 
+    padding = ""
+
     def __init__(self, name: str, layer: type[layers.EncoderLayer | layers.DecoderLayer], *, norm_first: bool) -> None:
         super().__init__(name)
         self.layer, self.norm_first, self.decodes = layer, norm_first, layer is layers.DecoderLayer
@@ -65,6 +67,8 @@ DECODER_LAYERS = (
 
 class Stack(Pattern):
     """The classic stacks: embedding and positions in one pass, the layers, a norm."""
+
+    padding = ""
 
     def __init__(self, name: str, kinds: tuple[Layer, ...]) -> None:
         super().__init__(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from ...layers.dropout import apply_dropout
 from ...layers.norm import Sublayer, Unsummed, norm_and_sum, pre_norm
-from .attention import BERT, Heads
+from .attention import BERT, CLASSIC, Heads
 from .base import ANY, DROPOUT, Part, Pattern, pattern_of, random_keep, swapped_by
 from .layer import decoder_calls, encoder_calls
 from .norm import NORM, SUBLAYER, width_of
@@ -19,6 +20,9 @@ from .without_padding import through
 
 class AnnotatedLayer(Pattern):
     """Pre-norm sublayers in a row: dropout and addition of each run as one op with the norm of the next."""
+
+    padding = ""
+    heads: Heads = CLASSIC
 
     def __init__(self, name: str, arguments: int, *attentions: str, heads: Any = Heads, **others: Part) -> None:
         super().__init__(name)
@@ -47,7 +51,11 @@ class AnnotatedLayer(Pattern):
         return encoder_calls(torch.randn(2, 5, width_of(self.connections(m)[0].norm)))
 
     def fused_forward(self, m: Any, x: Tensor, *args: Any) -> Tensor:
-        return through(m, x, args, lambda x, *args: pre_norm(x, self.sublayers(m, *args)).summed())
+        return through(m, x, args, functools.partial(self.run, m), self.heads.normal)
+
+    def run(self, m: Any, x: Tensor, *args: Any) -> Tensor:
+        """The layer, padded or packed as its arguments are."""
+        return pre_norm(x, self.sublayers(m, *args)).summed()
 
 
 class AnnotatedDecoderLayer(AnnotatedLayer):
@@ -64,6 +72,8 @@ class AnnotatedDecoderLayer(AnnotatedLayer):
 
 class AnnotatedStack(Pattern):
     """``layers`` and a last ``norm``: the sum that ends a layer is one op with the norm that follows."""
+
+    padding = ""
 
     def __init__(self, name: str, layer: AnnotatedLayer) -> None:
         super().__init__(name)
@@ -88,6 +98,8 @@ class AnnotatedStack(Pattern):
 class BertBlock(AnnotatedLayer):
     """BERT's block: ``input_sublayer``, ``output_sublayer``, and one more dropout."""
 
+    heads = BERT
+
     def __init__(self, name: str) -> None:
         connection = Part(swapped_by(SUBLAYER), fused=True)
         others = {"input_sublayer": connection, "output_sublayer": connection, "dropout": DROPOUT}
@@ -102,8 +114,8 @@ class BertBlock(AnnotatedLayer):
         x = torch.randn(2, 5, width_of(m.input_sublayer.norm))
         return (x, None), (x, random_keep(2, 1, 1, 5))
 
-    def fused_forward(self, m: Any, x: Tensor, *args: Any) -> Tensor:
-        return apply_dropout(m.dropout, super().fused_forward(m, x, *args))
+    def run(self, m: Any, x: Tensor, *args: Any) -> Tensor:
+        return apply_dropout(m.dropout, super().run(m, x, *args))
 
 
 ENCODER_LAYER = AnnotatedLayer("AnnotatedEncoderLayer", 2, "self_attn")

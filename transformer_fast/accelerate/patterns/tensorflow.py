@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from ...dialects import tensorflow
 from ...dialects.tensorflow.models import through_decoder
 from ...layers.hooks import TAKES_NEED_WEIGHTS
-from .attention import TensorflowHeads
+from .attention import TensorflowHeads, blocked_mask
 from .base import ANY, DROPOUT, EMBEDDING, Part, Pattern, random_keep, swapped_by
 from .embedding import embedded, random_ids
 from .norm import NORM, width_of
+from .without_padding import through
 
 
 def encoder_calls(x: Tensor) -> Iterable[tuple[Any, ...]]:
@@ -30,10 +31,19 @@ def decoder_calls(x: Tensor, width: int) -> Iterable[tuple[Any, ...]]:
     return (x, memory, None, None), (x, memory, look_ahead, 1.0 - random_keep(2, 1, 1, 3).to(memory.dtype))
 
 
+def without_padding(m: Any, x: Tensor, inputs: tuple[Any, ...], decodes: bool, run: Callable[..., Any]) -> Any:
+    """Run a layer or a stack :func:`through`, which takes a decoder's masks in the other order."""
+    if not decodes:
+        return through(m, x, (*inputs, None)[:1], run, blocked_mask)
+    memory, look_ahead, padding = (*inputs, None, None)[:3]
+    return through(m, x, (memory, padding, look_ahead), lambda x, memory, p, a: run(x, memory, a, p), blocked_mask)
+
+
 class TensorflowLayer(Pattern):
     """The tutorial's layers: the encoder's computes no weights, the decoder's returns those of both attentions."""
 
     keywords = ("need_weights",)
+    padding = ""
 
     def __init__(self, name: str, layer: type[nn.Module], *attentions: str) -> None:
         super().__init__(name)
@@ -51,8 +61,11 @@ class TensorflowLayer(Pattern):
         x = torch.randn(2, 5, width)
         return decoder_calls(x, width) if self.decodes else encoder_calls(x)
 
-    def fused_forward(self, m: Any, *inputs: Tensor | None, **options: Any) -> Any:
-        return self.layer.forward(m, *inputs, **options)
+    def fused_forward(self, m: Any, x: Tensor, *inputs: Any, **options: Any) -> Any:
+        def run(x: Tensor, *inputs: Any) -> Any:
+            return self.layer.forward(m, x, *inputs, **options)
+
+        return without_padding(m, x, inputs, self.decodes, run)
 
 
 class TensorflowStack(Pattern):
@@ -60,6 +73,8 @@ class TensorflowStack(Pattern):
 
     The decoder returns the weights of all its attentions by name.
     """
+
+    padding = ""
 
     def __init__(self, name: str, layers: str, layer: TensorflowLayer) -> None:
         super().__init__(name)
@@ -78,12 +93,15 @@ class TensorflowStack(Pattern):
         x = embedded(ids, m.embedding, m.pos_encoding[0], math.sqrt(m.embedding.embedding_dim), m.dropout)
         if x is None:
             return None
-        if self.decodes:
-            memory, *masks = (*inputs, None, None)[:3]
-            return through_decoder(m.dec_layers, x, memory, [tuple(masks)] * len(m.dec_layers))
-        for layer in m.enc_layers:
-            x = layer(x, *inputs)
-        return x
+
+        def run(x: Tensor, *inputs: Any) -> Any:
+            if self.decodes:
+                return through_decoder(m.dec_layers, x, inputs[0], [inputs[1:]] * len(m.dec_layers))
+            for layer in m.enc_layers:
+                x = layer(x, *inputs)
+            return x
+
+        return without_padding(m, x, inputs, self.decodes, run)
 
 
 PATTERNS = (

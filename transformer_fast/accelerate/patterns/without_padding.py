@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...layers.attention import layer_mask
 from ...layers.carried import tokens_of, with_tokens
 from ...layers.dropout import KINDS as DROPOUTS
 from ...layers.hooks import is_plain
@@ -18,14 +17,15 @@ from ...layers.padded_calls import (
     NO_TOKEN,
     StaysPaddedError,
     check_sources,
+    layers_of,
     padded_calls,
     record,
     stays_padded,
 )
 from ...masks.packing import PackedMask, Packing, packing_of, take
-from ...models.packed import packed_masks
+from ...models.packed import packed_masks, padding_of
 from ...tracing import is_traced
-from .attention import Heads, keep_mask
+from .attention import CLASSIC
 from .base import pattern_of
 from .feed_forward import FeedForward
 
@@ -34,20 +34,30 @@ _PER_TOKEN = (
 )  # fmt: skip
 """Modules that compute each token by itself."""
 
+_FEED_FORWARDS = ("ff", "feed_forward", "ffn")
 
-def through(m: nn.Module, x: Tensor, args: tuple[Any, ...], run: Callable[..., Tensor]) -> Tensor:
+
+def through(
+    m: nn.Module,
+    x: Tensor,
+    args: tuple[Any, ...],
+    run: Callable[..., Any],
+    normal: Callable[[Any], Any] = CLASSIC.normal,
+) -> Any:
     """Run a layer or a stack of layers: ``run(x, *args)``, on tokens alone where it leaves padding out.
 
     Args:
         m: the layer or the stack.
         x: (B, L, d).
-        args: (mask,) of an encoder, or (memory, src_mask, trg_mask) of a decoder, with keep masks.
+        args: (mask,) of an encoder, or (memory, src_mask, trg_mask) of a decoder.
+        run: returns (B, L, d), or a tuple of it and of weights.
+        normal: returns a mask as an AttentionMask, or None.
     """
     calls = padded_calls(m)
     if calls is None or torch.compiler.is_compiling() or is_traced() or type(x) is not Tensor or x.dim() != 3:
         return run(x, *args)
     try:
-        packed = _packed(m, x, args)
+        packed = _packed(m, x, args, normal)
     except (StaysPaddedError, ValueError, TypeError) as reason:
         stays_padded(m, calls, x, reason)
         return run(x, *args)
@@ -55,14 +65,20 @@ def through(m: nn.Module, x: Tensor, args: tuple[Any, ...], run: Callable[..., T
         return run(x, *args)
     own, tokens_args = packed
     record(m, own.batch * own.length, own.total)
-    return with_tokens(run(tokens_of(x, own).unsqueeze(0), *tokens_args).squeeze(0), own)
+    result = run(tokens_of(x, own).unsqueeze(0), *tokens_args)
+    if isinstance(result, tuple):
+        return with_tokens(result[0].squeeze(0), own), *result[1:]
+    return with_tokens(result.squeeze(0), own)
 
 
-def _packed(m: nn.Module, x: Tensor, args: tuple[Any, ...]) -> tuple[Packing, tuple[Any, ...]] | None:
+def _packed(
+    m: nn.Module, x: Tensor, args: tuple[Any, ...], normal: Callable[[Any], Any]
+) -> tuple[Packing, tuple[Any, ...]] | None:
     """How x is packed, and the arguments that go with its tokens; None where nothing is padding."""
     if any(isinstance(arg, PackedMask) for arg in args):  # a layer of a stack that is packed already
         return None
-    own, packed_args = _of_encoder(x, *args) if len(args) == 1 else _of_decoder(x, *args)
+    memory, masks = args[:-2], map(normal, args[-2:])
+    own, packed_args = _of_decoder(x, *memory, *masks) if memory else _of_encoder(x, *masks)
     if all(mask.queries.is_full and mask.keys.is_full for mask in packed_args if isinstance(mask, PackedMask)):
         return None
     if own.total == 0:
@@ -72,28 +88,27 @@ def _packed(m: nn.Module, x: Tensor, args: tuple[Any, ...]) -> tuple[Packing, tu
 
 
 def _of_encoder(x: Tensor, mask: Any) -> tuple[Packing, tuple[Any, ...]]:
-    own = packing_of(layer_mask(keep_mask(mask)), *x.shape[:2], x.device)
+    own = packing_of(padding_of(mask, x.shape[1]), *x.shape[:2], x.device)
     if bool((own.cu_seqlens.diff() == 0).any()):  # a decoder may attend to such a row
         raise StaysPaddedError(NO_SOURCE)
     return own, (PackedMask(own, own),)
 
 
 def _of_decoder(x: Tensor, memory: Tensor, src_mask: Any, trg_mask: Any) -> tuple[Packing, tuple[Any, ...]]:
-    _, cross, own = packed_masks(memory[..., 0], x[..., 0], keep_mask(src_mask), keep_mask(trg_mask))
+    _, cross, own = packed_masks(memory[..., 0], x[..., 0], src_mask, trg_mask)
     check_sources(cross)
     return own.queries, (take(memory, cross.keys).unsqueeze(0), cross, own)
 
 
 def _check_parts(m: nn.Module) -> None:
-    for layer in m._modules.get("layers") or (m,):  # type: ignore[attr-defined]
+    for layer in layers_of(m):
         for name, child in layer.named_modules():
             pattern = pattern_of(child)
             if not is_plain(child) and child is not layer:
                 raise StaysPaddedError(f"a {type(child).__name__} inside a layer has a hook")
-            if isinstance(pattern, Heads):
-                if not pattern.fits(child):
-                    raise StaysPaddedError(f"a {type(child).__name__} has a part of another kind")
-            elif name in ("ff", "feed_forward"):
+            if pattern is not None and not pattern.fits(child):
+                raise StaysPaddedError(f"a {type(child).__name__} has a part of another kind")
+            if name in _FEED_FORWARDS:
                 inside = child.modules() if pattern is None else child.children()
                 if not (
                     (pattern is None or isinstance(pattern, FeedForward))
