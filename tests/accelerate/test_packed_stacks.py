@@ -272,13 +272,21 @@ def test_a_mask_that_is_more_than_padding_stays() -> None:
     assert list(report.padded_calls.reasons) == ["its mask is not the look-ahead mask"]
 
 
+BLOCKS: dict[str, Callable[[], nn.Module]] = {
+    "block of BERT": lambda: handwritten.BertBlock(D, 2, 32, 0.0),
+    "annotated layer": lambda: handwritten.AnnotatedEncoderLayer(
+        D, handwritten.BertAttention(2, D, 0.0), handwritten.AnnotatedFeedForward(D, 32, 0.0), 0.0
+    ),
+}
+
+
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("outer", [False, True], ids=["equal rows", "empty rows at padding"])
-def test_a_dense_mask_of_an_encoder_is_padding_where_its_rows_are_the_tokens(outer: bool) -> None:
+def test_a_dense_mask_of_an_encoder_is_padding_where_its_rows_are_the_tokens(outer: bool, block: str) -> None:
     keep, x = lengths(SOURCES, SOURCE).flip(1), torch.randn(4, SOURCE, D)
     mask = keep[:, None, None] & (keep[:, None, :, None] | torch.tensor(not outer))
-    model = nn.ModuleList([handwritten.BertBlock(D, 2, 32, 0.0)])
-    report = hold(model, lambda m: m[0](*like(m, x), mask.expand(4, 1, SOURCE, SOURCE).int()), keep)
-    assert report.rows
+    model = nn.ModuleList([BLOCKS[block]()])
+    hold(model, lambda m: m[0](*like(m, x), mask.expand(4, 1, SOURCE, SOURCE).int()), keep)
     report = tfast.accelerate(model, packed=True)
     dense = mask.repeat(1, 1, SOURCE // mask.shape[2], 1)
     dense[0, 0, 2, 3] = False
@@ -300,6 +308,7 @@ def test_weights_are_those_of_the_plain_model(name: str) -> None:
         weights = model.weights(*given_)
         queries = src_keep if name == "d2l" else keep
         found.append([w.unflatten(0, (4, -1)) if w.dim() == 3 else w for w in weights])
+        assert model is plain or not any(w.transpose(1, 2)[~queries].any() for w in found[-1])
         found[-1] = [w.transpose(1, 2)[queries] for w in found[-1]]
         if name == "tensorflow":
             sum((w**2).sum() for w in found[-1]).backward()
@@ -316,6 +325,18 @@ def test_a_hook_inside_a_layer_sees_padded_rows() -> None:
     model(torch.randn(4, SOURCE, D), src_key_padding_mask=~keep)
     assert shapes == [(4, SOURCE, 32)]
     assert list(report.padded_calls.reasons) == ["a layer has a hook, or a part of another kind"]
+
+
+@pytest.mark.parametrize("name", ["annotated", "classic", "tensorflow", "d2l"])
+def test_a_hook_on_a_layer_of_a_stack_sees_padded_rows(name: str) -> None:
+    model, shapes = MODELS[name](), []
+    report = tfast.accelerate(model, packed=True)
+    layer = next(m for path, m in model.named_modules() if path.endswith((".layers.0", ".enc_layers.0", ".block0")))
+    layer.register_forward_hook(lambda m, args, out: shapes.append(tuple(out.shape)))
+    model(*ids_and_masks(lengths(SOURCES, SOURCE), lengths(TARGETS, TARGET)))
+    assert shapes == [(4, SOURCE, D)]
+    (reason,) = report.padded_calls.reasons
+    assert "has a hook" in reason
 
 
 @pytest.mark.parametrize("name", MODELS)

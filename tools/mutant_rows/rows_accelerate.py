@@ -156,8 +156,8 @@ ROWS = (
     Fault(
         name="BERT's dropout behind a block is left out",
         path=PACKAGE + "patterns/sublayer.py",
-        old="return apply_dropout(m.dropout, super().fused_forward(m, x, *args))",
-        new="return super().fused_forward(m, x, *args)",
+        old="return apply_dropout(m.dropout, super().run(m, x, *args))",
+        new="return super().run(m, x, *args)",
         tests=("tests/accelerate/test_handwritten.py", "tests/accelerate/test_dropout.py"),
     ),
     Fault(

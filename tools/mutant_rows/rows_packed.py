@@ -93,6 +93,20 @@ ROWS = (
         tests=(STACKS,),
     ),
     Fault(
+        name="a dense mask of an encoder is padding whatever its rows say",
+        path=PACKAGE + "models/packed.py",
+        old="if torch.equal(keep, tokens.expand_as(keep)) or",
+        new="if True or",
+        tests=(STACKS,),
+    ),
+    Fault(
+        name="a decoder's weights at padding are not 0",
+        path=PACKAGE + "accelerate/patterns/attention.py",
+        old="AttentionMask.keep(queries[:, None, :, None] & keys[:, None, None])",
+        new="AttentionMask.keep(keys[:, None, None])",
+        tests=(STACKS,),
+    ),
+    Fault(
         name="a look-ahead of torch's stacks is forgotten without padding",
         path=PACKAGE + "layers/torch_packed.py",
         old="mask, memory_mask = PackedMask(own, own, causal), PackedMask(own, source)",

@@ -23,6 +23,7 @@ from ...layers import dropout
 from ...layers.embedding import is_lookup
 from ...layers.hooks import in_role, is_plain
 from ...layers.torch_modules import Embedding
+from ...padded_calls import padded_calls
 from ...tensors import is_served
 
 Kind = Callable[[nn.Module], bool]
@@ -199,6 +200,10 @@ def _accelerated_class(
             result = compute(self, *ordered, **ours)
             if result is not None:
                 return result
+        if not torch.compiler.is_compiling() and (calls := padded_calls(self)) is not None:
+            calls.add(
+                f"a {original.__name__} runs as it was written: it has a hook, or a part or input of another kind"
+            )
         return original.forward(self, *args, **kwargs)
 
     made = type(original.__name__, (Accelerated, *pattern.bases, original), {

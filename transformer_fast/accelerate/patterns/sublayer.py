@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...layers.dropout import apply_dropout
 from ...layers.norm import Sublayer, Unsummed, norm_and_sum, pre_norm
-from .attention import BERT, CLASSIC, Heads
+from .attention import BERT, Heads
 from .base import ANY, DROPOUT, Part, Pattern, pattern_of, random_keep, swapped_by
 from .layer import decoder_calls, encoder_calls
 from .norm import NORM, SUBLAYER, width_of
@@ -22,7 +22,6 @@ class AnnotatedLayer(Pattern):
     """Pre-norm sublayers in a row: dropout and addition of each run as one op with the norm of the next."""
 
     padding = ""
-    heads: Heads = CLASSIC
 
     def __init__(self, name: str, arguments: int, *attentions: str, heads: Any = Heads, **others: Part) -> None:
         super().__init__(name)
@@ -51,7 +50,11 @@ class AnnotatedLayer(Pattern):
         return encoder_calls(torch.randn(2, 5, width_of(self.connections(m)[0].norm)))
 
     def fused_forward(self, m: Any, x: Tensor, *args: Any) -> Tensor:
-        return through(m, x, args, functools.partial(self.run, m), self.heads.normal)
+        return through(m, x, args, functools.partial(self.run, m), self.normal(m))
+
+    def normal(self, m: Any) -> Callable[[Any], Any]:
+        """The function that brings the masks of its attention into normal form."""
+        return pattern_of(m._modules[self.attentions[0]]).normal
 
     def run(self, m: Any, x: Tensor, *args: Any) -> Tensor:
         """The layer, padded or packed as its arguments are."""
@@ -92,13 +95,11 @@ class AnnotatedStack(Pattern):
                 x = pre_norm(x, pattern_of(layer).sublayers(layer, *args))
             return norm_and_sum(m.norm, x)[0]
 
-        return through(m, x, args, run)
+        return through(m, x, args, run, pattern_of(m.layers[0]).normal(m.layers[0]))
 
 
 class BertBlock(AnnotatedLayer):
     """BERT's block: ``input_sublayer``, ``output_sublayer``, and one more dropout."""
-
-    heads = BERT
 
     def __init__(self, name: str) -> None:
         connection = Part(swapped_by(SUBLAYER), fused=True)

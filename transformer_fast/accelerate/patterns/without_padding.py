@@ -87,7 +87,7 @@ def _packed(
     return own, packed_args
 
 
-def _of_encoder(x: Tensor, mask: Any) -> tuple[Packing, tuple[Any, ...]]:
+def _of_encoder(x: Tensor, mask: Any = None) -> tuple[Packing, tuple[Any, ...]]:
     own = packing_of(padding_of(mask, x.shape[1]), *x.shape[:2], x.device)
     if bool((own.cu_seqlens.diff() == 0).any()):  # a decoder may attend to such a row
         raise StaysPaddedError(NO_SOURCE)
@@ -104,8 +104,10 @@ def _check_parts(m: nn.Module) -> None:
     for layer in layers_of(m):
         for name, child in layer.named_modules():
             pattern = pattern_of(child)
-            if not is_plain(child) and child is not layer:
-                raise StaysPaddedError(f"a {type(child).__name__} inside a layer has a hook")
+            if not is_plain(child) and child is not m:
+                raise StaysPaddedError(
+                    f"a {type(child).__name__} inside has a hook, which would see tokens without padding"
+                )
             if pattern is not None and not pattern.fits(child):
                 raise StaysPaddedError(f"a {type(child).__name__} has a part of another kind")
             if name in _FEED_FORWARDS:
