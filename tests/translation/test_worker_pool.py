@@ -106,14 +106,11 @@ def test_the_command(numbers, command):
 def test_workers_run_on_the_backend_of_the_caller():
     seen = []
 
-    class Recording:
-        device, models = torch.device("cpu"), ()
-
-        def translate_chunk(self, lines, first, keep):
-            seen.append((threading.get_ident(), backends.current()))
-            return [[] for _ in lines]
+    def translate(lines, first, keep):
+        seen.append((threading.get_ident(), backends.current()))
+        return [[] for _ in lines]
 
     with backends.backend("reference"):
-        list(worker_pool.translate_chunks(Recording(), [["a"], ["b"]], workers=2, on_error=None))
+        list(worker_pool.translate_chunks(translate, [["a"], ["b"]], [], workers=2, on_error=None))
     assert [backend for _, backend in seen] == ["reference"] * 2
     assert threading.get_ident() not in {thread for thread, _ in seen}

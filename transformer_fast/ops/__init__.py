@@ -29,7 +29,6 @@ __all__ = [
     "scaled_dot_product_attention",
 ]
 
-# torch.export.load finds the ops of a saved program only where they are registered. What ails the extension, the first
-# call says.
+# torch.export.load finds the ops of a saved program only where they are registered. The first call reports load errors.
 with contextlib.suppress(ValueError):
     extension.load()

@@ -128,6 +128,8 @@ class Translator:
         """
         if workers < 1:
             raise ConfigError(f"workers is {workers}; expected a whole number >= 1")
+        if workers > 1 and self.device.type != "cpu":
+            raise ConfigError(f"workers={workers} is for models on a CPU; expected 1 for one on {self.device}")
         if workers > 1:
             chunks = _chunks(lines, max(chunk_lines // (2 * workers), min(chunk_lines, WORKER_LINES)))
             yield from translate_chunks(self.translate_chunk, chunks, self.models, workers=workers, on_error=on_error)

@@ -17,7 +17,6 @@ from torch import nn
 
 from .. import backends
 from ..generation.decoding import evaluation_mode
-from .errors import ConfigError
 
 T = TypeVar("T")
 Lines = list[str | Exception]
@@ -33,13 +32,7 @@ def translate_chunks(
 
     Two chunks per worker are read ahead, so memory does not grow with the text. The models are in evaluation mode until
     the last line, or until the iterator is closed.
-
-    Raises:
-        ConfigError: for a model that is not on a CPU.
     """
-    device = next(models[0].parameters()).device
-    if device.type != "cpu":
-        raise ConfigError(f"workers={workers} is for models on a CPU; expected 1 for one on {device}")
     threads = torch.get_num_threads()
     share = max(threads // workers, 1)
     with contextlib.ExitStack() as stack:

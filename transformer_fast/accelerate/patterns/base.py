@@ -22,8 +22,8 @@ from ...dialects.common import LAST_WEIGHTS, LastWeights
 from ...layers import dropout
 from ...layers.embedding import is_lookup
 from ...layers.hooks import in_role, is_plain
+from ...layers.padded_calls import padded_calls
 from ...layers.torch_modules import Embedding
-from ...padded_calls import padded_calls
 from ...tensors import is_served
 
 Kind = Callable[[nn.Module], bool]
