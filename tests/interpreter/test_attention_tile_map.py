@@ -12,7 +12,7 @@ from helpers import mask_parts
 from test_attention_kernels import documents
 
 from transformer_fast.attention_params import AttentionParams
-from transformer_fast.masks import dense_keep
+from transformer_fast.masks.parts import dense_keep
 from transformer_fast.masks.tile_share import EMPTY, FULL, PARTIAL, WorkShare, tile_classes, work_share
 from transformer_fast.tensor_cache import ENTRIES, get_or_compute
 from transformer_fast.testing import assert_as_exact_as_eager
