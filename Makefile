@@ -18,6 +18,8 @@
 #                 torch; some gigabytes each. ROWS="python3.12 torch2.11": only rows of these; make oldest, the last one
 # make wheel      a source distribution, and a wheel built from it, in dist; URL=https://host/owner/name: where README's
 #                 links lead from a package index
+# make docs       the site, in site/: pages, and the reference from the docstrings; URL=https://host/owner/name: it
+#                 names the repository
 # make fmt        format Python and C++, and fix what ruff can
 #
 # Each does its own set-up: a virtual environment in .venv, pinned packages, the extension built in place.
@@ -42,7 +44,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name 
 SOURCES := setup.py $(CSRC)
 FORMATTED := $(CSRC) $(wildcard tests/*/*.cpp tools/*.cpp)
 
-.PHONY: setup demo test test-all lint fuzz emulate mutants fmt wheel bench predict gpu cuda-check pythons oldest arm-check sanitize sanitize-threads clean
+.PHONY: setup demo test test-all lint fuzz emulate mutants fmt docs wheel bench predict gpu cuda-check pythons oldest arm-check sanitize sanitize-threads clean
 
 setup: $(VENV)/.linked
 
@@ -70,12 +72,22 @@ demo: setup
 test: setup
 	@$(BIN)/python tools/run_tests.py --workers $(WORKERS) $(if $(WHEEL),--wheel $(WHEEL))
 
-test-all: setup
+test-all: setup $(VENV)/.docs
 	@$(BIN)/python tools/run_tests.py --workers $(WORKERS) --all $(if $(WHEEL),--wheel $(WHEEL))
+
+$(VENV)/.docs: requirements-docs.txt | $(VENV)/.installed
+	@$(PROGRESS) "packages of the site" $(PIP) -r requirements-docs.txt
+	@touch $@
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(if $(URL),TRANSFORMER_FAST_URL=$(URL)) $(BIN)/mkdocs build --strict
+	@echo "site/index.html; for its search: python3 -m http.server --directory site"
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python tools/prose.py
+	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/python tools/mutants.py --check
 	@echo $(BIN)/clang-format --dry-run csrc && $(BIN)/clang-format --dry-run --Werror $(FORMATTED)
@@ -132,4 +144,4 @@ sanitize-threads: $(VENV)/.installed
 	$(BIN)/python tools/sanitize.py --threads
 
 clean:
-	rm -rf $(VENV) .venv-cuda .venv-pythons build dist *.egg-info transformer_fast/*.so $(RESULTS) demo
+	rm -rf $(VENV) .venv-cuda .venv-pythons build dist site *.egg-info transformer_fast/*.so $(RESULTS) demo

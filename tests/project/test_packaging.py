@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD_SDIST = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
 SETS_OF_THE_WHEEL = os.environ.get("TRANSFORMER_FAST_TEST_WHEEL", "")
 KERNELS = ("avx2", "avx512", "avx512_bf16") if platform.machine() in ("x86_64", "AMD64") else ("generic",)
-OUTPUT = ("build", "demo", "dist", "results", "runs", "*.egg-info", "__pycache__")
+OUTPUT = ("build", "demo", "dist", "results", "runs", "site", "*.egg-info", "__pycache__")
 NOT_SOURCES = (".git", ".venv*", ".*_cache", ".hypothesis", ".benchmarks", *OUTPUT)
 
 

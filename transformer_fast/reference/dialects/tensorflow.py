@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 
 def get_angles(pos: Tensor, i: Tensor, d_model: int) -> Tensor:
+    """Angles of positions ``pos`` in dimensions ``i``, which broadcast."""
     return pos * (1 / torch.pow(10000.0, (2 * (i // 2)) / d_model))
 
 
@@ -26,14 +27,17 @@ def positional_encoding(position: int, d_model: int) -> Tensor:
 
 
 def create_padding_mask(ids: Tensor) -> Tensor:
+    """float32 (B, 1, 1, L), 1.0 where ``ids`` (B, L) is 0."""
     return torch.eq(ids, 0).to(torch.float32)[:, None, None, :]
 
 
 def create_look_ahead_mask(size: int) -> Tensor:
+    """float32 (size, size), 1.0 above the diagonal."""
     return 1 - torch.tril(torch.ones(size, size))
 
 
 def create_masks(inp: Tensor, tar: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Masks of the encoder, of the decoder, and of its attention to the encoder, from ids (B, L)."""
     look_ahead, padding = create_look_ahead_mask(tar.shape[1]), create_padding_mask(tar)
     return create_padding_mask(inp), torch.maximum(padding, look_ahead), create_padding_mask(inp)
 
@@ -44,6 +48,7 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor |
 
 
 def attend(scores: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Output and weights of attention with these scores; 1.0 in ``mask`` blocks."""
     if scores.dtype != torch.float64:
         scores = scores.float()
     if mask is not None:
@@ -78,6 +83,7 @@ class MultiHeadAttention(nn.Module):
 
 
 def point_wise_feed_forward_network(d_model: int, dff: int) -> nn.Module:
+    """Two linear layers with ReLU between them."""
     return nn.Sequential(nn.Linear(d_model, dff), nn.ReLU(), nn.Linear(dff, d_model))
 
 

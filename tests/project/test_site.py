@@ -1,0 +1,145 @@
+"""The site: every public name, command and environment variable stands on it, and every page is in its navigation."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import pkgutil
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import transformer_fast
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+REFERENCE = DOCS / "reference"
+NAVIGATION = re.search(r"^nav:\n((?: .*\n|\n)*)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)[1]
+INTERNAL = {"transformer_fast.accelerate.packed", "transformer_fast.accelerate.patterns"}
+"""Packages whose ``__all__`` is for the package around them."""
+
+LOADED = re.compile(r'<(?:script|img|iframe)[^>]* src="https?:|<link[^>]* rel="(?!canonical)[^>]* href="https?:')
+"""What a page loads from another host."""
+
+
+def public_modules() -> Iterator[ModuleType]:
+    """Yield each module that has ``__all__``, and what it has there: the API."""
+    yield transformer_fast
+    for found in pkgutil.walk_packages(transformer_fast.__path__, "transformer_fast."):
+        path = ROOT / (found.name.replace(".", "/") + ("/__init__.py" if found.ispkg else ".py"))
+        if path.exists() and "\n__all__ = " in path.read_text() and found.name not in INTERNAL:
+            yield importlib.import_module(found.name)
+
+
+def directives() -> Iterator[tuple[str, list[str] | None]]:
+    """Yield what the pages of the API show: (module, names), or None for all that its ``__all__`` has."""
+    for page in sorted(REFERENCE.glob("*.md")):
+        for name, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", page.read_text(), re.MULTILINE):
+            members = re.search(r"members: \[(.*)\]", options)
+            yield name, members[1].split(", ") if members else None
+
+
+def shown() -> Iterator[tuple[str, object]]:
+    """Yield the name and the object of all that the pages of the API show."""
+    for name, members in directives():
+        module = importlib.import_module(name)
+        yield name, module
+        for member in members or getattr(module, "__all__", own_functions(module)):
+            yield f"{name}.{member}", getattr(module, member)
+
+
+def own_functions(module: ModuleType) -> list[str]:
+    """Return the public functions and classes that a module defines."""
+    own = ((name, getattr(value, "__module__", "")) for name, value in vars(module).items())
+    return [name for name, home in own if home == module.__name__ and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("module", list(public_modules()), ids=lambda module: module.__name__)
+def test_every_public_name_is_on_a_page(module: ModuleType) -> None:
+    on_pages = {id(value) for _, value in shown()}
+    missing = [name for name in module.__all__ if id(getattr(module, name)) not in on_pages]
+    assert not missing, "add a `::: module` to a page of docs/reference"
+
+
+def test_the_pages_name_only_what_exists() -> None:
+    assert len(dict(shown())) > 200
+
+
+def test_every_public_name_has_a_docstring() -> None:
+    """The site leaves out what has none. Of a constant or an alias, the source has a string after it."""
+    bare = [name for name, value in shown() if callable(value) and not (value.__doc__ or "").strip()]
+    assert not bare
+
+
+def test_every_page_is_in_the_navigation_and_the_other_way_round() -> None:
+    pages = {str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")}
+    named = re.findall(r"(\S+\.md)$", NAVIGATION, re.MULTILINE)
+    assert len(named) == len(set(named)) and pages <= set(named)
+    assert all((DOCS / name).exists() or (ROOT / name).exists() for name in named)
+
+
+def test_every_page_of_the_reference_is_in_its_table() -> None:
+    index = (REFERENCE / "index.md").read_text()
+    assert {path.name for path in REFERENCE.glob("*.md")} - {"index.md"} == set(re.findall(r"\]\((\w+\.md)\)", index))
+
+
+def test_links_of_the_reference_lead_somewhere() -> None:
+    for page in REFERENCE.glob("*.md"):
+        for path in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+            assert (page.parent / path).exists(), f"{page.name}: {path}"
+
+
+def test_the_page_of_the_commands_is_what_they_say() -> None:
+    done = subprocess.run([sys.executable, "tools/command_page.py", "--check"], cwd=ROOT)
+    assert done.returncode == 0, "python tools/command_page.py writes it again"
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    sources = [*(ROOT / "transformer_fast").rglob("*.py"), ROOT / "setup.py", *ROOT.glob("tests/project/test_pack*.py")]
+    read = {name for path in sources for name in re.findall(r"environ\S*\W(\w*TRANSFORMER_FAST_\w+)", path.read_text())}
+    listed = set(
+        re.findall(r"^\| .*?`(TRANSFORMER_FAST_\w+)`", (REFERENCE / "environment.md").read_text(), re.MULTILINE)
+    )
+    assert read == listed and len(read) > 5
+
+
+def test_every_public_exception_is_on_its_page() -> None:
+    page = (REFERENCE / "errors.md").read_text()
+    errors = {
+        name
+        for module in public_modules()
+        for name in module.__all__
+        if isinstance(value := getattr(module, name), type) and issubclass(value, Exception)
+    }
+    assert errors and errors == set(re.findall(r"^\| \[`(\w+)`\]", page, re.MULTILINE))
+
+
+def test_nothing_of_the_site_comes_from_another_host() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text()
+    assert "font: false" in settings and not re.search(r"https?://", settings)
+
+
+@pytest.mark.slow("builds the site, half a minute")
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is missing: `make docs` installs it")
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """MkDocs is strict: a dead link, a missing page and a name that does not exist fail."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    found = {section["title"] for section in index["docs"]}
+    hidden = {
+        name
+        for module in public_modules()
+        for name in module.__all__
+        if not isinstance(getattr(module, name), ModuleType) and name not in found
+    }
+    assert not hidden, "the search does not find them"
+    outside = [page.name for page in tmp_path.rglob("*.html") if LOADED.search(page.read_text())]
+    assert not outside, "they load something from another host"

@@ -1,0 +1,107 @@
+"""Extension of Griffe: docstrings as Markdown.
+
+References such as ``:func:`name` `` become links, and simple tables of reStructuredText become tables of Markdown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import griffe
+
+ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`(~?)([\w.]+)`")
+RULE = re.compile(r"=+(?: +=+)+")
+
+
+class MarkdownDocstrings(griffe.Extension):
+    """Rewrites each docstring that is read, and lets a function stand for the module of its name."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        found = list(modules(pkg))
+        for alias in (member for module in found for member in module.members.values() if member.is_alias):
+            with contextlib.suppress(griffe.AliasResolutionError):
+                alias.resolve_target()  # by its path, which may end below
+        for module in found:
+            for name in map(str, module.exports or ()):
+                member = module.members.get(name)
+                if is_file(member) and module.imports.get(name) == f"{member.path}.{name}":
+                    module.members[name] = griffe.Alias(name, member.members[name], parent=module)
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring:
+            text = ROLE.sub(lambda match: link(match, obj), obj.docstring.value)
+            summary, gap, rest = text.partition("\n\n")
+            lines = [
+                *([summary] if "=" * 9 in summary else [" ".join(summary.split())]),
+                gap.strip("\n"),
+                *rest.splitlines(),
+            ]
+            obj.docstring.value = "\n".join(with_tables(lines))
+
+
+def modules(package: griffe.Module) -> Iterator[griffe.Module]:
+    """Yield a package and all modules in it."""
+    yield package
+    for member in package.members.values():
+        if isinstance(member, griffe.Module):
+            yield from modules(member)
+
+
+def is_file(member: object) -> bool:
+    """Return True for a module that is no package."""
+    return isinstance(member, griffe.Module) and not member.is_init_module
+
+
+def link(match: re.Match[str], obj: griffe.Object) -> str:
+    """Return a reference as a link; without a target where the site has none."""
+    short, name = match.groups()
+    target = name if name.startswith("transformer_fast") else full_name(name, obj)
+    shown = name.rpartition(".")[2] if short or name.startswith(".") else name
+    return f'<autoref identifier="{target}" optional>`{shown}`</autoref>' if target else f"`{shown}`"
+
+
+def full_name(name: str, obj: griffe.Object) -> str:
+    """Return the dotted path of a name that a docstring uses; "" if it is not found."""
+    scope: griffe.Object | None = obj
+    while scope is not None:
+        try:
+            return scope.resolve(name)
+        except griffe.NameResolutionError:
+            scope = scope.parent
+    return ""
+
+
+def with_tables(lines: list[str]) -> list[str]:
+    """Return the lines of a docstring with its simple tables as Markdown."""
+    out: list[str] = []
+    rules = [number for number, line in enumerate(lines) if RULE.fullmatch(line.strip())]
+    at = 0
+    while rules:
+        first = rules.pop(0)
+        columns = [match.span() for match in re.finditer("=+", lines[first])]
+        last = rules.pop(0)
+        head, body = [], lines[first + 1 : last]
+        if rules and lines[rules[0]] == lines[first] and not any(not line.strip() for line in lines[last : rules[0]]):
+            head, body, last = body, lines[last + 1 : rules[0]], rules.pop(0)
+        rows = [cells(line, columns) for line in body]
+        merged: list[list[str]] = []
+        for row in rows:
+            if row[0] or not merged:
+                merged.append(row)
+            else:  # it continues the row above
+                merged[-1] = [" ".join(filter(None, pair)) for pair in zip(merged[-1], row, strict=True)]
+        titles = cells(head[0], columns) if head else [""] * len(columns)
+        table = [titles, ["---"] * len(columns), *merged]
+        out += [*lines[at:first], "", *(f"| {' | '.join(row)} |" for row in table), ""]
+        at = last + 1
+    return out + lines[at:]
+
+
+def cells(line: str, columns: list[tuple[int, int]]) -> list[str]:
+    """Return the cells of a line of a simple table; the last one has no right edge."""
+    starts = [start for start, _ in columns]
+    ends: list[int | None] = [*starts[1:], None]
+    return [line[start:end].strip() for start, end in zip(starts, ends, strict=True)]

@@ -1,0 +1,58 @@
+"""Hook of MkDocs: files outside docs/ that its pages link to become part of the site.
+
+A page of the repository becomes a page of the site, any other file a copy. So no link needs the repository's address.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).resolve().parents[2]
+LINK = re.compile(r"\]\((?![a-z]+:|#|/)([^)#\s]+)")
+"""The target of a relative link, without its anchor."""
+
+
+def repository_path(src_uri: str) -> str:
+    """Return where a page of the site stands in the repository."""
+    return f"docs/{src_uri}" if (ROOT / "docs" / src_uri).exists() else src_uri
+
+
+def site_path(path: str) -> str:
+    """Return where a file of the repository stands on the site."""
+    return path.removeprefix("docs/")
+
+
+def linked(path: str) -> set[str]:
+    """Return the files of the repository that a page links to."""
+    text = (ROOT / path).read_text(encoding="utf-8")
+    return {posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) for target in LINK.findall(text)}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add what the pages link to, and what is linked from there."""
+    seen = {repository_path(file.src_uri) for file in files.documentation_pages()}
+    todo = [*seen, *(path for path in ("CONTRIBUTING.md", "CHANGELOG.md") if path not in seen)]
+    for path in todo:
+        for target in {path, *linked(path)} - seen:
+            if not target.startswith(("docs/", "../")) and (ROOT / target).is_file():
+                seen.add(target)
+                files.append(File.generated(config, site_path(target), abs_src_path=str(ROOT / target)))
+                todo += [target] * target.endswith(".md")
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Turn the links of a page from paths of the repository into paths of the site."""
+    here = repository_path(page.file.src_uri)
+
+    def moved(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[1]))
+        return "](" + posixpath.relpath(site_path(target), posixpath.dirname(page.file.src_uri) or ".")
+
+    return LINK.sub(moved, markdown)
