@@ -1,4 +1,4 @@
-"""What every test has: where the modules of tests and tools are, the plugins, a device and a seed."""
+"""Set-up of every test: the paths of the modules of tests and tools, the plugins, a device and a seed."""
 
 from __future__ import annotations
 

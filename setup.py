@@ -55,7 +55,7 @@ def say(message: str) -> None:
 
 
 def want_cuda() -> bool:
-    """Whether to build the CUDA kernels; says in one line why not."""
+    """Return True if the CUDA kernels are built; print the reason if not."""
     choice = os.environ.get("TRANSFORMER_FAST_CUDA", "auto")
     if choice not in ("auto", "0", "1"):
         raise SystemExit(f"TRANSFORMER_FAST_CUDA: expected auto, 0 or 1, got {choice!r}")
@@ -85,7 +85,7 @@ def cuda_obstacle() -> str | None:
 
 
 def can_link(library: str, folders: list[str]) -> bool:
-    """Tell whether a library is in one of the folders or where the compiler looks by itself."""
+    """Return True if a library is in one of the folders, or where the compiler looks by itself."""
     compiler = shlex.split(os.environ.get("CXX", "")) or ["c++"]
     command = [*compiler, f"-print-file-name={library}"]  # its path, or the name alone
     own = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -114,7 +114,7 @@ def instruction_sets(choice: str) -> list[str]:
 
 
 def cpu_flags() -> set[str]:
-    """What /proc/cpuinfo says this processor has; empty where there is no such file."""
+    """Flags of this processor in /proc/cpuinfo; empty where there is no such file."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -32,7 +32,7 @@ class Apart:
         self._process: Any = None
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the function returns.
+        """Call the function and return its result.
 
         Raises:
             RuntimeError: where it, or `make`, raised one.
@@ -84,6 +84,6 @@ def _serve(connection: Connection, make: Callable[..., Any], arguments: tuple[An
 
 
 def from_thread_that_ends(make: Callable[[], Any]) -> Any:
-    """What `make` returns, from a thread whose pool ends with it: for a library that works in threads of its own."""
+    """Return what `make` returns, from a thread whose pool ends with it: for a library that has threads of its own."""
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(make).result()

@@ -1,4 +1,4 @@
-"""What packing saves a whole model: a training step on batches of sentences, packed and padded."""
+"""Time that packing saves a whole model: a training step on batches of sentences, packed and padded."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ def test_positional_table(versus, device, d):
 @pytest.mark.parametrize("kind", ["zipf", "hot"])
 @pytest.mark.parametrize(("on", "shape"), CASES, ids=IDS)
 def test_gradient_sorted_or_atomic(versus, device, on, shape, kind):
-    """What determinism costs or saves on a GPU."""
+    """Cost of determinism on a GPU."""
     skip_unless(on, device)
     if device == "cpu":
         pytest.skip("the CPU has one gradient, and it is deterministic")

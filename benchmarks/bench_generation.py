@@ -51,7 +51,7 @@ SIZES = {"small": Size(256, 3, 4, 1024), "base": Size(512, 6, 8, 2048)}
 
 
 class Case(NamedTuple):
-    """What is run: ``search`` is "greedy" or "beam", ``length`` tokens are read and said."""
+    """A case: ``search`` is "greedy" or "beam", ``length`` tokens are read and generated."""
 
     size: str
     search: str

@@ -69,7 +69,7 @@ def peak_bytes(call: Callable[[], Any]) -> int:
 
 
 def runs(models: dict[str, nn.Module], call: Callable[[nn.Module, Any], Tensor], training: bool) -> dict[str, Any]:
-    """What each model does with its inputs: a training step without an optimizer, or an evaluation."""
+    """Calls by model: a training step without an optimizer, or an evaluation."""
 
     def run(name: str) -> Callable[[Any], Tensor]:
         model = models[name]

@@ -72,7 +72,7 @@ class MarginSearch(Search):
         return found
 
     def _may_win(self, hypothesis: Hypothesis) -> bool:
-        """Whether the score decides about a hypothesis, and not that it was cut off."""
+        """Return True if the score decides about a hypothesis, and not that it was cut off."""
         return hypothesis.finished
 
     def _close(self, index: int, scores: list[float]) -> None:
@@ -136,7 +136,7 @@ class Outcome:
     uncached_seconds: float
 
     def counts(self, tie: float) -> tuple[int, int]:
-        """(ties, wrong)"""
+        """Numbers of ties and of wrong tokens."""
         ties = sum(d.margin <= tie for d in self.differences)
         return ties, len(self.differences) - ties
 

@@ -40,7 +40,7 @@ SIDES: dict[str, dict[str, Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """What one size of batches came to.
+    """Result for one size of batches.
 
     Attributes:
         batch_tokens: most padded tokens of a batch, on either side.

@@ -54,7 +54,7 @@ class Step:
     resumes: bool = False
 
     def is_done(self, outcome: dict[str, Any] | None) -> bool:
-        """Whether there is nothing to add to the outcome of an earlier run, as where less than the limit stopped it."""
+        """Return True if an earlier run's outcome has nothing to add, as where less than the limit stopped it."""
         if outcome is None:
             return False
         return not outcome["stopped"] or (outcome["limit"] >= self.limit and not self.resumes)

@@ -1,4 +1,4 @@
-"""How speed is measured here.
+"""Measurement of speed.
 
 Ours and every peer run in one process, on the same inputs, interleaved round by round, so that whatever the machine
 does in the meantime happens to all of them. Results are checked before anything is timed: a wrong kernel gets no
@@ -27,7 +27,7 @@ Call = Callable[[Inputs], Any]
 
 @dataclasses.dataclass
 class Comparison:
-    """What one case measured.
+    """Times measured for one case.
 
     Attributes:
         device: time of each call (on CPU, its wall time).
@@ -42,7 +42,7 @@ class Comparison:
     peak_memory: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def ratio(self, peer: str, ours: str = "ours") -> float:
-        """How many times faster ours is."""
+        """Time of the peer over that of ours."""
         return self.device[peer].median / self.device[ours].median
 
 
@@ -156,7 +156,7 @@ def _bytes_of(inputs: Inputs) -> int:
 
 @functools.cache
 def ceilings(device: str) -> dict[str, float]:
-    """What this machine can do, measured now: ``copy`` in bytes/s (read plus written), ``matmul`` in operations/s.
+    """Limits of this machine, measured now: ``copy`` in bytes/s (read plus written), ``matmul`` in operations/s.
 
     On CUDA the product is 8192^3 in bf16; on CPU 1024^3 in fp32, by the faster of PyTorch's two libraries.
     """

@@ -23,7 +23,7 @@ STYLE = """
 
 
 class Bar(NamedTuple):
-    """How many times as fast as eager PyTorch something is."""
+    """Bar of the picture: times as fast as eager PyTorch."""
 
     label: str
     times: float
@@ -47,7 +47,7 @@ def record(folder: str, case: str) -> dict[str, float]:
 
 
 def groups() -> dict[str, list[Bar]]:
-    """What is drawn: titles, and bars from the slowest peer to ours without padding."""
+    """Parts of the picture: titles, and bars from the slowest peer to ours without padding."""
     attention = record("cpu", "attention: sentences-b64h8kmax-p0.1-float32-train")
     step = record("cpu-model", "training_step: base-b16-l64")
     return {

@@ -1,4 +1,4 @@
-"""What a call of attention costs the host, in microseconds, over the bare launches of its kernels.
+"""Time of the host for a call of attention, in microseconds, over the bare launches of its kernels.
 
     python benchmarks/host_cost.py
 

@@ -19,7 +19,7 @@ COLOURS = """
 
 
 def bars() -> list[Bar]:
-    """How many times as fast as eager PyTorch a step is."""
+    """Bars of the picture: times as fast as eager PyTorch, for a step."""
     ratios = record("cpu-packed", CASE)
     eager = ratios["before"]
     return [

@@ -1,4 +1,4 @@
-"""Where a decoding step's time goes, against the bytes of weights that it must read and the products it must do.
+"""Profile of a decoding step, against the bytes of weights that it must read and the products it must do.
 
     python benchmarks/profile_generation.py --size base --batch 16 --search greedy beam --out results
 
@@ -49,7 +49,7 @@ SIDES = ("ours", "ours int8", "Marian", "CTranslate2", "CTranslate2 int8")
 
 @dataclass(frozen=True)
 class Limits:
-    """What this machine does at most: bytes a second of reading, operations a second of products in fp32 and int8."""
+    """Limits of this machine: bytes per second of reading, operations per second of products in fp32 and int8."""
 
     bandwidth: float
     fp32: float
@@ -58,7 +58,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Work:
-    """What must be read and done at least."""
+    """Work that a step must do at least."""
 
     weights: int
     cache_bytes: int
@@ -66,7 +66,7 @@ class Work:
     attention: int
 
     def seconds(self, limits: Limits, int8: bool) -> tuple[float, float]:
-        """(of reading, of doing)"""
+        """Seconds of reading, and of computing."""
         read = self.weights * (1 if int8 else 4) + self.cache_bytes
         doing = self.products / (limits.int8 if int8 else limits.fp32) + self.attention / limits.fp32
         return read / limits.bandwidth, doing

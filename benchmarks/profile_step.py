@@ -1,4 +1,4 @@
-"""Where a training step's time goes, by kind of op, ours beside the reference: what more speed there could be.
+"""Profile of a training step by kind of op, ours beside the reference: the speed that could still be gained.
 
     python benchmarks/profile_step.py --shape base-b16-l64 --out benchmarks/results/cpu-model
 

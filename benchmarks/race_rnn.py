@@ -42,7 +42,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 @dataclass
 class Track:
-    """What one contestant has done: the curve's points are (seconds, updates, target tokens, training loss of the
+    """Progress of one contestant: the curve's points are (seconds, updates, target tokens, training loss of the
     turn, validation loss), losses in nats a token."""
 
     name: str

@@ -75,7 +75,7 @@ def refused(case: dict[str, Any]) -> dict[str, str]:
 
 
 def title(case: dict[str, Any]) -> str:
-    """What the case is, without the device (all of a run are on one)."""
+    """Name of the case, without the device (all of a run are on one)."""
     name, _, parameters = case["name"].removeprefix("test_").rstrip("]").partition("[")
     parts = [part for part in parameters.split("-") if part not in ("cpu", "cuda")]
     return f"{name}: {'-'.join(parts)}"

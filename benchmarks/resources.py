@@ -1,4 +1,4 @@
-"""What every config of the attention kernels needs of a multiprocessor, on three architectures, without a GPU.
+"""Resources per config of the attention kernels on a multiprocessor, on three architectures, without a GPU.
 
     python benchmarks/resources.py --out benchmarks/results/static
 

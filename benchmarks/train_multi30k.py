@@ -127,7 +127,7 @@ def run_side(args: argparse.Namespace, side: str, seed: int) -> None:
 
 
 def progress_of(folder: Path) -> dict[str, Any]:
-    """What the log of a run says so far; a last line that is being written is left for the next time."""
+    """Read the log of a run so far; a last line that is being written is left for the next time."""
     log = RunFolder(folder).log
     lines = []
     for line in log.read_text(encoding="utf-8").splitlines() if log.exists() else ():
@@ -182,7 +182,7 @@ def write_record(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What the runs say together: how many times as many tokens a CPU second, seed by seed; and the validation loss of
+    """Summary of the runs: how many times as many tokens per CPU second, seed by seed; and the validation loss of
     either side, seed by seed, at the last validation that all have passed, which is after about the same updates."""
     fast, eager = (list(results[side].values()) for side in SIDES)
     speeds = [

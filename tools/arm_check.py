@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def kernel_flags(setup: str) -> list[str]:
-    """What setup.py, of this text, compiles the kernels with on Linux."""
+    """Flags with which setup.py, of this text, compiles the kernels on Linux."""
     flags = next(
         ast.literal_eval(node.value)
         for node in ast.parse(setup).body

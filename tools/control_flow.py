@@ -33,7 +33,7 @@ class Block:
 
     @property
     def ends(self) -> bool:
-        """Whether the kernel ends here."""
+        """Return True if the kernel ends here."""
         last = self.instructions[-1]
         return last.name == "EXIT" and not last.is_conditional
 
@@ -97,7 +97,7 @@ class Flow:
 
     @cached_property
     def has_products(self) -> bool:
-        """Whether the kernel uses tensor cores."""
+        """Return True if the kernel uses tensor cores."""
         return any(i.is_tensor for block in self.blocks.values() for i in block.instructions)
 
     def main_loop(self) -> Loop:
@@ -149,7 +149,7 @@ class Flow:
         )
 
     def _is_rare(self, loop: Loop, main: Loop) -> bool:
-        """Whether a loop is one that repeats a tile: it has products too, or much of the work where none has."""
+        """Return True if a loop repeats a tile: it has products too, or much of the work where none has."""
         return self.work(loop) > 0 if self.has_products else self.work(loop) * _RARE > self.work(main)
 
     def counted(self, steps: Sequence[int]) -> list[Instruction]:

@@ -63,7 +63,7 @@ ORDERS = ("lockstep", "reverse")
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of a case on one architecture.
+    """Outcome of a case on one architecture.
 
     Args:
         seconds: of all, compilation included.
@@ -108,7 +108,7 @@ class Gate:
 
 @contextmanager
 def watched_gate() -> Iterator[Gate]:
-    """What the checks inside ask of the gate. None runs its call a second time: that is done in another order."""
+    """Record what the checks inside ask of the gate. None runs its call again: that is done in another order."""
     gate = Gate(verification.errors)
     with (
         mock.patch.object(verification, "errors", gate),

@@ -64,7 +64,7 @@ def judge_mutants(launch: bytes, numbers: list[int]) -> list[judge.Verdict]:
 
 @dataclass
 class Outcome:
-    """What came of the mutants on one architecture.
+    """Outcome of the mutants on one architecture.
 
     Args:
         made: how many there are of all launches, by kind.
@@ -123,7 +123,7 @@ def seen_share(verdicts: list[judge.Verdict]) -> float:
 
 
 def mutant_summary(outcomes: dict[int, Outcome], seconds: float) -> str:
-    """What was run and seen by kind, what was left out and why, and each mutant that was missed."""
+    """Summary by kind: mutants run and seen, those left out and why, and each one that was missed."""
     lines = []
     for arch, outcome in outcomes.items():
         lines.append(

@@ -1,4 +1,4 @@
-"""Where a kernel spills: accesses to local memory in its machine code, inside and outside the loop that costs the time.
+"""Spills of a kernel: accesses to local memory in its machine code, inside and outside the loop that costs the time.
 
 A program of an attention kernel runs one loop over tiles, and around it code that runs once or hardly ever. What is
 spilled outside costs a few accesses a program; inside it would be paid for at every tile.
@@ -21,7 +21,7 @@ class NoHotLoopError(ValueError):
 
 @dataclass(frozen=True)
 class Spills:
-    """How many instructions of a kernel read or write local memory, in its hot loop and elsewhere."""
+    """Numbers of instructions that read or write local memory, in a kernel's hot loop and elsewhere."""
 
     hot: int
     elsewhere: int

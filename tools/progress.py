@@ -59,7 +59,7 @@ def read(stream: Iterable[str], lines: queue.SimpleQueue[str | None]) -> None:
 
 
 def shortened(line: str) -> str:
-    """What is worth a line of its own on the screen; empty for all else."""
+    """Short form of a line that is worth showing; empty for all others."""
     line = line.strip()
     if step := STEP.match(line):
         source = SOURCE.search(line)

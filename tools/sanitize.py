@@ -211,7 +211,7 @@ def sanitized(sanitizer: Sanitizer) -> dict[str, str]:
 
 
 def library(name: str) -> str:
-    """Where the compiler has a library of the sanitizers."""
+    """Path of a library of the sanitizers, as the compiler has it."""
     path = subprocess.run([*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout
     if not Path(path.strip()).is_absolute():
         sys.exit(f"sanitize needs GCC's {name}, and {COMPILER[0]} has none")
@@ -243,7 +243,7 @@ def run(sanitizer: Sanitizer, command: list[str], environment: dict[str, str], s
 
 
 def found_reports(output: str, folder: Path) -> str:
-    """What the sanitizers reported: in files, or, of undefined behaviour, which stops nothing, in the output."""
+    """Reports of the sanitizers: in files, or, of undefined behaviour, which stops nothing, in the output."""
     undefined = UNDEFINED.findall(output)
     return "\n".join([*undefined, *(path.read_text(errors="replace") for path in sorted(folder.iterdir()))])
 

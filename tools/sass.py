@@ -52,18 +52,18 @@ class Instruction:
 
     @cached_property
     def is_tensor(self) -> bool:
-        """Whether it is a matrix product of the tensor cores."""
+        """Return True for a matrix product of the tensor cores."""
         return self.name in ("HGMMA", "HMMA", "QGMMA", "IGMMA", "UTCHMMA")
 
     @cached_property
     def target(self) -> int | None:
-        """Where a branch leads; None for other instructions, and for branches to what a register says."""
+        """Target of a branch; None for other instructions, and for branches to an address in a register."""
         match = _TARGET.search(self.operands) if self.name == "BRA" else None
         return int(match[1], 16) if match else None
 
     @cached_property
     def is_conditional(self) -> bool:
-        """Whether a branch or exit may be passed over: by its predicate, or by a predicate among its operands."""
+        """Return True if a branch or exit may be passed over: by its predicate, or by one among its operands."""
         return self.predicate not in ("", "@PT", "@UPT") or re.match(r"!?U?P\d", self.operands) is not None
 
 
@@ -112,7 +112,7 @@ def disassemble(cubin: bytes) -> list[Instruction]:
 
 
 def cuobjdump(option: str, cubin: bytes) -> str:
-    """What the cuobjdump that Triton ships prints of a compiled kernel."""
+    """Output of the cuobjdump that Triton ships, for a compiled kernel."""
     from triton.backends.nvidia import compiler as nvidia
 
     tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"

@@ -20,7 +20,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one kernel x config x architecture needs of a GPU.
+    """Resources on a GPU of one kernel x config x architecture.
 
     `hot_spills`: instructions of its hot loop that read or write what was spilled; None where nothing was, or where no
     loop has products of tensor cores.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Places of the sequences of a packed batch.
+    """Places of the sequences in a packed batch.
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (B + 1,), rising from 0 to Tq and Tk: sequence b has the queries, and sees the
@@ -92,7 +92,7 @@ class AttentionParams:
     packed: PackedBatch | None = None
 
     def keywords(self) -> dict[str, Any]:
-        """Return the arguments of an op's schema between its inputs and the backend, by name."""
+        """Arguments that the schema of an op has between its inputs and the backend, by name."""
         options = ("causal", "window", "scale", "dropout_p", "seed", "zero_empty_rows")
         options = (*options, "distance_bias", "query_ids", "key_ids", "sinks", "softcap")
         if self.packed is None:

@@ -169,7 +169,7 @@ def resolve(op: str, device: torch.device, dtype: torch.dtype) -> str:
 
 
 def in_transform() -> bool:
-    """Return True while a transform of torch.func (vmap, grad) runs; tensors cannot be looked into then."""
+    """Return True inside a transform of torch.func (vmap, grad), where the values of tensors cannot be read."""
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is not None
 
 
@@ -212,7 +212,7 @@ def _automatic(op: str, device: torch.device, dtype: torch.dtype) -> tuple[str, 
 
 
 def _obstacle(name: str, op: str, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Reason why a backend cannot run a call, or None."""
+    """Reason for which a backend cannot run a call, or None."""
     if name == "native":
         if not extension.load():
             return extension.obstacle()

@@ -65,7 +65,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
 
 
 def _describe_tiles(q: Tensor, k: Tensor, params: AttentionParams, backend: str) -> str:
-    """Count the forward's tiles that hold work. This reads the mask, so it waits for a GPU."""
+    """Text on the forward's tiles that hold work. Reads the mask; on a GPU this waits for the device."""
     (B, _, Lq, _), Lk = q.shape, k.shape[2]
     tile = NATIVE_TILE
     if backend == "triton":
@@ -88,7 +88,7 @@ def _describe_tiles(q: Tensor, k: Tensor, params: AttentionParams, backend: str)
 
 
 def _bytes_for_backward(q: Tensor, k: Tensor, params: AttentionParams) -> int:
-    """Bytes of dropout bits that the Triton forward stores in training."""
+    """Bytes of dropout that the forward of the Triton kernels stores in training."""
     from .triton.attention.kept_bits import empty_kept_bits
     from .triton.launcher import architecture_of
 
@@ -97,7 +97,7 @@ def _bytes_for_backward(q: Tensor, k: Tensor, params: AttentionParams) -> int:
 
 
 def _kernel_params(q: Tensor, k: Tensor, mask: AttentionMask, options: dict[str, Any]) -> AttentionParams:
-    """Arguments that decide the kernels of a call and the tiles that they step through."""
+    """Parameters that decide on the kernels of a call and on the tiles they step through."""
     documents: dict[str, Any] = {}
     if mask.document_ids is not None:
         numbers = document_numbers(*mask.document_ids)

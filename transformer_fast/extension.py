@@ -39,7 +39,7 @@ INSTRUCTION_SETS = ("avx512_bf16", "avx512", "avx2", "generic")
 
 
 def load() -> bool:
-    """Return True where the native kernels (``torch.ops.transformer_fast``) are there. The first call loads them.
+    """Load the native kernels (``torch.ops.transformer_fast``) on the first call; return True if they are there.
 
     Raises:
         ValueError: where ``TRANSFORMER_FAST_CPU`` names kernels that there are not, or that this CPU cannot run.
@@ -58,7 +58,7 @@ def status() -> str:
 
 
 def obstacle() -> str:
-    """Reason why the extension is not loaded, and what to run; empty if it is loaded."""
+    """Reason for which the extension is not loaded, and the command to run; empty if it is loaded."""
     return "" if load() else _outcome().message
 
 

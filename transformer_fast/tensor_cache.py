@@ -62,7 +62,7 @@ def get_or_compute(
 
 
 def get(holder: Tensor, key: tuple[Hashable, ...]) -> Any | None:
-    """Return what ``get_or_compute(holder, key, (), ...)`` would give without computing, or None."""
+    """Result that ``get_or_compute(holder, key, (), ...)`` would give without computing it, or None."""
     base = _base(holder)
     results = getattr(base, "_tensor_cache", None)
     if results is None or (stream := _stream_that_keeps(holder)) is None:
@@ -72,7 +72,7 @@ def get(holder: Tensor, key: tuple[Hashable, ...]) -> Any | None:
 
 
 def results_of(base: Tensor) -> dict[Any, Any]:
-    """Return the results kept on a tensor that owns its memory; under "launches" are those of the launch cache."""
+    """Results kept on a tensor that owns its memory. The launch cache keeps its calls there, under "launches"."""
     results = getattr(base, "_tensor_cache", None)
     if type(results) is not _Results:
         results = base._tensor_cache = _Results()  # type: ignore[attr-defined]
@@ -101,7 +101,7 @@ class _Result(NamedTuple):
     stamp: Hashable
 
     def is_of(self, tensors: tuple[Tensor, ...]) -> bool:
-        """Return True where the result was made from these tensors as they are now."""
+        """Return True if the result was made from these tensors as they are now."""
         for (ref, version), t in zip(self.made_from, tensors):
             base = _base(t)
             if ref() is not base or version != base._version:

@@ -20,7 +20,7 @@ _IN_GRAPHS = (FakeTensor, FunctionalTensor)
 
 
 def is_served(*values: Any) -> bool:
-    """Return True where the fused ops take these values, here and now.
+    """Return True if the fused ops take these values, here and now.
 
     They take no nested and no sparse tensors, none of a class that they do not know, such as DTensor, and no proxies of
     torch.fx; nothing inside a transform of torch.func (vmap, grad), and nothing in forward-mode differentiation. None,
@@ -48,7 +48,7 @@ def _is_made_when_read(kind: type) -> bool:
 
 
 def _in_transform() -> bool:
-    """Return True while a transform of torch.func runs. torch.compile calls this, and does not read it."""
+    """Return True inside a transform of torch.func. torch.compile calls this function, and does not read it."""
     return maybe_current_level() is not None
 
 

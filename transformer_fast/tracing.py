@@ -1,4 +1,4 @@
-"""Recording of a call into a graph that runs later: by torch.compile, torch.export or torch.jit.trace.
+"""Calls recorded into a graph that runs later: by torch.compile, torch.export or torch.jit.trace.
 
 A graph of torch.jit.trace and one for ONNX leave PyTorch, or run where this package is not installed: ops are written
 into them as plain PyTorch. torch.jit.trace records sizes too, as tensors; a comparison of two is then a warning and a
@@ -26,7 +26,7 @@ is_traced = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 
 def needs_plain_ops() -> bool:
-    """Return True where a call becomes part of a graph in which only PyTorch's own operators may be."""
+    """Return True if a call becomes part of a graph in which only PyTorch's own operators may be."""
     return is_traced() or (torch.compiler.is_compiling() and _goes_to_onnx())
 
 

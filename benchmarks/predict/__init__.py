@@ -1,4 +1,4 @@
-"""How long the Triton kernels would take on an H100, predicted from their machine code."""
+"""Times of the Triton kernels on an H100, predicted from their machine code."""
 
 import sys
 from pathlib import Path

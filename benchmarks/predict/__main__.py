@@ -1,4 +1,4 @@
-"""How long the Triton kernels would take on an H100, predicted from their machine code: see README.md.
+"""Times of the Triton kernels on an H100, predicted from their machine code: see README.md.
 
 python benchmarks/predict                                       all cases, into benchmarks/results/static
 python benchmarks/predict full-b4h16k4096-p0.0-bfloat16-infer   one case of attention_cases.py
@@ -23,7 +23,7 @@ from transformer_fast.triton.configs import AttentionConfig  # noqa: E402
 
 
 def tile(text: str) -> tuple[str, AttentionConfig]:
-    """KERNEL=QUERIESxKEYS,WARPS,STAGES[,REGISTERS]"""
+    """KERNEL=QUERIESxKEYS,WARPS,STAGES[,REGISTERS]."""
     kernel, _, rest = text.partition("=")
     size, *numbers = rest.split(",")
     queries, keys = map(int, size.split("x"))

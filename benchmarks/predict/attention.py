@@ -76,7 +76,7 @@ def launches(case: Case, packed: bool, device: str = META) -> list[tuple[str, La
 
 
 def works(case: Case, kernel: str, tile: tuple[int, int], packed: bool) -> tuple[Steps, ...]:
-    """What each program of "forward", "grad_q" or "grad_kv" does, in the order in which programs start."""
+    """Work per program of "forward", "grad_q" or "grad_kv", in the order in which programs start."""
     own = case.query_lengths(), case.key_lengths()
     over_keys = kernel == "grad_kv"
     longest = (own[1] if packed else torch.tensor([case.keys])) if over_keys else own[0] if packed else None

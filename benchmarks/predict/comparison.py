@@ -87,7 +87,7 @@ def _launch(predicted: PredictedLaunch, timed: TimedLaunch) -> dict:
 
 
 def summary(record: dict, machine: dict, entries: Iterable[dict]) -> dict:
-    """What all measured cases say together, and of what it is not to be trusted.
+    """Summary of all measured cases, with what makes it doubtful.
 
     Args:
         record: predicted.json.
@@ -115,7 +115,7 @@ def is_h100(machine: dict) -> bool:
 
 
 def notes(record: dict, machine: dict, launches: list[dict]) -> list[str]:
-    """What stands between the predictions and these measurements."""
+    """Differences between the predicted machine and the measured one."""
     found = []
     if not is_h100(machine):
         found.append(

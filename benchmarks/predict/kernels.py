@@ -83,7 +83,7 @@ def _read(launch, binary) -> Kernel:
 
 @dataclass(frozen=True)
 class Steps:
-    """What one program of a kernel with a main loop does: steps without mask code, steps with it.
+    """Work of one program of a kernel with a main loop: steps without mask code, steps with it.
 
     Args:
         full, masked: steps of the main loop.
@@ -97,7 +97,7 @@ class Steps:
 
 @dataclass(frozen=True)
 class Walked:
-    """What a program of a kernel without a main loop does; the same for all programs of a launch.
+    """Work of a program of a kernel without a main loop; the same for all programs of a launch.
 
     Args:
         loops: steps of each of its loops, by their addresses.
@@ -170,7 +170,7 @@ class Durations:
         return self.whole(self._replayed(common) if isinstance(common, Steps) else common)
 
     def _replayed(self, work: Steps) -> Steps:
-        """What of a program is replayed as a whole."""
+        """Part of a program that is replayed as a whole."""
         masked = min(work.masked, self.REPLAYED)
         return Steps(min(work.full, self.REPLAYED - masked), masked)
 

@@ -16,8 +16,8 @@ def _assumed(value: float, unit: str, source: str):
 
 @dataclass(frozen=True)
 class Multiprocessor:
-    """What programs share on one multiprocessor: bytes of shared memory, and how many warps, registers and programs
-    there may be (CUDA C++ programming guide, limits by compute capability)."""
+    """Limits of one multiprocessor, which its programs share: bytes of shared memory, warps, registers and programs
+    (CUDA C++ programming guide, limits by compute capability)."""
 
     shared: int
     warps: int = 64
@@ -45,7 +45,7 @@ MULTIPROCESSORS = {80: Multiprocessor(164 * 1024), 90: Multiprocessor(228 * 1024
 
 @dataclass(frozen=True)
 class Machine:
-    """What is assumed of an H100 SXM. A sub-partition is a quarter of a multiprocessor, with one scheduler."""
+    """Assumptions about an H100 SXM. A sub-partition is a quarter of a multiprocessor, with one scheduler."""
 
     multiprocessors: int = _assumed(132, "", "H100 SXM datasheet")
     clock: float = _assumed(1.755e9, "Hz", "assumed: below the 1.83 GHz that the datasheet's 989 TFLOP/s follow from")

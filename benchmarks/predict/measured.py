@@ -93,7 +93,7 @@ def measure(cases: Iterable[Twin], timer: Timer, clock: Callable[[], int | None]
 
 
 def machine() -> dict[str, object]:
-    """What the cases are measured on."""
+    """Description of the machine that measures the cases."""
     properties = torch.cuda.get_device_properties(0)
     return {
         "device": properties.name,
@@ -123,7 +123,7 @@ def clock() -> int | None:
 
 
 def usable() -> bool:
-    """Whether the device still computes: an illegal access ends its context."""
+    """Return True if the device still computes: an illegal access ends its context."""
     try:
         torch.cuda.synchronize()
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""What an instruction asks of a multiprocessor: which pipe, for how long, and what it waits for."""
+"""Needs of an instruction on a multiprocessor: its pipe, for how long, and what it waits for."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _CONSTANT = {"LDC", "S2R", "S2UR"}
 
 
 class Kind(Enum):
-    """What of an instruction the replay has to follow beside pipe and barriers."""
+    """Kind of an instruction that the replay follows beside pipe and barriers."""
 
     PLAIN = auto()
     COPY = auto()
@@ -107,7 +107,7 @@ def pipe_of(instruction: Instruction) -> str:
 
 
 def bytes_of(instruction: Instruction) -> int:
-    """What the 32 lanes of a load or store move."""
+    """Bytes that the 32 lanes of a load or store move."""
     modifiers = instruction.opcode.split(".")
     if instruction.name in ("LDSM", "STSM"):
         return 128 * next((int(m) for m in modifiers if m in ("2", "4")), 1)
@@ -123,7 +123,7 @@ def columns_of(instruction: Instruction) -> int:
 
 
 def operand_bytes(instruction: Instruction) -> int:
-    """What a wgmma reads of shared memory: its second operand, and its first where that is not in registers."""
+    """Bytes of shared memory that a wgmma reads: its second operand, and its first where that is not in registers."""
     first_in_shared = instruction.operands.split(",")[1].strip().startswith("gdesc")
     return (2048 if first_in_shared else 0) + 32 * columns_of(instruction)
 
@@ -146,7 +146,7 @@ def cost_of(instruction: Instruction, machine: Machine = H100) -> float:
 
 
 def operation(instruction: Instruction, machine: Machine = H100) -> Operation:
-    """What the replay needs of an instruction."""
+    """Convert an instruction into what the replay needs."""
     name, pipe, cost = instruction.name, pipe_of(instruction), cost_of(instruction, machine)
     kind, latency, count, operand_cost, memory = Kind.PLAIN, 0.0, 0, 0.0, 0.0
     if name == "HGMMA":

@@ -49,7 +49,7 @@ class Launched:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted of one launch.
+    """Prediction for one launch.
 
     Args:
         name: of the kernel.

@@ -1,4 +1,4 @@
-"""What predictions are set beside: the project's goals, and what others have published for an H100."""
+"""Figures beside the predictions: the project's goals, and what others have published for an H100."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _STAGGER = 600
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay found.
+    """Result of a replay.
 
     Args:
         cycles: of one pass of all resident programs along the trace.
@@ -113,7 +113,7 @@ def replay(
 
 
 def _own_time(warp: _Warp, operation: Operation) -> float:
-    """When the warp can issue the operation, its pipe and other warps aside."""
+    """First cycle at which the warp can issue the operation, its pipe and other warps aside."""
     time = warp.time
     for barrier in operation.waits:
         if warp.barriers[barrier] > time:
@@ -127,7 +127,7 @@ def _own_time(warp: _Warp, operation: Operation) -> float:
 
 
 def _pipe_time(operation: Operation, free: list[float]) -> float:
-    """When the operation's pipe can take it."""
+    """First cycle at which the operation's pipe can take it."""
     pipe = operation.pipe
     if pipe == _FP32:
         return min(free[_FP32], free[_MULTIPLY])

@@ -9,12 +9,12 @@ META = "meta"
 
 
 def values(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
-    """What a kernel reads: normal numbers."""
+    """Input of a kernel: normal numbers."""
     return torch.randn(shape, dtype=dtype, device=device)
 
 
 def results(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
-    """What a kernel writes: NaN until then."""
+    """Output of a kernel: NaN until the kernel writes it."""
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
 
 

@@ -24,7 +24,7 @@ Make = Callable[[str], list[Launch]]
 
 @dataclass(frozen=True)
 class PredictedLaunch:
-    """What the record says of one launch; times in seconds.
+    """Record of one launch; times in seconds.
 
     Args:
         name: of the kernel, with its tile.
@@ -71,7 +71,7 @@ class Twin:
 
 
 def makers() -> dict[str, Make]:
-    """How the launches of each case are made on a device, by its name in the record."""
+    """Functions that make the launches of a case on a device, by its name in the record."""
     found: dict[str, Make] = {
         f"{case}{' packed' * packed}": partial(attention_case, case, packed)
         for case, packed in report.attention_names()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Space(Protocol):
-    """What `load`, `store` and `atomic` need of a memory. Places index `data`; lanes is None for all lanes."""
+    """Parts of a memory that `load`, `store` and `atomic` need. Places index `data`; lanes is None for all lanes."""
 
     machine: Machine
     data: np.ndarray
@@ -99,7 +99,7 @@ def atomic(
     space: Space, mask: Array, address: Array, offset: int, operation: str, kind: np.dtype, operands: Sequence[Array],
     index: int,
 ) -> np.ndarray:  # fmt: skip
-    """What lay there before, in every lane; the lanes take their turns in order."""
+    """Return what lay there before, in every lane; the lanes take their turns in order."""
     machine, size = space.machine, kind.itemsize
     lanes, places = space.place(mask, address, offset, size, index)
     if places.size:

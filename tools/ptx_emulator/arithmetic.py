@@ -1,4 +1,4 @@
-"""What PTX instructions compute, as pure functions.
+"""Arithmetic of PTX instructions, as pure functions.
 
 Every function takes numpy arrays with one element a lane, or numpy scalars for values that are the same in all lanes,
 and returns the same. Bits are unsigned integers of the register's width; floats are numpy floats, except bf16, which

@@ -20,7 +20,7 @@ _NAME = re.compile(r"[\w$%@.]+")
 
 
 class Step(Enum):
-    """What a block ends with."""
+    """Last step of a block."""
 
     NEXT = auto()
     BRANCH = auto()

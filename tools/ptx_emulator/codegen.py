@@ -241,5 +241,5 @@ def _integer(text: str) -> int:
 
 
 def windowed(space: str) -> int:
-    """Where a generic address of this space begins."""
+    """First generic address of this space."""
     return {"shared": SHARED_WINDOW, "local": LOCAL_WINDOW}.get(space, 0)

@@ -1,4 +1,4 @@
-"""Which lane and register holds which element of the operands of mma.
+"""Lane and register of each element of the operands of mma.
 
 Source: the figures of the PTX ISA document, section "Matrix Fragments for mma". Lane l has group g = l // 4 and place
 t = l % 4 in its group. A register holds `packed` elements (two of 16 bits, four of 8 bits). Therefore a matrix is the

@@ -67,7 +67,7 @@ def _renamed(text: str, names: dict[str, str]) -> str:
 
 
 def closing_brace(text: str, start: int) -> int:
-    """Where the block that begins with the brace at `start` ends."""
+    """Place of the brace that closes the one at `start`."""
     depth = 0
     for found in re.compile(r"[{}]").finditer(text, start):
         depth += 1 if found.group() == "{" else -1

@@ -1,4 +1,4 @@
-"""Which mutants of a launch cannot be seen, because they change nothing: decided without running them.
+"""Mutants of a launch that cannot be seen, because they change nothing: found without running them.
 
 A fault that changes nothing is none, so it does not belong in a sample of faults. Some are told by the kernel's jumps,
 on every path, executed or not: an order that a neighbour keeps as well. Others by what the launch did: a guard that
@@ -131,7 +131,7 @@ class Jumps:
         return [*following, len(self.kernel.instructions)] if leaves else following
 
     def instruction(self, mutant: Mutant) -> Instruction:
-        """Which one a mutant is without."""
+        """Instruction that a mutant leaves out."""
         return next(i for i in self.kernel.instructions if i.line == mutant.line and i.text == mutant.instruction)
 
     def first_met(
@@ -175,7 +175,7 @@ class Jumps:
         return _union(registers.first_factor for registers in self.products.values())
 
     def touches(self, instruction: Instruction) -> bool:
-        """Whether an instruction uses an accumulator of any product, or changes a first factor.
+        """Return True if an instruction uses an accumulator of any product, or changes a first factor.
 
         A product does so if it shares registers with one of another shape, or in another role.
         """
@@ -197,7 +197,7 @@ class Jumps:
         )
 
     def needs_complete_products(self, instruction: Instruction) -> bool:
-        """Whether a product in flight could make a difference to an instruction, of this warp or of another one."""
+        """Return True if a product in flight could matter to an instruction, of this warp or of another one."""
         return is_barrier(instruction) or writes_shared(instruction) or self.touches(instruction)
 
 
@@ -242,7 +242,7 @@ _proxy_fences = named("fence", "proxy")
 
 
 def pending(instruction: Instruction) -> int:
-    """How many groups a wait leaves in flight."""
+    """Number of groups that a wait leaves in flight."""
     return int(instruction.operands[0], 0)
 
 

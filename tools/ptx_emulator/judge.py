@@ -24,7 +24,7 @@ ULPS = 32.0
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a mutant was seen, and by what; or what can be said of why not.
+    """Verdict on a mutant: seen, and by what; or the reason why not, as far as known.
 
     ``noted``: it was seen, but as a note, which fails no run: what compilers rely on beyond the letter of the ISA, see
     README.md.
@@ -107,7 +107,7 @@ class Judge:
 
 
 def notes_of(report: Report) -> Counter[tuple[str, str]]:
-    """How often each note was made, by its kind and instruction."""
+    """Counts of the notes, by kind and instruction."""
     found: Counter[tuple[str, str]] = Counter()
     for note in report.notes:
         found[note.kind, note.instruction] += note.count
@@ -127,7 +127,7 @@ WHY_MISSED = {
 
 
 def is_wrong(result: Tensor, correct: Tensor) -> bool:
-    """Whether a result is another one, and not only rounded in another way."""
+    """Return True if a result differs by more than rounding."""
     if not correct.is_floating_point():
         return not torch.equal(result, correct)
     a, b = result.double(), correct.double()

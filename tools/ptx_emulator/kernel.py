@@ -72,7 +72,7 @@ class Kernel:
     wgmma: Any = None  # what codegen_wgmma found out about its wgmma instructions
 
     def offsets(self, space: str) -> dict[str, int]:
-        """Where the variables of a space lie; those of unknown size come last, at one place."""
+        """Offsets of the variables of a space; those of unknown size come last, at one place."""
         at, places = 0, {}
         for variable in sorted((v for v in self.variables.values() if v.space == space), key=lambda v: v.size == 0):
             at = -(-at // variable.align) * variable.align

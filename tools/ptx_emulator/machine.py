@@ -124,7 +124,7 @@ class Machine:
         return self.memory.tensors.addresses[name]
 
     def begin_warp_epoch(self, lanes: np.ndarray) -> None:
-        """What these lanes did so far is seen by the other lanes of their warps from now on."""
+        """Make what these lanes did so far visible to the other lanes of their warps."""
         self.warp_epoch = self.warp_epoch + lanes
         self.stamp = stamps(self.thread, self.epoch, self.warp_epoch)
 

@@ -98,7 +98,7 @@ def rows(memory: np.ndarray, data: np.ndarray) -> np.ndarray:
 
 
 def shift(data: np.ndarray) -> int:
-    """How far the place of an access is shifted to give its row."""
+    """Bits by which the place of an access is shifted to give its row."""
     return (data.itemsize * data.shape[1]).bit_length() - 1
 
 

@@ -1,4 +1,4 @@
-"""What a launch reports: findings of the sanitizer, and counts of what was executed."""
+"""Report of a launch: findings of the sanitizer, and counts of what was executed."""
 
 from __future__ import annotations
 

@@ -216,7 +216,7 @@ class GlobalShadow:
         self.reader = np.zeros(granules, np.int32)  # CTA + 1, or SEVERAL
 
     def reach(self, start: int, size: int) -> int:
-        """How many of these bytes lie before the end of the last one accessed."""
+        """Number of these bytes that lie before the end of the last one accessed."""
         granules = slice(start // self.granule, -(-(start + size) // self.granule))
         touched = np.flatnonzero((self.writer[granules] != 0) | (self.reader[granules] != 0))
         return min(size, int(touched[-1] + 1) * self.granule) if touched.size else 0

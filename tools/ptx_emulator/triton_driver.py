@@ -30,7 +30,7 @@ SHARED_LIMIT = {80: 163 * 1024, 86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 10
 
 @dataclass
 class Emulation:
-    """What an `emulated()` block asks for."""
+    """Settings of an `emulated()` block."""
 
     report: Report
     mutate: Callable[[str], str] | None
@@ -42,7 +42,7 @@ _kernels: dict[int, CompiledKernel] = {}
 
 
 class Launcher:
-    """What a compiled kernel is started by. Triton keeps it longer than one `emulated()` block."""
+    """Launcher of a compiled kernel. Triton keeps it longer than one `emulated()` block."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         self.names, self.signature, self.metadata = list(source.fn.arg_names), source.signature, metadata

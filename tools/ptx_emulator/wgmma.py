@@ -207,7 +207,7 @@ class Warpgroups:
     def _accumulated(
         self, mma: Mma, warps: np.ndarray, registers: Sequence[Array], accumulate: Array
     ) -> np.ndarray | None:
-        """What a product is added to, float32 (n, 16, N): registers, or the results of wgmma in flight."""
+        """Summand of a product, float32 (n, 16, N): registers, or the results of wgmma in flight."""
         wanted = self.machine.full(accumulate).reshape(-1, 32)[warps]
         if (wanted != wanted[:, :1]).any():
             self.machine.report("lanes of a warp give a wgmma different scale-d", mma.index, "")
@@ -246,7 +246,7 @@ class Warpgroups:
 
 
 def _as_a_whole(issued: InFlight, warps: np.ndarray) -> bool:
-    """Whether exactly these warps have it in flight."""
+    """Return True if exactly these warps have the product in flight."""
     return bool(issued.pending.all()) and np.array_equal(issued.warps, warps)
 
 

@@ -1,4 +1,4 @@
-"""Which registers a wgmma may not find in order: followed through the kernel's jumps before it runs.
+"""Registers that a wgmma may not find in order: followed through the kernel's jumps before it runs.
 
 The rules of the PTX ISA document, section "Asynchronous warpgroup level matrix instructions":
 
@@ -96,7 +96,7 @@ def accesses(kernel: Kernel, instruction: Instruction) -> tuple[int, int]:
 
 @dataclass
 class _State:
-    """What may hold before an instruction; joined over the paths that lead there.
+    """State that is possible before an instruction; joined over the paths that lead there.
 
     Attributes:
         accessed: registers accessed since the last wgmma.fence, by other instructions.

@@ -1,4 +1,4 @@
-"""Where the operands of a wgmma lie: matrix descriptors, swizzles, and the registers of a warpgroup's lanes.
+"""Layouts of the operands of a wgmma: matrix descriptors, swizzles, and the registers of a warpgroup's lanes.
 
 Pure functions on numpy arrays. Source: the sections on matrix descriptors, shared memory layouts and register fragments
 of wgmma.mma_async in NVIDIA's PTX ISA document.
@@ -68,7 +68,7 @@ def decode_descriptors(bits: Array) -> Descriptors:
 
 
 def misaligned_descriptors(descriptors: Descriptors) -> Array:
-    """Which operands do not start with the first row of their swizzle's pattern, as counted with the base offset, or
+    """Operands that do not start with the first row of their swizzle's pattern, as counted with the base offset, or
     have a base offset without a swizzle. The addresses themselves are multiples of 16 by their encoding."""
     rows = np.array([8, 8, 4, 2])[descriptors.mode]
     first = np.where(descriptors.mode == 0, 0, descriptors.start >> 7)
@@ -189,7 +189,7 @@ def accumulator_to_registers(accumulator: Array) -> Array:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the opcode of a wgmma.mma_async says.
+    """Shape and type in the opcode of a wgmma.mma_async.
 
     Attributes:
         columns: N of the shape.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Mma:
-    """What a wgmma.mma_async says, besides its operands.
+    """Fields of a wgmma.mma_async, besides its operands.
 
     Args:
         index: of the instruction.

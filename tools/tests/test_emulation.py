@@ -97,14 +97,14 @@ def faulty(monkeypatch: pytest.MonkeyPatch, kind: str, within: str) -> emulate.O
 
 
 def test_a_wrong_result_fails(monkeypatch):
-    """What kernels should have written is still NaN."""
+    """A result that a kernel should have written is still NaN."""
     outcome = faulty(monkeypatch, "store", "global")
     assert not outcome.passed and "AssertionError" in outcome.error
     assert outcome.error in emulate.described(outcome) and f"--only {LOSS!r}" in emulate.described(outcome)
 
 
 def test_a_finding_fails_although_the_result_is_right(monkeypatch):
-    """Where all warps run in step nothing goes wrong without barriers, but their shared memory is a race."""
+    """All warps run in step: nothing goes wrong without barriers, but their shared memory is a race."""
     outcome = faulty(monkeypatch, "barrier", "")
     assert outcome.error is None and outcome.findings and not outcome.passed
 
@@ -144,7 +144,7 @@ def test_names_of_cases():
 
 
 def test_a_run_goes_on_where_it_was_stopped(tmp_path, monkeypatch, capsys):
-    """What passed is not run again; what failed is, and so is what a damaged line or other kernels leave open."""
+    """Cases that passed are not run again. Failed ones are, and those left open by a damaged line or other kernels."""
     wrong, ran = {"dropout bf16 5x64"}, []
 
     def run_case(name, arch, *_):

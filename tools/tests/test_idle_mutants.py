@@ -1,4 +1,4 @@
-"""Which faults of a kernel change nothing, told from its jumps: kernels written by hand, for idle_mutants.py."""
+"""Faults of a kernel that change nothing, told from its jumps: kernels written by hand, for idle_mutants.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each family of PTX instructions computes in tools/ptx_emulator, against numpy."""
+"""Results of each family of PTX instructions in tools/ptx_emulator, against numpy."""
 
 from __future__ import annotations
 

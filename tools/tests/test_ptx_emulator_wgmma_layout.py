@@ -1,4 +1,4 @@
-"""Where wgmma's operands lie, against layouts written element by element from the PTX ISA document's tables."""
+"""Layouts of wgmma's operands, against layouts written element by element from the PTX ISA document's tables."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _exit_code(error: Exception) -> int | None:
-    """What an expected error exits with; None for a bug, which keeps its traceback."""
+    """Exit code of an expected error; None for a bug, which keeps its traceback."""
     if isinstance(error, ModuleNotFoundError):
         return 1 if _missing(error) in EXTRAS else None
     # The translation package needs its extras to be imported; its errors can only come from it when it was.

@@ -183,7 +183,7 @@ def _each(name: str, values: Tensor, allows: Tensor) -> list[Given]:
 
 
 def _sentences(mask: AttentionMask) -> list[tuple[str, Tensor]]:
-    """What the queries of both sentences see."""
+    """Titles and masks: the keys that the queries of each of the two sentences see."""
     return [(f"sentence {b}", seen) for b, seen in enumerate(mask.dense(5, 5).expand(2, 1, 5, 5)[:, 0])]
 
 
@@ -258,7 +258,7 @@ def _cells(axes: Axes, table: Tensor, colors: Colormap, rows: str, columns: str,
 
 
 def _added(path: Path) -> Path:
-    """What ALiBi and relative positions add to the scores, darker where it is less."""
+    """Draw the biases of ALiBi and of relative positions, smaller ones darker."""
     weight = -torch.tensor([[0.0], [0.4], [0.8], [1.2], [0.0], [0.2], [0.6], [1.0]])  # 4 buckets on either side
     masks = {
         "alibi(0.5)": AttentionMask.alibi(torch.tensor([0.5])),

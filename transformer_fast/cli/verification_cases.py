@@ -1,4 +1,4 @@
-"""What the parity table checks: computations of every op, with inputs that are the same on every device."""
+"""Cases of the parity table: computations of every op, with inputs that are the same on every device."""
 
 from __future__ import annotations
 

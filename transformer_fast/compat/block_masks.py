@@ -168,7 +168,7 @@ class _Facts:
         return [AttentionMask(), upper, lower, upper & lower]
 
     def simple_forms(self) -> list[AttentionMask]:
-        """What the mask can be, the cheapest first, without documents."""
+        """Forms that the mask may have, the cheapest first, without documents."""
         sets, longest = [AttentionMask()], self.ends.amax(1)
         if int(longest.min()) < self.Lk:
             sets.append(AttentionMask.lengths(longest.to(torch.int32)))
@@ -208,7 +208,7 @@ def _first_equal(forms: list[AttentionMask], rows: _Rows) -> AttentionMask | Non
 
 
 def _dense_rows(form: AttentionMask, first: int, like: Tensor) -> Tensor:
-    """What a form allows, broadcastable to ``like`` (B, 1, n, Lk), for the queries from ``first`` on."""
+    """Keep mask of a form for the queries from ``first`` on, broadcastable to ``like`` (B, 1, n, Lk)."""
     n, Lk = like.shape[2:]
     end = first + n
     parts: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What the three dialects share: heads, inputs with fewer axes, and attention with scores of one's own."""
+"""Parts that the three dialects share: heads, inputs with fewer axes, and attention with given scores."""
 
 from __future__ import annotations
 

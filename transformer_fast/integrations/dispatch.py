@@ -1,4 +1,4 @@
-"""Which models of transformers really call the attention implementation that they are given.
+"""Tests for models of transformers: does the model call the attention implementation that it is given?
 
 transformers accepts a registered name for every model class. It does not ask whether the class's layers look the name
 up: many older models compute attention themselves, and take only their mask from the implementation. Such a model would
@@ -87,7 +87,7 @@ def mark(part: type[nn.Module], config: Any) -> None:
 
 
 def obstacle(part: type[nn.Module], layers: Iterable[type[nn.Module]], unsupported: Mapping[str, str]) -> str:
-    """Why a part should not be given an implementation that nobody asked for by name; empty where it may.
+    """Reason not to give a part an implementation that nobody asked for by name; empty where there is none.
 
     Args:
         part: its class.
@@ -150,12 +150,12 @@ def refuse_caller(config: Any, names: set[str]) -> None:
 
 
 def is_checked(config: Any) -> bool:
-    """Whether a model with a config of this class was made with one of our implementations, and not refused."""
+    """Return True if a model with a config of this class was made with one of our implementations."""
     return getattr(config, _CHECKED, None) is type(config)
 
 
 def needs_masks(config: Any) -> bool:
-    """Whether the models of a config were never tried with "sdpa".
+    """Return True if the models of a config were never tried with "sdpa".
 
     Their layers may not say whether they are causal, so that a mask must not be left out for them.
     """

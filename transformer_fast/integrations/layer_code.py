@@ -1,4 +1,4 @@
-"""What stands in the byte code of the layers of transformers: the names, arguments and constants that they use."""
+"""Names, arguments and constants in the byte code of the layers of transformers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _COMMON_ARGUMENTS = {
 
 
 def calls_the_interface(layer: type[nn.Module]) -> bool:
-    """Whether a layer looks an attention implementation up."""
+    """Return True if a layer looks an attention implementation up."""
     return not _LOOKUPS.isdisjoint(names_of(layer))
 
 
 @functools.cache
 def uses_masks_by_itself(layer: type[nn.Module]) -> bool:
-    """Whether a layer takes a mask and a softmax, or calls a fused attention, and looks no implementation up."""
+    """Return True if a layer uses a mask and a softmax, or a fused attention, and looks no implementation up."""
     names = names_of(layer)
     return (
         any(name.endswith("mask") for name in inspect.signature(layer.forward).parameters)
@@ -41,7 +41,7 @@ def uses_masks_by_itself(layer: type[nn.Module]) -> bool:
 
 @functools.cache
 def adds_to_its_mask(layer: type[nn.Module]) -> bool:
-    """Whether a layer makes a tensor of its mask's type, to extend it: it expects one that is added to the scores."""
+    """Return True if a layer extends its mask by a tensor of the same type: it expects one to add to the scores."""
     code = getattr(inspect.unwrap(layer.forward), "__code__", None)
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)] if code is not None else []
     pairs = itertools.pairwise(steps)
@@ -67,7 +67,7 @@ def keywords_of(layer: type[nn.Module]) -> frozenset[str]:
 
 
 def is_layer(value: Any) -> bool:
-    """Whether a value is a class of modules."""
+    """Return True for a class of modules."""
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 

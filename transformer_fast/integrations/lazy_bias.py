@@ -96,7 +96,7 @@ def _numbers(module: Any) -> tuple[int, int, bool]:
 
 @functools.cache
 def _is_t5s(layer: Any, buckets: int, max_distance: int, bidirectional: bool) -> bool:
-    """Whether the layer puts every distance into the bucket that ours does."""
+    """Return True if the layer puts every distance into the same bucket as ``AttentionMask.relative``."""
     distances = torch.arange(-2 * max_distance, 2 * max_distance + 1)
     try:
         theirs = layer._relative_position_bucket(

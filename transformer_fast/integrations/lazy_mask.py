@@ -76,7 +76,7 @@ class PackedLazyMask(LazyMask):
 
     @property
     def has_gaps(self) -> bool:
-        """Whether padding was taken out between the tokens of a sequence, so that distances are others."""
+        """Return True if padding was taken out between tokens of a sequence, which changes their distances."""
         return has_gaps(self.packed.queries) or has_gaps(self.packed.keys)
 
     @staticmethod
@@ -148,7 +148,7 @@ def _sides_of(pattern: Any) -> tuple[int | None, int | None] | None:
 
 
 def _is_window(pattern: Any, left: int | None, right: int | None) -> bool:
-    """Whether the pattern computes this window, seen around its edges: a name may change its meaning."""
+    """Return True if the pattern computes this window, tried around its edges: a name may change its meaning."""
     edges = (-(left or 0), 0, right or 0)
     distances = torch.tensor(sorted({edge + step for edge in edges for step in (-1, 0, 1)}))
     expected = torch.ones_like(distances, dtype=torch.bool)

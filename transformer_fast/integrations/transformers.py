@@ -72,7 +72,7 @@ def attention_forward(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What transformers' attention layers call.
+    """Attention, with the signature that the layers of transformers call.
 
     Args:
         module: the layer; its ``is_causal`` holds where the call does not say.
@@ -130,7 +130,7 @@ def attention_forward(
 
 
 def weights_are_captured() -> bool:
-    """Whether transformers records the weights of the call that runs. A layer such as GPT-2's does not pass on that
+    """Return True if transformers records the weights of this call. A layer such as GPT-2's does not pass on that
     ``output_attentions`` was asked for; transformers takes the weights from what the layer returns."""
     capturing = sys.modules.get("transformers.utils.output_capturing")  # since transformers 5
     if capturing is None or torch.compiler.is_compiling():
@@ -139,7 +139,7 @@ def weights_are_captured() -> bool:
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """What transformers asks for the masks of a forward pass: the bool keep mask of its "sdpa", (B, 1, Lq, Lk).
+    """Mask of a forward pass, for transformers: the bool keep mask of its "sdpa", (B, 1, Lq, Lk).
 
     Padding, look-ahead and sliding windows stay in normal form, which is what the kernels read: such a mask becomes a
     tensor only where something else looks at it. Of other patterns it is the tensor, or None where ``is_causal`` of the

@@ -62,7 +62,7 @@ class Unpadded:
     def packing(
         self, keep: Tensor | None, batch: int, length: int, device: torch.device, causal: bool | None
     ) -> Packing | None:
-        """How a batch (batch, length) is packed, the same object for the same padding.
+        """Packing of a batch (batch, length), the same object for the same padding.
 
         Args:
             keep: bool (batch, length), True at tokens; None where all are.

@@ -15,10 +15,13 @@ from .feed_forward import FeedForward
 from .linear import Linear
 from .norm import LayerNorm, Norm, RMSNorm
 
+# models/ imports the layers, so the root of the package sets these.
 Decoder: Any
+"""The class :class:`transformer_fast.models.Decoder`."""
 Encoder: Any
+"""The class :class:`transformer_fast.models.Encoder`."""
 Transformer: Any
-"""The stacks of models/, which imports the layers; the root of the package sets them."""
+"""The class :class:`transformer_fast.models.Transformer`."""
 
 __all__ = [
     "Decoder",

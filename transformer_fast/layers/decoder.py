@@ -13,7 +13,7 @@ from .norm import Sublayer, make_norm, post_norm, pre_norm
 
 
 class LayerCache(NamedTuple):
-    """What a decoder layer need not compute again: the keys and values of its two attentions."""
+    """Keys and values of a decoder layer's two attentions, which later calls need not compute again."""
 
     own: KeyValues
     cross: KeyValues

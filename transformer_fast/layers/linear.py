@@ -30,7 +30,7 @@ class Linear(nn.Linear):
 
 
 def is_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a module is ``x weight^T + bias`` and nothing would be missed if it were not called."""
+    """Return True if a module is ``x weight^T + bias`` and nothing is missed where it is not called."""
     return is_plain(module, nn.Linear, Linear)
 
 

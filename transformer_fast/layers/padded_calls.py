@@ -40,7 +40,7 @@ class StaysPaddedError(Exception):
 
 
 class PaddedCalls:
-    """How many calls kept their padding, by the reason.
+    """Counts of the calls that kept their padding, by the reason.
 
     Attributes:
         reasons: counts by reason, in the order in which the reasons were first met.

@@ -199,7 +199,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 class _Layer(nn.Module):
-    """What the encoder and the decoder layer share."""
+    """Base of the encoder layer and the decoder layer."""
 
     def _run(self, x: Tensor, *attentions: Callable[[Tensor], Tensor]) -> Tensor:
         """The attentions and the feed-forward network, each with its norm, dropout and residual addition.

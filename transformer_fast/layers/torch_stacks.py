@@ -50,7 +50,7 @@ class TransformerEncoder(nn.TransformerEncoder):
         return src if self.norm is None else self.norm(src)
 
     def _packing(self, src: Tensor, mask: Tensor | None, padding: Tensor | None) -> Packing | None:
-        """How to take the padding out, where ``torch.nn`` would make a nested tensor of the batch; else None.
+        """Packing of the batch where ``torch.nn`` would make a nested tensor of it; else None.
 
         The result is 0 at padded positions then, before the last norm, as it is there.
         """

@@ -1,4 +1,4 @@
-"""What the constructors of ``AttentionMask`` refuse."""
+"""Checks in the constructors of ``AttentionMask``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def checked_offset(name: str, offset: int) -> int:
 
 
 def kind_of(given: object) -> object:
-    """What a message says of an argument of the wrong kind: a tensor's dtype, or the name of another type."""
+    """Kind of an argument, for a message: a tensor's dtype, or the name of another type."""
     return given.dtype if isinstance(given, Tensor) else type(given).__name__
 
 
@@ -91,7 +91,7 @@ def four_dimensions(mask: Tensor) -> Tensor:
 
 
 def not_a_mask(other: object) -> TypeError:
-    """What to write instead of ``mask & other``."""
+    """Error for ``mask & other``; it says what to write instead."""
     if not isinstance(other, Tensor):
         return TypeError(f"AttentionMask & {type(other).__name__}: both sides must be an AttentionMask")
     # Libraries differ in what True means, and in whether the head axis is already there, so nothing is guessed.

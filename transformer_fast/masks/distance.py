@@ -125,6 +125,7 @@ def _no_autocast(t: Tensor) -> contextlib.AbstractContextManager[object]:
 
 
 DistanceBias = Alibi | Relative
+"""A bias by the distance of key and query."""
 
 
 def distance_table(biases: tuple[DistanceBias, ...], Lq: int, Lk: int, zero: int, dtype: torch.dtype) -> Tensor | None:

@@ -47,7 +47,7 @@ from .parts import both_documents, combine, dense_keep, same_document, same_rank
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class AttentionMask:
-    """Which keys each query may attend to. Make one with a constructor below; combine with ``&``."""
+    """Mask of the keys that each query may attend to. Make one with a constructor below; combine masks with ``&``."""
 
     keep_mask: Tensor | None = None
     key_keep_mask: Tensor | None = None
@@ -274,7 +274,7 @@ class AttentionMask:
         return by_distance if self.additive_bias is None else self.additive_bias + by_distance
 
     def table(self, Lq: int, Lk: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """What ALiBi and relative positions add, by distance: (B|1, H, Lq + Lk - 1), entry ``Lq - 1 + j - i`` for query
+        """Sum of ALiBi and relative positions, by distance: (B|1, H, Lq + Lk - 1), entry ``Lq - 1 + j - i`` for query
         i and key j."""
         return distance_table(self.distance_biases, Lq, Lk, Lq - 1, dtype)
 
@@ -283,7 +283,7 @@ _NO_MASK = AttentionMask()
 
 
 def as_attention_mask(mask: AttentionMask | Tensor | None) -> AttentionMask:
-    """What ``tfast.attention(mask=...)`` accepts: an AttentionMask, a bool or integer keep mask, or None."""
+    """Convert what ``tfast.attention(mask=...)`` accepts: an AttentionMask, a bool or integer keep mask, or None."""
     if mask is None:
         return _NO_MASK
     return mask if isinstance(mask, AttentionMask) else AttentionMask.keep(mask)

@@ -19,7 +19,7 @@ from .mask import AttentionMask
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Packing:
-    """Where the tokens of a packed batch stand. Made by :func:`pack` and :func:`packing_of`.
+    """Places of the tokens of a packed batch. :func:`pack` and :func:`packing_of` make it.
 
     Attributes:
         cu_seqlens: int32 (batch + 1,) on the tokens' device: sequence b is tokens ``cu_seqlens[b]`` to
@@ -49,13 +49,13 @@ class Packing:
 
     @property
     def is_full(self) -> bool:
-        """Whether there is no padding at all; False while something traces, which does not know."""
+        """True if there is no padding at all; False while something traces, where it is unknown."""
         return not (torch.compiler.is_compiling() or is_traced()) and self.total == self.batch * self.length
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedMask:
-    """Which tokens see which: those of one sequence each other. The mask of a layer whose inputs are packed.
+    """Mask of a layer whose inputs are packed: the tokens of a sequence see each other.
 
     Attributes:
         queries, keys: how the queries and the keys are packed; one object twice for self-attention.
@@ -163,7 +163,7 @@ def _from_lengths(lengths: Tensor, batch: int, length: int, device: torch.device
 
 
 def _traced(lengths: Tensor | None, keep: Tensor | None, batch: int, length: int, device: torch.device) -> Packing:
-    """Where a graph is made: the number of tokens is left open, and no sequence is longer than L."""
+    """Packing in a graph under construction: the number of tokens is left open, and no sequence is longer than L."""
     if lengths is not None:
         keep = torch.arange(length, device=device) < lengths.to(device)[:, None]
     assert keep is not None

@@ -1,4 +1,4 @@
-"""How much of an attention call's (queries x keys) holds work, in plain PyTorch: for people, plans and tests.
+"""Share of an attention call's (queries x keys) that holds work, in plain PyTorch: for people, plans and tests.
 
 What :mod:`.triton.attention.tile_map` finds on the device, and the kernels' limits by arithmetic, counted tile by tile.
 """

@@ -13,12 +13,12 @@ from .stack import Stack
 
 
 class DecoderCache(Protocol):
-    """What earlier calls have computed: a cache for each layer."""
+    """Results of earlier calls: a cache per layer."""
 
     layers: list[LayerCache]
 
     def position(self, rows: int) -> tuple[int | Tensor, int]:
-        """Where the newest ids of so many rows stand, and how many positions the positional table must have."""
+        """Position of the newest ids of so many rows, and the number of positions that the table must have."""
 
 
 class Decoder(Stack):

@@ -18,7 +18,7 @@ _WHAT_TO_PASS = "pass AttentionMask.lengths(trg_lengths) & AttentionMask.causal(
 def packed_masks(
     src: Tensor, trg: Tensor, src_mask: Tensor | AttentionMask | None, trg_mask: Tensor | AttentionMask | None
 ) -> tuple[PackedMask, PackedMask, PackedMask]:
-    """How the batch is packed, worked out once for all layers.
+    """Masks of a packed batch, made once for all layers.
 
     Args:
         src, trg: (B, L_src) and (B, L_trg) token ids.

@@ -1,4 +1,4 @@
-"""What encoder and decoder share."""
+"""Base of the encoder and the decoder."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Stack(nn.Module):
         self.norm = make_norm(norm, d_model) if norm_first else nn.Identity()
 
     def embedded(self, ids: Tensor, mask: AttentionMask | PackedMask | None) -> Tensor:
-        """What enters the first layer: ids (B, L) -> (B, L, d_model); packed by the mask, (T,) -> (T, d_model)."""
+        """Input of the first layer: ids (B, L) -> (B, L, d_model); packed by the mask, (T,) -> (T, d_model)."""
         if not isinstance(mask, PackedMask):
             return embed_with_positions(self.embed, self.pe, ids)
         packing = mask.queries

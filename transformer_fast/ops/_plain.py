@@ -21,7 +21,7 @@ from ._plain_attention import attention, attention_decode, attention_packed, att
 
 
 def implementation(op: str, backend: str) -> Callable[..., Any]:
-    """What computes ``transformer_fast::<op>``: the op itself, or for the backend "plain" its function here."""
+    """Function that computes ``transformer_fast::<op>``: the op itself; for the backend "plain" its function here."""
     if backend == "plain":
         return _PLAIN[op]
     return getattr(torch.ops.transformer_fast, op).default

@@ -157,7 +157,7 @@ def _repeated(t: Tensor, groups: int) -> Tensor:
 
 
 def _places(cu_seqlens: Tensor, tokens: Tensor, length: int) -> Tensor:
-    """Where each token of a packed batch stands in the padded one (B * length), int64 (T,)."""
+    """Place of each token of a packed batch in the padded one (B * length), int64 (T,)."""
     token = torch.arange(tokens.shape[0], device=tokens.device)
     sequence = (token.unsqueeze(1) >= cu_seqlens[1:]).sum(1)  # as many sequences have ended before it
     return sequence * length + token - cu_seqlens.index_select(0, sequence)

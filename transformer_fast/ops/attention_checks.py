@@ -1,4 +1,4 @@
-"""What the public functions of attention check, and the mask's parts as the kernels take them."""
+"""Checks of the public functions of attention, and the mask's parts as the kernels take them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_tensors(op: str, tensors: dict[str, Tensor], layouts: dict[str, str], 
 
 
 def shape_error(op: str, wrong: str, tensors: dict[str, Tensor]) -> ValueError:
-    """What is wrong, and every shape."""
+    """Error that says what is wrong, and every shape."""
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in tensors.items())
     return ValueError(f"{op}: {wrong}, got {shapes}")
 
@@ -128,7 +128,7 @@ def mask_by_position(op: str, mask: AttentionMask | None, causal: bool, takes_ke
 
 
 def is_special(mask: AttentionMask, softcap: float | None = None, sinks: Tensor | None = None) -> bool:
-    """Whether a call has parts that the eager fast paths do not read."""
+    """Return True if a call has parts that the eager fast paths do not read."""
     return softcap is not None or sinks is not None or mask.document_ids is not None or len(mask.distance_biases) > 0
 
 

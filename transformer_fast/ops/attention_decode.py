@@ -187,7 +187,7 @@ def _check_lengths(lengths: Tensor, q: Tensor, k_cache: Tensor, page_table: Tens
 
 
 def _capacity(k_cache: Tensor, page_table: Tensor | None) -> int:
-    """How many keys of a sequence the cache can hold."""
+    """Number of keys per sequence that the cache can hold."""
     return k_cache.shape[2] if page_table is None else page_table.shape[1] * k_cache.shape[1]
 
 

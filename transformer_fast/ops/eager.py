@@ -46,7 +46,7 @@ def _runs_on_triton(asked: str, op: str, device: torch.device, dtype: torch.dtyp
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Whether nothing watches the dispatcher: no compilation, no mode, no tensor subclass; and there is something to
+    """Return True if nothing watches the dispatcher: no compilation, mode or tensor subclass; and there is something to
     compute, which on the meta device there is not."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
         return False
@@ -54,5 +54,5 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def autocast_enabled(t: Any) -> bool:
-    """Whether autocast is on where a tensor lives; the meta device, which computes nothing, has none."""
+    """Return True if autocast is on for a tensor's device; the meta device, which computes nothing, has none."""
     return isinstance(t, Tensor) and not t.is_meta and torch.is_autocast_enabled(t.device.type)

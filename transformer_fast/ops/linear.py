@@ -71,7 +71,7 @@ def products_by(library: str) -> Iterator[None]:
 
 
 def _compiles_to_op(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a compiled call becomes the op. An exported program, forward-mode differentiation, autocast and tensors
+    """Return True if a compiled call becomes the op. An exported program, forward-mode gradients, autocast and tensors
     of another class keep ``F.linear``."""
     if torch.compiler.is_exporting() or forward_ad._current_level >= 0 or torch.is_autocast_enabled("cpu"):
         return False
@@ -90,7 +90,7 @@ _is_ever_faster._dynamo_marked_constant = True  # type: ignore[attr-defined]  # 
 
 
 def is_faster(weight: Tensor) -> bool:
-    """Whether :func:`linear` is more than ``F.linear`` for this weight (out, in) and a thousand rows."""
+    """Return True if :func:`linear` is more than ``F.linear`` for this weight (out, in) and a thousand rows."""
     module = extension.module()
     if module is None or weight.dtype != torch.float32 or weight.device.type != "cpu" or weight.dim() != 2:
         return False

@@ -21,7 +21,7 @@ def evaluated_heads(
     need_weights: bool,
     average: bool,
 ) -> tuple[Tensor, Tensor | None] | None:
-    """What ``torch.nn.MultiheadAttention`` computes without dropout, or None where a call of its parts must.
+    """Compute ``torch.nn.MultiheadAttention`` without dropout; None where its parts must be called instead.
 
     Between these parts runs more Python than a short sequence takes to compute. The call serves plain CPU tensors of
     one float dtype that need no gradient, under the "auto" and the "native" backend and no autocast.

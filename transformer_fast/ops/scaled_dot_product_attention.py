@@ -122,7 +122,7 @@ def _served(
     scale: float | None,
     enable_gqa: bool,
 ) -> bool:
-    """Whether the kernels take tensors of these kinds and dtypes, and these options."""
+    """Return True if the kernels take tensors of these kinds and dtypes, and these options."""
     if type(is_causal) is not bool or type(enable_gqa) is not bool or (is_causal and mask is not None):
         return False
     if type(dropout_p) not in (float, int) or not 0.0 <= dropout_p <= 1.0 or type(scale) not in (NoneType, float, int):

@@ -48,12 +48,12 @@ def threshold(p: float) -> int:
 
 
 def rescale(p: float) -> float:
-    """What kept values are multiplied by: 1 / (1 - p), and 0 where everything is dropped."""
+    """Factor of kept values: 1 / (1 - p), and 0 where everything is dropped."""
     return 1.0 / (1.0 - p) if p < 1.0 else 0.0
 
 
 def attention_keep(seed: Tensor, p: float, B: int, H: int, Lq: int, Lk: int) -> Tensor:
-    """Which attention weights dropout keeps: bool (B, H, Lq, Lk).
+    """Attention weights that dropout keeps: bool (B, H, Lq, Lk).
 
     Weight (b, h, i, j) has counter (call, i, h, b). One call serves four pairs of keys 8 apart (the keys that one
     thread of a tensor-core accumulator holds): bits 3 and 4 of j choose the word, bit 0 the half of it, and the
@@ -69,7 +69,7 @@ def attention_keep(seed: Tensor, p: float, B: int, H: int, Lq: int, Lk: int) -> 
 
 
 def elementwise_keep(seed: Tensor, p: float, rows: int, d: int) -> Tensor:
-    """Which elements of a (rows, d) matrix dropout keeps: bool (rows, d).
+    """Elements of a (rows, d) matrix that dropout keeps: bool (rows, d).
 
     Element (r, c) has counter (c // 8, low word of r, high word of r, 0): one call serves eight neighbours.
     """

@@ -116,7 +116,7 @@ class DecoderLayer(nn.Module):
 
 
 class Stack(nn.Module):
-    """What encoder and decoder share: embedding, positions, N layers that start as copies of one, (pre-norm) a norm."""
+    """Base of encoder and decoder: embedding, positions, N layers that start as copies of one, (pre-norm) a norm."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the classic layers are made of: embedding, positions, attention, feed-forward and norms, in plain PyTorch."""
+"""Parts of the classic layers: embedding, positions, attention, feed-forward and norms, in plain PyTorch."""
 
 from __future__ import annotations
 

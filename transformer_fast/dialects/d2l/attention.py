@@ -57,7 +57,7 @@ class DotProductAttention(_Attention):
 
 
 def attend(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None) -> Tensor:
-    """What a :class:`DotProductAttention` does with heads: q (B, H, Lq, d), k and v (B, H, Lk, d) -> (B, H, Lq, d)."""
+    """Compute :class:`DotProductAttention` per head: q (B, H, Lq, d), k and v (B, H, Lk, d) -> (B, H, Lq, d)."""
     leave_weights(module, lambda q, k: attention(q, k, k, mask, return_weights=True)[1].flatten(0, 1), q, k)
     return attend_with(module.dropout, q, k, v, mask)
 
@@ -91,6 +91,7 @@ class AdditiveAttention(_Attention):
 
 
 MLPAttention = AdditiveAttention
+"""Another name of :class:`AdditiveAttention`."""
 
 
 class MultiHeadAttention(nn.Module):

@@ -131,7 +131,7 @@ class DecoderBlock(nn.Module):
 
 
 def run_decoder_block(block: nn.Module, X: Tensor, state: State, *, causal_eval: bool = False) -> tuple[Tensor, State]:
-    """What a :class:`DecoderBlock` computes, for any module that has its parts."""
+    """Compute a :class:`DecoderBlock`, for any module that has its parts."""
     enc_outputs, enc_valid_lens = state[0], state[1]
     seen = state[2][block.i]
     key_values = X if seen is None else torch.cat((seen, X), dim=1)
