@@ -13,33 +13,60 @@ from typing import Any
 import griffe
 
 ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`(~?)([\w.]+)`")
+OPTION = re.compile(r"_option\((.+?), (?:f?['\"])(.*?)['\"][,)]", re.DOTALL)
+"""A field of ``TrainConfig``: its default and its line in ``train --help``."""
 RULE = re.compile(r"=+(?: +=+)+")
+RESULT = re.compile(r"^(Returns|Yields):\n( +)(?=\S)", re.MULTILINE)
+"""The head of a result. An empty type in front of the text makes Griffe take the type of the signature."""
 
 
 class MarkdownDocstrings(griffe.Extension):
-    """Rewrites each docstring that is read, and lets a function stand for the module of its name."""
+    """Rewrites each docstring, and lets a function stand for the module of its name."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        found = list(modules(pkg))
-        for alias in (member for module in found for member in module.members.values() if member.is_alias):
-            with contextlib.suppress(griffe.AliasResolutionError):
-                alias.resolve_target()  # by its path, which may end below
-        for module in found:
-            for name in map(str, module.exports or ()):
-                member = module.members.get(name)
-                if is_file(member) and module.imports.get(name) == f"{member.path}.{name}":
-                    module.members[name] = griffe.Alias(name, member.members[name], parent=module)
+        functions = {f"{module.path}.{name}": (module, name) for module in modules(pkg) for name in shadowed(module)}
+        for module in list(modules(pkg)):
+            for alias in (member for member in module.members.values() if member.is_alias):
+                if alias.target_path not in functions:
+                    with contextlib.suppress(griffe.AliasResolutionError):
+                        alias.resolve_target()  # by its path, which may end below
+        rewrite(pkg)
+        for module, name in functions.values():
+            module.members[name] = griffe.Alias(name, module.members[name].members[name], parent=module)
 
-    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        if obj.docstring:
-            text = ROLE.sub(lambda match: link(match, obj), obj.docstring.value)
-            summary, gap, rest = text.partition("\n\n")
-            lines = [
-                *([summary] if "=" * 9 in summary else [" ".join(summary.split())]),
-                gap.strip("\n"),
-                *rest.splitlines(),
-            ]
-            obj.docstring.value = "\n".join(with_tables(lines))
+
+def shadowed(package: griffe.Module) -> Iterator[str]:
+    """Yield the names in ``__all__`` that a package imports from modules of the same names."""
+    for name in map(str, package.exports or ()):
+        member = package.members.get(name)
+        is_file = isinstance(member, griffe.Module) and not member.is_init_module
+        if is_file and package.imports.get(name) == f"{member.path}.{name}":
+            yield name
+
+
+def rewrite(obj: griffe.Object) -> None:
+    """Turn the docstrings of an object and of all in it into Markdown; their summaries become one line."""
+    if obj.docstring:
+        text = RESULT.sub(r"\1:\n\2: ", ROLE.sub(lambda match: link(match, obj), obj.docstring.value))
+        summary, gap, rest = text.partition("\n\n")
+        lines = [*([summary] if RULE.search(summary) else [" ".join(summary.split())]), gap.strip("\n")]
+        obj.docstring.value = "\n".join(with_tables([*lines, *rest.splitlines()]))
+    if isinstance(obj, griffe.Function):
+        for parameter in obj.parameters:
+            parameter.default = plain_default(parameter.default)
+    if isinstance(obj, griffe.Attribute) and (said := OPTION.match(str(obj.value))):
+        obj.docstring = obj.docstring or griffe.Docstring(f"{said[2]}.", parent=obj)
+        obj.value = plain_default(obj.value)
+    for member in obj.members.values():
+        if not member.is_alias:
+            rewrite(member)
+
+
+def plain_default(default: Any) -> Any:
+    """Return the default of an option of ``TrainConfig``, None if it has none; any other default as it is."""
+    if said := OPTION.match(str(default)):
+        return None if said[1].endswith("MISSING") else said[1]
+    return default
 
 
 def modules(package: griffe.Module) -> Iterator[griffe.Module]:
@@ -50,15 +77,12 @@ def modules(package: griffe.Module) -> Iterator[griffe.Module]:
             yield from modules(member)
 
 
-def is_file(member: object) -> bool:
-    """Return True for a module that is no package."""
-    return isinstance(member, griffe.Module) and not member.is_init_module
-
-
 def link(match: re.Match[str], obj: griffe.Object) -> str:
     """Return a reference as a link; without a target where the site has none."""
     short, name = match.groups()
-    target = name if name.startswith("transformer_fast") else full_name(name, obj)
+    target = obj.package.imports.get(name.removeprefix("transformer_fast."), name)  # what stands in the root
+    if not target.startswith("transformer_fast"):
+        target = full_name(name, obj)
     shown = name.rpartition(".")[2] if short or name.startswith(".") else name
     return f'<autoref identifier="{target}" optional>`{shown}`</autoref>' if target else f"`{shown}`"
 

@@ -20,12 +20,12 @@ LINK = re.compile(r"\]\((?![a-z]+:|#|/)([^)#\s]+)")
 
 def repository_path(src_uri: str) -> str:
     """Return where a page of the site stands in the repository."""
-    return f"docs/{src_uri}" if (ROOT / "docs" / src_uri).exists() else src_uri
+    return f"docs/{src_uri}" if (ROOT / "docs" / src_uri).exists() else src_uri.replace("readme.md", "README.md")
 
 
 def site_path(path: str) -> str:
-    """Return where a file of the repository stands on the site."""
-    return path.removeprefix("docs/")
+    """Return where a file of the repository stands on the site. For MkDocs a README would be an index."""
+    return path.removeprefix("docs/").replace("README.md", "readme.md")
 
 
 def linked(path: str) -> set[str]:
@@ -50,6 +50,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
     """Turn the links of a page from paths of the repository into paths of the site."""
     here = repository_path(page.file.src_uri)
+    if here.startswith("benchmarks/results/"):  # a record: found by the page that links to it
+        page.meta["search"] = {"exclude": True}
+        if not markdown.startswith("# "):
+            markdown = f"# Record: {here.removeprefix('benchmarks/results/')}\n\n{markdown}"
 
     def moved(match: re.Match[str]) -> str:
         target = posixpath.normpath(posixpath.join(posixpath.dirname(here), match[1]))
