@@ -5,6 +5,7 @@ A page of the repository becomes a page of the site, any other file a copy. So n
 
 from __future__ import annotations
 
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -32,6 +33,12 @@ def linked(path: str) -> set[str]:
     """Return the files of the repository that a page links to."""
     text = (ROOT / path).read_text(encoding="utf-8")
     return {posixpath.normpath(posixpath.join(posixpath.dirname(path), target)) for target in LINK.findall(text)}
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Name the repository at the foot of each page. With `repo_url`, pages would ask its host for stars."""
+    if url := os.environ.get("TRANSFORMER_FAST_URL"):
+        config.extra["social"] = [{"icon": "fontawesome/brands/git-alt", "link": url, "name": "Repository"}]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
