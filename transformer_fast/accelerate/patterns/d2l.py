@@ -136,7 +136,7 @@ class D2lStack(Pattern):
         return super().matches(m) and m.num_hiddens == m.embedding.embedding_dim
 
     def embedded(self, m: Any, ids: Tensor, offset: int = 0) -> Tensor | None:
-        """What enters the first block; None where the fused op does not serve."""
+        """Input of the first block; None where the fused op does not serve."""
         positions = m.pos_encoding
         return embedded(ids, m.embedding, positions.P[0], math.sqrt(m.num_hiddens), positions.dropout, offset)
 

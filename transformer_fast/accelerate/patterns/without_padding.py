@@ -74,7 +74,7 @@ def through(
 def _packed(
     m: nn.Module, x: Tensor, args: tuple[Any, ...], normal: Callable[[Any], Any]
 ) -> tuple[Packing, tuple[Any, ...]] | None:
-    """How x is packed, and the arguments that go with its tokens; None where nothing is padding."""
+    """Packing of x, and the arguments that go with its tokens; None where nothing is padding."""
     if any(isinstance(arg, PackedMask) for arg in args):  # a layer of a stack that is packed already
         return None
     memory, masks = args[:-2], map(normal, args[-2:])
