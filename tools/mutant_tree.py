@@ -48,10 +48,16 @@ class Tree:
     def build(self) -> None:
         """Build the module and the kernels for this machine's best instruction set.
 
+        Without most optimisations: half of the compiler's time, and the same numbers.
+
         Raises:
             Unfit: the compiler refuses it.
         """
-        build = {"TRANSFORMER_FAST_CPU_SETS": self.best, "TRANSFORMER_FAST_CUDA": "0"}
+        build = {
+            "TRANSFORMER_FAST_CPU_SETS": self.best,
+            "TRANSFORMER_FAST_CUDA": "0",
+            "TRANSFORMER_FAST_CXX_FLAGS": "-O1",
+        }
         environment = {"MAX_JOBS": str(max(int(self.workers), 1)), **self.environment, **build}
         command = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
         code, output = run_group(command, self.path, environment, BUILD_SECONDS)
