@@ -118,23 +118,49 @@ def compared(
     benchmark.extra_info["peak_memory"] = peaks
 
 
+def hugging_face(name: str, device: torch.device) -> nn.Module:
+    """One of MODELS, with the attention that transformers calls "eager"."""
+    kind, fields = MODELS[name]
+    config = getattr(transformers, kind).config_class(**{"vocab_size": VOCAB, **fields})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(config).to(device)
+
+
+def loss_of(model: nn.Module, given: Given) -> Tensor:
+    return model(**given).loss
+
+
 @pytest.mark.skipif(transformers is None, reason="needs transformers")
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training step"])
 @pytest.mark.parametrize("name", MODELS)
 def test_hugging_face(versus, benchmark, name, training, device):
     """Models of transformers with their own loss: 4 layers or 2 + 2 of width 768 and 12 heads (Marian: 4 + 4, 512, 8),
     a vocabulary of 8000. "before" is attn_implementation="eager"."""
-    kind, fields = MODELS[name]
-    config = getattr(transformers, kind).config_class(**{"vocab_size": VOCAB, **fields})
-    config._attn_implementation = "eager"
-    torch.manual_seed(0)
-    model = getattr(transformers, kind)(config).to(device)
+    model = hugging_face(name, device)
 
     def make() -> tuple[Given, Given]:
         given = {name: t.to(device) for name, t in batch().items()}
         return given, dense(given)
 
-    compared(versus, benchmark, model, make, lambda m, given: m(**given).loss, training)
+    compared(versus, benchmark, model, make, loss_of, training)
+
+
+@pytest.mark.skipif(transformers is None, reason="needs transformers")
+@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training step"])
+def test_no_padding(versus, training, device):
+    """BERT on 9 x 128 tokens without padding, which nothing packs. "padded" is ``accelerate(model)``."""
+    padded = hugging_face("bert", device)
+    ours = copy.deepcopy(padded)
+    tfast.accelerate(padded)
+    tfast.accelerate(ours, packed=True)
+    models = {"ours": ours.train(training), "padded": padded.train(training)}
+
+    def make() -> tuple[Given, Given]:
+        given = dense({name: t.to(device) for name, t in batch().items()})
+        return given, given
+
+    versus(make, runs(models, loss_of, training))
 
 
 @pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training step"])
