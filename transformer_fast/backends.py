@@ -66,7 +66,16 @@ def _constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class BackendError(RuntimeError):
-    """The backend that was asked for cannot run this call."""
+    """The backend that was asked for cannot run this call.
+
+    Example:
+        >>> try:
+        ...     with tfast.backend("triton"):  # on a CPU
+        ...         tfast.layer_norm(torch.ones(2, 8), None, None)
+        ... except tfast.BackendError as error:
+        ...     print(str(error).split(":")[0])
+        backend "triton" cannot run norm on cpu in torch.float32
+    """
 
 
 def _checked(name: str, origin: str) -> str:
@@ -92,6 +101,13 @@ def backend(name: str) -> Iterator[None]:
 
     Raises:
         ValueError: for another name.
+
+    Example:
+        >>> q = torch.randn(1, 2, 3, 8)
+        >>> with tfast.backend("reference"):
+        ...     expected = tfast.attention(q, q, q)
+        >>> torch.allclose(tfast.attention(q, q, q), expected, atol=1e-5)
+        True
     """
     _checked(name, "backend")
     before = _chosen.name

@@ -35,6 +35,14 @@ def explain(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | Tensor | None
 
     Raises:
         BackendError, ValueError: where the backend that was asked for cannot run the call, as the call itself would.
+
+    Example:
+        >>> q = torch.zeros(2, 4, 10, 64)
+        >>> print(tfast.explain(q, q, q, tfast.AttentionMask.lengths(torch.tensor([10, 7]))))
+        attention (2, 4, 10, 64) x (2, 4, 10, 64) torch.float32 on cpu
+        ...
+        mask: lengths (2,)
+        ...
     """
     mask = as_attention_mask(mask)
     if options.get("bias") is not None:

@@ -18,6 +18,8 @@ OPTION = re.compile(r"_option\((.+?), (?:f?['\"])(.*?)['\"][,)]", re.DOTALL)
 RULE = re.compile(r"=+(?: +=+)+")
 RESULT = re.compile(r"^(Returns|Yields):\n( +)(?=\S)", re.MULTILINE)
 """The head of a result. An empty type in front of the text makes Griffe take the type of the signature."""
+EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
+"""The head of an example. Griffe has such a section under another name, and lets it keep its title."""
 
 
 class MarkdownDocstrings(griffe.Extension):
@@ -48,12 +50,15 @@ def rewrite(obj: griffe.Object) -> None:
     """Turn the docstrings of an object and of all in it into Markdown; their summaries become one line."""
     if obj.docstring:
         text = RESULT.sub(r"\1:\n\2: ", ROLE.sub(lambda match: link(match, obj), obj.docstring.value))
+        text = EXAMPLE.sub("Examples: Example:", text)
         summary, gap, rest = text.partition("\n\n")
         lines = [*([summary] if RULE.search(summary) else [" ".join(summary.split())]), gap.strip("\n")]
         obj.docstring.value = "\n".join(with_tables([*lines, *rest.splitlines()]))
     if isinstance(obj, griffe.Function):
-        for parameter in obj.parameters:
+        for parameter in list(obj.parameters):
             parameter.default = plain_default(parameter.default)
+            if str(parameter.annotation) == "Never":  # there to refuse it
+                del obj.parameters[parameter.name]
     if isinstance(obj, griffe.Attribute) and (said := OPTION.match(str(obj.value))):
         obj.docstring = obj.docstring or griffe.Docstring(f"{said[2]}.", parent=obj)
         obj.value = plain_default(obj.value)

@@ -120,6 +120,13 @@ def accelerate(model: nn.Module, *, fused_loss: bool = False, packed: bool = Fal
 
     Raises:
         TypeError: for anything but a module.
+
+    Example:
+        >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> report = tfast.accelerate(model)
+        >>> model.norm1.__class__
+        <class 'transformer_fast.layers.torch_modules.LayerNorm'>
+        >>> report.undo()
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"accelerate: expected a torch.nn.Module, got {type(model).__name__}")

@@ -47,7 +47,16 @@ from .parts import both_documents, combine, dense_keep, same_document, same_rank
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class AttentionMask:
-    """Mask of the keys that each query may attend to. Make one with a constructor below; combine masks with ``&``."""
+    """Mask of the keys that each query may attend to. Make one with a constructor below; combine masks with ``&``.
+
+    Example:
+        >>> mask = tfast.AttentionMask.lengths(torch.tensor([2, 1])) & tfast.AttentionMask.causal()
+        >>> mask
+        lengths(int64 (2,)) & causal()
+        >>> mask.dense(2, 2)[0, 0]  # first sentence: a row per query, a column per key
+        tensor([[ True, False],
+                [ True,  True]])
+    """
 
     keep_mask: Tensor | None = None
     key_keep_mask: Tensor | None = None
@@ -68,6 +77,11 @@ class AttentionMask:
             TypeError: for a float mask, which could also be an additive bias or a blocked mask; for a sparse one.
             ValueError: for more than four dimensions, or none. For three dimensions, unless the first is 1: it could be
                 the batch or the heads.
+
+        Example:
+            >>> ids = torch.tensor([[4, 7, 2], [3, 8, 0]])  # 0 = padding
+            >>> tfast.AttentionMask.keep((ids != 0)[:, None, None])  # (B, 1, 1, Lk)
+            keep(bool (2, 1, 1, 3))
         """
         mask = boolean(mask, "keep")
         if mask.dim() == 3:
@@ -83,6 +97,11 @@ class AttentionMask:
 
         Bool, integer, or the float mask of 0s and 1s that TensorFlow's tutorial adds times -1e9.
         A float is read by value: anything but 0 blocks. Shapes and errors as for ``keep``.
+
+        Example:
+            >>> padding = torch.tensor([[0.0, 0.0, 1.0]])  # TensorFlow's: 1.0 = blocked
+            >>> tfast.AttentionMask.blocked(padding).dense(1, 3)
+            tensor([[[[ True,  True, False]]]])
         """
         if not isinstance(mask, Tensor):
             raise TypeError(f"blocked mask: expected a tensor, got {type(mask).__name__}")
@@ -100,6 +119,12 @@ class AttentionMask:
         Raises:
             TypeError: for anything but a dense integer tensor.
             ValueError: for another rank.
+
+        Example:
+            >>> mask = tfast.AttentionMask.lengths(torch.tensor([3, 1]))
+            >>> mask.dense(1, 3)[:, 0, 0]  # a row per sentence
+            tensor([[ True,  True,  True],
+                    [ True, False, False]])
         """
         if not isinstance(lengths, Tensor) or lengths.dtype not in INTEGERS:
             raise TypeError(f"lengths: expected an integer tensor of shape (B,) or (B, Lq), got {kind_of(lengths)}")
@@ -110,7 +135,13 @@ class AttentionMask:
 
     @classmethod
     def causal(cls, offset: int = 0) -> AttentionMask:
-        """The look-ahead mask: query ``i`` sees keys ``j <= i + offset``. A cache of n keys decodes with offset n."""
+        """The look-ahead mask: query ``i`` sees keys ``j <= i + offset``. A cache of n keys decodes with offset n.
+
+        Example:
+            >>> tfast.AttentionMask.causal(1).dense(2, 3)[0, 0]  # two queries behind a cache of one key
+            tensor([[ True,  True, False],
+                    [ True,  True,  True]])
+        """
         return cls(causal_offset=checked_offset("causal offset", offset))
 
     @classmethod
@@ -123,6 +154,12 @@ class AttentionMask:
         Raises:
             TypeError: for a bound that is no int.
             ValueError: for bounds between which there is no key.
+
+        Example:
+            >>> tfast.AttentionMask.window(1).dense(3, 3)[0, 0].int()  # a query's own key, and the one before
+            tensor([[1, 0, 0],
+                    [1, 1, 0],
+                    [0, 1, 1]], dtype=torch.int32)
         """
         offset = checked_offset("window offset", offset)
         first = None if left is None else offset - checked_offset("window left", left)
@@ -145,6 +182,13 @@ class AttentionMask:
         Raises:
             TypeError: for ids that are no integer tensors.
             ValueError: for other shapes.
+
+        Example:
+            >>> ids = torch.tensor([[0, 0, 1]])  # a text of two tokens, then one of one
+            >>> tfast.AttentionMask.documents(ids).dense(3, 3)[0, 0].int()
+            tensor([[1, 1, 0],
+                    [1, 1, 0],
+                    [0, 0, 1]], dtype=torch.int32)
         """
         ids = (query_ids, query_ids if key_ids is None else key_ids)
         for name, t in zip(("query_ids", "key_ids"), ids, strict=True):
@@ -166,6 +210,12 @@ class AttentionMask:
         Raises:
             TypeError: for slopes that are no float tensor, or an offset that is no int.
             ValueError: for another shape.
+
+        Example:
+            >>> mask = tfast.AttentionMask.alibi(torch.tensor([0.5, 0.25]))  # a slope per head
+            >>> mask.added(1, 3)[0, :, 0]  # of the first query, a row per head
+            tensor([[-0.0000, -0.5000, -1.0000],
+                    [-0.0000, -0.2500, -0.5000]])
         """
         check_float("alibi: slopes", slopes, "(H,) or (B, H)", (1, 2))
         return cls(distance_biases=(Alibi(slopes, checked_offset("alibi offset", offset)),))
@@ -186,6 +236,12 @@ class AttentionMask:
         Raises:
             TypeError: for a weight that is no float tensor, or numbers that are no ints.
             ValueError: for another shape, or fewer buckets than the distances near the query need.
+
+        Example:
+            >>> weight = torch.tensor([[0.0], [1.0], [2.0], [3.0]])  # 4 buckets, 1 head
+            >>> tfast.AttentionMask.relative(weight, max_distance=3).added(2, 2)[0, 0]
+            tensor([[0., 3.],
+                    [1., 0.]])
         """
         check_float("relative: weight", weight, "(buckets, H)", (2,))
         checked_offset("relative max_distance", max_distance)
@@ -204,6 +260,13 @@ class AttentionMask:
         Raises:
             TypeError: for anything but a dense float tensor.
             ValueError: for more than four dimensions, or none.
+
+        Example:
+            >>> q = torch.randn(2, 4, 5, 8)
+            >>> bias = torch.zeros(4, 5, 5, requires_grad=True)  # (H, Lq, Lk)
+            >>> tfast.attention(q, q, q, tfast.AttentionMask.bias(bias)).sum().backward()
+            >>> bias.grad.shape
+            torch.Size([4, 5, 5])
         """
         if not isinstance(bias, Tensor) or not bias.is_floating_point():
             given = kind_of(bias)

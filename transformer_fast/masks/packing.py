@@ -86,6 +86,14 @@ def pack(x: Tensor, mask: Tensor | AttentionMask | None = None) -> tuple[Tensor,
     Raises:
         TypeError: for a mask of another type or dtype.
         ValueError: for lengths below 0 or beyond L, shapes that do not fit x, or a mask that is not padding alone.
+
+    Example:
+        >>> ids = torch.tensor([[7, 8, 9], [5, 0, 0]])
+        >>> tokens, packing = tfast.pack(ids, torch.tensor([3, 1]))
+        >>> tokens
+        tensor([7, 8, 9, 5])
+        >>> packing.cu_seqlens
+        tensor([0, 3, 4], dtype=torch.int32)
     """
     if not isinstance(x, Tensor) or x.dim() < 2:
         got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -115,6 +123,12 @@ def unpack(tokens: Tensor, packing: Packing, fill: float = 0.0) -> Tensor:
 
     Raises:
         ValueError: where ``tokens`` has not the T rows of the packing.
+
+    Example:
+        >>> tokens, packing = tfast.pack(torch.tensor([[7, 8, 9], [5, 0, 0]]), torch.tensor([3, 1]))
+        >>> tfast.unpack(tokens + 1, packing, fill=-1)
+        tensor([[ 8,  9, 10],
+                [ 6, -1, -1]])
     """
     if tokens.dim() < 1 or (not is_traced() and tokens.shape[0] != packing.total):
         raise ValueError(f"unpack: expected {packing.total} tokens (T, ...), got shape {tuple(tokens.shape)}")

@@ -34,6 +34,13 @@ class Transformer(nn.Module):
 
     Raises:
         ValueError: where ``heads`` does not divide ``d_model``, or vocabularies to be tied differ.
+
+    Example:
+        >>> model = tfast.Transformer(100, 120, d_model=32, N=2, heads=4, dropout=0.1)
+        >>> src, trg = torch.randint(1, 100, (2, 7)), torch.randint(1, 120, (2, 5))
+        >>> padding = tfast.AttentionMask.lengths(torch.tensor([7, 4]))
+        >>> model(src, trg, padding, tfast.AttentionMask.causal()).shape
+        torch.Size([2, 5, 120])
     """
 
     def __init__(

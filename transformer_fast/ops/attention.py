@@ -149,6 +149,12 @@ def attention(
     Raises:
         TypeError: for non-tensors, non-float or mixed dtypes, or a mask that can be read two ways.
         ValueError: for shapes, lengths, devices or options that do not fit; the message names them.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 4, 10, 64)  # (B, H, L, D) each
+        >>> mask = tfast.AttentionMask.lengths(torch.tensor([10, 7]))
+        >>> tfast.attention(q, k, v, mask, causal=True, dropout_p=0.1).shape
+        torch.Size([2, 4, 10, 64])
     """
     if unknown:
         raise unknown_names("attention", unknown)

@@ -96,6 +96,12 @@ def attention_decode(
         ValueError: for shapes and devices that do not fit. Values of ``lengths`` and of the page table are checked on
             CPU; on a GPU, where looking would wait for it, they are trusted.
         RuntimeError: where q or the cache requires a gradient.
+
+    Example:
+        >>> k_cache, v_cache = torch.randn(2, 2, 4, 100, 64)  # room for 100 keys
+        >>> q = torch.randn(2, 4, 1, 64)  # the newest token of each sentence
+        >>> tfast.attention_decode(q, k_cache, v_cache, torch.tensor([12, 9])).shape
+        torch.Size([2, 4, 1, 64])
     """
     if unknown:
         raise unknown_names("attention_decode", unknown)

@@ -146,6 +146,12 @@ def attention_packed(
         ValueError: for shapes, devices or options that do not fit. That ``cu_seqlens`` rise from 0 to the number of
             tokens, and that ``seqused_k`` and a bias fit them, is checked on a CPU. On a GPU, where looking would wait
             for it, they are trusted.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 7, 4, 64)  # (T, H, D) each: sentences of 5 and of 2 tokens
+        >>> starts = torch.tensor([0, 5, 7], dtype=torch.int32)
+        >>> tfast.attention_packed(q, k, v, starts, starts, causal=True).shape
+        torch.Size([7, 4, 64])
     """
     if unknown:
         raise unknown_names("attention_packed", unknown)

@@ -65,6 +65,13 @@ def linear_cross_entropy(
         ValueError: for shapes, devices or options that do not fit; the message names them.
         IndexError: on CPU, for a target outside the vocabulary; names it and its place. On a GPU, where looking would
             stall it, the loss is NaN.
+
+    Example:
+        >>> x, weight = torch.randn(5, 32), torch.randn(100, 32)
+        >>> target = torch.tensor([3, 14, 15, 92, -100])  # -100: left out
+        >>> loss = tfast.linear_cross_entropy(x, weight, None, target)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(x @ weight.T, target), rtol=1e-4)
+        True
     """
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"linear_cross_entropy: dtype must be a float dtype, got {dtype}")

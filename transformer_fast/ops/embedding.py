@@ -52,6 +52,12 @@ def embed(
         IndexError: on CPU, for an id outside the vocabulary or an offset tensor that leads out of the table; names it
             and its place. On a GPU, where looking would stall it, the output row is NaN and such an id contributes no
             gradient.
+
+    Example:
+        >>> weight = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+        >>> tfast.embed(torch.tensor([2, 0]), weight, scale=10.0)
+        tensor([[50., 60.],
+                [10., 20.]])
     """
     if unknown:
         raise unknown_names("embed", unknown)
@@ -148,6 +154,11 @@ def positional_table(length: int, d_model: int, *, layout: str = "interleaved") 
 
     Raises:
         ValueError: for a negative ``length``, a ``d_model`` below 1, or another layout.
+
+    Example:
+        >>> tfast.positional_table(2, 4)
+        tensor([[0.0000, 1.0000, 0.0000, 1.0000],
+                [0.8415, 0.5403, 0.0100, 0.9999]])
     """
     if length < 0 or d_model < 1:
         raise ValueError(f"positional_table: expected length >= 0 and d_model >= 1, got {length} and {d_model}")

@@ -90,6 +90,13 @@ def layer_norm(
     Raises:
         TypeError: for non-tensors and non-float dtypes.
         ValueError: for shapes, devices or options that do not fit; the message names them.
+
+    Example:
+        >>> x, residual = torch.randn(2, 2, 5, 32)
+        >>> weight, bias = torch.ones(32), torch.zeros(32)
+        >>> normed, total = tfast.layer_norm(x, weight, bias, residual=residual, dropout_p=0.1)
+        >>> normed.shape, total.shape
+        (torch.Size([2, 5, 32]), torch.Size([2, 5, 32]))
     """
     if unknown:
         raise unknown_names("layer_norm", unknown)

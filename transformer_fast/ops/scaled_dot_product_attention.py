@@ -57,6 +57,13 @@ def scaled_dot_product_attention(
 
     Raises:
         TypeError, RuntimeError, IndexError: torch's own, for whatever it would refuse.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 2, 4, 10, 64)
+        >>> expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> out = tfast.scaled_dot_product_attention(q, k, v, is_causal=True)
+        >>> torch.allclose(out, expected, atol=1e-5)
+        True
     """
     out = _at_once(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     if out is not None:
