@@ -29,6 +29,7 @@ MODULES = {"apart", "attention_cases", "conftest", "harness"}
 ELSEWHERE = {
     "gpu": "test_gpu.py",
     "headline": "test_pages.py",
+    "explained_pictures": "test_pages.py",
     "packed_picture": "test_pages.py",
     "train_multi30k": "test_train_multi30k.py",
 }

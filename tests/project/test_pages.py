@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 TEXT = README.read_text()
-PAGES = [README, *sorted(DOCS.glob("*.md"))]
+PAGES = [README, *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("explained/*.md"))]
 NEEDED = {"import transformers": "transformers", "torch.onnx": "onnx", "onnxruntime": "onnxruntime"}
 
 
@@ -160,6 +160,15 @@ def test_the_picture_of_a_packed_batch_is_what_the_record_says() -> None:
     assert picture.PICTURE.read_text() == picture.draw(), "python benchmarks/packed_picture.py draws it again"
     (times,) = (script("headline").said(bar.times) for bar in picture.bars() if bar.ours)
     assert re.search(r"training step is ([\d.]+) times as fast", TEXT)[1] == times
+
+
+@pytest.mark.parametrize("name", ["attention", "dropout", "empty_rows", "gpu_code", "sums"])
+def test_the_picture_of_an_explanation_is_what_the_code_draws(name: str) -> None:
+    pictures = script("explained_pictures")
+    text = (DOCS / "explained" / f"{name}.md").read_text()
+    (picture,) = re.findall(r"images/(explained_\w+)\.svg", text)
+    path = pictures.FOLDER / f"{picture}.svg"
+    assert path.read_text() == pictures.draw(picture), "python benchmarks/explained_pictures.py draws it again"
 
 
 def test_the_headline_is_what_the_records_say() -> None:
