@@ -184,7 +184,7 @@ class Build(cpp_extension.BuildExtension):
 UNITS = {
     "attention": (
         *("ops/attention", "ops/attention_cpu", "ops/attention_decode", "ops/attention_eager", "ops/attention_weights"),
-        *("ops/decoder_step", "ops/multihead", "triton/attention", "triton/launch_cache"),
+        *("ops/decoder_step", "ops/multihead", "triton/launch_attention", "triton/launch_cache"),
     ),
     "rows": (
         *("ops/cross_entropy", "ops/dropout", "ops/embedding", "ops/embedding_cpu", "ops/generation", "ops/linear"),
