@@ -1,5 +1,4 @@
-"""A whole text translated: batch after batch, several batches at a time, with a batch that is kept full, and by
-CTranslate2's translate_file.
+"""A whole text translated: batch after batch, several batches at a time, and by CTranslate2's translate_file.
 
     python benchmarks/compare_translate.py --model runs/en-de --source val.en --target val.de --out results
 
@@ -61,13 +60,13 @@ class Result:
     same: float
 
 
-def ours(run_folder: str, lines: list[str], config: GenerationConfig, full: bool, workers: int) -> Side:
-    """The lines by the translator: batch after batch, or with a batch that is kept full; so many at a time."""
+def ours(run_folder: str, lines: list[str], config: GenerationConfig, workers: int) -> Side:
+    """The lines by the translator, so many batches at a time."""
     trained = load_trained(run_folder)
     trained.model.requires_grad_(False)
 
     def run() -> list[str]:
-        say = Translator(trained.model, trained.tokenizer, config=config, keep_full=full)
+        say = Translator(trained.model, trained.tokenizer, config=config)
         return list(say.translate(lines, workers=workers))
 
     return run
@@ -115,9 +114,8 @@ def compare(
     more = {"quantize": quantize, "suppress": tokenizer.never, "max_length": MOST_TOKENS, "keep_weights": True}
     config = dataclasses.replace(SEARCHES[search], **more)
     sides = {
-        "ours": Apart(ours, run_folder, lines, config, False, 1),
-        f"ours, {threads} workers": Apart(ours, run_folder, lines, config, False, threads),
-        "ours, kept full": Apart(ours, run_folder, lines, config, True, 1),
+        "ours": Apart(ours, run_folder, lines, config, 1),
+        f"ours, {threads} workers": Apart(ours, run_folder, lines, config, threads),
     }
     for batches, tokens in itertools.product(dict.fromkeys((1, threads)), PEER_TOKENS):
         given = folder, config, precision, tokens, threads // batches, batches

@@ -36,7 +36,7 @@ KINDS = {
     "weights rearranged": ("pack_step_weight", "pack_quantized_weight", "_reorder_linear_weight"),
     "attention": ("attention",),
     "choice of tokens": (
-        *("best_tokens", "choose_tokens", "log_normalizer", "logsumexp", "softmax", "topk", "aten::max", "amax"),
+        *("choose_tokens", "logsumexp", "softmax", "topk", "aten::max", "amax"),
         *("exp_", "sort", "argmax", "aten::sub"),
     ),
     "rows moved": ("copy_", "index", "cat", "gather", "scatter", "clone"),

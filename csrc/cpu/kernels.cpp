@@ -29,14 +29,11 @@ bool embed_backward(const EmbedBackwardParams<T>& params);
 template <typename T>
 void cross_entropy_rows(const CrossEntropyParams<T>& params);
 void fill_positional_table(float* table, int64_t length, int64_t d);
-void best_tokens(const float* logits, int64_t rows, int64_t columns, int64_t k, float* best, int64_t* token);
-void log_normalizer(const float* logits, int64_t rows, int64_t columns, float* out);
 void choose_tokens(const TokenChoice& params);
 void choose_continuations(const BeamChoice& params);
 void pack_step_weight(const float* const* rows, int64_t outputs, int64_t depth, float* packed);
 void step_linear(const StepLinearParams& params);
 QuantizedKernels int8_kernels();
-QuantizedKernels bf16_kernels();
 
 namespace {
 
@@ -57,8 +54,7 @@ extern "C" __attribute__((visibility("default"))) const Kernels* transformer_fas
       kVectorBytes,
       {typed_kernels<float>(), typed_kernels<double>(), typed_kernels<c10::Half>(), typed_kernels<c10::BFloat16>()},
       &fill_positional_table,
-      {&best_tokens, &log_normalizer, &choose_tokens, &choose_continuations, kStepPanel, &pack_step_weight,
-       &step_linear, int8_kernels(), bf16_kernels()}};
+      {&choose_tokens, &choose_continuations, kStepPanel, &pack_step_weight, &step_linear, int8_kernels()}};
   return &kernels;
 }
 

@@ -34,25 +34,8 @@ void copy_cache_rows(Tensor cache, at::IntArrayRef sources, at::IntArrayRef targ
   });
 }
 
-// The k best tokens of each row of logits (rows, vocabulary), the best first: their logits, and which they are.
-std::tuple<Tensor, Tensor> best_tokens(const Tensor& logits, int64_t k) {
-  const Tensor given = logits.contiguous();
-  const int64_t rows = given.size(0), columns = given.size(1);
-  const Tensor best = at::empty({rows, k}, given.options());
-  const Tensor token = at::empty({rows, k}, given.options().dtype(at::kLong));
-  kernels().generation.best_tokens(given.const_data_ptr<float>(), rows, columns, k, best.mutable_data_ptr<float>(),
-                                   token.mutable_data_ptr<int64_t>());
-  return {best, token};
-}
-
-Tensor log_normalizer(const Tensor& logits) {
-  const Tensor given = logits.contiguous(), out = at::empty({given.size(0)}, given.options());
-  kernels().generation.log_normalizer(given.const_data_ptr<float>(), given.size(0), given.size(1),
-                                      out.mutable_data_ptr<float>());
-  return out;
-}
-
-// Both at once, and without some tokens: `suppressed` rise.
+// Of each row of logits (rows, vocabulary), the k best tokens without the suppressed ones, best first: their logits, and
+// which they are; and the normalizer. TokenChoice says more.
 std::tuple<Tensor, Tensor, Tensor> choose_tokens(const Tensor& logits, int64_t k, at::IntArrayRef suppressed,
                                                  bool renormalize) {
   const Tensor given = logits.contiguous();
@@ -109,21 +92,13 @@ Tensor pack_step_weight(at::TensorList weights) {
   return packed;
 }
 
-// The kernels for weights of a type, int8 or bfloat16.
-const QuantizedKernels& quantized_kernels(at::ScalarType type) {
-  TORCH_CHECK_VALUE(type == at::kChar || type == at::kBFloat16, "expected int8 or bfloat16, got ", type);
-  const QuantizedKernels& found = type == at::kChar ? kernels().generation.int8 : kernels().generation.bf16;
-  TORCH_CHECK_NOT_IMPLEMENTED(found.linear, "no products of ", type, " on this vector unit");
-  return found;
-}
-
-Tensor pack_quantized_weight(at::TensorList weights, at::ScalarType type) {
-  const QuantizedKernels& kernels_of_type = quantized_kernels(type);
+Tensor pack_quantized_weight(at::TensorList weights) {
+  const QuantizedKernels& int8 = kernels().generation.int8;
   const StackedWeights given(weights);
-  const int64_t group = static_cast<int64_t>(sizeof(int32_t) / c10::elementSize(type));
-  const int64_t words = kPanelHeader + kernels_of_type.groups(given.depth);
-  const Tensor packed = at::cpu::empty({given.panels(), words, kernels().generation.panel, group}, type);
-  kernels_of_type.pack(given.rows.data(), given.outputs(), given.depth, packed.mutable_data_ptr());
+  const int64_t words = kPanelHeader + int8.groups(given.depth), group = sizeof(int32_t);
+  const auto options = weights[0].options().dtype(at::kChar);
+  const Tensor packed = at::cpu::empty({given.panels(), words, kernels().generation.panel, group}, options);
+  int8.pack(given.rows.data(), given.outputs(), given.depth, packed.mutable_data_ptr());
   return packed;
 }
 
@@ -147,16 +122,14 @@ Tensor quantized_linear(const Tensor& x, const Tensor& packed, const OptionalTen
   auto sizes = x.sizes().vec();
   sizes.back() = outputs;
   const Tensor out = at::cpu::empty(sizes, x.options());
-  quantized_kernels(packed.scalar_type())
-      .linear({input.const_data_ptr<float>(), packed.const_data_ptr(), bias ? added.const_data_ptr<float>() : nullptr,
-               out.mutable_data_ptr<float>(), input.numel() / depth, depth, outputs, relu});
+  kernels().generation.int8.linear({input.const_data_ptr<float>(), packed.const_data_ptr(),
+                                    bias ? added.const_data_ptr<float>() : nullptr, out.mutable_data_ptr<float>(),
+                                    input.numel() / depth, depth, outputs, relu});
   return out;
 }
 
 TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
   m.def("copy_cache_rows(Tensor(a!) cache, int[] sources, int[] targets, int length) -> ()");
-  m.def("best_tokens(Tensor logits, int k) -> (Tensor best, Tensor token)");
-  m.def("log_normalizer(Tensor logits) -> Tensor");
   m.def(
       "choose_tokens(Tensor logits, int k, int[] suppressed, bool renormalize) -> (Tensor best, Tensor token, Tensor "
       "normalizer)");
@@ -166,14 +139,12 @@ TORCH_LIBRARY_FRAGMENT(transformer_fast, m) {
       "candidates) -> (Tensor best, Tensor parent, Tensor chosen)");
   m.def("pack_step_weight(Tensor[] weights) -> Tensor");
   m.def("step_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
-  m.def("pack_quantized_weight(Tensor[] weights, ScalarType type) -> Tensor");
+  m.def("pack_quantized_weight(Tensor[] weights) -> Tensor");
   m.def("quantized_linear(Tensor x, Tensor packed, Tensor? bias, int outputs, bool relu) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(transformer_fast, CPU, m) {
   m.impl("copy_cache_rows", copy_cache_rows);
-  m.impl("best_tokens", best_tokens);
-  m.impl("log_normalizer", log_normalizer);
   m.impl("choose_tokens", choose_tokens);
   m.impl("choose_continuations", choose_continuations);
   m.impl("pack_step_weight", pack_step_weight);

@@ -11,7 +11,7 @@ namespace transformer_fast {
 at::Tensor step_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                        int64_t outputs, bool relu);
 
-// The same with weights from pack_quantized_weight, in int8 or bfloat16.
+// The same with int8 weights from pack_quantized_weight.
 at::Tensor quantized_linear(const at::Tensor& x, const at::Tensor& packed, const std::optional<at::Tensor>& bias,
                             int64_t outputs, bool relu);
 

@@ -1,5 +1,5 @@
 """Random options of generation on random models: decoding with a cache against decoding without; and, where options
-allow it, as a stream whose sentences join a running batch, and with drafted tokens.
+allow it, with drafted tokens.
 
     python tests/fuzz/fuzz_generation.py --seed 0 --count 200
 
@@ -26,7 +26,6 @@ from typing import Any
 import torch
 
 from transformer_fast import GenerationConfig, Transformer, generate
-from transformer_fast.generation.continuous import ContinuousBatch, Sentence, obstacle
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from compare_cached import DTYPES, TIES, margins
@@ -140,18 +139,6 @@ def make_batch(c: Config) -> dict[str, Any]:
     return given
 
 
-def decode_stream(c: Config, models: list[Transformer], given: dict[str, Any]) -> list:
-    """The sentences as a stream of which a few are in work at a time."""
-    prefixes = given.get("prefix", [[]] * c.sentences)
-    sentences = [
-        Sentence(ids[:length], prefix)
-        for ids, length, prefix in zip(given["src"].tolist(), given["src_lengths"].tolist(), prefixes, strict=True)
-    ]
-    options, marks = GenerationConfig(**c.options), {"bos": given["bos"], "eos": given["eos"]}
-    found = dict(ContinuousBatch(models, sentences, config=options, tokens=3 * c.width * options.beam, **marks))
-    return [found[index] for index in range(c.sentences)]
-
-
 def may_draft(c: Config) -> bool:
     options = GenerationConfig(**c.options)
     greedy = options.beam == 1 and not options.sample and not options.reads_attention
@@ -170,8 +157,6 @@ def check(c: Config) -> tuple[int, int]:
     if may_draft(c):
         drafted = GenerationConfig(**c.options, draft_tokens=1 + c.number % 5)
         sides.append(generate(models, config=drafted, **given))
-    if c.padded == "lengths" and obstacle(models, GenerationConfig(**c.options)) is None:
-        sides.append(decode_stream(c, models, given))
     uncached = decode(False)
     pairs = [(index, *pair) for side in sides for index, pair in enumerate(zip(side, uncached, strict=True))]
     for index, ours, theirs in pairs:

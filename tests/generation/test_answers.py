@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 from collections.abc import Callable
 
@@ -11,7 +10,6 @@ import pytest
 import torch
 from tiny_transformer import (
     MARKS,
-    Answers,
     answers,
     assert_same,
     batch,
@@ -21,10 +19,9 @@ from tiny_transformer import (
     tokens_of,
     with_reference_linears,
 )  # fmt: skip
-from torch import Tensor, nn
+from torch import nn
 
 from transformer_fast import GenerationConfig, Transformer, extension, generate
-from transformer_fast.generation.continuous import ContinuousBatch, Sentence, obstacle
 from transformer_fast.layers import MultiHeadAttention
 
 
@@ -68,38 +65,15 @@ SEARCHES: dict[str, dict] = {
 PREFIX = [[7, 7], [], [3], [4, 5, 6, 7, 8]]
 
 
-def continuous(
-    model: nn.Module, given: tuple[Tensor, Tensor], prefix: list | None, config: GenerationConfig
-) -> Answers:
-    """The answers of sentences that join while others end."""
-    starts = prefix or [[]] * len(given[0])
-    each = [
-        Sentence(ids[:n], start) for ids, n, start in zip(given[0].tolist(), given[1].tolist(), starts, strict=True)
-    ]
-    found = dict(ContinuousBatch(model, iter(each), config=config, tokens=16 * config.beam, **MARKS))
-    assert sorted(found) == list(range(len(each)))
-    return [found[number] for number in range(len(each))]
-
-
-WAYS = "cached", "by modules", "kept weights", "continuous", "drafts", "int8", "bf16"
-HAS_BF16 = extension.build_info().get("instruction_set") == "avx512_bf16"
-
-
-@functools.cache
-def can_be_continuous(search: str) -> bool:
-    return obstacle(tiny(), GenerationConfig(**SEARCHES[search])) is None
+WAYS = "cached", "by modules", "kept weights", "drafts", "int8"
 
 
 def possible(form: str, search: str, way: str) -> bool:
     """Say if a model of this form can be searched so in this way."""
     options = SEARCHES[search]
-    if way in ("continuous", "drafts", "int8", "bf16") and form == "the layers differ":  # they need a cache
+    if way in ("drafts", "int8") and (form == "the layers differ" or not extension.load()):  # they need a cache
         return False
-    if way == "continuous":
-        return can_be_continuous(search)
-    if way == "drafts":
-        return extension.load() and not {"beam", "sample"} & options.keys()
-    return way not in ("int8", "bf16") or (extension.load() and (way == "int8" or HAS_BF16))
+    return way != "drafts" or not {"beam", "sample"} & options.keys()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -114,14 +88,12 @@ def test_every_way_has_the_answers_of_the_modules(form: str, search: str, way: s
     seed = (list(FORMS).index(form) + list(SEARCHES).index(search)) % 3
     model, given, options = FORMS[form](seed).requires_grad_(False), batch(4, seed=seed), SEARCHES[search]
     prefix = PREFIX if seed == 1 else None
-    oracle = with_reference_linears(model, way) if way in ("int8", "bf16") else model
+    oracle = with_reference_linears(model) if way == "int8" else model
     expected = answers(oracle, given, prefix=prefix, cache=False, **options)
     assert form == "tied" or len({str(each) for each in tokens_of(expected)}) > 1, "the source decides nothing"
-    if way in ("int8", "bf16"):  # the reference has no cache, so its sums of attention round differently
+    if way == "int8":  # the reference has no cache, so its sums of attention round differently
         found = answers(model, given, prefix=prefix, quantize=way, **options)
         assert_same(found, expected, tolerance=0.05)
-    elif way == "continuous":
-        assert_same(continuous(model, given, prefix, GenerationConfig(**options)), expected)
     elif way == "drafts":
         for count in (1, 3, 6):
             assert_same(answers(model, given, prefix=prefix, draft_tokens=count, **options), expected, count)

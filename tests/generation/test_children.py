@@ -161,7 +161,7 @@ def quantised(model: nn.Module) -> nn.Module:
         for name in names:
             child = getattr(parent, name)
             if is_linear(child):
-                setattr(parent, name, ReferenceLinear(child, "int8"))
+                setattr(parent, name, ReferenceLinear(child))
             elif is_plain(child):
                 replace_in(child, list(child._modules))
 

@@ -1,5 +1,4 @@
-"""Linear layers with quantised weights: in int8 bit for bit what the reference says, for any rows, threads and vector
-unit; in bfloat16 as exact as it."""
+"""Linear layers with int8 weights: bit for bit what the reference says, for any rows, threads and vector unit."""
 
 from __future__ import annotations
 
@@ -8,12 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from transformer_fast import extension
 from transformer_fast.generation import weights
 from transformer_fast.generation.weights import QuantizedLinear, StepFeedForward, WeightLayout, concat_linears, prepack
 from transformer_fast.layers import FeedForward
-from transformer_fast.reference.quantized_linear import bf16_linear, int8_linear, quantize_rows
-from transformer_fast.testing import assert_as_exact_as_eager
+from transformer_fast.reference.quantized_linear import int8_linear, quantize_rows
 
 SHAPES = [(1, 1), (33, 7), (31, 64), (64, 65), (100, 130), (512, 512), (257, 2048)]  # outputs, inputs
 
@@ -26,42 +23,9 @@ def linear_of(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     return linear
 
 
-def computed(linear: nn.Linear, x: Tensor, relu: bool = False, quantize: str = "int8") -> Tensor:
+def computed(linear: nn.Linear, x: Tensor, relu: bool = False) -> Tensor:
     with torch.inference_mode():
-        return QuantizedLinear([linear], 1, WeightLayout(quantize), relu=relu)(x)
-
-
-HAS_BF16 = extension.build_info().get("instruction_set") == "avx512_bf16"
-needs_bf16 = pytest.mark.skipif(not HAS_BF16, reason="no products of bfloat16")
-
-
-@needs_bf16
-@pytest.mark.parametrize("rows", [1, 5, 12, 25])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bf16_is_as_exact_as_the_reference(shape: tuple[int, int], rows: int) -> None:
-    torch.manual_seed(rows)
-    linear = nn.Linear(shape[1], shape[0], bias=rows % 2 == 0)
-    x, bias = torch.randn(rows, 1, shape[1]), None if linear.bias is None else linear.bias.double()
-    eager, exact = bf16_linear(x, linear.weight, linear.bias), bf16_linear(x.double(), linear.weight.double(), bias)
-    for relu in (False, True):
-        given = ((t.relu() if relu else t).detach() for t in (eager, exact))
-        assert_as_exact_as_eager(computed(linear, x, relu, "bf16"), *given, what="out")
-
-
-@needs_bf16
-def test_bf16_one_row_at_a_time() -> None:
-    torch.manual_seed(0)
-    step, x = QuantizedLinear([nn.Linear(130, 70)], 1, WeightLayout("bf16")), torch.randn(30, 130)
-    x[3, 5], x[4] = torch.nan, 0
-    whole = step(x)
-    torch.testing.assert_close(torch.cat([step(row[None]) for row in x]), whole, rtol=0, atol=0, equal_nan=True)
-    assert whole[3].isnan().all() and whole.isnan().sum() == 70 and torch.equal(whole[4], step.bias)
-
-
-@pytest.mark.skipif(HAS_BF16, reason="products of bfloat16")
-def test_the_op_refuses_bf16_without_the_unit() -> None:
-    with pytest.raises(NotImplementedError, match="no products of BFloat16 on this vector unit"):
-        computed(nn.Linear(3, 3), torch.zeros(1, 3), quantize="bf16")
+        return QuantizedLinear([linear], 1, WeightLayout("int8"), relu=relu)(x)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4, 5, 11, 12, 13, 25, 400])  # around the rows of a sum, and of a task

@@ -16,7 +16,6 @@ from torch import nn
 import transformer_fast as tfast
 from transformer_fast import GenerationConfig, generate
 from transformer_fast.generation import search
-from transformer_fast.generation.continuous import ContinuousBatch, Sentence
 from transformer_fast.generation.fused import FusedStep
 from transformer_fast.layers import Embedder
 
@@ -133,21 +132,6 @@ def test_options(
     found = decoded(model, sentences, **options)
     assert found == one_by_one(monkeypatch, lambda: decoded(model, sentences, **options))
     assert sum(steps > 1 for steps in calls) > (3 if sentences > 7 else 0) if several else not calls
-
-
-@pytest.mark.parametrize("beam", [1, 2])
-def test_sentences_that_join(calls: list[int], monkeypatch: pytest.MonkeyPatch, beam: int) -> None:
-    """Rows at positions of their own."""
-    model, generator = tiny(), torch.Generator().manual_seed(2)
-    sources = [torch.randint(2, VOCAB, (1 + i % 8,), generator=generator).tolist() for i in range(25)]
-    config = GenerationConfig(max_length=(2.0, 3), beam=beam)
-
-    def run() -> list:
-        batch = ContinuousBatch(model, map(Sentence, sources), bos=BOS, eos=EOS, config=config, tokens=5 * 8 * beam)
-        return sorted((number, one.tokens, one.log_prob) for number, [one] in batch)
-
-    found = run()
-    assert found == one_by_one(monkeypatch, run) and max(calls) > 1
 
 
 @pytest.mark.parametrize("beam", [1, 3])

@@ -86,11 +86,10 @@ def check_training(record: dict) -> None:
 
 def check_translate(record: dict) -> None:
     results = {(found["search"], found["precision"], found["side"]): found for found in record["results"]}
-    assert len(results) == 2 * 2 * 5 and record["lines"] == 45
+    assert len(results) == 2 * 2 * 4 and record["lines"] == 45
     assert all(len(found["seconds"]) == 2 and min(found["seconds"]) > 0 for found in results.values())
     for search in ("greedy", "beam 5"):
-        for side in ("ours, kept full", "ours, 2 workers"):
-            assert results[search, "fp32", side]["same"] == 1.0
+        assert results[search, "fp32", "ours, 2 workers"]["same"] == 1.0
         for side in ("CTranslate2, 1 x 64 tokens", "CTranslate2, 2 x 64 tokens"):
             assert results[search, "fp32", side]["same"] >= 0.9  # ties by rounding aside
 

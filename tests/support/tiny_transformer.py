@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformer_fast import GenerationConfig, Transformer, generate
 from transformer_fast.generation import Hypothesis
 from transformer_fast.generation.decoding import Decoding, check_request
-from transformer_fast.reference.quantized_linear import bf16_linear, int8_linear
+from transformer_fast.reference.quantized_linear import int8_linear
 
 BOS, EOS, VOCAB = 0, 1, 30
 MARKS = {"bos": BOS, "eos": EOS}
@@ -104,26 +104,23 @@ def random_rows(rows: int, least: int, most: int, generator: torch.Generator) ->
     return torch.randint(rows, (kept,), generator=generator)
 
 
-REFERENCES = {"int8": int8_linear, "bf16": bf16_linear}
-
-
 class ReferenceLinear(nn.Module):
-    """A linear layer as the reference computes it with quantised weights."""
+    """A linear layer as the reference computes it with int8 weights."""
 
-    def __init__(self, linear: nn.Linear, quantize: str) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
-        self.linear, self.out_features, self.quantize = linear, linear.out_features, quantize
+        self.linear, self.out_features = linear, linear.out_features
 
     def forward(self, x: Tensor) -> Tensor:
-        return REFERENCES[self.quantize](x, self.linear.weight, self.linear.bias)
+        return int8_linear(x, self.linear.weight, self.linear.bias)
 
 
-def with_reference_linears(model: nn.Module, quantize: str = "int8") -> nn.Module:
+def with_reference_linears(model: nn.Module) -> nn.Module:
     """A copy of a model whose linear layers are those of the reference."""
     model = copy.deepcopy(model)
     for module in list(model.modules()):
         if not isinstance(module, ReferenceLinear):
             for name, child in module.named_children():
                 if type(child) is nn.Linear:
-                    setattr(module, name, ReferenceLinear(child, quantize))
+                    setattr(module, name, ReferenceLinear(child))
     return model

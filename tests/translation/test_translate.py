@@ -76,8 +76,7 @@ def test_the_mark_of_utf8_is_no_text(numbers, command):
     assert command("translate", *given, data=b"\xef\xbb\xbfseven\nseven\n") == expected
 
 
-@pytest.mark.parametrize("keep_full", [False, True])
-def test_a_sentence_the_model_cannot_answer_gets_an_empty_translation(trained, keep_full):
+def test_a_sentence_the_model_cannot_answer_gets_an_empty_translation(trained):
     """NaN for one source token: of a batch of five, the four others are translated as ever."""
     lines = ["seven", "two", "one thousand", "nine", "forty-one"]
     expected = list(Translator(trained.model, trained.tokenizer, beam=2).translate(lines))
@@ -87,7 +86,7 @@ def test_a_sentence_the_model_cannot_answer_gets_an_empty_translation(trained, k
     weight = model.encoder.embed.lut.weight.detach().clone()  # its own, where the model shares it with the output
     weight[poisonous] = math.nan
     model.encoder.embed.lut = torch.nn.Embedding.from_pretrained(weight, padding_idx=0)
-    translator = Translator(model, trained.tokenizer, beam=2, keep_full=keep_full)
+    translator = Translator(model, trained.tokenizer, beam=2)
     reports = []
     found = list(translator.translations(lines, on_error=lambda *report: reports.append(report)))
     assert [answers[0].text for answers in found] == [*expected[:2], "", *expected[3:]]
@@ -96,17 +95,6 @@ def test_a_sentence_the_model_cannot_answer_gets_an_empty_translation(trained, k
     assert number == 3 and "NaN" in reason
     with pytest.raises(FloatingPointError, match="NaN"):
         list(translator.translate(lines))
-
-
-def test_a_batch_is_kept_full_where_that_is_asked_for(trained):
-    """On a CPU by default it is not: batch after batch is faster there."""
-    assert not Translator(trained.model, trained.tokenizer).keep_full
-    translators = [Translator(trained.model, trained.tokenizer, beam=2, batch_tokens=40, keep_full=k) for k in (0, 1)]
-    assert translators[1].keep_full
-    apart, full = (list(translator.translate(LINES * 4)) for translator in translators)
-    assert apart == full
-    with pytest.raises(ConfigError, match="keep_full=True cannot be: what is drawn depends on the batch"):
-        Translator(trained.model, trained.tokenizer, config=GenerationConfig(sample=True), keep_full=True)
 
 
 def test_numbers_of_invalid_lines_count_from_the_start_of_the_text(trained):

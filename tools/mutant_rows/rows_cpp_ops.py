@@ -160,14 +160,14 @@ ROWS = (
         path="csrc/ops/search_steps.cpp",
         old="    if (keys) keys->add_(1);\n",
         new="",
-        tests=("tests/generation/test_speculative.py", "tests/generation/test_continuous.py"),
+        tests=("tests/generation/test_speculative.py",),
     ),
     Fault(
         name="values join the cache a position too late",
         path="csrc/ops/decoder_step.cpp",
         old="const int64_t position = keys ? keys[r] - 1 : length, s = r / span;",
         new="const int64_t position = keys ? keys[r] : length, s = r / span;",
-        tests=("tests/generation/test_speculative.py", "tests/generation/test_continuous.py"),
+        tests=("tests/generation/test_speculative.py",),
     ),
     Fault(
         name="a fused step of post-norm layers leaves out the last residual",

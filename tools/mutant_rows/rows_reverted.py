@@ -30,11 +30,6 @@ ROWS = (
         ),
     ),
     Reverted(
-        commit="1ef714f",
-        subject="An empty selection of rows keeps its index's dtype",
-        tests=("tests/generation/test_continuous.py",),
-    ),
-    Reverted(
         commit="e480450",
         subject="A run with RMSNorm goes to CTranslate2; Marian's format refuses it",
         tests=("tests/translation/test_checkpoint_export.py",),

@@ -24,7 +24,7 @@ from .decoding import Hypothesis, Lengths, Request, check_request, evaluating, r
 from .rules import Rules
 from .scores import length_penalty as length_penalty_of
 from .scores import scored_hypothesis
-from .search import SearchState, renumber
+from .search import SearchState
 from .topk import best_tokens, log_normalizer, use_native
 
 
@@ -92,13 +92,13 @@ class Search(SearchState):
 
     @staticmethod
     def _rank(hypothesis: Hypothesis) -> tuple[bool, float]:
-        """The least is the best."""
+        """Sort key, best first."""
         return not hypothesis.finished, -hypothesis.score
 
     def step(self) -> None:
         total, parent, token = self._best_continuations()
-        lengths, limits = self._lengths(), self._of_units(self.limits)
-        if self._all_go_on(total, token, lengths >= limits):
+        last = self._of_units(self.limits) <= self.tokens.shape[1]
+        if self._all_go_on(total, token, last):
             return self._go_on(torch.ones_like(token, dtype=torch.bool), total, parent, token)
         valid = self._has_slot(total, self.finished)
         self._keep_stuck(valid)
@@ -107,41 +107,22 @@ class Search(SearchState):
         self._record(parent[ends], None, total[ends], finished=True)
         self.finished += ends.sum(dim=1)
         alive = valid & ~ends & (self.finished < self.quota)[:, None]
-        alive &= ~self._decided(total.masked_fill(~alive, -torch.inf), lengths)[:, None]
-        cut = alive & (lengths >= limits)[:, None]
+        alive &= ~self._decided(total.masked_fill(~alive, -torch.inf))[:, None]
+        cut = alive & last[:, None]
         self._record(parent[cut], token[cut], total[cut], finished=False)
         alive &= ~cut
 
         self._go_on(alive, total, parent, token)
 
     def _all_go_on(self, total: Tensor, token: Tensor, last: Tensor) -> bool:
-        """Whether all units keep all slots, so that nothing is to be recorded or decided. last (units,): whose answers
-        may not be longer."""
+        """Return True if all units keep all slots, so that there is nothing to record or decide. last (units,): True
+        where answers may not be longer."""
         stop = (token == self.request.eos) | (total == -torch.inf) | (last | (self.finished > 0))[:, None]
         return total.shape[1] == self.width and not bool(stop.any())
 
     def _of_units(self, sentences: Tensor) -> Tensor:
-        """What each sentence has, (sentences,) -> (units,)."""
+        """Values per sentence repeated per unit, (sentences,) -> (units,)."""
         return sentences if self.groups == 1 else sentences.repeat_interleave(self.groups)
-
-    def _lengths(self) -> Tensor:
-        """(units,) tokens of the continuations, BOS aside."""
-        return self.tokens.shape[1] - self._of_units(self.start)
-
-    def _admit_rows(self, kept: Tensor, batch: int) -> None:
-        groups, device, rows = self.groups, kept.device, len(self.unit)
-        units = (kept[:, None] * groups + torch.arange(groups, device=device)).flatten()
-        new = torch.arange(batch * groups, device=device)
-        if groups > 1:
-            self.decoding.select(torch.cat([torch.arange(rows, device=device), rows + new // groups]))
-        self.unit = torch.cat([renumber(units, self.unit, len(self.finished)), len(units) + new])
-        self.slot, self.finished = (
-            torch.cat([old, torch.zeros_like(new)]) for old in (self.slot, self.finished[units])
-        )
-
-    @property
-    def _rows_at_first(self) -> int:
-        return self.groups
 
     def _go_on(self, alive: Tensor, total: Tensor, parent: Tensor, token: Tensor) -> None:
         """Make the continuations that are alive the open hypotheses."""
@@ -154,12 +135,12 @@ class Search(SearchState):
         self.decoding.select(rows)
 
     def _has_slot(self, total: Tensor, finished: Tensor) -> Tensor:
-        """Which continuations (units, width) go on: a slot that closed stays closed, and -inf is no hypothesis."""
+        """(units, width) bool: continuations that go on. A slot that closed stays closed, and -inf is no hypothesis."""
         slots = max(self.quota, self.width) - finished
         return (total > -torch.inf) & (torch.arange(self.width, device=total.device) < slots[:, None])
 
     def _after_several(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """What `_best_continuations` finds, behind as many steps as can be taken at once; None if none can."""
+        """Run as many fused steps as possible, and return the last one's `_best_continuations`; None if unsupported."""
         width = self.width
         whole = self.groups == 1 and self._looked_at == self.candidates and len(self.unit) % width == 0
         if not whole or self.attention is not None or not len(self.unit):
@@ -185,7 +166,7 @@ class Search(SearchState):
         return total, parent, token
 
     def _decides(self, units: Tensor) -> bool:
-        """Whether a step of one of these units does more than keep its best continuations, though none of them ends."""
+        """Return True if a step of one of these units does more than keep its best continuations, though none ends."""
         return bool((self.finished[units] > 0).any())
 
     def _best_continuations(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -221,8 +202,8 @@ class Search(SearchState):
 
     @property
     def _looked_at(self) -> int:
-        """Continuations of every row: it gives at most so many of the survivors. `benchmarks/compare_cached.py` looks
-        at one more."""
+        """Continuations considered per row, which is as many as can survive. `benchmarks/compare_cached.py` asks for
+        one more."""
         return self.candidates
 
     def _remember_attention(self) -> None:
@@ -252,7 +233,7 @@ class Search(SearchState):
             return best, parent, torch.zeros_like(parent)
         return best, rows[parent], token[parent, flat % width]
 
-    def _decided(self, open_log_prob: Tensor, lengths: Tensor) -> Tensor:
+    def _decided(self, open_log_prob: Tensor) -> Tensor:
         """(units,) bool: the n_best finished hypotheses are at least as good as all that the open ones can become.
 
         With groups nothing is decided early, because what one group chooses changes what the next one does.
@@ -267,7 +248,9 @@ class Search(SearchState):
                 bar[index] = torch.inf if config.early_stop else scores[config.n_best - 1]
         # log P only falls and the coverage penalty only lowers a score, so the best score in reach has today's log P,
         # no coverage penalty, and the length that is penalised least.
-        lengths = self._of_units(self.limits) if config.length_penalty > 0 else lengths + 1
+        lengths = self._of_units(self.limits)
+        if config.length_penalty <= 0:
+            lengths = torch.full_like(lengths, self.tokens.shape[1] + 1)
         reachable = open_log_prob.amax(dim=1).double() / length_penalty_of(lengths.double(), config)
         least = self._of_units(torch.tensor(bar, dtype=torch.float64, device=reachable.device))
         return (least >= reachable) & (least > -torch.inf)
@@ -288,10 +271,9 @@ class Search(SearchState):
         tokens = self.tokens[rows]
         answers = (tokens if last is None else torch.cat([tokens, last[:, None]], dim=1)).tolist()
         maps = [None] * len(answers) if self.attention is None else self.attention[rows].unbind()
-        sentences = self.sentences()[rows]
-        known = (t.tolist() for t in (sentences, self.start[sentences], log_prob))
-        for index, start, value, ids, attention in zip(*known, answers, maps, strict=True):
-            body, length = ids[start + 1 :], self.tokens.shape[1] - start - stuck
+        known = self.sentences()[rows].tolist(), log_prob.tolist()
+        length = self.tokens.shape[1] - stuck
+        for index, value, ids, attention in zip(*known, answers, maps, strict=True):
             self.found[index].append(
-                scored_hypothesis(self.config, self.request, index, body, value, length, finished, attention)
+                scored_hypothesis(self.config, self.request, index, ids[1:], value, length, finished, attention)
             )

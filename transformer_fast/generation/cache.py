@@ -1,13 +1,13 @@
 """Keys and values of the positions decoded so far, so that a step computes one position and not the whole prefix.
 
-`DecoderCache` serves `models.Decoder`. Its rows are the open hypotheses. Self-attention has one tensor for all layers,
-which is doubled when it is full. Attention to the source has one more, computed once, with one entry for each
-*sentence*, which all its hypotheses share. A hypothesis that goes on keeps its slot in the cache where it can, and only
-rows that moved are copied; `enter` and `leave` translate between the caller's rows and the slots. Rows that join later
-(`admit`) stand at positions of their own.
+`DecoderCache` serves `models.Decoder`. Its rows are the open hypotheses, which all hold equally many positions.
+Self-attention has one tensor for all layers, which is doubled when it is full. Attention to the source has one more,
+computed once, with one entry per *sentence*, which all its hypotheses share. A hypothesis that goes on keeps its slot
+in the cache where it can, and only rows that moved are copied; `enter` and `leave` translate between the caller's rows
+and the slots.
 
-The fused step on a CPU copies no rows either: a table of cells says where each position of a slot lies, in the slot of
-the hypothesis that wrote it. A slot writes behind all that others read of it while all hold equally many positions.
+The fused step on a CPU copies no rows at all: a table of cells says where each position of a slot lies, in the slot of
+the hypothesis that wrote it. Since all hold equally many positions, a slot writes behind all that others read of it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from .. import extension, ops
 from ..layers.attention import MultiHeadAttention
 from ..layers.decoder import LayerCache
 from ..masks import AttentionMask
-from .state_pool import StateMemory, StatePool
 from .weights import concat_linears
 
 BLOCK = 64
@@ -40,34 +38,23 @@ class DecoderCache:
         mask: keep mask (B, 1, S) of the source, or None.
         rows: how many hypotheses there will be at most.
         record: keep the last layer's attention to the source, as `weights`.
-        pool: where the memory of self-attention comes from and goes to.
 
     Attributes:
-        length: positions held, by the longest row.
-        lengths: (slots,) int64, the positions that each slot holds; None where all hold `length`.
+        length: positions held.
         layers: for each layer the pair of caches that it takes.
         weights: with `record`, (rows, S) attention of the newest position to the source, the mean of the heads.
         cross: (layers, sentences, 2, heads, S, d_k), keys and values of the source.
-        span: newest positions of a slot that a step computes.
+        span: newest positions of a slot that a step computes; more than one in a `SpanCache`.
     """
 
     weights: Tensor
     span = 1
 
     def __init__(
-        self,
-        decoder: nn.Module,
-        memory: Tensor,
-        mask: Tensor | None,
-        *,
-        rows: int,
-        record: bool = False,
-        pool: StatePool | None = None,
+        self, decoder: nn.Module, memory: Tensor, mask: Tensor | None, *, rows: int, record: bool = False
     ) -> None:
-        self._memory = StateMemory(pool)
         layers, batch = list(decoder.layers), memory.shape[0]
         self.length = 0
-        self.lengths: Tensor | None = None
         self.record = record
         self._max_rows = max(rows, batch)
         self._states: Tensor | None = None  # (layers, max rows, 2, heads, capacity, d_k)
@@ -97,11 +84,11 @@ class DecoderCache:
         return rows if self._order is None else rows.index_select(0, self._order[1][: rows.shape[0]])
 
     def places(self) -> Tensor:
-        """(rows,) where each of the caller's rows stands in the order of the slots."""
+        """(rows,) the slot of each of the caller's rows."""
         return torch.arange(len(self._slots)) if self._order is None else self._order[1]
 
     def select(self, rows: list[int]) -> None:
-        """Keep these of the caller's rows, in this order; one named several times is continued several times."""
+        """Reorder the caller's rows; a row that repeats forks its hypothesis."""
         parents = [self._slots[row] for row in rows]
         self._slots, moves = assign_slots(parents)
         sentences = [0] * len(parents)
@@ -110,63 +97,26 @@ class DecoderCache:
             sentences[slot], origins[slot] = self._sentences[parent], parent
         self._sentences = sentences
         if moves and self._states is not None:
-            if self._in_cells and self.lengths is None:
+            if self._in_cells:
                 self._cells = self._own_cells() if self._cells is None else self._cells
                 self._cells = self._cells[torch.tensor(origins)]
             else:
                 self._settle()
                 move_rows(self._states, moves, self.length)
-        if self.lengths is not None:
-            self._set_lengths(self.lengths[torch.tensor(origins, dtype=torch.long, device=self.cross.device)])
         self._slots_changed()
-
-    def admit(self, memory: Tensor, mask: Tensor | None) -> None:
-        """Further sentences join: memory (B, S, d_model) and keep mask (B, 1, S) as at first, each with one row that
-        holds no position, behind the caller's rows. The sources of sentences without a row are dropped."""
-        rows, batch, sentences, device = len(self._slots), memory.shape[0], self.cross.shape[1], self.cross.device
-        self._settle()
-        known = _keep_mask(self._mask, sentences, self.cross.shape[4], device)
-        new = _keep_mask(None if mask is None else mask.squeeze(1), *memory.shape[:2], device)
-        read = max(_last_read(known), _last_read(new))
-        sources = self.cross, self._of_source(memory)
-        self.cross = torch.cat([pad(part, (0, 0, 0, read - part.shape[4])) for part in sources], dim=1)
-        self._set_mask(torch.cat([pad(part, (0, read - part.shape[1])) for part in (known, new)]))
-        self._sentences += range(sentences, sentences + batch)
-        self._slots += range(rows, rows + batch)
-        lengths = torch.full((rows,), self.length, device=device) if self.lengths is None else self.lengths
-        self._set_lengths(torch.cat([lengths, lengths.new_zeros(batch)]))
-        self._slots_changed()
-
-    def reserve(self, rows: int) -> None:
-        """Make room for so many rows in all, and for no more positions than the longest row of today may need soon."""
-        if rows <= self._max_rows:
-            return
-        self._max_rows = max(rows, self._max_rows * 5 // 4)  # in few steps, where it grows often
-        if self._states is not None:
-            capacity = BLOCK
-            while capacity <= self.length:
-                capacity *= 2
-            self._grow(len(self._slots), capacity)
 
     def room(self) -> int:
-        """For how many further positions of the longest row there is room; at least one after `own_in_cells`."""
+        """Return how many further positions have room; at least one after `own_in_cells`."""
         return 0 if self._states is None else self._states.shape[4] - self.length
 
     def stepped(self, steps: int = 1) -> None:
         """Every row holds so many positions more."""
         self.length += steps
-        if self.lengths is not None:
-            self.lengths += steps
-
-    def positions(self) -> Tensor | None:
-        """(slots, span), where the newest ids stand; None for one each, at `length`."""
-        return None if self.lengths is None else self.lengths[:, None]
 
     def keys(self) -> Tensor | None:
         """(slots, span) int32, how many positions each slot holds with each of its newest ones; None where all hold
         `length` + 1."""
-        at = self.positions()
-        return None if at is None else (at + 1).int()
+        return None
 
     def own(self, rows: int) -> Tensor:
         """Keys and values of self-attention, (layers, max rows, 2, heads, capacity, d_k), with room for what is newest.
@@ -182,28 +132,20 @@ class DecoderCache:
         where there can be no table."""
         states = self._with_room(rows)
         self._in_cells = states[0].numel() < 2**31 * self._width  # what int32 counts
-        if always and self._cells is None and self._in_cells and self.lengths is None:
+        if always and self._cells is None and self._in_cells:
             self._cells = self._own_cells()
         return states, self._cells
 
     def position(self, rows: int) -> tuple[int | Tensor, int]:
-        """Where the newest ids of so many rows stand, and how many positions the positional table must have."""
-        at = self.positions()
-        return self.length if at is None else at.flatten(), self.length + self.span
+        """Positions of the newest ids of so many rows, and the length that the positional table must have."""
+        return self.length, self.length + 1
 
     def attend_own(self, layer: int, q: Tensor, states: Tensor) -> Tensor:
         """q (rows, heads, 1, d_k), and keys and values of the newest positions (rows, 2, heads, d_k), which are kept
         -> the attention to all positions so far (rows, heads, 1, d_k)."""
-        slots, at = q.shape[0] // self.span, self.positions()
-        own = self.own(slots)[layer, :slots]
-        if at is None:
-            own[:, :, :, self.length] = states
-            return ops.attention(q, *own[:, :, :, : self.length + 1].unbind(1))
-        own[torch.arange(slots, device=q.device)[:, None], :, :, at] = states.unflatten(0, at.shape)
-        queries = q.squeeze(2).unflatten(0, at.shape).transpose(1, 2)
-        k, v = own[:, :, :, : self.length + self.span].unbind(1)
-        out = ops.attention(queries, k, v, AttentionMask.lengths(self.keys()))
-        return out.transpose(1, 2).reshape(q.shape)
+        own = self.own(q.shape[0])[layer, : q.shape[0]]
+        own[:, :, :, self.length] = states
+        return ops.attention(q, *own[:, :, :, : self.length + 1].unbind(1))
 
     def attend_source(self, layer: int, q: Tensor) -> Tensor:
         """q (rows, 1, heads, d_k) -> the attention to the source (rows, 1, heads, d_k)."""
@@ -261,17 +203,12 @@ class DecoderCache:
         self._settle()
         shape = len(self.layers), self._max_rows, 2, self._heads, capacity, self._width
         known = None if self._states is None else self._states[:, :rows, :, :, : self.length]
-        self._states, known = self._memory.resized(shape, known, self.cross)
+        self._states = self.cross.new_empty(shape)
         if known is not None:
             self._states[:, :rows, :, :, : self.length] = known
 
-    def _set_lengths(self, lengths: Tensor) -> None:
-        """lengths (slots,): the positions that each slot holds."""
-        shortest, self.length = map(int, lengths.aminmax()) if len(lengths) else (self.length, self.length)
-        self.lengths = lengths if shortest < self.length else None
-
     def _slots_changed(self) -> None:
-        """Bring up to date what follows from `_slots` and `_sentences`."""
+        """Update all that is derived from `_slots` and `_sentences`."""
         rows, device = len(self._slots), self.cross.device
         self._order = None
         if self._slots != list(range(rows)):
@@ -340,17 +277,6 @@ class _SourceAttention:
     def attend(self, attention: MultiHeadAttention, x: Tensor) -> Tensor:
         q = attention.q_linear(x).view(x.shape[0], 1, attention.h, attention.d_k)
         return self._cache.attend_source(self._layer, q).reshape(x.shape)
-
-
-def _keep_mask(mask: Tensor | None, sentences: int, width: int, device: torch.device) -> Tensor:
-    """A keep mask (sentences, width), which is all True where there is none."""
-    return torch.ones(sentences, width, dtype=torch.bool, device=device) if mask is None else mask
-
-
-def _last_read(mask: Tensor) -> int:
-    """How many columns of a keep mask (B, S) there are up to the last that some row reads."""
-    read = mask.any(dim=0).nonzero()
-    return int(read[-1]) + 1 if len(read) else 0
 
 
 def as_lengths(mask: Tensor) -> Tensor | None:

@@ -12,7 +12,7 @@ Span = int | tuple[float, float]
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """How `generate` decodes. Validated on construction.
+    """Options of `generate`. Validated on construction.
 
     Attributes:
         beam: hypotheses a sentence keeps; 1 is greedy decoding.
@@ -51,19 +51,18 @@ class GenerationConfig:
         graph: record the cached steps as CUDA graphs and replay them, which takes the host out of them; on a GPU, for
             decoders of `transformer_fast`, padded sources, and without alignments and coverage penalty.
         quantize: "int8" multiplies with int8 weights, on a CPU, for fp32 models whose decoder takes a cache. They are
-            quantised when `generate` is called, each output's by a scale of its own; inputs row by row. "bf16" rounds
-            both to bfloat16, where the CPU multiplies that (AVX512-BF16).
+            quantised when `generate` is called, each output's by a scale of its own; inputs row by row.
         draft_tokens: greedy decoding in fewer steps, for one model in fp32 on a CPU: the same model with int8 weights
             proposes so many tokens, and one step in fp32 says which of them it would have chosen (Leviathan et al.
             2023, "Fast Inference from Transformers via Speculative Decoding"). The answers are those without; for
             batches of few sentences, whose steps read weights rather than multiply. 0 is off.
         keep_weights: what a call lays out of the weights for its steps on a CPU, quantised or not, stays on the model's
-            parameters for the next call, and so does the memory of keys and values; it takes that of the weights once
-            more. For a model that is no longer trained: its parameters must not require gradients. A write between two
-            calls is seen where PyTorch counts it, such as loading a state. Others (through `.data`, numpy or DLPack)
-            are seen by a sample of each weight matrix, which each call reads: a write to whole matrices, rows or
-            columns changes it, one to single values of a matrix of more than 8,192 may not. After such a write call
-            once with `keep_weights=False`, or write by an op on the parameter itself under `torch.no_grad()`.
+            parameters for the next call. It takes the memory of the weights once more. For a model that is no longer
+            trained: its parameters must not require gradients. A write between two calls is seen where PyTorch counts
+            it, such as loading a state. Others (through `.data`, numpy or DLPack) are seen by a sample of each weight
+            matrix, which each call reads: a write to whole matrices, rows or columns changes it, one to single values
+            of a matrix of more than 8,192 may not. After such a write call once with `keep_weights=False`, or write by
+            an op on the parameter itself under `torch.no_grad()`.
 
     All but repetition_penalty, force_eos and renormalize choose among continuations and leave their probabilities as
     the model has them.
@@ -118,7 +117,7 @@ class GenerationConfig:
             ("coverage_penalty diversity", lambda v: _is_number(v) and v >= 0, "a number >= 0"),
             ("patience temperature repetition_penalty", lambda v: _is_number(v) and v > 0, "a number > 0"),
             ("top_p", lambda v: _is_number(v) and 0 < v <= 1, "a number in (0, 1]"),
-            ("quantize", lambda v: v in (None, "int8", "bf16"), 'None, "int8" or "bf16"'),
+            ("quantize", lambda v: v in (None, "int8"), 'None or "int8"'),
             ("length_norm", lambda v: v in ("gnmt", "power"), '"gnmt" or "power"'),
             ("max_length", lambda v: _is_span(v, 1), "an int >= 1, or (a, b) for a * S + b"),
             ("min_length", lambda v: _is_span(v, 0), "an int >= 0, or (a, b) for a * S + b"),
@@ -154,7 +153,7 @@ class GenerationConfig:
 
     @property
     def reads_attention(self) -> bool:
-        """Whether the attention to the source must be known at every step."""
+        """True if the attention to the source must be known at every step."""
         return self.alignments or self.coverage_penalty > 0
 
 

@@ -1,4 +1,4 @@
-"""What greedy and beam search share: checked inputs, the step from prefixes to the next token, evaluation mode.
+"""Parts of greedy and beam search: checked inputs, the step from prefixes to the next token, evaluation mode.
 
 Only `Decoding` calls a model. It runs the encoder once, keeps one row for every open hypothesis, and computes how
 likely each next token is, given the tokens so far. The searches tell it which rows go on (`select`), and a key/value
@@ -185,8 +185,7 @@ class Decoding:
     def next_logits(self, tokens: Tensor, *, check: bool = True) -> Tensor:
         """(rows, t) prefixes, BOS first -> (rows, vocabulary) logits of token t + 1, in fp32 (fp64 stays).
 
-        Rows that joined later have their BOS at a later column. The prefixes are those of the last call, as `select`
-        has ordered them, and one token more.
+        The prefixes are those of the last call, as `select` has ordered them, and one token more.
         Raises FloatingPointError if a model answers NaN or infinity, which no search can rank; without `check` the
         caller asks `refuse_nan`.
         """
@@ -242,7 +241,7 @@ class Decoding:
         self, form: Form, decoder: Decoder | None, memory: Tensor, mask: Tensor | None, config: GenerationConfig
     ) -> CachedStep:
         """The steps of the same decoder with int8 weights."""
-        reason = quantization.obstacle(form.model, "int8")
+        reason = quantization.obstacle(form.model)
         if len(self._forms) > 1:
             reason = f"there are {len(self._forms)} models; expected one"
         elif decoder is None:
@@ -263,16 +262,6 @@ class Decoding:
             step.select(rows)
         if self._draft is not None:
             self._draft.select(rows)
-
-    def admit(self, request: Request, *, rows: int) -> None:
-        """Further sentences join, each with one row behind the others, whose prefix begins with the next token.
-
-        rows: how many there will be at most now. For cached steps that no graph replays; the caller sees to that.
-        """
-        for form, step in zip(self._forms, self._steps, strict=True):
-            if not isinstance(step, CachedStep):
-                raise ValueError(f"{type(form.model).__name__} has no cached decoder, which sentences could join")
-            step.admit(_encode(form, request.src, request.src_mask), request.src_mask, rows)
 
 
 def _encode(form: Form, src: Tensor, mask: Tensor | None) -> Tensor:
@@ -324,7 +313,7 @@ def _modules_of(models: Iterable[nn.Module]) -> set[nn.Module]:
 
 
 def _is_trained(models: Iterable[nn.Module]) -> bool:
-    """Whether a parameter requires gradients."""
+    """Return True if a parameter requires gradients."""
     parameters = (p for module in _modules_of(models) for p in module._parameters.values())
     return any(p is not None and p.requires_grad for p in parameters)
 

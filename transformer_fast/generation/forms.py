@@ -40,7 +40,7 @@ class Form:
 
     @property
     def vocabulary(self) -> int | None:
-        """How many target tokens there are, where the model says so."""
+        """Number of target tokens, where the model has one."""
         return getattr(self.out, "out_features", None)
 
     def has_own_encoder(self) -> bool:

@@ -33,7 +33,7 @@ class _Layer(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """What stands before the first layer, in the order of search_steps.cpp, and behind the last."""
+    """Parts before the first layer, in the order of search_steps.cpp, and behind the last."""
 
     embedding: Tensor
     positions: PositionalEncoder
@@ -109,7 +109,7 @@ class FusedStep:
     def _of_several(
         self, rows: int, several: Several, *, cells: bool = False
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]] | None:
-        """What search_steps.cpp takes besides the tokens: what is around the layers, and `_state`. None as there."""
+        """Arguments of search_steps.cpp besides the tokens: parts around the layers, and `_state`. None as there."""
         ends = self._ends
         weight = None if ends is None else ends.out.operand(rows)
         state = None if weight is None else self._state(rows, cells=cells)
@@ -121,7 +121,7 @@ class FusedStep:
         return (*several, ends.embedding, table, ends.scale, *behind), state
 
     def _state(self, rows: int, *, cells: bool = False) -> tuple[Any, ...] | None:
-        """What decoder_step takes besides the rows, which have room in the cache then; None where the modules are
+        """Arguments of decoder_step besides the rows, which have room in the cache then; None where the modules are
         needed, or with `cells` where there is no table of them."""
         cache = self._cache
         general_mask = cache.source_mask is not None and cache.source_lengths is None

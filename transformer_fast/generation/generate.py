@@ -52,8 +52,8 @@ def generate(
         ValueError: for input that cannot be decoded. FloatingPointError: if a model answers NaN or infinity.
     """
     config = GenerationConfig() if config is None else config
-    models = as_models(model)
-    request, rules = prepare(
+    models = _as_models(model)
+    request, rules = _prepare(
         models, src, src_lengths=src_lengths, src_mask=src_mask, bos=bos, eos=eos, pad=pad, prefix=prefix, config=config
     )
     if config.sample or streams is not None:
@@ -61,10 +61,10 @@ def generate(
     if src.shape[0] == 0:
         return []
     with evaluating(*models):
-        return new_search(models, request, config, rules).run()
+        return _new_search(models, request, config, rules).run()
 
 
-def as_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+def _as_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     """One model or several as a list, which must not be empty."""
     models = [model] if isinstance(model, nn.Module) else list(model)
     if not models:
@@ -72,7 +72,7 @@ def as_models(model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
     return models
 
 
-def prepare(
+def _prepare(
     models: Sequence[nn.Module],
     src: Tensor,
     *,
@@ -133,7 +133,7 @@ def length_obstacle(config: GenerationConfig, length: int) -> str | None:
     )
 
 
-def new_search(models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> SearchState:
+def _new_search(models: Sequence[nn.Module], request: Request, config: GenerationConfig, rules: Rules) -> SearchState:
     """The search that the config asks for. To be called within `evaluating`."""
     if config.draft_tokens:
         return SpeculativeSearch(models, request, config, rules)

@@ -55,7 +55,7 @@ class StepGraphs:
         self._replays: dict[tuple[int, int], Replay] = {}
 
     def __call__(self, step: Callable[[Tensor], Tensor], newest: Tensor) -> Tensor:
-        """What `step` makes of the newest ids (rows,): logits (rows, vocabulary)."""
+        """Replay `step` for the newest ids (rows,): logits (rows, vocabulary)."""
         tokens = self._cache.prepare(newest)
         key = len(tokens), self._cache.capacity
         if key not in self._replays:
@@ -130,7 +130,7 @@ class StaticCache(DecoderCache):
 
 
 def obstacle(device: torch.device, mask: Tensor | None, cached: bool, attention: bool) -> str | None:
-    """Why a call cannot run on graphs, or None. mask: keep mask (B, 1, S) of the source."""
+    """Reason why a call cannot run on graphs, or None. mask: keep mask (B, 1, S) of the source."""
     if device.type != "cuda":
         return f"a CUDA graph needs a CUDA device, and the model is on {device}"
     if not cached:

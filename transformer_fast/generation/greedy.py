@@ -12,7 +12,7 @@ from .decoding import Hypothesis, Lengths, Request, check_request, evaluating, r
 from .rules import Rules
 from .sampling import Sampler
 from .scores import scored_hypothesis
-from .search import SearchState, renumber
+from .search import SearchState
 from .topk import Choice, log_normalizer
 
 
@@ -101,7 +101,7 @@ class GreedySearch(SearchState):
             self._attention = torch.cat([self._attention, self.decoding.attention[:, None]], dim=1)
         self.tokens = torch.cat([self.tokens, token], dim=1)
         ended = stuck | (token[:, -1] == self.request.eos)
-        closed = ended | (self.tokens.shape[1] - self.start[sentence] > self.limits[sentence])
+        closed = ended | (self.limits[sentence] < self.tokens.shape[1])
         if bool(closed.any()):
             self._close(closed.nonzero().squeeze(1), ended, stuck)
             rows = (~closed).nonzero().squeeze(1)
@@ -125,7 +125,7 @@ class GreedySearch(SearchState):
         return token[:, None], log_prob[:, None], allowed.amax(dim=1) == -torch.inf
 
     def _choose_several(self) -> Choice | None:
-        """What `_choose` finds, of as many steps as can be taken at once, (rows, steps) each; None if none can."""
+        """Run as many fused steps as possible: `_choose` of each, (rows, steps). None if unsupported."""
         several = self._several() if self._attention is None else None
         found = None if several is None else self.decoding.greedy_steps(self.tokens, several)
         if found is not None:
@@ -135,19 +135,10 @@ class GreedySearch(SearchState):
     def _close(self, leaving: Tensor, ended: Tensor, stuck: Tensor) -> None:
         """Record the answers of the rows that leave; ended, stuck (rows,): with EOS or without a last token."""
         maps = [None] * len(leaving) if self._attention is None else self._attention[leaving].unbind()
-        sentence = self._sentence[leaving]
-        columns = (t[leaving].tolist() for t in (self.tokens, ended, stuck, self.log_prob))
-        rows = zip(sentence.tolist(), self.start[sentence].tolist(), *columns, maps, strict=True)
-        for index, start, ids, without_last, was_stuck, value, weights in rows:
-            ids = ids[start + 1 :]
+        columns = (t[leaving].tolist() for t in (self._sentence, self.tokens[:, 1:], ended, stuck, self.log_prob))
+        for index, ids, without_last, was_stuck, value, weights in zip(*columns, maps, strict=True):
             body, length = ids[:-1] if without_last else ids, len(ids) - was_stuck
             finished = without_last and not was_stuck
             self.found[index].append(
                 scored_hypothesis(self.config, self.request, index, body, value, length, finished, weights)
             )
-
-    def _admit_rows(self, kept: Tensor, batch: int) -> None:
-        old = renumber(kept, self._sentence, len(self.found))
-        new = torch.arange(len(kept), len(kept) + batch, device=kept.device)
-        self._sentence = torch.cat([old, new])
-        self._row = torch.cat([self._row, new])  # of no use without draws, which a batch alone has

@@ -1,4 +1,4 @@
-"""Where a model can generate with quantised or kept weights, and its encoder with them; see `GenerationConfig`."""
+"""Obstacles to quantised or kept weights, and encoders with such weights; see `GenerationConfig`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def apply(form: Form, layout: WeightLayout) -> Form:
     """
     if layout == AS_IT_IS:
         return form
-    reason = obstacle(form.model, layout.quantize)
+    reason = obstacle(form.model)
     if reason is not None and layout.quantize is not None:
         raise ValueError(f"quantize={layout.quantize!r} cannot be: {reason}")
     if reason is not None or not form.has_own_encoder():
@@ -34,14 +34,11 @@ def apply(form: Form, layout: WeightLayout) -> Form:
     return dataclasses.replace(form, model=model)
 
 
-def obstacle(model: nn.Module, quantize: str | None) -> str | None:
-    """Why a model's weights cannot be quantised to this type, or (None) laid out as they are; None if they can."""
+def obstacle(model: nn.Module) -> str | None:
+    """Return the reason why a model's weights can be neither quantised nor laid out for steps, or None."""
     given = next(((p.device.type, p.dtype) for p in model.parameters()), ("cpu", torch.float32))
     if given != ("cpu", torch.float32):
         return f"it is for fp32 weights on a CPU, and these are {given[1]} on {given[0]}"
     if torch.is_autocast_enabled("cpu"):
         return "autocast is on, which asks for another type"
-    if (missing := extension.obstacle()) or quantize != "bf16":
-        return missing or None
-    unit = extension.build_info()["instruction_set"]
-    return None if unit == "avx512_bf16" else f"it needs AVX512-BF16, and the kernels in use are for {unit}"
+    return extension.obstacle() or None

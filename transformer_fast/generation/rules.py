@@ -1,4 +1,4 @@
-"""Which tokens may come next: the options that forbid, force or reweigh them."""
+"""Options that forbid, force or reweigh the next token."""
 
 from __future__ import annotations
 
@@ -32,40 +32,26 @@ class Rules:
         self._eos, self._config, self._device = request.eos, config, request.src.device
         self.suppressed = sorted({*config.suppress})
         self._suppress = torch.tensor(self.suppressed, device=self._device) if config.suppress else None
-        none: list[Sequence[int]] = [()] * request.src.shape[0]
         self._limits = request.limits
         self._least = torch.zeros_like(request.limits) if least is None else least
-        self._prefixes = none if prefix is None else list(prefix)
-        self._sentences_changed()
-
-    def admit(self, other: Rules, kept: Tensor) -> None:
-        """The rules of these sentences (kept,), and behind them those of another call with the same options."""
-        self._limits = torch.cat([self._limits[kept], other._limits])
-        self._least = torch.cat([self._least[kept], other._least])
-        self._prefixes = [self._prefixes[sentence] for sentence in kept.tolist()] + other._prefixes
-        self._sentences_changed()
-
-    def _sentences_changed(self) -> None:
-        """What follows from the limits and the prefixes of all sentences."""
-        config = self._config
         self._first_limit = int(self._limits.min()) if config.force_eos and len(self._limits) else 0
         self._most = int(self._least.max()) if len(self._least) else 0
-        longest = max(map(len, self._prefixes), default=0)
+        longest = max(map(len, prefix or ()), default=0)
         self._forced: Tensor | None = None  # (sentences, longest + 1), -1 behind the end of a prefix
-        if longest:
-            rows = [[*ids, *[-1] * (longest + 1 - len(ids))] for ids in self._prefixes]
+        if prefix is not None and longest:
+            rows = [[*ids, *[-1] * (longest + 1 - len(ids))] for ids in prefix]
             self._forced = torch.tensor(rows, device=self._device)
         bounds = self._forced is not None or self._suppress is not None or self._most > 1 or config.force_eos
         self._active = bounds or config.no_repeat_ngram > 0 or config.repetition_penalty != 1.0
 
     def only_suppress(self, length: int) -> bool:
-        """Whether the rules do no more to logits behind prefixes of this length than suppress tokens."""
+        """Return True if the rules only suppress tokens behind prefixes of this length."""
         ends = self._config.force_eos and length >= self._first_limit
         bounds = ends or self._forced is not None or self._most > 1
         return not (bounds or self._config.no_repeat_ngram > 0 or self._config.repetition_penalty != 1.0)
 
     def plain_steps(self, length: int, most: int) -> int:
-        """For how many lengths from this one on, at most so many, the rules `only_suppress`."""
+        """Return the number of lengths from this one on for which the rules `only_suppress`, at most `most`."""
         if not self.only_suppress(length):
             return 0
         return min(most, self._first_limit - length) if self._config.force_eos else most
@@ -133,5 +119,5 @@ class Rules:
 
 
 def _is_chosen(tokens: Tensor, begin: Tensor) -> Tensor:
-    """Which of the tokens (rows, t) stand behind BOS, whose column is begin (rows,)."""
+    """(rows, t) bool: tokens to the right of BOS, whose column is begin (rows,)."""
     return torch.arange(tokens.shape[1], device=tokens.device) > begin[:, None]

@@ -55,7 +55,7 @@ class Sampler:
 
 
 def most_likely(logits: Tensor, top_k: int, top_p: float) -> tuple[Tensor, Tensor | None]:
-    """What may be drawn: logits, -inf for the rest, and their tokens (None: in the vocabulary's own order).
+    """Candidates for a draw: logits, -inf for the rest, and their tokens (None: in the vocabulary's own order).
 
     top_p counts within what top_k leaves. The most likely token always stays.
     """

@@ -1,4 +1,4 @@
-"""What a whole hypothesis is worth."""
+"""Score of a whole hypothesis."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LEAST_COVERAGE = 1e-10
 
 
 def length_penalty(length: Length, config: GenerationConfig) -> Length:
-    """What log P of an answer of this many tokens, EOS included, is divided by."""
+    """Divisor of log P for an answer of so many tokens, EOS included."""
     base = (5 + length) / 6 if config.length_norm == "gnmt" else length
     return base**config.length_penalty
 

@@ -1,8 +1,8 @@
-"""Keys and values for steps that compute several positions of each sentence: a run of tokens that are known already.
+"""Keys and values for steps that compute several positions per sentence: a run of tokens that are known already.
 
-`SpanCache` is a `DecoderCache` with one hypothesis a sentence. A step has `span` rows for each, its newest positions:
-each row sees the keys of the rows before it. How many positions are held is said anew before every step (`hold`), so
-that those of tokens which were not taken after all are written over.
+`SpanCache` is a `DecoderCache` with one hypothesis per sentence, whose sentences may hold different numbers of
+positions. A step has `span` rows per sentence, its newest positions: each row sees the keys of the rows before it.
+`hold` says before every step how many positions are held, so that those of rejected tokens are written over.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import ops
+from ..masks import AttentionMask
 from .cache import DecoderCache
 
 
@@ -20,15 +22,27 @@ class SpanCache(DecoderCache):
     """
 
     def hold(self, lengths: Tensor, span: int) -> None:
-        """The next step has so many rows for each sentence, the first behind this many positions, (sentences,)."""
+        """Set the next step: `span` rows per sentence, the first of them behind `lengths` (sentences,) positions."""
         self.span, self.length = span, int(lengths.max())
         self._positions = lengths[:, None] + torch.arange(span, device=lengths.device)
 
-    def positions(self) -> Tensor:
-        return self._positions
+    def keys(self) -> Tensor:
+        return (self._positions + 1).int()
+
+    def position(self, rows: int) -> tuple[Tensor, int]:
+        return self._positions.flatten(), self.length + self.span
+
+    def attend_own(self, layer: int, q: Tensor, states: Tensor) -> Tensor:
+        slots, at = q.shape[0] // self.span, self._positions
+        own = self.own(slots)[layer, :slots]
+        own[torch.arange(slots, device=q.device)[:, None], :, :, at] = states.unflatten(0, at.shape)
+        queries = q.squeeze(2).unflatten(0, at.shape).transpose(1, 2)
+        k, v = own[:, :, :, : self.length + self.span].unbind(1)
+        out = ops.attention(queries, k, v, AttentionMask.lengths(self.keys()))
+        return out.transpose(1, 2).reshape(q.shape)
 
     def select(self, rows: list[int]) -> None:
-        """Keep these sentences, which rise."""
+        """Keep these sentences. Indices must be ascending."""
         kept = torch.tensor(rows, dtype=torch.long, device=self.cross.device)
         if self._states is not None:
             known = self.length + self.span  # and those of the last step

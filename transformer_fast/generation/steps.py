@@ -1,4 +1,4 @@
-"""How one model takes a step from prefixes to the logits of the next token: without a cache, or with one.
+"""Steps of one model, from prefixes to the logits of the next token: without a cache, or with one.
 
 `UncachedStep` runs the decoder over the whole prefix. `CachedStep` runs it over the newest position; on a CPU all its
 layers are one call where that computes the same (`fused.py`), and on a GPU CUDA graphs can replay it (`graphs.py`).
@@ -20,7 +20,6 @@ from .forms import Form
 from .fused import BeamSteps, Several, fused_step
 from .graphs import StaticCache, StepGraphs, row_class
 from .span_cache import SpanCache
-from .state_pool import state_pool
 from .topk import Choice
 from .weights import WeightLayout, prepack
 
@@ -60,8 +59,7 @@ class CachedStep:
             self._graphs = StepGraphs(cache)
         else:
             kind, most = (SpanCache, memory.shape[0]) if spans else (DecoderCache, rows)
-            pool = state_pool(decoder) if config.keep_weights else None
-            self._cache = kind(self._decoder, memory, mask, rows=most, record=config.reads_attention, pool=pool)
+            self._cache = kind(self._decoder, memory, mask, rows=most, record=config.reads_attention)
             self._fused = fused_step(self._decoder, self._out, self._cache)
 
     def next_logits(self, tokens: Tensor) -> Tensor:
@@ -96,12 +94,6 @@ class CachedStep:
 
     def select(self, rows: Tensor) -> None:
         self._cache.select(rows.tolist())
-
-    def admit(self, memory: Tensor, mask: Tensor | None, rows: int) -> None:
-        """Further sentences join, each with one row behind the others that has no prefix yet. memory, mask: as at
-        first, of the new sentences; rows: how many hypotheses there will be at most now."""
-        self._cache.reserve(rows)
-        self._cache.admit(memory, mask)
 
     def span_logits(self, ids: Tensor, held: Tensor, *, newest: bool = False) -> Tensor:
         """ids (sentences, span), of which the first stand behind `held` positions, (sentences,) -> (sentences, span,

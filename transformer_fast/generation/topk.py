@@ -1,4 +1,7 @@
-"""The most likely next tokens, and what makes log-probabilities of logits."""
+"""The most likely next tokens, and the normalizer that turns logits into log-probabilities.
+
+There are two ways: one op of the extension (fp32 on a CPU), and PyTorch's operators.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ from .. import extension
 
 
 class Choice(NamedTuple):
-    """best, token (rows, k): the greatest logits of each row, and whose they are, the greatest first. normalizer
-    (rows,): what makes log-probabilities of logits, NaN where a row has a NaN."""
+    """best, token (rows, k): the greatest logits of each row and their tokens, greatest first. normalizer (rows,): to
+    be subtracted from logits for log-probabilities; NaN where a row has a NaN."""
 
     best: Tensor
     token: Tensor
@@ -43,7 +46,8 @@ def best_tokens(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Of equal ones the first token comes first on a CPU in fp32; elsewhere in no order. The token of a -inf is arbitrary.
     """
     if use_native(logits):
-        return torch.ops.transformer_fast.best_tokens(logits, k)
+        best, token, _ = choose(logits, k)
+        return best, token
     return logits.max(dim=-1, keepdim=True) if k == 1 else logits.topk(k, dim=-1)
 
 
@@ -53,11 +57,11 @@ def log_normalizer(logits: Tensor) -> Tensor:
     log P of a token is its logit less this, so that a log-softmax of the whole vocabulary need not be written.
     """
     if use_native(logits):
-        return torch.ops.transformer_fast.log_normalizer(logits)
+        return choose(logits, 1).normalizer
     found = logits.logsumexp(dim=-1)
     return found.masked_fill(found == torch.inf, torch.nan)
 
 
 def use_native(logits: Tensor) -> bool:
-    """Whether the C++ extension chooses among such numbers."""
+    """Return True if the C++ extension chooses among such numbers."""
     return logits.device.type == "cpu" and logits.dtype == torch.float32 and extension.load()

@@ -1,4 +1,4 @@
-"""A model's weights in the layout in which steps of few rows read them fastest, for the time of one call or longer.
+"""Copies of a model's weights in the layout that steps of few rows read fastest, for one call or longer.
 
 Nothing of the model itself is changed, so that several threads may decode with one model: `prepack` makes a copy of its
 modules that shares their parameters, in which plain linear layers are `StepLinear`, or `QuantizedLinear`. What is kept
@@ -38,8 +38,6 @@ EMBEDDINGS = (nn.Embedding, Embedding)
 """The classes whose weight may be read without calling them."""
 _PARENTS = (Encoder, EncoderLayer, Decoder, DecoderLayer, MultiHeadAttention, PositionalEncoder, nn.ModuleList)
 """The classes that call a child, or leave it to a cache, in a way that a `StepLinear` serves."""
-QUANTIZED = {"int8": torch.int8, "bf16": torch.bfloat16}
-"""By what `GenerationConfig` calls them, the types of quantised weights."""
 WHOLE = 2**12
 """Pairs of values up to which a stamp reads all of a weight."""
 BLOCK = 8
@@ -51,7 +49,7 @@ INT8_INPUTS = 2**17
 
 
 class WeightLayout(NamedTuple):
-    """How the copies of weights are made: `GenerationConfig.quantize`, and `GenerationConfig.keep_weights`."""
+    """Layout of the copies of weights: `GenerationConfig.quantize` and `GenerationConfig.keep_weights`."""
 
     quantize: str | None = None
     keep: bool = False
@@ -133,17 +131,17 @@ class StepLinear:
 
     @property
     def weight(self) -> Tensor:
-        """(out, in)"""
+        """All weights, one below the other, (out, in)."""
         if self._concatenated is None:
             self._concatenated = self._weights[0] if len(self._weights) == 1 else torch.cat(self._weights)
         return self._concatenated
 
 
 class QuantizedLinear(StepLinear):
-    """One linear layer with quantised weights, or several of one input side by side, for any number of rows.
+    """One linear layer with int8 weights, or several of one input side by side, for any number of rows.
 
     For fp32 on a CPU: `csrc/cpu/generation/quantized_linear.cpp`, which computes what `reference.quantized_linear`
-    says. The weights are quantised, as the layout says, when they are first needed.
+    says. The weights are quantised when they are first needed.
     """
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -154,8 +152,8 @@ class QuantizedLinear(StepLinear):
     def operand(self, rows: int) -> Tensor:
         """The weights for `quantized_linear`."""
         if self._packed is None:
-            name, pack = str(self.layout.quantize), torch.ops.transformer_fast.pack_quantized_weight
-            self._packed = self._copied(name, lambda: pack(self._weights, QUANTIZED[name]))
+            pack = torch.ops.transformer_fast.pack_quantized_weight
+            self._packed = self._copied("int8", lambda: pack(self._weights))
         return self._packed
 
 
@@ -210,7 +208,7 @@ def _has_onednn() -> bool:
 
 
 def _step_linear(linears: Sequence[nn.Linear], rows: int, layout: WeightLayout, *, relu: bool = False) -> StepLinear:
-    too_deep = layout.quantize == "int8" and linears[0].in_features > INT8_INPUTS
+    too_deep = linears[0].in_features > INT8_INPUTS
     kind = StepLinear if layout.quantize is None or too_deep else QuantizedLinear
     return kind(linears, rows, layout, relu=relu)
 

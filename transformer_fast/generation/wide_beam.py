@@ -35,25 +35,25 @@ class WideSearch(Search):
 
     def step(self) -> None:
         total, parent, token = self._best_continuations()
-        lengths = self._lengths()
+        length = self.tokens.shape[1]
         valid = total > -torch.inf
         self._keep_stuck(valid)
 
         best = torch.arange(total.shape[1], device=total.device) < self.width
-        ends, cut = valid & (token == self.request.eos), valid & (lengths >= self.limits)[:, None]
+        ends, cut = valid & (token == self.request.eos), valid & (self.limits <= length)[:, None]
         ended, reached = ends & best, cut & best & ~ends
         self._record(parent[ended], None, total[ended], finished=True)
         self._record(parent[reached], token[reached], total[reached], finished=False)
         alive = valid & ~ends & ~cut
         alive &= alive.cumsum(dim=1) <= self.width
-        alive &= ~self._done(total.masked_fill(~alive, -torch.inf).amax(dim=1), lengths)[:, None]
+        alive &= ~self._done(total.masked_fill(~alive, -torch.inf).amax(dim=1), length)[:, None]
 
         self._go_on(alive, total, parent, token)
 
     def _decides(self, units: Tensor) -> bool:
         return any(len(self.found[unit]) >= self.width for unit in units.tolist())
 
-    def _done(self, best_open: Tensor, lengths: Tensor) -> Tensor:
+    def _done(self, best_open: Tensor, length: int) -> Tensor:
         """(units,) bool: enough have finished, and no open hypothesis can beat the worst of them. best_open (units,):
         log P of the best open one. Keeps the `beam` best finished ones."""
         for index in set(self.unit.tolist()):
@@ -64,7 +64,7 @@ class WideSearch(Search):
             return torch.tensor(full, device=best_open.device)
         # log P only falls, so what is in reach has today's, and the length that is penalised least.
         longest = self.config.early_stop is False and self.config.length_penalty > 0
-        lengths = self.limits if longest else lengths
+        lengths = self.limits if longest else torch.full_like(self.limits, length)
         reachable = best_open.double() / length_penalty(lengths.double(), self.config)
         bar = torch.tensor(worst, dtype=torch.float64, device=best_open.device)
         return (bar >= reachable) & torch.tensor(full, device=best_open.device)

@@ -1,14 +1,13 @@
-"""Linear layers with quantised weights, as a CPU decodes with them.
+"""Linear layers with int8 weights, as a CPU decodes with them.
 
-In int8, every output's weights, and every row of the input when it arrives, become integers from -127 to 127 by a scale
-of their own: symmetric quantisation by the greatest magnitude. Products and sums of the integers are exact, so that a
-row's result depends neither on the other rows nor on the order of the sums. In bfloat16 both are rounded.
+The weights of each output, and each row of the input when it arrives, become integers from -127 to 127 by a scale of
+their own: symmetric quantisation by the greatest magnitude. Products and sums of the integers are exact, so that a
+row's result depends neither on the other rows nor on the order of the sums.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -48,17 +47,3 @@ def int8_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     out = sums * (row_scale[:, None] * output_scale)
     out = out if bias is None else out + bias
     return out.view(*x.shape[:-1], weight.shape[0])
-
-
-def bf16_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x weight^T + bias`` with x and weight rounded to bfloat16; products and sums in the dtype of x.
-
-    Args:
-        x: (..., in).
-        weight: (out, in), in the dtype of x.
-        bias: (out,), in the dtype of x, or None.
-
-    Returns:
-        (..., out), in the dtype of x.
-    """
-    return F.linear(x.bfloat16().to(x.dtype), weight.bfloat16().to(x.dtype), bias)

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ..generation import GenerationConfig, Hypothesis, generate
-from ..generation.continuous import ContinuousBatch, Sentence, obstacle
 from ..generation.decoding import pad_sources
 from ..generation.generate import length_obstacle, models_obstacle
 from .errors import ConfigError
@@ -61,9 +60,6 @@ class Translator:
         length_penalty: alpha of `beam_search`.
         config: all options of `generate`, in the place of the two above; `trained.generation` are those of the run.
         batch_tokens: most padded source tokens of a batch, times beam (or n_best, where answers are drawn).
-        keep_full: whether waiting lines take the places of finished ones, see `ContinuousBatch`. None: on a GPU, where
-            there is no `obstacle` for these options. A CPU is faster batch after batch: sorted lines end nearly
-            together, and a row takes as long in a full batch as in half of one.
         longest: source tokens the model can be trusted with; a longer line is translated in pieces.
 
     Raises:
@@ -79,7 +75,6 @@ class Translator:
         length_penalty: float = 0.6,
         config: GenerationConfig | None = None,
         batch_tokens: int = 8192,
-        keep_full: bool | None = None,
         longest: int = 256,
     ) -> None:
         for name, value, least in (("batch_tokens", batch_tokens, 1), ("longest", longest, 2)):
@@ -92,10 +87,6 @@ class Translator:
         self.device = next(self.models[0].parameters()).device
         if reason := models_obstacle(self.models, self.config):
             raise ConfigError(reason)
-        reason = obstacle(self.models, self.config)
-        if keep_full and reason:
-            raise ConfigError(f"keep_full=True cannot be: {reason}")
-        self.keep_full = (reason is None and self.device.type != "cpu") if keep_full is None else keep_full
 
     def translate(self, lines: Iterable[str], *, chunk_lines: int = CHUNK_LINES, workers: int = 1) -> Iterator[str]:
         """One translation for every line, in order; a blank line gives an empty one.
@@ -162,9 +153,7 @@ class Translator:
         order = [index for index, (number, _) in enumerate(parts) if number not in reasons]
         order.sort(key=lambda index: -len(sources[index]))
         streams = _streams(first + number for number, _ in parts)
-        keep_full = self.keep_full and obstacle(self.models, self.config) is None  # a model may have got a hook since
-        decode = self._decode_continuously if keep_full else self._decode_batches
-        for index, answer in decode(order, sources, streams, keep_errors=on_error is not None):
+        for index, answer in self._decode_batches(order, sources, streams, keep_errors=on_error is not None):
             if isinstance(answer, Exception):
                 reasons.setdefault(parts[index][0], str(answer))
             else:
@@ -191,29 +180,10 @@ class Translator:
             sources += [whole[number]] if one else self.tokenizer.encode_source([part.text for part in own])
         return parts, sources
 
-    def _decode_continuously(
-        self, order: list[int], sources: list[list[int]], streams: list[int], *, keep_errors: bool
-    ) -> Answers:
-        """Sources in this order, each with its number, as they are finished. Where a step fails, the sentences that
-        were in work are decoded as batches, which find the one that fails, and the others go on."""
-        marks = {"bos": self.tokenizer.bos, "eos": self.tokenizer.eos}
-        while order:
-            waiting = (Sentence(sources[index]) for index in order)
-            stream = ContinuousBatch(self.models, waiting, config=self.config, tokens=self.batch_tokens, **marks)
-            try:
-                for number, answer in stream:
-                    yield order[number], answer
-            except (FloatingPointError, torch.OutOfMemoryError):
-                if not keep_errors:
-                    raise
-            failed = [order[number] for number in stream.pending]
-            yield from self._decode_batches(failed, sources, streams, keep_errors=keep_errors)
-            order = order[stream.taken :]
-
     def _decode_batches(
         self, order: list[int], sources: list[list[int]], streams: list[int], *, keep_errors: bool
     ) -> Answers:
-        """Sources in this order, each with its number; batch after batch."""
+        """Decode sources in this order, batch after batch; yield the number and the answer of each."""
         decode = self._decode_or_errors if keep_errors else self._decode
         for batch in self._batches(order, sources):
             given = [sources[index] for index in batch], [streams[index] for index in batch]

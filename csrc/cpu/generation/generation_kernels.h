@@ -54,9 +54,9 @@ struct BeamChoice {
 // weights (int32).
 constexpr int64_t kPanelHeader = 2;
 
-// For one type of quantised weights; null where the vector unit has no products of it.
+// For quantised weights.
 struct QuantizedKernels {
-  // How many groups an output with so many inputs has.
+  // How many groups an output with so many inputs has: four inputs each, one word.
   int64_t (*groups)(int64_t depth);
   // Weights as for pack_step_weight, to (panels, kPanelHeader + groups, panel) words, a group of inputs in each.
   void (*pack)(const float* const* rows, int64_t outputs, int64_t depth, void* packed);
@@ -64,10 +64,6 @@ struct QuantizedKernels {
 };
 
 struct GenerationKernels {
-  // The k greatest of each row of logits (rows, columns), the greatest first, into (rows, k) each.
-  void (*best_tokens)(const float* logits, int64_t rows, int64_t columns, int64_t k, float* best, int64_t* token);
-  // log(sum(exp(row))) of each.
-  void (*log_normalizer)(const float* logits, int64_t rows, int64_t columns, float* out);
   void (*choose_tokens)(const TokenChoice& params);
   void (*choose_continuations)(const BeamChoice& params);
   // How many outputs a panel of packed weights has.
@@ -75,7 +71,7 @@ struct GenerationKernels {
   // Weights of a linear layer, `outputs` rows of `depth` elements each, to (panels, depth, panel).
   void (*pack_step_weight)(const float* const* rows, int64_t outputs, int64_t depth, float* packed);
   void (*step_linear)(const StepLinearParams& params);
-  QuantizedKernels int8, bf16;
+  QuantizedKernels int8;
 };
 
 }  // namespace transformer_fast

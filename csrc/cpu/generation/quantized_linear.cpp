@@ -1,11 +1,9 @@
-// A linear layer with quantised weights. In int8, the weights of an output, and each row of the input, are integers of at
-// most 127 by a scale of their own, and their products are summed exactly: a result is the same for any number of rows
-// and threads, and on any vector unit. In bfloat16, where the processor multiplies it, both are rounded.
-// transformer_fast/reference/quantized_linear.py says what is computed.
+// A linear layer with int8 weights: the weights of an output, and each row of the input, are integers of at most 127 by a
+// scale of their own, and their products are summed exactly. A result is the same for any number of rows and threads,
+// and on any vector unit. transformer_fast/reference/quantized_linear.py says what is computed.
 //
-// The weights lie in panels of two vectors of outputs, and there in groups of as many inputs as 32 bits hold, the order
-// in which they are read. A task multiplies one panel with a block of rows, some of which are summed in registers at a
-// time.
+// The weights lie in panels of two vectors of outputs, and there in groups of four inputs, the order in which they are
+// read. A task multiplies one panel with a block of rows, some of which are summed in registers at a time.
 #include "quantized_rows.h"
 
 #include "ahead.h"
@@ -43,10 +41,10 @@ struct Panel {
 };
 
 // Sums of one row and a half of the panel's outputs become results.
-void finish(V total, float x_scale, const Panel& panel, int half, float* out) {
+void finish(I sums, float x_scale, const Panel& panel, int half, float* out) {
   const int64_t n = half * kW, count = std::min(kW, panel.columns - n);
   if (count <= 0) return;
-  V v = total * (x_scale * load(panel.scales + n)) + load(panel.bias + n);
+  V v = __builtin_convertvector(sums, V) * (x_scale * load(panel.scales + n)) + load(panel.bias + n);
   if (panel.relu) v = v < 0 ? V{} : v;  // a NaN passes, as in torch.relu
   store_some(out + n, v, count);
 }
@@ -55,36 +53,27 @@ template <typename Products, int kRows>
 void multiply(const QuantizedRows& x, int64_t row, const Panel& panel, const Words& ahead, float* out,
               int64_t out_stride) {
   const int32_t* const words = x.words + row * x.stride;
-  V totals[kRows][2] = {};
-  for (int64_t begin = 0; begin < panel.groups; begin += std::min(Products::kBlock, panel.groups - begin)) {
-    const int64_t end = begin + std::min(Products::kBlock, panel.groups - begin);
-    typename Products::Sums sums[kRows][2] = {};
-    if (begin == 0)
-      for (auto& of_row : sums)
-        for (int half = 0; half < 2; ++half) of_row[half] = Products::begin(load_words(panel.sums + half * kW));
-    for (int64_t group = begin; group < end; ++group) {
-      const int32_t* const at = panel.weights + group * kPanel;
-      const I low_words = load_words(at), high_words = load_words(at + kW);
-      ahead.fetch(group);
+  I sums[kRows][2];
+  for (auto& of_row : sums)
+    for (int half = 0; half < 2; ++half) of_row[half] = Products::begin(load_words(panel.sums + half * kW));
+  for (int64_t group = 0; group < panel.groups; ++group) {
+    const int32_t* const at = panel.weights + group * kPanel;
+    const I low_words = load_words(at), high_words = load_words(at + kW);
+    ahead.fetch(group);
 #pragma GCC unroll 2
-      for (int plane = 0; plane < Products::kPlanes; ++plane) {
-        const auto low = Products::weights(low_words, plane), high = Products::weights(high_words, plane);
+    for (int plane = 0; plane < Products::kPlanes; ++plane) {
+      const I low = Products::weights(low_words, plane), high = Products::weights(high_words, plane);
 #pragma GCC unroll 12
-        for (int m = 0; m < kRows; ++m) {
-          const int32_t inputs = words[m * x.stride + group * Products::kPlanes + plane];
-          sums[m][0] = Products::add(sums[m][0], inputs, low);
-          sums[m][1] = Products::add(sums[m][1], inputs, high);
-        }
+      for (int m = 0; m < kRows; ++m) {
+        const int32_t inputs = words[m * x.stride + group * Products::kPlanes + plane];
+        sums[m][0] = Products::add(sums[m][0], inputs, low);
+        sums[m][1] = Products::add(sums[m][1], inputs, high);
       }
     }
-#pragma GCC unroll 12
-    for (int m = 0; m < kRows; ++m)
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) totals[m][half] += Products::result(sums[m][half]);
   }
   for (int m = 0; m < kRows; ++m)
     for (int half = 0; half < 2; ++half)
-      finish(totals[m][half], x.scales[row + m], panel, half, out + (row + m) * out_stride);
+      finish(sums[m][half], x.scales[row + m], panel, half, out + (row + m) * out_stride);
 }
 
 template <typename Products, int kRows = kMostRows>
@@ -97,43 +86,31 @@ void multiply_some(const QuantizedRows& x, int64_t row, int64_t rows, const Pane
 
 #if defined(TRANSFORMER_FAST_TILES)
 // One or two tiles of rows with both halves of a panel: sums in tiles 0 to 3, inputs in 4 and 5, weights in 6 and 7.
-template <typename Products, int kTiles>
+template <int kTiles>
 void multiply_tiles(const QuantizedRows& x, int64_t row, int64_t rows, const Panel& panel, float* out, int64_t stride) {
-  using Element = typename Products::Element;
   constexpr int64_t kBytes = sizeof(int32_t), kSums = kTileRows * kPanel;
   const int32_t *const low = x.words + row * x.stride, *const high = low + kTileRows * x.stride;
   alignas(64) int32_t sums[kTiles * kSums];
-  alignas(64) float totals[kTiles * kSums];
-  for (int64_t begin = 0, end; begin < panel.groups; begin = end) {
-    end = begin + std::min(Products::kBlock, panel.groups - begin);
-    zero_tile<0>(), zero_tile<1>();
-    if constexpr (kTiles == 2) zero_tile<2>(), zero_tile<3>();
-    for (int64_t group = begin; group < end; group += kTileGroups) {
-      const int32_t* const weights = panel.weights + group * kPanel;
-      for (int64_t word = 0; word < kTileGroups * kPanel; word += kLine)
-        __builtin_prefetch(weights + kTileGroups * kPanel + word);
-      load_tile<6>(weights, kPanel * kBytes), load_tile<7>(weights + kW, kPanel * kBytes);
-      load_tile<4>(low + group, x.stride * kBytes);
-      multiply_tile<Element, 0, 4, 6>(), multiply_tile<Element, 1, 4, 7>();
-      if constexpr (kTiles == 2) {
-        load_tile<5>(high + group, x.stride * kBytes);
-        multiply_tile<Element, 2, 5, 6>(), multiply_tile<Element, 3, 5, 7>();
-      }
+  zero_tile<0>(), zero_tile<1>();
+  if constexpr (kTiles == 2) zero_tile<2>(), zero_tile<3>();
+  for (int64_t group = 0; group < panel.groups; group += kTileGroups) {
+    const int32_t* const weights = panel.weights + group * kPanel;
+    for (int64_t word = 0; word < kTileGroups * kPanel; word += kLine)
+      __builtin_prefetch(weights + kTileGroups * kPanel + word);
+    load_tile<6>(weights, kPanel * kBytes), load_tile<7>(weights + kW, kPanel * kBytes);
+    load_tile<4>(low + group, x.stride * kBytes);
+    multiply_tile<0, 4, 6>(), multiply_tile<1, 4, 7>();
+    if constexpr (kTiles == 2) {
+      load_tile<5>(high + group, x.stride * kBytes);
+      multiply_tile<2, 5, 6>(), multiply_tile<3, 5, 7>();
     }
-    store_tile<0>(sums, kPanel * kBytes), store_tile<1>(sums + kW, kPanel * kBytes);
-    if constexpr (kTiles == 2)
-      store_tile<2>(sums + kSums, kPanel * kBytes), store_tile<3>(sums + kSums + kW, kPanel * kBytes);
-    for (int64_t m = 0; m < rows; ++m)
-      for (int half = 0; half < 2; ++half) {
-        const int64_t at = m * kPanel + half * kW;
-        V total = Products::result(load_words(sums + at));
-        if (begin > 0) total += load(totals + at);
-        if (end < panel.groups)
-          store(totals + at, total);
-        else
-          finish(total, x.scales[row + m], panel, half, out + (row + m) * stride);
-      }
   }
+  store_tile<0>(sums, kPanel * kBytes), store_tile<1>(sums + kW, kPanel * kBytes);
+  if constexpr (kTiles == 2)
+    store_tile<2>(sums + kSums, kPanel * kBytes), store_tile<3>(sums + kSums + kW, kPanel * kBytes);
+  for (int64_t m = 0; m < rows; ++m)
+    for (int half = 0; half < 2; ++half)
+      finish(load_words(sums + m * kPanel + half * kW), x.scales[row + m], panel, half, out + (row + m) * stride);
 }
 #endif
 
@@ -156,8 +133,8 @@ void multiply_rows(const QuantizedRows& x, int64_t row, int64_t end, const Panel
 #if defined(TRANSFORMER_FAST_TILES)
   if constexpr (Products::kRows == kTileRows) {
     for (; end - row > kTileRows; row = std::min(row + 2 * kTileRows, end))
-      multiply_tiles<Products, 2>(x, row, std::min(2 * kTileRows, end - row), panel, out, stride);
-    if (row < end) multiply_tiles<Products, 1>(x, row, end - row, panel, out, stride);
+      multiply_tiles<2>(x, row, std::min(2 * kTileRows, end - row), panel, out, stride);
+    if (row < end) multiply_tiles<1>(x, row, end - row, panel, out, stride);
   }
 #endif
 }
@@ -165,7 +142,7 @@ void multiply_rows(const QuantizedRows& x, int64_t row, int64_t end, const Panel
 template <typename Products>
 void linear(const QuantizedLinearParams& p) {
   const int64_t rows = p.rows, outputs = p.outputs, panels = (outputs + kPanel - 1) / kPanel;
-  const int64_t groups = groups_of<typename Products::Element>(p.depth), blocks = (rows + kBlock - 1) / kBlock;
+  const int64_t groups = groups_of(p.depth), blocks = (rows + kBlock - 1) / kBlock;
   const QuantizedRows x = quantize_rows<Products>(p.x, rows, p.depth);
   const auto start_of = [&](int64_t block) {
     return block == blocks ? rows : block * rows / blocks / Products::kRows * Products::kRows;
@@ -192,8 +169,7 @@ void linear(const QuantizedLinearParams& p) {
 
 template <typename Products>
 void pack(const float* const* rows, int64_t outputs, int64_t depth, void* packed) {
-  using Element = typename Products::Element;
-  const int64_t panels = (outputs + kPanel - 1) / kPanel, groups = groups_of<Element>(depth);
+  const int64_t panels = (outputs + kPanel - 1) / kPanel, groups = groups_of(depth);
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
     static thread_local GrowingBuffer<float> words_buffer;
     float* const words = words_buffer.reserve(kPanel * groups);
@@ -202,8 +178,8 @@ void pack(const float* const* rows, int64_t outputs, int64_t depth, void* packed
       const int64_t columns = std::min(kPanel, outputs - panel * kPanel);
       if (columns < kPanel) std::fill_n(block, (kPanelHeader + groups) * kPanel, 0.0f);
       for (int64_t n = 0; n < columns; ++n) {
-        const auto elements = reinterpret_cast<Element*>(words + n * groups);
-        const Quantized row = quantize(rows[panel * kPanel + n], depth, elements, groups * kGroup<Element>);
+        const auto bytes = reinterpret_cast<int8_t*>(words + n * groups);
+        const Quantized row = quantize(rows[panel * kPanel + n], depth, bytes, groups * kGroup);
         block[n] = row.scale, block[kPanel + n] = std::bit_cast<float>(row.sum);
       }
       const auto row_at = [&](int64_t n, int64_t k, int64_t count) { return load_some(words + n * groups + k, count); };
@@ -215,39 +191,26 @@ void pack(const float* const* rows, int64_t outputs, int64_t depth, void* packed
   });
 }
 
+#if defined(TRANSFORMER_FAST_TILES)
 // Few rows would leave most of a tile idle.
-template <typename Few, typename Many, int64_t kFew>
-void linear_of_rows(const QuantizedLinearParams& p) {
-  p.rows <= kFew ? linear<Few>(p) : linear<Many>(p);
-}
+void linear_by_tiles(const QuantizedLinearParams& p) { p.rows <= 8 ? linear<VnniBytes>(p) : linear<TileProducts>(p); }
+#endif
 
 template <typename Products>
 QuantizedKernels kernels_of(void (*multiply)(const QuantizedLinearParams&) = &linear<Products>) {
-  return {&groups_of<typename Products::Element>, &pack<Products>, multiply};
+  return {&groups_of, &pack<Products>, multiply};
 }
 
 }  // namespace
 
 QuantizedKernels int8_kernels() {
 #if defined(TRANSFORMER_FAST_TILES)
-  if (has_tiles() && VnniBytes::is_there())
-    return kernels_of<VnniBytes>(&linear_of_rows<VnniBytes, TileProducts<int8_t>, 8>);
+  if (has_tiles() && VnniBytes::is_there()) return kernels_of<VnniBytes>(&linear_by_tiles);
 #endif
 #if defined(__AVX512F__)
   if (VnniBytes::is_there()) return kernels_of<VnniBytes>();
 #endif
   return kernels_of<WidenedBytes>();
-}
-
-QuantizedKernels bf16_kernels() {
-#if defined(TRANSFORMER_FAST_TILES)
-  if (has_tiles()) return kernels_of<TileProducts<c10::BFloat16>>();
-#endif
-#if defined(__AVX512BF16__)
-  return kernels_of<Bf16Products>();
-#else
-  return {nullptr, nullptr, nullptr};
-#endif
 }
 
 }  // namespace transformer_fast

@@ -19,15 +19,12 @@ using I = Int32Vector;
 
 constexpr int64_t kW = kLanes<float>;
 
-// Elements in a group.
-template <typename Element>
-constexpr int64_t kGroup = sizeof(int32_t) / sizeof(Element);
+constexpr int64_t kGroup = 4;  // bytes in a word
 
 // How many groups an output's weights are, with zeros that fill up what is taken at once.
-template <typename Element>
 int64_t groups_of(int64_t depth) {
-  constexpr int64_t elements = kGroup<Element> * kGroupsAtOnce;
-  return (depth + elements - 1) / elements * kGroupsAtOnce;
+  constexpr int64_t bytes = kGroup * kGroupsAtOnce;
+  return (depth + bytes - 1) / bytes * kGroupsAtOnce;
 }
 
 struct Quantized {
@@ -63,13 +60,6 @@ Quantized quantize(const float* x, int64_t depth, int8_t* q, int64_t padded) {
   return {most / 127, sum(sums)};
 }
 
-// x rounded to bfloat16, with zeros up to `padded`.
-[[maybe_unused]] Quantized quantize(const float* x, int64_t depth, c10::BFloat16* q, int64_t padded) {
-  for_columns<float>(0, depth, [&](int64_t c, auto count, int) { store_some(q + c, load(x + c, count), count); });
-  std::fill_n(q + depth, padded - depth, c10::BFloat16(0.0f));
-  return {1, 0};
-}
-
 // The rows of a call: the words of a group in each plane (see quantized_products.h) one after the other, and their
 // scales.
 struct QuantizedRows {
@@ -103,9 +93,8 @@ template <typename Products>
 QuantizedRows quantize_rows(const float* x, int64_t rows, int64_t depth) {
   static thread_local GrowingBuffer<int32_t> words_buffer;
   static thread_local GrowingBuffer<float> scales_buffer;
-  using Element = typename Products::Element;
   constexpr int64_t planes = Products::kPlanes;
-  const int64_t padded = (groups_of<Element>(depth) + kW - 1) / kW * kW;
+  const int64_t padded = (groups_of(depth) + kW - 1) / kW * kW;
   const int64_t stride = planes * padded + kW;  // not a power of two
   // A tile reads rows behind the last, too; what comes of them is not stored.
   int32_t* const words = words_buffer.reserve((rows + Products::kRows) * stride);
@@ -114,8 +103,7 @@ QuantizedRows quantize_rows(const float* x, int64_t rows, int64_t depth) {
     static thread_local GrowingBuffer<float> groups_buffer;
     float* const groups = groups_buffer.reserve(padded);
     for (int64_t row = begin; row < end; ++row) {
-      scales[row] =
-          quantize(x + row * depth, depth, reinterpret_cast<Element*>(groups), kGroup<Element> * padded).scale;
+      scales[row] = quantize(x + row * depth, depth, reinterpret_cast<int8_t*>(groups), kGroup * padded).scale;
       for (int64_t group = 0; group < padded; group += kW) {
         I in_planes[planes];
         Products::planes(reinterpret_cast<I>(load(groups + group)), in_planes);

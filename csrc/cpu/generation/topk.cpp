@@ -1,5 +1,5 @@
-// What a search wants to know of logits (rows, vocabulary): the best tokens, the logarithm of the normaliser, or both. And
-// which of those tokens are the best continuations of a beam.
+// Of logits (rows, vocabulary): the best tokens and the logarithm of the normaliser. And which of those tokens are the
+// best continuations of a beam.
 #include "generation_kernels.h"
 
 #include "../simd/exp.h"
@@ -18,8 +18,8 @@ using V = Vector<float>;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// The k greatest of a row, the greatest first, of equal ones the first first. Neither -inf nor NaN is found; what is
-// then missing at the end is -inf, of token 0. After some columns hardly any is greater than all that are in the list.
+// The k greatest of a row, greatest first; ties: lowest index first. Neither -inf nor NaN is found; what is then missing
+// at the end is -inf, of token 0. After some columns hardly any is greater than all that are in the list.
 struct Best {
   int64_t k;
   float* values;
@@ -72,19 +72,6 @@ float log_sum(const float* row, const Columns& columns, float shift) {
   return shift + std::log(sum(sums));
 }
 
-float log_normalizer_of(const float* row, int64_t columns) {
-  V greatest[4];
-  std::fill_n(greatest, 4, broadcast(-kInfinity));
-  for_columns<float>(0, columns, [&](int64_t c, auto count, int slot) {
-    const V v = load(row + c, count, -kInfinity);
-    greatest[slot] = v > greatest[slot] ? v : greatest[slot];
-  });
-  float shift = -kInfinity;
-  for (const V& v : greatest)
-    for (int64_t lane = 0; lane < kLanes<float>; ++lane) shift = std::max(shift, v[lane]);
-  return log_sum(row, {columns}, shift);
-}
-
 template <typename Task>
 void for_rows(int64_t rows, int64_t columns, Task task) {
   at::parallel_for(0, rows, std::max<int64_t>(1, 32768 / columns), [&](int64_t begin, int64_t end) {
@@ -93,14 +80,6 @@ void for_rows(int64_t rows, int64_t columns, Task task) {
 }
 
 }  // namespace
-
-void best_tokens(const float* logits, int64_t rows, int64_t columns, int64_t k, float* best, int64_t* token) {
-  for_rows(rows, columns, [&](int64_t r) {
-    const Best found{k, best + r * k, token + r * k};
-    found.clear();
-    found.find(logits + r * columns, 0, columns);
-  });
-}
 
 void choose_tokens(const TokenChoice& p) {
   const Columns allowed{p.columns, p.suppressed, p.suppressed_count};
@@ -143,10 +122,6 @@ void choose_continuations(const BeamChoice& p) {
       p.chosen[to] = is_there ? p.token[found[i]] : 0;
     }
   }
-}
-
-void log_normalizer(const float* logits, int64_t rows, int64_t columns, float* out) {
-  for_rows(rows, columns, [&](int64_t r) { out[r] = log_normalizer_of(logits + r * columns, columns); });
 }
 
 }  // namespace transformer_fast

@@ -1,13 +1,11 @@
-// Products of elements of less than 32 bits, several to a lane: those of a row times the weights of an output.
+// Products of bytes, four to a lane: those of a row times the weights of an output.
 //
-// A struct is one way to multiply. Its inputs lie in planes, one 32-bit word in each for a group of elements of a row.
+// A struct is one way to multiply. Its inputs lie in planes, one 32-bit word in each for a group of four bytes of a row.
 // `stored` is how a vector of the weights' words is kept, and `weights` what it becomes for a plane before several rows
 // are multiplied with it. It takes `kRows` rows at once; a `Session` is alive while it multiplies.
 #pragma once
 
 #include "vec.h"
-
-#include <limits>
 
 #if defined(__AVX512F__)
 #include <cpuid.h>
@@ -42,13 +40,8 @@ struct VectorProducts {
 // (AVX2's vpmaddubsw adds products of bytes in 16 bits: it is not used.) `offset` is added to each input.
 template <int32_t offset>
 struct ByteProducts : VectorProducts {
-  using Element = int8_t;
-  using Sums = Int32Vector;
-  static constexpr int64_t kBlock = std::numeric_limits<int64_t>::max();  // groups that are summed by themselves
-
   // weight_sums: of each output.
-  static Sums begin(Int32Vector weight_sums) { return weight_sums * -offset; }
-  static Vector<float> result(Sums sums) { return __builtin_convertvector(sums, Vector<float>); }
+  static Int32Vector begin(Int32Vector weight_sums) { return weight_sums * -offset; }
 };
 
 // On any vector unit, by 16-bit products that are summed in pairs: the even inputs of four bytes are one word, the odd
@@ -73,7 +66,9 @@ struct WidenedBytes : ByteProducts<0> {
     to[1] = reinterpret_cast<Int32Vector>((pairs >> 8) - (even(pairs) << 8));
   }
 
-  static Sums add(Sums sums, int32_t x, Int32Vector w) { return add_products_of_halves(sums, Int32Vector{} + x, w); }
+  static Int32Vector add(Int32Vector sums, int32_t x, Int32Vector w) {
+    return add_products_of_halves(sums, Int32Vector{} + x, w);
+  }
 
  private:
   static Int16Vector even(Int16Vector pairs) { return pairs << 8 >> 8; }
@@ -92,7 +87,7 @@ struct VnniBytes : ByteProducts<128> {
     to[0] = bytes ^ static_cast<int32_t>(0x80808080);
   }
 
-  static Sums add(Sums sums, int32_t x, Int32Vector w) {
+  static Int32Vector add(Int32Vector sums, int32_t x, Int32Vector w) {
     const Int32Vector inputs = Int32Vector{} + x;
     asm("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(inputs), "v"(w));
     return sums;
@@ -105,43 +100,15 @@ struct VnniBytes : ByteProducts<128> {
 };
 #endif
 
-#if defined(__AVX512BF16__)
-// bfloat16, two to a lane, summed in fp32: block by block, since sums of sums round less than one long sum.
-struct Bf16Products : VectorProducts {
-  static constexpr int kPlanes = 1;
-  static constexpr int64_t kBlock = 64;
-
-  using Element = c10::BFloat16;
-  using Sums = Vector<float>;
-
-  static Sums begin(Int32Vector) { return Sums{}; }
-  static Vector<float> result(Sums sums) { return sums; }
-  static Int32Vector stored(Int32Vector pairs) { return pairs; }
-  static Vector<float> weights(Int32Vector pairs, int) { return reinterpret_cast<Vector<float>>(pairs); }
-  static void planes(Int32Vector pairs, Int32Vector (&to)[kPlanes]) { to[0] = pairs; }
-
-  static Sums add(Sums sums, int32_t x, Vector<float> w) {
-    return add_pairs(sums, reinterpret_cast<Vector<float>>(Int32Vector{} + x), w);
-  }
-};
-#endif
-
 #if defined(TRANSFORMER_FAST_TILES)
-// Either type by AMX, which takes bytes with their sign, and so no offset.
-template <typename Element_>
+// By AMX, which takes bytes with their sign, and so no offset.
 struct TileProducts {
-  using Element = Element_;
   using Session = TileSession;
   static constexpr int kPlanes = 1;
   static constexpr int64_t kRows = kTileRows;
-  static constexpr int64_t kBlock = std::is_same_v<Element, int8_t> ? ByteProducts<0>::kBlock : Bf16Products::kBlock;
 
   static Int32Vector stored(Int32Vector words) { return words; }
   static void planes(Int32Vector words, Int32Vector (&to)[kPlanes]) { to[0] = words; }
-  static Vector<float> result(Int32Vector words) {
-    if constexpr (std::is_same_v<Element, int8_t>) return __builtin_convertvector(words, Vector<float>);
-    return reinterpret_cast<Vector<float>>(words);
-  }
 };
 #endif
 

@@ -1,8 +1,6 @@
-// Products of tiles by AMX: sixteen rows of 64 bytes with the weights of sixteen outputs in one instruction. Written as
-// assembly because few of the processors with AVX512-BF16 have it; `has_tiles` says whether this one does.
+// Products of tiles of int8 by AMX: sixteen rows of 64 bytes with the weights of sixteen outputs in one instruction.
+// Written as assembly because few of the processors with AVX512-BF16 have it; `has_tiles` says whether this one does.
 #pragma once
-
-#include <c10/util/BFloat16.h>
 
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -10,7 +8,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 namespace transformer_fast {
 namespace {
@@ -20,7 +17,7 @@ constexpr int64_t kTileRows = 16, kTileGroups = 16;  // a group: 32 bits of a ro
 // Linux gives a process the tiles' registers when it asks for them.
 inline bool has_tiles() {
   static const bool there = [] {
-    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kNeeded = kBf16 | kTile | kInt8;
+    constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25, kNeeded = kTile | kInt8;
     constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     unsigned a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & kNeeded) != kNeeded) return false;
@@ -64,13 +61,10 @@ inline void store_tile(void* to, int64_t stride) {
   asm volatile("tilestored %%tmm%c2, (%0,%1)" ::"r"(to), "r"(stride), "i"(kTile) : "memory");
 }
 
-// sums += rows * weights, in 32 bits: int32 for int8, fp32 for bfloat16.
-template <typename Element, int kSums, int kRows, int kWeights>
+// sums += rows * weights, in int32.
+template <int kSums, int kRows, int kWeights>
 inline void multiply_tile() {
-  if constexpr (std::is_same_v<Element, c10::BFloat16>)
-    asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRows), "i"(kWeights));
-  else
-    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRows), "i"(kWeights));
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSums), "i"(kRows), "i"(kWeights));
 }
 
 }  // namespace

@@ -77,10 +77,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     searching.add_argument("--early-stop", **flag, help="stop at the first that finish: --n-best, or the whole beam")
     searching.add_argument("--no-unk", action="store_true", help="never say the unknown token")
     command.add_argument(
-        "--quantize",
-        choices=("int8", "bf16"),
-        default=argparse.SUPPRESS,
-        help="multiply with int8 or bfloat16 weights, on a CPU",
+        "--quantize", choices=("int8",), default=argparse.SUPPRESS, help="multiply with int8 weights, on a CPU"
     )
     drawing = command.add_argument_group("drawing translations, in the place of searching for the best")
     drawing.add_argument("--sample", **flag, help="draw --n-best translations of every line")
