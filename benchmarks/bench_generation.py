@@ -4,6 +4,9 @@ In the suite it is a small model; the figures of the base size (minutes, most of
 
     python benchmarks/bench_generation.py --size base --length 64 --batch 16 --search greedy beam
 
+``--paths`` compares ours with ours without one of its PATHS, in seconds of the processor, which other programs disturb
+less. Run it on a CPU with one thread: threads that wait count too.
+
 Each side is in a process of its own (apart.py). All answers have exactly ``length`` tokens. Ours, the reference and
 CTranslate2 have the same weights, and their answers are compared before anything is timed. Weights that are laid out
 for decoding are so before, in ours as in CTranslate2. Marian has random weights of the same sizes (post-norm, as it is
@@ -30,6 +33,7 @@ from torch import Tensor
 
 import transformer_fast as tfast
 from transformer_fast import extension
+from transformer_fast.generation import fused, steps, weights
 from transformer_fast.reference import layers as reference
 
 VOCAB, PAD, BOS, EOS = 8000, 0, 2, 3
@@ -64,21 +68,41 @@ DRAFT_TOKENS = 4
 """Of the side "ours drafted", which is of greedy search for a few sentences: int8 weights draft, fp32 checks."""
 
 
-def ways(case: Case, device: str, uncached: bool = True) -> dict[str, Side]:
+PATHS = {
+    "the cache": "ours",
+    "several steps in a call": "ours",
+    "fused steps": "ours",
+    "packed weights": "ours",
+    "kept weights": "ours",
+    "kept weights of int8": "ours int8",
+}
+"""Fast paths, each with the side that it is left out of."""
+
+
+def ways(case: Case, device: str, uncached: bool = True, paths: bool = False) -> dict[str, Side]:
     """Every side by name: source ids (batch, length) -> answers. One that is not installed raises RuntimeError. On
-    a CPU each is a process of its own, to be closed."""
+    a CPU each is a process of its own, to be closed. With ``paths`` the sides are ours, and ours without each path."""
     left_out = [] if uncached else ["eager uncached"]
     if device != "cpu":
         left_out += ["ours int8", "CTranslate2 int8"]
     if device != "cpu" or case.search != "greedy" or case.batch * DRAFT_TOKENS > 16:
         left_out.append("ours drafted")
     names = [name for name in SIDES if name not in left_out]
+    if paths:
+        names = [name for name in names if name.startswith("ours")] + [f"without {path}" for path in PATHS]
     if device != "cpu":
         return {name: make_side(name, case, device) for name in names}
     threads = torch.get_num_threads()
     # PyTorch only makes the weights of CTranslate2's model.
     return {
-        name: Apart(make_side, name, case, device, threads, threads=1 if name.startswith("CTranslate2") else threads)
+        name: Apart(
+            make_timed_side if paths else make_side,
+            name,
+            case,
+            device,
+            threads,
+            threads=1 if name.startswith("CTranslate2") else threads,
+        )
         for name in names
     }
 
@@ -102,7 +126,8 @@ def make_side(name: str, case: Case, device: str, threads: int | None = None) ->
     with torch.no_grad():  # further from ties than fresh weights are, and never an end
         slow.out.weight.mul_(8)
         slow.out.bias[EOS] = -1e4
-    quantize = "int8" if name.endswith("int8") else None
+    path, name = name.removeprefix("without "), PATHS.get(name.removeprefix("without "), name)
+    quantize = "int8" if is_int8(name) else None
     if name.startswith("CTranslate2"):
         return ctranslate2(slow, size, case, "int8_float32" if quantize else "float32", threads or 0)
     model = slow
@@ -111,8 +136,31 @@ def make_side(name: str, case: Case, device: str, threads: int | None = None) ->
         model.load_state_dict(slow.state_dict())
     model.requires_grad_(False)
     options: dict[str, Any] = {"quantize": quantize, "draft_tokens": DRAFT_TOKENS if name == "ours drafted" else 0}
-    config = tfast.GenerationConfig(beam=beam, max_length=case.length, keep_weights=True, **options)
+    options |= {"keep_weights": not path.startswith("kept weights"), "cache": path != "the cache"}
+    leave_out(path)
+    config = tfast.GenerationConfig(beam=beam, max_length=case.length, **options)
     return lambda src: [h[0].tokens for h in tfast.generate(model, src, bos=BOS, eos=EOS, config=config)]
+
+
+def make_timed_side(name: str, case: Case, device: str, threads: int | None = None) -> Callable[[Tensor], Any]:
+    """The same, with the seconds that the processor took behind the answers."""
+    side = make_side(name, case, device, threads)
+
+    def run(src: Tensor) -> tuple[list[list[int]], float]:
+        start = time.process_time()
+        return side(src), time.process_time() - start
+
+    return run
+
+
+def leave_out(path: str) -> None:
+    """Switch a path of PATHS off in this process, unless an option of the config does that."""
+    if path == "several steps in a call":
+        fused.FusedStep._of_several = lambda *_, **__: None
+    elif path == "fused steps":
+        steps.fused_step = lambda *_: None
+    elif path == "packed weights":
+        weights.StepLinear.operand = lambda *_: None
 
 
 def marian(size: Size, beam: int, length: int, device: str) -> Side:
@@ -211,6 +259,10 @@ def fill(spec: Any, *modules: torch.nn.Module, names: tuple[str, str] = ("weight
         setattr(spec, to, array(torch.cat([getattr(module, part) for module in modules])))
 
 
+def is_int8(side: str) -> bool:
+    return side.endswith("int8")
+
+
 def sources(case: Case, device: str) -> Tensor:
     generator = torch.Generator().manual_seed(1)
     return torch.randint(4, VOCAB, (case.batch, case.length), generator=generator).to(device)
@@ -282,9 +334,9 @@ class Result:
         return f"| {' | '.join(cells)} |"
 
 
-def compare(case: Case, device: str, rounds: int, uncached: bool) -> list[Result]:
+def compare(case: Case, device: str, rounds: int, uncached: bool, paths: bool = False) -> list[Result]:
     """Every side of a case; the sides take turns, and the first turn is not counted."""
-    sides, src = ways(case, device, uncached), sources(case, device)
+    sides, src = ways(case, device, uncached, paths), sources(case, device)
     said: dict[str, list[list[int]]] = {}
     refused: dict[str, str] = {}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
@@ -292,16 +344,17 @@ def compare(case: Case, device: str, rounds: int, uncached: bool) -> list[Result
         for name, call in sides.items():
             start = time.perf_counter()
             try:
-                said[name] = call(src)
+                answers: Any = call(src)
             except RuntimeError as error:
                 refused[name] = str(error)
-            else:
-                seconds[name].append(time.perf_counter() - start)
+                continue
+            said[name], taken = answers if paths else (answers, time.perf_counter() - start)
+            seconds[name].append(taken)
     close(sides)
     found = []
     for name, taken in seconds.items():
         same = None if name in ("ours", "Marian", *refused) else agreement(said["ours"], said[name])
-        score = bleu(said[name], said["ours"]) if "int8" in name and name not in refused else None
+        score = bleu(said[name], said["ours"]) if is_int8(name) and name not in refused else None
         found.append(Result(case.search, case.batch, name, taken[1:], same, score, refused.get(name)))
     return found
 
@@ -315,6 +368,7 @@ def main() -> None:
     parser.add_argument("--search", nargs="+", choices=("greedy", "beam"), default=["greedy", "beam"])
     parser.add_argument("--rounds", type=int, default=5, help="of each side, in turn; the fastest counts")
     parser.add_argument("--no-uncached", action="store_true", help="leave out the reference, which takes minutes")
+    parser.add_argument("--paths", action="store_true", help="ours beside ours without each of its fast paths")
     parser.add_argument("--out", type=Path, help="folder for bench_generation.json")
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -322,13 +376,15 @@ def main() -> None:
     print("| search | batch | side | tokens/s | ours is faster by | same answers |", "| --- " * 6 + "|", sep="\n")
     results: list[Result] = []
     for case in (Case(args.size, s, b, args.length) for s in args.search for b in args.batch):
-        of_case = {result.side: result for result in compare(case, device, args.rounds, not args.no_uncached)}
+        of_case = {
+            result.side: result for result in compare(case, device, args.rounds, not args.no_uncached, args.paths)
+        }
         for name, result in of_case.items():
-            print(result.row(of_case["ours int8" if "int8" in name else "ours"], args.length), flush=True)
+            print(result.row(of_case["ours int8" if is_int8(name) else "ours"], args.length), flush=True)
         results += of_case.values()
     if args.out:
         report = {
-            "what": "sentences translated to answers of one length, in seconds a round",
+            "what": f"sentences translated to answers of one length, in {'CPU ' * args.paths}seconds a round",
             "size": args.size,
             "length": args.length,
             "threads": torch.get_num_threads(),
