@@ -54,6 +54,13 @@ def beam_search(
     none): finished ones first, best score first; ones cut off by max_length fill up only where too few finished.
     Scores are fp32 (fp64 for an fp64 model) whatever the model's dtype.
     Raises ValueError for input that cannot be decoded, FloatingPointError if the model answers NaN.
+
+    Example:
+        >>> model = tfast.Transformer(20, 20, d_model=16, N=1, heads=2, dropout=0.0)
+        >>> src = torch.tensor([[5, 6, 7], [8, 9, 0]])
+        >>> found = tfast.beam_search(model, src, pad=0, bos=1, eos=2, beam=3, n_best=2, max_length=6)
+        >>> [len(hypotheses) for hypotheses in found]
+        [2, 2]
     """
     config = GenerationConfig(beam=beam, n_best=n_best, length_penalty=length_penalty, cache=cache)
     request = check_request(

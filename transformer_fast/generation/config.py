@@ -69,6 +69,10 @@ class GenerationConfig:
 
     Raises:
         ValueError: names the option, its value and what was expected.
+
+    Example:
+        >>> tfast.GenerationConfig(beam=4, length_penalty=0.6).n_best
+        1
     """
 
     beam: int = 1

@@ -50,6 +50,14 @@ def generate(
 
     Raises:
         ValueError: for input that cannot be decoded. FloatingPointError: if a model answers NaN or infinity.
+
+    Example:
+        >>> model = tfast.Transformer(20, 20, d_model=16, N=1, heads=2, dropout=0.0)
+        >>> src = torch.tensor([[5, 6, 7], [8, 9, 0]])
+        >>> config = tfast.GenerationConfig(beam=4)
+        >>> found = tfast.generate(model, src, pad=0, bos=1, eos=2, config=config)
+        >>> [len(hypotheses) for hypotheses in found]
+        [1, 1]
     """
     config = GenerationConfig() if config is None else config
     models = _as_models(model)

@@ -44,6 +44,12 @@ def greedy(
 
     Returns B lists of target ids, in the order of src, without BOS and EOS.
     Raises ValueError for input that cannot be decoded, FloatingPointError if the model answers NaN.
+
+    Example:
+        >>> model = tfast.Transformer(20, 20, d_model=16, N=1, heads=2, dropout=0.0)
+        >>> src = torch.tensor([[5, 6, 7], [8, 9, 0]])
+        >>> len(tfast.greedy(model, src, pad=0, bos=1, eos=2, max_length=6))
+        2
     """
     request = check_request(
         model, src, src_lengths=src_lengths, src_mask=src_mask, bos=bos, eos=eos, pad=pad, max_length=max_length
