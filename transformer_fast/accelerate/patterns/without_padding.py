@@ -26,15 +26,13 @@ from ...masks.packing import PackedMask, Packing, packing_of, take
 from ...models.packed import packed_masks, padding_of
 from ...tracing import is_traced
 from .attention import CLASSIC
-from .base import pattern_of
+from .base import ANY, pattern_of
 from .feed_forward import FeedForward
 
 _PER_TOKEN = (
     nn.Linear, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Identity, nn.Sequential, Linear, *DROPOUTS,
 )  # fmt: skip
 """Modules that compute each token by itself."""
-
-_FEED_FORWARDS = ("ff", "feed_forward", "ffn")
 
 
 def through(
@@ -102,6 +100,9 @@ def _of_decoder(x: Tensor, memory: Tensor, src_mask: Any, trg_mask: Any) -> tupl
 
 def _check_parts(m: nn.Module) -> None:
     for layer in layers_of(m):
+        layer_pattern = pattern_of(layer)
+        parts = {} if layer_pattern is None else layer_pattern.parts
+        any_module = {name for name, part in parts.items() if part.is_one is ANY.is_one}
         for name, child in layer.named_modules():
             pattern = pattern_of(child)
             if not is_plain(child) and child is not m:
@@ -110,7 +111,7 @@ def _check_parts(m: nn.Module) -> None:
                 )
             if pattern is not None and not pattern.fits(child):
                 raise StaysPaddedError(f"a {type(child).__name__} has a part of another kind")
-            if name in _FEED_FORWARDS:
+            if name in any_module:
                 inside = child.modules() if pattern is None else child.children()
                 if not (
                     (pattern is None or isinstance(pattern, FeedForward))
