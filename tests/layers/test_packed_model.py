@@ -154,13 +154,14 @@ def test_packed_is_a_switch_and_generation_does_not_mind():
 
 WRONG = {
     "a dense source mask": (torch.ones(B, L_SRC, L_SRC).bool().tril(), AttentionMask.causal(), "padding alone"),
-    "a window in the source": (AttentionMask.window(1, 1), AttentionMask.causal(), "padding alone.*look-ahead"),
+    "a window in the source": (AttentionMask.window(1, 1), AttentionMask.causal(), r"padding alone.*is window\(1, 1\)"),
     "a window over a keep mask": (
         None,
         AttentionMask.keep(TRG_KEEP[:, None, None]) & AttentionMask.window(1),
         "with a window, the padding must be given as AttentionMask.lengths",
     ),
-    "a causal source mask": (AttentionMask.causal(), AttentionMask.causal(), "padding alone.*look-ahead"),
+    "a causal source mask": (AttentionMask.causal(), AttentionMask.causal(), r"padding alone.*is causal\(\)"),
+    "documents": (None, AttentionMask.documents(torch.zeros(B, L_TRG).long()), r"target's mask is documents\("),
     "a look-ahead with offset": (None, AttentionMask.causal(1), r"offset 0, got 1; pass AttentionMask.lengths"),
     "a dense target mask that is more": (
         None,

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from transformer_fast import AttentionMask, attention
+from transformer_fast.masks import parts_beside
 from transformer_fast.ops.attention_checks import normal_lengths
 
 B, H, LQ, LK = 3, 2, 5, 7
@@ -170,6 +171,13 @@ def test_lengths_per_query_of_0_and_1_are_refused_only_where_they_may_be_a_keep_
     assert torch.allclose(compiled(q, q, q, AttentionMask.lengths(zeros_and_ones)), several, atol=1e-6)
     meta = AttentionMask.lengths(zeros_and_ones.to("meta"))
     assert attention(*[q.to("meta")] * 3, meta).shape == q.shape
+
+
+def test_the_parts_beside_some():
+    mask = AttentionMask.window(2) & AttentionMask.alibi(torch.rand(H)) & AttentionMask.lengths(torch.tensor([1]))
+    assert parts_beside(AttentionMask()) == []
+    assert parts_beside(mask) == ["key_lengths", "causal_offset", "window_offset", "distance_biases"]
+    assert parts_beside(mask, "key_lengths", "distance_biases") == ["causal_offset", "window_offset"]
 
 
 def test_a_representation_is_what_one_would_write():

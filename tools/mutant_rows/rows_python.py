@@ -105,15 +105,15 @@ ROWS = (
     Fault(
         name="pack takes a mask with a window",
         path=PACKAGE + "masks/packing.py",
-        old="elif mask.window_offset is not None:",
-        new="elif mask.window_offset is not None and False:",
+        old='parts_beside(mask, "key_keep_mask", "key_lengths")',
+        new='parts_beside(mask, "key_keep_mask", "key_lengths", "window_offset")',
         tests=PACKING,
     ),
     Fault(
         name="pack takes a mask with documents",
         path=PACKAGE + "masks/packing.py",
-        old="elif mask.document_ids is not None:",
-        new="elif mask.document_ids is not None and False:",
+        old='parts_beside(mask, "key_keep_mask", "key_lengths")',
+        new='parts_beside(mask, "key_keep_mask", "key_lengths", "document_ids")',
         tests=PACKING,
     ),
     Fault(

@@ -343,6 +343,7 @@ class AttentionMask:
 
 
 _NO_MASK = AttentionMask()
+_PARTS = tuple(field.name for field in dataclasses.fields(AttentionMask))
 
 
 def as_attention_mask(mask: AttentionMask | Tensor | None) -> AttentionMask:
@@ -350,6 +351,24 @@ def as_attention_mask(mask: AttentionMask | Tensor | None) -> AttentionMask:
     if mask is None:
         return _NO_MASK
     return mask if isinstance(mask, AttentionMask) else AttentionMask.keep(mask)
+
+
+def parts_beside(mask: AttentionMask, *names: str) -> list[str]:
+    """Names of the parts that a mask has, except those that the caller knows.
+
+    Code that refuses all other parts also refuses a part that is added later.
+
+    Args:
+        mask: the mask.
+        names: fields of AttentionMask that the caller knows.
+
+    Returns:
+        The fields of AttentionMask that the mask has besides them, in order.
+    """
+    given = [name for name in _PARTS if getattr(mask, name) is not None and name not in names]
+    if not mask.distance_biases and "distance_biases" in given:
+        given.remove("distance_biases")
+    return given
 
 
 def and_causal(offset: int | None, causal: bool | int) -> int | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..backends import in_transform, refuse_transform
 from ..tracing import is_traced, number, unrecorded
-from .mask import AttentionMask
+from .mask import AttentionMask, parts_beside
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -223,24 +223,11 @@ def _lengths_or_keep(
 @unrecorded
 def _check_padding(mask: AttentionMask, batch: int, length: int) -> None:
     """Raise unless a mask is padding of a batch (batch, length, ...), and no more."""
-    lengths, keep, more = mask.key_lengths, mask.key_keep_mask, ""
-    if mask.causal_offset is not None:
-        more = "a look-ahead (causal)"
-    elif mask.window_offset is not None:
-        more = "a window"
-    elif mask.document_ids is not None:
-        more = "documents"
-    elif mask.distance_biases:
-        more = "a bias by distance (alibi, relative)"
-    elif mask.additive_bias is not None:
-        more = f"a bias of shape {tuple(mask.additive_bias.shape)}"
-    elif mask.keep_mask is not None:
-        more = f"a dense keep mask of shape {tuple(mask.keep_mask.shape)}"
-    elif lengths is not None and lengths.dim() == 2 and lengths.shape[1] > 1:
-        more = f"a length for each query of shape {tuple(lengths.shape)}"
-    if more:
+    lengths, keep = mask.key_lengths, mask.key_keep_mask
+    per_query = lengths is not None and lengths.dim() == 2 and lengths.shape[1] > 1
+    if per_query or parts_beside(mask, "key_keep_mask", "key_lengths"):
         raise ValueError(
-            f"pack: the mask must be padding alone, lengths (B,) or a keep mask (B, 1, 1, L); this one also has {more}"
+            f"pack: the mask must be padding alone, lengths (B,) or a keep mask (B, 1, 1, L); this one is {mask}"
         )
     if lengths is not None and lengths.shape[0] not in (1, batch):
         raise ValueError(f"pack: lengths of shape {tuple(lengths.shape)} do not fit a batch of {batch}")

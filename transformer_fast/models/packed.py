@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layers.attention import layer_mask
-from ..masks import AttentionMask
+from ..masks import AttentionMask, parts_beside
 from ..masks.packing import PackedMask, packing_of
 from ..tracing import is_traced
 
@@ -69,8 +69,8 @@ def _window(mask: AttentionMask | None) -> AttentionMask | None:
 def _padding_and_look_ahead(mask: AttentionMask | None, length: int) -> tuple[AttentionMask | None, bool]:
     if mask is None:
         return None, False
-    if mask.document_ids is not None or mask.distance_biases or mask.additive_bias is not None:
-        raise ValueError(f"packed: the target's mask has documents or a bias; {_WHAT_TO_PASS}")
+    if parts_beside(mask, "keep_mask", "key_keep_mask", "key_lengths", "causal_offset", "window_offset"):
+        raise ValueError(f"packed: the target's mask is {mask}; {_WHAT_TO_PASS}")
     if mask.causal_offset not in (None, 0):
         raise ValueError(
             f"packed: the target's look-ahead must have offset 0, got {mask.causal_offset}; {_WHAT_TO_PASS}"

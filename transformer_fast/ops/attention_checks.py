@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends import in_transform
-from ..masks import AttentionMask, and_causal
+from ..masks import AttentionMask, and_causal, parts_beside
 from ..masks.checks import check_dense, is_plain_on_cpu, kind_of, may_be_keep
 from ..masks.distance import distance_table
 from ..masks.parts import ranked
@@ -106,6 +106,9 @@ def check_options(op: str, dropout_p: float, empty_rows: str) -> None:
         raise ValueError(f'{op}: empty_rows must be "uniform" or "zero", got {empty_rows!r}')
 
 
+_BY_POSITION = ("causal_offset", "window_offset", "document_ids", "distance_biases")
+
+
 def mask_by_position(op: str, mask: AttentionMask | None, causal: bool, takes_keep: bool = False) -> AttentionMask:
     """The mask of a call that takes no part with lengths or a dense tensor of its own, its look-ahead included.
 
@@ -118,8 +121,7 @@ def mask_by_position(op: str, mask: AttentionMask | None, causal: bool, takes_ke
         return AttentionMask(causal_offset=and_causal(None, causal))
     if not isinstance(mask, AttentionMask):
         raise TypeError(f"{op}: mask must be an AttentionMask, got {type(mask).__name__}")
-    refused = ("keep_mask", "key_lengths", "additive_bias", *(() if takes_keep else ("key_keep_mask",)))
-    if given := [name for name in refused if getattr(mask, name) is not None]:
+    if given := parts_beside(mask, *_BY_POSITION, *(("key_keep_mask",) if takes_keep else ())):
         keys = ", and keep of keys alone" if takes_keep else ""
         raise ValueError(
             f"{op}: mask may say window, causal, documents, alibi and relative alone{keys}, got {', '.join(given)}"

@@ -18,7 +18,7 @@ from ...integrations.unpadded import Unpadded, current
 from ...layers.carried import tokens_of, with_tokens, without_tokens
 from ...layers.hooks import HOOKS
 from ...layers.padded_calls import GAPS, StaysPaddedError, check_sources, record
-from ...masks import AttentionMask
+from ...masks import AttentionMask, parts_beside
 from ...masks.packing import PackedMask, Packing, take
 from .classes import Arguments, Forward, part, positional_names
 
@@ -129,7 +129,8 @@ def _parts(mask: Any, batch: int, queries: int, keys: int) -> tuple[Tensor | Non
     if not isinstance(mask, LazyMask):
         raise StaysPaddedError("its mask is a tensor, not padding, look-ahead or a window")
     parts = mask.mask
-    if tuple(mask.shape) != (batch, 1, queries, keys) or parts.keep_mask is not None:
+    others = parts_beside(parts, "key_keep_mask", "causal_offset", "window_offset")
+    if others or tuple(mask.shape) != (batch, 1, queries, keys):
         raise StaysPaddedError("its mask was read as a tensor, or is of other sizes")
     keep = None if parts.key_keep_mask is None else parts.key_keep_mask[:, 0, 0].expand(batch, keys)
     if parts.causal_offset is None and parts.window_offset is None:
