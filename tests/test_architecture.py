@@ -159,3 +159,15 @@ def test_a_field_has_a_name() -> None:
 
 def is_number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and type(node.value) is int
+
+
+def test_the_sources_that_are_compiled_together_exist() -> None:
+    """`setup.py` names them; a build from scratch would miss one that was renamed."""
+    tracked("setup.py")
+    (units,) = (
+        node.value
+        for node in parsed(ROOT / "setup.py").body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "UNITS"
+    )
+    stems = [node.value for node in ast.walk(units) if isinstance(node, ast.Constant) and "/" in node.value]
+    assert stems and not [stem for stem in stems if not (ROOT / "csrc" / f"{stem}.cpp").exists()]
