@@ -365,10 +365,8 @@ def parts_beside(mask: AttentionMask, *names: str) -> list[str]:
     Returns:
         The fields of AttentionMask that the mask has besides them, in order.
     """
-    given = [name for name in _PARTS if getattr(mask, name) is not None and name not in names]
-    if not mask.distance_biases and "distance_biases" in given:
-        given.remove("distance_biases")
-    return given
+    known = names if mask.distance_biases else (*names, "distance_biases")
+    return [name for name in _PARTS if name not in known and getattr(mask, name) is not None]
 
 
 def and_causal(offset: int | None, causal: bool | int) -> int | None:

@@ -178,7 +178,7 @@ TILE_OF_KIND = {
     "mapped": "long",  # with a tile map, without documents, and more than LONG keys
     "packed long": "long",  # a packed batch without documents, and more than LONG keys
 }
-"""Which tile each kind of attention call takes, where _TILES_OF_PARTS has none for it."""
+"""Tile of each kind of attention call, where _TILES_OF_PARTS has none for it."""
 ATTENTION_KINDS = tuple(TILE_OF_KIND)
 
 

@@ -56,7 +56,7 @@ constexpr int64_t kPanelHeader = 2;
 
 // For quantised weights.
 struct QuantizedKernels {
-  // How many groups an output with so many inputs has: four inputs each, one word.
+  // Number of groups that an output with so many inputs has: four inputs each, one word.
   int64_t (*groups)(int64_t depth);
   // Weights as for pack_step_weight, to (panels, kPanelHeader + groups, panel) words, a group of inputs in each.
   void (*pack)(const float* const* rows, int64_t outputs, int64_t depth, void* packed);
@@ -66,7 +66,7 @@ struct QuantizedKernels {
 struct GenerationKernels {
   void (*choose_tokens)(const TokenChoice& params);
   void (*choose_continuations)(const BeamChoice& params);
-  // How many outputs a panel of packed weights has.
+  // Number of outputs in a panel of packed weights.
   int64_t panel;
   // Weights of a linear layer, `outputs` rows of `depth` elements each, to (panels, depth, panel).
   void (*pack_step_weight)(const float* const* rows, int64_t outputs, int64_t depth, float* packed);
