@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from transformer_fast import AttentionMask, attention
-from transformer_fast.masks import parts_beside
+from transformer_fast.masks.mask import parts_beside
 from transformer_fast.ops.attention_checks import normal_lengths
 
 B, H, LQ, LK = 3, 2, 5, 7

@@ -1,7 +1,7 @@
 """Masks: :class:`AttentionMask` and its parts, biases by distance, and packed batches."""
 
 from .distance import Alibi, DistanceBias, Relative
-from .mask import AttentionMask, and_causal, as_attention_mask, parts_beside
+from .mask import AttentionMask, and_causal, as_attention_mask
 from .packing import PackedMask, Packing, pack, packing_of, take, unpack
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "as_attention_mask",
     "pack",
     "packing_of",
-    "parts_beside",
     "take",
     "unpack",
 ]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..layers.attention import layer_mask
-from ..masks import AttentionMask, parts_beside
+from ..masks import AttentionMask
+from ..masks.mask import parts_beside
 from ..masks.packing import PackedMask, packing_of
 from ..tracing import is_traced
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..backends import in_transform
-from ..masks import AttentionMask, and_causal, parts_beside
+from ..masks import AttentionMask, and_causal
 from ..masks.checks import check_dense, is_plain_on_cpu, kind_of, may_be_keep
 from ..masks.distance import distance_table
+from ..masks.mask import parts_beside
 from ..masks.parts import ranked
 from ..tensor_cache import get, get_or_compute
 from ..tracing import is_traced, needs_plain_ops, sizes, unrecorded

@@ -18,7 +18,8 @@ from ...integrations.unpadded import Unpadded, current
 from ...layers.carried import tokens_of, with_tokens, without_tokens
 from ...layers.hooks import HOOKS
 from ...layers.padded_calls import GAPS, StaysPaddedError, check_sources, record
-from ...masks import AttentionMask, parts_beside
+from ...masks import AttentionMask
+from ...masks.mask import parts_beside
 from ...masks.packing import PackedMask, Packing, take
 from .classes import Arguments, Forward, part, positional_names
 
